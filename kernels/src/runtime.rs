@@ -55,15 +55,19 @@ const SWITCHES: [(&CStr, c_int); 13] = [
 const DEVICE_ENVIRONMENT: [(&str, &str); 2] =
     [("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0")];
 
-/// Variables that choose kernels of a CPU. Their values belong to the kernel table of what computes there.
-const CPU_ENVIRONMENT: [&str; 8] = [
+/// Variables that choose kernels of a CPU. Their values belong to the kernel table of what computes there. oneDNN reads each of
+/// its own under two names.
+const CPU_ENVIRONMENT: [&str; 11] = [
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_DEBUG_CPU_TYPE",
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS",
     "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
     "GLIBC_TUNABLES",
 ];
 
@@ -419,6 +423,13 @@ pub(crate) fn number(call: &'static str, ask: impl FnOnce(*mut c_int) -> c_int) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_onednn_reads_under_two_names_is_known_by_both() {
+        let of = |prefix| CPU_ENVIRONMENT.iter().filter_map(move |name| name.strip_prefix(prefix));
+        assert_eq!(of("ONEDNN_").count(), 3);
+        assert!(of("ONEDNN_").eq(of("DNNL_")));
+    }
 
     #[test]
     fn switches_are_in_force_on_every_thread() {

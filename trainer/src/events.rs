@@ -1,6 +1,6 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -46,6 +46,22 @@ impl Events {
     }
 }
 
+/// The events at `path`, one after the other; lines that cannot be read are passed over. `None` where there is no file.
+fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
+    let lines =
+        BufReader::new(File::open(path).ok()?).split(b'\n').map_while(std::result::Result::ok);
+    Some(lines.filter_map(|line| serde_json::from_slice(&line).ok()))
+}
+
+/// The text of the events at `path`, none where there is no file. What is not UTF-8 in it spoils its own line alone.
+pub(crate) fn read(path: &Path) -> Result<String> {
+    match fs::read(path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+        Err(error) => Err(Fault::io("read", path, &error)),
+    }
+}
+
 /// Seconds that a step took lately, by the events at `path`: the median of the last ones; `None` where there are none.
 pub(crate) fn pace(path: &Path) -> Option<f64> {
     let mut file = File::open(path).ok()?;
@@ -76,10 +92,9 @@ pub(crate) struct Ranks {
 /// The ranks by which `step` was recorded, by the events at `path`; `None` where these do not say. Who computed it once more
 /// later does not count.
 pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
-    let events = BufReader::new(File::open(path).ok()?).lines().map_while(std::result::Result::ok);
     let mut now = None;
     let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
-    for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
+    for event in each(path)? {
         match event["event"].as_str() {
             Some("start") => {
                 now = Some(Ranks {
@@ -106,9 +121,8 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
 /// The newest checkpoint that the events at `path` know of since the run last began at its beginning; `None` where they know of
 /// none.
 pub(crate) fn kept(path: &Path) -> Option<u64> {
-    let events = BufReader::new(File::open(path).ok()?).lines().map_while(std::result::Result::ok);
     let mut newest = None;
-    for event in events.filter_map(|line| serde_json::from_str::<Value>(&line).ok()) {
+    for event in each(path)? {
         match event["event"].as_str() {
             Some("start") if event["from_step"] == 0 => newest = None,
             Some("checkpoint") => newest = newest.max(event["step"].as_u64()),

@@ -303,8 +303,13 @@ impl RunFolder {
         if !path.exists() {
             return Ok(Default::default());
         }
-        let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
-        let last = Curriculum::parse(&text, &path.display().to_string())?;
+        let text = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let text = String::from_utf8_lossy(&text);
+        let Ok(last) = Curriculum::parse(&text, &path.display().to_string()) else {
+            // Nothing depends on it: the ledger says what was trained, and the file is about to be written anew.
+            let found = "its text, which is no curriculum,".to_owned();
+            return Ok((vec![found], Vec::new()));
+        };
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
         let told = |list: Vec<Difference>| list.iter().map(ToString::to_string).collect();
@@ -469,7 +474,13 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         stores.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
     };
     if begun.stores != now.stores {
-        return mismatch("the content of a store", text(&now.stores), text(&begun.stores));
+        let fault = other("the content of a store", text(&now.stores), text(&begun.stores), path);
+        let pairs = begun.stores.iter().zip(&now.stores);
+        let which = pairs.enumerate().find(|(_, (begun, now))| begun != now).map(|(at, _)| at + 1);
+        let which = which.map_or_else(String::new, |at| format!(" (number {at} of `stores`)"));
+        return Err(fault.hint(format!(
+            "put the store that the run began with back{which}: a run goes on with its own data only. For a new run name another --out"
+        )));
     }
     let start = |head: &Head| {
         let line = head.curriculum.lines().find_map(|line| line.strip_prefix("start = "));

@@ -26,6 +26,7 @@ use store::{Location, Split};
 
 use crate::change::{Change, Documents};
 use crate::checkpoint::Checkpoints;
+use crate::events;
 use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head};
 use crate::ledger::Ledger;
 use crate::spec::RunSpec;
@@ -124,7 +125,7 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     compare_curriculum(&ledger, &spec, &new.ledger())?;
     new.write_curriculum(&spec, &opened.file)?;
     let checkpoints = share_checkpoints(&old.folder, step, &new)?;
-    copy_events(&old.folder.events(), step, &new.events())?;
+    copy_events(&old.folder.events(), step, &checkpoints, &new.events())?;
     copy_files(&old.folder.metrics(), &new.metrics())?;
     disk::sync_folders(&scratch)?;
     disk::rename(&scratch, out).map_err(|error| Fault::io("rename to", out, &error))?;
@@ -279,19 +280,15 @@ fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<
     Ok(shared)
 }
 
-/// Copies the events that are about steps up to `step`.
-fn copy_events(from: &Path, step: u64, to: &Path) -> Result<()> {
-    let text = match fs::read_to_string(from) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(Fault::io("read", from, &error)),
-    };
+/// Copies the events that are about steps up to `step`, of checkpoints those that the fork has: one that events know of and that
+/// is nowhere is missed.
+fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result<()> {
+    let text = events::read(from)?;
     let shared = |line: &&str| {
-        let event: Option<serde_json::Value> = serde_json::from_str(line).ok();
-        let at = event
-            .as_ref()
-            .and_then(|event| event.get("step").or_else(|| event.get("from_step"))?.as_u64());
-        at.is_some_and(|at| at <= step)
+        let event: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
+        let at = event.get("step").or_else(|| event.get("from_step")).and_then(|at| at.as_u64());
+        let there = |at: &u64| event["event"] != "checkpoint" || checkpoints.contains(at);
+        at.filter(there).is_some_and(|at| at <= step)
     };
     let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
     write(to, &mut kept.as_bytes())

@@ -1,13 +1,14 @@
 //! What was changed in the steps up to the one that is explained: by the curriculum, by whoever ran it, by the machine.
 
 use std::collections::BTreeMap;
-use std::fs;
 
-use contract::{Fault, Result};
+use contract::{Result, counted};
+use curriculum::{Amendment, Numbers};
 use serde::Serialize;
 use serde_json::Value;
 
 use super::history::History;
+use crate::events;
 use crate::folder::RunFolder;
 use crate::ledger::StepRecord;
 use crate::model::Cut;
@@ -92,18 +93,61 @@ pub(super) fn changes(
             let (kind, step) = (Kind::Skipped, pair[0].step);
             found.push(Change { kind, step, what: format!("step {step} was {}", reason.words()) });
         }
-        if pair[1].curriculum.is_some() {
+        let amended = spec.curriculum.amendments.iter().any(|one| one.step == pair[1].step);
+        if pair[1].curriculum.is_some() && !amended {
             let (kind, step) = (Kind::Amendment, pair[1].step);
             let what = format!("an edit of the curriculum came into force at step {step}");
             found.push(Change { kind, step, what });
         }
     }
     let first = records[0].step;
+    for amendment in &spec.curriculum.amendments {
+        let Amendment { step, .. } = *amendment;
+        if (first + 1..=record.step).contains(&step) {
+            let before = spec.curriculum.numbers_at(step - 1);
+            let what = format!("amended from step {step} on: {}", amended(amendment, &before));
+            found.push(Change { kind: Kind::Amendment, step, what });
+        }
+    }
     found.extend(
         machines(folder)?.into_iter().filter(|one| (first + 1..=record.step).contains(&one.step)),
     );
     found.sort_by_key(|change| (change.step, change.kind));
     Ok(found)
+}
+
+/// What an amendment says, for people; `before` are the numbers of the step before it.
+fn amended(amendment: &Amendment, before: &Numbers) -> String {
+    let Amendment { step: _, mix, ban, store, numbers, skip } = amendment;
+    let mut parts: Vec<String> = Vec::new();
+    if !mix.is_empty() {
+        let mix = mix.iter().map(|(source, weight)| format!("{source} {weight}"));
+        parts.push(format!("mix {}", mix.collect::<Vec<_>>().join(", ")));
+    }
+    parts.extend(ban.iter().map(|(source, documents)| {
+        format!("{} of {source} banned", counted(documents.len(), "document"))
+    }));
+    parts.extend(store.as_ref().map(|store| format!("the store {} added", store.path)));
+    let dtype = numbers.dtype.map(|dtype| (dtype.name(), before.dtype.name()));
+    parts.extend(dtype.map(|(now, before)| format!("dtype {now}, before {before}")));
+    let (optimizer, schedule) = (&before.optimizer, &before.schedule);
+    for (key, now, before) in [
+        ("lr", numbers.optimizer.lr, optimizer.lr),
+        ("clip", numbers.optimizer.clip, optimizer.clip),
+        ("final_lr", numbers.schedule.final_lr, schedule.final_lr),
+    ] {
+        parts.extend(now.map(|now| format!("{key} {now:e}, before {before:e}")));
+    }
+    for (key, now, before) in [
+        ("warmup_steps", numbers.schedule.warmup_steps, schedule.warmup_steps),
+        ("decay_steps", numbers.schedule.decay_steps, schedule.decay_steps),
+    ] {
+        parts.extend(now.map(|now| format!("{key} {now}, before {before}")));
+    }
+    if *skip {
+        parts.push("this step moves nothing".to_owned());
+    }
+    parts.join("; ")
 }
 
 /// Jumps of the learning rate. Warm-up rises by equal amounts, so what rises by no more than it did before is none.
@@ -195,12 +239,7 @@ struct Computed {
 /// Changes of ranks and kernels, by the events. Lines that cannot be read are passed over: events are not chained, and say
 /// nothing that decides a bit.
 fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
-    let path = folder.events();
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(Fault::io("read", &path, &error)),
-    };
+    let text = events::read(&folder.events())?;
     let (mut now, mut last, mut found) = (Computed::default(), None::<Computed>, Vec::new());
     for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let word = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
@@ -239,8 +278,11 @@ fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
     let mut found = Vec::new();
     if (before.ranks, &before.exchange) != (now.ranks, &now.exchange) {
         let what = format!(
-            "from step {step} on {} ranks ({}) computed, before {} ({})",
-            now.ranks, now.exchange, before.ranks, before.exchange
+            "from step {step} on {} ({}) computed, before {} ({})",
+            counted(now.ranks, "rank"),
+            now.exchange,
+            before.ranks,
+            before.exchange
         );
         found.push(Change { kind: Kind::Ranks, step, what });
     }
@@ -252,4 +294,26 @@ fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
         found.push(Change { kind: Kind::Kernels, step, what });
     }
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use curriculum::{Curriculum, Dtype};
+
+    use super::*;
+
+    #[test]
+    fn an_amendment_is_told_in_full() {
+        let text = include_str!("../../../curricula/demo.toml");
+        let before = Curriculum::parse(text, "demo.toml").unwrap().numbers_at(1);
+        let mut amendment = Amendment { step: 7, skip: true, ..Amendment::default() };
+        amendment.ban.insert("web".to_owned(), [4, 9].into());
+        amendment.numbers.dtype = Some(Dtype::Bf16);
+        amendment.numbers.optimizer.clip = Some(0.25);
+        let told = amended(&amendment, &before);
+        let dtype = format!("dtype bf16, before {}", before.dtype.name());
+        for part in ["2 documents of web banned", &dtype, "clip 2.5e-1, before", "moves nothing"] {
+            assert!(told.contains(part), "no {part:?} in {told:?}");
+        }
+    }
 }

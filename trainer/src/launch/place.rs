@@ -105,15 +105,24 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         let local_world = local_world.unwrap_or(1);
         return Ok(Some(Launched { place, local_rank, local_world, one_device }));
     }
-    let [set, missing] = match ["RANK", "WORLD_SIZE"].map(|name| variable(name).is_some()) {
-        [true, false] => ["RANK", "WORLD_SIZE"],
-        [false, true] => ["WORLD_SIZE", "RANK"],
-        _ => return Ok(None),
-    };
-    Err(Fault::usage("this is half of what a launcher says")
-        .at(set)
-        .found(format!("no {missing} beside it"))
-        .hint(format!("set both, as torchrun does, or unset {set}: then one rank trains")))
+    no_half(&variable).map(|()| None)
+}
+
+/// Refuses half of what a launcher says. Slurm's is none: it sets the rank of a batch script as well.
+fn no_half(variable: &impl Fn(&str) -> Option<String>) -> Result<()> {
+    for [rank, world] in [["RANK", "WORLD_SIZE"], ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]]
+    {
+        let [set, missing] = match [rank, world].map(|name| variable(name).is_some()) {
+            [true, false] => [rank, world],
+            [false, true] => [world, rank],
+            _ => continue,
+        };
+        return Err(Fault::usage("this is half of what a launcher says")
+            .at(set)
+            .found(format!("no {missing} beside it"))
+            .hint(format!("set both, as torchrun does, or unset {set}: then one rank trains")));
+    }
+    Ok(())
 }
 
 /// Where the ranks meet.
@@ -264,6 +273,13 @@ mod tests {
     fn one_rank_is_no_group_and_a_batch_script_is_no_rank() {
         assert_eq!(found(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap(), None);
         assert_eq!(found(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "8")]).unwrap(), None);
+        for half in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"] {
+            let fault = found(&[(half, "1")]).unwrap_err().to_string();
+            assert!(
+                fault.contains("half of what a launcher says") && fault.contains(half),
+                "{fault}"
+            );
+        }
     }
 
     #[test]

@@ -144,6 +144,10 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
     fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
+    // A line that cannot be read hides none behind it.
+    let events = scratch.path("run/events.jsonl");
+    let spoilt = [b"\xff\xfe\n", fs::read(&events).unwrap().as_slice()].concat();
+    fs::write(&events, spoilt).unwrap();
     for _ in 0..2 {
         let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Data, "{fault}");
@@ -152,6 +156,23 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
         }
     }
     scratch.run(&scratch.path("run.toml"), "run", |exec| exec.restart = true).unwrap();
+}
+
+/// The ledger says what was trained: its copy for people is written anew, whatever became of it.
+#[test]
+fn a_run_goes_on_whatever_its_curriculum_for_people_has_become() {
+    let scratch = Scratch::new();
+    scratch.train("whole");
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
+    let copy = scratch.path("run/run.toml");
+    let whole = fs::read(&copy).unwrap();
+    for (after, spoilt) in [(3, &b""[..]), (4, b"\xff\xfe"), (5, &whole[..whole.len() / 2])] {
+        fs::write(&copy, spoilt).unwrap();
+        scratch.run(&scratch.path("run.toml"), "run", stop_after(after)).unwrap();
+        assert_eq!(fs::read(&copy).unwrap(), whole);
+    }
+    scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap();
+    assert!(scratch.ledger("whole") == scratch.ledger("run"));
 }
 
 #[test]

@@ -123,6 +123,26 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     assert!(notes[0].ends_with("fork after step 7"), "{notes:?}");
 }
 
+/// Where no checkpoint of the shared steps is left, they are computed again; nothing is missed that the fork never had.
+#[test]
+fn a_fork_from_before_the_oldest_checkpoint_goes_on() {
+    let scratch = Scratch::new();
+    let newest = |exec: &mut ExecOptions| {
+        exec.retention = Retention { newest: 1, every: 0, aged: false };
+    };
+    scratch.run(&scratch.path("run.toml"), "run", newest).unwrap();
+    // Events are no evidence, and one line of them may be spoilt.
+    let events = scratch.path("run/events.jsonl");
+    let spoilt = [b"\xff\xfe\n", fs::read(&events).unwrap().as_slice()].concat();
+    fs::write(&events, spoilt).unwrap();
+    let worst = documents(&scratch, 5).swap_remove(0);
+    let made = forked(&scratch, 3, "early", &dropping(&[&worst])).unwrap();
+    assert!(made.checkpoints.is_empty());
+    go_on(&scratch, "early");
+    let (run, early) = (lines(&scratch, "run"), lines(&scratch, "early"));
+    assert_eq!(run[..4], early[..4]);
+}
+
 #[test]
 fn forks_from_any_step_and_with_every_change_are_straight_runs() {
     let scratch = Scratch::new();
