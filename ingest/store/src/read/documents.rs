@@ -1,36 +1,26 @@
 //! Provenance rows. Read for explanations only, never on the way to a batch.
 
-use std::io::Read;
 use std::ops::Range;
 
 use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
-use crate::Location;
 use crate::documents::{guarded, row};
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::document_schema;
 use crate::{DocumentRecord, FileRecord, ShardRecord};
-use contract::{Digest, Fault, Result};
+use crate::{Location, regular};
+use contract::{Fault, Result};
 
 /// Holds the file against its record, in pieces: it may be large.
 pub(super) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
     let path = &file.location();
-    let mut file = file.open().map_err(|error| missing(path, &error))?;
-    let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
-    loop {
-        let count = file.read(&mut buffer).map_err(|error| path.fault("read", &error))?;
-        if count == 0 {
-            break;
-        }
-        hash.update(&buffer[..count]);
-        bytes += count as u64;
-    }
-    let found = Digest(hash.digest128());
+    let file = file.open().map_err(|error| missing(path, &error))?;
+    let found = regular::digest(file, &|_| ());
+    let (bytes, found) = found.map_err(|error| path.fault("read", &error))?;
     if (bytes, found) == (record.bytes, record.digest) {
         return Ok(());
     }
