@@ -108,7 +108,7 @@ fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>,
         let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
         builder.map_err(|error| wrong(&error.to_string()))
     };
-    let builder = guarded(open, wrong)?;
+    let builder = guarded(path, open, wrong)?;
     let known = builder.schema().fields() == document_schema().fields();
     if known { Ok((builder, file)) } else { Err(strange(path)) }
 }
@@ -122,10 +122,10 @@ fn batches(
         file.or_machine(path, damaged(path, "provenance is unreadable").found(error))
     };
     let build = || builder.build().map_err(|error| unreadable(&error.to_string()));
-    let mut reader = guarded(build, unreadable)?;
+    let mut reader = guarded(path, build, unreadable)?;
     Ok(std::iter::from_fn(move || {
         let next = || reader.next().transpose().map_err(|error| unreadable(&error.to_string()));
-        guarded(next, unreadable).transpose()
+        guarded(path, next, unreadable).transpose()
     }))
 }
 
