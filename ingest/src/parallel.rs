@@ -10,6 +10,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
+use contract::fault::{again, io_cause};
 use contract::guard::said;
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
@@ -114,6 +115,14 @@ fn guarded<R>(place: impl FnOnce() -> String, work: impl FnOnce() -> Result<R>) 
 
 fn panicked(panic: &(dyn Any + Send)) -> Fault {
     Fault::bug("a worker panicked").found(said(panic))
+}
+
+/// Starts the threads that the library of parallel iterators shares: by itself it would panic where there are none left.
+pub(crate) fn start_shared() -> Result<()> {
+    match rayon::ThreadPoolBuilder::new().build_global() {
+        Err(error) => io_cause(&error).map_or(Ok(()), |error| Err(no_thread(again(error)))),
+        Ok(()) => Ok(()),
+    }
 }
 
 /// A machine that gives no thread.

@@ -7,6 +7,7 @@ use store::verify::{self, Damage, flaw};
 use store::{FileRecord, Location, Manifest, SourceRecord, Split, open};
 
 use crate::build::request;
+use crate::parallel;
 use crate::progress::{Measure, Progress};
 
 /// What was found.
@@ -24,6 +25,7 @@ pub struct Report {
 
 /// Checks every byte of a store.
 pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
+    parallel::start_shared()?;
     let store = &store.into();
     let manifest = open::manifest(store)?;
     let streams: Vec<_> = manifest

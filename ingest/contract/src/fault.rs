@@ -257,12 +257,17 @@ pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
 
 /// Whether memory was short, which is the machine's fault and nobody else's: some libraries say so only in words.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
-    let in_words = |text: String| text.contains("not enough memory");
     match io_cause(error) {
         Some(error) if error.kind() == io::ErrorKind::OutOfMemory => true,
-        Some(error) => in_words(error.to_string()),
-        None => in_words(error.to_string()),
+        Some(error) => tells_of_memory(&error.to_string()),
+        None => tells_of_memory(&error.to_string()),
     }
+}
+
+/// Whether these are a library's words for a lack of memory, in an error or a panic: zstd's, its wrapper's, Oniguruma's.
+pub fn tells_of_memory(text: &str) -> bool {
+    let words = ["not enough memory", "zstd returned null pointer", "fail to memory allocation"];
+    words.iter().any(|words| text.contains(words))
 }
 
 /// An I/O error once more, to be kept while the first one goes its way.

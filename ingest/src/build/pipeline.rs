@@ -105,6 +105,7 @@ pub(crate) fn run(
     workers: usize,
     mut commit: impl FnMut(Step, &Auditor) -> Result<()>,
 ) -> Result<()> {
+    parallel::start_shared()?;
     let auditor = Auditor::default();
     let mut walk = Walk::new(corpus);
     let step = |(): &mut (), part: Part| {

@@ -15,6 +15,7 @@ use store::{Location, disk};
 use super::key::Content;
 use super::plan::{Plan, Stage};
 use crate::corpus::SourceFile;
+use crate::parallel;
 
 /// The result of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,6 +56,7 @@ pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
 
 /// Takes the content of files.
 pub(super) fn contents(files: &[SourceFile]) -> Result<Vec<Content>> {
+    parallel::start_shared()?;
     files.par_iter().map(SourceFile::content).collect()
 }
 

@@ -10,7 +10,7 @@ use arrow::array::{Array, ArrayRef, AsArray};
 use arrow::buffer::NullBuffer;
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
-use contract::fault::{is_out_of_memory, nearest};
+use contract::fault::{is_out_of_memory, nearest, tells_of_memory};
 use contract::guard::quietly;
 use contract::{Fault, Result};
 use parquet::data_type::ByteArray;
@@ -230,12 +230,12 @@ pub(super) fn guarded<T, E: Error + 'static>(
             .found(found)
             .hint("fetch or write the file again")
     };
+    let short = || Err(Fault::io("read", path, &io::ErrorKind::OutOfMemory.into()));
     match quietly(decode) {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) if is_out_of_memory(&error) => {
-            Err(Fault::io("read", path, &io::ErrorKind::OutOfMemory.into()))
-        }
+        Ok(Err(error)) if is_out_of_memory(&error) => short(),
         Ok(Err(error)) => Err(damaged(error.to_string())),
+        Err(panic) if tells_of_memory(&panic) => short(),
         Err(_) => Err(damaged("bytes that the decoder could not make sense of".to_owned())),
     }
 }

@@ -5,6 +5,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
+use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
@@ -206,8 +207,8 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
             .hint("leave the document out, or use a tokenizer that knows every byte")),
-        // Oniguruma's words, which its Rust wrapper panics with; where it does not ask what `malloc` gave, it is killed.
-        Err(panic) if panic.contains("fail to memory allocation") => {
+        // Oniguruma's Rust wrapper panics with its words; where that does not ask what `malloc` gave, it is killed.
+        Err(panic) if tells_of_memory(&panic) => {
             Err(Fault::machine(format!("cannot encode a document: out of memory ({panic})"))
                 .hint("free some memory, raise `ulimit -v` or lower --workers, and run the same command again"))
         }

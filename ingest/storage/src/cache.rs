@@ -7,18 +7,17 @@
 //! lock on it; when there are too many bytes, the copies that nobody holds go, those used longest ago first.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File, Permissions, TryLockError};
-use std::io::{self, Error, ErrorKind, Result, Write};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _};
+use std::fs::{self, File, Permissions};
+use std::io::{Error, ErrorKind, Result, Seek as _, Write};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use contract::Digest;
+use store::disk::Whole;
 use store::location::LocalFile;
-use store::regular;
-use tempfile::NamedTempFile;
-use xxhash_rust::xxh3::Xxh3;
+use store::{disk, regular};
 
 use crate::environment;
 
@@ -177,9 +176,12 @@ impl Cache {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(false),
             wanted => wanted.map_err(|error| unusable(&sum, &error))?,
         };
-        if digest(file, bytes)?.to_string().as_bytes() != wanted {
+        let mut front = file;
+        let (_, found) = regular::digest(front, &|_| ())?;
+        if found.to_string().as_bytes() != wanted {
             return Ok(false);
         }
+        front.rewind()?;
         if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
             // Only the order in which copies go depends on it, and another user's copy cannot be marked.
             let _ = file.set_modified(today());
@@ -194,31 +196,32 @@ impl Cache {
         bytes: u64,
         fill: &impl Fn(&mut dyn Write) -> Result<()>,
     ) -> Result<()> {
-        let mut part = self.part()?;
-        let mut summed = Summed { file: part.as_file_mut(), hash: Xxh3::new() };
-        fill(&mut summed)?;
-        let digest = Digest(summed.hash.digest128());
-        part.as_file().sync_all()?;
+        let (mut copy, inode) = self.begin(path)?;
+        fill(&mut copy)?;
+        // Before anything gets a name: a full disk is found here, and leaves nothing.
+        copy.finish()?;
         self.make_room(bytes + SUM_BYTES)?;
-        // First, so that no copy stands there without one; a torn one is no digest, and costs fetching anew.
-        let mut sum = self.part()?;
-        sum.write_all(digest.to_string().as_bytes())?;
-        sum.persist(sum_of(path)).map_err(|error| error.error)?;
-        let made = part.persist(path).map_err(|error| error.error)?;
-        File::open(&self.folder)?.sync_all()?;
-        self.known().checked.insert(path.to_owned(), made.metadata()?.ino());
+        // First, so that no copy stands there without one. A crash may lose both names, which costs fetching anew.
+        let (mut sum, _) = self.begin(&sum_of(path))?;
+        sum.write_all(copy.digest().to_string().as_bytes())?;
+        sum.place()?;
+        copy.place()?;
+        self.known().checked.insert(path.to_owned(), inode);
         Ok(())
     }
 
-    /// A new file whose name nobody else has, which is gone if it is not given another one.
-    fn part(&self) -> Result<NamedTempFile> {
+    /// Begins the file that will be called `path`, under a name that nobody else has; and its inode.
+    fn begin(&self, path: &Path) -> Result<(Whole, u64)> {
         let readable = Permissions::from_mode(0o666);
         let mut named = tempfile::Builder::new();
         let part = named.prefix(PART).permissions(readable).tempfile_in(&self.folder)?;
-        match part.as_file().lock() {
-            Err(error) if !is_lockless(&error) => Err(error),
-            _ => Ok(part),
+        match disk::hold(part.as_file()) {
+            Err(error) if !is_lockless(&error) => return Err(error),
+            _ => {}
         }
+        let inode = part.as_file().metadata()?.ino();
+        let (file, name) = part.keep().map_err(|error| error.error)?;
+        Ok((Whole::within(file, &name, path), inode))
     }
 
     /// Counts `more` bytes, and clears copies away if that is too many: down to three quarters of the limit, so that the
@@ -282,13 +285,9 @@ fn remove(path: &Path) {
     let _ = fs::remove_file(sum_of(path));
 }
 
-/// Whether nobody uses a copy. Where no locks work, those who do keep their open files.
+/// Whether nobody else uses a copy, which we hold then. Where no locks work, those who do keep their open files.
 fn is_free(file: &File) -> bool {
-    match file.try_lock() {
-        Ok(()) => true,
-        Err(TryLockError::WouldBlock) => false,
-        Err(TryLockError::Error(error)) => is_lockless(&error),
-    }
+    disk::hold(file).unwrap_or_else(|error| is_lockless(&error))
 }
 
 fn is_lockless(error: &Error) -> bool {
@@ -300,36 +299,6 @@ fn sum_of(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(SUM);
     PathBuf::from(name)
-}
-
-/// The digest of the first bytes of a file, whose cursor stays where it is.
-fn digest(file: &File, bytes: u64) -> Result<Digest> {
-    let (mut hash, mut at, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 20]);
-    while at < bytes {
-        let count = (bytes - at).min(buffer.len() as u64) as usize;
-        file.read_exact_at(&mut buffer[..count], at)?;
-        hash.update(&buffer[..count]);
-        at += count as u64;
-    }
-    Ok(Digest(hash.digest128()))
-}
-
-/// Takes the digest of what is written.
-struct Summed<'a> {
-    file: &'a mut File,
-    hash: Xxh3,
-}
-
-impl Write for Summed<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let count = self.file.write(bytes)?;
-        self.hash.update(&bytes[..count]);
-        Ok(count)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.file.flush()
-    }
 }
 
 /// The time at which a copy is used.
@@ -492,15 +461,16 @@ mod tests {
     fn parts_of_others_stay_unless_they_were_left_long_ago() {
         let (_folder, first) = cache(1000);
         let (young, old) = (first.folder.join(".part-a"), first.folder.join(".part-b"));
-        let locked = first.part().unwrap();
+        let (_held, _) = first.begin(&first.folder.join("c")).unwrap();
+        let locked = fs::read_dir(&first.folder).unwrap().next().unwrap().unwrap().path();
         for path in [&young, &old] {
             fs::write(path, b"").unwrap();
         }
         let long_ago = today() - 2 * HOUR;
-        for file in [&File::options().write(true).open(&old).unwrap(), locked.as_file()] {
-            file.set_modified(long_ago).unwrap();
+        for path in [&old, &locked] {
+            File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
         }
         Cache::at(first.folder.clone(), 1000).unwrap();
-        assert!(young.exists() && !old.exists() && locked.path().exists());
+        assert!(young.exists() && !old.exists() && locked.exists());
     }
 }

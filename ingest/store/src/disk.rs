@@ -196,10 +196,8 @@ pub fn lock(folder: &Path) -> Result<Lock> {
             .hint("wait for it, or name another folder")
     };
     let open = fs::File::open(folder).map_err(|error| Fault::io("open", folder, &error))?;
-    match open.try_lock() {
-        Ok(()) => {}
-        Err(fs::TryLockError::WouldBlock) => return Err(busy()),
-        Err(fs::TryLockError::Error(error)) => return Err(Fault::io("lock", folder, &error)),
+    if !hold(&open).map_err(|error| Fault::io("lock", folder, &error))? {
+        return Err(busy());
     }
     // The one before may have renamed it between our opening it and locking it.
     let held = open.metadata().map_err(|error| Fault::io("read", folder, &error))?;
@@ -208,6 +206,15 @@ pub fn lock(folder: &Path) -> Result<Lock> {
             Ok(Lock { _folder: open })
         }
         _ => Err(busy()),
+    }
+}
+
+/// Locks what is open against everybody else, until it is closed; whether nobody had it locked.
+pub fn hold(open: &fs::File) -> io::Result<bool> {
+    match open.try_lock() {
+        Ok(()) => Ok(true),
+        Err(fs::TryLockError::WouldBlock) => Ok(false),
+        Err(fs::TryLockError::Error(error)) => Err(error),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fs::File;
+use std::io::ErrorKind;
 
 use arrow::array::{Array as _, AsArray as _, RecordBatch};
 use arrow::datatypes::{UInt32Type, UInt64Type};
@@ -12,7 +13,7 @@ use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::{document_schema, start_schema};
 use crate::{DocumentRecord, Location};
-use contract::fault::{io_cause, is_of_the_moment};
+use contract::fault::{io_cause, is_of_the_moment, tells_of_memory};
 use contract::guard::quietly;
 use contract::{Fault, Result};
 
@@ -32,13 +33,18 @@ fn unreadable(path: &Location, error: &(dyn Error + 'static)) -> Fault {
 }
 
 /// Runs a decoder. Digests vouch for the bytes of a file, but a forger can make them agree, and decoders index into what a
-/// file says of itself: a panic is an error of the file, told by `strange`.
+/// file says of itself: a panic is an error of the file, told by `strange`, unless it is for want of memory.
 pub(super) fn guarded<T>(
+    path: &Location,
     decode: impl FnOnce() -> Result<T>,
     strange: impl FnOnce(&str) -> Fault,
 ) -> Result<T> {
-    let panicked = |_| Err(strange("bytes that the decoder could not make sense of"));
-    quietly(decode).unwrap_or_else(panicked)
+    quietly(decode).unwrap_or_else(|panic| {
+        Err(match tells_of_memory(&panic) {
+            true => path.fault("read", &ErrorKind::OutOfMemory.into()),
+            false => strange("bytes that the decoder could not make sense of"),
+        })
+    })
 }
 
 /// The starts in `starts-*.arrow`.
@@ -55,7 +61,7 @@ impl Starts {
         let path = file.location();
         let file = file.open().map_err(|error| path.fault("read", &error))?;
         let open = || FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error));
-        let reader = guarded(open, |what| strange(&path, what))?;
+        let reader = guarded(&path, open, |what| strange(&path, what))?;
         if reader.schema() != start_schema() {
             return Err(strange(&path, "its schema is not that of starts"));
         }
@@ -70,7 +76,7 @@ impl Iterator for Starts {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
             let Starts { path, reader, .. } = self;
             let next = || reader.next().transpose().map_err(|error| unreadable(path, &error));
-            match guarded(next, |what| strange(path, what)).transpose()? {
+            match guarded(path, next, |what| strange(path, what)).transpose()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
                 Err(fault) => return Some(Err(fault)),
             }
@@ -105,7 +111,7 @@ impl Documents {
             }
             builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))
         };
-        let reader = guarded(open, |what| strange(&path, what))?;
+        let reader = guarded(&path, open, |what| strange(&path, what))?;
         Ok(Documents { path, file, reader, batch: None, at: 0 })
     }
 }
@@ -118,7 +124,7 @@ impl Iterator for Documents {
             let Documents { path, file, reader, .. } = self;
             let fault = |error| file.or_machine(&*path, strange(path, error));
             let next = || reader.next().transpose().map_err(fault);
-            match guarded(next, |what| strange(path, what)).transpose()? {
+            match guarded(path, next, |what| strange(path, what)).transpose()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
                 Err(fault) => return Some(Err(fault)),
             }

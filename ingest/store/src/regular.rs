@@ -1,9 +1,12 @@
 //! Regular files and nothing else: a FIFO, a socket or a device under a file's name would wait for ever, or never end.
 
 use std::fs::{self, File, FileType, Metadata};
-use std::io::{Error, ErrorKind, Read as _, Result};
+use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
+
+use contract::Digest;
+use xxhash_rust::xxh3::Xxh3;
 
 /// Opens a regular file for reading, through links too.
 pub fn open(path: &Path) -> Result<File> {
@@ -29,6 +32,23 @@ pub fn size(path: &Path) -> Result<u64> {
     let found = fs::metadata(path)?;
     check(&found)?;
     Ok(found.len())
+}
+
+/// The size and the xxh3-128 of what is read from here on; calls `passed` with bytes as they go.
+pub fn digest(mut file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
+    let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok((bytes, Digest(hash.digest128()))),
+            Ok(count) => {
+                hash.update(&buffer[..count]);
+                bytes += count as u64;
+                passed(count as u64);
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
 }
 
 /// What a file is that is neither a regular file nor a folder, in words.

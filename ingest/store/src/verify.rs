@@ -8,9 +8,6 @@ use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::ops::Range;
 
-use xxhash_rust::xxh3::Xxh3;
-
-use crate::Location;
 use crate::documents::{Documents, Starts};
 use crate::folder::StoreFile;
 use crate::manifest::Link;
@@ -18,6 +15,7 @@ use crate::write::block_offset;
 use crate::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split, open,
 };
+use crate::{Location, regular};
 use contract::digest::block_sum;
 use contract::fault::is_of_the_moment;
 use contract::{Class, Digest, Fault, Identity, Result, counted};
@@ -363,7 +361,7 @@ pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Resu
     let found = file.open().and_then(|file| {
         let bytes = file.metadata()?.len();
         let same = bytes == record.bytes;
-        Ok((bytes, if same { Some(digest_of(file, passed)?) } else { None }))
+        Ok((bytes, if same { Some(regular::digest(file, passed)?.1) } else { None }))
     });
     Ok(match found {
         Err(error) => Some(unread(&file.location(), &error)?),
@@ -374,19 +372,6 @@ pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Resu
         Ok((_, Some(digest))) => (digest != record.digest)
             .then(|| format!("its bytes changed: found {digest}, wanted {}", record.digest)),
     })
-}
-
-fn digest_of(mut file: File, passed: &dyn Fn(u64)) -> io::Result<Digest> {
-    let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut buffer)? {
-            0 => return Ok(Digest(hash.digest128())),
-            count => {
-                hash.update(&buffer[..count]);
-                passed(count as u64);
-            }
-        }
-    }
 }
 
 /// Reads a shard's tokens front to back.

@@ -21,6 +21,8 @@ const ALIGNMENT: usize = 4096;
 pub(super) struct DirectFile {
     path: PathBuf,
     file: File,
+    /// Whether the page cache is never passed by.
+    usual: bool,
     /// Whether `file` takes aligned pieces only.
     direct: bool,
     /// One piece, and room to align it.
@@ -38,13 +40,22 @@ pub(super) struct DirectFile {
 impl DirectFile {
     /// Begins the file at `path`, emptying one that is there.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
-        let file = File::create(path)?;
+        Ok(DirectFile { usual: false, ..DirectFile::usual(File::create(path)?, path) })
+    }
+
+    /// Begins the new file at `path`, which is open: it stays so, and is written as usual.
+    pub(super) fn usual(file: File, path: &Path) -> Self {
         note(|| Act::Create(path.to_owned()));
         let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
         let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
         let path = path.to_owned();
-        let (direct, finished) = (false, false);
-        Ok(DirectFile { path, file, direct, buffer, aligned, waiting: 0, written: 0, finished })
+        let (usual, direct, finished) = (true, false, false);
+        DirectFile { path, file, usual, direct, buffer, aligned, waiting: 0, written: 0, finished }
+    }
+
+    /// Where it is.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Hands all bytes so far to the system, so that they can be read; the rest is written as usual.
@@ -146,6 +157,7 @@ impl Write for DirectFile {
         self.waiting += taken;
         if self.waiting == PIECE_BYTES {
             if self.written == 0
+                && !self.usual
                 && let Ok(file) = direct().write(true).open(&self.path)
             {
                 (self.file, self.direct) = (file, true);

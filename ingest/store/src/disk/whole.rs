@@ -26,8 +26,18 @@ impl Whole {
         let temporary = temporary(path);
         let file =
             DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
+        Ok(Whole::of(file, path))
+    }
+
+    /// Begins it in an open file, new and empty, which is called `temporary` till then. The handle stays open, and holds
+    /// what locks it has; what is written is read again soon, so that the page cache is not passed by.
+    pub fn within(file: fs::File, temporary: &Path, path: &Path) -> Self {
+        Whole::of(DirectFile::usual(file, temporary), path)
+    }
+
+    fn of(file: DirectFile, path: &Path) -> Self {
         let (path, hash) = (path.to_owned(), Box::new(Xxh3::new()));
-        Ok(Whole { path, file, hash, bytes: 0, committed: false })
+        Whole { path, file, hash, bytes: 0, committed: false }
     }
 
     /// What it will be called.
@@ -52,14 +62,14 @@ impl Whole {
 
     /// What is said of an error while the file is written.
     pub fn fault(&self, error: &io::Error) -> Fault {
-        Fault::io("write", &temporary(&self.path), error)
+        Fault::io("write", self.file.path(), error)
     }
 
     /// Opens what was written so far for reading.
     pub fn written(&mut self) -> Result<fs::File> {
-        let path = temporary(&self.path);
         self.file.settle().map_err(|error| self.fault(&error))?;
-        fs::File::open(&path).map_err(|error| Fault::io("read", &path, &error))
+        let path = self.file.path();
+        fs::File::open(path).map_err(|error| Fault::io("read", path, &error))
     }
 
     /// Ends the file and reads it: what the disk gives back is what was put, or that is the fault.
@@ -79,17 +89,27 @@ impl Whole {
     /// Gives the file its name once its bytes are on the disk, and the mode of the one that it replaces. The name lasts
     /// when its folder is synced.
     pub fn commit(mut self) -> Result<FileRecord> {
-        let (temporary, digest) = (temporary(&self.path), self.digest());
-        if let Ok(there) = fs::metadata(&self.path) {
-            let kept = fs::set_permissions(&temporary, there.permissions());
-            kept.map_err(|error| self.fault(&error))?;
-        }
-        let finished = self.file.finish().and_then(|()| rename(&temporary, &self.path));
-        finished.map_err(|error| self.fault(&error))?;
-        self.committed = true;
+        self.place().map_err(|error| self.fault(&error))?;
+        let digest = self.digest();
         let name = self.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.ok_or_else(|| Fault::bug("a file without a name was written"))?;
         Ok(FileRecord { name, bytes: self.bytes, digest })
+    }
+
+    /// Ends the file; its bytes are on the disk, but not yet under its name.
+    pub fn finish(&mut self) -> io::Result<()> {
+        self.file.finish()
+    }
+
+    /// What [`Whole::commit`] does, with the system's own error.
+    pub fn place(&mut self) -> io::Result<()> {
+        if let Ok(there) = fs::metadata(&self.path) {
+            fs::set_permissions(self.file.path(), there.permissions())?;
+        }
+        self.finish()?;
+        rename(self.file.path(), &self.path)?;
+        self.committed = true;
+        Ok(())
     }
 }
 
@@ -97,7 +117,7 @@ impl Drop for Whole {
     fn drop(&mut self) {
         if !self.committed {
             // The fault at hand says more than one about this file, which the next run replaces.
-            let _ = remove(&temporary(&self.path));
+            let _ = remove(self.file.path());
         }
     }
 }

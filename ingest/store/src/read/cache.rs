@@ -1,8 +1,9 @@
 //! A map that forgets what was used longest ago, so that ten thousand shards need neither ten thousand open files nor
 //! the memory of ten thousand indexes.
 
-use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use lru::LruCache;
 
 /// Whose entry: a stream's number and a shard of it.
 pub(super) type Slot = (u64, usize);
@@ -15,62 +16,38 @@ pub(super) struct Lru<V> {
 }
 
 struct Inner<V> {
-    clock: u64,
     weight: u64,
-    entries: BTreeMap<Slot, Entry<V>>,
-    by_age: BTreeMap<u64, Slot>,
-}
-
-struct Entry<V> {
-    used: u64,
-    weight: u64,
-    value: V,
+    entries: LruCache<Slot, (u64, V)>,
 }
 
 impl<V: Clone> Lru<V> {
     /// An empty map whose values may weigh `limit` together. One value heavier than that is kept alone.
     pub(super) fn new(limit: u64) -> Self {
-        let (entries, by_age) = (BTreeMap::new(), BTreeMap::new());
-        Lru { limit, inner: Mutex::new(Inner { clock: 0, weight: 0, entries, by_age }) }
+        Lru { limit, inner: Mutex::new(Inner { weight: 0, entries: LruCache::unbounded() }) }
+    }
+
+    fn inner(&self) -> MutexGuard<'_, Inner<V>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The value at `slot`, which thereby becomes the youngest.
     pub(super) fn get(&self, slot: Slot) -> Option<V> {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let Inner { clock, entries, by_age, .. } = &mut *inner;
-        let entry = entries.get_mut(&slot)?;
-        // The youngest stays so for free: neighbouring windows ask for the same shard.
-        if entry.used != *clock {
-            by_age.remove(&entry.used);
-            *clock += 1;
-            entry.used = *clock;
-            by_age.insert(*clock, slot);
-        }
-        Some(entry.value.clone())
+        self.inner().entries.get(&slot).map(|(_, value)| value.clone())
     }
 
     /// Puts `value` at `slot` and forgets the oldest ones until the rest fits.
     pub(super) fn put(&self, slot: Slot, weight: u64, value: V) {
-        let mut inner = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.forget(slot);
-        while inner.weight + weight > self.limit {
-            let Some((_, &oldest)) = inner.by_age.first_key_value() else { break };
-            inner.forget(oldest);
+        let Inner { weight: sum, entries } = &mut *self.inner();
+        let mut gone = entries.pop(&slot);
+        loop {
+            *sum -= gone.map_or(0, |(weight, _)| weight);
+            if *sum + weight <= self.limit || entries.is_empty() {
+                break;
+            }
+            gone = entries.pop_lru().map(|(_, entry)| entry);
         }
-        inner.clock += 1;
-        inner.weight += weight;
-        let used = inner.clock;
-        inner.by_age.insert(used, slot);
-        inner.entries.insert(slot, Entry { used, weight, value });
-    }
-}
-
-impl<V> Inner<V> {
-    fn forget(&mut self, slot: Slot) {
-        if let Some(entry) = self.entries.remove(&slot) {
-            self.by_age.remove(&entry.used);
-            self.weight -= entry.weight;
-        }
+        *sum += weight;
+        entries.put(slot, (weight, value));
     }
 }
 

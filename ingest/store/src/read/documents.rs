@@ -1,36 +1,26 @@
 //! Provenance rows. Read for explanations only, never on the way to a batch.
 
-use std::io::Read;
 use std::ops::Range;
 
 use arrow::array::{AsArray, RecordBatch};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
-use xxhash_rust::xxh3::Xxh3;
 
 use super::column::{damaged, missing};
-use crate::Location;
 use crate::documents::{guarded, row};
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
 use crate::write::document_schema;
 use crate::{DocumentRecord, FileRecord, ShardRecord};
-use contract::{Digest, Fault, Result};
+use crate::{Location, regular};
+use contract::{Fault, Result};
 
 /// Holds the file against its record, in pieces: it may be large.
 pub(super) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
     let path = &file.location();
-    let mut file = file.open().map_err(|error| missing(path, &error))?;
-    let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 18]);
-    loop {
-        let count = file.read(&mut buffer).map_err(|error| path.fault("read", &error))?;
-        if count == 0 {
-            break;
-        }
-        hash.update(&buffer[..count]);
-        bytes += count as u64;
-    }
-    let found = Digest(hash.digest128());
+    let file = file.open().map_err(|error| missing(path, &error))?;
+    let found = regular::digest(file, &|_| ());
+    let (bytes, found) = found.map_err(|error| path.fault("read", &error))?;
     if (bytes, found) == (record.bytes, record.digest) {
         return Ok(());
     }
@@ -118,7 +108,7 @@ fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>,
         let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
         builder.map_err(|error| wrong(&error.to_string()))
     };
-    let builder = guarded(open, wrong)?;
+    let builder = guarded(path, open, wrong)?;
     let known = builder.schema().fields() == document_schema().fields();
     if known { Ok((builder, file)) } else { Err(strange(path)) }
 }
@@ -132,10 +122,10 @@ fn batches(
         file.or_machine(path, damaged(path, "provenance is unreadable").found(error))
     };
     let build = || builder.build().map_err(|error| unreadable(&error.to_string()));
-    let mut reader = guarded(build, unreadable)?;
+    let mut reader = guarded(path, build, unreadable)?;
     Ok(std::iter::from_fn(move || {
         let next = || reader.next().transpose().map_err(|error| unreadable(&error.to_string()));
-        guarded(next, unreadable).transpose()
+        guarded(path, next, unreadable).transpose()
     }))
 }
 
