@@ -70,7 +70,8 @@ fn main() {
     let options = kernels::runtime::RuntimeOptions { device: "cpu".to_owned() };
     let table = kernels::runtime::start(&options).expect("the switches are in force");
     println!("{}", table.fingerprint());
-    let (params, balance) = (init(&config, 1).unwrap(), init_balance(&config));
+    let (params, balance) =
+        (init(&config, 1).expect("memory for the weights"), init_balance(&config));
     let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
     let data = Leaf::new(&config, rows, seq_len, document);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
