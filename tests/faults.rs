@@ -79,6 +79,31 @@ fn without_memory_a_store_is_built_or_the_lack_is_said() {
 }
 
 #[test]
+fn without_memory_a_store_is_checked_or_the_lack_is_said_and_never_called_damaged() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let store = scratch.path("store");
+    zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
+    let mut done = 0;
+    for kilobytes in (44_000..).step_by(1000) {
+        let ended = limited(&format!("-v {kilobytes}"), &["verify", arg(&store)]).output().unwrap();
+        // Too little to start the program, or for its C libraries to say a word.
+        if ended.status.signal().is_some() || ended.status.code() == Some(127) {
+            continue;
+        }
+        let ran = Ran::from(ended);
+        if ran.code == Some(0) {
+            done += 1;
+            if done == 12 {
+                break;
+            }
+            continue;
+        }
+        ran.fails(6, &[]);
+    }
+}
+
+#[test]
 fn without_handles_a_store_is_built_or_the_lack_is_said() {
     let scratch = Scratch::new();
     let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
