@@ -479,7 +479,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         let which = pairs.enumerate().find(|(_, (begun, now))| begun != now).map(|(at, _)| at + 1);
         let which = which.map_or_else(String::new, |at| format!(" (number {at} of `stores`)"));
         return Err(fault.hint(format!(
-            "put the store that the run began with back{which}: a run goes on with its own data only. For a new run name another --out"
+            "put the store that the run began with back{which}: its data is part of a run. A new run needs another --out"
         )));
     }
     let start = |head: &Head| {
