@@ -4,8 +4,9 @@
 //! one of a thousand. `zdata verify-run` checks every line.
 
 use std::borrow::Cow;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -429,8 +430,28 @@ impl Source {
     fn append(&self, before: Line, body: &str) -> Result<Line> {
         let (mut line, chain) = chain::seal(before.chain, body);
         line.push('\n');
+        if is_another(&self.path, &self.file).map_err(self.fault("look at"))? {
+            return Err(Fault::machine("the folder of this run was moved or replaced under way")
+                .at(self.path.display().to_string())
+                .hint("nothing was written since: go on in the folder that the run is in now, by naming it with --out"));
+        }
         (&self.file).write_all(line.as_bytes()).map_err(self.fault("append to"))?;
         Ok(Line { end: before.end + line.len() as u64, chain })
+    }
+}
+
+/// Whether these are of one file, whatever its names.
+pub(super) fn of_one(left: &Metadata, right: &Metadata) -> bool {
+    (left.dev(), left.ino()) == (right.dev(), right.ino())
+}
+
+/// Whether the file under this name is another one than `held`, or there is none any more.
+fn is_another(path: &Path, held: &File) -> std::io::Result<bool> {
+    let held = held.metadata()?;
+    match fs::metadata(path) {
+        Ok(now) => Ok(!of_one(&now, &held)),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(true),
+        Err(error) => Err(error),
     }
 }
 

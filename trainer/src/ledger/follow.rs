@@ -4,10 +4,9 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::file::{Source, broken, empty, opened, said};
+use super::file::{Source, broken, empty, of_one, opened, said};
 use super::index::Line;
 use super::record::{Checked, Head};
 use contract::{Fault, Result};
@@ -40,7 +39,7 @@ impl Follower {
         let fault = |error| Fault::io("look at", &self.path, &error);
         let now = fs::metadata(&self.path).map_err(fault)?;
         let held = self.reader.get_ref().metadata().map_err(fault)?;
-        Ok((now.dev(), now.ino()) != (held.dev(), held.ino()) || now.len() < self.last.end)
+        Ok(!of_one(&now, &held) || now.len() < self.last.end)
     }
 
     /// The last step that was read; 0 before the first.

@@ -269,3 +269,23 @@ fn a_follower_finds_a_changed_line() {
     let fault = follower.next_step::<StepRecord>().map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
 }
+
+/// What goes on would tear the run in two: its ledger there, its checkpoints here.
+#[test]
+fn a_ledger_that_was_moved_takes_no_step() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (path, moved) = (scratch.path().join("ledger.jsonl"), scratch.path().join("moved.jsonl"));
+    let mut ledger = Ledger::create(&path, head()).unwrap();
+    ledger.append(&record(1, 1), None).unwrap();
+    std::fs::rename(&path, &moved).unwrap();
+    for replaced in [false, true] {
+        if replaced {
+            std::fs::copy(&moved, &path).unwrap();
+        }
+        let before = std::fs::read(&moved).unwrap();
+        let fault = ledger.append(&record(2, 1), None).unwrap_err();
+        assert_eq!(fault.class(), Class::Machine);
+        assert!(fault.to_string().contains("--out"), "{fault}");
+        assert_eq!(std::fs::read(&moved).unwrap(), before);
+    }
+}
