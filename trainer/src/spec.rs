@@ -269,7 +269,7 @@ fn models(
             && model::parameters(&first.config) != model::parameters(&model.config)
         {
             return Err(Fault::usage("a phase cannot change the parameters of the model")
-                .at(place("model"))
+                .at(phase.model.0.keys().next().map_or_else(|| place("model"), |field| here(field)))
                 .hint("only numbers such as rope_theta may differ between phases"));
         }
         models.push(model);

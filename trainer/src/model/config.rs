@@ -177,6 +177,13 @@ impl ZayaConfig {
                         None => format!("known here: {}", known().collect::<Vec<_>>().join(", ")),
                     }));
             }
+            // A curriculum has no other value that JSON does not know.
+            if value.is_null() {
+                return Err(Fault::usage(format!("`{key}` is no finite number"))
+                    .at(place(key))
+                    .found("nan or inf")
+                    .wanted("a finite number"));
+            }
             let mut one = all.clone();
             one.insert(key.clone(), value.clone());
             // One field at a time, so that the message can name the one that does not fit.
@@ -483,6 +490,17 @@ mod tests {
             assert_eq!(serde_json::from_str::<ZayaConfig>(&text).unwrap(), config);
         }
         assert_eq!(ZayaConfig::preset("zaya1-80b"), None);
+    }
+
+    #[test]
+    fn what_is_no_number_is_called_so() {
+        let config = ZayaConfig::preset("zaya1-nano").unwrap();
+        let fields = fields(&[("initializer_range", json!(f64::NAN))]);
+        let fault = config.with_fields(&fields, str::to_owned).unwrap_err().to_string();
+        for word in ["initializer_range", "no finite number", "nan"] {
+            assert!(fault.contains(word), "{fault}");
+        }
+        assert!(!fault.contains("null"), "{fault}");
     }
 
     #[test]
