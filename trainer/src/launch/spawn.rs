@@ -14,6 +14,7 @@ use super::guard::Supervised;
 use super::key::{KEY, KEY_FILE};
 use super::place::{self, Launched};
 use super::supervise::{Elastic, Launcher, Rank};
+use crate::memory;
 use crate::refusal::lost;
 
 /// Set for the ranks that we start ourselves.
@@ -25,6 +26,9 @@ const AGAIN: &str = "ZTRAIN_STARTED_AGAIN";
 /// However short the patience later, the first meeting of the ranks that we start gets this much: they start one after the
 /// other, on a machine that may have few cores.
 const START: Duration = Duration::from_secs(60);
+
+/// Memory that a rank has for itself before it holds anything of a run: the program with its libraries takes no less.
+const LEAST: u64 = 64 << 20;
 
 /// Whether this process is a rank that [`spawn`] started.
 pub fn spawned_us() -> bool {
@@ -46,6 +50,7 @@ pub struct Launch {
 /// fails the others are ended, unless enough are left to go on. The exit code is that of the rank that knows most.
 pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     let Launch { count, min_ranks, supervised } = launch;
+    refuse_too_many(*count, memory::of_machine())?;
     let secret = RunKey::draw().map_err(lost)?;
     let key = RunKey::of(&secret);
     let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
@@ -82,6 +87,20 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     let ranks = ranks.collect::<Result<_>>()?;
     let supervision = supervised.clone().map(Supervised::begin);
     Launcher { ranks, elastic, supervision, start: &start, stop }.run()
+}
+
+/// Refuses ranks whose programs alone are more than the machine can hold: what each trains with is refused by itself, once it is
+/// there.
+fn refuse_too_many(ranks: u32, memory: u64) -> Result<()> {
+    let most = memory / LEAST;
+    if u64::from(ranks) <= most {
+        return Ok(());
+    }
+    Err(Fault::machine("the memory of this machine is too small for so many ranks")
+        .at("--nproc")
+        .found(ranks)
+        .wanted(format!("at most {most}: each program takes {} MiB and more", LEAST >> 20))
+        .hint("give fewer: ranks on one machine that has no devices gain nothing over --workers"))
 }
 
 /// Whether this process stands in for a rank that was lost, and joins the others.
@@ -136,4 +155,20 @@ fn follow_launcher(stop: Arc<AtomicBool>) {
         }
         group::vanish(Class::Machine.exit_code());
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn more_programs_than_memory_holds_are_refused() {
+        refuse_too_many(8, 8 * LEAST).unwrap();
+        let fault = refuse_too_many(9, 8 * LEAST).unwrap_err();
+        assert_eq!(fault.class(), Class::Machine);
+        assert!(
+            fault.to_string().contains("--nproc") && fault.to_string().contains('8'),
+            "{fault}"
+        );
+    }
 }
