@@ -413,6 +413,24 @@ pub(crate) fn of_machine() -> u64 {
     groups.chain(machine.map(|kilobytes| kilobytes << 10)).min().unwrap_or(u64::MAX)
 }
 
+/// Addresses that libtorch and its libraries need before they compute anything: with fewer they crash where they do not ask
+/// whether there was memory (with 500 MB; with 600 MB a small model trains).
+const ADDRESSES: u64 = 640 << 20;
+
+/// Refuses a limit (`ulimit -v`) under which libtorch would crash. `limits` is what the system says of this process.
+pub fn refuse_limit(limits: &str) -> Result<()> {
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"));
+    let limit = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    match limit.filter(|limit| *limit < ADDRESSES) {
+        None => Ok(()),
+        Some(limit) => Err(Fault::machine("this process may use too little memory for libtorch")
+            .at("ulimit -v")
+            .found(format!("{} MiB", limit >> 20))
+            .wanted(format!("{} MiB and what the run needs", ADDRESSES >> 20))
+            .hint("raise `ulimit -v`, or lift it: `ulimit -v unlimited`")),
+    }
+}
+
 /// Gradients of a rank's micro-batches and of others on their way to the owners, in bytes.
 #[derive(Default)]
 struct Travelling {
@@ -507,4 +525,22 @@ pub fn resident() -> (u64, u64) {
         kilobytes.unwrap_or(0) << 10
     };
     (field("VmRSS:"), field("VmHWM:"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_under_which_libtorch_crashes_is_refused() {
+        let of = |limit: &str| {
+            format!("Limit  Soft  Hard  Units\nMax address space {limit} unlimited bytes\n")
+        };
+        for fits in [of("unlimited"), of("4294967296"), String::new()] {
+            refuse_limit(&fits).unwrap();
+        }
+        let fault = refuse_limit(&of("512000000")).unwrap_err();
+        assert_eq!(fault.class(), contract::Class::Machine);
+        assert!(fault.to_string().contains("488 MiB"), "{fault}");
+    }
 }

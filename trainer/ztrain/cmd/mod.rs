@@ -156,6 +156,8 @@ impl Speed {
             _ => self.device.clone(),
         };
         known_operations()?;
+        let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
+        trainer::memory::refuse_limit(&limits)?;
         let options = RuntimeOptions { device: name.clone() };
         let table = runtime::start(&options).map_err(|error| machine(&name, &error))?;
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
