@@ -136,7 +136,7 @@ fn amended(amendment: &Amendment, before: &Numbers) -> String {
         ("clip", numbers.optimizer.clip, optimizer.clip),
         ("final_lr", numbers.schedule.final_lr, schedule.final_lr),
     ] {
-        parts.extend(now.map(|now| format!("{key} {now:e}, before {before:e}")));
+        parts.extend(now.map(|now| format!("{key} {now}, before {before}")));
     }
     for (key, now, before) in [
         ("warmup_steps", numbers.schedule.warmup_steps, schedule.warmup_steps),
@@ -312,7 +312,7 @@ mod tests {
         amendment.numbers.optimizer.clip = Some(0.25);
         let told = amended(&amendment, &before);
         let dtype = format!("dtype bf16, before {}", before.dtype.name());
-        for part in ["2 documents of web banned", &dtype, "clip 2.5e-1, before", "moves nothing"] {
+        for part in ["2 documents of web banned", &dtype, "clip 0.25, before", "moves nothing"] {
             assert!(told.contains(part), "no {part:?} in {told:?}");
         }
     }
