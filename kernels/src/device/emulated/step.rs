@@ -263,6 +263,11 @@ fn shards_of_a_vocabulary_are_added_in_the_tree() {
     }
 }
 
+/// A piece of a table that only pairs numbers of so many bytes.
+fn piece(left: Buffer, right: Buffer, elements: usize, width: u32) -> Piece {
+    Piece { left, right: Some(right), elements, first: 0, salt: 0, width }
+}
+
 /// Packs tensors of these sizes into one buffer and unpacks it into one with a gap; copies all of it in bf16.
 fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
     let mut tape = Tape::new("transport");
@@ -273,14 +278,6 @@ fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
     let again = tape.room::<f32>(total + 1);
     let short = tape.room::<u16>(total);
     let (mut there, mut back, mut at) = (Vec::new(), Vec::new(), 0);
-    let piece = |left, right, elements, width| Piece {
-        left,
-        right: Some(right),
-        elements,
-        first: 0,
-        salt: 0,
-        width,
-    };
     for (seed, &elements) in (1..).zip(sizes) {
         let left = tape.with(&numbers(elements, seed));
         there.push(([0, at * 4], piece(left, flat, elements, 4)));
@@ -319,14 +316,6 @@ fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buff
     let plain = [one + 7, two + 7].map(|seed| tape.with(&numbers(each, seed)));
     let [mine, other] = [here, there].map(|rows| tape.with(rows));
     let both = tape.room::<i64>(here.len());
-    let piece = |left, right, elements, width| Piece {
-        left,
-        right: Some(right),
-        elements,
-        first: 0,
-        salt: 0,
-        width,
-    };
     let experts = 0..here.len();
     let mut rows: Vec<_> = experts
         .clone()
