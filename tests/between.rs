@@ -93,6 +93,7 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
     command.env("STANDIN_FAULT", fault).stdout(Stdio::null()).stderr(Stdio::piped());
     let ran = Ran::from(command.spawn().unwrap().wait_with_output().unwrap());
     assert!(!ran.err.contains("not finite") && !ran.err.contains("panicked"), "{}", ran.err);
+    assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
     assert!(ledger(on, "alone").starts_with(&ledger(on, &out)), "{fault}: a wrong step is kept");
     ran
 }
@@ -101,13 +102,14 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch();
     on.finish("alone", &["--workers", "1"]);
-    // A step has two rounds: its gradients, and the new weights at its end.
-    for round in 8..12 {
-        let ran = faulty(&on, &format!("wrong:1:{round}"), "60");
+    // A step has two rounds: its gradients, and the new weights at its end. Where one fails at once nobody has waited for it.
+    let faults = (8..12).map(|round| ("wrong", round)).chain([("soon", 8), ("soon", 9)]);
+    for (how, round) in faults {
+        let ran = faulty(&on, &format!("{how}:1:{round}"), "60");
         let what = ["sharing of new weights", "gathering of gradients"][round % 2];
         let words = format!("a transfer: system error, on rank 1 in the {what} with ranks 0");
         ran.fails(6, &[&words]);
-        let (out, line) = (format!("wrong-1-{round}"), format!("\"step\":{},", round.div_ceil(2)));
+        let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round.div_ceil(2)));
         assert!(ledger(&on, "alone").contains(&line) && !ledger(&on, &out).contains(&line));
         on.finish(&out, &["--workers", "1"]);
         on.fixture.assert_same("alone", &out);

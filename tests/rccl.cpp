@@ -14,8 +14,9 @@
 // writes, and when it has begun and ended.
 // For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
 // STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up,
-// STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, STANDIN_FAULT=cling:R:N the same, and
-// its device does not come back when the communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join.
+// STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, after a while in which others run into
+// it, STANDIN_FAULT=soon:R:N at once, STANDIN_FAULT=cling:R:N like the first, and its device does not come back when the
+// communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -215,9 +216,10 @@ void read_some(Comm& comm, Wire& wire, bool& gone) {
 // Works a group through: all of its transfers together, until the last is done or the communicator is given up.
 void run(Comm& comm, const Group& group) {
   const int number = comm.groups;
-  if (fault("wrong", comm, number) || fault("cling", comm, number)) {
+  const bool soon = fault("soon", comm, number);
+  if (soon || fault("wrong", comm, number) || fault("cling", comm, number)) {
     // Whoever computes has the time to run into it.
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    if (!soon) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     comm.error = kSystem;
     // The kernel stays until the communicator is given up.
     while (!comm.aborted || fault("cling", comm, number)) std::this_thread::sleep_for(std::chrono::milliseconds(5));

@@ -347,12 +347,27 @@ impl Carrier {
             self.shared.fail(self.named(error, &round));
             self.see_it_end();
             self.communicator.abort();
+            self.let_go(round);
             return None;
         }
         drop(round);
         self.shared.lock().passed += 1;
         self.shared.changed.notify_all();
         Some(())
+    }
+
+    /// Drops a round that failed once its stream is through: giving up a communicator does not say that its kernels have ended,
+    /// and memory that comes free goes to whoever computes next. What is not through in time is kept for good.
+    fn let_go(&self, round: Round) {
+        let start = Instant::now();
+        while start.elapsed() < PARTING[1] {
+            match self.lane.has_passed(round.ticket.end()) {
+                Ok(true) => return,
+                Ok(false) => std::thread::sleep(LOOKS[1]),
+                Err(_) => break,
+            }
+        }
+        std::mem::forget(round);
     }
 
     /// The same error; what a library says of it names no rank.
