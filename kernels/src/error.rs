@@ -1,7 +1,7 @@
 //! What can go wrong between us and foreign code.
 
 /// The result of anything that leaves our own code.
-pub type Result<T> = std::result::Result<T, Error>;
+pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A refusal of libtorch, of a device library, or of this crate on their behalf.
 #[derive(Debug, thiserror::Error)]

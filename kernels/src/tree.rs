@@ -8,45 +8,67 @@
 //! Invariant: a value without a partner is moved up unchanged. It is never added to zero, which would turn -0.0 into 0.0.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
 use crate::device::pieces::{self, Piece};
 use crate::device::queue::Queue;
 use crate::ops::check::Call;
+use crate::{Error, Result};
 
 /// A value that can be added to its right neighbour.
-pub trait Sum {
+pub trait Sum: Sized {
+    /// Why there may be no sum.
+    type Error;
+
     /// `self + right`; the storage of `self` may be reused.
-    fn sum(self, right: Self) -> Self;
+    fn sum(self, right: Self) -> Result<Self, Self::Error>;
 }
 
 impl Sum for f32 {
-    fn sum(self, right: Self) -> Self {
-        self + right
+    type Error = Infallible;
+
+    fn sum(self, right: Self) -> Result<Self, Infallible> {
+        Ok(self + right)
     }
 }
 
 impl Sum for f64 {
-    fn sum(self, right: Self) -> Self {
-        self + right
+    type Error = Infallible;
+
+    fn sum(self, right: Self) -> Result<Self, Infallible> {
+        Ok(self + right)
     }
 }
 
 impl Sum for Tensor {
-    fn sum(mut self, right: Self) -> Self {
-        self += right;
-        self
+    type Error = Error;
+
+    fn sum(mut self, right: Self) -> Result<Self> {
+        let _ = self.f_add_(&right)?;
+        Ok(self)
     }
 }
 
 impl<T: Sum> Sum for Vec<T> {
-    fn sum(self, right: Self) -> Self {
+    type Error = T::Error;
+
+    fn sum(self, right: Self) -> Result<Self, T::Error> {
         assert_eq!(self.len(), right.len(), "leaves of one tree have the same parts");
         self.into_iter().zip(right).map(|(left, right)| left.sum(right)).collect()
     }
+}
+
+/// The sum of numbers in the order of the tree; 0 where there are none.
+pub fn total(numbers: impl IntoIterator<Item = f64>) -> f64 {
+    let mut counter = Counter::new();
+    for number in numbers {
+        let Ok(()) = counter.push(number);
+    }
+    let Ok(sum) = counter.finish();
+    sum.unwrap_or(0.0)
 }
 
 /// Adds to each left tensor the right one, contiguous f32 of one shape and one device: on a GPU all of them by one launch, or,
@@ -96,6 +118,12 @@ pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
     }
     tch::no_grad(|| copy_all(&mut pairs))?;
     Ok(packed)
+}
+
+/// The numbers of contiguous tensors of one kind one after the other, in memory of their own: an alias would keep all that a part
+/// is of. Their kind and device are said, for there may be no part.
+pub fn joined(parts: &[Tensor], (kind, device): (Kind, Device)) -> Result<Tensor> {
+    Ok(pack(parts, device)?.f_view_dtype(kind)?)
 }
 
 /// Sums over chunks of which the device alone knows who has a part in them: all of them are made by one launch.
@@ -162,9 +190,10 @@ fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> Piece<'a> {
 /// ```
 /// let mut counter = kernels::tree::Counter::new();
 /// for leaf in [1e8f32, 1.0, -1e8, 1.0] {
-///     counter.push(leaf);
+///     counter.push(leaf)?;
 /// }
-/// assert_eq!(counter.finish(), Some((1e8f32 + 1.0) + (-1e8 + 1.0)));
+/// assert_eq!(counter.finish()?, Some((1e8f32 + 1.0) + (-1e8 + 1.0)));
+/// # Ok::<(), std::convert::Infallible>(())
 /// ```
 #[derive(Debug)]
 pub struct Counter<T> {
@@ -186,12 +215,15 @@ impl<T: Sum> Counter<T> {
     }
 
     /// Takes the next leaf.
-    pub fn push(&mut self, leaf: T) {
-        self.push_block(0, leaf);
+    ///
+    /// # Errors
+    /// What a sum says, as all that adds does.
+    pub fn push(&mut self, leaf: T) -> Result<(), T::Error> {
+        self.push_block(0, leaf)
     }
 
     /// Takes the sum of the next `2^level` leaves, which must start at a multiple of `2^level`.
-    pub fn push_block(&mut self, level: u32, block: T) {
+    pub fn push_block(&mut self, level: u32, block: T) -> Result<(), T::Error> {
         assert!(
             self.leaves.is_multiple_of(1 << level),
             "a block of 2^{level} leaves cannot start at {}",
@@ -199,11 +231,12 @@ impl<T: Sum> Counter<T> {
         );
         let (mut level_now, mut sum) = (level, block);
         while let Some((_, left)) = self.pending.pop_if(|(pending, _)| *pending == level_now) {
-            sum = left.sum(sum);
+            sum = left.sum(sum)?;
             level_now += 1;
         }
         self.pending.push((level_now, sum));
         self.leaves += 1 << level;
+        Ok(())
     }
 
     /// Leaves taken so far.
@@ -212,9 +245,10 @@ impl<T: Sum> Counter<T> {
     }
 
     /// The sum of all leaves; `None` if there was none.
-    pub fn finish(mut self) -> Option<T> {
-        let (_, last) = self.pending.pop()?;
-        Some(self.pending.into_iter().rev().fold(last, |right, (_, left)| left.sum(right)))
+    pub fn finish(mut self) -> Result<Option<T>, T::Error> {
+        let Some((_, last)) = self.pending.pop() else { return Ok(None) };
+        let left = self.pending.into_iter().rev();
+        left.map(|(_, left)| left).try_fold(last, |right, left| left.sum(right)).map(Some)
     }
 }
 
@@ -235,8 +269,9 @@ pub fn blocks(first: u64, end: u64) -> Vec<(u32, u64)> {
 ///
 /// ```
 /// let mut blocks = kernels::tree::Blocks::new(2..7);
-/// let found: Vec<_> = (2..7).filter_map(|leaf| blocks.push_block(0, leaf as f32)).collect();
-/// assert_eq!(found, [(1, 2.0 + 3.0), (1, 4.0 + 5.0), (0, 6.0)]);
+/// let found = (2..7).filter_map(|leaf| blocks.push_block(0, leaf as f32).transpose());
+/// assert_eq!(found.collect::<Result<Vec<_>, _>>()?, [(1, 2.0 + 3.0), (1, 4.0 + 5.0), (0, 6.0)]);
+/// # Ok::<(), std::convert::Infallible>(())
 /// ```
 #[derive(Debug)]
 pub struct Blocks<T> {
@@ -251,15 +286,15 @@ impl<T: Sum> Blocks<T> {
     }
 
     /// Takes the sum of the next `2^level` leaves; returns the block that is complete with it, and its level.
-    pub fn push_block(&mut self, level: u32, block: T) -> Option<(u32, T)> {
+    pub fn push_block(&mut self, level: u32, block: T) -> Result<Option<(u32, T)>, T::Error> {
         let next = || self.left.next().map(|(level, _)| (level, Counter::new()));
-        let (whole, mut counter) = self.now.take().or_else(next)?;
-        counter.push_block(level, block);
+        let Some((whole, mut counter)) = self.now.take().or_else(next) else { return Ok(None) };
+        counter.push_block(level, block)?;
         if counter.leaves() < 1 << whole {
             self.now = Some((whole, counter));
-            return None;
+            return Ok(None);
         }
-        counter.finish().map(|sum| (whole, sum))
+        Ok(counter.finish()?.map(|sum| (whole, sum)))
     }
 }
 
@@ -267,9 +302,10 @@ impl<T: Sum> Blocks<T> {
 ///
 /// ```
 /// let mut nodes = kernels::tree::Nodes::new(&[2..7]);
-/// [6, 3, 4, 2, 5].into_iter().for_each(|leaf| nodes.push(leaf, leaf as f32));
+/// [6, 3, 4, 2, 5].into_iter().try_for_each(|leaf| nodes.push(leaf, leaf as f32))?;
 /// assert_eq!(nodes.take(2), Some(2.0 + 3.0));
-/// assert_eq!(nodes.finish(), None, "a block was taken");
+/// assert_eq!(nodes.finish()?, None, "a block was taken");
+/// # Ok::<(), std::convert::Infallible>(())
 /// ```
 #[derive(Debug)]
 pub struct Nodes<T> {
@@ -310,11 +346,12 @@ impl<T: Sum> Nodes<T> {
     }
 
     /// Takes a leaf, each once.
-    pub fn push(&mut self, leaf: u64, value: T) {
+    pub fn push(&mut self, leaf: u64, value: T) -> Result<(), T::Error> {
         let mut node = Node { level: 0, first: leaf, value };
         while let Some(Pair { level, first, left, right }) = self.meet(node) {
-            node = Node { level, first, value: left.sum(right) };
+            node = Node { level, first, value: left.sum(right)? };
         }
+        Ok(())
     }
 
     /// Takes a leaf, or a sum of those of a pair that it handed out: keeps it, or hands out the pair of which it is the second to
@@ -339,10 +376,11 @@ impl<T: Sum> Nodes<T> {
     }
 
     /// The sum of all leaves, which have to begin with leaf 0; `None` if one of them has not come, or there is none.
-    pub fn finish(mut self) -> Option<T> {
+    pub fn finish(mut self) -> Result<Option<T>, T::Error> {
         let mut counter = Counter::new();
         for block in std::mem::take(&mut self.blocks) {
-            counter.push_block(block.0, self.waiting.remove(&block)?);
+            let Some(sum) = self.waiting.remove(&block) else { return Ok(None) };
+            counter.push_block(block.0, sum)?;
         }
         counter.finish()
     }
@@ -358,25 +396,28 @@ mod tests {
     struct Term(String);
 
     impl Sum for Term {
-        fn sum(self, right: Self) -> Self {
-            Term(format!("({}+{})", self.0, right.0))
+        type Error = Infallible;
+
+        fn sum(self, right: Self) -> Result<Self, Infallible> {
+            Ok(Term(format!("({}+{})", self.0, right.0)))
         }
     }
 
-    fn tree<T: Sum + Clone>(leaves: &[T]) -> T {
+    fn tree<T: Sum<Error = Infallible> + Clone>(leaves: &[T]) -> T {
         match leaves {
             [only] => only.clone(),
             _ => {
                 let split = 1 << (leaves.len() - 1).ilog2();
-                tree(&leaves[..split]).sum(tree(&leaves[split..]))
+                let Ok(sum) = tree(&leaves[..split]).sum(tree(&leaves[split..]));
+                sum
             }
         }
     }
 
-    fn counted<T: Sum>(leaves: impl IntoIterator<Item = T>) -> Option<T> {
+    fn counted<T: Sum<Error: std::fmt::Debug>>(leaves: impl IntoIterator<Item = T>) -> Option<T> {
         let mut counter = Counter::new();
-        leaves.into_iter().for_each(|leaf| counter.push(leaf));
-        counter.finish()
+        leaves.into_iter().for_each(|leaf| counter.push(leaf).unwrap());
+        counter.finish().unwrap()
     }
 
     #[test]
@@ -389,10 +430,13 @@ mod tests {
     }
 
     /// The blocks of `part`, made of blocks of smaller parts that follow each other.
-    fn joined<T: Sum>(part: Range<u64>, of: Vec<(u32, T)>) -> Vec<(u32, T)> {
+    fn rejoined<T: Sum<Error = Infallible>>(part: Range<u64>, of: Vec<(u32, T)>) -> Vec<(u32, T)> {
         let wanted = blocks(part.start, part.end);
         let mut sums = Blocks::new(part);
-        let push = |(level, block)| sums.push_block(level, block);
+        let push = |(level, block)| {
+            let Ok(complete) = sums.push_block(level, block);
+            complete
+        };
         let found: Vec<_> = of.into_iter().filter_map(push).collect();
         let levels = |(level, _): &(u32, T)| *level;
         let wanted: Vec<_> = wanted.into_iter().map(|(level, _)| level).collect();
@@ -410,11 +454,11 @@ mod tests {
                 let machine_end = ranks.min(machine_first + machine);
                 let rank = |rank| {
                     let leaf = |leaf: u64| (0, leaves[leaf as usize].clone());
-                    joined(part(rank, rank + 1), part(rank, rank + 1).map(leaf).collect())
+                    rejoined(part(rank, rank + 1), part(rank, rank + 1).map(leaf).collect())
                 };
                 let found = (machine_first..machine_end).flat_map(rank).collect();
-                for (level, block) in joined(part(machine_first, machine_end), found) {
-                    owner.push_block(level, block);
+                for (level, block) in rejoined(part(machine_first, machine_end), found) {
+                    let Ok(()) = owner.push_block(level, block);
                 }
             }
         }
@@ -430,7 +474,7 @@ mod tests {
                     let owner = owner(&leaves, round, ranks, machine);
                     let how = format!("{count} leaves, {ranks} ranks, {round}, {machine}");
                     assert_eq!(owner.leaves(), count);
-                    assert_eq!(owner.finish(), Some(tree(&leaves)), "{how}");
+                    assert_eq!(owner.finish(), Ok(Some(tree(&leaves))), "{how}");
                 }
             }
         }
@@ -447,8 +491,8 @@ mod tests {
     #[should_panic(expected = "cannot start at 1")]
     fn a_block_out_of_place_is_refused() {
         let mut counter = Counter::new();
-        counter.push(1.0f32);
-        counter.push_block(1, 2.0);
+        let Ok(()) = counter.push(1.0f32);
+        let Ok(()) = counter.push_block(1, 2.0);
     }
 
     proptest! {
@@ -462,8 +506,8 @@ mod tests {
             let term = |leaf: u64| Term(leaf.to_string());
             let count = order.len() as u64;
             let mut all = Nodes::new(std::slice::from_ref(&(0..count)));
-            order.iter().for_each(|leaf| all.push(*leaf, term(*leaf)));
-            prop_assert_eq!(all.finish(), counted((0..count).map(term)));
+            order.iter().for_each(|leaf| all.push(*leaf, term(*leaf)).unwrap());
+            prop_assert_eq!(all.finish(), Ok(counted((0..count).map(term))));
 
             let part = first..first + count;
             let mut some = Nodes::new(std::slice::from_ref(&part));
@@ -475,9 +519,9 @@ mod tests {
                 for block in blocks(part.start, part.end).iter().filter(|block| !done(block)) {
                     prop_assert_eq!(some.take(block.1), None);
                 }
-                some.push(first + leaf, term(first + leaf));
+                some.push(first + leaf, term(first + leaf)).unwrap();
             }
-            let wanted = joined(part.clone(), part.clone().map(|leaf| (0, term(leaf))).collect());
+            let wanted = rejoined(part.clone(), part.clone().map(|leaf| (0, term(leaf))).collect());
             for ((_, begins), (_, wanted)) in blocks(part.start, part.end).into_iter().zip(wanted) {
                 prop_assert_eq!(some.take(begins), Some(wanted));
             }
@@ -508,10 +552,12 @@ mod tests {
                 let own = &mut left[usize::from(turns.next().unwrap())];
                 let Some(node) = own.pop() else { continue };
                 if let Some(Pair { level, first, left, right }) = nodes.meet(node) {
-                    own.insert(own.len() / 2, Node { level, first, value: left.sum(right) });
+                    let Ok(value) = left.sum(right);
+                    own.insert(own.len() / 2, Node { level, first, value });
                 }
             }
-            prop_assert_eq!(nodes.finish(), counted((0..count).map(|leaf| Term(leaf.to_string()))));
+            let wanted = counted((0..count).map(|leaf| Term(leaf.to_string())));
+            prop_assert_eq!(nodes.finish(), Ok(wanted));
         }
     }
 }

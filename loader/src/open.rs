@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use contract::settings::File;
-use contract::{Fault, Identity, Result};
+use contract::{Class, Fault, Identity, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, PackTables, Plan, SourceFacts, described_store};
 use store::open::MANIFEST;
@@ -103,8 +103,8 @@ impl Opened {
             return Err(no_run(root, "run.toml"));
         }
         let file = Location::from(&path);
-        let source = text(&file)?;
-        let mut curriculum = Curriculum::parse(&source, &file.to_string())?;
+        let source = text(&file).map_err(damaged)?;
+        let mut curriculum = Curriculum::parse(&source, &file.to_string()).map_err(damaged)?;
         if curriculum.stores.len() != begun.len() {
             return Err(Fault::mismatch("the run began with another number of stores")
                 .at(curriculum.place("store"))
@@ -240,10 +240,19 @@ fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
     }
 }
 
+/// What is wrong with a run's own curriculum: whoever asks for the run has not written that.
+fn damaged(fault: Fault) -> Fault {
+    match fault.class() {
+        Class::Usage => fault.of(Class::Data).hint(
+            "a run keeps its curriculum there: the command that began the run writes it anew, or restore the file",
+        ),
+        _ => fault,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use contract::Class;
 
     #[test]
     fn a_curriculum_that_is_not_text_is_wrong_use() {
@@ -253,5 +262,12 @@ mod tests {
         let fault = Opened::open(&path).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Usage);
         assert!(fault.to_string().contains("run.toml:2"), "{fault}");
+        let fault = Opened::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "nobody wrote what a run keeps");
+        assert!(fault.to_string().contains("run.toml:2"), "{fault}");
+        std::fs::write(&path, "seed = 1\nstoer = 3\n").unwrap();
+        let fault = Opened::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Data);
+        assert!(fault.to_string().contains("writes it anew"), "{fault}");
     }
 }

@@ -75,7 +75,8 @@ impl Change {
             curriculum.amend(vec![first]);
         }
         for source in &self.drop_sources {
-            if !curriculum.drop_source(source, steps.clone())? {
+            let dropped = curriculum.drop_source(source, steps.clone());
+            if !dropped.map_err(|fault| fault.at(format!("--drop-source {source}")))? {
                 let sources = spec.plan.sources().iter().map(|facts| facts.name.as_str());
                 let last = (steps.end - 1).min(spec.plan.steps());
                 let what = format!("no mix of steps {step} to {last} has source {source:?}");

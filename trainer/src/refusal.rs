@@ -51,8 +51,9 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     said_by_libtorch(said)
 }
 
-/// An error of the kernels as a fault, for `map_err`.
-pub(crate) fn refused(error: Error) -> Fault {
+/// An error of the kernels, or of libtorch under them, as a fault, for `map_err`.
+pub(crate) fn refused(error: impl Into<Error>) -> Fault {
+    let error = error.into();
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
         Error::Missing { .. }

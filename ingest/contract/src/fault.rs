@@ -170,6 +170,12 @@ impl Fault {
         self
     }
 
+    /// The same for who has to act by `class`.
+    pub fn of(mut self, class: Class) -> Self {
+        self.0.class = class;
+        self
+    }
+
     /// Where: a file, `file:line`, or a key.
     pub fn at(mut self, place: impl Into<String>) -> Self {
         self.0.place = Some(place.into());

@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use super::{CrossEntropy, CrossEntropyGrads, Ops, check};
 use crate::Result;
-use crate::tree::{Counter, Sum};
+use crate::tree::Counter;
 
 pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
     let [tokens, size] = check::cross_entropy(by)?;
@@ -127,9 +127,9 @@ impl Logits {
         let mut sum = Counter::new();
         for (_, logits) in &shards {
             let exponentials = logits.f_sub(&largest)?.f_exp()?;
-            sum.push(exponentials.f_sum_dim_intlist(1, true, Kind::Float)?);
+            sum.push(exponentials.f_sum_dim_intlist(1, true, Kind::Float)?)?;
         }
-        let log_sum = largest.f_add(&total(sum).f_log()?)?;
+        let log_sum = largest.f_add(&total(sum)?.f_log()?)?;
         Ok(Logits { shards, log_sum })
     }
 
@@ -161,10 +161,10 @@ impl Logits {
             let _ = slope.f_scatter_add_(1, &place, &one)?;
             let slope = slope.f_to_kind(rows.kind())?;
             let part = |x: &Tensor| x.f_narrow(0, range.start, range.end - range.start);
-            sum.push(ops.matmul_part(&slope, &part(by.weights)?)?);
+            sum.push(ops.matmul_part(&slope, &part(by.weights)?)?)?;
             add_weights(ops, by, &mut part(weights)?, &slope, rows)?;
         }
-        Ok(total(sum))
+        total(sum)
     }
 }
 
@@ -176,6 +176,6 @@ fn within(labels: &Tensor, range: &Range<i64>) -> Result<(Tensor, Tensor)> {
 }
 
 /// The sum over shards.
-fn total<T: Sum + Default>(sum: Counter<T>) -> T {
-    sum.finish().unwrap_or_default()
+fn total(sum: Counter<Tensor>) -> Result<Tensor> {
+    Ok(sum.finish()?.unwrap_or_default())
 }

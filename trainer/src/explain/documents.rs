@@ -17,7 +17,7 @@ use contract::Result;
 use kernels::device::Stager;
 use kernels::ops::Table;
 use kernels::share::Frozen;
-use kernels::tree::Counter;
+use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
@@ -86,12 +86,9 @@ impl Sink for Against<'_> {
         }
         let of_tensor = self.pieces.iter().zip(self.step);
         let of_tensor = of_tensor.filter(|(piece, _)| piece.tensor == index);
-        let mut tree = Counter::new();
-        for (piece, step) in of_tensor {
-            let product = product(&piece.of(&gradient), step);
-            tree.push(product.map_err(|error| refused(error.into()))?);
-        }
-        self.dots[index] = tree.finish().unwrap_or(0.0);
+        let products = of_tensor.map(|(piece, step)| product(&piece.of(&gradient), step));
+        let products = products.collect::<std::result::Result<Vec<_>, _>>().map_err(refused)?;
+        self.dots[index] = tree::total(products);
         Ok(())
     }
 }

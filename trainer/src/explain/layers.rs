@@ -2,7 +2,7 @@
 
 use contract::Result;
 use kernels::share::Frozen;
-use kernels::tree::Counter;
+use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 
@@ -100,9 +100,9 @@ pub(super) fn layers(
     let squares = workers.map(weights, |(tensor, weight): (usize, tch::Tensor)| {
         Ok((tensor, norm::squares(workers.ops(), &weight)?))
     })?;
-    let mut trees: Vec<Counter<f64>> = spec.parameters.iter().map(|_| Counter::new()).collect();
-    squares.into_iter().for_each(|(tensor, squares)| trees[tensor].push(squares));
-    let squares: Vec<f64> = trees.into_iter().map(|tree| tree.finish().unwrap_or(0.0)).collect();
+    let mut pieces = vec![Vec::new(); spec.parameters.len()];
+    squares.into_iter().for_each(|(tensor, squares)| pieces[tensor].push(squares));
+    let squares: Vec<f64> = pieces.into_iter().map(tree::total).collect();
     let at = |packed: &Packed, layer: usize| packed.0.get(layer).map(|bits| f64::from_bits(*bits));
     let gradient = |record: &StepRecord, layer| at(&record.layer_gradient_norms, layer);
     let update = |record: &StepRecord, layer| at(&record.layer_update_norms, layer);

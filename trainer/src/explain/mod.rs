@@ -22,7 +22,7 @@ mod tokens;
 mod verdict;
 
 use contract::{Fault, Result};
-use kernels::tree::Counter;
+use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
@@ -262,9 +262,7 @@ fn by_row(id: &str) -> bool {
 fn squares(gradient: &[Tensor], workers: crate::workers::Workers) -> Result<f64> {
     let pieces = gradient.iter().map(Tensor::shallow_clone).collect();
     let squares = workers.map(pieces, |piece: Tensor| norm::squares(workers.ops(), &piece))?;
-    let mut tree = Counter::new();
-    squares.into_iter().for_each(|squares| tree.push(squares));
-    Ok(tree.finish().unwrap_or(0.0))
+    Ok(tree::total(squares))
 }
 
 /// The step without each of the top documents that has labels, and without all of these.

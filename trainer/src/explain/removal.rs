@@ -5,7 +5,7 @@
 
 use contract::Result;
 use kernels::share::Frozen;
-use kernels::tree::Counter;
+use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 
@@ -89,7 +89,5 @@ pub(super) fn loss_of(
         let input = micro_batch::rows(batch, rows);
         caught(|| model::losses(how, config, &weights, &biases, &input))
     })?;
-    let mut tree = Counter::new();
-    losses.into_iter().for_each(|loss| tree.push(loss));
-    Ok(tree.finish().unwrap_or(0.0) / batch.label_count.max(1) as f64)
+    Ok(tree::total(losses) / batch.label_count.max(1) as f64)
 }

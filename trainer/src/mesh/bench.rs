@@ -292,8 +292,8 @@ fn exact(group: &Group, collective: Collective, input: &Tensor, output: &mut Ten
 /// This rank's part of the sum over all ranks, added in the order of the tree.
 fn own_sum(group: &Group, parts: &Tensor) -> Result<Tensor> {
     let mut sum = Counter::new();
-    all_to_all(group, parts)?.into_iter().for_each(|part| sum.push(part));
-    sum.finish().ok_or_else(|| Fault::bug("a group without ranks"))
+    all_to_all(group, parts)?.into_iter().try_for_each(|part| sum.push(part)).map_err(refused)?;
+    sum.finish().map_err(refused)?.ok_or_else(|| Fault::bug("a group without ranks"))
 }
 
 /// Part `r` of `parts` to rank `r`; what came, by rank.

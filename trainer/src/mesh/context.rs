@@ -222,33 +222,39 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         for place in 0..dealt.degree {
             for (at, (level, _)) in (0..).zip(levels(dealt, place)) {
                 if place == dealt.place {
-                    sum.push_block(level, own.next().ok_or_else(missing)?);
+                    let own = own.next().ok_or_else(missing)?;
+                    sum.push_block(level, own).map_err(refused)?;
                     continue;
                 }
-                let gradient = numbers[place as usize].narrow(0, at * length, length);
+                let gradient = numbers[place as usize].f_narrow(0, at * length, length);
+                let gradient = gradient.map_err(refused)?;
                 let experts = match &experts {
                     Some((elements, like, marks)) => {
                         let count = like.experts() as i64;
-                        let marks = marks[place as usize].narrow(0, at * count, count);
+                        let marks = marks[place as usize].f_narrow(0, at * count, count);
+                        let marks = marks.map_err(refused)?;
                         Some(Used::of(Used::marked(like, &marks)?, *elements, ranges))
                     }
                     None => None,
                 };
-                sum.push_block(level, ChunkSum { gradient, experts });
+                sum.push_block(level, ChunkSum { gradient, experts }).map_err(refused)?;
             }
         }
-        let sum = sum.finish().ok_or_else(missing)?.gradient;
+        let sum = sum.finish().map_err(refused)?.ok_or_else(missing)?.gradient;
         let sum = match term {
             Term::Only => sum,
             Term::First => {
                 self.first.insert(id.index(), sum);
                 return Ok(());
             }
-            Term::Second => self.first.remove(&id.index()).ok_or_else(missing)?.sum(sum),
+            Term::Second => {
+                let first = self.first.remove(&id.index()).ok_or_else(missing)?;
+                first.sum(sum).map_err(refused)?
+            }
         };
         let mut at = 0;
         for range in ranges {
-            let part = sum.narrow(0, at, range.end - range.start);
+            let part = sum.f_narrow(0, at, range.end - range.start).map_err(refused)?;
             at += range.end - range.start;
             let salt = salt(Part::LeafGradient, id.index());
             self.checksum.add(&[(&part, range.start as u64, salt)]).map_err(refused)?;
@@ -267,15 +273,14 @@ impl Sink for SharedSink<'_, '_> {
 
     fn part(&mut self, id: ParamId, term: Term, parts: Vec<ChunkSum>) -> Result<()> {
         let Shared { line, dealt, slices, .. } = self.shared;
-        let own =
-            || parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place))).collect();
+        let own = parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place)));
+        let own = own.collect::<kernels::Result<_>>().map_err(refused)?;
         let give = (0..dealt.degree).map(|place| {
             let other = place != dealt.place;
             let ranges: &[Range<i64>] = if other { slices.of(id.index(), place) } else { &[] };
-            let cut: Vec<Tensor> = parts.iter().map(|part| part.cut(ranges).gradient).collect();
-            Tensor::cat(&cut, 0)
+            ChunkSum::numbers(&parts, ranges)
         });
-        let give: Vec<Tensor> = give.collect();
+        let give = give.collect::<kernels::Result<Vec<_>>>().map_err(refused)?;
         let count = |place| levels(dealt, place).len() as i64;
         let length = slices.length(id.index(), dealt.place);
         let take: Vec<i64> = (0..dealt.degree).map(|place| count(place) * length).collect();
@@ -285,8 +290,10 @@ impl Sink for SharedSink<'_, '_> {
             Some(used) => {
                 let device = parts[0].gradient.device();
                 let marks = parts.iter().filter_map(|part| part.experts.as_ref());
-                let marks: Vec<Tensor> = marks.map(|used| used.marks(device)).collect();
-                let marks = Tensor::cat(&marks, 0);
+                let marks =
+                    marks.map(|used| used.marks(device)).collect::<kernels::Result<Vec<_>>>();
+                let marks =
+                    marks.and_then(|marks| Ok(Tensor::f_cat(&marks, 0)?)).map_err(refused)?;
                 let give: Vec<Tensor> = (0..dealt.degree).map(|_| marks.shallow_clone()).collect();
                 let experts = used.present.experts() as i64;
                 let take = (0..dealt.degree).map(|place| count(place) * experts);
@@ -297,7 +304,7 @@ impl Sink for SharedSink<'_, '_> {
             }
             None => None,
         };
-        self.under_way.push_back(Travelling { id, term, own: own(), numbers, experts });
+        self.under_way.push_back(Travelling { id, term, own, numbers, experts });
         match self.under_way.len() > 1 {
             true => self.under_way.pop_front().map_or(Ok(()), |travelling| self.add(travelling)),
             false => Ok(()),

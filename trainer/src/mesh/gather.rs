@@ -32,13 +32,13 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 use kernels::group::{Arrival, Exchange};
-use kernels::tree::{Blocks, Counter, blocks};
+use kernels::tree::{self, Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
 use super::buckets::{self, Buckets};
 use super::sink::Gradients;
 use super::team::{Lines, Schedule};
-use crate::refusal::lost;
+use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;
 use crate::timing;
 
@@ -183,7 +183,7 @@ impl<'a> Gather<'a> {
         }
         let mut found = Vec::new();
         for (bucket, sum) in sums.into_iter().enumerate() {
-            let (sum, mut at) = (sum.finish().ok_or_else(none)?, 0);
+            let (sum, mut at) = (sum.finish().map_err(refused)?.ok_or_else(none)?, 0);
             for piece in buckets.pieces(bucket, pieces).filter(|piece| piece.owner == me) {
                 let part = sum.narrow(0, at, piece.length()).view(piece.shape.as_slice());
                 at += piece.length();
@@ -312,17 +312,23 @@ impl<'a> Gather<'a> {
             }
             lengths.push(end);
         }
-        let mut bags = Vec::new();
+        let mut bags: Vec<Tensor> = Vec::new();
         for parameter in self.buckets.parameters(bucket) {
             let whole = gradients.take(parameter, first)?;
             if bags.is_empty() {
-                let bag = |length: &i64| Tensor::empty([*length], (Kind::Float, whole.device()));
-                bags = lengths.iter().map(bag).collect::<Vec<_>>();
+                let bag = |length: &i64| Tensor::f_empty([*length], (Kind::Float, whole.device()));
+                bags = lengths
+                    .iter()
+                    .map(bag)
+                    .collect::<std::result::Result<_, _>>()
+                    .map_err(refused)?;
             }
             for piece in buckets::of_tensor(self.pieces, parameter) {
                 let (slot, at) = next.get_mut(&piece.owner).ok_or_else(buckets::unknown)?;
                 let length = piece.length();
-                bags[*slot].narrow(0, *at, length).copy_(&piece.of(&whole).reshape([-1]));
+                let own = piece.of(&whole).f_reshape([-1]).map_err(refused)?;
+                let mut into = bags[*slot].f_narrow(0, *at, length).map_err(refused)?;
+                into.f_copy_(&own).map_err(refused)?;
                 *at += length;
             }
         }
@@ -344,7 +350,7 @@ impl<'a> Gather<'a> {
                     let bag = mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
                     let complete = {
                         let _watch = timing::part(timing::Part::Tree);
-                        joined.push_block(level, bag)
+                        joined.push_block(level, bag).map_err(refused)?
                     };
                     if let Some((_, sum)) = complete {
                         self.forward(far(stage, forwarded), bucket, sum)?;
@@ -373,7 +379,8 @@ impl<'a> Gather<'a> {
             at += length;
             if to == self.me() {
                 // A copy: an alias would keep the whole of the block.
-                self.joined.push_back(part.copy());
+                let like = (part.kind(), part.device());
+                self.joined.push_back(tree::joined(&[part], like).map_err(refused)?);
             } else {
                 self.exchange.send(round, self.rank(to), &part).map_err(lost)?;
             }
@@ -393,7 +400,7 @@ impl<'a> Gather<'a> {
                     let own = if node == nodes.here() { self.joined.pop_front() } else { None };
                     let block = own.map_or_else(|| arrived(&mut self.coming[gate as usize]), Ok)?;
                     let _watch = timing::part(timing::Part::Tree);
-                    self.sums[bucket].push_block(level, block);
+                    self.sums[bucket].push_block(level, block).map_err(refused)?;
                 }
             }
             self.next[2] = stage + 1;

@@ -86,7 +86,7 @@ impl Gradients {
         let _watch = timing::part(timing::Part::Tree);
         let finish = |nodes: Mutex<Nodes<Tensor>>| {
             let nodes = nodes.into_inner().unwrap_or_else(PoisonError::into_inner);
-            nodes.finish().ok_or_else(missing)
+            nodes.finish().map_err(refused)?.ok_or_else(missing)
         };
         self.parameters.into_iter().map(finish).collect()
     }
@@ -184,7 +184,7 @@ mod tests {
             let sums = grads.iter().enumerate();
             let sums = sums.map(|(at, one)| checksum::tensor(one, salt(Part::LeafGradient, at)));
             wanted.push(sums.fold(0, u64::wrapping_add));
-            whole.push(grads);
+            whole.push(grads).unwrap();
         }
         let group = Group::alone();
         let team = Team::new(&group, Degrees::ALONE, Schedule::default(), false).unwrap();
@@ -210,7 +210,7 @@ mod tests {
                 });
             }
         });
-        let whole = whole.finish().unwrap();
+        let whole = whole.finish().unwrap().unwrap();
         let found = sum.finish(&owners).unwrap();
         for (piece, found) in owners.own().zip(found) {
             assert_eq!(found, piece.of(&whole[piece.tensor].contiguous()));

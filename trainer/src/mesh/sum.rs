@@ -161,8 +161,8 @@ mod tests {
         sum.computed().unwrap();
         let own = sum.finish(&owners).unwrap();
         let mut tree = Counter::new();
-        (0..leaves).for_each(|leaf| tree.push(gradient(&layout, leaf)));
-        let whole = tree.finish().unwrap();
+        (0..leaves).for_each(|leaf| tree.push(gradient(&layout, leaf)).unwrap());
+        let whole = tree.finish().unwrap().unwrap();
         assert_eq!(own.len(), owners.own().count());
         for (piece, found) in owners.own().zip(&own) {
             let wanted = piece.of(&whole[piece.tensor]).contiguous();

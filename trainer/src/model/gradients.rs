@@ -191,7 +191,7 @@ impl<'a> Gradients<'a> {
         let Begun { id, term, chunk, gradient, used } = begun;
         match gradient {
             Gradient::Made(made) if self.at_once(&made) => {
-                let made = made.f_to_kind(Kind::Float).map_err(|error| refused(error.into()))?;
+                let made = made.f_to_kind(Kind::Float).map_err(refused)?;
                 self.finished(id, term, chunk, made, used)
             }
             gradient => {
@@ -223,7 +223,8 @@ impl<'a> Gradients<'a> {
             return self.together(vec![((id, term), chunk, value)]);
         }
         let sum = self.waiting((id, term));
-        sum.nodes.push(dealt.leaf(chunk), ChunkSum::of(gradient, used));
+        let value = ChunkSum::of(gradient, used);
+        sum.nodes.push(dealt.leaf(chunk), value).map_err(refused)?;
         sum.missing -= 1;
         if sum.missing > 0 { Ok(()) } else { self.complete((id, term)) }
     }
@@ -237,7 +238,7 @@ impl<'a> Gradients<'a> {
             let blocks = blocks.map(|(_, first)| sum.take(first).ok_or_else(missing_chunk));
             return self.sink.part(id, term, blocks.collect::<Result<_>>()?);
         }
-        let gradient = sum.finish().ok_or_else(missing_chunk)?.gradient;
+        let gradient = sum.finish().map_err(refused)?.ok_or_else(missing_chunk)?.gradient;
         match term {
             Term::Only => self.sink.gradient(id, gradient),
             Term::First => {
@@ -246,7 +247,7 @@ impl<'a> Gradients<'a> {
             }
             Term::Second => {
                 let first = self.first.remove(&id.index()).ok_or_else(missing_chunk)?;
-                self.sink.gradient(id, first.sum(gradient))
+                self.sink.gradient(id, first.sum(gradient).map_err(refused)?)
             }
         }
     }
@@ -256,7 +257,7 @@ impl<'a> Gradients<'a> {
 fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
     let (mut meeting, mut nodes) = (Meeting::default(), Vec::with_capacity(pairs.len()));
     for (key, Pair { level, first, mut left, right }) in pairs {
-        left.takes(&right, &mut meeting);
+        left.takes(&right, &mut meeting).map_err(refused)?;
         nodes.push((key, Node { level, first, value: left }));
     }
     meeting.make().map_err(refused)?;
@@ -301,20 +302,22 @@ impl ChunkSum {
 
     /// Puts into `meeting` to which of its numbers others of `right` are to be added, and to which copied, as if that was done:
     /// an expert that had tokens in one of both is copied, never added to zero.
-    fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) {
+    fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) -> kernels::Result<()> {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
             *experts = None;
             meeting.added.push((gradient.shallow_clone(), right.gradient.shallow_clone()));
-            return;
+            return Ok(());
         };
-        let (all, theirs) = (gradient.view([-1]), right.gradient.reshape([-1]));
+        let (all, theirs) = (gradient.f_view([-1])?, right.gradient.f_reshape([-1])?);
         let spans = own.spans.iter().map(|(expert, first, len)| {
-            (*expert, (all.narrow(0, *first, *len), theirs.narrow(0, *first, *len)))
+            let [here, there] = [&all, &theirs].map(|all| all.f_narrow(0, *first, *len));
+            kernels::Result::<_>::Ok((*expert, (here?, there?)))
         });
         own.present = match (&own.present, &others.present) {
             (Present::Known(here), Present::Known(there)) => {
-                for (expert, pair) in spans {
+                for span in spans {
+                    let (expert, pair) = span?;
                     match (here[expert], there[expert]) {
                         (_, false) => {}
                         (true, true) => meeting.added.push(pair),
@@ -324,16 +327,20 @@ impl ChunkSum {
                 Present::Known(here.iter().zip(there).map(|(here, there)| here | there).collect())
             }
             (here, there) => {
-                let [here, there] = [here, there].map(|own| counts(own, gradient.device()));
-                for (expert, pair) in spans {
-                    let rows = [&here, &there].map(|rows| rows.narrow(0, expert as i64, 1));
-                    meeting.there.experts.push((pair, rows));
+                let device = gradient.device();
+                let (here, there) = (counts(here, device)?, counts(there, device)?);
+                for span in spans {
+                    let (expert, pair) = span?;
+                    let [own, others] =
+                        [&here, &there].map(|rows| rows.f_narrow(0, expert as i64, 1));
+                    meeting.there.experts.push((pair, [own?, others?]));
                 }
-                let both = here.empty_like();
+                let both = here.f_empty_like()?;
                 meeting.there.rows.push([here, there, both.shallow_clone()]);
                 Present::There(both)
             }
         };
+        Ok(())
     }
 
     fn experts(gradient: Tensor, used: Present) -> ChunkSum {
@@ -344,32 +351,38 @@ impl ChunkSum {
     }
 
     /// Some ranges of its numbers, one after the other in memory of their own.
-    pub(crate) fn cut(&self, ranges: &[Range<i64>]) -> ChunkSum {
-        let all = self.gradient.reshape([-1]);
-        let parts = ranges.iter().map(|range| all.narrow(0, range.start, range.end - range.start));
-        let parts: Vec<Tensor> = parts.collect();
-        let gradient = match parts.is_empty() {
-            // An alias, be it of nothing, would keep the whole gradient.
-            true => Tensor::empty([0], (all.kind(), all.device())),
-            false => Tensor::cat(&parts, 0),
-        };
-        let elements = all.numel() as i64;
+    pub(crate) fn cut(&self, ranges: &[Range<i64>]) -> kernels::Result<ChunkSum> {
+        let gradient = ChunkSum::numbers(std::slice::from_ref(self), ranges)?;
+        let elements = self.gradient.numel() as i64;
         let experts =
             self.experts.as_ref().map(|used| Used::of(used.present.shared(), elements, ranges));
-        ChunkSum { gradient, experts }
+        Ok(ChunkSum { gradient, experts })
+    }
+
+    /// Those of each of some sums of one parameter.
+    pub(crate) fn numbers(sums: &[ChunkSum], ranges: &[Range<i64>]) -> kernels::Result<Tensor> {
+        let Some(first) = sums.first() else { return Ok(Tensor::default()) };
+        let mut parts = Vec::with_capacity(sums.len() * ranges.len());
+        for sum in sums {
+            let all = sum.gradient.f_reshape([-1])?;
+            for Range { start, end } in ranges {
+                parts.push(all.f_narrow(0, *start, end - start)?);
+            }
+        }
+        tree::joined(&parts, (first.gradient.kind(), first.gradient.device()))
     }
 }
 
 impl Used {
     /// A number for each expert, u8, on `device`: whether it had tokens.
-    pub(crate) fn marks(&self, device: Device) -> Tensor {
-        match &self.present {
+    pub(crate) fn marks(&self, device: Device) -> kernels::Result<Tensor> {
+        Ok(match &self.present {
             Present::Known(used) => {
                 let marks: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
-                Tensor::from_slice(&marks).to_device(device)
+                Tensor::f_from_slice(&marks)?.f_to_device(device)?
             }
-            Present::There(counts) => counts.gt(0).to_kind(Kind::Uint8),
-        }
+            Present::There(counts) => counts.f_gt(0)?.f_to_kind(Kind::Uint8)?,
+        })
     }
 
     /// What marks say that came from elsewhere: known where `like` is.
@@ -379,7 +392,7 @@ impl Used {
                 let marks = crate::refusal::values::<u8>(marks)?;
                 Ok(Present::Known(marks.into_iter().map(|mark| mark != 0).collect()))
             }
-            Present::There(_) => Ok(Present::There(marks.to_kind(Kind::Int64))),
+            Present::There(_) => Ok(Present::There(marks.f_to_kind(Kind::Int64).map_err(refused)?)),
         }
     }
 
@@ -422,26 +435,24 @@ impl Meeting {
 }
 
 /// How many tokens experts had, as a device adds that up; only that they had some is asked for.
-fn counts(present: &Present, device: Device) -> Tensor {
-    match present {
+fn counts(present: &Present, device: Device) -> kernels::Result<Tensor> {
+    Ok(match present {
         Present::There(counts) => counts.shallow_clone(),
         Present::Known(used) => {
             let used: Vec<i64> = used.iter().map(|used| i64::from(*used)).collect();
-            Tensor::from_slice(&used).to_device(device)
+            Tensor::f_from_slice(&used)?.f_to_device(device)?
         }
-    }
+    })
 }
 
 impl Sum for ChunkSum {
-    /// As other sums of tensors do, it panics where a device fails.
-    fn sum(mut self, right: ChunkSum) -> ChunkSum {
+    type Error = kernels::Error;
+
+    fn sum(mut self, right: ChunkSum) -> kernels::Result<ChunkSum> {
         let mut meeting = Meeting::default();
-        self.takes(&right, &mut meeting);
-        let Meeting { added, copied, there } = meeting;
-        added.into_iter().for_each(|(left, right)| drop(left.sum(right)));
-        copied.into_iter().for_each(|(mut left, right)| left.copy_(&right));
-        there.make().expect("the device adds up what chunks have for experts");
-        self
+        self.takes(&right, &mut meeting)?;
+        meeting.make()?;
+        Ok(self)
     }
 }
 
@@ -501,11 +512,11 @@ mod tests {
             values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
         };
         let [left, right] = [[true, false, true], [false, false, true]];
-        let sum = part([-0.0, 0.0, 1.0], left).sum(part([0.0, 0.0, 2.0], right));
+        let sum = part([-0.0, 0.0, 1.0], left).sum(part([0.0, 0.0, 2.0], right)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
         let used = sum.experts.as_ref().map(|used| &used.present);
         assert!(matches!(used, Some(Present::Known(used)) if *used == [true, false, true]));
-        let sum = part([0.0, 0.0, 2.0], right).sum(part([-0.0, 0.0, 1.0], left));
+        let sum = part([0.0, 0.0, 2.0], right).sum(part([-0.0, 0.0, 1.0], left)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
     }
 }

@@ -204,7 +204,7 @@ impl<L: ByToken> Layer for L {
 pub(super) fn counted(sum: Option<Tensor>, own: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(own) = own else { return Ok(sum) };
     let sum = match sum {
-        Some(sum) => sum.f_add(own).map_err(|error| refused(error.into()))?,
+        Some(sum) => sum.f_add(own).map_err(refused)?,
         None => own.shallow_clone(),
     };
     Ok(Some(sum))

@@ -335,12 +335,12 @@ pub fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dt
 
 /// The sum of token losses, in f64.
 fn total(losses: &Tensor) -> Result<Tensor> {
-    losses.f_sum(Kind::Double).map_err(|error| refused(error.into()))
+    losses.f_sum(Kind::Double).map_err(refused)
 }
 
 /// The one number of a tensor.
 fn number(tensor: &Tensor) -> Result<f64> {
-    tensor.f_double_value(&[]).map_err(|error| refused(error.into()))
+    tensor.f_double_value(&[]).map_err(refused)
 }
 
 fn enter() -> Result<()> {

@@ -58,7 +58,7 @@ pub(super) fn squares(tensors: &[Tensor]) -> Result<f64> {
         let squares = tensor.f_to_kind(Kind::Double)?.f_square()?;
         squares.f_sum(Kind::Double)?.f_double_value(&[])
     };
-    let all = tensors.iter().map(|tensor| squares(tensor).map_err(|error| refused(error.into())));
+    let all = tensors.iter().map(|tensor| squares(tensor).map_err(refused));
     all.sum()
 }
 

@@ -423,7 +423,7 @@ impl Embedding {
         for at in pass.chunks.by_leaf() {
             let (chunk, mut sink) = (pass.chunks.of(at), sink.of(at));
             let table = Tensor::f_zeros(weights.size(), (Kind::Float, weights.device()));
-            let mut table = table.map_err(|error| refused(error.into()))?;
+            let mut table = table.map_err(refused)?;
             let own = (&embedded[at], &residual[at]);
             self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
             sink.term(self.tokens, Term::Second, table.into())?;

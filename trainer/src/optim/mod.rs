@@ -267,19 +267,21 @@ impl Moving<'_> {
         let weights = &self.parts[0].0;
         let (count, mut squares) = (weights.size()[0], Vec::new());
         let mut sums = vec![0u64; self.parts.len()];
-        let memory = weights.narrow(0, 0, CHUNK.min(count)).empty_like();
+        let memory =
+            weights.f_narrow(0, 0, CHUNK.min(count)).and_then(|chunk| chunk.f_empty_like());
+        let memory = memory.map_err(refused)?;
         for start in (0..count).step_by(CHUNK as usize) {
             let length = CHUNK.min(count - start);
             let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
             let (mut new, mut old) = (chunk(weights), memory.narrow(0, 0, length));
             {
                 let _watch = part(Part::Moved);
-                old.copy_(&new);
+                old.f_copy_(&new).map_err(refused)?;
             }
             update(&chunk, &mut new).map_err(refused)?;
             {
                 let _watch = part(Part::Moved);
-                let difference = old.f_sub_(&new).map_err(|error| refused(error.into()))?;
+                let difference = old.f_sub_(&new).map_err(refused)?;
                 squares.push(self.ops.squares(&difference).map_err(refused)?);
             }
             let _watch = part(Part::StateSums);

@@ -5,7 +5,7 @@
 
 use contract::Result;
 use kernels::ops::Ops;
-use kernels::tree::Counter;
+use kernels::tree;
 use tch::Tensor;
 
 use crate::refusal::{refused, values};
@@ -27,9 +27,7 @@ pub fn cut(tensor: &Tensor) -> Vec<Tensor> {
 
 /// The tree over the chunks of a tensor.
 pub fn sum(chunks: &[f64]) -> f64 {
-    let mut tree = Counter::new();
-    chunks.iter().for_each(|square| tree.push(*square));
-    tree.finish().unwrap_or(0.0)
+    tree::total(chunks.iter().copied())
 }
 
 /// The norm, from the sums of squares of all tensors in canonical order.

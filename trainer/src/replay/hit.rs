@@ -163,8 +163,7 @@ fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<Farthest<'a>>> {
             second.map(|(own, other)| (Set::Second, own, other)),
         ];
         for (set, own, other) in sets.into_iter().flatten() {
-            let (element, distance) =
-                farthest(own, other).map_err(|error| refused(error.into()))?;
+            let (element, distance) = farthest(own, other).map_err(refused)?;
             if distance > 0.0 {
                 all.push(Farthest { piece, set, element: piece.first + element, distance });
             }

@@ -18,6 +18,7 @@ use std::collections::VecDeque;
 use contract::{Digest, Result};
 use kernels::device::Departures;
 use kernels::group::Group;
+use kernels::tree;
 use tch::{Device, Kind, Tensor};
 
 use crate::checkpoint::Layout;
@@ -60,7 +61,7 @@ impl Mirror {
             return Ok(());
         }
         let (to, from) = Partners::new(group.nodes()).of(group.rank());
-        let mine = pack(state);
+        let mine = pack(state)?;
         let mut exchange = group.begin("the mirroring of the state").map_err(lost)?;
         let length = owners.of(from).map(length).sum();
         let theirs = exchange.receive(0, from, Kind::Float, length).map_err(lost)?;
@@ -224,13 +225,14 @@ fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
 }
 
 /// The pieces of this rank: weights in f32, first moments, second ones, piece after piece.
-fn pack(state: &State) -> Tensor {
+fn pack(state: &State) -> Result<Tensor> {
     let mut parts = Vec::new();
     for (_, weight, owned) in state.own() {
         parts.extend([weight.reshape([-1]), owned.first.reshape([-1])]);
         parts.extend(owned.second.as_ref().map(|second| second.reshape([-1])));
     }
-    if parts.is_empty() { empty() } else { Tensor::cat(&parts, 0) }
+    let device = parts.first().map_or(Device::Cpu, Tensor::device);
+    tree::joined(&parts, (Kind::Float, device)).map_err(refused)
 }
 
 /// The pieces of `rank`, by index, as aliases of what it has packed.

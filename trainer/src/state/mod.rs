@@ -299,7 +299,7 @@ impl State {
     pub fn in_f32(&self) -> Result<Vec<Tensor>> {
         let whole = self.weights.iter().map(|one| one.f_to_kind(Kind::Float));
         let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
-        let whole = whole.map_err(|error| refused(error.into()))?;
+        let whole = whole.map_err(refused)?;
         for (piece, weight) in self.all() {
             if weight.kind() != Kind::Float {
                 return Err(Fault::bug("the f32 weights of another rank are asked for"));
@@ -498,7 +498,7 @@ fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
     }
     workers.map(parts, |(parameter, part, mut into)| {
         let values = model::initial(parameter, spec.curriculum.seed, part).map_err(refused)?;
-        tch::no_grad(|| into.f_copy_(&values)).map_err(|error| refused(error.into()))
+        tch::no_grad(|| into.f_copy_(&values)).map_err(refused)
     })?;
     Ok(())
 }

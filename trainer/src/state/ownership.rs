@@ -10,6 +10,7 @@
 //! Invariant: pieces and bundles are a function of the parameters alone; only who owns them depends on the number of ranks.
 
 use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 use tch::Tensor;
@@ -82,12 +83,15 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
     let costs = bundle(&mut pieces);
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by_key(|index| (Reverse(costs[*index]), *index));
-    let mut loads = vec![0u128; world.max(1) as usize];
+    // Of ranks with equally little the first.
+    let mut loads: BinaryHeap<_> = (0..world.max(1)).map(|rank| Reverse((0u128, rank))).collect();
     let mut owners = vec![0; costs.len()];
     for index in order {
-        let (owner, load) = least(&mut loads);
-        *load += costs[index];
-        owners[index] = owner;
+        if let Some(mut least) = loads.peek_mut() {
+            let Reverse((load, owner)) = &mut *least;
+            *load += costs[index];
+            owners[index] = *owner;
+        }
     }
     pieces.iter_mut().for_each(|piece| piece.owner = owners[piece.bundle]);
     pieces
@@ -172,11 +176,6 @@ fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
         piece.bundle = costs.len() - 1;
     }
     costs
-}
-
-fn least(loads: &mut [u128]) -> (u32, &mut u128) {
-    let owner = (0..loads.len()).min_by_key(|rank| loads[*rank]).unwrap_or(0);
-    (owner as u32, &mut loads[owner])
 }
 
 fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {

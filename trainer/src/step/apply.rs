@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use contract::Result;
 use kernels::group::Sent;
-use kernels::tree::Counter;
+use kernels::tree;
 
 use super::decide::Decided;
 use super::norm;
@@ -118,11 +118,11 @@ pub(super) fn settle(
         all.waited = all.waited.max(Duration::from_nanos(heard.word()?));
     }
     // Of the pieces of a tensor in their order, whoever owns them.
-    let mut trees: Vec<Counter<f64>> = state.weights.iter().map(|_| Counter::new()).collect();
+    let mut squares = vec![Vec::new(); state.weights.len()];
     for piece in state.owners.pieces() {
-        trees[piece.tensor].push(heard[piece.owner as usize].float()?);
+        squares[piece.tensor].push(heard[piece.owner as usize].float()?);
     }
-    let squares: Vec<f64> = trees.into_iter().map(|tree| tree.finish().unwrap_or(0.0)).collect();
+    let squares: Vec<f64> = squares.into_iter().map(tree::total).collect();
     let sums = state.sums_of(&share::sums(&state.owners, heard)?);
     Ok((Settled { sums, updates: norm::by_layer(cx, &squares) }, all))
 }
@@ -132,15 +132,15 @@ pub(super) fn settle(
 fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, SourceSums>> {
     let first = spec.plan.step(gradient.step)?.first_sample;
     let rows = gradient.leaves.iter().flat_map(|leaf| &leaf.rows);
-    let mut sums: BTreeMap<usize, (u64, Counter<f64>)> = BTreeMap::new();
+    let mut sums: BTreeMap<usize, (u64, Vec<f64>)> = BTreeMap::new();
     for (sample, (loss, labels)) in (first..).zip(rows) {
         let source = spec.plan.sample(sample)?.source;
-        let (all, tree) = sums.entry(source).or_insert_with(|| (0, Counter::new()));
+        let (all, losses) = sums.entry(source).or_default();
         *all += labels;
-        tree.push(*loss);
+        losses.push(*loss);
     }
-    let named = |(source, (labels, tree)): (usize, (u64, Counter<f64>))| {
-        let loss = Packed::floats([tree.finish().unwrap_or(0.0)]);
+    let named = |(source, (labels, losses)): (usize, (u64, Vec<f64>))| {
+        let loss = Packed::floats([tree::total(losses)]);
         (spec.plan.sources()[source].name.clone(), SourceSums { labels, loss })
     };
     Ok(sums.into_iter().map(named).collect())

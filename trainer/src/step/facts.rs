@@ -1,7 +1,7 @@
 //! What ranks tell each other of a step before its norm: labels and data first, losses when all leaves are computed.
 
 use contract::{Digest, Fault, Result};
-use kernels::tree::Counter;
+use kernels::tree;
 use loader::Batch;
 
 use super::{Context, LeafSums};
@@ -111,9 +111,8 @@ pub(super) fn losses(
         }
     }
     said[lines.team.group.rank() as usize] = kept;
-    let (leaves, mut tree) = (lines.in_order(leaves, said, joined)?, Counter::new());
-    leaves.iter().for_each(|leaf| tree.push(leaf.loss));
-    Ok(Losses { loss: tree.finish().unwrap_or(0.0), leaves, router })
+    let leaves = lines.in_order(leaves, said, joined)?;
+    Ok(Losses { loss: tree::total(leaves.iter().map(|leaf| leaf.loss)), leaves, router })
 }
 
 /// What two ranks that share a micro-batch say of it: the same, but for the checksum, to which each adds that of its slice.

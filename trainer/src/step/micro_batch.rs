@@ -257,7 +257,7 @@ pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Result<Ve
     let mut layers = Vec::with_capacity(balance.len());
     for layer in balance {
         let classes = layer.bias.len() as i64;
-        layers.push(all.f_narrow(0, at, classes).map_err(|error| refused(error.into()))?);
+        layers.push(all.f_narrow(0, at, classes).map_err(refused)?);
         at += classes;
     }
     Ok(layers)

@@ -57,7 +57,7 @@ impl Said {
             Tensor::f_cat(&words, 0)
         };
         Ok(Said {
-            words: words().map_err(|error| refused(error.into()))?,
+            words: words().map_err(refused)?,
             gradient,
             labels: output.labels,
             rows: input.mask.chunks(input.seq_len).map(labels).collect(),

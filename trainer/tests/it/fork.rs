@@ -247,12 +247,12 @@ fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     refused(9, "fork", &none, &["8 of them recorded", "0 to 8"]);
     refused(6, "run", &none, &["already"]);
     refused(6, "fork", &dropping(&["nobody"]), &["nobody"]);
-    refused(
-        6,
-        "fork",
-        &Change { drop_sources: vec!["news".to_owned()], ..none.clone() },
-        &["news", "web, math"],
-    );
+    let without = |sources: &[&str]| {
+        let drop_sources = sources.iter().map(|name| (*name).to_owned()).collect();
+        Change { drop_sources, ..none.clone() }
+    };
+    refused(6, "fork", &without(&["news"]), &["news", "web, math"]);
+    refused(6, "fork", &without(&["web", "math"]), &["--drop-source math: ", "only source"]);
     refused(6, "fork", &Change { fp32: true, ..none.clone() }, &["already"]);
     let early = scratch.write("early.toml", "[[amendment]]\nstep = 6\nskip = true\n");
     let (run, out) = (scratch.path("run"), scratch.path("fork"));

@@ -71,7 +71,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 fn newest(args: &Args) -> Result<u64> {
     let steps = RunFolder::new(&args.run).checkpoints()?.steps()?;
     steps.last().copied().ok_or_else(|| {
-        Fault::usage("this run has no checkpoint yet")
+        Fault::usage("this run has no checkpoint")
             .at(args.run.display().to_string())
             .hint("name a step with --step: it is computed from the beginning")
     })

@@ -90,9 +90,9 @@ impl<'a> Chunk<'a> {
         let mut sum = Counter::new();
         for shard in shards(self.by) {
             let slopes = narrow(&self.logits, 1, &shard)?;
-            sum.push(self.ops.matmul_part(&slopes, &narrow(self.by.weights, 0, &shard)?)?);
+            sum.push(self.ops.matmul_part(&slopes, &narrow(self.by.weights, 0, &shard)?)?)?;
         }
-        let sum = sum.finish().ok_or_else(|| super::unreached("cross_entropy_backward"))?;
+        let sum = sum.finish()?.ok_or_else(|| super::unreached("cross_entropy_backward"))?;
         self.scaled(&sum, out, divisor)
     }
 

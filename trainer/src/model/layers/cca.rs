@@ -370,6 +370,6 @@ impl Seen {
 /// The sum over shards of what each has by chunk: a tree in the order of shards.
 fn over_shards(shards: Vec<Vec<Tensor>>) -> Result<Vec<Tensor>> {
     let mut sum = Counter::new();
-    shards.into_iter().for_each(|shard| sum.push(shard));
-    Ok(sum.finish().unwrap_or_default())
+    shards.into_iter().try_for_each(|shard| sum.push(shard))?;
+    Ok(sum.finish()?.unwrap_or_default())
 }

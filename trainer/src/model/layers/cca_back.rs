@@ -144,7 +144,7 @@ impl KeySums {
             let key = key.f_narrow(1, first, len)?.f_contiguous()?;
             let value = value.f_narrow(0, first, len)?.f_contiguous()?;
             let runs = || Nodes::new(&dealt.runs(all.seen_by(of), dealt.place));
-            self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value]);
+            self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
         }
         Ok(())
     }
@@ -172,9 +172,9 @@ impl KeySums {
         for part in own {
             let mut sum = Counter::new();
             while let Some((.., level, block)) = blocks.next_if(|(of, ..)| *of == part) {
-                sum.push_block(level, block);
+                sum.push_block(level, block)?;
             }
-            let (rows, sum) = (all.rows_of(part), sum.finish().ok_or_else(missing)?);
+            let (rows, sum) = (all.rows_of(part), sum.finish()?.ok_or_else(missing)?);
             for (dim, (sum, all)) in [1, 0].into_iter().zip(sum.iter().zip([key, value])) {
                 all.f_narrow(dim, rows.first, rows.len)?.f_copy_(sum)?;
             }

@@ -185,7 +185,7 @@ impl Passing {
         let both = ops.grouped_matmul(rows, gate_up, order)?.f_narrow(0, 0, order.computed)?;
         let product = ops.swiglu(&both)?;
         let [operand, down] = [part(pass, &product)?, part(pass, down)?];
-        sum.push(ops.grouped_matmul(&operand, &down, order)?);
+        sum.push(ops.grouped_matmul(&operand, &down, order)?)?;
         inner.push([both, product]);
         Ok(())
     }
@@ -210,7 +210,7 @@ impl PassingBack {
         let down = weights(out, &product)?;
         let both = ops.swiglu_backward(&both, &inner_grad)?;
         let [operand, gate_up] = [part(pass, &both)?, part(pass, gate_up)?];
-        sum.push(ops.grouped_matmul_input(&operand, &gate_up, order)?);
+        sum.push(ops.grouped_matmul_input(&operand, &gate_up, order)?)?;
         params.push([weights(&both, rows)?, down]);
         Ok(())
     }
@@ -239,7 +239,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
 
 /// The sum over shards, in the kind of `x`.
 fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
-    Ok(sum.finish().unwrap_or_default().f_to_kind(x.kind())?)
+    Ok(sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?)
 }
 
 /// Gate-up and down from those of each shard: all gates, then all others; and columns side by side.

@@ -399,7 +399,7 @@ fn inputs(
         });
     }
     let gradient =
-        |(id, grad): &(ParamId, Tensor)| Result::Ok((*id, pass.gradient(&grad.f_tr()?, x)?));
+        |(id, grad): &(ParamId, Tensor)| Result::<_>::Ok((*id, pass.gradient(&grad.f_tr()?, x)?));
     let [a, b, c, d] = projected.each_ref().map(gradient);
     let sum = sum.unwrap_or_default().f_to_kind(pass.kind)?;
     Ok((sum, [a?, b?, c?, d?]))

@@ -87,10 +87,10 @@ impl Mlp {
             let side = |weight: &Tensor| ops.matmul(x, &weight.f_tr()?);
             let both = Tensor::f_cat(&[side(&gate)?, side(&up)?], 1)?;
             let product = ops.swiglu(&both)?;
-            sum.push(pass.of_shard(&product, &down.f_tr()?)?);
+            sum.push(pass.of_shard(&product, &down.f_tr()?)?)?;
             inner.push([both, product]);
         }
-        let out = sum.finish().unwrap_or_default().f_to_kind(x.kind())?;
+        let out = sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?;
         Ok((out, Saved { x: x.shallow_clone(), inner }))
     }
 
@@ -109,14 +109,14 @@ impl Mlp {
             let width = product.size()[1];
             let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
             let input = pass.of_shard(&up, &own[1])?.f_to_kind(Kind::Float)?;
-            sum.push(input.f_add(&pass.of_shard(&gate, &own[0])?)?);
+            sum.push(input.f_add(&pass.of_shard(&gate, &own[0])?)?)?;
             weights[0].push(pass.gradient(&gate.f_tr()?, x)?);
             weights[1].push(pass.gradient(&up.f_tr()?, x)?);
             weights[2].push(pass.gradient(&grad.f_tr()?, product)?);
         }
         let [gate, up, down] = &weights;
         let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
-        let input = sum.finish().unwrap_or_default().f_to_kind(x.kind())?;
+        let input = sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?;
         Ok((input, weights))
     }
 
