@@ -102,7 +102,7 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch();
     on.finish("alone", &["--workers", "1"]);
-    // A step has two rounds: its gradients, and the new weights at its end. Where one fails at once nobody has waited for it.
+    // A step has two rounds: its gradients, and the new weights at its end. Where one fails within the call nobody waits for it.
     let faults = (8..12).map(|round| ("wrong", round)).chain([("soon", 8), ("soon", 9)]);
     for (how, round) in faults {
         let ran = faulty(&on, &format!("{how}:1:{round}"), "60");

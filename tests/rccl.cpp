@@ -15,7 +15,7 @@
 // For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
 // STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up,
 // STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, after a while in which others run into
-// it, STANDIN_FAULT=soon:R:N at once, STANDIN_FAULT=cling:R:N like the first, and its device does not come back when the
+// it, STANDIN_FAULT=soon:R:N before the call returns, STANDIN_FAULT=cling:R:N like the first, and its device does not come back when the
 // communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join.
 
 #include <dlfcn.h>
@@ -333,6 +333,7 @@ void launch() {
     }
     if (comm.aborted) continue;
     ++comm.under_way;
+    if (fault("soon", comm, comm.groups)) comm.error = kSystem;
     if (gpu() != nullptr) one.tell(*gpu());
     worker_of(one.stream)->push([&comm, stream = one.stream, group = std::move(one.group)] {
       run(comm, group);
