@@ -49,6 +49,8 @@ mod ranks;
 mod remote;
 mod resume;
 #[cfg(feature = "train")]
+mod ring;
+#[cfg(feature = "train")]
 mod sizing;
 #[cfg(feature = "train")]
 mod speed;

@@ -202,18 +202,6 @@ int shim_gpu_table(int index) {
   });
 }
 
-// A CPU tensor over memory that somebody else owns: `drop(owner)` runs when its last alias goes, and where this fails.
-int shim_adopt(void* data, const int64_t* sizes, int64_t dims, int kind, void* owner, void (*drop)(void*),
-               at::Tensor** out) {
-  return shim_guard([=] {
-    // Freed by whoever holds it last: the tensor, or this call where there is none.
-    const std::shared_ptr<void> kept(owner, drop);
-    const auto type = static_cast<at::ScalarType>(kind);
-    *out = new at::Tensor(
-        at::from_blob(data, at::IntArrayRef(sizes, dims), [kept](void*) {}, at::TensorOptions(type)));
-  });
-}
-
 // A new stream on GPU `index`.
 int shim_side_stream(int index, void** out) {
   return shim_guard([&] {
@@ -257,11 +245,11 @@ int shim_enter_gpu(int index) {
   });
 }
 
-// Memory of the host for so many words, which GPU `index` reads without the processor.
-int shim_pinned(int index, int64_t words, at::Tensor** out) {
+// Memory of the host for so many bytes, zeros at first, which GPU `index` reads without the processor.
+int shim_pinned(int index, int64_t bytes, at::Tensor** out) {
   return shim_guard([=] {
     const c10::OptionalDeviceGuard guard(gpu(index));
-    *out = new at::Tensor(at::empty({words}, at::TensorOptions(at::kLong).pinned_memory(true)));
+    *out = new at::Tensor(at::zeros({bytes}, at::TensorOptions(at::kByte).pinned_memory(true)));
   });
 }
 
@@ -296,19 +284,38 @@ int shim_hold(int index, void* event) {
   });
 }
 
-// Copies the first words of pinned memory on the side stream; `event` marks the end of the copy.
-int shim_stage(void* side, const at::Tensor* pinned, int64_t words, at::Tensor** out, void** event) {
+// Moves flags of 8 bits, and words of 32 behind them, out of memory of the host: by one copy on the side stream, where there is
+// one. There they become f32 and words of 64 bits, in one piece of memory; `event` marks the end of it.
+int shim_stage(void* side, const at::Tensor* memory, const int64_t* counts, at::Tensor** out, void** event) {
   return shim_guard([&] {
-    const c10::Stream stream = static_cast<Side*>(side)->stream;
-    auto done = std::make_unique<c10::Event>(kGpu);
-    auto tensor = std::make_unique<at::Tensor>();
-    on_stream(stream, [&] {
-      const at::Tensor part = pinned->narrow(0, 0, words);
-      *tensor = part.to(part.options().device(stream.device()).pinned_memory(false), /*non_blocking=*/true, /*copy=*/true);
-      done->record(stream);
-    });
+    const int64_t flags = counts[0], words = counts[1];
+    const auto padded = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+    const int64_t first = padded(flags), place = padded(4 * flags);
+    std::unique_ptr<at::Tensor> wide_flags, wide_words;
+    const auto widen = [&](const at::Tensor& narrow) {
+      const at::Tensor wide = at::empty({place + 8 * words}, narrow.options().pinned_memory(false));
+      const auto part = [&](int64_t begin, int64_t bytes, at::ScalarType kind) {
+        return std::make_unique<at::Tensor>(wide.narrow(0, begin, bytes).view(kind));
+      };
+      wide_flags = part(0, 4 * flags, at::kFloat), wide_words = part(place, 8 * words, at::kLong);
+      wide_flags->copy_(narrow.narrow(0, 0, flags), /*non_blocking=*/true);
+      wide_words->copy_(narrow.narrow(0, first, 4 * words).view(at::kInt), /*non_blocking=*/true);
+    };
+    std::unique_ptr<c10::Event> done;
+    if (side == nullptr) {
+      widen(*memory);
+    } else {
+      const c10::Stream stream = static_cast<Side*>(side)->stream;
+      done = std::make_unique<c10::Event>(kGpu);
+      on_stream(stream, [&] {
+        const at::Tensor part = memory->narrow(0, 0, first + 4 * words);
+        const auto there = part.options().device(stream.device()).pinned_memory(false);
+        widen(part.to(there, /*non_blocking=*/true, /*copy=*/true));
+        done->record(stream);
+      });
+    }
     *event = done.release();
-    *out = tensor.release();
+    out[0] = wide_flags.release(), out[1] = wide_words.release();
   });
 }
 

@@ -1,8 +1,8 @@
 //! Where tensors live, and how a batch gets there.
 //!
 //! We link the CPU half of libtorch only. A GPU's half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
-//! when `--device cuda` asks for it (`half`); then it registers itself. On a GPU a batch goes through pinned memory on a
-//! stream of its own, and an event makes the computing stream wait; on a CPU the tensor simply takes the buffer over.
+//! when `--device cuda` asks for it (`half`); then it registers itself. A GPU fetches a batch from pinned memory on a stream of
+//! its own, and an event makes the computing stream wait.
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
 //!
@@ -263,10 +263,10 @@ mod tests {
             Ok(device) => {
                 println!("a GPU is at hand: {}", architecture(device).unwrap());
                 let stager = Stager::new(device).unwrap();
-                let mut buffer = stager.buffers().take(3).unwrap();
-                buffer.words().copy_from_slice(&[1, 2, 3]);
-                let staged = stager.send(buffer).unwrap().arrive().unwrap();
-                assert_eq!(staged.sum(tch::Kind::Int64).int64_value(&[]), 6);
+                let mut buffer = stager.buffers().take(0, 3).unwrap();
+                buffer.parts_mut().unwrap().1.copy_from_slice(&[1, 2, 3]);
+                let (_, words) = stager.send(&mut buffer, 3).unwrap().arrive().unwrap();
+                assert_eq!(words.sum(tch::Kind::Int64).int64_value(&[]), 6);
             }
             Err(error) => {
                 // Past the test runner's capture: a skipped GPU test says so in every log.

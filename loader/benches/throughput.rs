@@ -204,12 +204,14 @@ fn parts(plan: &Plan, stores: &Stores, path: &Path, steps: u64) {
     let hashed = best_core(5, || {
         for at in (0..20).flat_map(|_| 0..whole.rows) {
             let mut hasher = Hasher::new();
-            hasher.tag("sequence.v1").i32s(whole.row(&whole.tokens, at));
-            hasher.i32s(whole.row(&whole.positions, at)).bytes(whole.row(&whole.mask, at));
+            hasher.tag("sequence.v1").i32s(whole.row(whole.columns().tokens, at));
+            hasher
+                .i32s(whole.row(whole.columns().positions, at))
+                .bytes(whole.row(whole.columns().mask, at));
             black_box(hasher.finish());
         }
     });
-    row("  digests", hashed / (20 * whole.tokens.len()) as f64 * 1e9, "ns/token");
+    row("  digests", hashed / (20 * whole.columns().tokens.len()) as f64 * 1e9, "ns/token");
     let cold = best_core(3, || {
         let stores = Stores::open(&[path]).unwrap();
         let stream = stores.stream("web", Split::Train).unwrap();

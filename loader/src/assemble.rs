@@ -6,6 +6,8 @@ use contract::{Digest, Fault, Hasher, Result};
 use mixer::{SampleSpec, Span};
 use store::StreamReader;
 
+use crate::memory::ColumnsMut;
+
 /// A row to be filled: four slices of `seq_len`. What they hold is of no account: every value is written.
 pub(crate) struct Row<'a> {
     pub(crate) tokens: &'a mut [i32],
@@ -21,7 +23,17 @@ pub(crate) struct Scratch {
     starts: Vec<u64>,
 }
 
-impl Row<'_> {
+impl<'a> Row<'a> {
+    /// The row at these places of a batch's columns.
+    pub(crate) fn of(columns: &'a mut ColumnsMut<'_>, at: Range<usize>) -> Row<'a> {
+        Row {
+            tokens: &mut columns.tokens[at.clone()],
+            labels: &mut columns.labels[at.clone()],
+            positions: &mut columns.positions[at.clone()],
+            mask: &mut columns.mask[at],
+        }
+    }
+
     /// Fills the row with `spec`'s text from `stream` and returns where its documents begin.
     pub(crate) fn fill(
         &mut self,

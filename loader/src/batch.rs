@@ -7,7 +7,7 @@ use mixer::{Plan, SampleSpec, StepSpec};
 use store::Split;
 
 use crate::assemble::{Row, Scratch};
-use crate::column::Column;
+use crate::memory::{Columns, ColumnsMut, Held, Memory};
 use crate::{RankSlice, Stores};
 
 /// Rows of `seq_len` tokens, row after row.
@@ -23,14 +23,8 @@ pub struct Batch {
     pub rows: u64,
     /// Tokens in a row, padding included.
     pub seq_len: u32,
-    /// `rows * seq_len` token ids; 0 in padding.
-    pub tokens: Column<i32>,
-    /// The token that follows each one in its document, be it in this row or past its end; 0 where there is none.
-    pub labels: Column<i32>,
-    /// Positions, from 0 at every boundary.
-    pub positions: Column<i32>,
-    /// 1 where the label counts, 0 at a document's last token and in padding.
-    pub mask: Column<u8>,
+    /// `rows * seq_len` of each column.
+    memory: Held,
     /// Per row: where a document, or what is in view of it, begins. The first is 0; padding has its own.
     pub boundaries: Vec<Vec<u32>>,
     /// Per row: what it is.
@@ -48,61 +42,62 @@ impl Batch {
         step_digest([self.sequences.as_slice()])
     }
 
-    /// The rows' part of `column`: `row(&batch.tokens, 3)`.
+    /// Its columns, row after row.
+    pub fn columns(&self) -> Columns<'_> {
+        self.memory.columns()
+    }
+
+    /// The same, to be written; an error where a device still reads them and cannot be waited for. No digest follows.
+    pub fn columns_mut(&mut self) -> Result<ColumnsMut<'_>> {
+        self.memory.columns_mut()
+    }
+
+    /// The memory in which the columns lie, where it is an `M`: that of whoever brought it.
+    pub fn memory_mut<M: Memory>(&mut self) -> Option<&mut M> {
+        self.memory.as_mut()
+    }
+
+    /// The rows' part of `column`: `row(batch.columns().tokens, 3)`.
     pub fn row<'a, T>(&self, column: &'a [T], row: u64) -> &'a [T] {
         let width = self.seq_len as usize;
         &column[row as usize * width..(row as usize + 1) * width]
     }
 
     /// Hides a run of text of a row, as an amendment that bans its document does; returns how many labels it had.
-    pub fn hide(&mut self, row: u64, place: Range<u32>) -> u64 {
+    pub fn hide(&mut self, row: u64, place: Range<u32>) -> Result<u64> {
         let (width, number) = (self.seq_len as usize, row as usize);
-        let at = number * width..(number + 1) * width;
-        let mut row = Row {
-            tokens: &mut self.tokens[at.clone()],
-            labels: &mut self.labels[at.clone()],
-            positions: &mut self.positions[at.clone()],
-            mask: &mut self.mask[at],
-        };
+        let mut columns = self.memory.columns_mut()?;
+        let mut row = Row::of(&mut columns, number * width..(number + 1) * width);
         let count = |row: &Row<'_>| row.mask.iter().map(|&label| u64::from(label)).sum::<u64>();
         let before = count(&row);
         row.blank(&place);
         let hidden = before - count(&row);
         self.sequences[number] = row.digest(&self.boundaries[number]);
         self.label_count -= hidden;
-        hidden
+        Ok(hidden)
     }
 
-    /// Fills a batch with `samples`, which all have `seq_len` tokens.
+    /// Fills `memory` with the batch that `head` describes.
     pub(crate) fn assemble<'a>(
         head: Head,
-        samples: Vec<SampleSpec>,
-        split: Split,
         stores: &Stores,
+        memory: Box<dyn Memory>,
         name: impl Fn(&SampleSpec) -> &'a str,
     ) -> Result<Self> {
-        let width = head.seq_len as usize;
-        let size = samples.len() * width;
-        let (words, bytes) = stores.pools();
-        let (mut tokens, mut labels) = (words.take(size), words.take(size));
-        let (mut positions, mut mask) = (words.take(size), bytes.take(size));
+        let mut memory = Held::new(memory, head.tokens())?;
+        let Head { step, first_sample, micro_batch, seq_len, split, samples } = head;
+        let width = seq_len as usize;
+        let mut columns = memory.columns_mut()?;
         let mut boundaries = Vec::with_capacity(samples.len());
         let mut sequences = Vec::with_capacity(samples.len());
         let mut scratch = Scratch::default();
         for (number, sample) in samples.iter().enumerate() {
-            let at = number * width..(number + 1) * width;
-            let mut row = Row {
-                tokens: &mut tokens[at.clone()],
-                labels: &mut labels[at.clone()],
-                positions: &mut positions[at.clone()],
-                mask: &mut mask[at],
-            };
+            let mut row = Row::of(&mut columns, number * width..(number + 1) * width);
             let found = row.fill(stores.stream(name(sample), split)?, sample, &mut scratch)?;
             sequences.push(row.digest(&found));
             boundaries.push(found);
         }
-        let label_count = mask.iter().map(|&label| u64::from(label)).sum();
-        let Head { step, first_sample, micro_batch, seq_len } = head;
+        let label_count = columns.mask.iter().map(|&label| u64::from(label)).sum();
         let rows = samples.len() as u64;
         Ok(Batch {
             step,
@@ -110,10 +105,7 @@ impl Batch {
             micro_batch,
             rows,
             seq_len,
-            tokens,
-            labels,
-            positions,
-            mask,
+            memory,
             boundaries,
             samples,
             sequences,
@@ -128,11 +120,32 @@ pub(crate) struct Head {
     pub(crate) first_sample: u64,
     pub(crate) micro_batch: u64,
     pub(crate) seq_len: u32,
+    pub(crate) split: Split,
+    /// All of `seq_len` tokens.
+    pub(crate) samples: Vec<SampleSpec>,
+}
+
+impl Head {
+    /// Tokens of all its rows.
+    pub(crate) fn tokens(&self) -> usize {
+        self.samples.len() * self.seq_len as usize
+    }
 }
 
 /// The part of step `step` that is `slice`'s.
 pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
-    rows(plan, stores, step, slice.rows(&plan.step(step)?))
+    batch_in(plan, stores, step, slice, |tokens| Ok(stores.memory(tokens)))
+}
+
+/// The same in memory that `memory` gives for so many tokens.
+pub fn batch_in(
+    plan: &Plan,
+    stores: &Stores,
+    step: u64,
+    slice: RankSlice,
+    memory: impl FnOnce(usize) -> Result<Box<dyn Memory>>,
+) -> Result<Batch> {
+    rows_in(plan, stores, step, slice.rows(&plan.step(step)?), memory)
 }
 
 /// Rows `rows` of step `step`, counted from 0: to look at a few.
@@ -142,14 +155,24 @@ pub fn rows(
     step: u64,
     rows: impl IntoIterator<Item = u64>,
 ) -> Result<Batch> {
+    rows_in(plan, stores, step, rows, |tokens| Ok(stores.memory(tokens)))
+}
+
+fn rows_in(
+    plan: &Plan,
+    stores: &Stores,
+    step: u64,
+    rows: impl IntoIterator<Item = u64>,
+    memory: impl FnOnce(usize) -> Result<Box<dyn Memory>>,
+) -> Result<Batch> {
     let spec = plan.step(step)?;
     let samples = rows.into_iter().map(|row| plan.sample(spec.first_sample + row));
     let samples = samples.collect::<Result<Vec<_>>>()?;
     let first_sample = samples.first().map_or(spec.first_sample, |sample| sample.sample);
     let StepSpec { micro_batch, seq_len, .. } = spec;
-    let head = Head { step, first_sample, micro_batch, seq_len };
-    let name = |sample: &SampleSpec| plan.sources()[sample.source].name.as_str();
-    Batch::assemble(head, samples, Split::Train, stores, name)
+    let head = Head { step, first_sample, micro_batch, seq_len, split: Split::Train, samples };
+    let memory = memory(head.tokens())?;
+    Batch::assemble(head, stores, memory, |sample| plan.sources()[sample.source].name.as_str())
 }
 
 /// A step's digest from the digests of its sequences, in order, in whatever parts the ranks hold them.

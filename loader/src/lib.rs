@@ -13,8 +13,8 @@
 
 pub mod assemble;
 pub mod batch;
-mod column;
 pub mod explain;
+pub mod memory;
 pub mod open;
 mod packs;
 pub mod prefetch;
@@ -22,9 +22,9 @@ pub mod slice;
 pub mod stores;
 pub mod validation;
 
-pub use batch::{Batch, batch, rows, step_digest};
-pub use column::Column;
+pub use batch::{Batch, batch, batch_in, rows, step_digest};
+pub use memory::{Columns, ColumnsMut, Memory};
 pub use open::Opened;
-pub use prefetch::{PrefetchOptions, Prefetcher};
+pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};
 pub use slice::RankSlice;
 pub use stores::Stores;

@@ -7,15 +7,15 @@
 //! A reader takes the next step's number and a slot in the order queue at one stroke, so that the queue's order is the
 //! steps' order whatever the readers' pace. The queue's bound is the depth: a full queue stops the readers.
 //!
-//! A reader assembles its batch and gives it to a closure, which all readers call at once: a trainer writes there what a device
-//! shall have of the batch, in place, into a buffer of a ring (pinned memory for a GPU). The ring may make a reader wait for a
-//! copy, never for another reader.
+//! A reader assembles its batch straight into memory that the caller brings (a buffer of a ring, pinned for a GPU) and gives it
+//! to a closure, which all readers call at once: a trainer checks there what a device shall have. The ring may make a reader wait
+//! for a copy, never for another reader.
 //!
 //! The last stage is a closure on its own thread, because putting a batch on a device needs state that lives with one
-//! thread. For a GPU it starts a copy of the buffer on a side stream, records an event behind it, and hands on the device
-//! tensors with that event; the compute stream waits for the event, not the CPU, and the buffer is handed out again only after
-//! its event has passed. On a CPU the tensors lie in the buffer. The closure sees what the readers made in step order, one at a
-//! time, and is dropped on its thread.
+//! thread. It starts a copy of the batch's memory on a side stream, records an event behind it, and hands on the device
+//! tensors with that event; the compute stream waits for the event, not the CPU, and the memory is handed out again only after
+//! its event has passed and its batch is dropped. The closure sees what the readers made in step order, one at a time, and is
+//! dropped on its thread.
 //!
 //! A fault is delivered at its step, after all steps before it, and ends the stream. Dropping the prefetcher at any
 //! moment stops and joins all its threads.
@@ -28,7 +28,7 @@ use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use mixer::Plan;
 
-use crate::{Batch, RankSlice, Stores, batch};
+use crate::{Batch, Memory, RankSlice, Stores, batch_in};
 
 /// How fast, never what: nothing here has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,18 @@ impl Default for PrefetchOptions {
     fn default() -> Self {
         PrefetchOptions { threads: 2, depth: 4 }
     }
+}
+
+/// What is read ahead.
+pub struct Ahead {
+    /// Says which text a step is.
+    pub plan: Arc<Plan>,
+    /// Have it.
+    pub stores: Arc<Stores>,
+    /// The steps, half-open.
+    pub steps: Range<u64>,
+    /// How fast.
+    pub options: PrefetchOptions,
 }
 
 /// Delivers what the last stage made of each step's batch, in order.
@@ -65,21 +77,23 @@ impl<T: Send + 'static> Prefetcher<T> {
         options: PrefetchOptions,
         last: impl FnMut(Batch) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        Prefetcher::by_step(plan, stores, steps, move |_| Ok(slice), options, Ok, last)
+        let pool = Arc::clone(&stores);
+        let memory = move |tokens| Ok(pool.memory(tokens));
+        let ahead = Ahead { plan, stores, steps, options };
+        Prefetcher::by_step(ahead, move |_| Ok(slice), memory, Ok, last)
     }
 
-    /// The same where the part of a step that is read depends on the step, and the readers make of each batch what `fill` says
-    /// before `last` gets it.
+    /// The same where the part of a step that is read depends on the step, `memory` gives each batch memory for so many tokens,
+    /// and the readers make of each batch what `check` says before `last` gets it.
     pub fn by_step<B: Send + 'static>(
-        plan: Arc<Plan>,
-        stores: Arc<Stores>,
-        steps: Range<u64>,
+        ahead: Ahead,
         slice: impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static,
-        options: PrefetchOptions,
-        fill: impl Fn(Batch) -> Result<B> + Send + Sync + 'static,
+        memory: impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + 'static,
+        check: impl Fn(Batch) -> Result<B> + Send + Sync + 'static,
         last: impl FnMut(B) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        let make = move |step| fill(batch(&plan, &stores, step, slice(step)?)?);
+        let Ahead { plan, stores, steps, options } = ahead;
+        let make = move |step| check(batch_in(&plan, &stores, step, slice(step)?, &memory)?);
         Prefetcher::over(steps, options, make, last)
     }
 

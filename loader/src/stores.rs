@@ -7,15 +7,14 @@ use contract::{Fault, Result};
 use mixer::SourceFacts;
 use store::{Location, Split, Store, StreamReader, read::ReadCache};
 
-use crate::column::BufferPool;
+use crate::memory::{Memory, Pool};
 
 /// Several stores with one tokenizer, source names unique.
 pub struct Stores {
     stores: Vec<Store>,
     by_name: BTreeMap<String, usize>,
     sources: Vec<Source>,
-    words: Arc<BufferPool<i32>>,
-    bytes: Arc<BufferPool<u8>>,
+    pool: Arc<Pool>,
 }
 
 /// One source, wherever it lies.
@@ -50,7 +49,7 @@ impl Stores {
     /// No store at all, for a plan over described ones: it has no source, so that nothing can be read from it.
     pub fn none() -> Self {
         let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
-        Stores { stores, by_name, sources, words: Arc::default(), bytes: Arc::default() }
+        Stores { stores, by_name, sources, pool: Arc::default() }
     }
 
     fn add(&mut self, store: Store) -> Result<()> {
@@ -122,9 +121,9 @@ impl Stores {
         Ok(self.stores[self.sources[number].store].root())
     }
 
-    /// Where the memory of batches waits to be used again.
-    pub(crate) fn pools(&self) -> (&Arc<BufferPool<i32>>, &Arc<BufferPool<u8>>) {
-        (&self.words, &self.bytes)
+    /// Plain memory for a batch of so many tokens, used again once it is dropped.
+    pub(crate) fn memory(&self, tokens: usize) -> Box<dyn Memory> {
+        self.pool.take(tokens)
     }
 
     /// The stores, in the order given.

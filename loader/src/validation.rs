@@ -37,7 +37,8 @@ pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64)
             spans: vec![Span { start, tokens }],
         }
     };
-    let samples = (first..end).map(sample).collect();
-    let head = Head { step: 0, first_sample: first, micro_batch: 1, seq_len };
-    Batch::assemble(head, samples, Split::Validation, stores, |_| source)
+    let (split, samples) = (Split::Validation, (first..end).map(sample).collect());
+    let head = Head { step: 0, first_sample: first, micro_batch: 1, seq_len, split, samples };
+    let memory = stores.memory(head.tokens());
+    Batch::assemble(head, stores, memory, |_| source)
 }

@@ -151,10 +151,10 @@ fn explained(
     let mut sequences = Vec::with_capacity(batch.samples.len());
     for (number, (sample, pieces)) in batch.samples.iter().zip(all).enumerate() {
         let mut sequence = Sequence::new(plan, rows[number], sample);
-        let mask = batch.row(&batch.mask, number as u64);
+        let mask = batch.row(batch.columns().mask, number as u64);
         sequence.label_count = Some(mask.iter().map(|label| u64::from(*label)).sum());
-        sequence.token_ids = batch.row(&batch.tokens, number as u64).to_vec();
-        sequence.labels = batch.row(&batch.labels, number as u64).to_vec();
+        sequence.token_ids = batch.row(batch.columns().tokens, number as u64).to_vec();
+        sequence.labels = batch.row(batch.columns().labels, number as u64).to_vec();
         sequence.loss_mask = mask.to_vec();
         sequence.digest = Some(batch.sequences[number].to_string());
         for piece in pieces {

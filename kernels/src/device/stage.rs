@@ -1,55 +1,52 @@
-//! Batches on their way to a device: a ring of buffers, which the threads of a prefetcher fill in place, and one copy out of
+//! Batches on their way to a device: a ring of buffers, in which the threads of a prefetcher assemble them, and one copy out of
 //! each.
 //!
 //! ```text
-//! readers: take a buffer, fill it --(in step order)--> send: a copy on a side stream, an event behind it
-//!     ^                                                   |                        |
-//!     +------- the event has passed: the buffer is free --+     the computing stream waits for the event
+//! readers: take a buffer, write it --(in step order)--> send: on a side stream one copy, two widenings, an event behind them
+//!     ^                                                   |                          |
+//!     +-- the event has passed and the host is done with  +        the computing stream waits for the event
+//!         the buffer: it is free
 //! ```
 //!
-//! For a GPU a buffer is pinned memory, registered when it is first needed and kept; on a CPU the tensor lies in the buffer
-//! itself, which comes back when the last tensor over it is gone. There are as many buffers as a prefetcher has batches in
-//! flight: where none is free and a copy is under way, its end is waited for; only else one more is made. The host waits for
-//! nothing but such a copy, which waits for nobody, so no order of threads can hold another up for ever.
+//! A buffer has flags of 8 bits and behind them, from the next multiple of 64 bytes on, words of 32: half the bytes of what a
+//! model reads. Only they travel; the device makes f32 and words of 64 bits of them, once a batch.
 //!
-//! The other way round no event is needed: `record_stream` keeps the copy's memory on the device from being used again before
-//! the computing stream is done with it.
+//! For a GPU a buffer is pinned memory, registered when it is first needed and kept. The host may read it as long as it likes,
+//! also while it is copied; it comes back to its ring when it is dropped, and is handed out again when the copy is over. Who
+//! writes it again before that waits. There are as many buffers as batches are alive: where none is free and a copy out of one
+//! that was dropped is under way, its end is waited for; only else one more is made. The host waits for nothing but such a copy,
+//! which waits for nobody, so no order of threads can hold another up for ever.
+//!
+//! The other way round no event is needed: `record_stream` keeps the memory on the device from being used again before the
+//! computing stream is done with it.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::slice;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 use super::{Event, SideStream};
-use crate::runtime::guarded;
+use crate::runtime::{self, guarded};
 use crate::{Error, Result};
 
 unsafe extern "C" {
-    fn shim_adopt(
-        data: *mut c_void,
-        sizes: *const i64,
-        dims: i64,
-        kind: c_int,
-        owner: *mut c_void,
-        drop: extern "C" fn(*mut c_void),
-        out: *mut *mut C_tensor,
-    ) -> c_int;
-    fn shim_pinned(index: c_int, words: i64, out: *mut *mut C_tensor) -> c_int;
+    fn shim_pinned(index: c_int, bytes: i64, out: *mut *mut C_tensor) -> c_int;
     fn shim_stage(
         side: *mut c_void,
-        pinned: *const C_tensor,
-        words: i64,
+        memory: *const C_tensor,
+        counts: *const i64,
         out: *mut *mut C_tensor,
         event: *mut *mut c_void,
     ) -> c_int;
     fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> c_int;
 }
 
-/// The number of 64-bit integers among libtorch's scalar types.
-const INT64: c_int = 4;
+/// Where words begin behind flags: a multiple of a line of a processor's cache, and of any load of a device. The shim has it too.
+const ALIGNED: usize = 64;
 
 /// A ring of buffers from which one device is fed. A clone is the same ring; any thread may take from it.
 #[derive(Clone, Debug)]
@@ -61,79 +58,137 @@ struct Ring {
     waiting: Mutex<Waiting>,
 }
 
-/// Memory that nobody fills and no tensor lies in.
+/// Memory of buffers that were dropped.
 #[derive(Debug, Default)]
 struct Waiting {
     free: Vec<Memory>,
-    /// Copies under way, in the order in which they were begun, with what they read.
-    leaving: VecDeque<(Arc<Event>, Memory)>,
+    /// What copies may still be reading, in the order in which it was dropped.
+    leaving: VecDeque<Memory>,
 }
 
+/// Bytes in memory of the host.
 #[derive(Debug)]
-enum Memory {
-    Plain(Vec<i64>),
-    Pinned(Tensor),
+struct Memory {
+    /// Has them; contiguous, known to nobody else.
+    tensor: Tensor,
+    place: *mut u8,
+    bytes: usize,
+    /// Copies out of it that may be under way.
+    copies: Vec<Arc<Event>>,
+    /// A copy may be under way of which nobody knows the end.
+    lost: bool,
 }
 
-/// Words of 64 bits, to be filled in place; unless it is sent it comes back to its ring when it is dropped.
+// SAFETY: it owns its bytes, which any thread may free.
+unsafe impl Send for Memory {}
+// SAFETY: through a shared reference its bytes are read and nothing else; the tensor is for its only owner.
+unsafe impl Sync for Memory {}
+
+/// Flags and words, to be written in place; it comes back to its ring when it is dropped.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Option<Memory>,
-    length: usize,
+    flags: usize,
+    words: usize,
     ring: Arc<Ring>,
 }
 
-impl Memory {
-    fn new(device: Device, words: usize) -> Result<Memory> {
-        let Device::Cuda(index) = device else { return Ok(Memory::Plain(vec![0; words])) };
-        let mut tensor = ptr::null_mut();
-        // SAFETY: plain numbers in; the out-pointer outlives the call, which fills it exactly if it succeeds.
-        guarded("pin memory", unsafe {
-            shim_pinned(index as c_int, words as i64, &raw mut tensor)
-        })?;
-        // SAFETY: a new tensor that nobody else owns.
-        Ok(Memory::Pinned(unsafe { Tensor::from_ptr(tensor) }))
-    }
-
-    fn words(&mut self) -> &mut [i64] {
-        match self {
-            Memory::Plain(words) => words,
-            // SAFETY: a contiguous tensor of so many i64 in memory of the host, which only this value has; who reads it as a
-            // device does has it in `Waiting::leaving`, where nobody asks for its words.
-            Memory::Pinned(tensor) => unsafe {
-                std::slice::from_raw_parts_mut(tensor.data_ptr().cast(), tensor.numel())
-            },
-        }
-    }
-
-    fn length(&self) -> usize {
-        match self {
-            Memory::Plain(words) => words.len(),
-            Memory::Pinned(tensor) => tensor.numel(),
-        }
-    }
+/// How many bytes so many flags take before the words begin.
+fn padded(flags: usize) -> usize {
+    flags.next_multiple_of(ALIGNED)
 }
 
-impl Waiting {
-    /// Memory out of which nothing is being copied, if there is any or will be.
-    fn next(&mut self) -> Result<Option<Memory>> {
-        while let Some((event, _)) = self.leaving.front() {
-            if !event.is_over()? {
-                if !self.free.is_empty() {
-                    break;
-                }
-                event.wait()?;
+impl Memory {
+    fn new(device: Device, bytes: usize) -> Result<Memory> {
+        let tensor = match device {
+            Device::Cuda(index) => {
+                let mut tensor = ptr::null_mut();
+                // SAFETY: plain numbers in; the out-pointer outlives the call, which fills it exactly if it succeeds.
+                guarded("pin memory", unsafe {
+                    shim_pinned(index as c_int, bytes as i64, &raw mut tensor)
+                })?;
+                // SAFETY: a new tensor that nobody else owns.
+                unsafe { Tensor::from_ptr(tensor) }
             }
-            let over = self.leaving.pop_front();
-            self.free.extend(over.map(|(_, memory)| memory));
+            _ => Tensor::f_zeros([bytes as i64], (Kind::Uint8, Device::Cpu))?,
+        };
+        let place = tensor.data_ptr().cast();
+        Ok(Memory { tensor, place, bytes, copies: Vec::new(), lost: false })
+    }
+
+    /// So many flags, and words behind them.
+    fn parts(&self, flags: usize, words: usize) -> (&[u8], &[i32]) {
+        if self.bytes == 0 {
+            return (&[], &[]);
         }
-        Ok(self.free.pop())
+        // SAFETY: the buffer was made with room for both, which libtorch aligns to 64 bytes and zeroed when it was new. They are
+        // written through `parts_mut` alone, which borrows it from everybody else; a device only reads them.
+        unsafe {
+            let behind = self.place.add(padded(flags)).cast::<i32>();
+            (slice::from_raw_parts(self.place, flags), slice::from_raw_parts(behind, words))
+        }
+    }
+
+    /// The same, to be written: when no copy reads them.
+    fn parts_mut(&mut self, flags: usize, words: usize) -> Result<(&mut [u8], &mut [i32])> {
+        self.wait()?;
+        if self.bytes == 0 {
+            return Ok((&mut [], &mut []));
+        }
+        // SAFETY: as above; this is the only reference, and no device reads them any more. The two do not overlap.
+        Ok(unsafe {
+            let behind = self.place.add(padded(flags)).cast::<i32>();
+            (slice::from_raw_parts_mut(self.place, flags), slice::from_raw_parts_mut(behind, words))
+        })
+    }
+
+    /// Whether no copy reads it any more.
+    fn is_free(&self) -> Result<bool> {
+        for copy in &self.copies {
+            if !copy.is_over()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The calling thread sleeps until no copy reads it any more.
+    fn wait(&mut self) -> Result<()> {
+        if self.lost {
+            let reason = "a copy out of it failed".to_owned();
+            return Err(Error::Foreign { call: "write a buffer", reason });
+        }
+        while let Some(copy) = self.copies.last() {
+            copy.wait()?;
+            self.copies.pop();
+        }
+        Ok(())
     }
 }
 
 impl Ring {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Memory out of which nothing is being copied, if there is any or will be.
+    fn next(&self) -> Result<Option<Memory>> {
+        let next = {
+            let mut waiting = self.waiting();
+            while let Some(first) = waiting.leaving.front() {
+                if !first.is_free()? {
+                    break;
+                }
+                let first = waiting
+                    .leaving
+                    .pop_front()
+                    .map(|memory| Memory { copies: Vec::new(), ..memory });
+                waiting.free.extend(first);
+            }
+            waiting.free.pop().or_else(|| waiting.leaving.pop_front())
+        };
+        // Nobody else waits behind this wait.
+        next.map(|mut memory| memory.wait().map(|()| memory)).transpose()
     }
 }
 
@@ -143,44 +198,54 @@ impl Buffers {
         Buffers(Arc::new(Ring { device, waiting: Mutex::default() }))
     }
 
-    /// A buffer of `length` words, whatever they are: the caller writes every one.
-    pub fn take(&self, length: usize) -> Result<Buffer> {
-        let next = self.0.waiting().next()?;
+    /// A buffer of so many flags and words, whatever they are: the caller writes every one.
+    pub fn take(&self, flags: usize, words: usize) -> Result<Buffer> {
+        let bytes = padded(flags) + words * size_of::<i32>();
         // One that is too small is made anew: batches grow where a phase says so.
-        let memory = match next.filter(|memory| memory.length() >= length) {
+        let memory = match self.0.next()?.filter(|memory| memory.bytes >= bytes) {
             Some(memory) => memory,
-            None => Memory::new(self.0.device, length)?,
+            None => Memory::new(self.0.device, bytes)?,
         };
-        Ok(Buffer { memory: Some(memory), length, ring: Arc::clone(&self.0) })
+        Ok(Buffer { memory: Some(memory), flags, words, ring: Arc::clone(&self.0) })
     }
 }
 
 impl Buffer {
-    /// Its words.
-    pub fn words(&mut self) -> &mut [i64] {
-        let length = self.length;
-        self.memory.as_mut().map_or(&mut [], |memory| &mut memory.words()[..length])
+    /// Its flags and words.
+    pub fn parts(&self) -> (&[u8], &[i32]) {
+        self.memory.as_ref().map_or((&[], &[]), |memory| memory.parts(self.flags, self.words))
+    }
+
+    /// The same, to be written: where a copy still reads them, when it is over.
+    pub fn parts_mut(&mut self) -> Result<(&mut [u8], &mut [i32])> {
+        let (flags, words) = (self.flags, self.words);
+        self.memory.as_mut().map_or(Ok((&mut [], &mut [])), |memory| memory.parts_mut(flags, words))
     }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            self.ring.waiting().free.push(memory);
+        // What may be read for nobody knows how long goes back to libtorch, which keeps it until then.
+        let Some(memory) = self.memory.take().filter(|memory| !memory.lost) else { return };
+        let mut waiting = self.ring.waiting();
+        match memory.copies.is_empty() {
+            true => waiting.free.push(memory),
+            false => waiting.leaving.push_back(memory),
         }
     }
 }
 
-/// Moves filled buffers to a device; on a GPU beside the computation.
+/// Moves buffers to a device; on a GPU beside the computation.
 #[derive(Debug)]
 pub struct Stager {
     buffers: Buffers,
     side: Option<SideStream>,
 }
 
-/// Words on their way; [`Staged::arrive`] gives them to the computation.
+/// Flags and words on their way; [`Staged::arrive`] gives them to the computation.
 #[derive(Debug)]
 pub struct Staged {
+    flags: Tensor,
     words: Tensor,
     arrival: Option<Arc<Event>>,
 }
@@ -200,65 +265,63 @@ impl Stager {
         &self.buffers
     }
 
-    /// Starts moving what `buffer`, of this stager's ring, holds; on a CPU nothing moves. The buffer comes back by itself.
-    pub fn send(&self, mut buffer: Buffer) -> Result<Staged> {
-        let Some(side) = &self.side else {
-            return Ok(Staged { words: adopt(buffer)?, arrival: None });
+    /// Starts moving the flags and the first `words` words of `buffer`, of this stager's ring; on a CPU it is done at once. The
+    /// host may go on reading the buffer, and drop it when it likes.
+    pub fn send(&self, buffer: &mut Buffer, words: usize) -> Result<Staged> {
+        let refuse =
+            |reason: &str| Error::Foreign { call: "send a buffer", reason: reason.to_owned() };
+        if !Arc::ptr_eq(&buffer.ring, &self.buffers.0) {
+            return Err(refuse("it is of another ring"));
+        }
+        let (flags, there) = (buffer.flags, buffer.words);
+        let Some(memory) = buffer.memory.as_mut().filter(|_| words <= there) else {
+            return Err(refuse("it has not so many words"));
         };
-        let Some(Memory::Pinned(pinned)) = buffer.memory.take() else {
-            let reason = "it is of another device's ring".to_owned();
-            return Err(Error::Foreign { call: "send a buffer", reason });
-        };
-        let length = buffer.length as i64;
-        let (mut words, mut event) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: stream and tensor are alive, which has at least so many words; both out-pointers outlive the call and are
-        // filled exactly if it succeeds. Nobody writes the memory before the event: until then it is not handed out.
-        // Where it fails nothing says until when a copy may read the memory: it is given up.
-        guarded("send a buffer", unsafe {
-            shim_stage(side.0, pinned.as_ptr(), length, &raw mut words, &raw mut event)
-        })?;
-        let arrival = Arc::new(Event(event));
-        let leaving = (Arc::clone(&arrival), Memory::Pinned(pinned));
-        self.buffers.0.waiting().leaving.push_back(leaving);
-        // SAFETY: a new tensor that nobody else owns.
-        Ok(Staged { words: unsafe { Tensor::from_ptr(words) }, arrival: Some(arrival) })
+        // On a CPU libtorch widens by the calling thread alone, as everything else.
+        runtime::enter_thread()?;
+        let side = self.side.as_ref().map_or(ptr::null_mut(), |side| side.0);
+        let (counts, mut event) = ([flags as i64, words as i64], ptr::null_mut());
+        let mut wide = [ptr::null_mut(); 2];
+        // SAFETY: stream and tensor are alive, which has room for so many of both; the out-pointers outlive the call and are
+        // filled exactly if it succeeds. Nobody writes the memory before the event: `copies` says that it is read. Where the call
+        // fails nothing says until when.
+        let sent = guarded("send a buffer", unsafe {
+            shim_stage(
+                side,
+                memory.tensor.as_ptr(),
+                counts.as_ptr(),
+                wide.as_mut_ptr(),
+                &raw mut event,
+            )
+        });
+        if let Err(error) = sent {
+            memory.lost = self.side.is_some();
+            return Err(error);
+        }
+        let arrival = (!event.is_null()).then(|| Arc::new(Event(event)));
+        memory.copies.extend(arrival.clone());
+        // SAFETY: new tensors that nobody else owns.
+        let [flags, words] = wide.map(|tensor| unsafe { Tensor::from_ptr(tensor) });
+        Ok(Staged { flags, words, arrival })
     }
 }
 
 impl Staged {
-    /// Some of the words, as an alias that another thread may have.
-    pub fn part(&self, first: i64, length: i64) -> Result<Staged> {
-        let words = self.words.f_narrow(0, first, length)?;
-        Ok(Staged { words, arrival: self.arrival.clone() })
+    /// An alias that another thread may have.
+    pub fn alias(&self) -> Result<Staged> {
+        let alias = |tensor: &Tensor| tensor.f_narrow(0, 0, tensor.numel() as i64);
+        let (flags, words) = (alias(&self.flags)?, alias(&self.words)?);
+        Ok(Staged { flags, words, arrival: self.arrival.clone() })
     }
 
-    /// The words as a tensor, i64, safe to use in the current stream of this thread.
-    pub fn arrive(self) -> Result<Tensor> {
+    /// The flags as a tensor of f32 and the words as one of i64, safe to use in the current stream of this thread.
+    pub fn arrive(self) -> Result<(Tensor, Tensor)> {
         if let Some(event) = &self.arrival {
-            // SAFETY: both handles are alive; the shim only queues a wait.
+            // SAFETY: both handles are alive; the shim only queues a wait. Both tensors lie in one piece of memory.
             guarded("wait for a copy", unsafe { shim_await(event.0, self.words.as_ptr()) })?;
         }
-        Ok(self.words)
+        Ok((self.flags, self.words))
     }
-}
-
-/// A CPU tensor that lies in `buffer`.
-fn adopt(buffer: Buffer) -> Result<Tensor> {
-    extern "C" fn release(owner: *mut c_void) {
-        // SAFETY: `owner` came from `Box::into_raw` of this very type below, and libtorch calls this once, after the
-        // last tensor over the buffer is gone.
-        drop(unsafe { Box::from_raw(owner.cast::<Buffer>()) });
-    }
-    let mut owner = Box::new(buffer);
-    let (place, sizes) = (owner.words().as_mut_ptr(), [owner.length as i64]);
-    let (owner, mut tensor) = (Box::into_raw(owner), ptr::null_mut());
-    // SAFETY: `place` points at as many i64 as `sizes` says and stays there until `release` runs: moving the box did not move
-    // the memory. A buffer is Send, so any thread may free it. From here on the owner is the shim's, also where it fails.
-    guarded("adopt a buffer", unsafe {
-        shim_adopt(place.cast(), sizes.as_ptr(), 1, INT64, owner.cast(), release, &raw mut tensor)
-    })?;
-    // SAFETY: a new tensor that nobody else owns.
-    Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
 #[cfg(test)]
@@ -270,30 +333,55 @@ mod tests {
         stager.buffers.0.waiting().free.len()
     }
 
-    fn filled(stager: &Stager, words: &[i64]) -> Staged {
-        let mut buffer = stager.buffers().take(words.len()).unwrap();
-        buffer.words().copy_from_slice(words);
-        stager.send(buffer).unwrap()
+    /// A buffer with these flags and words.
+    fn written(stager: &Stager, flags: &[u8], words: &[i32]) -> Buffer {
+        let mut buffer = stager.buffers().take(flags.len(), words.len()).unwrap();
+        let (own_flags, own_words) = buffer.parts_mut().unwrap();
+        own_flags.copy_from_slice(flags);
+        own_words.copy_from_slice(words);
+        buffer
     }
 
     #[test]
-    fn a_tensor_of_a_cpu_lies_in_the_buffer_which_comes_back() {
+    fn what_is_sent_is_wider_and_a_buffer_comes_back_when_it_is_dropped() {
         let stager = Stager::new(Device::Cpu).unwrap();
-        let mut buffer = stager.buffers().take(12).unwrap();
-        let place = buffer.words().as_ptr();
-        (0..12).zip(buffer.words()).for_each(|(value, word)| *word = value);
-        let staged = stager.send(buffer).unwrap();
-        let part = staged.part(4, 3).unwrap().arrive().unwrap();
-        let whole = staged.arrive().unwrap();
-        assert_eq!(whole.data_ptr().cast_const(), place.cast());
-        drop(whole);
-        assert_eq!(Vec::<i64>::try_from(&part).unwrap(), [4, 5, 6]);
-        assert_ne!(filled(&stager, &[7]).words.data_ptr().cast_const(), place.cast());
-        drop(part);
-        let mut again = stager.buffers().take(5).unwrap();
-        assert_eq!(again.words().as_ptr(), place, "the last view has given it back");
-        drop(again);
+        let mut buffer = written(&stager, &[1, 0, 1], &[7, -8, i32::MAX, 9]);
+        let place = buffer.parts().1.as_ptr();
+        assert_eq!(place.addr() % ALIGNED, 0);
+        let staged = stager.send(&mut buffer, 3).unwrap();
+        let (flags, words) = staged.alias().unwrap().arrive().unwrap();
+        assert_eq!(Vec::<f32>::try_from(&flags).unwrap(), [1.0, 0.0, 1.0]);
+        assert_eq!(Vec::<i64>::try_from(&words).unwrap(), [7, -8, i64::from(i32::MAX)]);
+        assert_eq!((flags.data_ptr().addr() % ALIGNED, words.data_ptr().addr() % ALIGNED), (0, 0));
+        assert_eq!(
+            buffer.parts(),
+            (&[1, 0, 1][..], &[7, -8, i32::MAX, 9][..]),
+            "the host reads on"
+        );
+        let other = written(&stager, &[1], &[1]);
+        assert_ne!(other.parts().1.as_ptr(), place, "the host still has the first");
+        drop(buffer);
+        let again = written(&stager, &[0, 0], &[5]);
+        assert_eq!(again.parts().1.as_ptr(), place);
+        assert_eq!(
+            Vec::<i64>::try_from(staged.arrive().unwrap().1).unwrap()[0],
+            7,
+            "what was sent stays"
+        );
+        drop((other, again));
         assert_eq!(made(&stager), 2);
+    }
+
+    #[test]
+    fn nothing_is_sent_of_another_ring_or_past_an_end() {
+        let (one, other) = (Stager::new(Device::Cpu).unwrap(), Stager::new(Device::Cpu).unwrap());
+        let mut buffer = written(&one, &[], &[1, 2]);
+        assert!(other.send(&mut buffer, 2).is_err());
+        assert!(one.send(&mut buffer, 3).is_err());
+        let (flags, words) = one.send(&mut buffer, 2).unwrap().arrive().unwrap();
+        assert_eq!((flags.numel(), Vec::<i64>::try_from(&words).unwrap()), (0, vec![1, 2]));
+        let mut nothing = written(&one, &[], &[]);
+        assert_eq!(one.send(&mut nothing, 0).unwrap().arrive().unwrap().1.numel(), 0);
     }
 
     #[test]
@@ -301,11 +389,14 @@ mod tests {
         let stager = Stager::new(Device::Cpu).unwrap();
         for round in 0..100 {
             let words = vec![round; 1000 + 100 * (round as usize % 7)];
-            let staged: Vec<_> = (0..3).map(|_| filled(&stager, &words)).collect();
+            let mut buffers: Vec<_> = (0..3).map(|_| written(&stager, &[1], &words)).collect();
+            let sent: Vec<_> =
+                buffers.iter_mut().map(|one| stager.send(one, 1000).unwrap()).collect();
             std::thread::spawn(move || {
-                for one in staged {
-                    assert_eq!(one.arrive().unwrap().min().int64_value(&[]), round);
+                for one in sent {
+                    assert_eq!(one.arrive().unwrap().1.min().int64_value(&[]), i64::from(round));
                 }
+                drop(buffers);
             })
             .join()
             .unwrap();

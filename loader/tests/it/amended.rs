@@ -77,7 +77,7 @@ proptest! {
             if number < bans[0].0 {
                 prop_assert_eq!(&is, &was, "step {}", number);
             }
-            prop_assert_eq!((&is.positions, &is.boundaries), (&was.positions, &was.boundaries));
+            prop_assert_eq!((is.columns().positions, &is.boundaries), (was.columns().positions, &was.boundaries));
             let pieces = explain::pieces(&banned.plan, banned.stores().unwrap(), &is.samples).unwrap();
             for (row, pieces) in pieces.into_iter().enumerate() {
                 let mut places = vec![false; is.seq_len as usize];
@@ -92,7 +92,7 @@ proptest! {
                 for (place, gone) in places.into_iter().enumerate() {
                     let of = |batch: &Batch| {
                         let at = first + place;
-                        (batch.tokens[at], batch.labels[at], batch.mask[at])
+                        (batch.columns().tokens[at], batch.columns().labels[at], batch.columns().mask[at])
                     };
                     prop_assert_eq!(of(&is), if gone { (0, 0, 0) } else { of(&was) });
                 }

@@ -84,17 +84,21 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
         }
         let step = plan.step_of(visit.sample).unwrap();
         let found = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap();
-        let row: &[i32] = &found.tokens;
+        let row: &[i32] = found.columns().tokens;
         for at in 0..visit.tokens as usize {
             let (place, slot) = (visit.token + at as u64, visit.offset_in_sequence as usize + at);
             assert_eq!(row[slot], token(place) as i32, "token {place}");
             let ends = starts.contains(&(place + 1)) || place + 1 == end;
-            if found.mask[slot] == 1 {
+            if found.columns().mask[slot] == 1 {
                 assert!(!ends);
-                assert_eq!(found.labels[slot], token(place + 1) as i32, "label of {place}");
+                assert_eq!(
+                    found.columns().labels[slot],
+                    token(place + 1) as i32,
+                    "label of {place}"
+                );
             }
             let begins = found.boundaries[0].contains(&(slot as u32));
-            assert_eq!(begins, found.positions[slot] == 0, "position of {place}");
+            assert_eq!(begins, found.columns().positions[slot] == 0, "position of {place}");
             assert!(begins || !starts.contains(&place), "a document begins at {place}");
             seen[(place - FIRST) as usize] += 1;
         }

@@ -80,7 +80,7 @@ fn read_all(store: &Path) {
     for batch in stream.unwrap() {
         let batch = batch.unwrap();
         for (row, sample) in (0..).zip(&batch.samples) {
-            let tokens = batch.row(&batch.tokens, row);
+            let tokens = batch.row(batch.columns().tokens, row);
             let places = sample.spans.iter().flat_map(|s| s.start..s.start + u64::from(s.tokens));
             for (found, place) in tokens.iter().zip(places) {
                 assert_eq!(*found, token(place) as i32, "token {place}");

@@ -86,17 +86,20 @@ pub(crate) fn check_rows(found: &Batch, plain: impl Fn(&SampleSpec) -> Plain) {
         let sample = &found.samples[row as usize];
         let wanted = naive_row(&plain(sample), &sample.spans, found.seq_len);
         let got = Row(
-            found.row(&found.tokens, row).to_vec(),
-            found.row(&found.labels, row).to_vec(),
-            found.row(&found.positions, row).to_vec(),
-            found.row(&found.mask, row).to_vec(),
+            found.row(found.columns().tokens, row).to_vec(),
+            found.row(found.columns().labels, row).to_vec(),
+            found.row(found.columns().positions, row).to_vec(),
+            found.row(found.columns().mask, row).to_vec(),
             found.boundaries[row as usize].clone(),
         );
         assert_eq!(found.sequences[row as usize], naive_digest(&wanted));
         assert_eq!(got, wanted, "row {row}: {sample:?}");
     }
     assert_eq!(found.digest(), naive_step_digest(&found.sequences));
-    assert_eq!(found.label_count, found.mask.iter().filter(|label| **label == 1).count() as u64);
+    assert_eq!(
+        found.label_count,
+        found.columns().mask.iter().filter(|label| **label == 1).count() as u64
+    );
 }
 
 fn texts() -> impl Strategy<Value = Vec<Text>> {
@@ -195,7 +198,7 @@ proptest! {
                 let counts = seen.entry(sample.epoch).or_insert_with(|| vec![0; plain.tokens.len()]);
                 let places = sample.spans.iter().flat_map(|s| s.start..s.start + u64::from(s.tokens));
                 for (offset, at) in places.enumerate() {
-                    counts[at as usize] += u32::from(whole.row(&whole.mask, row as u64)[offset]);
+                    counts[at as usize] += u32::from(whole.row(whole.columns().mask, row as u64)[offset]);
                 }
             }
         }
@@ -215,8 +218,8 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
     let parts: Vec<Batch> = (0..world).map(part).collect();
     let digests: Vec<&[Digest]> = parts.iter().map(|part| part.sequences.as_slice()).collect();
     assert_eq!(step_digest(digests), whole.digest(), "world {world}");
-    let joined: Vec<i32> = parts.iter().flat_map(|part| part.labels.to_vec()).collect();
-    assert_eq!(joined, *whole.labels);
+    let joined: Vec<i32> = parts.iter().flat_map(|part| part.columns().labels.to_vec()).collect();
+    assert_eq!(joined, whole.columns().labels);
     assert_eq!(parts.iter().map(|part| part.label_count).sum::<u64>(), whole.label_count);
     let spec = plan.step(whole.step).unwrap();
     for rank in 0..world {
@@ -226,7 +229,10 @@ fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
         for (number, row) in slice.rows(&spec).enumerate() {
             assert_eq!(row / spec.micro_batch % u64::from(world), u64::from(rank));
             assert_eq!(part.sequences[number], whole.sequences[row as usize], "rank {rank}");
-            assert_eq!(part.row(&part.tokens, number as u64), whole.row(&whole.tokens, row));
+            assert_eq!(
+                part.row(part.columns().tokens, number as u64),
+                whole.row(whole.columns().tokens, row)
+            );
         }
     }
     let mut next = whole.first_sample;

@@ -1,10 +1,14 @@
 //! Speed decides nothing: threads, depth, open files and what was read before leave no trace in a batch.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::{Class, Digest};
-use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
+use loader::{
+    Ahead, Batch, Columns, ColumnsMut, Memory, PrefetchOptions, Prefetcher, RankSlice, Stores,
+    batch,
+};
 use mixer::Plan;
 use proptest::prelude::*;
 use store::read::ReadCache;
@@ -54,34 +58,93 @@ proptest! {
     }
 }
 
-/// What readers make of their batches is made on their threads, and comes to the last stage in the order of steps.
+/// Memory as a device might have it: columns apart from each other, the mask first, and rubbish in it; it counts itself.
+struct Apart {
+    words: Vec<i32>,
+    mask: Vec<u8>,
+    alive: Arc<AtomicUsize>,
+}
+
+impl Apart {
+    fn take(tokens: usize, alive: &Arc<AtomicUsize>) -> Box<dyn Memory> {
+        alive.fetch_add(1, Ordering::Relaxed);
+        let words = vec![-7; 3 * (tokens + 5)];
+        Box::new(Apart { words, mask: vec![9; tokens], alive: Arc::clone(alive) })
+    }
+}
+
+impl Memory for Apart {
+    fn columns(&self) -> Columns<'_> {
+        let tokens = self.mask.len();
+        let mut parts = self.words.chunks(tokens + 5).map(|part| &part[..tokens]);
+        let mut next = || parts.next().unwrap();
+        Columns { tokens: next(), labels: next(), positions: next(), mask: &self.mask }
+    }
+
+    fn columns_mut(&mut self) -> contract::Result<ColumnsMut<'_>> {
+        let tokens = self.mask.len();
+        let mut parts = self.words.chunks_mut(tokens + 5).map(|part| &mut part[..tokens]);
+        let mut next = || parts.next().unwrap();
+        let (tokens, labels, positions) = (next(), next(), next());
+        Ok(ColumnsMut { tokens, labels, positions, mask: &mut self.mask })
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        self.alive.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Readers write each batch once, into memory that the caller brings, and what they make of it is made on their threads and comes
+/// to the last stage in the order of steps.
 #[test]
-fn readers_fill_and_the_last_stage_sees_it_in_order() {
+fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
     let dir = scratch();
     write_store(dir.path(), &two_sources(), 2, 512);
     let (plan, stores) = world(dir.path(), ReadCache::new(8));
-    let steps = plan.steps();
-    let fill = |batch: Batch| {
+    let (steps, alive) = (plan.steps(), Arc::new(AtomicUsize::new(0)));
+    let check = |batch: Batch| {
         let thread = std::thread::current().name().unwrap_or_default().to_owned();
-        Ok((thread, batch.step, batch.digest()))
+        Ok((thread, batch))
     };
     let mut calls = 0;
-    let last = move |filled| {
+    let last = move |(thread, mut batch): (String, Batch)| {
         calls += 1;
-        Ok((calls, filled))
+        let place =
+            batch.memory_mut::<Apart>().expect("it lies where it was asked for").words.as_ptr();
+        assert_eq!(batch.columns().tokens.as_ptr(), place);
+        Ok((calls, thread, batch))
     };
-    let slice = |_| Ok(RankSlice::WHOLE);
-    let options = PrefetchOptions { threads: 3, depth: 2 };
-    let ahead =
-        Prefetcher::by_step(plan.clone(), stores.clone(), 1..steps + 1, slice, options, fill, last);
-    let found: Vec<_> = ahead.unwrap().map(Result::unwrap).collect();
-    assert_eq!(found.len() as u64, steps);
-    for (number, (call, (thread, step, digest))) in (1..).zip(found) {
-        assert_eq!((call, step), (number, number));
+    let slice = |step| RankSlice::new((step % 3) as u32, 3);
+    let ahead = Ahead {
+        plan: Arc::clone(&plan),
+        stores: Arc::clone(&stores),
+        steps: 1..steps + 1,
+        options: PrefetchOptions { threads: 3, depth: 2 },
+    };
+    let counted = Arc::clone(&alive);
+    let memory = move |tokens| Ok(Apart::take(tokens, &counted));
+    let ahead = Prefetcher::by_step(ahead, slice, memory, check, last).unwrap();
+    let mut found = 0;
+    for (number, one) in (1..).zip(ahead) {
+        let (call, thread, mut found_batch) = one.unwrap();
+        assert_eq!((call, found_batch.step), (number, number));
         assert!(["loader-0", "loader-1", "loader-2"].contains(&thread.as_str()), "{thread}");
-        let wanted = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest();
-        assert_eq!(digest, wanted);
+        let mut wanted = batch(&plan, &stores, number, slice(number).unwrap()).unwrap();
+        assert_eq!(found_batch, wanted);
+        if wanted.rows > 0 {
+            let place = 3..wanted.seq_len / 2;
+            assert_eq!(found_batch.hide(0, place.clone()), wanted.hide(0, place));
+            assert_eq!((&found_batch, found_batch.digest()), (&wanted, wanted.digest()));
+        }
+        let copy = found_batch.clone();
+        drop(found_batch);
+        assert_eq!(copy, wanted, "a copy has memory of its own");
+        assert!(alive.load(Ordering::Relaxed) <= 2 + 3 + 2, "memory goes with its batch");
+        found += 1;
     }
+    assert_eq!((found, alive.load(Ordering::Relaxed)), (steps, 0));
 }
 
 #[test]

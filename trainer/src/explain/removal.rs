@@ -54,7 +54,7 @@ impl Without<'_> {
         let (mut batch, mut state) = (batch.clone(), before.copy());
         let mut labels = 0;
         for place in documents.iter().flat_map(|one| &one.document.places) {
-            labels += batch.hide(place.row, place.columns.clone());
+            labels += batch.hide(place.row, place.columns.clone())?;
         }
         let (gradient, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
         replayer.passed(tokens(&batch), true);

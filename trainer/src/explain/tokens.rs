@@ -38,7 +38,7 @@ pub(super) fn worst(
     for (index, place) in document.places.iter().enumerate() {
         let row = place.row as usize * width;
         let columns = place.columns.start as usize..place.columns.end as usize;
-        let labelled = columns.clone().filter(|column| batch.mask[row + column] != 0);
+        let labelled = columns.clone().filter(|column| batch.columns().mask[row + column] != 0);
         found.extend(labelled.map(|column| (losses[row + column], index, column)));
     }
     // What is not a number is worst; equal ones in the order of the text.
@@ -48,12 +48,13 @@ pub(super) fn worst(
         let place = &document.places[index];
         let row = place.row as usize * width;
         let ids = |from: usize, to: usize| {
-            let ids = batch.tokens[row + from..row + to].iter().map(|id| u32::try_from(*id));
+            let ids =
+                batch.columns().tokens[row + from..row + to].iter().map(|id| u32::try_from(*id));
             let ids = ids.collect::<std::result::Result<Vec<_>, _>>();
             ids.map_err(|_| Fault::bug("a token with a negative id"))
         };
         let (start, end) = (place.columns.start as usize, place.columns.end as usize);
-        let id = u32::try_from(batch.labels[row + column])
+        let id = u32::try_from(batch.columns().labels[row + column])
             .map_err(|_| Fault::bug("a label with a negative id"))?;
         let before = ids(start.max((column + 1).saturating_sub(CONTEXT)), column + 1)?;
         let after = ids((column + 2).min(end), (column + 2 + CONTEXT).min(end))?;

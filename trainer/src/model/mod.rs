@@ -29,6 +29,7 @@ mod line;
 mod normal;
 mod param;
 mod probe;
+mod stage;
 mod zaya;
 
 #[cfg(test)]
@@ -45,13 +46,14 @@ pub use cut::Cut;
 pub use fold::{Common, Fold, Folded, Sharding};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
-pub use input::{LeafInput, PackedLeaves, StagedLeaf};
+pub use input::{CheckedLeaf, LeafInput};
 pub use line::{Coming, Dealt, Line};
 pub use param::{
     EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
     parameters, rounded,
 };
 pub use probe::{LayerActivity, probe};
+pub use stage::{LeafBuffer, StagedLeaf};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;

@@ -299,7 +299,7 @@ fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Ba
     for ((row, sample), pieces) in (0..).zip(&batch.samples).zip(&rows) {
         let is_it = spec.plan.sources()[sample.source].name == candidate.source;
         for piece in pieces.iter().filter(|piece| !is_it || piece.document != candidate.document) {
-            alone.hide(row, piece.place.clone());
+            alone.hide(row, piece.place.clone())?;
         }
     }
     Ok(alone)

@@ -65,7 +65,7 @@ pub fn rank(
     let samples = &batch.samples[rows.start as usize..rows.end as usize];
     let pieces = explain::pieces(&spec.plan, &spec.data, samples)?;
     for ((row, sample), pieces) in rows.zip(samples).zip(pieces) {
-        let mask = batch.row(&batch.mask, row);
+        let mask = batch.row(batch.columns().mask, row);
         let (own, rest) = losses.split_at(width);
         losses = rest;
         for piece in pieces {

@@ -37,7 +37,7 @@ impl Decoder {
     }
 
     fn part(&self, batch: &Batch, place: &Place) -> Result<Part> {
-        let row = batch.row(&batch.tokens, place.row);
+        let row = batch.row(batch.columns().tokens, place.row);
         let columns = place.columns.start as usize..place.columns.end as usize;
         let ids = row[columns].iter().map(|id| u32::try_from(*id));
         let ids = ids.collect::<std::result::Result<Vec<u32>, _>>();

@@ -176,7 +176,7 @@ pub(super) fn each_piece(
     let spec = replayer.spec();
     let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;
     for ((row, sample), pieces) in (0..).zip(&batch.samples).zip(&rows) {
-        let mask = batch.row(&batch.mask, row);
+        let mask = batch.row(batch.columns().mask, row);
         for piece in pieces {
             let places = &mask[piece.place.start as usize..piece.place.end as usize];
             let labels = places.iter().filter(|label| **label != 0).count() as u64;

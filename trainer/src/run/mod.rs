@@ -19,14 +19,14 @@ pub mod world;
 use std::sync::Arc;
 
 use contract::{Digest, Result};
-use kernels::device::{Buffers, Stager};
+use kernels::device::Stager;
 use kernels::runtime;
-use loader::{Batch, Opened, Prefetcher, RankSlice};
+use loader::{Ahead, Batch, Memory, Opened, Prefetcher, RankSlice};
 
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, Team, team};
-use crate::model::PackedLeaves;
+use crate::model::{CheckedLeaf, LeafBuffer};
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, Leaves};
@@ -92,10 +92,11 @@ fn run(
     }
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
-    let (plan, data) = (spec.plan.clone(), spec.data.clone());
+    let (plan, stores, options) = (spec.plan.clone(), spec.data.clone(), exec.prefetch);
+    let ahead = Ahead { plan, stores, steps, options };
     let stager = Stager::new(world.device).map_err(lost)?;
-    let (pack, send) = (packing(&spec, stager.buffers().clone()), sending(stager));
-    let mut batches = Prefetcher::by_step(plan, data, steps, slices, exec.prefetch, pack, send)?;
+    let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
+    let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, leaves) = batch?;
         let asked = || Asked { stop: exec.stopped(), join: world.is_awaited() };
@@ -152,21 +153,31 @@ fn slices(
     }
 }
 
-/// What the prefetcher's readers do with a batch: its leaves are written into a buffer of the device's ring.
-fn packing(
+/// Where the prefetcher's readers assemble a batch: in a buffer of the device's ring.
+fn memory(
+    stager: &Stager,
+) -> impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + use<> + 'static {
+    let buffers = stager.buffers().clone();
+    move |tokens| Ok(Box::new(LeafBuffer::take(&buffers, tokens)?))
+}
+
+/// What they do with it then.
+fn checking(
     spec: &Arc<RunSpec>,
-    buffers: Buffers,
-) -> impl Fn(Batch) -> Result<(Batch, PackedLeaves)> + Send + Sync + 'static {
+) -> impl Fn(Batch) -> Result<(Batch, Vec<CheckedLeaf>)> + Send + Sync + use<> + 'static {
     let spec = Arc::clone(spec);
-    move |batch: Batch| {
-        let packed = Leaves::pack(&spec, &batch, &buffers)?;
-        Ok((batch, packed))
+    move |batch| {
+        let leaves = Leaves::check(&spec, &batch)?;
+        Ok((batch, leaves))
     }
 }
 
-/// The prefetcher's last stage: copies the leaves of each batch to the device while the step before is computed.
+/// The prefetcher's last stage: copies each batch to the device while the step before is computed.
 fn sending(
     stager: Stager,
-) -> impl FnMut((Batch, PackedLeaves)) -> Result<(Batch, Leaves)> + Send + 'static {
-    move |(batch, packed)| Ok((batch, Leaves::send(packed, &stager)?))
+) -> impl FnMut((Batch, Vec<CheckedLeaf>)) -> Result<(Batch, Leaves)> + Send + 'static {
+    move |(mut batch, leaves)| {
+        let leaves = Leaves::send(leaves, &mut batch, &stager)?;
+        Ok((batch, leaves))
+    }
 }

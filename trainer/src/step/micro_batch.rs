@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
-use kernels::device::{self, Buffers, Stager};
+use kernels::device::{self, Stager};
 use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
@@ -15,7 +15,7 @@ use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
-use crate::model::{self, Computing, LeafInput, PackedLeaves, Sink, StagedLeaf};
+use crate::model::{self, CheckedLeaf, Computing, LeafBuffer, LeafInput, Sink, StagedLeaf};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
@@ -52,22 +52,29 @@ pub enum Detail {
 pub struct Leaves(Vec<Mutex<Option<StagedLeaf>>>);
 
 impl Leaves {
-    /// Checks every leaf of `batch` and writes it into a buffer of the ring: what a prefetcher's readers do.
-    pub fn pack(spec: &RunSpec, batch: &Batch, buffers: &Buffers) -> Result<PackedLeaves> {
+    /// Checks every leaf of `batch`, which lies in a [`LeafBuffer`]: what a prefetcher's readers do.
+    pub fn check(spec: &RunSpec, batch: &Batch) -> Result<Vec<CheckedLeaf>> {
         let config = &spec.model_at(batch.step)?.config;
-        let leaves = (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf));
-        LeafInput::pack(&leaves.collect::<Vec<_>>(), config, buffers)
+        inputs(batch).map(|leaf| leaf.check_in_place(config)).collect()
     }
 
-    /// Starts moving them.
-    pub fn send(packed: PackedLeaves, stager: &Stager) -> Result<Leaves> {
-        let staged = packed.send(stager)?;
-        Ok(Leaves(staged.into_iter().map(Some).map(Mutex::new).collect()))
+    /// Starts moving the leaves of `batch`, which were checked.
+    pub fn send(leaves: Vec<CheckedLeaf>, batch: &mut Batch, stager: &Stager) -> Result<Leaves> {
+        let buffer = batch.memory_mut::<LeafBuffer>();
+        let buffer = buffer.ok_or_else(|| Fault::bug("a batch that does not lie in a buffer"))?;
+        Ok(Leaves::of(buffer.send(leaves, stager)?))
     }
 
-    /// Checks every leaf of `batch` and starts moving it.
+    /// Checks every leaf of a batch that lies anywhere, and starts moving a copy.
     pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
-        Leaves::send(Leaves::pack(spec, batch, stager.buffers())?, stager)
+        let config = &spec.model_at(batch.step)?.config;
+        let leaves = inputs(batch).map(|leaf| leaf.check(config)).collect::<Result<_>>()?;
+        let mut buffer = LeafBuffer::copy_of(batch.columns(), stager.buffers())?;
+        Ok(Leaves::of(buffer.send(leaves, stager)?))
+    }
+
+    fn of(staged: Vec<StagedLeaf>) -> Leaves {
+        Leaves(staged.into_iter().map(Some).map(Mutex::new).collect())
     }
 
     fn take(&self, leaf: u64) -> Result<StagedLeaf> {
@@ -218,6 +225,11 @@ pub fn leaf(
     found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
 }
 
+/// The leaves of a batch.
+fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
+    (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf))
+}
+
 /// Leaf number `leaf` of a batch.
 fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
     rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
@@ -227,12 +239,12 @@ fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
 pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
     let (first, width) = (rows.start as usize, batch.seq_len as usize);
     let rows = (rows.end - rows.start) as usize;
-    let tokens = first * width..(first + rows) * width;
+    let (columns, at) = (batch.columns(), first * width..(first + rows) * width);
     LeafInput {
-        tokens: &batch.tokens[tokens.clone()],
-        labels: &batch.labels[tokens.clone()],
-        positions: &batch.positions[tokens.clone()],
-        mask: &batch.mask[tokens],
+        tokens: &columns.tokens[at.clone()],
+        labels: &columns.labels[at.clone()],
+        positions: &columns.positions[at.clone()],
+        mask: &columns.mask[at],
         boundaries: &batch.boundaries[first..first + rows],
         rows,
         seq_len: width,

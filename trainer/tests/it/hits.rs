@@ -201,7 +201,7 @@ fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
     let text = |rank, batch: &mut Batch| {
         if rank == 1 {
             let second = batch.micro_batch as usize * batch.seq_len as usize;
-            batch.tokens[second + 1] ^= 1;
+            batch.columns_mut().unwrap().tokens[second + 1] ^= 1;
         }
     };
     harmed_by(&scratch, 2, STEP, Harm { text: &text, ..NONE });

@@ -230,10 +230,10 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
         for window in 0..windows {
             let batch = validation::batch(&spec.data, source, 64, window, 1).unwrap();
             let input = LeafInput {
-                tokens: &batch.tokens,
-                labels: &batch.labels,
-                positions: &batch.positions,
-                mask: &batch.mask,
+                tokens: batch.columns().tokens,
+                labels: batch.columns().labels,
+                positions: batch.columns().positions,
+                mask: batch.columns().mask,
                 boundaries: &batch.boundaries,
                 rows: 1,
                 seq_len: 64,

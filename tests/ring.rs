@@ -1,0 +1,103 @@
+//! Fear: that a buffer is written again while a device still reads it, or while the host still has it.
+//!
+//! The ring of `kernels::device` by itself, on the stand-in of `device.rs`: the test starts its own program a second time, which
+//! takes, sends and drops buffers there.
+
+use std::process::Command;
+use std::time::Duration;
+
+use kernels::device::{Buffer, Stager};
+
+use crate::device::{pretend, total};
+use crate::support::{Ran, Scratch};
+
+/// Says to the test that it is the process on the stand-in.
+const ROLE: &str = "TEST_OF_THE_RING";
+
+/// A buffer that is full of `value`.
+fn written(stager: &Stager, value: u8) -> Buffer {
+    let mut buffer = stager.buffers().take(300, 1000).unwrap();
+    let (flags, words) = buffer.parts_mut().unwrap();
+    flags.fill(value);
+    words.fill(value.into());
+    buffer
+}
+
+/// Goes round the ring.
+fn at_work() {
+    let stager = Stager::new(kernels::device::open("cuda").unwrap()).unwrap();
+    let place = |buffer: &Buffer| buffer.parts().1.as_ptr();
+    let mut first = written(&stager, 1);
+    let at = place(&first);
+    let sent = stager.send(&mut first, 1000).unwrap();
+    let second = written(&stager, 2);
+    assert_ne!(place(&second), at, "the host still has the first");
+    assert!(first.parts().1.iter().all(|word| *word == 1), "it may be read while it is copied");
+    drop(first);
+    let mut third = written(&stager, 3);
+    assert_eq!(place(&third), at, "its copy was waited for");
+    let (flags, words) = sent.arrive().unwrap();
+    assert_eq!(
+        (flags.sum(tch::Kind::Float).double_value(&[]), words.max().int64_value(&[])),
+        (300.0, 1)
+    );
+    // Whoever writes a buffer that he has sent waits as well, and what was sent stays.
+    let sent = stager.send(&mut third, 500).unwrap();
+    third.parts_mut().unwrap().1.fill(4);
+    let words = sent.arrive().unwrap().1;
+    assert_eq!((words.numel(), words.min().int64_value(&[])), (500, 3));
+    drop((second, third));
+    // Two threads write, a third sends, what was sent is dropped in another order.
+    std::thread::scope(|scope| {
+        let (full, take) = std::sync::mpsc::sync_channel(2);
+        for thread in 0..2 {
+            let (full, buffers) = (full.clone(), stager.buffers().clone());
+            scope.spawn(move || {
+                for round in 0..50 {
+                    let mut buffer = buffers.take(64, 64 + round).unwrap();
+                    buffer.parts_mut().unwrap().1.fill((round + thread) as i32);
+                    full.send((buffer, round + thread)).unwrap();
+                }
+            });
+        }
+        drop(full);
+        let mut kept = Vec::new();
+        for (number, (mut buffer, value)) in take.iter().enumerate() {
+            let sent = stager.send(&mut buffer, 64).unwrap();
+            kept.push(buffer);
+            if number % 5 == 4 {
+                kept.drain(..).rev().for_each(drop);
+                std::thread::sleep(Duration::from_micros(50));
+            }
+            assert_eq!(sent.arrive().unwrap().1.max().int64_value(&[]), value as i64);
+        }
+    });
+}
+
+#[test]
+fn a_buffer_is_free_when_it_was_copied_and_dropped() {
+    if std::env::var_os(ROLE).is_some() {
+        return at_work();
+    }
+    let scratch = Scratch::new();
+    let ran = |fault: &str| {
+        let report = scratch.path(fault);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "ring::a_buffer_is_free_when_it_was_copied_and_dropped"]);
+        command.arg("--nocapture").env(ROLE, "").env("STANDIN_FAULT", fault);
+        pretend(&mut command, &report);
+        let ran = Ran::from(command.output().unwrap());
+        assert_eq!(ran.code, Some(0), "{}{}", ran.out, ran.err);
+        (total(&report, "races"), total(&report, "from_host"), ran.err)
+    };
+    let (races, copies, said) = ran("none:0");
+    assert_eq!((races, copies), (0, 2 + 100), "one copy each: {said}");
+    // Without a look at the copy a buffer is given back too early.
+    for fault in ["host:1", "host:2", "host:0"] {
+        let (races, _, said) = ran(fault);
+        assert!(
+            races > 0 && said.contains("the host wrote pinned memory that a copy"),
+            "{fault}: {said}"
+        );
+    }
+}

@@ -1,0 +1,352 @@
+//! Leaves on their way to a device: the columns of a batch side by side in a buffer of the device's ring, where the readers of a
+//! prefetcher write them.
+//!
+//! ```text
+//! flags: the mask | words: tokens | labels | positions | where the spans of each leaf start, leaf after leaf
+//! ```
+//!
+//! A column of words begins at a multiple of 16 of them: of 64 bytes here, and on the device, whose words are twice as wide.
+//! Starts come last, because how many there are is known when the columns are written: there is room for as many as tokens, and
+//! what is behind them is not sent.
+
+use contract::{Fault, Result};
+use kernels::device::{Buffer, Buffers, Staged, Stager};
+use loader::{Columns, ColumnsMut, Memory};
+use tch::{Device, Kind, Tensor};
+
+use super::ZayaConfig;
+use super::input::{CheckedLeaf, LeafInput, Prepared};
+use crate::refusal::refused;
+
+/// Words or flags between the beginnings of two columns are a multiple of this.
+const ALIGNED: usize = 16;
+
+/// The columns of a batch in a buffer of a device's ring.
+#[derive(Debug)]
+pub struct LeafBuffer {
+    buffer: Buffer,
+    tokens: usize,
+}
+
+/// A leaf on its way to the device: sent by a prefetcher's last stage, computed by [`super::micro_batch`].
+#[derive(Debug)]
+pub struct StagedLeaf {
+    batch: Staged,
+    /// Tokens of the batch before it.
+    first: usize,
+    /// Words from one column of the batch to the next.
+    column: usize,
+    /// Where its starts stand among the words.
+    starts: usize,
+    leaf: CheckedLeaf,
+}
+
+/// Words from one column of so many tokens to the next.
+fn column(tokens: usize) -> usize {
+    tokens.next_multiple_of(ALIGNED)
+}
+
+impl LeafBuffer {
+    /// A buffer for a batch of so many tokens; what it holds is of no account.
+    pub fn take(buffers: &Buffers, tokens: usize) -> Result<LeafBuffer> {
+        let words = 3 * column(tokens) + tokens;
+        let buffer = buffers.take(tokens, words).map_err(machine)?;
+        Ok(LeafBuffer { buffer, tokens })
+    }
+
+    /// A buffer with the columns of a batch that lies elsewhere.
+    pub fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<LeafBuffer> {
+        let mut copy = LeafBuffer::take(buffers, batch.tokens.len())?;
+        let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
+        tokens.copy_from_slice(batch.tokens);
+        positions.copy_from_slice(batch.positions);
+        // A place without a label may hold anything: 0 is a token of every vocabulary.
+        let places = batch.labels.iter().zip(batch.mask).zip(labels.iter_mut().zip(mask));
+        for ((label, counts), (own_label, own_mask)) in places {
+            *own_mask = u8::from(*counts != 0);
+            *own_label = if *counts == 0 { 0 } else { *label };
+        }
+        Ok(copy)
+    }
+
+    /// Starts moving it: the batch of `leaves`, which were checked, one after the other.
+    pub fn send(&mut self, leaves: Vec<CheckedLeaf>, stager: &Stager) -> Result<Vec<StagedLeaf>> {
+        if leaves.iter().map(|leaf| leaf.tokens).sum::<usize>() != self.tokens {
+            return Err(Fault::bug("leaves that are not those of their batch"));
+        }
+        let (column, mut end) = (column(self.tokens), 3 * column(self.tokens));
+        let (_, words) = self.buffer.parts_mut().map_err(machine)?;
+        for span in leaves.iter().flat_map(|leaf| &leaf.spans) {
+            words[end] = i32::try_from(span.start)
+                .map_err(|_| Fault::bug("a leaf of more tokens than an i32 counts"))?;
+            end += 1;
+        }
+        let batch = stager.send(&mut self.buffer, end).map_err(machine)?;
+        let (mut first, mut starts) = (0, 3 * column);
+        let staged = |leaf: CheckedLeaf| {
+            let batch = batch.alias().map_err(machine)?;
+            let one = StagedLeaf { batch, first, column, starts, leaf };
+            (first, starts) = (first + one.leaf.tokens, starts + one.leaf.spans.len());
+            Ok(one)
+        };
+        leaves.into_iter().map(staged).collect()
+    }
+}
+
+impl Memory for LeafBuffer {
+    fn columns(&self) -> Columns<'_> {
+        let ((mask, words), column) = (self.buffer.parts(), column(self.tokens));
+        let part = |number: usize| &words[number * column..number * column + self.tokens];
+        Columns { tokens: part(0), labels: part(1), positions: part(2), mask }
+    }
+
+    fn columns_mut(&mut self) -> Result<ColumnsMut<'_>> {
+        let (tokens, column) = (self.tokens, column(self.tokens));
+        let (mask, words) = self.buffer.parts_mut().map_err(machine)?;
+        let (ids, words) = words.split_at_mut(column);
+        let (labels, positions) = words.split_at_mut(column);
+        Ok(ColumnsMut {
+            tokens: &mut ids[..tokens],
+            labels: &mut labels[..tokens],
+            positions: &mut positions[..tokens],
+            mask,
+        })
+    }
+}
+
+impl LeafInput<'_> {
+    /// Checks the leaf and starts moving it alone; on a GPU beside the computation.
+    pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedLeaf> {
+        let checked = self.check(config)?;
+        let LeafInput { tokens, labels, positions, mask, .. } = *self;
+        let columns = Columns { tokens, labels, positions, mask };
+        let leaf =
+            LeafBuffer::copy_of(columns, stager.buffers())?.send(vec![checked], stager)?.pop();
+        leaf.ok_or_else(|| Fault::bug("a leaf was not staged"))
+    }
+
+    /// The leaf on `device`, at once.
+    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
+        let stager = Stager::new(device).map_err(machine)?;
+        self.stage(config, &stager)?.arrive()
+    }
+}
+
+/// A foreign refusal is the machine's.
+fn machine(error: kernels::Error) -> Fault {
+    Fault::machine(error.to_string())
+}
+
+impl StagedLeaf {
+    /// Waits, on the device, for the copy; the arrays are views of it.
+    pub(super) fn arrive(self) -> Result<Prepared> {
+        let StagedLeaf { batch, first, column, starts, leaf } = self;
+        let (flags, words) = batch.arrive().map_err(refused)?;
+        let views = || -> kernels::Result<_> {
+            let own = |of: &Tensor, begin: usize| -> kernels::Result<Tensor> {
+                let view = of.f_narrow(0, (begin + first) as i64, leaf.tokens as i64)?;
+                if first.is_multiple_of(ALIGNED) {
+                    return Ok(view);
+                }
+                // A leaf of an odd size has arrays of its own, so that each begins where any load of a device may.
+                let mut apart = view.f_empty_like()?;
+                apart.f_copy_(&view)?;
+                Ok(apart)
+            };
+            let positions = match leaf.by_document {
+                true => own(&words, 2 * column)?,
+                false => {
+                    let row = Tensor::f_arange(leaf.seq_len, (Kind::Int64, words.device()))?;
+                    row.f_repeat([leaf.rows])?
+                }
+            };
+            Ok(Prepared {
+                tokens: own(&words, 0)?,
+                labels: own(&words, column)?,
+                positions,
+                mask: own(&flags, 0)?,
+                starts: words.f_narrow(0, starts as i64, leaf.spans.len() as i64)?,
+                spans: leaf.spans,
+                rows: leaf.rows,
+                label_count: leaf.label_count,
+            })
+        };
+        views().map_err(refused)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use contract::{Class, Key, Purpose, draw};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// A batch of leaves as a loader has it, and what its model makes of it.
+    struct Batch {
+        tokens: Vec<i32>,
+        labels: Vec<i32>,
+        positions: Vec<i32>,
+        mask: Vec<u8>,
+        boundaries: Vec<Vec<u32>>,
+        rows: usize,
+        seq_len: usize,
+    }
+
+    impl Batch {
+        fn draw(seed: u64, leaves: usize, rows: usize, seq_len: usize) -> Batch {
+            let key = Key::from_seed(seed);
+            let draw =
+                |number: usize, below: u64| draw(key, Purpose::Generate, number as u64) % below;
+            let count = leaves * rows * seq_len;
+            let starts = |row: usize| {
+                let inside = (1..seq_len).filter(|place| draw(row * seq_len + place, 5) == 0);
+                [0].into_iter().chain(inside.map(|place| place as u32)).collect()
+            };
+            let boundaries: Vec<Vec<u32>> = (0..leaves * rows).map(starts).collect();
+            let position = |place: usize| {
+                let (row, at) = (&boundaries[place / seq_len], (place % seq_len) as u32);
+                let start = row.iter().rfind(|start| **start <= at).unwrap();
+                (at - start) as i32
+            };
+            let mask: Vec<u8> =
+                (0..count).map(|place| (draw(count + place, 4) > 0).into()).collect();
+            let token = |place: usize| draw(2 * count + place, 97) as i32;
+            Batch {
+                tokens: (0..count).map(token).collect(),
+                labels: mask
+                    .iter()
+                    .zip(1..)
+                    .map(|(mask, at)| i32::from(*mask) * token(at))
+                    .collect(),
+                positions: (0..count).map(position).collect(),
+                mask,
+                boundaries,
+                rows,
+                seq_len,
+            }
+        }
+
+        fn columns(&self) -> Columns<'_> {
+            let Batch { tokens, labels, positions, mask, .. } = self;
+            Columns { tokens, labels, positions, mask }
+        }
+
+        fn leaf(&self, number: usize) -> LeafInput<'_> {
+            let Batch { rows, seq_len, .. } = *self;
+            let at = number * rows * seq_len..(number + 1) * rows * seq_len;
+            LeafInput {
+                tokens: &self.tokens[at.clone()],
+                labels: &self.labels[at.clone()],
+                positions: &self.positions[at.clone()],
+                mask: &self.mask[at],
+                boundaries: &self.boundaries[number * rows..(number + 1) * rows],
+                rows,
+                seq_len,
+            }
+        }
+
+        fn leaves(&self) -> impl Iterator<Item = LeafInput<'_>> {
+            (0..self.boundaries.len() / self.rows).map(|leaf| self.leaf(leaf))
+        }
+
+        /// Lies in `buffer` from here on.
+        fn write(&self, buffer: &mut LeafBuffer) {
+            let ColumnsMut { tokens, labels, positions, mask } = buffer.columns_mut().unwrap();
+            tokens.copy_from_slice(&self.tokens);
+            labels.copy_from_slice(&self.labels);
+            positions.copy_from_slice(&self.positions);
+            mask.copy_from_slice(&self.mask);
+        }
+    }
+
+    fn config(document_mask: bool) -> ZayaConfig {
+        ZayaConfig { vocab_size: 97, document_mask, ..ZayaConfig::preset("zaya1-nano").unwrap() }
+    }
+
+    /// Whether what has arrived is the leaf.
+    fn assert_is(found: Prepared, leaf: &LeafInput<'_>, documents: bool) {
+        let wide = |values: &[i32]| values.iter().copied().map(i64::from).collect::<Vec<_>>();
+        let read = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
+        assert_eq!(read(&found.tokens), wide(leaf.tokens));
+        assert_eq!(read(&found.labels), wide(leaf.labels));
+        let mask: Vec<f32> = leaf.mask.iter().copied().map(f32::from).collect();
+        assert_eq!(Vec::<f32>::try_from(&found.mask).unwrap(), mask);
+        let (mut starts, mut positions) = (Vec::new(), Vec::new());
+        for (row, inside) in leaf.boundaries.iter().enumerate() {
+            let inside = if documents { &inside[..] } else { &[0] };
+            starts
+                .extend(inside.iter().map(|start| (row * leaf.seq_len) as i64 + i64::from(*start)));
+            positions.extend(0..leaf.seq_len as i64);
+        }
+        let positions = if documents { wide(leaf.positions) } else { positions };
+        assert_eq!((read(&found.positions), read(&found.starts)), (positions, starts.clone()));
+        assert_eq!(found.spans.iter().map(|span| span.start).collect::<Vec<_>>(), starts);
+        let ends = found.spans.iter().map(|span| span.start + span.len);
+        assert!(ends.eq(starts[1..].iter().copied().chain([leaf.tokens.len() as i64])));
+        assert_eq!(found.rows, leaf.rows as i64);
+        assert_eq!(found.label_count, leaf.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>());
+        for array in [&found.tokens, &found.labels, &found.positions, &found.mask] {
+            assert_eq!(array.data_ptr().addr() % 64, 0);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        /// Written in place, copied as a batch, or each leaf by itself: what arrives is what the ordinary columns say.
+        #[test]
+        fn what_arrives_is_what_was_written(
+            seed: u64, leaves in 0usize..5, rows in 1usize..4, seq_len in 1usize..40, documents: bool,
+        ) {
+            let (config, stager) = (config(documents), Stager::new(Device::Cpu).unwrap());
+            // The second batch lies where the first one did, or part of it.
+            for batch in [Batch::draw(seed, leaves + 1, rows, seq_len), Batch::draw(seed ^ 1, leaves, rows, seq_len)] {
+                let mut buffer = LeafBuffer::take(stager.buffers(), batch.tokens.len()).unwrap();
+                batch.write(&mut buffer);
+                prop_assert_eq!(buffer.columns(), batch.columns());
+                let checked = batch.leaves().map(|leaf| leaf.check_in_place(&config).unwrap()).collect();
+                let staged = buffer.send(checked, &stager).unwrap();
+                prop_assert_eq!(buffer.columns(), batch.columns());
+                drop(buffer);
+                prop_assert_eq!(staged.len(), batch.boundaries.len() / rows);
+                for (one, leaf) in staged.into_iter().zip(batch.leaves()) {
+                    assert_is(one.arrive().unwrap(), &leaf, documents);
+                }
+                // Elsewhere a place without a label may hold anything.
+                let mut dirty = Batch { labels: batch.labels.clone(), ..Batch::draw(seed, 0, rows, seq_len) };
+                dirty.labels.iter_mut().zip(&batch.mask).for_each(|(label, mask)| *label -= i32::from(*mask == 0));
+                let labels = &dirty.labels;
+                let columns = Columns { labels, ..batch.columns() };
+                let mut copy = LeafBuffer::copy_of(columns, stager.buffers()).unwrap();
+                prop_assert_eq!(copy.columns(), batch.columns());
+                let checked = batch.leaves().map(|leaf| leaf.check(&config).unwrap()).collect();
+                let together = copy.send(checked, &stager).unwrap();
+                for ((number, leaf), one) in batch.leaves().enumerate().zip(together) {
+                    assert_is(one.arrive().unwrap(), &leaf, documents);
+                    let labels = &labels[number * leaf.tokens.len()..][..leaf.tokens.len()];
+                    let alone = LeafInput { labels, ..leaf }.stage(&config, &stager).unwrap();
+                    assert_is(alone.arrive().unwrap(), &leaf, documents);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_device_reads_no_label_where_none_is_and_no_leaf_of_another_batch() {
+        let (config, stager) = (config(true), Stager::new(Device::Cpu).unwrap());
+        let batch = Batch::draw(3, 2, 2, 8);
+        let dirty = |label: i32, mask: u8| {
+            let mut changed = Batch::draw(3, 2, 2, 8);
+            (changed.labels[5], changed.mask[5]) = (label, mask);
+            changed.leaf(0).check_in_place(&config)
+        };
+        assert!(dirty(0, 0).is_ok() && dirty(7, 1).is_ok());
+        for refused in [dirty(7, 0), dirty(7, 2)] {
+            assert_eq!(refused.unwrap_err().class(), Class::Bug);
+        }
+        let mut buffer = LeafBuffer::copy_of(batch.columns(), stager.buffers()).unwrap();
+        let one = vec![batch.leaf(0).check(&config).unwrap()];
+        assert_eq!(buffer.send(one, &stager).unwrap_err().class(), Class::Bug);
+    }
+}
