@@ -81,7 +81,7 @@ struct Memory {
 
 // SAFETY: it owns its bytes, which any thread may free.
 unsafe impl Send for Memory {}
-// SAFETY: through a shared reference its bytes are read and nothing else; the tensor is for its only owner.
+// SAFETY: through a shared reference nothing is written, neither its bytes nor the tensor.
 unsafe impl Sync for Memory {}
 
 /// Flags and words, to be written in place; it comes back to its ring when it is dropped.
