@@ -14,7 +14,7 @@ mod words;
 use std::io::ErrorKind;
 
 use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result, draw};
-use store::Location;
+use store::{Location, disk};
 
 use crate::corpus::Corpus;
 use crate::progress::{Measure, Progress};
@@ -67,12 +67,19 @@ impl Trained {
     /// and one with others is refused, because stores may have been built by it.
     pub fn write(&self, out: impl Into<Location>) -> Result<bool> {
         let out = out.into();
-        match out.size() {
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                return out.write(&self.bytes).map(|()| true);
-            }
-            size => size.map_err(|error| out.fault("look at", &error))?,
+        let is_free = || match out.size() {
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(true),
+            size => size.map(|_| false).map_err(|error| out.fault("look at", &error)),
         };
+        if is_free()? {
+            let new = match &out {
+                Location::Local(path) => disk::write_whole_if(path, &self.bytes, is_free)?,
+                Location::Object(_) => out.write(&self.bytes).map(|()| true)?,
+            };
+            if new {
+                return Ok(true);
+            }
+        }
         let (ours, there) = (Identity::of_bytes(&self.bytes), out.content()?.1);
         if ours == there {
             return Ok(false);

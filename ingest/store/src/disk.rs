@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
 
-pub use self::whole::{PART, Whole, write_whole};
+pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 
 /// One act on the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]

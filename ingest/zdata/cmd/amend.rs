@@ -323,13 +323,16 @@ fn appended(text: &str, amendment: &str, found: &[Found]) -> String {
 
 /// Puts `after` in the place of a file that still says `before`; whole at any moment.
 fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
-    let now = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
-    if now != before {
-        return Err(Fault::usage("the file was edited meanwhile: nothing was written")
-            .at(path.display().to_string())
-            .hint("amend it again"));
+    let is_as_before = || {
+        let now = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
+        Ok(now == before)
+    };
+    if disk::write_whole_if(path, after.as_bytes(), is_as_before)? {
+        return Ok(());
     }
-    disk::write_whole(path, after.as_bytes()).map(drop)
+    Err(Fault::usage("the file was edited meanwhile: nothing was written")
+        .at(path.display().to_string())
+        .hint("amend it again"))
 }
 
 impl Proof {
@@ -503,5 +506,30 @@ mod tests {
             assert_eq!(fs::read_to_string(&path).unwrap(), after);
         });
         assert!(seen[0] > 1 && seen[1] > 0, "{seen:?}");
+    }
+
+    /// Of several that amend one file at once, one does, and its text is what stands there.
+    #[test]
+    fn a_file_is_amended_by_one_at_a_time() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("curriculum.toml");
+        for round in 0..40 {
+            fs::write(&path, "before").unwrap();
+            let start = std::sync::Barrier::new(4);
+            let amended: Vec<String> = std::thread::scope(|scope| {
+                let one = |number| {
+                    let (path, start) = (&path, &start);
+                    let text = format!("before, {round}").repeat(1 + number * 1000);
+                    scope.spawn(move || {
+                        start.wait();
+                        replace(path, "before", &text).is_ok().then_some(text)
+                    })
+                };
+                let all = [0usize, 1, 2, 3].map(one);
+                all.into_iter().filter_map(|one| one.join().unwrap()).collect()
+            });
+            assert_eq!(amended, [fs::read_to_string(&path).unwrap()]);
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

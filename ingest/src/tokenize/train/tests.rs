@@ -253,3 +253,26 @@ fn another_tokenizer_is_never_overwritten() {
     let fault = one.write(folder.path()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage, "{fault}");
 }
+
+/// Of several that write to one place at once, one does, and its tokenizer is what stands there.
+#[test]
+fn a_tokenizer_is_written_by_one_at_a_time() {
+    let texts = [paragraphs(PROSE)];
+    let all = [300, 301, 302, 303].map(|vocab| trained(&texts, &request(vocab), 2).unwrap());
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tokenizer.json");
+    for _ in 0..40 {
+        let start = std::sync::Barrier::new(all.len());
+        let write = &|one| {
+            start.wait();
+            Trained::write(one, path.as_path()).is_ok().then_some(one)
+        };
+        let written: Vec<&Trained> = std::thread::scope(|scope| {
+            let running = all.each_ref().map(|one| scope.spawn(move || write(one)));
+            running.into_iter().filter_map(|one| one.join().unwrap()).collect()
+        });
+        assert_eq!(written.len(), 1);
+        assert!(written[0].bytes == std::fs::read(&path).unwrap());
+        std::fs::remove_file(&path).unwrap();
+    }
+}

@@ -7,9 +7,10 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::{Act, admit, note, synced};
+use super::{Act, admit, hold, note, synced};
 
 /// Bytes written at once; a file that is smaller is written as usual.
 const PIECE_BYTES: usize = 1 << 20;
@@ -20,11 +21,12 @@ const ALIGNMENT: usize = 4096;
 /// A file being written, front to back.
 pub(super) struct DirectFile {
     path: PathBuf,
+    /// Held by a lock, so that nobody else writes it.
     file: File,
     /// Whether the page cache is never passed by.
     usual: bool,
-    /// Whether `file` takes aligned pieces only.
-    direct: bool,
+    /// The handle that passes it, and takes aligned pieces only.
+    direct: Option<File>,
     /// One piece, and room to align it.
     buffer: Vec<u8>,
     /// Where the aligned piece begins in the buffer.
@@ -38,9 +40,18 @@ pub(super) struct DirectFile {
 }
 
 impl DirectFile {
-    /// Begins the file at `path`, emptying one that is there.
+    /// Begins the file at `path`, emptying one that is there, unless somebody else is writing it.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
-        Ok(DirectFile { usual: false, ..DirectFile::usual(File::create(path)?, path) })
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
+        // Where no locks work, nobody is refused.
+        let held = hold(&file).unwrap_or(true);
+        // The one before may have moved or removed it between our opening it and locking it.
+        let (ours, there) = (file.metadata()?, std::fs::metadata(path).ok());
+        if !held || there.map(|it| (it.ino(), it.dev())) != Some((ours.ino(), ours.dev())) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another run is writing it"));
+        }
+        file.set_len(0)?;
+        Ok(DirectFile { usual: false, ..DirectFile::usual(file, path) })
     }
 
     /// Begins the new file at `path`, which is open: it stays so, and is written as usual.
@@ -49,7 +60,7 @@ impl DirectFile {
         let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
         let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
         let path = path.to_owned();
-        let (usual, direct, finished) = (true, false, false);
+        let (usual, direct, finished) = (true, None, false);
         DirectFile { path, file, usual, direct, buffer, aligned, waiting: 0, written: 0, finished }
     }
 
@@ -60,17 +71,15 @@ impl DirectFile {
 
     /// Hands all bytes so far to the system, so that they can be read; the rest is written as usual.
     pub(super) fn settle(&mut self) -> io::Result<()> {
-        if self.direct {
+        if self.direct.is_some() {
             self.go_on_as_usual()?;
         }
         self.write_out()
     }
 
     fn go_on_as_usual(&mut self) -> io::Result<()> {
-        self.file = OpenOptions::new().write(true).open(&self.path)?;
-        self.file.seek(SeekFrom::Start(self.written))?;
-        self.direct = false;
-        Ok(())
+        self.direct = None;
+        self.file.seek(SeekFrom::Start(self.written)).map(drop)
     }
 
     /// Ends the file, unless that was done; its bytes are on the disk.
@@ -79,7 +88,7 @@ impl DirectFile {
             return Ok(());
         }
         let end = self.written + self.waiting as u64;
-        if self.direct {
+        if self.direct.is_some() {
             let whole = self.waiting.next_multiple_of(ALIGNMENT);
             self.buffer[self.aligned + self.waiting..self.aligned + whole].fill(0);
             self.waiting = whole;
@@ -98,7 +107,7 @@ impl DirectFile {
     pub(super) fn read_back(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<()> {
         let mut file = File::open(&self.path)?;
         let (length, mut at) = (file.metadata()?.len(), 0);
-        if self.direct {
+        if self.direct.is_some() {
             file = direct().read(true).open(&self.path)?;
         }
         let piece = &mut self.buffer[self.aligned..self.aligned + PIECE_BYTES];
@@ -111,8 +120,10 @@ impl DirectFile {
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // As above: a piece that leaves an odd rest.
-                Err(error) if self.direct && error.kind() == io::ErrorKind::InvalidInput => {
-                    self.direct = false;
+                Err(error)
+                    if self.direct.is_some() && error.kind() == io::ErrorKind::InvalidInput =>
+                {
+                    self.direct = None;
                     file = File::open(&self.path)?;
                     file.seek(SeekFrom::Start(at))?;
                 }
@@ -127,7 +138,7 @@ impl DirectFile {
         while from < self.waiting {
             let piece = &self.buffer[self.aligned + from..self.aligned + self.waiting];
             admit(&self.path, piece)?;
-            match self.file.write(piece) {
+            match self.direct.as_mut().unwrap_or(&mut self.file).write(piece) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(taken) => {
                     let bytes = || piece[..taken].to_vec();
@@ -137,7 +148,9 @@ impl DirectFile {
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // Opened for direct writes, and refused one after all, or took a piece that leaves an odd rest.
-                Err(error) if self.direct && error.kind() == io::ErrorKind::InvalidInput => {
+                Err(error)
+                    if self.direct.is_some() && error.kind() == io::ErrorKind::InvalidInput =>
+                {
                     self.go_on_as_usual()?;
                 }
                 Err(error) => return Err(error),
@@ -156,11 +169,8 @@ impl Write for DirectFile {
         self.buffer[start..start + taken].copy_from_slice(&bytes[..taken]);
         self.waiting += taken;
         if self.waiting == PIECE_BYTES {
-            if self.written == 0
-                && !self.usual
-                && let Ok(file) = direct().write(true).open(&self.path)
-            {
-                (self.file, self.direct) = (file, true);
+            if self.written == 0 && !self.usual {
+                self.direct = direct().write(true).open(&self.path).ok();
             }
             self.write_out()?;
         }
@@ -231,7 +241,7 @@ mod tests {
         let bytes: Vec<u8> = (0..2 * PIECE_BYTES + 77).map(|at| (at >> 4) as u8).collect();
         let mut file = DirectFile::create(&path).unwrap();
         file.write_all(&bytes[..PIECE_BYTES]).unwrap();
-        if !file.direct {
+        if file.direct.is_none() {
             let told =
                 "1 test of direct writes skipped: the scratch folder's file system knows none";
             writeln!(io::stderr(), "{told}").unwrap();
@@ -240,7 +250,7 @@ mod tests {
         // An address that is not aligned is what the system refuses.
         file.aligned += 8;
         file.write_all(&bytes[PIECE_BYTES..]).unwrap();
-        assert!(!file.direct);
+        assert!(file.direct.is_none());
         file.finish().unwrap();
         assert!(std::fs::read(&path).unwrap() == bytes);
     }

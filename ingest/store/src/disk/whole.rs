@@ -21,7 +21,7 @@ pub struct Whole {
 }
 
 impl Whole {
-    /// Begins the file that will be called `path`; its folder must exist.
+    /// Begins the file that will be called `path`; its folder must exist. One that another run is writing is refused.
     pub fn create(path: &Path) -> Result<Self> {
         let temporary = temporary(path);
         let file =
@@ -149,6 +149,22 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
     Ok(record)
 }
 
+/// The same if `fits` says so of what is there by then: no other run writes it meanwhile. Returns whether it was written.
+pub fn write_whole_if(
+    path: &Path,
+    bytes: &[u8],
+    fits: impl FnOnce() -> Result<bool>,
+) -> Result<bool> {
+    let mut file = Whole::create(path)?;
+    if !fits()? {
+        return Ok(false);
+    }
+    file.put(bytes)?;
+    file.commit()?;
+    sync_folder(folder_of(path))?;
+    Ok(true)
+}
+
 /// What the names of files end in that are not whole yet.
 pub const PART: &str = ".tmp";
 
@@ -171,6 +187,31 @@ mod tests {
         let fault = crate::disk::create_folder(Path::new("/proc/nope/store")).unwrap_err();
         assert_eq!(fault.class(), contract::Class::Usage, "{fault}");
         assert!(fault.to_string().starts_with("/proc/nope: "), "{fault}");
+    }
+
+    /// Two that write one file at once: the second is refused, and the first one's bytes stay its own.
+    #[test]
+    fn a_file_has_one_writer() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(temporary(&path), "what a kill left").unwrap();
+        // Small ones, and those that pass the page cache by another handle.
+        for size in [7, 3 << 20] {
+            let mut first = Whole::create(&path).unwrap();
+            first.put(&vec![1; size]).unwrap();
+            let refused = Whole::create(&path).map(drop).unwrap_err();
+            assert!(refused.to_string().contains("another run is writing it"), "{refused}");
+            assert_eq!(refused.class(), contract::Class::Machine);
+            first.put(&[2]).unwrap();
+            first.commit().unwrap();
+            let found = fs::read(&path).unwrap();
+            assert!(found.len() == size + 1 && found[..size].iter().all(|byte| *byte == 1));
+            let mut second = Whole::create(&path).unwrap();
+            second.put(b"second").unwrap();
+            second.commit().unwrap();
+            assert_eq!(fs::read(&path).unwrap(), b"second");
+        }
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing half stays");
     }
 
     #[test]
