@@ -44,6 +44,30 @@ fn what_a_glob_names_is_read_or_refused() {
     zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
 }
 
+/// Stores, parts of builds and exports hold lists in JSON too, those of evaluation sets among them.
+#[test]
+fn what_builds_left_beside_the_text_is_no_text() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    let steps = "[[prepare]]\nstep = \"decontaminate\"\nfiles = [\"raw/math.jsonl\"]\n";
+    let file = of(&scratch, "**/*.jsonl*", "");
+    fs::write(&file, fs::read_to_string(&file).unwrap() + steps).unwrap();
+    let (first, work) = (scratch.path("first"), scratch.path("work"));
+    let built = |out: &Path| {
+        let out = ["--out", arg(out), "--work", arg(&work)];
+        zdata(&[&["build", arg(&file)][..], &out].concat())
+    };
+    let digest = built(&first).ok().split_whitespace().next().unwrap().to_owned();
+    let made = crate::support::tree(&first).into_keys().filter(|it| it.contains("jsonl"));
+    assert_eq!(made.count(), 2, "dropped records and what they share");
+    zdata(&["export", arg(&first), "--format", "olmo", "--out", arg(&scratch.path("olmo"))]).ok();
+    assert!(built(&first).err.contains("up to date"));
+    assert!(built(&scratch.path("second")).ok().starts_with(&digest));
+    // A pattern that names such a folder means it.
+    let list = of(&scratch, "first/x/*.jsonl", "");
+    assert!(zdata(&["build", arg(&list), "--check"]).err.starts_with("1 file: "));
+}
+
 #[test]
 fn a_wrong_kind_of_file_is_called_what_it_is() {
     let scratch = Scratch::new();

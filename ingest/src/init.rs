@@ -150,12 +150,13 @@ fn groups(files: Vec<seen::Input>) -> Vec<Group> {
     groups
 }
 
-/// A name that no group has yet: `plain` itself, with its format, or with a number.
+/// A name that no group has yet, in any case: `plain` itself, with its format, or with a number.
 fn free_name(plain: &str, format: Format, groups: &[Group]) -> String {
     let formatted = format!("{plain}-{}", format.name());
     let numbered = (2..=groups.len() + 2).map(|number| format!("{plain}-{number}"));
     let names = [plain.to_owned(), formatted].into_iter().chain(numbered);
-    let mut free = names.filter(|name| groups.iter().all(|group| group.name != *name));
+    let mut free =
+        names.filter(|name| !groups.iter().any(|group| group.name.eq_ignore_ascii_case(name)));
     // More names than groups: one of them is free.
     free.next().unwrap_or_default()
 }
@@ -184,7 +185,9 @@ fn escaped(part: &str) -> String {
 fn named(top: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
     let name: String = top.chars().map(fits).collect();
-    if check_name(&name, "").is_ok() { name } else { "text".to_owned() }
+    // Commands would take a name that begins so for an option.
+    let name = name.trim_start_matches('-');
+    if check_name(name, "").is_ok() { name.to_owned() } else { "text".to_owned() }
 }
 
 /// Where the text of a group's documents stands, by its first records.
@@ -213,7 +216,8 @@ fn guess(group: &Group) -> Result<Guess> {
             None => {
                 return Err(Fault::data("no field of the first records holds text")
                     .at(group.first.display().to_string())
-                    .wanted("JSON objects, or columns, with a string under a name without dots"));
+                    .wanted("JSON objects, or columns, with a string under a name without dots")
+                    .hint("move this file away, or write corpus.toml without it"));
             }
         },
     };
@@ -450,11 +454,38 @@ mod tests {
         assert_eq!(fs::read(bench.path(CORPUS)).unwrap(), before);
     }
 
+    /// What these programs made is no text, however its files end; a folder that only has a file of the same name is.
+    #[test]
+    fn what_these_programs_made_is_passed_over() {
+        let bench = folder();
+        let made = [
+            ("old/store", "manifest.json", "manifest.sum"),
+            ("export", "export.json", "tokenizer.json"),
+            ("store.work", "plan.json", "parts"),
+            ("run", "ledger.jsonl", "run.toml"),
+            ("new.partial", ".build/staging", "web/tokens-00000.arrow"),
+        ];
+        for (top, one, other) in made {
+            bench.write(&format!("{top}/{one}"), "no text");
+            bench.write(&format!("{top}/{other}"), "");
+            bench.write(&format!("{top}/notes.md"), "a note");
+        }
+        bench.write("-mine/manifest.json", json_lines(0, 3));
+        let told = init(&bench.path("")).unwrap().notes.join("\n");
+        assert!(
+            told.contains("export (an export), new.partial (unfinished), old/store (a store)"),
+            "{told}"
+        );
+        let corpus = Corpus::read(bench.path(CORPUS)).unwrap();
+        let names: Vec<&str> = corpus.sources.iter().map(|it| it.name.as_str()).collect();
+        assert_eq!(names, ["text", "mine", "chat--1-", "web", "wiki"]);
+    }
+
     /// Names that become one, fields that no path can say, and what no source is made of.
     #[test]
     fn what_is_odd_is_named_apart_or_said() {
         let bench = folder();
-        for top in ["a b", "a-b", "a?b"] {
+        for top in ["a b", "a-b", "A?b"] {
             bench.write(&format!("{top}/x.jsonl"), json_lines(0, 3));
             bench.write(&format!("{top}/y.md"), "a note");
         }

@@ -23,6 +23,7 @@ mod filters;
 pub mod init;
 pub mod inspect;
 pub mod interop;
+mod made;
 mod parallel;
 mod prepared;
 pub mod progress;

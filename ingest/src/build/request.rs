@@ -7,7 +7,7 @@ use contract::{Fault, Framed, Identity, Result, counted};
 use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
-use crate::corpus::{Corpus, OnError, Source, SourceFile};
+use crate::corpus::{Corpus, OnError, Source};
 use crate::recipe;
 
 /// What a build may not change on its way.
@@ -140,18 +140,7 @@ impl Sides<'_> {
             source.files.iter().find(|file| old.iter().all(|input| input.path != file.shown));
         let went =
             old.iter().find(|input| source.files.iter().all(|file| input.path != file.shown));
-        let whole = |place: &Location| place.local().and_then(|path| path.canonicalize().ok());
-        let within = |file: &SourceFile| match (whole(&file.path), whole(self.store)) {
-            (Some(file), Some(store)) => file.starts_with(store),
-            _ => false,
-        };
         let fault = match (came, went) {
-            (Some(file), _) if within(file) => {
-                return Fault::mismatch("`files` match what this store itself is made of")
-                    .at(format!("{}: source {:?}", self.store, source.name))
-                    .found(&file.shown)
-                    .hint("write a pattern that leaves the store out, or name another --out");
-            }
             (Some(file), _) => refused(format!("the input {:?} was added", file.shown)),
             (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
             (None, None) => refused("the number of inputs changed".to_owned()),

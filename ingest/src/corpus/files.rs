@@ -1,6 +1,7 @@
 //! Which files a list of globs names: sorted, none twice, none in vain, and none passed over because it cannot be read.
 //!
-//! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too.
+//! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too; a folder
+//! that these programs made, unless the pattern names it in full.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,6 +14,7 @@ use globset::{GlobBuilder, GlobMatcher};
 use store::{Location, regular};
 
 use super::braces::{ALTERNATIVES_MAX, alternatives};
+use crate::made;
 
 /// A glob, and where the corpus file says it.
 #[derive(Clone, Debug)]
@@ -193,8 +195,10 @@ impl Walk {
         let below = object.list().map_err(|error| {
             base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
         })?;
+        let made = made::among(&below);
+        let below = below.into_iter().filter(|it| !made.iter().any(|made| it.starts_with(made)));
         let whole = |name| if fixed.is_empty() { name } else { format!("{fixed}/{name}") };
-        let mut names: Vec<String> = below.into_iter().map(whole).collect();
+        let mut names: Vec<String> = below.map(whole).collect();
         names.retain(|name| self.matcher.is_match(name) && !self.passes_over(name));
         Ok(names)
     }
@@ -280,7 +284,7 @@ impl Walk {
             // Follows links.
             match fs::metadata(entry.path()) {
                 Ok(found) if found.is_dir() => {
-                    if leads {
+                    if leads && made::kind(&entry.path()).is_none() {
                         self.descend(folder, &name, level + 1, above, names)?;
                     }
                 }

@@ -9,6 +9,7 @@ use contract::{Fault, Result};
 use store::{disk, regular};
 
 use super::{CORPUS, CURRICULUM};
+use crate::made;
 use crate::source::Format;
 
 /// A file that can become part of a source.
@@ -82,11 +83,10 @@ fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
         Ok(_) if parts.len() == 1 && ours => {}
         // A link to a folder may lead back to one above.
         Ok(found) if found.is_dir() && path.is_symlink() => passed_over("a link to a folder"),
-        Ok(found) if found.is_dir() => {
-            if !path.join(store::open::MANIFEST).exists() {
-                walk(path, parts, seen)?;
-            }
-        }
+        Ok(found) if found.is_dir() => match made::kind(path) {
+            Some(what) => passed_over(what),
+            None => walk(path, parts, seen)?,
+        },
         Ok(found) if !found.is_file() => passed_over(regular::kind(found.file_type())),
         Ok(_) if !is_input => passed_over("no known ending"),
         Ok(found) if found.len() == 0 => passed_over("empty"),
