@@ -252,6 +252,13 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     assert!(told.contains(URL), "{told}");
     bucket.zdata(&["verify", URL]).ok();
     bucket.zdata(&["verify", arg(&local)]).ok();
+    // One that is damaged is not put where nothing is ever replaced.
+    let damaged = build_far_inputs(&bucket, &other, &scratch.path("damaged"));
+    let sums = damaged.join("web/train/tokens-00000.sums");
+    fs::write(&sums, [&fs::read(&sums).unwrap()[..], b"x"].concat()).unwrap();
+    let place = "s3://bucket/stores/damaged";
+    bucket.zdata(&["publish", arg(&damaged), place]).fails(3, &["damaged", arg(&sums)]);
+    bucket.zdata(&["publish", arg(&local), place]).ok();
     // The same store again is no other store.
     let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
     bucket.zdata(&["publish", arg(&same), URL]).ok();

@@ -6,7 +6,7 @@ use contract::{Fault, Result, terminal};
 use ingest::progress::{Measure, Progress};
 use storage::publish;
 use store::location::Object;
-use store::{Location, Manifest, open};
+use store::{Location, Manifest, open, verify};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -32,6 +32,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let manifest = open::manifest(&args.store)?;
     let sources = || manifest.sources.iter().map(|source| source.name.as_str());
     publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
+    // An object is never replaced: what is damaged here would spoil the place.
+    let damages = ingest::verify::verify(args.store.as_path(), quiet)?.damages;
+    verify::fault(args.store.as_path(), &damages).map_or(Ok(()), Err)?;
     publish(&args.store, target, &manifest, quiet)?;
     terminal::print(&format!("{}  {}\n", manifest.digest, args.url))
 }
