@@ -202,12 +202,16 @@ impl Listing {
     }
 }
 
+/// What to do about an input that changed. A plan of tasks has results of what was there before.
+pub(crate) const CHANGED_HINT: &str =
+    "run `zdata build` again; of tasks, `zdata task plan` again, with another --work";
+
 /// What is said if the scan removed a record that is kept, or is not there.
 fn changed(line: &Line) -> Fault {
     let place = line.group.map_or(String::new(), |group| format!(" of group {group}"));
     Fault::mismatch("this input changed between scan and build")
         .found(format!("row {}{place} is not what the scan saw", line.row))
-        .hint("run the same command again")
+        .hint(CHANGED_HINT)
 }
 
 /// The list as the build looks things up in it: 9 bytes for each document, by file,

@@ -86,7 +86,11 @@ impl Index {
                 for parsed in slab.parse(&fields)? {
                     let document = match parsed {
                         Parsed::Document(document) => document,
-                        Parsed::Dropped { fault, .. } => return Err(fault),
+                        Parsed::Dropped { fault, .. } => {
+                            let hint =
+                                "mend or remove this evaluation item: on_error is not for these";
+                            return Err(fault.hint(hint));
+                        }
                     };
                     let place = || format!("{}:{}", file.shown, document.row);
                     let text = mapping.text(&document.text).map_err(|fault| {
@@ -102,7 +106,15 @@ impl Index {
                     .hint("run the same command again"));
             }
         }
-        let sets = step.files.iter().map(|(file, _)| file.shown.clone()).collect();
+        let sets: Vec<String> = step.files.iter().map(|(file, _)| file.shown.clone()).collect();
+        if items.is_empty() {
+            return Err(Fault::data(
+                "the evaluation sets of a step hold no item: it would find nothing",
+            )
+            .at(sets.join(", "))
+            .wanted("at least one line with an item")
+            .hint("fetch these files again, or take the step out of the corpus"));
+        }
         Ok(Index::new(&step.rules, sets, items))
     }
 

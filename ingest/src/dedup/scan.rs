@@ -20,7 +20,7 @@ use super::matches;
 use super::observe::{Observed, Observer};
 use super::tools::Tools;
 use crate::corpus::Corpus;
-use crate::dropped::REMOVED;
+use crate::dropped::{self, REMOVED};
 use crate::parallel::{self, Map};
 use crate::walk::{Part, Walk, place};
 
@@ -45,7 +45,7 @@ impl Scan {
             if let Some((input, _)) = changed {
                 return Err(Fault::mismatch("this input changed between scan and build")
                     .at(input.path.clone())
-                    .hint("run the same command again"));
+                    .hint(dropped::CHANGED_HINT));
             }
             let others = files[number].iter().filter(|file| file.name != REMOVED);
             source.prepared.get_or_insert_default().files = others.cloned().collect();

@@ -236,13 +236,19 @@ fn evaluation_items_are_found_and_reported() {
     assert_eq!(again("renamed"), manifest.digest);
     bench.write("eval/renamed.jsonl", "{\"q\": \"another\", \"a\": \"set\"}\n");
     assert_ne!(again("changed"), manifest.digest);
-    bench.write("eval/renamed.jsonl", "{\"q\": \"no answer\"}\n");
-    let request = Corpus::read(&path).unwrap();
-    let fault = build_while(&request, &bench.path("x"), options(1), || Ok(())).unwrap_err();
-    assert!(
-        fault.to_string().contains("renamed.jsonl:1") && fault.class() == Class::Data,
-        "{fault}"
-    );
+    // An item that is none stops a build, whatever on_error says, and so does a step that could find nothing.
+    for (set, told, help) in [
+        ("{\"q\": \"no answer\"}\n", "renamed.jsonl:1: ", "`template` names the fields"),
+        ("no item\n", "renamed.jsonl:1: ", "remove this evaluation item"),
+        ("\n", "renamed.jsonl: ", "hold no item"),
+    ] {
+        bench.write("eval/renamed.jsonl", set);
+        let request = Corpus::read(&path).unwrap();
+        let fault = build_while(&request, &bench.path("x"), options(1), || Ok(())).unwrap_err();
+        let (class, fault) = (fault.class(), fault.to_string());
+        assert!(fault.contains(told) && fault.contains(help), "{fault}");
+        assert_eq!(class, Class::Data);
+    }
 }
 
 #[test]
