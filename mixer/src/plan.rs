@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use contract::fault::nearest;
-use contract::{Fault, Result};
+use contract::{Fault, Result, UNIT_TOKENS_MAX};
 
 use crate::bans::Bans;
 use crate::mixing::Mixing;
@@ -331,7 +331,7 @@ fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
         return Err(Fault::usage(what).at(store()).wanted("names that are unique over all stores"));
     }
     for SourceFacts { name, tokens, documents: _, unit } in facts {
-        if *tokens > 1 << 62 || *unit == 0 || *unit > 1 << 40 {
+        if *tokens > 1 << 62 || !(1..=UNIT_TOKENS_MAX).contains(unit) {
             return Err(Fault::usage(format!("source {name:?} is out of range"))
                 .at(store())
                 .found(format!("{tokens} tokens in units of {unit}"))

@@ -38,3 +38,6 @@ pub use words::counted;
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.
 pub const UNIT_TOKENS: u64 = 131_072;
+
+/// The most tokens in a unit.
+pub const UNIT_TOKENS_MAX: u64 = 1 << 40;

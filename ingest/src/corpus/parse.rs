@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 use contract::settings::{CORPUS, File, Spanned, Table, Value};
-use contract::{Fault, Ratio, Result};
+use contract::{Fault, Ratio, Result, UNIT_TOKENS_MAX};
 use serde::Deserialize;
 use store::UNIT_TOKENS;
 
@@ -55,7 +55,7 @@ pub(super) struct SourceSpec {
 #[serde(deny_unknown_fields)]
 struct Written {
     tokenizer: Option<String>,
-    unit: Option<NonZeroU64>,
+    unit: Option<Spanned<NonZeroU64>>,
     validation: Option<Spanned<Value>>,
     begin: Option<Spanned<Value>>,
     end: Option<Spanned<Value>>,
@@ -90,10 +90,14 @@ impl Spec {
         let written: Written = file.parse()?;
         let mut sources = sources(file, &written.source)?;
         steps::steps(file, &written.prepare, &mut sources)?;
+        let unit = written.unit.as_ref();
+        if let Some(unit) = unit.filter(|unit| unit.get_ref().get() > UNIT_TOKENS_MAX) {
+            return Err(file.wrong("unit", unit, "at most 2^40 tokens"));
+        }
         let count = |number: Option<NonZeroU64>, default| number.map_or(default, NonZeroU64::get);
         Ok(Spec {
             tokenizer: written.tokenizer,
-            unit: count(written.unit, UNIT_TOKENS),
+            unit: count(unit.map(|unit| *unit.get_ref()), UNIT_TOKENS),
             validation: validation(file, written.validation.as_ref())?,
             begin: marker(file, "begin", written.begin.as_ref())?,
             end: marker(file, "end", written.end.as_ref())?,
@@ -224,7 +228,7 @@ fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<Mapping>, Str
 /// A name becomes a folder, on any system.
 pub(crate) fn check_name(name: &str, place: &str) -> Result<()> {
     let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    let taken = ["manifest.json", "manifest.sum", "tokenizer.json"];
+    let taken = ["manifest.json", "manifest.sum", "tokenizer.json", "export.json"];
     if !name.is_empty()
         && name.len() <= 100
         && name.chars().all(fits)
@@ -236,7 +240,10 @@ pub(crate) fn check_name(name: &str, place: &str) -> Result<()> {
     Err(Fault::usage("this name cannot be a source's folder")
         .at(place.to_owned())
         .found(format!("{name:?}"))
-        .wanted("letters, digits, '-', '_' and '.', not beginning with '.'"))
+        .wanted(format!(
+            "up to 100 letters, digits, '-', '_' and '.', not beginning with '.'; not {}",
+            taken.join(", ")
+        )))
 }
 
 #[cfg(test)]
@@ -263,6 +270,8 @@ mod tests {
     fn every_mistake_has_its_place_and_its_way_out() {
         let cases = [
             ("end = \"<eos>\"", "end = 3", ":2:7: ", "a token, or \"none\""),
+            ("begin = false", "unit = 1099511627777", ":3:8: ", "at most 2^40 tokens"),
+            ("begin = false", "unit = 0", ":3:8: ", "a whole number above zero"),
             ("validation = 0.010", "validation = 1.0", ":4:14: ", "found:  1.0"),
             ("validation = 0.010", "validation = \"x\"", ":4:14: ", "a share below 1"),
             ("\"skip\"", "\"skp\"", ":5:12: ", "did you mean `skip`?"),
@@ -270,6 +279,7 @@ mod tests {
             ("[[source]]\nname = \"web\"", "[[source]]", ":6:1: ", "[source] has no `name`"),
             ("\"web\"\nfiles", "\"chat\"\nfiles", ":11:8: ", "corpus.toml:7:8"),
             ("\"web\"\nfiles", "\"..\"\nfiles", ":7:8: ", "letters, digits"),
+            ("\"web\"\nfiles", "\"Export.json\"\nfiles", ":7:8: ", "not manifest.json"),
             ("[\"raw/*.csv\"]", "[]", ":8:9: ", "at least one glob"),
             ("[\"raw/*.csv\"]", "\"raw/*.csv\"", ":8:9: ", "wanted: a list"),
             ("\"text\"", "\"cvs\"", ":9:10: ", "jsonl, parquet, arrow, text"),

@@ -314,10 +314,16 @@ fn note_of(out: &Location) -> Result<Option<Note>> {
 
 /// Whether a note is of what was asked for.
 fn is_of(note: &Note, request: &Export, store: &Store, chosen: &Chosen) -> bool {
-    let wanted = chosen.iter().map(|(source, split, _)| (source.name.as_str(), split.name()));
-    let found = note.streams.iter().map(|stream| (stream.source.as_str(), stream.split.as_str()));
     let same = note.format == request.peer.name() && note.store == store.manifest().digest;
-    same && wanted.eq(found)
+    same && asked(chosen) == held(note)
+}
+
+fn asked(chosen: &Chosen) -> Vec<String> {
+    chosen.iter().map(|(source, split, _)| format!("{} {}", source.name, split.name())).collect()
+}
+
+fn held(note: &Note) -> Vec<String> {
+    note.streams.iter().map(|stream| format!("{} {}", stream.source, stream.split)).collect()
 }
 
 /// Whether what is at `out` is what was asked for; its files' sizes are checked.
@@ -329,10 +335,13 @@ fn same(
     note: Note,
 ) -> Result<Exported> {
     if !is_of(&note, request, store, chosen) {
+        let told = |format: &str, of: Identity, streams: Vec<String>| {
+            format!("{format} of store {}: {}", of.short(), streams.join(", "))
+        };
         return Err(Fault::usage("this folder holds another export")
             .at(out.to_string())
-            .found(format!("{} of store {}", note.format, note.store.short()))
-            .wanted(format!("{} of store {}", request.peer.name(), store.manifest().digest.short()))
+            .found(told(&note.format, note.store, held(&note)))
+            .wanted(told(request.peer.name(), store.manifest().digest, asked(chosen)))
             .hint("name another --out"));
     }
     for file in note.streams.iter().flat_map(|stream| &stream.files) {

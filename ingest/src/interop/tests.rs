@@ -489,6 +489,12 @@ fn markers_and_other_requests_are_checked() {
     export(&bench.export(Peer::Olmo, "store", "out")).unwrap();
     let fault = export(&bench.export(Peer::Mds, "store", "out")).unwrap_err();
     assert!(fault.to_string().contains("another export"), "{fault}");
+    // What differs is told: here only the streams do.
+    let note = bench.path("out").join(super::export::NOTE);
+    let text = fs::read_to_string(&note).unwrap();
+    fs::write(&note, text.replace("\"train\"", "\"validation\"")).unwrap();
+    let fault = export(&bench.export(Peer::Olmo, "store", "out")).unwrap_err().to_string();
+    assert!(fault.contains(": web validation\n") && fault.contains(": web train\n"), "{fault}");
     fs::create_dir_all(bench.path("taken")).unwrap();
     fs::write(bench.path("taken/file"), "").unwrap();
     let fault = export(&bench.export(Peer::Mds, "store", "taken")).unwrap_err();

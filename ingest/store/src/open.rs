@@ -2,7 +2,7 @@
 //!
 //! Invariant: `manifest.json` is renamed into place last, so a folder that has it holds everything it names.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use crate::check;
@@ -100,7 +100,13 @@ fn is_absent(store: &Location, error: &io::Error) -> bool {
 fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
     let path = store.join(MANIFEST_SUM);
     let text = StoreFile::new(store, &[MANIFEST_SUM]).read();
-    let text = text.map_err(|error| path.fault("read", &error))?;
+    let hint = "restore both files, or build the store again";
+    let text = text.map_err(|error| match error.kind() {
+        ErrorKind::NotFound => {
+            Fault::data(format!("{MANIFEST} has no sum beside it")).at(path.to_string()).hint(hint)
+        }
+        _ => path.fault("read", &error),
+    })?;
     let wanted = format!("{}\n", Digest::of_bytes(bytes));
     if text == wanted.as_bytes() {
         return Ok(());
@@ -109,7 +115,7 @@ fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
         .at(path.to_string())
         .found(String::from_utf8_lossy(&text).trim_end())
         .wanted(wanted.trim_end())
-        .hint("restore both files, or build the store again"))
+        .hint(hint))
 }
 
 /// What is said of a store of another format: nothing of it is lost, since its inputs make it again.

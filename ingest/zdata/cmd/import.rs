@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Ratio, Result, note};
+use contract::{Ratio, Result, UNIT_TOKENS_MAX, note};
 use ingest::corpus::SHARD_TOKENS;
 use ingest::inspect;
 use ingest::interop::Width;
@@ -49,7 +49,7 @@ pub(crate) struct Args {
     #[arg(long, default_value = "0", value_parser = share)]
     validation: Ratio,
     /// Tokens in a unit, which every seq_len must divide.
-    #[arg(long, default_value_t = UNIT_TOKENS, value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, default_value_t = UNIT_TOKENS, value_parser = clap::value_parser!(u64).range(1..=UNIT_TOKENS_MAX))]
     unit: u64,
     /// Tell a program what was imported.
     #[arg(long)]

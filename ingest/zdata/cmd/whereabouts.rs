@@ -66,7 +66,10 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             args.source.as_ref().map_or("any source".to_owned(), |name| format!("{name:?}"));
         return Err(Fault::usage(format!("no document of {place} has this id"))
             .found(format!("{:?}", args.doc))
-            .hint("`zdata batch CURRICULUM.toml --step N` shows ids; where the corpus has none, they are FILE#ROW"));
+            .hint(
+                "`zdata batch CURRICULUM.toml --step N` shows ids (FILE#ROW where the corpus has none), \
+                 `zdata inspect STORE --dropped` those of documents that were not kept",
+            ));
     }
     output::answer(args.json, &found, || text(&found))
 }

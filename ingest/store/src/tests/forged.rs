@@ -208,3 +208,12 @@ fn a_folder_that_is_a_link_is_refused_and_the_store_itself_may_be_one() {
     }
     read(folder.path()).unwrap();
 }
+
+#[test]
+fn a_manifest_without_its_sum_is_no_path_that_was_mistyped() {
+    let (folder, _) = store(2, &[5, 7], 40);
+    fs::remove_file(folder.path().join(open::MANIFEST_SUM)).unwrap();
+    let fault = open::manifest(folder.path()).unwrap_err();
+    assert_eq!(fault.class(), Class::Data);
+    assert!(fault.to_string().contains("has no sum beside it"), "{fault}");
+}
