@@ -61,7 +61,11 @@ fn what_builds_left_beside_the_text_is_no_text() {
     let made = crate::support::tree(&first).into_keys().filter(|it| it.contains("jsonl"));
     assert_eq!(made.count(), 2, "dropped records and what they share");
     zdata(&["export", arg(&first), "--format", "olmo", "--out", arg(&scratch.path("olmo"))]).ok();
-    assert!(built(&first).err.contains("up to date"));
+    let again = built(&first).err;
+    for passed in ["first (a store)", "olmo (an export)"] {
+        assert!(again.contains(&format!("passes over {passed}")), "{passed}: {again}");
+    }
+    assert!(again.contains("up to date"));
     assert!(built(&scratch.path("second")).ok().starts_with(&digest));
     // A pattern that names such a folder means it.
     let list = of(&scratch, "first/x/*.jsonl", "");

@@ -461,7 +461,6 @@ mod tests {
         let made = [
             ("old/store", "manifest.json", "manifest.sum"),
             ("export", "export.json", "tokenizer.json"),
-            ("store.work", "plan.json", "parts"),
             ("run", "ledger.jsonl", "run.toml"),
             ("new.partial", ".build/staging", "web/tokens-00000.arrow"),
         ];

@@ -4,31 +4,34 @@ use std::path::Path;
 
 use store::open::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 
+use crate::cluster::plan;
 use crate::interop::export::NOTE;
 
 /// What such a folder is, and two names that only one of that kind holds.
-const KINDS: [(&str, &str, &str); 5] = [
+const KINDS: [(&str, &str, &str); 4] = [
     ("a store", MANIFEST, MANIFEST_SUM),
     ("an export", NOTE, TOKENIZER),
     ("unfinished", BUILD_FOLDER, ".build/staging"),
-    ("parts of a build", "plan.json", "parts"),
     ("a run", "ledger.jsonl", "run.toml"),
 ];
+
+/// What a folder of parts is, whose names anybody may have given.
+const PARTS: &str = "parts of a build";
 
 /// What `folder` is, if these programs made it.
 pub(crate) fn kind(folder: &Path) -> Option<&'static str> {
     let has = |name: &str| folder.join(name).exists();
     let kind = KINDS.iter().find(|(_, one, other)| has(one) && has(other));
-    kind.map(|(what, ..)| *what)
+    kind.map(|(what, ..)| *what).or_else(|| plan::is_in(folder).then_some(PARTS))
 }
 
-/// The folders among `files`, the names in a bucket, that these programs made; each ends in a slash.
-pub(crate) fn among(files: &[String]) -> Vec<String> {
+/// The folders among `files`, the names in a bucket, that these programs made, and what they are; each ends in a slash.
+pub(crate) fn among(files: &[String]) -> Vec<(String, &'static str)> {
     let folder = |name: &String| {
-        let is_of = |(_, one, other): &(&str, &str, &str)| {
+        let is_of = |(what, one, other): &(&'static str, &str, &str)| {
             let folder = name.strip_suffix(one)?;
             let whole = folder.ends_with('/') && files.contains(&format!("{folder}{other}"));
-            whole.then(|| folder.to_owned())
+            whole.then(|| (folder.to_owned(), *what))
         };
         KINDS.iter().find_map(is_of)
     };
@@ -38,11 +41,26 @@ pub(crate) fn among(files: &[String]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::corpus::Corpus;
+    use crate::testing::Workbench;
 
     #[test]
     fn a_store_in_a_bucket_is_known_by_both_names() {
         let names = ["a/manifest.json", "a/manifest.sum", "b/manifest.json", "c/x-manifest.json"];
         let files: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        assert_eq!(among(&files), ["a/"]);
+        assert_eq!(among(&files), [("a/".to_owned(), "a store")]);
+    }
+
+    /// A plan and its parts are words of everybody.
+    #[test]
+    fn a_folder_of_somebody_elses_plan_and_parts_is_text() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("parts")).unwrap();
+        std::fs::write(folder.path().join("plan.json"), "{\"text\": \"to read on\"}").unwrap();
+        assert_eq!(kind(folder.path()), None);
+        let bench = Workbench::new(3);
+        let corpus = Corpus::read(bench.corpus("")).unwrap();
+        plan::plan(&corpus, folder.path(), plan::TASK_BYTES).unwrap();
+        assert_eq!(kind(folder.path()), Some(PARTS));
     }
 }

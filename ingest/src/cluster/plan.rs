@@ -121,6 +121,13 @@ pub fn lock(work: &Path) -> Result<Lock> {
     disk::lock(work)
 }
 
+/// Whether a folder holds a plan, and not only a file of its name.
+pub(crate) fn is_in(work: &Path) -> bool {
+    let text = || fs::read(work.join(FILE)).ok();
+    work.join("parts").is_dir()
+        && text().is_some_and(|text| serde_json::from_slice::<Text>(&text).is_ok())
+}
+
 /// The parts in a folder of parts.
 pub(super) fn parts(work: &Path) -> Result<Vec<PathBuf>> {
     let parts = work.join("parts");

@@ -3,13 +3,14 @@
 //! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too; a folder
 //! that these programs made, unless the pattern names it in full.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Component, Path, PathBuf};
 
 use contract::settings::{self, Spanned};
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 use globset::{GlobBuilder, GlobMatcher};
 use store::{Location, regular};
 
@@ -118,9 +119,14 @@ fn each(
         let why = format!("its braces stand for more than {ALTERNATIVES_MAX} patterns");
         refused(pattern, place, &why)
     })?;
-    let mut found = BTreeSet::new();
+    let (mut found, mut passed_over) = (BTreeSet::new(), BTreeMap::new());
     for alternative in alternatives {
-        found.extend(names(&Walk::new(&alternative, place)?)?);
+        let walk = Walk::new(&alternative, place)?;
+        found.extend(names(&walk)?);
+        passed_over.append(&mut walk.made.into_inner());
+    }
+    for (folder, what) in passed_over {
+        note!("note: {place}: {pattern:?} passes over {folder} ({what})");
     }
     Ok(found)
 }
@@ -147,6 +153,8 @@ struct Walk {
     hidden: bool,
     matcher: GlobMatcher,
     place: String,
+    /// Folders that were passed over, and what they are.
+    made: RefCell<BTreeMap<String, &'static str>>,
 }
 
 impl Walk {
@@ -173,6 +181,7 @@ impl Walk {
             hidden: parts[fixed..].iter().any(|part| part.starts_with('.')),
             matcher: first(parts.len()).map_err(|why| refused(pattern, place, &why))?,
             place: place.to_owned(),
+            made: RefCell::default(),
         })
     }
 
@@ -196,7 +205,10 @@ impl Walk {
             base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
         })?;
         let made = made::among(&below);
-        let below = below.into_iter().filter(|it| !made.iter().any(|made| it.starts_with(made)));
+        let here = |(folder, what): &(String, _)| (format!("{base}/{folder}"), *what);
+        self.made.borrow_mut().extend(made.iter().map(here));
+        let below =
+            below.into_iter().filter(|it| !made.iter().any(|(made, _)| it.starts_with(made)));
         let whole = |name| if fixed.is_empty() { name } else { format!("{fixed}/{name}") };
         let mut names: Vec<String> = below.map(whole).collect();
         names.retain(|name| self.matcher.is_match(name) && !self.passes_over(name));
@@ -284,8 +296,12 @@ impl Walk {
             // Follows links.
             match fs::metadata(entry.path()) {
                 Ok(found) if found.is_dir() => {
-                    if leads && made::kind(&entry.path()).is_none() {
-                        self.descend(folder, &name, level + 1, above, names)?;
+                    if !leads {
+                        continue;
+                    }
+                    match made::kind(&entry.path()) {
+                        Some(what) => drop(self.made.borrow_mut().insert(shown(&name), what)),
+                        None => self.descend(folder, &name, level + 1, above, names)?,
                     }
                 }
                 Ok(found) if matches => {
