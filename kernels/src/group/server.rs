@@ -83,6 +83,30 @@ struct Callers {
     strangers: Strangers,
 }
 
+impl Callers {
+    /// One that has come; where there are too many the one that came first has to go.
+    fn receive(&mut self, copy: TcpStream) -> u64 {
+        self.came += 1;
+        self.unproven.push_back((self.came, copy));
+        if self.unproven.len() > UNPROVEN {
+            self.let_first_go();
+        }
+        self.came
+    }
+
+    fn let_first_go(&mut self) {
+        if let Some((_, first)) = self.unproven.pop_front() {
+            let _ = first.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// One less that has not proven the key; `None` if it had to go.
+    fn take(&mut self, number: u64) -> Option<TcpStream> {
+        let place = self.unproven.iter().position(|(one, _)| *one == number)?;
+        self.unproven.remove(place).map(|(_, copy)| copy)
+    }
+}
+
 impl Server {
     /// Serves those who come to `listener` and have `key`.
     pub(super) fn start(listener: TcpListener, key: &RunKey) -> io::Result<Server> {
@@ -140,51 +164,46 @@ impl Held {
     /// Hears a caller on a thread of its own. One for whom there is none, or no descriptor, has to come again.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: SocketAddr) {
         let Ok(copy) = stream.try_clone() else { return };
-        let mut callers = self.callers();
-        callers.came += 1;
-        let number = callers.came;
-        callers.unproven.push_back((number, copy));
-        if callers.unproven.len() > UNPROVEN
-            && let Some((_, oldest)) = callers.unproven.pop_front()
-        {
-            let _ = oldest.shutdown(Shutdown::Both);
-        }
-        drop(callers);
+        let number = self.callers().receive(copy);
         let shared = Arc::clone(self);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
             shared.hear(stream, from, number);
             shared.callers().proven.remove(&number);
         });
         if thread.is_err() {
-            self.callers().unproven.retain(|(one, _)| *one != number);
+            self.callers().take(number);
         }
     }
 
     /// Serves one that proves the key; counts one that does not.
     fn hear(&self, stream: TcpStream, from: SocketAddr, number: u64) {
+        let mut proved = false;
         let admitted = Connection::new(stream).map_err(Refused::from).and_then(|mut connection| {
-            connection.admit(&self.key, Deadline::after(PATIENCE))?;
+            let enter = || {
+                proved = true;
+                let mut callers = self.callers();
+                let copy = callers.take(number).ok_or(io::ErrorKind::ConnectionAborted)?;
+                callers.proven.insert(number, copy);
+                Ok(())
+            };
+            connection.admit(&self.key, Deadline::after(PATIENCE), enter)?;
             Ok(connection.patiently()?)
         });
+        if let Ok(mut stream) = admitted {
+            // It ends when the caller goes.
+            let _ = wire::answer_all(&mut stream, |request| self.answer(request));
+            return;
+        }
         let mut callers = self.callers();
-        let place = callers.unproven.iter().position(|(one, _)| *one == number);
-        let entry = place.and_then(|place| callers.unproven.remove(place));
-        let why = match (admitted, entry) {
-            (Ok(mut stream), Some((_, copy))) => {
-                callers.proven.insert(number, copy);
-                drop(callers);
-                // It ends when the caller goes.
-                let _ = wire::answer_all(&mut stream, |request| self.answer(request));
-                return;
-            }
-            // It proved the key and had to go nevertheless: it comes again.
-            (Ok(_), None) => return,
-            (Err(_), None) => "it said nothing while many others came",
+        let why = match (admitted, callers.take(number)) {
+            // One that had to go comes again.
+            _ if proved => return,
+            (_, None) => "it said nothing while many others came",
             (Err(Refused::Stranger(why)), _) => why,
             (Err(Refused::Lost(error)), _) if error.kind() == io::ErrorKind::TimedOut => {
                 "it did not prove the key in time"
             }
-            (Err(Refused::Lost(_)), _) => "it left without proving the key",
+            _ => "it left without proving the key",
         };
         if !self.over.load(Ordering::Acquire) {
             callers.strangers.refused += 1;
@@ -213,5 +232,35 @@ impl Held {
                 None
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::key::{PROOF, nonce};
+    use super::*;
+    use std::io::{Read as _, Write as _};
+
+    /// What a flood of strangers does to a rank, by chance, in the moment in which it proves the key.
+    #[test]
+    fn one_that_has_to_go_as_it_proves_the_key_does_not_hear_that_it_is_in() {
+        let key = RunKey::of("the secret of a run");
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = Server::start(listener, &key).unwrap();
+        let mut caller = TcpStream::connect(server.address).unwrap();
+        let mut greeting = [0; 2 * PROOF];
+        caller.read_exact(&mut greeting).unwrap();
+        let mut callers = server.held.callers();
+        let mine = nonce().unwrap();
+        let proof = key.proof("caller", &[&greeting[PROOF..], &mine]);
+        caller.write_all(&[mine, proof].concat()).unwrap();
+        // Time in which it would be let in, if nobody asked whether it still may be.
+        thread::sleep(Duration::from_millis(100));
+        callers.let_first_go();
+        drop(callers);
+        let mut verdict = Vec::new();
+        caller.read_to_end(&mut verdict).unwrap();
+        assert_eq!(verdict, [0_u8; 0]);
+        assert_eq!(server.held.callers().strangers.refused, 0, "it has the key, and comes again");
     }
 }

@@ -91,7 +91,7 @@ impl Store {
         }
     }
 
-    /// Reaches a store that has to be there already.
+    /// Reaches a store that has to be there already. One that is there and lets go, as many strangers make it do, is asked again.
     pub(super) fn ready(
         host: &str,
         port: u16,
@@ -99,9 +99,22 @@ impl Store {
         key: &RunKey,
         timeout: Duration,
     ) -> Option<Store> {
-        let addresses = resolved(host, port, timeout).ok()?;
-        let way = reach(&addresses, port, key, Deadline::after(timeout)).ok()?;
-        Some(Store::new(way, port, name, timeout))
+        use ErrorKind::{ConnectionAborted, ConnectionReset, UnexpectedEof};
+        let (addresses, deadline) = (resolved(host, port, timeout).ok()?, Deadline::after(timeout));
+        loop {
+            match reach(&addresses, port, key, deadline) {
+                Ok(way) => return Some(Store::new(way, port, name, timeout)),
+                Err(Refused::Lost(error))
+                    if matches!(
+                        error.kind(),
+                        ConnectionAborted | ConnectionReset | UnexpectedEof
+                    ) && !deadline.left().is_zero() =>
+                {
+                    std::thread::sleep(4 * LOOK);
+                }
+                Err(_) => return None,
+            }
+        }
     }
 
     fn new(way: Way, port: u16, name: &str, timeout: Duration) -> Store {

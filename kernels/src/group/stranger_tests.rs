@@ -188,6 +188,22 @@ fn a_meeting_that_fails_names_the_strangers() {
     assert!(error.contains(wanted), "{error}");
 }
 
+/// As a store does to which many strangers come.
+#[test]
+fn a_store_kept_ready_that_lets_a_rank_go_is_asked_again() {
+    let ears = TcpListener::bind("127.0.0.1:0").unwrap();
+    let near = ears.local_addr().unwrap().port();
+    let busy = thread::spawn(move || {
+        drop(ears.accept().unwrap());
+        let mut caller = wire::Connection::new(ears.accept().unwrap().0).unwrap();
+        caller.admit(&key(), wire::Deadline::after(SECONDS), || Ok(())).unwrap();
+    });
+    assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_some());
+    busy.join().unwrap();
+    // Nobody listens there any more: the next one is asked.
+    assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_none());
+}
+
 /// One that speaks with the store but has another key for the transfers, as if it had taken a rank's connection over.
 #[test]
 fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {

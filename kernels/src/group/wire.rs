@@ -118,14 +118,23 @@ impl Connection {
         Ok(())
     }
 
-    /// The store's part of the proof; fails for whoever does not have the key.
-    pub(super) fn admit(&mut self, key: &RunKey, deadline: Deadline) -> Result<(), Refused> {
+    /// The store's part of the proof; fails for whoever does not have the key. One that has it is let in by `enter` before it
+    /// hears so: whoever hears that it is in, is.
+    pub(super) fn admit(
+        &mut self,
+        key: &RunKey,
+        deadline: Deadline,
+        enter: impl FnOnce() -> io::Result<()>,
+    ) -> Result<(), Refused> {
         let mine = nonce().map_err(|error| io::Error::other(error.to_string()))?;
         self.write(&[*MAGIC, mine].concat(), deadline)?;
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
         let (theirs, proof) = said.split_at(PROOF);
         let known = same(&key.proof("caller", &[&mine, theirs]), proof);
         let answer = if known { key.proof("store", &[&mine, theirs]) } else { [0; PROOF] };
+        if known {
+            enter()?;
+        }
         self.write(&[&[u8::from(known)], &answer[..]].concat(), deadline)?;
         if known { Ok(()) } else { Err(Refused::Stranger("its proof of the run's key is wrong")) }
     }
