@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use contract::{Fault, Result, terminal};
+use contract::{Fault, Result, shell};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
 use mixer::Curriculum;
 
@@ -170,32 +170,14 @@ fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
 /// A flag with its value, after a blank, as a shell takes it: a value that looks like a flag is tied to its own.
 pub fn flag(name: &str, value: &str) -> String {
     let between = if value.starts_with('-') { '=' } else { ' ' };
-    format!(" {name}{between}{}", quoted(value))
-}
-
-/// A word as a shell takes it. What a terminal would obey is spelled out, in the quotes that bash, zsh and POSIX of 2024 have
-/// for that.
-pub fn quoted(word: &str) -> String {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./:=+,@%".contains(&byte);
-    if !word.is_empty() && word.bytes().all(plain) {
-        return word.to_owned();
-    }
-    let shown = terminal::name(word);
-    if shown == word {
-        return format!("'{}'", word.replace('\'', "'\\''"));
-    }
-    let spelled = word.chars().map(|c| match c {
-        '\'' | '\\' => format!("\\{c}"),
-        _ if terminal::name(c.encode_utf8(&mut [0; 4])).len() == c.len_utf8() => c.to_string(),
-        _ => c.encode_utf8(&mut [0; 4]).bytes().map(|byte| format!("\\{byte:03o}")).collect(),
-    });
-    format!("$'{}'", spelled.collect::<String>())
+    format!(" {name}{between}{}", shell::word(value))
 }
 
 #[cfg(test)]
 mod tests {
     use std::process::Command;
 
+    use contract::terminal;
     use proptest::prelude::*;
 
     use super::*;

@@ -22,6 +22,7 @@ pub mod packed;
 pub mod permute;
 pub mod ratio;
 pub mod settings;
+pub mod shell;
 pub mod sums;
 pub mod terminal;
 pub mod words;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Result, note, terminal};
+use contract::{Result, note, shell, terminal};
 use ingest::init;
 
 /// Arguments.
@@ -18,13 +18,12 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<()> {
     let begun = init::init(&args.folder)?;
     begun.notes.iter().for_each(|note| note!("{note}"));
-    let folder = args.folder.display();
+    let [corpus, tokenizer, store] =
+        ["corpus.toml", "tokenizer.json", "store"].map(|name| shell::path(&args.folder.join(name)));
     if !args.folder.join("tokenizer.json").exists() {
-        note!(
-            "next: zdata tokenizer train {folder}/corpus.toml --vocab 8192 --out {folder}/tokenizer.json"
-        );
+        note!("next: zdata tokenizer train {corpus} --vocab 8192 --out {tokenizer}");
     }
-    note!("next: zdata build {folder}/corpus.toml --check, then --out {folder}/store");
+    note!("next: zdata build {corpus} --check, then --out {store}");
     let files = begun.files.iter().map(|file| format!("{}\n", file.display()));
     terminal::print(&files.collect::<String>())
 }

@@ -21,7 +21,9 @@ mod text;
 mod tokens;
 mod verdict;
 
-use contract::{Fault, Result};
+use std::path::Path;
+
+use contract::{Fault, Result, shell};
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
@@ -34,7 +36,7 @@ pub use removal::Removal;
 pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
-use crate::change::{flag, quoted};
+use crate::change::flag;
 use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
@@ -190,7 +192,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         next: Vec::new(),
     };
     explanation.by_the_ledger(replayer, &before, &history, replayed.record)?;
-    explanation.next = next_commands(&explanation, &replayer.root().display().to_string());
+    explanation.next = next_commands(&explanation, &replayer.root());
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
@@ -234,7 +236,7 @@ impl Explanation {
 }
 
 /// What to type next about the documents that stand apart.
-fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
+fn next_commands(found: &Explanation, run: &Path) -> Vec<String> {
     let count = documents::culprits(&found.documents, found.top);
     // Ids by file and row are each source's own, and another one may well have the same.
     let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
@@ -245,7 +247,7 @@ fn next_commands(found: &Explanation, run: &str) -> Vec<String> {
     if drops.is_empty() {
         return Vec::new();
     }
-    let (run, step) = (quoted(run), found.step);
+    let (run, step) = (shell::path(run), found.step);
     vec![
         format!("ztrain replay --run {run} --step {step}{drops}"),
         format!("ztrain fork {run} --step {} --out NEW{drops}", step - 1),

@@ -21,7 +21,8 @@ mod window;
 
 use std::path::Path;
 
-use crate::change;
+use contract::shell;
+
 use crate::folder::RunFolder;
 
 pub use log::{Happened, Happening, Log, Validated};
@@ -34,21 +35,16 @@ pub use watch::Watch;
 
 /// The command that explains a step of the run at `root`, to be typed as it stands.
 pub fn explain_command(root: &Path, step: impl std::fmt::Display) -> String {
-    format!("ztrain explain --run {} --step {step}", quoted(root))
+    format!("ztrain explain --run {} --step {step}", shell::path(root))
 }
 
 /// The commands that look at a step of the run at `root`, each with what it tells; `{}` stands for the step.
 fn commands(root: &Path) -> Vec<(&'static str, String)> {
-    let curriculum = quoted(&RunFolder::new(root).curriculum());
+    let curriculum = shell::path(&RunFolder::new(root).curriculum());
     vec![
         ("What caused it", explain_command(root, "{}")),
         ("The text it trained on", format!("zdata batch {curriculum} --step {{}}")),
     ]
-}
-
-/// A path as an argument in a shell.
-pub fn quoted(path: &Path) -> String {
-    change::quoted(&path.to_string_lossy())
 }
 
 /// An integer with its thousands set apart: "48,113".
@@ -76,14 +72,6 @@ mod tests {
             prop_assert_eq!(text.replace(',', ""), number.to_string());
             prop_assert!(text.split(',').skip(1).all(|group| group.len() == 3));
             prop_assert!(text.split(',').next().is_some_and(|first| (1..=3).contains(&first.len())));
-        }
-
-        /// A shell gives back what was quoted.
-        #[test]
-        fn a_shell_reads_the_path_that_was_quoted(text in "[ -~]{1,24}") {
-            let line = format!("printf %s {}", quoted(Path::new(&text)));
-            let read = std::process::Command::new("sh").args(["-c", &line]).output().unwrap();
-            prop_assert_eq!(String::from_utf8(read.stdout).unwrap(), text);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, shell};
 use kernels::group::Rendezvous;
 use serde_json::json;
 
@@ -220,7 +220,7 @@ impl Book<'_> {
 
     /// The command that explains `step`.
     fn replay(&self, step: u64) -> String {
-        format!("`ztrain replay --run {} --step {step}`", self.open.folder.root().display())
+        format!("`ztrain replay --run {} --step {step}`", shell::path(self.open.folder.root()))
     }
 }
 

@@ -2,12 +2,11 @@
 
 use std::path::PathBuf;
 
-use contract::Result;
 use contract::terminal::{name, print_raw};
+use contract::{Result, shell};
 use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
-use trainer::change::quoted;
 use trainer::fork::{Forked, Request, fork};
 
 use super::whatif::Changes;
@@ -64,8 +63,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 
 /// Says what was made.
 fn told(args: &Args, forked: &Forked) -> Result<u8> {
-    let out = quoted(args.out.display().to_string().trim_end_matches('/'));
-    let next = format!("ztrain --curriculum {out}/run.toml --out {out}");
+    let (out, curriculum) = (shell::path(&args.out), shell::path(&args.out.join("run.toml")));
+    let next = format!("ztrain --curriculum {curriculum} --out {out}");
     if args.json {
         let mut answer = json!(forked);
         answer["next"] = json!(next);
@@ -83,7 +82,7 @@ fn told(args: &Args, forked: &Forked) -> Result<u8> {
         tell!("  steps {} to {step} will be computed again, and held against the ledger", from + 1);
     }
     match forked.changes.is_empty() {
-        true => tell!("  nothing is changed: amend {out}/run.toml from step {} on", step + 1),
+        true => tell!("  nothing is changed: amend {curriculum} from step {} on", step + 1),
         false => forked.changes.iter().try_for_each(|change| {
             tell!("  {}", name(change));
             Ok::<(), contract::Fault>(())

@@ -5,11 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use contract::terminal::{name, print_raw};
-use contract::{Class, Fault, Result};
+use contract::{Class, Fault, Result, shell};
 use serde_json::json;
 use store::Location;
 use trainer::World;
-use trainer::change::quoted;
 use trainer::launch::spawned_us;
 use trainer::optim::guard::Skipped;
 use trainer::replay::attribute::{Effort, attribute};
@@ -305,12 +304,10 @@ fn print_replayed(
     }
     let worst = replayed.documents.first().and_then(|document| document.sequences.first());
     if let Some(sequence) = worst {
-        let run = args.run.display().to_string();
-        let run = quoted(run.trim_end_matches('/'));
-        let step = replayed.step;
-        tell!(
-            "text of the worst: --texts, or zdata batch {run}/run.toml --step {step} --sequence {sequence} --text"
-        );
+        let (run, step) = (shell::path(&args.run.join("run.toml")), replayed.step);
+        // `zdata batch` looks for stores where the run's curriculum says.
+        let batch = format!(", or zdata batch {run} --step {step} --sequence {sequence} --text");
+        tell!("text of the worst: --texts{}", if args.store.is_empty() { &batch } else { "" });
     }
     Ok(())
 }

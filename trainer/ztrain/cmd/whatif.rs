@@ -3,11 +3,11 @@
 use std::ops::Range;
 use std::path::Path;
 
-use contract::Result;
 use contract::terminal::print_raw;
+use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
-use trainer::change::{Change, quoted};
+use trainer::change::Change;
 use trainer::chart::Chart;
 use trainer::optim::guard::Skipped;
 use trainer::replay::whatif::Answer;
@@ -56,15 +56,28 @@ impl Changes {
 
 /// The commands that make a change come true from step `first` on.
 fn next(run: &Path, stores: &[Location], change: &Change, first: u64) -> [String; 2] {
-    let run = run.display().to_string();
-    let run = run.trim_end_matches('/');
-    let (before, new) = (first - 1, quoted(&format!("{run}-from-{first}")));
-    let moved: String =
-        stores.iter().map(|store| format!(" --store {}", quoted(&store.to_string()))).collect();
+    // A path without a name of its own (`.`) cannot have a longer one.
+    let whole = run.file_name().is_none().then(|| run.canonicalize().ok()).flatten();
+    let whole = whole.as_deref().unwrap_or(run);
+    let mut name = whole.file_name().unwrap_or_default().to_owned();
+    name.push(format!("-from-{first}"));
+    let (before, new) = (first - 1, whole.with_file_name(name));
+    let moved: String = stores
+        .iter()
+        .map(|store| format!(" --store {}", shell::word(&store.to_string())))
+        .collect();
     let flags = change.flags();
     [
-        format!("ztrain fork {} --step {before} --out {new}{moved}{flags}", quoted(run)),
-        format!("ztrain --curriculum {new}/run.toml --out {new}"),
+        format!(
+            "ztrain fork {} --step {before} --out {}{moved}{flags}",
+            shell::path(run),
+            shell::path(&new)
+        ),
+        format!(
+            "ztrain --curriculum {} --out {}",
+            shell::path(&new.join("run.toml")),
+            shell::path(&new)
+        ),
     ]
 }
 
