@@ -112,6 +112,31 @@ fn the_store_holds_what_the_tokenizer_gives() {
     }
 }
 
+/// A folder of somebody's own that has the name of the one for parts.
+#[test]
+fn what_lies_where_parts_belong_is_not_removed() {
+    let bench = Workbench::new(30);
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    let (store, work) = (bench.path("store"), bench.path("store.work"));
+    fs::create_dir(&work).unwrap();
+    let thesis = work.join("thesis.txt");
+    fs::write(&thesis, "years of work").unwrap();
+    let fault = build(&corpus, &store, options(1)).unwrap_err();
+    assert_eq!(fault.class(), contract::Class::Usage);
+    assert!(fault.to_string().contains("thesis.txt"), "{fault}");
+    assert!(thesis.exists() && !store.exists());
+    // A build that was killed at its end left its parts, and somebody put a file beside them.
+    fs::remove_file(&thesis).unwrap();
+    assert_eq!(killed_at(&corpus, &store, 25), 1);
+    build(&corpus, &store, options(1)).unwrap();
+    assert!(!work.exists(), "an own folder goes");
+    fs::create_dir_all(work.join("parts")).unwrap();
+    fs::write(&thesis, "years of work").unwrap();
+    fs::write(work.join("plan-b.txt"), "another plan").unwrap();
+    assert!(matches!(build(&corpus, &store, options(1)).unwrap(), Outcome::UpToDate(_)));
+    assert!(thesis.exists() && work.join("plan-b.txt").exists() && !work.join("parts").exists());
+}
+
 #[test]
 fn the_cut_leaves_no_trace_in_the_digest() {
     let bench = Workbench::new(300);

@@ -74,11 +74,14 @@ pub(crate) fn build_while(
     }
     refuse_foreign(store)?;
     let work = options.work.clone().unwrap_or_else(|| work_of(store));
+    if options.work.is_none() {
+        cluster::refuse_foreign(&work)?;
+    }
     let _lock = cluster::lock(&work)?;
     let built = build_in(corpus, store, &work, &options, &mut go_on);
     // What is kept of a build that failed are its parts: a folder without them is of no use.
     if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
-        disk::remove(&work)?;
+        cluster::clear(&work)?;
     }
     built
 }
@@ -109,9 +112,7 @@ fn build_in(
 
 /// Where the parts of a build lie that names no folder for them: beside the store, until that is whole.
 pub fn work_of(store: &Path) -> PathBuf {
-    let mut work = store.as_os_str().to_owned();
-    work.push(".work");
-    PathBuf::from(work)
+    disk::beside(store, ".work")
 }
 
 /// Removes the parts that a build left beside its store when it was killed at its very end.
@@ -122,7 +123,7 @@ fn clear_work(store: &Path) -> Result<()> {
     }
     // Who holds it is at its end, and removes it.
     let Ok(_lock) = disk::lock(&work) else { return Ok(()) };
-    disk::remove(&work)
+    cluster::clear(&work)
 }
 
 /// What steps need, with the tokens that are put around documents.

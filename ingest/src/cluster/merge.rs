@@ -26,7 +26,10 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     }
     results(plan, Stage::Encode)?;
     let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
-    assemble(plan, store, &mut progress, |task, committer| tell_part(plan, task, committer))
+    let tell = |task, committer: &mut Committer<'_>| tell_part(plan, task, committer);
+    let manifest = assemble(plan, store, &mut progress, tell)?;
+    plan.merged()?;
+    Ok(manifest)
 }
 
 /// Makes the store of what `tell` says of each task, in their order. It appears whole or not at all.

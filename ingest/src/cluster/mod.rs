@@ -30,7 +30,7 @@ mod tests;
 pub(crate) use local::{Made, make};
 pub use merge::merge;
 pub use plan::{Plan, Stage, lock, plan};
-pub(crate) use plan::{holds_parts, plan_with};
+pub(crate) use plan::{clear, holds_parts, plan_with, refuse_foreign};
 pub use prune::{Pruned, prune};
 pub use scan::{decide, is_decided};
 pub use tally::tallies;

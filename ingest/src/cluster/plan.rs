@@ -1,6 +1,7 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::io;
 use std::ops::Range;
@@ -27,6 +28,15 @@ pub const TASK_BYTES: u64 = 1 << 28;
 const TASKS_MAX: usize = 1000;
 
 const FILE: &str = "plan.json";
+
+/// The folder of parts, of all plans.
+pub(super) const PARTS: &str = "parts";
+
+/// Before the digest of the plan to which a folder belongs.
+const PLAN: &str = "plan-";
+
+/// In the folder of a plan whose store is made.
+const MERGED: &str = "merged";
 
 /// What is done by many tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +111,7 @@ pub(crate) fn plan_with(
     for folder in [plan.folder(), plan.parts()] {
         disk::create_folder(&folder)?;
     }
+    disk::remove(&plan.folder().join(MERGED))?;
     disk::write_whole(&work.join(FILE), &bytes)?;
     plan.remove_others()?;
     plan.refresh()?;
@@ -124,13 +135,51 @@ pub fn lock(work: &Path) -> Result<Lock> {
 /// Whether a folder holds a plan, and not only a file of its name.
 pub(crate) fn is_in(work: &Path) -> bool {
     let text = || fs::read(work.join(FILE)).ok();
-    work.join("parts").is_dir()
+    work.join(PARTS).is_dir()
         && text().is_some_and(|text| serde_json::from_slice::<Text>(&text).is_ok())
+}
+
+/// Whether builds put what is called so into a folder of parts.
+fn is_ours(path: &Path) -> bool {
+    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    name == PARTS || name.strip_suffix(disk::PART).unwrap_or(name) == FILE || is_plans(name)
+}
+
+/// Whether a folder of that name belongs to one plan.
+pub(super) fn is_plans(name: &str) -> bool {
+    name.strip_prefix(PLAN).is_some_and(|digest| digest.parse::<Digest>().is_ok())
+}
+
+/// Whether the folder of a plan says that its store is made.
+pub(super) fn is_merged(folder: &Path) -> bool {
+    folder.join(MERGED).is_file()
+}
+
+/// Refuses a folder that holds what no build has put there.
+pub(crate) fn refuse_foreign(work: &Path) -> Result<()> {
+    let found = if work.is_dir() { disk::entries(work)? } else { Vec::new() };
+    match found.iter().find(|entry| !is_ours(entry)) {
+        None => Ok(()),
+        Some(entry) => {
+            Err(Fault::usage("this folder is in the way: the parts of this build belong there")
+                .at(work.display().to_string())
+                .found(entry.file_name().unwrap_or_default().to_string_lossy())
+                .hint("move it, or name another folder for parts: --work FOLDER"))
+        }
+    }
+}
+
+/// Removes what builds have put into a folder, and the folder if it held nothing else.
+pub(crate) fn clear(work: &Path) -> Result<()> {
+    let (ours, others): (Vec<_>, Vec<_>) =
+        disk::entries(work)?.into_iter().partition(|it| is_ours(it));
+    ours.iter().try_for_each(|entry| disk::remove(entry))?;
+    if others.is_empty() { disk::remove(work) } else { Ok(()) }
 }
 
 /// The parts in a folder of parts.
 pub(super) fn parts(work: &Path) -> Result<Vec<PathBuf>> {
-    let parts = work.join("parts");
+    let parts = work.join(PARTS);
     let mut found = if parts.is_dir() { disk::entries(&parts)? } else { Vec::new() };
     found.retain(|path| path.extension().is_some_and(|ending| ending == "bin"));
     Ok(found)
@@ -232,12 +281,12 @@ impl Plan {
 
     /// The folder of what belongs to this plan alone.
     pub(super) fn folder(&self) -> PathBuf {
-        self.work.join(format!("plan-{}", self.digest))
+        self.work.join(format!("{PLAN}{}", self.digest))
     }
 
     /// The folder of the parts of all plans.
     pub(super) fn parts(&self) -> PathBuf {
-        self.work.join("parts")
+        self.work.join(PARTS)
     }
 
     /// Where the part with this key belongs.
@@ -386,13 +435,18 @@ impl Plan {
         disk::remove(&folder)
     }
 
+    /// Writes down that the store of this plan is made: it needs its parts no longer.
+    pub(super) fn merged(&self) -> Result<()> {
+        disk::write_whole(&self.folder().join(MERGED), &[]).map(drop)
+    }
+
     /// Removes what belongs to other plans.
     fn remove_others(&self) -> Result<()> {
         let fault = |error: &io::Error| Fault::io("clear", &self.work, error);
         for entry in fs::read_dir(&self.work).map_err(|error| fault(&error))? {
             let path = entry.map_err(|error| fault(&error))?.path();
             let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-            if name.is_some_and(|name| name.starts_with("plan-")) && path != self.folder() {
+            if name.is_some_and(|name| is_plans(&name)) && path != self.folder() {
                 disk::remove(&path)?;
             }
         }

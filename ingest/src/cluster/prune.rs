@@ -13,7 +13,7 @@ use contract::{Fault, Identity, Result, counted};
 use indicatif::HumanBytes;
 use store::disk;
 
-use super::plan::lock;
+use super::plan::{PARTS, is_merged, is_plans, lock};
 use super::result::TaskResult;
 
 /// What became of the parts of a folder.
@@ -40,7 +40,7 @@ impl Pruned {
 /// Removes the parts in `work` that were not used for `unused`, or with `look` only counts them. Refused while a build
 /// works there; parts that the results of a build name that is not done stay, and so do results that are in conflict.
 pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
-    let parts = work.join("parts");
+    let parts = work.join(PARTS);
     if !parts.is_dir() {
         return Err(Fault::usage("this folder holds no parts")
             .at(work.display().to_string())
@@ -84,11 +84,11 @@ fn today() -> SystemTime {
 /// The keys of the parts that builds name which are not done.
 fn needed(work: &Path) -> Result<BTreeSet<String>> {
     let mut needed = BTreeSet::new();
-    let plan = |entry: &DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"plan-");
-    for folder in entries(work)?.into_iter().filter(plan) {
-        if !folder.path().is_dir() {
-            continue;
-        }
+    let needs = |entry: &DirEntry| {
+        let (name, folder) = (entry.file_name(), entry.path());
+        name.to_str().is_some_and(is_plans) && folder.is_dir() && !is_merged(&folder)
+    };
+    for folder in entries(work)?.into_iter().filter(needs) {
         for entry in entries(&folder.path())? {
             let path = entry.path();
             if path.extension().is_some_and(|ending| ending == "json") {

@@ -122,11 +122,47 @@ fn same(store: &Path, wanted: &Manifest) -> Result<Imported> {
     if manifest.request == wanted.request && manifest.tokenizer == wanted.tokenizer {
         return Ok(Imported::UpToDate(manifest));
     }
-    Err(Fault::mismatch("this store was made from something else")
+    let (what, old, new) = difference(&manifest, wanted);
+    Err(Fault::mismatch(format!("this store was made from something else: {what}"))
         .at(store.display().to_string())
-        .found(wanted.request)
-        .wanted(manifest.request)
+        .found(new)
+        .wanted(old)
         .hint("name another folder; a store is never altered"))
+}
+
+/// The first thing in which a store is not what was asked for: what it is, how it is there, and how it was asked for.
+fn difference(there: &Manifest, wanted: &Manifest) -> (String, String, String) {
+    let id = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
+    let settings = |manifest: &Manifest| {
+        let TokenizerRecord { sha256, begin, end, ref encoder, .. } = manifest.tokenizer;
+        let sources: Vec<&str> = manifest.sources.iter().map(|it| it.name.as_str()).collect();
+        [
+            ("the tokenizer", sha256.to_string()),
+            ("--begin", id(begin)),
+            ("--end", id(end)),
+            ("--unit", manifest.unit.to_string()),
+            ("--validation", manifest.validation.clone()),
+            ("its sources", sources.join(", ")),
+            ("its origin", encoder.clone()),
+        ]
+    };
+    let pairs = settings(there).into_iter().zip(settings(wanted));
+    for ((what, old), (_, new)) in pairs {
+        if old != new {
+            return (what.to_owned(), old, new);
+        }
+    }
+    for (before, now) in there.sources.iter().zip(&wanted.sources) {
+        let input = |record: Option<&InputRecord>| {
+            record.map_or("none".to_owned(), |it| format!("{} ({})", it.path, it.sha256))
+        };
+        let count = before.inputs.len().max(now.inputs.len());
+        let mut inputs = (0..count).map(|at| [before.inputs.get(at), now.inputs.get(at)].map(input));
+        if let Some([old, new]) = inputs.find(|[old, new]| old != new) {
+            return (format!("an input of source {}", before.name), old, new);
+        }
+    }
+    ("its request".to_owned(), there.request.to_string(), wanted.request.to_string())
 }
 
 fn empty(request: &Import, tokenizer: &Tokenizer) -> Result<Manifest> {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 use storage::copies::Copies;
-use store::{InputRecord, Location, disk};
+use store::{InputRecord, Location, Split, disk};
 
 use super::{Documents, Found, Hints, Peer, datatrove, mds, megatron, olmo};
 use crate::disk::Disk;
@@ -162,7 +162,21 @@ pub(super) fn units(
             .at(place.to_string())
             .hint("name the folder that holds the files, or one of the files"));
     }
+    refuse_splits(place, &found)?;
     Ok((found.into_iter().map(Unit::File).collect(), None))
+}
+
+/// Refuses a folder in which one file holds what others were held out of: together they would be trained on.
+fn refuse_splits(place: &Location, files: &[Location]) -> Result<()> {
+    let [train, validation] = Split::ALL.map(|split| {
+        let ours = |name: &String| name.split('.').next() == Some(split.name());
+        files.iter().map(Location::name).find(ours)
+    });
+    let (Some(train), Some(validation)) = (train, validation) else { return Ok(()) };
+    Err(Fault::usage("this folder holds the splits of one source, not its files")
+        .at(place.to_string())
+        .found(format!("{train} and {validation}"))
+        .hint(format!("name the files of one split: --source NAME={}", place.join(&train))))
 }
 
 /// The shards of an MDS data set, and its index.

@@ -141,6 +141,13 @@ pub fn sync_folders(folder: &Path) -> Result<()> {
     sync_folder(folder)
 }
 
+/// The path beside this one whose name has this ending more; a slash behind a folder's name is no part of it.
+pub fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.components().as_path().as_os_str().to_owned();
+    name.push(ending);
+    PathBuf::from(name)
+}
+
 /// The paths of what a folder holds, sorted.
 pub fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let list = || -> io::Result<Vec<PathBuf>> {

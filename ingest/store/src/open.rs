@@ -100,7 +100,7 @@ fn is_absent(store: &Location, error: &io::Error) -> bool {
 fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
     let path = store.join(MANIFEST_SUM);
     let text = StoreFile::new(store, &[MANIFEST_SUM]).read();
-    let hint = "restore both files, or build the store again";
+    let hint = "restore both files, or remove the folder and build the store again";
     let text = text.map_err(|error| match error.kind() {
         ErrorKind::NotFound => {
             Fault::data(format!("{MANIFEST} has no sum beside it")).at(path.to_string()).hint(hint)

@@ -454,6 +454,6 @@ pub fn fault(store: impl Into<Location>, damages: &[Damage]) -> Option<Fault> {
         Fault::data(what)
             .at(store.into().join(&first.file).to_string())
             .found(found)
-            .hint("restore these files from a copy, or build the store again: it will be the same"),
+            .hint("restore these files from a copy, or remove the folder and build the store again: it will be the same"),
     )
 }

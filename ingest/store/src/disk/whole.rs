@@ -170,9 +170,7 @@ pub const PART: &str = ".tmp";
 
 /// The name of a file that is not whole yet.
 fn temporary(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(PART);
-    PathBuf::from(name)
+    super::beside(path, PART)
 }
 
 #[cfg(test)]
