@@ -154,8 +154,16 @@ impl Opened {
     }
 }
 
-/// Says that a folder is no run's: it has no `file`.
+/// Says that a folder is no run's, since it has no `file`, or that a run has lost it.
 pub fn no_run(root: &Path, file: &str) -> Fault {
+    if ["run.toml", "ledger.jsonl"].iter().all(|it| *it == file || root.join(it).is_file()) {
+        return Fault::data(format!("this run has lost its {file}"))
+            .at(root.display().to_string())
+            .hint(match file {
+                "run.toml" => "the command that began the run writes it anew",
+                _ => "restore it from a backup: without it nothing says what was trained",
+            });
+    }
     Fault::usage(format!("this is not a run: it has no {file}"))
         .at(root.display().to_string())
         .hint("name the folder that `ztrain --curriculum` wrote, its --out")

@@ -86,6 +86,12 @@ impl OpenRun {
         };
         let place = place.absolute()?;
         let checkpoints = Checkpoints::new(place.clone());
+        if checkpoints.is_a_store()? {
+            return Err(Fault::usage("this folder holds a store, which is never altered")
+                .at("--checkpoints")
+                .found(place)
+                .hint("name another place for the checkpoints"));
+        }
         let has = match &found {
             Some((found, _)) => Some(found.clone()),
             None if folder.checkpoints()?.steps()?.is_empty() => None,
@@ -212,6 +218,13 @@ impl RunFolder {
         Ok(Checkpoints::new(elsewhere.map_or_else(|| self.inside(), |(place, _)| place)))
     }
 
+    /// The same for whoever cannot do without: refused where they are gone, as a disk that is not mounted.
+    pub fn found_checkpoints(&self) -> Result<Checkpoints> {
+        let Some((place, _)) = self.elsewhere()? else { return self.checkpoints() };
+        let checkpoints = Checkpoints::new(place.clone());
+        if checkpoints.has_owner()? { Ok(checkpoints) } else { Err(self.gone(&place)) }
+    }
+
     fn inside(&self) -> Location {
         Location::Local(self.root.join("checkpoints"))
     }
@@ -243,7 +256,8 @@ impl RunFolder {
         Fault::data("the checkpoints of this run are not where it left them")
             .at(place.to_string())
             .hint(format!(
-                "mount it, or name the place that they moved to with --checkpoints; without {} all steps are computed again",
+                "mount it, or name the place that they moved to: ztrain --curriculum ... --checkpoints PLACE; without {} all steps \
+                 are computed again",
                 at.display()
             ))
     }
@@ -279,6 +293,9 @@ impl RunFolder {
             None => None,
             Some(ledger) => accept(ledger, spec, &self.ledger())?,
         };
+        if found.is_none() {
+            self.refuse_foreign()?;
+        }
         let recorded = found.as_ref().map_or(0, Ledger::last_step);
         let (by_hand, edits) = self.edits(spec, recorded)?;
         self.write_curriculum(spec, source)?;
@@ -294,6 +311,25 @@ impl RunFolder {
             changes_from,
             locks: vec![lock],
         })
+    }
+
+    /// Refuses a folder without a ledger whose `run.toml` no run has written: it is somebody's own.
+    fn refuse_foreign(&self) -> Result<()> {
+        let path = self.curriculum();
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => String::new(),
+            Err(error) => return Err(Fault::io("read", &path, &error)),
+        };
+        let parsed = Curriculum::parse(&text, &path.display().to_string());
+        if parsed.is_ok_and(|curriculum| curriculum.canonical() == text) {
+            return Ok(());
+        }
+        Err(Fault::usage("this file is in the way: a run writes its curriculum there")
+            .at(path.display().to_string())
+            .wanted("a folder without it, or the folder of a run, with its ledger")
+            .hint("name another folder with --out, or give the file another name"))
     }
 
     /// What the curriculum changes against the one that `run.toml` has, for people. The ledger agrees with the curriculum by

@@ -243,9 +243,7 @@ fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
 /// A folder beside `out`, held by this process. What a fork that was killed left there is removed but for [`FORKED`], by which
 /// such a folder is known; anything else that stands there is somebody's.
 fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
-    let mut name = out.as_os_str().to_owned();
-    name.push(".partial");
-    let scratch = PathBuf::from(name);
+    let scratch = disk::beside(out, ".partial");
     disk::create_folder(&scratch)?;
     let held = disk::lock(&scratch)?;
     let there = disk::entries(&scratch)?;
@@ -262,7 +260,7 @@ fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
 
 /// Shares the checkpoints up to `step`; of those in a bucket the newest alone, which is a copy.
 fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
-    let (from, to) = (old.checkpoints()?, new.checkpoints()?);
+    let (from, to) = (old.found_checkpoints()?, new.checkpoints()?);
     let mut steps = from.steps()?;
     steps.retain(|at| *at <= step);
     if from.place().is_remote() {

@@ -29,8 +29,20 @@ pub(super) fn other_format(bytes: &[u8]) -> Option<u32> {
 /// The name of the manifest, which makes the files beside it a checkpoint.
 pub(super) const MANIFEST: &str = "manifest.json";
 
+/// The file that keeps a checkpoint from being removed.
+pub(super) const PINNED: &str = "pinned";
+
 /// The blob of the routers' balance: small, and known to every rank.
 pub(super) const BALANCE: &str = "balance.safetensors";
+
+/// Whether a checkpoint has files of this name. Whatever else lies beside them is not ours, and never removed.
+pub(super) fn is_file(name: &str) -> bool {
+    let blob = |set: &str| {
+        let number = name.strip_prefix(set).and_then(|rest| rest.strip_suffix(".safetensors"));
+        number.is_some_and(|it| it.len() >= 5 && it.bytes().all(|digit| digit.is_ascii_digit()))
+    };
+    [MANIFEST, BALANCE, PINNED].contains(&name) || blob("weights-") || blob("moments-")
+}
 
 /// What of a state a tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -69,16 +69,23 @@ impl Medium for Folder {
 
     fn get(&self, name: &str) -> Result<Vec<u8>> {
         let path = self.path(name);
-        fs::read(&path).map_err(|error| Fault::io("read", &path, &error))
+        let fault = |error: &io::Error| Fault::io("read", &path, error);
+        // A pipe would be waited for, and a device read for ever.
+        if !fs::metadata(&path).map_err(|error| fault(&error))?.is_file() {
+            return Err(Fault::data("this is no regular file, as all of a checkpoint are")
+                .at(path.display().to_string())
+                .hint("move it away"));
+        }
+        fs::read(&path).map_err(|error| fault(&error))
     }
 
     fn list(&self) -> Result<Vec<String>> {
         let mut found = Vec::new();
         for step in entries(&self.0)? {
             // Whatever else lies here is not ours.
-            for file in entries(&self.0.join(&step))? {
-                found.push(format!("{step}/{file}"));
-            }
+            let mut files = entries(&self.0.join(&step))?;
+            files.retain(|file| self.0.join(&step).join(file).is_file());
+            found.extend(files.into_iter().map(|file| format!("{step}/{file}")));
         }
         Ok(found)
     }

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 use contract::{Class, Digest, Fault, Result};
 use curriculum::Dtype;
-use store::{Location, disk};
+use store::{Location, disk, open};
 use tch::Device;
 
 pub(crate) use format::manifest_bytes;
@@ -179,6 +179,16 @@ impl Checkpoints {
         self.medium.location(&format!("step-{step}"))
     }
 
+    /// Whether the place is a store's, which is never altered.
+    pub(crate) fn is_a_store(&self) -> Result<bool> {
+        let files = [open::MANIFEST, open::MANIFEST_SUM].map(|file| self.medium.get(file));
+        match files.into_iter().collect::<Result<Vec<_>>>() {
+            Ok(_) => Ok(true),
+            Err(fault) if fault.class() == Class::Data => Ok(false),
+            Err(fault) => Err(fault),
+        }
+    }
+
     /// The steps that have one, ascending.
     pub fn steps(&self) -> Result<Vec<u64>> {
         let files = self.medium.list()?;
@@ -194,7 +204,9 @@ impl Checkpoints {
         let (committed, files) = (self.steps()?, self.medium.list()?);
         let left = files.iter().filter(|file| {
             step_of(file).is_some_and(|(step, name)| {
-                !committed.contains(&step) || name.ends_with(disk::PART)
+                let half = name.strip_suffix(disk::PART);
+                format::is_file(half.unwrap_or(name))
+                    && (half.is_some() || !committed.contains(&step))
             })
         });
         left.map(String::as_str).try_for_each(|file| self.medium.remove(file))
@@ -285,14 +297,14 @@ impl Checkpoints {
 
     /// Lets the checkpoint of `step` stay whatever the retention says.
     pub fn pin(&self, step: u64) -> Result<()> {
-        self.medium.put(&name(step, PINNED), &[]).map(drop)
+        self.medium.put(&name(step, format::PINNED), &[]).map(drop)
     }
 
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
         let (mut steps, files) = (self.steps()?, self.medium.list()?);
         // A pinned one stays beside the newest, not in place of one.
-        steps.retain(|step| !files.contains(&name(*step, PINNED)));
+        steps.retain(|step| !files.contains(&name(*step, format::PINNED)));
         retention.gone(&steps).into_iter().try_for_each(|step| self.remove(step))
     }
 
@@ -322,7 +334,7 @@ impl Checkpoints {
     fn first_manifest(&self, step: u64) -> Result<Vec<String>> {
         let (folder, manifest) = (name(step, ""), name(step, format::MANIFEST));
         let mut files = self.medium.list()?;
-        files.retain(|file| file.starts_with(&folder));
+        files.retain(|file| file.strip_prefix(&folder).is_some_and(format::is_file));
         files.sort_by_key(|file| (*file != manifest, file.clone()));
         Ok(files)
     }
@@ -333,9 +345,6 @@ fn link(from: &Path, to: &Path) -> Result<bool> {
     disk::create_folder(disk::folder_of(to))?;
     Ok(disk::link(from, to).is_ok())
 }
-
-/// The file that keeps a checkpoint from being removed.
-const PINNED: &str = "pinned";
 
 /// The file that says whose checkpoints these are, where they lie outside of the run's folder.
 const OWNER: &str = "owner";

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use contract::{Fault, Result};
 use serde_json::{Value, json};
+use store::disk;
 use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
@@ -37,8 +38,7 @@ pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> 
     commit(target, |folder| {
         let tensors = named(&spec.parameters, &state.in_f32()?, &state.balance);
         let written = model_files(folder, config, record, &tensors)?;
-        std::fs::write(folder.join("tokenizer.json"), &tokenizer)
-            .map_err(|error| Fault::io("write", &folder.join("tokenizer.json"), &error))?;
+        disk::write_whole(&folder.join("tokenizer.json"), &tokenizer)?;
         let text = tokenizer_config(&tokenizer, record, config.max_position_embeddings);
         files::text(folder, "tokenizer_config.json", &text)?;
         Ok(Exported { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })

@@ -10,6 +10,8 @@ use safetensors::tensor::{Dtype, TensorView, View};
 use safetensors::{SafeTensorError, SafeTensors};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use storage::staging::Staging;
+use store::disk;
 use tch::{Kind, Tensor};
 
 /// A part is closed before it grows beyond this, as `transformers` does.
@@ -121,11 +123,10 @@ fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
 pub(super) fn text(folder: &Path, name: &str, value: &Value) -> Result<()> {
     let path = folder.join(name);
     let text = format!("{value:#}\n");
-    fs::write(&path, text).map_err(|error| Fault::io("write", &path, &error))?;
-    sync(&path)
+    disk::write_whole(&path, text.as_bytes()).map(drop)
 }
 
-pub(super) fn sync(path: &Path) -> Result<()> {
+fn sync(path: &Path) -> Result<()> {
     File::open(path)
         .and_then(|file| file.sync_all())
         .map_err(|error| Fault::io("flush", path, &error))
@@ -138,20 +139,9 @@ pub(super) fn commit<T>(target: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
             .at(target.display().to_string())
             .hint("name a folder that does not exist yet, or remove this one"));
     }
-    let mut scratch = target.as_os_str().to_owned();
-    scratch.push(".partial");
-    let scratch = Path::new(&scratch);
-    let remove = || match fs::remove_dir_all(scratch) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(Fault::io("remove", scratch, &error))
-        }
-        _ => Ok(()),
-    };
-    remove()?;
-    fs::create_dir_all(scratch).map_err(|error| Fault::io("create", scratch, &error))?;
-    let made = fill(scratch).inspect_err(|_| drop(remove()))?;
-    sync(scratch)?;
-    fs::rename(scratch, target).map_err(|error| Fault::io("rename to", target, &error))?;
+    let staging = Staging::begin(target)?;
+    let made = fill(staging.path())?;
+    staging.commit()?;
     Ok(made)
 }
 

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Digestible as _, Fault, Hasher, Identity, Result};
 use kernels::checksum;
 use serde::{Deserialize, Serialize};
+use store::disk;
 use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
@@ -167,8 +168,7 @@ pub(super) fn write(
         let tensors = export::named(&model::parameters(config), weights, &balance);
         let written = export::model_files(folder, config, &record, &tensors)?;
         if let Some(bytes) = tokenizer {
-            let path = folder.join("tokenizer.json");
-            fs::write(&path, bytes).map_err(|error| Fault::io("write", &path, &error))?;
+            disk::write_whole(&folder.join("tokenizer.json"), bytes)?;
         }
         let manifest = Manifest {
             format: FORMAT,

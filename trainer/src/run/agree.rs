@@ -46,6 +46,15 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
         spec.models.iter().map(|model| of(model).to_string()).collect::<Vec<_>>().join(", ")
     };
     let chunks = listed(|model| model.cut.chunks);
+    // Where the curriculum lets as many as were asked for share, it is the number of ranks that does not.
+    let enough = cp * tsp;
+    let could = |along: fn(Mesh) -> u32| {
+        spec.models.iter().any(|model| along(Mesh::of(enough, degrees, model.cut)) > 1)
+    };
+    let hint = |along: fn(Mesh) -> u32, otherwise: &str| match could(along) {
+        true => format!("start {enough} ranks or a multiple of that: --nproc {enough}"),
+        false => otherwise.to_owned(),
+    };
     if tsp > 1 && meshes.iter().all(|(_, mesh)| mesh.tsp == 1) {
         let shards = listed(|model| model.cut.shards);
         return Err(Fault::usage("no phase has weights that ranks can hold for each other")
@@ -55,7 +64,10 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
                 counted(world, "rank")
             ))
             .wanted("a number from 2 to --tsp that divides the ranks and a phase's weight_shards and context_chunks")
-            .hint("weight_shards = tsp and context_chunks = 2 x cp x tsp in a phase; they decide bits, cp and tsp do not"));
+            .hint(hint(
+                |mesh| mesh.tsp,
+                "weight_shards = tsp and context_chunks = 2 x cp x tsp in a phase; they decide bits, cp and tsp do not",
+            )));
     }
     if cp == 1 || meshes.iter().any(|(_, mesh)| mesh.cp > 1) {
         return Ok(());
@@ -68,7 +80,10 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
             if tsp > 1 { format!(" and --tsp {tsp}") } else { String::new() }
         ))
         .wanted("a number from 2 to --cp that divides the ranks and a phase's context_chunks")
-        .hint("context_chunks = 2 x cp in a phase gives each rank as much to compute; it decides bits, cp does not"))
+        .hint(hint(
+            |mesh| mesh.cp,
+            "context_chunks = 2 x cp in a phase gives each rank as much to compute; it decides bits, cp does not",
+        )))
 }
 
 /// What to say of phases that have not a micro-batch for each rank, or cannot be shared as widely as asked.

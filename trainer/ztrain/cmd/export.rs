@@ -69,7 +69,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 }
 
 fn newest(args: &Args) -> Result<u64> {
-    let steps = RunFolder::new(&args.run).checkpoints()?.steps()?;
+    let steps = RunFolder::new(&args.run).found_checkpoints()?.steps()?;
     steps.last().copied().ok_or_else(|| {
         Fault::usage("this run has no checkpoint")
             .at(args.run.display().to_string())
