@@ -157,7 +157,8 @@ fn difference(there: &Manifest, wanted: &Manifest) -> (String, String, String) {
             record.map_or("none".to_owned(), |it| format!("{} ({})", it.path, it.sha256))
         };
         let count = before.inputs.len().max(now.inputs.len());
-        let mut inputs = (0..count).map(|at| [before.inputs.get(at), now.inputs.get(at)].map(input));
+        let mut inputs =
+            (0..count).map(|at| [before.inputs.get(at), now.inputs.get(at)].map(input));
         if let Some([old, new]) = inputs.find(|[old, new]| old != new) {
             return (format!("an input of source {}", before.name), old, new);
         }
