@@ -20,6 +20,7 @@
 //! A fault is delivered at its step, after all steps before it, and ends the stream. Dropping the prefetcher at any
 //! moment stops and joins all its threads.
 
+use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -94,15 +95,16 @@ impl<T: Send + 'static> Prefetcher<T> {
     ) -> Result<Self> {
         let Ahead { plan, stores, steps, options } = ahead;
         let make = move |step| check(batch_in(&plan, &stores, step, slice(step)?, &memory)?);
-        Prefetcher::over(steps, options, make, last)
+        Prefetcher::over(steps, options, make, last, begin)
     }
 
-    /// The same over any function from a step to its batch.
+    /// The same over any function from a step to its batch, on threads that `begin` gives.
     fn over<B: Send + 'static>(
         steps: Range<u64>,
         options: PrefetchOptions,
         make: impl Fn(u64) -> Result<B> + Send + Sync + 'static,
         last: impl FnMut(B) -> Result<T> + Send + 'static,
+        begin: impl Fn(String, Work) -> io::Result<JoinHandle<()>>,
     ) -> Result<Self> {
         let (order, slots) = bounded::<Slot<B>>(options.depth.max(1));
         let (done, ready) = bounded(1);
@@ -110,21 +112,29 @@ impl<T: Send + 'static> Prefetcher<T> {
         let mut prefetcher = Prefetcher { ready: Some(ready), left, threads: Vec::new() };
         let next = Arc::new(Mutex::new((steps, order)));
         let make = Arc::new(make);
+        let mut spawn = |name: String, work: Work| {
+            let thread = begin(name, work).map_err(|error| {
+                Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
+            })?;
+            prefetcher.threads.push(thread);
+            Ok(())
+        };
+        // The last stage first: where a reader cannot be started, the others wait for nobody but it.
+        spawn("loader-last".to_owned(), Box::new(move || finish(&slots, &done, last)))?;
         for number in 0..options.threads.max(1) {
             let (next, make) = (Arc::clone(&next), Arc::clone(&make));
-            prefetcher.spawn(format!("loader-{number}"), move || read(&next, &*make))?;
+            spawn(format!("loader-{number}"), Box::new(move || read(&next, &*make)))?;
         }
-        prefetcher.spawn("loader-last".to_owned(), move || finish(&slots, &done, last))?;
         Ok(prefetcher)
     }
+}
 
-    fn spawn(&mut self, name: String, work: impl FnOnce() + Send + 'static) -> Result<()> {
-        let thread = thread::Builder::new().name(name).spawn(work).map_err(|error| {
-            Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
-        })?;
-        self.threads.push(thread);
-        Ok(())
-    }
+/// What a thread does.
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A thread of the system's.
+fn begin(name: String, work: Work) -> io::Result<JoinHandle<()>> {
+    thread::Builder::new().name(name).spawn(work)
 }
 
 /// A reader: takes the next step with its slot until there is none, or nobody listens.
@@ -226,7 +236,7 @@ mod tests {
                 Ok((calls, value))
             };
             let options = PrefetchOptions { threads, depth };
-            let found: Vec<_> = Prefetcher::over(1..end, options, slow, last).unwrap().map(Result::unwrap).collect();
+            let found: Vec<_> = Prefetcher::over(1..end, options, slow, last, super::begin).unwrap().map(Result::unwrap).collect();
             prop_assert_eq!(found, (1..end).map(|step| (step, step * step)).collect::<Vec<_>>());
         }
 
@@ -236,7 +246,7 @@ mod tests {
         ) {
             let make = move |step| if step == bad && !late { Err(Fault::data("torn")) } else { slow(step) };
             let last = move |value| if value == bad * bad { Err(Fault::data("torn")) } else { Ok(value) };
-            let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last).unwrap();
+            let mut stream = Prefetcher::over(1..100, PrefetchOptions { threads, depth }, make, last, super::begin).unwrap();
             for step in 1..bad {
                 prop_assert_eq!(stream.next(), Some(Ok(step * step)));
             }
@@ -257,7 +267,7 @@ mod tests {
                 let _held = &ended;
                 Ok(value)
             };
-            let stream = Prefetcher::over(1..u64::MAX, PrefetchOptions { threads, depth }, make, last).unwrap();
+            let stream = Prefetcher::over(1..u64::MAX, PrefetchOptions { threads, depth }, make, last, super::begin).unwrap();
             let mut stream = stream;
             prop_assert_eq!(stream.by_ref().take(taken).count(), taken);
             drop(stream);
@@ -270,7 +280,7 @@ mod tests {
             let made = Arc::new(AtomicU64::new(0));
             let counter = Arc::clone(&made);
             let make = move |step| Ok(counter.fetch_max(step, Ordering::Relaxed).max(step));
-            let mut stream = Prefetcher::over(1..1000, PrefetchOptions { threads, depth }, make, |_| Ok(())).unwrap();
+            let mut stream = Prefetcher::over(1..1000, PrefetchOptions { threads, depth }, make, |_| Ok(()), super::begin).unwrap();
             for taken in 1..20 {
                 prop_assert!(stream.next().is_some());
                 thread::sleep(Duration::from_micros(200));
@@ -280,16 +290,35 @@ mod tests {
         }
     }
 
+    /// Readers that are there already fill the queue meanwhile.
+    #[test]
+    fn where_a_thread_cannot_be_had_the_others_end() {
+        for given in 0..4 {
+            let begun = AtomicU64::new(0);
+            let begin = |name, work| match begun.fetch_add(1, Ordering::Relaxed) < given {
+                true => super::begin(name, work),
+                false => {
+                    thread::sleep(Duration::from_millis(20));
+                    Err(io::ErrorKind::WouldBlock.into())
+                }
+            };
+            let options = PrefetchOptions { threads: 3, depth: 1 };
+            let fault =
+                Prefetcher::over(1..u64::MAX, options, slow, Ok, begin).map(drop).unwrap_err();
+            assert!(fault.class() == Class::Machine && fault.to_string().contains("ulimit -u"));
+        }
+    }
+
     #[test]
     fn a_panic_is_a_fault_at_its_step() {
         let options = PrefetchOptions { threads: 2, depth: 2 };
         let reader = |step| if step == 3 { panic!("reader") } else { Ok(step) };
-        let mut stream = Prefetcher::over(1..9, options, reader, Ok).unwrap();
+        let mut stream = Prefetcher::over(1..9, options, reader, Ok, super::begin).unwrap();
         assert_eq!((stream.next(), stream.next()), (Some(Ok(1)), Some(Ok(2))));
         assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
         assert_eq!(stream.next(), None);
         let last = |step| if step == 2 { panic!("last stage") } else { Ok(step) };
-        let mut stream = Prefetcher::over(1..9, options, Ok, last).unwrap();
+        let mut stream = Prefetcher::over(1..9, options, Ok, last, super::begin).unwrap();
         assert_eq!(stream.next(), Some(Ok(1)));
         assert_eq!(stream.next().unwrap().unwrap_err().class(), Class::Bug);
         assert_eq!(stream.next(), None);

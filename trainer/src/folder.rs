@@ -117,7 +117,7 @@ impl OpenRun {
             return Err(checkpoints.of_another_run());
         }
         if let Location::Local(path) = &place {
-            fs::create_dir_all(path).map_err(|error| Fault::io("create", path, &error))?;
+            disk::create_folder(path)?;
             self.locks.push(lock_within(&path.join(PLACE_LOCK), patience)?);
         }
         let new = found.is_none();
@@ -282,7 +282,7 @@ impl RunFolder {
                 .at(self.root.display().to_string())
                 .hint("name another folder for the run with --out"));
         }
-        fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
+        disk::create_folder(&self.root)?;
         let lock = lock_within(&self.root.join(LOCK), patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
@@ -366,7 +366,7 @@ impl RunFolder {
                 Location::Local(path) => {
                     let whole = path.canonicalize();
                     let whole = whole.map_err(|error| Fault::io("resolve", &path, &error))?;
-                    whole.to_string_lossy().into_owned()
+                    text_of(&whole)?
                 }
                 // It has one name everywhere.
                 object => object.to_string(),
@@ -375,10 +375,19 @@ impl RunFolder {
         if let Some(start) = &spec.start {
             let path = start.folder();
             let path = path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))?;
-            resolved.start = Some(path.to_string_lossy().into_owned());
+            resolved.start = Some(text_of(&path)?);
         }
         write_whole(&self.curriculum(), &resolved.canonical())
     }
+}
+
+/// A path as a curriculum names it.
+fn text_of(path: &Path) -> Result<String> {
+    path.to_str().map(str::to_owned).ok_or_else(|| {
+        Fault::usage("this path is not UTF-8, and a curriculum is")
+            .at(path.display().to_string())
+            .hint("give its folders names that are")
+    })
 }
 
 /// Takes the folder in which this lock's file lies for this process, once nobody else has it. The operating system drops the

@@ -264,11 +264,12 @@ fn resolved(host: &str, port: u16, timeout: Duration) -> Result<Vec<IpAddr>> {
     let (answer, answered) = channel();
     let asked = host.to_owned();
     // A name server that is silent is asked for longer than anybody waits.
-    std::thread::spawn(move || answer.send((asked.as_str(), port).to_socket_addrs()));
+    let ask = move || drop(answer.send((asked.as_str(), port).to_socket_addrs()));
     let failed = |reason: String| Error::Foreign {
         call: "find the host",
         reason: format!("{host:?} has no address: {reason}"),
     };
+    std::thread::Builder::new().spawn(ask).map_err(|error| failed(error.to_string()))?;
     let found =
         answered.recv_timeout(timeout).map_err(|_| failed("no name server answers".to_owned()))?;
     let found = found.map_err(|error| failed(error.to_string()))?;

@@ -107,13 +107,12 @@ impl Medium for Folder {
 
     fn rename(&self, from: &str, to: &str) -> Result<()> {
         let (from, to) = (self.path(from), self.path(to));
-        if let Some(folder) = to.parent() {
-            fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-        }
-        fs::rename(&from, &to).map_err(|error| Fault::io("rename", &from, &error))?;
-        if let Some(folder) = from.parent() {
-            let _ = fs::remove_dir(folder);
-        }
+        let folder = disk::folder_of(&to);
+        disk::create_folder(folder)?;
+        disk::rename(&from, &to).map_err(|error| Fault::io("rename", &from, &error))?;
+        disk::sync_folder(folder)?;
+        // Only an empty folder can be removed, and only then it is to be.
+        let _ = fs::remove_dir(disk::folder_of(&from));
         Ok(())
     }
 

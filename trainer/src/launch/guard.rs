@@ -22,12 +22,15 @@ use std::time::{Duration, Instant};
 use contract::settings::File;
 use contract::{Class, Fault, Result};
 use kernels::group::RunKey;
+use store::Location;
 
 use super::ends::{End, Ends, VARIABLE, verdict};
 use super::happened::{Happened, tell};
 use super::rules::{Action, Cause, History, Rule, Rules};
+use super::spawn::in_background;
 use super::supervise::Supervision;
 use super::watch::{Pulse, system_says};
+use crate::folder::RunFolder;
 use crate::refusal::lost;
 
 /// The text of the rules, for the launcher and for a rank alone; empty for those by default.
@@ -44,6 +47,9 @@ const GRACE: Duration = Duration::from_secs(10);
 
 /// The most bytes that are written to see whether a disk has room for a checkpoint.
 const ROOM: u64 = 1 << 30;
+
+/// What a step writes, and more.
+const LITTLE: u64 = 1 << 20;
 
 /// What a supervisor has asked a launcher for.
 #[derive(Clone, Debug)]
@@ -65,15 +71,15 @@ impl Supervised {
     }
 
     /// Does what the supervisor says on standard input: a request to stop, or its end.
-    pub fn follow(&self, stop: &Arc<AtomicBool>) {
+    pub fn follow(&self, stop: &Arc<AtomicBool>) -> Result<()> {
         let stop = Arc::clone(stop);
-        thread::spawn(move || {
+        in_background(move || {
             let said = std::io::stdin().lock().lines().next();
             if said.is_none() {
                 contract::note!("error: the supervisor is gone: the run ends in good order");
             }
             stop.store(true, Ordering::Relaxed);
-        });
+        })
     }
 
     pub(super) fn begin(self) -> Supervision {
@@ -298,27 +304,35 @@ impl Guard {
         }
     }
 
-    /// Tries to write as much as the run's newest checkpoint takes.
+    /// Tries to write a little where the run lies, and as much as its largest checkpoint takes where checkpoints do.
     fn has_room(&self) -> std::io::Result<()> {
-        let mut needed = 1 << 20;
+        takes(&self.run, LITTLE)?;
+        let kept = RunFolder::new(&self.run).checkpoints().ok().map(|kept| kept.place());
+        // A bucket says so when it is written to.
+        let Some(Location::Local(place)) = kept else { return Ok(()) };
+        let mut needed = LITTLE;
         // There may be none yet.
         let inside = |folder: &Path| {
             let entries = std::fs::read_dir(folder).into_iter().flatten();
             entries.filter_map(std::result::Result::ok)
         };
-        for checkpoint in inside(&self.run.join("checkpoints")) {
+        for checkpoint in inside(&place) {
             let files = inside(&checkpoint.path());
             let bytes: u64 = files.filter_map(|file| Some(file.metadata().ok()?.len())).sum();
             needed = needed.max(bytes);
         }
-        let path = self.run.join("room");
-        let mut file = std::fs::File::create(&path)?;
-        let block = vec![0; 1 << 20];
-        let written = (0..needed.min(ROOM).div_ceil(1 << 20))
-            .try_for_each(|_| file.write_all(&block))
-            .and_then(|()| file.sync_all());
-        std::fs::remove_file(&path).and(written)
+        if place.is_dir() { takes(&place, needed.min(ROOM)) } else { Ok(()) }
     }
+}
+
+/// Writes so many bytes into a folder, in a file that is gone whatever becomes of this process.
+fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
+    let path = folder.join("room");
+    let mut file = std::fs::File::create_new(&path)?;
+    std::fs::remove_file(&path)?;
+    let block = vec![0; LITTLE as usize];
+    (0..bytes.div_ceil(LITTLE)).try_for_each(|_| file.write_all(&block))?;
+    file.sync_all()
 }
 
 /// The time that a process has computed so far, as the system writes it; nothing of one that has ended.

@@ -75,7 +75,13 @@ fn read(path: &str) -> Result<String> {
             .hint(format!("chmod 600 {path}; if others had access to it, make a new one")));
     }
     let mut text = String::new();
-    file.take(LONGEST).read_to_string(&mut text).map_err(failed)?;
+    let read = file.take(LONGEST + 1).read_to_string(&mut text).map_err(failed)?;
+    if read as u64 > LONGEST {
+        return Err(Fault::usage("this file is too long for a run's key")
+            .at(path)
+            .wanted(format!("at most {LONGEST} bytes"))
+            .hint(HINT));
+    }
     Ok(text)
 }
 

@@ -115,7 +115,7 @@ pub fn rejoin(
     timeout: Duration,
     stop: &Arc<AtomicBool>,
 ) -> Result<(Group, Rendezvous)> {
-    follow_launcher(Arc::clone(stop));
+    follow_launcher(Arc::clone(stop))?;
     let mut rendezvous = Rendezvous::rejoin(&launched.place, START.max(timeout)).map_err(lost)?;
     let tell = |word: &str| contract::note!("{word}");
     loop {
@@ -130,7 +130,7 @@ pub fn rejoin(
 /// Meets the other ranks, of which each is awaited for `timeout`. `stop` is set when our launcher asks this rank to stop.
 pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> Result<Group> {
     if spawned_us() {
-        follow_launcher(Arc::clone(stop));
+        follow_launcher(Arc::clone(stop))?;
     }
     let first = if spawned_us() { START.max(timeout) } else { timeout };
     let tell = |word: &str| contract::note!("{word}");
@@ -145,8 +145,8 @@ pub fn rendezvous(launched: &Launched, group: &Group) -> Result<Rendezvous> {
 }
 
 /// Does what the launcher says, until it says nothing more.
-fn follow_launcher(stop: Arc<AtomicBool>) {
-    thread::spawn(move || {
+fn follow_launcher(stop: Arc<AtomicBool>) -> Result<()> {
+    in_background(move || {
         for line in std::io::stdin().lock().lines() {
             match line.as_deref() {
                 Ok("stop") => stop.store(true, Ordering::Relaxed),
@@ -154,7 +154,14 @@ fn follow_launcher(stop: Arc<AtomicBool>) {
             }
         }
         group::vanish(Class::Machine.exit_code());
-    });
+    })
+}
+
+/// Does something on a thread that nobody waits for.
+pub(super) fn in_background(work: impl FnOnce() + Send + 'static) -> Result<()> {
+    thread::Builder::new().spawn(work).map(drop).map_err(|error| {
+        Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
+    })
 }
 
 #[cfg(test)]

@@ -5,10 +5,9 @@
 
 use std::borrow::Cow;
 use std::fs::{self, File, Metadata, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::MetadataExt as _;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
@@ -37,11 +36,13 @@ pub struct Ledger {
     looked_up: Mutex<Option<Lines>>,
 }
 
-/// The file, and how much of it was read.
+/// The file. It is read at places, never at a cursor: threads may read at once.
 pub(super) struct Source {
     path: PathBuf,
     file: File,
-    read: AtomicU64,
+    /// Bytes that were read of it since it was opened.
+    #[cfg(test)]
+    read: std::sync::atomic::AtomicU64,
 }
 
 /// Some lines in a row.
@@ -188,11 +189,6 @@ impl Ledger {
         &self.curriculum
     }
 
-    /// Bytes that were read of it since it was opened.
-    pub fn bytes_read(&self) -> u64 {
-        self.source.read.load(Ordering::Relaxed)
-    }
-
     /// The last step recorded; 0 if none is.
     pub fn last_step(&self) -> u64 {
         self.tail.last_step()
@@ -289,7 +285,7 @@ impl Ledger {
         let (end, fault) =
             (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
         let mut copy = Output::create(to)?;
-        std::io::copy(&mut self.source.reader(0)?.take(end), &mut copy).map_err(fault)?;
+        std::io::copy(&mut self.source.reader(0).take(end), &mut copy).map_err(fault)?;
         copy.sync().map_err(fault)
     }
 
@@ -300,17 +296,30 @@ impl Ledger {
     }
 }
 
-impl Read for &Source {
+/// A reader of the file, at a place.
+struct At<'a> {
+    source: &'a Source,
+    place: u64,
+}
+
+impl Read for At<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let count = (&self.file).read(into)?;
-        self.read.fetch_add(count as u64, Ordering::Relaxed);
+        let count = self.source.file.read_at(into, self.place)?;
+        self.place += count as u64;
+        #[cfg(test)]
+        self.source.read.fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
         Ok(count)
     }
 }
 
 impl Source {
     pub(super) fn new(path: &Path, file: File) -> Source {
-        Source { path: path.to_owned(), file, read: AtomicU64::new(0) }
+        Source {
+            path: path.to_owned(),
+            file,
+            #[cfg(test)]
+            read: Default::default(),
+        }
     }
 
     fn fault(&self, what: &str) -> impl Fn(std::io::Error) -> Fault {
@@ -319,16 +328,14 @@ impl Source {
     }
 
     /// A reader from a place on.
-    fn reader(&self, place: u64) -> Result<BufReader<&Source>> {
-        let placed = (&self.file).seek(SeekFrom::Start(place));
-        placed.map_err(self.fault("read"))?;
-        Ok(BufReader::with_capacity(BUFFER, self))
+    fn reader(&self, place: u64) -> BufReader<At<'_>> {
+        BufReader::with_capacity(BUFFER, At { source: self, place })
     }
 
     /// The body of line 0, if that is whole.
     fn first(&self) -> Result<Option<(String, Line)>> {
         let mut bytes = Vec::new();
-        let read = self.reader(0)?.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
+        let read = self.reader(0).read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
         let Some(line) = bytes.strip_suffix(b"\n") else { return Ok(None) };
         let (body, chain) = opened(Digest::default(), line)
             .ok_or_else(|| broken(&self.path, 0, "its chain is broken"))?;
@@ -345,9 +352,8 @@ impl Source {
     /// The body of the line from the end of `before` to `end` and the chain after it, if it continues the chain.
     fn body(&self, before: Line, end: u64) -> Result<Option<(String, Digest)>> {
         let mut bytes = vec![0; end.saturating_sub(before.end) as usize];
-        let mut file = self;
-        (&self.file).seek(SeekFrom::Start(before.end)).map_err(self.fault("read"))?;
-        file.read_exact(&mut bytes).map_err(self.fault("read"))?;
+        let mut at = At { source: self, place: before.end };
+        at.read_exact(&mut bytes).map_err(self.fault("read"))?;
         Ok(bytes.strip_suffix(b"\n").and_then(|line| opened(before.chain, line)))
     }
 
@@ -356,9 +362,7 @@ impl Source {
         let ends = format!("\"chain\":\"{}\"}}\n", mark.line.chain);
         let Some(place) = mark.line.end.checked_sub(ends.len() as u64) else { return false };
         let mut bytes = vec![0; ends.len()];
-        let mut file = self;
-        let read =
-            (&self.file).seek(SeekFrom::Start(place)).and_then(|_| file.read_exact(&mut bytes));
+        let read = At { source: self, place }.read_exact(&mut bytes);
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
     }
 
@@ -390,7 +394,7 @@ impl Source {
                 .hint("restore the file; nothing after a changed line can be trusted")
         };
         let mut bytes = Vec::new();
-        let mut reader = self.reader(in_force.before.end)?;
+        let mut reader = self.reader(in_force.before.end);
         reader.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
         let line = bytes.strip_suffix(b"\n").and_then(|line| opened(in_force.before.chain, line));
         let said = line.and_then(|(body, _)| serde_json::from_str::<Said>(&body).ok());
@@ -406,7 +410,7 @@ impl Source {
         most: u64,
         mut each: impl FnMut(u64, Line, Line, Option<String>) -> Result<()>,
     ) -> Result<()> {
-        let mut reader = self.reader(lines.last().end)?;
+        let mut reader = self.reader(lines.last().end);
         let mut bytes = Vec::new();
         for _ in 0..most {
             bytes.clear();

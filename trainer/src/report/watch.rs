@@ -75,11 +75,14 @@ impl Watch {
                     Ok((stream, _)) if busy.load(Ordering::Relaxed) < AT_ONCE => {
                         busy.fetch_add(1, Ordering::Relaxed);
                         let busy = &busy;
-                        scope.spawn(move || {
+                        let answer = move || {
                             // A reader that went away is not waited for, and no trouble of the run's.
                             let _ = self.answer(stream, port);
                             busy.fetch_sub(1, Ordering::Relaxed);
-                        });
+                        };
+                        if thread::Builder::new().spawn_scoped(scope, answer).is_err() {
+                            busy.fetch_sub(1, Ordering::Relaxed);
+                        }
                     }
                     Ok(_) => (),
                     Err(error) if error.kind() == ErrorKind::WouldBlock => {

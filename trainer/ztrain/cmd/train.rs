@@ -90,9 +90,6 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     let stop = Arc::default();
     let supervised = Supervised::of_environment(&args.folder()?)?;
-    if let Some(supervised) = &supervised {
-        supervised.follow(&stop);
-    }
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
         if args.mirror && args.min_ranks.is_none() {
@@ -103,12 +100,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
+        supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(&stop))?;
         let launch = Launch { count, min_ranks: args.min_ranks, supervised };
         return ranks::start(&launch, &stop);
     }
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
-    let outcome = as_rank(&args, curriculum, launched.as_ref(), &stop);
+    let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &stop);
     let (Told { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
         Err(fault) => (Told { spoke_first: true, missed: None }, Err(fault)),
@@ -135,11 +133,13 @@ struct Told {
 fn as_rank(
     args: &Args,
     curriculum: &Location,
-    launched: Option<&Launched>,
+    (launched, supervised): (Option<&Launched>, Option<&Supervised>),
     stop: &Arc<AtomicBool>,
 ) -> Result<(Told, Result<()>)> {
     listen(stop)?;
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
+    // Not before: until the runtime is started, this process has one thread.
+    supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
     let exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
     if launched.is_none() && (args.min_ranks.is_some() || args.mirror) {
