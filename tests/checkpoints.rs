@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::{
-    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain,
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain, ztrain_command,
 };
 
 /// A short run whose checkpoints lie in `place`.
@@ -143,6 +143,79 @@ fn a_place_that_cannot_be_taken_is_not_remembered() {
     kept_in(&path, &run, &file, &[]).fails(2, &["file"]);
     kept_in(&path, &run, &place, &["--stop-after", "3"]).ok();
     assert!(place.join("step-3/manifest.json").exists());
+}
+
+/// A place for a run, or for its checkpoints, that is somebody's own.
+#[test]
+fn nothing_of_others_is_written_over() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "c.toml", &[]);
+    let before = tree(&store);
+    kept_in(&path, &scratch.path("run"), &store, &[]).fails(2, &["--checkpoints", "holds a store"]);
+    assert!(before == tree(&store), "a store is never altered");
+    // A curriculum of one's own that has the name of a run's.
+    let own = fs::read_to_string(&path).unwrap() + "# mine\n";
+    let mine = scratch.write("mine/run.toml", own.as_bytes());
+    let begin = |out: &str, curriculum: &Path| {
+        let out = scratch.path(out);
+        ztrain(&[
+            "--curriculum",
+            arg(curriculum),
+            "--out",
+            arg(&out),
+            "--quiet",
+            "--stop-after",
+            "3",
+        ])
+    };
+    begin("mine", &mine).fails(2, &["mine/run.toml", "in the way", "--out"]);
+    assert_eq!(fs::read_to_string(&mine).unwrap(), own);
+    // A run that was killed before its ledger was there goes on.
+    begin("killed", &path).ok();
+    fs::remove_file(scratch.path("killed/ledger.jsonl")).unwrap();
+    begin("killed", &path).ok();
+    fs::remove_file(scratch.path("killed/run.toml")).unwrap();
+    ztrain(&["replay", "--run", arg(&scratch.path("killed")), "--step", "1"])
+        .fails(3, &["lost its run.toml", "writes it anew"]);
+}
+
+/// Reading them would never end.
+#[test]
+fn pipes_in_a_run_are_refused() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "c.toml", &[]);
+    let run = scratch.path("run");
+    let args = ["--curriculum", arg(&path), "--out", arg(&run), "--quiet"];
+    ztrain(&[&args[..], &["--stop-after", "3"]].concat()).ok();
+    for name in ["events.jsonl", "ledger.jsonl"] {
+        let (file, kept) = (run.join(name), scratch.path("kept"));
+        fs::rename(&file, &kept).unwrap();
+        assert!(Command::new("mkfifo").arg(&file).status().unwrap().success());
+        let words = [name, "a FIFO, not a regular file"];
+        ztrain(&args).fails(2, &words);
+        ztrain(&["report", "--run", arg(&run)]).fails(2, &words);
+        fs::remove_file(&file).unwrap();
+        fs::rename(&kept, &file).unwrap();
+    }
+    ztrain(&args).ok();
+}
+
+#[test]
+fn a_folder_that_is_gone_is_said_so() {
+    let scratch = Scratch::new();
+    let gone = scratch.path("gone");
+    fs::create_dir(&gone).unwrap();
+    // Removed by the shell itself, so that the program begins in a folder that is not there.
+    let mut command = Command::new("sh");
+    let program = ztrain_command(&[]).get_program().to_owned();
+    command
+        .arg("-c")
+        .arg("cd \"$1\" && rmdir \"$1\" && exec \"$0\" devices")
+        .arg(program)
+        .arg(&gone);
+    Ran::from(command.output().unwrap()).fails(6, &["the folder you are in cannot be found"]);
 }
 
 #[test]

@@ -26,16 +26,21 @@ pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
 
 /// The processes that another one started, in the order of their start, once there are so many.
 pub(crate) fn children_of(process: u32, count: usize) -> Vec<u32> {
-    let path = format!("/proc/{process}/task/{process}/children");
     let start = Instant::now();
     loop {
-        let text = fs::read_to_string(&path).unwrap_or_default();
-        let found: Vec<u32> = text.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        let found = children_now(process);
         if found.len() == count || start.elapsed() > Duration::from_secs(20) {
             return found;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// The processes that `process` has started and that are there at this moment.
+pub(crate) fn children_now(process: u32) -> Vec<u32> {
+    let text = fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
+    let text = text.unwrap_or_default();
+    text.split_whitespace().map(|id| id.parse().unwrap()).collect()
 }
 
 /// Ctrl-C in a terminal reaches ranks and launcher, which asks the ranks to stop as well.

@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use crate::losses::{events, numbers};
 use crate::python::{skipped, tests_folder};
-use crate::ranks::{Fixture, children_of, signal, until_lines};
+use crate::ranks::{Fixture, children_now, children_of, signal, until_lines};
 use crate::support::{Ran, arg, ztrain};
 
 /// Changes of the curriculum that make a run of some seconds: a rank that is started again comes in time.
@@ -49,6 +49,15 @@ impl<'a> Supervised<'a> {
     /// Waits until so many steps are recorded, less one.
     pub(crate) fn until(&mut self, lines: usize) {
         until_lines(&self.fixture.scratch.path(self.out), lines, &mut self.guard);
+    }
+
+    /// Waits until it says or does something, for a minute.
+    fn until_it(&mut self, what: &str, does: impl Fn(&Self) -> bool) {
+        let start = Instant::now();
+        while !does(self) {
+            assert!(start.elapsed() < Duration::from_secs(60), "it never {what}: {}", self.said());
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// The process that starts the ranks.
@@ -284,9 +293,7 @@ fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
     let mut run = Supervised::begin(&fixture, "waits", &rules, &[]);
     run.until(4);
     signal("KILL", run.launcher());
-    while !run.said().contains("wait") {
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    run.until_it("waits", |run| run.said().contains("wait"));
     std::thread::sleep(Duration::from_millis(300));
     assert!(children_of_now(run.guard.id()).is_empty(), "nothing is started before");
     fs::write(&spare, "").unwrap();
@@ -301,7 +308,7 @@ fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
 
 /// The ranks' processes that run now, the shells of a rule apart.
 fn children_of_now(process: u32) -> Vec<u32> {
-    let all = children_of(process, 0);
+    let all = children_now(process);
     let is_ours = |id: &u32| {
         fs::read_link(format!("/proc/{id}/exe")).is_ok_and(|exe| exe.ends_with("ztrain"))
     };
@@ -373,12 +380,10 @@ fn another_launcher_is_supervised_and_a_job_is_given_back() {
     let path = format!("{}:{}", arg(program.parent().unwrap()), std::env::var("PATH").unwrap());
     inner.env("PATH", path).env("SLURM_JOB_ID", "7");
     let mut run = Supervised { fixture: &fixture, out: "launched", guard: inner.spawn().unwrap() };
-    for lines in [4, 10] {
+    for (before, lines) in [4, 10].into_iter().enumerate() {
         run.until(lines);
         signal("KILL", run.launcher());
-        while run.done().is_empty() {
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        run.until_it("does what its rules say", |run| run.done().len() > before);
     }
     let (code, said) = run.end();
     assert_eq!(code, Some(6), "{said}");

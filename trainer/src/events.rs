@@ -1,12 +1,13 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use contract::{Fault, Result};
 use serde_json::{Value, json};
+use store::regular;
 
 use crate::mesh::{Degrees, Schedule};
 
@@ -20,6 +21,9 @@ impl Events {
     /// Opens the file, making it if need be. A line that a crash left half written ends there: it must not swallow the next.
     pub fn open(path: &Path) -> Result<Self> {
         let opened = || {
+            if path.exists() {
+                regular::size(path)?;
+            }
             let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
             let mut last = [b'\n'];
             if file.seek(SeekFrom::End(0))? > 0 {
@@ -49,13 +53,13 @@ impl Events {
 /// The events at `path`, one after the other; lines that cannot be read are passed over. `None` where there is no file.
 fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
     let lines =
-        BufReader::new(File::open(path).ok()?).split(b'\n').map_while(std::result::Result::ok);
+        BufReader::new(regular::open(path).ok()?).split(b'\n').map_while(std::result::Result::ok);
     Some(lines.filter_map(|line| serde_json::from_slice(&line).ok()))
 }
 
 /// The text of the events at `path`, none where there is no file. What is not UTF-8 in it spoils its own line alone.
 pub(crate) fn read(path: &Path) -> Result<String> {
-    match fs::read(path) {
+    match regular::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
         Err(error) => Err(Fault::io("read", path, &error)),
@@ -64,7 +68,7 @@ pub(crate) fn read(path: &Path) -> Result<String> {
 
 /// Seconds that a step took lately, by the events at `path`: the median of the last ones; `None` where there are none.
 pub(crate) fn pace(path: &Path) -> Option<f64> {
-    let mut file = File::open(path).ok()?;
+    let mut file = regular::open(path).ok()?;
     let end = file.seek(SeekFrom::End(0)).ok()?;
     file.seek(SeekFrom::Start(end.saturating_sub(TAIL))).ok()?;
     let mut bytes = Vec::new();

@@ -496,8 +496,17 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
 fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     compare_content(begun, now, path)?;
     if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
-        return Err(other(&format!("the kernel table's {key}"), after, before, path)
-            .hint("go on where it began, or train it here as a run of its own with --out"));
+        let variable = key.strip_prefix("environment.");
+        let hint = match (variable, before.as_str()) {
+            (Some(name), "null") => format!("unset {name}: it chooses other kernels"),
+            (Some(name), value) => format!("export {name}={value}: it chooses the kernels"),
+            (None, _) => {
+                "go on where it began, or train it here as a run of its own with --out".to_owned()
+            }
+        };
+        let shown = |value: String| if value == "null" { "not set".to_owned() } else { value };
+        let fault = other(&format!("the kernel table's {key}"), shown(after), shown(before), path);
+        return Err(fault.hint(hint));
     }
     Ok(())
 }

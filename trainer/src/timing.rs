@@ -137,6 +137,7 @@ mod tests {
     #[test]
     fn a_part_inside_a_part_is_counted_once() {
         let nap = |milliseconds| sleep(Duration::from_millis(milliseconds));
+        let start = Instant::now();
         let ((), spent) = measured(|| {
             let _outer = part(Part::Tree);
             nap(20);
@@ -151,7 +152,8 @@ mod tests {
             spent[index.unwrap()]
         };
         assert!(of(Part::Batch) >= 0.04 && of(Part::Tree) >= 0.04);
-        assert!(of(Part::Tree) < of(Part::Batch) + 0.035, "the inner part is not in the outer one");
+        let all = start.elapsed().as_secs_f64();
+        assert!(of(Part::Tree) + of(Part::Batch) <= all, "the inner part is not in the outer one");
         for (index, (part, _)) in PARTS.iter().enumerate() {
             let twice = PARTS[index + 1..].iter().any(|(other, _)| other == part);
             assert!(!twice, "{part:?} stands there twice");

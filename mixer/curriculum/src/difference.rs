@@ -186,19 +186,18 @@ fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
     }
 }
 
-/// Amendments are compared in order: from the first that differs on, all of them count.
-/// What lies between those that both begin with and those that both end with.
+/// Amendments are paired by their steps, in which both lists ascend, and called by their number where they are.
 fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &mut List) {
-    let same = |(one, other): &(&Amendment, &Amendment)| one.meaning() == other.meaning();
-    let first = amendments.iter().zip(others).take_while(same).count();
-    let (mine, theirs) = (&amendments[first..], &others[first..]);
-    let last = mine.iter().rev().zip(theirs.iter().rev()).take_while(same).count();
-    let (mine, theirs) = (&mine[..mine.len() - last], &theirs[..theirs.len() - last]);
-    for number in 0..mine.len().max(theirs.len()) {
-        let (one, other) = (mine.get(number), theirs.get(number));
-        let show = |of: Option<&Amendment>| of.map_or("none".to_owned(), Amendment::meaning);
-        let step = one.into_iter().chain(other).map(|of| of.step).min().unwrap_or(1);
-        list.compare(&format!("amendment.{}", first + number + 1), show(other), show(one), step);
+    let (mut at, mut there) = (0, 0);
+    loop {
+        let (one, other) = (amendments.get(at), others.get(there));
+        let Some(step) = one.into_iter().chain(other).map(|of| of.step).min() else { return };
+        let now = |of: Option<&Amendment>| of.filter(|of| of.step == step).map(Amendment::meaning);
+        let (one, other) = (now(one), now(other));
+        let number = if other.is_some() { there } else { at };
+        (at, there) = (at + usize::from(one.is_some()), there + usize::from(other.is_some()));
+        let show = |meaning: Option<String>| meaning.unwrap_or_else(|| "none".to_owned());
+        list.compare(&format!("amendment.{}", number + 1), show(other), show(one), step);
     }
 }
 
@@ -261,5 +260,20 @@ mod tests {
             let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
             assert_eq!(told, [format!("amendment.2: {what}, which matters from step 9")]);
         }
+    }
+
+    /// One that comes between others of which one changes as well.
+    #[test]
+    fn amendments_are_told_by_their_steps() {
+        let (before, mut after) = (skipping(&[5, 13, 20]), skipping(&[5, 9, 13, 20]));
+        after.amendments[3].skip = false;
+        after.amendments[3].numbers.dtype = Some(crate::Dtype::Bf16);
+        let told: Vec<_> = before.difference(&after).iter().map(ToString::to_string).collect();
+        assert_eq!(told.len(), 2, "{told:?}");
+        assert!(told[0].starts_with("amendment.2: none became step = 9"), "{told:?}");
+        assert!(
+            told[1].starts_with("amendment.4: step = 20, skip = true became step = 20, dtype"),
+            "{told:?}"
+        );
     }
 }

@@ -57,6 +57,11 @@ impl Medium for Folder {
     fn put(&self, name: &str, parts: &[&[u8]]) -> Result<FileRecord> {
         let path = self.path(name);
         let folder = disk::folder_of(&path);
+        if folder.symlink_metadata().is_ok_and(|found| !found.is_dir()) && !folder.is_dir() {
+            return Err(Fault::usage("this file has the name of a checkpoint's folder")
+                .at(folder.display().to_string())
+                .hint("move it away, and run the same command again"));
+        }
         disk::create_folder(folder)?;
         let mut file = Whole::create(&path)?;
         parts.iter().try_for_each(|part| file.put(part))?;

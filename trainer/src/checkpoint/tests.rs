@@ -256,6 +256,46 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
 }
 
 #[test]
+fn files_of_others_stay_in_any_folder() {
+    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false });
+    let folder = TempDir::new().unwrap();
+    let checkpoints = Checkpoints::new(folder.path());
+    let others = ["step-3/model.pt", "step-5/model.safetensors", "step-5/notes.tmp"];
+    let others = others.map(|name| folder.path().join(name));
+    for path in &others {
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, "years of training").unwrap();
+    }
+    save(&checkpoints, &layout, 3).unwrap();
+    save(&checkpoints, &layout, 6).unwrap();
+    checkpoints.clean().unwrap();
+    checkpoints.retain(retention).unwrap();
+    assert_eq!(checkpoints.steps().unwrap(), [6]);
+    checkpoints.set_aside(6).unwrap();
+    checkpoints.set_aside(5).unwrap();
+    assert!(others.iter().all(|path| path.exists()));
+}
+
+/// A pipe would be waited for, a device read for ever, and a folder is the fault of no command line.
+#[test]
+fn what_is_no_file_is_passed_over() {
+    let layout = layout();
+    for name in [format::MANIFEST, format::BALANCE] {
+        let folder = TempDir::new().unwrap();
+        let checkpoints = Checkpoints::new(folder.path());
+        save(&checkpoints, &layout, 3).unwrap();
+        save(&checkpoints, &layout, 6).unwrap();
+        let path = folder.path().join("step-6").join(name);
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        assert_eq!(newest(&checkpoints, &layout).0, Some(3));
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert_eq!(newest(&checkpoints, &layout).0, Some(3));
+    }
+}
+
+#[test]
 fn setting_aside_can_be_killed_anywhere() {
     let layout = layout();
     for left in 0..100 {

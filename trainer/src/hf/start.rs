@@ -49,6 +49,11 @@ impl Start {
     /// Opens the start in `folder`; its weights are read and checked by [`Start::read`].
     pub fn open(folder: &Path) -> Result<Start> {
         let path = folder.join("start.json");
+        if !folder.exists() {
+            return Err(Fault::data("this start does not exist")
+                .at(folder.display().to_string())
+                .hint("check the path; one that was moved is put back, or a link to it"));
+        }
         if !path.exists() {
             return Err(Fault::usage("this folder is not a start: it has no start.json")
                 .at(folder.display().to_string())

@@ -137,5 +137,9 @@ mod tests {
             }
         }
         assert!(found(&[(KEY, SECRET), (KEY_FILE, "nowhere")], "node7").is_ok());
+        set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        write(&path, "x".repeat(5000)).unwrap();
+        let long = found(&[(KEY_FILE, name)], "node7").unwrap_err().to_string();
+        assert!(long.contains("too long"), "{long}");
     }
 }

@@ -12,6 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
 use store::disk::Output;
+use store::regular;
 
 use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
@@ -94,8 +95,9 @@ impl Ledger {
         if !path.exists() {
             return Ok(None);
         }
-        let options = OpenOptions::new().read(true).append(true).open(path);
-        let file = options.map_err(|error| Fault::io("open", path, &error))?;
+        let opened =
+            regular::size(path).and_then(|_| OpenOptions::new().read(true).append(true).open(path));
+        let file = opened.map_err(|error| Fault::io("open", path, &error))?;
         let Some(ledger) = Ledger::of(path, file, For::Appending)? else { return Ok(None) };
         let cut = ledger.source.file.set_len(ledger.tail.last().end);
         cut.map_err(|error| Fault::io("cut the torn end of", path, &error))?;
@@ -113,7 +115,7 @@ impl Ledger {
     }
 
     fn to_read(path: &Path, aim: For) -> Result<Ledger> {
-        let file = File::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        let file = regular::open(path).map_err(|error| Fault::io("open", path, &error))?;
         Ledger::of(path, file, aim)?.ok_or_else(|| empty(path))
     }
 

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use contract::{Digest, Fault, Result};
+use store::regular;
 
 /// Steps between two marks.
 pub(crate) const SPACING: u64 = 1000;
@@ -84,7 +85,8 @@ impl Index {
     /// That of the ledger at `ledger`. What cannot be read is not there.
     pub(super) fn open(ledger: &Path, writes: bool) -> Index {
         let path = ledger.with_extension("index");
-        let file = OpenOptions::new().read(true).write(writes).open(&path).ok();
+        let found = regular::size(&path).ok();
+        let file = found.and_then(|_| OpenOptions::new().read(true).write(writes).open(&path).ok());
         let bytes = file.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |it| it.len());
         Index { path, file, count: bytes / WIDTH as u64, writes }
     }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use store::regular;
 
 use super::odd::{Kind, OddStep, Reason, add};
 use super::window::Window;
@@ -178,7 +179,7 @@ impl Log {
         let fault = |error: std::io::Error| Fault::io("read", &path, &error);
         let mut reader = match self.reader.take() {
             Some(reader) => reader,
-            None => match File::open(&path) {
+            None => match regular::open(&path) {
                 Ok(file) => BufReader::with_capacity(BUFFER, file),
                 Err(error) if error.kind() == ErrorKind::NotFound => return Ok(0),
                 Err(error) => return Err(Fault::io("open", &path, &error)),
