@@ -176,7 +176,11 @@ fn refuse_splits(place: &Location, files: &[Location]) -> Result<()> {
     Err(Fault::usage("this folder holds the splits of one source, not its files")
         .at(place.to_string())
         .found(format!("{train} and {validation}"))
-        .hint(format!("name the files of one split: --source NAME={}", place.join(&train))))
+        .hint(format!(
+            "name the files of each: --source NAME={} --held-out NAME={}",
+            place.join(&train),
+            place.join(&validation)
+        )))
 }
 
 /// The shards of an MDS data set, and its index.

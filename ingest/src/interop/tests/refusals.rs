@@ -4,7 +4,7 @@ use super::*;
 use store::Manifest;
 use store::open;
 
-/// A store of one source, and its Megatron files: train and validation.
+/// A store of one source, and its Megatron files: of its splits, called `train` and `second`.
 fn store(bench: &Bench) -> (Manifest, PathBuf) {
     let docs: Vec<Vec<u32>> =
         (0..40).map(|at| (0..1 + at % 9).map(|id| id + at).collect()).collect();
@@ -13,14 +13,23 @@ fn store(bench: &Bench) -> (Manifest, PathBuf) {
     request.validation = Ratio::new(1, 4);
     let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
     export(&bench.export(Peer::Megatron, "store", "out")).unwrap();
-    (manifest, bench.path("out/web"))
+    // Nobody means both splits by the folder of an export.
+    let folder = bench.path("out/web");
+    let both = import(&bench.import(Peer::Megatron, "both", &[(&folder, false)])).unwrap_err();
+    assert!(both.class() == Class::Usage && both.to_string().contains("validation.bin"), "{both}");
+    for ending in ["bin", "idx"] {
+        let [from, to] =
+            ["validation", "second"].map(|name| folder.join(name).with_extension(ending));
+        fs::rename(from, to).unwrap();
+    }
+    (manifest, folder)
 }
 
 #[test]
 fn a_folder_of_megatron_files_is_all_of_its_pairs() {
     let bench = Bench::new();
     let (_, folder) = store(&bench);
-    let pairs = ["train", "validation"].map(|split| folder.join(split));
+    let pairs = ["second", "train"].map(|split| folder.join(split));
     let named: Vec<(&Path, bool)> = pairs.iter().map(|pair| (pair.as_path(), false)).collect();
     let [by_folder, by_name] =
         [("folder", vec![(folder.as_path(), false)]), ("names", named)].map(|(store, parts)| {
