@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::support::{
-    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain, ztrain_command,
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain,
 };
 
 /// A short run whose checkpoints lie in `place`.
@@ -174,6 +174,7 @@ fn nothing_of_others_is_written_over() {
     // A run that was killed before its ledger was there goes on.
     begin("killed", &path).ok();
     fs::remove_file(scratch.path("killed/ledger.jsonl")).unwrap();
+    fs::remove_dir_all(scratch.path("killed/checkpoints")).unwrap();
     begin("killed", &path).ok();
     fs::remove_file(scratch.path("killed/run.toml")).unwrap();
     ztrain(&["replay", "--run", arg(&scratch.path("killed")), "--step", "1"])
@@ -200,22 +201,6 @@ fn pipes_in_a_run_are_refused() {
         fs::rename(&kept, &file).unwrap();
     }
     ztrain(&args).ok();
-}
-
-#[test]
-fn a_folder_that_is_gone_is_said_so() {
-    let scratch = Scratch::new();
-    let gone = scratch.path("gone");
-    fs::create_dir(&gone).unwrap();
-    // Removed by the shell itself, so that the program begins in a folder that is not there.
-    let mut command = Command::new("sh");
-    let program = ztrain_command(&[]).get_program().to_owned();
-    command
-        .arg("-c")
-        .arg("cd \"$1\" && rmdir \"$1\" && exec \"$0\" devices")
-        .arg(program)
-        .arg(&gone);
-    Ran::from(command.output().unwrap()).fails(6, &["the folder you are in cannot be found"]);
 }
 
 #[test]

@@ -236,7 +236,8 @@ mod tests {
                 Ok((calls, value))
             };
             let options = PrefetchOptions { threads, depth };
-            let found: Vec<_> = Prefetcher::over(1..end, options, slow, last, super::begin).unwrap().map(Result::unwrap).collect();
+            let stream = Prefetcher::over(1..end, options, slow, last, super::begin).unwrap();
+            let found: Vec<_> = stream.map(Result::unwrap).collect();
             prop_assert_eq!(found, (1..end).map(|step| (step, step * step)).collect::<Vec<_>>());
         }
 
@@ -280,7 +281,8 @@ mod tests {
             let made = Arc::new(AtomicU64::new(0));
             let counter = Arc::clone(&made);
             let make = move |step| Ok(counter.fetch_max(step, Ordering::Relaxed).max(step));
-            let mut stream = Prefetcher::over(1..1000, PrefetchOptions { threads, depth }, make, |_| Ok(()), super::begin).unwrap();
+            let options = PrefetchOptions { threads, depth };
+            let mut stream = Prefetcher::over(1..1000, options, make, |_| Ok(()), super::begin).unwrap();
             for taken in 1..20 {
                 prop_assert!(stream.next().is_some());
                 thread::sleep(Duration::from_micros(200));

@@ -64,14 +64,6 @@ fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, std::sync::Arc::default());
     trainer::refusal::speak_once();
-    if let Err(error) = std::env::current_dir() {
-        // The libraries under libtorch end the process with words of their own.
-        let fault =
-            contract::Fault::machine(format!("the folder you are in cannot be found: {error}"));
-        return contract::terminal::end(Err(
-            fault.hint("go to one that is there, and run the same command again")
-        ));
-    }
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(refusal) => {

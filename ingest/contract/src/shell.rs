@@ -85,8 +85,8 @@ mod tests {
             let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
             let heard: Vec<&[u8]> = printed.stdout.split(|byte| *byte == 0).collect();
             for (name, heard) in names.iter().zip(&heard) {
-                let whole = if name.as_bytes().starts_with(b"-") { [b"./", name.as_bytes()].concat() } else { name.as_bytes().to_vec() };
-                prop_assert_eq!(&whole, heard);
+                let before: &[u8] = if name.as_bytes().starts_with(b"-") { b"./" } else { b"" };
+                prop_assert_eq!(&[before, name.as_bytes()].concat(), heard);
             }
             prop_assert_eq!(heard.len(), names.len() + 1);
         }
