@@ -42,7 +42,7 @@ impl Carrier {
         // Nothing lies between the two: a round is handed over when the one before it has passed.
         let (hand, queued) = sync_channel(0);
         let other = Arc::clone(&self);
-        std::thread::spawn(move || {
+        let begun = std::thread::Builder::new().spawn(move || {
             let _end = end;
             match device::enter(other.device) {
                 Ok(()) => other.see_through(queued),
@@ -52,6 +52,10 @@ impl Carrier {
                 }
             }
         });
+        if let Err(error) = begun {
+            self.shared.fail(refused(format!("there is no thread for it: {error}")));
+            return self.communicator.abort();
+        }
         for round in rounds {
             let round = match self.pass(lane, &round) {
                 Ok(()) => match hand.send(round) {
@@ -114,7 +118,8 @@ impl Carrier {
             return;
         }
         let (peers, shared) = (Arc::clone(&self.peers), Arc::clone(&self.shared));
-        std::thread::spawn(move || {
+        // Without a thread for this, whoever started the process has to end it.
+        let _ = std::thread::Builder::new().spawn(move || {
             let patience = 2 * peers.timeout();
             std::thread::sleep(patience);
             let state = shared.lock();

@@ -180,7 +180,7 @@ impl Courier {
         let (theirs, there) = (Arc::clone(peers), Arc::clone(&shared));
         let (axis, size) = (party.axis, party.members.len() as u32);
         let place = party.place(peers.rank()).map_err(|error| error.to_string())?;
-        std::thread::spawn(move || {
+        let carry = move || {
             let _end = end.clone();
             let chosen = device::enter(device).map_err(|error| error.to_string());
             let communicator = chosen.and_then(|()| Communicator::join(id, place, size));
@@ -195,7 +195,8 @@ impl Courier {
                 let carrier = Carrier { peers, party, device, communicator, inside, shared };
                 Arc::new(carrier).carry_all(&lane, rounds, end);
             }
-        });
+        };
+        std::thread::Builder::new().spawn(carry).map_err(|error| error.to_string())?;
         let communicator = match answer.recv_timeout(peers.timeout()) {
             Ok(joined) => joined?,
             Err(_) => return Err(format!("not all joined within {}", seconds(peers.timeout()))),
@@ -288,7 +289,9 @@ impl Courier {
         let error = self.peers.held_up(what);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
         let communicator = self.communicator.upgrade();
-        std::thread::spawn(move || communicator.inspect(|communicator| communicator.abort()));
+        let abort = move || drop(communicator.inspect(|communicator| communicator.abort()));
+        // Without a thread for it, it ends with the process.
+        let _ = std::thread::Builder::new().spawn(abort);
         error
     }
 }
@@ -320,13 +323,15 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let farewell = peers.receive(next, &word, FAREWELL)?;
     let (end, ended) = channel::<()>();
     let (peers, shared) = (Arc::clone(peers), Arc::clone(shared));
-    std::thread::spawn(move || {
+    let watching = move || {
         let _end = end;
         // No exchange: nobody can be behind it.
         let turn = Turn { axis: 0, number: 0 };
         if let Err(error) = farewell.wait(LONG) {
             shared.fail(peers.missing("the watch over the next rank", turn, next, &error));
         }
-    });
+    };
+    let begun = std::thread::Builder::new().spawn(watching);
+    begun.map_err(|error| refused(format!("there is no thread for a watch: {error}")))?;
     Ok(ended)
 }
