@@ -9,7 +9,7 @@
 // - A communicator is for one thread at a time: two are the end of the process.
 // - What would add numbers up ends the process.
 //
-// Beyond the interface: hostStreamCreate, hostStreamDestroy, hostStreamQuery, which stand for a device's runtime library. Where
+// Beyond the interface: hostStreamCreate, -Destroy, -Mark and -Passed, which stand for a device's runtime library. Where
 // the stand-in for a GPU is in the process (kernels/device/standin), streams are that one's: it hears what a group reads and
 // writes, and when it has begun and ended.
 // For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
@@ -88,7 +88,8 @@ struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
-  bool busy = false, end = false;
+  uint64_t came = 0, done = 0;      // what was ever queued, and of that what is done
+  bool end = false;
   std::thread thread;
 
   Stream() : thread([this] { work(); }) {}
@@ -107,23 +108,27 @@ struct Stream {
       if (queue.empty()) return;
       auto next = std::move(queue.front());
       queue.pop_front();
-      busy = true;
       lock.unlock();
       next();
       lock.lock();
-      busy = false;
+      ++done;
     }
   }
   void push(std::function<void()> work) {
     {
       std::lock_guard<std::mutex> lock(mutex);
       queue.push_back(std::move(work));
+      ++came;
     }
     changed.notify_all();
   }
-  bool idle() {
+  uint64_t mark() {
     std::lock_guard<std::mutex> lock(mutex);
-    return !busy && queue.empty();
+    return came;
+  }
+  bool passed(uint64_t mark) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return done >= mark;
   }
 };
 
@@ -214,8 +219,7 @@ void read_some(Comm& comm, Wire& wire, bool& gone) {
 }
 
 // Works a group through: all of its transfers together, until the last is done or the communicator is given up.
-void run(Comm& comm, const Group& group) {
-  const int number = comm.groups;
+void run(Comm& comm, const Group& group, int number) {
   const bool soon = fault("soon", comm, number);
   if (soon || fault("wrong", comm, number) || fault("cling", comm, number)) {
     // Whoever computes has the time to run into it.
@@ -335,8 +339,8 @@ void launch() {
     ++comm.under_way;
     if (fault("soon", comm, comm.groups)) comm.error = kSystem;
     if (gpu() != nullptr) one.tell(*gpu());
-    worker_of(one.stream)->push([&comm, stream = one.stream, group = std::move(one.group)] {
-      run(comm, group);
+    worker_of(one.stream)->push([&comm, stream = one.stream, group = std::move(one.group), number = comm.groups.load()] {
+      run(comm, group, number);
       if (gpu() != nullptr) gpu()->end(stream);
       --comm.under_way;
     });
@@ -494,6 +498,11 @@ int hostStreamDestroy(void* stream) {
   return kOk;
 }
 
-int hostStreamQuery(void* stream) { return static_cast<Stream*>(stream)->idle() ? 0 : 600; }
+int hostStreamMark(void* stream, uint64_t* mark) {
+  *mark = static_cast<Stream*>(stream)->mark();
+  return kOk;
+}
+
+int hostStreamPassed(void* stream, uint64_t mark) { return static_cast<Stream*>(stream)->passed(mark) ? 0 : 600; }
 
 } // extern "C"

@@ -217,11 +217,6 @@ int shim_side_handle(void* side, void** out) {
   return shim_guard([&] { *out = static_cast<Side*>(side)->stream.native_handle(); });
 }
 
-// 1 where everything queued on the stream so far is done, else 0.
-int shim_side_idle(void* side, int* out) {
-  return shim_guard([&] { *out = static_cast<Side*>(side)->stream.query(); });
-}
-
 // Marks what is queued so far on the current stream of GPU `index`.
 int shim_mark(int index, void** event) {
   return shim_guard([&] {

@@ -42,7 +42,6 @@ unsafe extern "C" {
     fn shim_side_stream(index: c_int, out: *mut *mut c_void) -> c_int;
     fn shim_side_stream_free(side: *mut c_void);
     fn shim_side_handle(side: *mut c_void, out: *mut *mut c_void) -> c_int;
-    fn shim_side_idle(side: *mut c_void, out: *mut c_int) -> c_int;
     fn shim_side_after(side: *mut c_void, event: *mut c_void) -> c_int;
     fn shim_mark(index: c_int, event: *mut *mut c_void) -> c_int;
     fn shim_mark_side(side: *mut c_void, event: *mut *mut c_void) -> c_int;
@@ -129,14 +128,6 @@ impl SideStream {
         // SAFETY: the stream is alive and the out-pointer outlives the call.
         guarded("ask for a stream", unsafe { shim_side_handle(self.0, &raw mut raw) })?;
         Ok(raw)
-    }
-
-    /// Whether everything queued so far is done.
-    pub(crate) fn idle(&self) -> Result<bool> {
-        let mut idle = 0;
-        // SAFETY: the stream is alive and the out-pointer outlives the call.
-        guarded("ask a stream", unsafe { shim_side_idle(self.0, &raw mut idle) })?;
-        Ok(idle != 0)
     }
 
     /// What is queued from here on waits for the mark.

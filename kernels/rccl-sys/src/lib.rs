@@ -36,7 +36,7 @@ pub struct UniqueId {
     pub bytes: [u8; 128],
 }
 
-/// What a query of a stream with work left answers, as in the runtime libraries of both vendors.
+/// What the question whether a stream has passed a mark answers where it has not, as in the runtime libraries of both vendors.
 const NOT_READY: c_int = 600;
 
 type Answer = c_int;
@@ -60,11 +60,12 @@ pub struct Library {
 }
 
 /// The functions of a library that has streams over plain memory.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct HostFunctions {
     create: unsafe extern "C" fn(*mut Stream) -> c_int,
     destroy: unsafe extern "C" fn(Stream) -> c_int,
-    query: unsafe extern "C" fn(Stream) -> c_int,
+    mark: unsafe extern "C" fn(Stream, *mut u64) -> c_int,
+    passed: unsafe extern "C" fn(Stream, u64) -> c_int,
 }
 
 /// The result of a call.
@@ -149,7 +150,8 @@ fn host_functions(library: &Opened) -> Option<HostFunctions> {
         Some(HostFunctions {
             create: library.function(c"hostStreamCreate").ok()?,
             destroy: library.function(c"hostStreamDestroy").ok()?,
-            query: library.function(c"hostStreamQuery").ok()?,
+            mark: library.function(c"hostStreamMark").ok()?,
+            passed: library.function(c"hostStreamPassed").ok()?,
         })
     }
 }
@@ -183,13 +185,16 @@ impl Opened {
 }
 
 /// A queue of transfers between plain memory, worked through in order.
+#[derive(Debug)]
 pub struct HostStream {
     functions: HostFunctions,
     handle: Stream,
 }
 
-// SAFETY: the library lets any thread use a stream; it is not Sync, so one at a time does.
+// SAFETY: the library lets any thread use a stream.
 unsafe impl Send for HostStream {}
+// SAFETY: and several at once, as the runtime libraries of devices do.
+unsafe impl Sync for HostStream {}
 
 impl HostStream {
     /// What transfers are queued on.
@@ -197,13 +202,23 @@ impl HostStream {
         self.handle
     }
 
-    /// Whether everything queued so far is done.
-    pub fn idle(&self) -> Result<bool> {
+    /// Marks what was queued so far.
+    pub fn mark(&self) -> Result<u64> {
+        let mut mark = 0;
+        // SAFETY: the stream is alive and the out-pointer outlives the call.
+        match unsafe { (self.functions.mark)(self.handle, &raw mut mark) } {
+            0 => Ok(mark),
+            code => Err(format!("hostStreamMark: error {code}")),
+        }
+    }
+
+    /// Whether everything before the mark is done.
+    pub fn has_passed(&self, mark: u64) -> Result<bool> {
         // SAFETY: the stream is alive.
-        match unsafe { (self.functions.query)(self.handle) } {
+        match unsafe { (self.functions.passed)(self.handle, mark) } {
             0 => Ok(true),
             NOT_READY => Ok(false),
-            code => Err(format!("hostStreamQuery: error {code}")),
+            code => Err(format!("hostStreamPassed: error {code}")),
         }
     }
 }

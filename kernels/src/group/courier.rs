@@ -10,12 +10,13 @@
 //! - A group holds at most 2,048 transfers. A rank that speaks directly with more than 1,023 others is refused by the library;
 //!   ranks of machines go through gates and stay far below.
 //! - Calls may block the caller, and a communicator is for one thread at a time. So one thread, the courier, makes all of
-//!   them, and nobody who computes ever waits in one.
+//!   them but one, and nobody who computes ever waits in one. Another thread looks at the rounds under way, and asks for
+//!   errors while the first is in no call (see `carrier`).
 //! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
 //!   before a round is queued its ranks tell each other over Gloo that they have come to it. A rank that is lost before is
-//!   missed there, at once and by name. From then on the courier looks at the round's end, against the deadline,
-//!   looks for errors of the library and for another rank's word, and gives the communicator up if it has to. If the call
-//!   itself hangs, whoever waits for the round does so.
+//!   missed there, at once and by name. From then on the round's end is looked at, against the deadline, with errors
+//!   of the library and another rank's word, and the communicator is given up if it has to be. If the call itself hangs,
+//!   whoever waits for the round does so.
 //! - A rank that is lost within a round leaves no sign in the library. So each rank also keeps a receive from the next one
 //!   open over Gloo, which fails when that one's connections close ([`watch`]): one of the ranks notices at once, and its
 //!   word ends the others.
@@ -23,9 +24,10 @@
 //!
 //! **Events, not the host.** Behind each round the courier records an event on its stream. Who waits for a tensor, or for one to
 //! have left, waits until the round is queued, and has the computing stream wait for that event; the bytes may still be far
-//! away. So the host is ahead of the device, by one round: the courier queues a round when the one before it has
-//! passed. That keeps at most one under way whose ranks, deadline and errors it looks after, and bounds the memory: it keeps
-//! what a round sends and receives until it has seen the event.
+//! away. So the host is ahead of the device. Two rounds are under way: while one is looked after, its ranks meet for the
+//! next and queue it, so that it stands on the stream when the first has passed; the third is queued when it has. More would gain
+//! nothing where a round takes as long as ranks take to meet, and hold memory: what a round sends and receives is kept until its
+//! event was seen. That a rank has queued the next round ends no induction of those above: it waits for no arrival of it.
 //!
 //! No ranks wait for each other for ever by that: a stream is held behind a round only where the thread would have slept until
 //! the bytes are there, and what it queues from then on would have come later too. Threads of a rank share the computing
@@ -58,11 +60,11 @@ use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
 use super::axis::Turn;
-use super::lane::{Lane, Round, Ticket, refused};
-use super::peers::{Peers, late};
-use super::vanish;
+use super::carrier::Carrier;
+use super::lane::{End, Lane, Round, Ticket, refused};
+use super::peers::Peers;
 use super::word::seconds;
-use crate::device::{self, Event};
+use crate::device;
 use crate::{Error, Result};
 
 /// The tag of the words that a rank has come to a round of the axis of all ranks; exchanges have smaller tags, and those of
@@ -76,16 +78,10 @@ const FAREWELL: i32 = TOKEN + 1;
 const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// How long the end of the courier is waited for, and of one that failed: the other ranks wait to hear why.
-const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
-
-/// Between two looks at a round: at least, and at most. Else an eighth of the time that it has taken.
-const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
-
-/// With what a process ends whose device does not come back: as with any fault of the machine.
-const STUCK: u8 = 6;
+pub(super) const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
 
 /// Between two looks for another rank's word.
-const WORDS: Duration = Duration::from_millis(100);
+pub(super) const WORDS: Duration = Duration::from_millis(100);
 
 /// The ranks of a communicator, which numbers them by their places here.
 #[derive(Clone, Debug)]
@@ -97,13 +93,13 @@ pub(super) struct Party {
 
 impl Party {
     /// The place of a rank; a rank that is none of them has none.
-    fn place(&self, rank: u32) -> Result<u32> {
+    pub(super) fn place(&self, rank: u32) -> Result<u32> {
         let place = self.members.iter().position(|member| *member == rank);
         place.map(|place| place as u32).ok_or_else(|| refused(format!("rank {rank} is elsewhere")))
     }
 
     /// The tag of the words that a rank has come to a round.
-    fn token(&self) -> i32 {
+    pub(super) fn token(&self) -> i32 {
         if self.axis == 0 { TOKEN } else { FAREWELL + self.axis as i32 }
     }
 }
@@ -130,38 +126,41 @@ impl std::fmt::Debug for Courier {
 
 /// What the courier and those who wait for it both see.
 #[derive(Default)]
-struct Shared {
+pub(super) struct Shared {
     state: Mutex<State>,
-    changed: Condvar,
+    pub(super) changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+pub(super) struct State {
     /// Rounds that were closed; of them those that are done, and those that a computing stream was made to wait for.
     posted: u64,
-    passed: u64,
+    pub(super) passed: u64,
     held: u64,
     /// What has failed, and the same until somebody hears of it.
-    why: Option<String>,
+    pub(super) why: Option<String>,
     failed: Option<Error>,
     /// Who exchanges has given that up.
-    parted: bool,
+    pub(super) parted: bool,
     /// Since when the courier is in a call of the library, and for which round.
-    call: Option<(Instant, String)>,
+    pub(super) call: Option<(Instant, String)>,
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn fail(&self, error: Error) {
+    /// Whether nothing had failed before.
+    pub(super) fn fail(&self, error: Error) -> bool {
         let mut state = self.lock();
-        if state.why.is_none() {
+        let first = state.why.is_none();
+        if first {
             state.why = Some(error.to_string());
             state.failed = Some(error);
         }
         self.changed.notify_all();
+        first
     }
 }
 
@@ -181,8 +180,8 @@ impl Courier {
         let (theirs, there) = (Arc::clone(peers), Arc::clone(&shared));
         let (axis, size) = (party.axis, party.members.len() as u32);
         let place = party.place(peers.rank()).map_err(|error| error.to_string())?;
-        std::thread::spawn(move || {
-            let _end = end;
+        let carry = move || {
+            let _end = end.clone();
             let chosen = device::enter(device).map_err(|error| error.to_string());
             let communicator = chosen.and_then(|()| Communicator::join(id, place, size));
             let communicator = match communicator {
@@ -191,10 +190,13 @@ impl Courier {
             };
             // Nobody listens any more if this took too long.
             if joined.send(Ok(Arc::downgrade(&communicator))).is_ok() {
-                let carrier = Carrier { peers: theirs, party, lane, communicator, shared: there };
-                rounds.into_iter().try_for_each(|round| carrier.carry(round));
+                let inside = Mutex::default();
+                let (peers, shared) = (theirs, there);
+                let carrier = Carrier { peers, party, device, communicator, inside, shared };
+                Arc::new(carrier).carry_all(&lane, rounds, end);
             }
-        });
+        };
+        std::thread::Builder::new().spawn(carry).map_err(|error| error.to_string())?;
         let communicator = match answer.recv_timeout(peers.timeout()) {
             Ok(joined) => joined?,
             Err(_) => return Err(format!("not all joined within {}", seconds(peers.timeout()))),
@@ -223,8 +225,9 @@ impl Courier {
     /// there. On streams of plain memory it sleeps until the round is done.
     pub(super) fn wait(&self, ticket: &Ticket, device: Device) -> Result<()> {
         let number = ticket.number();
-        self.until(|state| state.passed >= number || ticket.end().is_some())?;
-        if let Some(end) = ticket.end() {
+        let queued = || ticket.end().and_then(End::event);
+        self.until(|state| state.passed >= number || queued().is_some())?;
+        if let Some(end) = queued() {
             // First this: what is queued behind it from now on may be asked to be settled by another thread.
             let mut state = self.shared.lock();
             state.held = state.held.max(number);
@@ -286,7 +289,9 @@ impl Courier {
         let error = self.peers.held_up(what);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
         let communicator = self.communicator.upgrade();
-        std::thread::spawn(move || communicator.inspect(|communicator| communicator.abort()));
+        let abort = move || drop(communicator.inspect(|communicator| communicator.abort()));
+        // Without a thread for it, it ends with the process.
+        let _ = std::thread::Builder::new().spawn(abort);
         error
     }
 }
@@ -318,179 +323,15 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let farewell = peers.receive(next, &word, FAREWELL)?;
     let (end, ended) = channel::<()>();
     let (peers, shared) = (Arc::clone(peers), Arc::clone(shared));
-    std::thread::spawn(move || {
+    let watching = move || {
         let _end = end;
         // No exchange: nobody can be behind it.
         let turn = Turn { axis: 0, number: 0 };
         if let Err(error) = farewell.wait(LONG) {
             shared.fail(peers.missing("the watch over the next rank", turn, next, &error));
         }
-    });
+    };
+    let begun = std::thread::Builder::new().spawn(watching);
+    begun.map_err(|error| refused(format!("there is no thread for a watch: {error}")))?;
     Ok(ended)
-}
-
-/// The thread's part.
-struct Carrier {
-    peers: Arc<Peers>,
-    party: Party,
-    lane: Lane,
-    communicator: Arc<Communicator>,
-    shared: Arc<Shared>,
-}
-
-impl Carrier {
-    /// `None` ends the thread.
-    fn carry(&self, round: Round) -> Option<()> {
-        let answer = self.pass(&round);
-        if let Err(error) = answer {
-            // First the word, for giving up may hang. The tensors of the round stay until then.
-            self.shared.fail(self.named(error, &round));
-            self.see_it_end();
-            self.communicator.abort();
-            self.let_go(round);
-            return None;
-        }
-        drop(round);
-        self.shared.lock().passed += 1;
-        self.shared.changed.notify_all();
-        Some(())
-    }
-
-    /// Drops a round that failed once its stream is through: giving up a communicator does not say that its kernels have ended,
-    /// and memory that comes free goes to whoever computes next. What is not through in time is kept for good.
-    fn let_go(&self, round: Round) {
-        let start = Instant::now();
-        while start.elapsed() < PARTING[1] {
-            match self.lane.has_passed(round.ticket.end()) {
-                Ok(true) => return,
-                Ok(false) => std::thread::sleep(LOOKS[1]),
-                Err(_) => break,
-            }
-        }
-        std::mem::forget(round);
-    }
-
-    /// The same error; what a library says of it names no rank.
-    fn named(&self, error: Error, round: &Round) -> Error {
-        let Error::Foreign { call, reason } = error else { return error };
-        let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
-        let (me, others) = (self.peers.rank(), ranks.join(", "));
-        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.what);
-        Error::Foreign { call, reason }
-    }
-
-    /// Ends the process if the exchanges are not given up within two deadlines of a failure, for one of which somebody may be
-    /// waiting over Gloo: then a thread sleeps in a call of the device, which does not come back.
-    fn see_it_end(&self) {
-        if let Lane::Host(_) = self.lane {
-            return;
-        }
-        let (peers, shared) = (Arc::clone(&self.peers), Arc::clone(&self.shared));
-        std::thread::spawn(move || {
-            let patience = 2 * peers.timeout();
-            std::thread::sleep(patience);
-            let state = shared.lock();
-            if let Some(why) = state.why.as_ref().filter(|_| !state.parted) {
-                let text = format!(
-                    "{why}; its device did not come back for another {}",
-                    seconds(patience)
-                );
-                eprintln!("rank {}: {text}", peers.rank());
-                peers.report(&text);
-                vanish(STUCK);
-            }
-        });
-    }
-
-    fn pass(&self, round: &Round) -> Result<()> {
-        let partners = round.partners();
-        self.meet(round, &partners)?;
-        self.shared.lock().call = Some((Instant::now(), round.what.clone()));
-        let queued = self.queue(round);
-        let in_time = self.shared.lock().call.take().is_some();
-        let end = queued?;
-        if !in_time {
-            return Err(refused("too late"));
-        }
-        self.through(round, end, &partners)
-    }
-
-    /// Tells the round's ranks that this one has come to it, and hears the same from them.
-    fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
-        let missing = |peer, error| match late(&error) {
-            true => self.peers.stalled(&round.what, round.number, partners),
-            false => self.peers.missing(&round.what, round.number, peer, &error),
-        };
-        let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
-        let mut words = Vec::new();
-        for rank in partners.iter().copied() {
-            let heard = self.peers.receive(rank, &token(), tag);
-            words.push((rank, heard.map_err(|error| missing(rank, error))?));
-        }
-        for rank in partners.iter().copied() {
-            let said = self.peers.send(rank, &token(), tag);
-            words.push((rank, said.map_err(|error| missing(rank, error))?));
-        }
-        for (rank, word) in words {
-            word.wait(self.peers.timeout()).map_err(|error| missing(rank, error))?;
-        }
-        Ok(())
-    }
-
-    /// Queues the transfers, and what marks their end on a device.
-    fn queue(&self, round: &Round) -> Result<Option<Event>> {
-        self.lane.after(round.ready.as_ref())?;
-        let (all, stream) = (&self.communicator, self.lane.raw());
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let places = |transfers: &[(u32, Tensor)]| {
-            transfers.iter().map(|(rank, _)| self.party.place(*rank)).collect::<Result<Vec<_>>>()
-        };
-        let (to, from) = (places(&round.sends)?, places(&round.receives)?);
-        let queued = all.together(|| {
-            for (to, (_, tensor)) in to.iter().zip(&round.sends) {
-                let data = tensor.data_ptr().cast_const();
-                // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream is through,
-                // and whoever sends does not write it before.
-                unsafe { all.send(data, bytes(tensor), *to, stream)? };
-            }
-            for (from, (_, tensor)) in from.iter().zip(&round.receives) {
-                // SAFETY: as above; nobody reads or writes it before it has arrived.
-                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, stream)? };
-            }
-            Ok(())
-        });
-        queued.map_err(refused)?;
-        self.lane.mark()
-    }
-
-    /// Tells those who wait that the round is queued, and waits until the stream has passed it.
-    fn through(&self, round: &Round, end: Option<Event>, partners: &[u32]) -> Result<()> {
-        if let Some(end) = end {
-            round.ticket.queued(end);
-            // Under the lock, so that nobody who has just looked misses it.
-            let _state = self.shared.lock();
-            self.shared.changed.notify_all();
-        }
-        let (start, mut looked, [least, most]) = (Instant::now(), Instant::now(), LOOKS);
-        while !self.lane.has_passed(round.ticket.end())? {
-            self.communicator.error().map_err(refused)?;
-            if start.elapsed() > self.peers.timeout() {
-                return Err(self.peers.stalled(&round.what, round.number, partners));
-            }
-            if looked.elapsed() > WORDS {
-                looked = Instant::now();
-                if let Some(what) = self.peers.word() {
-                    return Err(Error::Reported { what });
-                }
-            }
-            let state = self.shared.lock();
-            if state.why.is_some() {
-                return Err(refused("given up"));
-            }
-            // Whoever asks for it to be settled wakes it.
-            let pause = (start.elapsed() / 8).clamp(least, most);
-            drop(self.shared.changed.wait_timeout(state, pause));
-        }
-        self.communicator.error().map_err(refused)
-    }
 }

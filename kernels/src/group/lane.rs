@@ -17,7 +17,32 @@ pub(super) struct Ticket {
     /// As which one of its courier it was closed, from 1; 0 before.
     number: AtomicU64,
     /// Behind it on the courier's stream, once it is queued there.
-    end: OnceLock<Event>,
+    end: OnceLock<End>,
+}
+
+/// What marks the end of a round on its stream.
+#[derive(Debug)]
+pub(super) enum End {
+    Device(Event),
+    Host(Arc<HostStream>, u64),
+}
+
+impl End {
+    /// Whether the stream has come to it.
+    pub(super) fn is_over(&self) -> Result<bool> {
+        match self {
+            End::Device(event) => event.is_over(),
+            End::Host(stream, mark) => stream.has_passed(*mark).map_err(refused),
+        }
+    }
+
+    /// What a stream of a device can be made to wait for.
+    pub(super) fn event(&self) -> Option<&Event> {
+        match self {
+            End::Device(event) => Some(event),
+            End::Host(..) => None,
+        }
+    }
 }
 
 impl Ticket {
@@ -37,12 +62,12 @@ impl Ticket {
     }
 
     /// The round is queued.
-    pub(super) fn queued(&self, end: Event) {
+    pub(super) fn queued(&self, end: End) {
         let _ = self.end.set(end);
     }
 
-    /// Its end, where it is queued on a stream of a device.
-    pub(super) fn end(&self) -> Option<&Event> {
+    /// Its end, once it is queued.
+    pub(super) fn end(&self) -> Option<&End> {
         self.end.get()
     }
 }
@@ -90,10 +115,10 @@ pub(super) enum Lane {
     /// Beside the one that computes.
     Device(SideStream, *mut c_void),
     /// Of the library itself, over plain memory.
-    Host(HostStream),
+    Host(Arc<HostStream>),
 }
 
-// SAFETY: a stream may be used from any thread, and the courier is the only one that does.
+// SAFETY: a stream may be used from any thread, and the one that queues rounds is the only one that does.
 unsafe impl Send for Lane {}
 
 impl Lane {
@@ -101,7 +126,7 @@ impl Lane {
     pub(super) fn new(device: Device) -> std::result::Result<Lane, String> {
         let library = Library::open()?;
         let Device::Cuda(index) = device else {
-            return library.host_stream().map(Lane::Host);
+            return library.host_stream().map(Arc::new).map(Lane::Host);
         };
         let made = SideStream::new(index).and_then(|side| side.raw().map(|raw| (side, raw)));
         made.map(|(side, raw)| Lane::Device(side, raw)).map_err(|error| error.to_string())
@@ -122,20 +147,14 @@ impl Lane {
         }
     }
 
-    /// Marks what was queued so far, where the stream is that of a device.
-    pub(super) fn mark(&self) -> Result<Option<Event>> {
+    /// Marks what was queued so far.
+    pub(super) fn mark(&self) -> Result<End> {
         match self {
-            Lane::Device(side, _) => side.mark().map(Some),
-            Lane::Host(_) => Ok(None),
-        }
-    }
-
-    /// Whether it has come to the end of what was queued, which `end` marks on a device.
-    pub(super) fn has_passed(&self, end: Option<&Event>) -> Result<bool> {
-        match (self, end) {
-            (_, Some(end)) => end.is_over(),
-            (Lane::Device(side, _), None) => side.idle(),
-            (Lane::Host(stream), None) => stream.idle().map_err(refused),
+            Lane::Device(side, _) => side.mark().map(End::Device),
+            Lane::Host(stream) => {
+                let mark = stream.mark().map_err(refused)?;
+                Ok(End::Host(Arc::clone(stream), mark))
+            }
         }
     }
 }

@@ -27,6 +27,7 @@
 
 mod axis;
 mod bridge;
+mod carrier;
 mod courier;
 mod exchange;
 mod ffi;

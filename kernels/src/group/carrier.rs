@@ -1,0 +1,270 @@
+//! The two threads of a courier: one has a round's ranks meet and queues it, the other sees it to its end.
+
+use std::sync::mpsc::{Receiver, SendError, Sender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use rccl_sys::Communicator;
+use tch::{Device, Kind, Tensor};
+
+use super::courier::{PARTING, Party, Shared, WORDS};
+use super::lane::{End, Lane, Round, refused};
+use super::peers::{Peers, late};
+use super::vanish;
+use super::word::seconds;
+use crate::{Error, Result, device};
+
+/// Between two looks at a round: at least, and at most. Else an eighth of the time that it has taken.
+const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
+
+/// With what a process ends whose device does not come back: as with any fault of the machine.
+const STUCK: u8 = 6;
+
+/// What both threads have.
+pub(super) struct Carrier {
+    pub(super) peers: Arc<Peers>,
+    pub(super) party: Party,
+    pub(super) device: Device,
+    pub(super) communicator: Arc<Communicator>,
+    /// Held by the one of them that is in a call of the communicator.
+    pub(super) inside: Mutex<()>,
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Carrier {
+    /// Queues round after round, and has another thread see each of them end.
+    pub(super) fn carry_all(
+        self: Arc<Self>,
+        lane: &Lane,
+        rounds: Receiver<Round>,
+        end: Sender<()>,
+    ) {
+        // Nothing lies between the two: a round is handed over when the one before it has passed.
+        let (hand, queued) = sync_channel(0);
+        let other = Arc::clone(&self);
+        let begun = std::thread::Builder::new().spawn(move || {
+            let _end = end;
+            match device::enter(other.device) {
+                Ok(()) => other.see_through(queued),
+                Err(error) => {
+                    other.shared.fail(error);
+                    other.communicator.abort();
+                }
+            }
+        });
+        if let Err(error) = begun {
+            self.shared.fail(refused(format!("there is no thread for it: {error}")));
+            return self.communicator.abort();
+        }
+        for round in rounds {
+            let round = match self.pass(lane, &round) {
+                Ok(()) => match hand.send(round) {
+                    Ok(()) => continue,
+                    // The other thread has failed, and given all up.
+                    Err(SendError(round)) => round,
+                },
+                Err(error) => {
+                    self.give_up(error, &round);
+                    round
+                }
+            };
+            if round.ticket.end().is_none()
+                && let Ok(end) = lane.mark()
+            {
+                round.ticket.queued(end);
+            }
+            return let_go(round);
+        }
+    }
+
+    /// Sees the rounds that were queued to their ends, in order.
+    fn see_through(&self, queued: Receiver<Round>) {
+        for round in queued {
+            if let Err(error) = self.through(&round) {
+                self.give_up(error, &round);
+                return let_go(round);
+            }
+            drop(round);
+            self.shared.lock().passed += 1;
+            self.shared.changed.notify_all();
+        }
+    }
+
+    /// First the word, for giving up may hang. The tensors of the round stay until then.
+    fn give_up(&self, error: Error, round: &Round) {
+        self.fail(error, round);
+        self.communicator.abort();
+    }
+
+    fn fail(&self, error: Error, round: &Round) {
+        if self.shared.fail(self.named(error, round)) {
+            self.see_it_end();
+        }
+    }
+
+    /// The same error; what a library says of it names no rank.
+    fn named(&self, error: Error, round: &Round) -> Error {
+        let Error::Foreign { call, reason } = error else { return error };
+        let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
+        let (me, others) = (self.peers.rank(), ranks.join(", "));
+        let reason = format!("{reason}, on rank {me} in {} with ranks {others}", round.what);
+        Error::Foreign { call, reason }
+    }
+
+    /// Ends the process if the exchanges are not given up within two deadlines of a failure, for one of which somebody may be
+    /// waiting over Gloo: then a thread sleeps in a call of the device, which does not come back.
+    fn see_it_end(&self) {
+        if self.device == Device::Cpu {
+            return;
+        }
+        let (peers, shared) = (Arc::clone(&self.peers), Arc::clone(&self.shared));
+        // Without a thread for this, whoever started the process has to end it.
+        let _ = std::thread::Builder::new().spawn(move || {
+            let patience = 2 * peers.timeout();
+            std::thread::sleep(patience);
+            let state = shared.lock();
+            if let Some(why) = state.why.as_ref().filter(|_| !state.parted) {
+                let text = format!(
+                    "{why}; its device did not come back for another {}",
+                    seconds(patience)
+                );
+                eprintln!("rank {}: {text}", peers.rank());
+                peers.report(&text);
+                vanish(STUCK);
+            }
+        });
+    }
+
+    /// Has the round's ranks meet, queues it, and tells those who wait.
+    fn pass(&self, lane: &Lane, round: &Round) -> Result<()> {
+        self.meet(round, &round.partners())?;
+        let inside = self.inside.lock().unwrap_or_else(PoisonError::into_inner);
+        {
+            let mut state = self.shared.lock();
+            if state.why.is_some() {
+                return Err(refused("given up"));
+            }
+            state.call = Some((Instant::now(), round.what.clone()));
+        }
+        let queued = self.queue(lane, round);
+        let in_time = self.shared.lock().call.take().is_some();
+        let heard = queued.and_then(|end| self.communicator.error().map(|()| end).map_err(refused));
+        match heard {
+            Ok(end) if in_time => round.ticket.queued(end),
+            Ok(_) => return Err(refused("too late")),
+            Err(error) => {
+                // Before the other thread hears of it, which would say it of the round before.
+                self.fail(error, round);
+                return Err(refused("given up"));
+            }
+        }
+        drop(inside);
+        // Under the lock, so that nobody who has just looked misses it.
+        let _state = self.shared.lock();
+        self.shared.changed.notify_all();
+        Ok(())
+    }
+
+    /// Tells the round's ranks that this one has come to it, and hears the same from them.
+    fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
+        let missing = |peer, error| match late(&error) {
+            true => self.peers.stalled(&round.what, round.number, partners),
+            false => self.peers.missing(&round.what, round.number, peer, &error),
+        };
+        let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
+        let mut words = Vec::new();
+        for rank in partners.iter().copied() {
+            let heard = self.peers.receive(rank, &token(), tag);
+            words.push((rank, heard.map_err(|error| missing(rank, error))?));
+        }
+        for rank in partners.iter().copied() {
+            let said = self.peers.send(rank, &token(), tag);
+            words.push((rank, said.map_err(|error| missing(rank, error))?));
+        }
+        for (rank, word) in words {
+            word.wait(self.peers.timeout()).map_err(|error| missing(rank, error))?;
+        }
+        Ok(())
+    }
+
+    /// Queues the transfers, and what marks their end.
+    fn queue(&self, lane: &Lane, round: &Round) -> Result<End> {
+        lane.after(round.ready.as_ref())?;
+        let (all, stream) = (&self.communicator, lane.raw());
+        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        let places = |transfers: &[(u32, Tensor)]| {
+            transfers.iter().map(|(rank, _)| self.party.place(*rank)).collect::<Result<Vec<_>>>()
+        };
+        let (to, from) = (places(&round.sends)?, places(&round.receives)?);
+        let queued = all.together(|| {
+            for (to, (_, tensor)) in to.iter().zip(&round.sends) {
+                let data = tensor.data_ptr().cast_const();
+                // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream is through,
+                // and whoever sends does not write it before.
+                unsafe { all.send(data, bytes(tensor), *to, stream)? };
+            }
+            for (from, (_, tensor)) in from.iter().zip(&round.receives) {
+                // SAFETY: as above; nobody reads or writes it before it has arrived.
+                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, stream)? };
+            }
+            Ok(())
+        });
+        queued.map_err(refused)?;
+        lane.mark()
+    }
+
+    /// Waits until the stream has passed the round, without an error of the library.
+    fn through(&self, round: &Round) -> Result<()> {
+        let end = round.ticket.end().ok_or_else(|| refused("it was not queued"))?;
+        let (start, mut looked, [least, most]) = (Instant::now(), Instant::now(), LOOKS);
+        loop {
+            let over = end.is_over()?;
+            if self.heard()? && over {
+                return Ok(());
+            }
+            if !over && start.elapsed() > self.peers.timeout() {
+                return Err(self.peers.stalled(&round.what, round.number, &round.partners()));
+            }
+            if looked.elapsed() > WORDS {
+                looked = Instant::now();
+                if let Some(what) = self.peers.word() {
+                    return Err(Error::Reported { what });
+                }
+            }
+            let state = self.shared.lock();
+            if state.why.is_some() {
+                return Err(refused("given up"));
+            }
+            // Whoever asks for it to be settled wakes it.
+            let pause = (start.elapsed() / 8).clamp(least, most);
+            drop(self.shared.changed.wait_timeout(state, pause));
+        }
+    }
+
+    /// Whether the library was asked for errors, and has none. It is not asked while the next round is queued: who is held up
+    /// there is looked after by whoever waits ([`Courier::look`]).
+    fn heard(&self) -> Result<bool> {
+        let _inside = match self.inside.try_lock() {
+            Ok(inside) => inside,
+            Err(TryLockError::Poisoned(inside)) => inside.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(false),
+        };
+        self.communicator.error().map(|()| true).map_err(refused)
+    }
+}
+
+/// Drops a round that failed once its stream is through: giving up a communicator does not say that its kernels have ended,
+/// and memory that comes free goes to whoever computes next. What is not through in time is kept for good.
+fn let_go(round: Round) {
+    let (start, end) = (Instant::now(), round.ticket.end());
+    while let Some(end) = end
+        && start.elapsed() < PARTING[1]
+    {
+        match end.is_over() {
+            Ok(true) => return,
+            Ok(false) => std::thread::sleep(LOOKS[1]),
+            Err(_) => break,
+        }
+    }
+    std::mem::forget(round);
+}
