@@ -57,9 +57,9 @@ use std::time::{Duration, Instant};
 use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::axis::Turn;
 use super::lane::{Lane, Round, Ticket, refused};
 use super::peers::{Peers, late};
+use super::turn::Turn;
 use super::vanish;
 use super::word::seconds;
 use crate::device::{self, Event};
