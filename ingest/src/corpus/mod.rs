@@ -12,6 +12,7 @@ mod braces;
 mod files;
 mod parse;
 mod resolve;
+mod spec;
 mod steps;
 
 use contract::settings::File;
@@ -20,8 +21,9 @@ use serde::{Deserialize, Serialize};
 use store::Location;
 
 pub(crate) use parse::check_name;
-pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, Spec};
+pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS};
 pub(crate) use resolve::Found;
+pub use spec::Spec;
 #[cfg(test)]
 pub(crate) use steps::STEPS;
 

@@ -6,8 +6,7 @@ use contract::{Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
-use super::parse::{SourceSpec, Spec};
-use super::steps::StepSpec;
+use super::spec::{SourceSpec, Spec, StepSpec};
 use super::{Corpus, Source, SourceFile, files};
 use crate::recipe::compare::{Compare, Decontaminate};
 use crate::recipe::{Recipe, Step};
