@@ -9,7 +9,7 @@ use contract::{Framed, Identity};
 use store::{FORMAT, TokenizerRecord};
 
 use super::plan::Stage;
-use crate::build::request::Head;
+use crate::assembly::request::Head;
 use crate::corpus::{Corpus, SourceFile};
 
 /// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).

@@ -9,8 +9,8 @@ use super::merge::{assemble, tell_part};
 use super::plan::{Plan, Stage};
 use super::scan;
 use super::task::{Ran, Runner};
-use crate::build::Options;
-use crate::build::pipeline::Step;
+use crate::assembly::Options;
+use crate::assembly::pipeline::Step;
 use crate::dedup::Seen;
 use crate::progress::{Measure, Progress};
 

@@ -10,10 +10,10 @@ use super::part::{Entry, PartReader};
 use super::plan::{Plan, Stage};
 use super::result::{self, TaskResult};
 use super::scan;
-use crate::build;
-use crate::build::commit::Committer;
-use crate::build::pipeline::{Item, Step};
-use crate::build::request;
+use crate::assembly;
+use crate::assembly::commit::Committer;
+use crate::assembly::pipeline::{Item, Step};
+use crate::assembly::request;
 use crate::dedup::Scan;
 use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
@@ -22,7 +22,7 @@ use crate::tokenize::Engine;
 /// Makes the store of all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
-        return build::built(&plan.corpus, store, Engine::Fastest);
+        return assembly::built(&plan.corpus, store, Engine::Fastest);
     }
     results(plan, Stage::Encode)?;
     let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
@@ -59,7 +59,8 @@ pub(super) fn assemble(
         scan.close(&plan.corpus, &mut sources)?;
     }
     request::check_kept(&sources)?;
-    let manifest = build::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
+    let manifest =
+        assembly::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
     staging.commit()?;
     Ok(manifest)
 }

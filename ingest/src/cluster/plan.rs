@@ -14,10 +14,12 @@ use store::disk::{self, Lock};
 
 use super::key::{self, Content};
 use super::result::TaskResult;
-use crate::build;
-use crate::build::request::Head;
+use crate::assembly;
+use crate::assembly::request::Head;
 use crate::corpus::{Corpus, Found, Source, SourceFile};
 use crate::dropped::REMOVED;
+pub(super) use crate::made::PARTS;
+use crate::made::PLAN as FILE;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -26,11 +28,6 @@ pub const TASK_BYTES: u64 = 1 << 28;
 
 /// The most tasks of a plan, where sources allow it: schedulers bound the size of a job array.
 const TASKS_MAX: usize = 1000;
-
-const FILE: &str = "plan.json";
-
-/// The folder of parts, of all plans.
-pub(super) const PARTS: &str = "parts";
 
 /// Before the digest of the plan to which a folder belongs.
 const PLAN: &str = "plan-";
@@ -95,12 +92,12 @@ pub(crate) fn plan_with(
     task_bytes: u64,
     engine: Engine,
 ) -> Result<Plan> {
-    let tokenizer = build::tokenizer(corpus, engine)?;
+    let tokenizer = assembly::tokenizer(corpus, engine)?;
     let text = Text {
         corpus: everywhere(&corpus.file)?,
         said: corpus.text.clone(),
         found: Found::of(corpus)?,
-        head: build::head(corpus, &tokenizer)?,
+        head: assembly::head(corpus, &tokenizer)?,
         tasks: tasks(corpus, task_bytes)?,
     };
     let mut bytes = serde_json::to_vec_pretty(&text)
@@ -130,13 +127,6 @@ fn everywhere(file: &Location) -> Result<String> {
 pub fn lock(work: &Path) -> Result<Lock> {
     disk::create_folder(work)?;
     disk::lock(work)
-}
-
-/// Whether a folder holds a plan, and not only a file of its name.
-pub(crate) fn is_in(work: &Path) -> bool {
-    let text = || fs::read(work.join(FILE)).ok();
-    work.join(PARTS).is_dir()
-        && text().is_some_and(|text| serde_json::from_slice::<Text>(&text).is_ok())
 }
 
 /// Whether builds put what is called so into a folder of parts.
@@ -251,8 +241,8 @@ impl Plan {
                 .hint("plan again, or run its tasks by that version"));
         }
         let corpus = Corpus::found(storage::locate(&text.corpus)?, &text.said, text.found.clone())?;
-        let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
-        if build::head(&corpus, &tokenizer)? != text.head {
+        let tokenizer = assembly::tokenizer(&corpus, Engine::Fastest)?;
+        if assembly::head(&corpus, &tokenizer)? != text.head {
             return Err(Fault::mismatch("the tokenizer changed since this build was planned")
                 .at(place)
                 .found(tokenizer.identity())
