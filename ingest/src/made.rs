@@ -88,7 +88,7 @@ mod tests {
         assert_eq!(kind(folder.path()), None);
         let bench = Workbench::new(3);
         let corpus = Corpus::read(bench.corpus("")).unwrap();
-        plan::plan(&corpus, folder.path(), plan::TASK_BYTES).unwrap();
+        plan(&corpus, folder.path(), plan::TASK_BYTES).unwrap();
         assert_eq!(kind(folder.path()), Some(KIND_OF_PARTS));
     }
 }

@@ -8,7 +8,7 @@ use std::path::Path;
 use contract::{Framed, Identity};
 use store::{FORMAT, TokenizerRecord};
 
-use super::plan::Stage;
+use super::stage::Stage;
 use crate::assembly::request::Head;
 use crate::corpus::{Corpus, SourceFile};
 

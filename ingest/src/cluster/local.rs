@@ -6,8 +6,9 @@ use contract::{Result, note};
 use store::Manifest;
 
 use super::merge::{assemble, tell_part};
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::scan;
+use super::stage::Stage;
 use super::task::{Ran, Runner};
 use crate::assembly::Options;
 use crate::assembly::pipeline::Step;

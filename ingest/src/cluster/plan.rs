@@ -1,6 +1,5 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -13,7 +12,7 @@ use store::Location;
 use store::disk::{self, Lock};
 
 use super::key::{self, Content};
-use super::result::TaskResult;
+use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
 use crate::corpus::{Corpus, Found, Source, SourceFile};
@@ -34,25 +33,6 @@ const PLAN: &str = "plan-";
 
 /// In the folder of a plan whose store is made.
 const MERGED: &str = "merged";
-
-/// What is done by many tasks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// Documents are looked at, so that they can be compared.
-    Scan,
-    /// Documents are prepared and encoded.
-    Encode,
-}
-
-impl Stage {
-    /// Its name in files and messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Stage::Scan => "scan",
-            Stage::Encode => "encode",
-        }
-    }
-}
 
 /// A plan, with what it needs of the corpus.
 pub struct Plan {
@@ -81,17 +61,7 @@ pub(super) struct Text {
 }
 
 /// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
-pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    plan_with(corpus, work, task_bytes, Engine::Fastest)
-}
-
-/// The same for this process, whose tasks encode by `engine`.
-pub(crate) fn plan_with(
-    corpus: &Corpus,
-    work: &Path,
-    task_bytes: u64,
-    engine: Engine,
-) -> Result<Plan> {
+pub(super) fn put(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine) -> Result<Plan> {
     let tokenizer = assembly::tokenizer(corpus, engine)?;
     let text = Text {
         corpus: everywhere(&corpus.file)?,
@@ -111,7 +81,6 @@ pub(crate) fn plan_with(
     disk::remove(&plan.folder().join(MERGED))?;
     disk::write_whole(&work.join(FILE), &bytes)?;
     plan.remove_others()?;
-    plan.refresh()?;
     Ok(plan)
 }
 
@@ -354,60 +323,6 @@ impl Plan {
     /// Bytes of the files of all tasks of a stage.
     pub(super) fn bytes(&self, stage: Stage) -> Result<u64> {
         self.tasks_of(stage).into_iter().map(|task| self.bytes_of(task)).sum()
-    }
-
-    /// Whether parts are there that no result of this plan names.
-    pub(super) fn holds_others(&self) -> Result<bool> {
-        let mut own = BTreeSet::new();
-        for stage in [Stage::Scan, Stage::Encode] {
-            for task in self.tasks_of(stage) {
-                own.extend(
-                    TaskResult::read(self, stage, task)?.map(|result| self.part(result.part)),
-                );
-            }
-        }
-        Ok(parts(&self.work)?.iter().any(|part| !own.contains(part)))
-    }
-
-    /// The tasks of a stage that are not done.
-    pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
-        let mut missing = Vec::new();
-        for task in self.tasks_of(stage) {
-            if self.result(stage, task)?.is_none() {
-                missing.push(task);
-            }
-        }
-        Ok(missing)
-    }
-
-    /// What is known of a task that is done: its part is there, and is the one that is wanted.
-    pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
-        let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
-        if !self.part(result.part).exists() {
-            return Ok(None);
-        }
-        let Ok(removed) = self.removed(stage, task) else { return Ok(None) };
-        let wanted = self.cache_key(stage, &self.cut(task)?, &result.contents(), removed);
-        Ok((wanted == result.part).then_some(result))
-    }
-
-    /// Forgets what a killed build of this plan did with other inputs than there are now.
-    fn refresh(&self) -> Result<()> {
-        for task in self.tasks_of(Stage::Scan) {
-            self.forget(Stage::Scan, task)?;
-        }
-        super::scan::forget(self)?;
-        self.tasks_of(Stage::Encode)
-            .into_iter()
-            .try_for_each(|task| self.forget(Stage::Encode, task))
-    }
-
-    fn forget(&self, stage: Stage, task: usize) -> Result<()> {
-        let files = &self.cut(task)?.sources[0].files;
-        match self.result(stage, task)? {
-            Some(result) if result.is_of(files) => Ok(()),
-            _ => TaskResult::remove(self, stage, task),
-        }
     }
 
     /// Removes everything but the parts: also what killed tasks left of theirs.

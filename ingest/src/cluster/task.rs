@@ -8,9 +8,10 @@ use store::disk;
 
 use super::key::Content;
 use super::part::{PartWriter, digest_at_end};
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::prune;
 use super::result::{self, TaskResult};
+use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::pipeline::{self, Auditor, Encoding, Item, Step};
 use crate::corpus::{Corpus, SourceFile, stops};
