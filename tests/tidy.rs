@@ -1,6 +1,6 @@
 //! Fear: that the house rules rot. Each rule of the README's map that a machine can check is a test here.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The repository's root.
@@ -79,6 +79,259 @@ fn members_use_each_other_in_one_direction() {
         }
     }
     forbid("an arrow that layout does not have (README, map)", offences);
+}
+
+/// Where each crate's modules begin.
+const CRATES: [&str; 12] = [
+    "ingest/src",
+    "ingest/zdata",
+    "ingest/contract/src",
+    "ingest/store/src",
+    "ingest/storage/src",
+    "mixer/src",
+    "mixer/curriculum/src",
+    "loader/src",
+    "kernels/src",
+    "kernels/rccl-sys/src",
+    "trainer/src",
+    "trainer/ztrain",
+];
+
+/// One crate's files as a tree of modules: what each is called, reads and hands on, tests left out.
+#[derive(Default)]
+struct Modules {
+    /// The module's path below the crate's root, and the words of its file.
+    words: BTreeMap<Vec<String>, Vec<String>>,
+    /// By module, the names that a `use` in it makes, with what they stand for.
+    made: BTreeMap<Vec<String>, BTreeMap<String, Vec<String>>>,
+    /// Every path that stands in a module, from the crate's root on.
+    paths: Vec<(Vec<String>, Vec<String>)>,
+}
+
+impl Modules {
+    fn of(source: &Path) -> Modules {
+        let mut modules = Modules::default();
+        let mut tests = BTreeSet::new();
+        for path in files(source, &[".rs"]) {
+            let name = path.strip_prefix(source).unwrap().with_extension("");
+            let mut name: Vec<String> =
+                name.iter().map(|part| part.to_str().unwrap().to_owned()).collect();
+            if ["mod", "lib", "main"].contains(&name.last().unwrap().as_str()) {
+                name.pop();
+            }
+            if name.iter().any(|part| part.contains("tests")) {
+                continue;
+            }
+            let (code, only_tests) = without_tests(&std::fs::read_to_string(&path).unwrap());
+            tests.extend(only_tests.into_iter().map(|child| [&name[..], &[child]].concat()));
+            modules.words.insert(name, words_of(&code));
+        }
+        modules.words.retain(|name, _| !tests.iter().any(|test| name.starts_with(test)));
+        for (module, words) in modules.words.clone() {
+            modules.read(&module, &words);
+        }
+        modules
+    }
+
+    /// Notes every path of a module that begins at the crate's root, at itself or above itself.
+    fn read(&mut self, module: &[String], words: &[String]) {
+        let mut at = 0;
+        while at < words.len() {
+            let begins = ["crate", "super", "self"].contains(&words[at].as_str());
+            if words[at] == "use" {
+                at = self.read_use(module, &[], words, at + 1);
+            } else if begins && words.get(at + 1).is_some_and(|next| next == "::") {
+                let end = (at..words.len()).step_by(2).find(|&next| {
+                    words.get(next + 1).is_none_or(|word| word != "::")
+                        || !words[next + 2].starts_with(|first: char| first.is_alphabetic())
+                });
+                let path: Vec<String> =
+                    words[at..=end.unwrap()].iter().step_by(2).cloned().collect();
+                self.paths.push((module.to_vec(), self.from_root(module, &path)));
+                at = end.unwrap();
+            }
+            at += 1;
+        }
+    }
+
+    /// Notes the paths of one tree of a `use`, and returns where it ends.
+    fn read_use(
+        &mut self,
+        module: &[String],
+        before: &[String],
+        words: &[String],
+        mut at: usize,
+    ) -> usize {
+        let (mut path, mut name) = (before.to_vec(), None);
+        loop {
+            match words[at].as_str() {
+                "::" => {}
+                "as" => {
+                    name = Some(words[at + 1].clone());
+                    at += 1;
+                }
+                "{" => {
+                    while words[at] != "}" {
+                        at = self.read_use(module, &path, words, at + 1);
+                    }
+                    path.clear();
+                }
+                ";" | "," | "}" => break,
+                word => path.push(word.to_owned()),
+            }
+            at += 1;
+        }
+        if path.last().is_some_and(|last| last == "self") && path.len() > 1 {
+            path.pop();
+        }
+        let full = self.from_root(module, &path);
+        if let Some(name) = name.or_else(|| path.last().cloned())
+            && !full.is_empty()
+        {
+            self.made.entry(module.to_vec()).or_default().insert(name, full.clone());
+            self.paths.push((module.to_vec(), full));
+        }
+        at
+    }
+
+    /// A path as it is written, from the crate's root on; empty where it leads out of the crate.
+    fn from_root(&self, module: &[String], path: &[String]) -> Vec<String> {
+        let above = path.iter().take_while(|word| *word == "super").count();
+        let child = path
+            .first()
+            .is_some_and(|first| self.words.contains_key(&[module, &[first.clone()]].concat()));
+        match path.first().map(String::as_str) {
+            Some("crate") => path[1..].to_vec(),
+            Some("self") => [module, &path[1..]].concat(),
+            Some("super") => {
+                [&module[..module.len().saturating_sub(above)], &path[above..]].concat()
+            }
+            _ if child => [module, path].concat(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// The modules through which a path leads: the one that it names, and those whose name that one hands on.
+    fn through(&self, path: &[String]) -> Vec<Vec<String>> {
+        let (mut found, mut path) = (Vec::new(), path.to_vec());
+        loop {
+            let depth =
+                (0..=path.len()).rev().find(|&depth| self.words.contains_key(&path[..depth]));
+            let depth = depth.expect("every crate has a root");
+            let module = path[..depth].to_vec();
+            if found.contains(&module) {
+                return found;
+            }
+            let handed = self.made.get(&module).zip(path.get(depth));
+            let next = handed.and_then(|(made, name)| made.get(name)).cloned();
+            found.push(module);
+            match next {
+                Some(next) => path = [&next[..], &path[depth + 1..]].concat(),
+                None => return found,
+            }
+        }
+    }
+
+    /// What the modules of one folder use of each other, and where.
+    fn among(&self, folder: &[String]) -> BTreeMap<(String, String), BTreeSet<String>> {
+        let mut uses: BTreeMap<_, BTreeSet<String>> = BTreeMap::new();
+        for (module, path) in &self.paths {
+            for target in self.through(path) {
+                if !module.starts_with(folder) || !target.starts_with(folder) {
+                    continue;
+                }
+                let below = |path: &[String]| path.get(folder.len()).cloned();
+                if let (Some(from), Some(to)) = (below(module), below(&target))
+                    && from != to
+                {
+                    uses.entry((from, to)).or_default().insert(module.join("/"));
+                }
+            }
+        }
+        uses
+    }
+}
+
+/// A file's code without its comments and test code, and the names of the modules that are tests alone.
+fn without_tests(text: &str) -> (String, Vec<String>) {
+    let (mut code, mut tests) = (String::new(), Vec::new());
+    let mut lines = text.lines();
+    while let Some(line) = lines.next() {
+        if line.trim() != "#[cfg(test)]" {
+            code.push_str(line.split("//").next().unwrap());
+            code.push('\n');
+            continue;
+        }
+        let close = format!("{}}}", &line[..line.len() - line.trim_start().len()]);
+        let item = lines.find(|line| !line.trim_start().starts_with("#[")).unwrap();
+        if !item.ends_with([';', ',', '}']) {
+            lines.find(|line| line.starts_with(&close)).unwrap();
+        }
+        if let Some((_, name)) = item.split_once("mod ") {
+            tests.push(name.trim_end_matches([' ', '{', ';']).to_owned());
+        }
+    }
+    (code, tests)
+}
+
+/// Names, `::` and every other sign for itself.
+fn words_of(code: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    let mut rest = code.trim_start();
+    while let Some(first) = rest.chars().next() {
+        let name = rest.find(|sign: char| !sign.is_alphanumeric() && sign != '_');
+        let length = match name.unwrap_or(rest.len()) {
+            0 if rest.starts_with("::") => 2,
+            0 => first.len_utf8(),
+            length => length,
+        };
+        words.push(rest[..length].to_owned());
+        rest = rest[length..].trim_start();
+    }
+    words
+}
+
+/// The largest sets of modules each of which uses every other, directly or by way of others.
+fn circles(uses: &BTreeMap<(String, String), BTreeSet<String>>) -> BTreeSet<BTreeSet<String>> {
+    let mut reaches: BTreeSet<(String, String)> = uses.keys().cloned().collect();
+    let names: BTreeSet<String> = uses.keys().map(|(from, _)| from.clone()).collect();
+    for middle in &names {
+        let into: Vec<_> = reaches.iter().filter(|(_, to)| to == middle).cloned().collect();
+        let out: Vec<_> = reaches.iter().filter(|(from, _)| from == middle).cloned().collect();
+        for (from, _) in &into {
+            reaches.extend(out.iter().map(|(_, to)| (from.clone(), to.clone())));
+        }
+    }
+    let turned = |name: &String| {
+        let mutual = |other: &&String| {
+            reaches.contains(&(name.clone(), (*other).clone()))
+                && reaches.contains(&((*other).clone(), name.clone()))
+        };
+        names.iter().filter(mutual).cloned().collect::<BTreeSet<String>>()
+    };
+    names.iter().map(turned).filter(|circle| circle.len() > 1).collect()
+}
+
+/// Who reads a crate reads one module after the other: that needs an order, which a circle has not.
+#[test]
+fn modules_use_each_other_in_one_direction() {
+    let mut offences = Vec::new();
+    for source in CRATES {
+        let modules = Modules::of(&root().join(source));
+        let above = modules.words.keys().filter_map(|name| name.split_last());
+        for folder in above.map(|(_, above)| above).collect::<BTreeSet<_>>() {
+            let uses = modules.among(folder);
+            for circle in circles(&uses) {
+                offences.push(format!("{}: {circle:?}", [source, &folder.join("/")].join("/")));
+                let inside =
+                    |(from, to): &(String, String)| circle.contains(from) && circle.contains(to);
+                let within = uses.iter().filter(|(pair, _)| inside(pair));
+                offences
+                    .extend(within.map(|((from, to), by)| format!("    {from} -> {to} in {by:?}")));
+            }
+        }
+    }
+    forbid("modules of one folder that use each other in a circle", offences);
 }
 
 #[test]
@@ -219,28 +472,39 @@ fn files_fit_in_the_head() {
     forbid("at most 600 lines of 130 columns", offences);
 }
 
+/// Whether a line opens an item that is a function.
+fn opens_function(line: &str) -> bool {
+    let before = line.trim_start().split_once("fn ").map(|(before, _)| before);
+    let word = |word: &str| {
+        ["const", "unsafe", "async", "extern"].contains(&word) || word.starts_with('"')
+    };
+    before.is_some_and(|before| {
+        let visible = before.strip_prefix("pub(").and_then(|rest| rest.split_once(") "));
+        let rest = visible.map_or(before.strip_prefix("pub ").unwrap_or(before), |(_, rest)| rest);
+        rest.split_whitespace().all(word) && (rest.is_empty() || rest.ends_with(' '))
+    })
+}
+
 #[test]
 fn functions_fit_on_a_screen() {
     let mut offences = Vec::new();
     for (name, text) in sources() {
         let lines: Vec<&str> = text.lines().collect();
         for (start, line) in lines.iter().enumerate() {
-            let indent = line.len() - line.trim_start().len();
-            let head =
-                line.trim_start().trim_start_matches("pub ").trim_start_matches("pub(crate) ");
-            if !head.starts_with("fn ") || line.trim_end().ends_with(['}', ';']) {
+            if !opens_function(line) || line.trim_end().ends_with(['}', ';']) {
                 continue;
             }
             // A declaration of a trait over several lines has no body.
-            let end = format!("{})", " ".repeat(indent));
+            let indent = " ".repeat(line.len() - line.trim_start().len());
+            let (end, close) = (format!("{indent})"), format!("{indent}}}"));
             let signature = lines[start..].iter().find(|line| line.starts_with(&end));
             if !line.ends_with('{') && signature.is_some_and(|line| line.ends_with(';')) {
                 continue;
             }
-            let close = format!("{}}}", " ".repeat(indent));
-            let length = lines[start..].iter().position(|line| *line == close).unwrap_or(0) + 1;
-            if length > 70 {
-                offences.push(format!("{name}:{}: {length} lines", start + 1));
+            match lines[start..].iter().position(|line| *line == close) {
+                Some(last) if last < 70 => {}
+                Some(last) => offences.push(format!("{name}:{}: {} lines", start + 1, last + 1)),
+                None => offences.push(format!("{name}:{}: its end was not found", start + 1)),
             }
         }
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 
 use contract::{Class, Fault, Result};
 
-use crate::build::request::nothing_left;
+use crate::assembly::request::nothing_left;
 use crate::corpus::{Corpus, Source, SourceFile};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};

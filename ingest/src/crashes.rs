@@ -19,7 +19,7 @@ use crate::interop::Peer;
 use crate::interop::export::{Export, NOTE, export};
 use crate::interop::import::{Import, Part, import};
 use crate::testing::{Workbench, options};
-use crate::tokenize::train::{self, Request};
+use crate::train::{self, Request};
 use crate::verify::verify;
 
 /// States of each writer that are tried.

@@ -23,8 +23,8 @@ use store::disk::Whole;
 use store::folder::StoreFile;
 use store::{FileRecord, Location, Manifest, SourceRecord, disk};
 
-use crate::dedup::repeats::{self, Span};
 use crate::source::{Document, Row};
+use crate::spans::{Span, without};
 
 /// The list's name in the source's folder.
 pub(crate) const FILE: &str = "dropped.jsonl.zst";
@@ -270,7 +270,7 @@ impl List {
     pub(crate) fn rest(&self, file: usize, document: &Document) -> Result<Option<String>> {
         let at = address(document.group, document.row);
         let Some(spans) = at.and_then(|at| self.spans.get(&(file, at))) else { return Ok(None) };
-        repeats::without(&document.text, spans).map(Some).ok_or_else(|| {
+        without(&document.text, spans).map(Some).ok_or_else(|| {
             Fault::mismatch("this document changed between scan and build")
                 .hint("delete the store's folder and build it again")
         })

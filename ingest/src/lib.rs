@@ -10,6 +10,7 @@
 
 #![forbid(unsafe_code)]
 
+mod assembly;
 pub mod build;
 pub mod check;
 pub mod cluster;
@@ -30,16 +31,17 @@ pub mod progress;
 pub mod recipe;
 pub mod sample;
 pub mod source;
+mod spans;
 #[cfg(test)]
 mod testing;
 #[cfg(test)]
 mod tests;
 pub mod tokenize;
+pub mod train;
 pub mod verify;
 mod versions;
 mod walk;
 
-pub use build::request::stops;
 pub use build::{Outcome, build};
-pub use corpus::Corpus;
+pub use corpus::{Corpus, stops};
 pub use parallel::WORKERS_MAX;

@@ -1,11 +1,21 @@
 //! Folders that these programs made: what lies in them is no text, however it is called.
 
+use std::fs;
+use std::ops::Range;
 use std::path::Path;
 
+use serde::Deserialize;
+use serde::de::IgnoredAny;
 use store::open::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 
-use crate::cluster::plan;
-use crate::interop::export::NOTE;
+/// The file that says what an export is.
+pub const NOTE: &str = "export.json";
+
+/// The file that says what a plan of a build is.
+pub(crate) const PLAN: &str = "plan.json";
+
+/// The folder of parts, of all plans.
+pub(crate) const PARTS: &str = "parts";
 
 /// What such a folder is, and two names that only one of that kind holds.
 const KINDS: [(&str, &str, &str); 4] = [
@@ -16,13 +26,30 @@ const KINDS: [(&str, &str, &str); 4] = [
 ];
 
 /// What a folder of parts is, whose names anybody may have given.
-const PARTS: &str = "parts of a build";
+const KIND_OF_PARTS: &str = "parts of a build";
 
 /// What `folder` is, if these programs made it.
 pub(crate) fn kind(folder: &Path) -> Option<&'static str> {
     let has = |name: &str| folder.join(name).exists();
     let kind = KINDS.iter().find(|(_, one, other)| has(one) && has(other));
-    kind.map(|(what, ..)| *what).or_else(|| plan::is_in(folder).then_some(PARTS))
+    kind.map(|(what, ..)| *what).or_else(|| has_plan(folder).then_some(KIND_OF_PARTS))
+}
+
+/// Whether a folder holds a plan and parts, and not only names of theirs.
+fn has_plan(folder: &Path) -> bool {
+    /// The keys of a plan that tell it from what others call so; what stands in the two others is `cluster`'s affair.
+    #[derive(Deserialize)]
+    #[expect(dead_code, reason = "read to see whether it is there")]
+    struct Plan {
+        corpus: String,
+        said: String,
+        found: IgnoredAny,
+        head: IgnoredAny,
+        tasks: Vec<(usize, Range<usize>)>,
+    }
+    let text = || fs::read(folder.join(PLAN)).ok();
+    folder.join(PARTS).is_dir()
+        && text().is_some_and(|text| serde_json::from_slice::<Plan>(&text).is_ok())
 }
 
 /// The folders among `files`, the names in a bucket, that these programs made, and what they are; each ends in a slash.
@@ -41,6 +68,7 @@ pub(crate) fn among(files: &[String]) -> Vec<(String, &'static str)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::plan;
     use crate::corpus::Corpus;
     use crate::testing::Workbench;
 
@@ -60,7 +88,7 @@ mod tests {
         assert_eq!(kind(folder.path()), None);
         let bench = Workbench::new(3);
         let corpus = Corpus::read(bench.corpus("")).unwrap();
-        plan::plan(&corpus, folder.path(), plan::TASK_BYTES).unwrap();
-        assert_eq!(kind(folder.path()), Some(PARTS));
+        plan(&corpus, folder.path(), plan::TASK_BYTES).unwrap();
+        assert_eq!(kind(folder.path()), Some(KIND_OF_PARTS));
     }
 }

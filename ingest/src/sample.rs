@@ -10,8 +10,8 @@ use contract::{Digest, Fault, Key, Purpose, Result, counted, draw, terminal};
 use serde::Serialize;
 use store::{Location, Manifest, open};
 
-use crate::build::pipeline::held_out;
-use crate::build::request;
+use crate::assembly::pipeline::held_out;
+use crate::assembly::request;
 use crate::corpus::{Corpus, Source};
 use crate::dedup::{Tools, contaminated, exact, minhash, repeats};
 use crate::dropped::{Firsts, Kept, List};

@@ -6,7 +6,7 @@ use store::folder::StoreFile;
 use store::verify::{self, Damage, flaw};
 use store::{FileRecord, Location, Manifest, SourceRecord, Split, open};
 
-use crate::build::request;
+use crate::assembly::request;
 use crate::parallel;
 use crate::progress::{Measure, Progress};
 

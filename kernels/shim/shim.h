@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-// How a call ended; `runtime.rs` has the same numbers. Every function that can throw returns one of them, and leaves what
+// How a call ended; `shim.rs` has the same numbers. Every function that can throw returns one of them, and leaves what
 // was said for `shim_text`.
 constexpr int kDone = 0;
 constexpr int kFailed = 1;

@@ -13,20 +13,14 @@
 
 #![expect(unsafe_code, reason = "reads the elements of a contiguous CPU tensor in place")]
 
-#[cfg(target_arch = "x86_64")]
-mod lanes;
-
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::device::pieces::{Piece, checksums};
 use crate::device::queue::Queue;
+use crate::sums::{FIRST, HIGH_INDEX, SECOND, salted, sum};
 
 const LOW: i64 = 0xFFFF_FFFF;
-const HIGH_INDEX: u32 = 0xC2B2_AE3D;
-const HIGH_SALT: u32 = 0x27D4_EB2F;
-const FIRST: u32 = 0x9E37_79B1;
-const SECOND: u32 = 0x85EB_CA77;
 
 /// The checksum of a whole tensor.
 pub fn tensor(tensor: &Tensor, salt: u64) -> u64 {
@@ -109,11 +103,6 @@ impl Total {
     }
 }
 
-/// The checksum of bytes, element by element.
-pub(crate) fn bytes(data: &[u8], salt: u64) -> u64 {
-    sum(data, 0, salt)
-}
-
 fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     let count = tensor.numel();
     if count == 0 {
@@ -131,102 +120,6 @@ fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
         // SAFETY: as above.
         _ => sum(unsafe { std::slice::from_raw_parts(data.cast::<u64>(), count) }, first, salt),
     }
-}
-
-/// An element of a tensor, by its bits.
-trait Element: Copy + Into<u64> {
-    /// The sum over a run, where `place` is the low half of the first element's index with salt and high half added. Integer
-    /// arithmetic: the bits do not depend on the width of the instructions.
-    fn run(run: &[Self], place: u32) -> u64 {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") && has!("avx512dq") && has!("avx512vl") {
-                // SAFETY: the processor has what the function was compiled for.
-                return unsafe { by_avx512(run, place) };
-            }
-            if has!("avx2") {
-                // SAFETY: as above.
-                return unsafe { by_avx2(run, place) };
-            }
-        }
-        plain(run, place)
-    }
-}
-
-impl Element for u8 {}
-impl Element for u16 {}
-impl Element for u64 {}
-
-/// Nearly all that is summed up.
-impl Element for u32 {
-    fn run(run: &[Self], place: u32) -> u64 {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") {
-                // SAFETY: the processor has what the function was compiled for.
-                return unsafe { lanes::avx512(run, place) };
-            }
-            if has!("avx2") {
-                // SAFETY: as above.
-                return unsafe { lanes::avx2(run, place) };
-            }
-        }
-        plain(run, place)
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512dq,avx512vl")]
-fn by_avx512<T: Element>(run: &[T], place: u32) -> u64 {
-    plain(run, place)
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn by_avx2<T: Element>(run: &[T], place: u32) -> u64 {
-    plain(run, place)
-}
-
-#[inline(always)]
-fn plain<T: Element>(run: &[T], mut place: u32) -> u64 {
-    let mut total = 0u64;
-    // Wrapping by hand: a range or `enumerate` checks for overflow in a debug build, which keeps the loop scalar.
-    for &element in run {
-        let product = element.into().wrapping_mul(u64::from(mixed(place)));
-        total = total.wrapping_add(product);
-        place = place.wrapping_add(1);
-    }
-    total
-}
-
-fn sum<T: Element>(elements: &[T], first: u64, salt: u64) -> u64 {
-    let (mut total, mut at, mut rest) = (0u64, first, elements);
-    while !rest.is_empty() {
-        // The high half of the index is constant up to the next multiple of 2^32.
-        let until = ((at >> 32) + 1) << 32;
-        let (now, later) = rest.split_at(rest.len().min((until - at) as usize));
-        let place = salted(salt)
-            .wrapping_add(((at >> 32) as u32).wrapping_mul(HIGH_INDEX))
-            .wrapping_add(at as u32);
-        total = total.wrapping_add(T::run(now, place));
-        (at, rest) = (until, later);
-    }
-    total
-}
-
-fn salted(salt: u64) -> u32 {
-    (salt as u32).wrapping_add(((salt >> 32) as u32).wrapping_mul(HIGH_SALT))
-}
-
-#[inline(always)]
-fn mixed(mut h: u32) -> u32 {
-    h = h.wrapping_mul(FIRST);
-    h ^= h >> 15;
-    h = h.wrapping_mul(SECOND);
-    h ^= h >> 13;
-    h | 1
 }
 
 /// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference of the fast path.
@@ -277,6 +170,7 @@ fn width(kind: Kind) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sums::HIGH_SALT;
     use proptest::prelude::*;
 
     /// The formula of the head of this file, one element at a time.
@@ -312,24 +206,6 @@ mod tests {
             let mut total = Total::default();
             total.add(&[(&tensor, first, salt), (&tensor, first, salt)]).unwrap();
             prop_assert_eq!(total.read().unwrap(), wanted.wrapping_mul(2));
-        }
-
-        /// What a processor has none of is not tried there.
-        #[test]
-        #[cfg(target_arch = "x86_64")]
-        fn all_registers_agree(run in prop::collection::vec(any::<u32>(), 0..300), place: u32) {
-            use std::arch::is_x86_feature_detected as has;
-            let wanted = plain(&run, place);
-            if has!("avx2") {
-                // SAFETY: the processor has what the functions were compiled for.
-                let found = unsafe { [lanes::avx2(&run, place), by_avx2(&run, place)] };
-                prop_assert_eq!(found, [wanted; 2]);
-            }
-            if has!("avx512f") && has!("avx512dq") && has!("avx512vl") {
-                // SAFETY: as above.
-                let found = unsafe { [lanes::avx512(&run, place), by_avx512(&run, place)] };
-                prop_assert_eq!(found, [wanted; 2]);
-            }
         }
 
         #[test]

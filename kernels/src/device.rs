@@ -28,7 +28,7 @@ use std::ptr;
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use crate::runtime::{guarded, number, said};
+use crate::shim::{guarded, number, said};
 use crate::{Error, Result};
 pub use found::{Gpu, Gpus, gpus};
 pub use leave::{Copies, Departures, Unloader};

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
+//! shim      how calls of the C++ shim end; thread  one that computes
 //! levels    which levels of determinism have been shown under which kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
@@ -12,7 +13,7 @@
 //! record    numbers that stay where they are until the host reads them, all at once
 //! tree      the one order in which leaves are added
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
-//! checksum  order-free sums over bits, for any layout
+//! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
 //! ```
 //!
@@ -35,6 +36,9 @@ pub mod profile;
 pub mod record;
 pub mod runtime;
 pub mod share;
+mod shim;
+mod sums;
+mod thread;
 pub mod tree;
 
 pub use error::{Error, Result};

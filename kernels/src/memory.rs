@@ -10,7 +10,7 @@ use std::ffi::c_int;
 use tch::Device;
 
 use crate::Result;
-use crate::runtime::guarded;
+use crate::shim::guarded;
 
 unsafe extern "C" {
     fn shim_count_memory() -> c_int;

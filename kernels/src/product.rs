@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-use crate::runtime::{guarded, number};
+use crate::shim::{guarded, number};
 use crate::{Error, Result};
 
 unsafe extern "C" {

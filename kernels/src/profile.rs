@@ -9,7 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::Device;
 
-use crate::runtime::{guarded, said};
+use crate::shim::{guarded, said};
 use crate::{Error, Result};
 
 unsafe extern "C" {

@@ -15,24 +15,19 @@ use std::sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::device::queue::Queue;
+use crate::shim::{compiled_against, describe, guarded, number};
+pub use crate::thread::{THREADS_PER_LEAF, enter_thread};
+use crate::thread::{expect, flushes_denormals};
 use crate::{Error, Result, ops};
 
 unsafe extern "C" {
-    fn shim_text() -> *const c_char;
     fn shim_set_switches() -> c_int;
     fn shim_set_interop_threads(threads: c_int) -> c_int;
     fn shim_interop_threads(out: *mut c_int) -> c_int;
-    fn shim_enter_thread(threads: c_int) -> c_int;
-    fn shim_threads(out: *mut c_int) -> c_int;
-    fn shim_flushes_denormals() -> c_int;
     fn shim_switch(name: *const c_char, out: *mut c_int) -> c_int;
     fn shim_in_parallel_region(out: *mut c_int) -> c_int;
     fn shim_gpu_context_exists(out: *mut c_int) -> c_int;
-    fn shim_describe(what: *const c_char) -> c_int;
 }
-
-/// Math threads of a leaf on CPU. More cores compute more leaves at once, which changes no bit.
-pub const THREADS_PER_LEAF: u32 = 1;
 
 /// Every process-wide switch and the value it must read back.
 const SWITCHES: [(&CStr, c_int); 13] = [
@@ -219,28 +214,6 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     Ok(table)
 }
 
-/// Makes the calling thread compute as every other: one math thread, denormal numbers kept. Cheap when repeated.
-pub fn enter_thread() -> Result<()> {
-    thread_local!(static ENTERED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
-    if ENTERED.get() {
-        return Ok(());
-    }
-    // SAFETY: plain integers in, this thread's own settings touched, no exception out.
-    guarded("enter a compute thread", unsafe { shim_enter_thread(THREADS_PER_LEAF as c_int) })?;
-    let threads = number("ask for the math threads", |out| {
-        // SAFETY: reads this thread's settings into an out-pointer that outlives the call.
-        unsafe { shim_threads(out) }
-    })?;
-    // SAFETY: reads a register of this thread.
-    let flushes = unsafe { shim_flushes_denormals() };
-    expect("threads_per_leaf", threads, THREADS_PER_LEAF as i32)?;
-    if flushes >= 0 {
-        expect("flush_denormals", flushes, 0)?;
-    }
-    ENTERED.set(true);
-    Ok(())
-}
-
 /// Reads every process-wide switch again; an error names the first that is no longer in force.
 pub fn verify() -> Result<BTreeMap<String, i32>> {
     let mut found = BTreeMap::new();
@@ -259,10 +232,6 @@ fn switch(name: &CStr) -> Result<c_int> {
         // SAFETY: the name is a C string; it and the out-pointer outlive the call.
         unsafe { shim_switch(name.as_ptr(), out) }
     })
-}
-
-fn expect(switch: &'static str, found: i32, wanted: i32) -> Result<()> {
-    if found == wanted { Ok(()) } else { Err(Error::NotInForce { switch, found, wanted }) }
 }
 
 fn refuse_if_late() -> Result<()> {
@@ -329,8 +298,8 @@ fn set_device_environment(options: &RuntimeOptions) {
 
 fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
-    // SAFETY: reads this thread's settings. On a GPU as well: the host adds up losses and squares.
-    switches.insert("flush_denormals".to_owned(), unsafe { shim_flushes_denormals() });
+    // On a GPU as well: the host adds up losses and squares.
+    switches.insert("flush_denormals".to_owned(), flushes_denormals());
     let on_cpu = device == tch::Device::Cpu;
     if on_cpu {
         switches.insert("f32_products_by_onednn".to_owned(), crate::product::by_onednn()?.into());
@@ -376,50 +345,6 @@ pub fn processor() -> Result<String> {
     Ok(format!("{}, {}", describe(c"cpu")?, describe(c"cpu_capability")?))
 }
 
-/// The release of libtorch that this program was made for.
-pub(crate) fn compiled_against() -> Result<String> {
-    describe(c"compiled_against")
-}
-
-fn describe(what: &CStr) -> Result<String> {
-    // SAFETY: the name is a C string that outlives the call.
-    guarded("describe libtorch", unsafe { shim_describe(what.as_ptr()) })?;
-    Ok(said().trim().to_owned())
-}
-
-/// How calls of the shim end, as in `shim.h`; every other number is a failure that says why.
-pub(crate) const DONE: c_int = 0;
-pub(crate) const FAILED: c_int = 1;
-const NO_MEMORY: c_int = 2;
-pub(crate) const LATE: c_int = 3;
-
-/// Turns the code with which a call of the shim ended into a result.
-pub(crate) fn guarded(call: &'static str, code: c_int) -> Result<()> {
-    if code == DONE {
-        return Ok(());
-    }
-    // C++ messages end in a stack trace: the first line says what happened.
-    let reason = said().lines().next().unwrap_or_default().to_owned();
-    Err(match code {
-        NO_MEMORY => Error::NoMemory { call, reason },
-        LATE => Error::Late { call },
-        _ => Error::Foreign { call, reason },
-    })
-}
-
-/// What the last call of the shim on this thread has said.
-pub(crate) fn said() -> String {
-    // SAFETY: a C string that lives until the next call on this thread, and is copied here.
-    unsafe { CStr::from_ptr(shim_text()) }.to_string_lossy().into_owned()
-}
-
-/// What a call of the shim writes to its out-pointer.
-pub(crate) fn number(call: &'static str, ask: impl FnOnce(*mut c_int) -> c_int) -> Result<c_int> {
-    let mut out = 0;
-    guarded(call, ask(&raw mut out))?;
-    Ok(out)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -442,9 +367,7 @@ mod tests {
         assert!(table.fingerprint().contains(&table.cpu_capability));
         std::thread::spawn(|| {
             enter_thread().unwrap();
-            // SAFETY: reads this thread's settings into an out-pointer that outlives the call.
-            let threads = number("a test", |out| unsafe { shim_threads(out) });
-            assert_eq!(threads.unwrap(), 1);
+            assert_eq!(crate::thread::threads().unwrap(), 1);
         })
         .join()
         .unwrap();

@@ -15,7 +15,6 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::pieces::{self, Piece};
 use crate::device::queue::Queue;
-use crate::ops::check::Call;
 use crate::{Error, Result};
 
 /// A value that can be added to its right neighbour.
@@ -152,7 +151,8 @@ impl There {
         let counted = experts.iter().flat_map(|(_, rows)| rows).chain(rows.iter().flatten());
         if !pairs.all(fits) || !counted.into_iter().all(whole) {
             let wanted = "contiguous f32 with contiguous i64".to_owned();
-            return Err(Call("add_present").refuse("pairs", "others".to_owned(), wanted));
+            let (operation, found) = ("add_present", "others".to_owned());
+            return Err(Error::Operand { operation, operand: "pairs", found, wanted });
         }
         let address = |tensor: &Tensor| (tensor.data_ptr() as i64).cast_unsigned();
         let mut pieces: Vec<Piece> = added.iter().map(|(left, right)| piece(left, right)).collect();

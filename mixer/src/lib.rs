@@ -23,6 +23,7 @@
 
 #![forbid(unsafe_code)]
 
+mod banning;
 mod bans;
 mod described;
 mod digest;
@@ -34,6 +35,7 @@ pub mod order;
 mod packing;
 pub mod packs;
 pub mod plan;
+mod planning;
 mod remainder;
 pub mod sample;
 mod segment;

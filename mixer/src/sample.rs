@@ -1,5 +1,7 @@
 //! What the plan answers with: which text a sample is, and where it stands.
 
+use contract::Fault;
+use contract::fault::nearest;
 use std::ops::Range;
 
 use contract::UNIT_TOKENS;
@@ -80,4 +82,14 @@ pub struct SourceFacts {
 
 fn unit() -> u64 {
     UNIT_TOKENS
+}
+
+/// What is said of a name that no source has.
+pub(crate) fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
+    let fault = Fault::usage(format!("no store has a source {name:?}"));
+    let names = || facts.iter().map(|facts| facts.name.as_str());
+    match nearest(name, names()) {
+        Some(near) => fault.hint(format!("did you mean {near:?}?")),
+        None => fault.wanted(names().take(20).collect::<Vec<_>>().join(", ")),
+    }
 }

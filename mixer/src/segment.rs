@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use curriculum::RemainderRule;
 
+use crate::makeup::Makeup;
 use crate::order::{Cursor, Remainder, SourceOrder};
 use crate::remainder::{Part, fits};
 use crate::sample::Span;
@@ -192,4 +193,26 @@ impl SourceSegment {
 /// The sample behind the last of some parts.
 fn end_of(parts: &[Part]) -> Option<u64> {
     parts.last().map(|part| part.first + part.samples)
+}
+
+impl SourceSegment {
+    /// What the first `samples` samples are made of.
+    pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Makeup {
+        let epoch = order.epoch(self.start.epoch);
+        let mut all = Makeup::default();
+        for part in self.parts() {
+            let group = epoch.group(part.left.group, part.left.cut);
+            all += part.makeup(&group, samples);
+        }
+        let (first, later) = self.windows_taken(samples);
+        let short = |number: u64, windows: std::ops::Range<u64>| {
+            let short = order.epoch(number).short_window(self.seq_len);
+            u64::from(short.is_some_and(|short| windows.contains(&short)))
+        };
+        all += Makeup::of(first, 0, short(self.start.epoch, self.window_range(first)));
+        let (whole, rest) = (later / self.windows, later % self.windows);
+        let number = self.start.epoch + 1;
+        let padded = whole * short(number, 0..self.windows) + short(number + whole, 0..rest);
+        all + Makeup::of(later, 0, padded)
+    }
 }

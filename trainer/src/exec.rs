@@ -9,7 +9,7 @@ use loader::PrefetchOptions;
 use store::Location;
 
 use crate::checkpoint::{Retention, RingOptions};
-use crate::memory;
+use crate::memory::{self, Demand};
 use crate::mesh::{Degrees, Schedule};
 use crate::validate::Validation;
 use crate::workers::Workers;
@@ -83,6 +83,13 @@ impl ExecOptions {
             out,
             stop: Arc::default(),
         }
+    }
+
+    /// What the steps of training ask of memory: a copy of the state is being written down, and some recent ones stay.
+    pub(crate) fn demand(&self) -> Demand {
+        let ExecOptions { degrees, flat, schedule, workers, mirror, memory: limit, .. } = *self;
+        let copies = (self.ring.states as u64).saturating_add(1);
+        Demand { degrees, flat, schedule, workers, mirror, copies, limit }
     }
 
     /// Whether somebody asked to stop.

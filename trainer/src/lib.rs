@@ -8,7 +8,7 @@
 //! - [`replay`] computes past steps again, [`explain`] says what was odd about one; [`compare`] finds where two runs part.
 //! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
 //! - [`plan`] tells what a run will need before any of it is allocated, [`sizing`] how fast it will be and on what.
-//! - [`hf`] is Hugging Face's `zaya`, in and out.
+//! - [`hf`] is Hugging Face's `zaya`, in and out; [`mod@export`] hands a run's state to it.
 //! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
 //!   curves, [`validate`] takes the loss on held-out text, [`progress`] speaks to whoever waits.
 //! - [`report`] shows a run to people: a table, odd steps with their reason, a page.
@@ -27,6 +27,7 @@ pub mod compare;
 pub mod events;
 pub mod exec;
 pub mod explain;
+pub mod export;
 pub mod folder;
 pub mod fork;
 pub mod hf;
@@ -43,6 +44,7 @@ pub mod refusal;
 pub mod replay;
 pub mod report;
 pub mod run;
+mod shown;
 pub mod sizing;
 pub mod spec;
 pub mod state;

@@ -16,7 +16,6 @@ use kernels::ops::ATTENTION_ROWS;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::exec::ExecOptions;
 use crate::ledger;
 use crate::mesh::axes::Axis;
 use crate::mesh::behind::Owned;
@@ -316,13 +315,6 @@ pub(crate) struct Demand {
 }
 
 impl Demand {
-    /// That of training: a copy of the state is being written down, and some recent ones stay.
-    pub(crate) fn of(exec: &ExecOptions) -> Self {
-        let ExecOptions { degrees, flat, schedule, workers, mirror, memory: limit, .. } = *exec;
-        let copies = (exec.ring.states as u64).saturating_add(1);
-        Demand { degrees, flat, schedule, workers, mirror, copies, limit }
-    }
-
     /// Copies of its pieces that a rank holds at most, in bytes.
     fn copied(self, pieces: &[Piece], rank: u32) -> u64 {
         let own = pieces.iter().filter(|piece| piece.owner == rank);

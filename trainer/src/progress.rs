@@ -10,6 +10,7 @@ use contract::terminal::name;
 use crate::ledger::StepRecord;
 use crate::metrics::{DataStall, share};
 use crate::optim::guard::Skipped;
+use crate::shown::{clock, rate};
 use crate::validate::SourceLoss;
 
 /// Prints the lines of one process's part of a run.
@@ -110,25 +111,6 @@ fn line(record: &StepRecord, steps: u64) -> String {
         record.data.short(),
         record.state.short()
     )
-}
-
-/// "812", "41.2k", "3.10M".
-pub fn rate(value: f64) -> String {
-    match value {
-        _ if value >= 1e6 => format!("{:.2}M", value / 1e6),
-        _ if value >= 1e4 => format!("{:.1}k", value / 1e3),
-        _ => format!("{value:.0}"),
-    }
-}
-
-/// "12s", "3m10s", "5h02m".
-pub fn clock(time: Duration) -> String {
-    let seconds = time.as_secs();
-    match seconds {
-        0..60 => format!("{seconds}s"),
-        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
-        _ => format!("{}h{:02}m", seconds / 3600, seconds / 60 % 60),
-    }
 }
 
 #[cfg(test)]

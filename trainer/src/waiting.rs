@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use contract::note;
 
-use crate::progress::clock;
+use crate::shown::clock;
 
 /// What takes less says nothing.
 pub(crate) const SILENCE: Duration = Duration::from_secs(2);

@@ -8,7 +8,7 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-use crate::terminal::{name, shown};
+use crate::shown::{name, shown};
 
 /// The result of anything that can go wrong outside our own code.
 pub type Result<T> = std::result::Result<T, Fault>;

@@ -23,6 +23,7 @@ pub mod permute;
 pub mod ratio;
 pub mod settings;
 pub mod shell;
+mod shown;
 pub mod sums;
 pub mod terminal;
 pub mod words;

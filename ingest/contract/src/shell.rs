@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::terminal;
+use crate::shown;
 
 /// A word as a shell takes it. What a terminal would obey is spelled out, in the quotes that bash, zsh and POSIX of 2024 have
 /// for that.
@@ -11,7 +11,7 @@ pub fn word(word: &str) -> String {
     if !word.is_empty() && word.bytes().all(plain) {
         return word.to_owned();
     }
-    if terminal::name(word) == word {
+    if shown::name(word) == word {
         return format!("'{}'", word.replace('\'', "'\\''"));
     }
     spelled(word.as_bytes())
@@ -39,7 +39,7 @@ fn spelled(bytes: &[u8]) -> String {
             let shown = c.encode_utf8(&mut buffer);
             match c {
                 '\'' | '\\' => out.extend(['\\', c]),
-                _ if terminal::name(shown) == *shown => out.push(c),
+                _ if shown::name(shown) == *shown => out.push(c),
                 _ => octal(&mut out, shown.as_bytes()),
             }
         }
@@ -81,7 +81,7 @@ mod tests {
         fn a_shell_gives_back_the_path_that_was_printed(names in prop::collection::vec(name(), 1..8)) {
             let names: Vec<OsString> = names.into_iter().map(OsString::from_vec).collect();
             let line: String = names.iter().map(|name| format!(" {}", path(Path::new(name)))).collect();
-            prop_assert_eq!(terminal::name(&line), line.as_str());
+            prop_assert_eq!(shown::name(&line), line.as_str());
             let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
             let heard: Vec<&[u8]> = printed.stdout.split(|byte| *byte == 0).collect();
             for (name, heard) in names.iter().zip(&heard) {

@@ -8,8 +8,8 @@ use std::path::Path;
 use contract::{Framed, Identity};
 use store::{FORMAT, TokenizerRecord};
 
-use super::plan::Stage;
-use crate::build::request::Head;
+use super::stage::Stage;
+use crate::assembly::request::Head;
 use crate::corpus::{Corpus, SourceFile};
 
 /// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).

@@ -6,11 +6,12 @@ use contract::{Result, note};
 use store::Manifest;
 
 use super::merge::{assemble, tell_part};
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::scan;
+use super::stage::Stage;
 use super::task::{Ran, Runner};
-use crate::build::Options;
-use crate::build::pipeline::Step;
+use crate::assembly::Options;
+use crate::assembly::pipeline::Step;
 use crate::dedup::Seen;
 use crate::progress::{Measure, Progress};
 

@@ -6,14 +6,15 @@ use contract::{Digest, Fault, Result};
 use storage::staging::Staging;
 use store::{FileRecord, InputRecord, Manifest, disk, open};
 
+use super::known::{missing, results};
 use super::part::{Entry, PartReader};
-use super::plan::{Plan, Stage};
-use super::result::{self, TaskResult};
+use super::plan::Plan;
 use super::scan;
-use crate::build;
-use crate::build::commit::Committer;
-use crate::build::pipeline::{Item, Step};
-use crate::build::request;
+use super::stage::Stage;
+use crate::assembly;
+use crate::assembly::commit::Committer;
+use crate::assembly::pipeline::{Item, Step};
+use crate::assembly::request;
 use crate::dedup::Scan;
 use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
@@ -22,7 +23,7 @@ use crate::tokenize::Engine;
 /// Makes the store of all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
-        return build::built(&plan.corpus, store, Engine::Fastest);
+        return assembly::built(&plan.corpus, store, Engine::Fastest);
     }
     results(plan, Stage::Encode)?;
     let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
@@ -59,37 +60,10 @@ pub(super) fn assemble(
         scan.close(&plan.corpus, &mut sources)?;
     }
     request::check_kept(&sources)?;
-    let manifest = build::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
+    let manifest =
+        assembly::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
     staging.commit()?;
     Ok(manifest)
-}
-
-/// What all tasks of a stage did; refuses if one did nothing, or two things.
-pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
-    let tasks = plan.tasks_of(stage);
-    let mut results = Vec::new();
-    for task in tasks {
-        let result = plan.result(stage, task)?;
-        results.push(result.ok_or_else(|| missing(plan, stage, task))?);
-    }
-    let mut conflicts = result::conflicts(&plan.folder())?;
-    conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {
-        let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-        let ours = |name: String| results.iter().any(|r| name.starts_with(&r.part.to_string()));
-        name.is_some_and(ours)
-    }));
-    match conflicts.first() {
-        None => Ok(results),
-        Some(path) => Err(Fault::mismatch("a task gave two results")
-            .at(path.display().to_string())
-            .hint("find out which is wrong, delete it, and merge again")),
-    }
-}
-
-fn missing(plan: &Plan, stage: Stage, task: usize) -> Fault {
-    Fault::data(format!("the part of {} task {task} is missing", stage.name()))
-        .at(plan.folder().display().to_string())
-        .hint("run the tasks that are missing, then this again")
 }
 
 /// Tells the committer what the part of a task that is done holds.

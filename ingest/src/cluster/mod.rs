@@ -13,7 +13,9 @@
 //! Invariant: parts and results are created only where there is none. A second result of a task has the same digest as
 //! the first; where it has not, both are kept and nothing is merged.
 
+mod begun;
 mod key;
+mod known;
 mod local;
 mod merge;
 mod part;
@@ -22,16 +24,20 @@ mod prune;
 mod result;
 mod scan;
 pub mod slurm;
+mod stage;
 mod tally;
 pub mod task;
 #[cfg(test)]
 mod tests;
 
+pub use begun::plan;
+pub(crate) use begun::plan_with;
 pub(crate) use local::{Made, make};
 pub use merge::merge;
-pub use plan::{Plan, Stage, lock, plan};
-pub(crate) use plan::{clear, holds_parts, plan_with, refuse_foreign};
+pub use plan::{Plan, lock};
+pub(crate) use plan::{clear, holds_parts, refuse_foreign};
 pub use prune::{Pruned, prune};
 pub use scan::{decide, is_decided};
+pub use stage::Stage;
 pub use tally::tallies;
 pub use task::{Ran, Runner};

@@ -25,7 +25,7 @@ use store::disk::Whole;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::key::Content;
-use crate::build::pipeline::{self, Encoded, Item};
+use crate::assembly::pipeline::{self, Encoded, Item};
 use crate::dedup::{Mark, Observed};
 use crate::prepared::Trace;
 use crate::source::Row;

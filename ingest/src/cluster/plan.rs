@@ -1,6 +1,5 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
-use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs;
 use std::io;
@@ -13,11 +12,13 @@ use store::Location;
 use store::disk::{self, Lock};
 
 use super::key::{self, Content};
-use super::result::TaskResult;
-use crate::build;
-use crate::build::request::Head;
+use super::stage::Stage;
+use crate::assembly;
+use crate::assembly::request::Head;
 use crate::corpus::{Corpus, Found, Source, SourceFile};
 use crate::dropped::REMOVED;
+pub(super) use crate::made::PARTS;
+use crate::made::PLAN as FILE;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -27,35 +28,11 @@ pub const TASK_BYTES: u64 = 1 << 28;
 /// The most tasks of a plan, where sources allow it: schedulers bound the size of a job array.
 const TASKS_MAX: usize = 1000;
 
-const FILE: &str = "plan.json";
-
-/// The folder of parts, of all plans.
-pub(super) const PARTS: &str = "parts";
-
 /// Before the digest of the plan to which a folder belongs.
 const PLAN: &str = "plan-";
 
 /// In the folder of a plan whose store is made.
 const MERGED: &str = "merged";
-
-/// What is done by many tasks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// Documents are looked at, so that they can be compared.
-    Scan,
-    /// Documents are prepared and encoded.
-    Encode,
-}
-
-impl Stage {
-    /// Its name in files and messages.
-    pub fn name(self) -> &'static str {
-        match self {
-            Stage::Scan => "scan",
-            Stage::Encode => "encode",
-        }
-    }
-}
 
 /// A plan, with what it needs of the corpus.
 pub struct Plan {
@@ -84,23 +61,13 @@ pub(super) struct Text {
 }
 
 /// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
-pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    plan_with(corpus, work, task_bytes, Engine::Fastest)
-}
-
-/// The same for this process, whose tasks encode by `engine`.
-pub(crate) fn plan_with(
-    corpus: &Corpus,
-    work: &Path,
-    task_bytes: u64,
-    engine: Engine,
-) -> Result<Plan> {
-    let tokenizer = build::tokenizer(corpus, engine)?;
+pub(super) fn put(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine) -> Result<Plan> {
+    let tokenizer = assembly::tokenizer(corpus, engine)?;
     let text = Text {
         corpus: everywhere(&corpus.file)?,
         said: corpus.text.clone(),
         found: Found::of(corpus)?,
-        head: build::head(corpus, &tokenizer)?,
+        head: assembly::head(corpus, &tokenizer)?,
         tasks: tasks(corpus, task_bytes)?,
     };
     let mut bytes = serde_json::to_vec_pretty(&text)
@@ -114,7 +81,6 @@ pub(crate) fn plan_with(
     disk::remove(&plan.folder().join(MERGED))?;
     disk::write_whole(&work.join(FILE), &bytes)?;
     plan.remove_others()?;
-    plan.refresh()?;
     Ok(plan)
 }
 
@@ -130,13 +96,6 @@ fn everywhere(file: &Location) -> Result<String> {
 pub fn lock(work: &Path) -> Result<Lock> {
     disk::create_folder(work)?;
     disk::lock(work)
-}
-
-/// Whether a folder holds a plan, and not only a file of its name.
-pub(crate) fn is_in(work: &Path) -> bool {
-    let text = || fs::read(work.join(FILE)).ok();
-    work.join(PARTS).is_dir()
-        && text().is_some_and(|text| serde_json::from_slice::<Text>(&text).is_ok())
 }
 
 /// Whether builds put what is called so into a folder of parts.
@@ -251,8 +210,8 @@ impl Plan {
                 .hint("plan again, or run its tasks by that version"));
         }
         let corpus = Corpus::found(storage::locate(&text.corpus)?, &text.said, text.found.clone())?;
-        let tokenizer = build::tokenizer(&corpus, Engine::Fastest)?;
-        if build::head(&corpus, &tokenizer)? != text.head {
+        let tokenizer = assembly::tokenizer(&corpus, Engine::Fastest)?;
+        if assembly::head(&corpus, &tokenizer)? != text.head {
             return Err(Fault::mismatch("the tokenizer changed since this build was planned")
                 .at(place)
                 .found(tokenizer.identity())
@@ -364,60 +323,6 @@ impl Plan {
     /// Bytes of the files of all tasks of a stage.
     pub(super) fn bytes(&self, stage: Stage) -> Result<u64> {
         self.tasks_of(stage).into_iter().map(|task| self.bytes_of(task)).sum()
-    }
-
-    /// Whether parts are there that no result of this plan names.
-    pub(super) fn holds_others(&self) -> Result<bool> {
-        let mut own = BTreeSet::new();
-        for stage in [Stage::Scan, Stage::Encode] {
-            for task in self.tasks_of(stage) {
-                own.extend(
-                    TaskResult::read(self, stage, task)?.map(|result| self.part(result.part)),
-                );
-            }
-        }
-        Ok(parts(&self.work)?.iter().any(|part| !own.contains(part)))
-    }
-
-    /// The tasks of a stage that are not done.
-    pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
-        let mut missing = Vec::new();
-        for task in self.tasks_of(stage) {
-            if self.result(stage, task)?.is_none() {
-                missing.push(task);
-            }
-        }
-        Ok(missing)
-    }
-
-    /// What is known of a task that is done: its part is there, and is the one that is wanted.
-    pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
-        let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
-        if !self.part(result.part).exists() {
-            return Ok(None);
-        }
-        let Ok(removed) = self.removed(stage, task) else { return Ok(None) };
-        let wanted = self.cache_key(stage, &self.cut(task)?, &result.contents(), removed);
-        Ok((wanted == result.part).then_some(result))
-    }
-
-    /// Forgets what a killed build of this plan did with other inputs than there are now.
-    fn refresh(&self) -> Result<()> {
-        for task in self.tasks_of(Stage::Scan) {
-            self.forget(Stage::Scan, task)?;
-        }
-        super::scan::forget(self)?;
-        self.tasks_of(Stage::Encode)
-            .into_iter()
-            .try_for_each(|task| self.forget(Stage::Encode, task))
-    }
-
-    fn forget(&self, stage: Stage, task: usize) -> Result<()> {
-        let files = &self.cut(task)?.sources[0].files;
-        match self.result(stage, task)? {
-            Some(result) if result.is_of(files) => Ok(()),
-            _ => TaskResult::remove(self, stage, task),
-        }
     }
 
     /// Removes everything but the parts: also what killed tasks left of theirs.

@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 use store::{Location, disk};
 
 use super::key::Content;
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
+use super::stage::Stage;
 use crate::corpus::SourceFile;
 use crate::parallel;
 

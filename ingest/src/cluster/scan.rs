@@ -7,10 +7,11 @@ use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use store::disk;
 
-use super::merge::results;
+use super::known::results;
 use super::part::{Entry, PartReader};
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::result::{self, TaskResult};
+use super::stage::Stage;
 use crate::dedup::{Gathered, Observed, Scan};
 use crate::dropped::{REMOVED, cut};
 use crate::progress::{Measure, Progress, meanwhile};

@@ -12,8 +12,9 @@ use std::time::Duration;
 use contract::{Class, Fault, Result};
 use store::open;
 
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::scan;
+use super::stage::Stage;
 
 /// Time between two looks at a job: the first, and the longest.
 const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];

@@ -3,8 +3,9 @@
 use contract::{Result, counted};
 use indicatif::HumanBytes;
 
-use super::merge::results;
-use super::plan::{Plan, Stage};
+use super::known::results;
+use super::plan::Plan;
+use super::stage::Stage;
 
 /// A line for each stage that there is: how much was made, and how much was there.
 pub fn tallies(plan: &Plan) -> Result<Vec<String>> {

@@ -8,13 +8,13 @@ use store::disk;
 
 use super::key::Content;
 use super::part::{PartWriter, digest_at_end};
-use super::plan::{Plan, Stage};
+use super::plan::Plan;
 use super::prune;
 use super::result::{self, TaskResult};
-use crate::build;
-use crate::build::pipeline::{self, Auditor, Encoding, Item, Step};
-use crate::build::request::stops;
-use crate::corpus::{Corpus, SourceFile};
+use super::stage::Stage;
+use crate::assembly;
+use crate::assembly::pipeline::{self, Auditor, Encoding, Item, Step};
+use crate::corpus::{Corpus, SourceFile, stops};
 use crate::dedup::{Observed, Seen, Tools, read_through};
 use crate::dropped::List;
 use crate::prepared::Prepared;
@@ -47,7 +47,7 @@ pub(super) type Audited = (u64, u64);
 impl<'a> Runner<'a> {
     /// Gets what the steps of the corpus need.
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
-        let tools = build::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
+        let tools = assembly::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
         let others = plan.holds_others()?;
         Ok(Runner { plan, tools, workers: workers.max(1), others })
     }

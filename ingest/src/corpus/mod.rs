@@ -12,21 +12,24 @@ mod braces;
 mod files;
 mod parse;
 mod resolve;
+mod spec;
 mod steps;
 
 use contract::settings::File;
-use contract::{Fault, Identity, Ratio, Result};
-use serde::{Deserialize, Serialize};
+use contract::{Fault, Ratio, Result};
+use serde::Deserialize;
 use store::Location;
 
 pub(crate) use parse::check_name;
-pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, Spec};
+pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS};
 pub(crate) use resolve::Found;
+pub use spec::Spec;
 #[cfg(test)]
 pub(crate) use steps::STEPS;
 
-use crate::recipe::Recipe;
-use crate::source::{Fields, Format};
+use crate::recipe::{self, Recipe};
+use crate::source::Fields;
+pub use crate::source::SourceFile;
 
 /// What to do with a record that is not a document.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -79,18 +82,6 @@ pub struct Source {
     pub recipe: Recipe,
 }
 
-/// One input file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SourceFile {
-    /// Where it lies.
-    #[serde(with = "resolve::place")]
-    pub path: Location,
-    /// Its path from the corpus file's folder, for people.
-    pub shown: String,
-    /// How it holds documents.
-    pub format: Format,
-}
-
 impl Corpus {
     /// Reads a corpus file and finds its inputs.
     pub fn read(file: impl Into<Location>) -> Result<Corpus> {
@@ -137,14 +128,17 @@ impl Corpus {
     }
 }
 
-impl SourceFile {
-    /// Its size.
-    pub(crate) fn size(&self) -> Result<u64> {
-        self.path.size().map_err(|error| self.path.fault("read", &error))
-    }
+/// Whether a build of `corpus` stops at a record that is not a document for this reason.
+pub fn stops(corpus: &Corpus, reason: &str) -> bool {
+    corpus.on_error == OnError::Stop && !always_counted(reason)
+}
 
-    /// Its size and the SHA-256 of its bytes.
-    pub(crate) fn content(&self) -> Result<(u64, Identity)> {
-        self.path.content()
-    }
+/// Whether a dropped record is counted even where others stop the build.
+pub(crate) fn always_counted(reason: &str) -> bool {
+    matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
+}
+
+/// Counts a record that is not a document, or stops where the corpus says so.
+pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
+    if stops(corpus, reason) { Err(fault) } else { Ok(()) }
 }

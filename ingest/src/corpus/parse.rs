@@ -8,7 +8,8 @@ use contract::{Fault, Ratio, Result, UNIT_TOKENS_MAX};
 use serde::Deserialize;
 use store::UNIT_TOKENS;
 
-use super::steps::{self, StepSpec};
+use super::spec::{SourceSpec, Spec};
+use super::steps;
 use super::{OnError, files};
 use crate::recipe::mapping::{Mapping, Template};
 use crate::source::{Fields, Format};
@@ -21,34 +22,6 @@ pub const MAX_DOCUMENT_BYTES: u64 = 1 << 30;
 
 /// What a message of a chat becomes, unless `message` says otherwise.
 const MESSAGE: &str = "<|{role}|>\n{content}\n";
-
-/// What a corpus file says.
-#[derive(Clone, Debug)]
-pub struct Spec {
-    pub(super) tokenizer: Option<String>,
-    pub(super) unit: u64,
-    pub(super) validation: Ratio,
-    pub(super) begin: Option<String>,
-    pub(super) end: Option<String>,
-    pub(super) shard_tokens: u64,
-    pub(super) max_document_bytes: u64,
-    pub(super) on_error: OnError,
-    pub(super) sources: Vec<SourceSpec>,
-}
-
-/// What one `[[source]]` says.
-#[derive(Clone, Debug)]
-pub(super) struct SourceSpec {
-    pub(super) name: String,
-    pub(super) files: Vec<files::Pattern>,
-    pub(super) format: Option<Format>,
-    pub(super) fields: Fields,
-    pub(super) mapping: Option<Mapping>,
-    /// Where it says that a text is made of several fields.
-    pub(super) mapping_place: String,
-    /// The steps, each with its number in the corpus file.
-    pub(super) steps: Vec<(usize, StepSpec)>,
-}
 
 /// The file as serde reads it.
 #[derive(Deserialize)]

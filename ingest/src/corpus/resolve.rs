@@ -6,12 +6,11 @@ use contract::{Fault, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
-use super::parse::{SourceSpec, Spec};
-use super::steps::StepSpec;
+use super::spec::{SourceSpec, Spec, StepSpec};
 use super::{Corpus, Source, SourceFile, files};
 use crate::recipe::compare::{Compare, Decontaminate};
 use crate::recipe::{Recipe, Step};
-use crate::source::Format;
+use crate::source::{Format, place};
 
 /// What was found of what a corpus file names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,49 +54,6 @@ impl Found {
 
 fn whole(file: &SourceFile) -> Result<SourceFile> {
     Ok(SourceFile { path: file.path.absolute()?, ..file.clone() })
-}
-
-/// Places in a plan: as text, which every machine reads alike.
-pub(super) mod place {
-    use serde::de::Error as _;
-    use serde::ser::Error as _;
-    use serde::{Deserialize as _, Deserializer, Serializer};
-    use store::Location;
-
-    pub(crate) fn serialize<S: Serializer>(place: &Location, to: S) -> Result<S::Ok, S::Error> {
-        match place.local().map(|path| path.to_str()) {
-            Some(None) => Err(S::Error::custom(format!("the path {place} is not UTF-8"))),
-            Some(Some(path)) => to.serialize_str(path),
-            None => to.serialize_str(&place.to_string()),
-        }
-    }
-
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Location, D::Error> {
-        let text = String::deserialize(from)?;
-        storage::locate(&text).map_err(D::Error::custom)
-    }
-
-    /// The same where there may be none.
-    pub(crate) mod optional {
-        use super::*;
-
-        pub(crate) fn serialize<S: Serializer>(
-            place: &Option<Location>,
-            to: S,
-        ) -> Result<S::Ok, S::Error> {
-            match place {
-                Some(place) => super::serialize(place, to),
-                None => to.serialize_none(),
-            }
-        }
-
-        pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-            from: D,
-        ) -> Result<Option<Location>, D::Error> {
-            let text = Option::<String>::deserialize(from)?;
-            text.map(|text| storage::locate(&text).map_err(D::Error::custom)).transpose()
-        }
-    }
 }
 
 impl Spec {

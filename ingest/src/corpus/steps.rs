@@ -4,7 +4,7 @@ use contract::settings::{File, Spanned, Table, Value};
 use contract::{Fault, Result};
 
 use super::files::Pattern;
-use super::parse::SourceSpec;
+use super::spec::{SourceSpec, StepSpec};
 use crate::filters::Filter;
 use crate::filters::c4::C4;
 use crate::filters::clean::Clean;
@@ -14,27 +14,6 @@ use crate::filters::setting::Settings;
 use crate::filters::trim::Trim;
 use crate::recipe::Step;
 use crate::recipe::compare::{Compare, Decontaminate, Exact, Near, Repeats, Rules};
-
-/// A step as a corpus file says it.
-#[derive(Clone, Debug)]
-pub(super) enum StepSpec {
-    /// One that needs nothing else.
-    Whole(Step),
-    /// One that compares documents with those of some files.
-    Decontaminate(Rules, Vec<Pattern>),
-}
-
-impl StepSpec {
-    /// Whether it compares documents.
-    fn compares(&self) -> bool {
-        !matches!(self, StepSpec::Whole(Step::Filter(_)))
-    }
-
-    /// Whether it takes bytes of documents that others know.
-    fn is_repeats(&self) -> bool {
-        matches!(self, StepSpec::Whole(Step::Compare(Compare::Repeats(_))))
-    }
-}
 
 /// The keys of every step.
 const COMMON: [&str; 2] = ["step", "sources"];

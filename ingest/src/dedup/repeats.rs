@@ -26,6 +26,7 @@ use store::disk::Output;
 use suffix::SuffixTable;
 
 use crate::recipe::compare::Repeats;
+use crate::spans::Span;
 
 /// Why bytes go.
 pub(crate) const REASON: &str = "repeated-substrings: of an earlier place";
@@ -33,22 +34,8 @@ pub(crate) const REASON: &str = "repeated-substrings: of an earlier place";
 /// Why a document goes of which nothing else is left.
 pub(crate) const EMPTIED: &str = "repeated-substrings: nothing left";
 
-/// Bytes of a document from one place to another, both between characters.
-pub(crate) type Span = (u32, u32);
-
 /// Stands between texts.
 const BETWEEN: char = '\0';
-
-/// The text without these spans; nothing if they are not of this text.
-pub(crate) fn without(text: &str, spans: &[Span]) -> Option<String> {
-    let (mut kept, mut done) = (String::with_capacity(text.len()), 0);
-    for (start, end) in spans {
-        kept += text.get(done..*start as usize)?;
-        done = *end as usize;
-    }
-    kept += text.get(done..)?;
-    Some(kept)
-}
 
 /// The texts that reach the step, on the disk.
 pub(super) struct Texts {

@@ -16,10 +16,8 @@ use store::write::ROW_GROUP_DOCUMENTS;
 use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, open};
 
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
+pub use crate::made::NOTE;
 use crate::progress::{Measure, Progress};
-
-/// The file that says what an export is.
-pub const NOTE: &str = "export.json";
 
 /// Tokens read at a time.
 const READ_TOKENS: u64 = 1 << 20;

@@ -7,7 +7,7 @@ use std::path::Path;
 use contract::Result;
 use store::{DocumentRecord, Dropped, Manifest, SourceRecord, Split, StreamRecord};
 
-use crate::build::stream::Stream;
+use crate::assembly::stream::Stream;
 use crate::dropped::{Line, Listing};
 
 /// One source under construction.

@@ -17,9 +17,9 @@ use store::{
 use super::fill::Filling;
 use super::units::{Unit, canonical, units};
 use super::{Found, Hints, Peer, Width};
-use crate::build;
-use crate::build::pipeline::held_out;
-use crate::build::request;
+use crate::assembly;
+use crate::assembly::pipeline::held_out;
+use crate::assembly::request;
 use crate::corpus::check_name;
 use crate::disk::Real;
 use crate::dropped::Line;
@@ -106,7 +106,7 @@ pub fn import(request: &Import) -> Result<Imported> {
     let mut manifest = Manifest { sources, ..empty };
     manifest.request = request::identity(&manifest);
     let Some(staging) = staging else { return same(&request.store, &manifest) };
-    let manifest = build::finish(staging.path(), &tokenizer, manifest)?;
+    let manifest = assembly::finish(staging.path(), &tokenizer, manifest)?;
     staging.commit()?;
     progress.finish();
     let streams = || manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);

@@ -13,14 +13,14 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use contract::{Fault, Identity, Result};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use store::{FileRecord, InputRecord};
 
-use super::shard::{check, unpacked};
+use super::shard::{RawFile, check, unpacked};
 use super::tokens::{Hashing, beyond};
 use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
@@ -57,27 +57,11 @@ pub(super) struct Shard {
     zip_data: Option<RawFile>,
 }
 
-#[derive(Clone, Debug, Deserialize)]
-pub(super) struct RawFile {
-    pub(super) basename: String,
-    pub(super) bytes: u64,
-    #[serde(default)]
-    pub(super) hashes: BTreeMap<String, String>,
-}
-
 impl Shard {
     /// The names of its files, plain and packed, as far as they are names of files in its own folder.
     pub(super) fn files(&self) -> Vec<String> {
         let files = [Some(&self.raw_data), self.zip_data.as_ref()].into_iter().flatten();
         files.filter(|file| file.is_beside()).map(|file| file.basename.clone()).collect()
-    }
-}
-
-impl RawFile {
-    /// Whether it is named as a file of the folder that names it.
-    fn is_beside(&self) -> bool {
-        let mut parts = Path::new(&self.basename).components();
-        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
     }
 }
 

@@ -4,12 +4,14 @@
 //! (`hashlib` without the SHAKE functions, and `xxhash`). A sum of another kind is refused: what nobody checked is
 //! not called whole.
 
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read};
-use std::path::Path;
+use std::path::{Component, Path};
 
 use blake2::{Blake2b512, Blake2s256};
 use contract::{Fault, Result};
 use md5::Md5;
+use serde::Deserialize;
 use sha1::Sha1;
 use sha2::{Digest, Sha224, Sha256, Sha384, Sha512};
 use sha3::{Sha3_224, Sha3_256, Sha3_384, Sha3_512};
@@ -18,7 +20,23 @@ use xxhash_rust::xxh32::xxh32;
 use xxhash_rust::xxh64::xxh64;
 
 use super::damaged;
-use super::mds::RawFile;
+
+/// A file of a shard, as the index names it.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct RawFile {
+    pub(super) basename: String,
+    pub(super) bytes: u64,
+    #[serde(default)]
+    pub(super) hashes: BTreeMap<String, String>,
+}
+
+impl RawFile {
+    /// Whether it is named as a file of the folder that names it.
+    pub(super) fn is_beside(&self) -> bool {
+        let mut parts = Path::new(&self.basename).components();
+        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+    }
+}
 
 /// One byte of snappy stands for fewer than this many.
 const SNAPPY_RATIO_MAX: u64 = 22;

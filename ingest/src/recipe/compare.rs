@@ -3,8 +3,8 @@
 use contract::{Fault, Identity, Ratio, Result};
 
 use super::mapping::Template;
-use crate::corpus::SourceFile;
 use crate::filters::setting::{Setting as _, step};
+use crate::source::SourceFile;
 
 /// One step that compares, with its settings.
 #[derive(Clone, Debug, PartialEq, Eq)]

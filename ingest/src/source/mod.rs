@@ -10,6 +10,7 @@
 mod arrow;
 mod columns;
 pub(crate) mod decompress;
+mod file;
 mod ipc;
 mod json;
 mod jsonl;
@@ -25,6 +26,8 @@ use contract::{Fault, Field, Framed, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
+pub use self::file::SourceFile;
+pub(crate) use self::file::place;
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.

@@ -13,7 +13,6 @@ mod fast;
 mod hard;
 mod json;
 mod memo;
-pub mod train;
 
 pub use decode::Decoder;
 pub use encoder::{Engine, Tokenizer};

@@ -12,7 +12,7 @@ use contract::Ratio;
 use crate::write::block_offset;
 use crate::{
     BLOCK_STARTS, BLOCK_TOKENS, FileRecord, Manifest, PreparedRecord, ShardRecord, SourceRecord,
-    Split, StreamRecord, open,
+    Split, StreamRecord, names,
 };
 
 /// More tokens, documents or bytes than any store holds; sums and products of less fit a `u64`.
@@ -30,14 +30,18 @@ pub(crate) fn flaw(manifest: &Manifest) -> Option<String> {
 }
 
 fn sources_flaw(manifest: &Manifest) -> Option<String> {
-    let mut names =
-        BTreeSet::from([open::MANIFEST, open::MANIFEST_SUM, open::TOKENIZER, open::BUILD_FOLDER]);
+    let mut known = BTreeSet::from([
+        names::MANIFEST,
+        names::MANIFEST_SUM,
+        names::TOKENIZER,
+        names::BUILD_FOLDER,
+    ]);
     manifest.sources.iter().find_map(|source| {
         let name = source.name.as_str();
         if !is_plain(name) {
             return Some(format!("a source is called {name:?}"));
         }
-        if !names.insert(name) {
+        if !known.insert(name) {
             return Some(format!("two sources or files are called {name:?}"));
         }
         let what = source_flaw(manifest, source)?;

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Split, open};
+use crate::{Split, names};
 use contract::{Digest, Field, Framed, Hasher, Identity};
 
 /// What a store holds.
@@ -231,7 +231,7 @@ impl Manifest {
     /// is the last one.
     pub fn files(&self) -> Vec<FileEntry<'_>> {
         let unrecorded = |name: &str| FileEntry { path: name.to_owned(), record: None };
-        let mut files = vec![unrecorded(open::TOKENIZER)];
+        let mut files = vec![unrecorded(names::TOKENIZER)];
         for source in &self.sources {
             for split in Split::ALL {
                 let folder = format!("{}/{}", source.name, split.name());
@@ -241,7 +241,7 @@ impl Manifest {
             let lists = source.lists();
             files.extend(lists.map(|record| FileEntry::of(&source.name, record)));
         }
-        files.extend([open::MANIFEST_SUM, open::MANIFEST].map(unrecorded));
+        files.extend([names::MANIFEST_SUM, names::MANIFEST].map(unrecorded));
         files
     }
 

@@ -7,20 +7,9 @@ use std::path::{Path, PathBuf};
 
 use crate::check;
 use crate::folder::StoreFile;
+pub use crate::names::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 use crate::{FORMAT, Location, Manifest, Split, disk};
 use contract::{Digest, Fault, Result};
-
-/// The manifest's name.
-pub const MANIFEST: &str = "manifest.json";
-
-/// The name of the digest of the manifest's bytes, for the flipped bit that changes no meaning.
-pub const MANIFEST_SUM: &str = "manifest.sum";
-
-/// The tokenizer's name.
-pub const TOKENIZER: &str = "tokenizer.json";
-
-/// What an unfinished build keeps in the store's folder, and removes at its end.
-pub const BUILD_FOLDER: &str = ".build";
 
 /// Where the files of a stream lie.
 pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {

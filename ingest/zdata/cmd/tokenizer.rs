@@ -4,7 +4,7 @@ use std::thread;
 
 use contract::{Identity, Ratio, Result, counted, note};
 use ingest::Corpus;
-use ingest::tokenize::train::{Options, Request, Trained, train};
+use ingest::train::{Options, Request, Trained, train};
 use serde_json::json;
 use store::Location;
 

@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use crate::runtime::{compiled_against, guarded, number, said};
+use crate::shim::{compiled_against, guarded, number, said};
 use crate::{Error, Result};
 
 unsafe extern "C" {

@@ -21,7 +21,7 @@ use torch_sys::C_tensor;
 
 use super::{Event, SideStream, mark};
 use crate::Result;
-use crate::runtime::guarded;
+use crate::shim::guarded;
 
 unsafe extern "C" {
     fn shim_fetch(side: *mut c_void, from: *const C_tensor, out: *mut *mut C_tensor) -> c_int;

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::Device;
 
 use super::library::{AMD, Compiler, Module, NVIDIA, Vendor};
-use crate::{Result, checksum};
+use crate::{Result, sums};
 
 macro_rules! sources {
     ($($name:literal),*) => {
@@ -63,7 +63,7 @@ fn digest_by(vendors: &[Vendor]) -> u64 {
         whole.extend(name.to_bytes_with_nul());
         whole.extend(text.to_bytes_with_nul());
     }
-    checksum::bytes(&whole, 4)
+    sums::bytes(&whole, 4)
 }
 
 /// Compiles the kernels, or takes what was compiled from the same source by the same compiler, and loads them.
@@ -77,7 +77,7 @@ pub(super) fn module(vendor: Vendor, architecture: &str, kept: Option<&Path>) ->
         whole.extend(name.to_bytes_with_nul());
         whole.extend(text.to_bytes_with_nul());
     }
-    let name = format!("{:016x}{:016x}", checksum::bytes(&whole, 1), checksum::bytes(&whole, 2));
+    let name = format!("{:016x}{:016x}", sums::bytes(&whole, 1), sums::bytes(&whole, 2));
     let file = kept.map(|folder| folder.join(name));
     if let Some(code) = file.as_deref().and_then(taken) {
         return Module::load(vendor, &code, compiler.name());
@@ -100,11 +100,11 @@ pub(super) fn compiled(compiler: &Compiler, architecture: &str) -> Result<Vec<u8
 fn taken(file: &Path) -> Option<Vec<u8>> {
     let bytes = std::fs::read(file).ok()?;
     let (sum, code) = bytes.split_at_checked(8)?;
-    (sum == checksum::bytes(code, 3).to_le_bytes()).then(|| code.to_vec())
+    (sum == sums::bytes(code, 3).to_le_bytes()).then(|| code.to_vec())
 }
 
 fn keep(file: &Path, code: &[u8]) -> std::io::Result<()> {
-    let bytes = [&checksum::bytes(code, 3).to_le_bytes(), code].concat();
+    let bytes = [&sums::bytes(code, 3).to_le_bytes(), code].concat();
     if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder)?;
     }

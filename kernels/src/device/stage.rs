@@ -30,7 +30,8 @@ use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 use super::{Event, SideStream};
-use crate::runtime::{self, guarded};
+use crate::shim::guarded;
+use crate::thread;
 use crate::{Error, Result};
 
 unsafe extern "C" {
@@ -278,7 +279,7 @@ impl Stager {
             return Err(refuse("it has not so many words"));
         };
         // On a CPU libtorch widens by the calling thread alone, as everything else.
-        runtime::enter_thread()?;
+        thread::enter_thread()?;
         let side = self.side.as_ref().map_or(ptr::null_mut(), |side| side.0);
         let (counts, mut event) = ([flags as i64, words as i64], ptr::null_mut());
         let mut wide = [ptr::null_mut(); 2];

@@ -21,7 +21,6 @@
 //! compute, each of which ends by itself, find room beside each other on a device, as NCCL asks of those who use several
 //! communicators at a time.
 
-use std::ffi::c_int;
 use std::sync::Arc;
 
 use tch::Device;
@@ -30,26 +29,8 @@ use super::Group;
 use super::courier::{Courier, Party};
 use super::exchange::Exchange;
 use super::peers::Peers;
+use super::turn::AXES;
 use crate::{Error, Result};
-
-/// How many axes there may be: that of all ranks, which is number 0, and three more.
-pub(super) const AXES: usize = 4;
-
-/// An exchange among those of its axis.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Turn {
-    pub(super) axis: usize,
-    /// From 1.
-    pub(super) number: u64,
-}
-
-impl Turn {
-    /// What marks its transfers: below the tags of the courier. The number comes around after 2^28 exchanges, of which no two
-    /// so far apart are under way.
-    pub(super) fn tag(self) -> c_int {
-        (((self.axis as u64) << 28) | (self.number % (1 << 28))) as c_int
-    }
-}
 
 /// A line of ranks.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::ffi::{StoreCalls, shim_bytes, shim_group_open};
 use super::{Store, milliseconds, text};
-use crate::runtime::{DONE, FAILED, LATE, guarded};
+use crate::shim::{DONE, FAILED, LATE, guarded};
 use crate::{Error, Result};
 
 /// What the calls are given.

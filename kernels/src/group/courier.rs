@@ -59,10 +59,10 @@ use std::time::{Duration, Instant};
 use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::axis::Turn;
 use super::carrier::Carrier;
 use super::lane::{End, Lane, Round, Ticket, refused};
 use super::peers::Peers;
+use super::turn::Turn;
 use super::word::seconds;
 use crate::device;
 use crate::{Error, Result};

@@ -1,20 +1,17 @@
 //! Transfers between ranks, each with a deadline.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
 use std::sync::Arc;
-use std::time::Duration;
 
 use tch::{Device, Kind, Tensor};
 
-use super::axis::Turn;
 use super::courier::Courier;
-use super::ffi::{shim_work_free, shim_work_wait};
 use super::lane::{Round, Ticket};
-use super::milliseconds;
 use super::peers::Peers;
+use super::turn::Turn;
+use super::work::Work;
 use crate::Result;
-use crate::runtime::guarded;
 
 /// One exchange: any number of transfers between ranks, each with a deadline.
 ///
@@ -56,28 +53,6 @@ pub struct Arrival<'a> {
 pub(super) enum Move<'a> {
     Plain(Work),
     Carried(&'a Courier, Arc<Ticket>),
-}
-
-/// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it gives the transfer up.
-#[derive(Debug)]
-pub(super) struct Work(pub(super) *mut c_void);
-
-// SAFETY: what it holds are handles of transfers, which any thread may wait for or free.
-unsafe impl Send for Work {}
-
-impl Drop for Work {
-    fn drop(&mut self) {
-        // SAFETY: made by `shim_send` or `shim_recv`, freed once. Gloo then forgets the buffer under its lock.
-        unsafe { shim_work_free(self.0) }
-    }
-}
-
-impl Work {
-    /// Waits until the transfer is done. Gloo closes every connection of this rank when the time runs out.
-    pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
-        // SAFETY: the work is alive.
-        guarded("wait for a rank", unsafe { shim_work_wait(self.0, milliseconds(timeout)) })
-    }
 }
 
 impl<'a> Exchange<'a> {

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
+use std::net::IpAddr;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::{Digest as _, Sha256};
@@ -75,6 +76,11 @@ pub(super) fn nonce() -> Result<Bytes32> {
         reason: error.to_string(),
     })?;
     Ok(bytes)
+}
+
+/// Whether a host is this machine for whoever names it.
+pub fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
 #[cfg(test)]

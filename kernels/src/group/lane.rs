@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use rccl_sys::{HostStream, Library};
 use tch::{Device, Tensor};
 
-use super::axis::Turn;
+use super::turn::Turn;
 use crate::device::{Event, SideStream};
 use crate::{Error, Result};
 

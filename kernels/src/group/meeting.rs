@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use super::clock::{LOOK, lived};
 use super::key::Bytes32;
-use super::store::{LOOK, lived};
 use super::word::{Word, seconds};
 use super::{Place, Store};
 use crate::{Error, Result};

@@ -3,13 +3,13 @@
 //!
 //! ```text
 //! meeting    how they come together
-//! peers      who the ranks are, what they tell each other (always over Gloo), who is missing
+//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell each other
 //! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
 //! key        the run's secret, which each end of a connection proves before anything else is said
 //! bridge     the store as Gloo asks for it, to connect the ranks
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
-//! exchange   tensors from rank to rank, over Gloo or by the courier
+//! exchange   tensors from rank to rank, over Gloo or by the courier; turn  which it is; work  a transfer over Gloo
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
 //! whereabouts how far a rank has come, for those who miss it
@@ -28,9 +28,11 @@
 mod axis;
 mod bridge;
 mod carrier;
+mod clock;
 mod courier;
 mod exchange;
 mod ffi;
+mod gathering;
 mod key;
 mod lane;
 mod meeting;
@@ -43,9 +45,11 @@ mod stranger_tests;
 #[cfg(test)]
 mod tests;
 mod transport;
+mod turn;
 mod whereabouts;
 mod wire;
 mod word;
+mod work;
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_int};
@@ -56,15 +60,14 @@ use tch::{Device, Tensor};
 
 pub use axis::Axis;
 pub use exchange::{Arrival, Exchange};
-pub use key::RunKey;
-pub use peers::is_loopback;
+pub use key::{RunKey, is_loopback};
 pub use rendezvous::{Agent, Change, Rendezvous};
 pub use server::Strangers;
 pub use store::Store;
 pub use transport::{Carried, Transport};
 pub use whereabouts::Whereabouts;
 
-use crate::runtime::guarded;
+use crate::shim::guarded;
 use crate::{Error, Result};
 use courier::Courier;
 use ffi::{shim_collective, shim_vanish};

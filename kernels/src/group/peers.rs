@@ -1,7 +1,6 @@
 //! The ranks of a run, what they tell each other, and what is said of one that is missing.
 
 use std::ffi::{c_int, c_void};
-use std::net::IpAddr;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,20 +8,18 @@ use std::time::{Duration, Instant};
 
 use tch::{Device, Kind, Tensor};
 
-use super::axis::Turn;
-use super::exchange::{Exchange, Work};
+use super::clock::LOOK;
 use super::ffi::{shim_group_free, shim_recv, shim_send};
-use super::key::{Bytes32, PROOF, nonce, same};
+use super::key::{Bytes32, PROOF, is_loopback, nonce, same};
 use super::meeting::{announce, meet};
-use super::store::{LOOK, TAKEN};
+use super::store::TAKEN;
+use super::turn::Turn;
 use super::whereabouts::Whereabouts;
 use super::word::{Word, seconds};
+use super::work::Work;
 use super::{Place, Sent, Store, Strangers, bridge};
-use crate::runtime::guarded;
+use crate::shim::guarded;
 use crate::{Error, Result};
-
-/// Bytes of the first message of a rank in a gathering.
-const FRAME: usize = 1024;
 
 /// The tag of the proofs; exchanges and the courier have smaller ones.
 const PROVING: c_int = (1 << 30) + 2;
@@ -262,11 +259,6 @@ impl Peers {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).add(step, time);
     }
 
-    /// Begins an exchange between CPUs.
-    pub(super) fn begin_plain<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        Ok(Exchange::new(self, what, self.next(0, what)?, Device::Cpu, None))
-    }
-
     /// Takes note that the next exchange of an axis begins; its number there.
     pub(super) fn next(&self, axis: usize, what: &str) -> Result<Turn> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
@@ -276,41 +268,6 @@ impl Peers {
             return Err(self.without_store(what, &error));
         }
         Ok(Turn { axis, number: now.begun[axis] })
-    }
-
-    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
-    pub(super) fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut exchange = self.begin_plain(what)?;
-        // What fits into a frame travels with its length in one message: most of what ranks tell each other is small.
-        let mut frame = vec![0; FRAME];
-        frame[..8].copy_from_slice(&(mine.len() as u64).to_le_bytes());
-        let inside = mine.len().min(FRAME - 8);
-        frame[8..8 + inside].copy_from_slice(&mine[..inside]);
-        let (frame, rest) = (Tensor::from_slice(&frame), Tensor::from_slice(&mine[inside..]));
-        for to in self.others() {
-            exchange.send(0, to, &frame)?;
-            exchange.send(0, to, &rest)?;
-        }
-        let frames = self
-            .others()
-            .map(|from| Ok((from, exchange.receive(0, from, Kind::Uint8, FRAME as i64)?)));
-        let frames = frames.collect::<Result<Vec<_>>>()?;
-        let mut found = vec![Vec::new(); self.place.world as usize];
-        found[self.place.rank as usize] = mine.to_vec();
-        for (from, frame) in frames {
-            let mut bytes = vec![0; FRAME];
-            frame.wait()?.copy_data(&mut bytes, FRAME);
-            let (length, head) = bytes.split_at(8);
-            let length = length.iter().rev().fold(0, |length, byte| length << 8 | *byte as usize);
-            let inside = length.min(FRAME - 8);
-            let rest = exchange.receive(0, from, Kind::Uint8, (length - inside) as i64)?.wait()?;
-            let whole = &mut found[from as usize];
-            whole.extend(&head[..inside]);
-            whole.resize(length, 0);
-            rest.copy_data(&mut whole[inside..], length - inside);
-        }
-        exchange.finish()?;
-        Ok(found)
     }
 
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
@@ -528,9 +485,4 @@ fn taken(place: &Place, reason: &str) -> Error {
 /// Whether it was the time that ran out.
 pub(super) fn late(error: &Error) -> bool {
     matches!(error, Error::Late { .. })
-}
-
-/// Whether a host is this machine for whoever names it.
-pub fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use super::store::{LOOK, lived};
+use super::clock::{LOOK, lived};
 use super::whereabouts::Whereabouts;
 use super::{Group, Place, RunKey, Store, Strangers};
 use crate::{Error, Result};

@@ -7,16 +7,12 @@ use std::sync::mpsc::channel;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::ffi::shim_lived;
-use super::key::RunKey;
-use super::peers::is_loopback;
+use super::clock::{LOOK, lived};
+use super::key::{RunKey, is_loopback};
 use super::server::{Server, Strangers};
 use super::wire::{Connection, Deadline, Refused, Request, What};
 use super::word::Word;
 use crate::{Error, Result};
-
-/// Between two looks for ranks that have not come yet.
-pub(super) const LOOK: Duration = Duration::from_millis(5);
 
 /// How long one attempt to connect may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
@@ -295,14 +291,6 @@ fn cannot(error: std::io::Error) -> Error {
     let taken = error.kind() == ErrorKind::AddrInUse;
     let call = if taken { TAKEN } else { "listen for the other ranks" };
     Error::Foreign { call, reason: error.to_string() }
-}
-
-/// How long this process has lived since it was first asked: the clock of every deadline between ranks.
-pub(super) fn lived() -> Duration {
-    let mut lived = 0;
-    // SAFETY: the out-pointer outlives the call. Where the clock cannot start there are no threads left at all.
-    let _ = unsafe { shim_lived(&raw mut lived) };
-    Duration::from_millis(lived as u64)
 }
 
 #[cfg(test)]

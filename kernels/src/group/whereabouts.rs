@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Store;
-use super::axis::AXES;
+use super::turn::AXES;
 use crate::Result;
 
 /// Steps whose times are kept.

@@ -15,8 +15,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use super::clock::lived;
 use super::key::{Bytes32, PROOF, RunKey, nonce, same};
-use super::store::lived;
 
 /// How long one call of the system may take before the time that was lived is looked at.
 const TURN: Duration = Duration::from_millis(50);

@@ -2,7 +2,8 @@
 
 use tch::{Kind, Tensor};
 
-use super::check::{self, Call};
+use super::call::Call;
+use super::check;
 use super::operands::Inputs;
 use super::{ConvShift, Dispatch, Gradient, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
 use crate::Result;

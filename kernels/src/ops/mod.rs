@@ -15,6 +15,7 @@
 //!
 //! Invariant: an operation is a function of its operands. What else was computed, and on which thread, changes no bit.
 
+mod call;
 pub(crate) mod check;
 mod composed;
 mod cpu;
@@ -31,6 +32,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::device::queue::Queue;
 use crate::{Error, Result};
+use call::Call;
 pub use operands::{
     ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
     CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz,
@@ -222,7 +224,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
             Gradient::Made(made) => Ok(made.f_to_kind(Kind::Float)?),
             Gradient::Banded(_) | Gradient::Experts(_) => {
                 let found = "another table's".to_owned();
-                Err(check::Call("finish").refuse("all", found, "its own".to_owned()))
+                Err(Call("finish").refuse("all", found, "its own".to_owned()))
             }
         });
         made.collect()

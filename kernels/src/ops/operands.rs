@@ -4,7 +4,7 @@ use std::cell::OnceCell;
 
 use tch::Tensor;
 
-use super::check::Call;
+use super::call::Call;
 use crate::{Error, Result};
 
 /// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.

@@ -13,10 +13,10 @@ use contract::settings::{File, Spanned, Table};
 use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
 
-use super::canonical::{Text as Out, inline, key, quoted};
+use super::mix::{SUM, mix_of, mix_text};
 use super::numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
-use super::parse::{SUM, mix_of};
 use super::places::Places;
+use super::text::{Text as Out, inline, key, quoted};
 use super::{Curriculum, Dtype, Phase};
 
 /// One amendment.
@@ -363,12 +363,4 @@ impl Amendment {
         let text = out.0.trim().replace('\n', ", ");
         text.trim_start_matches("[[amendment]], ").to_owned()
     }
-}
-
-/// A mix with its weights as integers without a common divisor.
-pub(super) fn mix_text(mix: &BTreeMap<String, Ratio>) -> String {
-    let weights = super::whole_weights(mix).expect("checked when the mix was read");
-    let pairs =
-        mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
-    inline(pairs.collect())
 }

@@ -3,9 +3,8 @@
 //! Every key stands there with its default filled in, tables and sources in a fixed order, weights as integers without
 //! a common divisor, `tokens` as steps. The text is itself a curriculum with the same meaning.
 
-use std::fmt::Write as _;
-
-use super::amendment::mix_text;
+use super::mix::mix_text;
+use super::text::{Text, float, inline, key, quoted};
 use super::{
     AutoClipSpec, Curriculum, ModelTable, NewtonSchulzForm, OptimizerSpec, Phase, RemainderRule,
     ScheduleSpec, SkipStepSpec, SourceSpec, model,
@@ -138,48 +137,4 @@ fn phase_text(phase: &Phase, out: &mut Text) {
             |(field, value): (&String, _)| format!("{} = {}", key(field), model::text(value));
         out.line("model", inline(fields.iter().map(pair).collect()));
     }
-}
-
-pub(super) fn inline(pairs: Vec<String>) -> String {
-    format!("{{ {} }}", pairs.join(", "))
-}
-
-#[derive(Default)]
-pub(super) struct Text(pub(super) String);
-
-impl Text {
-    pub(super) fn head(&mut self, head: &str) {
-        self.0 += &format!("\n{head}\n");
-    }
-
-    pub(super) fn line(&mut self, key: &str, value: impl std::fmt::Display) {
-        writeln!(self.0, "{key} = {value}").expect("writing to a string cannot fail");
-    }
-}
-
-/// The shortest decimal that reads back as the same number.
-pub(super) fn float(value: f64) -> String {
-    if value.is_nan() { "nan".to_owned() } else { format!("{value:e}") }
-}
-
-/// A basic string, spelled here and nowhere else: no library's taste may move an identity.
-pub(super) fn quoted(text: &str) -> String {
-    let mut out = String::from('"');
-    for letter in text.chars() {
-        match letter {
-            '"' | '\\' => out.extend(['\\', letter]),
-            control if control.is_ascii_control() => {
-                write!(out, "\\u{:04x}", u32::from(control))
-                    .expect("writing to a string cannot fail");
-            }
-            other => out.push(other),
-        }
-    }
-    out.push('"');
-    out
-}
-
-pub(super) fn key(name: &str) -> String {
-    let bare = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_' || byte == b'-';
-    if !name.is_empty() && name.bytes().all(bare) { name.to_owned() } else { quoted(name) }
 }

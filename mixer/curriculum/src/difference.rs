@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 
-use super::canonical::float;
+use super::text::float;
 use super::{
     Amendment, AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec,
     SkipStepSpec, model,

@@ -8,11 +8,13 @@
 mod amendment;
 mod canonical;
 mod difference;
+mod mix;
 mod model;
 mod numbers;
 mod packing;
 mod parse;
 mod places;
+mod text;
 
 use std::collections::BTreeMap;
 

@@ -8,7 +8,7 @@ use contract::settings::Value;
 use contract::{Digestible, Hasher};
 use serde::Deserialize;
 
-use super::canonical::{float, inline, key, quoted};
+use super::text::{float, inline, key, quoted};
 
 /// A table of the model. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one, `10_000` is another.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]

@@ -7,9 +7,8 @@
 use contract::Result;
 use serde::Deserialize;
 
-use super::canonical::{Text as Out, float, inline, quoted};
-use super::parse::check_numbers;
-use super::places::Places;
+use super::places::{Places, check_numbers};
+use super::text::{Text as Out, float, inline, quoted};
 use super::{Curriculum, Dtype, OptimizerSpec, ScheduleSpec};
 
 /// The numbers in force at a step.

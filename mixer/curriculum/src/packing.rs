@@ -7,6 +7,7 @@ use contract::ratio::gcd;
 use serde::Deserialize;
 
 use super::places::Places;
+use super::text::inline;
 use super::{SourceSpec, WEIGHT_MAX};
 
 /// The most documents in a pack, unless the curriculum says so.
@@ -101,7 +102,7 @@ impl Packing {
     /// The lengths and their weights, as they are written.
     pub(super) fn lengths_text(&self) -> String {
         let pair = |(length, weight): (&u32, &u64)| format!("{length} = {weight}");
-        super::canonical::inline(self.lengths.iter().map(pair).collect())
+        inline(self.lengths.iter().map(pair).collect())
     }
 
     /// What it decides, on one line.

@@ -3,15 +3,16 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
+use contract::Result;
 use contract::settings::{CURRICULUM, File, Spanned, Table, Value};
-use contract::{Ratio, Result};
 use serde::Deserialize;
 use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
+use super::mix::{SUM, mix_of};
 use super::numbers::Numbers;
 use super::packing::SourceText;
-use super::places::Places;
+use super::places::{Places, check_numbers};
 use super::{
     AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
     SkipStepSpec,
@@ -19,9 +20,6 @@ use super::{
 
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
 const TOKENS_MAX: u64 = 1 << 62;
-
-/// What weights have to be.
-pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
 
 /// The file as it is written.
 #[derive(Deserialize)]
@@ -252,32 +250,6 @@ fn steps(places: &Places, path: &str, raw: &PhaseText) -> Result<u64> {
     }
 }
 
-/// The weights of a mix, exactly as typed.
-pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<String, Ratio>> {
-    if mix.get_ref().is_empty() {
-        return Err(file.fault(mix, "the mix is empty").wanted("mix = { source = weight }"));
-    }
-    let weight = |(source, value): (&Spanned<String>, &Spanned<Value>)| {
-        let name = source.get_ref();
-        let refused = |what: &str| {
-            let fault = file.fault(value, format!("the weight of {name} is not {what}"));
-            fault.found(file.typed(value.span()))
-        };
-        match file.ratio(value) {
-            Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
-            Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
-                Err(refused("a number")
-                    .wanted("an integer, a decimal or a ratio like \"3/10\"")
-                    .hint(format!("it is taken exactly as typed: {reason}")))
-            }
-            _ => Err(refused("above zero")
-                .wanted("a number above zero")
-                .hint("leave the source out of the mix to give it no weight")),
-        }
-    };
-    mix.get_ref().iter().map(weight).collect()
-}
-
 fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
     let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
         *optimizer;
@@ -294,21 +266,6 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
             ("optimizer.clip", clip, all),
         ],
     )
-}
-
-/// Refuses numbers outside of zero to below a limit.
-pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
-    let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
-    match numbers.iter().find(outside) {
-        None => Ok(()),
-        Some((key, _, below)) => {
-            let fault = places.out_of_range(key);
-            Err(match below.is_finite() {
-                true => fault.wanted(format!("a number from 0 to below {below}")),
-                false => fault.wanted("a finite number of at least 0"),
-            })
-        }
-    }
 }
 
 fn check_windows(

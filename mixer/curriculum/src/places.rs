@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use contract::Fault;
 use contract::settings::File;
+use contract::{Fault, Result};
 use toml::de::{DeTable, DeValue};
 
 /// The spans of keys and values by path; a table of a list is known by its `name`, or else by its number from 1.
@@ -77,5 +77,20 @@ impl Places {
     pub(super) fn missing(&self, table: &str, key: &str, wanted: &str) -> Fault {
         let kind = table.split('.').next().unwrap_or_default();
         self.fault(table, format!("[{kind}] has no `{key}`")).wanted(wanted)
+    }
+}
+
+/// Refuses numbers outside of zero to below a limit.
+pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
+    let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
+    match numbers.iter().find(outside) {
+        None => Ok(()),
+        Some((key, _, below)) => {
+            let fault = places.out_of_range(key);
+            Err(match below.is_finite() {
+                true => fault.wanted(format!("a number from 0 to below {below}")),
+                false => fault.wanted("a finite number of at least 0"),
+            })
+        }
     }
 }

@@ -7,7 +7,6 @@ use serde::{Deserialize, Serialize};
 
 use super::Layout;
 use super::region::{self, Region};
-use super::write::Snapshot;
 use crate::model::balance_name;
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
@@ -194,14 +193,15 @@ pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Re
         (name.clone(), BlobRecord { name, bytes, digest: Digest::default() })
     };
     let (blobs, digests) = (sizes.into_iter().map(record).collect(), Default::default());
-    let manifest = Manifest::new(&Snapshot::empty(step), digests, layout, pieces, blobs)?;
+    let manifest = Manifest::new((step, None), digests, layout, pieces, blobs)?;
     Ok(manifest.text()?.len() as u64)
 }
 
 impl Manifest {
-    /// The manifest of `snapshot`, whose state has the digest `state`, cut into `pieces` that lie in `blobs`.
+    /// The manifest after a step, with the windows there: the state has the digest `state`, cut into `pieces` that lie in
+    /// `blobs`.
     pub(super) fn new(
-        snapshot: &Snapshot,
+        (step, windows): (u64, Option<Windows>),
         (state, chain): (Digest, Digest),
         layout: &Layout,
         pieces: &[Piece],
@@ -233,7 +233,6 @@ impl Manifest {
         }
         let blobs = blobs.into_values().collect();
         let (format, tensors, sum) = (FORMAT, records, Digest::default());
-        let (step, windows) = (snapshot.step(), snapshot.windows());
         let mut manifest = Manifest { format, step, state, chain, windows, blobs, tensors, sum };
         manifest.sum = Digest::of_bytes(manifest.text()?.as_bytes());
         Ok(manifest)

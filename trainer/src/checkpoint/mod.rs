@@ -229,7 +229,8 @@ impl Checkpoints {
     ) -> Result<()> {
         let blobs: BTreeMap<_, _> =
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
-        let manifest = Manifest::new(snapshot, digests, layout, pieces, blobs)?;
+        let manifest =
+            Manifest::new((snapshot.step(), snapshot.windows()), digests, layout, pieces, blobs)?;
         let text = manifest.text()?;
         self.medium.put(&name(snapshot.step(), format::MANIFEST), &[text.as_bytes()]).map(drop)
     }

@@ -67,6 +67,7 @@ impl Snapshot {
     }
 
     /// One that holds nothing.
+    #[cfg(test)]
     pub(super) fn empty(step: u64) -> Self {
         let (pieces, copies) = (Vec::new(), Copies::default());
         Snapshot { step, pieces, copies, balance: Vec::new(), windows: None }

@@ -1,4 +1,4 @@
-//! A state as a folder that `transformers` opens as `ZayaForCausalLM`.
+//! A model as a folder that `transformers` opens as `ZayaForCausalLM`.
 //!
 //! ```text
 //! config.json   generation_config.json   model.safetensors (or parts with an index), f32
@@ -17,8 +17,6 @@ use super::files::{self, Named, Written};
 use super::{config, files::commit};
 use crate::model::{self, Attention, ParamSpec, Skip, ZayaConfig};
 use crate::optim::balance::Balance;
-use crate::spec::RunSpec;
-use crate::state::State;
 
 /// What was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,17 +27,29 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Writes the weights of `state`, with the model as it was in the state's last step.
-pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> {
-    let config = &spec.model_at(state.step.max(1))?.config;
-    let record = &spec.data.stores()[0].manifest().tokenizer;
-    let tokenizer = spec.data.tokenizer()?;
+/// What is written of a model beside its weights.
+pub(crate) struct Model<'a> {
+    pub(crate) config: &'a ZayaConfig,
+    pub(crate) parameters: &'a [ParamSpec],
+    pub(crate) balance: &'a [Balance],
+    pub(crate) record: &'a TokenizerRecord,
+    /// The file itself.
+    pub(crate) tokenizer: &'a [u8],
+}
+
+/// Writes a model into the folder `target`, once it is certain that it can be expressed there.
+pub(crate) fn write(
+    target: &Path,
+    model: &Model<'_>,
+    weights: impl FnOnce() -> Result<Vec<Tensor>>,
+) -> Result<Exported> {
+    let Model { config, parameters, balance, record, tokenizer } = *model;
     refuse_foreign(config)?;
     commit(target, |folder| {
-        let tensors = named(&spec.parameters, &state.in_f32()?, &state.balance);
+        let tensors = named(parameters, &weights()?, balance);
         let written = model_files(folder, config, record, &tensors)?;
-        disk::write_whole(&folder.join("tokenizer.json"), &tokenizer)?;
-        let text = tokenizer_config(&tokenizer, record, config.max_position_embeddings);
+        disk::write_whole(&folder.join("tokenizer.json"), tokenizer)?;
+        let text = tokenizer_config(tokenizer, record, config.max_position_embeddings);
         files::text(folder, "tokenizer_config.json", &text)?;
         Ok(Exported { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })
     })

@@ -4,7 +4,7 @@
 //! config   config.json to our configuration and back, the quirks of released files included
 //! names    Zyphra's older names of tensors, where attention and experts are layers of their own
 //! files    the tensors of such a folder, read and written
-//! export   a state as a folder that `transformers` opens       import   such a folder as the start of a run
+//! export   a model as a folder that `transformers` opens       import   such a folder as the start of a run
 //! start    what an import leaves: the folder that a curriculum's `start` names
 //! ```
 //!

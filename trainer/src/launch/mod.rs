@@ -22,5 +22,5 @@ mod watch;
 
 pub use ends::{first_words, last_words};
 pub use guard::{Guard, Supervised};
-pub use place::{Launched, place};
-pub use spawn::{Launch, meet, rejoin, rendezvous, spawn, spawned_us, started_again};
+pub use place::{Launched, place, spawned_us};
+pub use spawn::{Launch, meet, rejoin, rendezvous, spawn, started_again};

@@ -18,7 +18,14 @@ use contract::{Fault, Result};
 use kernels::group::Place;
 
 use super::key::run_key;
-use super::spawn::LAUNCHER;
+
+/// Set for the ranks that we start ourselves.
+pub(super) const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
+
+/// Whether this process is a rank that [`super::spawn()`] started.
+pub fn spawned_us() -> bool {
+    std::env::var_os(LAUNCHER).is_some()
+}
 
 /// A rank and the ranks beside it on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]

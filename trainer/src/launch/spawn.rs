@@ -12,13 +12,10 @@ use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
 
 use super::guard::Supervised;
 use super::key::{KEY, KEY_FILE};
-use super::place::{self, Launched};
+use super::place::{self, LAUNCHER, Launched, spawned_us};
 use super::supervise::{Elastic, Launcher, Rank};
 use crate::memory;
 use crate::refusal::lost;
-
-/// Set for the ranks that we start ourselves.
-pub(super) const LAUNCHER: &str = "ZTRAIN_LAUNCHER";
 
 /// Set for a rank that is started again, to join the others.
 const AGAIN: &str = "ZTRAIN_STARTED_AGAIN";
@@ -29,11 +26,6 @@ const START: Duration = Duration::from_secs(60);
 
 /// Memory that a rank has for itself before it holds anything of a run: the program with its libraries takes no less.
 const LEAST: u64 = 64 << 20;
-
-/// Whether this process is a rank that [`spawn`] started.
-pub fn spawned_us() -> bool {
-    std::env::var_os(LAUNCHER).is_some()
-}
 
 /// Which ranks are started, and what may become of them.
 #[derive(Clone, Debug)]

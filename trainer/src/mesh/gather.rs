@@ -36,7 +36,7 @@ use kernels::tree::{self, Blocks, Counter, blocks};
 use tch::{Kind, Tensor};
 
 use super::buckets::{self, Buckets};
-use super::sink::Gradients;
+use super::gradients::Gradients;
 use super::team::{Lines, Schedule};
 use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;

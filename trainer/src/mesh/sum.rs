@@ -9,7 +9,7 @@ use tch::Tensor;
 use super::Schedule;
 use super::buckets::Buckets;
 use super::gather::Gather;
-use super::sink::{Gradients, LeafSink};
+use super::gradients::Gradients;
 use super::team::Lines;
 use crate::state::ownership::{Ownership, Piece};
 
@@ -39,11 +39,6 @@ impl<'a> Sum<'a> {
             _ => Some(Mutex::new(Gather::begin(lines, pieces, buckets, leaves)?)),
         };
         Ok(Sum { gradients: Gradients::new(&lines.own(leaves)?, parameters), gather })
-    }
-
-    /// Where leaf `leaf` hands its gradients to.
-    pub(crate) fn sink(&self, leaf: u64) -> LeafSink<'_, 'a> {
-        LeafSink::new(self, leaf)
     }
 
     /// Takes what leaf `leaf` has for some parameters, and sends what is complete with it.

@@ -22,8 +22,8 @@ use tch::{Kind, Tensor};
 use super::ZayaConfig;
 use super::grid::{Grid, REACH};
 use super::input::Prepared;
-use super::layers::rotary::Rotary;
 use super::line::{Dealt, Fetched, Line, Rows, Table};
+use super::rotary::Rotary;
 use crate::refusal::refused;
 
 /// Into how many parts a micro-batch is cut inside; decides bits.

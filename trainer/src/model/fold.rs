@@ -17,87 +17,19 @@ use std::sync::Arc;
 use kernels::Result;
 use tch::{Device, Kind, Tensor};
 
-use super::layer::Pass;
-use super::line::{Coming, Line};
-use super::param::{ParamId, ParamSpec};
+use super::line::Line;
+use super::param::ParamSpec;
+use super::sharding::Sharding;
 
 /// Numbers at whose multiples a shard begins: where memory of its own would, for every kind of number.
 const ALIGN: i64 = 64;
 
-/// How a parameter is cut into shards: along one dimension, which may have two sides, each cut alike.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Sharding {
-    shape: Vec<i64>,
-    dim: usize,
-    /// Equal parts of that dimension of which a shard has the same rows.
-    sides: i64,
-    /// What is dealt to shards: single rows, or heads.
-    units: i64,
-    /// Rows in each.
-    unit: i64,
-    /// The first of all rows of the units that the parameter has.
-    first: i64,
-}
-
-impl Sharding {
-    /// Of a parameter of this shape whose dimension `dim` has `sides` times `units` equal parts.
-    pub(super) fn new(shape: &[i64], dim: usize, sides: i64, units: i64) -> Sharding {
-        let unit = shape[dim] / sides / units;
-        Sharding { shape: shape.to_vec(), dim, sides, units, unit, first: 0 }
-    }
-
-    /// Of one that has only those rows of `units` of `unit` rows each that begin with `first`.
-    pub(super) fn of_some(shape: &[i64], units: i64, unit: i64, first: i64) -> Sharding {
-        Sharding { shape: shape.to_vec(), dim: 0, sides: 1, units, unit, first }
-    }
-
-    /// Into how many it is cut, of so many at most.
-    fn count(&self, shards: i64) -> i64 {
-        shards.min(self.units)
-    }
-
-    /// Rows of a side.
-    fn size(&self) -> i64 {
-        self.shape[self.dim] / self.sides
-    }
-
-    /// Numbers of a row.
-    fn inner(&self) -> i64 {
-        self.shape[self.dim + 1..].iter().product()
-    }
-
-    /// Sides in all.
-    fn outer(&self) -> i64 {
-        self.shape[..self.dim].iter().product::<i64>() * self.sides
-    }
-
-    /// The rows of each side that a shard has.
-    fn rows(&self, shards: i64, shard: i64) -> Range<i64> {
-        let units = share(self.units, self.count(shards), shard);
-        let here = |row: i64| (row * self.unit - self.first).clamp(0, self.size());
-        here(units.start)..here(units.end)
-    }
-
-    /// Its numbers.
-    fn length(&self, shards: i64, shard: i64) -> i64 {
-        let Range { start, end } = self.rows(shards, shard);
-        self.outer() * (end - start) * self.inner()
-    }
-
-    /// Its shape.
-    fn shape_of(&self, shards: i64, shard: i64) -> Vec<i64> {
-        let (mut shape, Range { start, end }) = (self.shape.clone(), self.rows(shards, shard));
-        shape[self.dim] = self.sides * (end - start);
-        shape
-    }
-}
-
 /// Which shards of its weights a place holds for the others of a line; by default all weights whole.
 #[derive(Clone, Debug, Default)]
 pub struct Fold {
-    degree: i64,
-    place: i64,
-    shards: i64,
+    pub(super) degree: i64,
+    pub(super) place: i64,
+    pub(super) shards: i64,
     /// By parameter; nothing where the weights are whole.
     cuts: Arc<[Option<Sharding>]>,
 }
@@ -111,10 +43,10 @@ impl PartialEq for Fold {
 }
 
 /// A shard that a place holds.
-struct Held {
-    shard: i64,
+pub(super) struct Held {
+    pub(super) shard: i64,
     /// Where it begins in the row.
-    first: i64,
+    pub(super) first: i64,
 }
 
 /// A block of numbers that a run of a parameter's and what a place holds of it have in common.
@@ -176,16 +108,16 @@ impl Fold {
         self.cut(parameter).is_some()
     }
 
-    fn cut(&self, parameter: usize) -> Option<&Sharding> {
+    pub(super) fn cut(&self, parameter: usize) -> Option<&Sharding> {
         self.cuts.get(parameter)?.as_ref()
     }
 
     /// Who holds a shard.
-    fn holder(&self, cut: &Sharding, shard: i64) -> i64 {
+    pub(super) fn holder(&self, cut: &Sharding, shard: i64) -> i64 {
         shard * self.degree / cut.count(self.shards)
     }
 
-    fn held(&self, cut: &Sharding) -> Vec<Held> {
+    pub(super) fn held(&self, cut: &Sharding) -> Vec<Held> {
         let (mut found, mut end) = (Vec::new(), 0);
         for shard in 0..cut.count(self.shards) {
             if self.holder(cut, shard) == self.place {
@@ -258,11 +190,6 @@ impl Fold {
     }
 }
 
-/// The part number `part` of `parts` of `size` things, as equal as they can be.
-pub(super) fn share(size: i64, parts: i64, part: i64) -> Range<i64> {
-    size * part / parts..size * (part + 1) / parts
-}
-
 /// The next multiple of `step`.
 fn up(number: i64, step: i64) -> i64 {
     (number + step - 1) / step * step
@@ -286,93 +213,4 @@ pub struct Folded<'a> {
     pub fold: &'a Fold,
     /// The others.
     pub line: &'a dyn Line,
-}
-
-/// A shard of a weight on its way here.
-pub(super) struct Shard<'a> {
-    shape: Vec<i64>,
-    /// What this place has of it: all or nothing.
-    own: Tensor,
-    coming: Option<Box<dyn Coming + 'a>>,
-    /// The other place that holds it.
-    from: Option<usize>,
-}
-
-impl<'a> Pass<'a> {
-    /// Begins to bring a shard of a weight here; all places ask for the same ones in one order.
-    pub(super) fn fetch(
-        &self,
-        Folded { fold, line }: Folded<'a>,
-        id: ParamId,
-        shard: i64,
-    ) -> Result<Shard<'a>> {
-        let row = &self.weights[id];
-        let Some(cut) = fold.cut(id.index()) else {
-            let reason = format!("parameter {} is not cut into shards", id.index());
-            return Err(kernels::Error::Foreign { call: "hand over a shard", reason });
-        };
-        let (holder, shape) = (fold.holder(cut, shard), cut.shape_of(fold.shards, shard));
-        let length = cut.length(fold.shards, shard);
-        let held = fold.held(cut).into_iter().find(|held| held.shard == shard);
-        let nothing = || row.f_narrow(0, 0, 0);
-        let own = held.map_or_else(nothing, |held| row.f_narrow(0, held.first, length))?;
-        let from = (holder != fold.place && length > 0).then_some(holder as usize);
-        if length == 0 {
-            return Ok(Shard { shape, own, coming: None, from });
-        }
-        let mut take = vec![0; fold.degree as usize];
-        from.iter().for_each(|from| take[*from] = length);
-        let give: Vec<Tensor> = take.iter().map(|_| own.shallow_clone()).collect();
-        let coming = Some(line.begin("a shard of weights", &give, &take, row.kind())?);
-        Ok(Shard { shape, own, coming, from })
-    }
-}
-
-impl Shard<'_> {
-    /// The shard, once it is here, or has left.
-    pub(super) fn wait(self) -> Result<Tensor> {
-        let Shard { shape, own, coming, from } = self;
-        let mut found = coming.map_or_else(|| Ok(Vec::new()), Coming::wait)?;
-        let whole = from.map_or(own, |from| found.swap_remove(from));
-        Ok(whole.f_view(shape.as_slice())?)
-    }
-}
-
-/// The shards of some weights, in their order: while one is used the next one is under way.
-pub(super) struct Shards<'a, 'b, const N: usize> {
-    pass: &'b Pass<'a>,
-    ids: [ParamId; N],
-    count: i64,
-    /// The next one.
-    at: i64,
-    /// It, on its way here.
-    coming: Vec<Shard<'a>>,
-}
-
-impl<'a, 'b, const N: usize> Shards<'a, 'b, N> {
-    /// Of weights that are cut into `count` shards each.
-    pub(super) fn new(pass: &'b Pass<'a>, ids: [ParamId; N], count: i64) -> Result<Self> {
-        let mut shards = Shards { pass, ids, count, at: 0, coming: Vec::new() };
-        shards.coming = shards.fetch()?;
-        Ok(shards)
-    }
-
-    /// Begins to bring the next one here, if there is one.
-    fn fetch(&self) -> Result<Vec<Shard<'a>>> {
-        match self.pass.folded.filter(|_| self.at < self.count) {
-            None => Ok(Vec::new()),
-            Some(folded) => {
-                self.ids.iter().map(|id| self.pass.fetch(folded, *id, self.at)).collect()
-            }
-        }
-    }
-
-    /// The next one of each weight, in the order in which they were named; `None` where weights are whole.
-    pub(super) fn next(&mut self) -> Result<Option<[Tensor; N]>> {
-        let coming = std::mem::take(&mut self.coming);
-        self.at += 1;
-        self.coming = self.fetch()?;
-        let found = coming.into_iter().map(Shard::wait).collect::<Result<Vec<_>>>()?;
-        Ok(found.try_into().ok())
-    }
 }

@@ -5,8 +5,9 @@
 //! input      tokens of a micro-batch, its documents        layer      what a layer is
 //! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
 //! grid       where its tokens stand                        line       places that share its chunks
-//! fold       weights that places hold for each other
+//! fold       weights that places hold for each other       sharding   how they are cut; shards: how those come
 //! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
+//! rotary     angles of tokens                              activity   what a layer shows of its insides
 //! probe      what a forward pass shows of its insides, for who explains a step
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
@@ -16,6 +17,7 @@
 //!
 //! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
 
+mod activity;
 mod config;
 mod cut;
 mod flow;
@@ -29,6 +31,9 @@ mod line;
 mod normal;
 mod param;
 mod probe;
+mod rotary;
+mod sharding;
+mod shards;
 mod stage;
 mod zaya;
 
@@ -41,19 +46,21 @@ mod oracle;
 #[cfg(test)]
 pub(crate) mod parity;
 
+pub use activity::LayerActivity;
 pub use config::{Attention, Decay, PRESETS, Skip, ZayaConfig};
 pub use cut::Cut;
-pub use fold::{Common, Fold, Folded, Sharding};
+pub use fold::{Common, Fold, Folded};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
 pub use input::{CheckedLeaf, LeafInput};
 pub use line::{Coming, Dealt, Line};
 pub use param::{
-    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init, init_balance, initial,
-    parameters, rounded,
+    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init_balance, initial, rounded,
 };
-pub use probe::{LayerActivity, probe};
+pub use probe::probe;
+pub use sharding::Sharding;
 pub use stage::{LeafBuffer, StagedLeaf};
+pub use zaya::{init, parameters};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;

@@ -1,4 +1,4 @@
-//! Parameters: each layer declares its own once, in its own file. Nothing here allocates a weight except [`init`].
+//! Parameters: each layer declares its own once, in its own file. Nothing here allocates a weight except [`initial`].
 //!
 //! The canonical order is the order of declaration. Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that
 //! a checkpoint needs no renaming; the name in Zyphra's older layout stands beside each.
@@ -10,9 +10,8 @@ use curriculum::Dtype;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
-use super::fold::Sharding;
 use super::normal::standard_normal;
-use super::zaya::Zaya;
+use super::sharding::Sharding;
 
 /// A parameter by its place in the canonical order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -91,11 +90,6 @@ pub const EMBEDDING: &str = "model.embed_tokens.weight";
 /// Name of the balancing biases of a layer: a buffer, not a parameter.
 pub fn balance_name(layer: i64) -> String {
     format!("model.layers.{layer}.mlp.gate.balancing_biases")
-}
-
-/// Every parameter in canonical order.
-pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
-    Zaya::new(config).into_params()
 }
 
 /// Where a layer declares its parameters: below a prefix of names, in the order in which they are asked for.
@@ -225,14 +219,6 @@ pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> kernels::Resu
     })
 }
 
-/// The weights a run begins with, in f32, on CPU.
-pub fn init(config: &ZayaConfig, seed: u64) -> kernels::Result<Vec<Tensor>> {
-    let whole = |spec: &ParamSpec| {
-        Ok(initial(spec, seed, 0..spec.elements())?.f_reshape(spec.shape.as_slice())?)
-    };
-    parameters(config).iter().map(whole).collect()
-}
-
 /// The elements `part` of what a parameter begins with, flat, in f32, on CPU.
 ///
 /// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place, or on who draws it.
@@ -257,6 +243,7 @@ pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::{init, parameters};
 
     fn count(config: &ZayaConfig, name: &str) -> u64 {
         let named = |spec: &&ParamSpec| spec.name.contains(name);

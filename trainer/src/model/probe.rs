@@ -1,43 +1,12 @@
 //! What a forward pass shows of its insides: for who explains a step, never in training.
 
 use contract::Result;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
+use super::activity::LayerActivity;
 use super::input::LeafInput;
 use super::zaya::Zaya;
 use super::{LeafOptions, ZayaConfig, enter};
-use crate::refusal::refused;
-
-/// What goes through a layer of the model.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct LayerActivity {
-    /// The sum of squares of the residual that enters it, over all tokens.
-    pub residual: f64,
-    /// Of what its attention adds.
-    pub attention: f64,
-    /// Of what its feed-forward adds.
-    pub feed_forward: f64,
-    /// The largest logit of its attention, if it has such.
-    pub largest_logit: Option<f64>,
-}
-
-impl LayerActivity {
-    /// Of both inputs together.
-    pub fn and(self, other: LayerActivity) -> LayerActivity {
-        let logits = self.largest_logit.into_iter().chain(other.largest_logit);
-        LayerActivity {
-            residual: self.residual + other.residual,
-            attention: self.attention + other.attention,
-            feed_forward: self.feed_forward + other.feed_forward,
-            largest_logit: logits.reduce(larger),
-        }
-    }
-}
-
-/// What is not a number is largest.
-fn larger(a: f64, b: f64) -> f64 {
-    if a.is_nan() || a > b { a } else { b }
-}
 
 /// What goes through each layer, first to last, when it computes `input`: forward only.
 pub fn probe(
@@ -50,16 +19,6 @@ pub fn probe(
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
     model.with((options.into(), config), (params, balance), &input, |pass| model.probe(pass))
-}
-
-/// The sum of squares over tensors, in f64.
-pub(super) fn squares(tensors: &[Tensor]) -> Result<f64> {
-    let squares = |tensor: &Tensor| {
-        let squares = tensor.f_to_kind(Kind::Double)?.f_square()?;
-        squares.f_sum(Kind::Double)?.f_double_value(&[])
-    };
-    let all = tensors.iter().map(|tensor| squares(tensor).map_err(refused));
-    all.sum()
 }
 
 #[cfg(test)]

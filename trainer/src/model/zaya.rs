@@ -19,6 +19,7 @@ use std::any::Any;
 use contract::{Fault, Result};
 use tch::{Kind, Tensor};
 
+use super::activity::{LayerActivity, squares};
 use super::cut::{Chunk, Chunks, joined};
 use super::flow::{Flow, FlowBack};
 use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
@@ -31,8 +32,7 @@ use super::layers::linear::Linear;
 use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, Returned, RmsNorm};
 use super::line::SharedRows;
-use super::param::{Declare, ParamId, ParamSpec, Weights};
-use super::probe::{LayerActivity, squares};
+use super::param::{Declare, ParamId, ParamSpec, Weights, initial};
 use super::{Attention, Computing, Keep, LeafOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
@@ -54,6 +54,19 @@ fn kinds(config: &ZayaConfig) -> Vec<Kinds> {
         feed_forward: make::<Moe>,
     };
     config.layers.iter().cycle().take(config.num_hidden_layers as usize).map(of).collect()
+}
+
+/// Every parameter in canonical order.
+pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
+    Zaya::new(config).into_params()
+}
+
+/// The weights a run begins with, in f32, on CPU.
+pub fn init(config: &ZayaConfig, seed: u64) -> kernels::Result<Vec<Tensor>> {
+    let whole = |spec: &ParamSpec| {
+        Ok(initial(spec, seed, 0..spec.elements())?.f_reshape(spec.shape.as_slice())?)
+    };
+    parameters(config).iter().map(whole).collect()
 }
 
 /// The model: its parameters as declared, and the layers that read them.

@@ -11,10 +11,9 @@
 //! windows are a function of the ledger alone; no sum is carried from step to step, since its rounding would depend on
 //! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.)
 
+use contract::Packed;
 use curriculum::{AutoClipSpec, SkipStepSpec};
 use serde::{Deserialize, Serialize};
-
-use crate::ledger::Packed;
 
 /// What the curriculum asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

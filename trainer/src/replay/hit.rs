@@ -10,7 +10,6 @@ use serde::Serialize;
 use tch::Tensor;
 
 use super::Replayer;
-use super::narrow::Narrowed;
 use crate::checkpoint::{Layout, Set};
 use crate::ledger::{Stage, StepRecord};
 use crate::refusal::refused;
@@ -40,7 +39,12 @@ pub struct Hit {
 /// What there is to find it by.
 #[derive(Clone, Copy)]
 pub(super) struct Traces<'a> {
-    pub(super) found: &'a Narrowed,
+    /// Where the two part first.
+    pub(super) stage: Stage,
+    /// Micro-batches whose loss differs.
+    pub(super) losses: &'a [usize],
+    /// How many ranks trained the step, if that is known.
+    pub(super) ranks: Option<u32>,
     pub(super) written: &'a StepRecord,
     pub(super) before: &'a State,
     pub(super) after: &'a State,
@@ -74,7 +78,7 @@ pub(super) fn find(
         );
         return Ok((None, words));
     };
-    let (stage, name) = (traces.found.first.stage, format!("checkpoint step-{checkpoint}"));
+    let (stage, name) = (traces.stage, format!("checkpoint step-{checkpoint}"));
     if stage == Stage::Update && checkpoint > step {
         return Ok((
             None,
@@ -95,7 +99,7 @@ pub(super) fn find(
         _ => standing_out(&all),
     };
     let Some((farthest, times)) = hit else {
-        let copied = traces.found.ranks.is_some_and(|ranks| ranks > 1);
+        let copied = traces.ranks.is_some_and(|ranks| ranks > 1);
         let words = match copied {
             true => format!(
                 "nothing stands out in {name}: a rank's copy of a weight is replaced by its owner's with the step, and no \
@@ -122,7 +126,7 @@ pub(super) fn find(
     }
     let owner = owners.and_then(|owners| owner(owners, piece.tensor, element));
     let hit = Hit { parameter, set, element, owner, checkpoint, times, bit };
-    let words = hit.words(traces.found.ranks);
+    let words = hit.words(traces.ranks);
     Ok((Some(hit), words))
 }
 
@@ -211,9 +215,9 @@ fn prove(
     (tensor, element): (usize, i64),
     distance: f64,
 ) -> Result<Option<u32>> {
-    let Traces { found, written, before, batch, .. } = traces;
+    let Traces { losses, written, before, batch, .. } = traces;
     // A bit that fell in the middle of the step is there in the last of them.
-    let Some(leaf) = found.losses.last().copied() else { return Ok(None) };
+    let Some(leaf) = losses.last().copied() else { return Ok(None) };
     let flipped = before.copy();
     // Under bf16 only its owner has the number whose bit it was.
     let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };

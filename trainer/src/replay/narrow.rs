@@ -58,7 +58,9 @@ impl Replayer {
         let mut found = narrow(first, &written, again, parts);
         let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
         if alone && hit && matches!(first.stage, Stage::Forward | Stage::Update) {
-            let from = hit::Traces { found: &found, written: &written, before, after, batch };
+            let (stage, losses, ranks) = (first.stage, &*found.losses, found.ranks);
+            let from =
+                hit::Traces { stage, losses, ranks, written: &written, before, after, batch };
             // A checkpoint that cannot be read takes nothing from what is known without it.
             let (hit, words) = hit::find(self, from, pieces.as_ref()).unwrap_or_else(|fault| {
                 let why = fault.to_string().replace('\n', "; ");

@@ -6,7 +6,7 @@ use kernels::group::Carried;
 use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
-use crate::memory::{self, Demand};
+use crate::memory;
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Degrees, Mesh};
 use crate::model::Cut;
@@ -26,7 +26,7 @@ pub(super) fn join(
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
     let ranks = (world.comm.nodes(), world.comm.rank());
-    memory::refuse(spec, Demand::of(exec), ranks, world.device)?;
+    memory::refuse(spec, exec.demand(), ranks, world.device)?;
     world.comm.carry(world.device, exec.transport).map_err(lost)
 }
 

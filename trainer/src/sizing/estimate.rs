@@ -6,7 +6,7 @@
 //! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth
 //! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
 //!               and behind waiting; what is packed and taken over, by bandwidth; where ranks share micro-batches, what they
-//!               wait for each other (see `degrees`); and for the slowest rank, a measured share of what is computed
+//!               wait for each other (see `standing`); and for the slowest rank, a measured share of what is computed
 //! ```
 //!
 //! Left out: what reading batches takes (it hides), and, where `[memory]` begins above 4 KB, what calls cost whatever their size.
@@ -18,27 +18,16 @@ use serde::Serialize;
 
 use super::Curve;
 use super::cluster::{Cluster, Link};
-use super::degrees::{self, Standing};
 use super::products::{self, MicroBatch};
+pub use super::standing::Setting;
+use super::standing::{self, Standing};
 use super::{faults, traffic};
 use crate::mesh::Schedule;
 use crate::model::{self, Keep, ParamSpec};
 use crate::optim::Rule;
-use crate::plan::{CheckpointNeeds, Fleet, PhaseNeeds, SentInStep};
-use crate::spec::RunSpec;
+use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
 use crate::state::ownership::{self, Piece};
 use crate::timing::{EXACTNESS, PARTS, Part};
-
-/// A run on a cluster.
-#[derive(Clone, Copy)]
-pub struct Setting<'a> {
-    /// What is trained.
-    pub spec: &'a RunSpec,
-    /// On what.
-    pub cluster: &'a Cluster,
-    /// How its ranks work together.
-    pub fleet: &'a Fleet,
-}
 
 /// What a step of a phase takes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -118,7 +107,7 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     let back = sum([Part::ExpertsBack, Part::RouterBack, Part::AttentionBack]);
     let there = sum([Part::Experts, Part::Router, Part::Attention]);
     let way_back = (back + seconds.of(Part::Head) / 2.0) / rounds as f64;
-    seconds.add(Part::Blocks, degrees::waits(setting, needs, (own, there + back)));
+    seconds.add(Part::Blocks, standing::waits(setting, needs, (own, there + back)));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, own, standing, &mut seconds);
     if spec.dtype_at(first) == Dtype::Bf16 {

@@ -8,6 +8,7 @@
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
 //! repeat     whether each product has the same bits every time
 //! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
+//! standing   a run on a cluster, and what its ranks wait for each other
 //! ```
 //!
 //! Nothing here decides a bit: what is planned is the work that [`crate::step`] does, read from the same shapes.
@@ -23,6 +24,7 @@ pub mod operations;
 pub mod products;
 pub mod repeat;
 pub mod shapes;
+mod standing;
 pub mod traffic;
 
 #[cfg(test)]

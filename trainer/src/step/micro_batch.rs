@@ -10,7 +10,7 @@ use kernels::share::Frozen;
 use loader::Batch;
 use tch::Tensor;
 
-use super::readout::Said;
+use super::readout::{Detail, LeafSums, Said};
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
@@ -21,30 +21,6 @@ use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
-
-/// What the ledger keeps of a leaf, and what explains it.
-#[derive(Clone, Debug)]
-pub struct LeafSums {
-    /// Sum of its token losses.
-    pub loss: f64,
-    /// Its labels.
-    pub labels: u64,
-    /// Checksum of its gradient.
-    pub gradient: u64,
-    /// Sum of token losses and labels of each of its rows: the ledger keeps them by source.
-    pub rows: Vec<(f64, u64)>,
-    /// The loss of each of its tokens, only where asked for.
-    pub token_losses: Vec<f32>,
-}
-
-/// How much is kept of a leaf.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Detail {
-    /// What the ledger needs.
-    Sums,
-    /// The loss of each token as well.
-    Tokens,
-}
 
 /// The leaves of one step on their way to the device; each is taken once.
 ///

@@ -47,9 +47,10 @@ use crate::workers::Workers;
 use apply::Ended;
 pub(crate) use apply::hold;
 use micro_batch::MicroBatches;
-pub use micro_batch::{Detail, LeafSums, Leaves, leaf};
+pub use micro_batch::{Leaves, leaf};
 use norm::Norms;
 use readout::Said;
+pub use readout::{Detail, LeafSums};
 
 /// What is trained, and who computes a step of it.
 #[derive(Clone, Copy)]

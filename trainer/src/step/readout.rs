@@ -10,10 +10,33 @@ use kernels::checksum;
 use kernels::record::Record;
 use tch::{Kind, Tensor};
 
-use super::{Detail, LeafSums};
 use crate::model::{LeafInput, LeafLosses};
 use crate::refusal::{refused, values};
 use crate::timing;
+
+/// What the ledger keeps of a leaf, and what explains it.
+#[derive(Clone, Debug)]
+pub struct LeafSums {
+    /// Sum of its token losses.
+    pub loss: f64,
+    /// Its labels.
+    pub labels: u64,
+    /// Checksum of its gradient.
+    pub gradient: u64,
+    /// Sum of token losses and labels of each of its rows: the ledger keeps them by source.
+    pub rows: Vec<(f64, u64)>,
+    /// The loss of each of its tokens, only where asked for.
+    pub token_losses: Vec<f32>,
+}
+
+/// How much is kept of a leaf.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// What the ledger needs.
+    Sums,
+    /// The loss of each token as well.
+    Tokens,
+}
 
 /// What one micro-batch says; its numbers are not known yet.
 pub(super) struct Said {

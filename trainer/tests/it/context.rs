@@ -4,7 +4,7 @@ use contract::Class;
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
-use trainer::hf::export::export;
+use trainer::export::export;
 use trainer::mesh::{Degrees, Schedule};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};

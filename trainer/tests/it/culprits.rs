@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use contract::{Key, Purpose, draw};
 use tch::Device;
 use trainer::explain::{Explanation, Kind, Request, Subject, explain};
-use trainer::hf::export::export;
+use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
 use trainer::replay::{Replayer, Verdict};

@@ -9,7 +9,7 @@ use contract::Class;
 use loader::{Opened, RankSlice};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
-use trainer::hf::export::export;
+use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
 use trainer::model::{LeafInput, logits};

@@ -12,6 +12,7 @@ use trainer::sizing::cluster::{Described, Link};
 
 use super::Speed;
 use super::bench_machine::ClusterFile;
+use super::bytes;
 use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
 
@@ -203,22 +204,4 @@ fn print(found: &Measured, json: bool) -> Result<()> {
         found.bus_gb_per_s
     );
     Ok(())
-}
-
-/// "64M" as a number.
-pub(super) fn bytes(place: &str, text: &str) -> Result<u64> {
-    let wrong = || {
-        Fault::usage("this is not a size")
-            .at(place)
-            .found(text)
-            .wanted("a whole number, with K, M or G if need be, up to 8G")
-    };
-    let (digits, factor) = match text.char_indices().last() {
-        Some((at, 'k' | 'K')) => (&text[..at], 1 << 10),
-        Some((at, 'm' | 'M')) => (&text[..at], 1 << 20),
-        Some((at, 'g' | 'G')) => (&text[..at], 1 << 30),
-        _ => (text, 1),
-    };
-    let number: u64 = digits.parse().map_err(|_| wrong())?;
-    number.checked_mul(factor).filter(|bytes| (1..=8 << 30).contains(bytes)).ok_or_else(wrong)
 }

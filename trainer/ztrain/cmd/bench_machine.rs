@@ -21,7 +21,7 @@ use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
-use super::{Speed, bench_hash};
+use super::{Speed, bench_hash, bytes};
 
 /// What all of them take.
 #[derive(clap::Args)]
@@ -446,8 +446,7 @@ fn product_chart(found: &[Product]) -> Chart {
 
 /// Measures memory.
 pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
-    let (from, to) =
-        (super::bench::bytes("--from", &args.from)?, super::bench::bytes("--to", &args.to)?);
+    let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
     let (bench, _, results) = args.common.start(args.out.out.as_deref())?;
     if !args.common.json {
         let head = PASSES.map(|pass| format!("{:>14}", pass.name()));

@@ -7,8 +7,8 @@ use clap::ValueEnum;
 use contract::{Fault, Result};
 use store::Location;
 use trainer::World;
+use trainer::export::export;
 use trainer::folder::RunFolder;
-use trainer::hf::export::export;
 use trainer::replay::{Replayer, Together};
 
 use super::Speed;

@@ -56,6 +56,24 @@ pub(crate) fn local(otherwise: &'static str) -> impl TypedValueParser<Value = Pa
     OsStringValueParser::new().try_map(move |text| storage::local_argument(&text, otherwise))
 }
 
+/// "64M" as a number.
+fn bytes(place: &str, text: &str) -> Result<u64> {
+    let wrong = || {
+        Fault::usage("this is not a size")
+            .at(place)
+            .found(text)
+            .wanted("a whole number, with K, M or G if need be, up to 8G")
+    };
+    let (digits, factor) = match text.char_indices().last() {
+        Some((at, 'k' | 'K')) => (&text[..at], 1 << 10),
+        Some((at, 'm' | 'M')) => (&text[..at], 1 << 20),
+        Some((at, 'g' | 'G')) => (&text[..at], 1 << 30),
+        _ => (text, 1),
+    };
+    let number: u64 = digits.parse().map_err(|_| wrong())?;
+    number.checked_mul(factor).filter(|bytes| (1..=8 << 30).contains(bytes)).ok_or_else(wrong)
+}
+
 /// Reads the folder of a run.
 pub(crate) fn run() -> impl TypedValueParser<Value = PathBuf> {
     local("copy the run's folder here: its checkpoints may stay where they are")

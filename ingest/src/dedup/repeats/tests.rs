@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::spans::without;
 
 /// The runs of `least` bytes of a text, with their places.
 fn runs(text: &str, least: usize) -> impl Iterator<Item = (usize, &[u8])> {

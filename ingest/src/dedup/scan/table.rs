@@ -16,11 +16,12 @@ use store::disk::{self, Output, Whole};
 use crate::corpus::Corpus;
 use crate::dedup::minhash::Components;
 use crate::dedup::observe::{Mark, Observed};
-use crate::dedup::repeats::{self, Span, Texts};
+use crate::dedup::repeats::{self, Texts};
 use crate::dedup::{exact, minhash, normal};
 use crate::dropped::{self, Kept, Line, Writer};
 use crate::recipe::Step;
 use crate::recipe::compare::Compare;
+use crate::spans::Span;
 
 /// Where one file's documents begin in the tables.
 struct Start {

@@ -9,6 +9,7 @@
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::{ATTENTION_ROWS, Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
@@ -47,7 +48,7 @@ pub(super) fn attention_backward(
     let parts: usize = by.spans.iter().map(|span| blocks(*span).count()).sum();
     if saved.len() != parts {
         let found = format!("{} blocks of documents", saved.len());
-        let call = check::Call("attention_backward");
+        let call = Call("attention_backward");
         return Err(call.refuse("saved", found, format!("{parts}")));
     }
     let keys = by.shape[1];

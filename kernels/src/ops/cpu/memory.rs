@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::ops::check::Call;
+use crate::ops::call::Call;
 use crate::{Error, Result};
 
 /// The elements of contiguous f32.

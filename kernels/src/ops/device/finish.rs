@@ -6,8 +6,9 @@ use tch::{Kind, Tensor};
 use super::Queue;
 use super::rows::tiles;
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::operands::Bands;
-use crate::ops::{Banded, Experts, Gradient, check};
+use crate::ops::{Banded, Experts, Gradient};
 
 /// Elements of a block that widens (`ELEMENTS` in `finish.h`).
 const ELEMENTS: i64 = 4096;
@@ -36,7 +37,7 @@ impl Unfinished {
     /// A sum over bands, for one column in `stride`.
     fn sum(&mut self, bands: &Bands, place: i64, stride: i64) -> Result<()> {
         let Bands { partial, other, factor } = bands;
-        let [bands, width] = check::Call("finish").matrix("bands", partial)?;
+        let [bands, width] = Call("finish").matrix("bands", partial)?;
         let [other, factor] = [other, factor].map(|tensor| tensor.as_ref().map_or(0, address));
         self.rows.extend([address(partial), other, factor, place]);
         self.rows.extend([bands | width << 32, stride | self.blocks << 32]);
@@ -66,7 +67,7 @@ pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
         let found = match one {
             Gradient::Made(made) if made.kind() == Kind::Float => made.shallow_clone(),
             Gradient::Made(made) => {
-                check::Call("finish").float("made", made, &made.size())?;
+                Call("finish").float("made", made, &made.size())?;
                 let found = queue.room(&made.size(), Kind::Float)?;
                 table.wide(made, None, &found);
                 found

@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
 use crate::Result;
-use crate::ops::check::Call;
+use crate::ops::call::Call;
 use crate::ops::{Dispatch, Experts, Gradient, check};
 
 /// Rows and columns of a block (`SIDE` in `products.h`).

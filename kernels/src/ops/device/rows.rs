@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::operands::Bands;
 use crate::ops::{Banded, Gradient, NormBack, ResidualGrads, Scaling, check};
 
@@ -89,7 +90,7 @@ pub(super) fn rms_norm_backward(
 ) -> Result<(Tensor, Gradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     if let Some(beside) = beside {
-        check::Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
+        Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
     }
     let input = queue.room(&[rows, width], Kind::Float)?;
     let (partial, _) = banded(queue, [1, rows, width])?;

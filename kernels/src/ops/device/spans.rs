@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
 /// Queries of a block, and keys (`TILE` in `spans.h`).
@@ -45,7 +46,7 @@ fn fits(by: Attention) -> Result<i64> {
     let width = by.shape[2];
     if width > WIDEST {
         let wanted = format!("at most {WIDEST} dimensions");
-        return Err(check::Call("attention").refuse("shape", format!("{width}"), wanted));
+        return Err(Call("attention").refuse("shape", format!("{width}"), wanted));
     }
     Ok(tokens)
 }
@@ -88,7 +89,7 @@ pub(super) fn attention_backward(
     check::attention_backward(by, grad, out)?;
     let [[heads, logs], [table, _]] = saved else {
         let found = format!("{} pairs of tensors", saved.len());
-        return Err(check::Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
     };
     let asked = [out.query, out.key, out.value];
     let [query, key, value] = asked.map(|out| side_by_side(queue, out));

@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue};
 use crate::Result;
 use crate::device::pieces::{self, Piece};
+use crate::ops::call::Call;
 use crate::ops::{AdamW, Moved, check};
 
 /// Elements of a block.
@@ -92,7 +93,7 @@ pub(super) fn descend(
 
 /// Into one buffer.
 pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-    let call = check::Call("copies");
+    let call = Call("copies");
     tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
     let all =
         queue.room(&[tensors.iter().map(|tensor| tensor.numel() as i64).sum()], Kind::Float)?;
@@ -109,7 +110,7 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
 
 /// The sum of squares of each tensor, in pieces of which 16 lanes have one each.
 pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Tensor> {
-    let call = check::Call("squares");
+    let call = Call("squares");
     tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
     let piece = |tensor| Piece { tensor, other: None, first: 0, salt: 0 };
     pieces::squares(queue, &tensors.iter().map(piece).collect::<Vec<_>>())
@@ -117,7 +118,7 @@ pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Tensor> {
 
 /// The same of differences.
 pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
-    let call = check::Call("differences");
+    let call = Call("differences");
     for [one, other] in pairs {
         call.f32("one", one, &one.size())?;
         call.f32("other", other, &one.size())?;

@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use super::rows::{columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, Gradient, check};
 
@@ -52,7 +53,7 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     check::dispatch(choice, classes)?;
     if classes > CLASSES {
         let wanted = format!("at most {CLASSES}");
-        return Err(check::Call("dispatch").refuse("classes", format!("{classes}"), wanted));
+        return Err(Call("dispatch").refuse("classes", format!("{classes}"), wanted));
     }
     let tokens = choice.size()[0];
     let (blocks, most) = ((tokens + 255) / 256, tokens + (ROWS - 1) * (classes - 1));
@@ -70,7 +71,7 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
 }
 
 pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
-    let call = check::Call("permute");
+    let call = Call("permute");
     let order = by.marked("permute")?;
     let (rows, tokens, width) = (order.size()[0], by.places.size()[0], call.matrix("x", x)?[1]);
     call.float("x", x, &[tokens, width])?;

@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
+use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
@@ -30,7 +31,7 @@ pub(super) fn attention_backward(
     check::attention_backward(by, grad, out)?;
     if !saved.is_empty() {
         let found = "what another table kept".to_owned();
-        return Err(check::Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
     }
     let [queries, keys, width] = by.shape;
     let scale = 1.0 / (width as f64).sqrt();

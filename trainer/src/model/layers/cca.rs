@@ -13,14 +13,15 @@ use kernels::ops::{Attended, Attention, ConvShift, QueryKey};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{CcaGrads, Heads, HeadsGrads, shards};
+use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
-use crate::model::fold::{Sharding, Shards};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
 use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
+use crate::model::sharding::{Sharding, share};
+use crate::model::shards::Shards;
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -193,6 +194,43 @@ impl Layer for Cca {
 }
 
 impl Cca {
+    /// The heads of shard number `shard`; of the projections what came from another process, where they are not whole.
+    fn heads(&self, pass: &Pass<'_>, shard: i64, came: Option<[Tensor; 5]>) -> Result<Heads> {
+        let (w, config) = (pass.weights, pass.config);
+        let (keys, dim, group) = (config.num_key_value_heads, config.head_dim, config.group());
+        let own = share(keys, shards(pass), shard);
+        let query = own.start * group * dim..own.end * group * dim;
+        let key = own.start * dim..own.end * dim;
+        let channels =
+            [query.clone(), config.query_size() + key.start..config.query_size() + key.end];
+        let channels = |weight: &Tensor| rows(weight, &channels);
+        let half = config.key_size() / 2;
+        let current = key.start.min(half)..key.end.min(half);
+        let delayed = key.start.max(half) - half..key.end.max(half) - half;
+        let [q_proj, k_proj, current, delayed, o_proj] = match came {
+            Some(came) => came,
+            None => [
+                rows(&w[self.q_proj], std::slice::from_ref(&query))?,
+                rows(&w[self.k_proj], &[key])?,
+                rows(&w[self.v_proj_current], &[current])?,
+                rows(&w[self.v_proj_delayed], &[delayed])?,
+                columns(&w[self.o_proj], query)?,
+            ],
+        };
+        let values = [current.size()[0], delayed.size()[0]];
+        Ok(Heads {
+            proj: below(&[q_proj, k_proj, current, delayed])?,
+            values,
+            depthwise: channels(&w[self.conv_depthwise])?,
+            depthwise_bias: channels(&w[self.conv_depthwise_bias])?,
+            kernel: channels(&w[self.conv_grouped])?.f_view([-1, dim, 2 * dim])?,
+            grouped_bias: channels(&w[self.conv_grouped_bias])?,
+            temp: rows(&w[self.temp], std::slice::from_ref(&own))?,
+            o_proj,
+            shape: [(own.end - own.start) * group, own.end - own.start, dim],
+        })
+    }
+
     /// Hands the gradients on.
     fn emit(&self, grads: CcaGrads, sink: &mut ChunkGradients<'_, '_>) -> contract::Result<()> {
         let [q_proj, k_proj, current, delayed, _] = self.held();
@@ -209,7 +247,7 @@ impl Cca {
         emit(sink, self.o_proj, grads.o_proj)
     }
 
-    /// What is cut into shards that processes hold for each other, as [`Heads::of`] takes them.
+    /// What is cut into shards that processes hold for each other, as [`Cca::heads`] takes them.
     fn held(&self) -> [ParamId; 5] {
         [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed, self.o_proj]
     }
@@ -219,7 +257,7 @@ impl Cca {
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         let mut coming = Shards::new(pass, self.held(), shards(pass))?;
         for shard in 0..shards(pass) {
-            let heads = Heads::of(self, pass, shard, coming.next()?)?;
+            let heads = self.heads(pass, shard, coming.next()?)?;
             let (out, mut own) = heads.forward(pass, x)?;
             if pass.folded.is_some() {
                 own.heads.let_go();
@@ -243,7 +281,7 @@ impl Cca {
         let mut coming = Shards::new(pass, self.held(), shards(pass))?;
         for (number, mut shard) in (0..).zip(saved) {
             if let Some(came) = coming.next()? {
-                shard.heads = Heads::of(self, pass, number, Some(came))?;
+                shard.heads = self.heads(pass, number, Some(came))?;
             }
             let (input, own) = shard.backward(pass, grad)?;
             inputs.push(input);

@@ -10,9 +10,10 @@ use kernels::ops::{Dispatch, Gradient, Present, Routes, Table};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use crate::model::fold::{Sharding, Shards, share};
 use crate::model::layer::Pass;
 use crate::model::param::{Declare, ParamId};
+use crate::model::sharding::{Sharding, share};
+use crate::model::shards::Shards;
 use crate::model::{Skip, ZayaConfig};
 
 /// Parameters of one layer's experts.

@@ -9,10 +9,8 @@ use kernels::Result;
 use kernels::ops::{Gradient, Table};
 use tch::Tensor;
 
-use super::cca::Cca;
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
-use crate::model::fold::share;
 use crate::model::layer::Pass;
 
 /// Heads of attention that are computed together.
@@ -62,50 +60,6 @@ pub(super) struct CcaGrads {
 /// Shards of attention: no more than key heads.
 pub(super) fn shards(pass: &Pass<'_>) -> i64 {
     pass.shards.min(pass.config.num_key_value_heads)
-}
-
-impl Heads {
-    /// Shard number `shard`; of the projections what came from another process, where they are not whole.
-    pub(super) fn of(
-        layer: &Cca,
-        pass: &Pass<'_>,
-        shard: i64,
-        came: Option<[Tensor; 5]>,
-    ) -> Result<Heads> {
-        let (w, config) = (pass.weights, pass.config);
-        let (keys, dim, group) = (config.num_key_value_heads, config.head_dim, config.group());
-        let own = share(keys, shards(pass), shard);
-        let query = own.start * group * dim..own.end * group * dim;
-        let key = own.start * dim..own.end * dim;
-        let channels =
-            [query.clone(), config.query_size() + key.start..config.query_size() + key.end];
-        let channels = |weight: &Tensor| rows(weight, &channels);
-        let half = config.key_size() / 2;
-        let current = key.start.min(half)..key.end.min(half);
-        let delayed = key.start.max(half) - half..key.end.max(half) - half;
-        let [q_proj, k_proj, current, delayed, o_proj] = match came {
-            Some(came) => came,
-            None => [
-                rows(&w[layer.q_proj], std::slice::from_ref(&query))?,
-                rows(&w[layer.k_proj], &[key])?,
-                rows(&w[layer.v_proj_current], &[current])?,
-                rows(&w[layer.v_proj_delayed], &[delayed])?,
-                columns(&w[layer.o_proj], query)?,
-            ],
-        };
-        let values = [current.size()[0], delayed.size()[0]];
-        Ok(Heads {
-            proj: below(&[q_proj, k_proj, current, delayed])?,
-            values,
-            depthwise: channels(&w[layer.conv_depthwise])?,
-            depthwise_bias: channels(&w[layer.conv_depthwise_bias])?,
-            kernel: channels(&w[layer.conv_grouped])?.f_view([-1, dim, 2 * dim])?,
-            grouped_bias: channels(&w[layer.conv_grouped_bias])?,
-            temp: rows(&w[layer.temp], std::slice::from_ref(&own))?,
-            o_proj,
-            shape: [(own.end - own.start) * group, own.end - own.start, dim],
-        })
-    }
 }
 
 impl Heads {
@@ -189,7 +143,7 @@ fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
 }
 
 /// Matrices one below the other: where they lie so in memory, as one layer's projections do, all of them as one.
-fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
+pub(super) fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
     let bytes = |part: &Tensor| part.numel() * part.kind().elt_size_in_bytes();
     let follows = |pair: &[&Tensor]| {
         pair.iter().all(|part| part.is_contiguous())
@@ -209,7 +163,7 @@ fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
 }
 
 /// Some rows, one range below the other, in memory of their own unless they are all.
-fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
+pub(super) fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
     let count: i64 = ranges.iter().map(|range| range.end - range.start).sum();
     if count == weight.size()[0] {
         return Ok(weight.shallow_clone());

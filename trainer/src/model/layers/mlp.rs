@@ -8,10 +8,10 @@ use tch::{Kind, Tensor};
 use super::heads::{columns, together};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
-use crate::model::fold::share;
 use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
 use crate::model::param::{Declare, ParamId};
+use crate::model::sharding::share;
 use crate::refusal::refused;
 
 /// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.

@@ -1,7 +1,7 @@
 //! The layers of the model: attention and feed-forward, one kind a file, and what stands around them.
 //!
 //! ```text
-//! cca   compressed convolutional attention (cca_back: its way back; rotary: its angles; heads: its weights by shard)
+//! cca   compressed convolutional attention (cca_back: its way back; heads: its weights by shard)
 //! linear  linear attention (recurrence: its states by block)
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward, in tests
@@ -19,5 +19,4 @@ pub(super) mod mlp;
 pub(super) mod moe;
 pub(super) mod norm;
 mod recurrence;
-pub(super) mod rotary;
 mod router;

@@ -9,9 +9,8 @@ use contract::{Fault, Result};
 use store::{DocumentRecord, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord};
 
 use super::pipeline::{self, Encoded, Item, Step};
-use super::request::stops;
 use super::stream::Stream;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, stops};
 use crate::dropped::{Line, Listing};
 use crate::progress::Progress;
 use crate::recipe::Recipe;

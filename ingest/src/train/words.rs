@@ -8,9 +8,8 @@ use std::collections::BTreeMap;
 use contract::{Digest, Fault, Ratio, Result};
 use tokenizers::utils::SysRegex;
 
-use crate::build::pipeline::held_out;
-use crate::build::request::count_or_stop;
-use crate::corpus::{Corpus, Source};
+use crate::assembly::pipeline::held_out;
+use crate::corpus::{Corpus, Source, count_or_stop};
 use crate::dedup::Tools;
 use crate::parallel::{self, Map};
 use crate::prepared::InFile;

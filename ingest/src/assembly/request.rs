@@ -7,7 +7,7 @@ use contract::{Fault, Framed, Identity, Result, counted};
 use serde::{Deserialize, Serialize};
 use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
 
-use crate::corpus::{Corpus, OnError, Source};
+use crate::corpus::{Corpus, OnError, Source, always_counted};
 use crate::recipe;
 
 /// What a build may not change on its way.
@@ -192,21 +192,6 @@ pub(crate) fn compare_dropped(
         }
     }
     Ok(())
-}
-
-/// Whether a build of `corpus` stops at a record that is not a document for this reason.
-pub fn stops(corpus: &Corpus, reason: &str) -> bool {
-    corpus.on_error == OnError::Stop && !always_counted(reason)
-}
-
-/// Whether a dropped record is counted even where others stop the build.
-pub(crate) fn always_counted(reason: &str) -> bool {
-    matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
-}
-
-/// Counts a record that is not a document, or stops where the corpus says so.
-pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
-    if stops(corpus, reason) { Err(fault) } else { Ok(()) }
 }
 
 /// Refuses a source of which nothing is left, whatever dropped it: a wrong `text` or a rule too strict would else pass for a

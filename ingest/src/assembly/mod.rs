@@ -1,7 +1,4 @@
-//! `zdata build`: a corpus to a store, resumable, the same bytes every time.
-//!
-//! Reads top to bottom: ask whether it is done, lock the folder of parts, cut the corpus into tasks, make the store of
-//! their parts. A part that is there, from a build that was killed or from an earlier one, is not made again.
+//! What a build is put together from, whoever runs it: what is asked for, documents prepared and encoded, shards written.
 
 pub(crate) mod commit;
 pub(crate) mod pipeline;
@@ -10,11 +7,10 @@ pub(crate) mod stream;
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, counted, note};
+use contract::{Fault, Result};
 use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open};
 
 use self::request::{Head, Sides};
-use crate::cluster;
 use crate::corpus::Corpus;
 use crate::dedup::{self, Tools};
 use crate::dropped;
@@ -35,95 +31,6 @@ pub struct Options {
     pub work: Option<PathBuf>,
     /// Bytes of input that a part is made of; a larger file is a part by itself.
     pub task_bytes: u64,
-}
-
-/// How a build ended.
-#[derive(Debug)]
-pub enum Outcome {
-    /// The store was there already, built from the same request.
-    UpToDate(Manifest),
-    /// Built now.
-    Built {
-        /// The store.
-        manifest: Manifest,
-        /// What passed and how fast.
-        summary: String,
-        /// For each stage, how much was made and how much was there.
-        tallies: Vec<String>,
-        /// Documents that the reference encoded again, and their bytes.
-        audited: (u64, u64),
-    },
-}
-
-/// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
-pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
-    build_while(corpus, store, options, || Ok(()))
-}
-
-/// Builds as long as `go_on`, asked before each document that is worked on, does not fail.
-pub(crate) fn build_while(
-    corpus: &Corpus,
-    store: &Path,
-    options: Options,
-    mut go_on: impl FnMut() -> Result<()>,
-) -> Result<Outcome> {
-    if store.join(open::MANIFEST).exists() {
-        let manifest = built(corpus, store, options.engine)?;
-        clear_work(store)?;
-        return Ok(Outcome::UpToDate(manifest));
-    }
-    refuse_foreign(store)?;
-    let work = options.work.clone().unwrap_or_else(|| work_of(store));
-    if options.work.is_none() {
-        cluster::refuse_foreign(&work)?;
-    }
-    let _lock = cluster::lock(&work)?;
-    let built = build_in(corpus, store, &work, &options, &mut go_on);
-    // What is kept of a build that failed are its parts: a folder without them is of no use.
-    if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
-        cluster::clear(&work)?;
-    }
-    built
-}
-
-fn build_in(
-    corpus: &Corpus,
-    store: &Path,
-    work: &Path,
-    options: &Options,
-    go_on: &mut dyn FnMut() -> Result<()>,
-) -> Result<Outcome> {
-    let plan = cluster::plan_with(corpus, work, options.task_bytes, options.engine)?;
-    if let (Some(why), Engine::Fastest, false) =
-        (plan.tokenizer.why_slow(), options.engine, options.quiet)
-    {
-        note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
-    }
-    let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
-    let rescued = plan.tokenizer.rescued();
-    if rescued > 0 && !options.quiet {
-        let documents = counted(rescued, "document");
-        note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
-    }
-    let tallies = cluster::tallies(&plan)?;
-    plan.close()?;
-    Ok(Outcome::Built { manifest, summary, tallies, audited })
-}
-
-/// Where the parts of a build lie that names no folder for them: beside the store, until that is whole.
-pub fn work_of(store: &Path) -> PathBuf {
-    disk::beside(store, ".work")
-}
-
-/// Removes the parts that a build left beside its store when it was killed at its very end.
-fn clear_work(store: &Path) -> Result<()> {
-    let work = work_of(store);
-    if !work.is_dir() {
-        return Ok(());
-    }
-    // Who holds it is at its end, and removes it.
-    let Ok(_lock) = disk::lock(&work) else { return Ok(()) };
-    cluster::clear(&work)
 }
 
 /// What steps need, with the tokens that are put around documents.
@@ -221,28 +128,6 @@ pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str)
         _ => false,
     }
 }
-
-/// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
-fn refuse_foreign(store: &Path) -> Result<()> {
-    if !store.is_dir() {
-        return Ok(());
-    }
-    let entries = disk::entries(store)?;
-    let Some(entry) = entries.first() else { return Ok(()) };
-    if store.join(open::BUILD_FOLDER).join(OLD_JOURNAL).exists() {
-        return Err(Fault::usage("another version of zdata began a build in this folder")
-            .at(store.display().to_string())
-            .hint("delete the folder and run the same command again, or let that version end it"));
-    }
-    Err(Fault::usage("this folder holds something else")
-        .at(store.display().to_string())
-        .found(entry.file_name().unwrap_or_default().to_string_lossy())
-        .wanted("a new or empty folder, or a store")
-        .hint("name another --out"))
-}
-
-/// What builds kept until they kept parts.
-const OLD_JOURNAL: &str = "journal.jsonl";
 
 /// Makes a folder a store, whoever wrote the streams that `manifest` names.
 pub(crate) fn finish(

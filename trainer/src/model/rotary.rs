@@ -3,18 +3,18 @@
 use kernels::Result;
 use tch::{Kind, Tensor};
 
-use crate::model::ZayaConfig;
+use super::ZayaConfig;
 
 /// Angles of every token: `[tokens, half]`.
 #[derive(Debug)]
-pub(in crate::model) struct Rotary {
+pub(super) struct Rotary {
     cos: Tensor,
     sin: Tensor,
 }
 
 impl Rotary {
     /// Angles in f32, as Hugging Face computes them.
-    pub(in crate::model) fn new(config: &ZayaConfig, positions: &Tensor) -> Result<Rotary> {
+    pub(super) fn new(config: &ZayaConfig, positions: &Tensor) -> Result<Rotary> {
         let dim = config.rotary_dim();
         let options = (Kind::Float, positions.device());
         let exponent = Tensor::f_arange_start_step(0, dim, 2, options)?.f_div_scalar(dim as f64)?;
@@ -24,7 +24,7 @@ impl Rotary {
     }
 
     /// Cosines and sines, `[tokens, half]`.
-    pub(in crate::model) fn angles(&self) -> [&Tensor; 2] {
+    pub(super) fn angles(&self) -> [&Tensor; 2] {
         [&self.cos, &self.sin]
     }
 }

@@ -1,0 +1,75 @@
+//! What is known of the tasks of a plan.
+
+use std::collections::BTreeSet;
+
+use contract::{Fault, Result};
+
+use super::plan::{Plan, parts};
+use super::result::{self, TaskResult};
+use super::stage::Stage;
+
+impl Plan {
+    /// Whether parts are there that no result of this plan names.
+    pub(super) fn holds_others(&self) -> Result<bool> {
+        let mut own = BTreeSet::new();
+        for stage in [Stage::Scan, Stage::Encode] {
+            for task in self.tasks_of(stage) {
+                own.extend(
+                    TaskResult::read(self, stage, task)?.map(|result| self.part(result.part)),
+                );
+            }
+        }
+        Ok(parts(&self.work)?.iter().any(|part| !own.contains(part)))
+    }
+
+    /// The tasks of a stage that are not done.
+    pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
+        let mut missing = Vec::new();
+        for task in self.tasks_of(stage) {
+            if self.result(stage, task)?.is_none() {
+                missing.push(task);
+            }
+        }
+        Ok(missing)
+    }
+
+    /// What is known of a task that is done: its part is there, and is the one that is wanted.
+    pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
+        let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
+        if !self.part(result.part).exists() {
+            return Ok(None);
+        }
+        let Ok(removed) = self.removed(stage, task) else { return Ok(None) };
+        let wanted = self.cache_key(stage, &self.cut(task)?, &result.contents(), removed);
+        Ok((wanted == result.part).then_some(result))
+    }
+}
+
+/// What all tasks of a stage did; refuses if one did nothing, or two things.
+pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
+    let tasks = plan.tasks_of(stage);
+    let mut results = Vec::new();
+    for task in tasks {
+        let result = plan.result(stage, task)?;
+        results.push(result.ok_or_else(|| missing(plan, stage, task))?);
+    }
+    let mut conflicts = result::conflicts(&plan.folder())?;
+    conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
+        let ours = |name: String| results.iter().any(|r| name.starts_with(&r.part.to_string()));
+        name.is_some_and(ours)
+    }));
+    match conflicts.first() {
+        None => Ok(results),
+        Some(path) => Err(Fault::mismatch("a task gave two results")
+            .at(path.display().to_string())
+            .hint("find out which is wrong, delete it, and merge again")),
+    }
+}
+
+/// What is said where a part is wanted.
+pub(super) fn missing(plan: &Plan, stage: Stage, task: usize) -> Fault {
+    Fault::data(format!("the part of {} task {task} is missing", stage.name()))
+        .at(plan.folder().display().to_string())
+        .hint("run the tasks that are missing, then this again")
+}

@@ -1,0 +1,64 @@
+//! What a call of an operation says where an operand does not fit.
+
+use tch::{Kind, Tensor};
+
+use crate::{Error, Result};
+
+/// One call of an operation, by its name.
+#[derive(Clone, Copy)]
+pub(crate) struct Call(pub(crate) &'static str);
+
+impl Call {
+    /// The error of an operand that does not fit.
+    pub(crate) fn refuse(self, operand: &'static str, found: String, wanted: String) -> Error {
+        Error::Operand { operation: self.0, operand, found, wanted }
+    }
+
+    /// Contiguous f32 of this shape.
+    pub(crate) fn f32(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Float])
+    }
+
+    /// Contiguous f32 or bf16 of this shape.
+    pub(crate) fn float(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Float, Kind::BFloat16])
+    }
+
+    /// Contiguous i64 of this shape.
+    pub(crate) fn i64(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
+        self.is(operand, tensor, shape, &[Kind::Int64])
+    }
+
+    pub(super) fn is(
+        self,
+        operand: &'static str,
+        tensor: &Tensor,
+        shape: &[i64],
+        kinds: &[Kind],
+    ) -> Result<()> {
+        let fits = tensor.size() == shape && kinds.contains(&tensor.kind());
+        if fits && tensor.is_contiguous() {
+            return Ok(());
+        }
+        let layout = if tensor.is_contiguous() { "contiguous" } else { "not contiguous" };
+        let found = format!("{:?} {:?}, {layout}", tensor.kind(), tensor.size());
+        let kinds: Vec<_> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+        Err(self.refuse(operand, found, format!("{} {shape:?}, contiguous", kinds.join(" or "))))
+    }
+
+    /// The sizes of a matrix.
+    pub(crate) fn matrix(self, operand: &'static str, tensor: &Tensor) -> Result<[i64; 2]> {
+        self.sizes(operand, tensor)
+    }
+
+    /// The sizes of a tensor of `D` dimensions.
+    pub(crate) fn sizes<const D: usize>(
+        self,
+        operand: &'static str,
+        tensor: &Tensor,
+    ) -> Result<[i64; D]> {
+        let size = tensor.size();
+        <[i64; D]>::try_from(size)
+            .map_err(|size| self.refuse(operand, format!("{size:?}"), format!("{D} dimensions")))
+    }
+}

@@ -1,0 +1,57 @@
+//! How calls of the C++ shim end, and what it says.
+
+#![expect(unsafe_code, reason = "calls the C++ shim")]
+
+use std::ffi::{CStr, c_char, c_int};
+
+use crate::{Error, Result};
+
+unsafe extern "C" {
+    fn shim_text() -> *const c_char;
+    fn shim_describe(what: *const c_char) -> c_int;
+}
+
+/// How calls of the shim end, as in `shim.h`; every other number is a failure that says why.
+pub(crate) const DONE: c_int = 0;
+pub(crate) const FAILED: c_int = 1;
+const NO_MEMORY: c_int = 2;
+pub(crate) const LATE: c_int = 3;
+
+/// Turns the code with which a call of the shim ended into a result.
+pub(crate) fn guarded(call: &'static str, code: c_int) -> Result<()> {
+    if code == DONE {
+        return Ok(());
+    }
+    // C++ messages end in a stack trace: the first line says what happened.
+    let reason = said().lines().next().unwrap_or_default().to_owned();
+    Err(match code {
+        NO_MEMORY => Error::NoMemory { call, reason },
+        LATE => Error::Late { call },
+        _ => Error::Foreign { call, reason },
+    })
+}
+
+/// What the last call of the shim on this thread has said.
+pub(crate) fn said() -> String {
+    // SAFETY: a C string that lives until the next call on this thread, and is copied here.
+    unsafe { CStr::from_ptr(shim_text()) }.to_string_lossy().into_owned()
+}
+
+/// What a call of the shim writes to its out-pointer.
+pub(crate) fn number(call: &'static str, ask: impl FnOnce(*mut c_int) -> c_int) -> Result<c_int> {
+    let mut out = 0;
+    guarded(call, ask(&raw mut out))?;
+    Ok(out)
+}
+
+/// The release of libtorch that this program was made for.
+pub(crate) fn compiled_against() -> Result<String> {
+    describe(c"compiled_against")
+}
+
+/// What libtorch says of `what`.
+pub(crate) fn describe(what: &CStr) -> Result<String> {
+    // SAFETY: the name is a C string that outlives the call.
+    guarded("describe libtorch", unsafe { shim_describe(what.as_ptr()) })?;
+    Ok(said().trim().to_owned())
+}

@@ -1,0 +1,45 @@
+//! The weights of a mix, as they are typed and as they are written.
+
+use std::collections::BTreeMap;
+
+use contract::settings::{File, Spanned, Table, Value};
+use contract::{Ratio, Result};
+
+use super::text::{inline, key};
+
+/// What weights have to be.
+pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
+
+/// The weights of a mix, exactly as typed.
+pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<String, Ratio>> {
+    if mix.get_ref().is_empty() {
+        return Err(file.fault(mix, "the mix is empty").wanted("mix = { source = weight }"));
+    }
+    let weight = |(source, value): (&Spanned<String>, &Spanned<Value>)| {
+        let name = source.get_ref();
+        let refused = |what: &str| {
+            let fault = file.fault(value, format!("the weight of {name} is not {what}"));
+            fault.found(file.typed(value.span()))
+        };
+        match file.ratio(value) {
+            Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
+            Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
+                Err(refused("a number")
+                    .wanted("an integer, a decimal or a ratio like \"3/10\"")
+                    .hint(format!("it is taken exactly as typed: {reason}")))
+            }
+            _ => Err(refused("above zero")
+                .wanted("a number above zero")
+                .hint("leave the source out of the mix to give it no weight")),
+        }
+    };
+    mix.get_ref().iter().map(weight).collect()
+}
+
+/// A mix with its weights as integers without a common divisor.
+pub(super) fn mix_text(mix: &BTreeMap<String, Ratio>) -> String {
+    let weights = super::whole_weights(mix).expect("checked when the mix was read");
+    let pairs =
+        mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
+    inline(pairs.collect())
+}

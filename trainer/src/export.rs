@@ -1,0 +1,19 @@
+//! A state of a run as a folder for other programs.
+
+use std::path::Path;
+
+use contract::Result;
+
+use crate::hf::export::{self, Exported, Model};
+use crate::spec::RunSpec;
+use crate::state::State;
+
+/// Writes the weights of `state` for `transformers`, with the model as it was in the state's last step.
+pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> {
+    let config = &spec.model_at(state.step.max(1))?.config;
+    let record = &spec.data.stores()[0].manifest().tokenizer;
+    let tokenizer = &spec.data.tokenizer()?;
+    let (parameters, balance) = (&spec.parameters, &state.balance);
+    let model = Model { config, parameters, balance, record, tokenizer };
+    export::write(target, &model, || state.in_f32())
+}
