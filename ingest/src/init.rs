@@ -270,7 +270,8 @@ fn has_id(record: &Value, id: &str) -> bool {
 
 fn is_chat(record: &Value, chat: &str) -> bool {
     let turn = record.get(chat).and_then(Value::as_array).and_then(|turns| turns.first());
-    turn.is_some_and(|turn| turn.get("role").is_some() && turn.get("content").is_some())
+    let is_text = |value: Option<&Value>| value.is_some_and(Value::is_string);
+    turn.is_some_and(|turn| turn.get("role").is_some() && is_text(turn.get("content")))
 }
 
 fn quoted(text: &str) -> String {
