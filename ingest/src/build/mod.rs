@@ -20,7 +20,7 @@ use crate::dedup::{self, Tools};
 use crate::dropped;
 use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
-use crate::versions;
+use crate::{verify, versions};
 
 /// What only decides speed, and where parts lie.
 #[derive(Clone, Debug)]
@@ -173,7 +173,7 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
 pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
-        id.map_err(|fault| fault.or_at(|| corpus.file.to_string()))
+        id.map_err(|fault| fault.or_at(|| corpus.place_of(key)))
     };
     Ok(Head {
         versions: versions::identity(),
@@ -205,6 +205,7 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
         sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
     })?;
     request::compare_dropped(corpus, &manifest, store)?;
+    verify::refuse_incomplete(store, &manifest)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
 }
@@ -223,7 +224,8 @@ pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str)
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
-fn refuse_foreign(store: &Path) -> Result<()> {
+pub fn refuse_foreign(store: &Path) -> Result<()> {
+    storage::staging::refuse_link(store)?;
     if !store.is_dir() {
         return Ok(());
     }

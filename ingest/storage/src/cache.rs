@@ -135,11 +135,26 @@ impl Cache {
         for _ in 0..TRIES {
             match self.take(&path, bytes)? {
                 Some(copy) => return Ok(copy),
-                None => self.make(&path, bytes, &fill)?,
+                None => self.make(&path, bytes, &fill).map_err(|error| self.full(error))?,
             }
         }
         let what = format!("{} is lost or damaged as often as it is made", path.display());
         Err(Error::other(what))
+    }
+
+    /// A full disk is that of the copies, and not that of the object.
+    fn full(&self, error: Error) -> Error {
+        let full = [ErrorKind::StorageFull, ErrorKind::QuotaExceeded, ErrorKind::FileTooLarge];
+        match full.contains(&error.kind()) {
+            true => {
+                let folder = self.folder.display();
+                Error::new(
+                    error.kind(),
+                    format!("{error}, in the cache folder {folder} (ZDATA_CACHE)"),
+                )
+            }
+            false => error,
+        }
     }
 
     /// The copy that is there, if it is whole.
