@@ -287,3 +287,17 @@ impl Writer for Files {
         Ok(vec![end(bin)?, end(idx)?])
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_means_its_two_files_whatever_its_bytes() {
+        let path = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
+        for named in [&b"a\xff/b.c"[..], b"a\xff/b.c.bin", b"a\xff/b.c.idx"] {
+            let wanted = (path(b"a\xff/b.c.bin"), path(b"a\xff/b.c.idx"));
+            assert_eq!(pair(&path(named)), wanted);
+        }
+    }
+}

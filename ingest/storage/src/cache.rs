@@ -358,6 +358,18 @@ mod tests {
     }
 
     #[test]
+    fn a_full_disk_is_that_of_the_copies() {
+        let (_folder, cache) = cache(1000);
+        let full = cache.get("a", "x", 1, |_| Err(ErrorKind::StorageFull.into())).unwrap_err();
+        assert_eq!(full.kind(), ErrorKind::StorageFull);
+        let told = full.to_string();
+        let folder = cache.folder.display().to_string();
+        assert!(told.contains(&folder) && told.contains("ZDATA_CACHE"), "{told}");
+        let other = cache.get("a", "x", 1, |_| Err(ErrorKind::Other.into())).unwrap_err();
+        assert!(!other.to_string().contains("ZDATA_CACHE"), "{other}");
+    }
+
+    #[test]
     fn a_copy_is_made_once_and_then_used_by_every_process() {
         let (_folder, first) = cache(1000);
         assert_eq!(get(&first, "a", b"bytes"), (b"bytes".to_vec(), 1));

@@ -127,8 +127,8 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
         .hint("name another place; an object is never replaced"))
 }
 
-/// Creates a large object where a look found none. The client's upload in parts knows no condition, its copy on the server does: so the bytes go
-/// to a place beside, named by what they are, and from there to the right one if that is still free.
+/// Creates a large object where a look found none. The client's upload in parts knows no condition, its copy on the server
+/// does: so the bytes go to a place beside, named by what they are, and from there to the right one if that is still free.
 fn put_large(
     client: &Client,
     file: &Path,
