@@ -126,7 +126,8 @@ fn what_is_taken_twice_or_holds_nothing_is_told() {
     refused("begin = \"nope\"", &["x.toml:3:9: `begin` names a token"]);
     refused("unit = 18446744073709551616", &["x.toml:3:8: `unit` is too large", "at most 184467"]);
     fs::write(&file, text).unwrap();
-    let slurm = ["build", arg(&file), "--out", arg(&scratch.path("no")), "--sbatch=-p"];
+    let out = scratch.path("no");
+    let slurm = ["build", arg(&file), "--out", arg(&out), "--sbatch=-p"];
     zdata(&slurm).fails(2, &["--sbatch", "--engine slurm"]);
     scratch.write("own/a.jsonl", json_lines(1, 5));
     scratch.write("own/b.parquet.gz", "x");

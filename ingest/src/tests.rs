@@ -526,6 +526,13 @@ fn a_sample_places_dropped_records() {
         matches!(told[..], [(4, "dropped: malformed: malformed JSON"), (5, text)] if text.contains("missing text")),
         "{told:?}"
     );
+    // As many lines and as many bytes, and another text than that of the store.
+    let sample =
+        || crate::sample::sample(&corpus, (&bench.path("store").into(), &manifest), 100, 1);
+    bench.write("web-0.jsonl", json_lines(0, 3) + "nonsense\n{\"text\": 8}\n");
+    let fault = sample().unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    assert!(fault.to_string().contains("web-0.jsonl: this input changed"), "{fault}");
 }
 
 #[test]
