@@ -110,7 +110,7 @@ fn numbers(run: &Path) {
 /// What cannot be amended, with the file untouched.
 fn refused(run: &Path, id: &str) {
     let before = fs::read_to_string(run).unwrap();
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 15] = [
         (&["--step", "8", "--mix", "web=1/9223372036854775807,math=1"], "too fine"),
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
         (&["--step", "21", "--mix", "web=1"], "does not have this step"),
@@ -121,6 +121,9 @@ fn refused(run: &Path, id: &str) {
         (&["--step", "8"], "--ban, --mix or --store"),
         (&["--step", "8", "--set", "optimizer.lr=5e-3"], "has already"),
         (&["--step", "8", "--set", "optimizer.betas=0.9"], "optimizer.clip"),
+        (&["--step", "8", "--set", "optimizer.lr=1", "--set", "optimizer.lr=2"], "twice"),
+        (&["--step", "0", "--skip"], "1.."),
+        (&["--step", "8", "--ban", "raw/math.jsonl#2"], "0#2"),
         (&["--step", "8", "--set", "schedule.final_lr=-1"], "out of range"),
         (
             &["--step", "13", "--mix", "math=1", "--ban", "nobody", "--source", "wep"],
@@ -128,7 +131,11 @@ fn refused(run: &Path, id: &str) {
         ),
     ];
     for (args, word) in cases {
-        zdata(&[&["amend", arg(run)], args].concat()).fails(2, &[word]);
+        let told = zdata(&[&["amend", arg(run)], args].concat()).fails(2, &[word]);
+        // No place is a line that the file does not have.
+        let lines = before.lines().count();
+        let line = told.split("run.toml:").nth(1).and_then(|it| it.split(':').next()?.parse().ok());
+        assert!(line.is_none_or(|line: usize| line <= lines), "{told}");
         assert_eq!(fs::read_to_string(run).unwrap(), before);
     }
 }

@@ -86,6 +86,54 @@ fn a_wrong_kind_of_file_is_called_what_it_is() {
     build(&scratch.path("")).fails(2, &["this is a folder, and a corpus file"]);
     let text = fs::read_to_string(&corpus).unwrap().replace("tokenizer.json", "store");
     build(&scratch.write("folder.toml", text)).fails(2, &["store: this is a folder, and a tok"]);
+    let curriculum = fs::read_to_string(&path).unwrap();
+    let stores = |stores: &str| {
+        let named = format!("{:?}", arg(&store));
+        assert!(curriculum.contains(&named), "{curriculum}");
+        zdata(&["plan", arg(&scratch.write("other.toml", curriculum.replacen(&named, stores, 1)))])
+    };
+    let manifest = store.join("manifest.json");
+    stores(&format!("{:?}", arg(&manifest)))
+        .fails(2, &["manifest.json: this is a file of a store"]);
+    stores(&format!("[{0:?}, {0:?}]", arg(&store))).fails(2, &["one store is named twice"]);
+}
+
+#[test]
+fn what_is_taken_twice_or_holds_nothing_is_told() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    scratch.write("in/a.jsonl", json_lines(1, 5));
+    scratch.write("in/none.jsonl", "");
+    let source =
+        |name: &str, file: &str| format!("[[source]]\nname = \"{name}\"\nfiles = [\"{file}\"]\n");
+    let file = of(&scratch, "in/a.jsonl", "");
+    let text = fs::read_to_string(&file).unwrap();
+    let more = source("y", "in/*a.jsonl") + &source("z", "in/none.jsonl");
+    fs::write(&file, text.clone() + &more).unwrap();
+    let built = zdata(&["build", arg(&file), "--out", arg(&scratch.path("out"))]);
+    for note in [
+        "note: ",
+        "\"in/a.jsonl\" is taken by source x and by source y",
+        "note: source z: no record in its 1 file",
+    ] {
+        assert!(built.err.contains(note), "{built:?}");
+    }
+    built.ok();
+    let refused = |keys: &str, told: &[&str]| {
+        fs::write(&file, text.replacen("validation = 0", keys, 1)).unwrap();
+        zdata(&["build", arg(&file), "--out", arg(&scratch.path("no"))]).fails(2, told);
+    };
+    refused("begin = \"nope\"", &["x.toml:3:9: `begin` names a token"]);
+    refused("unit = 18446744073709551616", &["x.toml:3:8: `unit` is too large", "at most 184467"]);
+    fs::write(&file, text).unwrap();
+    let out = scratch.path("no");
+    let slurm = ["build", arg(&file), "--out", arg(&out), "--sbatch=-p"];
+    zdata(&slurm).fails(2, &["--sbatch", "--engine slurm"]);
+    scratch.write("own/a.jsonl", json_lines(1, 5));
+    scratch.write("own/b.parquet.gz", "x");
+    let told = zdata(&["init", arg(&scratch.path("own"))]);
+    assert!(told.err.contains("b.parquet.gz (compressed as a whole"), "{told:?}");
+    told.ok();
 }
 
 #[test]

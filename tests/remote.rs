@@ -264,8 +264,9 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     bucket.zdata(&["publish", arg(&same), URL]).ok();
     for (pattern, word) in [
         ("s3://bucket/raw/*.nothing", "no file"),
-        ("s3://none/x.jsonl", "no file"),
         ("s3://none/*", "the bucket does not exist"),
+        ("s3://none/x.jsonl", "the bucket does not exist"),
+        ("s3://bucket/raw/nope*", "nothing in s3://bucket"),
     ] {
         let text = format!(
             "tokenizer = \"tokenizer.json\"\n[[source]]\nname = \"a\"\nfiles = [\"{pattern}\"]\n"

@@ -103,7 +103,8 @@ fn clear_work(store: &Path) -> Result<()> {
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
-fn refuse_foreign(store: &Path) -> Result<()> {
+pub fn refuse_foreign(store: &Path) -> Result<()> {
+    storage::staging::refuse_link(store)?;
     if !store.is_dir() {
         return Ok(());
     }

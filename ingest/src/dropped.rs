@@ -63,7 +63,7 @@ pub struct Line {
     /// Its bytes, as the accounting counts them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes: Option<u64>,
-    /// For a duplicate, the document that was kept.
+    /// For a duplicate, the document that was kept at that step; a later step may have dropped it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept: Option<Kept>,
     /// What it lost, if that was not all.
@@ -71,7 +71,7 @@ pub struct Line {
     pub spans: Vec<(u32, u32)>,
 }
 
-/// The document that was kept.
+/// The document that a step kept of those that are alike.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
     /// Its source.
@@ -362,7 +362,7 @@ impl Iterator for Lines {
 fn damaged(place: &str, why: impl std::fmt::Display) -> Fault {
     Fault::data(format!("the list of dropped records is damaged: {why}"))
         .at(place)
-        .hint("restore the file, or build the store again")
+        .hint("restore the file, or remove the store's folder and build it again")
 }
 
 #[cfg(test)]

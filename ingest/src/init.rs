@@ -197,7 +197,9 @@ fn guess(group: &Group) -> Result<Guess> {
         return Ok(Guess { keys: Vec::new(), why });
     }
     let records = records(&group.first, group.format)?;
-    let strings = strings(&records);
+    let mut strings = strings(&records);
+    // A row as JSON shows a time as a string, which no column of text is.
+    strings.retain(|path, _| holds_text(group, path));
     let id = IDS.iter().find(|id| records.iter().any(|record| has_id(record, id)));
     let id = id.map(|id| ("id", (*id).to_owned()));
     let chat = CHATS.iter().find(|chat| records.iter().any(|record| is_chat(record, chat)));
@@ -222,6 +224,13 @@ fn guess(group: &Group) -> Result<Guess> {
         },
     };
     Ok(Guess { keys: [Some((key, path)), id].into_iter().flatten().collect(), why })
+}
+
+/// Whether a build would take the text from this field: a columnar file says of what type its columns are.
+fn holds_text(group: &Group, path: &str) -> bool {
+    let fields = Fields::at(path, None);
+    group.format.is_stream()
+        || source::open(&group.first, group.format, &fields, &Limits::default()).is_ok()
 }
 
 /// The first records of a file, as JSON.
@@ -270,7 +279,8 @@ fn has_id(record: &Value, id: &str) -> bool {
 
 fn is_chat(record: &Value, chat: &str) -> bool {
     let turn = record.get(chat).and_then(Value::as_array).and_then(|turns| turns.first());
-    turn.is_some_and(|turn| turn.get("role").is_some() && turn.get("content").is_some())
+    let is_text = |value: Option<&Value>| value.is_some_and(Value::is_string);
+    turn.is_some_and(|turn| turn.get("role").is_some() && is_text(turn.get("content")))
 }
 
 fn quoted(text: &str) -> String {
@@ -452,6 +462,23 @@ mod tests {
         fs::remove_file(bench.path(CURRICULUM)).unwrap();
         init(&bench.path("")).unwrap();
         assert_eq!(fs::read(bench.path(CORPUS)).unwrap(), before);
+    }
+
+    #[test]
+    fn a_column_of_times_is_not_taken_for_text() {
+        use arrow::array::TimestampMicrosecondArray;
+
+        let bench = Workbench::new(0);
+        let titles: ArrayRef = Arc::new(StringArray::from(vec!["short"; 3]));
+        let times: ArrayRef =
+            Arc::new(TimestampMicrosecondArray::from(vec![1_700_000_000_000_001; 3]));
+        let batch = RecordBatch::try_from_iter([("created", times), ("headline", titles)]).unwrap();
+        let mut writer = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+        writer.write(&batch).unwrap();
+        bench.write("own/news.parquet", writer.into_inner().unwrap());
+        init(&bench.path("own")).unwrap();
+        let corpus = Corpus::read(bench.path("own").join(CORPUS)).unwrap();
+        assert_eq!(corpus.sources[0].fields, Fields::at("headline", None));
     }
 
     /// What these programs made is no text, however its files end; a folder that only has a file of the same name is.

@@ -84,6 +84,11 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
     let mut notes = Vec::new();
     for source in &manifest.sources {
         let accounting = Accounting::of(source);
+        if accounting.read == 0 {
+            let files = many(source.inputs.len() as u64, "file");
+            notes.push(format!("note: source {}: no record in its {files}", source.name));
+            continue;
+        }
         if accounting.dropped > 0 {
             let reasons = source.dropped.iter();
             let reasons =
@@ -149,7 +154,11 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
     }
     if let Some(Kept { source: of, file, group, row }) = kept {
         let file = manifest.source(of).map_or("unknown file".to_owned(), |of| name(of, *file));
-        let _ = write!(text, " (kept: {of} {})", place(&terminal::name(&file), *group, *row));
+        let _ = write!(
+            text,
+            " (kept at this step: {of} {})",
+            place(&terminal::name(&file), *group, *row)
+        );
         json["kept"] = json!({"source": of, "file": file, "group": group, "row": row});
     }
     if !spans.is_empty() {

@@ -18,7 +18,7 @@ use crate::dropped::{Firsts, Kept, List};
 use crate::filters::{self, Dropped};
 use crate::recipe::compare::Compare;
 use crate::recipe::run::{NoText, Outcome, Passage};
-use crate::source::{self, Document, Limits, Parsed, Row};
+use crate::source::{self, Document, Limits, Parsed, Row, SourceFile};
 use crate::tokenize::{Engine, Tokenizer};
 
 /// One record of the sample.
@@ -86,6 +86,10 @@ pub fn sample(
         let teller =
             Teller { corpus, source, tools: &tools, tokenizer: &tokenizer, around, list, kept };
         for (file, rows) in wanted {
+            let was = manifest.sources[number].inputs.get(file);
+            if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].content()?) {
+                return Err(changed(&source.files[file]));
+            }
             teller.file(file, &rows, &mut found)?;
         }
     }
@@ -107,6 +111,13 @@ fn same_request(corpus: &Corpus, manifest: &Manifest) -> Result<()> {
     Err(Fault::usage("this store was built from another corpus")
         .at(corpus.file.to_string())
         .hint("name the corpus file that it was built from, as it was"))
+}
+
+/// What is told of an input that is not what was read: the store holds another text.
+fn changed(file: &SourceFile) -> Fault {
+    Fault::mismatch("this input changed since the store was built")
+        .at(file.shown.clone())
+        .hint("restore the input")
 }
 
 /// Source, file and record of each document of the sample, in the order of the store.
@@ -156,9 +167,7 @@ impl Teller<'_> {
         let (mut passed, mut wanted) = (0, rows.iter().copied().peekable());
         while wanted.peek().is_some() {
             let Some(slab) = input.next_slab()? else {
-                return Err(Fault::mismatch("this input changed since the store was built")
-                    .at(file.shown.clone())
-                    .hint("restore the input"));
+                return Err(changed(file));
             };
             for parsed in slab.parse(&self.source.fields)? {
                 if wanted.next_if_eq(&passed).is_some() {

@@ -137,6 +137,30 @@ fn what_lies_where_parts_belong_is_not_removed() {
     assert!(thesis.exists() && work.join("plan-b.txt").exists() && !work.join("parts").exists());
 }
 
+/// A store appears by a rename, which a link is in the way of: that is said before the work.
+#[test]
+fn a_link_is_no_place_for_a_store() {
+    use std::os::unix::fs::symlink;
+
+    let bench = Workbench::new(30);
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    let link = bench.path("link");
+    for target in ["real", "nowhere"] {
+        fs::create_dir_all(bench.path("real")).unwrap();
+        symlink(target, &link).unwrap();
+        let fault = build(&corpus, &link, options(1)).map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage);
+        let told = fault.to_string();
+        assert!(told.contains("a link to") && told.contains(target), "{told}");
+        assert!(!bench.path("link.work").exists() && !bench.path("link.partial").exists());
+        fs::remove_file(&link).unwrap();
+    }
+    // A link to a store leads there.
+    build(&corpus, &bench.path("store"), options(1)).unwrap();
+    symlink("store", &link).unwrap();
+    assert!(matches!(build(&corpus, &link, options(1)).unwrap(), Outcome::UpToDate(_)));
+}
+
 #[test]
 fn the_cut_leaves_no_trace_in_the_digest() {
     let bench = Workbench::new(300);
@@ -502,6 +526,13 @@ fn a_sample_places_dropped_records() {
         matches!(told[..], [(4, "dropped: malformed: malformed JSON"), (5, text)] if text.contains("missing text")),
         "{told:?}"
     );
+    // As many lines and as many bytes, and another text than that of the store.
+    let sample =
+        || crate::sample::sample(&corpus, (&bench.path("store").into(), &manifest), 100, 1);
+    bench.write("web-0.jsonl", json_lines(0, 3) + "nonsense\n{\"text\": 8}\n");
+    let fault = sample().unwrap_err();
+    assert_eq!(fault.class(), Class::Mismatch);
+    assert!(fault.to_string().contains("web-0.jsonl: this input changed"), "{fault}");
 }
 
 #[test]

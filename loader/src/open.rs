@@ -240,6 +240,11 @@ fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
         return Ok(None);
     }
     let place = store.to_string();
+    if store.name() == store::open::MANIFEST {
+        return Err(Fault::usage("this is a file of a store, and the store's folder is wanted")
+            .at(place)
+            .wanted(store.folder().to_string()));
+    }
     match described_store(&text(store)?, &place)? {
         Some(facts) => Ok(Some(facts)),
         None => Err(Fault::usage("this file does not describe a store")

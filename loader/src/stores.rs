@@ -69,6 +69,14 @@ impl Stores {
             let name = record.name.clone();
             if let Some(other) = self.by_name.insert(name.clone(), self.sources.len()) {
                 let other = self.stores.get(self.sources[other].store).unwrap_or(&store);
+                if other.manifest().digest == store.manifest().digest {
+                    return Err(Fault::usage("one store is named twice")
+                        .at(place())
+                        .found(format!("also as {}", other.root()))
+                        .hint(
+                            "name it once: `max_epochs` is how often a source may be gone through",
+                        ));
+                }
                 return Err(Fault::usage(format!("two stores have a source called {name:?}"))
                     .at(place())
                     .found(format!("also in {}", other.root()))

@@ -198,6 +198,12 @@ impl File {
             let path = path.join(".");
             let whole = if path.is_empty() { "the file".to_owned() } else { format!("[{path}]") };
             Fault::usage(format!("{whole} has no `{word}`"))
+        } else if let Some(limit) = limit(typed, expected) {
+            Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(limit)
+        } else if typed.starts_with(&format!("[{key}]")) && expected == "a sequence" {
+            let what = format!("`{key}` has the wrong kind of value");
+            let wanted = format!("a list: [[{key}]], once for each");
+            Fault::usage(what).found(brief(typed)).wanted(wanted)
         } else if said.starts_with("invalid") {
             let what = format!("`{key}` has the wrong kind of value");
             Fault::usage(what).found(brief(typed)).wanted(words(expected))
@@ -209,6 +215,19 @@ impl File {
         };
         fault.at(self.at(span))
     }
+}
+
+/// The largest whole number, where a larger one was typed.
+fn limit(typed: &str, expected: &str) -> Option<String> {
+    let largest = match expected.trim_start_matches("a nonzero ") {
+        "u32" => u64::from(u32::MAX),
+        "u64" | "usize" => u64::MAX,
+        _ => return None,
+    };
+    let digits = typed.trim().trim_start_matches('+').replace('_', "");
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    let fits = digits.parse::<u64>().is_ok_and(|number| number <= largest);
+    (is_number && !fits).then(|| format!("a whole number of at most {largest}"))
 }
 
 fn unknown(key: &str, table: &str) -> Fault {
@@ -304,6 +323,19 @@ mod tests {
             ("seed = \"x\"", "1:8", "found:  \"x\"", "a whole number, not negative"),
             ("unit = 0", "1:8", "found:  0", "a whole number above zero"),
             ("unit = 1.50", "1:8", "found:  1.50", "a whole number above zero"),
+            (
+                "seed = 18446744073709551616",
+                "1:8",
+                "`seed` is too large",
+                "at most 18446744073709551615",
+            ),
+            (
+                "unit = 340282366920938463463374607431768211456",
+                "1:8",
+                "too large",
+                "at most 18446744",
+            ),
+            ("[phase]\nname = \"\"", "1:1", "found:  [phase]", "[[phase]], once for each"),
             ("kind = \"sikp\"", "1:8", "found:  \"sikp\"", "did you mean `skip`?"),
             ("kind = 3", "1:8", "found:  3", "wanted: a string"),
             ("files = [\"a\",\n 1]", "2:2", "`files` has the wrong kind", "wanted: a string"),

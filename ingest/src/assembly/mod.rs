@@ -16,7 +16,7 @@ use crate::dedup::{self, Tools};
 use crate::dropped;
 use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
-use crate::versions;
+use crate::{verify, versions};
 
 /// What only decides speed, and where parts lie.
 #[derive(Clone, Debug)]
@@ -80,7 +80,7 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
 pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
-        id.map_err(|fault| fault.or_at(|| corpus.file.to_string()))
+        id.map_err(|fault| fault.or_at(|| corpus.place_of(key)))
     };
     Ok(Head {
         versions: versions::identity(),
@@ -112,6 +112,7 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
         sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
     })?;
     request::compare_dropped(corpus, &manifest, store)?;
+    verify::refuse_incomplete(store, &manifest)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
 }

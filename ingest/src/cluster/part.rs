@@ -15,7 +15,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
@@ -245,7 +245,10 @@ impl PartReader {
 
     fn fill(&mut self, bytes: &mut [u8]) -> Result<()> {
         let read = self.file.read_exact(bytes);
-        read.map_err(|error| Fault::io("read", &self.path, &error))?;
+        read.map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof => self.damaged("it ends within an entry"),
+            _ => Fault::io("read", &self.path, &error),
+        })?;
         self.hash.update(bytes);
         Ok(())
     }
@@ -392,11 +395,19 @@ pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
     let (mut found, mut digest) = ([0; 32], [0; 16]);
     let read = file.seek(SeekFrom::End(-48)).and_then(|_| file.read_exact(&mut found));
     let read = read.and_then(|()| file.read_exact(&mut digest));
-    read.map_err(|error| Fault::io("read", path, &error))?;
-    match found == key.0 {
-        true => Ok(Digest(u128::from_le_bytes(digest))),
-        false => Err(Fault::data("it is not the part that its name says")
-            .at(path.display().to_string())
-            .hint("delete this part and run its task again")),
+    let damaged = |what| {
+        let fault = Fault::data(what).at(path.display().to_string());
+        Err(fault.hint("delete this part and run its task again"))
+    };
+    match read {
+        // Shorter than what stands at its end.
+        Err(error)
+            if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidInput) =>
+        {
+            damaged("it ends within an entry")
+        }
+        Err(error) => Err(Fault::io("read", path, &error)),
+        Ok(()) if found != key.0 => damaged("it is not the part that its name says"),
+        Ok(()) => Ok(Digest(u128::from_le_bytes(digest))),
     }
 }

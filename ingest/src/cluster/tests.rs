@@ -9,7 +9,7 @@ use contract::fault::Class;
 use serde_json::json;
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::part::PartReader;
+use super::part::{PartReader, digest_at_end};
 use super::result::TaskResult;
 use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use crate::corpus::Corpus;
@@ -127,7 +127,10 @@ fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
             let fault = read(&path, key).expect_err("a flipped bit");
             assert!(fault.to_string().contains(&key.to_string()), "{fault}");
             fs::write(&path, &good[..at]).unwrap();
-            assert!(read(&path, key).is_err(), "cut at {at}");
+            for fault in [read(&path, key).err(), digest_at_end(&path, key).err()] {
+                let fault = fault.expect("a cut").to_string();
+                assert!(fault.contains("delete this part"), "cut at {at}: {fault}");
+            }
         }
         // A whole part under another's name is found as well.
         let other = TaskResult::read(&plan, stage, 1).unwrap().unwrap().part;

@@ -36,6 +36,8 @@ impl Pattern {
 pub(super) struct Found {
     /// Where it lies.
     pub(super) path: Location,
+    /// Where it lies whatever links lead there.
+    pub(super) real: Location,
     /// Its path from the folder, with `/` between parts.
     pub(super) shown: String,
     /// Where the pattern stands.
@@ -43,8 +45,8 @@ pub(super) struct Found {
 }
 
 /// The files that `patterns` name from `folder`, sorted by their path from there. A pattern that names nothing and a file
-/// that is named twice are errors.
-pub(super) fn find(folder: &Location, patterns: &[Pattern]) -> Result<Vec<Found>> {
+/// that is named twice are errors; `twice` says what to do instead of the latter.
+pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Result<Vec<Found>> {
     let mut found: BTreeMap<String, Found> = BTreeMap::new();
     let mut seen: BTreeMap<Location, String> = BTreeMap::new();
     for pattern in patterns {
@@ -56,13 +58,13 @@ pub(super) fn find(folder: &Location, patterns: &[Pattern]) -> Result<Vec<Found>
                 ),
                 Location::Object(_) => path.clone(),
             };
-            if let Some(before) = seen.insert(real, shown.clone()) {
+            if let Some(before) = seen.insert(real.clone(), shown.clone()) {
                 return Err(Fault::usage(format!("the file {shown:?} is named twice"))
                     .at(place.clone())
                     .found(format!("also as {before:?}"))
-                    .hint("a document that should count twice needs max_epochs, not two names"));
+                    .hint(twice));
             }
-            found.insert(shown.clone(), Found { path, shown, named_at: place.clone() });
+            found.insert(shown.clone(), Found { path, real, shown, named_at: place.clone() });
         }
     }
     Ok(found.into_values().collect())
@@ -94,13 +96,30 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
             },
         };
     if names.is_empty() {
-        let folder = folder.to_string();
-        return Err(Fault::data(format!("no file is named by {glob:?}"))
-            .at(place.clone())
-            .found(format!("nothing in {}", if folder.is_empty() { "." } else { &folder }))
-            .hint(hint));
+        return Err(nothing_named(folder, pattern, hint));
     }
     Ok(names)
+}
+
+/// The fault of a pattern that names no file, with what stands there instead.
+fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &str) -> Fault {
+    let fault = Fault::data(format!("no file is named by {glob:?}")).at(place.clone());
+    let start = match storage::locate(glob) {
+        Ok(Location::Object(object)) => storage::bucket(object.address().bucket()),
+        _ => folder.clone(),
+    };
+    let here = start.local().map(|folder| folder.join(glob));
+    if here.as_ref().is_some_and(|here| here.is_dir()) {
+        let within = format!("{}/**/*", glob.trim_end_matches('/'));
+        return fault.found("a folder").hint(format!("name the files in it, as {within:?} does"));
+    }
+    if here.is_some_and(|here| here.exists()) {
+        let plain = glob.replace('[', "[[]").replace('*', "[*]").replace('?', "[?]");
+        let hint = format!("a bracket, `*` or `?` of a name is put in brackets: {plain:?}");
+        return fault.found("a file of this very name").hint(hint);
+    }
+    let start = start.to_string();
+    fault.found(format!("nothing in {}", if start.is_empty() { "." } else { &start })).hint(hint)
 }
 
 /// What to look at where a bucket is not what it should be.
@@ -197,13 +216,17 @@ impl Walk {
         let at = |fault: Fault| fault.hint(format!("write another pattern at {}", self.place));
         let base =
             if fixed.is_empty() { folder.clone() } else { folder.resolve(&fixed).map_err(at)? };
-        if self.depth == 0 {
-            return Ok(base.is_file()?.then_some(fixed).into_iter().collect());
+        if self.depth == 0 && base.is_file()? {
+            return Ok(vec![fixed]);
         }
         let Location::Object(object) = &base else { return Ok(Vec::new()) };
+        // Of a file that is not there too: only so is it told that there is no such bucket.
         let below = object.list().map_err(|error| {
             base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
         })?;
+        if self.depth == 0 {
+            return Ok(Vec::new());
+        }
         let made = made::among(&below);
         let here = |(folder, what): &(String, _)| (format!("{base}/{folder}"), *what);
         self.made.borrow_mut().extend(made.iter().map(here));
@@ -368,7 +391,7 @@ mod tests {
 
     fn found(folder: &Path, pattern: &str) -> Result<Vec<String>> {
         let patterns = [Pattern { glob: pattern.into(), place: "corpus.toml:3:1".into() }];
-        Ok(find(&folder.into(), &patterns)?.into_iter().map(|found| found.shown).collect())
+        Ok(find(&folder.into(), &patterns, "once")?.into_iter().map(|found| found.shown).collect())
     }
 
     fn folder() -> tempfile::TempDir {
@@ -400,6 +423,23 @@ mod tests {
         for (pattern, wanted) in cases {
             assert_eq!(found(folder.path(), pattern).unwrap(), wanted, "{pattern}");
         }
+    }
+
+    #[test]
+    fn a_pattern_that_names_no_file_is_told_what_stands_there() {
+        let folder = folder();
+        fs::write(folder.path().join("raw/[a].jsonl"), "x").unwrap();
+        let told = |pattern: &str| found(folder.path(), pattern).unwrap_err().to_string();
+        let folders = told("raw");
+        assert!(
+            folders.contains("found:  a folder") && folders.contains("\"raw/**/*\""),
+            "{folders}"
+        );
+        let bracket = told("raw/[a].jsonl2");
+        assert!(bracket.contains("nothing in"), "{bracket}");
+        assert_eq!(found(folder.path(), "raw/[[]a].jsonl").unwrap(), ["raw/[a].jsonl"]);
+        let name = told("raw/[a].jsonl");
+        assert!(name.contains("\"raw/[[]a].jsonl\""), "{name}");
     }
 
     #[test]

@@ -15,7 +15,9 @@ mod resolve;
 mod spec;
 mod steps;
 
-use contract::settings::File;
+use std::collections::BTreeMap;
+
+use contract::settings::{File, Spanned, Value};
 use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
 use store::Location;
@@ -106,6 +108,13 @@ impl Corpus {
     pub(crate) fn found(place: Location, text: &str, found: Found) -> Result<Corpus> {
         let file = File::from_bytes(place.to_string(), text.as_bytes().to_vec())?;
         Spec::parse(&file)?.resolve(place, text, found)
+    }
+
+    /// Where the corpus file has a key of its own.
+    pub(crate) fn place_of(&self, key: &str) -> String {
+        let file = File::new(self.file.to_string(), self.text.clone());
+        let keys: BTreeMap<String, Spanned<Value>> = file.parse().unwrap_or_default();
+        keys.get(key).map_or_else(|| self.file.to_string(), |value| file.place(value.span()))
     }
 
     /// Bytes of its files.

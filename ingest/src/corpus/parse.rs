@@ -259,6 +259,26 @@ mod tests {
             ("\"text\"", "\"parqet\"", ":9:10: ", "did you mean `parquet`?"),
             ("\"meta.id\"", "\"meta.\"", ":14:6: ", "joined by dots"),
             ("\"clean\"", "\"claen\"", ":16:8: ", "did you mean `clean`?"),
+            (
+                "\"clean\"",
+                "\"clean\"\nunicode = \"NFD\"",
+                ":17:11: ",
+                "wanted: \"NFC\", \"NFKC\" or false",
+            ),
+            (
+                "\"clean\"",
+                "\"length\"\nmin_bytes = -1",
+                ":17:13: ",
+                "`min_bytes` cannot have this value",
+            ),
+            ("\"clean\"", "\"length\"\nmin_words = 0.5", ":17:13: ", "a whole number from 0 to"),
+            (
+                "\"clean\"",
+                "\"gopher-quality\"\nmax_symbols = -0.1",
+                ":17:15: ",
+                "a share of at least 0",
+            ),
+            ("\"clean\"", "\"length\"\nmin_bytes = 1e400", ":17:13: ", "min_bytes"),
             ("sources = [\"web\"]", "sources = [\"wed\"]", ":17:11: ", "did you mean `web`?"),
         ];
         for (from, to, place, help) in cases {

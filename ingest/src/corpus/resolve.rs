@@ -1,8 +1,9 @@
 //! From what a corpus file says to what lies on the machine: globs, formats and evaluation sets, once.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted, note};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
@@ -60,20 +61,27 @@ impl Spec {
     /// Finds the inputs; paths start at the folder of the corpus file `file`.
     pub(super) fn find(&self, file: &Location) -> Result<Found> {
         let folder = &file.folder();
-        let source = |source: &SourceSpec| -> Result<FoundSource> {
+        let mut real = Taken::new();
+        let mut source = |source: &SourceSpec| -> Result<FoundSource> {
             let sets = source.steps.iter().filter_map(|(_, step)| match step {
                 StepSpec::Decontaminate(_, patterns) => Some(patterns),
                 StepSpec::Whole(_) => None,
             });
             let files = found(source, folder)?;
+            for file in &files {
+                real.entry(file.real.clone())
+                    .or_default()
+                    .push((source.name.clone(), file.file.shown.clone()));
+            }
+            let files = files.into_iter().map(|found| found.file).collect();
             let sets = sets.map(|patterns| identified(patterns, folder));
             Ok(FoundSource { files, sets: sets.collect::<Result<_>>()? })
         };
         let tokenizer = self.tokenizer.as_ref().map(|name| storage::resolve(folder, name));
-        Ok(Found {
-            tokenizer: tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?,
-            sources: self.sources.iter().map(source).collect::<Result<_>>()?,
-        })
+        let tokenizer = tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?;
+        let sources = self.sources.iter().map(&mut source).collect::<Result<_>>()?;
+        taken_twice(&real).iter().for_each(|told| note!("note: {file}: {told}"));
+        Ok(Found { tokenizer, sources })
     }
 
     /// The corpus of the file `file` with this text, for which this was found.
@@ -98,6 +106,9 @@ impl Spec {
     }
 }
 
+/// What to do instead of naming a file twice.
+const TWICE: &str = "a document that should count twice needs max_epochs, not two names";
+
 /// What was found is of another file.
 fn not_of_this() -> Fault {
     Fault::data("a plan does not hold what its corpus file names").hint("plan again")
@@ -120,15 +131,49 @@ fn resolved(spec: SourceSpec, found: FoundSource) -> Result<Source> {
     Ok(Source { name: spec.name, files: found.files, fields: spec.fields, recipe })
 }
 
+/// By the place where a file lies, the sources that take it, and what each calls it.
+type Taken = BTreeMap<Location, Vec<(String, String)>>;
+
+/// What is told of files that two sources take, which can be meant, and doubles every document of theirs: a line for each
+/// two sources.
+fn taken_twice(taken: &Taken) -> Vec<String> {
+    let mut shared: BTreeMap<[&str; 2], (String, u64)> = BTreeMap::new();
+    for sources in taken.values() {
+        for pair in sources.windows(2) {
+            let ((first, shown), (second, _)) = (&pair[0], &pair[1]);
+            let slot = shared.entry([first, second]).or_insert_with(|| (shown.clone(), 0));
+            slot.1 += 1;
+        }
+    }
+    let line = |([first, second], (shown, files)): ([&str; 2], (String, u64))| {
+        let more = match files {
+            1 => "is".to_owned(),
+            files => format!("and {} are", counted(files - 1, "other file")),
+        };
+        format!("{shown:?} {more} taken by source {first} and by source {second}")
+    };
+    shared.into_iter().map(line).collect()
+}
+
+/// A file of a source, and where it lies whatever leads there.
+struct FoundFile {
+    file: SourceFile,
+    real: Location,
+}
+
 /// The files of a source.
-fn found(spec: &SourceSpec, folder: &Location) -> Result<Vec<SourceFile>> {
+fn found(spec: &SourceSpec, folder: &Location) -> Result<Vec<FoundFile>> {
     let mut files = Vec::new();
-    for found in files::find(folder, &spec.files)? {
+    for found in files::find(folder, &spec.files, TWICE)? {
         let format = spec.format.or_else(|| Format::guess(Path::new(&found.path.name())));
         let format = format.ok_or_else(|| unknown_ending(&found))?;
-        files.push(SourceFile { path: found.path, shown: found.shown, format });
+        if !format.is_stream() && Format::is_compressed(&found.shown) {
+            return Err(compressed(&found, format));
+        }
+        let file = SourceFile { path: found.path, shown: found.shown, format };
+        files.push(FoundFile { file, real: found.real });
     }
-    if spec.mapping.is_some() && files.iter().any(|file| file.format == Format::Text) {
+    if spec.mapping.is_some() && files.iter().any(|found| found.file.format == Format::Text) {
         return Err(Fault::usage("`template` and `chat` need records, and a text has none")
             .at(spec.mapping_place.clone())
             .found(format!("a file of format {}", Format::Text.name()))
@@ -147,7 +192,17 @@ fn identified(
         let format = Format::JsonLines;
         Ok((SourceFile { path: found.path, shown: found.shown, format }, identity))
     };
-    files::find(folder, patterns)?.into_iter().map(file).collect()
+    let hint = "name each file once: an item counts once, however often it is named";
+    files::find(folder, patterns, hint)?.into_iter().map(file).collect()
+}
+
+/// A columnar file within a stream: its decoder would only say that it is damaged.
+fn compressed(found: &files::Found, format: Format) -> Fault {
+    Fault::usage(format!("a file of format {} is not read from a compressed stream", format.name()))
+        .at(found.named_at.clone())
+        .found(&found.shown)
+        .wanted("the file itself: its pages or buffers are compressed within it")
+        .hint("decompress it with gunzip or unzstd, and name the result")
 }
 
 /// A table taken for one long text would be a silent loss.
@@ -159,4 +214,61 @@ fn unknown_ending(found: &files::Found) -> Fault {
         .hint(
             "format = \"text\" makes a document of each file; convert CSV and TSV to Parquet first",
         )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Workbench, json_lines};
+
+    #[test]
+    fn a_file_that_two_sources_take_is_told() {
+        let bench = Workbench::new(9);
+        bench.write("a/x.jsonl", json_lines(0, 3));
+        std::os::unix::fs::symlink("a", bench.path("b")).unwrap();
+        let source = |name: &str, files: &str| {
+            format!("[[source]]\nname = \"{name}\"\nfiles = [\"{files}\"]\n")
+        };
+        let corpus = |text: String| Corpus::read(bench.write("corpus.toml", text)).unwrap();
+        let text = source("one", "web-*.jsonl")
+            + &source("two", "{web-0,a/x}.jsonl")
+            + &source("three", "b/x.jsonl");
+        let mut taken = Taken::new();
+        for source in &corpus(text).sources {
+            for file in &source.files {
+                let real = std::fs::canonicalize(file.path.local().unwrap()).unwrap();
+                taken
+                    .entry(real.into())
+                    .or_default()
+                    .push((source.name.clone(), file.shown.clone()));
+            }
+        }
+        let told = [
+            "\"web-0.jsonl\" is taken by source one and by source two",
+            "\"a/x.jsonl\" is taken by source two and by source three",
+        ];
+        assert_eq!(taken_twice(&taken), told);
+        for sources in taken.values_mut() {
+            *sources = vec![("one".into(), "x".into()), ("two".into(), "x".into())];
+        }
+        assert_eq!(
+            taken_twice(&taken),
+            ["\"x\" and 2 other files are taken by source one and by source two"]
+        );
+    }
+
+    #[test]
+    fn a_columnar_file_is_not_compressed_as_a_whole() {
+        let bench = Workbench::new(3);
+        for (name, keys) in
+            [("x.parquet.gz", ""), ("x.arrow.ZST", ""), ("x.gz", "format = \"arrow\"\n")]
+        {
+            bench.write(name, "whatever");
+            let text = format!("[[source]]\nname = \"x\"\nfiles = [\"{name}\"]\n{keys}");
+            let fault = Corpus::read(bench.write("corpus.toml", text)).map(drop).unwrap_err();
+            assert_eq!(fault.class(), contract::Class::Usage);
+            let told = fault.to_string();
+            assert!(told.contains(name) && told.contains("decompress it"), "{told}");
+        }
+    }
 }

@@ -96,6 +96,13 @@ impl Index {
                     let text = mapping.text(&document.text).map_err(|fault| {
                         fault.or_at(place).hint("`template` names the fields of an item")
                     })?;
+                    if text.trim().is_empty() {
+                        return Err(Fault::data("this evaluation item has no text")
+                            .at(place())
+                            .hint(
+                                "mend or remove this evaluation item: on_error is not for these",
+                            ));
+                    }
                     let words = step.rules.words_of(&text).iter().map(|word| word.hash).collect();
                     items.push(Item { set, line: document.row, words });
                 }

@@ -42,7 +42,7 @@ impl<'a> Settings<'a> {
         };
         let plain = !matches!(value.get_ref(), Value::Array(_) | Value::Table(_));
         let read = plain.then(|| T::parse(self.file.plain(value))).flatten();
-        read.ok_or_else(|| self.file.wrong(key, value, T::WANTED))
+        read.ok_or_else(|| self.file.wrong(key, value, &T::wanted()))
     }
 }
 
@@ -50,6 +50,11 @@ impl<'a> Settings<'a> {
 pub(crate) trait Setting: Sized {
     /// What a wrong value is answered with.
     const WANTED: &'static str;
+
+    /// The same, where a rule can also be switched off.
+    fn wanted() -> String {
+        Self::WANTED.to_owned()
+    }
 
     /// Reads the text of a TOML value, without quotes.
     fn parse(text: &str) -> Option<Self>;
@@ -59,7 +64,7 @@ pub(crate) trait Setting: Sized {
 }
 
 impl Setting for u64 {
-    const WANTED: &'static str = "a whole number";
+    const WANTED: &'static str = "a whole number from 0 to 18446744073709551615";
 
     fn parse(text: &str) -> Option<Self> {
         text.replace('_', "").parse().ok()
@@ -83,7 +88,7 @@ impl Setting for bool {
 }
 
 impl Setting for Ratio {
-    const WANTED: &'static str = "a share: a decimal or \"3/10\"";
+    const WANTED: &'static str = "a share of at least 0: a decimal or \"3/10\"";
 
     fn parse(text: &str) -> Option<Self> {
         text.parse().ok()
@@ -108,7 +113,12 @@ impl Setting for String {
 
 /// A rule with a threshold, which `false` switches off.
 impl<T: Setting> Setting for Option<T> {
-    const WANTED: &'static str = "a number, or false to switch the rule off";
+    const WANTED: &'static str = T::WANTED;
+
+    fn wanted() -> String {
+        let off = ", or false to switch the rule off";
+        format!("{}{}", T::WANTED, if T::WANTED.ends_with("false") { "" } else { off })
+    }
 
     fn parse(text: &str) -> Option<Self> {
         if text == "false" { Some(None) } else { T::parse(text).map(Some) }

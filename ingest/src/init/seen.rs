@@ -67,7 +67,8 @@ fn walk(folder: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
 fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
     let (shown, name) = (parts.join("/"), parts.last().map_or("", String::as_str));
     let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&name);
-    let is_input = Format::guess(Path::new(name)).is_some();
+    let guess = Format::guess(Path::new(name));
+    let is_input = guess.is_some();
     let mut passed_over = |why: &str| seen.passed_over.push(format!("{shown} ({why})"));
     match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
@@ -89,6 +90,9 @@ fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
         },
         Ok(found) if !found.is_file() => passed_over(regular::kind(found.file_type())),
         Ok(_) if !is_input => passed_over("no known ending"),
+        Ok(_) if guess.is_some_and(|format| !format.is_stream()) && Format::is_compressed(name) => {
+            passed_over("compressed as a whole: decompress it");
+        }
         Ok(found) if found.len() == 0 => passed_over("empty"),
         Ok(found) => {
             let (parts, bytes) = (parts.clone(), found.len());

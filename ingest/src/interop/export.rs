@@ -267,7 +267,9 @@ fn document(
             .at(format!("document {:?} of {}", record.id, stream.source().name))
             .found(format!("{} tokens from {}", record.tokens, record.first_token))
             .wanted(format!("tokens from {}", window.next))
-            .hint("run `zdata verify`; restore the store, or build it again"));
+            .hint(
+                "run `zdata verify`; restore the store, or remove its folder and build it again",
+            ));
     }
     window.next += record.tokens;
     let tokens = window.get(record.first_token..window.next)?;

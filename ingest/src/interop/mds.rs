@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use store::{FileRecord, InputRecord};
 
 use super::shard::{RawFile, check, unpacked};
-use super::tokens::{Hashing, beyond};
+use super::tokens::{Hashing, append, beyond};
 use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
@@ -327,7 +327,6 @@ pub(super) struct Files {
     offsets: Vec<u32>,
     shards: Vec<Value>,
     done: Vec<FileRecord>,
-    raw: Vec<u8>,
 }
 
 impl Files {
@@ -340,7 +339,6 @@ impl Files {
             offsets: vec![0],
             shards: Vec::new(),
             done: Vec::new(),
-            raw: Vec::new(),
         })
     }
 
@@ -430,12 +428,7 @@ impl Writer for Files {
         self.samples.extend(id.as_bytes());
         self.samples.push(1 << 2 | code);
         self.samples.extend(&count.to_le_bytes()[..size as usize]);
-        self.raw.clear();
-        if width == 2 {
-            self.samples.extend(tokens.iter().flat_map(|id| (*id as u16).to_le_bytes()));
-        } else {
-            self.samples.extend(tokens.iter().flat_map(|id| id.to_le_bytes()));
-        }
+        append(tokens, width, &mut self.samples);
         let end = u32::try_from(self.samples.len()).map_err(|_| too_large(&self.folder))?;
         self.offsets.push(end);
         Ok(())

@@ -11,7 +11,9 @@
 //! A document of several sequences is read as one. We write one sequence for a document, as `preprocess_data.py` does,
 //! and choose the type of a token as Megatron's own writer does.
 
+use std::ffi::OsString;
 use std::io::{BufReader, Read as _};
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -42,9 +44,11 @@ const CODES: [(u8, Width); 6] = [
 
 /// The two files that a path means: either of them, or what their names share.
 pub(super) fn pair(path: &Path) -> (PathBuf, PathBuf) {
-    let text = path.as_os_str().to_string_lossy();
-    let stem = text.strip_suffix(".bin").or(text.strip_suffix(".idx")).unwrap_or(&text);
-    (PathBuf::from(format!("{stem}.bin")), PathBuf::from(format!("{stem}.idx")))
+    // By its bytes: a name that is not UTF-8 is one all the same.
+    let name = path.as_os_str().as_bytes();
+    let stem = name.strip_suffix(b".bin").or(name.strip_suffix(b".idx")).unwrap_or(name);
+    let with = |ending: &[u8]| PathBuf::from(OsString::from_vec([stem, ending].concat()));
+    (with(b".bin"), with(b".idx"))
 }
 
 /// One section of the index, read front to back.
@@ -281,5 +285,19 @@ impl Writer for Files {
         }
         let Files { bin, idx, .. } = *self;
         Ok(vec![end(bin)?, end(idx)?])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_means_its_two_files_whatever_its_bytes() {
+        let path = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
+        for named in [&b"a\xff/b.c"[..], b"a\xff/b.c.bin", b"a\xff/b.c.idx"] {
+            let wanted = (path(b"a\xff/b.c.bin"), path(b"a\xff/b.c.idx"));
+            assert_eq!(pair(&path(named)), wanted);
+        }
     }
 }

@@ -121,12 +121,17 @@ impl Width {
 /// Appends tokens as `width` bytes each; every id of a store fits, since its widths go by the largest.
 pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8>) -> Result<()> {
     raw.clear();
-    if width == 2 {
-        raw.extend(tokens.iter().flat_map(|id| (*id as u16).to_le_bytes()));
-    } else {
-        raw.extend(tokens.iter().flat_map(|id| id.to_le_bytes()));
-    }
+    append(tokens, width, raw);
     file.put(raw)
+}
+
+/// The same behind other bytes.
+pub(super) fn append(tokens: &[u32], width: u64, bytes: &mut Vec<u8>) {
+    if width == 2 {
+        bytes.extend(tokens.iter().flat_map(|id| (*id as u16).to_le_bytes()));
+    } else {
+        bytes.extend(tokens.iter().flat_map(|id| id.to_le_bytes()));
+    }
 }
 
 /// The fault of a token that the named tokenizer cannot have made.

@@ -20,6 +20,9 @@ impl Unit {
     pub(super) fn path(&self, peer: Peer) -> Location {
         match self {
             Unit::Shard(folder, shard) => folder.join(&shard.raw_data.basename),
+            Unit::File(Location::Local(path)) if peer == Peer::Megatron => {
+                megatron::pair(path).0.into()
+            }
             Unit::File(path) if peer == Peer::Megatron => {
                 let (bin, _) = megatron::pair(Path::new(&path.name()));
                 path.folder().join(&bin.to_string_lossy())

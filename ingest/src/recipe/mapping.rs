@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
+use contract::Fault;
 use contract::framed::quoted;
-use contract::{Fault, Result};
-use serde_json::Value;
+
+use super::written::{self, Kind, Malformed};
 
 /// How a record becomes a text, where one field is not enough.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -35,7 +36,7 @@ enum Part {
 
 impl Template {
     /// Reads a template: `{path.of.field}`, and `{{` and `}}` for the brackets themselves.
-    pub(crate) fn parse(written: &str) -> std::result::Result<Template, String> {
+    pub(crate) fn parse(written: &str) -> Result<Template, String> {
         let mut parts = Vec::new();
         let mut text = String::new();
         let mut rest = written;
@@ -67,18 +68,63 @@ impl Template {
         Ok(Template { written: written.to_owned(), parts })
     }
 
-    fn render(&self, record: &Value, into: &mut String) -> std::result::Result<(), String> {
+    /// Puts the fields of a record where they are named.
+    ///
+    /// A string is put as it is, a number and a boolean as they were written. A list and an object are put as JSON where
+    /// `whole` says so: in a message they would be the parts of something that is no text.
+    fn render(&self, record: &str, whole: bool, into: &mut String) -> Result<(), Unfit> {
         for part in &self.parts {
-            match part {
-                Part::Text(text) => *into += text,
-                Part::Field(path) => match at(record, path) {
-                    Some(Value::String(text)) => *into += text,
-                    Some(Value::Null) | None => return Err(path.clone()),
-                    Some(other) => *into += &other.to_string(),
-                },
+            let path = match part {
+                Part::Text(text) => {
+                    *into += text;
+                    continue;
+                }
+                Part::Field(path) => path,
+            };
+            let Some(value) = written::at(record, path)? else {
+                return Err(Unfit::Missing(path.clone()));
+            };
+            match written::kind(value) {
+                Kind::Null => return Err(Unfit::Missing(path.clone())),
+                Kind::List if !whole => return Err(Unfit::NoText(path.clone(), "a list")),
+                Kind::Object if !whole => return Err(Unfit::NoText(path.clone(), "an object")),
+                Kind::String => *into += &written::text(value)?,
+                Kind::Plain => *into += value,
+                Kind::List | Kind::Object => written::compact(value, into)?,
             }
         }
         Ok(())
+    }
+}
+
+/// Why a record does not fit a template.
+enum Unfit {
+    /// Nothing stands at this path.
+    Missing(String),
+    /// What stands at this path is of this kind.
+    NoText(String, &'static str),
+    /// It is not JSON.
+    Malformed(Malformed),
+}
+
+impl From<Malformed> for Unfit {
+    fn from(why: Malformed) -> Self {
+        Unfit::Malformed(why)
+    }
+}
+
+impl Unfit {
+    /// The same as an error of the data; paths begin at `within`.
+    fn fault(self, within: &str) -> Fault {
+        match self {
+            Unfit::Missing(path) => Fault::data(format!("no text at key `{within}{path}`")),
+            Unfit::NoText(path, found) => {
+                Fault::data(format!("key `{within}{path}` holds no text"))
+                    .found(found)
+                    .wanted("a string")
+            }
+            Unfit::Malformed(why) => Fault::data("malformed JSON").found(why),
+        }
     }
 }
 
@@ -109,37 +155,30 @@ impl Mapping {
     }
 
     /// The text of a record, given as JSON.
-    pub(crate) fn text(&self, record: &str) -> Result<String> {
-        let record: Value = serde_json::from_str(record)
-            .map_err(|error| Fault::data("malformed JSON").found(error))?;
+    pub(crate) fn text(&self, record: &str) -> contract::Result<String> {
         let mut text = String::new();
-        let missing = |path: String| Fault::data(format!("no text at key `{path}`"));
         match self {
             Mapping::Template(template) => {
-                template.render(&record, &mut text).map_err(missing)?;
+                template.render(record, true, &mut text).map_err(|why| why.fault(""))?;
             }
             Mapping::Chat { path, message } => {
-                let list = at(&record, path).and_then(Value::as_array);
-                let list = list.ok_or_else(|| {
-                    Fault::data(format!("key `{path}` holds no messages")).wanted("a list")
-                })?;
-                for (index, value) in list.iter().enumerate() {
+                let malformed = |why| Unfit::Malformed(why).fault("");
+                let list = written::at(record, path).map_err(malformed)?;
+                let list =
+                    list.filter(|list| written::kind(list) == Kind::List).ok_or_else(|| {
+                        Fault::data(format!("key `{path}` holds no messages")).wanted("a list")
+                    })?;
+                for (index, value) in
+                    written::elements(list).map_err(malformed)?.into_iter().enumerate()
+                {
                     message
-                        .render(value, &mut text)
-                        .map_err(|key| missing(format!("{path}.{index}.{key}")))?;
+                        .render(value, false, &mut text)
+                        .map_err(|why| why.fault(&format!("{path}.{index}.")))?;
                 }
             }
         }
         Ok(text)
     }
-}
-
-/// What stands at a path of keys.
-fn at<'a>(record: &'a Value, path: &str) -> Option<&'a Value> {
-    path.split('.').try_fold(record, |value, key| match value {
-        Value::Array(list) => list.get(key.parse::<usize>().ok()?),
-        value => value.get(key),
-    })
 }
 
 #[cfg(test)]
@@ -162,6 +201,27 @@ mod tests {
     }
 
     #[test]
+    fn numbers_are_put_as_they_were_written() {
+        let text = |template: &str, record: &str| {
+            Mapping::Template(Template::parse(template).unwrap()).text(record).unwrap()
+        };
+        for number in
+            ["12345678901234567890123", "18446744073709551616", "1.50", "-0", "1e2", "0.1", "-7"]
+        {
+            let record = format!("{{\"n\": {number}, \"l\": [ {number} , {{\"z\": {number}}}]}}");
+            assert_eq!(text("{n}", &record), number);
+            assert_eq!(text("{l.1.z}", &record), number);
+            assert_eq!(text("{l}", &record), format!("[{number},{{\"z\":{number}}}]"));
+        }
+        // Keys as they stand; of an equal key the last one counts.
+        let record = r#"{"o": {"z": 1, "a": "\u00e9\n", "z": [true, null], "b": {}}, "o\u0032": 1, "o2": "x"}"#;
+        assert_eq!(text("{o}", record), r#"{"a":"é\n","z":[true,null],"b":{}}"#);
+        assert_eq!(text("{o.a}{o2}", record), "é\nx");
+        let template = Mapping::Template(Template::parse("{a}").unwrap());
+        assert!(template.text("{\"b\": 1, ").is_err());
+    }
+
+    #[test]
     fn a_chat_is_its_messages_in_order() {
         let message = Template::parse("<|{role}|>\n{content}\n").unwrap();
         let chat = Mapping::Chat { path: "m".to_owned(), message };
@@ -172,5 +232,17 @@ mod tests {
         let fault = chat.text(r#"{"m": [{"role": "user"}]}"#).unwrap_err().to_string();
         assert!(fault.contains("`m.0.content`"), "{fault}");
         assert!(chat.text(r#"{"m": "x"}"#).is_err());
+        // The parts of a message are no text: nobody means the JSON of them.
+        for (parts, kind) in [(r#"[{"type": "text", "text": "x"}]"#, "a list"), ("{}", "an object")]
+        {
+            let record = format!(r#"{{"m": [{{"role": "user", "content": {parts}}}]}}"#);
+            let fault = chat.text(&record).unwrap_err().to_string();
+            assert!(
+                fault.contains("`m.0.content` holds no text") && fault.contains(kind),
+                "{fault}"
+            );
+        }
+        let number = chat.text(r#"{"m": [{"role": "user", "content": 1.50}]}"#).unwrap();
+        assert_eq!(number, "<|user|>\n1.50\n");
     }
 }

@@ -15,6 +15,7 @@ pub(crate) mod mapping;
 pub(crate) mod run;
 #[cfg(test)]
 pub(crate) mod tests;
+mod written;
 
 use contract::framed::quoted;
 use store::{Change, PreparedRecord};

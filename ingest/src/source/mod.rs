@@ -66,6 +66,17 @@ impl Format {
         }
     }
 
+    /// Whether a file of this format can be compressed as a whole: the columnar ones are read from their ends.
+    pub fn is_stream(self) -> bool {
+        matches!(self, Format::JsonLines | Format::Text)
+    }
+
+    /// Whether a file's name says that it is compressed.
+    pub fn is_compressed(name: &str) -> bool {
+        let name = name.to_lowercase();
+        name.ends_with(".gz") || name.ends_with(".zst")
+    }
+
     /// The name used in `format = "..."`.
     pub fn name(self) -> &'static str {
         match self {

@@ -146,16 +146,21 @@ impl Rows {
     }
 
     fn row(&self, row: usize, fields: &Fields) -> Parsed {
+        let number = self.first + row as u64;
+        let at = Row { group: Some(self.group), row: number };
+        let place = format!("{}: {} {}, row {number}", self.path.display(), self.kind, self.group);
         let mut record = Map::new();
         let schema = self.batch.schema();
         for (field, column) in schema.fields().iter().zip(self.batch.columns()) {
+            if let Some(found) = not_utf8(column, row) {
+                let fault = Fault::data(format!("column `{}`: invalid UTF-8", field.name()));
+                return dropped("invalid UTF-8", at, 0, fault.found(found).at(place));
+            }
             record.insert(field.name().clone(), value(column, row));
         }
         let record = Value::Object(record);
         let text = record.to_string();
-        let (number, bytes) = (self.first + row as u64, text.len() as u64);
-        let at = Row { group: Some(self.group), row: number };
-        let place = format!("{}: {} {}, row {number}", self.path.display(), self.kind, self.group);
+        let bytes = text.len() as u64;
         if bytes > self.bytes_max {
             let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
@@ -179,7 +184,32 @@ impl Rows {
     }
 }
 
-/// One value as JSON; what JSON has no kind for becomes a string.
+/// The bytes of a binary value, which hold text as those of a string do; those of a fixed size are hashes and the like.
+fn binary(array: &ArrayRef, row: usize) -> Option<&[u8]> {
+    match array.data_type() {
+        DataType::Binary => Some(array.as_binary::<i32>().value(row)),
+        DataType::LargeBinary => Some(array.as_binary::<i64>().value(row)),
+        DataType::BinaryView => Some(array.as_binary_view().value(row)),
+        _ => None,
+    }
+}
+
+fn is_decimal(kind: &DataType) -> bool {
+    use DataType::{Decimal32, Decimal64, Decimal128, Decimal256};
+    matches!(kind, Decimal32(..) | Decimal64(..) | Decimal128(..) | Decimal256(..))
+}
+
+/// What is no text in a column of binary values.
+fn not_utf8(array: &ArrayRef, row: usize) -> Option<String> {
+    if array.is_null(row) {
+        return None;
+    }
+    let bytes = binary(array, row)?;
+    let at = std::str::from_utf8(bytes).err()?.valid_up_to();
+    Some(format!("byte 0x{:02x} at offset {at} of the value", bytes[at]))
+}
+
+/// One value as JSON; what JSON has no kind for becomes a string, and bytes within a value that are no text become nothing.
 fn value(array: &ArrayRef, row: usize) -> Value {
     if array.is_null(row) {
         return Value::Null;
@@ -206,8 +236,13 @@ fn value(array: &ArrayRef, row: usize) -> Value {
             _ => Value::Null,
         },
         kind => {
+            if let Some(bytes) = binary(array, row) {
+                return std::str::from_utf8(bytes).map_or(Value::Null, Value::from);
+            }
             let shown = array_value_to_string(array, row).unwrap_or_default();
-            let number = kind.is_numeric().then(|| serde_json::from_str(&shown).ok()).flatten();
+            // A decimal is no float: its digits stay.
+            let is_number = kind.is_numeric() && !is_decimal(kind);
+            let number = is_number.then(|| serde_json::from_str(&shown).ok()).flatten();
             number.unwrap_or(Value::String(shown))
         }
     }
@@ -270,6 +305,45 @@ mod tests {
         stream.finish().unwrap();
         file.finish().unwrap();
         paths
+    }
+
+    #[test]
+    fn bytes_are_text_and_decimals_keep_their_digits() {
+        use arrow::array::{BinaryArray, Decimal128Array};
+
+        let bytes: ArrayRef = Arc::new(BinaryArray::from(vec![&b"What is it?"[..], b"a\xffb"]));
+        let digits = vec![12_345_678_901_234_567_890_150, 150];
+        let decimal = Decimal128Array::from(digits).with_precision_and_scale(38, 2).unwrap();
+        let decimal: ArrayRef = Arc::new(decimal);
+        let field = |name: &str, array: &ArrayRef| {
+            Arc::new(Field::new(name, array.data_type().clone(), true))
+        };
+        let inner = StructArray::from(vec![(field("b", &bytes), bytes.clone())]);
+        let inner: ArrayRef = Arc::new(inner);
+        let batch =
+            RecordBatch::try_from_iter([("d", decimal.clone()), ("q", bytes), ("s", inner)])
+                .unwrap();
+        let fields = Fields::record(["d", "q", "s"], None);
+        let rows = Rows {
+            path: Path::new("x").into(),
+            kind: KIND,
+            group: 0,
+            first: 0,
+            batch,
+            bytes_max: 100,
+        };
+        let parsed = rows.parse(&fields);
+        let [Parsed::Document(first), Parsed::Dropped { reason, fault, .. }] = &parsed[..] else {
+            panic!("{parsed:?}")
+        };
+        let found: Value = serde_json::from_str(&first.text).unwrap();
+        let wanted =
+            json!({"d": "123456789012345678901.50", "q": "What is it?", "s": {"b": "What is it?"}});
+        assert_eq!(found, wanted);
+        assert_eq!(*reason, "invalid UTF-8");
+        assert!(fault.to_string().contains("0xff at offset 1"), "{fault}");
+        // Bytes that nobody asks for do no harm.
+        assert_eq!(value(rows.batch.column(2), 1), json!({"b": null}));
     }
 
     #[test]

@@ -53,6 +53,38 @@ fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
     }
 }
 
+/// Before a command says that nothing is to be done, it looks whether all is there.
+#[test]
+fn a_store_that_is_not_whole_is_not_up_to_date() {
+    let bench = Workbench::new(1);
+    let (store, manifest) = whole(&bench);
+    let corpus = Corpus::read(bench.path("few.toml")).unwrap();
+    let again = || build(&corpus, &store, options(1));
+    assert!(matches!(again().unwrap(), Outcome::UpToDate(_)));
+    for file in manifest.files() {
+        if [open::MANIFEST, open::MANIFEST_SUM].contains(&file.path.as_str()) {
+            continue;
+        }
+        let path = store.join(&file.path);
+        let bytes = fs::read(&path).unwrap();
+        let damaged = |what: &str| {
+            let fault = again().map(drop).unwrap_err();
+            assert_eq!(fault.class(), Class::Data, "{fault}");
+            let told = fault.to_string();
+            assert!(told.contains(&file.path) && told.contains(what), "{told}");
+            assert!(told.contains("remove the folder and build"), "{told}");
+        };
+        fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        damaged(if file.record.is_some() { "truncated" } else { "changed" });
+        fs::write(&path, [&bytes[..], b"x"].concat()).unwrap();
+        damaged(if file.record.is_some() { "too long" } else { "changed" });
+        fs::remove_file(&path).unwrap();
+        damaged("missing");
+        fs::write(&path, &bytes).unwrap();
+    }
+    assert!(matches!(again().unwrap(), Outcome::UpToDate(_)));
+}
+
 fn files(folder: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).unwrap() {

@@ -135,11 +135,26 @@ impl Cache {
         for _ in 0..TRIES {
             match self.take(&path, bytes)? {
                 Some(copy) => return Ok(copy),
-                None => self.make(&path, bytes, &fill)?,
+                None => self.make(&path, bytes, &fill).map_err(|error| self.full(error))?,
             }
         }
         let what = format!("{} is lost or damaged as often as it is made", path.display());
         Err(Error::other(what))
+    }
+
+    /// A full disk is that of the copies, and not that of the object.
+    fn full(&self, error: Error) -> Error {
+        let full = [ErrorKind::StorageFull, ErrorKind::QuotaExceeded, ErrorKind::FileTooLarge];
+        match full.contains(&error.kind()) {
+            true => {
+                let folder = self.folder.display();
+                Error::new(
+                    error.kind(),
+                    format!("{error}, in the cache folder {folder} (ZDATA_CACHE)"),
+                )
+            }
+            false => error,
+        }
     }
 
     /// The copy that is there, if it is whole.
@@ -340,6 +355,18 @@ mod tests {
 
     fn copies(cache: &Cache) -> Vec<PathBuf> {
         cache.there().unwrap().into_iter().map(|(_, _, path)| path).collect()
+    }
+
+    #[test]
+    fn a_full_disk_is_that_of_the_copies() {
+        let (_folder, cache) = cache(1000);
+        let full = cache.get("a", "x", 1, |_| Err(ErrorKind::StorageFull.into())).unwrap_err();
+        assert_eq!(full.kind(), ErrorKind::StorageFull);
+        let told = full.to_string();
+        let folder = cache.folder.display().to_string();
+        assert!(told.contains(&folder) && told.contains("ZDATA_CACHE"), "{told}");
+        let other = cache.get("a", "x", 1, |_| Err(ErrorKind::Other.into())).unwrap_err();
+        assert!(!other.to_string().contains("ZDATA_CACHE"), "{other}");
     }
 
     #[test]

@@ -5,7 +5,8 @@
 //! makes objects through what a location carries, or writes folders, which [`publish`] puts into a bucket.
 //!
 //! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
-//! refusal that leaves both. Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
+//! refusal that leaves both (one of more than 5 GiB is created after a look, without a condition: of two publishers at the
+//! same moment the last one stays). Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
 //! everything it names.
 //! Invariant: an answer that was lost is asked for again; whether a request that failed took effect is found by looking.
 //!

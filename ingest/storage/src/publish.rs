@@ -3,6 +3,9 @@
 //! Each object is created only where there is none. Where there is one, its content is compared: the same is as good
 //! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
 //! builders of different stores for one place end with one store and one error.
+//!
+//! The exception: a file of more than 5 GiB, which no server copies in one request. It is put where nothing was a moment
+//! before; of two builders that put it at the same time the second one replaces what the first one put.
 
 use std::cell::Cell;
 use std::fs;
@@ -124,8 +127,8 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
         .hint("name another place; an object is never replaced"))
 }
 
-/// Creates a large object. The client's upload in parts knows no condition, its copy on the server does: so the bytes go
-/// to a place beside, named by what they are, and from there to the right one if that is still free.
+/// Creates a large object where a look found none. The client's upload in parts knows no condition, its copy on the server
+/// does: so the bytes go to a place beside, named by what they are, and from there to the right one if that is still free.
 fn put_large(
     client: &Client,
     file: &Path,
@@ -137,6 +140,7 @@ fn put_large(
         client.upload(place, file, PART_BYTES as usize, passed).map_err(|error| fault(&error))
     };
     if size > COPY_BYTES_MAX {
+        // The library ends an upload in parts without a condition: whoever ends it last is there.
         return upload(place).map(|()| Put::Created);
     }
     let (_, sum) = Location::from(file).content()?;

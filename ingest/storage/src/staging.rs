@@ -23,6 +23,7 @@ pub struct Staging {
 impl Staging {
     /// Begins `target`, which must not exist or be an empty folder.
     pub fn begin(target: &Path) -> Result<Self> {
+        refuse_link(target)?;
         refuse_taken(target)?;
         let name = target.file_name().ok_or_else(|| {
             Fault::usage("this is not a name for a new folder").at(target.display().to_string())
@@ -65,6 +66,19 @@ impl Drop for Staging {
             let _ = disk::remove(&self.path);
         }
     }
+}
+
+/// Refuses a place that is a link: what is renamed there would replace the link, or fail after all the work.
+pub fn refuse_link(target: &Path) -> Result<()> {
+    // A slash behind it would follow it.
+    let name: PathBuf = target.components().collect();
+    let Ok(to) = std::fs::read_link(&name) else { return Ok(()) };
+    let to = folder_of(&name).join(to);
+    Err(Fault::usage("this is a link, and what is made here appears whole, by a rename")
+        .at(name.display().to_string())
+        .found(format!("a link to {}", to.display()))
+        .wanted("a new or empty folder that is none")
+        .hint("name the folder that the link leads to, or remove the link"))
 }
 
 fn refuse_taken(target: &Path) -> Result<()> {

@@ -58,7 +58,9 @@ pub fn manifest(store: impl Into<Location>) -> Result<Manifest> {
     };
     let place = path.to_string();
     let damaged = |what: String| {
-        Fault::data(what).at(place.clone()).hint("restore the file, or build the store again")
+        Fault::data(what)
+            .at(place.clone())
+            .hint("restore the file, or remove the folder and build the store again")
     };
     check_sum(store, &bytes)?;
     let value: serde_json::Value = serde_json::from_slice(&bytes)

@@ -3,6 +3,7 @@
 //! Files whose digest is wrong are never parsed; damage inside one is found by block sums at offsets that arithmetic
 //! gives, and named with the documents it touches as long as one of the two lists of documents is whole.
 
+use std::cmp::Ordering;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, SeekFrom};
@@ -365,13 +366,26 @@ pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Resu
     });
     Ok(match found {
         Err(error) => Some(unread(&file.location(), &error)?),
-        Ok((bytes, _)) if bytes < record.bytes => {
-            Some(format!("it is truncated: {bytes} of {} bytes", record.bytes))
-        }
-        Ok((bytes, None)) => Some(format!("it is too long: {bytes} bytes, not {}", record.bytes)),
+        Ok((bytes, None)) => wrong_size(bytes, record),
         Ok((_, Some(digest))) => (digest != record.digest)
             .then(|| format!("its bytes changed: found {digest}, wanted {}", record.digest)),
     })
+}
+
+/// The same without a byte read: whether the file is there and as long as its record says.
+pub fn flaw_of_size(file: &StoreFile, record: &FileRecord) -> Result<Option<String>> {
+    match file.size() {
+        Err(error) => unread(&file.location(), &error).map(Some),
+        Ok(bytes) => Ok(wrong_size(bytes, record)),
+    }
+}
+
+fn wrong_size(bytes: u64, record: &FileRecord) -> Option<String> {
+    match bytes.cmp(&record.bytes) {
+        Ordering::Less => Some(format!("it is truncated: {bytes} of {} bytes", record.bytes)),
+        Ordering::Equal => None,
+        Ordering::Greater => Some(format!("it is too long: {bytes} bytes, not {}", record.bytes)),
+    }
 }
 
 /// Reads a shard's tokens front to back.

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
+use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result, counted};
@@ -28,7 +29,7 @@ pub(crate) struct Args {
     #[arg(value_parser = super::local("copy it here and amend the copy: an object is never replaced"))]
     curriculum: PathBuf,
     /// The first step that changes.
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
     step: u64,
     /// Hide the document with this id from then on; may be given several times.
     #[arg(long, value_name = "ID")]
@@ -131,8 +132,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     }
     let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
     let mix = args.mix.clone().unwrap_or_default();
-    let mut numbers = NumbersChange::default();
-    args.set.iter().for_each(|setting| setting.put(&mut numbers));
+    let numbers = numbers(&args.set)?;
     let amendment = Amendment { step: args.step, mix, ban, store, numbers, skip: args.skip };
     if amendment.is_empty() {
         return Err(Fault::usage("an amendment changes something")
@@ -140,7 +140,9 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     }
     let text = appended(&before.source, &amendment.text()?, &found);
     // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
-    let after = Opened::open_text(&args.curriculum, text)?;
+    let lines = before.source.lines().count();
+    let after = Opened::open_text(&args.curriculum, text)
+        .map_err(|fault| of_no_line(fault, &args.curriculum, lines))?;
     let mut proof = Proof::new(&before, &after, args.step, found)?;
     proof.skip = args.skip;
     if !args.dry_run {
@@ -149,6 +151,33 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     }
     let file = args.curriculum.display().to_string();
     output::answer(args.json, &proof, || proof.text(&file))
+}
+
+/// The place of a fault in a line that only the amendment would have: nobody can look there.
+fn of_no_line(fault: Fault, path: &Path, lines: usize) -> Fault {
+    let within =
+        fault.place().and_then(|place| place.strip_prefix(&format!("{}:", path.display())));
+    let line = within.and_then(|within| within.split(':').next()?.parse::<usize>().ok());
+    match line.is_some_and(|line| line > lines) {
+        true => fault.at(format!("the amendment that {} would get", path.display())),
+        false => fault,
+    }
+}
+
+/// What `--set` changes, each number once.
+fn numbers(set: &[Setting]) -> Result<NumbersChange> {
+    let mut change = NumbersChange::default();
+    for (index, setting) in set.iter().enumerate() {
+        let same = |other: &Setting| discriminant(other) == discriminant(setting);
+        if let Some(before) = set[..index].iter().find(|other| same(other)) {
+            return Err(Fault::usage("--set names one number twice")
+                .at("--set")
+                .found(format!("{before:?} and {setting:?}"))
+                .hint("name each number once; an amendment of another step is another command"));
+        }
+        setting.put(&mut change);
+    }
+    Ok(change)
 }
 
 /// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.
@@ -290,7 +319,10 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
             return Err(Fault::usage(what)
                 .at("--ban")
                 .found(format!("{id:?}"))
-                .hint("`ztrain replay` and `zdata batch` show ids; no step sees held-out text"));
+                .hint(
+                    "`ztrain replay` and `zdata batch` show ids (without one of its own a document is FILE#ROW, \
+                     FILE counting the inputs of its source from 0: 0#2); no step sees held-out text",
+                ));
         }
     }
     Ok(all)

@@ -36,7 +36,7 @@ pub(crate) struct Args {
     /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
-    /// The library that encodes; never changes a bit.
+    /// The library that encodes; never changes a token or a digest.
     #[arg(long, value_enum, default_value_t = Encoder::Fastest)]
     encoder: Encoder,
     /// Where the work is done; never changes a bit.
@@ -137,6 +137,7 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     if out.join(open::MANIFEST).exists() {
         return ingest::build::built(corpus, out, options.engine).map(up_to_date);
     }
+    ingest::build::refuse_foreign(out)?;
     let work = options.work.clone().unwrap_or_else(|| ingest::build::work_of(out));
     let _lock = cluster::lock(&work)?;
     let plan = cluster::plan(corpus, &work, options.task_bytes)?;
@@ -192,7 +193,8 @@ fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
     let (files, documents) = (counted(files, "file"), counted(documents, "document"));
     note!("{files}: {documents}, {}", counted(bad, "bad record"));
     first.or(emptied).map_or(Ok(()), |first| {
-        Err(first.hint("a build would stop here; see the whole list above"))
+        Err(first
+            .hint("a build would stop here; the list on standard output has every such record"))
     })
 }
 
@@ -200,6 +202,12 @@ fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if let Some(from) = &args.from {
         return Err(refuse_from(from));
+    }
+    if !args.sbatch.is_empty() && args.engine != Place::Slurm {
+        return Err(Fault::usage("only a build under Slurm has a job that takes arguments")
+            .at("--sbatch")
+            .found(args.sbatch.join(" "))
+            .hint("add --engine slurm, or leave --sbatch out"));
     }
     let corpus = Corpus::read(&args.corpus)?;
     let cores = thread::available_parallelism().map_or(1, usize::from);

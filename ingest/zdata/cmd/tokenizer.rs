@@ -37,7 +37,7 @@ pub(crate) struct Args {
     #[arg(long = "special", default_value = "<|endoftext|>")]
     special: Vec<String>,
     /// The share of documents looked at, chosen by their content ("1/10").
-    #[arg(long, default_value = "1")]
+    #[arg(long, default_value = "1", value_parser = share)]
     sample: Ratio,
     /// Threads that count words [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
@@ -45,6 +45,17 @@ pub(crate) struct Args {
     /// Tell a program what was trained.
     #[arg(long)]
     json: bool,
+}
+
+/// A share of the documents: there are no more than all.
+fn share(text: &str) -> std::result::Result<Ratio, String> {
+    let share: Ratio = text.parse()?;
+    match share.num() <= share.den() && !share.is_zero() {
+        true => Ok(share),
+        false => {
+            Err(format!("{share} is no share of the documents: expected more than 0, at most 1"))
+        }
+    }
 }
 
 /// Does it.

@@ -67,7 +67,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         return Err(Fault::usage(format!("no document of {place} has this id"))
             .found(format!("{:?}", args.doc))
             .hint(
-                "`zdata batch CURRICULUM.toml --step N` shows ids (FILE#ROW where the corpus has none), \
+                "`zdata batch CURRICULUM.toml --step N` shows ids (FILE#ROW where the corpus has none, FILE counting \
+                 the inputs of the source from 0), \
                  `zdata inspect STORE --dropped` those of documents that were not kept",
             ));
     }

@@ -12,7 +12,7 @@
 //!
 //! Numbers are little-endian. All but `lacking` stays in the file: a pack costs two small reads.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -116,8 +116,7 @@ pub(super) fn write(
     lengths: &[u32],
     packs: &[Fitted],
 ) -> Result<PathBuf> {
-    fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
-    disk::sync_folders(folder)?;
+    disk::create_folder(folder)?;
     // Another rank may be at the same file: each writes one of its own, and the last name stands for equal bytes.
     let own = folder.join(format!("{name}.{:016x}", chance()));
     let path = folder.join(name);

@@ -240,6 +240,7 @@ fn evaluation_items_are_found_and_reported() {
     for (set, told, help) in [
         ("{\"q\": \"no answer\"}\n", "renamed.jsonl:1: ", "`template` names the fields"),
         ("no item\n", "renamed.jsonl:1: ", "remove this evaluation item"),
+        ("{\"q\": \"\", \"a\": \"\"}\n", "renamed.jsonl:1: ", "remove this evaluation item"),
         ("\n", "renamed.jsonl: ", "hold no item"),
     ] {
         bench.write("eval/renamed.jsonl", set);

@@ -23,7 +23,10 @@ pub struct Whole {
 impl Whole {
     /// Begins the file that will be called `path`; its folder must exist. One that another run is writing is refused.
     pub fn create(path: &Path) -> Result<Self> {
-        let temporary = temporary(path);
+        Whole::create_as(path, temporary(path))
+    }
+
+    fn create_as(path: &Path, temporary: PathBuf) -> Result<Self> {
         let file =
             DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
         Ok(Whole::of(file, path))
@@ -155,7 +158,8 @@ pub fn write_whole_if(
     bytes: &[u8],
     fits: impl FnOnce() -> Result<bool>,
 ) -> Result<bool> {
-    let mut file = Whole::create(path)?;
+    // It lies beside what a person wrote, who may have a `.tmp` of their own there.
+    let mut file = Whole::create_as(path, super::beside(path, ".zdata.tmp"))?;
     if !fits()? {
         return Ok(false);
     }
@@ -185,6 +189,18 @@ mod tests {
         let fault = crate::disk::create_folder(Path::new("/proc/nope/store")).unwrap_err();
         assert_eq!(fault.class(), contract::Class::Usage, "{fault}");
         assert!(fault.to_string().starts_with("/proc/nope: "), "{fault}");
+    }
+
+    #[test]
+    fn what_a_person_has_beside_a_file_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run.toml");
+        fs::write(temporary(&path), "mine").unwrap();
+        assert!(write_whole_if(&path, b"new", || Ok(true)).unwrap());
+        assert!(!write_whole_if(&path, b"newer", || Ok(false)).unwrap());
+        assert_eq!(fs::read(&path).unwrap(), b"new");
+        assert_eq!(fs::read(temporary(&path)).unwrap(), b"mine");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
     /// Two that write one file at once: the second is refused, and the first one's bytes stay its own.

@@ -73,7 +73,8 @@ impl ColumnFile {
 /// Damaged data in `file`.
 pub(super) fn damaged(file: &Location, what: &str) -> Fault {
     Fault::data(what).at(file.to_string()).hint(
-        "restore this file from a copy or build the store again; `zdata verify STORE` lists all that is damaged",
+        "restore this file from a copy, or remove the folder and build the store again; `zdata verify STORE` lists all \
+         that is damaged",
     )
 }
 

@@ -1,0 +1,111 @@
+//! Values of a record as they were written: the digits of a number are never those of a float that is near to it, and the
+//! keys of an object stay in their order.
+
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+
+use sonic_rs::{LazyValue, to_array_iter, to_object_iter};
+
+/// What is wrong with a text that is not JSON.
+pub(super) type Malformed = String;
+
+/// What kind of value a text of JSON is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Text.
+    String,
+    /// Keys with values.
+    Object,
+    /// Values.
+    List,
+    /// Nothing.
+    Null,
+    /// A number or a boolean, which are their own text.
+    Plain,
+}
+
+/// The kind of a value, which its first character says.
+pub(super) fn kind(value: &str) -> Kind {
+    match value.bytes().next() {
+        Some(b'"') => Kind::String,
+        Some(b'{') => Kind::Object,
+        Some(b'[') => Kind::List,
+        Some(b'n') | None => Kind::Null,
+        Some(_) => Kind::Plain,
+    }
+}
+
+/// What stands at a path of keys and indexes in a value, if anything does.
+pub(super) fn at<'a>(value: &'a str, path: &str) -> Result<Option<&'a str>, Malformed> {
+    let mut value = value.trim();
+    for key in path.split('.') {
+        let inner = match (kind(value), key.parse::<usize>()) {
+            // Of an equal key the last one counts.
+            (Kind::Object, _) => members(value)?.into_iter().rfind(|(name, _)| name == key),
+            (Kind::List, Ok(index)) => elements(value)?.get(index).map(|it| (String::new(), *it)),
+            _ => None,
+        };
+        let Some((_, inner)) = inner else { return Ok(None) };
+        value = inner;
+    }
+    Ok(Some(value))
+}
+
+/// The elements of a list.
+pub(super) fn elements(list: &str) -> Result<Vec<&str>, Malformed> {
+    to_array_iter(list).map(|element| raw(&element.map_err(|error| error.to_string())?)).collect()
+}
+
+/// The members of an object, each key as often as it stands there.
+fn members(object: &str) -> Result<Vec<(String, &str)>, Malformed> {
+    let members = to_object_iter(object).map(|member| {
+        let (name, value) = member.map_err(|error| error.to_string())?;
+        Ok((name.to_string(), raw(&value)?))
+    });
+    members.collect()
+}
+
+/// The text of a value, which is a piece of the record's.
+fn raw<'a>(value: &LazyValue<'a>) -> Result<&'a str, Malformed> {
+    match value.as_raw_cow() {
+        Cow::Borrowed(text) => Ok(text),
+        Cow::Owned(_) => Err("a value was copied".to_owned()),
+    }
+}
+
+/// The text of a string.
+pub(super) fn text(string: &str) -> Result<String, Malformed> {
+    serde_json::from_str(string).map_err(|error| error.to_string())
+}
+
+/// Adds a value to `into` as JSON without a space, its numbers and the order of its keys as they were written.
+pub(super) fn compact(value: &str, into: &mut String) -> Result<(), Malformed> {
+    match kind(value) {
+        Kind::String => *into += &serde_json::Value::String(text(value)?).to_string(),
+        Kind::Null | Kind::Plain => *into += value,
+        Kind::List => {
+            into.push('[');
+            for (index, element) in elements(value)?.into_iter().enumerate() {
+                *into += if index > 0 { "," } else { "" };
+                compact(element, into)?;
+            }
+            into.push(']');
+        }
+        Kind::Object => {
+            // Of an equal key the last one counts.
+            let mut members = members(value)?;
+            let mut seen = BTreeSet::new();
+            members.reverse();
+            members.retain(|(name, _)| seen.insert(name.clone()));
+            into.push('{');
+            for (index, (name, inner)) in members.into_iter().rev().enumerate() {
+                *into += if index > 0 { "," } else { "" };
+                *into += &serde_json::Value::String(name).to_string();
+                into.push(':');
+                compact(inner, into)?;
+            }
+            into.push('}');
+        }
+    }
+    Ok(())
+}
