@@ -161,6 +161,13 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
         )
     };
     train(&["--stop-after", "3"]).ok();
+    // The run's own file is amended where it goes on by that file, which is said.
+    let (own, begun) = (out.join("run.toml"), fs::read(out.join("run.toml")).unwrap());
+    let said = zdata(&["amend", arg(&own), "--step", "6", "--skip"]);
+    let next = format!("to go on: ztrain --curriculum {} --out {}", arg(&own), arg(&out));
+    assert!(said.err.contains(&next), "{}", said.err);
+    said.ok();
+    fs::write(&own, begun).unwrap();
     // Another corpus with the same tokenizer, under other names.
     let text = fs::read_to_string(&corpus).unwrap();
     let more = scratch
@@ -176,7 +183,6 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     zdata(&["verify-run", arg(&out)]).ok();
     ztrain(&["replay", "--run", arg(&out), "--step", "4"]).ok();
     // The run's own curriculum, for a step that the ledger has; and one of its keys, edited by hand.
-    let own = out.join("run.toml");
     let whole = fs::read_to_string(&own).unwrap();
     zdata(&["amend", arg(&own), "--step", "6", "--mix", "web=1"])
         .fails(2, &["trained already", "6 steps", "no step: every one"]);

@@ -154,6 +154,21 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
         .fails(2, &["--cp", "context_chunks"]);
     ztrain(&["plan", arg(&path), "--tsp", "2", "--ranks", "2"])
         .fails(2, &["--tsp", "weight_shards"]);
+    // Where the curriculum lets ranks share, it is their number that does not.
+    let chunks = ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 2");
+    let cut = curriculum(&scratch, &store, "cut.toml", &[short[0], short[1], chunks]);
+    ztrain(&["plan", arg(&cut), "--cp", "2", "--ranks", "3"]).fails(2, &["--cp", "--nproc 2"]);
+    // A number format that changes within a phase cuts it.
+    let wider = [short[0], short[1], ("dtype = \"f32\"", "dtype = \"bf16\"")];
+    let wider = curriculum(&scratch, &store, "wider.toml", &wider);
+    let text =
+        std::fs::read_to_string(&wider).unwrap() + "[[amendment]]\nstep = 2\ndtype = \"f32\"\n";
+    std::fs::write(&wider, text).unwrap();
+    let said = ztrain(&["plan", arg(&wider), "--json"]).ok();
+    let planned: serde_json::Value = serde_json::from_str(&said).unwrap();
+    let weights = |at: usize| planned["phases"][at]["memory"]["weights"].as_u64().unwrap();
+    assert_eq!(planned["phases"].as_array().unwrap().len(), 3);
+    assert!(weights(0) < weights(1) && weights(1) == weights(2), "{planned}");
     let idle = ztrain(&["plan", arg(&path), "--ranks", "9"]).ok();
     assert!(idle.contains("of 9 ranks compute none of them"), "{idle}");
     let train = ["--curriculum", arg(&path), "--out", arg(&run), "--validate-every", "0"];

@@ -7,7 +7,6 @@
 mod line;
 
 use std::borrow::Cow;
-use std::collections::BTreeSet;
 use std::ops::Range;
 
 use contract::{Fault, Result, counted};
@@ -338,13 +337,8 @@ pub(crate) fn refuse(
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
     let partners = Partners::new(names);
-    // A number format may change in the middle of a phase, which is then cut there.
-    let amended = spec.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
-    let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
-    let firsts: BTreeSet<u64> = firsts.chain(amended.map(|one| one.step)).collect();
     let Demand { degrees, flat, schedule, workers, mirror, limit, .. } = demand;
-    for first in firsts {
-        let phase = &spec.plan.phases()[spec.plan.step(first)?.phase];
+    for (name, first, _) in spec.segments() {
         let (mut all, mut mine) = (0u64, Holds::default());
         let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers };
         let ranks = ways.at(spec, first)?;
@@ -357,7 +351,7 @@ pub(crate) fn refuse(
         }
         if all > limit {
             let copies = demand.copied(&pieces, me);
-            let fault = too_large(&phase.name, (all, limit), (mine, copies), here.len());
+            let fault = too_large(name, (all, limit), (mine, copies), here.len());
             // What is easiest to leave out comes first.
             let ring = if demand.copies > 1 { "fewer states in --ring, " } else { "" };
             return Err(fault.hint(format!(

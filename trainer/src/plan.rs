@@ -148,9 +148,9 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     let names = machines(fleet);
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     let device_bytes = device_bytes(&fleet.device)?;
-    let phases = spec.plan.phases().iter().map(|phase| {
-        let (name, first, last) = (phase.name.clone(), phase.first_step, phase.last_step());
-        phase_needs(spec, fleet, &Shares { names: &names, pieces: &pieces }, (name, first, last))
+    let phases = spec.segments().into_iter().map(|(name, first, last)| {
+        let shares = Shares { names: &names, pieces: &pieces };
+        phase_needs(spec, fleet, &shares, (name.to_owned(), first, last))
     });
     let phases = phases.collect::<Result<Vec<_>>>()?;
     let checkpoint = checkpoint(spec, &pieces, fleet)?;

@@ -1,6 +1,6 @@
 //! What is trained: everything that decides a bit, in one hashed value.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
@@ -141,6 +141,24 @@ impl RunSpec {
     /// The configuration that the weights are drawn from: the first phase's.
     pub fn config(&self) -> &ZayaConfig {
         &self.models[0].config
+    }
+
+    /// The phases with their first and last steps, cut where an amendment changes the number format.
+    pub(crate) fn segments(&self) -> Vec<(&str, u64, u64)> {
+        let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
+        let cuts: Vec<u64> = amended.map(|one| one.step).collect();
+        let phases = self.plan.phases().iter().flat_map(|phase| {
+            let within = cuts
+                .iter()
+                .copied()
+                .filter(|at| (phase.first_step + 1..=phase.last_step()).contains(at));
+            let firsts: BTreeSet<u64> = within.chain([phase.first_step]).collect();
+            let ends = firsts.iter().skip(1).map(|next| next - 1).chain([phase.last_step()]);
+            let ends: Vec<u64> = ends.collect();
+            let name = phase.name.as_str();
+            firsts.into_iter().zip(ends).map(move |(first, last)| (name, first, last))
+        });
+        phases.collect()
     }
 
     /// The model during `step`.

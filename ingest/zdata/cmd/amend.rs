@@ -7,7 +7,7 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Ratio, Result, counted};
+use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, Dtype, Numbers, NumbersChange};
 use loader::{Opened, Stores};
 use mixer::Plan;
@@ -150,7 +150,20 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         proof.written = true;
     }
     let file = args.curriculum.display().to_string();
-    output::answer(args.json, &proof, || proof.text(&file))
+    output::answer(args.json, &proof, || proof.text(&file))?;
+    if let (true, Some(ledger)) = (proof.written, ledger_beside(&path)) {
+        // The file that the run was begun with does not have the amendment.
+        let (curriculum, run) =
+            (shell::path(&args.curriculum), shell::path(disk::folder_of(&ledger)));
+        note!("to go on: ztrain --curriculum {curriculum} --out {run}");
+    }
+    Ok(())
+}
+
+/// The ledger of the run whose own curriculum lies at `path`, if it is one.
+fn ledger_beside(path: &Path) -> Option<PathBuf> {
+    let ledger = path.with_file_name("ledger.jsonl");
+    (path.file_name().is_some_and(|name| name == "run.toml") && ledger.is_file()).then_some(ledger)
 }
 
 /// The place of a fault in a line that only the amendment would have: nobody can look there.
@@ -182,10 +195,7 @@ fn numbers(set: &[Setting]) -> Result<NumbersChange> {
 
 /// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.
 fn refuse_recorded(path: &Path, step: u64, steps: u64) -> Result<()> {
-    let ledger = path.with_file_name("ledger.jsonl");
-    if path.file_name().is_none_or(|name| name != "run.toml") || !ledger.is_file() {
-        return Ok(());
-    }
+    let Some(ledger) = ledger_beside(path) else { return Ok(()) };
     let recorded = last_step(&ledger).map_err(|error| Fault::io("read", &ledger, &error))?;
     if step > recorded {
         return Ok(());
