@@ -147,7 +147,7 @@ impl Modules {
                 });
                 let path: Vec<String> =
                     words[at..=end.unwrap()].iter().step_by(2).cloned().collect();
-                self.paths.push((module.to_vec(), self.from_root(module, &path)));
+                self.paths.push((module.to_vec(), self.whole(module, &path)));
                 at = end.unwrap();
             }
             at += 1;
@@ -184,7 +184,7 @@ impl Modules {
         if path.last().is_some_and(|last| last == "self") && path.len() > 1 {
             path.pop();
         }
-        let full = self.from_root(module, &path);
+        let full = self.whole(module, &path);
         if let Some(name) = name.or_else(|| path.last().cloned())
             && !full.is_empty()
         {
@@ -195,11 +195,11 @@ impl Modules {
     }
 
     /// A path as it is written, from the crate's root on; empty where it leads out of the crate.
-    fn from_root(&self, module: &[String], path: &[String]) -> Vec<String> {
+    fn whole(&self, module: &[String], path: &[String]) -> Vec<String> {
         let above = path.iter().take_while(|word| *word == "super").count();
-        let child = path
-            .first()
-            .is_some_and(|first| self.words.contains_key(&[module, &[first.clone()]].concat()));
+        let child = path.first().is_some_and(|first| {
+            self.words.contains_key(&[module, std::slice::from_ref(first)].concat())
+        });
         match path.first().map(String::as_str) {
             Some("crate") => path[1..].to_vec(),
             Some("self") => [module, &path[1..]].concat(),
