@@ -181,7 +181,8 @@ fn exports_and_imports_survive_crashes() {
     build(&corpus(&bench), &bench.path("store"), options(1)).unwrap();
     let outs = Peer::ALL.map(|peer| exported(&bench, peer));
     let folder = bench.path("imported");
-    let part = Part { source: "web".to_owned(), path: outs[0].join("web").into(), held_out: false };
+    let part =
+        Part { source: "web".to_owned(), path: outs[0].join("web/train").into(), held_out: false };
     let request = Import {
         store: folder.join("store"),
         peer: Peer::Megatron,

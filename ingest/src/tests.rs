@@ -127,7 +127,7 @@ fn what_lies_where_parts_belong_is_not_removed() {
     assert!(thesis.exists() && !store.exists());
     // A build that was killed at its end left its parts, and somebody put a file beside them.
     fs::remove_file(&thesis).unwrap();
-    assert_eq!(killed_at(&corpus, &store, 25), 1);
+    assert_eq!(killed_at(&corpus, &store, 35), 1);
     build(&corpus, &store, options(1)).unwrap();
     assert!(!work.exists(), "an own folder goes");
     fs::create_dir_all(work.join("parts")).unwrap();

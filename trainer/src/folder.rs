@@ -256,8 +256,8 @@ impl RunFolder {
         Fault::data("the checkpoints of this run are not where it left them")
             .at(place.to_string())
             .hint(format!(
-                "mount it, or name the place that they moved to: ztrain --curriculum ... --checkpoints PLACE; without {} all steps \
-                 are computed again",
+                "mount it, or name the place that they moved to: ztrain --curriculum ... --checkpoints PLACE; without {} all \
+                 steps are computed again",
                 at.display()
             ))
     }

@@ -85,7 +85,8 @@ mod tests {
             let printed = Command::new("bash").args(["-c", &format!("printf '%s\\0'{line}")]).output().unwrap();
             let heard: Vec<&[u8]> = printed.stdout.split(|byte| *byte == 0).collect();
             for (name, heard) in names.iter().zip(&heard) {
-                let whole = if name.as_bytes().starts_with(b"-") { [b"./", name.as_bytes()].concat() } else { name.as_bytes().to_vec() };
+                let is_option = name.as_bytes().starts_with(b"-");
+                let whole = [if is_option { &b"./"[..] } else { b"" }, name.as_bytes()].concat();
                 prop_assert_eq!(&whole, heard);
             }
             prop_assert_eq!(heard.len(), names.len() + 1);

@@ -4,7 +4,7 @@ use super::*;
 use store::Manifest;
 use store::open;
 
-/// A store of one source, and its Megatron files: train and validation.
+/// A store of one source, and its Megatron files in a folder: pairs called `one` and `two`.
 fn store(bench: &Bench) -> (Manifest, PathBuf) {
     let docs: Vec<Vec<u32>> =
         (0..40).map(|at| (0..1 + at % 9).map(|id| id + at).collect()).collect();
@@ -13,14 +13,21 @@ fn store(bench: &Bench) -> (Manifest, PathBuf) {
     request.validation = Ratio::new(1, 4);
     let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
     export(&bench.export(Peer::Megatron, "store", "out")).unwrap();
-    (manifest, bench.path("out/web"))
+    fs::create_dir(bench.path("pairs")).unwrap();
+    for (split, name) in [("train", "one"), ("validation", "two")] {
+        for ending in [".bin", ".idx"] {
+            let to = bench.path("pairs").join(format!("{name}{ending}"));
+            fs::copy(bench.path("out/web").join(format!("{split}{ending}")), to).unwrap();
+        }
+    }
+    (manifest, bench.path("pairs"))
 }
 
 #[test]
 fn a_folder_of_megatron_files_is_all_of_its_pairs() {
     let bench = Bench::new();
     let (_, folder) = store(&bench);
-    let pairs = ["train", "validation"].map(|split| folder.join(split));
+    let pairs = ["one", "two"].map(|pair| folder.join(pair));
     let named: Vec<(&Path, bool)> = pairs.iter().map(|pair| (pair.as_path(), false)).collect();
     let [by_folder, by_name] =
         [("folder", vec![(folder.as_path(), false)]), ("names", named)].map(|(store, parts)| {
@@ -28,6 +35,11 @@ fn a_folder_of_megatron_files_is_all_of_its_pairs() {
             docs(&bench.path(store), Split::Train)
         });
     assert!(by_folder.len() == 40 && by_folder == by_name);
+    // What an export held out is not trained on because somebody named the folder of both.
+    let export = bench.path("out/web");
+    let splits = bench.import(Peer::Megatron, "none", &[(&export, false)]);
+    let fault = import(&splits).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("splits"), "{fault}");
     fs::create_dir(bench.path("empty")).unwrap();
     let empty = bench.import(Peer::Megatron, "none", &[(&bench.path("empty"), false)]);
     let fault = import(&empty).unwrap_err();
@@ -40,7 +52,7 @@ fn a_file_is_imported_once() {
     let bench = Bench::new();
     let (_, folder) = store(&bench);
     let (train, bin, idx) =
-        (folder.join("train"), folder.join("train.bin"), folder.join("../web/train.idx"));
+        (folder.join("one"), folder.join("one.bin"), folder.join("../pairs/one.idx"));
     for twice in [[&train, &train], [&train, &bin], [&bin, &idx], [&folder, &train]] {
         let parts = twice.map(|path| (path.as_path(), false));
         let mut request = bench.import(Peer::Megatron, "twice", &parts);
