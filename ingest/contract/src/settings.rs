@@ -176,6 +176,13 @@ impl File {
         unknown(word, table).at(self.place(key.span())).one_of(word, known)
     }
 
+    /// The key whose value begins at this byte, where both stand on one line.
+    fn key_before(&self, at: usize) -> Option<&str> {
+        let before = self.text.get(..at)?.trim_end().strip_suffix('=')?.trim_end();
+        let from = before.rfind(|c: char| c.is_whitespace() || "{,".contains(c));
+        Some(&before[from.map_or(0, |from| from + 1)..]).filter(|key| !key.is_empty())
+    }
+
     fn at(&self, span: Option<Range<usize>>) -> String {
         span.map_or_else(|| self.name.clone(), |span| self.place(span))
     }
@@ -200,6 +207,10 @@ impl File {
             Fault::usage(format!("{whole} has no `{word}`"))
         } else if let Some(limit) = limit(typed, expected) {
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(limit)
+        } else if message.ends_with("number overflowed") {
+            let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
+            let wanted = "a number that 64 bits hold";
+            Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(wanted)
         } else if typed.starts_with(&format!("[{key}]")) && expected == "a sequence" {
             let what = format!("`{key}` has the wrong kind of value");
             let wanted = format!("a list: [[{key}]], once for each");
@@ -332,8 +343,8 @@ mod tests {
             (
                 "unit = 340282366920938463463374607431768211456",
                 "1:8",
-                "too large",
-                "at most 18446744",
+                "`unit` is too large",
+                "64 bits",
             ),
             ("[phase]\nname = \"\"", "1:1", "found:  [phase]", "[[phase]], once for each"),
             ("kind = \"sikp\"", "1:8", "found:  \"sikp\"", "did you mean `skip`?"),

@@ -278,7 +278,13 @@ mod tests {
                 ":17:15: ",
                 "a share of at least 0",
             ),
-            ("\"clean\"", "\"length\"\nmin_bytes = 1e400", ":17:13: ", "min_bytes"),
+            ("\"clean\"", "\"length\"\nmin_bytes = 1e400", ":17:13: ", "`min_bytes` is too large"),
+            (
+                "\"clean\"",
+                "\"length\"\nmin_bytes = 18446744073709551616",
+                ":17:13: ",
+                "`min_bytes` ",
+            ),
             ("sources = [\"web\"]", "sources = [\"wed\"]", ":17:11: ", "did you mean `web`?"),
         ];
         for (from, to, place, help) in cases {
