@@ -1,5 +1,6 @@
 //! Folders that these programs made: what lies in them is no text, however it is called.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -43,8 +44,8 @@ fn has_plan(folder: &Path) -> bool {
     struct Plan {
         corpus: String,
         said: String,
-        found: IgnoredAny,
-        head: IgnoredAny,
+        found: BTreeMap<String, IgnoredAny>,
+        head: BTreeMap<String, IgnoredAny>,
         tasks: Vec<(usize, Range<usize>)>,
     }
     let text = || fs::read(folder.join(PLAN)).ok();
