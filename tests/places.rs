@@ -105,7 +105,7 @@ fn what_is_made_of_a_bucket_is_what_is_made_here() {
     let (text, more) = (fs::read_to_string(twins.scratch.path("run.toml")).unwrap(), url("store"));
     let run = twins.scratch.write("amended.toml", text);
     let told = twins.remote(&["amend", arg(&run), "--step", "5", "--store", &more, "--dry-run"]);
-    told.fails(2, &["two stores have a source called", &more]);
+    told.fails(2, &["one store is named twice", &more]);
     let out = twins.scratch.path("exported");
     twins.local(&["export", "@store", "--format", "datatrove", "--out", arg(&out)]).ok();
     let source = format!("web={}", arg(&out.join("web/train")));

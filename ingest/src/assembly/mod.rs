@@ -16,7 +16,7 @@ use crate::dedup::{self, Tools};
 use crate::dropped;
 use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
-use crate::{verify, versions};
+use crate::{versions, whole};
 
 /// What only decides speed, and where parts lie.
 #[derive(Clone, Debug)]
@@ -112,7 +112,7 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
         sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
     })?;
     request::compare_dropped(corpus, &manifest, store)?;
-    verify::refuse_incomplete(store, &manifest)?;
+    whole::refuse_incomplete(store, &manifest)?;
     store.local().map_or(Ok(()), open::finish)?;
     Ok(manifest)
 }

@@ -26,7 +26,8 @@ use std::sync::Arc;
 use tch::Device;
 
 use super::Group;
-use super::courier::{Courier, Party};
+use super::carrier::Party;
+use super::courier::Courier;
 use super::exchange::Exchange;
 use super::peers::Peers;
 use super::turn::AXES;

@@ -53,13 +53,13 @@
 //! round to be queued; in [`Courier::settled`], for what has been read already.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::carrier::Carrier;
+use super::carrier::{Carrier, FAREWELL, PARTING, Party, Shared, State, WORDS};
 use super::lane::{End, Lane, Round, Ticket, refused};
 use super::peers::Peers;
 use super::turn::Turn;
@@ -67,42 +67,8 @@ use super::word::seconds;
 use crate::device;
 use crate::{Error, Result};
 
-/// The tag of the words that a rank has come to a round of the axis of all ranks; exchanges have smaller tags, and those of
-/// another axis the one beyond [`FAREWELL`] that its number says.
-const TOKEN: i32 = 1 << 30;
-
-/// The tag of a rank's farewell to the one that watches it.
-const FAREWELL: i32 = TOKEN + 1;
-
 /// For ever: a watch ends by a farewell or a loss.
 const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
-
-/// How long the end of the courier is waited for, and of one that failed: the other ranks wait to hear why.
-pub(super) const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
-
-/// Between two looks for another rank's word.
-pub(super) const WORDS: Duration = Duration::from_millis(100);
-
-/// The ranks of a communicator, which numbers them by their places here.
-#[derive(Clone, Debug)]
-pub(super) struct Party {
-    /// The axis along which they lie; 0 is that of all ranks.
-    pub(super) axis: usize,
-    pub(super) members: Vec<u32>,
-}
-
-impl Party {
-    /// The place of a rank; a rank that is none of them has none.
-    pub(super) fn place(&self, rank: u32) -> Result<u32> {
-        let place = self.members.iter().position(|member| *member == rank);
-        place.map(|place| place as u32).ok_or_else(|| refused(format!("rank {rank} is elsewhere")))
-    }
-
-    /// The tag of the words that a rank has come to a round.
-    pub(super) fn token(&self) -> i32 {
-        if self.axis == 0 { TOKEN } else { FAREWELL + self.axis as i32 }
-    }
-}
 
 /// Moves tensors, round after round, on a thread of its own.
 pub(super) struct Courier {
@@ -121,46 +87,6 @@ pub(super) struct Courier {
 impl std::fmt::Debug for Courier {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Courier").finish_non_exhaustive()
-    }
-}
-
-/// What the courier and those who wait for it both see.
-#[derive(Default)]
-pub(super) struct Shared {
-    state: Mutex<State>,
-    pub(super) changed: Condvar,
-}
-
-#[derive(Default)]
-pub(super) struct State {
-    /// Rounds that were closed; of them those that are done, and those that a computing stream was made to wait for.
-    posted: u64,
-    pub(super) passed: u64,
-    held: u64,
-    /// What has failed, and the same until somebody hears of it.
-    pub(super) why: Option<String>,
-    failed: Option<Error>,
-    /// Who exchanges has given that up.
-    pub(super) parted: bool,
-    /// Since when the courier is in a call of the library, and for which round.
-    pub(super) call: Option<(Instant, String)>,
-}
-
-impl Shared {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Whether nothing had failed before.
-    pub(super) fn fail(&self, error: Error) -> bool {
-        let mut state = self.lock();
-        let first = state.why.is_none();
-        if first {
-            state.why = Some(error.to_string());
-            state.failed = Some(error);
-        }
-        self.changed.notify_all();
-        first
     }
 }
 

@@ -5,7 +5,8 @@ use std::sync::{Arc, PoisonError};
 use rccl_sys::{Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::courier::{Courier, Party};
+use super::carrier::Party;
+use super::courier::Courier;
 use super::exchange::Exchange;
 use super::lane::Lane;
 use super::peers::Peers;

@@ -24,10 +24,10 @@ use contract::{Class, Fault, Result};
 use kernels::group::RunKey;
 use store::Location;
 
+use super::background::in_background;
 use super::ends::{End, Ends, VARIABLE, verdict};
 use super::happened::{Happened, tell};
 use super::rules::{Action, Cause, History, Rule, Rules};
-use super::spawn::in_background;
 use super::supervise::Supervision;
 use super::watch::{Pulse, system_says};
 use crate::folder::RunFolder;

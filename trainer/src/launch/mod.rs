@@ -10,6 +10,7 @@
 //! gone, however that ended. So no rank outlives its launcher, and nobody needs to send a signal to anybody. The launcher's own
 //! is its tie to the supervisor in the same way, but a run without a supervisor ends in good order.
 
+mod background;
 mod ends;
 pub mod guard;
 mod happened;

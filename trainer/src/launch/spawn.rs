@@ -10,6 +10,7 @@ use std::time::Duration;
 use contract::{Class, Fault, Result};
 use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
 
+use super::background::in_background;
 use super::guard::Supervised;
 use super::key::{KEY, KEY_FILE};
 use super::place::{self, LAUNCHER, Launched, spawned_us};
@@ -146,13 +147,6 @@ fn follow_launcher(stop: Arc<AtomicBool>) -> Result<()> {
             }
         }
         group::vanish(Class::Machine.exit_code());
-    })
-}
-
-/// Does something on a thread that nobody waits for.
-pub(super) fn in_background(work: impl FnOnce() + Send + 'static) -> Result<()> {
-    thread::Builder::new().spawn(work).map(drop).map_err(|error| {
-        Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
     })
 }
 
