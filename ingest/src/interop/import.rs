@@ -25,7 +25,7 @@ use crate::disk::Real;
 use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
-use crate::verify;
+use crate::whole;
 
 /// Files of a source.
 #[derive(Clone, Debug)]
@@ -121,7 +121,7 @@ pub fn import(request: &Import) -> Result<Imported> {
 fn same(store: &Path, wanted: &Manifest) -> Result<Imported> {
     let manifest = open::manifest(store)?;
     if manifest.request == wanted.request && manifest.tokenizer == wanted.tokenizer {
-        verify::refuse_incomplete(&store.into(), &manifest)?;
+        whole::refuse_incomplete(&store.into(), &manifest)?;
         return Ok(Imported::UpToDate(manifest));
     }
     let (what, old, new) = difference(&manifest, wanted);

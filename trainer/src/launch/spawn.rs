@@ -4,7 +4,6 @@ use std::io::BufRead as _;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
