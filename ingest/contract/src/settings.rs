@@ -207,7 +207,8 @@ impl File {
             Fault::usage(format!("{whole} has no `{word}`"))
         } else if let Some(limit) = limit(typed, expected) {
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(limit)
-        } else if message.ends_with("number overflowed") {
+        } else if message.ends_with("number overflowed") || expected == "any valid TOML value" {
+            // What TOML allows and no value holds is a number of more digits.
             let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
             let wanted = "a number that 64 bits hold";
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(wanted)
