@@ -306,13 +306,15 @@ fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
     fixture.assert_same("alone", "waits");
 }
 
-/// The ranks' processes that run now, the shells of a rule apart.
+/// The ranks' processes that run now, the shells of a rule apart: such a one is its parent's image, arguments
+/// included, until it becomes a shell.
 fn children_of_now(process: u32) -> Vec<u32> {
-    let all = children_now(process);
+    let arguments = |id: u32| fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
     let is_ours = |id: &u32| {
         fs::read_link(format!("/proc/{id}/exe")).is_ok_and(|exe| exe.ends_with("ztrain"))
+            && arguments(*id) != arguments(process)
     };
-    all.into_iter().filter(is_ours).collect()
+    children_now(process).into_iter().filter(is_ours).collect()
 }
 
 /// Files that may not grow: there is room later.
