@@ -4,20 +4,20 @@
 
 use tch::Tensor;
 
-/// Tensors that may be read from any number of threads, and are written by none while this value lives.
-#[derive(Clone, Copy)]
-pub struct Frozen<'a>(&'a [Tensor]);
+/// Tensors that any number of threads read.
+///
+/// What they hold is written by nobody as long as threads read it: their owner sees to that, as with every alias of a tensor
+/// (`Tensor::shallow_clone` is safe, and may be sent to another thread).
+pub struct Frozen(Vec<Tensor>);
 
-// SAFETY: the only method makes a new alias of each tensor. libtorch counts references to a storage atomically, and
-// making an alias reads the tensor's metadata without writing it; the borrow keeps every `&mut` away meanwhile.
-unsafe impl Sync for Frozen<'_> {}
-// SAFETY: as above.
-unsafe impl Send for Frozen<'_> {}
+// SAFETY: the tensors are aliases that nobody else has, each with metadata of its own, and the only method with `&self`
+// makes new ones of them: that reads metadata, and counts references to the storage atomically.
+unsafe impl Sync for Frozen {}
 
-impl<'a> Frozen<'a> {
-    /// Freezes `tensors` for as long as they are borrowed.
-    pub fn new(tensors: &'a [Tensor]) -> Self {
-        Frozen(tensors)
+impl Frozen {
+    /// Aliases of `tensors`, to be read by threads.
+    pub fn new(tensors: &[Tensor]) -> Self {
+        Frozen(tensors.iter().map(Tensor::detach).collect())
     }
 
     /// The calling thread's own aliases: same storage, own metadata, no gradient history.

@@ -6,16 +6,15 @@
 use std::sync::{Mutex, PoisonError};
 
 use contract::Result;
-use kernels::share::Frozen;
 use loader::validation;
 use serde_json::{Value, json};
 
 use crate::mesh::context::Along;
 use crate::model::{self, Computing, Folded, Line};
-use crate::refusal::{caught, lost};
+use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{Context, micro_batch};
+use crate::step::{Context, FrozenModel, Weights, micro_batch};
 use crate::waiting::Waiting;
 use crate::workers::Workers;
 
@@ -113,8 +112,8 @@ impl Validation {
         workers: Workers,
         how: Computing<'_>,
     ) -> Result<Vec<SourceLoss>> {
-        let State { step, weights, balance, .. } = state;
-        let at = spec.plan.step((*step).max(1))?;
+        let step = state.step;
+        let at = spec.plan.step(step.max(1))?;
         let mut pieces = Vec::new();
         for source in spec.plan.sources() {
             for (first, rows) in
@@ -123,19 +122,17 @@ impl Validation {
                 pieces.push((source.name.clone(), first, rows));
             }
         }
-        let biases = micro_batch::bias_tensors(weights, balance)?;
-        let weights = micro_batch::products(spec, at.step, state, workers)?;
-        let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-        let config = &spec.model_at(at.step)?.config;
+        let model = FrozenModel::at(spec, at.step, state, workers)?;
         let waiting =
             Mutex::new(Waiting::new(format!("validation after step {step}"), pieces.len() as u64));
         let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
             let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
-            let (weights, biases) = (weights.aliases(), biases.aliases());
             let input = micro_batch::rows(&batch, 0..batch.rows);
-            let loss = caught(|| model::losses(how, config, &weights, &biases, &input));
-            let loss = loss.map_err(|fault| fault.or_at(place))?;
+            let compute = |Weights { weights, biases }: Weights<'_>| {
+                model::losses(how, model.config(), weights, biases, &input)
+            };
+            let loss = model.read(compute, place)?;
             waiting.lock().unwrap_or_else(PoisonError::into_inner).one();
             Ok((source.clone(), loss, batch.label_count))
         })?;

@@ -24,12 +24,12 @@ use tch::Tensor;
 
 use crate::model::{self, LeafInput, ParamId, Sink};
 use crate::optim::norm;
-use crate::refusal::{caught, refused};
+use crate::refusal::refused;
 use crate::replay::documents::{DocumentLoss, Place};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Piece;
-use crate::step::micro_batch;
+use crate::step::{FrozenModel, Weights, micro_batch};
 use crate::workers::Workers;
 
 /// What a document has in a step's gradient.
@@ -190,18 +190,15 @@ pub(super) fn gradients(
     step: StepGradient<'_>,
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
-    let biases = micro_batch::bias_tensors(&state.weights, &state.balance)?;
-    let weights = micro_batch::products(spec, batch.step, state, workers)?;
-    let (weights, biases, own) =
-        (Frozen::new(&weights), Frozen::new(&biases), Frozen::new(step.own));
-    let config = &spec.model_at(batch.step)?.config;
+    let model = FrozenModel::at(spec, batch.step, state, workers)?;
+    let (own, config) = (Frozen::new(step.own), model.config());
     let whole = micro_batch::rows(batch, 0..batch.rows);
-    let (divisor, device) = (batch.label_count.max(1), state.weights[0].device());
-    let work = |document: &DocumentLoss| {
+    let divisor = batch.label_count.max(1);
+    let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {
         if document.labels == 0 {
             return Ok((DocumentGradient::default(), 0));
         }
-        let (weights, biases, own) = (weights.aliases(), biases.aliases(), own.aliases());
+        let own = own.aliases();
         let mut sink = Against {
             ops: workers.ops(),
             pieces: step.pieces,
@@ -209,18 +206,18 @@ pub(super) fn gradients(
             squares: vec![0.0; weights.len()],
             dots: vec![0.0; weights.len()],
         };
-        let stager = Stager::new(device).map_err(refused)?;
+        let stager = Stager::new(model.device()).map_err(refused)?;
         let alone = Isolated::of(&whole, &document.places, config.document_mask);
         let staged = alone.input().stage(config, &stager)?;
         let how = workers.options();
-        model::micro_batch(config, &weights, &biases, staged, divisor, how, &mut sink)?;
+        model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
         let tokens = alone.tokens.len() as u64;
         let (squares, dot) = (norm::sum(&sink.squares), norm::sum(&sink.dots));
         Ok((DocumentGradient { squares, dot }, tokens))
     };
     let found = workers.map(documents.iter().collect(), |document| {
         let place = || format!("step {}, document {:?}", batch.step, document.id);
-        caught(|| work(document)).map_err(|fault| fault.or_at(place))
+        model.read(|weights| work(document, weights), place)
     })?;
     let (gradients, tokens): (Vec<_>, Vec<u64>) = found.into_iter().unzip();
     Ok((gradients, tokens.into_iter().sum()))

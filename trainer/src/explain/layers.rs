@@ -1,7 +1,6 @@
 //! The layers of the model at the step: norms against those of the steps before, routers, temperatures.
 
 use contract::Result;
-use kernels::share::Frozen;
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
@@ -11,10 +10,9 @@ use crate::ledger::{self, Packed, StepRecord};
 use crate::metrics::entropy;
 use crate::model::{self, LayerActivity, ParamSpec, ZayaConfig};
 use crate::optim::norm;
-use crate::refusal::caught;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::micro_batch;
+use crate::step::{FrozenModel, Weights};
 use crate::workers::Workers;
 
 /// A norm, and how it compares with the steps before.
@@ -133,16 +131,10 @@ pub(super) fn activities(
     batch: &Batch,
     workers: Workers,
 ) -> Result<Vec<ActivityEvidence>> {
-    let biases = micro_batch::bias_tensors(&before.weights, &before.balance)?;
-    let weights = micro_batch::products(spec, batch.step, before, workers)?;
-    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-    let config = &spec.model_at(batch.step)?.config;
-    let parts = (0..batch.rows / batch.micro_batch).collect();
-    let found = workers.map(parts, |part: u64| {
-        let (weights, biases) = (weights.aliases(), biases.aliases());
-        let rows = part * batch.micro_batch..(part + 1) * batch.micro_batch;
-        let input = micro_batch::rows(batch, rows);
-        caught(|| model::probe(workers.options(), config, &weights, &biases, &input))
+    let model = FrozenModel::at(spec, batch.step, before, workers)?;
+    let config = model.config();
+    let found = model.map(batch, |input, Weights { weights, biases }| {
+        model::probe(workers.options(), config, weights, biases, input)
     })?;
     let together = |a: Vec<LayerActivity>, b: Vec<LayerActivity>| {
         a.into_iter().zip(b).map(|(a, b)| a.and(b)).collect()

@@ -4,7 +4,6 @@
 //! again. Nothing here is a replay.
 
 use contract::Result;
-use kernels::share::Frozen;
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
@@ -12,11 +11,10 @@ use serde::Serialize;
 use super::documents::DocumentEvidence;
 use crate::model;
 use crate::optim::guard::Skipped;
-use crate::refusal::caught;
 use crate::replay::{Replayer, tokens};
-use crate::spec::{PhaseModel, RunSpec};
+use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{Detail, micro_batch};
+use crate::step::{Detail, FrozenModel, Weights};
 use crate::workers::Workers;
 
 /// A step without some of its documents.
@@ -77,17 +75,9 @@ pub(super) fn loss_of(
     batch: &Batch,
     workers: Workers,
 ) -> Result<f64> {
-    let biases = micro_batch::bias_tensors(&state.weights, &state.balance)?;
-    let weights = micro_batch::products(spec, batch.step, state, workers)?;
-    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-    let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
-    let how = workers.options().cut(*cut);
-    let parts: Vec<u64> = (0..batch.rows / batch.micro_batch).collect();
-    let losses = workers.map(parts, |part| {
-        let (weights, biases) = (weights.aliases(), biases.aliases());
-        let rows = part * batch.micro_batch..(part + 1) * batch.micro_batch;
-        let input = micro_batch::rows(batch, rows);
-        caught(|| model::losses(how, config, &weights, &biases, &input))
+    let model = FrozenModel::at(spec, batch.step, state, workers)?;
+    let losses = model.map(batch, |input, Weights { weights, biases }| {
+        model::losses(model.options(), model.config(), weights, biases, input)
     })?;
     Ok(tree::total(losses) / batch.label_count.max(1) as f64)
 }

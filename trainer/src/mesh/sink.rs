@@ -133,6 +133,7 @@ mod tests {
         std::thread::scope(|scope| {
             for leaves in [vec![4, 1, 2], vec![3, 0]] {
                 let (config, input, sum, wanted) = (&config, &input, &sum, &wanted);
+                let (params, balance) = (&params, &balance);
                 scope.spawn(move || {
                     let (params, balance) = (params.aliases(), balance.aliases());
                     for leaf in leaves {

@@ -137,6 +137,7 @@ fn threads_do_not_change_a_bit() {
     std::thread::scope(|scope| {
         for worker in 0..3 {
             let (config, arrays, alone) = (&config, &arrays, Frozen::new(&alone.grads));
+            let (params, balance) = (&params, &balance);
             scope.spawn(move || {
                 let (params, balance) = (params.aliases(), balance.aliases());
                 for _ in 0..=worker {

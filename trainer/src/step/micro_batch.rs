@@ -5,19 +5,17 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
-use kernels::device::{self, Stager};
-use kernels::share::Frozen;
+use kernels::device::Stager;
 use loader::Batch;
-use tch::Tensor;
 
+use super::frozen::{FrozenModel, Weights};
 use super::readout::{Detail, LeafSums, Said};
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
 use crate::model::{self, CheckedLeaf, Computing, LeafBuffer, LeafInput, Sink, StagedLeaf};
-use crate::optim::balance::Balance;
-use crate::refusal::{caught, refused};
+use crate::refusal::refused;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
@@ -55,7 +53,7 @@ impl Leaves {
 
     fn take(&self, leaf: u64) -> Result<StagedLeaf> {
         let slot = self.0.get(leaf as usize).and_then(|slot| slot.lock().ok()?.take());
-        slot.ok_or_else(|| Fault::bug(format!("leaf {leaf} was not staged, or taken twice")))
+        slot.ok_or_else(|| Fault::bug(format!("micro-batch {leaf} was not staged, or taken twice")))
     }
 }
 
@@ -93,15 +91,11 @@ impl MicroBatches<'_> {
         mut computed: impl FnMut() -> Result<()> + Send,
     ) -> Result<Vec<Said>> {
         let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
-        let weights = products(spec, batch.step, state, workers)?;
-        let biases = bias_tensors(&state.weights, &state.balance)?;
-        let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
+        let model = FrozenModel::at(spec, batch.step, state, workers)?;
         let work = |leaf: u64| {
             let number = numbers[leaf as usize];
             begun(number)?;
-            let (weights, biases) = (weights.aliases(), biases.aliases());
-            let compute = || {
-                let weights = (&weights[..], &biases[..]);
+            let compute = |weights: Weights<'_>| {
                 let staged = leaves.take(leaf)?;
                 let said = self.once(leaf, weights, staged, Some(sum))?;
                 let audit = workers.audit();
@@ -111,7 +105,7 @@ impl MicroBatches<'_> {
                 }
                 Ok(said)
             };
-            caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
+            model.read(compute, || place(spec, batch, leaf))
         };
         // What ranks that share a micro-batch exchange has one order.
         let workers = if shared.is_some() { workers.one() } else { workers };
@@ -127,7 +121,7 @@ impl MicroBatches<'_> {
     fn once(
         &self,
         leaf: u64,
-        (weights, biases): (&[Tensor], &[Tensor]),
+        Weights { weights, biases }: Weights<'_>,
         staged: StagedLeaf,
         sum: Option<&Sum<'_>>,
     ) -> Result<Said> {
@@ -157,9 +151,9 @@ impl MicroBatches<'_> {
     }
 
     /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
-    fn again(&self, leaf: u64, weights: (&[Tensor], &[Tensor]), first: &Said) -> Result<()> {
+    fn again(&self, leaf: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
-        let stager = Stager::new(weights.0[0].device()).map_err(refused)?;
+        let stager = Stager::new(weights.weights[0].device()).map_err(refused)?;
         let staged = input(self.batch, leaf).stage(config, &stager)?;
         let second = self.once(leaf, weights, staged, None)?;
         let outcome = |said: &Said| {
@@ -178,31 +172,26 @@ pub fn leaf(
     leaf: u64,
     workers: Workers,
 ) -> Result<LeafSums> {
-    let biases = bias_tensors(&state.weights, &state.balance)?;
-    let weights = products(spec, batch.step, state, workers)?;
-    let (weights, biases) = (Frozen::new(&weights), Frozen::new(&biases));
-    let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
+    let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let input = input(batch, leaf);
-    let stager = Stager::new(state.weights[0].device());
+    let stager = Stager::new(model.device());
     let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
-    let staged = input.stage(config, &stager)?;
-    let (divisor, how) = (batch.label_count.max(1), workers.options().cut(*cut));
+    let (config, how) = (model.config(), model.options());
+    let (staged, divisor) = (input.stage(config, &stager)?, batch.label_count.max(1));
+    let compute = |staged, Weights { weights, biases }: Weights<'_>| {
+        let mut sink = Checksum::default();
+        let losses = model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
+        Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
+    };
     // On a worker of its own, as in the run.
     let mut found = workers.map(vec![staged], |staged| {
-        let (weights, biases) = (weights.aliases(), biases.aliases());
-        let compute = || {
-            let (mut sink, weights, biases) = (Checksum::default(), &weights, &biases);
-            let losses =
-                model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
-            Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
-        };
-        caught(compute).map_err(|fault| fault.or_at(|| place(spec, batch, leaf)))
+        model.read(|weights| compute(staged, weights), || place(spec, batch, leaf))
     })?;
-    found.pop().ok_or_else(|| Fault::bug("a leaf had no outcome"))
+    found.pop().ok_or_else(|| Fault::bug("a micro-batch had no outcome"))
 }
 
 /// The leaves of a batch.
-fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
+pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
     (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf))
 }
 
@@ -227,32 +216,8 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
     }
 }
 
-/// The weights as the products of `step` see them: aliases where the state holds them so.
-pub(crate) fn products(
-    spec: &RunSpec,
-    step: u64,
-    state: &State,
-    workers: Workers,
-) -> Result<Vec<Tensor>> {
-    state.read_as(&spec.parameters, spec.dtype_at(step), workers)
-}
-
-/// The balancing biases as tensors beside the weights.
-pub(crate) fn bias_tensors(weights: &[Tensor], balance: &[Balance]) -> Result<Vec<Tensor>> {
-    let device = weights.first().map_or(tch::Device::Cpu, Tensor::device);
-    let all: Vec<f32> = balance.iter().flat_map(|layer| layer.bias.iter().copied()).collect();
-    let (all, mut at) = (device::floats(device, &all).map_err(refused)?, 0);
-    let mut layers = Vec::with_capacity(balance.len());
-    for layer in balance {
-        let classes = layer.bias.len() as i64;
-        layers.push(all.f_narrow(0, at, classes).map_err(refused)?);
-        at += classes;
-    }
-    Ok(layers)
-}
-
 /// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
-fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
+pub(super) fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
     let sample =
         batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);

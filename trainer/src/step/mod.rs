@@ -18,6 +18,7 @@
 mod apply;
 mod decide;
 mod facts;
+mod frozen;
 pub mod micro_batch;
 mod norm;
 mod readout;
@@ -46,6 +47,7 @@ use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 use apply::Ended;
 pub(crate) use apply::hold;
+pub(crate) use frozen::{FrozenModel, Weights};
 use micro_batch::MicroBatches;
 pub use micro_batch::{Leaves, leaf};
 use norm::Norms;

@@ -1,0 +1,98 @@
+//! The model as the workers of a step read it: weights in the dtype in which its products see them, and the routers' biases.
+
+use contract::Result;
+use kernels::device;
+use kernels::share::Frozen;
+use loader::Batch;
+use tch::{Device, Tensor};
+
+use super::micro_batch::{inputs, place};
+use crate::model::{LeafInput, LeafOptions, ZayaConfig};
+use crate::optim::balance::Balance;
+use crate::refusal::{caught, refused};
+use crate::spec::{PhaseModel, RunSpec};
+use crate::state::State;
+use crate::workers::Workers;
+
+/// A thread's own aliases of the weights, in canonical order, and of the biases, one tensor a layer.
+#[derive(Clone, Copy)]
+pub(crate) struct Weights<'a> {
+    pub(crate) weights: &'a [Tensor],
+    pub(crate) biases: &'a [Tensor],
+}
+
+/// The model of a step, which any number of workers read.
+pub(crate) struct FrozenModel<'a> {
+    spec: &'a RunSpec,
+    model: &'a PhaseModel,
+    weights: Frozen,
+    biases: Frozen,
+    device: Device,
+    workers: Workers,
+}
+
+impl<'a> FrozenModel<'a> {
+    /// That of `step`, with the weights and balances of `state`: aliases where the state holds them so.
+    pub(crate) fn at(
+        spec: &'a RunSpec,
+        step: u64,
+        state: &State,
+        workers: Workers,
+    ) -> Result<FrozenModel<'a>> {
+        let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
+        let biases = Frozen::new(&bias_tensors(device, &state.balance)?);
+        let weights = state.read_as(&spec.parameters, spec.dtype_at(step), workers)?;
+        let (model, weights) = (spec.model_at(step)?, Frozen::new(&weights));
+        Ok(FrozenModel { spec, model, weights, biases, device, workers })
+    }
+
+    pub(crate) fn config(&self) -> &'a ZayaConfig {
+        &self.model.config
+    }
+
+    /// Where the weights lie.
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// How a worker computes with it.
+    pub(crate) fn options(&self) -> LeafOptions {
+        self.workers.options().cut(self.model.cut)
+    }
+
+    /// What `compute` finds on the calling thread. What breaks in it is a fault at `place`.
+    pub(crate) fn read<T>(
+        &self,
+        compute: impl FnOnce(Weights<'_>) -> Result<T>,
+        place: impl FnOnce() -> String,
+    ) -> Result<T> {
+        let (weights, biases) = (self.weights.aliases(), self.biases.aliases());
+        let compute = || compute(Weights { weights: &weights, biases: &biases });
+        caught(compute).map_err(|fault| fault.or_at(place))
+    }
+
+    /// What the workers find for each micro-batch of `batch`, in order.
+    pub(crate) fn map<T: Send>(
+        &self,
+        batch: &Batch,
+        compute: impl Fn(&LeafInput<'_>, Weights<'_>) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let work = |(leaf, input): (u64, LeafInput<'_>)| {
+            self.read(|weights| compute(&input, weights), || place(self.spec, batch, leaf))
+        };
+        self.workers.map((0..).zip(inputs(batch)).collect(), work)
+    }
+}
+
+/// The balancing biases as tensors on `device`.
+fn bias_tensors(device: Device, balance: &[Balance]) -> Result<Vec<Tensor>> {
+    let all: Vec<f32> = balance.iter().flat_map(|layer| layer.bias.iter().copied()).collect();
+    let (all, mut at) = (device::floats(device, &all).map_err(refused)?, 0);
+    let mut layers = Vec::with_capacity(balance.len());
+    for layer in balance {
+        let classes = layer.bias.len() as i64;
+        layers.push(all.f_narrow(0, at, classes).map_err(refused)?);
+        at += classes;
+    }
+    Ok(layers)
+}
