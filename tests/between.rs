@@ -76,7 +76,7 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
         assert_eq!([counted("races"), counted("foreign_host_waits")], [0, 0], "{what}");
     }
 
-    // The host hears of no end by the courier, which looks at each: what is ordered is ordered by events.
+    // The host hears of no end by the communication thread, which looks at each: what is ordered is ordered by events.
     two("deaf", "look:0", "2").ok();
     assert_eq!(total(&on.report("deaf"), "races"), 0, "the host orders what events should");
     for fault in ["look:0,arrival:0", "look:0,arrival:1"] {

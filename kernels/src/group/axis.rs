@@ -15,19 +15,19 @@
 //!   earliest wait of this order that does not end: its other end has passed, or still computes, everything before it, waits for
 //!   nothing there (that would be an earlier wait that does not end), and so begins the transfer. It ends after all.
 //!
-//! Where RCCL moves tensors, each line has a communicator, a courier and a stream of its own, so what holds for transfers holds
-//! for rounds (see `courier`): those of one line wait for nothing of another's. A round is queued when all of its ranks have
-//! come to it, and what the device then runs is a kernel that waits for theirs alone; kernels of up to four lines and those that
-//! compute, each of which ends by itself, find room beside each other on a device, as NCCL asks of those who use several
-//! communicators at a time.
+//! Where RCCL moves tensors, each line has a communicator, a communication thread and a stream of its own, so what holds for
+//! transfers holds for rounds (see `comm_thread`): those of one line wait for nothing of another's. A round is queued when
+//! all of its ranks have come to it, and what the device then runs is a kernel that waits for theirs alone; kernels of up to
+//! four lines and those that compute, each of which ends by itself, find room beside each other on a device, as NCCL asks of
+//! those who use several communicators at a time.
 
 use std::sync::Arc;
 
 use tch::Device;
 
 use super::Group;
-use super::carrier::Party;
-use super::courier::Courier;
+use super::comm_loop::Party;
+use super::comm_thread::CommThread;
 use super::exchange::Exchange;
 use super::peers::Peers;
 use super::turn::AXES;
@@ -41,7 +41,7 @@ pub struct Axis {
     members: Vec<u32>,
     device: Device,
     /// Who moves tensors, if not Gloo.
-    courier: Option<Arc<Courier>>,
+    comm: Option<Arc<CommThread>>,
 }
 
 impl Group {
@@ -54,11 +54,11 @@ impl Group {
             return Err(Error::Foreign { call: "make an axis", reason });
         }
         let (peers, device, members) = (self.peers.clone(), self.device(), members.to_vec());
-        let courier = match members.len() {
+        let comm = match members.len() {
             1 => None,
-            _ => self.courier_along(Party { axis, members: members.clone() })?,
+            _ => self.comm_along(Party { axis, members: members.clone() })?,
         };
-        Ok(Axis { peers, axis, members, device, courier })
+        Ok(Axis { peers, axis, members, device, comm })
     }
 }
 
@@ -79,9 +79,9 @@ impl Axis {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
         let peers = self.peers.as_ref().ok_or_else(alone)?;
-        let courier = self.courier.as_deref();
-        courier.map_or(Ok(()), Courier::look)?;
+        let comm = self.comm.as_deref();
+        comm.map_or(Ok(()), CommThread::look)?;
         let turn = peers.next(self.axis, what)?;
-        Ok(Exchange::new(peers, what, turn, self.device, courier))
+        Ok(Exchange::new(peers, what, turn, self.device, comm))
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
-use super::courier::Courier;
+use super::comm_thread::CommThread;
 use super::lane::{Round, Ticket};
 use super::peers::Peers;
 use super::turn::Turn;
@@ -17,7 +17,7 @@ use crate::Result;
 ///
 /// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it the
 /// same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds mean
-/// nothing; over RCCL a round is one group of transfers, queued when it is closed (see `courier`).
+/// nothing; over RCCL a round is one group of transfers, queued when it is closed (see `comm_thread`).
 ///
 /// Between devices nobody sleeps until a tensor is there: the stream of the thread that waits does. What has failed meanwhile is
 /// said by the next call here, by [`super::Group::check`], or before a rank tells anything ([`super::Group::all_gather`]).
@@ -27,7 +27,7 @@ pub struct Exchange<'a> {
     number: Turn,
     /// Where tensors live.
     device: Device,
-    courier: Option<&'a Courier>,
+    comm: Option<&'a CommThread>,
     /// What may not have left yet, oldest first.
     pub(super) sends: VecDeque<(u32, Move<'a>)>,
     /// How many sends were begun.
@@ -52,7 +52,7 @@ pub struct Arrival<'a> {
 /// A transfer under way.
 pub(super) enum Move<'a> {
     Plain(Work),
-    Carried(&'a Courier, Arc<Ticket>),
+    Issued(&'a CommThread, Arc<Ticket>),
 }
 
 impl<'a> Exchange<'a> {
@@ -61,10 +61,10 @@ impl<'a> Exchange<'a> {
         what: &'a str,
         number: Turn,
         device: Device,
-        courier: Option<&'a Courier>,
+        comm: Option<&'a CommThread>,
     ) -> Self {
         let (sends, open) = (VecDeque::new(), BTreeMap::new());
-        Exchange { peers, what, number, device, courier, sends, begun: 0, open, closed: 0 }
+        Exchange { peers, what, number, device, comm, sends, begun: 0, open, closed: 0 }
     }
 
     /// This rank, from 0.
@@ -80,8 +80,8 @@ impl<'a> Exchange<'a> {
             return Ok(());
         }
         assert!(tensor.is_contiguous() && tensor.device() == self.device, "sent as it lies there");
-        let way = match self.courier {
-            Some(courier) => Move::Carried(courier, self.round(round).send(to, tensor)),
+        let way = match self.comm {
+            Some(comm) => Move::Issued(comm, self.round(round).send(to, tensor)),
             None => {
                 // From a GPU this is a copy in plain memory; on a CPU it is the tensor itself.
                 let plain = tensor.to_device(Device::Cpu);
@@ -102,7 +102,7 @@ impl<'a> Exchange<'a> {
     }
 
     /// Waits until the first `count` sends have left, and lets go of their memory. Their rounds are closed. Between devices the
-    /// computing stream does, and the courier lets go of it.
+    /// computing stream does, and the communication thread lets go of it.
     pub fn left(&mut self, count: usize) -> Result<()> {
         self.heard()?;
         while self.begun - self.sends.len() < count {
@@ -121,11 +121,11 @@ impl<'a> Exchange<'a> {
         count: i64,
     ) -> Result<Arrival<'a>> {
         self.heard()?;
-        let lies = if self.courier.is_some() { self.device } else { Device::Cpu };
+        let lies = if self.comm.is_some() { self.device } else { Device::Cpu };
         let tensor = Tensor::empty([count], (kind, lies));
-        let way = match self.courier {
+        let way = match self.comm {
             _ if count == 0 => None,
-            Some(courier) => Some(Move::Carried(courier, self.round(round).receive(from, &tensor))),
+            Some(comm) => Some(Move::Issued(comm, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.number, from, &error);
@@ -142,8 +142,8 @@ impl<'a> Exchange<'a> {
         self.closed = self.closed.max(round + 1);
         while let Some(first) = self.open.first_entry().filter(|first| *first.key() <= round) {
             let round = first.remove();
-            if let Some(courier) = self.courier {
-                courier.post(round, self.device)?;
+            if let Some(comm) = self.comm {
+                comm.post(round, self.device)?;
             }
         }
         Ok(())
@@ -155,9 +155,9 @@ impl<'a> Exchange<'a> {
         self.left(self.begun)
     }
 
-    /// Fails if the courier has failed.
+    /// Fails if the communication thread has failed.
     fn heard(&self) -> Result<()> {
-        self.courier.map_or(Ok(()), Courier::look)
+        self.comm.map_or(Ok(()), CommThread::look)
     }
 
     fn round(&mut self, round: u64) -> &mut Round {
@@ -190,6 +190,6 @@ fn wait(
         Move::Plain(work) => {
             work.wait(peers.timeout()).map_err(|error| peers.missing(what, number, peer, &error))
         }
-        Move::Carried(courier, ticket) => courier.wait(&ticket, device),
+        Move::Issued(comm, ticket) => comm.wait(&ticket, device),
     }
 }

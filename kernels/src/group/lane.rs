@@ -1,4 +1,4 @@
-//! Rounds of transfers, and the stream on which a courier queues them.
+//! Rounds of transfers, and the stream on which a communication thread queues them.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,9 +14,9 @@ use crate::{Error, Result};
 /// How far the round of a transfer has come, for whoever waits for it.
 #[derive(Debug, Default)]
 pub(super) struct Ticket {
-    /// As which one of its courier it was closed, from 1; 0 before.
+    /// As which one of its communication thread it was closed, from 1; 0 before.
     number: AtomicU64,
-    /// Behind it on the courier's stream, once it is queued there.
+    /// Behind it on the communication thread's stream, once it is queued there.
     end: OnceLock<End>,
 }
 

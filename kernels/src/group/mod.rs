@@ -9,11 +9,11 @@
 //! bridge     the store as Gloo asks for it, to connect the ranks
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
-//! exchange   tensors from rank to rank, over Gloo or by the courier; turn  which it is; work  a transfer over Gloo
+//! exchange   tensors from rank to rank, over Gloo or by the communication thread; turn  which it is; work  a transfer over Gloo
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
 //! whereabouts how far a rank has come, for those who miss it
-//! courier    the thread that has RCCL move them, and why nothing wrong is written down where it fails
+//! comm_thread the thread that has RCCL move them, and why nothing wrong is written down where it fails
 //! lane       rounds of transfers, and the stream on which they are queued
 //! ```
 //!
@@ -27,9 +27,9 @@
 
 mod axis;
 mod bridge;
-mod carrier;
 mod clock;
-mod courier;
+mod comm_loop;
+mod comm_thread;
 mod exchange;
 mod ffi;
 mod gathering;
@@ -64,12 +64,12 @@ pub use key::{RunKey, is_loopback};
 pub use rendezvous::{Agent, Change, Rendezvous};
 pub use server::Strangers;
 pub use store::Store;
-pub use transport::{Carried, Transport};
+pub use transport::{Chosen, Transport};
 pub use whereabouts::Whereabouts;
 
 use crate::shim::guarded;
 use crate::{Error, Result};
-use courier::Courier;
+use comm_thread::CommThread;
 use ffi::{shim_collective, shim_vanish};
 use peers::Peers;
 
@@ -122,18 +122,18 @@ struct Bulk {
     /// Where they live.
     device: Device,
     /// Who moves them, if not Gloo.
-    courier: Option<Arc<Courier>>,
+    comm: Option<Arc<CommThread>>,
     /// Who moves them along the lines of other axes, as far as one was asked for.
     along: Mutex<Along>,
 }
 
-/// By axis: the ranks of a line, and its courier.
-type Along = BTreeMap<usize, (Vec<u32>, Arc<Courier>)>;
+/// By axis: the ranks of a line, and its communication thread.
+type Along = BTreeMap<usize, (Vec<u32>, Arc<CommThread>)>;
 
 impl Bulk {
     /// Nobody yet: over Gloo.
     fn of(device: Device) -> Bulk {
-        Bulk { device, courier: None, along: Mutex::new(BTreeMap::new()) }
+        Bulk { device, comm: None, along: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -267,26 +267,26 @@ impl Group {
     /// computed from tensors of other ranks is good from then on: before somebody hears it, or it is kept. Whoever has just read
     /// it from the device waits for nothing.
     pub fn settled(&self) -> Result<()> {
-        self.couriers().into_iter().try_for_each(|courier| courier.settled())
+        self.comm_threads().into_iter().try_for_each(|comm| comm.settled())
     }
 
     /// What has failed in a transfer, if something has: then numbers that were computed since may be anything. For whoever gives
     /// up what these ranks do because of such numbers, and exchanges nothing more.
     pub fn trouble(&self) -> Option<Error> {
-        self.couriers().into_iter().for_each(|courier| courier.part());
+        self.comm_threads().into_iter().for_each(|comm| comm.part());
         self.settled().err()
     }
 
     /// Those who move tensors, along all axes.
-    fn couriers(&self) -> Vec<Arc<Courier>> {
+    fn comm_threads(&self) -> Vec<Arc<CommThread>> {
         let along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
-        let along = along.values().map(|(_, courier)| courier);
-        self.bulk.courier.iter().chain(along).cloned().collect()
+        let along = along.values().map(|(_, comm)| comm);
+        self.bulk.comm.iter().chain(along).cloned().collect()
     }
 
     /// Fails if a transfer has failed, or a rank has left word that the ranks stop.
     pub fn check(&self) -> Result<()> {
-        self.couriers().into_iter().try_for_each(|courier| courier.look())?;
+        self.comm_threads().into_iter().try_for_each(|comm| comm.look())?;
         match self.peers.as_ref().and_then(|peers| peers.word()) {
             Some(what) => Err(Error::Reported { what }),
             None => Ok(()),
@@ -312,15 +312,15 @@ impl Group {
 
     /// Whether RCCL moves them.
     pub fn by_rccl(&self) -> bool {
-        self.bulk.courier.is_some()
+        self.bulk.comm.is_some()
     }
 
     /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of gradients"). Tensors
-    /// travel as [`Group::carry`] has agreed; before, between CPUs over Gloo.
+    /// travel as [`Group::choose_transport`] has agreed; before, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
-        let (peers, courier) = (self.peers()?, self.bulk.courier.as_deref());
-        courier.map_or(Ok(()), Courier::look)?;
-        Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), courier))
+        let (peers, comm) = (self.peers()?, self.bulk.comm.as_deref());
+        comm.map_or(Ok(()), CommThread::look)?;
+        Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), comm))
     }
 
     /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark, never for training.

@@ -21,7 +21,7 @@ use super::{Place, Sent, Store, Strangers, bridge};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
-/// The tag of the proofs; exchanges and the courier have smaller ones.
+/// The tag of the proofs; exchanges and the communication thread have smaller ones.
 const PROVING: c_int = (1 << 30) + 2;
 
 /// How long a rank that ends may take to leave word.

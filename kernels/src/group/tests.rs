@@ -249,13 +249,16 @@ fn the_first_word_stands() {
 #[test]
 fn where_a_library_does_not_serve_every_rank_is_told() {
     let said = ranks(2, SECONDS, |mut group| {
-        let refused = group.carry(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
+        let refused = group.choose_transport(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
         // Nobody insists on it for plain memory.
-        let carried = group.carry(Device::Cpu, Transport::Auto).unwrap();
-        assert_eq!(carried, Carried::default());
+        let chosen = group.choose_transport(Device::Cpu, Transport::Auto).unwrap();
+        assert_eq!(chosen, Chosen::default());
         assert!(!group.by_rccl());
         // A choice may be made anew.
-        assert_eq!(group.carry(Device::Cpu, Transport::Gloo).unwrap(), Carried::default());
+        assert_eq!(
+            group.choose_transport(Device::Cpu, Transport::Gloo).unwrap(),
+            Chosen::default()
+        );
         refused
     });
     // No real library moves plain memory, and most machines have none.
@@ -269,7 +272,7 @@ fn where_a_library_does_not_serve_every_rank_is_told() {
 fn a_rank_that_is_alone_hears_itself_and_waits_for_nobody() {
     let mut group = Group::alone();
     assert_eq!((group.rank(), group.world(), group.nodes().len()), (0, 1, 1));
-    assert_eq!(group.carry(Device::Cpu, Transport::Rccl).unwrap(), Carried::default());
+    assert_eq!(group.choose_transport(Device::Cpu, Transport::Rccl).unwrap(), Chosen::default());
     assert_eq!(group.all_gather("a word", b"mine").unwrap(), [b"mine"]);
     group.barrier("the end").unwrap();
     group.report("a fault");

@@ -5,8 +5,8 @@ use std::sync::{Arc, PoisonError};
 use rccl_sys::{Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::carrier::Party;
-use super::courier::Courier;
+use super::comm_loop::Party;
+use super::comm_thread::CommThread;
 use super::exchange::Exchange;
 use super::lane::Lane;
 use super::peers::Peers;
@@ -27,7 +27,7 @@ pub enum Transport {
 
 /// What the ranks have chosen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Carried {
+pub struct Chosen {
     /// Whether tensors go from device to device; else through plain memory over Gloo.
     pub rccl: bool,
     /// Release of the library, as it encodes it.
@@ -36,7 +36,7 @@ pub struct Carried {
     pub reason: Option<String>,
 }
 
-impl Carried {
+impl Chosen {
     /// In a few words, for a line at the start.
     pub fn words(&self) -> String {
         match (self.rccl, self.release, &self.reason) {
@@ -56,9 +56,9 @@ impl Group {
     ///
     /// RCCL is joined only after everybody has said that it is there, and it carries only after everybody has said that
     /// joining went well: so no rank waits in the library for one that will not come.
-    pub fn carry(&mut self, device: Device, wish: Transport) -> Result<Carried> {
+    pub fn choose_transport(&mut self, device: Device, wish: Transport) -> Result<Chosen> {
         self.bulk = Bulk::of(device);
-        let Some(peers) = &self.peers else { return Ok(Carried::default()) };
+        let Some(peers) = &self.peers else { return Ok(Chosen::default()) };
         let asked = match wish {
             Transport::Auto => device != Device::Cpu,
             Transport::Gloo => false,
@@ -75,41 +75,41 @@ impl Group {
         mine.extend(against.unwrap_or_default().into_bytes());
         let heard = self.all_gather("the choice of a transport", &mine)?;
         let words: Vec<Word> = heard.iter().map(|word| read(word)).collect();
-        let (mut carried, mut courier) = (decide(&words)?, None);
-        if let (true, Ok(lane)) = (carried.rccl, lane) {
+        let (mut chosen, mut comm) = (decide(&words)?, None);
+        if let (true, Ok(lane)) = (chosen.rccl, lane) {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
             let party = Party { axis: 0, members: (0..self.world()).collect() };
-            let joined = Courier::join(peers, (device, lane), party, id);
+            let joined = CommThread::join(peers, (device, lane), party, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
             let words: Vec<Word> = heard.iter().map(|word| joined_word(word)).collect();
-            carried = decide(&words)?;
-            courier = joined.ok().filter(|_| carried.rccl);
-            carried.release = Library::open().and_then(Library::version).ok();
+            chosen = decide(&words)?;
+            comm = joined.ok().filter(|_| chosen.rccl);
+            chosen.release = Library::open().and_then(Library::version).ok();
         }
-        self.bulk.courier = courier.map(Arc::new);
-        Ok(carried)
+        self.bulk.comm = comm.map(Arc::new);
+        Ok(chosen)
     }
 
     /// Who moves tensors along a line of ranks, if that is not Gloo. A line is joined when its ranks first ask for it, all of
     /// them at once, and left when its axis has another one.
-    pub(super) fn courier_along(&self, party: Party) -> Result<Option<Arc<Courier>>> {
+    pub(super) fn comm_along(&self, party: Party) -> Result<Option<Arc<CommThread>>> {
         let Some(peers) = self.peers.as_ref().filter(|_| self.by_rccl()) else { return Ok(None) };
         let mut along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
         let known = along.get(&party.axis).filter(|(members, _)| *members == party.members);
-        if let Some((_, courier)) = known {
-            return Ok(Some(Arc::clone(courier)));
+        if let Some((_, comm)) = known {
+            return Ok(Some(Arc::clone(comm)));
         }
         let (axis, members, device) = (party.axis, party.members.clone(), self.device());
         along.remove(&axis);
         let refused = |reason| Error::Foreign { call: "join a line of devices", reason };
         let lane = Lane::new(device).map_err(refused)?;
         let id = named(peers, &party)?;
-        let courier = Arc::new(Courier::join(peers, (device, lane), party, id).map_err(refused)?);
-        along.insert(axis, (members, Arc::clone(&courier)));
-        Ok(Some(courier))
+        let comm = Arc::new(CommThread::join(peers, (device, lane), party, id).map_err(refused)?);
+        along.insert(axis, (members, Arc::clone(&comm)));
+        Ok(Some(comm))
     }
 }
 
@@ -154,7 +154,7 @@ fn joined_word(word: &[u8]) -> Word {
 }
 
 /// The same on every rank: it has the same words. A rank that did not try says nothing against it.
-fn decide(words: &[Word]) -> Result<Carried> {
+fn decide(words: &[Word]) -> Result<Chosen> {
     let against = words.iter().position(|(_, against)| against.is_some());
     let said = |rank: usize| {
         let reason = words[rank].1.clone().unwrap_or_default();
@@ -163,7 +163,7 @@ fn decide(words: &[Word]) -> Result<Carried> {
     };
     let insists = words.iter().any(|(wish, _)| *wish == Transport::Rccl);
     match against {
-        None => Ok(Carried { rccl: true, ..Carried::default() }),
+        None => Ok(Chosen { rccl: true, ..Chosen::default() }),
         Some(rank) if insists => {
             Err(Error::Foreign { call: "open RCCL on every rank", reason: said(rank) })
         }
@@ -171,7 +171,7 @@ fn decide(words: &[Word]) -> Result<Carried> {
             let told = words
                 .iter()
                 .position(|(_, against)| against.as_ref().is_some_and(|reason| !reason.is_empty()));
-            Ok(Carried { reason: told.map(said), ..Carried::default() })
+            Ok(Chosen { reason: told.map(said), ..Chosen::default() })
         }
     }
 }
@@ -188,7 +188,7 @@ mod tests {
         let choose = |words: &[(Transport, &Option<String>)]| {
             let words: Vec<Word> =
                 words.iter().map(|(wish, said)| (*wish, (*said).clone())).collect();
-            decide(&words).map(|carried| (carried.rccl, carried.reason)).map_err(|e| e.to_string())
+            decide(&words).map(|chosen| (chosen.rccl, chosen.reason)).map_err(|e| e.to_string())
         };
         assert_eq!(choose(&[(Auto, &has), (Auto, &has)]), Ok((true, None)));
         assert_eq!(choose(&[(Auto, &idle), (Gloo, &idle)]), Ok((false, None)));

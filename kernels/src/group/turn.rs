@@ -14,8 +14,8 @@ pub(super) struct Turn {
 }
 
 impl Turn {
-    /// What marks its transfers: below the tags of the courier. The number comes around after 2^28 exchanges, of which no two
-    /// so far apart are under way.
+    /// What marks its transfers: below the tags of the communication thread. The number comes around after 2^28 exchanges, of
+    /// which no two so far apart are under way.
     pub(super) fn tag(self) -> c_int {
         (((self.axis as u64) << 28) | (self.number % (1 << 28))) as c_int
     }

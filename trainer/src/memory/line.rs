@@ -59,12 +59,12 @@ impl<'a> Place<'a> {
     /// Bytes of the blocks of a round that come to a rank: from its neighbours for itself and the owners behind it, from other
     /// machines for itself; `owned` is what of a block each owner gets.
     pub(super) fn received(&self, rank: u32, owned: &Owned) -> u64 {
-        let bag = owned.of(rank) + owned.behind(&self.nodes, rank);
+        let payload = owned.of(rank) + owned.behind(&self.nodes, rank);
         let Blocks { ranks, near, joined, all } = &self.blocks;
         let node = self.nodes.of(rank);
         let by_round = |round: usize| {
             let neighbours = near[node][round] - ranks[rank as usize][round];
-            bag * neighbours + owned.of(rank) * (all[round] - joined[node][round])
+            payload * neighbours + owned.of(rank) * (all[round] - joined[node][round])
         };
         (0..all.len()).map(by_round).max().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! What each rank of a line owns, and what those elsewhere own for whom it is the gate of its machine, in bytes: looked up at
+//! What each rank of a line owns, and what those elsewhere own for whom it is the leader of its machine, in bytes: looked up at
 //! once, however many ranks there are.
 
 use std::collections::BTreeMap;
@@ -9,8 +9,8 @@ use super::team::Nodes;
 pub(crate) struct Owned {
     bytes: Vec<u64>,
     all: u64,
-    /// By the number of ranks of a machine: summed up by the remainder of the place's number, which says whose gate it is
-    /// ([`Nodes::gate`]).
+    /// By the number of ranks of a machine: summed up by the remainder of the place's number, which says whose leader it is
+    /// ([`Nodes::leader`]).
     by_remainder: BTreeMap<u32, Vec<u64>>,
 }
 
@@ -40,7 +40,7 @@ impl Owned {
         self.bytes[place as usize]
     }
 
-    /// Of those elsewhere for which `place` is the gate of its machine.
+    /// Of those elsewhere for which `place` is the leader of its machine.
     pub(crate) fn behind(&self, nodes: &Nodes, place: u32) -> u64 {
         let here = nodes.ranks(nodes.of(place));
         let size = here.end - here.start;

@@ -1,8 +1,8 @@
 //! Gradients of leaves on their way to the owners of their pieces: one expression, whichever way it is walked.
 //!
 //! ```text
-//! leaves of a rank in a round --add--> its blocks --pieces--> the gates of its machine, each piece to one of them
-//! gate: blocks of the machine's ranks --add--> blocks of the machine --pieces--> their owners
+//! leaves of a rank in a round --add--> its blocks --pieces--> the leaders of its machine, each piece to one of them
+//! leader: blocks of the machine's ranks --add--> blocks of the machine --pieces--> their owners
 //! owner: blocks of every machine in the order of leaves --add--> its pieces of G
 //! ```
 //!
@@ -67,7 +67,7 @@ pub(crate) struct Gather<'a> {
     leaving: VecDeque<usize>,
     /// What this rank has for itself of each of its blocks.
     mine: VecDeque<Tensor>,
-    /// What comes from each rank, block after block: from here, for the gate that this rank is, or from a gate elsewhere.
+    /// What comes from each rank, block after block: from here, for the leader that this rank is, or from a leader elsewhere.
     coming: Vec<VecDeque<Arrival<'a>>>,
     /// This rank's pieces of this machine's blocks.
     joined: VecDeque<Tensor>,
@@ -228,8 +228,8 @@ impl<'a> Gather<'a> {
     }
 
     /// Whose pieces `rank` is handed by the ranks of its machine: its own, and those of the owners elsewhere that it is the
-    /// gate to.
-    fn bag(&self, rank: u32) -> Vec<u32> {
+    /// leader of this machine to.
+    fn payload(&self, rank: u32) -> Vec<u32> {
         std::iter::once(rank).chain(self.lines.data.nodes.behind(rank)).collect()
     }
 
@@ -243,7 +243,7 @@ impl<'a> Gather<'a> {
             self.exchange.left(count).map_err(lost)?;
         }
         self.join(before(BEHIND))?;
-        // What gates have begun to send just now is not waited for.
+        // What leaders have begun to send just now is not waited for.
         self.add(before(if self.lines.data.nodes.count() > 1 { 2 * BEHIND } else { BEHIND }))
     }
 
@@ -252,14 +252,16 @@ impl<'a> Gather<'a> {
         let (me, nodes) = (self.me(), &self.lines.data.nodes);
         for stage in self.next[0]..end.min(self.stages()) {
             let (round, bucket) = self.place(stage);
-            let bag: i64 = self.bag(me).iter().map(|owner| self.length(*owner, bucket)).sum();
+            let payload: i64 =
+                self.payload(me).iter().map(|owner| self.length(*owner, bucket)).sum();
             let own = self.length(me, bucket);
             let here = nodes.ranks(nodes.here()).filter(|rank| *rank != me);
-            let here = here
-                .map(|rank| (rank, self.parts[rank as usize][round].clone(), bag, near(stage, 0)));
-            let elsewhere = nodes
-                .others()
-                .map(|node| (nodes.gate(node, me), self.part_of(node, round), own, far(stage, 0)));
+            let here = here.map(|rank| {
+                (rank, self.parts[rank as usize][round].clone(), payload, near(stage, 0))
+            });
+            let elsewhere = nodes.others().map(|node| {
+                (nodes.leader(node, me), self.part_of(node, round), own, far(stage, 0))
+            });
             for (from, part, length, first) in here.chain(elsewhere).collect::<Vec<_>>() {
                 for (block, _) in (0..).zip(blocks(part.start, part.end)) {
                     let arrival =
@@ -272,16 +274,17 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Hands every rank here its bag of the block of ours that begins with leaf `first`, of the stage that is this rank's next.
+    /// Hands every rank here its payload of the block of ours that begins with leaf `first`, of the stage that is this rank's
+    /// next.
     fn send(&mut self, gradients: &Gradients, first: u64) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let round = near(self.stage, self.sent);
         let here = self.lines.data.nodes.ranks(self.lines.data.nodes.here());
-        for (to, bag) in here.zip(self.bags(gradients, first)?) {
+        for (to, payload) in here.zip(self.payloads(gradients, first)?) {
             if to == self.me() {
-                self.mine.push_back(bag);
+                self.mine.push_back(payload);
             } else {
-                self.exchange.send(round, self.rank(to), &bag).map_err(lost)?;
+                self.exchange.send(round, self.rank(to), &payload).map_err(lost)?;
             }
         }
         self.exchange.close(round).map_err(lost)?;
@@ -298,28 +301,29 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// A block's bag of the stage for each rank here. A parameter is let go of as soon as its pieces are in their bags, so that
+    /// A block's payload of the stage for each rank here. A parameter is let go of as soon as its pieces are in them, so that
     /// the block is not held twice.
-    fn bags(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
+    fn payloads(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
         let (_, bucket) = self.place(self.stage);
-        // Where the next piece of an owner goes: into which bag, and where in it.
+        // Where the next piece of an owner goes: into which payload, and where in it.
         let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
         for (slot, rank) in self.lines.data.nodes.ranks(self.lines.data.nodes.here()).enumerate() {
             let mut end = 0;
-            for owner in self.bag(rank) {
+            for owner in self.payload(rank) {
                 next.insert(owner, (slot, end));
                 end += self.length(owner, bucket);
             }
             lengths.push(end);
         }
-        let mut bags: Vec<Tensor> = Vec::new();
+        let mut payloads: Vec<Tensor> = Vec::new();
         for parameter in self.buckets.parameters(bucket) {
             let whole = gradients.take(parameter, first)?;
-            if bags.is_empty() {
-                let bag = |length: &i64| Tensor::f_empty([*length], (Kind::Float, whole.device()));
-                bags = lengths
+            if payloads.is_empty() {
+                let payload =
+                    |length: &i64| Tensor::f_empty([*length], (Kind::Float, whole.device()));
+                payloads = lengths
                     .iter()
-                    .map(bag)
+                    .map(payload)
                     .collect::<std::result::Result<_, _>>()
                     .map_err(refused)?;
             }
@@ -327,12 +331,12 @@ impl<'a> Gather<'a> {
                 let (slot, at) = next.get_mut(&piece.owner).ok_or_else(buckets::unknown)?;
                 let length = piece.length();
                 let own = piece.of(&whole).f_reshape([-1]).map_err(refused)?;
-                let mut into = bags[*slot].f_narrow(0, *at, length).map_err(refused)?;
+                let mut into = payloads[*slot].f_narrow(0, *at, length).map_err(refused)?;
                 into.f_copy_(&own).map_err(refused)?;
                 *at += length;
             }
         }
-        Ok(bags)
+        Ok(payloads)
     }
 
     /// Adds what the ranks here have handed over in the stages before `end`, and sends it on to the owners elsewhere.
@@ -347,10 +351,11 @@ impl<'a> Gather<'a> {
                 let part = self.parts[rank as usize][round].clone();
                 for (level, _) in blocks(part.start, part.end) {
                     let mine = if rank == self.me() { self.mine.pop_front() } else { None };
-                    let bag = mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
+                    let payload =
+                        mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
                     let complete = {
                         let _watch = timing::part(timing::Part::Tree);
-                        joined.push_block(level, bag).map_err(refused)?
+                        joined.push_block(level, payload).map_err(refused)?
                     };
                     if let Some((_, sum)) = complete {
                         self.forward(far(stage, forwarded), bucket, sum)?;
@@ -364,10 +369,10 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Sends a block of this machine to the owners behind this gate, and keeps what is our own.
+    /// Sends a block of this machine to the owners behind this leader, and keeps what is our own.
     fn forward(&mut self, round: u64, bucket: usize, sum: Tensor) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
-        let owners = self.bag(self.me());
+        let owners = self.payload(self.me());
         if owners.len() == 1 {
             self.joined.push_back(sum);
             return Ok(());
@@ -395,10 +400,11 @@ impl<'a> Gather<'a> {
             let (round, bucket) = self.place(stage);
             for node in 0..nodes.count() {
                 let part = self.part_of(node, round);
-                let gate = nodes.gate(node, self.me());
+                let leader = nodes.leader(node, self.me());
                 for (level, _) in blocks(part.start, part.end) {
                     let own = if node == nodes.here() { self.joined.pop_front() } else { None };
-                    let block = own.map_or_else(|| arrived(&mut self.coming[gate as usize]), Ok)?;
+                    let block =
+                        own.map_or_else(|| arrived(&mut self.coming[leader as usize]), Ok)?;
                     let _watch = timing::part(timing::Part::Tree);
                     self.sums[bucket].push_block(level, block).map_err(refused)?;
                 }

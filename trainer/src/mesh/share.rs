@@ -13,7 +13,7 @@ use crate::state::{PieceSums, State};
 use crate::timing;
 
 /// Sends this rank's new weights to every other, in the numbers in which the model reads them, and takes theirs. Each crosses to
-/// another machine once: the gate there passes it on, in a second round. Of weights that ranks hold for each other each rank is
+/// another machine once: the leader there passes it on, in a second round. Of weights that ranks hold for each other each rank is
 /// sent its shards, directly by their owners.
 pub(crate) fn weights(team: &Team<'_>, state: &State) -> Result<()> {
     if team.group.world() == 1 {
@@ -34,16 +34,16 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
     // Asked for in the order in which each rank sends: first its own, then what it passes on.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
         .filter(|owner| *owner != me)
-        .partition(|owner| nodes.teller(me, *owner) == *owner);
+        .partition(|owner| nodes.relay(me, *owner) == *owner);
     let mut arrivals = Vec::new();
     for owner in direct.iter().chain(&passed).copied() {
-        let from = nodes.teller(me, owner);
+        let from = nodes.relay(me, owner);
         let round = u64::from(from != owner);
         let bytes = order(state, owner).iter().map(|piece| bytes(piece, weights)).sum();
         let arrival = exchange.receive(round, from, Kind::Uint8, bytes).map_err(lost)?;
         arrivals.push((owner, arrival));
     }
-    for to in group.others().filter(|to| nodes.teller(*to, me) == me) {
+    for to in group.others().filter(|to| nodes.relay(*to, me) == me) {
         exchange.send(0, to, &mine).map_err(lost)?;
     }
     exchange.close(0).map_err(lost)?;

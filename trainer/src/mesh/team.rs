@@ -181,7 +181,7 @@ pub(crate) fn parts(schedule: Schedule, world: u32, leaves: u64) -> Result<Vec<V
 }
 
 /// Which ranks share a machine. What a machine and a rank elsewhere have for each other goes through one rank of the
-/// machine, the gate to that rank: it adds what its neighbours have before it sends, and passes on what it receives.
+/// machine, the leader to that rank: it adds what its neighbours have before it sends, and passes on what it receives.
 ///
 /// Ranks of a machine are neighbours, as launchers number them unless told otherwise. Where they are not, each run of
 /// neighbours counts as a machine of its own here.
@@ -236,23 +236,23 @@ impl Nodes {
     }
 
     /// Who of `node` speaks with `outside`, a rank elsewhere.
-    pub fn gate(&self, node: usize, outside: u32) -> u32 {
+    pub fn leader(&self, node: usize, outside: u32) -> u32 {
         let Range { start, end } = self.ranks(node);
         start + outside % (end - start)
     }
 
-    /// The ranks elsewhere for which `rank` is the gate of its machine.
+    /// The ranks elsewhere for which `rank` is the leader of its machine.
     pub fn behind(&self, rank: u32) -> impl Iterator<Item = u32> + '_ {
         let node = self.of(rank);
         let all = 0..self.ends[self.count()];
-        all.filter(move |other| self.of(*other) != node && self.gate(node, *other) == rank)
+        all.filter(move |other| self.of(*other) != node && self.leader(node, *other) == rank)
     }
 
-    /// Who hands on to `rank` what `owner` has for everybody: the owner itself, or a neighbour that is the gate to it.
-    pub fn teller(&self, rank: u32, owner: u32) -> u32 {
+    /// Who hands on to `rank` what `owner` has for everybody: the owner itself, or a neighbour that is the leader to it.
+    pub fn relay(&self, rank: u32, owner: u32) -> u32 {
         let node = self.of(rank);
-        let gate = self.gate(node, owner);
-        if self.of(owner) == node || gate == rank { owner } else { gate }
+        let leader = self.leader(node, owner);
+        if self.of(owner) == node || leader == rank { owner } else { leader }
     }
 }
 
@@ -280,9 +280,9 @@ mod tests {
                     (0..world).filter(|other| nodes.of(*other) != nodes.here()).collect();
                 prop_assert_eq!(behind, outside, "each rank elsewhere is behind one rank here");
                 for owner in (0..world).filter(|owner| *owner != rank) {
-                    let teller = nodes.teller(rank, owner);
-                    prop_assert!(teller == owner || nodes.behind(teller).any(|one| one == owner));
-                    let crosses = nodes.of(teller) != nodes.here();
+                    let relay = nodes.relay(rank, owner);
+                    prop_assert!(relay == owner || nodes.behind(relay).any(|one| one == owner));
+                    let crosses = nodes.of(relay) != nodes.here();
                     prop_assert_eq!(crosses, nodes.behind(rank).any(|one| one == owner));
                 }
                 let flat = Nodes::new(&names, rank, true).unwrap();

@@ -14,7 +14,7 @@ use crate::step::Gradient;
 
 /// Agrees with the other ranks how tensors travel: before a run is opened.
 pub fn meet(world: &mut World, transport: Transport) -> Result<()> {
-    world.comm.carry(world.device, transport).map_err(lost).map(drop)
+    world.comm.choose_transport(world.device, transport).map_err(lost).map(drop)
 }
 
 /// Refuses ranks that see another run or are asked something else than rank 0. The last step that all of them see recorded:

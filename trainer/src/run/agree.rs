@@ -1,7 +1,7 @@
 //! Before anything begins: all ranks train one thing in one way, have the memory for it, and know how tensors travel.
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Carried;
+use kernels::group::Chosen;
 
 use super::World;
 use crate::checkpoint::RingOptions;
@@ -20,14 +20,14 @@ pub(super) fn join(
     exec: &ExecOptions,
     world: &mut World,
     after_loss: bool,
-) -> Result<Carried> {
+) -> Result<Chosen> {
     same(spec, &options(exec), world)?;
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
     }
     let ranks = (world.comm.nodes(), world.comm.rank());
     memory::refuse(spec, exec.demand(), ranks, world.device)?;
-    world.comm.carry(world.device, exec.transport).map_err(lost)
+    world.comm.choose_transport(world.device, exec.transport).map_err(lost)
 }
 
 /// The mesh of each phase.

@@ -78,10 +78,10 @@ fn run(
 ) -> Result<Ended> {
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::new(opened)?);
-    let carried = agree::join(&spec, exec, world, recovery.is_some())?;
+    let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
     let team = Team::new(&world.comm, exec.degrees, exec.schedule, exec.flat)?;
     let after = After { recovery, mirror };
-    let begun = open::open(&spec, opened, exec, world, (&team, &carried), after)?;
+    let begun = open::open(&spec, opened, exec, world, (&team, &chosen), after)?;
     let Begun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
     mirror.keep(&team, &state)?;
     if let Some(digest) =

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Carried;
+use kernels::group::Chosen;
 use loader::Opened;
 use serde_json::json;
 use tch::Device;
@@ -54,7 +54,7 @@ pub(super) fn open<'a>(
     opened: &Opened,
     exec: &'a ExecOptions,
     world: &'a World,
-    (team, carried): (&Team<'_>, &Carried),
+    (team, chosen): (&Team<'_>, &Chosen),
     After { recovery, mirror }: After<'_>,
 ) -> Result<Begun<'a>> {
     let comm = &world.comm;
@@ -83,7 +83,7 @@ pub(super) fn open<'a>(
         };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
         if comm.world() > 1 {
-            say_ranks(&mut book, team, carried, owners.pieces())?;
+            say_ranks(&mut book, team, chosen, owners.pieces())?;
         }
         book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
@@ -109,10 +109,10 @@ pub(super) fn open<'a>(
 fn say_ranks(
     book: &mut Book<'_>,
     team: &Team<'_>,
-    carried: &Carried,
+    chosen: &Chosen,
     pieces: &[Piece],
 ) -> Result<()> {
-    let (world, transport) = (team.group.world(), if carried.rccl { "rccl" } else { "gloo" });
+    let (world, transport) = (team.group.world(), if chosen.rccl { "rccl" } else { "gloo" });
     let mesh: Vec<_> = meshes(book.spec, world, team.degrees)
         .into_iter()
         .map(
@@ -122,11 +122,11 @@ fn say_ranks(
     let fields = json!({
         "world": world, "cp": team.degrees.cp, "tsp": team.degrees.tsp, "mesh": mesh,
         "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
-        "rccl_release": carried.release, "no_rccl_because": carried.reason,
+        "rccl_release": chosen.release, "no_rccl_because": chosen.reason,
         "bytes_mirrored": if book.exec.mirror { copies::sent(pieces) } else { 0 },
     });
     book.events.write("ranks", fields)?;
-    book.progress.note(&format!("{world} ranks, tensors by {}", carried.words()));
+    book.progress.note(&format!("{world} ranks, tensors by {}", chosen.words()));
     idle_ranks(book.spec, world, team.degrees).iter().for_each(|note| book.progress.note(note));
     Ok(())
 }

@@ -102,13 +102,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     })?;
     let World { comm: mut group, device, .. } =
         args.ranks.world(&speed, Some(&launched), (None, &stop))?;
-    let carried = group.carry(device, args.ranks.transport()).map_err(lost)?;
+    let chosen = group.choose_transport(device, args.ranks.transport()).map_err(lost)?;
     let speaks = group.rank() == 0;
     if speaks && !args.json {
         tell!(
             "{} ranks, libtorch over Gloo, ours by {}; size and bandwidths as rccl-tests define them",
             group.world(),
-            carried.words()
+            chosen.words()
         );
         head()?;
     }

@@ -60,7 +60,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
-    world.comm.carry(world.device, args.ranks.transport()).map_err(lost)?;
+    world.comm.choose_transport(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();
     let team = Team::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
     let context = Context { spec: &spec, team: &team, workers };

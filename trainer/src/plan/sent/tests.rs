@@ -41,7 +41,7 @@ fn one_by_one(sending: &Sending<'_>) -> Result<SentInStep> {
         };
         let nodes = Nodes::new(&names, rank, flat)?;
         for to in (0..world).filter(|to| *to != rank) {
-            if nodes.teller(to, rank) == rank {
+            if nodes.relay(to, rank) == rank {
                 weighs(to, weights[rank as usize]);
             }
             weighs(to, shards[rank as usize][to as usize % mesh.tsp as usize]);

@@ -1,4 +1,4 @@
-//! The two threads of a courier: one has a round's ranks meet and queues it, the other sees it to its end.
+//! The two threads behind a communicator: one has the ranks of a round meet and queues it, the other sees it to its end.
 
 use std::sync::mpsc::{Receiver, SendError, Sender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -20,7 +20,7 @@ const TOKEN: i32 = 1 << 30;
 /// The tag of a rank's farewell to the one that watches it.
 pub(super) const FAREWELL: i32 = TOKEN + 1;
 
-/// How long the end of the courier is waited for, and of one that failed: the other ranks wait to hear why.
+/// How long the end of the communication thread is waited for, and of one that failed: the other ranks wait to hear why.
 pub(super) const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
 
 /// Between two looks for another rank's word.
@@ -53,7 +53,7 @@ const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2
 /// With what a process ends whose device does not come back: as with any fault of the machine.
 const STUCK: u8 = 6;
 
-/// What the courier and those who wait for it both see.
+/// What the communication thread and those who wait for it both see.
 #[derive(Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -71,7 +71,7 @@ pub(super) struct State {
     pub(super) failed: Option<Error>,
     /// Who exchanges has given that up.
     pub(super) parted: bool,
-    /// Since when the courier is in a call of the library, and for which round.
+    /// Since when the communication thread is in a call of the library, and for which round.
     pub(super) call: Option<(Instant, String)>,
 }
 
@@ -94,7 +94,7 @@ impl Shared {
 }
 
 /// What both threads have.
-pub(super) struct Carrier {
+pub(super) struct CommLoop {
     pub(super) peers: Arc<Peers>,
     pub(super) party: Party,
     pub(super) device: Device,
@@ -104,9 +104,9 @@ pub(super) struct Carrier {
     pub(super) shared: Arc<Shared>,
 }
 
-impl Carrier {
+impl CommLoop {
     /// Queues round after round, and has another thread see each of them end.
-    pub(super) fn carry_all(
+    pub(super) fn issue_all(
         self: Arc<Self>,
         lane: &Lane,
         rounds: Receiver<Round>,
@@ -315,7 +315,7 @@ impl Carrier {
     }
 
     /// Whether the library was asked for errors, and has none. It is not asked while the next round is queued: who is held up
-    /// there is looked after by whoever waits ([`Courier::look`]).
+    /// there is looked after by whoever waits ([`CommThread::look`]).
     fn heard(&self) -> Result<bool> {
         let _inside = match self.inside.try_lock() {
             Ok(inside) => inside,

@@ -8,10 +8,10 @@
 //!   exchange): all that its ranks have queued before it is done, so it is at the head on every one of them, and runs. For a
 //!   rank to close a round it may only wait for arrivals of rounds with smaller numbers; then, by induction, none is stuck.
 //! - A group holds at most 2,048 transfers. A rank that speaks directly with more than 1,023 others is refused by the library;
-//!   ranks of machines go through gates and stay far below.
-//! - Calls may block the caller, and a communicator is for one thread at a time. So one thread, the courier, makes all of
-//!   them but one, and nobody who computes ever waits in one. Another thread looks at the rounds under way, and asks for
-//!   errors while the first is in no call (see `carrier`).
+//!   ranks of machines go through node leaders and stay far below.
+//! - Calls may block the caller, and a communicator is for one thread at a time. So one thread, the communication thread,
+//!   makes all them but one, and nobody who computes ever waits in one. Another thread looks at the rounds under way, and
+//!   asks for errors while the first is in no call (see `comm_loop`).
 //! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
 //!   before a round is queued its ranks tell each other over Gloo that they have come to it. A rank that is lost before is
 //!   missed there, at once and by name. From then on the round's end is looked at, against the deadline, with errors
@@ -22,12 +22,13 @@
 //!   word ends the others.
 //! - To give a communicator up may hang as well: nobody waits long for it ([`PARTING`]).
 //!
-//! **Events, not the host.** Behind each round the courier records an event on its stream. Who waits for a tensor, or for one to
-//! have left, waits until the round is queued, and has the computing stream wait for that event; the bytes may still be far
-//! away. So the host is ahead of the device. Two rounds are under way: while one is looked after, its ranks meet for the
-//! next and queue it, so that it stands on the stream when the first has passed; the third is queued when it has. More would gain
-//! nothing where a round takes as long as ranks take to meet, and hold memory: what a round sends and receives is kept until its
-//! event was seen. That a rank has queued the next round ends no induction of those above: it waits for no arrival of it.
+//! **Events, not the host.** Behind each round the communication thread records an event on its stream. Who waits for a
+//! tensor, or for one to have left, waits until the round is queued, and has the computing stream wait for that event; the
+//! bytes may still be far away. So the host is ahead of the device. Two rounds are under way: while one is looked after, its
+//! ranks meet for the next and queue it, so that it stands on the stream when the first has passed; the third is queued when
+//! it has. More would gain nothing where a round takes as long as ranks take to meet, and hold memory: what a round sends and
+//! receives is kept until its event was seen. That a rank has queued the next round ends no induction of those above: it
+//! waits for no arrival of it.
 //!
 //! No ranks wait for each other for ever by that: a stream is held behind a round only where the thread would have slept until
 //! the bytes are there, and what it queues from then on would have come later too. Threads of a rank share the computing
@@ -37,20 +38,21 @@
 //! **Why nothing wrong reaches the ledger.** Where a round fails, its event passes once the communicator is given up, and what is
 //! computed behind it is computed from whatever lies in the memory. (Only numbers travel, never a size or an index, so
 //! it touches nothing else.) But:
-//! - The courier writes a failure down before it gives the communicator up. Whoever reads a number that was computed behind a
-//!   round that failed reads it after that, and hears of it at the next call of an exchange or of `Group::check`.
-//! - Before a rank tells the others anything ([`super::Group::all_gather`]) it asks that every round that its stream was made to
-//!   wait for has passed, without an error of the library ([`Courier::settled`]). What it tells was read behind those rounds, so
-//!   that this takes no longer than one look. A step's record is made of what ranks tell each other, last of all the
-//!   checksums of the new state, read behind all rounds of the step: a rank with a failure does not tell them, and
+//! - The communication thread writes a failure down before it gives the communicator up. Whoever reads a number that was
+//!   computed behind a round that failed reads it after that, and hears of it at the next call of an exchange or of
+//!   `Group::check`.
+//! - Before a rank tells the others anything ([`super::Group::all_gather`]) it asks that every round that its stream was made
+//!   to wait for has passed, without an error of the library ([`CommThread::settled`]). What it tells was read behind those
+//!   rounds, so that this takes no longer than one look. A step's record is made of what ranks tell each other, last of all
+//!   the checksums of the new state, read behind all rounds of the step: a rank with a failure does not tell them, and
 //!   without them nobody has a record to write down.
 //! - A fault found in numbers that came out of a failed round (a loss that is none, a micro-batch that came out otherwise) is
 //!   told as the failure ([`super::Group::trouble`]).
 //! - If the library does not even let go of the stream, a thread may sleep for ever in a read of the device: when the exchanges
-//!   are not given up within two more deadlines the courier ends the process.
+//!   are not given up within two more deadlines the communication thread ends the process.
 //!
 //! **Where the host waits.** Over Gloo and over streams of plain memory, which know no events, until the bytes are there; for a
-//! round to be queued; in [`Courier::settled`], for what has been read already.
+//! round to be queued; in [`CommThread::settled`], for what has been read already.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -59,7 +61,7 @@ use std::time::Duration;
 use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::carrier::{Carrier, FAREWELL, PARTING, Party, Shared, State, WORDS};
+use super::comm_loop::{CommLoop, FAREWELL, PARTING, Party, Shared, State, WORDS};
 use super::lane::{End, Lane, Round, Ticket, refused};
 use super::peers::Peers;
 use super::turn::Turn;
@@ -71,7 +73,7 @@ use crate::{Error, Result};
 const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 
 /// Moves tensors, round after round, on a thread of its own.
-pub(super) struct Courier {
+pub(super) struct CommThread {
     peers: Arc<Peers>,
     /// `None` when it shall end.
     inbox: Option<Sender<Round>>,
@@ -84,13 +86,13 @@ pub(super) struct Courier {
     watched: Option<Mutex<Receiver<()>>>,
 }
 
-impl std::fmt::Debug for Courier {
+impl std::fmt::Debug for CommThread {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Courier").finish_non_exhaustive()
+        f.debug_struct("CommThread").finish_non_exhaustive()
     }
 }
 
-impl Courier {
+impl CommThread {
     /// Joins the communicator that `id` names. All ranks of the party do so at once; who is not there within the deadline is
     /// missed by the caller.
     pub(super) fn join(
@@ -98,7 +100,7 @@ impl Courier {
         (device, lane): (Device, Lane),
         party: Party,
         id: UniqueId,
-    ) -> std::result::Result<Courier, String> {
+    ) -> std::result::Result<CommThread, String> {
         let (inbox, rounds) = channel();
         let (joined, answer) = channel();
         let (end, ended) = channel::<()>();
@@ -106,7 +108,7 @@ impl Courier {
         let (theirs, there) = (Arc::clone(peers), Arc::clone(&shared));
         let (axis, size) = (party.axis, party.members.len() as u32);
         let place = party.place(peers.rank()).map_err(|error| error.to_string())?;
-        let carry = move || {
+        let run = move || {
             let _end = end.clone();
             let chosen = device::enter(device).map_err(|error| error.to_string());
             let communicator = chosen.and_then(|()| Communicator::join(id, place, size));
@@ -118,11 +120,11 @@ impl Courier {
             if joined.send(Ok(Arc::downgrade(&communicator))).is_ok() {
                 let inside = Mutex::default();
                 let (peers, shared) = (theirs, there);
-                let carrier = Carrier { peers, party, device, communicator, inside, shared };
-                Arc::new(carrier).carry_all(&lane, rounds, end);
+                let both = CommLoop { peers, party, device, communicator, inside, shared };
+                Arc::new(both).issue_all(&lane, rounds, end);
             }
         };
-        std::thread::Builder::new().spawn(carry).map_err(|error| error.to_string())?;
+        std::thread::Builder::new().spawn(run).map_err(|error| error.to_string())?;
         let communicator = match answer.recv_timeout(peers.timeout()) {
             Ok(joined) => joined?,
             Err(_) => return Err(format!("not all joined within {}", seconds(peers.timeout()))),
@@ -133,7 +135,7 @@ impl Courier {
         };
         let (peers, inbox) = (Arc::clone(peers), Some(inbox));
         let ended = Mutex::new(ended);
-        Ok(Courier { peers, inbox, shared, communicator, ended, watched })
+        Ok(CommThread { peers, inbox, shared, communicator, ended, watched })
     }
 
     /// Hands over a closed round, to be queued.
@@ -164,7 +166,7 @@ impl Courier {
     }
 
     /// Sleeps until every round that a computing stream was made to wait for is done. Right after a read of what was computed
-    /// behind them, no longer than the courier takes to look.
+    /// behind them, no longer than the communication thread takes to look.
     pub(super) fn settled(&self) -> Result<()> {
         let held = self.shared.lock().held;
         self.shared.changed.notify_all();
@@ -202,7 +204,7 @@ impl Courier {
             let (state, slept) = changed.unwrap_or_else(PoisonError::into_inner);
             if slept.timed_out() && state.why.is_none() {
                 drop(state);
-                // The courier may be waiting for a rank that is well, and waits for the lost one itself.
+                // The communication thread may be waiting for a rank that is well, and waits for the lost one itself.
                 if let Some(what) = self.peers.word() {
                     self.shared.fail(Error::Reported { what });
                 }
@@ -210,7 +212,7 @@ impl Courier {
         }
     }
 
-    /// The courier hangs in a call: the communicator is given up under it.
+    /// The communication thread hangs in a call: the communicator is given up under it.
     fn held_up(&self, what: &str) -> Error {
         let error = self.peers.held_up(what);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
@@ -222,7 +224,7 @@ impl Courier {
     }
 }
 
-impl Drop for Courier {
+impl Drop for CommThread {
     fn drop(&mut self) {
         // The thread works off what it has, and destroys the communicator if nobody has given it up.
         self.inbox = None;
