@@ -175,7 +175,7 @@ impl<'a> Gather<'a> {
         self.ask(stages)?;
         self.join(stages)?;
         self.add(stages)?;
-        let (me, none) = (self.me(), || Fault::bug("a step had no leaves"));
+        let (me, none) = (self.me(), || Fault::bug("a step had no micro-batches"));
         let Gather { exchange, sums, buckets, pieces, .. } = self;
         {
             let _watch = timing::part(timing::Part::Blocks);

@@ -62,7 +62,7 @@ pub(super) struct Prepared {
 impl LeafInput<'_> {
     /// Refuses what would read past an end; a loader never serves it.
     pub(super) fn validate(&self, config: &ZayaConfig) -> Result<()> {
-        let bug = |what: String| Err(Fault::bug(format!("a leaf that fits no model: {what}")));
+        let bug = |what: String| Err(Fault::bug(format!("a micro-batch that fits no model: {what}")));
         let count = self.rows * self.seq_len;
         let lengths = [self.tokens.len(), self.labels.len(), self.positions.len(), self.mask.len()];
         if count == 0 || lengths.iter().any(|&length| length != count) {
@@ -122,7 +122,7 @@ impl LeafInput<'_> {
     pub fn check_in_place(&self, config: &ZayaConfig) -> Result<CheckedLeaf> {
         let mut places = self.labels.iter().zip(self.mask);
         if places.any(|(label, mask)| *mask > 1 || (*mask == 0 && *label != 0)) {
-            return Err(Fault::bug("a leaf with a label where its mask has none"));
+            return Err(Fault::bug("a micro-batch with a label where its mask has none"));
         }
         self.check(config)
     }

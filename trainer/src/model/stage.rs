@@ -72,13 +72,13 @@ impl LeafBuffer {
     /// Starts moving it: the batch of `leaves`, which were checked, one after the other.
     pub fn send(&mut self, leaves: Vec<CheckedLeaf>, stager: &Stager) -> Result<Vec<StagedLeaf>> {
         if leaves.iter().map(|leaf| leaf.tokens).sum::<usize>() != self.tokens {
-            return Err(Fault::bug("leaves that are not those of their batch"));
+            return Err(Fault::bug("micro-batches that are not those of their batch"));
         }
         let (column, mut end) = (column(self.tokens), 3 * column(self.tokens));
         let (_, words) = self.buffer.parts_mut().map_err(machine)?;
         for span in leaves.iter().flat_map(|leaf| &leaf.spans) {
             words[end] = i32::try_from(span.start)
-                .map_err(|_| Fault::bug("a leaf of more tokens than an i32 counts"))?;
+                .map_err(|_| Fault::bug("a micro-batch of more tokens than an i32 counts"))?;
             end += 1;
         }
         let batch = stager.send(&mut self.buffer, end).map_err(machine)?;
@@ -122,7 +122,7 @@ impl LeafInput<'_> {
         let columns = Columns { tokens, labels, positions, mask };
         let leaf =
             LeafBuffer::copy_of(columns, stager.buffers())?.send(vec![checked], stager)?.pop();
-        leaf.ok_or_else(|| Fault::bug("a leaf was not staged"))
+        leaf.ok_or_else(|| Fault::bug("a micro-batch was not staged"))
     }
 
     /// The leaf on `device`, at once.
