@@ -8,6 +8,7 @@ use std::ops::Range;
 use contract::{Fault, Result, shell};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
 use mixer::Curriculum;
+use store::Location;
 
 use crate::spec::RunSpec;
 
@@ -171,6 +172,11 @@ fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
 pub fn flag(name: &str, value: &str) -> String {
     let between = if value.starts_with('-') { '=' } else { ' ' };
     format!(" {name}{between}{}", shell::word(value))
+}
+
+/// The flags that say where a run's stores are now, for a shell; none where they did not move.
+pub fn moved(stores: &[Location]) -> String {
+    stores.iter().map(|store| flag("--store", &store.to_string())).collect()
 }
 
 #[cfg(test)]

@@ -21,8 +21,6 @@ mod text;
 mod tokens;
 mod verdict;
 
-use std::path::Path;
-
 use contract::{Fault, Result, shell};
 use kernels::tree;
 use loader::Batch;
@@ -36,7 +34,7 @@ pub use removal::Removal;
 pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
-use crate::change::flag;
+use crate::change::{self, flag};
 use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
@@ -192,7 +190,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         next: Vec::new(),
     };
     explanation.by_the_ledger(replayer, &before, &history, replayed.record)?;
-    explanation.next = next_commands(&explanation, &replayer.root());
+    explanation.next = next_commands(&explanation, replayer);
     explanation.findings = verdict::findings(&explanation);
     explanation.sentence = verdict::sentence(&explanation.findings, &explanation);
     Ok(explanation)
@@ -236,7 +234,7 @@ impl Explanation {
 }
 
 /// What to type next about the documents that stand apart.
-fn next_commands(found: &Explanation, run: &Path) -> Vec<String> {
+fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
     let count = documents::culprits(&found.documents, found.top);
     // Ids by file and row are each source's own, and another one may well have the same.
     let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
@@ -247,10 +245,11 @@ fn next_commands(found: &Explanation, run: &Path) -> Vec<String> {
     if drops.is_empty() {
         return Vec::new();
     }
-    let (run, step) = (shell::path(run), found.step);
+    let (run, step) = (shell::path(&replayer.root()), found.step);
+    let moved = change::moved(replayer.stores());
     vec![
-        format!("ztrain replay --run {run} --step {step}{drops}"),
-        format!("ztrain fork {run} --step {} --out NEW{drops}", step - 1),
+        format!("ztrain replay --run {run} --step {step}{moved}{drops}"),
+        format!("ztrain fork {run} --step {} --out NEW{moved}{drops}", step - 1),
     ]
 }
 

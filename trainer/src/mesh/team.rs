@@ -163,7 +163,10 @@ impl Lines<'_> {
         }
         let more = said.iter_mut().any(|said| said.next().is_some());
         if all.len() as u64 != leaves || more {
-            return Err(Fault::bug(format!("{} micro-batches were computed of {leaves}", all.len())));
+            return Err(Fault::bug(format!(
+                "{} micro-batches were computed of {leaves}",
+                all.len()
+            )));
         }
         Ok(all)
     }

@@ -62,7 +62,8 @@ pub(super) struct Prepared {
 impl LeafInput<'_> {
     /// Refuses what would read past an end; a loader never serves it.
     pub(super) fn validate(&self, config: &ZayaConfig) -> Result<()> {
-        let bug = |what: String| Err(Fault::bug(format!("a micro-batch that fits no model: {what}")));
+        let bug =
+            |what: String| Err(Fault::bug(format!("a micro-batch that fits no model: {what}")));
         let count = self.rows * self.seq_len;
         let lengths = [self.tokens.len(), self.labels.len(), self.positions.len(), self.mask.len()];
         if count == 0 || lengths.iter().any(|&length| length != count) {

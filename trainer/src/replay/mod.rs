@@ -103,6 +103,8 @@ pub struct Together {
 pub struct Replayer {
     spec: RunSpec,
     folder: RunFolder,
+    /// Where its stores are now, if they were moved.
+    stores: Vec<Location>,
     ledger: Ledger,
     /// The last step that all ranks see in the ledger.
     recorded: u64,
@@ -154,6 +156,7 @@ impl Replayer {
         Ok(Replayer {
             spec,
             folder,
+            stores: stores.to_vec(),
             ledger,
             recorded,
             world: Arc::clone(world),
@@ -190,6 +193,11 @@ impl Replayer {
     /// Where it was.
     pub(crate) fn folder(&self) -> &RunFolder {
         &self.folder
+    }
+
+    /// Where its stores are now, if they were moved.
+    pub(crate) fn stores(&self) -> &[Location] {
+        &self.stores
     }
 
     /// Who computes here.

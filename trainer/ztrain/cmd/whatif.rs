@@ -7,7 +7,7 @@ use contract::terminal::print_raw;
 use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
-use trainer::change::Change;
+use trainer::change::{self, Change};
 use trainer::chart::Chart;
 use trainer::optim::guard::Skipped;
 use trainer::replay::whatif::Answer;
@@ -62,10 +62,7 @@ fn next(run: &Path, stores: &[Location], change: &Change, first: u64) -> [String
     let mut name = whole.file_name().unwrap_or_default().to_owned();
     name.push(format!("-from-{first}"));
     let (before, new) = (first - 1, whole.with_file_name(name));
-    let moved: String = stores
-        .iter()
-        .map(|store| format!(" --store {}", shell::word(&store.to_string())))
-        .collect();
+    let moved = change::moved(stores);
     let flags = change.flags();
     [
         format!(
