@@ -145,23 +145,28 @@ pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<
     let first = read(&heard[0])?;
     for (rank, heard) in heard.iter().enumerate() {
         let other = read(heard)?;
-        let differs = |what: &str, (found, wanted): (&str, &str), hint: &str| {
+        type Kind = fn(String) -> Fault;
+        let differs = |(what, kind): (&str, Kind), (found, wanted): (&str, &str), hint: &str| {
             let what = format!("rank {rank} has another {what} than rank 0");
-            Err(Fault::mismatch(what).found(found).wanted(wanted).hint(hint))
+            Err(kind(what).found(found).wanted(wanted).hint(hint))
         };
         if other.0 != first.0 {
             let digests = (other.0.to_string(), first.0.to_string());
             let hint = "start every rank with the same curriculum and stores";
-            return differs("run", (digests.0.as_str(), digests.1.as_str()), hint);
+            return differs(
+                ("run", Fault::mismatch),
+                (digests.0.as_str(), digests.1.as_str()),
+                hint,
+            );
         }
         if other.1 != first.1 {
             let hint = "ranks need one device architecture, one libtorch and one C library";
-            return differs("kernel table", parted(&other.1, &first.1), hint);
+            return differs(("kernel table", Fault::mismatch), parted(&other.1, &first.1), hint);
         }
         let parts = other.2.iter().zip(&first.2).find(|(other, first)| other != first);
         if let Some((other, first)) = parts {
             let hint = "give every rank the same options";
-            return differs("command line", (other.as_str(), first.as_str()), hint);
+            return differs(("command line", Fault::usage), (other.as_str(), first.as_str()), hint);
         }
     }
     Ok(())

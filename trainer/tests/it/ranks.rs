@@ -272,7 +272,7 @@ fn ranks_that_do_not_agree_are_refused() {
         train_with(&scratch, "apart", 2, |rank, exec| exec.checkpoint_every += u64::from(rank));
     for outcome in outcomes {
         let fault = outcome.unwrap_err();
-        assert_eq!(fault.class(), Class::Mismatch);
+        assert_eq!(fault.class(), Class::Usage);
         assert!(fault.to_string().contains("rank 1 has another command line"), "{fault}");
         assert!(fault.to_string().contains("--checkpoint-every 4"), "{fault}");
     }
