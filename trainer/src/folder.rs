@@ -551,7 +551,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
 }
 
 /// The first entry in which two kernel tables differ, with both values.
-pub fn table_difference(
+pub(crate) fn table_difference(
     before: &serde_json::Value,
     after: &serde_json::Value,
 ) -> Option<(String, String, String)> {

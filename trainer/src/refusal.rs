@@ -16,7 +16,7 @@ use tch::kind::Element;
 const THROWN: &str = "called `Result::unwrap()` on an `Err` value: Torch(\"";
 
 /// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
-pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(fault(&*panic)))
 }
 

@@ -173,12 +173,12 @@ impl RunSpec {
     }
 
     /// What the model computes in during `step`.
-    pub fn dtype_at(&self, step: u64) -> Dtype {
+    pub(crate) fn dtype_at(&self, step: u64) -> Dtype {
         self.curriculum.numbers_at(step).dtype
     }
 
     /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
-    pub fn dtypes(&self) -> Vec<(u64, Dtype)> {
+    pub(crate) fn dtypes(&self) -> Vec<(u64, Dtype)> {
         let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
         let mut steps: Vec<u64> = amended.map(|one| one.step).chain([1]).collect();
         steps.sort_unstable();
@@ -186,7 +186,7 @@ impl RunSpec {
     }
 
     /// The steps up to `step` that an amendment lets move nothing, ascending.
-    pub fn skips_through(&self, step: u64) -> impl Iterator<Item = u64> {
+    pub(crate) fn skips_through(&self, step: u64) -> impl Iterator<Item = u64> {
         let amendments = self.curriculum.amendments.iter();
         amendments.filter(move |one| one.skip && one.step <= step).map(|one| one.step)
     }

@@ -55,7 +55,7 @@ pub enum Part {
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 21] = [
+pub(crate) const PARTS: [(Part, &str); 21] = [
     (Part::Batch, "batch: read, assemble"),
     (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),
@@ -80,7 +80,7 @@ pub const PARTS: [(Part, &str); 21] = [
 ];
 
 /// Parts that exist so that bits can be checked; without them the same weights would come out.
-pub const EXACTNESS: [Part; 3] = [Part::LeafSums, Part::Norm, Part::StateSums];
+pub(crate) const EXACTNESS: [Part; 3] = [Part::LeafSums, Part::Norm, Part::StateSums];
 
 static ON: AtomicBool = AtomicBool::new(false);
 static SPENT: [AtomicU64; PARTS.len()] = [const { AtomicU64::new(0) }; PARTS.len()];

@@ -61,7 +61,7 @@ impl SourceLoss {
 
 impl Validation {
     /// Whether it is taken after `step`, when the run's last is `last`.
-    pub fn is_due(&self, step: u64, last: u64) -> bool {
+    pub(crate) fn is_due(&self, step: u64, last: u64) -> bool {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 

@@ -154,7 +154,10 @@ impl Workers {
     }
 
     /// Items for [`Workers::map`]: each by itself in main memory, all as one on a device, which is asked once for many numbers.
-    pub fn batched<I>(device: tch::Device, items: impl IntoIterator<Item = I>) -> Vec<Vec<I>> {
+    pub(crate) fn batched<I>(
+        device: tch::Device,
+        items: impl IntoIterator<Item = I>,
+    ) -> Vec<Vec<I>> {
         match device {
             tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
             _ => vec![items.into_iter().collect()],

@@ -175,7 +175,7 @@ impl Checkpoints {
     }
 
     /// The folder of the checkpoint of `step`.
-    pub fn location(&self, step: u64) -> Location {
+    pub(crate) fn location(&self, step: u64) -> Location {
         self.medium.location(&format!("step-{step}"))
     }
 
@@ -284,7 +284,7 @@ impl Checkpoints {
     }
 
     /// Renames a damaged checkpoint, so that nobody counts on it and somebody can look at it.
-    pub fn set_aside(&self, step: u64) -> Result<()> {
+    pub(crate) fn set_aside(&self, step: u64) -> Result<()> {
         let files = self.medium.list()?;
         let old = format!("damaged-{}", name(step, ""));
         files
@@ -297,7 +297,7 @@ impl Checkpoints {
     }
 
     /// Lets the checkpoint of `step` stay whatever the retention says.
-    pub fn pin(&self, step: u64) -> Result<()> {
+    pub(crate) fn pin(&self, step: u64) -> Result<()> {
         self.medium.put(&name(step, format::PINNED), &[]).map(drop)
     }
 

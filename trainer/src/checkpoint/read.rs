@@ -78,7 +78,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Where it lies.
-    pub fn location(&self) -> Location {
+    pub(crate) fn location(&self) -> Location {
         self.medium.location(&format!("step-{}", self.manifest.step))
     }
 

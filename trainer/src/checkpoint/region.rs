@@ -39,7 +39,7 @@ impl Region {
     }
 
     /// Its elements.
-    pub fn volume(&self) -> i64 {
+    pub(crate) fn volume(&self) -> i64 {
         self.lengths.iter().product()
     }
 
@@ -56,7 +56,7 @@ impl Region {
     }
 
     /// What it has in common with a box of the same tensor.
-    pub fn intersect(&self, other: &Region) -> Option<Region> {
+    pub(crate) fn intersect(&self, other: &Region) -> Option<Region> {
         let mut common = Region { offsets: Vec::new(), lengths: Vec::new() };
         let sides = self.offsets.iter().zip(&self.lengths);
         for ((a, a_length), (b, b_length)) in sides.zip(other.offsets.iter().zip(&other.lengths)) {
@@ -81,7 +81,7 @@ impl Region {
 }
 
 /// Whether boxes cover a tensor of this shape, each element once.
-pub fn tile(shape: &[i64], boxes: &[Region]) -> bool {
+pub(crate) fn tile(shape: &[i64], boxes: &[Region]) -> bool {
     let volume: i128 = boxes.iter().map(|region| i128::from(region.volume())).sum();
     let whole: i128 = shape.iter().map(|length| i128::from(*length)).product();
     let apart = |(index, one): (usize, &Region)| {

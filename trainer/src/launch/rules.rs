@@ -48,7 +48,7 @@ pub enum Cause {
 }
 
 /// All of them, with their names in the file.
-pub const CAUSES: [(Cause, &str); 9] = [
+pub(crate) const CAUSES: [(Cause, &str); 9] = [
     (Cause::Crash, "crash"),
     (Cause::Hang, "hang"),
     (Cause::Straggler, "straggler"),
@@ -77,7 +77,7 @@ impl Cause {
     }
 
     /// The same where only its exit code is known.
-    pub fn of_code(code: u8) -> Option<Cause> {
+    pub(crate) fn of_code(code: u8) -> Option<Cause> {
         let is = |class: Class| class.exit_code() == code;
         match () {
             () if is(Class::Usage) || is(Class::Data) => None,
@@ -124,7 +124,7 @@ impl Action {
     }
 
     /// Whether it concerns a single rank, while the others go on.
-    pub fn is_of_one_rank(self) -> bool {
+    pub(crate) fn is_of_one_rank(self) -> bool {
         matches!(self, Action::Note | Action::Restart | Action::Evict)
     }
 }
@@ -314,7 +314,7 @@ pub struct History(Vec<(Cause, usize, Instant)>);
 impl History {
     /// What to do about `cause` now, of what is `possible`: the first rule that is not used up, and which time it is. Nothing
     /// else is left: stop.
-    pub fn choose(
+    pub(crate) fn choose(
         &mut self,
         rules: &Rules,
         cause: Cause,

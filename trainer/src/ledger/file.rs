@@ -110,7 +110,7 @@ impl Ledger {
     }
 
     /// The same, with every line checked.
-    pub fn read_whole(path: &Path) -> Result<Ledger> {
+    pub(crate) fn read_whole(path: &Path) -> Result<Ledger> {
         Ledger::to_read(path, For::Checking)
     }
 
@@ -240,7 +240,7 @@ impl Ledger {
     }
 
     /// What the line of `step` says of the fields that `T` asks for, checked.
-    pub fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
+    pub(crate) fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
         let path = &self.source.path;
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))

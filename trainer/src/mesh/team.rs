@@ -123,7 +123,7 @@ impl Lines<'_> {
     }
 
     /// The leaves of `rank`.
-    pub fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
+    pub(crate) fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
         let place = self.mesh.place(Axis::Dp, rank) as usize;
         Ok(self.parts(leaves)?[place].iter().cloned().flatten().collect())
     }
@@ -134,7 +134,7 @@ impl Lines<'_> {
     }
 
     /// Of what each rank says of each of its leaves, in the order of all leaves. What ranks that share a leaf say is `joined`.
-    pub fn in_order<T>(
+    pub(crate) fn in_order<T>(
         &self,
         leaves: u64,
         said: Vec<Vec<T>>,
@@ -239,7 +239,7 @@ impl Nodes {
     }
 
     /// Who of `node` speaks with `outside`, a rank elsewhere.
-    pub fn leader(&self, node: usize, outside: u32) -> u32 {
+    pub(crate) fn leader(&self, node: usize, outside: u32) -> u32 {
         let Range { start, end } = self.ranks(node);
         start + outside % (end - start)
     }

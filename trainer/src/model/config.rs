@@ -138,7 +138,7 @@ impl ZayaConfig {
     }
 
     /// The same where `place` tells where a key stands, for faults.
-    pub fn resolve_at(
+    pub(crate) fn resolve_at(
         preset: Option<&str>,
         fields: &BTreeMap<String, Value>,
         place: impl Fn(&str) -> String,
@@ -287,17 +287,17 @@ impl ZayaConfig {
     }
 
     /// Width of all query heads together.
-    pub fn query_size(&self) -> i64 {
+    pub(crate) fn query_size(&self) -> i64 {
         self.num_attention_heads * self.head_dim
     }
 
     /// Width of all key heads together, which is that of all value heads.
-    pub fn key_size(&self) -> i64 {
+    pub(crate) fn key_size(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
     }
 
     /// Channels of the two convolutions: queries, then keys.
-    pub fn conv_size(&self) -> i64 {
+    pub(crate) fn conv_size(&self) -> i64 {
         self.query_size() + self.key_size()
     }
 
@@ -307,12 +307,12 @@ impl ZayaConfig {
     }
 
     /// Rotated dimensions of a head.
-    pub fn rotary_dim(&self) -> i64 {
+    pub(crate) fn rotary_dim(&self) -> i64 {
         (self.head_dim as f64 * self.partial_rotary_factor) as i64
     }
 
     /// Classes of the router: the experts, then the skip.
-    pub fn router_classes(&self) -> i64 {
+    pub(crate) fn router_classes(&self) -> i64 {
         self.num_experts + 1
     }
 }

@@ -32,7 +32,7 @@ pub struct Collected(Vec<Option<Tensor>>);
 
 impl Collected {
     /// The gradients in canonical order.
-    pub fn into_vec(self) -> Result<Vec<Tensor>> {
+    pub(crate) fn into_vec(self) -> Result<Vec<Tensor>> {
         let missing = || Fault::bug("a parameter has no gradient");
         self.0.into_iter().map(|gradient| gradient.ok_or_else(missing)).collect()
     }

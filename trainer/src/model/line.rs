@@ -76,7 +76,7 @@ impl Dealt {
     }
 
     /// Who has a chunk.
-    pub fn place_of(self, chunk: u64) -> u64 {
+    pub(crate) fn place_of(self, chunk: u64) -> u64 {
         self.leaf(chunk) / (self.chunks / self.degree)
     }
 
@@ -95,7 +95,7 @@ impl Dealt {
     }
 
     /// The same of a row of `length` tokens with documents that begin at `starts`.
-    pub fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
+    pub(crate) fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {
             let starts: Vec<u32> = starts.iter().copied().filter(|start| *start < end).collect();

@@ -54,10 +54,9 @@ pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
 pub use input::{CheckedLeaf, LeafInput};
 pub use line::{Coming, Dealt, Line};
-pub use param::{
-    EMBEDDING, Init, ParamId, ParamSpec, Role, balance_name, init_balance, initial, rounded,
-};
-pub use probe::probe;
+pub use param::{Init, ParamId, ParamSpec, Role, init_balance, rounded};
+pub(crate) use param::{balance_name, initial};
+pub(crate) use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{LeafBuffer, StagedLeaf};
 pub use zaya::{init, parameters};
@@ -153,7 +152,7 @@ pub struct LeafLosses {
 
 impl LeafLosses {
     /// Tokens by layer and router class, which the host waits for.
-    pub fn read_counts(&self) -> Result<Vec<Vec<u64>>> {
+    pub(crate) fn read_counts(&self) -> Result<Vec<Vec<u64>>> {
         let read = |counts: &Option<Tensor>| match counts {
             Some(counts) => {
                 Ok(values::<i64>(counts)?.into_iter().map(i64::cast_unsigned).collect())
@@ -283,12 +282,12 @@ pub fn logits(
 /// expert, with `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of
 /// attention inside each document, the router, the one expert of each routed token, and the head; norms, activations and the
 /// optimizer are not counted, nor is recomputation.
-pub fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
+pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     Zaya::new(config).flops(config, tokens, routed, pairs)
 }
 
 /// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.
-pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
+pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
     let ends = starts.iter().skip(1).copied().chain([length]);
     let lengths = starts.iter().zip(ends).map(|(start, end)| u64::from(end - start));
     lengths.map(|n| n * (n + 1) / 2).sum()
@@ -296,7 +295,7 @@ pub fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 
 /// Bytes that a micro-batch of `tokens` has alive between its passes: at the head, with its logits, and when it is back at the
 /// embedding; while attention of a layer is computed, `attending` more.
-pub fn activation_bytes(
+pub(crate) fn activation_bytes(
     config: &ZayaConfig,
     (tokens, attending): (u64, u64),
     options: LeafOptions,
@@ -308,14 +307,14 @@ pub fn activation_bytes(
 
 /// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32:
 /// those of one layer at a time.
-pub fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
+pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     2 * (narrow + 4) * config.key_size() as u64 * tokens
 }
 
 /// Bytes that `degree` ranks which share a micro-batch of `rows` sequences of `seq_len` tokens, each one document, send each
 /// other in all for it: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
-pub fn shared_bytes(
+pub(crate) fn shared_bytes(
     config: &ZayaConfig,
     (rows, seq_len): (u64, u64),
     degree: u64,
@@ -335,7 +334,7 @@ pub fn shared_bytes(
 
 /// Bytes of shards of weights that `degree` places that hold them for each other send in all for a micro-batch: every one for the
 /// way forward and for the way back, and once more where activations are computed again.
-pub fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dtype) -> u64 {
+pub(crate) fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dtype) -> u64 {
     let passes = if keep == Keep::LayerInputs { 3 } else { 2 };
     let cut = parameters.iter().filter(|one| one.sharding.is_some());
     let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());

@@ -84,11 +84,8 @@ impl ParamSpec {
     }
 }
 
-/// The embedding and head, always the first parameter.
-pub const EMBEDDING: &str = "model.embed_tokens.weight";
-
 /// Name of the balancing biases of a layer: a buffer, not a parameter.
-pub fn balance_name(layer: i64) -> String {
+pub(crate) fn balance_name(layer: i64) -> String {
     format!("model.layers.{layer}.mlp.gate.balancing_biases")
 }
 
@@ -222,7 +219,7 @@ pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> kernels::Resu
 /// The elements `part` of what a parameter begins with, flat, in f32, on CPU.
 ///
 /// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place, or on who draws it.
-pub fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> kernels::Result<Tensor> {
+pub(crate) fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> kernels::Result<Tensor> {
     let key = Key::from_seed(seed).child("init").child(&spec.name);
     let values: Vec<f32> = match spec.init {
         Init::Constant(value) => vec![value; (part.end - part.start) as usize],
@@ -244,6 +241,9 @@ pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
 mod tests {
     use super::*;
     use crate::model::{init, parameters};
+
+    /// The embedding and head, always the first parameter.
+    const EMBEDDING: &str = "model.embed_tokens.weight";
 
     fn count(config: &ZayaConfig, name: &str) -> u64 {
         let named = |spec: &&ParamSpec| spec.name.contains(name);

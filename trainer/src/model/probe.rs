@@ -9,7 +9,7 @@ use super::zaya::Zaya;
 use super::{LeafOptions, ZayaConfig, enter};
 
 /// What goes through each layer, first to last, when it computes `input`: forward only.
-pub fn probe(
+pub(crate) fn probe(
     options: LeafOptions,
     config: &ZayaConfig,
     params: &[Tensor],

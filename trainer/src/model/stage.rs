@@ -55,7 +55,7 @@ impl LeafBuffer {
     }
 
     /// A buffer with the columns of a batch that lies elsewhere.
-    pub fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<LeafBuffer> {
+    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<LeafBuffer> {
         let mut copy = LeafBuffer::take(buffers, batch.tokens.len())?;
         let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
         tokens.copy_from_slice(batch.tokens);

@@ -12,7 +12,7 @@ const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
 
 /// The default learning rate.
-pub const LR: f64 = 1e-3;
+pub(crate) const LR: f64 = 1e-3;
 
 /// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`.
 #[derive(Clone, Debug, PartialEq)]

@@ -21,7 +21,7 @@ use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops};
 use tch::Tensor;
 
 /// The quintic iteration: it pushes singular values into about 0.7..1.2, fast rather than exact.
-pub const QUINTIC: NewtonSchulz = NewtonSchulz {
+pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,
@@ -49,13 +49,13 @@ impl Muon {
 
     /// The same with iterations of this form.
     #[must_use]
-    pub fn by_form(self, form: NewtonSchulzForm) -> Self {
+    pub(crate) fn by_form(self, form: NewtonSchulzForm) -> Self {
         Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
     /// Moves the momentum of one matrix in place, and says in which direction its weights go; `scale` is what the gradient is
     /// multiplied with first.
-    pub fn direction(
+    pub(crate) fn direction(
         &self,
         ops: &dyn Ops,
         momentum: &mut Tensor,
@@ -72,7 +72,7 @@ impl Muon {
 
     /// Moves the weights of a matrix with so many rows or columns, whichever are more, or any part of them by the same part of
     /// the direction: elementwise.
-    pub fn descend(
+    pub(crate) fn descend(
         &self,
         ops: &dyn Ops,
         weight: &mut Tensor,

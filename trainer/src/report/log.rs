@@ -159,7 +159,7 @@ impl Log {
     }
 
     /// Whether a process has begun and not ended, as far as the events say: it trains, or was killed.
-    pub fn running(&self) -> bool {
+    pub(crate) fn running(&self) -> bool {
         self.running.is_some()
     }
 

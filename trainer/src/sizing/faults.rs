@@ -13,7 +13,7 @@ use contract::{Key, Purpose, draw};
 use serde::Serialize;
 
 /// Seconds in a day.
-pub const DAY: f64 = 86_400.0;
+pub(crate) const DAY: f64 = 86_400.0;
 
 /// A run that fails now and then.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -36,7 +36,7 @@ pub fn between(ranks: u32, per_rank_hour: f64) -> f64 {
 }
 
 /// The seconds of work after which a checkpoint is best written. Without a stall, or without failures, there is no best one.
-pub fn best_interval(stall: f64, between: f64) -> f64 {
+pub(crate) fn best_interval(stall: f64, between: f64) -> f64 {
     if stall >= 2.0 * between {
         return between;
     }

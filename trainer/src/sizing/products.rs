@@ -47,7 +47,7 @@ pub fn even(tokens: i64, experts: i64) -> Vec<i64> {
 }
 
 /// All products of a micro-batch but those inside of attention.
-pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> {
+pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> {
     let layers = config.num_hidden_layers as u64 * by.chunks;
     let mut list = List { found: Vec::new(), count: layers, forward: 1 + u64::from(by.recompute) };
     attention(config, by.tokens, &mut list);
@@ -65,13 +65,13 @@ pub fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> 
 
 /// Operations of attention over `pairs` of a query and a key that see each other, in all layers, forward; backward are twice as
 /// many.
-pub fn of_attention(config: &ZayaConfig, pairs: u64) -> f64 {
+pub(crate) fn of_attention(config: &ZayaConfig, pairs: u64) -> f64 {
     4.0 * config.query_size() as f64 * pairs as f64 * config.num_hidden_layers as f64
 }
 
 /// Operations of the five Newton-Schulz iterations on a matrix, as the table for the CPU does them: halves of symmetric products,
 /// and the short side alone where the matrix is oblong.
-pub fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
+pub(crate) fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
     match long >= 2.0 * short {
         true => 3.0 * short * short * long + 17.0 * short.powi(3),

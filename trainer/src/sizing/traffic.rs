@@ -12,7 +12,7 @@ use crate::timing::Part;
 const CLASSES: [f64; 2] = [2900.0, 850.0];
 
 /// Bytes of each part in a micro-batch of `tokens`; large products' operands have `narrow` bytes.
-pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Part, f64)> {
+pub(crate) fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Part, f64)> {
     let f = |size: i64| size as f64;
     let w = narrow as f64;
     // To and from the kind of products, where it is not f32.
@@ -54,20 +54,20 @@ pub fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Par
 }
 
 /// Bytes that the softmax over the vocabulary and its slope read and write: a row is read and written by each of the two.
-pub fn of_softmax(config: &ZayaConfig, tokens: i64) -> f64 {
+pub(crate) fn of_softmax(config: &ZayaConfig, tokens: i64) -> f64 {
     16.0 * tokens as f64 * config.vocab_size as f64
 }
 
 /// What the gated units of a layer's experts count forward and backward in bytes of a softmax: an exponential each, as there,
 /// whatever the format.
-pub fn of_gated_units(config: &ZayaConfig, tokens: i64) -> [f64; 2] {
+pub(crate) fn of_gated_units(config: &ZayaConfig, tokens: i64) -> [f64; 2] {
     [16.0, 20.0].map(|bytes| bytes * tokens as f64 * config.moe_intermediate_size as f64)
 }
 
 /// What a layer's parts take beside products and bytes, whatever their size, in calls of the smallest pass over memory: found by
 /// `ztrain bench step` on one Xeon with 16 tokens in a micro-batch of a model 64 wide, less what products and bytes are planned
 /// to take there. The head's is for a micro-batch, not a layer.
-pub const CALLS: [(Part, f64); 8] = [
+pub(crate) const CALLS: [(Part, f64); 8] = [
     (Part::Stream, 46.0),
     (Part::Attention, 86.0),
     (Part::AttentionBack, 147.0),

@@ -276,7 +276,7 @@ impl State {
 
     /// The weights as the model reads them under `dtype`, aliases where they are held so. In more bits than they are held in
     /// they are known where one rank owns everything.
-    pub fn read_as(
+    pub(crate) fn read_as(
         &self,
         parameters: &[ParamSpec],
         dtype: Dtype,
@@ -296,7 +296,7 @@ impl State {
     }
 
     /// All weights in f32, of a state of which this rank owns everything; aliases where they are held so.
-    pub fn in_f32(&self) -> Result<Vec<Tensor>> {
+    pub(crate) fn in_f32(&self) -> Result<Vec<Tensor>> {
         let whole = self.weights.iter().map(|one| one.f_to_kind(Kind::Float));
         let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
         let whole = whole.map_err(refused)?;
@@ -429,7 +429,7 @@ impl State {
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.
-    pub fn own_sums(&self, workers: Workers) -> Result<Vec<PieceSums>> {
+    pub(crate) fn own_sums(&self, workers: Workers) -> Result<Vec<PieceSums>> {
         let items = self.own().map(|(piece, weight, Owned { first, second, .. })| {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
@@ -456,7 +456,7 @@ impl State {
     }
 
     /// The checksums of the whole state, from those of all pieces in canonical order.
-    pub fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
+    pub(crate) fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
         // No `..`: whatever is added to the state enters its digest.
         // Who holds what decides no digest.
         let State { step, weights, fold: _, balance, windows, owners, owned: _, departures: _ } =

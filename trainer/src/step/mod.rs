@@ -299,6 +299,6 @@ pub fn alone<T>(
 }
 
 /// How many numbers a configuration trains.
-pub fn parameter_count(config: &ZayaConfig) -> u64 {
+pub(crate) fn parameter_count(config: &ZayaConfig) -> u64 {
     model::parameters(config).iter().map(model::ParamSpec::elements).sum()
 }
