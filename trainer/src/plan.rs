@@ -31,7 +31,7 @@ pub use sent::SentInStep;
 
 /// Devices whose memory is known, in GiB; `cpu` is this machine.
 /// Sources: AMD Instinct MI300X and MI325X data sheets, NVIDIA H100, H200 and B200 data sheets.
-pub(crate) const DEVICES: [(&str, u64); 5] =
+pub const DEVICES: [(&str, u64); 5] =
     [("mi300x", 192), ("mi325x", 256), ("h100", 80), ("h200", 141), ("b200", 180)];
 
 /// The ranks for which a run is planned, and how they work together.

@@ -55,7 +55,7 @@ pub enum Part {
 }
 
 /// Every part, in the order of a step, with its name.
-pub(crate) const PARTS: [(Part, &str); 21] = [
+pub const PARTS: [(Part, &str); 21] = [
     (Part::Batch, "batch: read, assemble"),
     (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),

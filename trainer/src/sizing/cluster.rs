@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::Curve;
 
 /// Names and texts of the clusters that come with the program.
-pub(crate) const PUBLISHED: [(&str, &str); 2] = [
+pub const PUBLISHED: [(&str, &str); 2] = [
     ("mi300x-pollara", include_str!("clusters/mi300x-pollara.toml")),
     ("h100", include_str!("clusters/h100.toml")),
 ];

@@ -20,7 +20,7 @@ use crate::refusal::refused;
 use crate::workers::Workers;
 
 /// Bytes of the operands that calls go round, each worker its own.
-pub(crate) const COLD: u64 = 64 << 20;
+pub const COLD: u64 = 64 << 20;
 
 /// Width of the product before each pass over memory: 0.2 ms or so.
 const WIDTH: i64 = 256;
@@ -102,7 +102,7 @@ pub enum Pass {
 }
 
 /// Numbers in a row that a softmax is measured over, at most.
-pub(crate) const VOCABULARY: i64 = 2048;
+pub const VOCABULARY: i64 = 2048;
 
 /// All of them.
 pub const PASSES: [Pass; 7] =

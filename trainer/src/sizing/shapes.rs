@@ -8,7 +8,7 @@ use serde::Serialize;
 use crate::model::ZayaConfig;
 
 /// What dimensions should be multiples of.
-pub(crate) const ALIGNMENT: i64 = 64;
+pub const ALIGNMENT: i64 = 64;
 
 /// A product of `[rows, inner]` and `[inner, columns]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
