@@ -167,7 +167,19 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     let next = format!("to go on: ztrain --curriculum {} --out {}", arg(&own), arg(&out));
     assert!(said.err.contains(&next), "{}", said.err);
     said.ok();
+    // The file that the run was begun with lacks it: nothing is taken back without a word.
+    let (amended, ledger) = (fs::read(&own).unwrap(), out.join("ledger.jsonl"));
+    let before = fs::read(&ledger).unwrap();
+    train(&[]).fails(2, &["run.toml", "amends step 6", "go on with `ztrain --curriculum"]);
+    assert!(fs::read(&own).unwrap() == amended && fs::read(&ledger).unwrap() == before);
     fs::write(&own, begun).unwrap();
+    // A run that is under way has read its curriculum: it would never see what is written.
+    let lock = fs::File::open(out.join("lock")).unwrap();
+    lock.lock().unwrap();
+    let amend = ["amend", arg(&own), "--step", "6", "--skip"];
+    zdata(&amend).fails(2, &["run.toml", "under way"]);
+    zdata(&[&amend[..], &["--dry-run"]].concat()).ok();
+    drop(lock);
     // Another corpus with the same tokenizer, under other names.
     let text = fs::read_to_string(&corpus).unwrap();
     let more = scratch

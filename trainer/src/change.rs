@@ -149,7 +149,7 @@ impl Change {
 }
 
 /// The learning rate of a step.
-fn rate_at(spec: &RunSpec, step: u64) -> f64 {
+pub(crate) fn rate_at(spec: &RunSpec, step: u64) -> f64 {
     spec.settings_at(step).schedule.rate(step)
 }
 

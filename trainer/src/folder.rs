@@ -13,7 +13,7 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use contract::{Class, Digest, Fault, Result, Symptom};
+use contract::{Class, Digest, Fault, Result, Symptom, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
@@ -296,8 +296,7 @@ impl RunFolder {
         if found.is_none() {
             self.refuse_foreign()?;
         }
-        let recorded = found.as_ref().map_or(0, Ledger::last_step);
-        let (by_hand, edits) = self.edits(spec, recorded)?;
+        let (by_hand, edits) = self.edits(spec, found.as_ref().map(Ledger::last_step))?;
         self.write_curriculum(spec, source)?;
         let ledger = match found {
             Some(ledger) => ledger,
@@ -333,8 +332,9 @@ impl RunFolder {
     }
 
     /// What the curriculum changes against the one that `run.toml` has, for people. The ledger agrees with the curriculum by
-    /// now: what it changes of `recorded` steps, first, was never trained.
-    fn edits(&self, spec: &RunSpec, recorded: u64) -> Result<(Vec<String>, Vec<String>)> {
+    /// now: what it changes of `recorded` steps, first, was never trained. An amendment of later steps that the folder's own file
+    /// has is not taken back without a word.
+    fn edits(&self, spec: &RunSpec, ledger: Option<u64>) -> Result<(Vec<String>, Vec<String>)> {
         let path = self.curriculum();
         if !path.exists() {
             return Ok(Default::default());
@@ -346,6 +346,20 @@ impl RunFolder {
             let found = "its text, which is no curriculum,".to_owned();
             return Ok((vec![found], Vec::new()));
         };
+        let recorded = ledger.unwrap_or(0);
+        let of_step = |step| spec.curriculum.amendments.iter().any(|one| one.step == step);
+        let lost = last.amendments.iter().find(|one| one.step > recorded && !of_step(one.step));
+        if let (Some(lost), Some(_)) = (lost, ledger) {
+            let (own, root) = (shell::path(&path), shell::path(&self.root));
+            return Err(Fault::usage(format!(
+                "the run's own curriculum amends step {}, and this one does not",
+                lost.step
+            ))
+            .at(path.display().to_string())
+            .hint(format!(
+                "go on with `ztrain --curriculum {own} --out {root}`, or take the amendment out of that file first"
+            )));
+        }
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
         let told = |list: Vec<Difference>| list.iter().map(ToString::to_string).collect();
@@ -457,7 +471,10 @@ pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -
         .at(spec.curriculum.place(&first.key))
         .found(&first.found)
         .wanted(format!("{}, as in {}", first.wanted, path.display()))
-        .hint("the run's curriculum was edited by hand: put back what the ledger says")),
+        .hint(
+            "the run's own curriculum was edited since: `ztrain --curriculum FILE --out RUN` with the file that the run \
+             goes on by puts it right",
+        )),
     }
 }
 

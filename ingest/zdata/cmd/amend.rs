@@ -146,6 +146,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let mut proof = Proof::new(&before, &after, args.step, found)?;
     proof.skip = args.skip;
     if !args.dry_run {
+        let _held = held(&path)?;
         replace(&path, &before.source, &after.source)?;
         proof.written = true;
     }
@@ -164,6 +165,27 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 fn ledger_beside(path: &Path) -> Option<PathBuf> {
     let ledger = path.with_file_name("ledger.jsonl");
     (path.file_name().is_some_and(|name| name == "run.toml") && ledger.is_file()).then_some(ledger)
+}
+
+/// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is replaced. One
+/// that is under way would never see what is written, and its folder would tell of an amendment that it has not.
+fn held(path: &Path) -> Result<Option<fs::File>> {
+    let Some(lock) = ledger_beside(path).map(|ledger| ledger.with_file_name("lock")) else {
+        return Ok(None);
+    };
+    let file = match fs::File::open(&lock) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Fault::io("open", &lock, &error)),
+    };
+    match disk::hold(&file) {
+        Ok(true) => Ok(Some(file)),
+        Ok(false) => Err(Fault::usage("this run is under way, and has read its curriculum")
+            .at(path.display().to_string())
+            .wanted("a run that stands still")
+            .hint("stop it (Ctrl-C leaves a checkpoint), amend this file, and go on with it")),
+        Err(error) => Err(Fault::io("lock", &lock, &error)),
+    }
 }
 
 /// The place of a fault in a line that only the amendment would have: nobody can look there.

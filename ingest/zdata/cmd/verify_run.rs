@@ -202,7 +202,10 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
         .at(opened.curriculum.place(&edit.key))
         .found(edit.found)
         .wanted(format!("{}, as in {}", edit.wanted, ledger.path.display()))
-        .hint("the run's curriculum was edited by hand: put back what the ledger says")),
+        .hint(
+            "the run's own curriculum was edited since: `ztrain --curriculum FILE --out RUN` with the file that the run \
+             goes on by puts it right",
+        )),
     }
 }
 

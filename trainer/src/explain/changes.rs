@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::history::History;
+use crate::change::rate_at;
 use crate::events;
 use crate::folder::RunFolder;
 use crate::ledger::StepRecord;
@@ -78,14 +79,34 @@ const JUMP: f64 = 1.5;
 /// A source's part of the samples that changes by more than this is another mixture.
 const SHARE: f64 = 0.02;
 
-/// All that was changed from the oldest step of `history` to `record`, oldest first.
+/// What is known of a step before it is computed.
+struct Known {
+    step: u64,
+    lr: f64,
+    /// Whether it moved the weights, where that is written down.
+    skipped: Option<Skipped>,
+    /// Whether an accepted edit came into force with it.
+    edited: bool,
+}
+
+impl From<&StepRecord> for Known {
+    fn from(record: &StepRecord) -> Known {
+        let (step, lr, skipped) = (record.step, record.lr(), record.skipped);
+        Known { step, lr, skipped, edited: record.curriculum.is_some() }
+    }
+}
+
+/// All that was changed from the oldest step of `history` to `step`, oldest first; `record` is what is written of that one. A
+/// step that diverges has none, and the plan says what it would have been.
 pub(super) fn changes(
     spec: &RunSpec,
     folder: &RunFolder,
     history: &History,
-    record: &StepRecord,
+    (step, record): (u64, Option<&StepRecord>),
 ) -> Result<Vec<Change>> {
-    let records: Vec<&StepRecord> = history.records.iter().chain([record]).collect();
+    let planned = || Known { step, lr: rate_at(spec, step), skipped: None, edited: false };
+    let last = record.map_or_else(planned, Known::from);
+    let records: Vec<Known> = history.records.iter().map(Known::from).chain([last]).collect();
     let mut found = rates(&records);
     for pair in records.windows(2) {
         found.extend(curriculum(spec, pair[0].step, pair[1].step)?);
@@ -94,7 +115,7 @@ pub(super) fn changes(
             found.push(Change { kind, step, what: format!("step {step} was {}", reason.words()) });
         }
         let amended = spec.curriculum.amendments.iter().any(|one| one.step == pair[1].step);
-        if pair[1].curriculum.is_some() && !amended {
+        if pair[1].edited && !amended {
             let (kind, step) = (Kind::Amendment, pair[1].step);
             let what = format!("an edit of the curriculum came into force at step {step}");
             found.push(Change { kind, step, what });
@@ -102,16 +123,15 @@ pub(super) fn changes(
     }
     let first = records[0].step;
     for amendment in &spec.curriculum.amendments {
-        let Amendment { step, .. } = *amendment;
-        if (first + 1..=record.step).contains(&step) {
-            let before = spec.curriculum.numbers_at(step - 1);
-            let what = format!("amended from step {step} on: {}", amended(amendment, &before));
-            found.push(Change { kind: Kind::Amendment, step, what });
+        let at = amendment.step;
+        if (first + 1..=step).contains(&at) {
+            let before = spec.curriculum.numbers_at(at - 1);
+            let what = format!("amended from step {at} on: {}", amended(amendment, &before));
+            found.push(Change { kind: Kind::Amendment, step: at, what });
         }
     }
-    found.extend(
-        machines(folder)?.into_iter().filter(|one| (first + 1..=record.step).contains(&one.step)),
-    );
+    let machines = machines(folder)?;
+    found.extend(machines.into_iter().filter(|one| (first + 1..=step).contains(&one.step)));
     found.sort_by_key(|change| (change.step, change.kind));
     Ok(found)
 }
@@ -151,12 +171,12 @@ fn amended(amendment: &Amendment, before: &Numbers) -> String {
 }
 
 /// Jumps of the learning rate. Warm-up rises by equal amounts, so what rises by no more than it did before is none.
-fn rates(records: &[&StepRecord]) -> Vec<Change> {
+fn rates(records: &[Known]) -> Vec<Change> {
     let mut found = Vec::new();
     let mut risen =
-        records.first().map_or(0.0, |first| if first.step == 1 { first.lr() } else { 0.0 });
+        records.first().map_or(0.0, |first| if first.step == 1 { first.lr } else { 0.0 });
     for pair in records.windows(2) {
-        let (before, lr, step) = (pair[0].lr(), pair[1].lr(), pair[1].step);
+        let (before, lr, step) = (pair[0].lr, pair[1].lr, pair[1].step);
         let rise = lr - before;
         let jumps = lr > JUMP * before && rise > 2.0 * risen.max(0.0);
         if jumps || lr * JUMP * 2.0 < before {

@@ -86,11 +86,12 @@ pub struct TemperatureEvidence {
     pub largest_logit: f64,
 }
 
-/// Every layer's norms in `record`, the step after `before`.
+/// Every layer's norms in `record`, the step after `before`; a step that has none, since it diverges, has no gradient and no
+/// update that could be told.
 pub(super) fn layers(
     spec: &RunSpec,
     before: &State,
-    record: &StepRecord,
+    record: Option<&StepRecord>,
     history: &History,
     workers: Workers,
 ) -> Result<Vec<LayerEvidence>> {
@@ -109,11 +110,11 @@ pub(super) fn layers(
         name: layer.name,
         weights: norm::norm(&squares[layer.parameters]),
         gradient: Norm {
-            norm: gradient(record, index).unwrap_or(0.0),
+            norm: record.map_or(f64::NAN, |record| gradient(record, index).unwrap_or(0.0)),
             median: history.median(|record| gradient(record, index)),
         },
         update: Norm {
-            norm: update(record, index).unwrap_or(0.0),
+            norm: record.map_or(f64::NAN, |record| update(record, index).unwrap_or(0.0)),
             median: history.median(|record| update(record, index)),
         },
         update_before: last.and_then(|(last, rest)| {

@@ -213,7 +213,7 @@ fn gradients(
 
 impl Explanation {
     /// Adds what follows from the ledger. What the run wrote down of a step that is not computed alike is what is to be
-    /// explained.
+    /// explained; of one that diverges nothing is written, and the steps before it tell how it came to that.
     fn by_the_ledger(
         &mut self,
         replayer: &Replayer,
@@ -224,18 +224,28 @@ impl Explanation {
         let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
-        if let Some(record) = written.as_ref().or(again.as_ref()) {
-            self.layers = layers::layers(spec, before, record, history, workers)?;
-            self.routers = layers::routers(record, history);
-            self.changes = changes::changes(spec, replayer.folder(), history, record)?;
-        }
+        let record = written.as_ref().or(again.as_ref());
+        self.layers = layers::layers(spec, before, record, history, workers)?;
+        self.routers = record.map_or_else(Vec::new, |record| layers::routers(record, history));
+        self.changes = changes::changes(spec, replayer.folder(), history, (step, record))?;
         Ok(())
+    }
+}
+
+impl Explanation {
+    /// How many of the first documents stand apart; none where the step diverges without them, too.
+    fn culprits(&self) -> usize {
+        let in_vain = |all: &Removal| self.diverged.is_some() && all.norm.is_none();
+        match self.removals.last().is_some_and(in_vain) {
+            true => 0,
+            false => documents::culprits(&self.documents, self.top),
+        }
     }
 }
 
 /// What to type next about the documents that stand apart.
 fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
-    let count = documents::culprits(&found.documents, found.top);
+    let count = found.culprits();
     // Ids by file and row are each source's own, and another one may well have the same.
     let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
         true => flag("--drop-doc", &format!("{}:{}", one.document.source, one.document.id)),

@@ -110,9 +110,15 @@ fn subject(change: &Change) -> Subject {
 
 /// One sentence.
 pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
+    let seen = |subject| match subject {
+        Subject::Bits => found.verdict != Verdict::NotRecorded,
+        Subject::Router => !found.routers.is_empty(),
+        Subject::Temperature => !found.temperatures.is_empty(),
+        Subject::Update => found.layers.iter().any(|layer| layer.update_before.is_some()),
+        _ => true,
+    };
     let quiet = LOOKED_AT.iter().filter(|(subject, _)| {
-        let recorded = found.verdict != Verdict::NotRecorded || *subject != Subject::Bits;
-        recorded && findings.iter().all(|finding| finding.subject != *subject)
+        seen(*subject) && findings.iter().all(|finding| finding.subject != *subject)
     });
     let quiet: Vec<String> = quiet.map(|(_, word)| (*word).to_owned()).collect();
     let quiet = match quiet.is_empty() {
@@ -121,6 +127,9 @@ pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
     };
     let words: Vec<&str> = findings.iter().map(|finding| finding.words.as_str()).collect();
     match words.split_first() {
+        None if found.diverged.is_some() => {
+            format!("it diverges, and nothing that was looked at stands out{quiet}")
+        }
         None => format!("nothing stands out{quiet}"),
         Some((first, [])) => format!("{first}{quiet}"),
         Some((first, rest)) => format!("{first}; also: {}{quiet}", rest.join("; ")),
@@ -181,7 +190,7 @@ fn update(found: &Explanation) -> Option<String> {
 }
 
 fn culprits(found: &Explanation) -> Option<String> {
-    let count = documents::culprits(&found.documents, found.top);
+    let count = found.culprits();
     let named = &found.documents[..count];
     if named.is_empty() {
         return None;

@@ -243,7 +243,7 @@ fn compare(ledger: &Ledger, record: &StepRecord, folder: &RunFolder) -> Result<(
         .wanted(difference.left)
         .hint(format!(
             "find out whether it is repeatable: `ztrain replay --run {} --step {}`",
-            folder.root().display(),
+            shell::path(folder.root()),
             record.step
         ))),
     }
