@@ -11,7 +11,6 @@ use std::ops::Range;
 
 use contract::{Fault, Result, counted};
 use curriculum::Dtype;
-use kernels::ops::ATTENTION_ROWS;
 use serde::Serialize;
 use tch::{Device, Kind};
 
@@ -151,11 +150,7 @@ impl<'a> Ways<'a> {
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
         let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
-        // What hides later keys from the queries of a chunk, for one sequence at a time.
-        let seq_len = u64::from(placed.seq_len);
-        let pairs = ATTENTION_ROWS.unsigned_abs().min(seq_len / cut.chunks);
-        let hidden = if cut.chunks > 1 { 4 * pairs * seq_len } else { 0 };
-        let sizes = (tokens / ranks, shared + hidden);
+        let sizes = (tokens / ranks, shared);
         let activations =
             model::activation_bytes(config, sizes, workers.options().cut(here), dtype);
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);

@@ -34,10 +34,10 @@ use crate::device::queue::Queue;
 use crate::{Error, Result};
 use call::Call;
 pub use operands::{
-    ATTENTION_ROWS, AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads,
-    CrossEntropy, CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz,
-    NewtonSchulzForm, NormBack, Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
-    RouterGrads, RouterSaved, RouterWeights, Routes, Scaling, Span,
+    AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
+    CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NewtonSchulzForm,
+    NormBack, Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads,
+    RouterSaved, RouterWeights, Routes, Scaling, Span,
 };
 
 /// The variable that asks for another table than the one for the device.

@@ -214,10 +214,6 @@ impl Span {
     }
 }
 
-/// Queries of a part of a document that the table for main memory takes at once where keys come before them: it hides later ones
-/// by a number for each pair, 4 bytes each.
-pub const ATTENTION_ROWS: i64 = 512;
-
 /// Causal softmax attention of H query heads in K groups, each of which shares a key head and a value head, of d dimensions.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {

@@ -1,41 +1,41 @@
-//! Causal softmax attention, document by document, by libtorch's kernel.
+//! Causal softmax attention, document by document, in f32; operands in bf16 are widened, and what comes of them rounded once.
 //!
-//! Keys and values are shared by the query heads of a group: heads of a group are libtorch's heads, key heads its batch, and
-//! a key is repeated by a stride of 0.
+//! As FlashAttention (T. Dao et al. 2022, arXiv 2205.14135; 2023, arXiv 2307.08691) does, no matrix of all scores is kept: the
+//! backward pass computes them again from the largest one of a query and the sum of its softmax. [`WIDE`] queries are
+//! taken at once, against every key that one of them sees. Their scores stand as `[keys][WIDE]`, a query in each lane, so that a
+//! softmax goes down the rows, and so that they are an operand of the next product as they stand ([`super::panels`]).
 //!
-//! A part of a document that has keys before it is taken in blocks of [`ATTENTION_ROWS`] queries: what hides later keys from them
-//! is a tensor with a number for each pair, which for a whole part of a long document would be the largest of all.
+//! Every number is a chain in an order of its own: scores over dimensions; heads and gradients of queries over keys; gradients
+//! of keys and values over the query heads of their group, and then over queries. What a token does not see adds an exact
+//! zero. So a token's bits depend on what it sees alone: not on the others of its block, and not on whether its document is
+//! taken whole or in parts.
 
-use tch::{Device, Kind, Tensor};
+use std::ops::Range;
 
+use tch::Tensor;
+
+use super::exponential::exp;
+use super::panels::{HIGH, Panels, WIDE};
+use super::{empty, read, simd, to_f32, write};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::{ATTENTION_ROWS, Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+
+/// A number for each query of a block.
+type Lanes = [f32; WIDE];
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
-    let [queries, keys, width] = by.shape;
-    let group = queries / keys;
-    let heads = Tensor::f_empty([tokens, queries * width], (by.value.kind(), by.value.device()))?;
-    let mut saved = Vec::with_capacity(by.spans.len());
-    let spans = by.spans.iter().zip(first_keys(by.spans));
-    for (span, first) in spans.flat_map(|(span, first)| blocks(*span).map(move |it| (it, first))) {
-        let [query, key, value] = operands(by, span, first)?;
-        let (out, log_sum) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu(
-            &query,
-            &key,
-            &value,
-            0.0,
-            span.before == 0,
-            earlier(span)?,
-            scale(by),
-        )?;
-        let rows = heads.f_narrow(0, span.start, span.len)?;
-        let rows = rows.f_view([span.len, keys, group, width])?.f_permute([1, 2, 0, 3])?;
-        rows.shallow_clone().f_copy_(&out)?;
-        saved.push([out, log_sum]);
-    }
-    Ok(Attended { heads, saved })
+    let [queries, _, width] = by.shape;
+    let given = Given::of(by)?;
+    let mut heads = empty(&[tokens, queries * width])?;
+    let mut stats = empty(&[2, queries, tokens])?;
+    let operands = given.read()?;
+    let out = (write(&mut heads)?, write(&mut stats)?);
+    let (most, part) = out.1.split_at_mut(out.1.len() / 2);
+    operands.forward(by.spans, out.0, [most, part]);
+    let heads = heads.f_to_kind(by.value.kind())?;
+    Ok(Attended { saved: vec![[heads.shallow_clone(), stats]], heads })
 }
 
 pub(super) fn attention_backward(
@@ -45,111 +45,335 @@ pub(super) fn attention_backward(
     out: AttentionGrads,
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
-    let parts: usize = by.spans.iter().map(|span| blocks(*span).count()).sum();
-    if saved.len() != parts {
-        let found = format!("{} blocks of documents", saved.len());
-        let call = Call("attention_backward");
-        return Err(call.refuse("saved", found, format!("{parts}")));
-    }
-    let keys = by.shape[1];
-    let to_query = out.query.f_unflatten(0, [keys, by.shape[0] / keys])?;
-    let (to_key, to_value) = (out.key.f_unsqueeze(1)?, values(out.value, by.shape)?);
-    let mut saved = saved.into_iter();
-    for (span, first) in by.spans.iter().zip(first_keys(by.spans)) {
-        let blocks: Vec<_> = blocks(*span).zip(saved.by_ref()).collect();
-        let here = |x: &Tensor| x.f_narrow(2, first, span.keys());
-        // The last block sees all keys; what the others say of theirs is added to it, in f32.
-        let mut sums: Option<[Tensor; 2]> = None;
-        for (block, saved) in blocks.into_iter().rev() {
-            let rows = grad.f_narrow(0, block.start, block.len)?;
-            let [dq, dk, dv] = back(by, (block, first), saved, &rows)?;
-            to_query.f_narrow(2, block.start, block.len)?.f_copy_(&dq)?;
-            match &sums {
-                None => sums = Some([dk, dv]),
-                Some(sums) => {
-                    for (sum, term) in sums.iter().zip([dk, dv]) {
-                        let _ = sum.f_narrow(2, 0, block.keys())?.f_add_(&term)?;
-                    }
-                }
-            }
-        }
-        for (sum, to) in sums.iter().flatten().zip([&to_key, &to_value]) {
-            here(to)?.f_copy_(sum)?;
-        }
+    let ([queries, _, _], tokens) = (by.shape, by.query.size()[1]);
+    let sizes = [grad.size(), vec![2, queries, tokens]];
+    let fits = |one: &&[Tensor; 2]| one.each_ref().map(Tensor::size) == sizes;
+    let Some([heads, stats]) = saved.first().filter(fits).filter(|_| saved.len() == 1) else {
+        let (call, found) = (Call("attention_backward"), format!("{} pairs", saved.len()));
+        return Err(call.refuse("saved", found, "the heads, and two numbers for each".to_owned()));
+    };
+    let (given, [heads, grad]) = (Given::of(by)?, [dense(heads)?, dense(grad)?]);
+    let [mut to_query, mut to_key] = [empty(&by.query.size())?, empty(&by.key.size())?];
+    let mut to_value = empty(&by.value.size())?;
+    let stats = read(stats)?;
+    let (most, part) = stats.split_at(stats.len() / 2);
+    let done = Done { heads: read(&heads)?, grad: read(&grad)?, most, part };
+    let into = Into {
+        query: write(&mut to_query)?,
+        key: write(&mut to_key)?,
+        value: write(&mut to_value)?,
+    };
+    given.read()?.backward(by.spans, done, into);
+    for (to, from) in [(out.query, to_query), (out.key, to_key), (out.value, to_value)] {
+        to.shallow_clone().f_copy_(&from)?;
     }
     Ok(())
 }
 
-/// Gradients of the queries of a block, and, added up over the heads of a group in f32, of all keys and values that it sees.
-fn back(
-    by: Attention,
-    (block, first): (Span, i64),
-    [out, log_sum]: [Tensor; 2],
-    rows: &Tensor,
-) -> Result<[Tensor; 3]> {
-    let [queries, keys, width] = by.shape;
-    let rows = rows.f_view([block.len, keys, queries / keys, width])?.f_permute([1, 2, 0, 3])?;
-    let [q, k, v] = operands(by, block, first)?;
-    let (dq, dk, dv) = Tensor::f_internal_scaled_dot_product_flash_attention_for_cpu_backward(
-        &rows,
-        &q,
-        &k,
-        &v,
-        &out,
-        &log_sum,
-        0.0,
-        block.before == 0,
-        earlier(block)?,
-        scale(by),
-    )?;
-    let over_group = |x: Tensor| x.f_sum_dim_intlist(1, true, Kind::Float);
-    Ok([dq, over_group(dk)?, over_group(dv)?])
+/// Contiguous, in f32.
+fn dense(tensor: &Tensor) -> Result<Tensor> {
+    Ok(to_f32(tensor)?.f_contiguous()?)
 }
 
-/// A span in blocks of queries; whole where its document begins with it, for that order libtorch knows by itself.
-fn blocks(span: Span) -> impl Iterator<Item = Span> {
-    let rows = if span.before == 0 { span.len.max(1) } else { ATTENTION_ROWS };
-    (0..span.len).step_by(rows as usize).map(move |at| {
-        let (start, len, before) = (span.start + at, rows.min(span.len - at), span.before + at);
-        Span { start, len, before }
-    })
+/// The operands, contiguous and in f32.
+struct Given {
+    operands: [Tensor; 3],
+    shape: [usize; 3],
 }
 
-/// The first key of each span.
-fn first_keys(spans: &[Span]) -> impl Iterator<Item = i64> {
-    spans.iter().scan(0, |end, span| {
-        let first = *end;
-        *end += span.keys();
-        Some(first)
-    })
-}
-
-/// What is added to the scores of a span with keys before it, `[n, m]`: token t sees what came before, and keys up to its own.
-/// libtorch's own causal order would have its first token see the first key alone.
-fn earlier(span: Span) -> Result<Option<Tensor>> {
-    if span.before == 0 {
-        return Ok(None);
+impl Given {
+    fn of(by: Attention) -> Result<Given> {
+        let operands = [dense(by.query)?, dense(by.key)?, dense(by.value)?];
+        Ok(Given { operands, shape: by.shape.map(|size| size as usize) })
     }
-    let shape = [span.len, span.keys()];
-    let mut hidden = Tensor::f_full(shape, f64::NEG_INFINITY, (Kind::Float, Device::Cpu))?;
-    Ok(Some(hidden.f_triu_(span.before + 1)?))
+
+    fn read(&self) -> Result<Operands<'_>> {
+        let [query, key, value] = self.operands.each_ref();
+        let [tokens, others] = [query.size()[1] as usize, key.size()[1] as usize];
+        let (query, key, value) = (read(query)?, read(key)?, read(value)?);
+        Ok(Operands { query, key, value, tokens, others, shape: self.shape })
+    }
 }
 
-/// Queries of a span, `[K, H / K, n, d]`, and its keys and values from `first` on, `[K, H / K, m, d]`.
-fn operands(by: Attention, span: Span, first: i64) -> Result<[Tensor; 3]> {
-    let [queries, keys, width] = by.shape;
-    let group = queries / keys;
-    let query = by.query.f_unflatten(0, [keys, group])?.f_narrow(2, span.start, span.len)?;
-    let shape = [keys, group, -1, width];
-    let shared = |x: Tensor| x.f_narrow(2, first, span.keys())?.f_expand(shape, false);
-    Ok([query, shared(by.key.f_unsqueeze(1)?)?, shared(values(by.value, by.shape)?)?])
+/// What attention reads.
+#[derive(Clone, Copy)]
+struct Operands<'a> {
+    /// `[H, N, d]`.
+    query: &'a [f32],
+    /// `[K, M, d]`.
+    key: &'a [f32],
+    /// `[M, K d]`.
+    value: &'a [f32],
+    /// N.
+    tokens: usize,
+    /// M.
+    others: usize,
+    /// `[H, K, d]`.
+    shape: [usize; 3],
 }
 
-/// `[M, K d]` as `[K, 1, M, d]`.
-fn values(value: &Tensor, [_, keys, width]: [i64; 3]) -> Result<Tensor> {
-    Ok(value.f_view([value.size()[0], keys, width])?.f_transpose(0, 1)?.f_unsqueeze(1)?)
+/// What the forward pass left, and the gradient of the heads.
+#[derive(Clone, Copy)]
+struct Done<'a> {
+    /// `[N, H d]`.
+    heads: &'a [f32],
+    /// `[N, H d]`.
+    grad: &'a [f32],
+    /// `[H, N]`: the largest score of each query.
+    most: &'a [f32],
+    /// `[H, N]`: one over the sum of its softmax.
+    part: &'a [f32],
 }
 
-fn scale(by: Attention) -> f64 {
-    1.0 / (by.shape[2] as f64).sqrt()
+/// Where gradients go, in the layouts of [`Operands`].
+struct Into<'a> {
+    query: &'a mut [f32],
+    key: &'a mut [f32],
+    value: &'a mut [f32],
+}
+
+/// A span, as it lies in the operands.
+#[derive(Clone, Copy)]
+struct Part {
+    /// Its first query.
+    start: usize,
+    len: usize,
+    before: usize,
+    /// Its first key.
+    first: usize,
+}
+
+impl Part {
+    fn all(spans: &[Span]) -> impl Iterator<Item = Part> {
+        spans.iter().scan(0, |end, span| {
+            let [start, len, before] = [span.start, span.len, span.before].map(|n| n as usize);
+            let first = *end;
+            *end += before + len;
+            Some(Part { start, len, before, first })
+        })
+    }
+
+    fn keys(self) -> usize {
+        self.before + self.len
+    }
+
+    fn blocks(self) -> impl Iterator<Item = Block> {
+        (0..self.len).step_by(WIDE).map(move |first| {
+            let queries = first..self.len.min(first + WIDE);
+            Block { base: self.before + first, keys: self.before + queries.end, queries }
+        })
+    }
+}
+
+/// Queries of a part that are taken at once.
+struct Block {
+    queries: Range<usize>,
+    /// The key of the first of them: the last one that all see.
+    base: usize,
+    /// Keys that the last of them sees.
+    keys: usize,
+}
+
+impl Block {
+    /// Its number among those of its part.
+    fn number(&self) -> usize {
+        self.queries.start / WIDE
+    }
+
+    /// Numbers of its scores, with those that fill tiles up.
+    fn scores(&self) -> usize {
+        self.keys.next_multiple_of(HIGH) * WIDE
+    }
+
+    /// A number for each of its queries, of those of all tokens of a head; 0 in lanes without one.
+    fn lanes(&self, start: usize, all: &[f32]) -> Lanes {
+        let mut lanes = [0.0; WIDE];
+        let own = &all[start + self.queries.start..start + self.queries.end];
+        lanes[..own.len()].copy_from_slice(own);
+        lanes
+    }
+}
+
+impl Operands<'_> {
+    /// Queries of a part.
+    fn queries(&self, head: usize, part: Part) -> Panels {
+        let width = self.shape[2];
+        let from = &self.query[(head * self.tokens + part.start) * width..];
+        Panels::taken(from, [part.len, width], width)
+    }
+
+    /// Its keys and values.
+    fn keys_and_values(&self, group: usize, part: Part) -> [Panels; 2] {
+        let [_, keys, width] = self.shape;
+        let size = [part.keys(), width];
+        let key = &self.key[(group * self.others + part.first) * width..];
+        let value = &self.value[(part.first * keys + group) * width..];
+        [Panels::taken(key, size, width), Panels::taken(value, size, keys * width)]
+    }
+
+    /// What belongs to the queries of a part in a matrix of all heads, `[N, H d]`.
+    fn of_heads(&self, head: usize, part: Part, all: &[f32]) -> Panels {
+        let [queries, _, width] = self.shape;
+        let from = &all[(part.start * queries + head) * width..];
+        Panels::taken(from, [part.len, width], queries * width)
+    }
+
+    /// Heads of a group, with the group.
+    fn groups(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let size = self.shape[0] / self.shape[1];
+        (0..self.shape[1]).map(move |group| (group, group * size..(group + 1) * size))
+    }
+
+    fn scale(&self) -> f32 {
+        1.0 / (self.shape[2] as f32).sqrt()
+    }
+
+    /// Heads, `[N, H d]`, and of each query of each head the largest score and one over the sum of its softmax.
+    fn forward(&self, spans: &[Span], heads: &mut [f32], [most, part_of]: [&mut [f32]; 2]) {
+        let ([queries, _, width], scale) = (self.shape, self.scale());
+        let (mut scores, mut out) = (Vec::new(), Panels::zeros(WIDE, width));
+        for part in Part::all(spans) {
+            for (group, own) in self.groups() {
+                let [key, value] = self.keys_and_values(group, part);
+                for head in own {
+                    let query = self.queries(head, part).turned();
+                    for block in part.blocks() {
+                        scores.resize(block.scores(), 0.0);
+                        key.times(query.part(block.number(), &(0..width)), &mut scores);
+                        let (mut top, mut share) = ([0.0; WIDE], [0.0; WIDE]);
+                        soften(&mut scores, block.base, scale, &mut top, &mut share);
+                        out.set(&scores, &value, block.keys);
+                        let first = part.start + block.queries.start;
+                        let count = block.queries.len();
+                        let at = head * self.tokens + first;
+                        most[at..at + count].copy_from_slice(&top[..count]);
+                        part_of[at..at + count].copy_from_slice(&share[..count]);
+                        let to = &mut heads[(first * queries + head) * width..];
+                        out.put_scaled(to, queries * width, &share[..count]);
+                    }
+                }
+            }
+        }
+    }
+
+    fn backward(&self, spans: &[Span], done: Done<'_>, into: Into<'_>) {
+        let ([_, keys, width], others) = (self.shape, self.others);
+        let Into { query: to_query, key: to_key, value: to_value } = into;
+        for part in Part::all(spans) {
+            for (group, own) in self.groups() {
+                let seen = self.keys_and_values(group, part);
+                let mut sums = [(); 2].map(|()| Panels::zeros(part.keys(), width));
+                for head in own {
+                    let first = (head * self.tokens + part.start) * width;
+                    let to_query = &mut to_query[first..first + part.len * width];
+                    self.head_backward((head, part), done, &seen, &mut sums, to_query);
+                }
+                let [key, value] = sums;
+                key.put(&mut to_key[(group * others + part.first) * width..], width);
+                value.put(&mut to_value[(part.first * keys + group) * width..], keys * width);
+            }
+        }
+    }
+
+    /// The gradients of a head's queries; those of its keys and values are added to `sums`.
+    fn head_backward(
+        &self,
+        (head, part): (usize, Part),
+        done: Done<'_>,
+        [key, value]: &[Panels; 2],
+        [to_key, to_value]: &mut [Panels; 2],
+        to_query: &mut [f32],
+    ) {
+        let (width, scale, start) = (self.shape[2], self.scale(), head * self.tokens + part.start);
+        let query = self.queries(head, part);
+        let grad = self.of_heads(head, part, done.grad);
+        let along = grad.dots(&self.of_heads(head, part, done.heads));
+        let (query_turned, grad_turned) = (query.turned(), grad.turned());
+        let (mut scores, mut slopes) = (Vec::new(), Vec::new());
+        let mut out = Panels::zeros(WIDE, width);
+        for block in part.blocks() {
+            scores.resize(block.scores(), 0.0);
+            slopes.resize(block.scores(), 0.0);
+            key.times(query_turned.part(block.number(), &(0..width)), &mut scores);
+            value.times(grad_turned.part(block.number(), &(0..width)), &mut slopes);
+            let known = Known {
+                base: block.base,
+                scale,
+                most: block.lanes(start, done.most),
+                part: block.lanes(start, done.part),
+                along: block.lanes(0, &along),
+            };
+            to_slopes(&mut scores, &mut slopes, &known);
+            to_value.add(&scores, &grad, &block.queries);
+            to_key.add(&slopes, &query, &block.queries);
+            out.set(&slopes, key, block.keys);
+            let count = block.queries.len();
+            let to = &mut to_query[block.queries.start * width..block.queries.end * width];
+            out.put_scaled(to, width, &[1.0; WIDE][..count]);
+        }
+    }
+}
+
+simd! {
+    /// Scores `[keys][WIDE]` become e^(scale (score - the largest)), 0 where a lane's query does not see the key: lane q sees
+    /// keys up to `base + q`. Says the largest, and one over the sum.
+    fn soften(scores: &mut [f32], base: usize, scale: f32, most: &mut Lanes, part: &mut Lanes) {
+        let (rows, _) = scores.as_chunks_mut::<WIDE>();
+        let (open, edge) = rows.split_at_mut(base + 1);
+        let mut top = [f32::NEG_INFINITY; WIDE];
+        for row in &*open {
+            for lane in 0..WIDE {
+                top[lane] = if row[lane] > top[lane] { row[lane] } else { top[lane] };
+            }
+        }
+        for (key, row) in (1..).zip(&*edge) {
+            for lane in 0..WIDE {
+                let higher = lane >= key && row[lane] > top[lane];
+                top[lane] = if higher { row[lane] } else { top[lane] };
+            }
+        }
+        let mut sum = [0f32; WIDE];
+        for row in open {
+            for lane in 0..WIDE {
+                row[lane] = exp(scale * (row[lane] - top[lane]));
+                sum[lane] += row[lane];
+            }
+        }
+        for (key, row) in (1..).zip(edge) {
+            for lane in 0..WIDE {
+                let value = exp(scale * (row[lane] - top[lane]));
+                row[lane] = if lane >= key { value } else { 0.0 };
+                sum[lane] += row[lane];
+            }
+        }
+        *most = top;
+        *part = sum.map(|sum| 1.0 / sum);
+    }
+}
+
+/// What is known of a block's queries.
+struct Known {
+    base: usize,
+    scale: f32,
+    most: Lanes,
+    part: Lanes,
+    /// The product of a head with its gradient.
+    along: Lanes,
+}
+
+simd! {
+    /// Scores become the softmax; what the gradient of the heads says of that becomes the gradient of the scores.
+    fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &Known) {
+        let Known { base, scale, most, part, along } = known;
+        let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());
+        for (key, (score, slope)) in scores.iter_mut().zip(slopes).enumerate() {
+            let hidden = key.saturating_sub(*base);
+            for lane in 0..WIDE {
+                let value = exp(scale * (score[lane] - most[lane])) * part[lane];
+                let change = value * (slope[lane] - along[lane]) * scale;
+                score[lane] = if lane >= hidden { value } else { 0.0 };
+                slope[lane] = if lane >= hidden { change } else { 0.0 };
+            }
+        }
+    }
 }

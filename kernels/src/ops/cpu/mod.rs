@@ -10,6 +10,7 @@ mod attention;
 mod conv;
 mod dispatch;
 mod experts;
+mod exponential;
 mod memory;
 mod muon;
 mod newton_schulz;
@@ -34,7 +35,7 @@ pub(super) struct Cpu;
 
 impl Ops for Cpu {
     fn name(&self) -> &'static str {
-        "cpu 4"
+        "cpu 5"
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {

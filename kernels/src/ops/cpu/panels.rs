@@ -1,4 +1,5 @@
-//! Products of f32 matrices for Newton-Schulz: half of a symmetric one, and no call into a library.
+//! Products of f32 matrices for attention and Newton-Schulz: of what is seen alone, half of a symmetric one, and no call into
+//! a library.
 //!
 //! Each element of an outcome is one chain of fused multiplications and additions over the inner index, from 0 upwards. So its
 //! bits are a function of a row and a column: not of the sizes of tiles and blocks below, nor of the instructions.
@@ -10,10 +11,10 @@
 use std::ops::Range;
 
 /// Columns of a panel.
-const WIDE: usize = 32;
+pub(super) const WIDE: usize = 32;
 
 /// Rows of a tile.
-const HIGH: usize = 8;
+pub(super) const HIGH: usize = 8;
 
 /// Inner indices that are gone through before the next tile: a panel of so many fits the first cache.
 const DEEP: usize = 256;
@@ -40,13 +41,20 @@ impl Panels {
 
     /// A matrix of `rows` rows.
     pub(super) fn of(matrix: &[f32], rows: usize) -> Panels {
-        let mut panels = Panels::zeros(rows, matrix.len() / rows);
-        let (columns, height) = (panels.columns, panels.height());
+        let columns = matrix.len() / rows;
+        Panels::taken(matrix, [rows, columns], columns)
+    }
+
+    /// A matrix of which a row begins every `pitch` numbers.
+    pub(super) fn taken(from: &[f32], [rows, columns]: [usize; 2], pitch: usize) -> Panels {
+        let mut panels = Panels::zeros(rows, columns);
+        let height = panels.height();
         for (first, panel) in
             (0..columns).step_by(WIDE).zip(panels.values.chunks_exact_mut(height * WIDE))
         {
             let width = WIDE.min(columns - first);
-            for (row, out) in matrix.chunks_exact(columns).zip(panel.chunks_exact_mut(WIDE)) {
+            let rows = from.chunks(pitch).take(rows);
+            for (row, out) in rows.zip(panel.chunks_exact_mut(WIDE)) {
                 out[..width].copy_from_slice(&row[first..first + width]);
             }
         }
@@ -70,13 +78,96 @@ impl Panels {
 
     /// Row by row, into `out`.
     pub(super) fn unpack(&self, out: &mut [f32]) {
+        self.put(out, self.columns);
+    }
+
+    /// The same where a row begins every `pitch` numbers.
+    pub(super) fn put(&self, out: &mut [f32], pitch: usize) {
         let height = self.height();
         for (first, panel) in
             (0..self.columns).step_by(WIDE).zip(self.values.chunks_exact(height * WIDE))
         {
             let width = WIDE.min(self.columns - first);
-            for (row, out) in panel.chunks_exact(WIDE).zip(out.chunks_exact_mut(self.columns)) {
+            let rows = out.chunks_mut(pitch).take(self.rows);
+            for (row, out) in panel.chunks_exact(WIDE).zip(rows) {
                 out[first..first + width].copy_from_slice(&row[..width]);
+            }
+        }
+    }
+
+    /// The first rows, each times its number of `scales`.
+    pub(super) fn put_scaled(&self, out: &mut [f32], pitch: usize, scales: &[f32]) {
+        let height = self.height();
+        for (first, panel) in
+            (0..self.columns).step_by(WIDE).zip(self.values.chunks_exact(height * WIDE))
+        {
+            let width = WIDE.min(self.columns - first);
+            let rows = out.chunks_mut(pitch).zip(scales);
+            for (row, (out, scale)) in panel.chunks_exact(WIDE).zip(rows) {
+                let out = &mut out[first..first + width];
+                out.iter_mut().zip(row).for_each(|(out, value)| *out = value * scale);
+            }
+        }
+    }
+
+    /// The product of each row with that of a matrix of the same size, over columns in order.
+    pub(super) fn dots(&self, other: &Panels) -> Vec<f32> {
+        let (height, mut sums) = (self.height(), vec![0f32; self.rows]);
+        let size = height * WIDE;
+        for (one, other) in self.values.chunks_exact(size).zip(other.values.chunks_exact(size)) {
+            let pairs = one.chunks_exact(WIDE).zip(other.chunks_exact(WIDE));
+            for (sum, (one, other)) in sums.iter_mut().zip(pairs) {
+                *sum = one.iter().zip(other).fold(*sum, |sum, (a, b)| sum + a * b);
+            }
+        }
+        sums
+    }
+
+    /// A panel of some rows: `[row][WIDE]`.
+    pub(super) fn part(&self, panel: usize, rows: &Range<usize>) -> &[f32] {
+        let first = panel * self.height();
+        &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
+    }
+
+    /// `self right` into `out`, as many tiles of its first rows as that holds: `right` is a panel, with a row for each column
+    /// here.
+    pub(super) fn times(&self, right: &[f32], out: &mut [f32]) {
+        let (instructions, height) = (Instructions::here(), self.height());
+        let (right, _) = right.as_chunks::<WIDE>();
+        let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
+        for (row, tile) in (0..height).step_by(HIGH).zip(tiles) {
+            tile.fill(0.0);
+            for (panel, right) in right.chunks(WIDE).enumerate() {
+                let left = &self.values[(panel * height + row) * WIDE..];
+                instructions.extend::<WIDE, 1>(left, right, tile);
+            }
+        }
+    }
+
+    /// `self += left right` in the first rows: `left` is a panel with as many columns as there are `rows` of `right`.
+    pub(super) fn add(&mut self, left: &[f32], right: &Panels, rows: &Range<usize>) {
+        let (instructions, height) = (Instructions::here(), self.height());
+        for (panel, out) in self.values.chunks_exact_mut(height * WIDE).enumerate() {
+            let (right, _) = right.part(panel, rows).as_chunks::<WIDE>();
+            let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
+            for (left, tile) in left.chunks_exact(HIGH * WIDE).zip(tiles) {
+                instructions.extend::<WIDE, 1>(left, right, tile);
+            }
+        }
+    }
+
+    /// `left^T right` in this place, of [`WIDE`] rows: `left` is a panel, and of both only the first `inner` rows count.
+    pub(super) fn set(&mut self, left: &[f32], right: &Panels, inner: usize) {
+        let instructions = Instructions::here();
+        self.values.fill(0.0);
+        for start in (0..inner).step_by(DEEP) {
+            let inner = start..inner.min(start + DEEP);
+            for (panel, out) in self.values.chunks_exact_mut(WIDE * WIDE).enumerate() {
+                let (right, _) = right.part(panel, &inner).as_chunks::<WIDE>();
+                let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
+                for (row, tile) in (0..WIDE).step_by(HIGH).zip(tiles) {
+                    instructions.extend::<1, WIDE>(&left[inner.start * WIDE + row..], right, tile);
+                }
             }
         }
     }
@@ -95,12 +186,6 @@ impl Panels {
     /// Rows of a panel.
     fn height(&self) -> usize {
         self.rows.next_multiple_of(HIGH)
-    }
-
-    /// Some rows of a panel.
-    fn part(&self, panel: usize, rows: &Range<usize>) -> &[f32] {
-        let first = panel * self.height();
-        &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
     }
 }
 
@@ -123,7 +208,7 @@ fn tiles(left: &Panels, right: &Panels, wanted: impl Fn(usize, usize) -> bool, o
     for start in (0..left.rows).step_by(DEEP) {
         let inner = start..left.rows.min(start + DEEP);
         for (panel, out) in out.values.chunks_exact_mut(height * WIDE).enumerate() {
-            let b = right.part(panel, &inner);
+            let (b, _) = right.part(panel, &inner).as_chunks::<WIDE>();
             let (tiles, _) = out.as_chunks_mut::<{ HIGH * WIDE }>();
             let tiles = (0..height).step_by(HIGH).zip(tiles);
             for (row, tile) in tiles.filter(|(row, _)| wanted(*row, panel * WIDE)) {
@@ -131,7 +216,7 @@ fn tiles(left: &Panels, right: &Panels, wanted: impl Fn(usize, usize) -> bool, o
                     tile.fill(0.0);
                 }
                 let a = left.part(row / WIDE, &inner);
-                instructions.extend(&a[row % WIDE..], b, tile);
+                instructions.extend::<1, WIDE>(&a[row % WIDE..], b, tile);
             }
         }
     }
@@ -177,31 +262,40 @@ impl Instructions {
         Instructions::Plain
     }
 
-    /// Goes on with the chains of a tile: `tile[r][c] = fma(a[k][r], b[k][c], tile[r][c])` for each `k` of two panels, in order.
-    /// `a` begins at the tile's first row.
-    fn extend(self, a: &[f32], b: &[f32], tile: &mut [f32; HIGH * WIDE]) {
-        let (b, _) = b.as_chunks::<WIDE>();
-        let fits = b.is_empty() || a.len() >= (b.len() - 1) * WIDE + HIGH;
-        assert!(fits, "a row of the left panel for each of the right");
+    /// Goes on with the chains of a tile: `tile[r][c] = fma(a[r, k], b[k][c], tile[r][c])` for each `k` in order, where
+    /// `a[r, k]` stands at `r ROW + k STEP`: as a matrix does or its transpose.
+    fn extend<const ROW: usize, const STEP: usize>(
+        self,
+        a: &[f32],
+        b: &[[f32; WIDE]],
+        tile: &mut [f32; HIGH * WIDE],
+    ) {
+        let fits = b.is_empty() || a.len() > (b.len() - 1) * STEP + (HIGH - 1) * ROW;
+        assert!(fits, "a row of the left operand for each of the right");
         match self {
             #[cfg(target_arch = "x86_64")]
             Instructions::Avx512 => {
                 // SAFETY: the processor has what the function was compiled for, and `a` reaches as far as `b`.
-                unsafe { extend_avx512(a, b, tile) }
+                unsafe { extend_avx512::<ROW, STEP>(a, b, tile) }
             }
             #[cfg(target_arch = "x86_64")]
             Instructions::Avx2 => {
                 // SAFETY: as above.
-                unsafe { extend_avx2(a, b, tile) }
+                unsafe { extend_avx2::<ROW, STEP>(a, b, tile) }
             }
-            Instructions::Plain => extend_plain(a, b, tile),
+            Instructions::Plain => extend_plain::<ROW, STEP>(a, b, tile),
         }
     }
 }
 
-fn extend_plain(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
-    for (a, b) in a.chunks(WIDE).zip(b) {
-        for (tile, a) in tile.chunks_exact_mut(WIDE).zip(a) {
+fn extend_plain<const ROW: usize, const STEP: usize>(
+    a: &[f32],
+    b: &[[f32; WIDE]],
+    tile: &mut [f32; HIGH * WIDE],
+) {
+    for (k, b) in b.iter().enumerate() {
+        for (row, tile) in tile.chunks_exact_mut(WIDE).enumerate() {
+            let a = a[row * ROW + k * STEP];
             for (tile, b) in tile.iter_mut().zip(b) {
                 *tile = a.mul_add(*b, *tile);
             }
@@ -212,10 +306,14 @@ fn extend_plain(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
 /// Sixteen registers hold the tile.
 ///
 /// # Safety
-/// The processor has AVX-512F, and `a` has at least `(b.len() - 1) * WIDE + HIGH` elements.
+/// The processor has AVX-512F, and `a` more than `(b.len() - 1) * STEP + (HIGH - 1) * ROW` elements.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn extend_avx512(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
+unsafe fn extend_avx512<const ROW: usize, const STEP: usize>(
+    a: &[f32],
+    b: &[[f32; WIDE]],
+    tile: &mut [f32; HIGH * WIDE],
+) {
     use std::arch::x86_64::{
         _mm512_fmadd_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_setzero_ps, _mm512_storeu_ps,
     };
@@ -231,11 +329,11 @@ unsafe fn extend_avx512(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WI
             unsafe { [_mm512_loadu_ps(right.as_ptr()), _mm512_loadu_ps(right.as_ptr().add(16))] };
         for (row, sums) in sums.iter_mut().enumerate() {
             // SAFETY: `a` has that many elements, says the caller.
-            let left = _mm512_set1_ps(unsafe { *left.add(row) });
+            let left = _mm512_set1_ps(unsafe { *left.add(row * ROW) });
             sums[0] = _mm512_fmadd_ps(left, right[0], sums[0]);
             sums[1] = _mm512_fmadd_ps(left, right[1], sums[1]);
         }
-        left = left.wrapping_add(WIDE);
+        left = left.wrapping_add(STEP);
     }
     for (sums, tile) in sums.iter().zip(tile.as_chunks_mut::<WIDE>().0) {
         // SAFETY: 32 elements of the tile.
@@ -249,10 +347,14 @@ unsafe fn extend_avx512(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WI
 /// Four rows of 16 columns at a time, in eight registers.
 ///
 /// # Safety
-/// The processor has AVX2 and FMA, and `a` has at least `(b.len() - 1) * WIDE + HIGH` elements.
+/// The processor has AVX2 and FMA, and `a` more than `(b.len() - 1) * STEP + (HIGH - 1) * ROW` elements.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn extend_avx2(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE]) {
+unsafe fn extend_avx2<const ROW: usize, const STEP: usize>(
+    a: &[f32],
+    b: &[[f32; WIDE]],
+    tile: &mut [f32; HIGH * WIDE],
+) {
     use std::arch::x86_64::{
         _mm256_fmadd_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
     };
@@ -264,7 +366,7 @@ unsafe fn extend_avx2(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE
             *sums =
                 unsafe { [_mm256_loadu_ps(tile.as_ptr()), _mm256_loadu_ps(tile.as_ptr().add(8))] };
         }
-        let mut left = a.as_ptr().wrapping_add(first);
+        let mut left = a.as_ptr().wrapping_add(first * ROW);
         for right in b {
             let right = &right[half..half + 16];
             // SAFETY: 16 elements of the panel.
@@ -273,11 +375,11 @@ unsafe fn extend_avx2(a: &[f32], b: &[[f32; WIDE]], tile: &mut [f32; HIGH * WIDE
             };
             for (row, sums) in sums.iter_mut().enumerate() {
                 // SAFETY: `a` has that many elements, says the caller.
-                let left = _mm256_set1_ps(unsafe { *left.add(row) });
+                let left = _mm256_set1_ps(unsafe { *left.add(row * ROW) });
                 sums[0] = _mm256_fmadd_ps(left, right[0], sums[0]);
                 sums[1] = _mm256_fmadd_ps(left, right[1], sums[1]);
             }
-            left = left.wrapping_add(WIDE);
+            left = left.wrapping_add(STEP);
         }
         for (row, sums) in sums.iter().enumerate() {
             let tile = &mut tile[(first + row) * WIDE + half..][..16];
@@ -339,13 +441,47 @@ mod tests {
             prop_assert_eq!(unpacked(&turned.turned()), left);
         }
 
-        /// All instructions that this processor has give the same bits.
+        /// So have those of panels.
         #[test]
-        fn instructions_agree(inner in 0usize..40, seed in 0u64..1000) {
-            let (a, b) = (values(inner + 1, WIDE, seed), values(inner, WIDE, seed + 1));
+        fn products_of_panels_are_chains(
+            (rows, columns, inner) in (1usize..70, 1usize..70, 1usize..530),
+            seed in 0u64..1000,
+        ) {
+            // Rows of a matrix times a panel of another one.
+            let (left, right) = (values(rows, columns, seed), values(columns, WIDE, seed + 1));
+            let panels = Panels::taken(&left, [rows, columns], columns);
+            let mut out = vec![f32::NAN; rows.next_multiple_of(HIGH) * WIDE];
+            panels.times(&right, &mut out);
+            prop_assert_eq!(&out[..rows * WIDE], &chain(&left, &right, columns, WIDE)[..]);
+            // A panel, of which some columns count, times rows of another matrix: the chains go on.
+            let count = (1 + inner % WIDE).min(inner);
+            let across = values(inner, columns, seed + 2);
+            let more = Panels::of(&across, inner);
+            let first = (inner - count).min(inner / 2);
+            let (left, mut sum) = (out, Panels::zeros(rows, columns));
+            let picked: Vec<f32> = left.chunks(WIDE).take(rows).flat_map(|row| row[..count].to_vec()).collect();
+            sum.add(&left, &more, &(first..first + count));
+            let wanted = chain(&picked, &across[first * columns..][..count * columns], count, columns);
+            prop_assert_eq!(unpacked(&sum), wanted);
+            // A panel's transpose times the first rows of a matrix.
+            let (left, mut out) = (values(inner + 3, WIDE, seed + 3), Panels::zeros(WIDE, columns));
+            out.values.fill(f32::NAN);
+            let right = values(inner + 2, columns, seed + 4);
+            out.set(&left, &Panels::of(&right, inner + 2), inner);
+            let turned: Vec<f32> =
+                (0..WIDE).flat_map(|row| (0..inner).map(move |k| (k, row))).map(|(k, row)| left[k * WIDE + row]).collect();
+            prop_assert_eq!(unpacked(&out), chain(&turned, &right[..inner * columns], inner, columns));
+        }
+
+        /// All instructions that this processor has give the same bits, from either layout.
+        #[test]
+        fn instructions_agree(inner in 0usize..WIDE, seed in 0u64..1000) {
+            let (a, b) = (values(inner + HIGH, WIDE, seed), values(inner, WIDE, seed + 1));
+            let (b, _) = b.as_chunks::<WIDE>();
             let run = |instructions: Instructions| {
                 let mut tile: [f32; HIGH * WIDE] = values(HIGH, WIDE, seed + 2).try_into().unwrap();
-                instructions.extend(&a[8..], &b, &mut tile);
+                instructions.extend::<1, WIDE>(&a[8..], b, &mut tile);
+                instructions.extend::<WIDE, 1>(&a, b, &mut tile);
                 tile
             };
             let wanted = run(Instructions::Plain);

@@ -82,21 +82,24 @@ proptest! {
         let key = random(&[keys, tokens, width], seed + 1).to_kind(kind);
         let [value, grad] = [(keys, 2), (keys * group, 3)]
             .map(|(heads, index)| random(&[tokens, heads * width], seed + index).to_kind(kind));
-        let of = |tensors: [&Tensor; 4], spans: &[Span]| {
+        let of = |table: Table, tensors: [&Tensor; 4], spans: &[Span]| {
             let [query, key, value, grad] = tensors;
             let by = Attention { query, key, value, spans, shape, kept: None };
-            let attended = EMULATED.attention(by).unwrap();
-            let [to_query, to_key, to_value] = back(EMULATED, by, attended.saved, grad).unwrap();
+            let attended = table.attention(by).unwrap();
+            let [to_query, to_key, to_value] = back(table, by, attended.saved, grad).unwrap();
             [attended.heads, to_value, to_query.transpose(0, 1), to_key.transpose(0, 1)]
         };
         let spans = [Span::whole(0, first), Span::whole(first, len), Span::whole(first + len, rest)];
         let spans: Vec<Span> = spans.into_iter().filter(|span| span.len > 0).collect();
-        let all = of([&query, &key, &value, &grad], &spans);
-        let [query, key] = [&query, &key].map(|x| x.narrow(1, first, len).contiguous());
-        let [value, grad] = [&value, &grad].map(|x| x.narrow(0, first, len).contiguous());
-        let alone = of([&query, &key, &value, &grad], &[Span::whole(0, len)]);
-        for (all, alone) in all.iter().zip(&alone) {
-            prop_assert_eq!(&all.narrow(0, first, len), alone);
+        let [own_query, own_key] = [&query, &key].map(|x| x.narrow(1, first, len).contiguous());
+        let [own_value, own_grad] = [&value, &grad].map(|x| x.narrow(0, first, len).contiguous());
+        let own = [&own_query, &own_key, &own_value, &own_grad];
+        for table in [CPU, EMULATED] {
+            let all = of(table, [&query, &key, &value, &grad], &spans);
+            let alone = of(table, own, &[Span::whole(0, len)]);
+            for (all, alone) in all.iter().zip(&alone) {
+                prop_assert_eq!(&all.narrow(0, first, len), alone);
+            }
         }
     }
 
@@ -135,7 +138,7 @@ proptest! {
         }
     }
 
-    /// Parts of long documents, which the table for main memory takes in blocks of queries.
+    /// Parts of long documents: many blocks of queries, and keys before them.
     #[test]
     fn attention_over_parts_of_long_documents(
         (before, len) in (1i64..700, 500i64..1300),
@@ -173,7 +176,10 @@ proptest! {
             };
             let own = query.narrow(1, before, len).contiguous();
             let wanted = of(&query, &whole).narrow(0, before, len);
-            prop_assert!(difference(&of(&own, &part), &wanted) < 1e-5);
+            let found = of(&own, &part);
+            // In main memory a token's bits do not depend on where its document is cut.
+            prop_assert!(table.name() != CPU.name() || found == wanted);
+            prop_assert!(difference(&found, &wanted) < 1e-5);
         }
     }
 

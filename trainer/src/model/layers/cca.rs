@@ -125,13 +125,12 @@ impl LayerKind for Cca {
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, both taps, normed; the values before and after their shift, what each span made of them,
-        // and that in one row.
-        let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + 2 * query;
+        // Input and output; projected, both taps, normed; the values before and after their shift, and the heads.
+        let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + query;
         // The keys of all chunks in one row, which later ones read.
         let products = products + if cut.chunks > 1 { key } else { 0 };
-        // Before the norm, its factors, and the logs of the softmax' denominators.
-        narrow * products + 4 * (conv + heads + keys + heads)
+        // Before the norm, its factors, and two numbers of each query's softmax.
+        narrow * products + 4 * (conv + heads + keys + 2 * heads)
     }
 
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
