@@ -43,6 +43,33 @@ pub(crate) fn children_now(process: u32) -> Vec<u32> {
     text.split_whitespace().map(|id| id.parse().unwrap()).collect()
 }
 
+/// A run's folder and the place of its checkpoints may be called anything; ranks tell each other such a name byte by byte.
+#[test]
+fn places_whose_names_are_no_text_are_found_again() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+    let fixture = Fixture::new(&[]);
+    let [out, checkpoints, fork] = [&b"r\xff\nn"[..], b"c\xfe", b"f\xfd"]
+        .map(|name| fixture.scratch.path("any").with_file_name(OsStr::from_bytes(name)));
+    let train = |extra: &[&str]| {
+        let mut command = ztrain_command(&["--curriculum", arg(&fixture.curriculum), "--out"]);
+        command.arg(&out).args(["--checkpoint-every", "3", "--validate-every", "0"]).args(extra);
+        crate::support::Ran::from(command.output().unwrap())
+    };
+    let mut first = ztrain_command(&["--curriculum", arg(&fixture.curriculum), "--out"]);
+    first.arg(&out).args(["--stop-after", "7", "--validate-every", "0", "--checkpoints"]);
+    crate::support::Ran::from(first.arg(&checkpoints).output().unwrap()).ok();
+    let said = train(&["--nproc", "2", "--stop-after", "9"]);
+    assert!(said.err.contains("step 7") || said.out.contains("after step 9"), "{}", said.err);
+    said.ok();
+    assert!(checkpoints.join("step-9").is_dir(), "it lies where the first start put it");
+    let mut command = ztrain_command(&["fork"]);
+    command.arg(&out).args(["--step", "8", "--clip", "1", "--out"]).arg(&fork);
+    let said = crate::support::Ran::from(command.output().unwrap()).ok();
+    assert!(said.contains("step 8 will be computed again"), "{said}");
+    train(&[]).ok();
+}
+
 /// Ctrl-C in a terminal reaches ranks and launcher, which asks the ranks to stop as well.
 #[test]
 fn a_stop_by_the_launcher_and_by_the_terminal_is_one() {

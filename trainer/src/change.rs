@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-use contract::{Fault, Result, shell};
+use contract::{Fault, Result, shell, words};
 use curriculum::{Amendment, Dtype, NumbersChange, OptimizerChange, ScheduleChange};
 use mixer::Curriculum;
 use store::Location;
@@ -80,7 +80,7 @@ impl Change {
             if !dropped.map_err(|fault| fault.at(format!("--drop-source {source}")))? {
                 let sources = spec.plan.sources().iter().map(|facts| facts.name.as_str());
                 let last = (steps.end - 1).min(spec.plan.steps());
-                let what = format!("no mix of steps {step} to {last} has source {source:?}");
+                let what = format!("no mix of {} has source {source:?}", words::steps(step, last));
                 let others: Vec<_> = sources.filter(|name| name != source).collect();
                 let others =
                     if others.is_empty() { "no other".to_owned() } else { others.join(", ") };

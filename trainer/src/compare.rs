@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::Path;
 
-use contract::Result;
+use contract::{Fault, Result, counted, words};
 use loader::open::no_run;
 use serde_json::{Value, json};
 
@@ -38,6 +38,15 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
     notes.extend(a.origin(&b)?);
     notes.extend(b.origin(&a)?);
     let common = steps[0].min(steps[1]);
+    if common == 0 {
+        let bare = if steps[0] == 0 { a.root } else { b.root };
+        return Err(Fault::usage("this run has recorded no step, and nothing can be compared")
+            .at(bare.display().to_string()));
+    }
+    if steps[0] != steps[1] {
+        let [a, b] = steps;
+        notes.push(format!("the runs have {a} and {b} steps; the first {common} are compared"));
+    }
     for step in 1..=common {
         if let Some(difference) =
             left.record(step)?.difference(&right.record(step)?, &left.head().parameters)
@@ -57,7 +66,7 @@ pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
     });
     let curve = |root: &Path| Ok((root.display().to_string(), losses(root, from)?));
     Ok(Chart {
-        title: format!("loss over steps {from} to {last}"),
+        title: format!("loss over {}", words::steps(from, last)),
         log: false,
         curves: vec![curve(a)?, curve(b)?],
     })
@@ -88,8 +97,7 @@ impl Side<'_> {
         let (name, theirs) = (self.name, other.name);
         let Some(Origin { of, step, chain }) = Origin::read(self.root)? else { return Ok(None) };
         let shares = other.ledger.chain_at(step) == Some(chain);
-        let is_it = other.root.canonicalize().is_ok_and(|root| root == of);
-        let of = of.display();
+        let is_it = other.root.canonicalize().is_ok_and(|root| root.to_string_lossy() == of);
         Ok(Some(match (shares, is_it) {
             (true, true) => format!("{name} was forked from {theirs} after step {step}"),
             (true, false) => format!(
@@ -148,15 +156,8 @@ impl fmt::Display for Answer {
         for note in notes {
             writeln!(f, "note: {note}")?;
         }
-        if a != b {
-            writeln!(
-                f,
-                "note: the runs have {a} and {b} steps; the first {} are compared",
-                a.min(b)
-            )?;
-        }
         match difference {
-            None => write!(f, "equal: {} steps, every quantity", a.min(b)),
+            None => write!(f, "equal: {}, every quantity", counted(*a.min(b), "step")),
             Some((step, found)) => {
                 writeln!(f, "step {step} is the first to differ, in its {}", found.quantity)?;
                 write!(f, "  a: {}\n  b: {}", found.left, found.right)

@@ -232,13 +232,16 @@ impl RunFolder {
     /// The place of checkpoints that do not lie in this folder, and the words of which one stands there.
     fn elsewhere(&self) -> Result<Option<(Location, String)>> {
         let path = self.root.join(ELSEWHERE);
-        let text = match fs::read_to_string(&path) {
+        let text = match fs::read(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Fault::io("read", &path, &error)),
         };
-        match text.trim_end().rsplit_once('\n') {
-            Some((place, words)) => Ok(Some((storage::locate(place)?, words.to_owned()))),
+        // The name of a place may be of any bytes, and hold an end of a line.
+        let text = text.trim_ascii_end();
+        let lines = text.iter().rposition(|byte| *byte == b'\n').map(|at| text.split_at(at));
+        match lines.and_then(|(place, words)| Some((place, str::from_utf8(&words[1..]).ok()?))) {
+            Some((place, words)) => Ok(Some((storage::locate_written(place)?, words.to_owned()))),
             None => Err(Fault::data("this file does not say where checkpoints lie")
                 .at(path.display().to_string())
                 .wanted("a place on the first line, a word on the second")
@@ -248,7 +251,12 @@ impl RunFolder {
 
     /// Writes down where the checkpoints lie, and the words, with spaces between them, of which one stands there.
     fn know(&self, place: &Location, words: &str) -> Result<()> {
-        write_whole(&self.root.join(ELSEWHERE), &format!("{place}\n{words}\n"))
+        let text = [&storage::written(place), format!("\n{words}\n").as_bytes()].concat();
+        let path = self.root.join(ELSEWHERE);
+        if fs::read(&path).is_ok_and(|before| before == text) {
+            return Ok(());
+        }
+        disk::write_whole(&path, &text).map(drop)
     }
 
     fn gone(&self, place: &Location) -> Fault {
@@ -343,7 +351,7 @@ impl RunFolder {
         let text = String::from_utf8_lossy(&text);
         let Ok(last) = Curriculum::parse(&text, &path.display().to_string()) else {
             // Nothing depends on it: the ledger says what was trained, and the file is about to be written anew.
-            let found = "its text, which is no curriculum,".to_owned();
+            let found = "its text, which is not a curriculum,".to_owned();
             return Ok((vec![found], Vec::new()));
         };
         let recorded = ledger.unwrap_or(0);

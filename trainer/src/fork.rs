@@ -67,8 +67,8 @@ pub struct Forked {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Origin {
-    /// The folder of the run that was forked, as it was called then.
-    pub of: PathBuf,
+    /// The folder of the run that was forked, as it was called then; what is not UTF-8 of its name is replaced.
+    pub of: String,
     /// The last step that is shared.
     pub step: u64,
     /// The ledger's chain after it: by that the run is known again wherever it lies.
@@ -168,6 +168,7 @@ impl Old {
     fn write_origin(&self, step: u64, root: &Path) -> Result<()> {
         let (of, path) = (self.folder.root(), root.join(FORKED));
         let of = of.canonicalize().map_err(|error| Fault::io("resolve", of, &error))?;
+        let of = of.to_string_lossy().into_owned();
         let chain = self.ledger.chain_at(step).unwrap_or_default();
         let text = serde_json::to_string(&Origin { of, step, chain }).map_err(|error| {
             Fault::bug(format!("where a run comes from cannot be written: {error}"))

@@ -14,7 +14,7 @@ use crate::model::{self, Computing, Folded, Line};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{Context, FrozenModel, Weights, micro_batch};
+use crate::step::{Context, FrozenModel, Weights, rows};
 use crate::waiting::Waiting;
 use crate::workers::Workers;
 
@@ -125,10 +125,10 @@ impl Validation {
         let model = FrozenModel::at(spec, at.step, state, workers)?;
         let waiting =
             Mutex::new(Waiting::new(format!("validation after step {step}"), pieces.len() as u64));
-        let losses = workers.map(pieces, |(source, first, rows): (String, u64, u64)| {
-            let batch = validation::batch(&spec.data, &source, at.seq_len, first, rows)?;
+        let losses = workers.map(pieces, |(source, first, count): (String, u64, u64)| {
+            let batch = validation::batch(&spec.data, &source, at.seq_len, first, count)?;
             let place = || format!("validation of {source} after step {step}, window {first}");
-            let input = micro_batch::rows(&batch, 0..batch.rows);
+            let input = rows(&batch, 0..batch.rows);
             let compute = |Weights { weights, biases }: Weights<'_>| {
                 model::losses(how, model.config(), weights, biases, &input)
             };

@@ -14,6 +14,19 @@ pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
     format!("{count} {}", named(count, name))
 }
 
+/// Steps in a row, the last one included.
+///
+/// ```
+/// use contract::words::steps;
+/// assert_eq!((steps(7, 7), steps(7, 9)), ("step 7".into(), "steps 7 to 9".into()));
+/// ```
+pub fn steps(first: u64, last: u64) -> String {
+    match first == last {
+        true => format!("step {first}"),
+        false => format!("steps {first} to {last}"),
+    }
+}
+
 /// The name of so many things, for a number that is written otherwise: `named(1000, "file")` is `files`.
 pub fn named(count: u64, name: &str) -> String {
     if count == 1 { name.to_owned() } else { plural(name) }

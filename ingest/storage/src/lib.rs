@@ -26,6 +26,7 @@ pub mod staging;
 
 use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
@@ -71,6 +72,19 @@ pub fn locate_argument(text: &OsStr) -> Result<Location> {
         Some(text) => locate(text),
         None => Ok(Location::Local(PathBuf::from(text))),
     }
+}
+
+/// A place in bytes, which [`locate_written`] reads again: its name, which need not be text.
+pub fn written(place: &Location) -> Vec<u8> {
+    match place {
+        Location::Local(path) => path.as_os_str().as_bytes().to_vec(),
+        object => object.to_string().into_bytes(),
+    }
+}
+
+/// The place that was [`written`].
+pub fn locate_written(bytes: &[u8]) -> Result<Location> {
+    locate_argument(OsStr::from_bytes(bytes))
 }
 
 /// The place of an argument that has to be on this machine; `otherwise` says what to do where it is not.

@@ -77,9 +77,11 @@ impl Medium for Folder {
         let fault = |error: &io::Error| Fault::io("read", &path, error);
         // A pipe would be waited for, and a device read for ever.
         if !fs::metadata(&path).map_err(|error| fault(&error))?.is_file() {
-            return Err(Fault::data("this is no regular file, as all of a checkpoint are")
-                .at(path.display().to_string())
-                .hint("move it away"));
+            return Err(Fault::data(
+                "this is not a regular file, as all files of a checkpoint are",
+            )
+            .at(path.display().to_string())
+            .hint("move it away"));
         }
         fs::read(&path).map_err(|error| fault(&error))
     }

@@ -29,7 +29,7 @@ use crate::replay::documents::{DocumentLoss, Place};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Piece;
-use crate::step::{FrozenModel, Weights, micro_batch};
+use crate::step::{FrozenModel, Weights, rows};
 use crate::workers::Workers;
 
 /// What a document has in a step's gradient.
@@ -192,7 +192,7 @@ pub(super) fn gradients(
 ) -> Result<(Vec<DocumentGradient>, u64)> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let (own, config) = (Frozen::new(step.own), model.config());
-    let whole = micro_batch::rows(batch, 0..batch.rows);
+    let whole = rows(batch, 0..batch.rows);
     let divisor = batch.label_count.max(1);
     let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {
         if document.labels == 0 {

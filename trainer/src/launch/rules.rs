@@ -239,7 +239,7 @@ impl Rules {
         let file = File::from_bytes(place.to_string(), bytes)?;
         if file.text().len() > MOST {
             let wanted = format!("at most {MOST} bytes");
-            let fault = Fault::usage("these are no rules").at(file.name());
+            let fault = Fault::usage("this file is too large for rules").at(file.name());
             return Err(fault.found(format!("{} bytes", file.text().len())).wanted(wanted));
         }
         Ok((Rules::parse(&file)?, file.text().to_owned()))

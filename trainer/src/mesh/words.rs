@@ -1,6 +1,7 @@
 //! Numbers as bytes between ranks: 64-bit words, little-endian, read back in the order in which they were written.
 
 use contract::{Digest, Fault, Result};
+use store::Location;
 
 /// What every rank has told, by rank.
 pub(crate) struct Heard(pub(crate) Vec<Vec<u8>>);
@@ -40,8 +41,17 @@ impl Writer {
 
     /// A text as its length and its bytes, eight to a word.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
-        self.word(text.len() as u64);
-        self.0.extend(text.as_bytes());
+        self.name(text.as_bytes())
+    }
+
+    /// A place, whatever bytes its name is of.
+    pub(crate) fn place(&mut self, place: &Location) -> &mut Self {
+        self.name(&storage::written(place))
+    }
+
+    fn name(&mut self, bytes: &[u8]) -> &mut Self {
+        self.word(bytes.len() as u64);
+        self.0.extend(bytes);
         self.0.resize(self.0.len().next_multiple_of(8), 0);
         self
     }
@@ -77,12 +87,20 @@ impl<'a> Reader<'a> {
     }
 
     pub(crate) fn text(&mut self) -> Result<String> {
+        Ok(String::from_utf8_lossy(self.name()?).into_owned())
+    }
+
+    pub(crate) fn place(&mut self) -> Result<Location> {
+        storage::locate_written(self.name()?)
+    }
+
+    fn name(&mut self) -> Result<&'a [u8]> {
         let length = self.word()? as usize;
-        let Some((text, rest)) = self.0.split_at_checked(length.next_multiple_of(8)) else {
+        let Some((name, rest)) = self.0.split_at_checked(length.next_multiple_of(8)) else {
             return Err(Fault::bug("a rank wrote less than another one reads"));
         };
         self.0 = rest;
-        Ok(String::from_utf8_lossy(&text[..length]).into_owned())
+        Ok(&name[..length])
     }
 
     /// Everything was read: ranks agree on what is written.

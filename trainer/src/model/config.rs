@@ -179,7 +179,7 @@ impl ZayaConfig {
             }
             // A curriculum has no other value that JSON does not know.
             if value.is_null() {
-                return Err(Fault::usage(format!("`{key}` is no finite number"))
+                return Err(Fault::usage(format!("`{key}` is not a finite number"))
                     .at(place(key))
                     .found("nan or inf")
                     .wanted("a finite number"));

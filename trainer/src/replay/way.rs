@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, words};
 
 use super::{Replayed, Replayer, Verdict};
 use crate::checkpoint::{self, Layout};
@@ -161,8 +161,8 @@ impl Replayer {
             from => format!("checkpoint step-{from}"),
         };
         contract::note!(
-            "steps {} to {step} are computed again from {begins}: about {} at the pace of the run",
-            from + 1,
+            "{} again from {begins}: about {} at the pace of the run",
+            words::steps(from + 1, step),
             clock(time)
         );
     }

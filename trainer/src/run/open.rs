@@ -15,7 +15,7 @@ use super::keep::Keeper;
 use super::mirror::Mirror;
 use super::record::{Book, Recorder};
 use super::recover::Recovery;
-use super::restore::{Reading, Restored};
+use super::restore::{self, Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
@@ -72,7 +72,7 @@ pub(super) fn open<'a>(
         let found = match recall(opening.open.ledger.last_step())? {
             Some(found) => {
                 opening.compare(&found)?;
-                reading.choose(found.0.step, &checkpoints.place().to_string())?;
+                reading.choose(found.0.step, &checkpoints.place())?;
                 Some(found)
             }
             None => {
@@ -88,8 +88,8 @@ pub(super) fn open<'a>(
         book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
     } else if let Some(found) = recall(0)? {
-        let (_, place) = reading.choose(0, "")?;
-        (Some(found), None, Checkpoints::new(storage::locate(&place)?))
+        let (_, place) = reading.choose(0, &restore::nowhere())?;
+        (Some(found), None, Checkpoints::new(place))
     } else {
         from_memory = false;
         let (found, checkpoints) = reading.follow()?;

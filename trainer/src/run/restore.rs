@@ -7,8 +7,11 @@
 //! verdict   checksums of its part, or what is wrong with it                    everybody to everybody, small
 //! ```
 
+use std::path::PathBuf;
+
 use contract::{Class, Digest, Fault, Result};
 use kernels::group::Group;
+use store::Location;
 
 use crate::checkpoint::{self, Checkpoints, Found, Layout};
 use crate::mesh::share;
@@ -30,6 +33,11 @@ pub(crate) struct Reading<'a> {
     pub(crate) workers: Workers,
 }
 
+/// The place that a rank other than 0 says, which nobody reads.
+pub(super) fn nowhere() -> Location {
+    Location::Local(PathBuf::new())
+}
+
 /// A state that was read, and its digest.
 pub(crate) type Restored = (State, Digest);
 
@@ -45,12 +53,11 @@ impl Reading<'_> {
     ) -> Result<Found<Restored>> {
         let found = Checkpoints::newest_of(places, last, chain, |reader| {
             fits(reader)?;
-            self.choose(reader.manifest().step, &reader.place().to_string())?;
+            self.choose(reader.manifest().step, &reader.place())?;
             self.verdict(Ok(reader))
         })?;
         if found.state.is_none() {
-            let first = places.first().map(|place| place.place().to_string());
-            self.choose(0, &first.unwrap_or_default())?;
+            self.choose(0, &places.first().map_or_else(nowhere, |place| place.place()))?;
         }
         Ok(found)
     }
@@ -59,8 +66,8 @@ impl Reading<'_> {
     /// keeps checkpoints.
     pub(crate) fn follow(&self) -> Result<(Option<Restored>, Checkpoints)> {
         loop {
-            let (step, place) = self.choose(0, "")?;
-            let checkpoints = Checkpoints::new(storage::locate(&place)?);
+            let (step, place) = self.choose(0, &nowhere())?;
+            let checkpoints = Checkpoints::new(place);
             if step == 0 {
                 return Ok((None, checkpoints));
             }
@@ -80,13 +87,13 @@ impl Reading<'_> {
     }
 
     /// Hears rank 0's choice: a step, and where it keeps checkpoints.
-    pub(super) fn choose(&self, step: u64, place: &str) -> Result<(u64, String)> {
+    pub(super) fn choose(&self, step: u64, place: &Location) -> Result<(u64, Location)> {
         let mut mine = Writer::default();
-        mine.word(step).text(place);
+        mine.word(step).place(place);
         let heard =
             self.comm.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
         let mut heard = Reader::new(&heard[0]);
-        Ok((heard.word()?, heard.text()?))
+        Ok((heard.word()?, heard.place()?))
     }
 
     /// Reads this rank's part and hears how the others fared. What is wrong anywhere is wrong everywhere.

@@ -6,7 +6,7 @@ use kernels::share::Frozen;
 use loader::Batch;
 use tch::{Device, Tensor};
 
-use super::micro_batch::{inputs, place};
+use super::rows::{inputs, place};
 use crate::model::{LeafInput, LeafOptions, ZayaConfig};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused};

@@ -1,7 +1,6 @@
 //! The micro-batches of a step: each computed by one worker with one math thread, a pure function of the weights and of its
 //! rows.
 
-use std::ops::Range;
 use std::sync::Mutex;
 
 use contract::{Fault, Result};
@@ -10,11 +9,12 @@ use loader::Batch;
 
 use super::frozen::{FrozenModel, Weights};
 use super::readout::{Detail, LeafSums, Said};
+use super::rows::{input, inputs, place};
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
-use crate::model::{self, CheckedLeaf, Computing, LeafBuffer, LeafInput, Sink, StagedLeaf};
+use crate::model::{self, CheckedLeaf, Computing, LeafBuffer, Sink, StagedLeaf};
 use crate::refusal::refused;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
@@ -188,38 +188,4 @@ pub fn leaf(
         model.read(|weights| compute(staged, weights), || place(spec, batch, leaf))
     })?;
     found.pop().ok_or_else(|| Fault::bug("a micro-batch had no outcome"))
-}
-
-/// The leaves of a batch.
-pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
-    (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf))
-}
-
-/// Leaf number `leaf` of a batch.
-fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
-    rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
-}
-
-/// Some rows of a batch, as a leaf.
-pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
-    let (first, width) = (rows.start as usize, batch.seq_len as usize);
-    let rows = (rows.end - rows.start) as usize;
-    let (columns, at) = (batch.columns(), first * width..(first + rows) * width);
-    LeafInput {
-        tokens: &columns.tokens[at.clone()],
-        labels: &columns.labels[at.clone()],
-        positions: &columns.positions[at.clone()],
-        mask: &columns.mask[at],
-        boundaries: &batch.boundaries[first..first + rows],
-        rows,
-        seq_len: width,
-    }
-}
-
-/// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
-pub(super) fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
-    let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
-    let sample =
-        batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);
-    format!("step {}, micro-batch {}", batch.step, (sample - begins) / batch.micro_batch)
 }

@@ -22,6 +22,7 @@ mod frozen;
 pub mod micro_batch;
 mod norm;
 mod readout;
+mod rows;
 
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,7 @@ pub use micro_batch::{Leaves, leaf};
 use norm::Norms;
 use readout::Said;
 pub use readout::{Detail, LeafSums};
+pub(crate) use rows::rows;
 
 /// What is trained, and who computes a step of it.
 #[derive(Clone, Copy)]

@@ -141,6 +141,27 @@ fn three_poisoned_documents_are_named_first() {
     assert_eq!(json["documents"][0]["id"], found.documents[0].document.id.as_str());
 }
 
+/// A rate that an amendment brought, and its step, are named where a later step diverges by it: no document is, since it would
+/// without every one of them.
+#[test]
+fn a_step_that_diverges_is_explained_by_what_was_changed() {
+    let scratch = Scratch::new();
+    let path = curriculum(&scratch, &[("\"muon\"", "\"adamw\"")]);
+    let text = std::fs::read_to_string(&path).unwrap();
+    scratch.write("run.toml", &(text + "\n[[amendment]]\nstep = 9\noptimizer = { lr = 1e30 }\n"));
+    scratch.run(&path, "run", |_| ()).unwrap_err();
+    let found = explained(&scratch, "run", 10, 5);
+    assert!(found.diverged.is_some() && found.verdict == Verdict::NotRecorded, "{found}");
+    let kinds: Vec<Kind> = found.changes.iter().map(|change| change.kind).collect();
+    assert_eq!(kinds, [Kind::LearningRate, Kind::Amendment], "{found}");
+    assert_eq!(subjects(&found)[0], Subject::LearningRate, "{found}");
+    assert!(subjects(&found).contains(&Subject::Update), "the step before went far: {found}");
+    assert!(!subjects(&found).contains(&Subject::Documents) && found.next.is_empty(), "{found}");
+    let (_, quiet) = found.sentence.rsplit_once("; ").unwrap();
+    assert!(quiet.contains("mixture") && !quiet.contains("learning rate"), "{}", found.sentence);
+    assert!(!quiet.contains("routers"), "nobody looked at them: {}", found.sentence);
+}
+
 /// What several ranks have trained one process explains, in the same words and numbers as what one has.
 #[test]
 fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {

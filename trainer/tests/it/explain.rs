@@ -426,7 +426,16 @@ fn comparing_names_the_first_step_and_quantity() {
     scratch.train("run");
     scratch.run(&scratch.path("run.toml"), "part", stop_after(4)).unwrap();
     let answer = compare(&scratch.path("run"), &scratch.path("part")).unwrap();
-    assert_eq!((answer.steps, answer.difference), ([10, 4], None));
+    assert_eq!((answer.steps, &answer.difference), ([10, 4], &None));
+    let told = answer.to_json()["notes"].to_string();
+    assert!(told.contains("10 and 4 steps; the first 4"), "{told}");
+    // Nothing is equal to nothing.
+    let bare = scratch.path("bare");
+    std::fs::create_dir(&bare).unwrap();
+    let head = scratch.ledger("run").lines().next().unwrap().to_owned() + "\n";
+    std::fs::write(bare.join("ledger.jsonl"), head).unwrap();
+    let fault = compare(&scratch.path("run"), &bare).unwrap_err();
+    assert!(fault.class() == Class::Usage && fault.to_string().contains("bare"), "{fault}");
     let edited = scratch.edited("edited.toml", &[("web = 1, math = 3", "web = 1")]);
     scratch.run(&edited, "edited", |_| ()).unwrap();
     let answer = compare(&scratch.path("run"), &scratch.path("edited")).unwrap();

@@ -28,7 +28,7 @@ impl Drawing {
         let there = fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0);
         if there && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {
             return Err(Fault::usage(
-                "this file is no page and no plot: writing here would lose it",
+                "this file is neither a page nor a plot: writing here would lose it",
             )
             .at(format!("{flag} {}", path.display()))
             .hint("name another file"));
@@ -48,7 +48,7 @@ impl Drawing {
                 }
                 if !disk::folder_of(path).is_dir() {
                     let hint = "make it first, or name a file in another one";
-                    return Err(Fault::usage("there is no such folder to write into")
+                    return Err(Fault::usage("the folder to write into does not exist")
                         .at(place)
                         .hint(hint));
                 }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use contract::terminal::{name, print_raw};
-use contract::{Result, shell};
+use contract::{Result, shell, words};
 use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
@@ -79,7 +79,8 @@ fn told(args: &Args, forked: &Forked) -> Result<u8> {
         if shared.is_empty() { "none".to_owned() } else { shared.join(", ") }
     );
     if from < step {
-        tell!("  steps {} to {step} will be computed again, and held against the ledger", from + 1);
+        let again = words::steps(from + 1, step);
+        tell!("  {again} will be computed again, and held against the ledger");
     }
     match forked.changes.is_empty() {
         true => tell!("  nothing is changed: amend {curriculum} from step {} on", step + 1),

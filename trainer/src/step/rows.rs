@@ -1,0 +1,42 @@
+//! Micro-batches as they lie in a batch: what the model is given of one, and how a fault names it.
+
+use std::ops::Range;
+
+use loader::Batch;
+
+use crate::model::LeafInput;
+use crate::spec::RunSpec;
+
+/// The leaves of a batch.
+pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
+    (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf))
+}
+
+/// Leaf number `leaf` of a batch.
+pub(super) fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
+    rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
+}
+
+/// Some rows of a batch, as a leaf.
+pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
+    let (first, width) = (rows.start as usize, batch.seq_len as usize);
+    let rows = (rows.end - rows.start) as usize;
+    let (columns, at) = (batch.columns(), first * width..(first + rows) * width);
+    LeafInput {
+        tokens: &columns.tokens[at.clone()],
+        labels: &columns.labels[at.clone()],
+        positions: &columns.positions[at.clone()],
+        mask: &columns.mask[at],
+        boundaries: &batch.boundaries[first..first + rows],
+        rows,
+        seq_len: width,
+    }
+}
+
+/// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
+pub(super) fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
+    let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
+    let sample =
+        batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);
+    format!("step {}, micro-batch {}", batch.step, (sample - begins) / batch.micro_batch)
+}
