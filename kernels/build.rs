@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 6] = [
+const SOURCES: [&str; 7] = [
     "shim/device.cpp",
     "shim/group.cpp",
     "shim/memory.cpp",
     "shim/product.cpp",
     "shim/profiler.cpp",
+    "shim/signals.cpp",
     "shim/switches.cpp",
 ];
 

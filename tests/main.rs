@@ -55,6 +55,8 @@ mod sizing;
 #[cfg(feature = "train")]
 mod speed;
 #[cfg(feature = "train")]
+mod starts;
+#[cfg(feature = "train")]
 mod story;
 #[cfg(feature = "train")]
 mod strangers;

@@ -194,6 +194,19 @@ fn ranks_that_are_killed_at_once_are_all_told() {
     }
 }
 
+/// Killed as it starts: nothing of the run is there yet, and the others have not met.
+#[test]
+fn a_rank_that_is_killed_as_a_run_starts_is_started_again() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    let rules = "[[crash]]\ndo = \"restart\"\ntimes = 3\n";
+    let mut run = Supervised::begin(&fixture, "new", rules, &["--nproc", "3"]);
+    signal("KILL", run.ranks(3)[1]);
+    let said = run.assert_same();
+    assert!(said.contains("supervisor: crash of rank 1"), "{said}");
+    assert!(said.contains("): restart"), "{said}");
+}
+
 /// Held: nobody else would notice before `--rank-timeout`.
 #[test]
 fn a_rank_that_hangs_is_ended_and_started_again() {

@@ -10,7 +10,7 @@ use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::thread;
 
-use contract::fault::{again, io_cause};
+use contract::fault::{again, io_cause, more_of};
 use contract::guard::said;
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
@@ -127,8 +127,8 @@ pub(crate) fn start_shared() -> Result<()> {
 
 /// A machine that gives no thread.
 pub(crate) fn no_thread(error: io::Error) -> Fault {
-    Fault::machine(format!("cannot start a thread: {error}"))
-        .hint("ask for fewer --workers, or raise the limit of threads (`ulimit -u`)")
+    let hint = format!("ask for fewer --workers, or {}", more_of(&error));
+    Fault::not_started("a thread", &error).hint(hint)
 }
 
 #[cfg(test)]

@@ -4,6 +4,8 @@
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 
+#include <string_view>
+
 #include "shim.h"
 
 namespace at::native {
@@ -12,13 +14,31 @@ __attribute__((weak)) void mkldnn_matmul(
     const Tensor& left, const Tensor& right, const Tensor& out, float beta, float alpha);
 } // namespace at::native
 
+namespace {
+
+// Whether oneDNN makes such a product. What it may use of the processor is the user's to bound (ONEDNN_MAX_CPU_ISA), and
+// libtorch's function refuses below AVX-512, also where nothing is bf16. Other errors are no answer.
+bool makes_products() {
+  const auto square = at::ones({2, 2}, at::kFloat);
+  auto out = at::empty({2, 2}, at::kFloat);
+  try {
+    at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f);
+    return true;
+  } catch (const c10::Error& error) {
+    if (std::string_view(error.what()).find("needs the cpu support") == std::string_view::npos) throw;
+    return false;
+  }
+}
+
+} // namespace
+
 extern "C" {
 
-// 1 where products of f32 matrices go through oneDNN: it is there, and libtorch itself computes with AVX-512.
+// 1 where products of f32 matrices go through oneDNN: it is there and makes them, and libtorch itself computes with AVX-512.
 int shim_onednn_products(int* out) {
   return shim_guard([=] {
     *out = at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&
-        at::get_cpu_capability().rfind("AVX512", 0) == 0;
+        at::get_cpu_capability().rfind("AVX512", 0) == 0 && makes_products();
   });
 }
 

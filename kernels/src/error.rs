@@ -1,5 +1,7 @@
 //! What can go wrong between us and foreign code.
 
+use std::io::{self, ErrorKind};
+
 /// The result of anything that leaves our own code.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -37,6 +39,14 @@ pub enum Error {
         call: &'static str,
         /// What it said.
         reason: String,
+    },
+    /// The system gives this process no more of something, be it files, threads or memory.
+    #[error("{call}: {error}")]
+    Short {
+        /// What it was wanted for.
+        call: &'static str,
+        /// What the system said.
+        error: io::Error,
     },
     /// A deadline has passed.
     #[error("{call}: the time ran out")]
@@ -91,4 +101,14 @@ pub enum Error {
     /// libtorch failed.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
+}
+
+/// Whether the system had no file or memory left to give: then the other end is not at fault.
+pub(crate) fn is_short(error: &io::Error) -> bool {
+    // By the system's numbers: the standard library names none of them.
+    const ENFILE: i32 = 23;
+    const EMFILE: i32 = 24;
+    const ENOBUFS: i32 = 105;
+    error.kind() == ErrorKind::OutOfMemory
+        || matches!(error.raw_os_error(), Some(ENFILE | EMFILE | ENOBUFS))
 }

@@ -15,6 +15,7 @@
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
+//! signals   those that ask a program to stop, kept until it listens
 //! ```
 //!
 //! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.
@@ -37,6 +38,7 @@ pub mod record;
 pub mod runtime;
 pub mod share;
 mod shim;
+pub mod signals;
 mod sums;
 mod thread;
 pub mod tree;

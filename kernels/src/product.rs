@@ -24,13 +24,13 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Whether products of f32 matrices on this CPU go through oneDNN.
+/// Whether products of f32 matrices on this CPU go through oneDNN: where that is kept from AVX-512 they do not.
 pub fn by_onednn() -> Result<bool> {
     static CHOICE: OnceLock<bool> = OnceLock::new();
     if let Some(choice) = CHOICE.get() {
         return Ok(*choice);
     }
-    // SAFETY: reads what libtorch found out about the processor, into an out-pointer that outlives the call.
+    // SAFETY: reads what libtorch found out about the processor, and tries it, into an out-pointer that outlives the call.
     let found = number("ask for oneDNN", |out| unsafe { shim_onednn_products(out) })?;
     Ok(*CHOICE.get_or_init(|| found == 1))
 }

@@ -113,9 +113,8 @@ impl<T: Send + 'static> Prefetcher<T> {
         let next = Arc::new(Mutex::new((steps, order)));
         let make = Arc::new(make);
         let mut spawn = |name: String, work: Work| {
-            let thread = begin(name, work).map_err(|error| {
-                Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
-            })?;
+            let thread =
+                begin(name, work).map_err(|error| Fault::not_started("a thread", &error))?;
             prefetcher.threads.push(thread);
             Ok(())
         };

@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
 
+use contract::fault::more_of;
 use contract::{Fault, Result};
 use kernels::Error;
 use tch::Tensor;
@@ -35,6 +36,9 @@ pub fn lost(error: Error) -> Fault {
         Error::Stranger { what } => Fault::usage(what).hint(
             "give every rank of a run the same ZTRAIN_RUN_KEY or ZTRAIN_RUN_KEY_FILE, and no other run its port",
         ),
+        Error::Short { call, error } => {
+            Fault::machine(format!("{call}: {error}")).hint(more_of(&error))
+        }
         Error::Reported { what } => {
             Fault::machine("another rank stopped the run").found(what).hint(again)
         }
@@ -57,6 +61,7 @@ pub(crate) fn refused(error: impl Into<Error>) -> Fault {
     match &error {
         Error::NoMemory { reason, .. } => no_memory(reason),
         Error::Missing { .. }
+        | Error::Short { .. }
         | Error::Reported { .. }
         | Error::Mistaken { .. }
         | Error::Stranger { .. } => lost(error),

@@ -9,6 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
+use contract::fault::more_of;
 use contract::{Fault, Result};
 use kernels::{ops, runtime};
 
@@ -168,8 +169,8 @@ impl Workers {
     /// the same conditions as many do.
     fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {
         let none = |error: std::io::Error| {
-            Fault::machine(format!("cannot start a thread for a worker: {error}"))
-                .hint("give fewer with --workers, or raise `ulimit -u`")
+            let hint = format!("give fewer with --workers, or {}", more_of(&error));
+            Fault::not_started("a thread for a worker", &error).hint(hint)
         };
         thread::scope(|scope| {
             let start = |_| thread::Builder::new().spawn_scoped(scope, &worker).map_err(none);

@@ -69,10 +69,14 @@ fn main() -> ExitCode {
         Err(refusal) => {
             let text = refusal.render();
             let (plain, coloured) = (text.to_string(), text.ansi().to_string());
+            kernels::signals::hear();
             let told = contract::terminal::reply(&plain, &coloured, refusal.use_stderr());
             return contract::terminal::end(told.map(|()| refusal.exit_code() as u8));
         }
     };
+    if !matches!(cli.command, None | Some(Command::Supervise(_))) {
+        kernels::signals::hear();
+    }
     let outcome = match cli.command {
         None => cmd::train::exec(cli.train),
         Some(Command::Replay(args)) => cmd::replay::exec(*args),

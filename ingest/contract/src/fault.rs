@@ -164,6 +164,11 @@ impl Fault {
         fault.at(path.display().to_string()).hint(hint)
     }
 
+    /// The system gives no thread or process for `what`.
+    pub fn not_started(what: &str, error: &io::Error) -> Self {
+        Fault::machine(format!("cannot start {what}: {error}")).hint(more_of(error))
+    }
+
     /// What it is a sign of.
     pub fn sign_of(mut self, symptom: Symptom) -> Self {
         self.0.symptom = Some(symptom);
@@ -241,6 +246,15 @@ const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 /// The disk could not read what it holds.
 const EIO: i32 = 5;
+
+/// What to do where the system gives a process no more of something: of files, of memory, of threads.
+pub fn more_of(error: &io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(ENFILE | EMFILE) => "raise `ulimit -n`",
+        _ if error.kind() == io::ErrorKind::OutOfMemory => "free some memory, or raise `ulimit -v`",
+        _ => "raise `ulimit -u`",
+    }
+}
 
 /// Whether an error on reading says something of the machine at this moment, such as "no more handles", and nothing of
 /// the file: then the file is neither whole nor damaged, but unread.
@@ -325,6 +339,19 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_there_is_no_more_of_is_what_is_to_be_raised() {
+        let (no_thread, no_memory) = (11, 12);
+        for (code, limit) in [(EMFILE, "-n"), (ENFILE, "-n"), (no_thread, "-u"), (no_memory, "-v")]
+        {
+            let fault = Fault::not_started("rank 2", &io::Error::from_raw_os_error(code));
+            assert_eq!(fault.class(), Class::Machine);
+            let told = fault.to_string();
+            assert!(told.contains("cannot start rank 2") && told.contains(limit), "{told}");
+            assert_eq!(told.matches("ulimit").count(), 1, "{told}");
+        }
+    }
 
     #[test]
     fn nearest_finds_typos_and_refuses_guesses() {

@@ -5,13 +5,14 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io::Read as _;
+use std::io::{self, Read as _};
 use std::net::IpAddr;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 
+use crate::error::is_short;
 use crate::{Error, Result};
 
 /// Bytes of a proof, and of a nonce.
@@ -69,12 +70,17 @@ pub(super) fn same(a: &Bytes32, b: &[u8]) -> bool {
 
 /// Bytes that nobody can foresee.
 pub(super) fn nonce() -> Result<Bytes32> {
+    let call = "draw from /dev/urandom";
+    drawn().map_err(|error| match is_short(&error) {
+        true => Error::Short { call, error },
+        false => Error::Foreign { call, reason: error.to_string() },
+    })
+}
+
+/// The same, with the system's own error.
+pub(super) fn drawn() -> io::Result<Bytes32> {
     let mut bytes = Bytes32::default();
-    let read = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|error| Error::Foreign {
-        call: "draw from /dev/urandom",
-        reason: error.to_string(),
-    })?;
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes))?;
     Ok(bytes)
 }
 

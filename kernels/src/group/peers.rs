@@ -78,6 +78,7 @@ impl Peers {
         };
         let store = store.map_err(|error| match error {
             Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met a stranger: {what}") },
+            error @ Error::Short { .. } => error,
             Error::Foreign { call: TAKEN, reason } => taken(place, &reason),
             error => {
                 let holder = if *rank_0_serves { "rank 0 holds" } else { "the launcher holds" };
@@ -113,7 +114,7 @@ impl Peers {
         let store = Arc::new(store);
         let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
         let handle = connected.map_err(|error| match error {
-            Error::Reported { .. } | Error::Mistaken { .. } => error,
+            Error::Reported { .. } | Error::Mistaken { .. } | Error::Short { .. } => error,
             error => Error::Missing {
                 what: format!(
                     "all {world} ranks came to {host}:{port}, but rank {rank} cannot connect with each of them: {error}; check \

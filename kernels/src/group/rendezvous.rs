@@ -157,6 +157,26 @@ impl Rendezvous {
         Ok(Rendezvous::new(store, place, (generation, members), stood))
     }
 
+    /// For a rank that was launched at `place`, under a launcher, and could not meet the others: where it meets those who are
+    /// left. `None` where the launcher does not say that one is lost.
+    pub fn unmet(place: &Place, timeout: Duration) -> Result<Option<Rendezvous>> {
+        let reach = |name: &str| Store::connect(&place.host, place.port, name, &place.key, timeout);
+        let (first, start) = (reach(&place.name)?, lived());
+        let word = loop {
+            match first.word()? {
+                // The others may see the end of a rank before its launcher does.
+                None if lived() - start < PROBE => std::thread::sleep(LOOK),
+                word => break word,
+            }
+        };
+        if word.and_then(|word| word.lost).is_none() {
+            return Ok(None);
+        }
+        let members: Vec<u32> = (0..place.world).collect();
+        let (store, stood) = (reach(&meeting(&place.name))?, (0, members.clone()));
+        Ok(Some(Rendezvous::new(store, place, (0, members), stood)))
+    }
+
     /// What is different from the last generation that stood, asked once this one is connected: it has stood from then on.
     pub fn stands(&mut self) -> Result<Change> {
         let (last, before) = &self.stood;

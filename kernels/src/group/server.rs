@@ -9,10 +9,11 @@ use std::net::{Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream}
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::key::RunKey;
 use super::wire::{self, Connection, Deadline, Refused, Request, What};
+use crate::error::is_short;
 
 /// How long a caller may take to prove the key.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -25,6 +26,15 @@ const STACK: usize = 1 << 18;
 
 /// Before another connection is accepted, where the system has none left to give.
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// For how long the system may refuse what it takes to hear callers, and none of them is let in, before that is a fault.
+const SHORTAGE: Duration = Duration::from_secs(1);
+
+/// A refusal is another one than the last after so long without one.
+const APART: Duration = Duration::from_millis(500);
+
+/// So many unproven callers at once are strangers: what they hold is what is short.
+const FLOOD: usize = 8;
 
 /// Connections that were refused, since nobody proved the run's key on them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -81,9 +91,31 @@ struct Callers {
     unproven: VecDeque<(u64, TcpStream)>,
     proven: BTreeMap<u64, TcpStream>,
     strangers: Strangers,
+    short: Option<Short>,
+}
+
+/// What the system refuses, while nobody is let in.
+#[derive(Clone, Copy, Debug)]
+struct Short {
+    since: Instant,
+    last: Instant,
+    /// The system's number.
+    code: i32,
 }
 
 impl Callers {
+    /// Takes note that the system refuses what it takes to hear a caller. Of many strangers one has to go instead.
+    fn lack(&mut self, error: &io::Error) {
+        if self.unproven.len() >= FLOOD {
+            self.short = None;
+            return self.let_first_go();
+        }
+        let (now, code) = (Instant::now(), error.raw_os_error().unwrap_or_default());
+        let before = self.short.filter(|short| now - short.last < APART);
+        self.short =
+            Some(Short { since: before.map_or(now, |short| short.since), last: now, code });
+    }
+
     /// One that has come; where there are too many the one that came first has to go.
     fn receive(&mut self, copy: TcpStream) -> u64 {
         self.came += 1;
@@ -117,9 +149,11 @@ impl Server {
         let shared = Arc::clone(&held);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
             while !shared.over.load(Ordering::Acquire) {
-                match listener.accept() {
-                    Ok((stream, from)) => shared.receive(stream, from),
-                    Err(_) => thread::sleep(PAUSE),
+                let accepted = listener.accept();
+                if let Err(error) = accepted.and_then(|(stream, from)| shared.receive(stream, from))
+                {
+                    shared.callers().lack(&error);
+                    thread::sleep(PAUSE);
                 }
             }
         })?;
@@ -132,6 +166,13 @@ impl Server {
 
     pub(super) fn answer(&self, request: &Request<'_>) -> Option<Vec<u8>> {
         self.held.answer(request)
+    }
+
+    /// What the system has refused for too long.
+    pub(super) fn trouble(&self) -> Option<io::Error> {
+        let short = self.held.callers().short;
+        let short = short.filter(|short| short.last - short.since >= SHORTAGE);
+        short.map(|short| io::Error::from_raw_os_error(short.code))
     }
 }
 
@@ -162,17 +203,15 @@ impl Held {
     }
 
     /// Hears a caller on a thread of its own. One for whom there is none, or no descriptor, has to come again.
-    fn receive(self: &Arc<Self>, stream: TcpStream, from: SocketAddr) {
-        let Ok(copy) = stream.try_clone() else { return };
+    fn receive(self: &Arc<Self>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
+        let copy = stream.try_clone()?;
         let number = self.callers().receive(copy);
         let shared = Arc::clone(self);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
             shared.hear(stream, from, number);
             shared.callers().proven.remove(&number);
         });
-        if thread.is_err() {
-            self.callers().take(number);
-        }
+        thread.map(drop).inspect_err(|_| drop(self.callers().take(number)))
     }
 
     /// Serves one that proves the key; counts one that does not.
@@ -184,6 +223,7 @@ impl Held {
                 let mut callers = self.callers();
                 let copy = callers.take(number).ok_or(io::ErrorKind::ConnectionAborted)?;
                 callers.proven.insert(number, copy);
+                callers.short = None;
                 Ok(())
             };
             connection.admit(&self.key, Deadline::after(PATIENCE), enter)?;
@@ -199,6 +239,7 @@ impl Held {
             // One that had to go comes again.
             _ if proved => return,
             (_, None) => "it said nothing while many others came",
+            (Err(Refused::Lost(error)), _) if is_short(&error) => return callers.lack(&error),
             (Err(Refused::Stranger(why)), _) => why,
             (Err(Refused::Lost(error)), _) if error.kind() == io::ErrorKind::TimedOut => {
                 "it did not prove the key in time"
@@ -240,6 +281,35 @@ mod tests {
     use super::super::key::{PROOF, nonce};
     use super::*;
     use std::io::{Read as _, Write as _};
+
+    #[test]
+    fn a_want_of_files_is_a_fault_unless_it_passes_or_strangers_hold_them() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = Server::start(listener, &RunKey::default()).unwrap();
+        let (now, emfile) = (Instant::now(), io::Error::from_raw_os_error(24));
+        let lack = |since: Duration, last: Duration| {
+            let mut callers = server.held.callers();
+            let before = Short { since: now - since, last: now - last, code: 24 };
+            callers.short = Some(before);
+            callers.lack(&emfile);
+        };
+        let (long, just) = (2 * SHORTAGE, Duration::ZERO);
+        lack(long, just);
+        assert_eq!(server.trouble().unwrap().raw_os_error(), Some(24));
+        lack(long, long);
+        assert!(server.trouble().is_none(), "it has passed, and this is another one");
+        lack(just, just);
+        assert!(server.trouble().is_none(), "it may pass");
+        let streams = (0..FLOOD).map(|_| TcpStream::connect(address).unwrap());
+        let strangers: Vec<_> = streams.collect();
+        while server.held.callers().unproven.len() < FLOOD {
+            thread::sleep(Duration::from_millis(1));
+        }
+        lack(long, just);
+        assert!(server.trouble().is_none(), "those who hold them have to go");
+        drop(strangers);
+    }
 
     /// What a flood of strangers does to a rank, by chance, in the moment in which it proves the key.
     #[test]

@@ -12,6 +12,7 @@ use super::key::{RunKey, is_loopback};
 use super::server::{Server, Strangers};
 use super::wire::{Connection, Deadline, Refused, Request, What};
 use super::word::Word;
+use crate::error::is_short;
 use crate::{Error, Result};
 
 /// How long one attempt to connect may take.
@@ -78,6 +79,9 @@ impl Store {
                     let what = format!("the store at {host}:{port}: {why}");
                     return Err(Error::Stranger { what });
                 }
+                Err(Refused::Lost(error)) if is_short(&error) => {
+                    return Err(Error::Short { call: "reach the store of the ranks", error });
+                }
                 Err(Refused::Lost(error)) => error,
             };
             if deadline.left().is_zero() {
@@ -129,7 +133,10 @@ impl Store {
         let (request, call) = (Request { what, key, value }, "ask the store");
         let gone = || Error::Foreign { call, reason: "the store does not answer".to_owned() };
         let connection = match &self.way {
-            Way::Here(server) => return Ok(server.answer(&request)),
+            Way::Here(server) => {
+                self.check()?;
+                return Ok(server.answer(&request));
+            }
             Way::There(connection) => connection,
         };
         let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
@@ -140,6 +147,15 @@ impl Store {
             *connection = None;
             gone()
         })
+    }
+
+    /// Fails where this process holds it and the system keeps it from hearing anybody, for want of files or threads.
+    pub fn check(&self) -> Result<()> {
+        let Way::Here(server) = &self.way else { return Ok(()) };
+        match server.trouble() {
+            Some(error) => Err(Error::Short { call: "hear the ranks at their store", error }),
+            None => Ok(()),
+        }
     }
 
     /// Its port.
@@ -265,7 +281,8 @@ fn resolved(host: &str, port: u16, timeout: Duration) -> Result<Vec<IpAddr>> {
         call: "find the host",
         reason: format!("{host:?} has no address: {reason}"),
     };
-    std::thread::Builder::new().spawn(ask).map_err(|error| failed(error.to_string()))?;
+    let asking = std::thread::Builder::new().spawn(ask);
+    asking.map_err(|error| Error::Short { call: "find the host", error })?;
     let found =
         answered.recv_timeout(timeout).map_err(|_| failed("no name server answers".to_owned()))?;
     let found = found.map_err(|error| failed(error.to_string()))?;
@@ -288,6 +305,9 @@ fn listener(host: &str, port: u16, address: IpAddr) -> Result<TcpListener> {
 }
 
 fn cannot(error: std::io::Error) -> Error {
+    if is_short(&error) {
+        return Error::Short { call: "listen for the other ranks", error };
+    }
     let taken = error.kind() == ErrorKind::AddrInUse;
     let call = if taken { TAKEN } else { "listen for the other ranks" };
     Error::Foreign { call, reason: error.to_string() }

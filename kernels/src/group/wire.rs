@@ -16,7 +16,7 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 use super::clock::lived;
-use super::key::{Bytes32, PROOF, RunKey, nonce, same};
+use super::key::{Bytes32, PROOF, RunKey, drawn, same};
 
 /// How long one call of the system may take before the time that was lived is looked at.
 const TURN: Duration = Duration::from_millis(50);
@@ -126,7 +126,7 @@ impl Connection {
         deadline: Deadline,
         enter: impl FnOnce() -> io::Result<()>,
     ) -> Result<(), Refused> {
-        let mine = nonce().map_err(|error| io::Error::other(error.to_string()))?;
+        let mine = drawn()?;
         self.write(&[*MAGIC, mine].concat(), deadline)?;
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
         let (theirs, proof) = said.split_at(PROOF);
@@ -146,7 +146,7 @@ impl Connection {
         if magic != MAGIC {
             return Err(Refused::Stranger("what listens there is not a store of this program"));
         }
-        let mine = nonce().map_err(|error| io::Error::other(error.to_string()))?;
+        let mine = drawn()?;
         self.write(&[mine, key.proof("caller", &[theirs, &mine])].concat(), deadline)?;
         let said: [u8; 1 + PROOF] = self.read(deadline)?;
         match (said[0], same(&key.proof("store", &[theirs, &mine]), &said[1..])) {

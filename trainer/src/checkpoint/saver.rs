@@ -46,9 +46,7 @@ impl Saver {
             Ok(Written { step, state, stall, writing: start.elapsed() })
         };
         let thread = thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
-        self.0 = Some(thread.map_err(|error| {
-            Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
-        })?);
+        self.0 = Some(thread.map_err(|error| Fault::not_started("a thread", &error))?);
         Ok(())
     }
 

@@ -6,7 +6,6 @@ use contract::{Fault, Result};
 
 /// Does something on a thread that nobody waits for.
 pub(super) fn in_background(work: impl FnOnce() + Send + 'static) -> Result<()> {
-    thread::Builder::new().spawn(work).map(drop).map_err(|error| {
-        Fault::machine(format!("cannot start a thread: {error}")).hint("raise `ulimit -u`")
-    })
+    let started = thread::Builder::new().spawn(work);
+    started.map(drop).map_err(|error| Fault::not_started("a thread", &error))
 }

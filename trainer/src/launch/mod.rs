@@ -24,4 +24,4 @@ mod watch;
 pub use ends::{first_words, last_words};
 pub use guard::{Guard, Supervised};
 pub use place::{Launched, place, spawned_us};
-pub use spawn::{Launch, meet, rejoin, rendezvous, spawn, started_again};
+pub use spawn::{Launch, meet, meet_without, rejoin, rendezvous, spawn, started_again};

@@ -67,9 +67,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
         if again {
             command.env(AGAIN, "1");
         }
-        command.spawn().map_err(|error| {
-            Fault::machine(format!("cannot start rank {rank}: {error}")).hint("raise `ulimit -u`")
-        })
+        command.spawn().map_err(|error| Fault::not_started(&format!("rank {rank}"), &error))
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
     let watched = min_ranks.is_some() || supervised.is_some();
@@ -78,7 +76,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     let ranks = (0..*count).map(|rank| Ok(Rank::new(rank, start(rank, false)?)));
     let ranks = ranks.collect::<Result<_>>()?;
     let supervision = supervised.clone().map(Supervised::begin);
-    Launcher { ranks, elastic, supervision, start: &start, stop }.run()
+    Launcher { ranks, elastic, supervision, store: &store, start: &start, stop }.run()
 }
 
 /// Refuses ranks whose programs alone are more than the machine can hold: what each trains with is refused by itself, once it is
@@ -108,7 +106,16 @@ pub fn rejoin(
     stop: &Arc<AtomicBool>,
 ) -> Result<(Group, Rendezvous)> {
     follow_launcher(Arc::clone(stop))?;
-    let mut rendezvous = Rendezvous::rejoin(&launched.place, START.max(timeout)).map_err(lost)?;
+    let rendezvous = Rendezvous::rejoin(&launched.place, START.max(timeout)).map_err(lost)?;
+    connected(rendezvous, least, timeout)
+}
+
+/// Connects a generation, or the next one that can be.
+fn connected(
+    mut rendezvous: Rendezvous,
+    least: u32,
+    timeout: Duration,
+) -> Result<(Group, Rendezvous)> {
     let tell = |word: &str| contract::note!("{word}");
     loop {
         match rendezvous.group(timeout, &tell) {
@@ -117,6 +124,24 @@ pub fn rejoin(
             Err(_) => rendezvous.agree(&[], least, timeout).map_err(lost)?,
         }
     }
+}
+
+/// Meets those who are left where ranks that we have started could not [`meet`] for `fault`, since one of them was lost before;
+/// else hands the fault back.
+pub fn meet_without(
+    launched: &Launched,
+    least: u32,
+    timeout: Duration,
+    fault: Fault,
+) -> Result<(Group, Rendezvous)> {
+    if !spawned_us() || fault.class() != Class::Machine {
+        return Err(fault);
+    }
+    let Ok(Some(mut rendezvous)) = Rendezvous::unmet(&launched.place, timeout) else {
+        return Err(fault);
+    };
+    rendezvous.agree(&[], least, timeout).map_err(lost)?;
+    connected(rendezvous, least, timeout)
 }
 
 /// Meets the other ranks, of which each is awaited for `timeout`. `stop` is set when our launcher asks this rank to stop.

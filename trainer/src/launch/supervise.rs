@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result};
-use kernels::group::Agent;
+use kernels::group::{Agent, Store};
 
 use super::ends::{End, Ends};
 use super::happened::{Happened, tell};
@@ -179,6 +179,8 @@ pub(super) struct Launcher<'a> {
     pub(super) ranks: Vec<Rank>,
     pub(super) elastic: Option<Elastic>,
     pub(super) supervision: Option<Supervision>,
+    /// The store in which the ranks meet.
+    pub(super) store: &'a Store,
     /// Starts the process of a rank; `true`: to join the others.
     pub(super) start: &'a dyn Fn(u32, bool) -> Result<Child>,
     pub(super) stop: &'a AtomicBool,
@@ -198,6 +200,11 @@ impl Launcher<'_> {
                 }
             }
             self.look()?;
+            self.store.check().map_err(|error| {
+                // They would wait for an answer, and blame the network.
+                self.ranks.iter_mut().for_each(|rank| rank.end("nobody hears it"));
+                lost(error)
+            })?;
             if failed.is_none() && !asked {
                 self.judge()?;
                 self.start_again()?;

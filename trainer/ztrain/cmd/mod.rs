@@ -37,6 +37,7 @@ use contract::{Fault, Result};
 use kernels::device;
 use kernels::ops::{TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
+use kernels::signals;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::flag;
 use store::Location;
@@ -216,6 +217,8 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
             |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
         listens(place).map_err(cannot)?;
     }
+    // Those too that came before.
+    signals::hear();
     Ok(())
 }
 

@@ -165,15 +165,19 @@ impl Ranks {
                 let (comm, rendezvous) = launch::rejoin(launched, least, patience, stop)?;
                 World::new(comm, device, runtime).joined(rendezvous, patience)
             }
-            (Some(launched), _) => {
-                let comm = launch::meet(launched, patience, stop)?;
-                let rendezvous = min_ranks.map(|_| launch::rendezvous(launched, &comm));
-                let world = World::new(comm, device, runtime);
-                match rendezvous.transpose()? {
-                    Some(rendezvous) => world.recoverable(rendezvous),
-                    None => world,
-                }
+            (Some(launched), None) => {
+                World::new(launch::meet(launched, patience, stop)?, device, runtime)
             }
+            (Some(launched), Some(least)) => match launch::meet(launched, patience, stop) {
+                Ok(comm) => {
+                    let rendezvous = launch::rendezvous(launched, &comm)?;
+                    World::new(comm, device, runtime).recoverable(rendezvous)
+                }
+                Err(fault) => {
+                    let met = launch::meet_without(launched, least, patience, fault)?;
+                    World::new(met.0, device, runtime).joined(met.1, patience)
+                }
+            },
         })
     }
 }
@@ -191,13 +195,9 @@ pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
     }
 }
 
-/// Starts ranks of this very command and waits for them.
-pub(crate) fn start(launch: &Launch, stop: &Arc<AtomicBool>) -> Result<u8> {
-    super::listen(stop)?;
-    launch::spawn(launch, stop)
-}
-
-/// The same for `count` ranks that need each other.
+/// Starts `count` ranks of this very command, which need each other, and waits for them.
 pub(crate) fn start_all(count: u32) -> Result<u8> {
-    start(&Launch { count, min_ranks: None, supervised: None }, &Arc::default())
+    let stop = Arc::default();
+    super::listen(&stop)?;
+    launch::spawn(&Launch { count, min_ranks: None, supervised: None }, &stop)
 }

@@ -26,6 +26,8 @@ pub(crate) struct Args {
 
 /// Watches over a run until it is done.
 pub(crate) fn exec(args: Args) -> Result<u8> {
+    let stop = Arc::default();
+    listen(&stop)?;
     if let Some(launched) = launch::place(|name| std::env::var(name).ok())? {
         let rank = launched.place.rank;
         return Err(Fault::usage("one supervisor watches over all ranks")
@@ -42,8 +44,6 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         arguments.extend(["--min-ranks", "1"].map(OsString::from));
     }
     let (launch, run) = (args.launch, args.train.folder()?);
-    let stop = Arc::default();
-    listen(&stop)?;
     Guard { rules, text, arguments, launch, run, ranks }.run(&stop)
 }
 

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::{Fault, Result};
 use kernels::group::Transport;
@@ -16,7 +16,7 @@ use trainer::validate::Validation;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, train};
 
-use super::ranks::{self, Ranks};
+use super::ranks::Ranks;
 use super::{Speed, above_zero, listen};
 
 /// Arguments.
@@ -86,9 +86,10 @@ pub(crate) struct Args {
 
 /// Trains until the last step, a signal or a fault.
 pub(crate) fn exec(args: Args) -> Result<u8> {
+    let stop = Arc::default();
+    listen(&stop)?;
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
-    let stop = Arc::default();
     let supervised = Supervised::of_environment(&args.folder()?)?;
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
@@ -100,9 +101,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::new(&Opened::open(curriculum)?)?;
+        if stops_early(&stop) {
+            return Ok(0);
+        }
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(&stop))?;
         let launch = Launch { count, min_ranks: args.min_ranks, supervised };
-        return ranks::start(&launch, &stop);
+        let outcome = launch::spawn(&launch, &stop);
+        return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
     }
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
@@ -136,7 +141,6 @@ fn as_rank(
     (launched, supervised): (Option<&Launched>, Option<&Supervised>),
     stop: &Arc<AtomicBool>,
 ) -> Result<(Told, Result<()>)> {
-    listen(stop)?;
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
@@ -153,9 +157,13 @@ fn as_rank(
     if let Some(launched) = launched {
         launch::first_words(launched.place.rank);
     }
-    let outcome = Opened::open(curriculum)
-        .inspect_err(|fault| world.comm.report(&fault.to_string()))
-        .and_then(|opened| train(&opened, &exec, &mut world));
+    let opened =
+        Opened::open(curriculum).inspect_err(|fault| world.comm.report(&fault.to_string()));
+    // Ranks agree on it after their first step.
+    if opened.is_ok() && launched.is_none() && stops_early(stop) {
+        return Ok((Told { spoke_first: true, missed: None }, Ok(())));
+    }
+    let outcome = opened.and_then(|opened| train(&opened, &exec, &mut world));
     let (spoke_first, outcome) = match outcome {
         Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec)),
         Ok(_) => (true, Ok(())),
@@ -183,6 +191,17 @@ impl Args {
     pub(crate) fn min_ranks(&self) -> Option<u32> {
         self.min_ranks
     }
+}
+
+/// Whether a run was asked to stop before it began, as is said then.
+fn stops_early(stop: &AtomicBool) -> bool {
+    let asked = stop.load(Ordering::Relaxed);
+    if asked {
+        contract::note!(
+            "stopped as asked, before anything began: nothing was trained; the same command goes on"
+        );
+    }
+    asked
 }
 
 /// Refuses to ask for more ranks after a loss than there are before.

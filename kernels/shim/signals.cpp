@@ -1,0 +1,41 @@
+// Signals that ask a program to stop, kept from its first moment on until it listens to them: libtorch registers its operations
+// before `main`, which takes longer than all else of a start, and whoever is asked to stop meanwhile would be ended.
+
+#include <signal.h>
+
+namespace {
+
+// What was kept already when this program began.
+sigset_t before;
+
+sigset_t those() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGHUP);
+  return signals;
+}
+
+void keep() {
+  const sigset_t signals = those();
+  sigprocmask(SIG_BLOCK, &signals, &before);
+}
+
+// Run before the constructors of any library. Only a program in which `shim_hear_signals` is called has this file in it.
+#if defined(__ELF__)
+__attribute__((section(".preinit_array"), used)) void (*const first)() = keep;
+#endif
+
+} // namespace
+
+extern "C" {
+
+// Lets them through to this thread: those that have come meanwhile come now.
+void shim_hear_signals() {
+  const sigset_t signals = those();
+  sigprocmask(SIG_UNBLOCK, &signals, nullptr);
+  sigprocmask(SIG_BLOCK, &before, nullptr);
+}
+
+} // extern "C"

@@ -1,0 +1,98 @@
+//! Fear: that what befalls a run while it starts is taken for something else, or ends what would have gone on.
+
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::ranks::{Fixture, ranks_of, signal};
+use crate::support::Ran;
+
+/// Waits until a process keeps a request to stop, or listens to it: before, it has not loaded its libraries.
+fn until_it_is_up(process: u32) {
+    const TERM: u64 = 1 << 14;
+    let start = Instant::now();
+    let is_up = || {
+        let said = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+        let masks = said.lines().filter_map(|line| line.split_once(":\t"));
+        let mut masks = masks.filter(|(name, _)| ["SigBlk", "SigCgt"].contains(name));
+        masks.any(|(_, mask)| u64::from_str_radix(mask, 16).is_ok_and(|mask| mask & TERM > 0))
+    };
+    while !is_up() {
+        assert!(start.elapsed() < Duration::from_secs(20), "it never keeps a signal");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_as_it_starts_ends_well() {
+    let fixture = Fixture::new(&[]);
+    for (name, flags) in [("TERM", &[][..]), ("INT", &[]), ("HUP", &["--nproc", "2"])] {
+        let mut command = fixture.run(name, flags);
+        let process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        until_it_is_up(process.id());
+        signal(name, process.id());
+        let ran = Ran::from(process.wait_with_output().unwrap());
+        assert!(ran.err.contains("nothing was trained"), "{ran:?}");
+        assert_eq!(ran.ok(), "");
+        assert!(!fixture.scratch.path(name).exists(), "nothing was begun");
+    }
+}
+
+#[test]
+fn so_do_all_ranks_where_one_is_asked() {
+    let fixture = Fixture::new(&[]);
+    let mut command = fixture.run("run", &["--nproc", "2"]);
+    let launcher = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let rank = ranks_of(&launcher, 2)[1];
+    until_it_is_up(rank);
+    signal("TERM", rank);
+    let said = Ran::from(launcher.wait_with_output().unwrap()).ok();
+    assert!(said.starts_with("stopped after step 1 of 20"), "{said}");
+}
+
+/// The ranks need files to reach the store, and so does whoever holds it to hear them.
+#[test]
+fn where_there_are_too_few_files_ranks_are_no_strangers() {
+    let fixture = Fixture::new(&[]);
+    for limit in ["8", "10", "12", "14"] {
+        let run = fixture.run("run", &["--nproc", "3", "--rank-timeout", "5"]);
+        let script = format!("ulimit -n {limit}; exec \"$0\" \"$@\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]).arg(run.get_program()).args(run.get_args());
+        let start = Instant::now();
+        let ran = Ran::from(command.stdin(Stdio::null()).output().unwrap());
+        assert!(start.elapsed() < Duration::from_secs(20), "{limit}: {ran:?}");
+        let said = ran.fails(6, &["Too many open files", "raise `ulimit -n`"]);
+        for wrong in ["refused", "firewall", "ulimit -u"] {
+            assert!(!said.contains(wrong), "{limit}: {said}");
+        }
+    }
+}
+
+/// libtorch's way to oneDNN takes no product where that is kept from AVX-512: then it is MKL's, and another table of kernels.
+#[test]
+fn a_run_whose_onednn_is_kept_from_the_processor_trains() {
+    let fixture = Fixture::new(&[]);
+    for most in ["AVX2", "SSE41"] {
+        let mut command = fixture.run(most, &["--stop-after", "1"]);
+        let ran = Ran::from(command.env("ONEDNN_MAX_CPU_ISA", most).output().unwrap());
+        assert!(ran.ok().starts_with("stopped after step 1 of 20"));
+    }
+}
+
+/// The others have not met yet, and those who are left meet without it.
+#[test]
+fn a_rank_that_is_lost_before_the_ranks_have_met_is_done_without() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("alone", &["--nproc", "1"]);
+    for rank in [0, 1] {
+        let out = format!("left by {rank}");
+        let mut command = fixture.run(&out, &["--nproc", "2", "--min-ranks", "1"]);
+        let launcher = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        signal("KILL", ranks_of(&launcher, 2)[rank]);
+        let ran = Ran::from(launcher.wait_with_output().unwrap());
+        assert!(ran.err.contains(&format!("lost ranks: {rank}; ranks that go on")), "{ran:?}");
+        assert!(ran.ok().starts_with("done after step 20 of 20"));
+        fixture.assert_same("alone", &out);
+    }
+}
