@@ -348,7 +348,7 @@ impl Source<'_> {
                 .found(found)
                 .wanted(wanted)
                 .hint(format!(
-                    "--{side} says what is there already, and adds nothing: leave it out if documents {side} without it; if not, the file is damaged"
+                    "--{side} adds nothing: leave it out if documents {side} without it; else the file is damaged"
                 )));
             }
         }
