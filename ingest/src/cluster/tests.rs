@@ -86,7 +86,7 @@ fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] 
     let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
     let made = run(&plan);
     merge(&plan, &store, true).unwrap();
-    plan.close().unwrap();
+    plan.close(true).unwrap();
     assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
     made
 }
