@@ -211,7 +211,14 @@ impl Plan {
     /// Reads the plan in `work`: the corpus as it was planned, whatever its file says now.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(FILE);
-        let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound if work.is_dir() => {
+                Fault::data("no build is planned in this folder, or it has ended")
+                    .at(work.display().to_string())
+                    .hint("plan it: zdata task plan CORPUS --work FOLDER; parts that are there are used again")
+            }
+            _ => Fault::io("read", &path, &error),
+        })?;
         let place = path.display().to_string();
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
             Fault::data("this is not the plan of a build, or another version of zdata made it")
