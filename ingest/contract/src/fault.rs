@@ -397,7 +397,7 @@ mod tests {
     fn a_name_that_is_too_long_is_wrong_use_and_says_how_long_it_may_be() {
         let too_long = io::Error::from_raw_os_error(36);
         for (name, most) in [(".partial", 247), (".work", 250), (".tmp", 251), (".md", 255)] {
-            let path = PathBuf::from("x".repeat(252) + name);
+            let path = PathBuf::from("x".repeat(253) + name);
             let fault = Fault::io("create", &path, &too_long);
             assert_eq!(fault.class(), Class::Usage, "{fault}");
             assert!(fault.to_string().contains(&format!("at most {most} bytes")), "{fault}");
