@@ -206,3 +206,19 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     zdata(&["amend", arg(&run), "--step", "5", "--mix", "web=1"]).ok();
     train(&[]).fails(2, &["amendment.2", "step 5 on"]);
 }
+
+/// Numbers are told as they are typed; a document is named once however often it is given.
+#[test]
+fn what_is_set_is_told_as_it_was_typed() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let run = curriculum(&scratch, &store, "run.toml", &[]);
+    let amend = |more: &[&str]| zdata(&[&["amend", arg(&run), "--step", "5"], more].concat());
+    amend(&["--set", "optimizer.lr=1e-4", "--set", "optimizer.lr=1e-5"])
+        .fails(2, &["optimizer.lr=0.0001 and optimizer.lr=1e-5"]);
+    let ran = amend(&["--set", "optimizer.lr=-1"]);
+    ran.fails(2, &["not negative, found -1"]);
+    amend(&["--ban", "doc-1-3", "--ban", "doc-1-3"]).ok();
+    let text = fs::read_to_string(&run).unwrap();
+    assert_eq!(text.matches("is \"doc-1-3\"").count(), 1, "{text}");
+}

@@ -386,3 +386,32 @@ mod training {
         ran.fails(6, &["cuda"]);
     }
 }
+
+/// What a manifest says of files that are not there is not said as if they were.
+#[test]
+fn a_store_with_other_files_than_its_manifest_names_is_not_shown_and_not_exported() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
+    let out = scratch.path("out");
+    for name in ["tokens-00000.arrow", "starts-00000.arrow"] {
+        let path = store.join("web/train").join(name);
+        let bytes = fs::read(&path).unwrap();
+        let harms: [&dyn Fn(); 4] = [
+            &|| (),
+            &|| fs::write(&path, &bytes[..bytes.len() / 2]).unwrap(),
+            &|| std::os::unix::fs::symlink(scratch.path("corpus.toml"), &path).unwrap(),
+            &|| assert!(Command::new("mkfifo").arg(&path).status().unwrap().success()),
+        ];
+        for harm in harms {
+            fs::remove_file(&path).unwrap();
+            harm();
+            zdata(&["inspect", arg(&store)]).fails(3, &[name, "damaged"]);
+            let export = ["export", arg(&store), "--format", "megatron", "--out", arg(&out)];
+            zdata(&export).fails(3, &[name, "damaged"]);
+            assert!(!out.exists());
+            let _ = fs::remove_file(&path);
+            fs::write(&path, &bytes).unwrap();
+        }
+    }
+    zdata(&["inspect", arg(&store)]).ok();
+}

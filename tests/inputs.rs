@@ -286,3 +286,76 @@ fn a_long_line_is_held_three_times_at_most() {
     let held = reading("long.jsonl", &long) - least;
     assert!(held < (3 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
 }
+
+/// A long name is for whoever chose it to mend, also where only what is added to it makes it too long.
+#[test]
+fn a_name_that_is_too_long_is_wrong_use() {
+    let scratch = Scratch::new();
+    let file = corpus(&scratch, 30, "");
+    let tokenizer = scratch.path("tokenizer.json");
+    for length in [248, 250, 253, 300] {
+        let out = scratch.path(&"x".repeat(length));
+        let found = format!("a name of {length} bytes");
+        zdata(&["build", arg(&file), "--out", arg(&out)]).fails(2, &["at most 247 bytes", &found]);
+        assert!(!scratch.path(&format!("{}.work", "x".repeat(length))).exists());
+        let source = format!("web={}", arg(&scratch.path("raw")));
+        let import = ["import", arg(&out), "--format", "olmo", "--tokenizer", arg(&tokenizer)];
+        let source = ["--source", &source, "--dtype", "uint16"];
+        assert_ne!(zdata(&[&import[..], &source].concat()).code, Some(6));
+    }
+    let long = scratch.path(&"y".repeat(304));
+    zdata(&["build", arg(&long), "--check"]).fails(2, &["at most 255 bytes"]);
+}
+
+#[test]
+fn a_dot_behind_a_folder_is_the_folder() {
+    let scratch = Scratch::new();
+    let file = corpus(&scratch, 30, "");
+    for (name, behind) in [("one", "/."), ("two", "/"), ("three", "/./.")] {
+        let out = scratch.path(name);
+        zdata(&["build", arg(&file), "--out", &format!("{}{behind}", arg(&out))]).ok();
+        assert!(out.join("manifest.json").is_file(), "{name}{behind}");
+    }
+}
+
+/// The pattern that a hint shows names the file.
+#[test]
+fn a_name_of_wildcards_is_shown_in_brackets() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    for (name, pattern) in [
+        ("{a}.jsonl", "[{]a[}].jsonl"),
+        ("[b]*.jsonl", "[[]b][*].jsonl"),
+        ("{c,d.jsonl", "[{]c,d.jsonl"),
+    ] {
+        scratch.write(&format!("in/{name}"), json_lines(1, 5));
+        let check = |glob: &str| {
+            zdata(&["build", arg(&of(&scratch, &format!("in/{glob}"), "")), "--check"])
+        };
+        if name != "{c,d.jsonl" {
+            check(name).fails(3, &[pattern]);
+        }
+        let seen = check(pattern);
+        assert!(seen.err.starts_with("1 file: 5 documents"), "{pattern}: {}", seen.err);
+    }
+}
+
+/// A mistyped `id` is not found out by a search for a document that has none.
+#[test]
+fn a_source_without_the_ids_that_it_names_is_told_once() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    scratch.write("in/a.jsonl", json_lines(1, 5));
+    scratch.write("in/b.jsonl", json_lines(2, 5) + "{\"text\": \"without\"}\n");
+    let file = of(&scratch, "in/*.jsonl", "");
+    let text = fs::read_to_string(&file).unwrap();
+    for (id, told) in [("idd", 1), ("id", 0)] {
+        fs::write(&file, format!("{text}id = \"{id}\"\n")).unwrap();
+        let out = scratch.path(id);
+        for args in [&["--check"][..], &["--out", arg(&out)]] {
+            let ran = zdata(&[&["build", arg(&file)], args].concat());
+            let found = ran.err.matches("source x: no record has its id `idd`").count();
+            assert!(ran.code == Some(0) && found == told, "{args:?}: {}", ran.err);
+        }
+    }
+}

@@ -129,6 +129,12 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
     bytes[middle] ^= 1;
     fs::write(&kept, bytes).unwrap();
     zdata(&["plan", arg(&run)]).fails(3, &[arg(&kept), "digest", "remove it"]);
+    // What lies elsewhere is not read by way of a link: the packs are made in its place.
+    let other = scratch.write("other", "of nobody's business, and long enough");
+    fs::remove_file(&kept).unwrap();
+    std::os::unix::fs::symlink(&other, &kept).unwrap();
+    zdata(&["plan", arg(&run)]).ok();
+    assert!(!kept.is_symlink() && fs::read(&other).unwrap().starts_with(b"of nobody"));
 }
 
 #[cfg(feature = "train")]

@@ -438,3 +438,25 @@ mod training {
         }
     }
 }
+
+/// What is made gets a place of its own: not one in a store, nor one that a file or a store has.
+#[test]
+fn nothing_is_made_inside_of_a_store() {
+    let Some(twins) = Twins::new() else { return };
+    let export = ["export", "@store", "--format", "olmo", "--out"];
+    for out in ["@store", "@store/sub", "@store/web/deep"] {
+        let build = ["build", "@corpus.toml", "--out", out];
+        if out != "@store" {
+            twins.local(&build).fails(2, &["lies in a store"]);
+            twins.remote(&build).fails(2, &["lies in a store", "s3://bucket/store"]);
+        }
+        twins.local(&[&export[..], &[out]].concat()).fails(2, &[]);
+        twins.remote(&[&export[..], &[out]].concat()).fails(2, &["s3://bucket/store"]);
+    }
+    twins.remote(&[&export[..], &["@corpus.toml"]].concat()).fails(2, &["this is a file"]);
+    let store = arg(&twins.scratch.path("store")).to_owned();
+    twins.remote(&["publish", &store, "@store/inner"]).fails(2, &["lies in a store"]);
+    twins.remote(&["publish", &store, "@corpus.toml"]).fails(2, &["this is a file"]);
+    assert!(!twins.scratch.path("store/sub.work").exists());
+    twins.local(&["verify", "@store"]).ok();
+}

@@ -232,6 +232,8 @@ fn after_an_edit_only_what_changed_is_made_again() {
     prune(&["--unused-days", "0"]).ok();
     assert_eq!(parts(), 0);
     prune(&[]).fails(2, &["--unused-days"]);
+    // The build has ended, and its plan with it.
+    zdata(&["task", "run", "--work", arg(&work), "--index", "0"]).fails(3, &["task plan"]);
 }
 
 /// What a job of Slurm ends with is what the build ends with: here a merge that finds a source with nothing left.

@@ -45,7 +45,7 @@ pub(crate) fn build_while(
 ) -> Result<Outcome> {
     if store.join(open::MANIFEST).exists() {
         let manifest = built(corpus, store, options.engine)?;
-        clear_work(store)?;
+        clear_work(store, options.quiet)?;
         return Ok(Outcome::UpToDate(manifest));
     }
     refuse_foreign(store)?;
@@ -57,7 +57,7 @@ pub(crate) fn build_while(
     let built = build_in(corpus, store, &work, &options, &mut go_on);
     // What is kept of a build that failed are its parts: a folder without them is of no use.
     if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
-        cluster::clear(&work)?;
+        cluster::clear(&work, options.quiet)?;
     }
     built
 }
@@ -82,7 +82,7 @@ fn build_in(
         note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
     }
     let tallies = cluster::tallies(&plan)?;
-    plan.close()?;
+    plan.close(options.quiet)?;
     Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
 
@@ -92,19 +92,21 @@ pub fn work_of(store: &Path) -> PathBuf {
 }
 
 /// Removes the parts that a build left beside its store when it was killed at its very end.
-fn clear_work(store: &Path) -> Result<()> {
+fn clear_work(store: &Path, quiet: bool) -> Result<()> {
     let work = work_of(store);
     if !work.is_dir() {
         return Ok(());
     }
     // Who holds it is at its end, and removes it.
     let Ok(_lock) = disk::lock(&work) else { return Ok(()) };
-    cluster::clear(&work)
+    cluster::clear(&work, quiet)
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
 pub fn refuse_foreign(store: &Path) -> Result<()> {
     storage::staging::refuse_link(store)?;
+    storage::staging::refuse_long(store)?;
+    storage::apart::refuse_inside(&store.into())?;
     if !store.is_dir() {
         return Ok(());
     }

@@ -5,9 +5,9 @@
 
 use std::collections::BTreeMap;
 
-use contract::{Class, Fault, Result};
+use contract::{Class, Fault, Result, note};
 
-use crate::assembly::request::nothing_left;
+use crate::assembly::request::{nameless, nothing_left};
 use crate::corpus::{Corpus, Source, SourceFile};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
@@ -60,7 +60,7 @@ enum Looked {
 /// What a worker found.
 enum Found {
     /// In a slab, up to which `raw` bytes of the file are read.
-    Records { source: usize, file: usize, raw: u64, documents: u64, bad: Vec<Dropped> },
+    Records { source: usize, file: usize, raw: u64, of_slab: OfSlab },
     /// A file that cannot be read on.
     Damaged { source: usize, file: usize, fault: Fault },
     /// The end of a file of so many bytes.
@@ -71,6 +71,14 @@ enum Found {
 
 /// A record that is not a document.
 type Dropped = (&'static str, Fault);
+
+/// What the records of a slab are: so many documents, and those that are none.
+struct OfSlab {
+    documents: u64,
+    /// Whether one has its own id.
+    named: bool,
+    bad: Vec<Dropped>,
+}
 
 /// Reads the whole corpus, and tells what is wrong in the order of the inputs. No step of preparation is run.
 pub fn check(
@@ -103,6 +111,7 @@ pub fn check(
         damaged: None,
         source: 0,
         documents: 0,
+        named: false,
         reasons: BTreeMap::new(),
         checked: Checked::default(),
     };
@@ -123,26 +132,29 @@ fn look(corpus: &Corpus, looked: Looked) -> Result<Found> {
     };
     let of = &corpus.sources[source];
     match records(of, &of.files[file], &slab) {
-        Ok((documents, bad)) => Ok(Found::Records { source, file, raw, documents, bad }),
+        Ok(of_slab) => Ok(Found::Records { source, file, raw, of_slab }),
         Err(fault) if fault.class() == Class::Data => Ok(Found::Damaged { source, file, fault }),
         Err(fault) => Err(fault),
     }
 }
 
-/// How many records of a slab are documents, and those that are none.
-fn records(source: &Source, file: &SourceFile, slab: &Slab) -> Result<(u64, Vec<Dropped>)> {
-    let (mut documents, mut bad) = (0, Vec::new());
+/// What the records of a slab are.
+fn records(source: &Source, file: &SourceFile, slab: &Slab) -> Result<OfSlab> {
+    let (mut documents, mut named, mut bad) = (0, false, Vec::new());
     for parsed in slab.parse(&source.fields)? {
         match parsed {
             Parsed::Dropped { reason, fault, .. } => bad.push((reason, fault)),
-            Parsed::Document(mut document) => match source.recipe.text(&mut document) {
-                Ok(()) => documents += 1,
-                // A record of which the template or the chat makes no text.
-                Err(none) => bad.push((none.reason, none.fault.or_at(|| at(file, &document)))),
-            },
+            Parsed::Document(mut document) => {
+                named |= document.id.is_some();
+                match source.recipe.text(&mut document) {
+                    Ok(()) => documents += 1,
+                    // A record of which the template or the chat makes no text.
+                    Err(none) => bad.push((none.reason, none.fault.or_at(|| at(file, &document)))),
+                }
+            }
         }
     }
-    Ok((documents, bad))
+    Ok(OfSlab { documents, named, bad })
 }
 
 /// Where a record stands.
@@ -162,6 +174,8 @@ struct Count<'a> {
     /// The source at hand, its documents, and its other records by reason.
     source: usize,
     documents: u64,
+    /// Whether a document of it has its own id.
+    named: bool,
     reasons: BTreeMap<&'static str, u64>,
     checked: Checked,
 }
@@ -172,7 +186,9 @@ impl Count<'_> {
         match found {
             Found::Records { source, file, .. } | Found::Damaged { source, file, .. }
                 if self.damaged == Some((source, file)) => {}
-            Found::Records { source, file, raw, documents, bad } => {
+            Found::Records { source, file, raw, of_slab } => {
+                let OfSlab { documents, named, bad } = of_slab;
+                self.named |= named;
                 self.documents += documents;
                 self.checked.documents += documents;
                 for (reason, fault) in bad {
@@ -215,7 +231,10 @@ impl Count<'_> {
             let fault = nothing_left(&source.name, reasons.map(|(reason, n)| (n, reason)));
             self.checked.emptied.get_or_insert(fault);
         }
-        (self.source, self.documents) = (self.source + 1, 0);
+        if let (Some(id), false, true) = (&source.fields.id, self.named, self.documents > 0) {
+            self.progress.aside(|| note!("{}", nameless(&source.name, id)));
+        }
+        (self.source, self.documents, self.named) = (self.source + 1, 0, false);
     }
 }
 

@@ -5,7 +5,7 @@
 
 mod seen;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -71,7 +71,7 @@ pub fn init(folder: &Path) -> Result<Begun> {
         }
     }
     let seen = Seen::below(folder)?;
-    let groups = groups(seen.files);
+    let groups = groups(seen.files, &seen.listed);
     if groups.is_empty() {
         return Err(Fault::data("nothing here can become a corpus")
             .at(folder.display().to_string())
@@ -111,14 +111,18 @@ pub fn init(folder: &Path) -> Result<Begun> {
 /// Files and their sizes, by what their names end in.
 type FilesByEnding = BTreeMap<String, Vec<(PathBuf, u64)>>;
 
-/// Files by the folder at the top and by format: a source each.
-fn groups(files: Vec<seen::Input>) -> Vec<Group> {
+/// Files by the folder at the top and by format: a source each. In those that are `listed` each is named by itself: a pattern
+/// would name more.
+fn groups(files: Vec<seen::Input>, listed: &BTreeSet<String>) -> Vec<Group> {
     let mut found: BTreeMap<(String, Format), FilesByEnding> = BTreeMap::new();
     for seen::Input { parts, path, bytes } in files {
         let name = parts.last().map_or("", String::as_str);
         let Some(format) = Format::guess(Path::new(name)) else { continue };
-        let top = if parts.len() > 1 { parts[0].clone() } else { String::new() };
+        let top = seen::top(&parts);
         let glob = match top.as_str() {
+            top if listed.contains(top) => {
+                parts.iter().map(|part| escaped(part)).collect::<Vec<_>>().join("/")
+            }
             "" => format!("*{}", ending(name)),
             _ if parts.len() == 2 => format!("{}/*{}", escaped(&top), ending(name)),
             _ => format!("{}/**/*{}", escaped(&top), ending(name)),
@@ -396,7 +400,6 @@ const SMALL_BYTES: u64 = 64 << 10;
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
     use std::fs;
     use std::os::unix::fs::symlink;
     use std::process::Command;
@@ -540,6 +543,41 @@ mod tests {
         fs::remove_file(bench.path("web/z.jsonl")).unwrap();
         let told = init(&bench.path("")).unwrap().notes.join("\n");
         assert!(told.contains("web/z.png (leads nowhere)"), "{told}");
+    }
+
+    /// A file of two names is text once; what the corpus file says builds, and names nothing else.
+    #[test]
+    fn a_file_of_two_names_is_taken_once() {
+        let bench = folder();
+        symlink("a.jsonl", bench.path("web/b.jsonl")).unwrap();
+        symlink("../web/a.jsonl", bench.path("wiki/0.jsonl")).unwrap();
+        symlink("../wiki", bench.path("web/wiki")).unwrap();
+        fs::hard_link(bench.path("notes.md"), bench.path("other.md")).unwrap();
+        bench.write("away/[1].jsonl", json_lines(40, 3));
+        bench.write("elsewhere.gone", json_lines(50, 3));
+        fs::rename(bench.path("elsewhere.gone"), bench.path(".blob")).unwrap();
+        symlink("../.blob", bench.path("away/link.jsonl")).unwrap();
+        symlink("[1].jsonl", bench.path("away/copy.jsonl")).unwrap();
+        let told = init(&bench.path("")).unwrap().notes.join("\n");
+        let passed_over = told.lines().next().unwrap();
+        assert!(passed_over.contains(" and 1 more"), "{told}");
+        let seen = Seen::below(&bench.path("")).unwrap().passed_over.join(", ");
+        for one in [
+            "web/b.jsonl (a link to web/a.jsonl)",
+            "wiki/0.jsonl (a link to web/a.jsonl)",
+            "web/wiki (a link to a folder)",
+            "other.md (the same file as notes.md)",
+            "away/copy.jsonl (a link to away/[1].jsonl)",
+        ] {
+            assert!(seen.contains(one), "{seen}");
+        }
+        let corpus = Corpus::read(bench.path(CORPUS)).unwrap();
+        let files = corpus.sources.iter().map(|source| (source.name.as_str(), source.files.len()));
+        let wanted = [("text", 1), ("away", 2), ("chat--1-", 1), ("web", 2), ("wiki", 1)];
+        assert_eq!(files.collect::<Vec<_>>(), wanted);
+        let options = check::Options { workers: 1, quiet: true };
+        let checked = check::check(&corpus, options, |bad| Err(bad.fault)).unwrap();
+        assert_eq!(checked.documents, 1 + 6 + 3 + 18 + 2);
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub mod train;
 pub mod verify;
 mod versions;
 mod walk;
-mod whole;
+pub mod whole;
 
 pub use build::{Outcome, build};
 pub use corpus::{Corpus, stops};

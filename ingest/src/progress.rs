@@ -205,6 +205,12 @@ impl Progress {
         }
     }
 
+    /// What comes after this, by another count.
+    pub(crate) fn then(&mut self, measure: Measure, total: u64) -> Progress {
+        self.clear();
+        Progress::new(self.task, measure, total, self.quiet)
+    }
+
     fn clear(&mut self) {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();

@@ -108,7 +108,12 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
     if counted.words.is_empty() {
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
             .at(corpus.file.to_string())
-            .found(format!("{} records that are none", counted.dropped))
+            .found(match counted.dropped {
+                0 => "no record".to_owned(),
+                dropped => {
+                    format!("{}, none of them a document", contract::counted(dropped, "record"))
+                }
+            })
             .hint("check `files` and `text` in the corpus file, and --sample"));
     }
     drop(progress);

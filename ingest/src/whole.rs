@@ -4,9 +4,16 @@ use contract::Result;
 use rayon::prelude::*;
 use store::folder::StoreFile;
 use store::verify::{self, Damage, flaw_of_size};
-use store::{Location, Manifest};
+use store::{Location, Manifest, open};
 
 use crate::parallel;
+
+/// Opens a store of which more is said than what stands in its manifest: its files must be those that are named there.
+pub fn opened(store: &Location) -> Result<Manifest> {
+    let manifest = open::manifest(store)?;
+    refuse_incomplete(store, &manifest)?;
+    Ok(manifest)
+}
 
 /// Refuses a store whose tokenizer is another one, or one of whose files is missing or of another size, in which every cut
 /// and most writing over shows: so much is looked at before a command says that nothing is to be done.

@@ -155,6 +155,9 @@ impl Fault {
             }
             _ => (Class::Machine, "mend this on the machine and run the same command again"),
         };
+        if error.kind() == io::ErrorKind::InvalidFilename {
+            return too_long(what, path, error);
+        }
         let full = matches!(
             error.kind(),
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
@@ -240,6 +243,31 @@ impl Fault {
         self.0.symptom
     }
 }
+
+/// What is added to a name until what it stands for is whole, or for what is kept beside it.
+const ADDED: [&str; 4] = [".partial", ".work", ".zdata.tmp", ".tmp"];
+
+/// A name that no file system of ours takes, with how long it may be: also where only what we add makes it too long.
+fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
+    let longest = path.iter().max_by_key(|part| part.len()).unwrap_or_default();
+    let bytes = longest.len();
+    let fault = Fault::usage(format!("cannot {what} it: {error}")).at(path.display().to_string());
+    if bytes <= NAME_BYTES {
+        return fault.hint("name a path of fewer bytes, or go to a folder nearer by");
+    }
+    let added = longest.to_str().and_then(|name| ADDED.iter().find(|it| name.ends_with(**it)));
+    let (added, why) = match added {
+        Some(added) => (added.len(), format!(": `{added}` is added to it for a while")),
+        None => (0, String::new()),
+    };
+    fault
+        .found(format!("a name of {} bytes", bytes - added))
+        .wanted(format!("at most {} bytes{why}", NAME_BYTES - added))
+        .hint("name a shorter one")
+}
+
+/// The longest name that a file system takes.
+const NAME_BYTES: usize = 255;
 
 /// No more files may be open on this machine, or in this process: errors that the standard library gives no name.
 const ENFILE: i32 = 23;
@@ -338,6 +366,8 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use super::*;
 
     #[test]
@@ -388,6 +418,20 @@ mod tests {
         }
         let handles = Fault::io("open", path, &io::Error::from_raw_os_error(24));
         assert!(handles.class() == Class::Machine && handles.to_string().contains("ulimit -n"));
+    }
+
+    #[test]
+    fn a_name_that_is_too_long_is_wrong_use_and_says_how_long_it_may_be() {
+        let too_long = io::Error::from_raw_os_error(36);
+        for (name, most) in [(".partial", 247), (".work", 250), (".tmp", 251), (".md", 255)] {
+            let path = PathBuf::from("x".repeat(253) + name);
+            let fault = Fault::io("create", &path, &too_long);
+            assert_eq!(fault.class(), Class::Usage, "{fault}");
+            assert!(fault.to_string().contains(&format!("at most {most} bytes")), "{fault}");
+        }
+        // A path of names that each would do.
+        let fault = Fault::io("read", Path::new("a/b"), &too_long);
+        assert!(fault.class() == Class::Usage && !fault.to_string().contains("255"), "{fault}");
     }
 
     #[test]

@@ -5,10 +5,11 @@
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 use store::{DocumentRecord, Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord};
 
 use super::pipeline::{self, Encoded, Item, Step};
+use super::request;
 use super::stream::Stream;
 use crate::corpus::{Corpus, stops};
 use crate::dropped::{Line, Listing};
@@ -30,6 +31,8 @@ pub(crate) struct Committer<'a> {
     file: usize,
     /// Records of that file so far.
     documents: u64,
+    /// Whether a record of that source has its own id.
+    named: bool,
     streams: [Stream; 2],
     /// By source, the list of what a scan removed of it.
     scanned: Vec<Option<PathBuf>>,
@@ -60,6 +63,7 @@ impl<'a> Committer<'a> {
             source,
             file,
             documents,
+            named: false,
             streams,
             scanned,
             listing,
@@ -82,6 +86,10 @@ impl<'a> Committer<'a> {
 
     fn item(&mut self, item: Item) -> Result<()> {
         self.documents += 1;
+        self.named |= match &item {
+            Item::Document(document) => document.id.is_some(),
+            Item::Dropped(dropped) => dropped.id.is_some(),
+        };
         match item {
             Item::Document(document) => self.document(*document),
             Item::Dropped(dropped) => {
@@ -165,6 +173,7 @@ impl<'a> Committer<'a> {
             (std::mem::take(&mut self.listing), &self.corpus.sources[self.source].files);
         let awaited = listing.awaited().and_then(|file| files.get(file));
         let place = || awaited.map(|file| file.shown.clone()).unwrap_or_default();
+        self.tell_of_ids();
         let record = &mut self.sources[self.source];
         record.dropped_file = listing.finish().map_err(|fault| fault.or_at(place))?;
         record.train = self.streams[0].record.clone();
@@ -176,6 +185,16 @@ impl<'a> Committer<'a> {
             self.listing = Listing::new(self.store.join(&next.name), scanned)?;
         }
         Ok(())
+    }
+
+    /// Says of the source that ends if its records have ids of their own only in its settings.
+    fn tell_of_ids(&mut self) {
+        let (source, record) = (&self.corpus.sources[self.source], &self.sources[self.source]);
+        let read = record.inputs.iter().any(|input| input.documents > 0);
+        if let (Some(id), false, true) = (&source.fields.id, self.named, read) {
+            self.progress.aside(|| note!("{}", request::nameless(&source.name, id)));
+        }
+        self.named = false;
     }
 
     /// Commits the open shards.

@@ -209,6 +209,11 @@ pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
     Ok(())
 }
 
+/// What is said of a source none of whose records has the id that was named: of a columnar file that would be refused.
+pub(crate) fn nameless(source: &str, id: &str) -> String {
+    format!("note: source {source}: no record has its id `{id}`: they are called FILE#ROW")
+}
+
 /// A source whose records were all dropped: so many for each reason.
 pub(crate) fn nothing_left<'a>(
     source: &str,

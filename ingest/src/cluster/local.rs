@@ -1,9 +1,10 @@
 //! All tasks in this process: what is made goes to its part and to the store at once, what is there is read.
 
-use std::path::Path;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
-use contract::{Result, note};
-use store::Manifest;
+use contract::{Class, Fault, Result, note};
+use store::{Manifest, disk};
 
 use super::merge::{assemble, tell_part};
 use super::plan::Plan;
@@ -25,7 +26,7 @@ pub(crate) struct Made {
 }
 
 /// Runs what is missing of a plan and makes the store, as long as `go_on`, asked before each document that is worked on,
-/// does not fail.
+/// does not fail. A part that turns out to be damaged is made again.
 pub(crate) fn make(
     plan: &Plan,
     store: &Path,
@@ -36,7 +37,34 @@ pub(crate) fn make(
     if !options.quiet {
         runner.notes().for_each(|note| note!("note: {note}"));
     }
-    scan_missing(&runner, plan, options.quiet, go_on)?;
+    let mut again = BTreeSet::new();
+    loop {
+        let fault = match attempt(&runner, plan, store, options, go_on) {
+            Err(fault) => fault,
+            made => return made,
+        };
+        // What damaged it may do so for ever.
+        let part = damaged_part(plan, &fault).filter(|part| again.insert(part.clone()));
+        let Some(part) = part else { return Err(fault) };
+        note!("note: {}: {}: it is made again", part.display(), fault.what());
+        disk::remove(&part)?;
+    }
+}
+
+/// The part of which a fault says that it is damaged: what it was made of is at hand.
+fn damaged_part(plan: &Plan, fault: &Fault) -> Option<PathBuf> {
+    let part = PathBuf::from(fault.place()?);
+    (fault.class() == Class::Data && part.starts_with(plan.parts())).then_some(part)
+}
+
+fn attempt(
+    runner: &Runner<'_>,
+    plan: &Plan,
+    store: &Path,
+    options: &Options,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Made> {
+    scan_missing(runner, plan, options.quiet, go_on)?;
     scan::decide(plan, options.quiet)?;
     let bytes = plan.bytes(Stage::Encode)?;
     let mut progress = Progress::new("build", Measure::Bytes, bytes, options.quiet);

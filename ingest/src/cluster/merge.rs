@@ -62,7 +62,10 @@ pub(super) fn assemble(
     request::check_kept(&sources)?;
     let manifest =
         assembly::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
-    staging.commit()?;
+    let mut syncing = None;
+    staging.commit_telling(|_, all| {
+        syncing.get_or_insert_with(|| progress.then(Measure::Count("folder"), all)).add(1);
+    })?;
     Ok(manifest)
 }
 

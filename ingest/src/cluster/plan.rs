@@ -19,6 +19,7 @@ use crate::corpus::{Corpus, Found, Source, SourceFile};
 use crate::dropped::REMOVED;
 pub(super) use crate::made::PARTS;
 use crate::made::PLAN as FILE;
+use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -129,11 +130,25 @@ pub(crate) fn refuse_foreign(work: &Path) -> Result<()> {
 }
 
 /// Removes what builds have put into a folder, and the folder if it held nothing else.
-pub(crate) fn clear(work: &Path) -> Result<()> {
+pub(crate) fn clear(work: &Path, quiet: bool) -> Result<()> {
     let (ours, others): (Vec<_>, Vec<_>) =
         disk::entries(work)?.into_iter().partition(|it| is_ours(it));
-    ours.iter().try_for_each(|entry| disk::remove(entry))?;
+    remove_all(&ours, quiet)?;
     if others.is_empty() { disk::remove(work) } else { Ok(()) }
+}
+
+/// Removes files and folders of many files.
+fn remove_all(paths: &[PathBuf], quiet: bool) -> Result<()> {
+    let mut files = Vec::new();
+    for folder in paths.iter().filter(|path| path.is_dir() && !path.is_symlink()) {
+        files.extend(disk::entries(folder)?);
+    }
+    let mut progress = Progress::new("clear", Measure::Count("file"), files.len() as u64, quiet);
+    for file in &files {
+        disk::remove(file)?;
+        progress.add(1);
+    }
+    paths.iter().try_for_each(|path| disk::remove(path))
 }
 
 /// The parts in a folder of parts.
@@ -196,7 +211,14 @@ impl Plan {
     /// Reads the plan in `work`: the corpus as it was planned, whatever its file says now.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(FILE);
-        let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound if work.is_dir() => {
+                Fault::data("no build is planned in this folder, or it has ended")
+                    .at(work.display().to_string())
+                    .hint("plan it: zdata task plan CORPUS --work FOLDER; parts that are there are used again")
+            }
+            _ => Fault::io("read", &path, &error),
+        })?;
         let place = path.display().to_string();
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
             Fault::data("this is not the plan of a build, or another version of zdata made it")
@@ -326,7 +348,7 @@ impl Plan {
     }
 
     /// Removes everything but the parts: also what killed tasks left of theirs.
-    pub fn close(&self) -> Result<()> {
+    pub fn close(&self, quiet: bool) -> Result<()> {
         let parts = self.parts();
         let fault = |error: &io::Error| Fault::io("clear", &parts, error);
         for entry in fs::read_dir(&parts).map_err(|error| fault(&error))? {
@@ -335,9 +357,7 @@ impl Plan {
                 disk::remove(&entry.path())?;
             }
         }
-        let (folder, file) = (self.folder(), self.work.join(FILE));
-        disk::remove(&file)?;
-        disk::remove(&folder)
+        remove_all(&[self.work.join(FILE), self.folder()], quiet)
     }
 
     /// Writes down that the store of this plan is made: it needs its parts no longer.

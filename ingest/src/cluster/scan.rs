@@ -2,10 +2,11 @@
 
 use std::fs;
 use std::io;
+use std::path::Path;
 
 use contract::{Digest, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
-use store::disk;
+use store::disk::{self, Whole};
 
 use super::known::results;
 use super::part::{Entry, PartReader};
@@ -57,6 +58,21 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     drop(progress);
     let scan = meanwhile("decide", "comparing documents", || gathered.decide())?;
     disk::remove(&bands)?;
+    cut_lists(
+        plan,
+        &folder,
+        Progress::new("decide", Measure::Count("list"), results.len() as u64, quiet),
+    )?;
+    let decision = Decision { basis: basis(&results), scan };
+    let bytes = serde_json::to_vec(&decision)
+        .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
+    // Makes the names of the lists last too.
+    disk::write_whole(&folder.join(FILE), &bytes)?;
+    commit(plan, &folder, &bytes)
+}
+
+/// Cuts what was decided of each source into a list for each of its tasks. Their names last when `folder` is synced.
+fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
     for (number, source) in plan.corpus.sources.iter().enumerate() {
         if source.recipe.scanned() == 0 {
             continue;
@@ -68,18 +84,17 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
         for (task, list) in tasks.into_iter().zip(lists) {
             let name = plan.list(task);
             let name = name.file_name().ok_or_else(|| Fault::bug("a list without a name"))?;
-            disk::write_whole(&folder.join(name), &list)?;
+            let mut file = Whole::create(&folder.join(name))?;
+            file.put(&list)?;
+            file.commit()?;
+            progress.add(1);
         }
     }
-    let decision = Decision { basis: basis(&results), scan };
-    let bytes = serde_json::to_vec(&decision)
-        .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
-    disk::write_whole(&folder.join(FILE), &bytes)?;
-    commit(plan, &folder, &bytes)
+    Ok(())
 }
 
 /// Puts the decision in its place; another that is there must be the same, unless it rests on other parts.
-fn commit(plan: &Plan, folder: &std::path::Path, bytes: &[u8]) -> Result<()> {
+fn commit(plan: &Plan, folder: &Path, bytes: &[u8]) -> Result<()> {
     let decided = plan.decided();
     let fault = |what: &str, error: &io::Error| Fault::io(what, &decided, error);
     loop {

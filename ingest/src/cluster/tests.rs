@@ -12,6 +12,7 @@ use xxhash_rust::xxh3::xxh3_128;
 use super::part::{PartReader, digest_at_end};
 use super::result::TaskResult;
 use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use crate::build::Options;
 use crate::corpus::Corpus;
 use crate::testing::{Workbench, document, json_lines, options, tree};
 
@@ -86,7 +87,7 @@ fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] 
     let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
     let made = run(&plan);
     merge(&plan, &store, true).unwrap();
-    plan.close().unwrap();
+    plan.close(true).unwrap();
     assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
     made
 }
@@ -375,4 +376,44 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert_eq!(prune(&work, Duration::ZERO, false).unwrap(), Pruned::default());
     assert_eq!(prune(&bench.path("none"), day, false).unwrap_err().class(), Class::Usage);
     assert!(!bench.path("none").exists());
+}
+
+/// A local build has at hand what a part was made of; a merge of tasks has not.
+#[test]
+fn a_damaged_part_is_made_again_and_never_merged() {
+    let bench = Workbench::new(20);
+    let corpus = Corpus::read(prepared(&bench)).unwrap();
+    let (work, local) = (bench.path("work"), bench.path("local"));
+    crate::build(&corpus, &local, options(2)).unwrap();
+    let wanted = tree(&local);
+    let with_parts = || Options { work: Some(work.clone()), task_bytes: 1, ..options(2) };
+    crate::build(&corpus, &bench.path("first"), with_parts()).unwrap();
+    let parts = tree(&work.join("parts"));
+    let harms: [fn(&mut Vec<u8>); 4] = [
+        |bytes| bytes.truncate(bytes.len() / 2),
+        |bytes| bytes.fill(0),
+        |bytes| bytes[70] ^= 4,
+        |bytes| *bytes.last_mut().unwrap() ^= 1,
+    ];
+    for (number, harm) in harms.into_iter().enumerate() {
+        // Of both stages, some of them in one build.
+        for (path, bytes) in parts.iter().skip(number % 2).step_by(3) {
+            let mut bytes = bytes.clone();
+            harm(&mut bytes);
+            fs::write(work.join("parts").join(path), bytes).unwrap();
+        }
+        let again = bench.path(&format!("again-{number}"));
+        crate::build(&corpus, &again, with_parts()).unwrap();
+        assert!(tree(&again) == wanted, "another store after harm {number}");
+        assert!(tree(&work.join("parts")) == parts, "other parts after harm {number}");
+    }
+    // By tasks, somebody has to say so.
+    let plan = plan(&corpus, &work, 1).unwrap();
+    run(&plan);
+    let path = plan.part(result(&plan, 2).part);
+    let bytes = fs::read(&path).unwrap();
+    fs::write(&path, &bytes[..bytes.len() - 60]).unwrap();
+    let fault = merge(&plan, &bench.path("merged"), true).unwrap_err();
+    assert!(fault.class() == Class::Data && fault.to_string().contains("its task"), "{fault}");
+    assert!(!bench.path("merged").exists());
 }

@@ -114,12 +114,20 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
         return fault.found("a folder").hint(format!("name the files in it, as {within:?} does"));
     }
     if here.is_some_and(|here| here.exists()) {
-        let plain = glob.replace('[', "[[]").replace('*', "[*]").replace('?', "[?]");
-        let hint = format!("a bracket, `*` or `?` of a name is put in brackets: {plain:?}");
+        let plain: String = glob.chars().map(bracketed).collect();
+        let hint = format!("a bracket, brace, `*` or `?` of a name is put in brackets: {plain:?}");
         return fault.found("a file of this very name").hint(hint);
     }
     let start = start.to_string();
     fault.found(format!("nothing in {}", if start.is_empty() { "." } else { &start })).hint(hint)
+}
+
+/// A letter of a name as a pattern that names it.
+fn bracketed(letter: char) -> String {
+    match letter {
+        '[' | '{' | '}' | '*' | '?' => format!("[{letter}]"),
+        _ => letter.to_string(),
+    }
 }
 
 /// What to look at where a bucket is not what it should be.

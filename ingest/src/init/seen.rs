@@ -1,8 +1,10 @@
 //! What lies in a folder: files that can become a source, and those that are passed over.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::fs;
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
@@ -26,6 +28,9 @@ pub(super) struct Seen {
     pub(super) files: Vec<Input>,
     /// The other files, each with the reason.
     pub(super) passed_over: Vec<String>,
+    /// The folders at the top in which a pattern would name what is passed over because it lies elsewhere too; of the files at
+    /// the top itself this is the empty name.
+    pub(super) listed: BTreeSet<String>,
 }
 
 impl Seen {
@@ -33,8 +38,39 @@ impl Seen {
     pub(super) fn below(folder: &Path) -> Result<Self> {
         let mut seen = Seen::default();
         walk(folder, &mut Vec::new(), &mut seen)?;
+        seen.take_each_once()?;
         Ok(seen)
     }
+
+    /// Leaves of the names of one file the first, and rather one that is no link.
+    fn take_each_once(&mut self) -> Result<()> {
+        let mut files = Vec::new();
+        for file in std::mem::take(&mut self.files) {
+            let about =
+                fs::metadata(&file.path).map_err(|it| Fault::io("look at", &file.path, &it))?;
+            files.push((file.path.is_symlink(), (about.dev(), about.ino()), file));
+        }
+        files.sort_by_key(|(is_link, ..)| *is_link);
+        let mut taken = BTreeMap::new();
+        for (is_link, which, file) in files {
+            let shown = file.parts.join("/");
+            let Some(first) = taken.get(&which) else {
+                taken.insert(which, shown);
+                self.files.push(file);
+                continue;
+            };
+            let why = if is_link { "a link to" } else { "the same file as" };
+            self.passed_over.push(format!("{shown} ({why} {first})"));
+            self.listed.insert(top(&file.parts));
+        }
+        self.files.sort_by(|one, other| one.path.cmp(&other.path));
+        Ok(())
+    }
+}
+
+/// The folder at the top in which a file lies; empty for one that lies in none.
+pub(super) fn top(parts: &[String]) -> String {
+    if parts.len() > 1 { parts[0].clone() } else { String::new() }
 }
 
 /// Names that are told before the rest is counted.
@@ -83,7 +119,12 @@ fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
         Err(error) => return Err(Fault::io("look at", path, &error)),
         Ok(_) if parts.len() == 1 && ours => {}
         // A link to a folder may lead back to one above.
-        Ok(found) if found.is_dir() && path.is_symlink() => passed_over("a link to a folder"),
+        Ok(found) if found.is_dir() && path.is_symlink() => {
+            passed_over("a link to a folder");
+            if parts.len() > 1 {
+                seen.listed.insert(top(parts));
+            }
+        }
         Ok(found) if found.is_dir() => match made::kind(path) {
             Some(what) => passed_over(what),
             None => walk(path, parts, seen)?,

@@ -18,6 +18,7 @@ use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, St
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 pub use crate::made::NOTE;
 use crate::progress::{Measure, Progress};
+use crate::whole;
 
 /// Tokens read at a time.
 const READ_TOKENS: u64 = 1 << 20;
@@ -77,6 +78,7 @@ pub enum Exported {
 /// Exports.
 pub fn export(request: &Export) -> Result<Exported> {
     let store = Store::open(&request.store)?;
+    whole::refuse_incomplete(&request.store, store.manifest())?;
     let chosen = chosen(&store, request)?;
     match &request.out {
         Location::Local(folder) => into_folder(folder, request, &store, &chosen),
@@ -97,6 +99,12 @@ fn into_bucket(
     if let Some(note) = note_of(&request.out)? {
         return same(&request.out, request, store, chosen, note);
     }
+    let ours = |name: &str| {
+        let of_source = |name: &str| chosen.iter().any(|(source, ..)| source.name == name);
+        [open::TOKENIZER, NOTE].contains(&name)
+            || name.split_once('/').is_some_and(|(top, _)| of_source(top))
+    };
+    publish::check_place(target, ours)?;
     let scratch = publish::scratch(target)?;
     let left = note_of(&Location::from(&scratch))?;
     if left.is_some_and(|note| !is_of(&note, request, store, chosen)) {

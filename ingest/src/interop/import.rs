@@ -348,7 +348,7 @@ impl Source<'_> {
                 .found(found)
                 .wanted(wanted)
                 .hint(format!(
-                    "leave --{side} out: it says what is there already, and adds nothing"
+                    "--{side} adds nothing: leave it out if documents {side} without it; else the file is damaged"
                 )));
             }
         }

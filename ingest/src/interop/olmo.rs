@@ -172,7 +172,7 @@ impl Reader {
         let (last, rows) = if has_csv { extent(disk, &csv)? } else { (0, 0) };
         let width = match hints.width {
             Some(width) => width,
-            None if rows > 0 => fitting(path, size, last)?,
+            None if rows > 0 => fitting(path, size, last, hints.vocab)?,
             None if has_csv => Width::U16,
             None => {
                 return Err(Fault::usage("nothing says how wide a token is")
@@ -203,12 +203,23 @@ fn extent(disk: &dyn Disk, csv: &Path) -> Result<(u64, u64)> {
     Ok((table.end, rows))
 }
 
-fn fitting(path: &Path, size: u64, last: u64) -> Result<Width> {
-    let fits = |width: &Width| last.checked_mul(width.bytes()) == Some(size);
-    [Width::U16, Width::U32, Width::U8, Width::U64].into_iter().find(fits).ok_or_else(|| {
-        damaged(path, "its size does not fit its csv")
-            .found(format!("{size} bytes"))
-            .wanted(format!("1, 2, 4 or 8 for each of {last} tokens"))
+/// The width that a file's size and its csv give together. None that the vocabulary does not fit: a wider file that was
+/// cut at the right place would be read as one of these, and nobody makes it.
+fn fitting(path: &Path, size: u64, last: u64, vocab: u32) -> Result<Width> {
+    let fits = |width: &&Width| last.checked_mul(width.bytes()) == Some(size);
+    let (likely, told): (&[Width], _) =
+        if vocab <= 1 << 16 { (&[Width::U16, Width::U32], "2 or 4") } else { (&[Width::U32], "4") };
+    likely.iter().find(fits).copied().ok_or_else(|| {
+        let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
+        let fault = damaged(path, "its size does not fit its csv");
+        let fault = fault.found(format!("{size} bytes")).wanted(all);
+        match Width::ALL.iter().find(fits) {
+            Some(other) => fault.hint(format!(
+                "export the file again, if it was cut; give --dtype {} if it was made so",
+                other.name()
+            )),
+            None => fault,
+        }
     })
 }
 

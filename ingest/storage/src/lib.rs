@@ -16,6 +16,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod apart;
 mod cache;
 mod client;
 pub mod copies;

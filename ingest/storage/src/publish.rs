@@ -16,8 +16,8 @@ use contract::{Digest, Fault, Result};
 use store::location::{Address, Object};
 use store::{Location, Manifest};
 
-use super::cache;
 use super::client::{Client, Put};
+use super::{apart, cache};
 
 /// Larger files go in parts of this size, the others in one request with a condition.
 const PART_BYTES: u64 = 16 << 20;
@@ -50,9 +50,15 @@ fn size(file: &Path) -> Result<u64> {
 }
 
 /// Refuses a place below which something lies that `is_ours` does not know by its name from there: a store gets a place of its
-/// own. What an earlier run put, or was about to, is ours.
+/// own, and none inside of another. What an earlier run put, or was about to, is ours.
 pub fn check_place(target: &Object, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let place = Location::Object(target.clone());
+    if place.is_file()? {
+        return Err(Fault::usage("this is a file, and a folder of them belongs here")
+            .at(place.to_string())
+            .hint("name another place"));
+    }
+    apart::refuse_inside(&place)?;
     let names = target.list().map_err(|error| place.fault("list", &error))?;
     // An upload in parts lies beside its place, named by what it is.
     let whole = |name: &str| match name.strip_suffix(".part").and_then(|it| it.rsplit_once('.')) {

@@ -3,14 +3,20 @@
 //! `OUT.partial` carries a mark, so that clearing what a killed run left never clears what somebody else put there; it
 //! is locked, so that two runs for one place do not meet. A run that fails takes it away again.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 use store::disk::{self, Lock, entries, folder_of};
 use store::open;
 
+use super::apart;
+
 /// The file in [`open::BUILD_FOLDER`] that says whose folder this is.
 const MARK: &str = "staging";
+
+/// What its name ends in until it is whole.
+const PARTIAL: &str = ".partial";
 
 /// A folder under construction.
 pub struct Staging {
@@ -23,13 +29,17 @@ pub struct Staging {
 impl Staging {
     /// Begins `target`, which must not exist or be an empty folder.
     pub fn begin(target: &Path) -> Result<Self> {
+        // A dot behind a slash would name what is in the folder, which is not there yet.
+        let target = &target.components().collect::<PathBuf>();
         refuse_link(target)?;
+        refuse_long(target)?;
         refuse_taken(target)?;
+        apart::refuse_inside(&target.into())?;
         let name = target.file_name().ok_or_else(|| {
             Fault::usage("this is not a name for a new folder").at(target.display().to_string())
         })?;
         let mut name = name.to_owned();
-        name.push(".partial");
+        name.push(PARTIAL);
         let path = target.with_file_name(name);
         disk::create_folder(&path)?;
         let lock = disk::lock(&path)?;
@@ -47,8 +57,17 @@ impl Staging {
     }
 
     /// Puts the folder in its place. Every file in it must be on the disk.
-    pub fn commit(mut self) -> Result<()> {
-        disk::sync_folders(&self.path)?;
+    pub fn commit(self) -> Result<()> {
+        self.commit_telling(|_, _| ())
+    }
+
+    /// The same, and tells how many of how many folders of it are on the disk.
+    pub fn commit_telling(mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
+        let folders = disk::folders(&self.path)?;
+        for (number, folder) in folders.iter().enumerate() {
+            disk::sync_folder(folder)?;
+            tell(number as u64 + 1, folders.len() as u64);
+        }
         refuse_taken(&self.target)?;
         disk::rename(&self.path, &self.target)
             .map_err(|error| Fault::io("create", &self.target, &error))?;
@@ -81,6 +100,17 @@ pub fn refuse_link(target: &Path) -> Result<()> {
         .hint("name the folder that the link leads to, or remove the link"))
 }
 
+/// Refuses a place whose name is too long for what is made beside it, before the work.
+pub fn refuse_long(target: &Path) -> Result<()> {
+    let beside = disk::beside(target, PARTIAL);
+    match beside.symlink_metadata() {
+        Err(error) if error.kind() == ErrorKind::InvalidFilename => {
+            Err(Fault::io("create", &beside, &error))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn refuse_taken(target: &Path) -> Result<()> {
     if !target.exists() {
         return Ok(());
@@ -108,4 +138,25 @@ fn clear(path: &Path) -> Result<()> {
     let ours = [build.join(MARK), build];
     let mut others = found.iter().chain(&inside).filter(|entry| !ours.contains(entry));
     others.try_for_each(|entry| disk::remove(entry))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Many folders take long: whoever waits is told how many are left.
+    #[test]
+    fn a_commit_tells_of_every_folder() {
+        let bench = tempfile::tempdir().unwrap();
+        let target = bench.path().join("deep/out");
+        let staging = Staging::begin(&target).unwrap();
+        for name in ["a/train", "a/validation", "b"] {
+            disk::create_folder(&staging.path().join(name)).unwrap();
+        }
+        let mut told = Vec::new();
+        staging.commit_telling(|done, all| told.push((done, all))).unwrap();
+        // Those four, its own and that of the mark.
+        assert_eq!(told, (1..=6).map(|done| (done, 6)).collect::<Vec<_>>());
+        assert!(target.join("a/train").is_dir());
+    }
 }

@@ -133,12 +133,19 @@ pub fn sync_folder(folder: &Path) -> Result<()> {
 
 /// Makes the names in `folder` and in all folders below last.
 pub fn sync_folders(folder: &Path) -> Result<()> {
+    folders(folder)?.iter().try_for_each(|folder| sync_folder(folder))
+}
+
+/// `folder` and all folders below, each after those that it holds.
+pub fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
     for path in entries(folder)? {
         if path.is_dir() && !path.is_symlink() {
-            sync_folders(&path)?;
+            found.extend(folders(&path)?);
         }
     }
-    sync_folder(folder)
+    found.push(folder.to_owned());
+    Ok(found)
 }
 
 /// The path beside this one whose name has this ending more; a slash behind a folder's name is no part of it.

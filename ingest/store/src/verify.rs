@@ -464,10 +464,14 @@ pub fn fault(store: impl Into<Location>, damages: &[Damage]) -> Option<Fault> {
         count => format!("this store is damaged in {count} places"),
     };
     let found = lines.join("\n           ");
-    Some(
-        Fault::data(what)
-            .at(store.into().join(&first.file).to_string())
-            .found(found)
-            .hint("restore these files from a copy, or remove the folder and build the store again: it will be the same"),
-    )
+    let store = store.into();
+    let hint = match store.is_remote() {
+        true => {
+            "remove these objects and `zdata publish` the store again: what is whole stays, what is missing is put"
+        }
+        false => {
+            "restore these files from a copy, or remove the folder and build the store again: it will be the same"
+        }
+    };
+    Some(Fault::data(what).at(store.join(&first.file).to_string()).found(found).hint(hint))
 }

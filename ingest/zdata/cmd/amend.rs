@@ -1,7 +1,7 @@
 //! `zdata amend`: appends an amendment to a curriculum, after showing what it leaves and what it changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::fs;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::mem::discriminant;
@@ -207,7 +207,7 @@ fn numbers(set: &[Setting]) -> Result<NumbersChange> {
         if let Some(before) = set[..index].iter().find(|other| same(other)) {
             return Err(Fault::usage("--set names one number twice")
                 .at("--set")
-                .found(format!("{before:?} and {setting:?}"))
+                .found(format!("{before} and {setting}"))
                 .hint("name each number once; an amendment of another step is another command"));
         }
         setting.put(&mut change);
@@ -301,11 +301,30 @@ impl Setting {
     }
 }
 
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Setting::Lr(value) => write!(f, "optimizer.lr={value:?}"),
+            Setting::Clip(value) => write!(f, "optimizer.clip={value:?}"),
+            Setting::WarmupSteps(value) => write!(f, "schedule.warmup_steps={value}"),
+            Setting::DecaySteps(value) => write!(f, "schedule.decay_steps={value}"),
+            Setting::FinalLr(value) => write!(f, "schedule.final_lr={value:?}"),
+            Setting::Dtype(value) => write!(f, "dtype={}", value.name()),
+        }
+    }
+}
+
 /// `optimizer.lr=3e-4`.
 fn setting(text: &str) -> std::result::Result<Setting, String> {
     let (key, value) =
         text.split_once('=').ok_or_else(|| format!("expected KEY=VALUE, found {text:?}"))?;
-    let number = || value.parse::<f64>().map_err(|_| format!("{value:?} is not a number"));
+    let number = || match value.parse::<f64>() {
+        Ok(number) if number >= 0.0 && number.is_finite() => Ok(number),
+        Ok(_) => {
+            Err(format!("out of range: expected a number that is not negative, found {value}"))
+        }
+        Err(_) => Err(format!("{value:?} is not a number")),
+    };
     let count = || value.parse::<u64>().map_err(|_| format!("{value:?} is not a number of steps"));
     match key {
         "optimizer.lr" => number().map(Setting::Lr),
@@ -334,7 +353,10 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
         stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
     }
     let mut all = Vec::new();
-    for id in &args.ban {
+    for (number, id) in args.ban.iter().enumerate() {
+        if args.ban[..number].contains(id) {
+            continue;
+        }
         let before = all.len();
         for name in facts.iter().map(|facts| &facts.name).filter(|name| asked(name)) {
             let stream = stores.stream(name, Split::Train)?;

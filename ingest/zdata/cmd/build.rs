@@ -7,6 +7,7 @@ use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
+use ingest::progress::meanwhile;
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect};
 use storage::publish;
@@ -155,9 +156,9 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     cluster::tallies(&plan)?.iter().for_each(|tally| note!("{tally}"));
     let manifest = open::manifest(out)?;
     inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
-    plan.close()?;
+    plan.close(options.quiet)?;
     if options.work.is_none() {
-        disk::remove(&work)?;
+        meanwhile("build", "removing its parts", || disk::remove(&work))?;
     }
     Ok(manifest)
 }

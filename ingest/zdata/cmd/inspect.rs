@@ -1,8 +1,8 @@
 //! `zdata inspect`.
 
 use contract::{Fault, Result, terminal};
-use ingest::{Corpus, dropped, inspect, sample};
-use store::{Location, open};
+use ingest::{Corpus, dropped, inspect, sample, whole};
+use store::Location;
 
 use super::output;
 
@@ -40,7 +40,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
             .wanted("the folder that `zdata build --out` wrote")
             .hint("for a corpus file: `zdata build CORPUS.toml --check`; for a curriculum: `zdata plan`"));
     }
-    let manifest = open::manifest(&args.store)?;
+    let manifest = whole::opened(&args.store)?;
     if let (Some(count), Some(corpus)) = (args.sample, &args.corpus) {
         let corpus = Corpus::read(corpus)?;
         let sample = sample::sample(&corpus, (&args.store, &manifest), count, args.seed)?;

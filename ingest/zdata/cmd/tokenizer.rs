@@ -52,9 +52,9 @@ fn share(text: &str) -> std::result::Result<Ratio, String> {
     let share: Ratio = text.parse()?;
     match share.num() <= share.den() && !share.is_zero() {
         true => Ok(share),
-        false => {
-            Err(format!("{share} is no share of the documents: expected more than 0, at most 1"))
-        }
+        false => Err(format!(
+            "expected a share of the documents, more than 0 and at most 1, found {share}"
+        )),
     }
 }
 

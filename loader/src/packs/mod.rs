@@ -49,7 +49,8 @@ fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn Pack
     let folders = folders(stores.root_of(source)?);
     for folder in &folders {
         let path = folder.join(&name);
-        if path.is_file() {
+        // A link may lead to anything.
+        if path.symlink_metadata().is_ok_and(|found| found.is_file()) {
             return Ok(Arc::new(Table::open(&path, key)?));
         }
     }

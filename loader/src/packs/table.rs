@@ -332,3 +332,39 @@ fn words(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u64>> 
     let bytes = bytes_at(file, path, from, count * 8)?;
     Ok(bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use storage::crash::Recording;
+
+    use super::*;
+
+    /// A file under the name of packs is whole at any moment, and who finds none makes the same one.
+    #[test]
+    fn packs_survive_crashes() {
+        let bench = tempfile::tempdir().unwrap();
+        let folder = bench.path().join("place");
+        fs::create_dir(&folder).unwrap();
+        let mut packs = Fitted::default();
+        packs.add(&[(0, 5), (5, 9), (14, 3), (17, 30)], 16, 4);
+        let (key, packs) = (Digest(7), [packs]);
+        let beside = folder.join("store.packs");
+        let make = || write(&beside, "a.packs", key, &[16], &packs).unwrap();
+        let (recording, path) = Recording::of(&folder, make);
+        let wanted = fs::read(&path).unwrap();
+        assert_eq!(Table::open(&path, key).unwrap().lengths().len(), 1);
+        let mut seen = [0, 0];
+        recording.each(80, |_| {
+            let is_there = path.exists();
+            seen[usize::from(is_there)] += 1;
+            if is_there {
+                Table::open(&path, key).unwrap();
+            }
+            make();
+            assert!(fs::read(&path).unwrap() == wanted, "other packs");
+        });
+        assert!(seen[0] > 5 && seen[1] > 0, "{seen:?}");
+    }
+}

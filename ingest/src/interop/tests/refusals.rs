@@ -98,3 +98,28 @@ fn a_manifest_that_lies_ends_no_export_with_a_bug() {
         }
     }
 }
+
+/// A headerless file that was cut at exactly half is no narrower one: every second id would be a zero.
+#[test]
+fn a_file_cut_in_half_is_not_taken_for_a_narrower_one() {
+    let bench = Bench::new();
+    let path = bench.path("o.npy");
+    write_gzip(&bench.path("o.csv.gz"), b"0,3,a,src,1\n3,4,b,src,2\n");
+    let whole = |width: usize| -> Vec<u8> {
+        [1u32, 2, 3, 4].iter().flat_map(|id| id.to_le_bytes()[..width].to_vec()).collect()
+    };
+    for (vocab, width, other) in [(258, 2, "uint8"), (1 << 16, 2, "uint8"), (100_277, 4, "uint16")]
+    {
+        let hints = Hints { vocab, ..hints() };
+        fs::write(&path, whole(width)).unwrap();
+        let found = read_through(&Real, Peer::Olmo, &path, &hints).unwrap();
+        assert_eq!(plain(found), [vec![1, 2, 3], vec![4]]);
+        fs::write(&path, &whole(width)[..width * 2]).unwrap();
+        let fault = read_through(&Real, Peer::Olmo, &path, &hints).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains(&format!("--dtype {other}")), "{fault}");
+    }
+    // Wider than it has to be is what dolma makes where it is told to.
+    fs::write(&path, whole(4)).unwrap();
+    assert_eq!(plain(read(Peer::Olmo, &path).unwrap()), [vec![1, 2, 3], vec![4]]);
+}
