@@ -303,6 +303,7 @@ fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
     let asked: [&[&str]; 9] = [
         &["--curriculum", arg(&path), "--out", run, "--validate-every", "0"],
         &["show", run],
+        &["show", "--run", run],
         &["spikes", "--run", run],
         &["replay", "--run", run, "--step", "4", "--texts"],
         &["replay", "--run", run, "--steps", "3..5", "--attribute", "2", "--subsets", "1"],

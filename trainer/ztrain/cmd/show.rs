@@ -11,8 +11,11 @@ use trainer::report::Table;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The run's folder; nothing in it is written.
-    #[arg(value_parser = super::run())]
-    run: PathBuf,
+    #[arg(value_parser = super::run(), required_unless_present = "named")]
+    run: Option<PathBuf>,
+    /// The same, as other commands name it.
+    #[arg(id = "named", long = "run", value_name = "RUN", value_parser = super::run(), conflicts_with = "run")]
+    named: Option<PathBuf>,
     /// The steps, from A to before B [default: the last ones].
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
     steps: Option<Range<u64>>,
@@ -27,7 +30,8 @@ pub(crate) struct Args {
 
 /// Prints each step as it is read.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let mut table = Table::open(&args.run, args.steps, args.last)?;
+    let run = args.run.or(args.named).unwrap_or_default();
+    let mut table = Table::open(&run, args.steps, args.last)?;
     if !args.json {
         tell!("{}", table.heads());
     }
