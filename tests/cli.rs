@@ -300,7 +300,7 @@ fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
     let path = curriculum(&scratch, &store, "run.toml", &changes);
     let (run, fork) = (scratch.path("run"), scratch.path("fork"));
     let (run, fork) = (arg(&run), arg(&fork));
-    let asked: [&[&str]; 9] = [
+    let asked: [&[&str]; 10] = [
         &["--curriculum", arg(&path), "--out", run, "--validate-every", "0"],
         &["show", run],
         &["show", "--run", run],
