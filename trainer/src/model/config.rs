@@ -497,7 +497,7 @@ mod tests {
         let config = ZayaConfig::preset("zaya1-nano").unwrap();
         let fields = fields(&[("initializer_range", json!(f64::NAN))]);
         let fault = config.with_fields(&fields, str::to_owned).unwrap_err().to_string();
-        for word in ["initializer_range", "no finite number", "nan"] {
+        for word in ["initializer_range", "not a finite number", "nan"] {
             assert!(fault.contains(word), "{fault}");
         }
         assert!(!fault.contains("null"), "{fault}");
