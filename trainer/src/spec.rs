@@ -363,8 +363,10 @@ fn resolve_model(
         None => balance::LR,
         Some(value) => {
             let lr = value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite());
+            // A curriculum has no other value that JSON does not know.
+            let found = if value.is_null() { "nan or inf".to_owned() } else { value.to_string() };
             let fault = || Fault::usage("balance_lr is a learning rate: a number from 0");
-            lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(&value))?
+            lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(found))?
         }
     };
     // A start brings its configuration; what the curriculum says stands above it.
