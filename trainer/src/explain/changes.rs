@@ -107,7 +107,8 @@ pub(super) fn changes(
     let planned = || Known { step, lr: rate_at(spec, step), skipped: None, edited: false };
     let last = record.map_or_else(planned, Known::from);
     let records: Vec<Known> = history.records.iter().map(Known::from).chain([last]).collect();
-    let mut found = rates(&records);
+    let first = records[0].step;
+    let mut found = rates(&records, if first == 1 { 0.0 } else { rate_at(spec, first - 1) });
     for pair in records.windows(2) {
         found.extend(curriculum(spec, pair[0].step, pair[1].step)?);
         if let Some(reason) = pair[0].skipped.filter(|skipped| *skipped != Skipped::No) {
@@ -121,7 +122,6 @@ pub(super) fn changes(
             found.push(Change { kind, step, what });
         }
     }
-    let first = records[0].step;
     for amendment in &spec.curriculum.amendments {
         let at = amendment.step;
         if (first + 1..=step).contains(&at) {
@@ -134,6 +134,14 @@ pub(super) fn changes(
     found.extend(machines.into_iter().filter(|one| (first + 1..=step).contains(&one.step)));
     found.sort_by_key(|change| (change.step, change.kind));
     Ok(found)
+}
+
+/// A number as people write it: a very large or small one by its power of ten.
+fn number(value: f64) -> String {
+    match value.abs() {
+        0.0 | 1e-3..1e6 => value.to_string(),
+        _ => format!("{value:e}"),
+    }
 }
 
 /// What an amendment says, for people; `before` are the numbers of the step before it.
@@ -156,7 +164,7 @@ fn amended(amendment: &Amendment, before: &Numbers) -> String {
         ("clip", numbers.optimizer.clip, optimizer.clip),
         ("final_lr", numbers.schedule.final_lr, schedule.final_lr),
     ] {
-        parts.extend(now.map(|now| format!("{key} {now}, before {before}")));
+        parts.extend(now.map(|now| format!("{key} {}, before {}", number(now), number(before))));
     }
     for (key, now, before) in [
         ("warmup_steps", numbers.schedule.warmup_steps, schedule.warmup_steps),
@@ -170,11 +178,11 @@ fn amended(amendment: &Amendment, before: &Numbers) -> String {
     parts.join("; ")
 }
 
-/// Jumps of the learning rate. Warm-up rises by equal amounts, so what rises by no more than it did before is none.
-fn rates(records: &[Known]) -> Vec<Change> {
+/// Jumps of the learning rate, which was `before` ahead of these steps. Warm-up rises by equal amounts, so what rises by no more
+/// than it did before is none.
+fn rates(records: &[Known], before: f64) -> Vec<Change> {
     let mut found = Vec::new();
-    let mut risen =
-        records.first().map_or(0.0, |first| if first.step == 1 { first.lr } else { 0.0 });
+    let mut risen = records.first().map_or(0.0, |first| first.lr - before);
     for pair in records.windows(2) {
         let (before, lr, step) = (pair[0].lr, pair[1].lr, pair[1].step);
         let rise = lr - before;

@@ -186,7 +186,8 @@ fn update(found: &Explanation) -> Option<String> {
         (times > SPIKE).then_some((times, layer))
     });
     let (times, layer) = spikes.max_by(|a, b| a.0.total_cmp(&b.0))?;
-    Some(format!("the update of the step before was {times:.1} times its median in {}", layer.name))
+    let times = if times < 1e6 { format!("{times:.1}") } else { format!("{times:.1e}") };
+    Some(format!("the update of the step before was {times} times its median in {}", layer.name))
 }
 
 fn culprits(found: &Explanation) -> Option<String> {
