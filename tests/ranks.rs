@@ -64,7 +64,7 @@ fn places_whose_names_are_no_text_are_found_again() {
     said.ok();
     assert!(checkpoints.join("step-9").is_dir(), "it lies where the first start put it");
     let mut command = ztrain_command(&["fork"]);
-    command.arg(&out).args(["--step", "8", "--clip", "1", "--out"]).arg(&fork);
+    command.arg(&out).args(["--step", "8", "--clip", "0.5", "--out"]).arg(&fork);
     let said = crate::support::Ran::from(command.output().unwrap()).ok();
     assert!(said.contains("step 8 will be computed again"), "{said}");
     train(&[]).ok();
@@ -433,5 +433,5 @@ fn collectives_are_measured_and_right() {
     let nowhere = scratch.path("no folder/plot.svg");
     let late = ztrain(&["bench", "collectives", "--nproc", "2", "--plot", arg(&nowhere)]);
     assert_eq!(late.out, "", "nothing is measured for a picture that cannot be drawn");
-    late.fails(2, &["plot.svg", "no such folder"]);
+    late.fails(2, &["plot.svg", "does not exist"]);
 }

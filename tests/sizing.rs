@@ -122,10 +122,10 @@ fn what_is_no_picture_and_no_cluster_stays() {
     let kernels = ["bench", "kernels", "--tokens", "16", "--seconds", "0.001"];
     let plan = ["plan", path, "--cluster", "h100", "--simulate", "1", "--plot", kept];
     for (command, says) in [
-        ([&memory[..], &["--plot", kept]].concat(), "no page and no plot"),
+        ([&memory[..], &["--plot", kept]].concat(), "neither a page nor a plot"),
         ([&memory[..], &["--out", kept]].concat(), "ledger.jsonl:1"),
-        ([&kernels[..], &["--plot", kept]].concat(), "no page and no plot"),
-        (plan.to_vec(), "no page and no plot"),
+        ([&kernels[..], &["--plot", kept]].concat(), "neither a page nor a plot"),
+        (plan.to_vec(), "neither a page nor a plot"),
     ] {
         let ran = ztrain(&command);
         assert_eq!(ran.out, "", "found out before anything is computed");

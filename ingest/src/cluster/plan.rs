@@ -137,10 +137,13 @@ pub(crate) fn clear(work: &Path, quiet: bool) -> Result<()> {
     if others.is_empty() { disk::remove(work) } else { Ok(()) }
 }
 
-/// Removes files and folders of many files.
+/// Removes files and folders of many files: a plan goes before what was made by it, so that nothing goes on by half of that.
 fn remove_all(paths: &[PathBuf], quiet: bool) -> Result<()> {
+    let is_folder = |path: &&PathBuf| path.is_dir() && !path.is_symlink();
+    let (folders, single): (Vec<_>, Vec<_>) = paths.iter().partition(is_folder);
+    single.into_iter().try_for_each(|path| disk::remove(path))?;
     let mut files = Vec::new();
-    for folder in paths.iter().filter(|path| path.is_dir() && !path.is_symlink()) {
+    for folder in &folders {
         files.extend(disk::entries(folder)?);
     }
     let mut progress = Progress::new("clear", Measure::Count("file"), files.len() as u64, quiet);
@@ -148,7 +151,7 @@ fn remove_all(paths: &[PathBuf], quiet: bool) -> Result<()> {
         disk::remove(file)?;
         progress.add(1);
     }
-    paths.iter().try_for_each(|path| disk::remove(path))
+    folders.into_iter().try_for_each(|path| disk::remove(path))
 }
 
 /// The parts in a folder of parts.

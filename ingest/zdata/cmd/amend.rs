@@ -3,7 +3,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::{self, Write as _};
 use std::fs;
-use std::io::{Read as _, Seek as _, SeekFrom};
 use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 
@@ -14,6 +13,7 @@ use mixer::Plan;
 use serde::Serialize;
 use store::{Location, Split, Store, disk};
 
+use super::beside::{held, ledger_beside, refuse_recorded};
 use super::output;
 
 /// Arguments.
@@ -161,33 +161,6 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The ledger of the run whose own curriculum lies at `path`, if it is one.
-fn ledger_beside(path: &Path) -> Option<PathBuf> {
-    let ledger = path.with_file_name("ledger.jsonl");
-    (path.file_name().is_some_and(|name| name == "run.toml") && ledger.is_file()).then_some(ledger)
-}
-
-/// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is replaced. One
-/// that is under way would never see what is written, and its folder would tell of an amendment that it has not.
-fn held(path: &Path) -> Result<Option<fs::File>> {
-    let Some(lock) = ledger_beside(path).map(|ledger| ledger.with_file_name("lock")) else {
-        return Ok(None);
-    };
-    let file = match fs::File::open(&lock) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Fault::io("open", &lock, &error)),
-    };
-    match disk::hold(&file) {
-        Ok(true) => Ok(Some(file)),
-        Ok(false) => Err(Fault::usage("this run is under way, and has read its curriculum")
-            .at(path.display().to_string())
-            .wanted("a run that stands still")
-            .hint("stop it (Ctrl-C leaves a checkpoint), amend this file, and go on with it")),
-        Err(error) => Err(Fault::io("lock", &lock, &error)),
-    }
-}
-
 /// The place of a fault in a line that only the amendment would have: nobody can look there.
 fn of_no_line(fault: Fault, path: &Path, lines: usize) -> Fault {
     let within =
@@ -213,50 +186,6 @@ fn numbers(set: &[Setting]) -> Result<NumbersChange> {
         setting.put(&mut change);
     }
     Ok(change)
-}
-
-/// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.
-fn refuse_recorded(path: &Path, step: u64, steps: u64) -> Result<()> {
-    let Some(ledger) = ledger_beside(path) else { return Ok(()) };
-    let recorded = last_step(&ledger).map_err(|error| Fault::io("read", &ledger, &error))?;
-    if step > recorded {
-        return Ok(());
-    }
-    Err(Fault::usage(format!("step {step} is trained already"))
-        .at("--step")
-        .found(format!("{recorded} steps in {}", ledger.display()))
-        .wanted(match recorded < steps {
-            true => format!("a step from {} to {steps}", recorded + 1),
-            false => "no step: every one of this curriculum is trained".to_owned(),
-        })
-        .hint("for another past, train a run of its own with `ztrain --out`"))
-}
-
-/// The step of the last whole line of a ledger, found from its end; 0 where there is none.
-fn last_step(ledger: &Path) -> std::io::Result<u64> {
-    #[derive(serde::Deserialize)]
-    struct Line {
-        #[serde(default)]
-        step: u64,
-    }
-    let mut file = fs::File::open(ledger)?;
-    let (end, mut back) = (file.metadata()?.len(), 1 << 16);
-    loop {
-        let first = end.saturating_sub(back);
-        let mut bytes = Vec::new();
-        file.seek(SeekFrom::Start(first))?;
-        (&file).take(end - first).read_to_end(&mut bytes)?;
-        // What follows the last end of a line is torn, what precedes the first may be.
-        let whole = bytes.iter().rposition(|byte| *byte == b'\n').unwrap_or(0);
-        let begins = bytes[..whole].iter().rposition(|byte| *byte == b'\n').map(|at| at + 1);
-        match begins.or((first == 0).then_some(0)) {
-            Some(begins) => {
-                let line = serde_json::from_slice::<Line>(&bytes[begins..whole]);
-                return Ok(line.map_or(0, |line| line.step));
-            }
-            None => back *= 4,
-        }
-    }
 }
 
 /// `web=7,math=3/10`.

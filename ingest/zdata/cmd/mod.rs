@@ -2,6 +2,7 @@
 
 pub(crate) mod amend;
 pub(crate) mod batch;
+mod beside;
 pub(crate) mod build;
 pub(crate) mod digest;
 pub(crate) mod export;
