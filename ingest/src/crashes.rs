@@ -130,6 +130,34 @@ fn tasks_and_their_merge_survive_crashes() {
     survives(&folder, "store", run, is_store);
 }
 
+/// Whatever a crash leaves of a plan that ends: while it is there, so is all that was made by it.
+#[test]
+fn a_plan_goes_before_what_was_made_by_it() {
+    let bench = Workbench::new(24);
+    let (corpus, work) = (corpus(&bench), bench.path("work"));
+    by_tasks(&corpus, &work, &bench.path("store")).unwrap();
+    let plan: Plan = plan(&corpus, &work, 1).unwrap();
+    let runner = Runner::new(&plan, 1).unwrap();
+    for stage in [Stage::Scan, Stage::Encode] {
+        for task in plan.missing(stage).unwrap() {
+            runner.run(stage, task).unwrap();
+        }
+        decide(&plan, true).unwrap();
+    }
+    let made = || {
+        part(&work, "").into_iter().filter(|(path, _)| path.to_string_lossy().starts_with("plan"))
+    };
+    let (before, mut seen) = (made().count(), [0, 0]);
+    let (recording, ran) = Recording::of(&work, || plan.close(true));
+    ran.unwrap();
+    recording.each(STATES, |_| {
+        let planned = work.join("plan.json").exists();
+        seen[usize::from(planned)] += 1;
+        assert!(!planned || made().count() == before, "half of what was made");
+    });
+    assert!(before > 5 && seen[0] > 0 && seen[1] > 0, "{before} {seen:?}");
+}
+
 #[test]
 fn a_trained_tokenizer_survives_crashes() {
     let bench = Workbench::new(24);

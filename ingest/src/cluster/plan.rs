@@ -141,7 +141,10 @@ pub(crate) fn clear(work: &Path, quiet: bool) -> Result<()> {
 fn remove_all(paths: &[PathBuf], quiet: bool) -> Result<()> {
     let is_folder = |path: &&PathBuf| path.is_dir() && !path.is_symlink();
     let (folders, single): (Vec<_>, Vec<_>) = paths.iter().partition(is_folder);
-    single.into_iter().try_for_each(|path| disk::remove(path))?;
+    for path in single {
+        disk::remove(path)?;
+        disk::sync_folder(disk::folder_of(path))?;
+    }
     let mut files = Vec::new();
     for folder in &folders {
         files.extend(disk::entries(folder)?);
