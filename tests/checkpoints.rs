@@ -171,10 +171,15 @@ fn nothing_of_others_is_written_over() {
     };
     begin("mine", &mine).fails(2, &["mine/run.toml", "in the way", "--out"]);
     assert_eq!(fs::read_to_string(&mine).unwrap(), own);
-    // A run that was killed before its ledger was there goes on.
+    // A run that was killed before its ledger was there goes on; one that has lost it has no other written in its place.
     begin("killed", &path).ok();
-    fs::remove_file(scratch.path("killed/ledger.jsonl")).unwrap();
+    let ledger = scratch.path("killed/ledger.jsonl");
+    fs::remove_file(&ledger).unwrap();
+    begin("killed", &path)
+        .fails(3, &["ledger is gone", "killed/ledger.jsonl", "step-3", "--restart"]);
+    assert!(!ledger.exists());
     fs::remove_dir_all(scratch.path("killed/checkpoints")).unwrap();
+    fs::remove_file(scratch.path("killed/events.jsonl")).unwrap();
     begin("killed", &path).ok();
     fs::remove_file(scratch.path("killed/run.toml")).unwrap();
     ztrain(&["replay", "--run", arg(&scratch.path("killed")), "--step", "1"])

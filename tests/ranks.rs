@@ -24,12 +24,16 @@ pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
     children_of(launcher.id(), count)
 }
 
-/// The processes that another one started, in the order of their start, once there are so many.
+/// The processes that another one started, in the order of their start, once there are so many and each is its own program: until
+/// then it has the handlers of the one that starts it.
 pub(crate) fn children_of(process: u32, count: usize) -> Vec<u32> {
+    let environment = |id: u32| fs::read(format!("/proc/{id}/environ")).unwrap_or_default();
     let start = Instant::now();
+    let parent = environment(process);
     loop {
         let found = children_now(process);
-        if found.len() == count || start.elapsed() > Duration::from_secs(20) {
+        let begun = found.iter().all(|&id| environment(id) != parent);
+        if (found.len() == count && begun) || start.elapsed() > Duration::from_secs(20) {
             return found;
         }
         std::thread::sleep(Duration::from_millis(5));

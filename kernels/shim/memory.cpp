@@ -1,4 +1,5 @@
-// Counts the bytes of tensors in main memory that are alive, and the most that were.
+// Memory that foreign code asks for: what was refused is known by thread, and on request the bytes of tensors are counted that are
+// alive in main memory, and the most that were.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -8,6 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <new>
+#include <utility>
 
 #include "shim.h"
 
@@ -24,6 +27,42 @@ void alive(int64_t bytes) {
 }
 
 c10::Allocator* inner = nullptr;
+
+// Whether this thread was refused memory and nobody has asked yet.
+thread_local bool was_refused = false;
+
+// libtorch's allocator throws what libtorch throws for everything, and its wrapper hands on nothing but words.
+struct Listening final : c10::Allocator {
+  explicit Listening(c10::Allocator* own) : own(own) {}
+
+  c10::DataPtr allocate(size_t bytes) override {
+    try {
+      return own->allocate(bytes);
+    } catch (const c10::Error& error) {
+      was_refused = true;
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what_without_backtrace());
+    }
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return own->raw_deleter(); }
+
+  void copy_data(void* to, const void* from, size_t count) const override { own->copy_data(to, from, count); }
+
+  c10::Allocator* own;
+};
+
+// What `new` does where there is no memory, and a mark.
+void refuse() {
+  was_refused = true;
+  throw std::bad_alloc();
+}
+
+// Before there can be a tensor.
+[[maybe_unused]] const bool listening = [] {
+  c10::SetCPUAllocator(new Listening(c10::GetCPUAllocator()));
+  std::set_new_handler(refuse);
+  return true;
+}();
 
 // Before each tensor's memory stands how much it is. As many bytes as libtorch aligns memory to.
 constexpr size_t kHead = 64;
@@ -54,6 +93,12 @@ struct Counting final : c10::Allocator {
 };
 
 }  // namespace
+
+// 1 where this thread was refused memory since it asked last.
+extern "C" int shim_was_refused() { return std::exchange(was_refused, false); }
+
+// The same, of which nothing is forgotten.
+extern "C" int shim_is_refused() { return was_refused; }
 
 // Counts what is allocated from here on. Never taken back: a tensor outlives whoever counts.
 extern "C" int shim_count_memory() {

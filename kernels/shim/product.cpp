@@ -1,10 +1,12 @@
-// Products of f32 matrices through oneDNN, whose kernels use AVX-512 on every processor that has it; MKL's, to which
+// Products of matrices. Those of f32 go through oneDNN, whose kernels use AVX-512 on every processor that has it; MKL's, to which
 // libtorch gives such products, do so on some.
 
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 
-#include <string_view>
+#if __has_include(<oneapi/dnnl/dnnl_common.hpp>)
+#include <oneapi/dnnl/dnnl_common.hpp>
+#endif
 
 #include "shim.h"
 
@@ -17,17 +19,32 @@ __attribute__((weak)) void mkldnn_matmul(
 namespace {
 
 // Whether oneDNN makes such a product. What it may use of the processor is the user's to bound (ONEDNN_MAX_CPU_ISA), and
-// libtorch's function refuses below AVX-512, also where nothing is bf16. Other errors are no answer.
+// libtorch's function refuses below AVX-512, also where nothing is bf16. Want of memory is no answer.
 bool makes_products() {
   const auto square = at::ones({2, 2}, at::kFloat);
   auto out = at::empty({2, 2}, at::kFloat);
   try {
     at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f);
     return true;
-  } catch (const c10::Error& error) {
-    if (std::string_view(error.what()).find("needs the cpu support") == std::string_view::npos) throw;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error&) {
     return false;
   }
+}
+
+// oneDNN is asked for nothing that it does not know: where it makes no product, it got no memory for its code.
+template <typename Body>
+void knowing(Body&& body) {
+#if __has_include(<oneapi/dnnl/dnnl_common.hpp>)
+  try {
+    body();
+  } catch (const dnnl::error& error) {
+    throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, error.what());
+  }
+#else
+  body();
+#endif
 }
 
 } // namespace
@@ -42,11 +59,22 @@ int shim_onednn_products(int* out) {
   });
 }
 
-// out = left right + (add ? out : 0): f32 matrices on the CPU.
-int shim_product(const void* out, const void* left, const void* right, int add) {
+// out = left right + (add ? out : 0): matrices or batches of them, by oneDNN (f32 on the CPU) or as libtorch would.
+int shim_product(const void* to, const void* left, const void* right, int add, int onednn) {
   return shim_guard([=] {
     const auto at = [](const void* tensor) -> const at::Tensor& { return *static_cast<const at::Tensor*>(tensor); };
-    at::native::mkldnn_matmul(at(left), at(right), at(out), add ? 1.0f : 0.0f, 1.0f);
+    auto out = at(to);
+    knowing([&] {
+      if (onednn) {
+        at::native::mkldnn_matmul(at(left), at(right), out, add ? 1.0f : 0.0f, 1.0f);
+      } else if (add) {
+        out.addmm_(at(left), at(right));
+      } else if (at(left).dim() == 3) {
+        at::bmm_out(out, at(left), at(right));
+      } else {
+        at::mm_out(out, at(left), at(right));
+      }
+    });
   });
 }
 

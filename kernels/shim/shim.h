@@ -21,6 +21,9 @@ struct ShimLate : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// 1 where this thread was refused memory since it asked last.
+extern "C" int shim_was_refused();
+
 // Keeps a text for this thread until the next one.
 void shim_say(const std::string& text);
 
@@ -35,11 +38,13 @@ int shim_guard(Body&& body) noexcept {
   } catch (const ShimLate& late) {
     return shim_fail(kLate, late.what());
   } catch (const c10::OutOfMemoryError& error) {
+    shim_was_refused();
     return shim_fail(kNoMemory, error.what());
   } catch (const std::bad_alloc& error) {
+    shim_was_refused();
     return shim_fail(kNoMemory, error.what());
   } catch (const std::exception& error) {
-    return shim_fail(kFailed, error.what());
+    return shim_fail(shim_was_refused() ? kNoMemory : kFailed, error.what());
   } catch (...) {
     return shim_fail(kFailed, "unknown C++ exception");
   }

@@ -5,9 +5,6 @@
 
 namespace {
 
-// What was kept already when this program began.
-sigset_t before;
-
 sigset_t those() {
   sigset_t signals;
   sigemptyset(&signals);
@@ -17,25 +14,25 @@ sigset_t those() {
   return signals;
 }
 
-void keep() {
-  const sigset_t signals = those();
-  sigprocmask(SIG_BLOCK, &signals, &before);
-}
-
-// Run before the constructors of any library. Only a program in which `shim_hear_signals` is called has this file in it.
-#if defined(__ELF__)
-__attribute__((section(".preinit_array"), used)) void (*const first)() = keep;
-#endif
-
 } // namespace
 
 extern "C" {
+
+// Safe between fork and exec, and a mask outlives an exec: what we start ourselves keeps them while it is still linked.
+void shim_keep_signals() {
+  const sigset_t signals = those();
+  sigprocmask(SIG_BLOCK, &signals, nullptr);
+}
 
 // Lets them through to this thread: those that have come meanwhile come now.
 void shim_hear_signals() {
   const sigset_t signals = those();
   sigprocmask(SIG_UNBLOCK, &signals, nullptr);
-  sigprocmask(SIG_BLOCK, &before, nullptr);
 }
+
+// Run before the constructors of any library. Only a program in which these functions are called has this file in it.
+#if defined(__ELF__)
+__attribute__((section(".preinit_array"), used)) void (*const first)() = shim_keep_signals;
+#endif
 
 } // extern "C"

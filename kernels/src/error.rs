@@ -2,6 +2,8 @@
 
 use std::io::{self, ErrorKind};
 
+use crate::memory;
+
 /// The result of anything that leaves our own code.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -100,7 +102,20 @@ pub enum Error {
     },
     /// libtorch failed.
     #[error("libtorch: {0}")]
-    Torch(#[from] tch::TchError),
+    Torch(tch::TchError),
+}
+
+impl From<tch::TchError> for Error {
+    fn from(error: tch::TchError) -> Self {
+        match memory::was_refused() {
+            true => {
+                // What libtorch says ends in a stack trace.
+                let reason = error.to_string().lines().next().unwrap_or_default().to_owned();
+                Error::NoMemory { call: "libtorch", reason }
+            }
+            false => Error::Torch(error),
+        }
+    }
 }
 
 /// Whether the system had no file or memory left to give: then the other end is not at fault.

@@ -1,4 +1,5 @@
 //! Bytes of tensors that are alive in main memory or on a GPU, and the most that were: what a formula of memory is held against.
+//! And whether foreign code was refused memory, which libtorch's wrapper does not hand on but in words.
 //!
 //! Nothing in main memory is counted before [`count`] is called, and a training run never calls it. A GPU's allocator counts by
 //! itself.
@@ -13,12 +14,26 @@ use crate::Result;
 use crate::shim::guarded;
 
 unsafe extern "C" {
+    fn shim_was_refused() -> c_int;
+    fn shim_is_refused() -> c_int;
     fn shim_count_memory() -> c_int;
     fn shim_live_bytes() -> i64;
     fn shim_most_bytes() -> i64;
     fn shim_most_anew();
     fn shim_most_bytes_on(index: c_int, out: *mut i64) -> c_int;
     fn shim_most_anew_on(index: c_int) -> c_int;
+}
+
+/// Whether libtorch, or C++ under it, was refused memory on this thread since this was asked last.
+pub fn was_refused() -> bool {
+    // SAFETY: reads and writes a mark of this thread.
+    unsafe { shim_was_refused() != 0 }
+}
+
+/// The same for whoever only looks: [`was_refused`] will say it again.
+pub fn is_refused() -> bool {
+    // SAFETY: reads a mark of this thread.
+    unsafe { shim_is_refused() != 0 }
 }
 
 /// Counts, from here to the end of the process, the tensors that libtorch allocates in main memory.

@@ -21,6 +21,7 @@ unsafe extern "C" {
         left: *const C_tensor,
         right: *const C_tensor,
         add: c_int,
+        onednn: c_int,
     ) -> c_int;
 }
 
@@ -40,14 +41,7 @@ pub fn by_onednn() -> Result<bool> {
 /// # Errors
 /// Where shapes or kinds do not fit, or memory ends.
 pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
-    if goes_to_onednn(out, left, right)? {
-        return onednn(out, left, right, false);
-    }
-    let _ = match left.dim() {
-        3 => left.f_bmm_out(out, right)?,
-        _ => left.f_mm_out(out, right)?,
-    };
-    Ok(())
+    product(out, left, right, false)
 }
 
 /// `out += left right`, matrices of one kind.
@@ -55,11 +49,7 @@ pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
 /// # Errors
 /// As [`into`].
 pub fn add(out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
-    if goes_to_onednn(out, left, right)? {
-        return onednn(out, left, right, true);
-    }
-    let _ = out.f_addmm_(left, right)?;
-    Ok(())
+    product(out, left, right, true)
 }
 
 /// `left right` in fresh memory.
@@ -83,7 +73,7 @@ fn goes_to_onednn(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<bool> {
     Ok(fits && by_onednn()?)
 }
 
-fn onednn(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) -> Result<()> {
+fn product(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) -> Result<()> {
     let (found, left_size, right_size) = (out.size(), left.size(), right.size());
     let (batch, rest) = left_size.split_at(left_size.len().saturating_sub(2));
     let fits = match (rest, right_size.strip_prefix(batch), found.strip_prefix(batch)) {
@@ -94,9 +84,10 @@ fn onednn(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) -> Result<()> 
         let reason = format!("{left_size:?} times {right_size:?} is not {found:?}");
         return Err(Error::Foreign { call: MULTIPLY, reason });
     }
+    let onednn = goes_to_onednn(out, left, right)?;
+    let [to, left, right] = [out, left, right].map(Tensor::as_ptr);
     // SAFETY: three tensors that are alive and fit each other, one of which the caller lets us write to, as `mm_out` would.
-    let code = unsafe { shim_product(out.as_ptr(), left.as_ptr(), right.as_ptr(), add.into()) };
-    guarded(MULTIPLY, code)
+    guarded(MULTIPLY, unsafe { shim_product(to, left, right, add.into(), onednn.into()) })
 }
 
 /// What a product is called where one fails.

@@ -2,8 +2,24 @@
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
 unsafe extern "C" {
+    fn shim_keep_signals();
     fn shim_hear_signals();
+}
+
+/// Starts a program that calls [`hear`] with those signals kept: none ends it while its libraries are linked, before its own first
+/// moment.
+pub fn keep_in(command: &mut Command) -> &mut Command {
+    let keep = || {
+        // SAFETY: takes nothing, changes the mask of signals of this thread, and allocates nothing.
+        unsafe { shim_keep_signals() };
+        Ok(())
+    };
+    // SAFETY: between fork and exec, where only what is safe in a handler of signals may be called: `sigprocmask` is.
+    unsafe { command.pre_exec(keep) }
 }
 
 /// Lets SIGTERM, SIGINT and SIGHUP through. A program that calls this keeps them from its first moment on, and hears those that

@@ -252,6 +252,22 @@ impl<T: Sum> Counter<T> {
     }
 }
 
+impl<T: Sum<Error = Error>> Counter<T> {
+    /// The sum of all leaves.
+    ///
+    /// # Errors
+    /// What a sum says, and where there was no leaf: a bug of whoever adds parts of which there is always one.
+    pub fn total(self) -> Result<T> {
+        self.finish()?.ok_or_else(no_part)
+    }
+}
+
+/// What is said where parts are added, and there is none.
+pub(crate) fn no_part() -> Error {
+    let (operation, operand) = ("a sum over parts", "the number of parts");
+    Error::Operand { operation, operand, found: "0".to_owned(), wanted: "1 or more".to_owned() }
+}
+
 /// The maximal aligned blocks that cover leaves `first..end`, as (level, first leaf), in leaf order: what a rank that
 /// owns these leaves adds by itself.
 pub fn blocks(first: u64, end: u64) -> Vec<(u32, u64)> {

@@ -37,6 +37,10 @@ const PLACE_LOCK: &str = "owner.lock";
 /// Between two looks whether the folder is free.
 const LOOK: Duration = Duration::from_millis(20);
 
+/// What to do where a run has lost what it goes on by.
+pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again from the first, and \
+     held against the ledger where there is one";
+
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
 pub struct RunFolder {
@@ -277,13 +281,13 @@ impl RunFolder {
     }
 
     /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same. Another
-    /// process that has it is waited for with `patience`.
+    /// process that has it is waited for with `patience`; a run whose ledger is gone begins anew only by `restart`.
     pub fn open(
         &self,
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        patience: Duration,
+        (patience, restart): (Duration, bool),
     ) -> Result<OpenRun> {
         if self.root.join(MANIFEST).exists() {
             return Err(Fault::usage("this folder holds a store, which is never altered")
@@ -303,6 +307,9 @@ impl RunFolder {
         };
         if found.is_none() {
             self.refuse_foreign()?;
+            if !restart {
+                self.refuse_bereft()?;
+            }
         }
         let (by_hand, edits) = self.edits(spec, found.as_ref().map(Ledger::last_step))?;
         self.write_curriculum(spec, source)?;
@@ -337,6 +344,15 @@ impl RunFolder {
             .at(path.display().to_string())
             .wanted("a folder without it, or the folder of a run, with its ledger")
             .hint("name another folder with --out, or give the file another name"))
+    }
+
+    /// Refuses a folder whose run has checkpoints and no ledger: a new ledger would be that of another run.
+    fn refuse_bereft(&self) -> Result<()> {
+        let Some(step) = events::kept(&self.events()) else { return Ok(()) };
+        Err(Fault::data("this run's ledger is gone")
+            .at(self.ledger().display().to_string())
+            .wanted(format!("that of the checkpoint step-{step}, by {}", self.events().display()))
+            .hint(RESTORE))
     }
 
     /// What the curriculum changes against the one that `run.toml` has, for people. The ledger agrees with the curriculum by

@@ -1,20 +1,16 @@
 //! What libtorch refuses, as a fault of the machine.
 //!
-//! libtorch's wrapper panics where libtorch throws: for want of memory, or because a device or a kernel gave up. Such a
-//! panic is caught where the work began, so that a person reads which step and leaf it was and what libtorch said, and
-//! the process ends in order. Any other panic is a bug of ours.
+//! Errors are known by their type, and want of memory by what the allocator refused. Where libtorch's wrapper panics for want of
+//! memory, that is caught where the work began, so that the process ends in order. Any other panic is a bug of ours.
 
 use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
 
 use contract::fault::more_of;
 use contract::{Fault, Result};
-use kernels::Error;
+use kernels::{Error, memory};
 use tch::Tensor;
 use tch::kind::Element;
-
-/// How the panic of tch, libtorch's wrapper, begins when libtorch threw: it hands on nothing but these words.
-const THROWN: &str = "called `Result::unwrap()` on an `Err` value: Torch(\"";
 
 /// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
 pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
@@ -23,7 +19,10 @@ pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 
 /// The numbers of a tensor that has one dimension.
 pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
-    Vec::try_from(tensor).map_err(|error| Fault::bug(format!("a tensor cannot be read: {error}")))
+    Vec::try_from(tensor).map_err(|error| match Error::from(error) {
+        Error::Torch(error) => Fault::bug(format!("a tensor cannot be read: {error}")),
+        other => refused(other),
+    })
 }
 
 /// A rank that cannot be reached is the machine's fault; the run itself is well.
@@ -48,11 +47,11 @@ pub fn lost(error: Error) -> Fault {
 
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
-    let text = text(panic);
-    let Some(said) = thrown(text) else {
-        return Fault::bug("a worker stopped").found(text.lines().next().unwrap_or(text));
-    };
-    said_by_libtorch(said)
+    let said = text(panic).lines().next().unwrap_or_default();
+    match memory::was_refused() {
+        true => no_memory(said),
+        false => Fault::bug("a worker stopped").found(said),
+    }
 }
 
 /// An error of the kernels, or of libtorch under them, as a fault, for `map_err`.
@@ -66,25 +65,7 @@ pub(crate) fn refused(error: impl Into<Error>) -> Fault {
         | Error::Mistaken { .. }
         | Error::Stranger { .. } => lost(error),
         Error::Operand { .. } => Fault::bug(error.to_string()),
-        Error::Torch(error) => said_by_libtorch(&error.to_string()),
-        other => said_by_libtorch(&other.to_string()),
-    }
-}
-
-/// What says that memory is wanting: libtorch's CPU allocator throws what it throws for everything; and oneDNN, which is
-/// asked for nothing that it does not know, cannot make a product where it gets no memory for its code.
-const WANTING: [&str; 4] = [
-    "out of memory",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "could not create a primitive",
-];
-
-fn said_by_libtorch(said: &str) -> Fault {
-    let said = said.lines().next().unwrap_or(said);
-    match WANTING.iter().any(|words| said.contains(words)) {
-        true => no_memory(said),
-        false => not_computed(said),
+        other => not_computed(&other.to_string()),
     }
 }
 
@@ -95,8 +76,9 @@ fn no_memory(said: &str) -> Fault {
 }
 
 fn not_computed(said: &str) -> Fault {
+    // What libtorch says ends in a stack trace.
     Fault::machine("libtorch could not compute this")
-        .found(said)
+        .found(said.lines().next().unwrap_or(said))
         .hint("if it happens again at the same place it is a bug of ours: please report it with this message")
 }
 
@@ -105,18 +87,10 @@ fn not_computed(said: &str) -> Fault {
 pub fn speak_once() {
     let speak = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if thrown(info.payload_as_str().unwrap_or_default()).is_none() {
+        if !memory::is_refused() {
             speak(info);
         }
     }));
-}
-
-/// What libtorch said, if it was libtorch. Its messages end in a stack trace of its own: the first line says what
-/// happened, and the wrapper shows line ends as `\n`.
-fn thrown(text: &str) -> Option<&str> {
-    let said = text.strip_prefix(THROWN)?;
-    let said = said.split("\\n").next().unwrap_or(said);
-    Some(said.strip_suffix("\")").unwrap_or(said))
 }
 
 fn text(panic: &(dyn Any + Send)) -> &str {
@@ -132,29 +106,33 @@ mod tests {
     #[test]
     fn what_libtorch_throws_is_the_machines_in_its_own_words() {
         let (a, b) = (Tensor::from_slice(&[1f32, 2.0]), Tensor::from_slice(&[1f32, 2.0, 3.0]));
-        let fault = caught(|| Ok(&a + &b)).map(|_| ()).unwrap_err();
+        let fault = caught(|| a.f_add(&b).map_err(refused)).map(|_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Machine);
         let told = fault.to_string();
         assert!(told.contains("The size of tensor a (2) must match"), "{told}");
         assert!(!told.contains("Exception raised") && !told.contains("unwrap"), "{told}");
+        let fault = caught(|| Ok(&a + &b)).map(|_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Bug, "a call that cannot say that it failed");
     }
 
     #[test]
     fn want_of_memory_says_so() {
         let petabyte = 1i64 << 50;
-        let fault = caught(|| Ok(Tensor::empty([petabyte], tch::kind::FLOAT_CPU)));
-        let fault = fault.map(|_| ()).unwrap_err();
-        assert_eq!(fault.class(), Class::Machine);
-        assert!(fault.to_string().contains("not enough memory"), "{fault}");
+        let panics = || Ok(Tensor::empty([petabyte], tch::kind::FLOAT_CPU));
+        let says = || Tensor::f_empty([petabyte], tch::kind::FLOAT_CPU).map_err(refused);
+        for fault in [caught(panics), caught(says)] {
+            let fault = fault.map(|_| ()).unwrap_err();
+            assert_eq!(fault.class(), Class::Machine);
+            assert!(fault.to_string().contains("not enough memory"), "{fault}");
+        }
+        let fault = caught::<()>(|| panic!("afterwards")).unwrap_err();
+        assert_eq!(fault.class(), Class::Bug, "nothing stays behind");
     }
 
     #[test]
     fn an_error_of_the_kernels_is_known_by_its_type() {
         let (call, reason) = ("a test", "nothing left".to_owned());
         let fault = refused(Error::NoMemory { call, reason: reason.clone() });
-        assert!(fault.to_string().contains("not enough memory"), "{fault}");
-        let wanting = "could not create a primitive".to_owned();
-        let fault = refused(Error::Foreign { call, reason: wanting });
         assert!(fault.to_string().contains("not enough memory"), "{fault}");
         let fault = refused(Error::Foreign { call, reason });
         assert_eq!(fault.class(), Class::Machine);

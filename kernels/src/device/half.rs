@@ -73,12 +73,19 @@ pub(super) fn open() -> std::result::Result<(), String> {
                 *opened = Some(path);
                 return Ok(());
             }
-            refusals.push(said());
+            refusals.push((path, said()));
         }
     }
     // A library that exists and cannot be opened says more than one that is missing.
-    let here = refusals.iter().find(|reason| !reason.contains("No such file"));
-    Err(refusal(&release, &folders, here.map(String::as_str)))
+    let here = refusals.iter().find(|(path, _)| is_there(path));
+    Err(refusal(&release, &folders, here.map(|(_, reason)| reason.as_str())))
+}
+
+/// Whether a library is there, by its path or by a bare name that the loader looks for.
+fn is_there(library: &Path) -> bool {
+    let places = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    library.is_absolute() && library.exists()
+        || std::env::split_paths(&places).any(|folder| folder.join(library).exists())
 }
 
 fn refusal(release: &str, folders: &[PathBuf], here: Option<&str>) -> String {

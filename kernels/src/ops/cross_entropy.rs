@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use super::{CrossEntropy, CrossEntropyGrads, Ops, check};
 use crate::Result;
-use crate::tree::Counter;
+use crate::tree::{Counter, no_part};
 
 pub(super) fn cross_entropy<O: Ops + ?Sized>(ops: &O, by: CrossEntropy) -> Result<Tensor> {
     let [tokens, size] = check::cross_entropy(by)?;
@@ -123,13 +123,13 @@ impl Logits {
             });
             shards.push((range, logits));
         }
-        let largest = largest.unwrap_or_default();
+        let largest = largest.ok_or_else(no_part)?;
         let mut sum = Counter::new();
         for (_, logits) in &shards {
             let exponentials = logits.f_sub(&largest)?.f_exp()?;
             sum.push(exponentials.f_sum_dim_intlist(1, true, Kind::Float)?)?;
         }
-        let log_sum = largest.f_add(&total(sum)?.f_log()?)?;
+        let log_sum = largest.f_add(&sum.total()?.f_log()?)?;
         Ok(Logits { shards, log_sum })
     }
 
@@ -164,7 +164,7 @@ impl Logits {
             sum.push(ops.matmul_part(&slope, &part(by.weights)?)?)?;
             add_weights(ops, by, &mut part(weights)?, &slope, rows)?;
         }
-        total(sum)
+        sum.total()
     }
 }
 
@@ -173,9 +173,4 @@ fn within(labels: &Tensor, range: &Range<i64>) -> Result<(Tensor, Tensor)> {
     let here = labels.f_ge(range.start)?.f_logical_and(&labels.f_lt(range.end)?)?;
     let place = labels.f_sub_scalar(range.start)?.f_masked_fill(&here.f_logical_not()?, 0)?;
     Ok((here, place))
-}
-
-/// The sum over shards.
-fn total(sum: Counter<Tensor>) -> Result<Tensor> {
-    Ok(sum.finish()?.unwrap_or_default())
 }

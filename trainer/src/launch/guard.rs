@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use contract::settings::File;
 use contract::{Class, Fault, Result};
 use kernels::group::RunKey;
+use kernels::signals;
 use store::Location;
 
 use super::background::in_background;
@@ -252,7 +253,7 @@ impl Guard {
         };
         command.args(&self.arguments).env(VARIABLE, words);
         if self.launch.is_none() {
-            command.env(RULES, &self.text).stdin(Stdio::piped());
+            signals::keep_in(&mut command).env(RULES, &self.text).stdin(Stdio::piped());
         }
         command.spawn().map_err(|error| Fault::machine(format!("cannot start the run: {error}")))
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use contract::{Class, Fault, Result};
 use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
+use kernels::signals;
 
 use super::background::in_background;
 use super::guard::Supervised;
@@ -67,7 +68,8 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
         if again {
             command.env(AGAIN, "1");
         }
-        command.spawn().map_err(|error| Fault::not_started(&format!("rank {rank}"), &error))
+        let started = signals::keep_in(&mut command).spawn();
+        started.map_err(|error| Fault::not_started(&format!("rank {rank}"), &error))
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
     let watched = min_ranks.is_some() || supervised.is_some();

@@ -19,7 +19,7 @@ use super::restore::{self, Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
-use crate::folder::{OpenRun, RunFolder};
+use crate::folder::{OpenRun, RESTORE, RunFolder};
 use crate::mesh::{Mesh, Team, copies};
 use crate::metrics::Metrics;
 use crate::progress::Progress;
@@ -66,7 +66,12 @@ pub(super) fn open<'a>(
         None => Ok(None),
     };
     let mut from_memory = true;
+    let mut drawn = None;
     let (found, book, checkpoints) = if comm.rank() == 0 {
+        // A start that cannot be read leaves no folder of a run that never began.
+        if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
+            drawn = Some(State::begin(spec, world.device, owners.clone(), exec.workers)?);
+        }
         let mut opening = Opening::new(spec, opened, exec, world, recovery.as_ref())?;
         let checkpoints = opening.checkpoints.clone();
         let found = match recall(opening.open.ledger.last_step())? {
@@ -95,9 +100,10 @@ pub(super) fn open<'a>(
         let (found, checkpoints) = reading.follow()?;
         (found, None, checkpoints)
     };
-    let (state, digest) = match found {
-        Some((state, digest)) => (state, Some(digest)),
-        None => (State::begin(spec, world.device, owners, exec.workers)?, None),
+    let (state, digest) = match (found, drawn) {
+        (Some((state, digest)), _) => (state, Some(digest)),
+        (None, Some(state)) => (state, None),
+        (None, None) => (State::begin(spec, world.device, owners, exec.workers)?, None),
     };
     // What was in memory need not be on the disk.
     let kept = if from_memory { 0 } else { state.step };
@@ -144,10 +150,6 @@ struct Opening<'a> {
     beyond: Passed,
 }
 
-/// What to do where no checkpoint can be used.
-const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again \
-                       from the first, and held against the ledger";
-
 /// Checkpoints that cannot be used: steps, and why.
 type Passed = Vec<(u64, Fault)>;
 
@@ -163,7 +165,8 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A rank that hangs may hold the folder until somebody ends it.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let mut open = folder.open(spec, &opened.file, &world.runtime, patience)?;
+        let how = (patience, exec.restart);
+        let mut open = folder.open(spec, &opened.file, &world.runtime, how)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
         recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;

@@ -116,6 +116,7 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     let fault = scratch.run(&moved, "fresh", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Data);
     assert!(fault.to_string().contains("model.safetensors"), "{fault}");
+    assert!(!scratch.path("fresh").exists(), "nothing was begun");
     let fault = Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(1));
     let fault = fault.unwrap().state_at(99).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);

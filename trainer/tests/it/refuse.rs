@@ -148,7 +148,7 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     let measured =
         step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1, None).map(|_| ()));
     let folder = RunFolder::new(&scratch.path("run"));
-    drop(folder.open(&spec, &opened.file, &table(), Duration::ZERO).unwrap());
+    drop(folder.open(&spec, &opened.file, &table(), (Duration::ZERO, false)).unwrap());
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();
     for answer in [measured, replayer.refuse_memory()] {
         let fault = answer.unwrap_err();

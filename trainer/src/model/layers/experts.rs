@@ -240,7 +240,7 @@ fn wide(x: &Tensor) -> Result<Tensor> {
 
 /// The sum over shards, in the kind of `x`.
 fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
-    Ok(sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?)
+    Ok(sum.total()?.f_to_kind(x.kind())?)
 }
 
 /// Gate-up and down from those of each shard: all gates, then all others; and columns side by side.

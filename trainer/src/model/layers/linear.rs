@@ -14,8 +14,8 @@
 //! them gathered once, then folded in the order of chunks by whoever reads them. The gradients of states go back likewise. The
 //! public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal attention.
 
-use kernels::Result;
 use kernels::ops::Span;
+use kernels::{Error, Result};
 use tch::{Kind, Tensor};
 
 use super::recurrence::{Features, Recurrence, State};
@@ -390,17 +390,14 @@ fn inputs(
     x: &Tensor,
     projected: [(ParamId, Tensor); 4],
 ) -> Result<(Tensor, [(ParamId, Tensor); 4])> {
-    let mut sum = None::<Tensor>;
-    for (weight, grad) in &projected {
-        let part = pass.ops.matmul_part(grad, &pass.weights[*weight])?;
-        sum = Some(match sum {
-            None => part,
-            Some(sum) => sum.f_add(&part)?,
-        });
-    }
+    let part =
+        |(weight, grad): &(ParamId, Tensor)| pass.ops.matmul_part(grad, &pass.weights[*weight]);
+    let [first, rest @ ..] = &projected;
+    let sum =
+        rest.iter().try_fold(part(first)?, |sum, one| Ok::<_, Error>(sum.f_add(&part(one)?)?))?;
     let gradient =
         |(id, grad): &(ParamId, Tensor)| Result::<_>::Ok((*id, pass.gradient(&grad.f_tr()?, x)?));
     let [a, b, c, d] = projected.each_ref().map(gradient);
-    let sum = sum.unwrap_or_default().f_to_kind(pass.kind)?;
+    let sum = sum.f_to_kind(pass.kind)?;
     Ok((sum, [a?, b?, c?, d?]))
 }

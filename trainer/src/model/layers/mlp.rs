@@ -90,7 +90,7 @@ impl Mlp {
             sum.push(pass.of_shard(&product, &down.f_tr()?)?)?;
             inner.push([both, product]);
         }
-        let out = sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?;
+        let out = sum.total()?.f_to_kind(x.kind())?;
         Ok((out, Saved { x: x.shallow_clone(), inner }))
     }
 
@@ -116,7 +116,7 @@ impl Mlp {
         }
         let [gate, up, down] = &weights;
         let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
-        let input = sum.finish()?.unwrap_or_default().f_to_kind(x.kind())?;
+        let input = sum.total()?.f_to_kind(x.kind())?;
         Ok((input, weights))
     }
 
