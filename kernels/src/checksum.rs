@@ -57,7 +57,7 @@ pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
         return checksums(&queue, &with().map(piece).collect::<Vec<_>>());
     }
     let one = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| by_operators(tensor, *first, *salt);
-    Ok(Tensor::f_stack(&with().map(one).collect::<Vec<_>>(), 0)?)
+    Ok(Tensor::f_stack(&with().map(one).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
 /// A sum of checksums that grows, and may stay on a device until somebody wants to know it.
@@ -123,42 +123,44 @@ fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
 }
 
 /// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference of the fast path.
-fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> Tensor {
-    let flat = tensor.reshape([-1]);
-    let mut total = Tensor::zeros([1], (Kind::Int64, flat.device()));
+fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> Result<Tensor> {
+    let flat = tensor.f_reshape([-1])?;
+    let mut total = Tensor::f_zeros([1], (Kind::Int64, flat.device()))?;
     let (count, mut done) = (flat.size()[0], 0i64);
     while done < count {
         let piece = (count - done).min(1 << 22);
-        let bits = integers(&flat.narrow(0, done, piece));
-        total += piece_by_operators(&bits, first + done as u64, salt);
+        let bits = integers(&flat.f_narrow(0, done, piece)?)?;
+        let _ = total.f_add_(&piece_by_operators(&bits, first + done as u64, salt)?)?;
         done += piece;
     }
-    total.squeeze_dim(0)
+    Ok(total.f_squeeze_dim(0)?)
 }
 
-fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> Tensor {
-    let index = Tensor::arange(bits.size()[0], (Kind::Int64, bits.device())) + first as i64;
-    let high = index.bitwise_right_shift_tensor_scalar(32) * i64::from(HIGH_INDEX);
-    let h = (index + high + i64::from(salted(salt))).bitwise_and(LOW);
-    let h = (h * i64::from(FIRST)).bitwise_and(LOW);
-    let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(15));
-    let h = (h * i64::from(SECOND)).bitwise_and(LOW);
-    let h = h.bitwise_xor_tensor(&h.bitwise_right_shift_tensor_scalar(13));
-    (bits * h.bitwise_or(1)).sum(Kind::Int64)
+fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> Result<Tensor> {
+    let index = Tensor::f_arange(bits.size()[0], (Kind::Int64, bits.device()))?;
+    let index = index.f_add_scalar(first as i64)?;
+    let high = index.f_bitwise_right_shift_tensor_scalar(32)?;
+    let high = high.f_mul_scalar(i64::from(HIGH_INDEX))?;
+    let h = index.f_add(&high)?.f_add_scalar(i64::from(salted(salt)))?.f_bitwise_and(LOW)?;
+    let h = h.f_mul_scalar(i64::from(FIRST))?.f_bitwise_and(LOW)?;
+    let h = h.f_bitwise_xor_tensor(&h.f_bitwise_right_shift_tensor_scalar(15)?)?;
+    let h = h.f_mul_scalar(i64::from(SECOND))?.f_bitwise_and(LOW)?;
+    let h = h.f_bitwise_xor_tensor(&h.f_bitwise_right_shift_tensor_scalar(13)?)?;
+    Ok(bits.f_mul(&h.f_bitwise_or(1)?)?.f_sum(Kind::Int64)?)
 }
 
 /// The bits of each element as an unsigned number in 64.
-fn integers(flat: &Tensor) -> Tensor {
+fn integers(flat: &Tensor) -> Result<Tensor> {
     let (same_width, mask) = match width(flat.kind()) {
         1 => (Kind::Uint8, None),
         2 => (Kind::Int16, Some(0xFFFF)),
         4 => (Kind::Int, Some(LOW)),
         _ => (Kind::Int64, None),
     };
-    let wide = flat.view_dtype(same_width).to_kind(Kind::Int64);
+    let wide = flat.f_view_dtype(same_width)?.f_to_kind(Kind::Int64)?;
     match mask {
-        Some(mask) => wide.bitwise_and(mask),
-        None => wide,
+        Some(mask) => Ok(wide.f_bitwise_and(mask)?),
+        None => Ok(wide),
     }
 }
 
@@ -202,7 +204,7 @@ mod tests {
             let tensor = Tensor::from_slice(&values);
             let wanted = by_formula(&values, first, salt);
             prop_assert_eq!(slice(&tensor, first, salt), wanted);
-            prop_assert_eq!(by_operators(&tensor, first, salt).int64_value(&[]).cast_unsigned(), wanted);
+            prop_assert_eq!(by_operators(&tensor, first, salt).unwrap().int64_value(&[]).cast_unsigned(), wanted);
             let mut total = Total::default();
             total.add(&[(&tensor, first, salt), (&tensor, first, salt)]).unwrap();
             prop_assert_eq!(total.read().unwrap(), wanted.wrapping_mul(2));
@@ -252,7 +254,7 @@ mod tests {
         for kind in [Kind::BFloat16, Kind::Half, Kind::Int64, Kind::Double, Kind::Uint8, Kind::Int]
         {
             let cast = square.to_kind(kind);
-            let found = by_operators(&cast, 0, 9).int64_value(&[]).cast_unsigned();
+            let found = by_operators(&cast, 0, 9).unwrap().int64_value(&[]).cast_unsigned();
             assert_eq!(tensor(&cast, 9), found, "{kind:?}");
         }
     }

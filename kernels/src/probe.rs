@@ -51,22 +51,22 @@ pub(crate) fn digest() -> Result<String, TchError> {
         // A logarithm is asked of what has one.
         let inputs = if index < 7 { &small } else { &large };
         let answers: Vec<f32> = inputs.iter().map(|x| function(*x as f32)).collect();
-        take(&Tensor::from_slice(&answers));
+        take(&Tensor::f_from_slice(&answers)?);
     }
     let doubles: [extern "C" fn(f64) -> f64; 8] = [exp, expm1, sin, cos, tanh, erf, log, log1p];
     for (index, function) in doubles.into_iter().enumerate() {
         let inputs = if index < 6 { &small } else { &large };
         let answers: Vec<f64> = inputs.iter().map(|x| function(*x)).collect();
-        take(&Tensor::from_slice(&answers));
+        take(&Tensor::f_from_slice(&answers)?);
     }
     let both = || large.iter().zip(&small);
     let powers: Vec<f32> = both().map(|(x, y)| powf(*x as f32, *y as f32 / 32.0)).collect();
-    take(&Tensor::from_slice(&powers));
+    take(&Tensor::f_from_slice(&powers)?);
     let powers: Vec<f64> = both().map(|(x, y)| pow(*x, *y / 32.0)).collect();
-    take(&Tensor::from_slice(&powers));
+    take(&Tensor::f_from_slice(&powers)?);
     for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
-        let of = |values: &[f64]| Tensor::from_slice(values).to_kind(kind);
-        operators(&of(&small), &of(&large), kind)?.iter().for_each(&mut take);
+        let of = |values: &[f64]| Tensor::f_from_slice(values)?.f_to_kind(kind);
+        operators(&of(&small)?, &of(&large)?, kind)?.iter().for_each(&mut take);
     }
     Ok(format!("{sum:016x}"))
 }

@@ -341,15 +341,15 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
             let operand = |by| numbers(&[size, size], by, kind, device).map_err(refused);
             let (left, right) = (operand(0.7)?, operand(0.9)?);
-            let out = left.empty_like();
+            let out = left.f_empty_like().map_err(refused)?;
             // What was queued before is no part of it.
-            let _ = right.get(0).get(0).double_value(&[]);
+            let _ = right.f_double_value(&[0, 0]).map_err(refused)?;
             let begin = Instant::now();
             for _ in 0..4 {
                 kernels::product::into(&out, &left, &right).map_err(refused)?;
             }
             // Reading a number waits for the device.
-            let _ = out.get(0).get(0).double_value(&[]);
+            let _ = out.f_double_value(&[0, 0]).map_err(refused)?;
             Ok(begin.elapsed().as_secs_f64())
         };
         let times = workers.map((0..count).collect(), work)?;

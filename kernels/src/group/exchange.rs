@@ -122,7 +122,7 @@ impl<'a> Exchange<'a> {
     ) -> Result<Arrival<'a>> {
         self.heard()?;
         let lies = if self.comm.is_some() { self.device } else { Device::Cpu };
-        let tensor = Tensor::empty([count], (kind, lies));
+        let tensor = Tensor::f_empty([count], (kind, lies))?;
         let way = match self.comm {
             _ if count == 0 => None,
             Some(comm) => Some(Move::Issued(comm, self.round(round).receive(from, &tensor))),

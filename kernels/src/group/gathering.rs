@@ -18,7 +18,7 @@ impl Peers {
         frame[..8].copy_from_slice(&(mine.len() as u64).to_le_bytes());
         let inside = mine.len().min(FRAME - 8);
         frame[8..8 + inside].copy_from_slice(&mine[..inside]);
-        let (frame, rest) = (Tensor::from_slice(&frame), Tensor::from_slice(&mine[inside..]));
+        let (frame, rest) = (Tensor::f_from_slice(&frame)?, Tensor::f_from_slice(&mine[inside..])?);
         for to in self.others() {
             exchange.send(0, to, &frame)?;
             exchange.send(0, to, &rest)?;
@@ -31,7 +31,7 @@ impl Peers {
         found[self.rank() as usize] = mine.to_vec();
         for (from, frame) in frames {
             let mut bytes = vec![0; FRAME];
-            frame.wait()?.copy_data(&mut bytes, FRAME);
+            frame.wait()?.f_copy_data(&mut bytes, FRAME)?;
             let (length, head) = bytes.split_at(8);
             let length = length.iter().rev().fold(0, |length, byte| length << 8 | *byte as usize);
             let inside = length.min(FRAME - 8);
@@ -39,7 +39,7 @@ impl Peers {
             let whole = &mut found[from as usize];
             whole.extend(&head[..inside]);
             whole.resize(length, 0);
-            rest.copy_data(&mut whole[inside..], length - inside);
+            rest.f_copy_data(&mut whole[inside..], length - inside)?;
         }
         exchange.finish()?;
         Ok(found)

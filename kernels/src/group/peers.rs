@@ -152,20 +152,20 @@ impl Peers {
         };
         let mut heard = Vec::new();
         for from in self.others() {
-            let word = Tensor::zeros([PROOF as i64], (Kind::Uint8, Device::Cpu));
+            let word = Tensor::f_zeros([PROOF as i64], (Kind::Uint8, Device::Cpu))?;
             let work = self.receive(from, &word, PROVING).map_err(|error| silent(from, &error))?;
             heard.push((from, word, work));
         }
         let mut said = Vec::new();
         for to in self.others() {
-            let word = Tensor::from_slice(&proof(*rank, to));
+            let word = Tensor::f_from_slice(&proof(*rank, to))?;
             let work = self.send(to, &word, PROVING).map_err(|error| silent(to, &error))?;
             said.push((to, work));
         }
         for (from, word, work) in heard {
             work.wait(self.timeout).map_err(|error| silent(from, &error))?;
             let mut found = Bytes32::default();
-            word.copy_data(&mut found, PROOF);
+            word.f_copy_data(&mut found, PROOF)?;
             if !same(&proof(from, *rank), &found) {
                 return Err(self.impostor(from));
             }

@@ -151,7 +151,7 @@ impl<'a> Reader<'a> {
             }
             let tensor = Tensor::f_from_data_size(view.data(), &shape, Kind::Float);
             let tensor = tensor.map_err(|error| wrong(&error.to_string()))?;
-            tch::no_grad(|| into.copy_(&stored.part(&part, &tensor)));
+            tch::no_grad(|| into.f_copy_(&stored.part(&part, &tensor))).map_err(refused)?;
         }
         Ok(())
     }
@@ -162,7 +162,8 @@ impl<'a> Reader<'a> {
         for (layer, balance) in layout.balance.iter().enumerate() {
             for set in Set::ALL {
                 let length = format::values(balance, set).len() as i64;
-                let into = Tensor::zeros([length], (Kind::Float, Device::Cpu));
+                let into =
+                    Tensor::f_zeros([length], (Kind::Float, Device::Cpu)).map_err(refused)?;
                 found.push(into.shallow_clone());
                 let (name, region) = (balance_name(layer as i64), Region::whole(&[length]));
                 wants.push(Want { set, name, region, into });

@@ -123,7 +123,8 @@ fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
     for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
         let (kind, flat) = (state.weights[piece.tensor].kind(), weight.reshape([-1]));
         for common in fold.common(piece.tensor, piece.first..piece.first + piece.length()) {
-            parts.push(common.of_run(&flat).to_kind(kind).contiguous());
+            let run = common.of_run(&flat).f_to_kind(kind).and_then(|run| run.f_contiguous());
+            parts.push(run.map_err(refused)?);
         }
     }
     parts.sort_by_key(|part| std::cmp::Reverse(wide(part)));
@@ -153,8 +154,9 @@ fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
 fn pack(state: &State) -> Result<Tensor> {
     let weights = &state.weights;
     let pieces = order(state, state.owners.rank()).into_iter();
-    let parts = pieces.map(|piece| piece.of(&weights[piece.tensor]).contiguous());
-    tree::pack(&parts.collect::<Vec<_>>(), place(weights)).map_err(refused)
+    let parts =
+        pieces.map(|piece| piece.of(&weights[piece.tensor]).f_contiguous().map_err(refused));
+    tree::pack(&parts.collect::<Result<Vec<_>>>()?, place(weights)).map_err(refused)
 }
 
 /// Takes over the new weights of `owner`.

@@ -78,7 +78,7 @@ impl Sink for LeafSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
         let (mut gradient, mut together) = (gradient, 1);
         if gradient.device() != Device::Cpu {
-            (gradient, together) = (gradient.contiguous(), TOGETHER);
+            (gradient, together) = (gradient.f_contiguous().map_err(refused)?, TOGETHER);
         }
         self.waiting.push((id, gradient));
         if self.waiting.len() < together { Ok(()) } else { self.pass() }

@@ -11,6 +11,7 @@ use super::buckets::Buckets;
 use super::gather::Gather;
 use super::gradients::Gradients;
 use super::team::Lines;
+use crate::refusal::refused;
 use crate::state::ownership::{Ownership, Piece};
 
 /// The gradients of one step, under way: what this rank's leaves have, and how it comes to the owners.
@@ -71,7 +72,8 @@ impl<'a> Sum<'a> {
         let Some(gather) = self.gather else {
             let sum = self.gradients.finish()?;
             // Pieces are aliases of what is contiguous.
-            let sum: Vec<Tensor> = sum.iter().map(Tensor::contiguous).collect();
+            let whole = sum.iter().map(|one| one.f_contiguous().map_err(refused));
+            let sum = whole.collect::<Result<Vec<Tensor>>>()?;
             return Ok(owners.own().map(|piece| piece.of(&sum[piece.tensor])).collect());
         };
         let mut found = gather.into_inner().unwrap_or_else(PoisonError::into_inner).finish()?;

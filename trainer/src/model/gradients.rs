@@ -145,7 +145,7 @@ impl<'a> Gradients<'a> {
         for ((id, term, chunk, used), gradient) in places.into_iter().zip(finished) {
             match self.dealt.chunks {
                 1 => self.whole(id, gradient)?,
-                _ => parts.push(((id, term), chunk, ChunkSum::of(gradient, used))),
+                _ => parts.push(((id, term), chunk, ChunkSum::of(gradient, used)?)),
             }
         }
         self.together(parts)
@@ -219,11 +219,11 @@ impl<'a> Gradients<'a> {
             return self.whole(id, gradient);
         }
         if let Some(Present::There(_)) = used {
-            let value = ChunkSum::of(gradient, used);
+            let value = ChunkSum::of(gradient, used)?;
             return self.together(vec![((id, term), chunk, value)]);
         }
         let sum = self.waiting((id, term));
-        let value = ChunkSum::of(gradient, used);
+        let value = ChunkSum::of(gradient, used)?;
         sum.nodes.push(dealt.leaf(chunk), value).map_err(refused)?;
         sum.missing -= 1;
         if sum.missing > 0 { Ok(()) } else { self.complete((id, term)) }
@@ -293,11 +293,9 @@ pub(super) fn emit(
 
 impl ChunkSum {
     /// Of one chunk; of a stack of experts, `used` says which had tokens.
-    fn of(gradient: Tensor, used: Option<Present>) -> ChunkSum {
-        match used {
-            Some(used) => ChunkSum::experts(gradient, used),
-            None => ChunkSum { gradient, experts: None },
-        }
+    fn of(gradient: Tensor, used: Option<Present>) -> Result<ChunkSum> {
+        let Some(used) = used else { return Ok(ChunkSum { gradient, experts: None }) };
+        Ok(ChunkSum::experts(gradient.f_contiguous().map_err(refused)?, used))
     }
 
     /// Puts into `meeting` to which of its numbers others of `right` are to be added, and to which copied, as if that was done:
@@ -344,7 +342,6 @@ impl ChunkSum {
     }
 
     fn experts(gradient: Tensor, used: Present) -> ChunkSum {
-        let gradient = gradient.contiguous();
         let whole = 0..gradient.numel() as i64;
         let experts = Used::of(used, gradient.numel() as i64, &[whole]);
         ChunkSum { gradient, experts: Some(experts) }
@@ -493,7 +490,7 @@ mod tests {
                 let (gradient, used) = leaf(id, chunk);
                 gradients.finished(id, Term::Only, chunk, gradient, used).unwrap();
                 let (gradient, used) = leaf(id, chunk);
-                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used)));
+                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used).unwrap()));
             }
             others.together(parts).unwrap();
         }

@@ -251,7 +251,7 @@ impl Forward<'_> {
         let order = choice.argsort_stable(true, 0, false);
         let inverse = order.argsort_stable(true, 0, false);
         let counts = choice.bincount(None::<&Tensor>, classes);
-        let counts: Vec<i64> = Vec::try_from(counts.to_device(Device::Cpu)).unwrap_or_default();
+        let counts: Vec<i64> = Vec::try_from(counts.to_device(Device::Cpu)).unwrap();
         let sorted = v.index_select(0, &order).split_with_sizes(&counts, 0);
         let (gate_up, down) = (gate_up.unbind(0), down.unbind(0));
         let mut parts: Vec<Tensor> = sorted

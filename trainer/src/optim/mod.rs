@@ -231,7 +231,8 @@ fn one(ops: &dyn Ops, rules: together::Rules, mut item: Item) -> Result<[Tensor;
             let _watch = part(Part::Muon);
             let longest = weight.size().into_iter().max().unwrap_or(1);
             let direction = rules.muon.direction(ops, first, (gradient, scale));
-            let direction = direction.map_err(refused)?.contiguous().view([-1]);
+            let direction = direction.and_then(|one| Ok(one.f_contiguous()?)).map_err(refused)?;
+            let direction = direction.view([-1]);
             moved.by(|chunk, weight| rules.muon.descend(ops, weight, &chunk(&direction), longest))
         }
         How::AdamW { second, decay } => {
@@ -291,7 +292,8 @@ impl Moving<'_> {
             }
         }
         let sums: Vec<i64> = sums.into_iter().map(u64::cast_signed).collect();
-        Ok([Tensor::from_slice(&squares), Tensor::from_slice(&sums)])
+        let squares = Tensor::f_from_slice(&squares).map_err(refused)?;
+        Ok([squares, Tensor::f_from_slice(&sums).map_err(refused)?])
     }
 }
 

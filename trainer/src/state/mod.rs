@@ -185,7 +185,8 @@ impl State {
                 let (weights, biases) = start.read()?;
                 state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
                 for (piece, mut into) in state.all() {
-                    tch::no_grad(|| into.copy_(&piece.of(&weights[piece.tensor])));
+                    tch::no_grad(|| into.f_copy_(&piece.of(&weights[piece.tensor])))
+                        .map_err(refused)?;
                 }
             }
         }
@@ -268,7 +269,7 @@ impl State {
         });
         workers.map(items.collect(), |(mut read, master): (Tensor, Tensor)| {
             let _watch = timing::part(timing::Part::Round);
-            tch::no_grad(|| read.copy_(&master));
+            tch::no_grad(|| read.f_copy_(&master)).map_err(refused)?;
             Ok(())
         })?;
         Ok(())
@@ -306,7 +307,8 @@ impl State {
             }
             // What is held in f32 is its own alias.
             if self.weights[piece.tensor].kind() != Kind::Float {
-                tch::no_grad(|| piece.of(&whole[piece.tensor]).copy_(&weight));
+                tch::no_grad(|| piece.of(&whole[piece.tensor]).f_copy_(&weight))
+                    .map_err(refused)?;
             }
         }
         Ok(whole)
@@ -359,7 +361,7 @@ impl State {
                 // A copy: an alias would keep the whole tensor.
                 owned.master.get_or_insert_with(|| master.copy());
             } else {
-                tch::no_grad(|| piece.of(read).copy_(&master));
+                tch::no_grad(|| piece.of(read).f_copy_(&master))?;
                 owned.master = None;
             }
         }
@@ -388,7 +390,7 @@ impl State {
             match (changed[piece.tensor], read.kind()) {
                 (false, _) => {}
                 (true, Kind::Float) => {
-                    tch::no_grad(|| piece.of(read).copy_(&master));
+                    tch::no_grad(|| piece.of(read).f_copy_(&master))?;
                     owned.master = None;
                 }
                 // A copy: an alias would keep the whole tensor.

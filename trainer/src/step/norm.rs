@@ -65,7 +65,7 @@ fn alone(ops: &dyn Ops, (piece, gradient): &(Piece, Tensor)) -> kernels::Result<
         sum = sum.wrapping_add(checksum::slice(&chunk, at, salt));
         at += chunk.numel() as u64;
     }
-    Ok([Tensor::from_slice(&[sum.cast_signed()]), Tensor::from_slice(&squares)])
+    Ok([Tensor::f_from_slice(&[sum.cast_signed()])?, Tensor::f_from_slice(&squares)?])
 }
 
 /// The same of many on a device: all checksums, then all squares.
