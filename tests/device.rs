@@ -408,9 +408,16 @@ impl Counter {
         let layers = format!("num_hidden_layers = {layers}");
         let batch = format!("batch = {}\nmicro_batch = 2\n{}", 2 * micro_batches, self.cut);
         let dtype = format!("dtype = \"{}\"", self.dtype);
+        // As nano has them.
+        let (experts, heads) = match layers.as_str() {
+            "num_hidden_layers = 6" => ("num_experts = 8", "num_attention_heads = 4"),
+            _ => ("num_experts = 4", "num_attention_heads = 2"),
+        };
         let change = [
             ("dtype = \"f32\"", dtype.as_str()),
             ("num_hidden_layers = 2", layers.as_str()),
+            ("num_experts = 4", experts),
+            ("num_attention_heads = 2", heads),
             ("batch = 8\nmicro_batch = 2", batch.as_str()),
         ];
         let name = format!("{layers}-{micro_batches}-{steps}");
@@ -481,19 +488,38 @@ fn operations_of_a_step_in_bf16_are_bounded() {
 }
 
 /// A step of 2 layers and 4 micro-batches that are cut inside: sums over chunks of a layer's gradients are made together, and a
-/// vocabulary in shards costs no launch more than its products.
+/// vocabulary in shards costs no launch more than its products. The share of a layer of each micro-batch is what runs of 2 steps
+/// with 4 layers have more, the optimizer's included.
 #[test]
 fn operations_of_a_step_that_is_cut_are_bounded() {
-    for (cut, bound) in
-        [("context_chunks = 2", [1700.0, 2.0]), ("weight_shards = 2", [1270.0, 2.0])]
-    {
+    for (cut, a_layer, bound) in [
+        ("context_chunks = 2", [1.0, 0.0], [1700.0, 2.0]),
+        ("weight_shards = 2", [1.0, 0.0], [1270.0, 2.0]),
+    ] {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let counter = Counter { scratch, store, own: true, dtype: "f32", cut };
-        let step = less(&counter.count(2, 4, 2), &counter.count(2, 4, 1), 1.0);
-        println!("{cut}:\n{}", table(&step));
-        bounded(cut, &step, bound);
+        let long = counter.count(2, 4, 2);
+        let layer = less(&counter.count(4, 4, 2), &long, 16.0);
+        let step = less(&long, &counter.count(2, 4, 1), 1.0);
+        for (what, counted, bound) in [("a layer", layer, a_layer), ("a step", step, bound)] {
+            println!("{cut}, {what}:\n{}", table(&counted));
+            bounded(&format!("{cut}, {what}"), &counted, bound);
+        }
     }
+}
+
+/// The layers, experts and heads of `zaya1-nano`, in an eighth of its width: all of its parameters, and as many launches.
+#[test]
+fn operations_of_nano_are_bounded() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let counter = Counter { scratch, store, own: true, dtype: "f32", cut: "" };
+    let whole = counter.count(6, 2, 1);
+    let (step, more) = (less(&counter.count(6, 2, 2), &whole, 1.0), counter.count(6, 4, 1));
+    let rest = less(&step, &less(&more, &whole, 1.0), 1.0);
+    println!("norm, clip and optimizer:\n{}", table(&rest));
+    bounded("norm, clip and optimizer of nano", &rest, [400.0, 2.0]);
 }
 
 /// Without a compiler for a GPU.

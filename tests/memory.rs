@@ -26,7 +26,7 @@ const CUT: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nweight_shards = 
 
 const LONG: (&str, &str) = ("seq_len = 64", "context_chunks = 4\nseq_len = 512");
 
-const CASES: [Case; 16] = [
+const CASES: [Case; 18] = [
     Case { name: "f32", change: &[], ranks: &["1"] },
     Case { name: "f32, recomputed", change: &[], ranks: &["1", "--recompute"] },
     Case { name: "bf16", change: &[BF16], ranks: &["1"] },
@@ -40,6 +40,8 @@ const CASES: [Case; 16] = [
         change: &[BF16],
         ranks: &["4", "--schedule", "streaming", "--recompute"],
     },
+    Case { name: "f32, 8 ranks", change: &[], ranks: &["8"] },
+    Case { name: "bf16, 8 ranks", change: &[BF16], ranks: &["8", "--recompute"] },
     Case { name: "f32, cut, 2 ranks share", change: &[CUT], ranks: &["2", "--cp", "2"] },
     Case { name: "f32, cut, 2 ranks fold", change: &[CUT], ranks: &["2", "--tsp", "2"] },
     Case { name: "bf16, cut, 4 ranks, 2 fold", change: &[BF16, CUT], ranks: &["4", "--tsp", "2"] },

@@ -6,6 +6,7 @@
 //! reference/  the same in libtorch's operators, on any device: what the others are tested against
 //! device/     our own kernels on a GPU, libtorch's operators for the rest
 //! composed    operations made of others and of libtorch's, in every table that has none of its own; so is cross_entropy
+//! linear_attention   the recurrence, its features and its gate, likewise
 //! operands    what operations take and answer with     check   what an operand must be
 //! ```
 //!
@@ -21,6 +22,7 @@ mod composed;
 mod cpu;
 mod cross_entropy;
 mod device;
+pub mod linear_attention;
 mod operands;
 mod reference;
 #[cfg(test)]

@@ -15,10 +15,10 @@
 //! public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal attention.
 
 use kernels::ops::Span;
+use kernels::ops::linear_attention::{Features, Recurrence, State, divided, gated, gated_back};
 use kernels::{Error, Result};
 use tch::{Kind, Tensor};
 
-use super::recurrence::{Features, Recurrence, State};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
@@ -27,9 +27,6 @@ use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
-
-/// Added to denominators.
-const EPS: f64 = 1e-6;
 
 /// Linear attention.
 pub(in crate::model) struct Linear {
@@ -157,7 +154,7 @@ impl Linear {
                 read.extend(by.read(&features[at], *span, state)?);
             }
             let (heads, denominator) = divided(&Tensor::f_cat(&read, 2)?)?;
-            let gated = gated(pass, &heads, &projected.gate)?;
+            let gated = gated(&heads, &projected.gate, pass.kind)?;
             outs.push(pass.ops.matmul(&gated, &pass.weights[self.o_proj].f_tr()?)?);
             let x = x.shallow_clone();
             saved.push(Saved { x, projected, heads, denominator, before });
@@ -202,7 +199,7 @@ impl Linear {
                 let later = if states.is_last(*span) { &after[row] } else { &None };
                 blocks.extend(by.back(&features[at], (&reads[at], *span), earlier, later)?);
             }
-            let [query, key, value] = own.projected.back(pass, &features[at], &blocks)?;
+            let [query, key, value] = features[at].back(&blocks, pass.kind)?;
             let weights = [
                 (self.q_proj, query),
                 (self.k_proj, key),
@@ -223,58 +220,19 @@ impl Linear {
         grad: &Tensor,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let Saved { heads, denominator, projected, .. } = own;
-        let out = pass.gradient(&grad.f_tr()?, &gated(pass, heads, &projected.gate)?)?;
+        let out = pass.gradient(&grad.f_tr()?, &gated(heads, &projected.gate, pass.kind)?)?;
         let grad = pass.ops.matmul(grad, &pass.weights[self.o_proj])?.f_to_kind(Kind::Float)?;
-        let gate = projected.gate.f_to_kind(Kind::Float)?;
-        let open = gate.f_sigmoid()?;
-        // silu'(u) = s (1 + u (1 - s)), s = sigmoid(u).
-        let slope = open.f_neg()?.f_add_scalar(1.0)?.f_mul(&gate)?.f_add_scalar(1.0)?;
-        let of_gate = grad.f_mul(heads)?.f_mul(&slope.f_mul(&open)?)?;
-        let size = denominator.size();
-        let by_head = |of: &Tensor| of.f_view([size[0], size[1], -1]);
-        let of_heads = by_head(&grad.f_mul(&gate.f_mul(&open)?)?)?.f_div(denominator)?;
-        // o = a / b: da = do / b, db = -(da . o).
-        let below = of_heads.f_mul(&by_head(heads)?)?;
-        let below = below.f_sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)?.f_neg()?;
-        let both = Tensor::f_cat(&[of_heads, below], 2)?;
-        let keys = pass.config.num_key_value_heads;
-        let read = both.f_view([size[0], keys, size[1] / keys, -1])?.f_permute([1, 2, 0, 3])?;
-        Ok((read.f_contiguous()?, of_gate.f_to_kind(pass.kind)?, out))
+        let (keys, of) = (pass.config.num_key_value_heads, [heads, denominator, &projected.gate]);
+        let (read, gate) = gated_back(&grad, of, keys, pass.kind)?;
+        Ok((read, gate, out))
     }
 }
 
 impl Projected {
     /// As the recurrence reads them.
     fn features(&self, config: &ZayaConfig) -> Result<Features> {
-        let (keys, dim, tokens) = (config.num_key_value_heads, config.head_dim, self.key.size()[0]);
-        let query = positive(&self.query)?.f_view([tokens, keys, config.group(), dim])?;
-        let by_key = |of: &Tensor| of.f_view([tokens, keys, dim])?.f_transpose(0, 1);
-        let value = by_key(&self.value.f_to_kind(Kind::Float)?)?;
-        let ones = value.f_new_ones([keys, tokens, 1], (Kind::Float, value.device()))?;
-        Ok(Features {
-            query: query.f_permute([1, 2, 0, 3])?.f_contiguous()?,
-            key: by_key(&positive(&self.key)?)?.f_contiguous()?,
-            value: Tensor::f_cat(&[value, ones], 2)?,
-        })
-    }
-
-    /// The gradients of query, key and value, from those of their features by block.
-    fn back(&self, pass: &Pass<'_>, of: &Features, blocks: &[Features]) -> Result<[Tensor; 3]> {
-        let all = |part: fn(&Features) -> &Tensor, dim| {
-            Tensor::f_cat(&blocks.iter().map(part).collect::<Vec<_>>(), dim)
-        };
-        // f' is 1 above 0 and f below, where f is at most 1.
-        let slope = |of: &Tensor| of.f_clamp_max(1.0);
-        let query = all(|block| &block.query, 2)?.f_mul(&slope(&of.query)?)?;
-        let key = all(|block| &block.key, 1)?.f_mul(&slope(&of.key)?)?;
-        let value = all(|block| &block.value, 1)?.f_narrow(2, 0, pass.config.head_dim)?;
-        let tokens = key.size()[1];
-        let flat = |of: Tensor| of.f_reshape([tokens, -1])?.f_to_kind(pass.kind);
-        Ok([
-            flat(query.f_permute([2, 0, 1, 3])?)?,
-            flat(key.f_transpose(0, 1)?)?,
-            flat(value.f_transpose(0, 1)?)?,
-        ])
+        let shape = [config.num_key_value_heads, config.group(), config.head_dim];
+        Features::of([&self.query, &self.key, &self.value], shape)
     }
 }
 
@@ -358,30 +316,9 @@ impl Carried {
 
 fn recurrence(pass: &Pass<'_>) -> Result<Recurrence> {
     let (config, device) = (pass.config, pass.chunks.of(0).tokens.device());
-    Recurrence::new(pass.ops, config.linear_decay, config.num_key_value_heads, device)
-}
-
-/// `elu(z) + 1`, f32.
-fn positive(z: &Tensor) -> Result<Tensor> {
-    let z = z.f_to_kind(Kind::Float)?;
-    Ok(z.f_clamp_min(0.0)?.f_add(&z.f_clamp_max(0.0)?.f_exp()?)?)
-}
-
-/// `[K, J, n, d + 1]` as `[n, H d]` over its last column, and that column.
-fn divided(read: &Tensor) -> Result<(Tensor, Tensor)> {
-    let [keys, each, tokens, width] = read.size()[..] else {
-        return Ok((read.copy(), read.copy()));
-    };
-    let by_token = read.f_permute([2, 0, 1, 3])?.f_reshape([tokens, keys * each, width])?;
-    let below = by_token.f_narrow(2, width - 1, 1)?.f_add_scalar(EPS)?;
-    let heads = by_token.f_narrow(2, 0, width - 1)?.f_div(&below)?;
-    Ok((heads.f_reshape([tokens, -1])?, below))
-}
-
-/// `heads * silu(gate)`, as the way out reads it.
-fn gated(pass: &Pass<'_>, heads: &Tensor, gate: &Tensor) -> Result<Tensor> {
-    let gate = gate.f_to_kind(Kind::Float)?.f_silu()?;
-    Ok(heads.f_mul(&gate)?.f_to_kind(pass.kind)?)
+    let heads = 0..config.num_key_value_heads as u32;
+    let rates = heads.map(|head| config.linear_decay.rate(head)).collect();
+    Recurrence::new(pass.ops, rates, device)
 }
 
 /// From the gradients of what `x` was projected to: that of `x`, f32, and those of the projections.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cca   compressed convolutional attention (cca_back: its way back; heads: its weights by shard)
-//! linear  linear attention (recurrence: its states by block)
+//! linear  linear attention
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward, in tests
 //! norm  RMS norm, residual scaling        head  loss without all logits
@@ -18,5 +18,4 @@ pub(super) mod linear;
 pub(super) mod mlp;
 pub(super) mod moe;
 pub(super) mod norm;
-mod recurrence;
 mod router;

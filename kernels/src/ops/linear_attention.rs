@@ -1,4 +1,13 @@
-//! Causal linear attention with decay, by blocks: what tokens leave in a state, and what they read of it.
+//! Causal linear attention with decay, made of a table's products and of libtorch's operators in every table: what tokens leave in
+//! a state, and what they read of it, by blocks.
+//!
+//! ```text
+//! f(z) = elu(z) + 1                              features of queries and keys: Katharopoulos et al. 2020, equation 7
+//! o_i  = sum over j <= i of g^(i-j) f(q_i).f(k_j) v_j / (eps + sum over j <= i of g^(i-j) f(q_i).f(k_j))
+//! out  = o * silu(u)                             an output gate, as in Sun et al. 2023, equation 8
+//! ```
+//!
+//! A column of ones beside the values makes the denominator a value like others. States go by
 //!
 //! ```text
 //! S_i = g S_(i-1) + k_i v_i^T      o_i = S_i^T q_i        forward, from the first token of a document
@@ -8,18 +17,19 @@
 //! Within a block of [`BLOCK`] tokens pairs of a query and a key are computed; between blocks the state goes on. Shapes: K key
 //! heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All is f32.
 
-use kernels::Result;
-use kernels::device;
-use kernels::ops::{Span, Table};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::model::Decay;
+use super::{Span, Table};
+use crate::{Result, device};
 
 /// Tokens whose pairs are computed; decides bits.
 const BLOCK: i64 = 128;
 
+/// Added to denominators.
+const EPS: f64 = 1e-6;
+
 /// What a state loses at each token, by key head.
-pub(super) struct Recurrence {
+pub struct Recurrence {
     ops: Table,
     rates: Vec<f64>,
     /// `[K, BLOCK + 1]`: rates to the powers from 0 on.
@@ -28,20 +38,23 @@ pub(super) struct Recurrence {
     seen: Tensor,
 }
 
-/// Queries, keys and values of a chunk: `[K, J, n, d]`, `[K, n, d]`, `[K, n, e]`.
-pub(super) struct Features {
-    pub(super) query: Tensor,
-    pub(super) key: Tensor,
-    pub(super) value: Tensor,
+/// Queries, keys and values of a chunk: `[K, J, n, d]`, `[K, n, d]`, `[K, n, e]`, f32; or gradients of them.
+pub struct Features {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
 }
 
 /// States by place of their tokens: before the first, or after the last.
-pub(super) type State = Option<Tensor>;
+pub type State = Option<Tensor>;
 
 impl Recurrence {
-    /// Of `heads` key heads, computed by `ops` on `device`.
-    pub(super) fn new(ops: Table, decay: Decay, heads: i64, device: Device) -> Result<Recurrence> {
-        let rates: Vec<f64> = (0..heads as u32).map(|head| decay.rate(head)).collect();
+    /// Of key heads whose states keep `rates` of themselves at each token, computed by `ops` on `device`.
+    ///
+    /// # Errors
+    /// As all of this file: where libtorch or the device refuses, or memory ends.
+    pub fn new(ops: Table, rates: Vec<f64>, device: Device) -> Result<Recurrence> {
+        let heads = rates.len() as i64;
         let row = |rate: f64| (0..=BLOCK).map(move |tokens| power(rate, tokens) as f32);
         let powers: Vec<f32> = rates.iter().copied().flat_map(row).collect();
         let powers = Tensor::f_from_slice(&powers)?.f_view([heads, BLOCK + 1])?;
@@ -54,7 +67,7 @@ impl Recurrence {
     }
 
     /// `state` after `tokens` that leave nothing, and `own` besides: `[K, d, e]`.
-    pub(super) fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
+    pub fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
         let Some(state) = state else { return Ok(own.shallow_clone()) };
         let left: Vec<f32> = self.rates.iter().map(|rate| power(*rate, tokens) as f32).collect();
         let left = device::floats(own.device(), &left)?.f_view([-1, 1, 1])?;
@@ -62,7 +75,7 @@ impl Recurrence {
     }
 
     /// The state after `span`, of which `before` is that before it.
-    pub(super) fn after(&self, of: &Features, span: Span, before: &State) -> Result<State> {
+    pub fn after(&self, of: &Features, span: Span, before: &State) -> Result<State> {
         let mut state = copy(before);
         for (first, len) in blocks(span) {
             state = Some(self.after_block(&of.block(first, len)?, &state)?);
@@ -78,7 +91,7 @@ impl Recurrence {
     }
 
     /// What the queries of `span` read, block by block: `[K, J, n, e]` each.
-    pub(super) fn read(&self, of: &Features, span: Span, before: &State) -> Result<Vec<Tensor>> {
+    pub fn read(&self, of: &Features, span: Span, before: &State) -> Result<Vec<Tensor>> {
         let (mut state, mut outs) = (copy(before), Vec::new());
         for (first, len) in blocks(span) {
             let block = of.block(first, len)?;
@@ -95,7 +108,7 @@ impl Recurrence {
     }
 
     /// The gradient of the state before `span`'s first token, from those of what its queries read and of the state after it.
-    pub(super) fn before(
+    pub fn before(
         &self,
         of: &Features,
         (grad, span): (&Tensor, Span),
@@ -117,7 +130,7 @@ impl Recurrence {
     }
 
     /// Gradients of the queries, keys and values of `span`, block by block from the first.
-    pub(super) fn back(
+    pub fn back(
         &self,
         of: &Features,
         (grad, span): (&Tensor, Span),
@@ -189,6 +202,39 @@ impl Recurrence {
 }
 
 impl Features {
+    /// Of what tokens were projected to, `[n, K J d]` and twice `[n, K d]`; `shape` is K, J, d.
+    pub fn of([query, key, value]: [&Tensor; 3], shape: [i64; 3]) -> Result<Features> {
+        let ([keys, each, dim], tokens) = (shape, key.size()[0]);
+        let query = positive(query)?.f_view([tokens, keys, each, dim])?;
+        let by_key = |of: &Tensor| of.f_view([tokens, keys, dim])?.f_transpose(0, 1);
+        let value = by_key(&value.f_to_kind(Kind::Float)?)?;
+        let ones = value.f_new_ones([keys, tokens, 1], (Kind::Float, value.device()))?;
+        Ok(Features {
+            query: query.f_permute([1, 2, 0, 3])?.f_contiguous()?,
+            key: by_key(&positive(key)?)?.f_contiguous()?,
+            value: Tensor::f_cat(&[value, ones], 2)?,
+        })
+    }
+
+    /// The gradients of what tokens were projected to, from those of their features by block, in `kind`.
+    pub fn back(&self, blocks: &[Features], kind: Kind) -> Result<[Tensor; 3]> {
+        let all = |part: fn(&Features) -> &Tensor, dim| {
+            Tensor::f_cat(&blocks.iter().map(part).collect::<Vec<_>>(), dim)
+        };
+        // f' is 1 above 0 and f below, where f is at most 1.
+        let slope = |of: &Tensor| of.f_clamp_max(1.0);
+        let query = all(|block| &block.query, 2)?.f_mul(&slope(&self.query)?)?;
+        let key = all(|block| &block.key, 1)?.f_mul(&slope(&self.key)?)?;
+        let (tokens, dim) = (key.size()[1], key.size()[2]);
+        let value = all(|block| &block.value, 1)?.f_narrow(2, 0, dim)?;
+        let flat = |of: Tensor| of.f_reshape([tokens, -1])?.f_to_kind(kind);
+        Ok([
+            flat(query.f_permute([2, 0, 1, 3])?)?,
+            flat(key.f_transpose(0, 1)?)?,
+            flat(value.f_transpose(0, 1)?)?,
+        ])
+    }
+
     fn block(&self, first: i64, len: i64) -> Result<Features> {
         Ok(Features {
             query: self.query.f_narrow(2, first, len)?,
@@ -196,6 +242,52 @@ impl Features {
             value: self.value.f_narrow(1, first, len)?,
         })
     }
+}
+
+/// What heads read with its denominator, `[K, J, n, d + 1]`, as `[n, K J d]` over its last column plus [`EPS`], and that sum,
+/// `[n, K J, 1]`.
+pub fn divided(read: &Tensor) -> Result<(Tensor, Tensor)> {
+    let (keys, each, tokens, width) = read.size4()?;
+    let by_token = read.f_permute([2, 0, 1, 3])?.f_reshape([tokens, keys * each, width])?;
+    let below = by_token.f_narrow(2, width - 1, 1)?.f_add_scalar(EPS)?;
+    let heads = by_token.f_narrow(2, 0, width - 1)?.f_div(&below)?;
+    Ok((heads.f_reshape([tokens, -1])?, below))
+}
+
+/// `heads * silu(gate)`, `[n, K J d]`, in `kind`.
+pub fn gated(heads: &Tensor, gate: &Tensor, kind: Kind) -> Result<Tensor> {
+    let gate = gate.f_to_kind(Kind::Float)?.f_silu()?;
+    Ok(heads.f_mul(&gate)?.f_to_kind(kind)?)
+}
+
+/// From the gradient of what is gated, f32: that of what heads read with its denominator, `[K, J, n, d + 1]`, and that of the gate,
+/// in `kind`. `heads` and `denominator` are those of [`divided`].
+pub fn gated_back(
+    grad: &Tensor,
+    [heads, denominator, gate]: [&Tensor; 3],
+    keys: i64,
+    kind: Kind,
+) -> Result<(Tensor, Tensor)> {
+    let gate = gate.f_to_kind(Kind::Float)?;
+    let open = gate.f_sigmoid()?;
+    // silu'(u) = s (1 + u (1 - s)), s = sigmoid(u).
+    let slope = open.f_neg()?.f_add_scalar(1.0)?.f_mul(&gate)?.f_add_scalar(1.0)?;
+    let of_gate = grad.f_mul(heads)?.f_mul(&slope.f_mul(&open)?)?;
+    let size = denominator.size();
+    let by_head = |of: &Tensor| of.f_view([size[0], size[1], -1]);
+    let of_heads = by_head(&grad.f_mul(&gate.f_mul(&open)?)?)?.f_div(denominator)?;
+    // o = a / b: da = do / b, db = -(da . o).
+    let below = of_heads.f_mul(&by_head(heads)?)?;
+    let below = below.f_sum_dim_intlist([-1i64].as_slice(), true, Kind::Float)?.f_neg()?;
+    let both = Tensor::f_cat(&[of_heads, below], 2)?;
+    let read = both.f_view([size[0], keys, size[1] / keys, -1])?.f_permute([1, 2, 0, 3])?;
+    Ok((read.f_contiguous()?, of_gate.f_to_kind(kind)?))
+}
+
+/// `elu(z) + 1`, f32.
+fn positive(z: &Tensor) -> Result<Tensor> {
+    let z = z.f_to_kind(Kind::Float)?;
+    Ok(z.f_clamp_min(0.0)?.f_add(&z.f_clamp_max(0.0)?.f_exp()?)?)
 }
 
 /// First token and length of each block of a span.
