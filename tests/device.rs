@@ -493,8 +493,8 @@ fn operations_of_a_step_in_bf16_are_bounded() {
 #[test]
 fn operations_of_a_step_that_is_cut_are_bounded() {
     for (cut, a_layer, bound) in [
-        ("context_chunks = 2", [1.0, 0.0], [1700.0, 2.0]),
-        ("weight_shards = 2", [1.0, 0.0], [1270.0, 2.0]),
+        ("context_chunks = 2", [186.0, 0.0], [1700.0, 2.0]),
+        ("weight_shards = 2", [152.0, 0.0], [1270.0, 2.0]),
     ] {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
