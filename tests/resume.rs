@@ -203,6 +203,35 @@ mod training {
         assert!(events.contains("\"event\":\"validation\""), "{events}");
     }
 
+    /// Wherever memory ends, in libtorch, in C++ under it or in our own code: a message and a code, and never a signal. What a run of
+    /// so little memory comes to is a matter of luck.
+    #[test]
+    fn a_process_with_hardly_any_memory_is_not_killed_by_it() {
+        let scratch = Scratch::new();
+        let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+        let wide = [
+            ("dtype = \"f32\"", "dtype = \"bf16\""),
+            ("hidden_size = 32", "hidden_size = 256"),
+            ("moe_intermediate_size = 32", "moe_intermediate_size = 256"),
+            ("num_hidden_layers = 2", "num_hidden_layers = 6"),
+        ];
+        let path = curriculum(&scratch, &store, "run.toml", &wide);
+        let script = "ulimit -v \"$3\"; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 2 --stop-after 2";
+        for mebibytes in (660..820).step_by(20) {
+            let (run, limit) =
+                (scratch.path(&mebibytes.to_string()), (mebibytes << 10).to_string());
+            let output = std::process::Command::new("sh")
+                .args(["-c", script, env!("CARGO_BIN_EXE_ztrain"), arg(&path), arg(&run), &limit])
+                .output()
+                .unwrap();
+            let ran = crate::support::Ran::from(output);
+            match ran.code {
+                Some(0) => (),
+                _ => drop(ran.fails(6, &["memory"])),
+            }
+        }
+    }
+
     /// A micro-batch of half a million tokens, in a process that may have three gigabytes.
     #[test]
     fn a_run_that_finds_no_memory_says_where_and_goes_on() {

@@ -94,6 +94,11 @@ struct Counting final : c10::Allocator {
 
 }  // namespace
 
+// mimalloc asks for the handler by this name, and has an answer of its own that says there is none, upon which it ends the process.
+// This one is stronger.
+std::new_handler shim_new_handler() noexcept __asm__("_ZSt15get_new_handlerv");
+std::new_handler shim_new_handler() noexcept { return refuse; }
+
 // 1 where this thread was refused memory since it asked last.
 extern "C" int shim_was_refused() { return std::exchange(was_refused, false); }
 

@@ -10,6 +10,10 @@ mod cmd;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use kernels::memory::OrEnd;
+
+#[global_allocator]
+static ALLOCATOR: OrEnd = OrEnd;
 
 /// Trains a ZAYA1-style model as a curriculum says; any step can be computed again, bit for bit, and explained.
 ///
