@@ -41,7 +41,6 @@ pub mod train;
 pub mod verify;
 mod versions;
 mod walk;
-pub mod whole;
 
 pub use build::{Outcome, build};
 pub use corpus::{Corpus, stops};

@@ -18,7 +18,6 @@ use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, St
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 pub use crate::made::NOTE;
 use crate::progress::{Measure, Progress};
-use crate::whole;
 
 /// Tokens read at a time.
 const READ_TOKENS: u64 = 1 << 20;
@@ -78,7 +77,6 @@ pub enum Exported {
 /// Exports.
 pub fn export(request: &Export) -> Result<Exported> {
     let store = Store::open(&request.store)?;
-    whole::refuse_incomplete(&request.store, store.manifest())?;
     let chosen = chosen(&store, request)?;
     match &request.out {
         Location::Local(folder) => into_folder(folder, request, &store, &chosen),
