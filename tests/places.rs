@@ -6,6 +6,8 @@
 use std::fs;
 use std::path::Path;
 
+use contract::Digest;
+
 use crate::remote::Bucket;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
@@ -157,6 +159,12 @@ fn other_projects_files_in_a_bucket_are_those_here() {
             let found = twins.local(&[&export[..], &[&there, "--json"]].concat()).ok();
             assert_eq!(found, wanted, "{peer}");
         }
+        // What a run leaves that is killed at its very end goes with the next one.
+        let builds = twins.scratch.path("cache/builds");
+        let left = builds.join(Digest::of_bytes(there.as_bytes()).to_string());
+        twins.local(&[&export[..], &[arg(&left), "--json"]].concat()).ok();
+        twins.local(&[&export[..], &[&there, "--json"]].concat()).ok();
+        assert_eq!(fs::read_dir(&builds).unwrap().count(), 0, "{peer}");
         let other = [&export[..], &[&there, "--source", "web"]].concat();
         twins.local(&other).fails(2, &["another export", &there]);
         let import = |name: &str, folder: &str| {

@@ -25,6 +25,7 @@ pub mod init;
 pub mod inspect;
 pub mod interop;
 mod made;
+pub mod moved;
 mod parallel;
 mod prepared;
 pub mod progress;
