@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::thread;
 
-use contract::Result;
+use contract::{Fault, Result};
 
 use crate::folder::{StoreFile, StoreFolder};
 use crate::verify::{self, Damage, flaw_of_size};
@@ -18,6 +18,9 @@ const SIDES: usize = 16;
 
 /// Files at which one thread looks alone.
 const FEW: usize = 64;
+
+/// Damaged files that are told one by one.
+const SHOWN: usize = 8;
 
 /// The sizes of the objects below a store, by their names.
 type Sizes = BTreeMap<String, u64>;
@@ -37,7 +40,18 @@ pub fn refuse_incomplete(store: &Location, manifest: &Manifest) -> Result<()> {
     let files = manifest.files().into_iter();
     let files: Vec<_> = files.filter_map(|file| Some((file.path, file.record?))).collect();
     damages.extend(damaged(store, &files)?);
-    verify::fault(store, &damages).map_or(Ok(()), Err)
+    let fault = verify::fault(store, &damages);
+    fault.map_or(Ok(()), |fault| Err(shortened(fault, &damages)))
+}
+
+/// The fault with as many of its lines as a person reads: a folder that is gone may have held a hundred thousand files.
+fn shortened(fault: Fault, damages: &[Damage]) -> Fault {
+    if damages.len() <= SHOWN {
+        return fault;
+    }
+    let mut lines: Vec<String> = damages[..SHOWN].iter().map(Damage::to_string).collect();
+    lines.push(format!("and {} more, which `zdata verify` names", damages.len() - SHOWN));
+    fault.found(lines.join("\n           "))
 }
 
 /// A file of a manifest: its path in the store, and its record.

@@ -71,7 +71,9 @@ fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
         let name = "web/train/starts-00001.arrow";
         place.join(name).remove().unwrap();
         for (bytes, word) in [(None, "missing"), (Some(b"cut"), "truncated")] {
-            bytes.map(|bytes| place.join(name).create(bytes).unwrap());
+            if let Some(bytes) = bytes {
+                place.join(name).create(bytes).unwrap();
+            }
             let fault = whole::opened(Location::Object(place.clone())).unwrap_err();
             assert_eq!(fault.class(), Class::Data, "{fault}");
             let told = fault.to_string();
@@ -92,4 +94,9 @@ fn every_file_of_many_is_looked_at() {
     let told = whole::opened(folder.path()).unwrap_err().to_string();
     let [first, last] = gone.map(|name| told.find(&format!("{name}: it is missing")).unwrap());
     assert!(first < last && told.contains("2 places"), "{told}");
+    // Not all of them, if they are many.
+    fs::remove_dir_all(folder.path().join("web")).unwrap();
+    let told = whole::opened(folder.path()).unwrap_err().to_string();
+    assert!(told.contains("800 places") && told.contains("and 792 more"), "{told}");
+    assert!(told.lines().count() < 16, "{told}");
 }
