@@ -146,5 +146,10 @@ fn a_wide_file_cut_in_half_is_not_taken_for_a_whole_one() {
         // One other number is proof enough.
         fs::write(path, [1u16, 0, 2, 3].map(u16::to_le_bytes).concat()).unwrap();
         assert_eq!(plain(read(peer, path).unwrap()), [vec![1, 0, 2], vec![3]]);
+        // Nobody makes a narrow file for a vocabulary that does not fit into it.
+        let hints = Hints { vocab: 100_277, width: None, ..hints };
+        let fault = read_through(&Real, peer, path, &hints).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains("--dtype uint16"), "{fault}");
     }
 }
