@@ -6,6 +6,8 @@
 use std::fs;
 use std::path::Path;
 
+use contract::Digest;
+
 use crate::remote::Bucket;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
@@ -22,6 +24,11 @@ fn url(name: &str) -> String {
 
 impl Twins {
     fn new() -> Option<Self> {
+        Twins::harmed(|_| ())
+    }
+
+    /// The same after something was done to the store.
+    fn harmed(harm: impl FnOnce(&Path)) -> Option<Self> {
         let scratch = Scratch::new();
         let corpus = corpus(&scratch, 60, "shard_tokens = 16384");
         let store = build(&scratch, &corpus, "store");
@@ -29,6 +36,7 @@ impl Twins {
         // A curriculum says where its store lies from its own folder on, wherever that is.
         let text = fs::read_to_string(scratch.path("run.toml")).unwrap();
         scratch.write("run.toml", text.replace(arg(&store), "store"));
+        harm(&store);
         let bucket = Bucket::serve(&scratch, &scratch.path(""), 0)?;
         Some(Twins { scratch, bucket })
     }
@@ -77,6 +85,24 @@ fn what_is_asked_of_a_bucket_is_answered_as_it_is_here() {
     for args in ANSWERS {
         let wanted = said(twins.local(args), &here);
         assert_eq!(said(twins.remote(args), "s3://bucket/"), wanted, "{args:?}");
+    }
+}
+
+/// Whatever opens a store holds its files against its manifest first, in a bucket as here.
+#[test]
+fn a_store_in_a_bucket_that_lacks_a_file_or_a_piece_of_one_is_refused() {
+    let name = "starts-00000.arrow";
+    let harms: [&dyn Fn(&Path); 2] = [&|file| fs::remove_file(file).unwrap(), &|file| {
+        fs::write(file, &fs::read(file).unwrap()[1..]).unwrap()
+    }];
+    for harm in harms {
+        let Some(twins) = Twins::harmed(|store| harm(&store.join("web/train").join(name))) else {
+            return;
+        };
+        for args in ANSWERS.iter().filter(|args| args[0] != "build") {
+            twins.local(args).fails(3, &["damaged", name]);
+            twins.remote(args).fails(3, &["damaged", "s3://bucket/store", name]);
+        }
     }
 }
 
@@ -133,6 +159,12 @@ fn other_projects_files_in_a_bucket_are_those_here() {
             let found = twins.local(&[&export[..], &[&there, "--json"]].concat()).ok();
             assert_eq!(found, wanted, "{peer}");
         }
+        // What a run leaves that is killed at its very end goes with the next one.
+        let builds = twins.scratch.path("cache/builds");
+        let left = builds.join(Digest::of_bytes(there.as_bytes()).to_string());
+        twins.local(&[&export[..], &[arg(&left), "--json"]].concat()).ok();
+        twins.local(&[&export[..], &[&there, "--json"]].concat()).ok();
+        assert_eq!(fs::read_dir(&builds).unwrap().count(), 0, "{peer}");
         let other = [&export[..], &[&there, "--source", "web"]].concat();
         twins.local(&other).fails(2, &["another export", &there]);
         let import = |name: &str, folder: &str| {

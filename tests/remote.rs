@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use contract::{Key, Purpose, draw};
+use contract::{Digest, Key, Purpose, draw};
 
 use crate::faults::limited;
 use crate::python::{provision, skipped, tests_folder};
@@ -304,6 +304,13 @@ fn what_preparation_wrote_goes_into_the_bucket_too() {
     let told = bucket.zdata(&["build", arg(&corpus), "--out", URL]).ok();
     assert_eq!(told[..64], bucket.zdata(&["verify", URL]).ok()[..64]);
     assert!(fs::read_dir(bucket.cache.join("builds")).unwrap().next().is_none());
+    // What a build leaves that is killed at its very end goes with the next one; another store stays.
+    let left = bucket.cache.join("builds").join(Digest::of_bytes(URL.as_bytes()).to_string());
+    for (corpus, stays) in [(&corpus, false), (&scratch.path("corpus.toml"), true)] {
+        zdata(&["build", arg(corpus), "--out", arg(&left)]).ok();
+        bucket.zdata(&["build", arg(&scratch.path("few.toml")), "--out", URL]).ok();
+        assert_eq!(left.exists(), stays);
+    }
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
     for list in ["dropped.jsonl.zst", "contaminated.jsonl"] {
         assert!(store.join("web").join(list).exists(), "the steps leave no {list}");

@@ -7,10 +7,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::{Class, Ratio, Result};
+use contract::{Class, Fault, Ratio, Result};
 use storage::crash::{Recording, Tree, tree};
-use store::disk::watch;
-use store::open;
+use store::disk::{self, watch};
+use store::{Location, open};
 
 use crate::build::build;
 use crate::cluster::{Plan, Runner, Stage, decide, merge, plan};
@@ -18,6 +18,7 @@ use crate::corpus::Corpus;
 use crate::interop::Peer;
 use crate::interop::export::{Export, NOTE, export};
 use crate::interop::import::{Import, Part, import};
+use crate::moved;
 use crate::testing::{Workbench, options};
 use crate::train::{self, Request};
 use crate::verify::verify;
@@ -187,6 +188,67 @@ fn a_trained_tokenizer_survives_crashes() {
     assert_eq!(run().unwrap_err().class(), Class::Machine);
     assert!(!out.exists());
     drop(full);
+}
+
+/// What was built here for a place elsewhere stays, whole, until every byte was read there; and goes then, whatever happens.
+#[test]
+fn a_store_that_moves_is_whole_here_or_there() {
+    let bench = Workbench::new(24);
+    let (folder, there) = (bench.path("place"), bench.path("there"));
+    let here = folder.join("builds/key");
+    build(&corpus(&bench), &bench.path("built"), options(1)).unwrap();
+    let wanted = tree(&bench.path("built"));
+    let put = |to: &Path| {
+        let _ = fs::remove_dir_all(to);
+        for (name, bytes) in &wanted {
+            match bytes {
+                None => fs::create_dir_all(to.join(name)).unwrap(),
+                Some(bytes) => {
+                    fs::create_dir_all(disk::folder_of(&to.join(name))).unwrap();
+                    fs::write(to.join(name), bytes).unwrap();
+                }
+            }
+        }
+    };
+    put(&here);
+    let place = Location::from(&there);
+    let cut = there.join("web/train/tokens-00000.arrow");
+    let harms: [(&dyn Fn(), bool); 3] = [
+        (&|| fs::remove_file(there.join(open::MANIFEST)).unwrap(), false),
+        (&|| fs::remove_file(&cut).unwrap(), true),
+        (&|| fs::write(&cut, vec![0; fs::read(&cut).unwrap().len()]).unwrap(), true),
+    ];
+    for (harm, unnoticed) in harms {
+        let (recording, moved) = Recording::of(&folder, || {
+            moved::to(&here, &place, true, || {
+                put(&there);
+                harm();
+                let silent = || Fault::machine("the bucket does not answer");
+                if unnoticed { Ok(()) } else { Err(silent()) }
+            })
+        });
+        moved.unwrap_err();
+        assert_eq!(recording.acts(), 0, "nothing here is touched before the other one is known");
+        // A later run does not take for whole what is there either.
+        let _ = moved::left(&here, &place, true);
+        assert!(tree(&here) == wanted);
+    }
+    let (recording, moved) = Recording::of(&folder, || {
+        moved::to(&here, &place, true, || {
+            put(&there);
+            Ok(())
+        })
+    });
+    moved.unwrap();
+    assert!(recording.acts() > 5 && tree(&folder.join("builds")).is_empty());
+    let mut seen = [0, 0];
+    recording.each(STATES, |_| {
+        seen[usize::from(here.exists())] += 1;
+        assert!(!here.exists() || tree(&here) == wanted, "half a store is left");
+        moved::left(&here, &place, true).unwrap();
+        assert!(tree(&folder.join("builds")).is_empty(), "something is left for ever");
+    });
+    assert!(seen[0] > 0 && seen[1] > 0, "{seen:?}");
 }
 
 fn exported(bench: &Workbench, peer: Peer) -> PathBuf {

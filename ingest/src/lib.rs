@@ -25,6 +25,7 @@ pub mod init;
 pub mod inspect;
 pub mod interop;
 mod made;
+pub mod moved;
 mod parallel;
 mod prepared;
 pub mod progress;
@@ -41,7 +42,6 @@ pub mod train;
 pub mod verify;
 mod versions;
 mod walk;
-pub mod whole;
 
 pub use build::{Outcome, build};
 pub use corpus::{Corpus, stops};

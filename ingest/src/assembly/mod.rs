@@ -8,7 +8,7 @@ pub(crate) mod stream;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open};
+use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open, whole};
 
 use self::request::{Head, Sides};
 use crate::corpus::Corpus;
@@ -16,7 +16,7 @@ use crate::dedup::{self, Tools};
 use crate::dropped;
 use crate::progress::meanwhile;
 use crate::tokenize::{Engine, Tokenizer};
-use crate::{versions, whole};
+use crate::versions;
 
 /// What only decides speed, and where parts lie.
 #[derive(Clone, Debug)]

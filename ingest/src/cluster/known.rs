@@ -7,6 +7,7 @@ use contract::{Fault, Result};
 use super::plan::{Plan, parts};
 use super::result::{self, TaskResult};
 use super::stage::Stage;
+use crate::progress::meanwhile;
 
 impl Plan {
     /// Whether parts are there that no result of this plan names.
@@ -24,13 +25,15 @@ impl Plan {
 
     /// The tasks of a stage that are not done.
     pub fn missing(&self, stage: Stage) -> Result<Vec<usize>> {
-        let mut missing = Vec::new();
-        for task in self.tasks_of(stage) {
-            if self.result(stage, task)?.is_none() {
-                missing.push(task);
+        meanwhile(stage.name(), "looking for tasks that are left", || {
+            let mut missing = Vec::new();
+            for task in self.tasks_of(stage) {
+                if self.result(stage, task)?.is_none() {
+                    missing.push(task);
+                }
             }
-        }
-        Ok(missing)
+            Ok(missing)
+        })
     }
 
     /// What is known of a task that is done: its part is there, and is the one that is wanted.
@@ -47,11 +50,22 @@ impl Plan {
 
 /// What all tasks of a stage did; refuses if one did nothing, or two things.
 pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
+    let read = || results_telling(plan, stage, || ());
+    meanwhile(stage.name(), "reading what its tasks did", read)
+}
+
+/// The same, and tells of each task that is read.
+pub(super) fn results_telling(
+    plan: &Plan,
+    stage: Stage,
+    mut tell: impl FnMut(),
+) -> Result<Vec<TaskResult>> {
     let tasks = plan.tasks_of(stage);
     let mut results = Vec::new();
     for task in tasks {
         let result = plan.result(stage, task)?;
         results.push(result.ok_or_else(|| missing(plan, stage, task))?);
+        tell();
     }
     let mut conflicts = result::conflicts(&plan.folder())?;
     conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {

@@ -7,7 +7,8 @@ use contract::{Class, Fault, Result, note};
 use store::{Manifest, disk};
 
 use super::merge::{assemble, tell_part};
-use super::plan::Plan;
+use super::part::is_whole;
+use super::plan::{Plan, parts};
 use super::scan;
 use super::stage::Stage;
 use super::task::{Ran, Runner};
@@ -48,7 +49,32 @@ pub(crate) fn make(
         let Some(part) = part else { return Err(fault) };
         note!("note: {}: {}: it is made again", part.display(), fault.what());
         disk::remove(&part)?;
+        for part in damaged_parts(plan, options.quiet)? {
+            note!("note: {}: this part is damaged: it is made again", part.display());
+            disk::remove(&part)?;
+            again.insert(part);
+        }
     }
+}
+
+/// The parts whose bytes are not those that were written. Where one is damaged others may be, and found one by one each
+/// would cost an attempt of its own.
+fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
+    let mut sized = Vec::new();
+    for part in parts(plan.work())? {
+        let about = part.metadata().map_err(|error| Fault::io("read", &part, &error))?;
+        sized.push((part, about.len()));
+    }
+    let bytes = sized.iter().map(|(_, bytes)| bytes).sum();
+    let mut progress = Progress::new("checking parts", Measure::Bytes, bytes, quiet);
+    let mut damaged = Vec::new();
+    for (part, bytes) in sized {
+        if !is_whole(&part)? {
+            damaged.push(part);
+        }
+        progress.add(bytes);
+    }
+    Ok(damaged)
 }
 
 /// The part of which a fault says that it is damaged: what it was made of is at hand.

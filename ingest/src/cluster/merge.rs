@@ -6,7 +6,7 @@ use contract::{Digest, Fault, Result};
 use storage::staging::Staging;
 use store::{FileRecord, InputRecord, Manifest, disk, open};
 
-use super::known::{missing, results};
+use super::known::{missing, results, results_telling};
 use super::part::{Entry, PartReader};
 use super::plan::Plan;
 use super::scan;
@@ -54,7 +54,9 @@ pub(super) fn assemble(
     }
     let mut sources = committer.sources;
     // A task that gave two results has given a wrong one.
-    results(plan, Stage::Encode)?;
+    let mut reading = progress.then(Measure::Count("task"), plan.tasks() as u64);
+    results_telling(plan, Stage::Encode, || reading.add(1))?;
+    drop(reading);
     if let Some(scan) = scan {
         lists(plan, &scan, staging.path())?;
         scan.close(&plan.corpus, &mut sources)?;

@@ -20,8 +20,8 @@ use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use store::Split;
 use store::disk::Whole;
+use store::{Split, regular};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::key::Content;
@@ -387,6 +387,27 @@ fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
     let sample = None;
     let trace = trace.map(|(read, changes)| Trace { read, changes });
     Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample }
+}
+
+/// Whether the bytes of a part are those that were written under its name; what they mean is not looked at.
+pub(super) fn is_whole(path: &Path) -> Result<bool> {
+    let fault = |error: &std::io::Error| Fault::io("read", path, error);
+    let mut file = File::open(path).map_err(|error| fault(&error))?;
+    let length = file.metadata().map_err(|error| fault(&error))?.len();
+    let Some(hashed) = length.checked_sub(16).filter(|hashed| *hashed >= 32) else {
+        return Ok(false);
+    };
+    let (mut key, mut wanted) = ([0; 32], [0; 16]);
+    let mut read = || {
+        let (_, found) = regular::digest((&mut file).take(hashed), &|_| ())?;
+        file.seek(SeekFrom::End(-48))?;
+        file.read_exact(&mut key)?;
+        file.read_exact(&mut wanted)?;
+        Ok(found)
+    };
+    let found = read().map_err(|error| fault(&error))?;
+    let name = path.file_stem().is_some_and(|name| name == Identity(key).to_string().as_str());
+    Ok(name && found == Digest(u128::from_le_bytes(wanted)))
 }
 
 /// The digest at the end of a part, which is checked by whoever reads it.

@@ -266,6 +266,11 @@ impl Plan {
         source.is_some_and(|source| source.recipe.scanned() > 0)
     }
 
+    /// The folder of the plan and its parts.
+    pub(super) fn work(&self) -> &Path {
+        &self.work
+    }
+
     /// The folder of what belongs to this plan alone.
     pub(super) fn folder(&self) -> PathBuf {
         self.work.join(format!("{PLAN}{}", self.digest))

@@ -48,7 +48,8 @@ impl<'a> Runner<'a> {
     /// Gets what the steps of the corpus need.
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
         let tools = assembly::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
-        let others = plan.holds_others()?;
+        let held = || plan.holds_others();
+        let others = meanwhile("build", "looking at the parts that are there", held)?;
         Ok(Runner { plan, tools, workers: workers.max(1), others })
     }
 

@@ -7,8 +7,10 @@ use std::time::Duration;
 use contract::Identity;
 use contract::fault::Class;
 use serde_json::json;
+use store::disk;
 use xxhash_rust::xxh3::xxh3_128;
 
+use super::known::results_telling;
 use super::part::{PartReader, digest_at_end};
 use super::result::TaskResult;
 use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
@@ -403,13 +405,23 @@ fn a_damaged_part_is_made_again_and_never_merged() {
             fs::write(work.join("parts").join(path), bytes).unwrap();
         }
         let again = bench.path(&format!("again-{number}"));
+        let watch = disk::watch(bench.path("").as_path(), u64::MAX);
         crate::build(&corpus, &again, with_parts()).unwrap();
+        let begun = |act: &disk::Act| match act {
+            disk::Act::CreateFolder(path) => path.extension().is_some_and(|it| it == "partial"),
+            _ => false,
+        };
+        let begun = watch.acts().iter().filter(|act| begun(act)).count();
+        assert!(begun <= 2, "all damage is found at once, but the store was begun {begun} times");
         assert!(tree(&again) == wanted, "another store after harm {number}");
         assert!(tree(&work.join("parts")) == parts, "other parts after harm {number}");
     }
     // By tasks, somebody has to say so.
     let plan = plan(&corpus, &work, 1).unwrap();
     run(&plan);
+    let mut told = 0;
+    results_telling(&plan, Stage::Encode, || told += 1).unwrap();
+    assert_eq!(told, plan.tasks(), "whoever waits for many tasks is told of each");
     let path = plan.part(result(&plan, 2).part);
     let bytes = fs::read(&path).unwrap();
     fs::write(&path, &bytes[..bytes.len() - 60]).unwrap();

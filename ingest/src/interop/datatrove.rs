@@ -14,7 +14,7 @@ use contract::{Fault, Result};
 use store::disk::Whole;
 use store::{FileRecord, InputRecord};
 
-use super::tokens::{Hashing, TokenFile, put};
+use super::tokens::{Hashing, TokenFile, put, refuse_halved};
 use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
@@ -84,7 +84,7 @@ impl Reader {
                     .wanted(stated.name()));
             }
             (Some(width), _) | (None, Some(width)) => width,
-            (None, None) => measured(disk, path, (&index_path, index.bytes))?,
+            (None, None) => measured(disk, path, (&index_path, index.bytes), hints.vocab)?,
         };
         let left = index.bytes / 8;
         Ok(Reader {
@@ -97,8 +97,14 @@ impl Reader {
     }
 }
 
-/// The width that the last end and the size agree on.
-fn measured(disk: &dyn Disk, path: &Path, (index, index_bytes): (&Path, u64)) -> Result<Width> {
+/// The width that the last end and the size agree on. None that the vocabulary does not fit: a wider file that was cut in
+/// half would be read as one of these, and nobody makes it.
+fn measured(
+    disk: &dyn Disk,
+    path: &Path,
+    (index, index_bytes): (&Path, u64),
+    vocab: u32,
+) -> Result<Width> {
     let size = Hashing::open(disk, path)?.bytes;
     if index_bytes == 0 {
         return Ok(Width::U16);
@@ -109,12 +115,21 @@ fn measured(disk: &dyn Disk, path: &Path, (index, index_bytes): (&Path, u64)) ->
     file.onward(index_bytes - 8).read_exact(&mut last).map_err(|error| fault(&error))?;
     let last = u64::from_le_bytes(last);
     match size.checked_div(last).filter(|width| width.checked_mul(last) == Some(size)) {
-        Some(2) => Ok(Width::U16),
+        Some(2) if vocab <= 1 << 16 => refuse_halved(disk, path).map(|()| Width::U16),
         Some(4) => Ok(Width::U32),
         _ if (last, size) == (0, 0) => Ok(Width::U16),
-        _ => Err(damaged(path, "its size does not fit its index")
-            .found(format!("{size} bytes"))
-            .wanted(format!("two or four for each of {last} tokens"))),
+        found => {
+            let told = if vocab <= 1 << 16 { "two or four" } else { "four" };
+            let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
+            let fault = damaged(path, "its size does not fit its index");
+            let fault = fault.found(format!("{size} bytes")).wanted(all);
+            Err(match found {
+                Some(2) => fault.hint(
+                    "make the file again, if it was cut; give --dtype uint16 if it was made so",
+                ),
+                _ => fault,
+            })
+        }
     }
 }
 

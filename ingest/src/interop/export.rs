@@ -17,8 +17,8 @@ use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, St
 
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 pub use crate::made::NOTE;
+use crate::moved;
 use crate::progress::{Measure, Progress};
-use crate::whole;
 
 /// Tokens read at a time.
 const READ_TOKENS: u64 = 1 << 20;
@@ -78,7 +78,6 @@ pub enum Exported {
 /// Exports.
 pub fn export(request: &Export) -> Result<Exported> {
     let store = Store::open(&request.store)?;
-    whole::refuse_incomplete(&request.store, store.manifest())?;
     let chosen = chosen(&store, request)?;
     match &request.out {
         Location::Local(folder) => into_folder(folder, request, &store, &chosen),
@@ -96,8 +95,16 @@ fn into_bucket(
     store: &Store,
     chosen: &Chosen,
 ) -> Result<Exported> {
+    let scratch = publish::scratch(target)?;
     if let Some(note) = note_of(&request.out)? {
-        return same(&request.out, request, store, chosen, note);
+        let exported = same(&request.out, request, store, chosen, note)?;
+        moved::ended(&scratch)?;
+        // A run that was killed at its very end left it.
+        let left = note_of(&Location::from(&scratch)).ok().flatten();
+        if left.is_some_and(|note| is_of(&note, request, store, chosen)) {
+            moved::away(&scratch)?;
+        }
+        return Ok(exported);
     }
     let ours = |name: &str| {
         let of_source = |name: &str| chosen.iter().any(|(source, ..)| source.name == name);
@@ -105,7 +112,6 @@ fn into_bucket(
             || name.split_once('/').is_some_and(|(top, _)| of_source(top))
     };
     publish::check_place(target, ours)?;
-    let scratch = publish::scratch(target)?;
     let left = note_of(&Location::from(&scratch))?;
     if left.is_some_and(|note| !is_of(&note, request, store, chosen)) {
         disk::remove(&scratch)?;
@@ -118,7 +124,7 @@ fn into_bucket(
     let bytes = publish::bytes(&scratch, &names)?;
     let progress = Progress::new("put", Measure::Bytes, bytes, request.quiet);
     progress.during(|passed| publish::publish(&scratch, target, &names, passed))?;
-    disk::remove(&scratch)?;
+    moved::away(&scratch)?;
     let summary = summary(&note);
     Ok(Exported::Done(note, summary))
 }

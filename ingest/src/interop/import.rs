@@ -25,7 +25,6 @@ use crate::disk::Real;
 use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
-use crate::whole;
 
 /// Files of a source.
 #[derive(Clone, Debug)]
@@ -121,7 +120,7 @@ pub fn import(request: &Import) -> Result<Imported> {
 fn same(store: &Path, wanted: &Manifest) -> Result<Imported> {
     let manifest = open::manifest(store)?;
     if manifest.request == wanted.request && manifest.tokenizer == wanted.tokenizer {
-        whole::refuse_incomplete(&store.into(), &manifest)?;
+        store::whole::refuse_incomplete(&store.into(), &manifest)?;
         return Ok(Imported::UpToDate(manifest));
     }
     let (what, old, new) = difference(&manifest, wanted);

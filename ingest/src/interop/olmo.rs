@@ -17,7 +17,7 @@ use flate2::write::GzEncoder;
 use store::disk::Whole;
 use store::{FileRecord, InputRecord};
 
-use super::tokens::{Hashing, TokenFile, put};
+use super::tokens::{Hashing, TokenFile, put, refuse_halved};
 use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
@@ -172,7 +172,13 @@ impl Reader {
         let (last, rows) = if has_csv { extent(disk, &csv)? } else { (0, 0) };
         let width = match hints.width {
             Some(width) => width,
-            None if rows > 0 => fitting(path, size, last, hints.vocab)?,
+            None if rows > 0 => {
+                let width = fitting(path, size, last, hints.vocab)?;
+                if width == Width::U16 {
+                    refuse_halved(disk, path)?;
+                }
+                width
+            }
             None if has_csv => Width::U16,
             None => {
                 return Err(Fault::usage("nothing says how wide a token is")

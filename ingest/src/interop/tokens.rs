@@ -118,6 +118,27 @@ impl Width {
     }
 }
 
+/// Refuses a file of which only its size says that it is of u16 where it may be the first half of one of u32: then every
+/// second number of it is 0.
+pub(super) fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
+    let file = Hashing::open(disk, path)?;
+    let (pairs, mut pair) = (file.bytes / 4, [0; 4]);
+    let mut reader = BufReader::with_capacity(64 << 10, file);
+    for _ in 0..pairs {
+        reader.read_exact(&mut pair).map_err(|error| Fault::io("read", path, &error))?;
+        if pair[2..] != [0, 0] {
+            return Ok(());
+        }
+    }
+    if pairs == 0 {
+        return Ok(());
+    }
+    Err(Fault::usage("this may be a file of uint16 or the first half of one of uint32: as uint16, every second token is 0")
+        .at(path.display().to_string())
+        .wanted("--dtype uint16, if it is whole")
+        .hint("make the file again, if it was cut"))
+}
+
 /// Appends tokens as `width` bytes each; every id of a store fits, since its widths go by the largest.
 pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8>) -> Result<()> {
     raw.clear();

@@ -195,12 +195,12 @@ impl Client {
         Ok(bytes.to_vec())
     }
 
-    /// The keys below a folder.
-    pub(super) fn list(&self, folder: &Address) -> Result<Vec<String>> {
+    /// The keys below a folder, and the sizes of what they name.
+    pub(super) fn list(&self, folder: &Address) -> Result<Vec<(String, u64)>> {
         self.ask(folder, |bucket, key| async move {
             let prefix = (!key.as_ref().is_empty()).then_some(key);
             let found: Vec<_> = bucket.list(prefix.as_ref()).try_collect().await?;
-            Ok(found.into_iter().map(|meta| meta.location.to_string()).collect())
+            Ok(found.into_iter().map(|meta| (meta.location.to_string(), meta.size)).collect())
         })
     }
 

@@ -25,6 +25,7 @@ mod environment;
 pub mod publish;
 pub mod staging;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt as _;
@@ -165,14 +166,14 @@ impl Remote for S3 {
         }
     }
 
-    fn list(&self, folder: &Address) -> io::Result<Vec<String>> {
+    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
         let keys = self.reader()?.client.list(folder)?;
         let below =
             if folder.key().is_empty() { String::new() } else { format!("{}/", folder.key()) };
-        let mut names: Vec<String> =
-            keys.iter().filter_map(|key| key.strip_prefix(&below).map(str::to_owned)).collect();
-        names.sort();
-        Ok(names)
+        let named = keys.into_iter();
+        Ok(named
+            .filter_map(|(key, size)| Some((key.strip_prefix(&below)?.to_owned(), size)))
+            .collect())
     }
 
     fn remove(&self, object: &Address) -> io::Result<()> {

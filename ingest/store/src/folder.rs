@@ -7,9 +7,10 @@
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result};
+use std::os::fd::OwnedFd;
 use std::path::{Component, Path};
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, openat, statat};
 use rustix::io::Errno;
 
 use crate::Location;
@@ -42,8 +43,7 @@ impl StoreFile {
             Location::Local(root) => root,
             Location::Object(_) => return self.location().open(),
         };
-        let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let mut at = openat(CWD, root, folder, Mode::empty())?;
+        let mut at = open_root(root)?;
         let mut parts = name.components().peekable();
         while let Some(part) = parts.next() {
             let last = parts.peek().is_none();
@@ -81,6 +81,33 @@ impl StoreFile {
         self.open()?.read_to_end(&mut bytes)?;
         Ok(bytes)
     }
+}
+
+/// A folder of a store on this machine, for a look at many of its files.
+pub(crate) struct StoreFolder(OwnedFd);
+
+impl StoreFolder {
+    /// Opens the folder that this name leads to from the folder `root`, as the files below it would be.
+    pub(crate) fn open(root: &Path, name: &str) -> Result<Self> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::DIRECTORY;
+        let mut at = open_root(root)?;
+        for part in Path::new(name).components() {
+            at = openat(&at, part.as_os_str(), flags, Mode::empty())?;
+        }
+        Ok(StoreFolder(at))
+    }
+
+    /// The size of what is called `name` there, if it is a regular file and no link.
+    pub(crate) fn size(&self, name: &str) -> Option<u64> {
+        let about = statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        let is_file = FileType::from_raw_mode(about.st_mode) == FileType::RegularFile;
+        u64::try_from(about.st_size).ok().filter(|_| is_file)
+    }
+}
+
+fn open_root(root: &Path) -> Result<OwnedFd> {
+    let folder = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    Ok(openat(CWD, root, folder, Mode::empty())?)
 }
 
 /// What is there is not a file of the store: data that is wrong, not a machine that fails.

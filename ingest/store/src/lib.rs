@@ -33,6 +33,7 @@ pub mod regular;
 #[cfg(test)]
 mod tests;
 pub mod verify;
+pub mod whole;
 pub mod write;
 
 pub use contract::UNIT_TOKENS;

@@ -3,6 +3,7 @@
 //! What a person names becomes a [`Location`] where it is read (`storage::locate`), and stays one: no path is ever made of a
 //! URL. This room knows no network. An object carries what reads it, a [`Remote`], which only `storage` makes, and tests.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -58,8 +59,8 @@ pub trait Remote: Send + Sync {
     /// left as it is, which is [`io::ErrorKind::AlreadyExists`].
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()>;
 
-    /// The objects below a folder, by their keys in it, sorted.
-    fn list(&self, folder: &Address) -> io::Result<Vec<String>>;
+    /// The objects below a folder, by their keys in it, and their sizes.
+    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>>;
 
     /// Removes an object, if it is there.
     fn remove(&self, object: &Address) -> io::Result<()>;
@@ -217,7 +218,12 @@ impl Object {
 
     /// The objects below, by their keys from here on, sorted.
     pub fn list(&self) -> io::Result<Vec<String>> {
-        self.remote.list(&self.address)
+        Ok(self.sizes()?.into_keys().collect())
+    }
+
+    /// The same with their sizes.
+    pub fn sizes(&self) -> io::Result<BTreeMap<String, u64>> {
+        self.remote.sizes(&self.address)
     }
 
     /// Removes the object, if it is there.

@@ -22,6 +22,7 @@ use self::column::{ColumnFile, damaged};
 use self::starts::{StartIndex, words};
 use crate::folder::StoreFile;
 use crate::open::stream_file;
+use crate::whole;
 use crate::write::block_offset;
 use crate::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Location, Manifest, SourceRecord, Split, StreamRecord,
@@ -67,10 +68,10 @@ impl Store {
         Store::open_with(root, ReadCache::sized_by_the_process())
     }
 
-    /// Opens the store in `root` with a cache that other stores may share.
+    /// Opens the store in `root`, whose files have to be there, with a cache that other stores may share.
     pub fn open_with(root: impl Into<Location>, cache: Arc<ReadCache>) -> Result<Self> {
         let root = root.into();
-        let manifest = Arc::new(crate::open::manifest(&root)?);
+        let manifest = Arc::new(whole::opened(&root)?);
         Ok(Store { root, manifest, cache })
     }
 

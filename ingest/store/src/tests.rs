@@ -1,6 +1,7 @@
 //! A store written, checked and damaged in every way; and its bytes against what the README draws.
 
 mod forged;
+mod listed;
 mod long;
 
 use std::fs;

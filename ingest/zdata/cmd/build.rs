@@ -9,7 +9,7 @@ use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::progress::meanwhile;
 use ingest::tokenize::Engine;
-use ingest::{Corpus, Outcome, check, inspect};
+use ingest::{Corpus, Outcome, check, inspect, moved};
 use storage::publish;
 use store::location::Object;
 use store::{Location, Manifest, disk, open};
@@ -106,18 +106,17 @@ fn up_to_date(manifest: Manifest) -> Manifest {
 /// Builds on this machine, then puts the store into its bucket.
 fn remote_build(corpus: &Corpus, target: &Object, options: Options) -> Result<Manifest> {
     let url = Location::Object(target.clone());
+    let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     if url.join(open::MANIFEST).is_file()? {
-        return ingest::build::built(corpus, url, options.engine).map(up_to_date);
+        let manifest = ingest::build::built(corpus, &url, options.engine)?;
+        moved::left(&scratch, &url, quiet)?;
+        return Ok(up_to_date(manifest));
     }
     let sources = || corpus.sources.iter().map(|source| source.name.as_str());
     publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
-    let (scratch, quiet) = (publish::scratch(target)?, options.quiet);
     let manifest = build(corpus, &scratch, options)?;
-    super::publish::publish(&scratch, target, &manifest, quiet)?;
-    // What lies here is the only whole copy until every byte of the other one was read again.
-    let found = ingest::verify::verify(&url, quiet)?;
-    store::verify::fault(&url, &found.damages).map_or(Ok(()), Err)?;
-    disk::remove(&scratch)?;
+    let put = || super::publish::publish(&scratch, target, &manifest, quiet);
+    moved::to(&scratch, &url, quiet, put)?;
     Ok(manifest)
 }
 

@@ -1,8 +1,8 @@
 //! `zdata inspect`.
 
 use contract::{Fault, Result, terminal};
-use ingest::{Corpus, dropped, inspect, sample, whole};
-use store::Location;
+use ingest::{Corpus, dropped, inspect, sample};
+use store::{Location, whole};
 
 use super::output;
 

@@ -48,6 +48,7 @@ fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn Pack
     let name = format!("{key}.packs");
     let folders = folders(stores.root_of(source)?);
     for folder in &folders {
+        table::clear(folder);
         let path = folder.join(&name);
         // A link may lead to anything.
         if path.symlink_metadata().is_ok_and(|found| found.is_file()) {

@@ -117,6 +117,8 @@ pub(super) fn write(
     packs: &[Fitted],
 ) -> Result<PathBuf> {
     disk::create_folder(folder)?;
+    // Shared by all who write, so that nobody clears away what is not whole yet; where no locks work, nobody clears.
+    let _shared = File::open(folder).inspect(|folder| drop(folder.lock_shared()));
     // Another rank may be at the same file: each writes one of its own, and the last name stands for equal bytes.
     let own = folder.join(format!("{name}.{:016x}", chance()));
     let path = folder.join(name);
@@ -149,6 +151,30 @@ pub(super) fn write(
     disk::rename(&own, &path).map_err(|error| Fault::io("rename", &path, &error))?;
     disk::sync_folder(folder)?;
     Ok(path)
+}
+
+/// Removes what crashes left of files of packs that were not whole yet, unless somebody writes one now. Where that cannot be
+/// done they stay, and harm nobody.
+pub(super) fn clear(folder: &Path) {
+    let Ok(there) = disk::entries(folder) else { return };
+    let pieces: Vec<_> = there.into_iter().filter(|path| is_piece(path)).collect();
+    if pieces.is_empty() {
+        return;
+    }
+    // Whoever writes shares it: what was there before, and is still, has no writer any more.
+    let Ok(_alone) = disk::lock(folder) else { return };
+    for piece in pieces {
+        let _ = disk::remove(&piece);
+    }
+}
+
+/// Whether a file is called as one is that [`write`] has not ended yet.
+fn is_piece(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let name = name.strip_suffix(disk::PART).unwrap_or(name);
+    let is_drawn =
+        |drawn: &str| drawn.len() == 16 && drawn.bytes().all(|it| it.is_ascii_hexdigit());
+    name.rsplit_once('.').is_some_and(|(whole, drawn)| whole.ends_with(".packs") && is_drawn(drawn))
 }
 
 /// 64 bits that no other process has: for the name of a file that is not whole yet, and nothing else.
@@ -351,7 +377,10 @@ mod tests {
         packs.add(&[(0, 5), (5, 9), (14, 3), (17, 30)], 16, 4);
         let (key, packs) = (Digest(7), [packs]);
         let beside = folder.join("store.packs");
-        let make = || write(&beside, "a.packs", key, &[16], &packs).unwrap();
+        let make = || {
+            clear(&beside);
+            write(&beside, "a.packs", key, &[16], &packs).unwrap()
+        };
         let (recording, path) = Recording::of(&folder, make);
         let wanted = fs::read(&path).unwrap();
         assert_eq!(Table::open(&path, key).unwrap().lengths().len(), 1);
@@ -364,6 +393,7 @@ mod tests {
             }
             make();
             assert!(fs::read(&path).unwrap() == wanted, "other packs");
+            assert_eq!(fs::read_dir(&beside).unwrap().count(), 1, "a piece is left");
         });
         assert!(seen[0] > 5 && seen[1] > 0, "{seen:?}");
     }

@@ -18,30 +18,35 @@ fn token(place: u64) -> u32 {
     (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 & 0xffff) as u32
 }
 
-/// A shard that is claimed and not there: one document of `FIRST` tokens.
-fn claimed() -> ShardRecord {
-    let file = |name: &str, bytes| FileRecord { name: name.to_owned(), bytes, digest: Digest(7) };
+/// A shard that is claimed, with files of its sizes that hold nothing: one document of `FIRST` tokens.
+fn claimed(folder: &std::path::Path) -> ShardRecord {
+    let file = |name: &str, bytes| {
+        std::fs::File::create(folder.join(name)).unwrap().set_len(bytes).unwrap();
+        FileRecord { name: name.to_owned(), bytes, digest: Digest(7) }
+    };
     ShardRecord {
         first_token: 0,
         tokens: FIRST,
         first_document: 0,
         documents: 1,
-        token_file: file("tokens-00000.arrow", 1 << 48),
+        token_file: file("tokens-00000.arrow", 1 << 36),
         sum_file: file("tokens-00000.sums", FIRST.div_ceil(BLOCK_TOKENS) * 8),
-        start_file: file("starts-00000.arrow", 1 << 48),
+        start_file: file("starts-00000.arrow", 1 << 16),
         document_file: file("documents-00000.parquet", 7),
     }
 }
 
 fn write(dir: &std::path::Path) {
-    let mut shard = ShardWriter::create(head(dir, "web", Split::Train, 2), 1, FIRST, 1).unwrap();
+    let head = head(dir, "web", Split::Train, 2);
+    let claimed = claimed(&head.folder);
+    let mut shard = ShardWriter::create(head, 1, FIRST, 1).unwrap();
     let mut at = FIRST;
     for (number, length) in (1..).zip(LENGTHS) {
         let tokens: Vec<u32> = (at..at + length).map(token).collect();
         shard.push(&tokens, &record("web", number, at, length)).unwrap();
         at += length;
     }
-    let shards = vec![claimed(), shard.finish().unwrap()];
+    let shards = vec![claimed, shard.finish().unwrap()];
     let (tokens, documents) = (at, 1 + LENGTHS.len() as u64);
     let train = StreamRecord { tokens, documents, text_bytes: 0, digest: Digest(0), shards };
     let (validation, dropped, inputs) = (StreamRecord::empty(), Vec::new(), Vec::new());

@@ -123,3 +123,33 @@ fn a_file_cut_in_half_is_not_taken_for_a_narrower_one() {
     fs::write(&path, whole(4)).unwrap();
     assert_eq!(plain(read(Peer::Olmo, &path).unwrap()), [vec![1, 2, 3], vec![4]]);
 }
+
+/// A file of u32 that was cut at half has the size of one of u16, and each of its numbers is an id: as u16 it is every
+/// second one 0. Nobody guesses which of the two it is.
+#[test]
+fn a_wide_file_cut_in_half_is_not_taken_for_a_whole_one() {
+    let bench = Bench::new();
+    let wide = |ids: &[u32]| ids.iter().flat_map(|id| id.to_le_bytes()).collect::<Vec<u8>>();
+    let o = bench.path("o.npy");
+    write_gzip(&bench.path("o.csv.gz"), b"0,3,a,src,1\n3,4,b,src,2\n");
+    let ds = bench.datatrove("a.ds", &[vec![1, 2, 3], vec![4]]);
+    for (peer, path) in [(Peer::Olmo, &o), (Peer::Datatrove, &ds)] {
+        fs::write(path, wide(&[1, 2, 3, 4])).unwrap();
+        assert_eq!(plain(read(peer, path).unwrap()), [vec![1, 2, 3], vec![4]]);
+        fs::write(path, wide(&[1, 2])).unwrap();
+        let fault = read(peer, path).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(fault.to_string().contains("--dtype uint16"), "{fault}");
+        let hints = Hints { width: Some(Width::U16), ..hints() };
+        let found = read_through(&Real, peer, path, &hints).unwrap();
+        assert_eq!(plain(found), [vec![1, 0, 2], vec![0]]);
+        // One other number is proof enough.
+        fs::write(path, [1u16, 0, 2, 3].map(u16::to_le_bytes).concat()).unwrap();
+        assert_eq!(plain(read(peer, path).unwrap()), [vec![1, 0, 2], vec![3]]);
+        // Nobody makes a narrow file for a vocabulary that does not fit into it.
+        let hints = Hints { vocab: 100_277, width: None, ..hints };
+        let fault = read_through(&Real, peer, path, &hints).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains("--dtype uint16"), "{fault}");
+    }
+}

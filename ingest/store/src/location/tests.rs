@@ -1,6 +1,5 @@
 //! Addresses and names against what they may and may not mean, and objects against files, on a bucket in memory.
 
-use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind, Write as _};
 use std::sync::Mutex;
 
@@ -50,12 +49,14 @@ impl Remote for Memory {
         }
     }
 
-    fn list(&self, folder: &Address) -> io::Result<Vec<String>> {
+    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
         let below = folder.join("x").to_string();
         let below = below.strip_suffix('x').unwrap_or_default();
         let all = self.0.lock().unwrap();
-        let names = all.keys().map(Address::to_string);
-        Ok(names.filter_map(|name| name.strip_prefix(below).map(str::to_owned)).collect())
+        let named = all.iter().map(|(name, bytes)| (name.to_string(), bytes.len() as u64));
+        Ok(named
+            .filter_map(|(name, size)| Some((name.strip_prefix(below)?.to_owned(), size)))
+            .collect())
     }
 
     fn remove(&self, object: &Address) -> io::Result<()> {

@@ -1,6 +1,6 @@
 //! Streams and documents beyond 2^31 and 2^32 tokens.
 //!
-//! What lies before is claimed by the manifest and not there, so that the numbers are large and the files small.
+//! What lies before is claimed by the manifest and holds nothing, so that the numbers are large and the files small.
 //! `ZSTACK_LONG=2147500000` writes a document of so many tokens in earnest (4.3 GB on the disk).
 
 use super::*;
@@ -44,24 +44,29 @@ fn verified(folder: &Path, manifest: &Manifest) -> Vec<Damage> {
     verify_stream(folder, manifest, &manifest.sources[0], Split::Train, &|_| ()).unwrap()
 }
 
-/// A shard that is claimed: `tokens` tokens of `FIRST_DOCUMENT` documents.
-fn claimed(tokens: u64) -> ShardRecord {
-    let file = |name: &str, bytes| FileRecord { name: name.to_owned(), bytes, digest: Digest(7) };
+/// A shard that is claimed: `tokens` tokens of `FIRST_DOCUMENT` documents, in files of those sizes that hold nothing.
+fn claimed(folder: &Path, tokens: u64) -> ShardRecord {
+    let file = |name: &str, bytes| {
+        fs::File::create(folder.join(name)).unwrap().set_len(bytes).unwrap();
+        FileRecord { name: name.to_owned(), bytes, digest: Digest(7) }
+    };
     ShardRecord {
         first_token: 0,
         tokens,
         first_document: 0,
         documents: FIRST_DOCUMENT,
-        token_file: file("tokens-00000.arrow", 1 << 48),
+        token_file: file("tokens-00000.arrow", 1 << 43),
         sum_file: file("tokens-00000.sums", tokens.div_ceil(BLOCK_TOKENS) * 8),
-        start_file: file("starts-00000.arrow", 1 << 48),
+        start_file: file("starts-00000.arrow", 1 << 43),
         document_file: file("documents-00000.parquet", 7),
     }
 }
 
 fn late_store(first: u64, lengths: &[u64]) -> (TempDir, Manifest, Vec<DocumentRecord>) {
     let folder = tempfile::tempdir().unwrap();
-    let mut writer = ShardWriter::create(head(folder.path()), 1, first, FIRST_DOCUMENT).unwrap();
+    let head = head(folder.path());
+    let claimed = claimed(&head.folder, first);
+    let mut writer = ShardWriter::create(head, 1, first, FIRST_DOCUMENT).unwrap();
     let (mut at, mut records) = (first, Vec::new());
     for (number, length) in (FIRST_DOCUMENT..).zip(lengths) {
         let mut record = record(number, at, *length);
@@ -71,7 +76,7 @@ fn late_store(first: u64, lengths: &[u64]) -> (TempDir, Manifest, Vec<DocumentRe
         at += length;
         records.push(record);
     }
-    let shards = vec![claimed(first), writer.finish().unwrap()];
+    let shards = vec![claimed, writer.finish().unwrap()];
     let manifest = commit(folder.path(), shards, Digest(0));
     (folder, manifest, records)
 }
@@ -82,6 +87,10 @@ fn places_beyond_32_bits_are_read_checked_and_named() {
         let (folder, manifest, records) = late_store(first, &[20_000, 1, 40_000, 7]);
         let stream = Store::open_with(folder.path(), ReadCache::new(8)).unwrap();
         let stream = stream.stream(0, Split::Train);
+        // A store is opened with all of its files; what goes later is found by whoever reads it.
+        for file in manifest.sources[0].train.shards[0].files() {
+            fs::remove_file(head(folder.path()).folder.join(&file.name)).unwrap();
+        }
         let end = first + 60_008;
         assert_eq!((stream.record().tokens, stream.record().documents), (end, FIRST_DOCUMENT + 4));
         for range in [first..end, first + 19_999..first + 20_002, end - 8..end] {

@@ -1,0 +1,102 @@
+//! A store in a bucket is opened by its list, and where that says too little by its objects.
+
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind};
+use std::sync::Arc;
+
+use super::*;
+use crate::location::tests::Memory;
+use crate::location::{Address, LocalFile, Object, Remote};
+
+/// What a bucket answers where it is asked for a list.
+#[derive(Clone, Copy, Debug)]
+enum List {
+    Whole,
+    /// Of what is there, nothing yet.
+    Late,
+    Refused,
+    Broken,
+}
+
+struct Bucket(Memory, List);
+
+impl Remote for Bucket {
+    fn size(&self, object: &Address) -> io::Result<u64> {
+        self.0.size(object)
+    }
+
+    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read_at(object, buffer, offset)
+    }
+
+    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
+        self.0.fetch(object)
+    }
+
+    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
+        self.0.create(object, bytes)
+    }
+
+    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
+        match self.1 {
+            List::Whole => self.0.sizes(folder),
+            List::Late => Ok(BTreeMap::new()),
+            List::Refused => Err(ErrorKind::PermissionDenied.into()),
+            List::Broken => Err(ErrorKind::TimedOut.into()),
+        }
+    }
+
+    fn remove(&self, object: &Address) -> io::Result<()> {
+        self.0.remove(object)
+    }
+}
+
+#[test]
+fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
+    let (folder, manifest) = store(2, &[3, 2], 9);
+    for list in [List::Whole, List::Late, List::Refused, List::Broken] {
+        let remote: Arc<dyn Remote> = Arc::new(Bucket(Memory::default(), list));
+        let place = Object::new(Address::parse("s3://b/store").unwrap(), remote);
+        for file in manifest.files() {
+            let bytes = fs::read(folder.path().join(&file.path)).unwrap();
+            place.join(&file.path).create(&bytes).unwrap();
+        }
+        place.join("web/train/notes.txt").create(b"mine").unwrap();
+        let opened = whole::opened(Location::Object(place.clone()));
+        if let List::Broken = list {
+            assert_eq!(opened.unwrap_err().class(), Class::Machine);
+            continue;
+        }
+        assert_eq!(opened.unwrap(), manifest);
+        let name = "web/train/starts-00001.arrow";
+        place.join(name).remove().unwrap();
+        for (bytes, word) in [(None, "missing"), (Some(b"cut"), "truncated")] {
+            if let Some(bytes) = bytes {
+                place.join(name).create(bytes).unwrap();
+            }
+            let fault = whole::opened(Location::Object(place.clone())).unwrap_err();
+            assert_eq!(fault.class(), Class::Data, "{fault}");
+            let told = fault.to_string();
+            assert!(told.contains(name) && told.contains(word), "{list:?}: {told}");
+        }
+    }
+}
+
+/// Many files are looked at side by side, and told in their order.
+#[test]
+fn every_file_of_many_is_looked_at() {
+    let (folder, manifest) = store(2, &[1; 200], 1);
+    assert_eq!(whole::opened(folder.path()).unwrap(), manifest);
+    let gone = ["tokens-00003.sums", "tokens-00199.arrow"];
+    for name in gone {
+        fs::remove_file(folder.path().join("web/train").join(name)).unwrap();
+    }
+    let told = whole::opened(folder.path()).unwrap_err().to_string();
+    let [first, last] = gone.map(|name| told.find(&format!("{name}: it is missing")).unwrap());
+    assert!(first < last && told.contains("2 places"), "{told}");
+    // Not all of them, if they are many.
+    fs::remove_dir_all(folder.path().join("web")).unwrap();
+    let told = whole::opened(folder.path()).unwrap_err().to_string();
+    assert!(told.contains("800 places") && told.contains("and 792 more"), "{told}");
+    assert!(told.lines().count() < 16, "{told}");
+}
