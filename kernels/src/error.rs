@@ -2,7 +2,7 @@
 
 use std::io::{self, ErrorKind};
 
-use crate::memory;
+use crate::want;
 
 /// The result of anything that leaves our own code.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -107,7 +107,7 @@ pub enum Error {
 
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
-        match memory::was_refused() {
+        match want::was_refused() {
             true => {
                 // What libtorch says ends in a stack trace.
                 let reason = error.to_string().lines().next().unwrap_or_default().to_owned();

@@ -10,8 +10,8 @@ unsafe extern "C" {
     fn shim_hear_signals();
 }
 
-/// Starts a program that calls [`hear`] with those signals kept: none ends it while its libraries are linked, before its own first
-/// moment.
+/// Starts a program that calls [`hear`] with those signals kept: none ends it while its libraries are linked, before its own
+/// first moment.
 pub fn keep_in(command: &mut Command) -> &mut Command {
     let keep = || {
         // SAFETY: takes nothing, changes the mask of signals of this thread, and allocates nothing.

@@ -9,11 +9,13 @@
 //! replays/        states before steps that were replayed; no run goes on from them
 //! ```
 
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+mod lock;
 
-use contract::{Class, Digest, Fault, Result, Symptom, shell};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
@@ -25,21 +27,18 @@ use crate::events;
 use crate::ledger::{self, Head, Ledger};
 use crate::spec::RunSpec;
 
+use self::lock::{LOCK, lock_within};
+pub(crate) use self::lock::{try_lock_run, was_taken};
+
 /// The file that says where checkpoints lie if not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
-
-/// The file that the process that trains holds.
-const LOCK: &str = "lock";
 
 /// The same of a place for checkpoints, which may be a run's folder too.
 const PLACE_LOCK: &str = "owner.lock";
 
-/// Between two looks whether the folder is free.
-const LOOK: Duration = Duration::from_millis(20);
-
 /// What to do where a run has lost what it goes on by.
-pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again from the first, and \
-     held against the ledger where there is one";
+pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again from the first, \
+     and held against the ledger where there is one";
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
@@ -426,44 +425,6 @@ fn text_of(path: &Path) -> Result<String> {
             .at(path.display().to_string())
             .hint("give its folders names that are")
     })
-}
-
-/// Takes the folder in which this lock's file lies for this process, once nobody else has it. The operating system drops the
-/// lock with the process, however it ends.
-fn lock_within(path: &Path, patience: Duration) -> Result<File> {
-    let start = Instant::now();
-    loop {
-        if let Some(file) = try_lock(path)? {
-            return Ok(file);
-        }
-        if start.elapsed() >= patience {
-            return Err(Fault::machine("another run is using this folder")
-                .at(disk::folder_of(path).display().to_string())
-                .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
-                .sign_of(Symptom::InUse));
-        }
-        std::thread::sleep(LOOK);
-    }
-}
-
-/// Takes a run's folder; `None` where another process has it.
-pub(crate) fn try_lock_run(root: &Path) -> Result<Option<File>> {
-    try_lock(&root.join(LOCK))
-}
-
-fn try_lock(path: &Path) -> Result<Option<File>> {
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path);
-    let file = file.map_err(|error| Fault::io("open", path, &error))?;
-    match file.try_lock() {
-        Ok(()) => Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(Fault::io("lock", path, &error)),
-    }
-}
-
-/// Whether a run has taken this folder at some time: the lock's file stays.
-pub(crate) fn was_taken(root: &Path) -> bool {
-    root.join(LOCK).exists()
 }
 
 /// Holds a curriculum against the one that the ledger's steps were trained by: refused where it reaches one of them, else the

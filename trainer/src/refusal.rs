@@ -8,7 +8,7 @@ use std::panic::{self, AssertUnwindSafe};
 
 use contract::fault::more_of;
 use contract::{Fault, Result};
-use kernels::{Error, memory};
+use kernels::{Error, want};
 use tch::Tensor;
 use tch::kind::Element;
 
@@ -48,7 +48,7 @@ pub fn lost(error: Error) -> Fault {
 /// What to say about a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     let said = text(panic).lines().next().unwrap_or_default();
-    match memory::was_refused() {
+    match want::was_refused() {
         true => no_memory(said),
         false => Fault::bug("a worker stopped").found(said),
     }
@@ -87,7 +87,7 @@ fn not_computed(said: &str) -> Fault {
 pub fn speak_once() {
     let speak = panic::take_hook();
     panic::set_hook(Box::new(move |info| {
-        if !memory::is_refused() {
+        if !want::is_refused() {
             speak(info);
         }
     }));

@@ -10,7 +10,7 @@ mod cmd;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
-use kernels::memory::OrEnd;
+use kernels::want::OrEnd;
 
 #[global_allocator]
 static ALLOCATOR: OrEnd = OrEnd;
