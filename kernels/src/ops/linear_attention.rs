@@ -1,5 +1,5 @@
-//! Causal linear attention with decay, made of a table's products and of libtorch's operators in every table: what tokens leave in
-//! a state, and what they read of it, by blocks.
+//! Causal linear attention with decay, made of a table's products and of libtorch's operators in every table: what tokens leave
+//! in a state, and what they read of it, by blocks.
 //!
 //! ```text
 //! f(z) = elu(z) + 1                              features of queries and keys: Katharopoulos et al. 2020, equation 7
@@ -260,8 +260,8 @@ pub fn gated(heads: &Tensor, gate: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(heads.f_mul(&gate)?.f_to_kind(kind)?)
 }
 
-/// From the gradient of what is gated, f32: that of what heads read with its denominator, `[K, J, n, d + 1]`, and that of the gate,
-/// in `kind`. `heads` and `denominator` are those of [`divided`].
+/// From the gradient of what is gated, f32: that of what heads read with its denominator, `[K, J, n, d + 1]`, and that of the
+/// gate, in `kind`. `heads` and `denominator` are those of [`divided`].
 pub fn gated_back(
     grad: &Tensor,
     [heads, denominator, gate]: [&Tensor; 3],
