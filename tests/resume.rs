@@ -203,8 +203,8 @@ mod training {
         assert!(events.contains("\"event\":\"validation\""), "{events}");
     }
 
-    /// Wherever memory ends, in libtorch, in C++ under it or in our own code: a message and a code, and never a signal. What a run of
-    /// so little memory comes to is a matter of luck.
+    /// Wherever memory ends, in libtorch, in C++ under it or in our own code: a message and a code, and never a signal. How far a
+    /// run of so little memory comes is a matter of luck.
     #[test]
     fn a_process_with_hardly_any_memory_is_not_killed_by_it() {
         let scratch = Scratch::new();
@@ -216,7 +216,8 @@ mod training {
             ("num_hidden_layers = 2", "num_hidden_layers = 6"),
         ];
         let path = curriculum(&scratch, &store, "run.toml", &wide);
-        let script = "ulimit -v \"$3\"; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 2 --stop-after 2";
+        let script = "ulimit -v \"$3\"; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 2 \
+                      --stop-after 2";
         for mebibytes in (660..820).step_by(20) {
             let (run, limit) =
                 (scratch.path(&mebibytes.to_string()), (mebibytes << 10).to_string());

@@ -37,8 +37,8 @@ const ELSEWHERE: &str = "checkpoints.at";
 const PLACE_LOCK: &str = "owner.lock";
 
 /// What to do where a run has lost what it goes on by.
-pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is computed again from the first, \
-     and held against the ledger where there is one";
+pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is \
+                                  computed again from the first, and held against the ledger where there is one";
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
