@@ -280,7 +280,8 @@ pub fn more_of(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(ENFILE | EMFILE) => "raise `ulimit -n`",
         _ if error.kind() == io::ErrorKind::OutOfMemory => "free some memory, or raise `ulimit -v`",
-        _ => "raise `ulimit -u`",
+        // A thread wants memory too.
+        _ => "raise `ulimit -u`, or `ulimit -v` if it is set",
     }
 }
 
