@@ -14,7 +14,7 @@
 //! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i      on the way back, from its last
 //! ```
 //!
-//! Within a block of [`BLOCK`] tokens pairs of a query and a key are computed; between blocks the state goes on. Shapes: K key
+//! Within a block of 128 tokens pairs of a query and a key are computed; between blocks the state goes on. Shapes: K key
 //! heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All is f32.
 
 use tch::{Device, Kind, Tensor};
@@ -244,7 +244,7 @@ impl Features {
     }
 }
 
-/// What heads read with its denominator, `[K, J, n, d + 1]`, as `[n, K J d]` over its last column plus [`EPS`], and that sum,
+/// What heads read with its denominator, `[K, J, n, d + 1]`, as `[n, K J d]` over its last column plus 1e-6, and that sum,
 /// `[n, K J, 1]`.
 pub fn divided(read: &Tensor) -> Result<(Tensor, Tensor)> {
     let (keys, each, tokens, width) = read.size4()?;
