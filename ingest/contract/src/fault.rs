@@ -281,7 +281,7 @@ pub fn more_of(error: &io::Error) -> &'static str {
         Some(ENFILE | EMFILE) => "raise `ulimit -n`",
         _ if error.kind() == io::ErrorKind::OutOfMemory => "free some memory, or raise `ulimit -v`",
         // A thread wants memory too.
-        _ => "raise `ulimit -u`, or `ulimit -v` if it is set",
+        _ => "raise `ulimit -u`, or free some memory",
     }
 }
 
