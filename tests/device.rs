@@ -509,6 +509,15 @@ fn operations_of_a_step_that_is_cut_are_bounded() {
     }
 }
 
+/// libtorch's wrapper hands on words alone; its allocator counts.
+#[test]
+fn a_gpu_without_memory_says_so() {
+    let on_device = OnDevice::by_libtorch();
+    let mut command = on_device.command("run", &["--stop-after", "1"]);
+    let ran = Ran::from(command.env("STANDIN_MEMORY", "1500000").output().unwrap());
+    ran.fails(6, &["there is not enough memory", "smaller micro-batches"]);
+}
+
 /// The layers, experts and heads of `zaya1-nano`, in an eighth of its width: all of its parameters, and as many launches.
 #[test]
 fn operations_of_nano_are_bounded() {

@@ -14,10 +14,15 @@ use crate::support::{
 
 /// A `zdata` command as a process under `ulimit`, to be run.
 pub(crate) fn limited(limit: &str, args: &[&str]) -> Command {
+    under(limit, env!("CARGO_BIN_EXE_zdata"), args)
+}
+
+/// The same of any program.
+pub(crate) fn under(limit: &str, program: &str, args: &[&str]) -> Command {
     // A write beyond the limit on file size is an error, as on a full disk, and no signal.
     let script = format!("trap '' XFSZ; ulimit {limit}; exec \"$0\" \"$@\"");
     let mut command = Command::new("sh");
-    command.args(["-c", &script, env!("CARGO_BIN_EXE_zdata")]).args(args);
+    command.args(["-c", &script, program]).args(args);
     command.stdin(Stdio::null()).env_remove("RUST_BACKTRACE");
     command
 }

@@ -106,7 +106,8 @@ fn a_killed_build_ends_with_the_same_bytes() {
 #[cfg(feature = "train")]
 mod training {
     use super::*;
-    use crate::support::{build, corpus, curriculum, ztrain, ztrain_command};
+    use crate::faults::under;
+    use crate::support::{Ran, build, corpus, curriculum, ztrain, ztrain_command};
     use std::fs;
 
     #[test]
@@ -216,16 +217,15 @@ mod training {
             ("num_hidden_layers = 2", "num_hidden_layers = 6"),
         ];
         let path = curriculum(&scratch, &store, "run.toml", &wide);
-        let script = "ulimit -v \"$3\"; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 2 \
-                      --stop-after 2";
         for mebibytes in (660..820).step_by(20) {
             let (run, limit) =
-                (scratch.path(&mebibytes.to_string()), (mebibytes << 10).to_string());
-            let output = std::process::Command::new("sh")
-                .args(["-c", script, env!("CARGO_BIN_EXE_ztrain"), arg(&path), arg(&run), &limit])
+                (scratch.path(&mebibytes.to_string()), format!("-v {}", mebibytes << 10));
+            let args = ["--curriculum", arg(&path), "--out", arg(&run), "--stop-after", "2"];
+            let program = env!("CARGO_BIN_EXE_ztrain");
+            let ran: Ran = under(&limit, program, &[&args[..], &["--workers", "2"]].concat())
                 .output()
-                .unwrap();
-            let ran = crate::support::Ran::from(output);
+                .unwrap()
+                .into();
             if ran.code != Some(0) {
                 let told = ran.fails(6, &[]);
                 // A thread wants memory too, which the system says in its own words.
@@ -248,12 +248,9 @@ mod training {
         let steps = ("steps = 12", "steps = 2");
         let path = curriculum(&scratch, &store, "run.toml", &[epochs, (length, batch), steps]);
         let run = scratch.path("run");
-        let script = "ulimit -v 3000000; exec \"$0\" --curriculum \"$1\" --out \"$2\" --workers 1";
-        let output = std::process::Command::new("sh")
-            .args(["-c", script, env!("CARGO_BIN_EXE_ztrain"), arg(&path), arg(&run)])
-            .env_remove("RUST_BACKTRACE")
-            .output();
-        let ran = crate::support::Ran::from(output.unwrap());
+        let args = ["--curriculum", arg(&path), "--out", arg(&run), "--workers", "1"];
+        let limited = under("-v 3000000", env!("CARGO_BIN_EXE_ztrain"), &args).output();
+        let ran = Ran::from(limited.unwrap());
         ran.fails(
             6,
             &["step 3, micro-batch 0: there is not enough memory", "can't allocate memory"],

@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <atomic>
 #include <cstddef>
@@ -50,6 +51,22 @@ struct Listening final : c10::Allocator {
 
   c10::Allocator* own;
 };
+
+// How often libtorch's allocator had no memory of this thread's GPU to give; 0 without one.
+int64_t gpu_refusals() noexcept {
+  constexpr auto kGpu = c10::DeviceType::CUDA;
+  try {
+    if (!c10::impl::hasDeviceGuardImpl(kGpu)) return 0;
+    const auto index = c10::impl::VirtualGuardImpl(kGpu).getDevice().index();
+    return c10::getDeviceAllocator(kGpu)->getDeviceStats(index).num_ooms;
+  } catch (...) {
+    // An allocator that has not begun has refused nothing.
+    return 0;
+  }
+}
+
+// Of those, what this thread has been told of.
+thread_local int64_t told = 0;
 
 // What `new` does where there is no memory, and a mark.
 void refuse() {
@@ -100,10 +117,14 @@ std::new_handler shim_new_handler() noexcept __asm__("_ZSt15get_new_handlerv");
 std::new_handler shim_new_handler() noexcept { return refuse; }
 
 // 1 where this thread was refused memory since it asked last.
-extern "C" int shim_was_refused() { return std::exchange(was_refused, false); }
+extern "C" int shim_was_refused() {
+  const int64_t refusals = gpu_refusals();
+  const bool by_gpu = std::exchange(told, refusals) < refusals;
+  return std::exchange(was_refused, false) || by_gpu;
+}
 
 // The same, of which nothing is forgotten.
-extern "C" int shim_is_refused() { return was_refused; }
+extern "C" int shim_is_refused() { return was_refused || told < gpu_refusals(); }
 
 // Counts what is allocated from here on. Never taken back: a tensor outlives whoever counts.
 extern "C" int shim_count_memory() {

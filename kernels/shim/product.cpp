@@ -18,21 +18,6 @@ __attribute__((weak)) void mkldnn_matmul(
 
 namespace {
 
-// Whether oneDNN makes such a product. What it may use of the processor is the user's to bound (ONEDNN_MAX_CPU_ISA), and
-// libtorch's function refuses below AVX-512, also where nothing is bf16. Want of memory is no answer.
-bool makes_products() {
-  const auto square = at::ones({2, 2}, at::kFloat);
-  auto out = at::empty({2, 2}, at::kFloat);
-  try {
-    at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f);
-    return true;
-  } catch (const c10::OutOfMemoryError&) {
-    throw;
-  } catch (const c10::Error&) {
-    return false;
-  }
-}
-
 // oneDNN is asked for nothing that it does not know: where it makes no product, it got no memory for its code.
 template <typename Body>
 void knowing(Body&& body) {
@@ -45,6 +30,21 @@ void knowing(Body&& body) {
 #else
   body();
 #endif
+}
+
+// Whether oneDNN makes such a product. What it may use of the processor is the user's to bound (ONEDNN_MAX_CPU_ISA), and
+// libtorch's function refuses below AVX-512, also where nothing is bf16. Want of memory is no answer.
+bool makes_products() {
+  const auto square = at::ones({2, 2}, at::kFloat);
+  auto out = at::empty({2, 2}, at::kFloat);
+  try {
+    knowing([&] { at::native::mkldnn_matmul(square, square, out, 0.0f, 1.0f); });
+    return true;
+  } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::Error&) {
+    return false;
+  }
 }
 
 } // namespace

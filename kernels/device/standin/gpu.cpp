@@ -18,6 +18,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <optional>
 #include <unordered_map>
 
@@ -118,6 +119,12 @@ struct DeviceMemory final : c10::DeviceAllocator {
     std::free(data);
   }
   c10::DataPtr allocate(size_t bytes) override {
+    // STANDIN_MEMORY: so many bytes, and no more.
+    static const char* most = std::getenv("STANDIN_MEMORY");
+    if (most != nullptr && machine().bytes()[0] + static_cast<int64_t>(bytes) > std::atoll(most)) {
+      ++refusals;
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "CUDA out of memory.");
+    }
     void* data = std::aligned_alloc(512, (bytes + 1023) / 512 * 512);
     if (data == nullptr) throw std::bad_alloc();
     std::memset(data, 0xff, bytes);
@@ -134,10 +141,12 @@ struct DeviceMemory final : c10::DeviceAllocator {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = stats.reserved_bytes[0].current = now;
     stats.allocated_bytes[0].peak = stats.reserved_bytes[0].peak = peak;
+    stats.num_ooms = refusals;
     return stats;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex) override { machine().forget_peak(); }
+  std::atomic<int64_t> refusals{0};
 };
 DeviceMemory device_memory;
 
