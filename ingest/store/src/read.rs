@@ -244,15 +244,15 @@ impl StreamReader {
         }
         let record = &self.record().shards[shard];
         let sums = ColumnFile::open(&self.file(&record.sum_file), record.sum_file.bytes)?;
+        if record.sum_file.bytes != record.tokens.div_ceil(BLOCK_TOKENS) * 8 {
+            return Err(damaged(sums.location(), "block sums do not cover the shard"));
+        }
         let bytes = sums.read_all()?;
         let found = Digest::of_bytes(&bytes);
         if found != record.sum_file.digest {
             return Err(damaged(sums.location(), "block sums do not match their digest")
                 .found(found)
                 .wanted(record.sum_file.digest));
-        }
-        if bytes.len() as u64 != record.tokens.div_ceil(BLOCK_TOKENS) * 8 {
-            return Err(damaged(sums.location(), "block sums do not cover the shard"));
         }
         Ok(file.sums.get_or_init(|| words(&bytes).collect()))
     }

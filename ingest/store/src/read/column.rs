@@ -60,11 +60,14 @@ impl ColumnFile {
         read.map_err(|error| self.location.fault("read", &error))
     }
 
-    /// The whole file.
+    /// The whole file, whose size its manifest may have made up: a hole of terabytes takes no room on a disk.
     pub(super) fn read_all(&self) -> Result<Vec<u8>> {
-        let length = usize::try_from(self.bytes)
-            .map_err(|_| damaged(&self.location, "the file is larger than memory can be"))?;
-        let mut bytes = vec![0; length];
+        let length = usize::try_from(self.bytes).unwrap_or(usize::MAX);
+        let mut bytes = Vec::new();
+        bytes
+            .try_reserve_exact(length)
+            .map_err(|error| self.location.fault("read", &error.into()))?;
+        bytes.resize(length, 0);
         self.read(&mut bytes, 0)?;
         Ok(bytes)
     }

@@ -159,6 +159,31 @@ fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     assert!(refused > 100 && passed > 10, "{refused} refused, {passed} passed");
 }
 
+/// A hole takes no room on a disk, and would take all memory.
+#[test]
+fn a_forged_hole_ends_in_a_fault_of_its_file() {
+    let (folder, manifest) = store(2, &[5], 40);
+    let stream = open::stream_folder(folder.path(), "web", Split::Train);
+    let files: [fn(&mut ShardRecord) -> &mut FileRecord; 2] =
+        [|shard| &mut shard.start_file, |shard| &mut shard.sum_file];
+    for file in files {
+        let mut forged = manifest.clone();
+        let record = file(&mut forged.sources[0].train.shards[0]);
+        let path = stream.join(&record.name);
+        let honest = fs::read(&path).unwrap();
+        // As large as this filesystem lets a file be.
+        let holed = fs::OpenOptions::new().write(true).open(&path).unwrap();
+        let mut sizes = (30..60).rev().map(|power| 1 << power);
+        record.bytes = sizes.find(|bytes| holed.set_len(*bytes).is_ok()).unwrap();
+        forged.digest = forged.identity();
+        open::commit(folder.path(), &forged).unwrap();
+        let fault = read(folder.path()).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains(name(&path)), "{fault}");
+        fs::write(&path, honest).unwrap();
+    }
+}
+
 #[test]
 fn a_link_or_a_pipe_in_a_files_place_is_refused_and_named() {
     let (folder, _) = store(2, &[5, 7], 40);
