@@ -258,8 +258,20 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     };
     let [local, cluster, none] = ["local", "cluster", "none"].map(|name| scratch.path(name));
     zdata(&["build", arg(&corpus), "--out", arg(&local)]).ok();
+    // What somebody else put where the parts would go stays, and so does the build.
+    let mine = scratch.write("cluster.work/mine", "mine");
+    slurm(&corpus, &cluster).fails(2, &["in the way", "mine", "--work"]);
+    assert!(mine.exists() && !cluster.exists());
+    fs::remove_file(&mine).unwrap();
     slurm(&corpus, &cluster).ok();
     assert_same_tree(&local, &cluster);
+    let work = scratch.path("cluster.work");
+    assert!(!work.exists());
+    // Parts that a kill at the very end left are cleared, by whoever finds the store whole.
+    let (planned, _) = planned(&scratch, &corpus, "cluster.work");
+    assert!(planned == work && work.join("plan.json").exists());
+    slurm(&corpus, &cluster).ok();
+    assert!(!work.exists());
     let here = zdata(&["build", arg(&strict), "--out", arg(&none)]).fails(3, &["math"]);
     let there = slurm(&strict, &none).fails(3, &["zdata-merge failed", "merge.log", "math"]);
     assert!(!here.contains("zdata-merge") && there.contains("run the same command again"));

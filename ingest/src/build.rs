@@ -43,16 +43,10 @@ pub(crate) fn build_while(
     options: Options,
     mut go_on: impl FnMut() -> Result<()>,
 ) -> Result<Outcome> {
-    if store.join(open::MANIFEST).exists() {
-        let manifest = built(corpus, store, options.engine)?;
-        clear_work(store, options.quiet)?;
+    if let Some(manifest) = up_to_date(corpus, store, &options)? {
         return Ok(Outcome::UpToDate(manifest));
     }
-    refuse_foreign(store)?;
-    let work = options.work.clone().unwrap_or_else(|| work_of(store));
-    if options.work.is_none() {
-        cluster::refuse_foreign(&work)?;
-    }
+    let work = work_folder(store, &options)?;
     let _lock = cluster::lock(&work)?;
     let built = build_in(corpus, store, &work, &options, &mut go_on);
     // What is kept of a build that failed are its parts: a folder without them is of no use.
@@ -86,8 +80,30 @@ fn build_in(
     Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
 
+/// The store, if it is there and was built from this very request.
+pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Option<Manifest>> {
+    if !store.join(open::MANIFEST).exists() {
+        return Ok(None);
+    }
+    let manifest = built(corpus, store, options.engine)?;
+    clear_work(store, options.quiet)?;
+    Ok(Some(manifest))
+}
+
+/// The folder of parts of a build that begins or goes on. Refuses a store's place that holds something else, and a folder
+/// that would be removed at the end with what somebody else put there.
+pub fn work_folder(store: &Path, options: &Options) -> Result<PathBuf> {
+    refuse_foreign(store)?;
+    if let Some(named) = &options.work {
+        return Ok(named.clone());
+    }
+    let work = work_of(store);
+    cluster::refuse_foreign(&work)?;
+    Ok(work)
+}
+
 /// Where the parts of a build lie that names no folder for them: beside the store, until that is whole.
-pub fn work_of(store: &Path) -> PathBuf {
+pub(crate) fn work_of(store: &Path) -> PathBuf {
     disk::beside(store, ".work")
 }
 
@@ -103,7 +119,7 @@ fn clear_work(store: &Path, quiet: bool) -> Result<()> {
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
-pub fn refuse_foreign(store: &Path) -> Result<()> {
+fn refuse_foreign(store: &Path) -> Result<()> {
     storage::staging::refuse_link(store)?;
     storage::staging::refuse_long(store)?;
     storage::apart::refuse_inside(&store.into())?;

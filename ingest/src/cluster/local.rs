@@ -79,8 +79,10 @@ fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
 
 /// The part of which a fault says that it is damaged: what it was made of is at hand.
 fn damaged_part(plan: &Plan, fault: &Fault) -> Option<PathBuf> {
-    let part = PathBuf::from(fault.place()?);
-    (fault.class() == Class::Data && part.starts_with(plan.parts())).then_some(part)
+    let place = fault.place()?;
+    // By its name alone: of a folder whose name is no text, what is shown leads nowhere.
+    let part = plan.parts().join(Path::new(place).file_name()?);
+    (fault.class() == Class::Data && place == part.display().to_string()).then_some(part)
 }
 
 fn attempt(

@@ -23,7 +23,10 @@ use crate::tokenize::Engine;
 /// Makes the store of all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     if store.join(open::MANIFEST).exists() {
-        return assembly::built(&plan.corpus, store, Engine::Fastest);
+        let manifest = assembly::built(&plan.corpus, store, Engine::Fastest)?;
+        // The one who made it may have been killed before it said so.
+        plan.merged()?;
+        return Ok(manifest);
     }
     results(plan, Stage::Encode)?;
     let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);

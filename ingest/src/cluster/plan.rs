@@ -130,7 +130,7 @@ pub(crate) fn refuse_foreign(work: &Path) -> Result<()> {
 }
 
 /// Removes what builds have put into a folder, and the folder if it held nothing else.
-pub(crate) fn clear(work: &Path, quiet: bool) -> Result<()> {
+pub fn clear(work: &Path, quiet: bool) -> Result<()> {
     let (ours, others): (Vec<_>, Vec<_>) =
         disk::entries(work)?.into_iter().partition(|it| is_ours(it));
     remove_all(&ours, quiet)?;

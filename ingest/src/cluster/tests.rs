@@ -1,6 +1,8 @@
 //! A part says what was put into it, or that it does not; and no part is made that is there.
 
+use std::ffi::OsStr;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -373,11 +375,30 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().kept, (0, 0));
     let again = super::plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().removed, (0, 0));
+    // A merge that was killed once its store was whole.
+    merge(&again, &bench.path("after"), true).unwrap();
+    assert_eq!(prune(&work, Duration::ZERO, true).unwrap().kept, (0, 0));
     merge(&again, &bench.path("again"), true).unwrap();
     assert_eq!(prune(&work, Duration::ZERO, false).unwrap().kept, (0, 0));
     assert_eq!(prune(&work, Duration::ZERO, false).unwrap(), Pruned::default());
     assert_eq!(prune(&bench.path("none"), day, false).unwrap_err().class(), Class::Usage);
     assert!(!bench.path("none").exists());
+}
+
+#[test]
+fn a_damaged_part_is_made_again_in_a_folder_that_no_text_can_name() {
+    let bench = Workbench::new(5);
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    let work = bench.path("").join(OsStr::from_bytes(b"work-\xff"));
+    let with_parts = || Options { work: Some(work.clone()), ..options(1) };
+    crate::build(&corpus, &bench.path("first"), with_parts()).unwrap();
+    let parts = tree(&work.join("parts"));
+    for (path, bytes) in &parts {
+        fs::write(work.join("parts").join(path), &bytes[..bytes.len() / 2]).unwrap();
+    }
+    crate::build(&corpus, &bench.path("again"), with_parts()).unwrap();
+    assert!(tree(&work.join("parts")) == parts);
+    assert!(tree(&bench.path("again")) == tree(&bench.path("first")));
 }
 
 /// A local build has at hand what a part was made of; a merge of tasks has not.

@@ -11,7 +11,8 @@ pub(super) fn alternatives(pattern: &str) -> Option<Vec<String>> {
     for (at, c) in pattern.char_indices() {
         match c {
             _ if escaped => escaped = false,
-            '\\' => escaped = true,
+            // In a class it means itself.
+            '\\' if class.is_none() => escaped = true,
             // The first one of a class means itself, as after a `!`.
             ']' if class.is_some_and(|from| !matches!(&pattern[from..at], "" | "!" | "^")) => {
                 class = None;
@@ -62,6 +63,7 @@ mod tests {
             ("{,a}b", &["ab"]),
             ("a\\{b,c}[{,}]", &["a\\{b,c}[{,}]"]),
             ("[]{]{a,b}", &["[]{]a", "[]{]b"]),
+            ("[\\]{a,b}", &["[\\]a", "[\\]b"]),
             ("[a!]{a,b}", &["[a!]a", "[a!]b"]),
         ] {
             assert_eq!(alternatives(pattern).unwrap(), wanted, "{pattern}");

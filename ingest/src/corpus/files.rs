@@ -115,7 +115,9 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
     }
     if here.is_some_and(|here| here.exists()) {
         let plain: String = glob.chars().map(bracketed).collect();
-        let hint = format!("a bracket, brace, `*` or `?` of a name is put in brackets: {plain:?}");
+        let hint = format!(
+            "a bracket, brace, `*` or `?` of a name is put in brackets, a backslash is doubled: {plain:?}"
+        );
         return fault.found("a file of this very name").hint(hint);
     }
     let start = start.to_string();
@@ -126,6 +128,7 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
 fn bracketed(letter: char) -> String {
     match letter {
         '[' | '{' | '}' | '*' | '?' => format!("[{letter}]"),
+        '\\' => "\\\\".to_owned(),
         _ => letter.to_string(),
     }
 }
@@ -448,6 +451,15 @@ mod tests {
         assert_eq!(found(folder.path(), "raw/[[]q].jsonl").unwrap(), ["raw/[q].jsonl"]);
         let name = told("raw/[q].jsonl");
         assert!(name.contains("\"raw/[[]q].jsonl\""), "{name}");
+        for odd in ["q\\.jsonl", "{q}\\*?.jsonl", "q[.jsonl]"] {
+            fs::write(folder.path().join("raw").join(odd), "x").unwrap();
+            let odd = format!("raw/{odd}");
+            // The hint is a string as a corpus file has it.
+            let told = told(&odd);
+            let hint = told.rsplit_once(": \"").unwrap().1.strip_suffix('"').unwrap();
+            let hint = hint.replace("\\\\", "\\");
+            assert_eq!(found(folder.path(), &hint).unwrap(), [odd], "{told}");
+        }
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Requests, each asked again until it is answered or the patience ends.
 
 use std::collections::BTreeMap;
+use std::fs::File;
 use std::future::Future;
-use std::io::{Error, ErrorKind, Result};
+use std::io::{Error, ErrorKind, Read, Result};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -51,6 +52,21 @@ pub(super) enum Put {
     Created,
     /// There is one: it was left as it is.
     Taken,
+}
+
+/// What failed where bytes of this machine go to an object, or are held against it.
+#[derive(Debug)]
+pub(super) enum Failed {
+    /// What is read here, which asking the server again does not mend.
+    Here(Error),
+    /// The object.
+    There(Error),
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Self {
+        Failed::There(error)
+    }
 }
 
 /// One way to all buckets that the environment gives access to.
@@ -225,8 +241,8 @@ impl Client {
         &self,
         place: &Address,
         size: u64,
-        mut bytes: impl std::io::Read,
-    ) -> Result<bool> {
+        mut bytes: impl Read,
+    ) -> std::result::Result<bool, Failed> {
         let about = self.about(place)?;
         if about.bytes != size {
             return Ok(false);
@@ -235,7 +251,7 @@ impl Client {
         while at < size {
             let end = size.min(at + COMPARED_BYTES);
             buffer.resize((end - at) as usize, 0);
-            bytes.read_exact(&mut buffer)?;
+            bytes.read_exact(&mut buffer).map_err(Failed::Here)?;
             if self.range(place, &about, at..end)? != buffer {
                 return Ok(false);
             }
@@ -274,31 +290,48 @@ impl Client {
         path: &Path,
         part: usize,
         passed: &dyn Fn(u64),
-    ) -> Result<()> {
-        let path = path.to_owned();
-        self.ask(place, |bucket, key| {
-            let path = path.clone();
-            async move {
-                let wrong = |error: Error| object_store::Error::Generic {
-                    store: "file",
-                    source: Box::new(error),
-                };
-                let mut file = std::fs::File::open(path).map_err(wrong)?;
-                let upload = bucket.put_multipart(&key).await?;
-                let mut writer = WriteMultipart::new_with_chunk_size(upload, part);
-                let mut buffer = vec![0; part];
-                loop {
-                    let got = std::io::Read::read(&mut file, &mut buffer).map_err(wrong)?;
-                    if got == 0 {
-                        break;
+    ) -> std::result::Result<(), Failed> {
+        let put = self.ask(place, |bucket, key| async move {
+            let mut file = match File::open(path) {
+                Ok(file) => file,
+                Err(error) => return Ok(Err(error)),
+            };
+            let upload = bucket.put_multipart(&key).await?;
+            let mut writer = WriteMultipart::new_with_chunk_size(upload, part);
+            let mut buffer = Vec::with_capacity(part);
+            loop {
+                buffer.clear();
+                match (&mut file).take(part as u64).read_to_end(&mut buffer) {
+                    Ok(0) => return writer.finish().await.map(Ok),
+                    Ok(_) => {}
+                    Err(error) => {
+                        // The first error says more than one about parts that nobody will put together.
+                        let _ = writer.abort().await;
+                        return Ok(Err(error));
                     }
-                    writer.wait_for_capacity(2).await?;
-                    writer.write(&buffer[..got]);
-                    passed(got as u64);
                 }
-                writer.finish().await
+                writer.wait_for_capacity(2).await?;
+                writer.write(&buffer);
+                passed(buffer.len() as u64);
             }
-        })
-        .map(drop)
+        });
+        put?.map(drop).map_err(Failed::Here)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_here_that_cannot_be_read_is_no_error_of_the_object() {
+        let client = Client::new().unwrap();
+        let place = Address::parse("s3://bucket/key").unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let fault = client.upload(&place, &folder.path().join("none"), 1, &|_| ()).unwrap_err();
+        assert!(
+            matches!(&fault, Failed::Here(error) if error.kind() == ErrorKind::NotFound),
+            "{fault:?}"
+        );
     }
 }

@@ -38,7 +38,7 @@ pub use store::Location;
 use store::location::{Address, LocalFile, Object, Remote, SCHEME};
 
 use self::cache::Cache;
-use self::client::{Client, Put};
+use self::client::{Client, Failed, Put};
 
 /// What is read at a time where a part of a file is wanted, and kept in the cache.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -159,9 +159,10 @@ impl Remote for S3 {
         match client.create(object, bytes)? {
             Put::Created => Ok(()),
             // An answer that was lost, or somebody else: the bytes tell.
-            Put::Taken => match client.holds(object, bytes.len() as u64, bytes)? {
-                true => Ok(()),
-                false => Err(io::ErrorKind::AlreadyExists.into()),
+            Put::Taken => match client.holds(object, bytes.len() as u64, bytes) {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(io::ErrorKind::AlreadyExists.into()),
+                Err(Failed::Here(error) | Failed::There(error)) => Err(error),
             },
         }
     }

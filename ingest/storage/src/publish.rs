@@ -9,14 +9,14 @@
 
 use std::cell::Cell;
 use std::fs;
-use std::io::{Error, ErrorKind};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};
 use store::location::{Address, Object};
 use store::{Location, Manifest};
 
-use super::client::{Client, Put};
+use super::client::{Client, Failed, Put};
 use super::{apart, cache};
 
 /// Larger files go in parts of this size, the others in one request with a condition.
@@ -102,27 +102,28 @@ pub fn publish(
 
 /// Creates one object, or finds that it is there already.
 fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> Result<()> {
-    let fault = |error: &Error| {
-        Fault::io("write", Path::new(""), error)
+    let fault = |failed| match failed {
+        Failed::Here(error) => Fault::io("read", file, &error),
+        Failed::There(error) => Fault::io("write", Path::new(""), &error)
             .at(place.to_string())
-            .hint("run the same command again: what is there already is compared, not sent")
+            .hint("run the same command again: what is there already is compared, not sent"),
     };
     let size = size(file)?;
     let put = if size <= PART_BYTES {
         let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.create(place, &bytes).map_err(|error| fault(&error))?
+        client.create(place, &bytes).map_err(|error| fault(error.into()))?
     } else {
         match client.about(place) {
             Ok(_) => Put::Taken,
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                put_large(client, file, (place, size), passed, fault)?
+                put_large(client, file, (place, size), passed, &fault)?
             }
-            Err(error) => return Err(fault(&error)),
+            Err(error) => return Err(fault(error.into())),
         }
     };
     let same = || {
         let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.holds(place, size, bytes).map_err(|error| fault(&error))
+        client.holds(place, size, bytes).map_err(fault)
     };
     if put == Put::Created || same()? {
         return Ok(());
@@ -140,11 +141,10 @@ fn put_large(
     file: &Path,
     (place, size): (&Address, u64),
     passed: &dyn Fn(u64),
-    fault: impl Fn(&Error) -> Fault,
+    fault: &dyn Fn(Failed) -> Fault,
 ) -> Result<Put> {
-    let upload = |place: &Address| {
-        client.upload(place, file, PART_BYTES as usize, passed).map_err(|error| fault(&error))
-    };
+    let upload =
+        |place: &Address| client.upload(place, file, PART_BYTES as usize, passed).map_err(fault);
     if size > COPY_BYTES_MAX {
         // The library ends an upload in parts without a condition: whoever ends it last is there.
         return upload(place).map(|()| Put::Created);
@@ -155,8 +155,8 @@ fn put_large(
     let put = match client.copy(&beside, place) {
         // Another publisher of the same bytes has copied and removed them: what it left is compared.
         Err(error) if error.kind() == ErrorKind::NotFound => Put::Taken,
-        put => put.map_err(|error| fault(&error))?,
+        put => put.map_err(|error| fault(error.into()))?,
     };
-    client.remove(&beside).map_err(|error| fault(&error))?;
+    client.remove(&beside).map_err(|error| fault(error.into()))?;
     Ok(put)
 }

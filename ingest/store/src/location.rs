@@ -6,12 +6,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use contract::{Fault, Identity, Result};
-use sha2::{Digest as _, Sha256};
 
 use crate::{disk, regular};
 
@@ -373,18 +372,8 @@ impl Location {
 
     /// Size and SHA-256 of the file.
     pub fn content(&self) -> Result<(u64, Identity)> {
-        let fault = |error| self.fault("read", &error);
-        let mut file = self.open().map_err(fault)?;
-        let (mut hash, mut bytes) = (Sha256::new(), 0);
-        let mut buffer = vec![0; 1 << 20];
-        loop {
-            let count = file.read(&mut buffer).map_err(fault)?;
-            if count == 0 {
-                return Ok((bytes, Identity(hash.finalize().into())));
-            }
-            hash.update(&buffer[..count]);
-            bytes += count as u64;
-        }
+        let content = self.open().and_then(regular::identity);
+        content.map_err(|error| self.fault("read", &error))
     }
 
     /// Writes a file, whole or not at all. One on this machine is replaced; an object never is, and one with other bytes

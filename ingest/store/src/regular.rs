@@ -5,7 +5,8 @@ use std::io::{Error, ErrorKind, Read, Result};
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use contract::Digest;
+use contract::{Digest, Identity};
+use sha2::{Digest as _, Sha256};
 use xxhash_rust::xxh3::Xxh3;
 
 /// Opens a regular file for reading, through links too.
@@ -35,15 +36,31 @@ pub fn size(path: &Path) -> Result<u64> {
 }
 
 /// The size and the xxh3-128 of what is read from here on; calls `passed` with bytes as they go.
-pub fn digest(mut file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
-    let (mut hash, mut bytes, mut buffer) = (Xxh3::new(), 0, vec![0; 1 << 20]);
+pub fn digest(file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
+    let mut hash = Xxh3::new();
+    let bytes = each_piece(file, |piece| {
+        hash.update(piece);
+        passed(piece.len() as u64);
+    })?;
+    Ok((bytes, Digest(hash.digest128())))
+}
+
+/// The size and the SHA-256 of what is read from here on.
+pub(crate) fn identity(file: impl Read) -> Result<(u64, Identity)> {
+    let mut hash = Sha256::new();
+    let bytes = each_piece(file, |piece| hash.update(piece))?;
+    Ok((bytes, Identity(hash.finalize().into())))
+}
+
+/// Hands over what is read from here on, piece by piece; how many bytes there were.
+fn each_piece(mut file: impl Read, mut take: impl FnMut(&[u8])) -> Result<u64> {
+    let (mut bytes, mut buffer) = (0, vec![0; 1 << 20]);
     loop {
         match file.read(&mut buffer) {
-            Ok(0) => return Ok((bytes, Digest(hash.digest128()))),
+            Ok(0) => return Ok(bytes),
             Ok(count) => {
-                hash.update(&buffer[..count]);
+                take(&buffer[..count]);
                 bytes += count as u64;
-                passed(count as u64);
             }
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
@@ -84,6 +101,27 @@ mod tests {
     use contract::{Class, Fault};
 
     use super::*;
+
+    /// Seven bytes, one at a time and each after an interruption.
+    struct Interrupted(u8);
+
+    impl Read for Interrupted {
+        fn read(&mut self, buffer: &mut [u8]) -> Result<usize> {
+            self.0 += 1;
+            if self.0 % 2 == 1 {
+                return Err(ErrorKind::Interrupted.into());
+            }
+            buffer[0] = self.0;
+            Ok(usize::from(self.0 <= 14))
+        }
+    }
+
+    #[test]
+    fn an_interruption_ends_no_sum() {
+        let bytes = [2, 4, 6, 8, 10, 12, 14];
+        assert_eq!(digest(Interrupted(0), &|_| ()).unwrap(), (7, Digest::of_bytes(&bytes)));
+        assert_eq!(identity(Interrupted(0)).unwrap(), (7, Identity::of_bytes(&bytes)));
+    }
 
     #[test]
     fn only_regular_files_are_opened_and_nothing_waits() {

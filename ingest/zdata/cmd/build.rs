@@ -7,12 +7,11 @@ use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
-use ingest::progress::meanwhile;
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect, moved};
 use storage::publish;
 use store::location::Object;
-use store::{Location, Manifest, disk, open};
+use store::{Location, Manifest, open};
 
 use super::output;
 
@@ -134,11 +133,10 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
             .at("--encoder")
             .hint("leave --encoder out, or build with --engine local"));
     }
-    if out.join(open::MANIFEST).exists() {
-        return ingest::build::built(corpus, out, options.engine).map(up_to_date);
+    if let Some(manifest) = ingest::build::up_to_date(corpus, out, options)? {
+        return Ok(up_to_date(manifest));
     }
-    ingest::build::refuse_foreign(out)?;
-    let work = options.work.clone().unwrap_or_else(|| ingest::build::work_of(out));
+    let work = ingest::build::work_folder(out, options)?;
     let _lock = cluster::lock(&work)?;
     let plan = cluster::plan(corpus, &work, options.task_bytes)?;
     for stage in [Stage::Scan, Stage::Encode] {
@@ -157,7 +155,7 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
     plan.close(options.quiet)?;
     if options.work.is_none() {
-        meanwhile("build", "removing its parts", || disk::remove(&work))?;
+        cluster::clear(&work, options.quiet)?;
     }
     Ok(manifest)
 }

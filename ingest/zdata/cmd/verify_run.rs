@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use contract::{
     Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, counted, note,
 };
+use curriculum::Phase;
 use ingest::progress::{Measure, Progress};
 use loader::Opened;
 use loader::open::no_run;
@@ -165,8 +166,17 @@ fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool
             let number = number.parse().unwrap_or(1usize).saturating_sub(1);
             read(begun, number) != read(now, number)
         }
-        // A phase may be called anything: the key of its field is the last, or stands before that of the model.
-        ["phase", .., "context_chunks" | "weight_shards"] | ["phase", .., "model", _] => false,
+        ["phase", ..] => {
+            // Phases and sources may be called anything: what stands behind the name of a phase is its field.
+            let field = |phase: &Phase| {
+                edit.key.strip_prefix("phase.")?.strip_prefix(&*phase.name)?.strip_prefix('.')
+            };
+            let idle = |field: &str| {
+                matches!(field, "context_chunks" | "weight_shards") || field.starts_with("model.")
+            };
+            let mut fields = begun.phases.iter().filter_map(field).peekable();
+            fields.peek().is_none() || fields.any(|field| !idle(field))
+        }
         [section, ..] => {
             !["model", "optimizer", "schedule", "dtype", "skip_step", "auto_clip"].contains(section)
         }
@@ -391,6 +401,31 @@ mod tests {
         let skips = "[[amendment]]\nstep = 4\nskip = true\nban = { web = [3] }\n";
         assert_eq!(blamed(ban, skips), Vec::<u64>::new());
         assert_eq!(blamed(&skips.replace("[3]", "[2]"), ban), [4]);
+    }
+
+    /// Sources and phases may be called as fields are.
+    #[test]
+    fn a_mix_is_blamed_whatever_its_source_is_called() {
+        let curriculum = |name: &str, mix: &str, chunks: u64| {
+            let text = format!(
+                "store = \"s\"\nseed = 1\n[model]\npreset = \"zaya1-nano\"\n[optimizer]\nkind = \"adamw\"\nlr = 1e-3\n\
+                 [[phase]]\nname = \"{name}\"\nsteps = 9\nseq_len = 8\nbatch = 2\nmicro_batch = 1\n\
+                 context_chunks = {chunks}\nmix = {{ web = 1, {mix} = 1 }}\n"
+            );
+            Curriculum::parse(&text, "a test").unwrap()
+        };
+        for (name, from, to, blamed) in [
+            ("a", ("weight_shards", 1), ("math", 1), 2),
+            ("a.model", ("context_chunks", 1), ("math", 1), 2),
+            ("model", ("weight_shards", 1), ("math", 1), 2),
+            ("a.mix", ("math", 1), ("math", 2), 0),
+        ] {
+            let [one, two] = [from, to].map(|(mix, chunks)| curriculum(name, mix, chunks));
+            let edits = one.difference(&two);
+            assert!(!edits.is_empty());
+            let found = edits.iter().filter(|edit| reaches_data(edit, &one, &two)).count();
+            assert_eq!(found, blamed, "{name}: {edits:?}");
+        }
     }
 
     /// A line that is chained anew after it was changed, so that only its numbers say so.
