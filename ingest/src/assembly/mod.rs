@@ -1,6 +1,7 @@
 //! What a build is put together from, whoever runs it: what is asked for, documents prepared and encoded, shards written.
 
 pub(crate) mod commit;
+pub(crate) mod filling;
 pub(crate) mod pipeline;
 pub(crate) mod request;
 pub(crate) mod stream;

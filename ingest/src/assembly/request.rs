@@ -5,7 +5,7 @@
 use contract::framed::quoted;
 use contract::{Fault, Framed, Identity, Result, counted};
 use serde::{Deserialize, Serialize};
-use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, StreamRecord, TokenizerRecord};
+use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, TokenizerRecord};
 
 use crate::corpus::{Corpus, OnError, Source, always_counted};
 use crate::recipe;
@@ -53,16 +53,6 @@ pub(crate) fn identity(manifest: &Manifest) -> Identity {
 
 /// The manifest of a build that has not begun.
 pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
-    let source = |(name, preparation): &(String, String)| SourceRecord {
-        name: name.clone(),
-        preparation: preparation.clone(),
-        inputs: Vec::new(),
-        train: StreamRecord::empty(),
-        validation: StreamRecord::empty(),
-        dropped: Vec::new(),
-        prepared: None,
-        dropped_file: None,
-    };
     Manifest {
         format: FORMAT,
         digest: Identity([0; 32]),
@@ -71,7 +61,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
         token_bytes,
         unit: head.unit,
         validation: head.validation.clone(),
-        sources: head.sources.iter().map(source).collect(),
+        sources: head.sources.iter().map(|(name, text)| SourceRecord::new(name, text)).collect(),
     }
 }
 
@@ -161,7 +151,7 @@ impl Sides<'_> {
             return Err(self.other_files(source, old, refused));
         }
         for (file, old) in source.files.iter().zip(old) {
-            let (bytes, sha256) = file.content()?;
+            let (bytes, sha256) = file.path.content()?;
             if (bytes, sha256) != (old.bytes, old.sha256) {
                 return Err(refused(format!("the input {:?} changed", file.shown))
                     .found(format!("{bytes} bytes, {sha256}"))

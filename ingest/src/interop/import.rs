@@ -14,10 +14,10 @@ use store::{
     open,
 };
 
-use super::fill::Filling;
 use super::units::{Unit, canonical, units};
 use super::{Found, Hints, Peer, Width};
 use crate::assembly;
+use crate::assembly::filling::Filling;
 use crate::assembly::pipeline::held_out;
 use crate::assembly::request;
 use crate::corpus::check_name;
@@ -259,8 +259,9 @@ impl Source<'_> {
         let ours = || files.iter().filter(move |files| files.part.source == name);
         let preparation = self.preparation(ours().map(|files| files.part));
         let store = folder.unwrap_or(Path::new(""));
-        let mut filling =
-            Filling::new(store, self.manifest, (name, preparation), self.request.shard_tokens)?;
+        let record = SourceRecord::new(name, &preparation);
+        let shard_tokens = self.request.shard_tokens;
+        let mut filling = Filling::new(store, self.manifest, record, None, shard_tokens)?;
         for Files { part, units, index } in ours() {
             for unit in units {
                 self.unit(unit, part, &mut filling, folder.is_some())?;
@@ -329,7 +330,7 @@ impl Source<'_> {
             first_token: 0,
             tokens: tokens.len() as u64,
         };
-        filling.push(split, tokens, record)
+        filling.push(split, tokens, record, 0)
     }
 
     /// What the manifest will say of every document must be true of this one.

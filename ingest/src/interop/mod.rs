@@ -12,7 +12,6 @@
 
 mod datatrove;
 pub mod export;
-mod fill;
 pub mod import;
 mod mds;
 mod megatron;

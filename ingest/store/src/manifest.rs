@@ -68,6 +68,22 @@ pub struct SourceRecord {
     pub prepared: Option<PreparedRecord>,
 }
 
+impl SourceRecord {
+    /// A source of which nothing is read yet.
+    pub fn new(name: &str, preparation: &str) -> Self {
+        SourceRecord {
+            name: name.to_owned(),
+            preparation: preparation.to_owned(),
+            inputs: Vec::new(),
+            train: StreamRecord::empty(),
+            validation: StreamRecord::empty(),
+            dropped: Vec::new(),
+            dropped_file: None,
+            prepared: None,
+        }
+    }
+}
+
 /// What steps of preparation did to a source:
 /// bytes read + added - removed - dropped = bytes of text in train and validation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
