@@ -17,7 +17,7 @@ use std::io::{self, BufRead as _, BufReader, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::Whole;
 use store::folder::StoreFile;
@@ -121,10 +121,7 @@ impl<W: Write> Writer<W> {
     }
 
     pub(crate) fn push(&mut self, line: &Line) -> Result<()> {
-        let mut bytes = serde_json::to_vec(line)
-            .map_err(|error| Fault::bug(format!("a line cannot be written: {error}")))?;
-        bytes.push(b'\n');
-        let written = self.0.write_all(&bytes);
+        let written = self.0.write_all(&json::line(line, "a line")?);
         written.map_err(|error| Fault::io("write", Path::new(FILE), &error))
     }
 

@@ -18,6 +18,7 @@ pub mod draw;
 pub mod fault;
 pub mod framed;
 pub mod guard;
+pub mod json;
 pub mod packed;
 pub mod permute;
 pub mod ratio;

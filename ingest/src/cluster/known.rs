@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use contract::{Fault, Result};
 
+use super::key::cache_key;
 use super::plan::{Plan, parts};
 use super::result::{self, TaskResult};
 use super::stage::Stage;
@@ -43,7 +44,8 @@ impl Plan {
             return Ok(None);
         }
         let Ok(removed) = self.removed(stage, task) else { return Ok(None) };
-        let wanted = self.cache_key(stage, &self.cut(task)?, &result.contents(), removed);
+        let (only, head) = (self.cut(task)?, &self.text.head);
+        let wanted = cache_key(stage, &only, head, &result.contents(), removed);
         Ok((wanted == result.part).then_some(result))
     }
 }

@@ -61,7 +61,7 @@ pub(crate) fn make(
 /// would cost an attempt of its own.
 fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
     let mut sized = Vec::new();
-    for part in parts(plan.work())? {
+    for part in parts(&plan.work)? {
         let about = part.metadata().map_err(|error| Fault::io("read", &part, &error))?;
         sized.push((part, about.len()));
     }

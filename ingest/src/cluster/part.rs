@@ -15,10 +15,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufReader, ErrorKind, Read, Seek, SeekFrom};
+use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, json};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use store::disk::Whole;
 use store::{Split, regular};
@@ -98,8 +98,7 @@ impl PartWriter {
     }
 
     fn json(&mut self, meta: &impl Serialize) -> Result<()> {
-        let json = serde_json::to_vec(meta)
-            .map_err(|error| Fault::bug(format!("a part cannot be written: {error}")))?;
+        let json = json::bytes(meta, "a part")?;
         let length = u32::try_from(json.len()).ok().filter(|length| *length <= META_BYTES);
         let length =
             length.ok_or_else(|| Fault::usage("a document's id is too long for a part"))?;
@@ -389,46 +388,42 @@ fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
     Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample }
 }
 
+/// The key and the digest at the end of a part.
+fn tail(file: &mut File) -> io::Result<(Identity, Digest)> {
+    let (mut key, mut digest) = ([0; 32], [0; 16]);
+    file.seek(SeekFrom::End(-48))?;
+    file.read_exact(&mut key)?;
+    file.read_exact(&mut digest)?;
+    Ok((Identity(key), Digest(u128::from_le_bytes(digest))))
+}
+
 /// Whether the bytes of a part are those that were written under its name; what they mean is not looked at.
 pub(super) fn is_whole(path: &Path) -> Result<bool> {
-    let fault = |error: &std::io::Error| Fault::io("read", path, error);
+    let fault = |error: &io::Error| Fault::io("read", path, error);
     let mut file = File::open(path).map_err(|error| fault(&error))?;
     let length = file.metadata().map_err(|error| fault(&error))?.len();
     let Some(hashed) = length.checked_sub(16).filter(|hashed| *hashed >= 32) else {
         return Ok(false);
     };
-    let (mut key, mut wanted) = ([0; 32], [0; 16]);
-    let mut read = || {
-        let (_, found) = regular::digest((&mut file).take(hashed), &|_| ())?;
-        file.seek(SeekFrom::End(-48))?;
-        file.read_exact(&mut key)?;
-        file.read_exact(&mut wanted)?;
-        Ok(found)
-    };
-    let found = read().map_err(|error| fault(&error))?;
-    let name = path.file_stem().is_some_and(|name| name == Identity(key).to_string().as_str());
-    Ok(name && found == Digest(u128::from_le_bytes(wanted)))
+    let found = regular::digest((&mut file).take(hashed), &|_| ());
+    let (_, found) = found.map_err(|error| fault(&error))?;
+    let (key, wanted) = tail(&mut file).map_err(|error| fault(&error))?;
+    let name = path.file_stem().is_some_and(|name| name == key.to_string().as_str());
+    Ok(name && found == wanted)
 }
 
 /// The digest at the end of a part, which is checked by whoever reads it.
 pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
-    let mut file = PartReader::open(path, key)?.file.into_inner();
-    let (mut found, mut digest) = ([0; 32], [0; 16]);
-    let read = file.seek(SeekFrom::End(-48)).and_then(|_| file.read_exact(&mut found));
-    let read = read.and_then(|()| file.read_exact(&mut digest));
-    let damaged = |what| {
-        let fault = Fault::data(what).at(path.display().to_string());
-        Err(fault.hint("delete this part and run its task again"))
-    };
-    match read {
-        // Shorter than what stands at its end.
-        Err(error)
-            if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidInput) =>
-        {
-            damaged("it ends within an entry")
-        }
-        Err(error) => Err(Fault::io("read", path, &error)),
-        Ok(()) if found != key.0 => damaged("it is not the part that its name says"),
-        Ok(()) => Ok(Digest(u128::from_le_bytes(digest))),
+    let mut part = PartReader::open(path, key)?;
+    match tail(part.file.get_mut()) {
+        Ok((found, digest)) if found == key => Ok(digest),
+        Ok(_) => Err(part.damaged("it is not the part that its name says")),
+        Err(error) => Err(match error.kind() {
+            // Shorter than what stands at its end.
+            ErrorKind::UnexpectedEof | ErrorKind::InvalidInput => {
+                part.damaged("it ends within an entry")
+            }
+            _ => Fault::io("read", path, &error),
+        }),
     }
 }

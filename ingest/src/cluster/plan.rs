@@ -6,12 +6,11 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, json};
 use serde::{Deserialize, Serialize};
 use store::Location;
 use store::disk::{self, Lock};
 
-use super::key::{self, Content};
 use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
@@ -71,9 +70,7 @@ pub(super) fn put(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine)
         head: assembly::head(corpus, &tokenizer)?,
         tasks: tasks(corpus, task_bytes)?,
     };
-    let mut bytes = serde_json::to_vec_pretty(&text)
-        .map_err(|error| Fault::bug(format!("a plan cannot be written: {error}")))?;
-    bytes.push(b'\n');
+    let bytes = json::pretty(&text, "a plan")?;
     let digest = Digest::of_bytes(&bytes);
     let plan = Plan { work: work.to_owned(), digest, text, corpus: corpus.clone(), tokenizer };
     for folder in [plan.folder(), plan.parts()] {
@@ -99,9 +96,14 @@ pub fn lock(work: &Path) -> Result<Lock> {
     disk::lock(work)
 }
 
+/// The name of what lies in a folder of parts; none of ours where that is no text.
+pub(super) fn name_of(path: &Path) -> &str {
+    path.file_name().and_then(OsStr::to_str).unwrap_or_default()
+}
+
 /// Whether builds put what is called so into a folder of parts.
 fn is_ours(path: &Path) -> bool {
-    let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+    let name = name_of(path);
     name == PARTS || name.strip_suffix(disk::PART).unwrap_or(name) == FILE || is_plans(name)
 }
 
@@ -266,11 +268,6 @@ impl Plan {
         source.is_some_and(|source| source.recipe.scanned() > 0)
     }
 
-    /// The folder of the plan and its parts.
-    pub(super) fn work(&self) -> &Path {
-        &self.work
-    }
-
     /// The folder of what belongs to this plan alone.
     pub(super) fn folder(&self) -> PathBuf {
         self.work.join(format!("{PLAN}{}", self.digest))
@@ -335,17 +332,6 @@ impl Plan {
         Ok(Some(Identity::of_bytes(&bytes)))
     }
 
-    /// The key of the part that a stage makes of `only`, if its files hold `inputs`.
-    pub(super) fn cache_key(
-        &self,
-        stage: Stage,
-        only: &Corpus,
-        inputs: &[Content],
-        removed: Option<Identity>,
-    ) -> Identity {
-        key::cache_key(stage, only, &self.text.head, inputs, removed)
-    }
-
     /// Bytes of the files of a task.
     pub(super) fn bytes_of(&self, task: usize) -> Result<u64> {
         let (source, range) = &self.text.tasks[task];
@@ -360,12 +346,9 @@ impl Plan {
 
     /// Removes everything but the parts: also what killed tasks left of theirs.
     pub fn close(&self, quiet: bool) -> Result<()> {
-        let parts = self.parts();
-        let fault = |error: &io::Error| Fault::io("clear", &parts, error);
-        for entry in fs::read_dir(&parts).map_err(|error| fault(&error))? {
-            let entry = entry.map_err(|error| fault(&error))?;
-            if entry.file_name().as_encoded_bytes().starts_with(b".") {
-                disk::remove(&entry.path())?;
+        for entry in disk::entries(&self.parts())? {
+            if entry.file_name().unwrap_or_default().as_encoded_bytes().starts_with(b".") {
+                disk::remove(&entry)?;
             }
         }
         remove_all(&[self.work.join(FILE), self.folder()], quiet)
@@ -378,14 +361,9 @@ impl Plan {
 
     /// Removes what belongs to other plans.
     fn remove_others(&self) -> Result<()> {
-        let fault = |error: &io::Error| Fault::io("clear", &self.work, error);
-        for entry in fs::read_dir(&self.work).map_err(|error| fault(&error))? {
-            let path = entry.map_err(|error| fault(&error))?.path();
-            let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
-            if name.is_some_and(|name| is_plans(&name)) && path != self.folder() {
-                disk::remove(&path)?;
-            }
-        }
-        Ok(())
+        let others = disk::entries(&self.work)?.into_iter();
+        others
+            .filter(|path| is_plans(name_of(path)) && *path != self.folder())
+            .try_for_each(|path| disk::remove(&path))
     }
 }

@@ -4,16 +4,15 @@
 //! early is made once more.
 
 use std::collections::BTreeSet;
-use std::fs::{self, DirEntry, File};
-use std::io;
-use std::path::Path;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use contract::{Fault, Identity, Result, counted};
 use indicatif::HumanBytes;
 use store::disk;
 
-use super::plan::{PARTS, is_merged, is_plans, lock};
+use super::plan::{PARTS, is_merged, is_plans, lock, name_of};
 use super::result::TaskResult;
 
 /// What became of the parts of a folder.
@@ -49,11 +48,9 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     let _lock = lock(work)?;
     let needed = needed(work)?;
     let mut pruned = Pruned::default();
-    for entry in entries(&parts)? {
-        let path = entry.path();
-        let name = entry.file_name().to_string_lossy().into_owned();
-        let Some(key) = name.strip_suffix(".bin") else { continue };
-        let about = entry.metadata().map_err(|error| Fault::io("look at", &path, &error))?;
+    for path in disk::entries(&parts)? {
+        let Some(key) = name_of(&path).strip_suffix(".bin") else { continue };
+        let about = path.symlink_metadata().map_err(|error| Fault::io("look at", &path, &error))?;
         let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
         // A time that lies ahead is another machine's clock: just used.
         let since = today().duration_since(used).unwrap_or_default();
@@ -84,13 +81,10 @@ fn today() -> SystemTime {
 /// The keys of the parts that builds name which are not done.
 fn needed(work: &Path) -> Result<BTreeSet<String>> {
     let mut needed = BTreeSet::new();
-    let needs = |entry: &DirEntry| {
-        let (name, folder) = (entry.file_name(), entry.path());
-        name.to_str().is_some_and(is_plans) && folder.is_dir() && !is_merged(&folder)
-    };
-    for folder in entries(work)?.into_iter().filter(needs) {
-        for entry in entries(&folder.path())? {
-            let path = entry.path();
+    let needs =
+        |folder: &PathBuf| is_plans(name_of(folder)) && folder.is_dir() && !is_merged(folder);
+    for folder in disk::entries(work)?.into_iter().filter(needs) {
+        for path in disk::entries(&folder)? {
             if path.extension().is_some_and(|ending| ending == "json") {
                 needed.insert(part(&path)?.to_string());
             }
@@ -103,9 +97,4 @@ fn needed(work: &Path) -> Result<BTreeSet<String>> {
 fn part(path: &Path) -> Result<Identity> {
     let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
     TaskResult::parse(path, &bytes).map(|result| result.part)
-}
-
-fn entries(folder: &Path) -> Result<Vec<DirEntry>> {
-    let listed = fs::read_dir(folder).and_then(Iterator::collect::<io::Result<Vec<_>>>);
-    listed.map_err(|error| Fault::io("list", folder, &error))
 }

@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result};
+use contract::{Digest, Fault, Identity, Result, json};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use store::{Location, disk};
@@ -58,7 +58,7 @@ pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
 /// Takes the content of files.
 pub(super) fn contents(files: &[SourceFile]) -> Result<Vec<Content>> {
     parallel::start_shared()?;
-    files.par_iter().map(SourceFile::content).collect()
+    files.par_iter().map(|file| file.path.content()).collect()
 }
 
 /// Files with this content that was read after these stamps were taken.
@@ -116,9 +116,7 @@ impl TaskResult {
         let path = TaskResult::path(plan, stage, task);
         let name = format!("{}-{task:06}", stage.name());
         let scratch = scratch(&plan.folder(), &name)?;
-        let bytes = serde_json::to_vec(self)
-            .map_err(|error| Fault::bug(format!("a result cannot be written: {error}")))?;
-        disk::write_whole(&scratch, &bytes)?;
+        disk::write_whole(&scratch, &json::bytes(self, "a result")?)?;
         if create(&scratch, &path)? {
             return Ok(());
         }
@@ -168,14 +166,7 @@ pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
 
 /// The files in `folder` that keep a second result.
 pub(super) fn conflicts(folder: &Path) -> Result<Vec<PathBuf>> {
-    let fault = |error: &io::Error| Fault::io("list", folder, error);
-    let mut found = Vec::new();
-    for entry in fs::read_dir(folder).map_err(|error| fault(&error))? {
-        let path = entry.map_err(|error| fault(&error))?.path();
-        if path.extension().is_some_and(|ending| ending == "conflict") {
-            found.push(path);
-        }
-    }
-    found.sort();
+    let mut found = disk::entries(folder)?;
+    found.retain(|path| path.extension().is_some_and(|ending| ending == "conflict"));
     Ok(found)
 }

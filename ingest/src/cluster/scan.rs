@@ -4,7 +4,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use contract::{Digest, Fault, Hasher, Result};
+use contract::{Digest, Fault, Hasher, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::{self, Whole};
 
@@ -13,7 +13,7 @@ use super::part::{Entry, PartReader};
 use super::plan::Plan;
 use super::result::{self, TaskResult};
 use super::stage::Stage;
-use crate::dedup::{Gathered, Observed, Scan};
+use crate::dedup::{Gathered, Scan};
 use crate::dropped::{REMOVED, cut};
 use crate::progress::{Measure, Progress, meanwhile};
 
@@ -64,8 +64,7 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
         Progress::new("decide", Measure::Count("list"), results.len() as u64, quiet),
     )?;
     let decision = Decision { basis: basis(&results), scan };
-    let bytes = serde_json::to_vec(&decision)
-        .map_err(|error| Fault::bug(format!("the scan cannot be written: {error}")))?;
+    let bytes = json::bytes(&decision, "the scan")?;
     // Makes the names of the lists last too.
     disk::write_whole(&folder.join(FILE), &bytes)?;
     commit(plan, &folder, &bytes)
@@ -137,7 +136,8 @@ fn gather(
     while let Some(entry) = part.next()? {
         match entry {
             Entry::Observed(mut observed) => {
-                let known = number(&mut observed, |place| steps.get(place).map(|(n, _)| *n));
+                // A part names steps by place, and the corpus file by number.
+                let known = observed.renamed(|place| steps.get(place).map(|(number, _)| *number));
                 if known.is_none() || file >= range.end {
                     return Err(part.damaged("it holds what its task cannot give"));
                 }
@@ -154,17 +154,6 @@ fn gather(
         return Err(part.damaged("this part is not what its task made"));
     }
     Ok(())
-}
-
-/// Names steps by their numbers in the corpus file, where a part names them by place.
-fn number(observed: &mut Observed, number: impl Fn(usize) -> Option<usize>) -> Option<()> {
-    if let Some((step, _)) = &mut observed.dropped {
-        *step = number(usize::from(*step))? as u8;
-    }
-    for (step, _) in &mut observed.marks {
-        *step = number(*step)?;
-    }
-    Some(())
 }
 
 fn read(plan: &Plan) -> Result<Option<Decision>> {

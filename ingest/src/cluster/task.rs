@@ -6,7 +6,7 @@ use contract::{Digest, Fault, Result};
 use rayon::prelude::*;
 use store::disk;
 
-use super::key::Content;
+use super::key::{Content, cache_key};
 use super::part::{PartWriter, digest_at_end};
 use super::plan::Plan;
 use super::prune;
@@ -154,7 +154,8 @@ impl<'a> Runner<'a> {
         let files = &only.sources[0].files;
         let stamps = result::stamps(files)?;
         let known = self.known(stage, task, files, before.is_some())?;
-        let key = |contents: &[Content]| plan.cache_key(stage, &only, contents, removed);
+        let head = &plan.text.head;
+        let key = |contents: &[Content]| cache_key(stage, &only, head, contents, removed);
         if let (Some(known), None) = (&known, &before) {
             let part = key(known);
             let path = plan.part(part);
@@ -230,17 +231,8 @@ impl Found<'_> {
 /// Names steps by their places in the recipe: an edit of other sources' steps moves their numbers.
 fn by_place(only: &Corpus, mut observed: Observed) -> Result<Observed> {
     let steps = &only.sources[0].recipe.steps;
-    let place = |number: usize| {
-        let place = steps.iter().position(|(own, _)| *own == number);
-        place.ok_or_else(|| Fault::bug("a step that the source has not"))
-    };
-    if let Some((step, _)) = &mut observed.dropped {
-        *step = place(usize::from(*step))? as u8;
-    }
-    for (step, _) in &mut observed.marks {
-        *step = place(*step)?;
-    }
-    Ok(observed)
+    let placed = observed.renamed(|number| steps.iter().position(|(own, _)| *own == number));
+    placed.map_or_else(|| Err(Fault::bug("a step that the source has not")), |()| Ok(observed))
 }
 
 /// Refuses a file that is not what it was a moment ago.

@@ -10,7 +10,7 @@
 
 use std::path::Path;
 
-use contract::{Fault, Result};
+use contract::{Result, json};
 use serde::{Deserialize, Serialize};
 use store::FileRecord;
 use store::disk::{self, Whole};
@@ -87,10 +87,7 @@ impl Writer {
     pub(super) fn push(&mut self, source: usize, file: usize, matches: &[Matched]) -> Result<()> {
         let Some(list) = &mut self.0[source] else { return Ok(()) };
         for matched in matches {
-            let mut line = serde_json::to_vec(&Line { file, matched })
-                .map_err(|error| Fault::bug(format!("a match cannot be written: {error}")))?;
-            line.push(b'\n');
-            list.put(&line)?;
+            list.put(&json::line(&Line { file, matched }, "a match")?)?;
         }
         Ok(())
     }

@@ -38,6 +38,19 @@ pub(crate) struct Observed {
     pub(crate) matches: Vec<Matched>,
 }
 
+impl Observed {
+    /// Gives its steps other names; `None` if one has none.
+    pub(crate) fn renamed(&mut self, name: impl Fn(usize) -> Option<usize>) -> Option<()> {
+        if let Some((step, _)) = &mut self.dropped {
+            *step = name(usize::from(*step))? as u8;
+        }
+        for (step, _) in &mut self.marks {
+            *step = name(*step)?;
+        }
+        Some(())
+    }
+}
+
 /// Looks at documents, on any thread.
 pub(super) struct Observer<'a> {
     pub(super) corpus: &'a Corpus,

@@ -6,7 +6,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use contract::{Fault, Identity, Result, counted, fault};
+use contract::{Fault, Identity, Result, counted, json};
 use serde::{Deserialize, Serialize};
 use storage::publish;
 use storage::staging::Staging;
@@ -162,7 +162,7 @@ fn into_folder(
     let note =
         Note { format: request.peer.name().to_owned(), store: store.manifest().digest, streams };
     write_whole(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
-    write_whole(&staging.path().join(NOTE), &bytes(&note)?)?;
+    write_whole(&staging.path().join(NOTE), &json::pretty(&note, "an export's note")?)?;
     staging.commit()?;
     progress.finish();
     let summary = summary(&note);
@@ -173,13 +173,6 @@ fn summary(note: &Note) -> String {
     let sum = |count: fn(&StreamNote) -> u64| note.streams.iter().map(count).sum::<u64>();
     let (documents, tokens) = (sum(|stream| stream.documents), sum(|stream| stream.tokens));
     format!("{}, {}", counted(documents, "document"), counted(tokens, "token"))
-}
-
-fn bytes(note: &Note) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec_pretty(note)
-        .map_err(|error| Fault::bug(format!("an export's note cannot be written: {error}")))?;
-    bytes.push(b'\n');
-    Ok(bytes)
 }
 
 fn relative(name: &str, folder: &Path) -> String {
@@ -198,11 +191,7 @@ fn chosen<'a>(
     {
         let refused =
             Fault::usage(format!("the store has no source {name:?}")).at(request.store.to_string());
-        let names = || sources.iter().map(|source| source.name.as_str());
-        return Err(match fault::nearest(name, names()) {
-            Some(near) => refused.hint(format!("did you mean {near:?}?")),
-            None => refused.wanted(format!("one of {}", names().collect::<Vec<_>>().join(", "))),
-        });
+        return Err(refused.one_of(name, sources.iter().map(|source| source.name.as_str())));
     }
     let mut chosen = Vec::new();
     for (index, source) in sources.iter().enumerate() {

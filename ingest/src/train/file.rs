@@ -1,6 +1,6 @@
 //! The bytes of a `tokenizer.json`.
 
-use contract::{Fault, Result};
+use contract::{Result, json};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 use serde_json::json;
@@ -111,10 +111,7 @@ pub(super) fn tokenizer_json(learned: &Learned, special: &[String]) -> Result<Ve
             merges: merges.collect(),
         },
     };
-    let mut bytes = serde_json::to_vec_pretty(&file)
-        .map_err(|error| Fault::bug(format!("cannot write a tokenizer: {error}")))?;
-    bytes.push(b'\n');
-    Ok(bytes)
+    json::pretty(&file, "a tokenizer")
 }
 
 fn added((id, content): (usize, &String)) -> Added<'_> {

@@ -9,7 +9,7 @@ use crate::check;
 use crate::folder::StoreFile;
 pub use crate::names::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 use crate::{FORMAT, Location, Manifest, Split, disk};
-use contract::{Digest, Fault, Result};
+use contract::{Digest, Fault, Result, json};
 
 /// Where the files of a stream lie.
 pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {
@@ -28,9 +28,7 @@ pub fn stream_file(
 
 /// Makes `store` a store. Everything the manifest names must be on the disk already.
 pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
-    let mut bytes = serde_json::to_vec_pretty(manifest)
-        .map_err(|error| Fault::bug(format!("a manifest cannot be written: {error}")))?;
-    bytes.push(b'\n');
+    let bytes = json::pretty(manifest, "a manifest")?;
     let sum = format!("{}\n", Digest::of_bytes(&bytes));
     disk::write_whole(&store.join(MANIFEST_SUM), sum.as_bytes())?;
     disk::write_whole(&store.join(MANIFEST), &bytes).map(drop)
