@@ -115,7 +115,7 @@ fn refused(run: &Path, id: &str) {
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
         (&["--step", "21", "--mix", "web=1"], "does not have this step"),
         (&["--step", "8", "--mix", "web=4,math=6"], "has already"),
-        (&["--step", "8", "--mix", "web=1,meth=1"], "did you mean \"math\"?"),
+        (&["--step", "8", "--mix", "web=1,meth=1"], "did you mean `math`?"),
         (&["--step", "8", "--ban", id], "banned already"),
         (&["--step", "8", "--ban", "nobody"], "nobody"),
         (&["--step", "8"], "--ban, --mix or --store"),

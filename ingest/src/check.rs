@@ -11,7 +11,7 @@ use crate::assembly::request::{nameless, nothing_left};
 use crate::corpus::{Corpus, Source, SourceFile};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
-use crate::source::{Document, Parsed, Slab};
+use crate::source::{Parsed, Slab};
 use crate::walk::{Part, Walk, place};
 
 /// What only decides how fast, and what is said meanwhile.
@@ -149,20 +149,14 @@ fn records(source: &Source, file: &SourceFile, slab: &Slab) -> Result<OfSlab> {
                 match source.recipe.text(&mut document) {
                     Ok(()) => documents += 1,
                     // A record of which the template or the chat makes no text.
-                    Err(none) => bad.push((none.reason, none.fault.or_at(|| at(file, &document)))),
+                    Err(none) => {
+                        bad.push((none.reason, none.fault.or_at(|| document.place(&file.shown))))
+                    }
                 }
             }
         }
     }
     Ok(OfSlab { documents, named, bad })
-}
-
-/// Where a record stands.
-fn at(file: &SourceFile, document: &Document) -> String {
-    match document.group {
-        Some(group) => format!("{}: row {} of group {group}", file.shown, document.row),
-        None => format!("{}:{}", file.shown, document.row),
-    }
 }
 
 /// What was found so far.

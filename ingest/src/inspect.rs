@@ -5,9 +5,7 @@ use std::fmt::Write as _;
 use contract::words::named;
 use contract::{Ratio, terminal};
 use serde_json::{Value, json};
-use store::{
-    Change, Dropped, InputRecord, Location, Manifest, PreparedRecord, SourceRecord, StreamRecord,
-};
+use store::{Change, Location, Manifest, PreparedRecord, SourceRecord, StreamRecord};
 
 use crate::dropped::{Kept, Line};
 use crate::source::place;
@@ -180,18 +178,10 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
     };
     let source = |source: &SourceRecord| {
         let accounting = Accounting::of(source);
-        let inputs = source.inputs.iter().map(|input| {
-            let InputRecord { path, bytes, sha256, documents } = input;
-            json!({"path": path, "bytes": bytes, "sha256": sha256, "documents": documents})
-        });
-        let dropped = source.dropped.iter().map(|dropped| {
-            let Dropped { reason, documents, bytes } = dropped;
-            json!({"reason": reason, "documents": documents, "bytes": bytes})
-        });
         let mut answer = json!({
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
-            "inputs": inputs.collect::<Vec<_>>(), "dropped": dropped.collect::<Vec<_>>(),
+            "inputs": source.inputs, "dropped": source.dropped,
             "dropped_file": source.dropped_file,
             "accounting": {
                 "read": accounting.read, "train": accounting.train, "validation": accounting.validation,
@@ -319,15 +309,7 @@ fn accounting(out: &mut String, source: &SourceRecord) {
 
 /// Digits in groups of three.
 pub fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut out = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
+    indicatif::HumanCount(number).to_string()
 }
 
 /// So many things of this name, the number in groups of three.

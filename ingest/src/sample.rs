@@ -87,7 +87,7 @@ pub fn sample(
             Teller { corpus, source, tools: &tools, tokenizer: &tokenizer, around, list, kept };
         for (file, rows) in wanted {
             let was = manifest.sources[number].inputs.get(file);
-            if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].content()?) {
+            if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].path.content()?) {
                 return Err(changed(&source.files[file]));
             }
             teller.file(file, &rows, &mut found)?;
@@ -184,36 +184,33 @@ impl Teller<'_> {
         Ok(())
     }
 
-    fn dropped(&self, number: usize, row: Row, reason: &str, fault: &Fault) -> Sampled {
+    /// A record of which nothing but its place is known.
+    fn at(&self, number: usize, Row { group, row }: Row) -> Sampled {
         Sampled {
             source: self.source.name.clone(),
             file: self.source.files[number].shown.clone(),
-            group: row.group,
-            row: row.row,
+            group,
+            row,
             id: None,
             text: String::new(),
             steps: Vec::new(),
-            outcome: format!("dropped: {reason}: {}", fault.what()),
+            outcome: String::new(),
             tokens: None,
         }
     }
 
+    fn dropped(&self, number: usize, row: Row, reason: &str, fault: &Fault) -> Sampled {
+        let outcome = format!("dropped: {reason}: {}", fault.what());
+        Sampled { outcome, ..self.at(number, row) }
+    }
+
     fn document(&self, number: usize, mut document: Document) -> Result<Sampled> {
+        let row = Row { group: document.group, row: document.row };
         if let Err(NoText { reason, fault }) = self.source.recipe.text(&mut document) {
-            let row = Row { group: document.group, row: document.row };
             return Ok(self.dropped(number, row, reason, &fault));
         }
-        let mut sampled = Sampled {
-            source: self.source.name.clone(),
-            file: self.source.files[number].shown.clone(),
-            group: document.group,
-            row: document.row,
-            id: document.id.clone(),
-            text: document.text.clone(),
-            steps: Vec::new(),
-            outcome: String::new(),
-            tokens: None,
-        };
+        let (id, text) = (document.id.clone(), document.text.clone());
+        let mut sampled = Sampled { id, text, ..self.at(number, row) };
         let recipe = &self.source.recipe;
         let mut telling = Telling { teller: self, file: number, effects: Vec::new() };
         let steps = 0..recipe.steps.len();

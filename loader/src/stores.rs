@@ -108,12 +108,8 @@ impl Stores {
     /// A stream of the source called `name`.
     pub fn stream(&self, name: &str, split: Split) -> Result<&StreamReader> {
         let Some(number) = self.number(name) else {
-            let known = self.by_name.keys().map(String::as_str);
-            let hint = contract::fault::nearest(name, known.clone())
-                .map_or_else(String::new, |near| format!("did you mean {near:?}? "));
-            let known: Vec<&str> = known.collect();
-            return Err(Fault::usage(format!("no store has a source called {name:?}"))
-                .hint(format!("{hint}there are: {}", known.join(", "))));
+            let fault = Fault::usage(format!("no store has a source called {name:?}"));
+            return Err(fault.one_of(name, self.by_name.keys().map(String::as_str)));
         };
         let source = &self.sources[number];
         Ok(match split {

@@ -1,7 +1,6 @@
 //! What the plan answers with: which text a sample is, and where it stands.
 
 use contract::Fault;
-use contract::fault::nearest;
 use std::ops::Range;
 
 use contract::UNIT_TOKENS;
@@ -87,9 +86,5 @@ fn unit() -> u64 {
 /// What is said of a name that no source has.
 pub(crate) fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
     let fault = Fault::usage(format!("no store has a source {name:?}"));
-    let names = || facts.iter().map(|facts| facts.name.as_str());
-    match nearest(name, names()) {
-        Some(near) => fault.hint(format!("did you mean {near:?}?")),
-        None => fault.wanted(names().take(20).collect::<Vec<_>>().join(", ")),
-    }
+    fault.one_of(name, facts.iter().map(|facts| facts.name.as_str()))
 }

@@ -180,8 +180,8 @@ fn mistakes_are_named() {
 #[test]
 fn mistakes_against_the_sources_are_named() {
     let cases: &[(&str, &str, &[&str])] = &[
-        ("web = 0.7", "wib = 0.7", &["c.toml:33:9", "wib", "did you mean \"web\""]),
-        ("[source.math]", "[source.maths]", &["c.toml:5:", "maths", "did you mean \"math\""]),
+        ("web = 0.7", "wib = 0.7", &["c.toml:33:9", "wib", "did you mean `web`"]),
+        ("[source.math]", "[source.maths]", &["c.toml:5:", "maths", "did you mean `math`"]),
         ("seq_len = 64", "seq_len = 100", &["c.toml:30:1", "seq_len 100", "1024"]),
         ("steps = 12", "steps = 100000", &["c.toml:", "max_epochs", "runs out at step"]),
     ];

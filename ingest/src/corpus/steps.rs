@@ -20,17 +20,17 @@ const COMMON: [&str; 2] = ["step", "sources"];
 
 /// The names of the steps.
 pub(crate) const STEPS: [&str; 11] = [
-    "clean",
-    "length",
-    "gopher-quality",
-    "gopher-repetition",
-    "c4",
-    "fineweb",
-    "exact-duplicates",
-    "near-duplicates",
-    "decontaminate",
-    "repeated-substrings",
-    "trim",
+    Clean::NAME,
+    Length::NAME,
+    GopherQuality::NAME,
+    GopherRepetition::NAME,
+    C4::NAME,
+    FineWeb::NAME,
+    Exact::NAME,
+    Near::NAME,
+    Decontaminate::NAME,
+    Repeats::NAME,
+    Trim::NAME,
 ];
 
 /// Steps of a corpus, at most.
@@ -97,33 +97,33 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
     }
     let (filter, compare) = (|filter| Step::Filter(Box::new(filter)), Step::Compare);
     let step = match written {
-        "clean" => filter(Filter::Clean(read!(Clean))),
-        "length" => filter(Filter::Length(read!(Length))),
-        "gopher-quality" => filter(Filter::GopherQuality(read!(GopherQuality))),
-        "gopher-repetition" => filter(Filter::GopherRepetition(read!(GopherRepetition))),
-        "c4" => filter(Filter::C4(read!(C4))),
-        "fineweb" => filter(Filter::FineWeb(read!(FineWeb))),
-        "exact-duplicates" => compare(Compare::Exact(read!(Exact))),
-        "near-duplicates" => {
+        Clean::NAME => filter(Filter::Clean(read!(Clean))),
+        Length::NAME => filter(Filter::Length(read!(Length))),
+        GopherQuality::NAME => filter(Filter::GopherQuality(read!(GopherQuality))),
+        GopherRepetition::NAME => filter(Filter::GopherRepetition(read!(GopherRepetition))),
+        C4::NAME => filter(Filter::C4(read!(C4))),
+        FineWeb::NAME => filter(Filter::FineWeb(read!(FineWeb))),
+        Exact::NAME => compare(Compare::Exact(read!(Exact))),
+        Near::NAME => {
             let near = read!(Near);
             near.check().map_err(|wanted| {
                 Fault::usage("near duplicates cannot be found like this").wanted(wanted)
             })?;
             compare(Compare::Near(near))
         }
-        "repeated-substrings" => {
+        Repeats::NAME => {
             let repeats = read!(Repeats);
             repeats.check().map_err(|wanted| {
                 Fault::usage("repeated substrings cannot be found like this").wanted(wanted)
             })?;
             compare(Compare::Repeats(repeats))
         }
-        "decontaminate" => {
+        Decontaminate::NAME => {
             let own: Vec<&str> = Rules::KEYS.iter().copied().chain(["files"]).collect();
             known(&own)?;
             return decontaminate(settings);
         }
-        "trim" => {
+        Trim::NAME => {
             let trim = read!(Trim);
             if let Some(key) = trim.empty_marker() {
                 let fault = Fault::usage(format!("`{key}` is empty")).found("\"\"");

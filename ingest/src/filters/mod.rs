@@ -45,45 +45,20 @@ pub(crate) enum Effect {
     Dropped(Dropped),
 }
 
-/// One filter, with its settings.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Filter {
-    Clean(clean::Clean),
-    Length(quality::Length),
-    GopherQuality(quality::GopherQuality),
-    GopherRepetition(repetition::GopherRepetition),
-    C4(c4::C4),
-    FineWeb(quality::FineWeb),
-    Trim(trim::Trim),
+setting::one_of! {
+    /// One filter, with its settings.
+    Filter {
+        Clean(clean::Clean),
+        Length(quality::Length),
+        GopherQuality(quality::GopherQuality),
+        GopherRepetition(repetition::GopherRepetition),
+        C4(c4::C4),
+        FineWeb(quality::FineWeb),
+        Trim(trim::Trim),
+    }
 }
 
 impl Filter {
-    /// The filter as canonical text.
-    pub(crate) fn describe(&self) -> String {
-        match self {
-            Filter::Clean(filter) => filter.describe(),
-            Filter::Length(filter) => filter.describe(),
-            Filter::GopherQuality(filter) => filter.describe(),
-            Filter::GopherRepetition(filter) => filter.describe(),
-            Filter::C4(filter) => filter.describe(),
-            Filter::FineWeb(filter) => filter.describe(),
-            Filter::Trim(filter) => filter.describe(),
-        }
-    }
-
-    /// Its name in `corpus.toml`.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Filter::Clean(_) => "clean",
-            Filter::Length(_) => "length",
-            Filter::GopherQuality(_) => "gopher-quality",
-            Filter::GopherRepetition(_) => "gopher-repetition",
-            Filter::C4(_) => "c4",
-            Filter::FineWeb(_) => "fineweb",
-            Filter::Trim(_) => "trim",
-        }
-    }
-
     /// Whether it may change a text.
     pub(crate) fn changes(&self) -> bool {
         matches!(self, Filter::Clean(_) | Filter::C4(_) | Filter::Trim(_))

@@ -8,7 +8,7 @@ use memchr::{memchr_iter, memmem};
 
 use super::Dropped;
 use super::repetition::repeated;
-use super::setting::{above, below, share, step};
+use super::setting::{above, below, fewer, more, step};
 use super::words::{Tally, Text, chars, is_terminal, lines, strip};
 
 step! {
@@ -71,30 +71,25 @@ step! {
     }
 }
 
-fn count(limit: u64, number: usize, less: bool) -> bool {
-    if less { (number as u64) < limit } else { number as u64 > limit }
-}
+/// What is said of a number beyond a limit.
+type Bound = fn(Option<u64>, usize, &'static str) -> Option<Dropped>;
 
 impl Length {
     /// The first rule broken.
     pub(crate) fn judge(&self, text: &Text<'_>) -> Option<Dropped> {
         let bytes = text.text.len();
-        let rules: [(_, &dyn Fn() -> usize, _, _); 6] = [
-            (self.min_bytes, &|| bytes, true, "length: too few bytes"),
-            (self.max_bytes, &|| bytes, false, "length: too many bytes"),
-            (self.min_chars, &|| chars(text.text), true, "length: too few characters"),
-            (self.max_chars, &|| chars(text.text), false, "length: too many characters"),
-            (self.min_words, &|| text.words().len(), true, "length: too few words"),
-            (self.max_words, &|| text.words().len(), false, "length: too many words"),
+        let rules: [(_, &dyn Fn() -> usize, Bound, _); 6] = [
+            (self.min_bytes, &|| bytes, fewer, "length: too few bytes"),
+            (self.max_bytes, &|| bytes, more, "length: too many bytes"),
+            (self.min_chars, &|| chars(text.text), fewer, "length: too few characters"),
+            (self.max_chars, &|| chars(text.text), more, "length: too many characters"),
+            (self.min_words, &|| text.words().len(), fewer, "length: too few words"),
+            (self.max_words, &|| text.words().len(), more, "length: too many words"),
         ];
-        for (limit, number, less, reason) in rules {
-            let Some(limit) = limit else { continue };
-            let number = number();
-            if count(limit, number, less) {
-                return Some(Dropped::new(reason, number));
-            }
-        }
-        None
+        // What no rule asks for is not counted.
+        rules.into_iter().find_map(|(limit, number, broken, reason)| {
+            limit.and_then(|_| broken(limit, number(), reason))
+        })
     }
 }
 
@@ -106,29 +101,21 @@ impl GopherQuality {
 
     fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
         let Tally { solid: number, chars: length, .. } = text.tally();
-        if self.min_words.is_some_and(|limit| count(limit, number, true)) {
-            return Some(Dropped::new("gopher-quality: too few words", number));
-        }
-        if self.max_words.is_some_and(|limit| count(limit, number, false)) {
-            return Some(Dropped::new("gopher-quality: too many words", number));
-        }
-        if self.min_word_chars.is_some_and(|limit| below(length, number, limit)) {
-            return Some(Dropped::new("gopher-quality: short words", share(length, number)));
-        }
-        if self.max_word_chars.is_some_and(|limit| above(length, number, limit)) {
-            return Some(Dropped::new("gopher-quality: long words", share(length, number)));
-        }
+        let (least, most) = (self.min_word_chars, self.max_word_chars);
+        fewer(self.min_words, number, "gopher-quality: too few words")
+            .or_else(|| more(self.max_words, number, "gopher-quality: too many words"))
+            .or_else(|| below(least, (length, number), "gopher-quality: short words"))
+            .or_else(|| above(most, (length, number), "gopher-quality: long words"))
+            .or_else(|| self.judge_symbols(text))
+    }
+
+    fn judge_symbols(&self, text: &Text<'_>) -> Option<Dropped> {
         let all = text.words().len();
         let bytes = text.text.as_bytes();
         let hashes = memchr_iter(b'#', bytes).count();
         let [dots, signs] = ["...", "\u{2026}"].map(|sign| memmem::find_iter(bytes, sign).count());
-        let ellipses = dots + signs;
-        let limit = self.max_symbols?;
-        if above(hashes, all, limit) {
-            return Some(Dropped::new("gopher-quality: hash signs", share(hashes, all)));
-        }
-        above(ellipses, all, limit)
-            .then(|| Dropped::new("gopher-quality: ellipses", share(ellipses, all)))
+        above(self.max_symbols, (hashes, all), "gopher-quality: hash signs")
+            .or_else(|| above(self.max_symbols, (dots + signs, all), "gopher-quality: ellipses"))
     }
 
     fn judge_lines(&self, text: &Text<'_>) -> Option<Dropped> {
@@ -139,24 +126,20 @@ impl GopherQuality {
             bullets += usize::from(line.starts_with(['\u{2022}', '-']));
             open += usize::from(line.ends_with("...") || line.ends_with('\u{2026}'));
         }
-        if self.max_bullet_lines.is_some_and(|limit| above(bullets, all, limit)) {
-            return Some(Dropped::new("gopher-quality: bullet lines", share(bullets, all)));
-        }
-        self.max_ellipsis_lines
-            .is_some_and(|limit| above(open, all, limit))
-            .then(|| Dropped::new("gopher-quality: lines ending in an ellipsis", share(open, all)))
+        let most = self.max_ellipsis_lines;
+        above(self.max_bullet_lines, (bullets, all), "gopher-quality: bullet lines")
+            .or_else(|| above(most, (open, all), "gopher-quality: lines ending in an ellipsis"))
     }
 
     fn judge_sense(&self, text: &Text<'_>) -> Option<Dropped> {
         let all = text.words().len();
         let letters = text.tally().lettered;
-        if self.min_letter_words.is_some_and(|limit| below(letters, all, limit)) {
-            return Some(Dropped::new(
-                "gopher-quality: words without letters",
-                share(letters, all),
-            ));
-        }
-        let limit = self.min_stop_words?;
+        below(self.min_letter_words, (letters, all), "gopher-quality: words without letters")
+            .or_else(|| self.judge_stop_words(text))
+    }
+
+    fn judge_stop_words(&self, text: &Text<'_>) -> Option<Dropped> {
+        self.min_stop_words?;
         // One pass over the words, as long as a stop word is missing; most are told from all of them by their first byte.
         let mut missing: Vec<&[u8]> =
             self.stop_words.split_whitespace().map(str::as_bytes).collect();
@@ -170,7 +153,7 @@ impl GopherQuality {
             }
         }
         let found = stops - missing.len();
-        count(limit, found, true).then(|| Dropped::new("gopher-quality: few stop words", found))
+        fewer(self.min_stop_words, found, "gopher-quality: few stop words")
     }
 }
 
@@ -181,24 +164,18 @@ impl FineWeb {
         if all.is_empty() {
             return Some(Dropped::new("fineweb: no lines", 0));
         }
-        let ended = all.iter().filter(|line| line.ends_with(is_terminal)).count();
-        if self.min_ended_lines.is_some_and(|limit| below(ended, all.len(), limit)) {
-            let found = share(ended, all.len());
-            return Some(Dropped::new("fineweb: few lines end a sentence", found));
-        }
-        let short = all.iter().filter(|line| chars(line) as u64 <= self.short_line).count();
-        if self.max_short_lines.is_some_and(|limit| above(short, all.len(), limit)) {
-            return Some(Dropped::new("fineweb: short lines", share(short, all.len())));
-        }
-        let (_, twice) = repeated(all.iter().copied());
+        let ended = || all.iter().filter(|line| line.ends_with(is_terminal)).count();
+        let short = || all.iter().filter(|line| chars(line) as u64 <= self.short_line).count();
+        let twice = || repeated(all.iter().copied()).1;
         let ends = text.text.bytes().filter(|byte| *byte == b'\n').count();
-        let solid = chars(text.text) - ends;
-        if self.max_repeated_chars.is_some_and(|limit| above(twice, solid, limit)) {
-            return Some(Dropped::new("fineweb: repeated lines", share(twice, solid)));
-        }
-        let words = text.words().len();
-        self.max_line_ends
-            .is_some_and(|limit| above(ends, words, limit))
-            .then(|| Dropped::new("fineweb: a list rather than prose", share(ends, words)))
+        let solid = || chars(text.text) - ends;
+        let (most_short, most_twice) = (self.max_short_lines, self.max_repeated_chars);
+        below(self.min_ended_lines, (ended(), all.len()), "fineweb: few lines end a sentence")
+            .or_else(|| above(most_short, (short(), all.len()), "fineweb: short lines"))
+            .or_else(|| above(most_twice, (twice(), solid()), "fineweb: repeated lines"))
+            .or_else(|| {
+                let words = text.words().len();
+                above(self.max_line_ends, (ends, words), "fineweb: a list rather than prose")
+            })
     }
 }

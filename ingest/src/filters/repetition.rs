@@ -7,7 +7,7 @@ use contract::Ratio;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::Dropped;
-use super::setting::{above, share, step};
+use super::setting::{above, step};
 use super::words::{Text, chars, strip};
 
 step! {
@@ -72,11 +72,10 @@ impl GopherRepetition {
             }
             let parts = parts();
             let (again, length) = repeated(parts.iter().copied());
-            if max_parts.is_some_and(|limit| above(again, parts.len(), limit)) {
-                return Some(Dropped::new(by_part, share(again, parts.len())));
-            }
-            if max_chars.is_some_and(|limit| above(length, whole, limit)) {
-                return Some(Dropped::new(by_char, share(length, whole)));
+            let dropped = above(max_parts, (again, parts.len()), by_part);
+            let dropped = dropped.or_else(|| above(max_chars, (length, whole), by_char));
+            if dropped.is_some() {
+                return dropped;
             }
         }
         None
@@ -85,19 +84,10 @@ impl GopherRepetition {
     fn judge_words(&self, text: &Text<'_>) -> Option<Dropped> {
         let whole = chars(text.text);
         let mut grams = Grams::new(text);
-        let tops = [
+        let rules = [
             (2, self.max_top_2, "gopher-repetition: most frequent 2 words"),
             (3, self.max_top_3, "gopher-repetition: most frequent 3 words"),
             (4, self.max_top_4, "gopher-repetition: most frequent 4 words"),
-        ];
-        for (n, limit, reason) in tops {
-            let Some(limit) = limit else { continue };
-            let length = grams.top(n);
-            if above(length, whole, limit) {
-                return Some(Dropped::new(reason, share(length, whole)));
-            }
-        }
-        let runs = [
             (5, self.max_repeated_5, "gopher-repetition: runs of 5 words"),
             (6, self.max_repeated_6, "gopher-repetition: runs of 6 words"),
             (7, self.max_repeated_7, "gopher-repetition: runs of 7 words"),
@@ -105,14 +95,11 @@ impl GopherRepetition {
             (9, self.max_repeated_9, "gopher-repetition: runs of 9 words"),
             (10, self.max_repeated_10, "gopher-repetition: runs of 10 words"),
         ];
-        for (n, limit, reason) in runs {
-            let Some(limit) = limit else { continue };
-            let length = grams.repeated(n);
-            if above(length, whole, limit) {
-                return Some(Dropped::new(reason, share(length, whole)));
-            }
-        }
-        None
+        rules.into_iter().find_map(|(n, limit, reason)| {
+            limit?;
+            let length = if n < 5 { grams.top(n) } else { grams.repeated(n) };
+            above(limit, (length, whole), reason)
+        })
     }
 }
 

@@ -4,6 +4,8 @@ use contract::framed::quoted;
 use contract::settings::{File, Spanned, Table, Value};
 use contract::{Fault, Ratio, Result};
 
+use super::Dropped;
+
 /// The settings of one step, as they are written.
 pub(crate) struct Settings<'a> {
     /// The corpus file.
@@ -142,6 +144,9 @@ macro_rules! step {
         }
 
         impl $name {
+            /// Its name in `corpus.toml`.
+            pub(crate) const NAME: &'static str = $step;
+
             /// The settings it knows.
             pub(crate) const KEYS: &'static [&'static str] = &[$(stringify!($field)),*];
 
@@ -173,19 +178,72 @@ macro_rules! step {
     };
 }
 
-pub(crate) use step;
+/// Declares what is one of several steps.
+macro_rules! one_of {
+    ($(#[$doc:meta])* $name:ident { $($step:ident($settings:ty),)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq)]
+        pub(crate) enum $name {
+            $($step($settings),)*
+        }
 
-/// Whether `part` of `whole` is more than `limit`, exactly. Nothing of nothing is no more than anything.
-pub(crate) fn above(part: usize, whole: usize, limit: Ratio) -> bool {
-    part as u128 * u128::from(limit.den()) > u128::from(limit.num()) * whole as u128
+        impl $name {
+            /// The step as canonical text.
+            pub(crate) fn describe(&self) -> String {
+                match self {
+                    $($name::$step(step) => step.describe(),)*
+                }
+            }
+
+            /// Its name in `corpus.toml`.
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $($name::$step(_) => <$settings>::NAME,)*
+                }
+            }
+        }
+    };
 }
 
-/// Whether `part` of `whole` is less than `limit`, exactly.
-pub(crate) fn below(part: usize, whole: usize, limit: Ratio) -> bool {
-    part as u128 * u128::from(limit.den()) < u128::from(limit.num()) * whole as u128
+pub(crate) use {one_of, step};
+
+/// Dropped for `reason` if `number` is less than the limit.
+pub(crate) fn fewer(limit: Option<u64>, number: usize, reason: &'static str) -> Option<Dropped> {
+    let broken = limit.is_some_and(|limit| (number as u64) < limit);
+    broken.then(|| Dropped::new(reason, number))
+}
+
+/// Dropped for `reason` if `number` is more than the limit.
+pub(crate) fn more(limit: Option<u64>, number: usize, reason: &'static str) -> Option<Dropped> {
+    let broken = limit.is_some_and(|limit| number as u64 > limit);
+    broken.then(|| Dropped::new(reason, number))
+}
+
+/// Dropped for `reason` if `part` of `whole` is less than the limit, exactly.
+pub(crate) fn below(
+    limit: Option<Ratio>,
+    (part, whole): (usize, usize),
+    reason: &'static str,
+) -> Option<Dropped> {
+    limit.filter(|limit| times(part, limit.den()) < times(whole, limit.num()))?;
+    Some(Dropped::new(reason, share(part, whole)))
+}
+
+/// Dropped for `reason` if `part` of `whole` is more than the limit, exactly. Nothing of nothing is no more than anything.
+pub(crate) fn above(
+    limit: Option<Ratio>,
+    (part, whole): (usize, usize),
+    reason: &'static str,
+) -> Option<Dropped> {
+    limit.filter(|limit| times(part, limit.den()) > times(whole, limit.num()))?;
+    Some(Dropped::new(reason, share(part, whole)))
+}
+
+fn times(number: usize, factor: u64) -> u128 {
+    number as u128 * u128::from(factor)
 }
 
 /// A share as a person reads it.
-pub(crate) fn share(part: usize, whole: usize) -> String {
+fn share(part: usize, whole: usize) -> String {
     format!("{:.3}", part as f64 / whole.max(1) as f64)
 }

@@ -11,7 +11,7 @@ use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use store::disk::Whole;
+use store::disk::{Whole, beside};
 use store::{FileRecord, InputRecord};
 
 use super::tokens::{Hashing, TokenFile, put, refuse_halved};
@@ -20,12 +20,6 @@ use crate::disk::Disk;
 
 /// The largest `.metadata` that is read.
 const METADATA_BYTES: u64 = 1 << 16;
-
-fn beside(path: &Path, ending: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(ending);
-    PathBuf::from(name)
-}
 
 /// What `.metadata` says of the width, if it is there.
 fn stated_width(disk: &dyn Disk, path: &Path) -> Result<Option<(Width, InputRecord)>> {

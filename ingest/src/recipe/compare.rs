@@ -3,39 +3,20 @@
 use contract::{Fault, Identity, Ratio, Result};
 
 use super::mapping::Template;
-use crate::filters::setting::{Setting as _, step};
+use crate::filters::setting::{Setting as _, one_of, step};
 use crate::source::SourceFile;
 
-/// One step that compares, with its settings.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Compare {
-    Exact(Exact),
-    Near(Near),
-    Decontaminate(Decontaminate),
-    Repeats(Repeats),
+one_of! {
+    /// One step that compares, with its settings.
+    Compare {
+        Exact(Exact),
+        Near(Near),
+        Decontaminate(Decontaminate),
+        Repeats(Repeats),
+    }
 }
 
 impl Compare {
-    /// The step as canonical text.
-    pub(crate) fn describe(&self) -> String {
-        match self {
-            Compare::Exact(step) => step.describe(),
-            Compare::Near(step) => step.describe(),
-            Compare::Decontaminate(step) => step.describe(),
-            Compare::Repeats(step) => step.describe(),
-        }
-    }
-
-    /// Its name in `corpus.toml`.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Compare::Exact(_) => "exact-duplicates",
-            Compare::Near(_) => "near-duplicates",
-            Compare::Decontaminate(_) => "decontaminate",
-            Compare::Repeats(_) => "repeated-substrings",
-        }
-    }
-
     /// Whether it may change a text, which the build does then, as the scan has decided.
     pub(crate) fn changes(&self) -> bool {
         matches!(self, Compare::Repeats(_))
@@ -131,6 +112,8 @@ pub(crate) struct Decontaminate {
 }
 
 impl Decontaminate {
+    pub(crate) const NAME: &'static str = Rules::NAME;
+
     /// Refuses rules that find nothing or everything.
     pub(crate) fn check(rules: &Rules) -> Result<()> {
         if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {

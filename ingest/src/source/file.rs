@@ -1,6 +1,6 @@
 //! A file of a source: where it lies and how it holds documents.
 
-use contract::{Identity, Result};
+use contract::Result;
 use serde::{Deserialize, Serialize};
 use store::Location;
 
@@ -22,11 +22,6 @@ impl SourceFile {
     /// Its size.
     pub(crate) fn size(&self) -> Result<u64> {
         self.path.size().map_err(|error| self.path.fault("read", &error))
-    }
-
-    /// Its size and the SHA-256 of its bytes.
-    pub(crate) fn content(&self) -> Result<(u64, Identity)> {
-        self.path.content()
     }
 }
 

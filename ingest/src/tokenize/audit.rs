@@ -50,15 +50,8 @@ fn in_share(key: u64) -> bool {
 /// The piece of a large text that stands for it, at a place drawn by its content.
 pub fn piece(text: &str, key: u64) -> &str {
     let room = text.len().saturating_sub(PIECE_BYTES) as u128;
-    let mut start = ((room * u128::from(key)) >> 64) as usize;
-    while !text.is_char_boundary(start) {
-        start -= 1;
-    }
-    let mut end = text.len().min(start + PIECE_BYTES);
-    while !text.is_char_boundary(end) {
-        end -= 1;
-    }
-    &text[start..end]
+    let start = text.floor_char_boundary(((room * u128::from(key)) >> 64) as usize);
+    &text[start..text.floor_char_boundary(start + PIECE_BYTES)]
 }
 
 /// What the workers need to know to keep the text of a document: more than the audit takes, and never less.

@@ -158,13 +158,6 @@ impl Tokenizer {
     pub fn encode_by_reference(&self, text: &str) -> Result<Vec<u32>> {
         encode_reference(&self.reference, text)
     }
-
-    /// The text of `ids`, special tokens included.
-    pub fn decode(&self, ids: &[u32]) -> Result<String> {
-        self.reference
-            .decode(ids, false)
-            .map_err(|error| Fault::data(format!("these ids cannot be decoded: {error}")))
-    }
 }
 
 fn parsed(bytes: &[u8]) -> Result<Value> {
@@ -304,7 +297,7 @@ mod tests {
             assert_eq!(ids.len(), 1 + "<|end|>".len() + 1 + 1);
             assert_eq!(ids[8], 257);
             assert!(!ids.contains(&256));
-            assert_eq!(tokenizer.decode(&ids).unwrap(), "a<|end|><tab>b");
+            assert_eq!(tokenizer.reference.decode(&ids, false).unwrap(), "a<|end|><tab>b");
             assert_eq!((tokenizer.vocab(), tokenizer.token_bytes()), (258, 2));
         }
     }

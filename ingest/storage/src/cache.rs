@@ -311,9 +311,7 @@ fn is_lockless(error: &Error) -> bool {
 
 /// Where the digest of a copy is kept.
 fn sum_of(path: &Path) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(SUM);
-    PathBuf::from(name)
+    disk::beside(path, SUM)
 }
 
 /// The time at which a copy is used.

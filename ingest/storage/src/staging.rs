@@ -35,12 +35,11 @@ impl Staging {
         refuse_long(target)?;
         refuse_taken(target)?;
         apart::refuse_inside(&target.into())?;
-        let name = target.file_name().ok_or_else(|| {
-            Fault::usage("this is not a name for a new folder").at(target.display().to_string())
-        })?;
-        let mut name = name.to_owned();
-        name.push(PARTIAL);
-        let path = target.with_file_name(name);
+        if target.file_name().is_none() {
+            let fault = Fault::usage("this is not a name for a new folder");
+            return Err(fault.at(target.display().to_string()));
+        }
+        let path = disk::beside(target, PARTIAL);
         disk::create_folder(&path)?;
         let lock = disk::lock(&path)?;
         clear(&path)?;

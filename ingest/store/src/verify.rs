@@ -20,9 +20,10 @@ use crate::{Location, regular};
 use contract::digest::block_sum;
 use contract::fault::is_of_the_moment;
 use contract::{Class, Digest, Fault, Identity, Result, counted};
+use serde::Serialize;
 
 /// One damaged place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Damage {
     /// The file, from the store's folder.
     pub file: String,

@@ -1,7 +1,6 @@
 //! `zdata build`.
 
 use std::path::{Path, PathBuf};
-use std::thread;
 
 use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
@@ -13,6 +12,7 @@ use storage::publish;
 use store::location::Object;
 use store::{Location, Manifest, open};
 
+use super::digest::default_workers;
 use super::output;
 
 /// Arguments.
@@ -208,8 +208,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
             .hint("add --engine slurm, or leave --sbatch out"));
     }
     let corpus = Corpus::read(&args.corpus)?;
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let workers = args.workers.unwrap_or(cores);
+    let workers = args.workers.unwrap_or_else(default_workers);
     if args.check {
         return check(&corpus, args.json, check::Options { workers, quiet });
     }

@@ -1,7 +1,7 @@
 //! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
 
 use contract::Result;
-use ingest::inspect::many;
+use ingest::inspect::{grouped as count, many};
 use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
@@ -413,19 +413,6 @@ fn epochs(taken: u64, tokens: u64) -> f64 {
 
 fn decimals(value: f64) -> String {
     format!("{value:.4}")
-}
-
-/// 1234567 as 1,234,567.
-fn count(value: u64) -> String {
-    let digits = value.to_string();
-    let mut out = String::new();
-    for (index, digit) in digits.chars().enumerate() {
-        if index > 0 && (digits.len() - index).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }
 
 /// Columns as wide as they need to be: the first to the left, numbers to the right.

@@ -1,7 +1,6 @@
 //! `zdata task`: the pieces of a build, for schedulers to call.
 
 use std::path::PathBuf;
-use std::thread;
 use std::time::Duration;
 
 use contract::terminal::print;
@@ -10,6 +9,8 @@ use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use ingest::{Corpus, inspect};
 use store::Location;
+
+use super::digest::default_workers;
 
 /// Why a folder of parts is on this machine.
 pub(crate) const WORK: &str =
@@ -79,8 +80,8 @@ pub(crate) struct Task {
 
 fn run(stage: Stage, task: Task) -> Result<()> {
     let plan = Plan::read(&task.work)?;
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let ran = Runner::new(&plan, task.workers.unwrap_or(cores))?.run(stage, task.index)?;
+    let workers = task.workers.unwrap_or_else(default_workers);
+    let ran = Runner::new(&plan, workers)?.run(stage, task.index)?;
     print(&match ran {
         Ran::New(digest) => format!("{digest}\n"),
         Ran::Again(digest) => format!("{digest}  again\n"),

@@ -1,13 +1,12 @@
 //! `zdata tokenizer train`.
 
-use std::thread;
-
 use contract::{Identity, Ratio, Result, counted, note};
 use ingest::Corpus;
 use ingest::train::{Options, Request, Trained, train};
 use serde_json::json;
 use store::Location;
 
+use super::digest::default_workers;
 use super::output;
 
 /// What to do with a tokenizer.
@@ -62,8 +61,7 @@ fn share(text: &str) -> std::result::Result<Ratio, String> {
 pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     let Command::Train(args) = command;
     let corpus = Corpus::read(&args.corpus)?;
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    let options = Options { workers: args.workers.unwrap_or(cores), quiet };
+    let options = Options { workers: args.workers.unwrap_or_else(default_workers), quiet };
     let request = Request { vocab: args.vocab, special: args.special, sample: args.sample };
     let trained = train(&corpus, &request, options)?;
     if !trained.write(&args.out)? {

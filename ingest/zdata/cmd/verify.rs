@@ -2,9 +2,10 @@
 
 use contract::terminal::{print, print_raw};
 use contract::{Fault, Result, counted};
+use ingest::verify::Report;
 use serde_json::json;
 use store::Location;
-use store::verify::{Damage, fault};
+use store::verify::fault;
 
 use super::output;
 
@@ -24,13 +25,8 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let report = ingest::verify::verify(&args.store, quiet)?;
     if args.json {
-        let damage = |damage: &Damage| {
-            let Damage { file, what, block, documents } = damage;
-            json!({"file": file, "what": what, "block": block, "documents": documents})
-        };
-        let damages: Vec<_> = report.damages.iter().map(damage).collect();
-        let (digest, files) = (report.manifest.digest, report.files);
-        let bytes = report.bytes;
+        let Report { manifest, files, bytes, damages } = &report;
+        let digest = manifest.digest;
         let answer = json!({"digest": digest, "files": files, "bytes": bytes, "damages": damages});
         print_raw(&output::json(&answer)?)?;
     }

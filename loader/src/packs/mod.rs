@@ -13,7 +13,7 @@ use contract::{Digest, Fault, Hasher, Result};
 use curriculum::{Curriculum, Packing};
 use mixer::fit::{BLOCK, Fitted, Lengths};
 use mixer::{PackTable, PackTables};
-use store::{Location, Split, StreamReader};
+use store::{Location, Split, StreamReader, disk};
 
 use self::table::Table;
 use crate::Stores;
@@ -86,9 +86,8 @@ fn folders(store: &Location) -> Vec<PathBuf> {
     let beside = |path: &Path| {
         // A store named as `.` has no name to lie beside.
         let path = std::fs::canonicalize(path).ok()?;
-        let mut name = path.file_name()?.to_owned();
-        name.push(".packs");
-        Some(path.with_file_name(name))
+        path.file_name()?;
+        Some(disk::beside(&path, ".packs"))
     };
     let beside = match store {
         Location::Local(path) => beside(path),

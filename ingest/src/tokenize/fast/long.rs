@@ -17,7 +17,7 @@ use serde_json::Value;
 use tokenizers::utils::SysRegex;
 use unicode_normalization::char::is_combining_mark;
 
-use super::windows::{LONG, Symbols, Windows, floor};
+use super::windows::{LONG, Symbols, Windows};
 
 /// GPT-2's split, which `ByteLevel` has built in.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
@@ -144,12 +144,12 @@ impl LongWords {
     fn stretch(&self, text: &str, from: usize) -> Option<(usize, usize)> {
         let mut start = from;
         while text.len() - start > LONG {
-            let end = floor(text, start + LONG);
+            let end = text.floor_char_boundary(start + LONG);
             if let Some(cut) = last_cut(text, start, end) {
                 start = cut;
                 continue;
             }
-            let end = first_cut(text, floor(text, end - 1));
+            let end = first_cut(text, text.floor_char_boundary(end - 1));
             if has_run(&text[start..end], self.source) {
                 return Some((start, end));
             }

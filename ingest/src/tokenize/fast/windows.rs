@@ -19,15 +19,6 @@ pub(super) const LONG: usize = 512;
 /// Bytes merged at a time.
 const WINDOW: usize = 64;
 
-/// The largest character boundary that is not after `at`.
-pub(super) fn floor(text: &str, mut at: usize) -> usize {
-    at = at.min(text.len());
-    while !text.is_char_boundary(at) {
-        at -= 1;
-    }
-    at
-}
-
 /// What a model merges at first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Symbols {
@@ -105,7 +96,7 @@ impl Windows {
             let end = if rest <= width.saturating_mul(2) {
                 word.len()
             } else {
-                floor(word, done + width)
+                word.floor_char_boundary(done + width)
             };
             window.clear();
             self.symbols.encode(model, &word[done..end], &mut window)?;
