@@ -504,8 +504,8 @@ fn an_edit_matters_from_a_known_step() {
     );
     assert_eq!(change("hidden_size = 32\n", ""), one("model.hidden_size", 1));
     assert_eq!(change("warmup_steps = 3", "warmup_steps = 4"), one("schedule.warmup_steps", 1));
-    assert_eq!(change("decay_steps = 30", "decay_steps = 31"), one("schedule.decay_steps", 4));
-    assert_eq!(change("final_lr = 1e-3", "final_lr = 2e-3"), one("schedule.final_lr", 4));
+    assert_eq!(change("decay_steps = 30", "decay_steps = 31"), one("schedule.decay_steps", 3));
+    assert_eq!(change("final_lr = 1e-3", "final_lr = 2e-3"), one("schedule.final_lr", 3));
     assert_eq!(
         change("rope_theta = 1e6", "rope_theta = 2e6"),
         one("phase.long.model.rope_theta", 13)

@@ -343,7 +343,10 @@ impl Amendment {
             out.line("ban", inline(pairs.collect()));
         }
         if let Some(AddedStore { path, digest }) = store {
-            out.line("store", quoted(path));
+            // One that is only told of has no path.
+            if !path.is_empty() {
+                out.line("store", quoted(path));
+            }
             out.line("digest", quoted(digest));
         }
         numbers.write(out);

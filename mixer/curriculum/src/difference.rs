@@ -44,7 +44,7 @@ impl Curriculum {
             sources,
             model,
             optimizer,
-            schedule,
+            schedule: _,
             skip_step: _,
             auto_clip: _,
             amendments,
@@ -55,7 +55,7 @@ impl Curriculum {
         list.compare("dtype", other.dtype.name(), dtype.name(), 1);
         model_difference("model", model, &other.model, 1, &mut list);
         optimizer_difference(optimizer, &other.optimizer, &mut list);
-        schedule_difference(schedule, &other.schedule, &mut list);
+        schedule_difference(self, &other.schedule, &mut list);
         window_differences(self, other, &mut list);
         phase_differences(phases, &other.phases, &mut list);
         for source in sources.keys().chain(other.sources.keys()).collect::<BTreeSet<_>>() {
@@ -118,15 +118,38 @@ fn optimizer_difference(optimizer: &OptimizerSpec, other: &OptimizerSpec, list: 
     list.compare("optimizer.clip", float(other.clip), float(*clip), 1);
 }
 
-fn schedule_difference(schedule: &ScheduleSpec, other: &ScheduleSpec, list: &mut List) {
-    let ScheduleSpec { warmup_steps, decay_steps, final_lr } = schedule;
+fn schedule_difference(one: &Curriculum, other: &ScheduleSpec, list: &mut List) {
+    let ScheduleSpec { warmup_steps, decay_steps, final_lr } = &one.schedule;
     list.compare("schedule.warmup_steps", other.warmup_steps, warmup_steps, 1);
-    // The rate of step `warmup_steps` itself is still the peak.
-    let decays = other.warmup_steps.min(*warmup_steps) + 1;
-    list.compare("schedule.decay_steps", other.decay_steps, decay_steps, decays);
-    if *decay_steps > 0 && other.decay_steps > 0 {
-        list.compare("schedule.final_lr", float(other.final_lr), float(*final_lr), decays);
+    let with = |schedule| Curriculum { schedule, ..one.clone() };
+    let edited = with(ScheduleSpec { decay_steps: other.decay_steps, ..one.schedule.clone() });
+    if let Some(decays) = first_decay(one, &edited) {
+        list.compare("schedule.decay_steps", other.decay_steps, decay_steps, decays);
     }
+    // Where only one of them decays, its keys are told of by now.
+    if *decay_steps > 0 && other.decay_steps > 0 {
+        let edited = with(ScheduleSpec { final_lr: other.final_lr, ..one.schedule.clone() });
+        if let Some(decays) = first_decay(one, &edited) {
+            list.compare("schedule.final_lr", float(other.final_lr), float(*final_lr), decays);
+        }
+    }
+}
+
+/// The first step that decays by one of two curricula as it does not by the other, as amendments leave their schedules: they
+/// differ in what is said of decay in `[schedule]`, and in nothing else.
+fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
+    let steps: u64 = one.phases.iter().map(|phase| phase.steps).sum();
+    let amended = one.amendments.iter().map(|amendment| amendment.step);
+    let starts: Vec<u64> = std::iter::once(1).chain(amended).collect();
+    let ends = starts[1..].iter().copied().chain([steps + 1]);
+    starts.iter().zip(ends).find_map(|(&start, end)| {
+        let [one, other] = [one, other].map(|of| of.numbers_at(start).schedule);
+        let decay =
+            |of: &ScheduleSpec| (of.decay_steps, (of.decay_steps > 0).then_some(of.final_lr));
+        // The rate of step `warmup_steps` is the peak either way, but for its last bit.
+        let decays = start.max(one.warmup_steps);
+        (decay(&one) != decay(&other) && decays < end).then_some(decays)
+    })
 }
 
 /// A window reaches back to the first step.
@@ -153,19 +176,20 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
     list.compare("auto_clip.percentile", part(found), part(wanted), 1);
 }
 
-/// How a source is packed matters from the first step of a phase that has it.
+/// How a source is packed matters from the first step that has it in its mix.
 fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
     let begins = |of: &Curriculum| {
-        let at = of.phases.iter().position(|phase| phase.mix.contains_key(source));
-        at.map(|at| 1 + of.phases[..at].iter().map(|phase| phase.steps).sum::<u64>())
+        let segments = of.segments();
+        let at = segments.iter().position(|segment| segment.spec.mix.contains_key(source));
+        at.map(|at| 1 + segments[..at].iter().map(|segment| segment.spec.steps).sum::<u64>())
     };
     let show = |of: &Curriculum| match of.packing(source) {
         Some(packing) => packing.meaning(),
         None => "concatenate".to_owned(),
     };
-    // An amendment may bring the source in later, at the earliest with the run.
-    let first = [begins(one), begins(other)].into_iter().flatten().min().unwrap_or(1);
-    list.compare(&format!("source.{source}.packing"), show(other), show(one), first);
+    if let Some(first) = [begins(one), begins(other)].into_iter().flatten().min() {
+        list.compare(&format!("source.{source}.packing"), show(other), show(one), first);
+    }
 }
 
 /// Phases are compared in order; from the first one whose end moves, everything has moved.

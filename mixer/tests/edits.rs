@@ -1,0 +1,219 @@
+//! What an edit of a curriculum reaches, against all that each step follows from: whatever an amendment or a second edit makes
+//! of it, no step before the first one that is told of becomes another.
+
+#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
+
+use mixer::Curriculum;
+use proptest::prelude::*;
+
+const SOURCES: [&str; 3] = ["a", "b", "c"];
+
+/// A curriculum of two phases, in numbers.
+#[derive(Clone, Debug)]
+struct Drawn {
+    warmup: u64,
+    decay: u64,
+    last: u64,
+    /// By source: 0 where its documents are one text, or the weight of the longer one of two lengths.
+    packings: [u64; 3],
+    /// Steps, and by source its weight.
+    phases: [(u64, [u64; 3]); 2],
+    amendments: Vec<Amended>,
+}
+
+#[derive(Clone, Debug)]
+enum Amended {
+    Mix(u64, [u64; 3]),
+    Warmup(u64, u64),
+    Decay(u64, u64, u64),
+    Skip(u64),
+}
+
+impl Amended {
+    fn step(&self) -> u64 {
+        match self {
+            Amended::Mix(step, _) | Amended::Warmup(step, _) | Amended::Decay(step, ..) => *step,
+            Amended::Skip(step) => *step,
+        }
+    }
+}
+
+fn mix(weights: &[u64; 3]) -> String {
+    let pairs = SOURCES.iter().zip(weights).filter(|(_, weight)| **weight > 0);
+    let pairs: Vec<String> = pairs.map(|(source, weight)| format!("{source} = {weight}")).collect();
+    format!("mix = {{ {} }}\n", pairs.join(", "))
+}
+
+fn decay(decay: u64, last: u64) -> String {
+    match decay {
+        0 => "decay_steps = 0".to_owned(),
+        _ => format!("decay_steps = {decay}, final_lr = {last}e-4"),
+    }
+}
+
+impl Drawn {
+    /// `None` where it is refused: an amendment that changes nothing, or names the rate of a decay that is none.
+    fn curriculum(&self) -> Option<Curriculum> {
+        let mut text = "store = \"s\"\nseed = 1\n[model]\npreset = \"zaya1-nano\"\n".to_owned();
+        for (source, weight) in SOURCES.iter().zip(self.packings).filter(|(_, weight)| *weight > 0)
+        {
+            text += &format!(
+                "[source.{source}]\npacking = \"best-fit\"\nlengths = {{ 64 = 1, 128 = {weight} }}\n"
+            );
+        }
+        let schedule = decay(self.decay, self.last).replace(", ", "\n");
+        text += &format!("[schedule]\nwarmup_steps = {}\n{schedule}\n", self.warmup);
+        for (name, (steps, weights)) in ["one", "two"].iter().zip(&self.phases) {
+            let mix = mix(weights);
+            text += &format!(
+                "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 64\nbatch = 2\n{mix}"
+            );
+        }
+        let mut amendments = self.amendments.clone();
+        amendments.sort_by_key(Amended::step);
+        for amended in &amendments {
+            text += &format!("[[amendment]]\nstep = {}\n", amended.step());
+            text += &match amended {
+                Amended::Mix(_, weights) => mix(weights),
+                Amended::Warmup(_, steps) => format!("schedule = {{ warmup_steps = {steps} }}\n"),
+                Amended::Decay(_, steps, last) => {
+                    format!("schedule = {{ {} }}\n", decay(*steps, *last))
+                }
+                Amended::Skip(_) => "skip = true\n".to_owned(),
+            };
+        }
+        Curriculum::parse(&text, "c.toml").ok()
+    }
+}
+
+/// All that a step follows from, but for the steps before it; `None` after the end.
+fn follows_from(curriculum: &Curriculum, step: u64) -> Option<String> {
+    let mut before = 0;
+    let segment = curriculum.segments().into_iter().find(|segment| {
+        before += segment.spec.steps;
+        step <= before
+    })?;
+    let numbers = curriculum.numbers_at(step);
+    let schedule = &numbers.schedule;
+    let rate = match (step < schedule.warmup_steps, schedule.decay_steps) {
+        (true, _) => format!("{step} of {}", schedule.warmup_steps),
+        (_, 0) => "the peak".to_owned(),
+        (_, decay) => {
+            format!("{} of {decay} to {}", step - schedule.warmup_steps, schedule.final_lr)
+        }
+    };
+    let packings = segment.spec.mix.keys().map(|source| curriculum.packing(source));
+    let skipped = curriculum.amendments.iter().any(|one| one.step == step && one.skip);
+    Some(format!(
+        "{rate} {skipped} {:?} {:?} {:?}",
+        segment.spec.mix.keys(),
+        segment.spec.weights(),
+        packings.collect::<Vec<_>>()
+    ))
+}
+
+/// The first step that is not the same in both.
+fn first_other(one: &Curriculum, other: &Curriculum) -> Option<u64> {
+    (1..40).find(|step| follows_from(one, *step) != follows_from(other, *step))
+}
+
+fn told(one: &Curriculum, other: &Curriculum) -> Option<u64> {
+    one.difference(other).first().map(|difference| difference.first_step)
+}
+
+fn weights() -> impl Strategy<Value = [u64; 3]> {
+    [0u64..3, 0..3, 0..3]
+        .prop_filter("a source", |weights| weights.iter().any(|weight| *weight > 0))
+}
+
+fn amended() -> impl Strategy<Value = Amended> {
+    let step = || 1u64..7;
+    prop_oneof![
+        (step(), weights()).prop_map(|(step, weights)| Amended::Mix(step, weights)),
+        (step(), 0u64..9).prop_map(|(step, steps)| Amended::Warmup(step, steps)),
+        (step(), 0u64..4, 1u64..3)
+            .prop_map(|(step, steps, last)| Amended::Decay(step, steps, last)),
+        step().prop_map(Amended::Skip),
+    ]
+}
+
+fn drawn() -> impl Strategy<Value = Drawn> {
+    let phases = [(3u64..8, weights()), (1u64..8, weights())];
+    let amendments = prop::collection::vec(amended(), 0..4);
+    (0u64..12, 0u64..4, 1u64..3, [0u64..3, 0..3, 0..3], phases, amendments).prop_map(
+        |(warmup, decay, last, packings, phases, amendments)| Drawn {
+            warmup,
+            decay,
+            last,
+            packings,
+            phases,
+            amendments,
+        },
+    )
+}
+
+/// The same curriculum with other values in some places.
+fn with(one: &Drawn, other: &Drawn, places: u32) -> Drawn {
+    let mut edited = one.clone();
+    let taken = |place: u32| places >> place & 1 == 1;
+    if taken(0) {
+        edited.warmup = other.warmup;
+    }
+    if taken(1) {
+        edited.decay = other.decay;
+    }
+    if taken(2) {
+        edited.last = other.last;
+    }
+    for place in 0..3 {
+        if taken(3 + place) {
+            edited.packings[place as usize] = other.packings[place as usize];
+        }
+    }
+    for place in 0..2 {
+        if taken(6 + place) {
+            edited.phases[place as usize] = other.phases[place as usize];
+        }
+    }
+    if taken(8) {
+        edited.amendments.clone_from(&other.amendments);
+    }
+    if taken(9) {
+        edited.amendments.extend(other.amendments.first().cloned());
+    }
+    edited
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2000))]
+
+    #[test]
+    fn no_step_before_the_first_one_told_of_is_another(one in drawn(), other in drawn(), places: u32) {
+        let edited = with(&one, &other, places);
+        if let (Some(one), Some(edited)) = (one.curriculum(), edited.curriculum()) {
+            let (told, wanted) = (told(&one, &edited), first_other(&one, &edited));
+            prop_assert!(wanted.is_none() || told.is_some_and(|told| told <= wanted.unwrap()), "{told:?} {wanted:?}");
+        }
+    }
+
+    /// An edit is not refused for steps that it leaves alone: one key whose effect amendments may hide.
+    #[test]
+    fn the_first_step_of_one_edit_is_told_exactly(one in drawn(), other in drawn(), place in 1u32..6) {
+        let edited = with(&one, &other, 1 << place);
+        if let (Some(one), Some(edited)) = (one.curriculum(), edited.curriculum()) {
+            prop_assert_eq!(told(&one, &edited), first_other(&one, &edited));
+        }
+    }
+}
+
+/// How many of those that are drawn are curricula at all: a test of none would hold as well.
+#[test]
+fn most_of_what_is_drawn_is_a_curriculum() {
+    use proptest::strategy::ValueTree;
+    let mut runner = proptest::test_runner::TestRunner::deterministic();
+    let many = (0..300).filter(|_| {
+        let one = drawn().new_tree(&mut runner).unwrap().current();
+        one.curriculum().is_some_and(|one| !one.amendments.is_empty())
+    });
+    assert!(many.count() > 100);
+}
