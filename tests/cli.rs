@@ -253,6 +253,13 @@ fn a_full_output_is_the_machines_and_said_once() {
         let told = ran.fails(6, &["standard output"]);
         assert_eq!(told.matches("error:").count(), 1, "{args:?}: {told}");
     }
+    // What is done is not called undone.
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let amend = ["amend", arg(&path), "--step", "2", "--skip"];
+    let ran: Ran = zdata_command(&amend).stdout(full).output().unwrap().into();
+    let told = ran.fails(6, &["the amendment is written", "only these words are lost"]);
+    assert!(!told.contains("run the same command again"), "{told}");
+    zdata(&amend).fails(2, &["skipped already"]);
 }
 
 #[cfg(feature = "train")]

@@ -1,6 +1,7 @@
 //! Fear: that an input is left out in silence, taken for something else, or waited for without end.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -252,6 +253,13 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     // One of the sources is a note of six bytes.
     zdata(&["plan", arg(&folder.join("curriculum.toml"))]).ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
+    // What the globs that it writes would name, and no build could take.
+    let odd = scratch.path("odd");
+    fs::create_dir(&odd).unwrap();
+    fs::copy(scratch.path("own/web/a.jsonl"), odd.join("a.jsonl")).unwrap();
+    fs::write(odd.join(std::ffi::OsStr::from_bytes(b"b\xff.jsonl")), "{}").unwrap();
+    zdata(&["init", arg(&odd)]).fails(2, &["is not UTF-8", "rename it"]);
+    assert!(!odd.join("corpus.toml").exists());
 }
 
 /// The most memory that a process held, in bytes, as the kernel tells it while it runs.

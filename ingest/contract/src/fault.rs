@@ -153,6 +153,9 @@ impl Fault {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
                 (Class::Machine, "free some space and run the same command again")
             }
+            io::ErrorKind::FileTooLarge => {
+                (Class::Machine, "raise `ulimit -f` and run the same command again")
+            }
             _ => (Class::Machine, "mend this on the machine and run the same command again"),
         };
         if error.kind() == io::ErrorKind::InvalidFilename {
@@ -221,6 +224,11 @@ impl Fault {
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.0.hint = Some(hint.into());
         self
+    }
+
+    /// A fault of telling what is done by now: whoever runs the command again is refused.
+    pub fn after(self, done: impl fmt::Display) -> Self {
+        self.hint(format!("{done}, and whole: only these words are lost"))
     }
 
     /// What went wrong, in one sentence.

@@ -88,10 +88,19 @@ pub(super) fn shortened(names: &[String]) -> String {
 /// Every file below, by its parts; hidden names and stores are passed over.
 fn walk(folder: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
     for path in disk::entries(folder)? {
-        let Some(name) = path.file_name().and_then(|name| name.to_str()) else { continue };
-        if name.starts_with('.') {
+        let name = path.file_name().unwrap_or_default();
+        if name.as_encoded_bytes().starts_with(b".") {
             continue;
         }
+        let Some(name) = name.to_str() else {
+            // The globs that are written would name it, and a build would stop there.
+            if path.is_dir() || Format::guess(Path::new(&*name.to_string_lossy())).is_some() {
+                return Err(Fault::usage("this name is not UTF-8")
+                    .at(path.display().to_string())
+                    .hint("rename it, and run the same command again"));
+            }
+            continue;
+        };
         parts.push(name.to_owned());
         one(&path, parts, seen)?;
         parts.pop();

@@ -68,8 +68,10 @@ struct Proof {
     /// The plan digest of the whole run, without and with it.
     digest_of_run: [String; 2],
     sources: Vec<SourceRow>,
-    /// Tokens that come again, or never come, because a source does not go on where it stood.
-    repeated_or_lost: u64,
+    /// Tokens that steps read once more than without the amendment, because a source begins anew.
+    repeated: u64,
+    /// Tokens that some step read, and none does any more.
+    left_out: u64,
     banned: Vec<BanRow>,
     /// Numbers that change with the step.
     numbers: Vec<NumberRow>,
@@ -151,7 +153,12 @@ pub(crate) fn exec(args: Args) -> Result<()> {
         proof.written = true;
     }
     let file = args.curriculum.display().to_string();
-    output::answer(args.json, &proof, || proof.text(&file))?;
+    output::answer(args.json, &proof, || proof.text(&file)).map_err(|fault| {
+        match proof.written {
+            true => fault.after(format_args!("the amendment is written to {file}")),
+            false => fault,
+        }
+    })?;
     if let (true, Some(ledger)) = (proof.written, ledger_beside(&path)) {
         // The file that the run was begun with does not have the amendment.
         let (curriculum, run) =
@@ -342,6 +349,12 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
         let now = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
         Ok(now == before)
     };
+    // A new file would take its place, whatever may be written into this one.
+    if fs::metadata(path).is_ok_and(|about| about.permissions().readonly()) {
+        return Err(Fault::usage("this file is not to be written")
+            .at(path.display().to_string())
+            .hint("give it the permission (chmod u+w), or amend a copy of it"));
+    }
     if disk::write_whole_if(path, after.as_bytes(), is_as_before)? {
         return Ok(());
     }
@@ -362,28 +375,30 @@ impl Proof {
             .found(new)
             .wanted(old));
         }
-        let mut repeated_or_lost = 0;
+        let (mut repeated, mut left_out) = (0, 0);
         let mut sources = Vec::new();
         for (number, facts) in after.sources().iter().enumerate() {
             let old = before.sources().iter().position(|it| it.name == facts.name);
             let stood = old.map(|old| before.standing(old, step));
             let stands = after.standing(number, step);
-            if let Some(stood) = stood.filter(|stood| *stood != stands) {
-                repeated_or_lost += stood.tokens.abs_diff(stands.tokens).max(1);
+            if stood.is_some_and(|stood| stood != stands) {
+                return Err(Fault::bug(format!(
+                    "{} does not go on at step {step} where it stood",
+                    facts.name
+                )));
             }
             let taken =
                 [old.map_or(0, |old| before.tokens_needed(old)), after.tokens_needed(number)];
+            let [was, is] = taken.map(|taken| taken.saturating_sub(facts.tokens));
+            repeated += is.saturating_sub(was);
+            let [was, is] = taken.map(|taken| taken.min(facts.tokens));
+            left_out += was.saturating_sub(is);
             sources.push(SourceRow {
                 name: facts.name.clone(),
                 before: stands.tokens,
                 after: taken.map(|taken| taken - stands.tokens),
                 epochs: taken.map(|taken| taken as f64 / facts.tokens.max(1) as f64),
             });
-        }
-        if repeated_or_lost > 0 {
-            return Err(Fault::bug(format!(
-                "a source does not go on at step {step} where it stood: {repeated_or_lost} tokens"
-            )));
         }
         let count = becomes.curriculum.amendments.len();
         let numbers = NumberRow::all(was, becomes, step);
@@ -398,7 +413,8 @@ impl Proof {
             digest_before,
             digest_of_run,
             sources,
-            repeated_or_lost,
+            repeated,
+            left_out,
             banned,
             numbers,
             skip: false,
@@ -432,7 +448,11 @@ impl Proof {
                 after[0], after[1], epochs[0], epochs[1]
             );
         }
-        out += "  tokens repeated or lost: 0; every source goes on where it stands\n";
+        let _ = writeln!(
+            out,
+            "  tokens that come again: {}; that no step reads any more: {}; every source goes on where it stands",
+            self.repeated, self.left_out
+        );
         for BanRow { id, source, document, origin, tokens, labels } in banned {
             let (id, origin) = (output::plain(id), output::plain(origin));
             let _ = writeln!(

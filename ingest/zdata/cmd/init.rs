@@ -26,4 +26,5 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     note!("next: zdata build {corpus} --check, then --out {store}");
     let files = begun.files.iter().map(|file| format!("{}\n", file.display()));
     terminal::print(&files.collect::<String>())
+        .map_err(|fault| fault.after(format_args!("{corpus} is written")))
 }

@@ -2,11 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result, terminal};
+use contract::{Fault, Result};
 use ingest::progress::{Measure, Progress};
 use storage::publish;
 use store::location::Object;
 use store::{Location, Manifest, open, verify};
+
+use super::output;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -18,6 +20,16 @@ pub(crate) struct Args {
     /// Where to put it: s3://bucket/prefix.
     #[arg(value_parser = super::place())]
     url: Location,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The answer; `--json` prints it as it is.
+#[derive(serde::Serialize)]
+struct Answer {
+    digest: String,
+    url: String,
 }
 
 /// Does it.
@@ -36,7 +48,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let damages = ingest::verify::verify(args.store.as_path(), quiet)?.damages;
     verify::fault(args.store.as_path(), &damages).map_or(Ok(()), Err)?;
     publish(&args.store, target, &manifest, quiet)?;
-    terminal::print(&format!("{}  {}\n", manifest.digest, args.url))
+    let answer = Answer { digest: manifest.digest.to_string(), url: args.url.to_string() };
+    output::answer(args.json, &answer, || format!("{}  {}\n", answer.digest, answer.url))
 }
 
 /// Puts a store into a bucket, and tells how far it is.

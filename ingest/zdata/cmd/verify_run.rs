@@ -2,7 +2,7 @@
 //! ledger. Needs no GPU, no libtorch.
 
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -96,6 +96,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         );
     }
     mixer::check_version(ledger.head.plan).map_err(|fault| fault.at(ledger.place(0)))?;
+    ends_behind_its_checkpoints(&ledger, &args.run)?;
     let opened = Opened::of_run(&args.run, &args.store, &ledger.head.stores)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
@@ -110,6 +111,23 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
             counted(steps, "step")
         )
     })
+}
+
+/// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
+fn ends_behind_its_checkpoints(ledger: &Ledger, run: &Path) -> Result<()> {
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
+    let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
+    let whole = entries.flatten().map(|entry| entry.path());
+    let whole = whole.filter(|path| path.join("manifest.json").exists());
+    let (last, newest) = (ledger.data.len() as u64, whole.filter_map(|path| step(&path)).max());
+    match newest.filter(|newest| *newest > last) {
+        None => Ok(()),
+        Some(newest) => Err(Fault::data("lines are missing at the end of the ledger")
+            .at(ledger.path.display().to_string())
+            .found(format!("steps up to {last}, beside the checkpoint step-{newest}"))
+            .wanted(format!("steps up to {newest} at least"))
+            .hint("restore the ledger from a copy")),
+    }
 }
 
 /// Recomputes each step's digest, in order, up to the first that differs.
@@ -259,9 +277,17 @@ impl Ledger {
         let path = path.to_owned();
         match head {
             Some(head) => Ok(Ledger { path, head, data, edits, chain: link, torn }),
-            None => Err(Fault::data("the ledger has no head")
-                .at(path.display().to_string())
-                .hint("the run had not begun, so that it read nothing")),
+            None => {
+                let begun = path.with_file_name("checkpoints").exists();
+                Err(Fault::data("the ledger has no head").at(path.display().to_string()).hint(
+                    match begun {
+                        true => {
+                            "restore it from a copy: the run has checkpoints, so that it had begun"
+                        }
+                        false => "the run had not begun, so that it read nothing",
+                    },
+                ))
+            }
         }
     }
 
