@@ -178,12 +178,61 @@ fn nothing_of_others_is_written_over() {
     begin("killed", &path)
         .fails(3, &["ledger is gone", "killed/ledger.jsonl", "step-3", "--restart"]);
     assert!(!ledger.exists());
+    fs::write(&ledger, "").unwrap();
+    for args in [
+        &["show", arg(&scratch.path("killed"))][..],
+        &["replay", "--run", arg(&scratch.path("killed")), "--step", "1"],
+    ] {
+        let said = ztrain(args).fails(3, &["ledger is empty", "--restart"]);
+        assert!(!said.contains("had not begun"), "{said}");
+    }
+    fs::remove_file(&ledger).unwrap();
     fs::remove_dir_all(scratch.path("killed/checkpoints")).unwrap();
     fs::remove_file(scratch.path("killed/events.jsonl")).unwrap();
     begin("killed", &path).ok();
     fs::remove_file(scratch.path("killed/run.toml")).unwrap();
     ztrain(&["replay", "--run", arg(&scratch.path("killed")), "--step", "1"])
         .fails(3, &["lost its run.toml", "writes it anew"]);
+}
+
+/// A program can read every answer, and of a long run a step in K is replayed, each from the state that is nearest.
+#[test]
+fn answers_are_json_where_a_program_asks() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
+    let path = curriculum(&scratch, &store, "c.toml", &[("steps = 12", "steps = 7")]);
+    let json = |args: &[&str]| -> Vec<serde_json::Value> {
+        let told = ztrain(&[args, &["--json"]].concat()).ok();
+        told.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let (run, hf, start) = (scratch.path("run"), scratch.path("hf"), scratch.path("start"));
+    let train = ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "3"];
+    let stopped = &json(&[&train[..], &["--stop-after", "4"]].concat())[0];
+    assert_eq!((&stopped["step"], &stopped["done"]), (&4.into(), &false.into()));
+    let ended = &json(&[&train[..], &["--nproc", "2"]].concat())[0];
+    assert_eq!(
+        (&ended["step"], &ended["steps"], &ended["done"]),
+        (&15.into(), &15.into(), &true.into())
+    );
+    let ledger = fs::read_to_string(run.join("ledger.jsonl")).unwrap();
+    assert!(ledger.contains(ended["state"].as_str().unwrap()), "{ended}");
+    let exported = &json(&["export", "--run", arg(&run), "--out", arg(&hf)])[0];
+    let imported = &json(&["import", arg(&hf), "--out", arg(&start)])[0];
+    assert_eq!((&exported["step"], &exported["tensors"]), (&15.into(), &imported["tensors"]));
+
+    let replayed = json(&["replay", "--run", arg(&run), "--steps", "1..15", "--every", "4"]);
+    let steps: Vec<_> = replayed.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [1, 5, 9, 13]);
+    assert!(replayed.iter().all(|line| line["verdict"] == "same_bits"), "{replayed:?}");
+    let every = ["replay", "--run", arg(&run), "--step", "3", "--every", "2"];
+    ztrain(&every).fails(2, &["--every"]);
+
+    // Whole lines that are gone from the ledger's end break no chain; the checkpoints know of them.
+    crate::support::zdata(&["verify-run", arg(&run)]).ok();
+    let cut: Vec<&str> = ledger.lines().take(4).collect();
+    fs::write(run.join("ledger.jsonl"), cut.join("\n") + "\n").unwrap();
+    crate::support::zdata(&["verify-run", arg(&run)])
+        .fails(3, &["lines are missing", "steps up to 3", "step-15"]);
 }
 
 /// Reading them would never end.

@@ -70,6 +70,19 @@ fn where_there_are_too_few_files_ranks_are_no_strangers() {
 }
 
 /// libtorch's way to oneDNN takes no product where that is kept from AVX-512: then it is MKL's, and another table of kernels.
+/// libtorch believes what it is told, and dies of the first instruction that is not there.
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn a_processor_is_not_asked_for_what_it_cannot_do() {
+    let fixture = Fixture::new(&[]);
+    let mut command = fixture.run("run", &["--stop-after", "1"]);
+    let ran = Ran::from(command.env("ATEN_CPU_CAPABILITY", "avx512").output().unwrap());
+    match is_x86_feature_detected!("avx512vl") {
+        true => assert!(ran.ok().starts_with("stopped after step 1 of 20")),
+        false => drop(ran.fails(6, &["ATEN_CPU_CAPABILITY=avx512", "unset it"])),
+    }
+}
+
 #[test]
 fn a_run_whose_onednn_is_kept_from_the_processor_trains() {
     let fixture = Fixture::new(&[]);

@@ -184,6 +184,10 @@ fn ranks_that_are_killed_at_once_are_all_told() {
     let mut run = Supervised::begin(&fixture, "pair", rules, &["--nproc", "3"]);
     let ranks = run.ranks(3);
     run.until(4);
+    // Those who are under way have read the curriculum: an amendment is for whoever starts the run again.
+    let amended = fs::read_to_string(&fixture.curriculum).unwrap();
+    let amended = amended + "\n[[amendment]]\nstep = 20\nskip = true\n";
+    fs::write(&fixture.curriculum, amended).unwrap();
     [ranks[0], ranks[2]].into_iter().for_each(|rank| signal("KILL", rank));
     let said = run.assert_same();
     for (event, list) in [("loss", "lost"), ("joined", "joined")] {

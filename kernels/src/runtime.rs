@@ -201,6 +201,7 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
         };
     }
     refuse_if_late()?;
+    refuse_what_the_processor_lacks()?;
     set_device_environment(options);
     let device = crate::device::open(&options.device)?;
     keep_memory();
@@ -212,6 +213,37 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     let table = read_table(device)?;
     *started = Some((options.clone(), table.clone()));
     Ok(table)
+}
+
+/// libtorch believes this variable, and a processor without such instructions would end the process.
+fn refuse_what_the_processor_lacks() -> Result<()> {
+    let asked = std::env::var("ATEN_CPU_CAPABILITY").unwrap_or_default();
+    if can_do(&asked) {
+        return Ok(());
+    }
+    let what = format!(
+        "this processor does not have the instructions of ATEN_CPU_CAPABILITY={asked}: unset it"
+    );
+    Err(Error::Mistaken { what })
+}
+
+#[cfg(target_arch = "x86_64")]
+fn can_do(capability: &str) -> bool {
+    match capability {
+        "avx512" => {
+            is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+        }
+        "avx2" => is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma"),
+        _ => true,
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn can_do(_: &str) -> bool {
+    true
 }
 
 /// Reads every process-wide switch again; an error names the first that is no longer in force.

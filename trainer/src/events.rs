@@ -1,42 +1,37 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom, Write as _};
-use std::path::{Path, PathBuf};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use contract::{Fault, Result};
 use serde_json::{Value, json};
+use store::disk::Log;
 use store::regular;
 
 use crate::mesh::{Degrees, Schedule};
 
 /// The events of a run, appended to.
 pub struct Events {
-    path: PathBuf,
-    file: File,
+    log: Log,
 }
 
 impl Events {
     /// Opens the file, making it if need be. A line that a crash left half written ends there: it must not swallow the next.
     pub fn open(path: &Path) -> Result<Self> {
         let opened = || {
-            if path.exists() {
-                regular::size(path)?;
-            }
-            let mut file = OpenOptions::new().create(true).read(true).append(true).open(path)?;
+            let log = Log::open(path)?;
             let mut last = [b'\n'];
-            if file.seek(SeekFrom::End(0))? > 0 {
-                file.seek(SeekFrom::End(-1))?;
-                file.read_exact(&mut last)?;
+            if let Some(end) = log.file().metadata()?.len().checked_sub(1) {
+                log.file().read_exact_at(&mut last, end)?;
             }
             if last != [b'\n'] {
-                file.write_all(b"\n")?;
+                log.append(b"\n")?;
             }
-            Ok(file)
+            Ok(log)
         };
-        let file = opened().map_err(|error| Fault::io("open", path, &error))?;
-        Ok(Events { path: path.to_owned(), file })
+        opened().map(|log| Events { log }).map_err(|error| Fault::io("open", path, &error))
     }
 
     /// Writes one event: `fields` (an object) with its name and the time, in seconds since 1970.
@@ -45,8 +40,8 @@ impl Events {
         if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
             line.extend(fields);
         }
-        let written = self.file.write_all(format!("{line}\n").as_bytes());
-        written.map_err(|error| Fault::io("append to", &self.path, &error))
+        let written = self.log.append(format!("{line}\n").as_bytes());
+        written.map_err(|error| Fault::io("append to", self.log.path(), &error))
     }
 }
 

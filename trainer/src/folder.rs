@@ -11,7 +11,7 @@
 
 mod lock;
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -19,8 +19,9 @@ use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
+use store::Location;
+use store::disk::{self, Log};
 use store::open::MANIFEST;
-use store::{Location, disk};
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
@@ -59,7 +60,7 @@ pub struct OpenRun {
     /// The first step that the curriculum changes against the ledger's, if there is one.
     pub changes_from: Option<u64>,
     /// Held until the run ends: of the folder, and of a place for checkpoints.
-    locks: Vec<File>,
+    locks: Vec<Log>,
 }
 
 impl OpenRun {
@@ -129,7 +130,7 @@ impl OpenRun {
         checkpoints.claim(&words).inspect_err(|fault| {
             // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
             if new && (fault.class() == Class::Usage || !place.is_remote()) {
-                let _ = fs::remove_file(folder.root.join(ELSEWHERE));
+                let _ = disk::remove(&folder.root.join(ELSEWHERE));
             }
         })?;
         if !place.is_remote() {
@@ -268,7 +269,7 @@ impl RunFolder {
             .at(place.to_string())
             .hint(format!(
                 "mount it, or name the place that they moved to: ztrain --curriculum ... --checkpoints PLACE; \
-                 without {} all steps are computed again",
+                 without {}, and with --restart, all steps are computed again",
                 at.display()
             ))
     }
@@ -531,6 +532,20 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
     };
     if begun.stores != now.stores {
         let fault = other("the content of a store", text(&now.stores), text(&begun.stores), path);
+        let sorted = |stores: &[contract::Identity]| {
+            let mut stores = stores.to_vec();
+            stores.sort_unstable();
+            stores
+        };
+        if sorted(&begun.stores) == sorted(&now.stores) {
+            let what = "the order of the stores";
+            return Err(other(what, text(&now.stores), text(&begun.stores), path)
+                .hint("write `stores` in the order that the run began with"));
+        }
+        if now.stores.starts_with(&begun.stores) {
+            return Err(other("the list of stores", text(&now.stores), text(&begun.stores), path)
+                .hint("leave the further store out, and add it from a step on: zdata amend --step N --store STORE"));
+        }
         let pairs = begun.stores.iter().zip(&now.stores);
         let which = pairs.enumerate().find(|(_, (begun, now))| begun != now).map(|(at, _)| at + 1);
         let which = which.map_or_else(String::new, |at| format!(" (number {at} of `stores`)"));
@@ -543,7 +558,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         line.unwrap_or("drawn").to_owned()
     };
     if start(begun) != start(now) {
-        return mismatch("the weights at the start", start(now), start(begun));
+        return mismatch("the set of weights at the start", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
         let count = |head: &Head| format!("{} tensors", head.parameters.len());

@@ -16,11 +16,12 @@ use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Result};
+use contract::{Class, Digest, Fault, Result, note};
 use kernels::runtime::KernelTable;
 use loader::Opened;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use store::disk::{self, Lock, Output};
 use store::{Location, Split};
 
@@ -124,7 +125,7 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     let ledger = Ledger::read_whole(&new.ledger())?;
     compare_curriculum(&ledger, &spec, &new.ledger())?;
     new.write_curriculum(&spec, &opened.file)?;
-    let checkpoints = share_checkpoints(&old.folder, step, &new)?;
+    let checkpoints = share_checkpoints(&old, step, &new)?;
     copy_events(&old.folder.events(), step, &checkpoints, &new.events())?;
     copy_files(&old.folder.metrics(), &new.metrics())?;
     disk::sync_folders(&scratch)?;
@@ -260,8 +261,8 @@ fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
 }
 
 /// Shares the checkpoints up to `step`; of those in a bucket the newest alone, which is a copy.
-fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
-    let (from, to) = (old.found_checkpoints()?, new.checkpoints()?);
+fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
+    let (from, to) = (old.folder.found_checkpoints()?, new.checkpoints()?);
     let mut steps = from.steps()?;
     steps.retain(|at| *at <= step);
     if from.place().is_remote() {
@@ -269,10 +270,18 @@ fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<
     }
     let mut shared = Vec::new();
     for at in steps {
-        match from.share(at, &to) {
+        let looked = from.open(at).and_then(|reader| {
+            reader.of_run(old.ledger.chain_at(at))?;
+            reader.has_its_files()
+        });
+        match looked.and_then(|()| from.share(at, &to)) {
             Ok(()) => shared.push(at),
             // The run goes on, and its retention was quicker.
             Err(_) if !from.steps()?.contains(&at) => Checkpoints::clean(&to)?,
+            Err(fault) if fault.class() == Class::Data => {
+                note!("warning: checkpoint step-{at} is not shared: {fault}");
+                Checkpoints::clean(&to)?;
+            }
             Err(fault) => return Err(fault),
         }
     }
@@ -284,13 +293,18 @@ fn share_checkpoints(old: &RunFolder, step: u64, new: &RunFolder) -> Result<Vec<
 fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result<()> {
     let text = events::read(from)?;
     let shared = |line: &&str| {
-        let event: serde_json::Value = serde_json::from_str(line).unwrap_or_default();
+        let event: Value = serde_json::from_str(line).unwrap_or_default();
         let at = event.get("step").or_else(|| event.get("from_step")).and_then(|at| at.as_u64());
         let there = |at: &u64| event["event"] != "checkpoint" || checkpoints.contains(at);
         at.filter(there).is_some_and(|at| at <= step)
     };
     let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
-    write(to, &mut kept.as_bytes())
+    // The process that trained the shared steps is none of the fork's.
+    let last = kept.lines().last().and_then(|line| serde_json::from_str::<Value>(line).ok());
+    let time = last.map_or(json!(0), |last| last["time"].clone());
+    let of = disk::folder_of(from).display().to_string();
+    let forked = json!({"time": time, "event": "forked", "step": step, "of": of});
+    write(to, &mut format!("{kept}{forked}\n").as_bytes())
 }
 
 /// Copies the files of a folder, if it is there. Links would be written to by a run that goes on.

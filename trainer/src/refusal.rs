@@ -13,7 +13,7 @@ use tch::Tensor;
 use tch::kind::Element;
 
 /// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
-pub(crate) fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(fault(&*panic)))
 }
 

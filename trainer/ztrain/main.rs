@@ -10,6 +10,7 @@ mod cmd;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use contract::Result;
 use kernels::want::OrEnd;
 
 #[global_allocator]
@@ -81,8 +82,12 @@ fn main() -> ExitCode {
     if !matches!(cli.command, None | Some(Command::Supervise(_))) {
         kernels::signals::hear();
     }
-    let outcome = match cli.command {
-        None => cmd::train::exec(cli.train),
+    contract::terminal::end(trainer::refusal::caught(|| run(cli)))
+}
+
+fn run(Cli { command, train }: Cli) -> Result<u8> {
+    match command {
+        None => cmd::train::exec(train),
         Some(Command::Replay(args)) => cmd::replay::exec(*args),
         Some(Command::Explain(args)) => cmd::explain::exec(args),
         Some(Command::Fork(args)) => cmd::fork::exec(args),
@@ -97,6 +102,5 @@ fn main() -> ExitCode {
         Some(Command::Devices(args)) => cmd::devices::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),
-    };
-    contract::terminal::end(outcome)
+    }
 }

@@ -8,6 +8,7 @@
 //! let the disk be full.
 
 mod direct;
+mod log;
 mod whole;
 
 use std::fs;
@@ -19,6 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
 
+pub use self::log::Log;
 pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 
 /// One act on the disk.
@@ -193,6 +195,13 @@ pub fn remove(path: &Path) -> Result<()> {
     match removed {
         Err(error) if error.kind() != ErrorKind::NotFound => Err(fault(&error)),
         _ => Ok(()),
+    }
+}
+
+/// Removes a folder that holds nothing; one that holds something, or is not there, stays as it is.
+pub fn remove_if_empty(folder: &Path) {
+    if fs::remove_dir(folder).is_ok() {
+        note(|| Act::RemoveFolder(folder.to_owned()));
     }
 }
 

@@ -99,16 +99,8 @@ impl Medium for Folder {
 
     fn remove(&self, name: &str) -> Result<()> {
         let path = self.path(name);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(Fault::io("remove", &path, &error));
-            }
-            _ => (),
-        }
-        if let Some(folder) = path.parent() {
-            // Only an empty folder can be removed, and only then it is to be.
-            let _ = fs::remove_dir(folder);
-        }
+        disk::remove(&path)?;
+        disk::remove_if_empty(disk::folder_of(&path));
         Ok(())
     }
 
@@ -118,8 +110,7 @@ impl Medium for Folder {
         disk::create_folder(folder)?;
         disk::rename(&from, &to).map_err(|error| Fault::io("rename", &from, &error))?;
         disk::sync_folder(folder)?;
-        // Only an empty folder can be removed, and only then it is to be.
-        let _ = fs::remove_dir(disk::folder_of(&from));
+        disk::remove_if_empty(disk::folder_of(&from));
         Ok(())
     }
 

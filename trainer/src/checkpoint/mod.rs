@@ -267,11 +267,8 @@ impl Checkpoints {
         for (Reverse(step), number) in all {
             let place = places[number];
             let found = place.open(step).and_then(|reader| {
-                if chain(step) == Some(reader.manifest().chain) {
-                    return read(&reader);
-                }
-                Err(Fault::data("this checkpoint does not belong to the ledger beside it")
-                    .at(place.location(step).to_string()))
+                reader.of_run(chain(step))?;
+                read(&reader)
             });
             match found {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),

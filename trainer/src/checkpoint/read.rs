@@ -87,6 +87,31 @@ impl<'a> Reader<'a> {
         self.medium.location("")
     }
 
+    /// Refuses the checkpoint of another run than the one whose ledger has this chain after its step.
+    pub(crate) fn of_run(&self, chain: Option<Digest>) -> Result<()> {
+        match chain == Some(self.manifest.chain) {
+            true => Ok(()),
+            false => Err(Fault::data("this checkpoint does not belong to the ledger beside it")
+                .at(self.location().to_string())),
+        }
+    }
+
+    /// Refuses one of whose files a look tells that they are not what was written; no byte of them is read.
+    pub(crate) fn has_its_files(&self) -> Result<()> {
+        for blob in &self.manifest.blobs {
+            let place = self.medium.location(&name(self.manifest.step, &blob.name));
+            match place.size() {
+                Ok(bytes) if bytes == blob.bytes => (),
+                Ok(_) => return Err(damaged(place, "it has another size than its manifest says")),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                    return Err(damaged(place, "it is missing"));
+                }
+                Err(error) => return Err(place.fault("examine", &error)),
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses the checkpoint of another model.
     pub fn compare(&self, layout: &Layout) -> Result<()> {
         let wanted = format::tensors(layout);

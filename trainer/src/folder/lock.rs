@@ -1,11 +1,10 @@
 //! Locks of folders, which the operating system drops with the process that has them, however it ends.
 
-use std::fs::{File, OpenOptions, TryLockError};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use contract::{Fault, Result, Symptom};
-use store::disk;
+use store::disk::{self, Log};
 
 /// The file that the process that trains holds.
 pub(super) const LOCK: &str = "lock";
@@ -14,7 +13,7 @@ pub(super) const LOCK: &str = "lock";
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Takes the folder in which this lock's file lies for this process, once nobody else has it.
-pub(super) fn lock_within(path: &Path, patience: Duration) -> Result<File> {
+pub(super) fn lock_within(path: &Path, patience: Duration) -> Result<Log> {
     let start = Instant::now();
     loop {
         if let Some(file) = try_lock(path)? {
@@ -31,18 +30,14 @@ pub(super) fn lock_within(path: &Path, patience: Duration) -> Result<File> {
 }
 
 /// Takes a run's folder; `None` where another process has it.
-pub(crate) fn try_lock_run(root: &Path) -> Result<Option<File>> {
+pub(crate) fn try_lock_run(root: &Path) -> Result<Option<Log>> {
     try_lock(&root.join(LOCK))
 }
 
-fn try_lock(path: &Path) -> Result<Option<File>> {
-    let file = OpenOptions::new().create(true).truncate(false).write(true).open(path);
-    let file = file.map_err(|error| Fault::io("open", path, &error))?;
-    match file.try_lock() {
-        Ok(()) => Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(error)) => Err(Fault::io("lock", path, &error)),
-    }
+fn try_lock(path: &Path) -> Result<Option<Log>> {
+    let file = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
+    let free = disk::hold(file.file()).map_err(|error| Fault::io("lock", path, &error))?;
+    Ok(free.then_some(file))
 }
 
 /// Whether a run has taken this folder at some time: the lock's file stays.

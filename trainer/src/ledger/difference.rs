@@ -42,7 +42,7 @@ impl StepRecord {
     /// Where this record and `other` part first; `parameters` names the tensors.
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
         // A new quantity must take its place in this order; what is read and what the forward pass makes is compared below.
-        // `loss` follows from `leaf_losses`, and when an edit of the curriculum was accepted is no quantity.
+        // `loss` follows from `leaf_losses`; what a phase is called and when an edit was accepted decide nothing.
         let StepRecord {
             kind: _,
             step: _,
@@ -110,7 +110,6 @@ impl StepRecord {
     fn data_difference(&self, other: &StepRecord) -> Differs {
         let labels = |source: &SourceSums| source.labels.to_string();
         None.or_else(|| single("step", &self.step, &other.step))
-            .or_else(|| single("phase", &self.phase, &other.phase))
             .or_else(|| single("data digest", &self.data, &other.data))
             .or_else(|| single("label count", &self.divisor, &other.divisor))
             .or_else(|| {

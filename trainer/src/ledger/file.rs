@@ -4,19 +4,19 @@
 //! one of a thousand. `zdata verify-run` checks every line.
 
 use std::borrow::Cow;
-use std::fs::{self, File, Metadata, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::fs::{self, File, Metadata};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::fs::{FileExt as _, MetadataExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Digest, Fault, Result, chain};
-use store::disk::Output;
-use store::regular;
+use store::disk::{Log, Output};
 
 use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Checked, Head, StepRecord};
+use crate::folder::RESTORE;
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;
@@ -39,8 +39,7 @@ pub struct Ledger {
 
 /// The file. It is read at places, never at a cursor: threads may read at once.
 pub(super) struct Source {
-    path: PathBuf,
-    file: File,
+    log: Log,
     /// Bytes that were read of it since it was opened.
     #[cfg(test)]
     read: std::sync::atomic::AtomicU64,
@@ -95,11 +94,9 @@ impl Ledger {
         if !path.exists() {
             return Ok(None);
         }
-        let opened =
-            regular::size(path).and_then(|_| OpenOptions::new().read(true).append(true).open(path));
-        let file = opened.map_err(|error| Fault::io("open", path, &error))?;
-        let Some(ledger) = Ledger::of(path, file, For::Appending)? else { return Ok(None) };
-        let cut = ledger.source.file.set_len(ledger.tail.last().end);
+        let log = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
+        let Some(ledger) = Ledger::of(log, For::Appending)? else { return Ok(None) };
+        let cut = ledger.source.log.cut(ledger.tail.last().end);
         cut.map_err(|error| Fault::io("cut the torn end of", path, &error))?;
         Ok(Some(ledger))
     }
@@ -115,17 +112,15 @@ impl Ledger {
     }
 
     fn to_read(path: &Path, aim: For) -> Result<Ledger> {
-        let file = regular::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        Ledger::of(path, file, aim)?.ok_or_else(|| empty(path))
+        let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
+        Ledger::of(log, aim)?.ok_or_else(|| empty(path))
     }
 
     /// A new ledger with its head; anything there (a torn head) is replaced.
     pub fn create(path: &Path, head: Head) -> Result<Ledger> {
         Index::remove(path)?;
-        File::create(path).map_err(|error| Fault::io("create", path, &error))?;
-        let options = OpenOptions::new().read(true).append(true).open(path);
-        let file = options.map_err(|error| Fault::io("open", path, &error))?;
-        let source = Source::new(path, file);
+        let opened = Log::open(path).and_then(|log| log.cut(0).map(|()| log));
+        let source = Source::new(opened.map_err(|error| Fault::io("create", path, &error))?);
         let head_line = source.append(Line::default(), &to_json(&head)?)?;
         let (tail, curriculum) = (Lines::after(0, head_line), head.curriculum.clone());
         let in_force = InForce { before: Line::default(), text: text_digest(&curriculum) };
@@ -136,13 +131,13 @@ impl Ledger {
         Ok(ledger)
     }
 
-    fn of(path: &Path, file: File, aim: For) -> Result<Option<Ledger>> {
-        let source = Source::new(path, file);
+    fn of(log: Log, aim: For) -> Result<Option<Ledger>> {
+        let source = Source::new(log);
         let Some((head, head_line)) = source.head()? else { return Ok(None) };
         let text = text_digest(&head.curriculum);
         let in_force = InForce { before: Line::default(), text };
         let mut from = Mark { step: 0, line: head_line, head: head_line.chain, in_force };
-        let mut index = Index::open(path, aim == For::Appending);
+        let mut index = Index::open(source.path(), aim == For::Appending);
         if aim == For::Checking {
             index.cut(0)?;
         }
@@ -150,7 +145,7 @@ impl Ledger {
             // What follows a wrong mark is made again with it.
             For::Appending => source.last_in_order(&index, &from),
             For::Reading | For::Checking => {
-                let fits = |mark: &Mark| source.fits(mark, &from);
+                let fits = |mark: &Mark| source.fits(mark, &from) && source.holds(mark, &from);
                 (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits))
             }
         };
@@ -230,7 +225,7 @@ impl Ledger {
         let line = lines.line(step);
         *looked_up = Some(lines);
         line.ok_or_else(|| {
-            broken(&self.source.path, step as usize, "it was there when the ledger was opened")
+            broken(self.source.path(), step as usize, "it was there when the ledger was opened")
         })
     }
 
@@ -241,7 +236,7 @@ impl Ledger {
 
     /// What the line of `step` says of the fields that `T` asks for, checked.
     pub(crate) fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
-        let path = &self.source.path;
+        let path = self.source.path();
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))
                 .at(path.display().to_string())
@@ -293,8 +288,7 @@ impl Ledger {
 
     /// Waits until everything is on the disk: before a checkpoint that relies on it is committed.
     pub fn sync(&self) -> Result<()> {
-        let Source { path, file, .. } = &self.source;
-        file.sync_all().map_err(|error| Fault::io("flush", path, &error))
+        self.source.log.sync().map_err(self.source.fault("flush"))
     }
 }
 
@@ -306,7 +300,7 @@ struct At<'a> {
 
 impl Read for At<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
-        let count = self.source.file.read_at(into, self.place)?;
+        let count = self.source.log.file().read_at(into, self.place)?;
         self.place += count as u64;
         #[cfg(test)]
         self.source.read.fetch_add(count as u64, std::sync::atomic::Ordering::Relaxed);
@@ -315,17 +309,20 @@ impl Read for At<'_> {
 }
 
 impl Source {
-    pub(super) fn new(path: &Path, file: File) -> Source {
+    pub(super) fn new(log: Log) -> Source {
         Source {
-            path: path.to_owned(),
-            file,
+            log,
             #[cfg(test)]
             read: Default::default(),
         }
     }
 
+    fn path(&self) -> &Path {
+        self.log.path()
+    }
+
     fn fault(&self, what: &str) -> impl Fn(std::io::Error) -> Fault {
-        let (what, path) = (what.to_owned(), self.path.clone());
+        let (what, path) = (what.to_owned(), self.path().to_owned());
         move |error| Fault::io(&what, &path, &error)
     }
 
@@ -340,15 +337,15 @@ impl Source {
         let read = self.reader(0).read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
         let Some(line) = bytes.strip_suffix(b"\n") else { return Ok(None) };
         let (body, chain) = opened(Digest::default(), line)
-            .ok_or_else(|| broken(&self.path, 0, "its chain is broken"))?;
+            .ok_or_else(|| broken(self.path(), 0, "its chain is broken"))?;
         Ok(Some((body, Line { end: read as u64, chain })))
     }
 
     /// Line 0, if that is whole.
     pub(super) fn head(&self) -> Result<Option<(Head, Line)>> {
         let Some((body, line)) = self.first()? else { return Ok(None) };
-        check_format(&self.path, &body)?;
-        Ok(Some((from_json(&self.path, 0, &body)?, line)))
+        check_format(self.path(), &body)?;
+        Ok(Some((from_json(self.path(), 0, &body)?, line)))
     }
 
     /// The body of the line from the end of `before` to `end` and the chain after it, if it continues the chain.
@@ -368,14 +365,18 @@ impl Source {
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
     }
 
+    /// Whether the curriculum that was in force at a mark stands where it says.
+    fn holds(&self, mark: &Mark, begin: &Mark) -> bool {
+        mark.in_force == begin.in_force || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
+    }
+
     /// The last mark before the first that is wrong.
     fn last_in_order(&self, index: &Index, begin: &Mark) -> Option<Mark> {
         let mut last: Option<Mark> = None;
         for number in 1..=index.count() {
             let mark = index.mark(number).filter(|mark| self.fits(mark, begin));
             let known = |mark: &Mark| {
-                let before = last.map_or(begin.in_force, |last| last.in_force);
-                mark.in_force == before || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
+                last.is_some_and(|last| last.in_force == mark.in_force) || self.holds(mark, begin)
             };
             match mark.filter(known) {
                 Some(mark) => last = Some(mark),
@@ -392,7 +393,7 @@ impl Source {
         }
         let changed = || {
             Fault::mismatch("the line of the ledger that holds the curriculum was changed")
-                .at(self.path.display().to_string())
+                .at(self.path().display().to_string())
                 .hint("restore the file; nothing after a changed line can be trusted")
         };
         let mut bytes = Vec::new();
@@ -421,10 +422,10 @@ impl Source {
             let (before, step) = (lines.last(), lines.last_step() + 1);
             let number = step as usize;
             let (body, chain) = opened(before.chain, line)
-                .ok_or_else(|| broken(&self.path, number, "its chain is broken"))?;
-            let said = from_json::<Said>(&self.path, number, &body)?;
+                .ok_or_else(|| broken(self.path(), number, "its chain is broken"))?;
+            let said = from_json::<Said>(self.path(), number, &body)?;
             if said.step != step {
-                return Err(broken(&self.path, number, &format!("it should be step {step}")));
+                return Err(broken(self.path(), number, &format!("it should be step {step}")));
             }
             let line = Line { end: before.end + read as u64, chain };
             lines.lines.push(line);
@@ -436,12 +437,12 @@ impl Source {
     fn append(&self, before: Line, body: &str) -> Result<Line> {
         let (mut line, chain) = chain::seal(before.chain, body);
         line.push('\n');
-        if is_another(&self.path, &self.file).map_err(self.fault("look at"))? {
+        if is_another(self.path(), self.log.file()).map_err(self.fault("look at"))? {
             return Err(Fault::machine("the folder of this run was moved or replaced under way")
-                .at(self.path.display().to_string())
+                .at(self.path().display().to_string())
                 .hint("nothing was written since: go on in the folder that the run is in now, by naming it with --out"));
         }
-        (&self.file).write_all(line.as_bytes()).map_err(self.fault("append to"))?;
+        self.log.append(line.as_bytes()).map_err(self.fault("append to"))?;
         Ok(Line { end: before.end + line.len() as u64, chain })
     }
 }
@@ -495,9 +496,12 @@ fn text_digest(text: &str) -> Digest {
 
 /// Says that there is no run in a ledger yet.
 pub(super) fn empty(path: &Path) -> Fault {
-    Fault::data("the ledger is empty")
-        .at(path.display().to_string())
-        .hint("the run had not begun: start it again")
+    let beside = |name: &str| path.with_file_name(name).exists();
+    let begun = beside("checkpoints") || beside("checkpoints.at");
+    Fault::data("the ledger is empty").at(path.display().to_string()).hint(match begun {
+        true => RESTORE,
+        false => "the run had not begun: start it again",
+    })
 }
 
 pub(super) fn broken(path: &Path, number: usize, what: &str) -> Fault {

@@ -10,6 +10,7 @@ use super::file::{Source, broken, empty, of_one, opened, said};
 use super::index::Line;
 use super::record::{Checked, Head};
 use contract::{Fault, Result};
+use store::disk::Log;
 use store::regular;
 
 /// Bytes read at a time.
@@ -28,7 +29,8 @@ impl Follower {
     /// Opens the ledger at `path` before its first step.
     pub fn open(path: &Path) -> Result<(Head, Follower)> {
         let open = || regular::open(path).map_err(|error| Fault::io("open", path, &error));
-        let (head, last) = Source::new(path, open()?).head()?.ok_or_else(|| empty(path))?;
+        let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
+        let (head, last) = Source::new(log).head()?.ok_or_else(|| empty(path))?;
         let mut reader = BufReader::with_capacity(BUFFER, open()?);
         reader.seek(SeekFrom::Start(last.end)).map_err(|error| Fault::io("read", path, &error))?;
         Ok((head, Follower { path: path.to_owned(), reader, last, step: 0, text: Vec::new() }))

@@ -3,13 +3,12 @@
 //! It follows from the ledger alone, and is never believed by itself: a mark counts only where line 0 has the chain that it
 //! names, and the line that ends there has its chain. Without a mark that counts all lines are read.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use contract::{Digest, Fault, Result};
-use store::regular;
+use store::disk::{self, Log};
 
 /// Steps between two marks.
 pub(crate) const SPACING: u64 = 1000;
@@ -76,7 +75,7 @@ impl Mark {
 pub(super) struct Index {
     path: PathBuf,
     /// `None` where there is none yet.
-    file: Option<File>,
+    log: Option<Log>,
     count: u64,
     writes: bool,
 }
@@ -85,10 +84,11 @@ impl Index {
     /// That of the ledger at `ledger`. What cannot be read is not there.
     pub(super) fn open(ledger: &Path, writes: bool) -> Index {
         let path = ledger.with_extension("index");
-        let found = regular::size(&path).ok();
-        let file = found.and_then(|_| OpenOptions::new().read(true).write(writes).open(&path).ok());
-        let bytes = file.as_ref().and_then(|file| file.metadata().ok()).map_or(0, |it| it.len());
-        Index { path, file, count: bytes / WIDTH as u64, writes }
+        let open = if writes { Log::open } else { Log::read };
+        let log = path.exists().then(|| open(&path).ok()).flatten();
+        let about = log.as_ref().and_then(|log| log.file().metadata().ok());
+        let bytes = about.map_or(0, |it| it.len());
+        Index { path, log, count: bytes / WIDTH as u64, writes }
     }
 
     /// How many marks there are.
@@ -98,10 +98,9 @@ impl Index {
 
     /// The mark of step `number` times [`SPACING`], from 1.
     pub(super) fn mark(&self, number: u64) -> Option<Mark> {
-        let mut file = self.file.as_ref().filter(|_| (1..=self.count).contains(&number))?;
+        let log = self.log.as_ref().filter(|_| (1..=self.count).contains(&number))?;
         let mut bytes = [0; WIDTH];
-        file.seek(SeekFrom::Start((number - 1) * WIDTH as u64)).ok()?;
-        file.read_exact(&mut bytes).ok()?;
+        log.file().read_exact_at(&mut bytes, (number - 1) * WIDTH as u64).ok()?;
         let mark = Mark::parse(std::str::from_utf8(&bytes).ok()?)?;
         (mark.step == number * SPACING).then_some(mark)
     }
@@ -109,9 +108,9 @@ impl Index {
     /// Forgets every mark after the first `count`.
     pub(super) fn cut(&mut self, count: u64) -> Result<()> {
         self.count = self.count.min(count);
-        match &self.file {
-            Some(file) if self.writes => {
-                let cut = file.set_len(self.count * WIDTH as u64);
+        match &self.log {
+            Some(log) if self.writes => {
+                let cut = log.cut(self.count * WIDTH as u64);
                 cut.map_err(|error| Fault::io("cut", &self.path, &error))
             }
             _ => Ok(()),
@@ -124,28 +123,19 @@ impl Index {
             return Ok(());
         }
         let fault = |error| Fault::io("append to", &self.path, &error);
-        if self.file.is_none() {
-            let options = OpenOptions::new().read(true).write(true).create_new(true).clone();
-            self.file = Some(options.open(&self.path).map_err(fault)?);
-        }
-        if let Some(mut file) = self.file.as_ref() {
-            let place = SeekFrom::Start(self.count * WIDTH as u64);
-            let written = file.seek(place).and_then(|_| file.write_all(mark.text().as_bytes()));
-            written.map_err(fault)?;
-        }
+        let log = match self.log.take() {
+            Some(log) => log,
+            None => Log::open(&self.path).map_err(fault)?,
+        };
+        let log = self.log.insert(log);
+        log.append(mark.text().as_bytes()).map_err(fault)?;
         self.count += 1;
         Ok(())
     }
 
     /// Removes the index of a ledger that begins anew.
     pub(super) fn remove(ledger: &Path) -> Result<()> {
-        let path = ledger.with_extension("index");
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(Fault::io("remove", &path, &error))
-            }
-            _ => Ok(()),
-        }
+        disk::remove(&ledger.with_extension("index"))
     }
 }
 

@@ -14,11 +14,11 @@
 
 mod tensorboard;
 
-use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use contract::{Fault, Result};
+use contract::Result;
+use store::disk;
 
 use crate::ledger::{self, LayerParameters, Packed, StepRecord};
 use crate::optim::guard::Skipped;
@@ -73,7 +73,7 @@ pub(crate) fn share(waited: Duration, taken: Duration) -> f64 {
 impl Metrics {
     /// Begins a file in `folder`; what other files there say of steps after `step` is void from now on.
     pub fn open(folder: &Path, step: u64) -> Result<Self> {
-        fs::create_dir_all(folder).map_err(|error| Fault::io("create", folder, &error))?;
+        disk::create_folder(folder)?;
         let (writer, waited) = (Writer::create(folder, step)?, Duration::ZERO);
         Ok(Metrics { writer, waited, stall: DataStall::default() })
     }

@@ -9,11 +9,10 @@
 //! A file begins with its version and a session's start: readers drop what earlier files say of later steps, so that a run
 //! that goes on after a kill has one curve.
 
-use std::fs::{File, OpenOptions};
-use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use contract::{Fault, Result};
+use store::disk::Log;
 
 use crate::events;
 
@@ -22,8 +21,7 @@ const START: u64 = 1;
 
 /// A file that is appended to.
 pub(super) struct Writer {
-    path: PathBuf,
-    file: File,
+    log: Log,
 }
 
 impl Writer {
@@ -33,9 +31,8 @@ impl Writer {
         // Readers take files in the order of their names. A process that is started twice in a second has another id.
         let name = format!("events.out.tfevents.{:015.3}.{}", now, std::process::id());
         let path = folder.join(name);
-        let file = OpenOptions::new().create(true).append(true).open(&path);
-        let file = file.map_err(|error| Fault::io("create", &path, &error))?;
-        let mut writer = Writer { path, file };
+        let log = Log::open(&path).map_err(|error| Fault::io("create", &path, &error))?;
+        let mut writer = Writer { log };
         let mut version = Message::event(now, 0);
         version.bytes(3, b"brain.Event:2");
         writer.append(&version)?;
@@ -66,8 +63,8 @@ impl Writer {
         let length = (message.0.len() as u64).to_le_bytes();
         let sum = |bytes: &[u8]| masked(crc32c(bytes)).to_le_bytes();
         let record = [&length[..], &sum(&length), &message.0, &sum(&message.0)].concat();
-        let written = self.file.write_all(&record);
-        written.map_err(|error| Fault::io("append to", &self.path, &error))
+        let written = self.log.append(&record);
+        written.map_err(|error| Fault::io("append to", self.log.path(), &error))
     }
 }
 

@@ -10,13 +10,14 @@
 //! run never goes on from it.
 
 use std::cmp::Reverse;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Result};
 use kernels::group::Group;
 use kernels::runtime::KernelTable;
-use store::{Location, disk};
+use store::Location;
+use store::disk::{self, Log};
 
 use crate::checkpoint::{Checkpoints, Layout, Snapshot};
 use crate::folder::{self, RunFolder};
@@ -90,8 +91,8 @@ impl Kept {
     }
 
     /// Takes the place for a state of `step`, without what a kill or damage has left there.
-    fn prepare(&self, step: u64) -> Result<File> {
-        fs::create_dir_all(&self.root).map_err(|error| Fault::io("create", &self.root, &error))?;
+    fn prepare(&self, step: u64) -> Result<Log> {
+        disk::create_folder(&self.root)?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
         let lock = folder::try_lock_run(&self.root)?.ok_or_else(busy)?;
         self.checkpoints.clean()?;
@@ -117,7 +118,7 @@ impl Kept {
             if states > self.keep.states || sum > self.keep.bytes {
                 Checkpoints::new(Location::Local(table.clone())).remove(at)?;
                 // Only where it was the last one there.
-                let _ = fs::remove_dir(&table);
+                disk::remove_if_empty(&table);
             }
         }
         Ok(())

@@ -274,6 +274,10 @@ impl Log {
                 let why = if signal { ", on a signal" } else { "" };
                 (Happened::Stop, format!("ended in order after step {step}{why}"))
             }
+            "forked" => {
+                self.running = None;
+                (Happened::Stop, format!("forked from {} after step {step}", text("of")))
+            }
             "checkpoint" => {
                 let mut words = format!("the state after step {step} was kept");
                 if let Some(stall) = fields["stall_seconds"].as_f64() {

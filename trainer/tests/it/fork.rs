@@ -123,6 +123,27 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     assert!(notes[0].ends_with("fork after step 7"), "{notes:?}");
 }
 
+/// What a look finds out is found out before a command is named that could not run.
+#[test]
+fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", keep_all).unwrap();
+    let other = scratch.edited("other.toml", &[("seed = 11", "seed = 12")]);
+    scratch.run(&other, "other", keep_all).unwrap();
+    let at = |run: &str, step: u64| scratch.path(&format!("{run}/checkpoints/step-{step}"));
+    let blob = fs::read_dir(at("run", 6)).unwrap().map(|entry| entry.unwrap().path());
+    let blob = blob.into_iter().find(|path| path.ends_with("balance.safetensors")).unwrap();
+    fs::OpenOptions::new().write(true).open(blob).unwrap().set_len(9).unwrap();
+    fs::remove_dir_all(at("run", 9)).unwrap();
+    fs::rename(at("other", 9), at("run", 9)).unwrap();
+    let none = Change::default();
+    assert_eq!(forked(&scratch, 9, "fork", &none).unwrap().checkpoints, [3]);
+    go_on(&scratch, "fork");
+    assert!(scratch.ledger("fork") == scratch.ledger("run"));
+    let events = fs::read_to_string(scratch.path("fork/events.jsonl")).unwrap();
+    assert!(events.contains("\"event\":\"forked\""), "{events}");
+}
+
 /// Where no checkpoint of the shared steps is left, they are computed again; nothing is missed that the fork never had.
 #[test]
 fn a_fork_from_before_the_oldest_checkpoint_goes_on() {

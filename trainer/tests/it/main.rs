@@ -5,6 +5,7 @@
 mod amended;
 mod bf16;
 mod context;
+mod crashes;
 mod culprits;
 mod cuts;
 mod damage;

@@ -45,6 +45,25 @@ fn an_edit_is_refused_from_the_step_that_it_changes_on() {
     );
 }
 
+#[test]
+fn what_a_phase_is_called_decides_nothing() {
+    let scratch = Scratch::new();
+    let path = scratch.path("run.toml");
+    scratch.run(&path, "run", stop_after(5)).unwrap();
+    // Steps 4 and 5 are recorded, and have to be computed again.
+    fs::remove_dir_all(scratch.path("run/checkpoints/step-5")).unwrap();
+    scratch.edited("run.toml", &[("\"short\"", "\"first\""), ("\"long\"", "\"second\"")]);
+    assert_eq!(scratch.run(&path, "run", |_| ()).unwrap().step, 10);
+    assert!(scratch.ledger("run").contains("\"phase\":\"second\""));
+    let mut replayer =
+        Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(3).unwrap();
+    for _ in 4..=10 {
+        let replayed = replayer.step(&mut state, step::Detail::Sums).unwrap();
+        assert_eq!(replayed.difference, None);
+    }
+}
+
 /// Both files that a person can edit say the same, and the ledger says otherwise.
 #[test]
 fn the_runs_own_curriculum_is_held_against_the_ledger() {
@@ -87,6 +106,25 @@ fn a_store_that_changed_is_refused() {
     let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     assert!(fault.to_string().contains("content of a store"), "{fault}");
+}
+
+/// The stores are there, and as they were: what is wrong is the list.
+#[test]
+fn stores_in_another_order_or_one_more_are_called_that() {
+    let scratch = Scratch::new();
+    scratch.write_other_store("more", ["code", "talk"], 3);
+    let both = scratch.edited("both.toml", &[("\"store\"", "[\"store\", \"more\"]")]);
+    let turned = scratch.edited("turned.toml", &[("\"store\"", "[\"more\", \"store\"]")]);
+    scratch.run(&scratch.path("run.toml"), "one", stop_after(2)).unwrap();
+    scratch.run(&both, "two", stop_after(2)).unwrap();
+    for (curriculum, run, words) in [
+        (&turned, "two", ["order of the stores", "in the order"]),
+        (&both, "one", ["list of stores", "zdata amend --step N --store"]),
+    ] {
+        let fault = scratch.run(curriculum, run, |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Mismatch);
+        assert!(words.iter().all(|words| fault.to_string().contains(words)), "{fault}");
+    }
 }
 
 #[test]

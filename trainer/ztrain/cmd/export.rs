@@ -32,6 +32,9 @@ pub(crate) struct Args {
     /// The folder to make.
     #[arg(long, value_name = "DIR", value_parser = super::local("export into a folder, and copy that into the bucket"))]
     out: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
     #[command(flatten)]
     speed: Speed,
 }
@@ -59,12 +62,14 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         contract::note!("warning: {warning}");
     }
     let exported = export(replayer.spec(), &state, &args.out)?;
-    tell!(
-        "step {step}: {} tensors, {} bytes of weights in {}",
-        exported.tensors,
-        exported.bytes,
-        args.out.display()
-    );
+    let (tensors, bytes, out) = (exported.tensors, exported.bytes, args.out.display().to_string());
+    let answer = serde_json::json!({
+        "step": step, "tensors": tensors, "bytes": bytes, "folder": out,
+    });
+    super::answer(args.json, &answer, || {
+        format!("step {step}: {tensors} tensors, {bytes} bytes of weights in {out}")
+    })
+    .map_err(|fault| fault.after(format_args!("{out} is made")))?;
     Ok(0)
 }
 

@@ -56,9 +56,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         amend: args.amend.as_deref(),
     };
     let forked = fork(&request, &table)?;
-    told(&args, &forked).map_err(|fault| {
-        fault.hint(format!("{} is made, and whole: only these words are lost", args.out.display()))
-    })
+    told(&args, &forked)
+        .map_err(|fault| fault.after(format_args!("{} is made", args.out.display())))
 }
 
 /// Says what was made.

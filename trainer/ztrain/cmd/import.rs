@@ -17,6 +17,9 @@ pub(crate) struct Args {
     /// The start to make.
     #[arg(long, value_name = "START", value_parser = super::local("a start is read from this machine: name a folder"))]
     out: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
 }
 
 /// Imports.
@@ -25,13 +28,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     for note in &imported.notes {
         contract::note!("note: {note}");
     }
-    tell!(
-        "{} in the layout of {} | skip = {:?} | content {} | {}",
-        counted(imported.tensors, "tensor"),
-        imported.layout.name(),
-        imported.start.config().skip.name(),
-        imported.start.content(),
-        args.out.display()
-    );
+    let (tensors, layout) = (imported.tensors, imported.layout.name());
+    let (skip, content) = (imported.start.config().skip.name(), imported.start.content());
+    let out = args.out.display().to_string();
+    let answer = serde_json::json!({
+        "tensors": tensors, "layout": layout, "skip": skip, "content": content.to_string(),
+        "start": out, "notes": imported.notes,
+    });
+    super::answer(args.json, &answer, || {
+        let tensors = counted(tensors, "tensor");
+        format!("{tensors} in the layout of {layout} | skip = {skip:?} | content {content} | {out}")
+    })
+    .map_err(|fault| fault.after(format_args!("{out} is made")))?;
     Ok(0)
 }

@@ -111,10 +111,11 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
     )];
     needs.phases.iter().for_each(|phase| lines.extend(phase_lines(phase, needs)));
     lines.push(format!(
-        "checkpoint: {} in {} files, of which the manifest has {}; at most {} in {} files from one rank",
+        "checkpoint: {} of tensors and a manifest of {} in {} files, whose headers add some kilobytes; at most {} in {} \
+         files from one rank",
         size(checkpoint.bytes),
-        checkpoint.files,
         size(checkpoint.manifest),
+        checkpoint.files,
         size(checkpoint.largest_part),
         checkpoint.most_files
     ));

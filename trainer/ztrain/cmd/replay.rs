@@ -43,6 +43,16 @@ pub(crate) struct Args {
     /// Several steps, from A to before B.
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
     steps: Option<Range<u64>>,
+    /// Of --steps only every K-th, each from the newest state before it: those right after a checkpoint cost one step each.
+    #[arg(
+        long,
+        value_name = "K",
+        requires = "steps",
+        conflicts_with = "attribute",
+        default_value_t = 1
+    )]
+    #[arg(value_parser = clap::value_parser!(u64).range(1..))]
+    every: u64,
     /// Only this micro-batch of the step, counted from 0.
     #[arg(long, value_name = "V", conflicts_with = "steps")]
     micro_batch: Option<u64>,
@@ -124,6 +134,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
     let (schedule, flat) = args.ranks.ways();
     let asked = vec![
         format!("steps {:?}", steps(args)),
+        format!("--every {}", args.every),
         format!("--micro-batch {:?}", args.micro_batch),
         format!("a change of {:?}", args.changes.change().words()),
         format!("--keep-states and --keep-gib {:?}", args.keeping.keep()),
@@ -183,7 +194,10 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
 fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8> {
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut code = 0;
-    for step in steps.clone() {
+    for step in steps.clone().step_by(usize::try_from(args.every).unwrap_or(usize::MAX)) {
+        if state.step + 1 != step {
+            state = replayer.state_after(step - 1)?;
+        }
         let before = state.step;
         let replayed = match args.micro_batch {
             // One rank computes it by itself.
@@ -196,7 +210,7 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
             print_replayed(args, &replayed, &texts, steps.end - steps.start == 1)?;
         }
         code = code.max(exit_code(&replayed));
-        if state.step == before && step + 1 < steps.end {
+        if state.step == before && args.every == 1 {
             break;
         }
     }
@@ -219,6 +233,10 @@ fn say_warnings(args: &Args, replayer: &Replayer) {
 fn check_what_if(args: &Args, changed: bool) -> Result<()> {
     let lone = [("--continue", args.go_on.is_some()), ("--plot", args.plot.is_some())];
     match lone.into_iter().find(|(_, given)| *given) {
+        _ if changed && args.every > 1 => {
+            let fault = Fault::usage("a change is followed from step to step").at("--every");
+            Err(fault.hint("leave --every out"))
+        }
         Some((flag, _)) if !changed => {
             let fault =
                 Fault::usage("nothing is changed: this shows a change beside the run").at(flag);

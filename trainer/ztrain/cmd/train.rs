@@ -70,6 +70,9 @@ pub(crate) struct Args {
     /// No line for each step.
     #[arg(long)]
     quiet: bool,
+    /// Print the answer at the end as JSON.
+    #[arg(long)]
+    json: bool,
     /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the others
     /// end.
     #[arg(long, value_name = "N", help_heading = "Ranks (never bits)", value_parser = clap::value_parser!(u32).range(1..))]
@@ -157,6 +160,10 @@ fn as_rank(
     if let Some(launched) = launched {
         launch::first_words(launched.place.rank);
     }
+    // Those who are under way read it when they began, and an amendment may have come since.
+    let of_run = Location::from(exec.out.join("run.toml"));
+    let joins = launch::started_again() && exec.out.join("run.toml").exists();
+    let curriculum = if joins { &of_run } else { curriculum };
     let opened =
         Opened::open(curriculum).inspect_err(|fault| world.comm.report(&fault.to_string()));
     // Ranks agree on it after their first step.
@@ -165,7 +172,7 @@ fn as_rank(
     }
     let outcome = opened.and_then(|opened| train(&opened, &exec, &mut world));
     let (spoke_first, outcome) = match outcome {
-        Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec)),
+        Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec, args.json)),
         Ok(_) => (true, Ok(())),
         Err(fault) => (world.comm.spoke_first(), Err(fault)),
     };
@@ -215,16 +222,17 @@ fn enough(min_ranks: Option<u32>, count: u32) -> Result<()> {
     }
 }
 
-fn print(outcome: &Outcome, exec: &ExecOptions) -> Result<()> {
-    let state = outcome.state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
-    let ended = if outcome.step == outcome.steps { "done" } else { "stopped" };
-    tell!(
-        "{ended} after step {} of {} | state {state} | {}",
-        outcome.step,
-        outcome.steps,
-        exec.out.display()
-    );
-    Ok(())
+fn print(outcome: &Outcome, exec: &ExecOptions, json: bool) -> Result<()> {
+    let Outcome { step, steps, state } = *outcome;
+    let out = exec.out.display().to_string();
+    let answer = serde_json::json!({
+        "step": step, "steps": steps, "done": step == steps, "state": state, "run": out,
+    });
+    super::answer(json, &answer, || {
+        let state = state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
+        let ended = if step == steps { "done" } else { "stopped" };
+        format!("{ended} after step {step} of {steps} | state {state} | {out}")
+    })
 }
 
 fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions {

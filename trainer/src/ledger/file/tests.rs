@@ -1,6 +1,8 @@
 //! What a ledger on a disk promises: records that come back, damage that is found, an opening that stays cheap.
 
 use super::super::record::tests::record;
+use std::path::PathBuf;
+
 use super::*;
 use contract::{Class, Identity};
 
@@ -211,6 +213,21 @@ fn the_curriculum_in_force_is_known_wherever_it_stands() {
     let ledger = Ledger::open(&path).unwrap().unwrap();
     assert_eq!((ledger.curriculum(), ledger.id()), ("from step 1500", id));
     assert_eq!(ledger.record(7).unwrap().curriculum.as_deref(), Some("from step 7"));
+    // Who only reads believes no mark of the index either, wherever it is damaged.
+    let index = path.with_extension("index");
+    let good = std::fs::read(&index).unwrap();
+    for at in 0..good.len() {
+        let mut damaged = good.clone();
+        damaged[at] ^= 1;
+        std::fs::write(&index, &damaged).unwrap();
+        let ledger = Ledger::read(&path).unwrap();
+        assert_eq!(
+            (ledger.curriculum(), ledger.last_step()),
+            ("from step 1500", 2_100),
+            "byte {at}"
+        );
+    }
+    std::fs::write(&index, &good).unwrap();
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replace("from step 1500", "from step 1501")).unwrap();
     assert_eq!(Ledger::open(&path).map(|_| ()).unwrap_err().class(), Class::Mismatch);

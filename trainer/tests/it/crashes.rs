@@ -1,0 +1,34 @@
+//! Fear: that a loss of power takes steps on which a checkpoint relies, or leaves a run that does not go on.
+
+use storage::crash::Recording;
+
+use crate::support::{Scratch, stop_after};
+
+/// Ledger, checkpoints and what else a run writes, from its beginning and when it is gone on with: whatever was synced and
+/// whatever was lost, the same command trains to the end, and every line is that of a run that nothing befell.
+#[test]
+fn a_run_goes_on_after_any_loss_of_power() {
+    let undisturbed = Scratch::new();
+    undisturbed.train("run");
+    let whole = undisturbed.ledger("run");
+    let scratch = Scratch::new();
+    let (root, path) = (scratch.path(""), scratch.path("run.toml"));
+    let (mut anew, mut further) = (0, 0);
+    for (steps, states) in [(4, 18), (8, 18)] {
+        let (recording, trained) =
+            Recording::of(&root, || scratch.run(&path, "run", stop_after(steps)));
+        assert_eq!(trained.unwrap().step, steps);
+        assert!(recording.acts() > 40, "{}", recording.acts());
+        recording.each(states, |state| {
+            let begun = scratch.path("run/checkpoints/step-3/manifest.json").exists();
+            *(if begun { &mut further } else { &mut anew }) += 1;
+            let trained = scratch.run(&path, "run", |_| ());
+            assert_eq!(trained.unwrap_or_else(|fault| panic!("{}: {fault}", state.told)).step, 10);
+            assert!(scratch.ledger("run") == whole, "{}", state.told);
+        });
+        // The next part begins where nothing was lost.
+        std::fs::remove_dir_all(scratch.path("run")).unwrap();
+        scratch.run(&path, "run", stop_after(steps)).unwrap();
+    }
+    assert!(anew > 4 && further > 12, "{anew} {further}");
+}
