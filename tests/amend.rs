@@ -30,6 +30,22 @@ fn text(curriculum: &Path, source: &str, steps: std::ops::Range<u64>) -> Vec<(u6
     all
 }
 
+/// Tokens that the second curriculum reads once more than the first, and those that only the first reads: of all that both read.
+fn again_and_left_out(plain: &Path, run: &Path) -> (usize, usize) {
+    let read = |curriculum: &Path, source: &str| {
+        let spans = text(curriculum, source, 1..21);
+        let tokens: Vec<u64> = spans.into_iter().flat_map(|(from, to)| from..to).collect();
+        (tokens.iter().copied().collect::<BTreeSet<_>>(), tokens.len())
+    };
+    let (mut again, mut left_out) = (0, 0);
+    for source in ["web", "math"] {
+        let ((plain, was), (run, is)) = (read(plain, source), read(run, source));
+        left_out += plain.difference(&run).count();
+        again += (is - run.len()).saturating_sub(was - plain.len());
+    }
+    (again, left_out)
+}
+
 #[test]
 fn steps_before_stay_and_sources_go_on_where_they_were() {
     let scratch = Scratch::new();
@@ -60,22 +76,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
         assert_eq!(other.iter().collect::<BTreeSet<_>>().len(), other.len());
     }
 
-    // What the planner says of text that comes again, or comes no more, held against all that both read.
-    let read = |curriculum: &Path, source: &str| {
-        let tokens = text(curriculum, source, 1..21).into_iter().flat_map(|(from, to)| from..to);
-        let (mut all, mut count) = (BTreeSet::new(), 0);
-        tokens.for_each(|token| {
-            all.insert(token);
-            count += 1;
-        });
-        (all, count)
-    };
-    let (mut again, mut left_out) = (0, 0);
-    for source in ["web", "math"] {
-        let ((plain, was), (run, is)) = (read(&plain, source), read(&run, source));
-        left_out += plain.difference(&run).count();
-        again += (is - run.len()).saturating_sub(was - plain.len());
-    }
+    let (again, left_out) = again_and_left_out(&plain, &run);
     assert_eq!((&proof["repeated"], &proof["left_out"]), (&again.into(), &left_out.into()));
     assert!(left_out > 0, "{proof}");
 

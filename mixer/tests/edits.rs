@@ -1,8 +1,6 @@
 //! What an edit of a curriculum reaches, against all that each step follows from: whatever an amendment or a second edit makes
 //! of it, no step before the first one that is told of becomes another.
 
-#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
-
 use mixer::Curriculum;
 use proptest::prelude::*;
 

@@ -25,7 +25,7 @@ use store::open::MANIFEST;
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
-use crate::ledger::{self, Head, Ledger};
+use crate::ledger::{self, Head, Ledger, RESTORE};
 use crate::spec::RunSpec;
 
 use self::lock::{LOCK, lock_within};
@@ -36,10 +36,6 @@ const ELSEWHERE: &str = "checkpoints.at";
 
 /// The same of a place for checkpoints, which may be a run's folder too.
 const PLACE_LOCK: &str = "owner.lock";
-
-/// What to do where a run has lost what it goes on by.
-pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is \
-                                  computed again from the first, and held against the ledger where there is one";
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]

@@ -13,10 +13,9 @@ use std::sync::{Mutex, PoisonError};
 use contract::{Digest, Fault, Result, chain};
 use store::disk::{Log, Output};
 
-use super::FORMAT;
 use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Checked, Head, StepRecord};
-use crate::folder::RESTORE;
+use super::{FORMAT, RESTORE};
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;

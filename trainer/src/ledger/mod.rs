@@ -18,3 +18,7 @@ pub use record::{Checked, Head, StepRecord};
 
 /// The version of the lines. 3: sums by source, norms by layer.
 pub const FORMAT: u32 = 3;
+
+/// What to do where a run has lost what it goes on by.
+pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is \
+                                  computed again from the first, and held against the ledger where there is one";

@@ -47,8 +47,7 @@ pub(crate) struct Args {
     #[arg(
         long,
         value_name = "K",
-        requires = "steps",
-        conflicts_with = "attribute",
+        conflicts_with_all = ["step", "attribute"],
         default_value_t = 1
     )]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
