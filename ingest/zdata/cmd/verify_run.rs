@@ -89,6 +89,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if !path.exists() {
         return Err(no_run(&args.run, "ledger.jsonl"));
     }
+    // Before the ledger is read: a run that goes on meanwhile keeps the next one only behind its lines.
+    let newest = newest_checkpoint(&args.run);
     let ledger = Ledger::read(&path)?;
     if ledger.torn {
         note!(
@@ -96,7 +98,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         );
     }
     mixer::check_version(ledger.head.plan).map_err(|fault| fault.at(ledger.place(0)))?;
-    ends_behind_its_checkpoints(&ledger, &args.run)?;
+    ends_behind(&ledger, newest)?;
     let opened = Opened::of_run(&args.run, &args.store, &ledger.head.stores)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
@@ -113,13 +115,17 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     })
 }
 
-/// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
-fn ends_behind_its_checkpoints(ledger: &Ledger, run: &Path) -> Result<()> {
-    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return Ok(()) };
+/// The step of the newest checkpoint in the run's folder; those that lie elsewhere are not looked for.
+fn newest_checkpoint(run: &Path) -> Option<u64> {
     let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
-    let whole = entries.flatten().map(|entry| entry.path());
-    let whole = whole.filter(|path| path.join("manifest.json").exists());
-    let (last, newest) = (ledger.data.len() as u64, whole.filter_map(|path| step(&path)).max());
+    let all = fs::read_dir(run.join("checkpoints")).ok()?.flatten().map(|entry| entry.path());
+    let whole = all.filter(|path| path.join("manifest.json").exists());
+    whole.filter_map(|path| step(&path)).max()
+}
+
+/// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
+fn ends_behind(ledger: &Ledger, newest: Option<u64>) -> Result<()> {
+    let last = ledger.data.len() as u64;
     match newest.filter(|newest| *newest > last) {
         None => Ok(()),
         Some(newest) => Err(Fault::data("lines are missing at the end of the ledger")
