@@ -21,8 +21,21 @@ pub fn print(text: &str) -> Result<()> {
 /// Puts an answer for a program on standard output. A reader that has seen enough (`| head`) is no error: the program
 /// ends there, done.
 pub fn print_raw(text: &str) -> Result<()> {
+    put(text.as_bytes())
+}
+
+/// Gives the answer to a program that asked for JSON, or to a person.
+pub fn answer(
+    json: bool,
+    value: &impl serde::Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<()> {
+    if json { put(&crate::json::line(value, "an answer")?) } else { print(&text()) }
+}
+
+fn put(bytes: &[u8]) -> Result<()> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(bytes).and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
         Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
         Err(error) => Err(Fault::io("write to", Path::new("standard output"), &error)),

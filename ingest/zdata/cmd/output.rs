@@ -2,18 +2,10 @@
 
 use std::ops::Range;
 
-use contract::terminal::{name, print, print_raw, reply};
+pub(crate) use contract::terminal::answer;
+use contract::terminal::{name, reply};
 use contract::{Fault, Result};
 use store::{DocumentRecord, SourceRecord};
-
-/// Gives the answer to a person, or to a program that asked for JSON.
-pub(crate) fn answer(
-    json: bool,
-    value: &impl serde::Serialize,
-    text: impl FnOnce() -> String,
-) -> Result<()> {
-    if json { print_raw(&self::json(value)?) } else { print(&text()) }
-}
 
 /// One line of JSON.
 pub(crate) fn json(value: &impl serde::Serialize) -> Result<String> {

@@ -25,13 +25,6 @@ pub(crate) struct Args {
     json: bool,
 }
 
-/// The answer; `--json` prints it as it is.
-#[derive(serde::Serialize)]
-struct Answer {
-    digest: String,
-    url: String,
-}
-
 /// Does it.
 pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let Location::Object(target) = &args.url else {
@@ -48,8 +41,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let damages = ingest::verify::verify(args.store.as_path(), quiet)?.damages;
     verify::fault(args.store.as_path(), &damages).map_or(Ok(()), Err)?;
     publish(&args.store, target, &manifest, quiet)?;
-    let answer = Answer { digest: manifest.digest.to_string(), url: args.url.to_string() };
-    output::answer(args.json, &answer, || format!("{}  {}\n", answer.digest, answer.url))
+    let (digest, url) = (manifest.digest.to_string(), args.url.to_string());
+    let answer = serde_json::json!({ "digest": digest, "url": url });
+    output::answer(args.json, &answer, || format!("{digest}  {url}\n"))
 }
 
 /// Puts a store into a bucket, and tells how far it is.

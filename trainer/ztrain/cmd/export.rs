@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::ValueEnum;
-use contract::{Fault, Result};
+use contract::{Fault, Result, terminal};
 use store::Location;
 use trainer::World;
 use trainer::export::export;
@@ -66,8 +66,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let answer = serde_json::json!({
         "step": step, "tensors": tensors, "bytes": bytes, "folder": out,
     });
-    super::answer(args.json, &answer, || {
-        format!("step {step}: {tensors} tensors, {bytes} bytes of weights in {out}")
+    terminal::answer(args.json, &answer, || {
+        format!("step {step}: {tensors} tensors, {bytes} bytes of weights in {out}\n")
     })
     .map_err(|fault| fault.after(format_args!("{out} is made")))?;
     Ok(0)

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use contract::{Result, counted};
+use contract::{Result, counted, terminal};
 use trainer::hf::import::import;
 
 /// Arguments.
@@ -35,9 +35,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         "tensors": tensors, "layout": layout, "skip": skip, "content": content.to_string(),
         "start": out, "notes": imported.notes,
     });
-    super::answer(args.json, &answer, || {
+    terminal::answer(args.json, &answer, || {
         let tensors = counted(tensors, "tensor");
-        format!("{tensors} in the layout of {layout} | skip = {skip:?} | content {content} | {out}")
+        format!(
+            "{tensors} in the layout of {layout} | skip = {skip:?} | content {content} | {out}\n"
+        )
     })
     .map_err(|fault| fault.after(format_args!("{out} is made")))?;
     Ok(0)

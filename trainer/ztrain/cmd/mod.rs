@@ -47,18 +47,6 @@ use trainer::model;
 use trainer::replay::Keep;
 use trainer::workers::Workers;
 
-/// Gives the answer to a program that asked for JSON, or to a person.
-pub(crate) fn answer(
-    json: bool,
-    value: &serde_json::Value,
-    text: impl FnOnce() -> String,
-) -> Result<()> {
-    match json {
-        true => contract::terminal::print_raw(&format!("{value}\n")),
-        false => contract::terminal::print(&(text() + "\n")),
-    }
-}
-
 /// Reads a place: a path, or `s3://bucket/key`.
 pub(crate) fn place() -> impl TypedValueParser<Value = Location> {
     OsStringValueParser::new().try_map(|text| storage::locate_argument(&text))

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, terminal};
 use kernels::group::Transport;
 use loader::{Opened, PrefetchOptions};
 use store::Location;
@@ -228,10 +228,10 @@ fn print(outcome: &Outcome, exec: &ExecOptions, json: bool) -> Result<()> {
     let answer = serde_json::json!({
         "step": step, "steps": steps, "done": step == steps, "state": state, "run": out,
     });
-    super::answer(json, &answer, || {
+    terminal::answer(json, &answer, || {
         let state = state.map_or_else(|| "none".to_owned(), |digest| digest.to_string());
         let ended = if step == steps { "done" } else { "stopped" };
-        format!("{ended} after step {step} of {steps} | state {state} | {out}")
+        format!("{ended} after step {step} of {steps} | state {state} | {out}\n")
     })
 }
 
