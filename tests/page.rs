@@ -66,7 +66,7 @@ fn long_run(folder: &Path, steps: u64) {
     let (mut ledger, mut events) = (create("ledger.jsonl"), create("events.jsonl"));
     let identity = "ab".repeat(32);
     let head = json!({
-        "kind": "head", "format": 3, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
+        "kind": "head", "format": 4, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
         "curriculum": CURRICULUM.replace("HALF", &(steps / 2).to_string()), "stores": [identity], "tokenizer": identity,
         "levels": ["D", "L0"], "parameters": ["embed", "layers.0.a", "layers.1.a", "norm"],
     });
@@ -129,8 +129,8 @@ fn step_line(step: u64, steps: u64) -> Value {
     let phase = if step <= steps / 2 { "<b>first</b>" } else { "second" };
     let digest = format!("{step:032x}");
     let mut line = json!({
-        "kind": "step", "step": step, "phase": phase, "data": digest, "divisor": 1020, "loss": loss,
-        "leaf_labels": [1020], "leaf_losses": floats(&[sum]),
+        "kind": "step", "step": step, "phase": phase, "data": digest, "label_count": 1020, "loss": loss,
+        "micro_batch_labels": [1020], "micro_batch_losses": floats(&[sum]),
         "sources": {RUDE: source(rude), "notes": source(1020 - rude)}, "router": [counts(10), counts(30)],
         "norm": floats(&[norm]), "lr": floats(&[4e-3 * (step as f64 / 100.0).min(1.0)]),
         "layer_gradient_norms": floats(&layers),

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::device::queue::Queue;
 use crate::shim::{compiled_against, describe, guarded, number};
-pub use crate::thread::{THREADS_PER_LEAF, enter_thread};
+pub use crate::thread::{THREADS_PER_MICRO_BATCH, enter_thread};
 use crate::thread::{expect, flushes_denormals};
 use crate::{Error, Result, ops};
 
@@ -130,7 +130,7 @@ pub struct KernelTable {
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub compiler: String,
     /// Math threads of one leaf.
-    pub threads_per_leaf: u32,
+    pub threads_per_micro_batch: u32,
     /// The switches, as read back.
     pub switches: BTreeMap<String, i32>,
     /// Variables of the environment that choose kernels, where they are set.
@@ -160,7 +160,7 @@ impl KernelTable {
             mathematics,
             operations,
             compiler,
-            threads_per_leaf,
+            threads_per_micro_batch,
             switches,
             environment,
         } = self;
@@ -180,7 +180,7 @@ impl KernelTable {
             format!("mathematics={mathematics}"),
             format!("operations={operations}"),
             format!("compiler={compiler}"),
-            format!("threads={threads_per_leaf}"),
+            format!("threads={threads_per_micro_batch}"),
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
         ];
@@ -358,7 +358,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
             true => Queue::of(device)?.compiler().to_owned(),
             false => String::new(),
         },
-        threads_per_leaf: THREADS_PER_LEAF,
+        threads_per_micro_batch: THREADS_PER_MICRO_BATCH,
         switches,
         environment,
     })
@@ -393,7 +393,7 @@ mod tests {
         let options = RuntimeOptions { device: "cpu".to_owned() };
         let table = start(&options).unwrap();
         assert_eq!(table, start(&options).unwrap());
-        assert_eq!(table.threads_per_leaf, 1);
+        assert_eq!(table.threads_per_micro_batch, 1);
         assert_eq!(table.ops().unwrap().name(), table.operations);
         assert!(table.libtorch.starts_with("2."), "{}", table.libtorch);
         assert!(table.fingerprint().contains(&table.cpu_capability));

@@ -14,7 +14,7 @@ unsafe extern "C" {
 }
 
 /// Math threads of a leaf on CPU. More cores compute more leaves at once, which changes no bit.
-pub const THREADS_PER_LEAF: u32 = 1;
+pub const THREADS_PER_MICRO_BATCH: u32 = 1;
 
 /// Makes the calling thread compute as every other: one math thread, denormal numbers kept. Cheap when repeated.
 pub fn enter_thread() -> Result<()> {
@@ -23,10 +23,12 @@ pub fn enter_thread() -> Result<()> {
         return Ok(());
     }
     // SAFETY: plain integers in, this thread's own settings touched, no exception out.
-    guarded("enter a compute thread", unsafe { shim_enter_thread(THREADS_PER_LEAF as c_int) })?;
+    guarded("enter a compute thread", unsafe {
+        shim_enter_thread(THREADS_PER_MICRO_BATCH as c_int)
+    })?;
     let threads = threads()?;
     let flushes = flushes_denormals();
-    expect("threads_per_leaf", threads, THREADS_PER_LEAF as i32)?;
+    expect("threads_per_micro_batch", threads, THREADS_PER_MICRO_BATCH as i32)?;
     if flushes >= 0 {
         expect("flush_denormals", flushes, 0)?;
     }

@@ -10,7 +10,7 @@ use std::time::Instant;
 use kernels::device::Stager;
 use loader::{Columns, Memory};
 use tch::Device;
-use trainer::model::{LeafBuffer, LeafInput, ZayaConfig};
+use trainer::model::{BatchBuffer, MicroBatchInput, ZayaConfig};
 
 const ROWS: usize = 256;
 const SEQ_LEN: usize = 4096;
@@ -35,14 +35,14 @@ fn best(mut work: impl FnMut()) -> f64 {
     (0..9).map(turn).min().unwrap_or(0) as f64 / (TIMES * TOKENS) as f64
 }
 
-/// The leaves of a batch, a row each.
-fn leaves<'a>(
+/// The micro-batches of a batch, a row each.
+fn micro_batches<'a>(
     columns: Columns<'a>,
     boundaries: &'a [Vec<u32>],
-) -> impl Iterator<Item = LeafInput<'a>> {
+) -> impl Iterator<Item = MicroBatchInput<'a>> {
     (0..ROWS).map(move |row| {
         let at = row * SEQ_LEN..(row + 1) * SEQ_LEN;
-        LeafInput {
+        MicroBatchInput {
             tokens: &columns.tokens[at.clone()],
             labels: &columns.labels[at.clone()],
             positions: &columns.positions[at.clone()],
@@ -54,25 +54,28 @@ fn leaves<'a>(
     })
 }
 
-/// A leaf once more: as words of 64 bits, the mask as two f32 a word.
-fn write_again(leaf: &LeafInput<'_>, words: &mut [i64]) {
+/// A micro-batch once more: as words of 64 bits, the mask as two f32 a word.
+fn write_again(micro_batch: &MicroBatchInput<'_>, words: &mut [i64]) {
     let (tokens, words) = words.split_at_mut(SEQ_LEN);
     let (labels, words) = words.split_at_mut(SEQ_LEN);
     let (positions, mask) = words.split_at_mut(SEQ_LEN);
-    tokens.iter_mut().zip(leaf.tokens).for_each(|(word, token)| *word = i64::from(*token));
-    let places = leaf.labels.iter().zip(leaf.mask);
+    tokens.iter_mut().zip(micro_batch.tokens).for_each(|(word, token)| *word = i64::from(*token));
+    let places = micro_batch.labels.iter().zip(micro_batch.mask);
     let label = |(label, mask): (&i32, &u8)| if *mask == 0 { 0 } else { i64::from(*label) };
     labels.iter_mut().zip(places.map(label)).for_each(|(word, label)| *word = label);
-    positions.iter_mut().zip(leaf.positions).for_each(|(word, place)| *word = i64::from(*place));
+    positions
+        .iter_mut()
+        .zip(micro_batch.positions)
+        .for_each(|(word, place)| *word = i64::from(*place));
     let bits = |mask: &u8| i64::from(f32::from(u8::from(*mask != 0)).to_bits());
     let pair = |pair: &[u8]| bits(&pair[0]) | pair.get(1).map_or(0, bits) << 32;
-    mask.iter_mut().zip(leaf.mask.chunks(2).map(pair)).for_each(|(word, pair)| *word = pair);
+    mask.iter_mut().zip(micro_batch.mask.chunks(2).map(pair)).for_each(|(word, pair)| *word = pair);
 }
 
 fn main() {
     let config = ZayaConfig::preset("zaya1-nano").expect("a preset");
     let stager = Stager::new(Device::Cpu).expect("a stager");
-    let mut buffer = LeafBuffer::take(stager.buffers(), TOKENS).expect("memory");
+    let mut buffer = BatchBuffer::take(stager.buffers(), TOKENS).expect("memory");
     let columns = buffer.columns_mut().expect("memory");
     let vocabulary = config.vocab_size as usize;
     for place in 0..TOKENS {
@@ -85,30 +88,31 @@ fn main() {
     let boundaries = vec![(0..SEQ_LEN as u32).step_by(DOCUMENT).collect::<Vec<u32>>(); ROWS];
     let row = |what: &str, nanoseconds: f64| println!("{what:<64} {nanoseconds:>6.2} ns/token");
     let in_place = best(|| {
-        for leaf in leaves(buffer.columns(), &boundaries) {
-            black_box(leaf.check_in_place(&config).expect("a leaf"));
+        for micro_batch in micro_batches(buffer.columns(), &boundaries) {
+            black_box(micro_batch.check_in_place(&config).expect("a micro-batch"));
         }
     });
     row("readers: checked in place", in_place);
     let checked = best(|| {
-        for leaf in leaves(buffer.columns(), &boundaries) {
-            black_box(leaf.check(&config).expect("a leaf"));
+        for micro_batch in micro_batches(buffer.columns(), &boundaries) {
+            black_box(micro_batch.check(&config).expect("a micro-batch"));
         }
     });
     let mut words = vec![0i64; TOKENS / 2 * 7];
     let again = best(|| {
-        for (leaf, words) in
-            leaves(buffer.columns(), &boundaries).zip(words.chunks_mut(SEQ_LEN / 2 * 7))
+        for (micro_batch, words) in
+            micro_batches(buffer.columns(), &boundaries).zip(words.chunks_mut(SEQ_LEN / 2 * 7))
         {
-            write_again(&leaf, black_box(words));
+            write_again(&micro_batch, black_box(words));
         }
     });
     row("readers, as before: checked", checked);
     row("readers, as before: written again as words of 64 bits", again);
     let widened = best(|| {
-        let leaves = leaves(buffer.columns(), &boundaries).map(|leaf| leaf.check(&config));
-        let leaves = leaves.collect::<Result<Vec<_>, _>>().expect("leaves");
-        black_box(buffer.send(leaves, &stager).expect("sent"));
+        let micro_batches =
+            micro_batches(buffer.columns(), &boundaries).map(|one| one.check(&config));
+        let micro_batches = micro_batches.collect::<Result<Vec<_>, _>>().expect("micro-batches");
+        black_box(buffer.send(micro_batches, &stager).expect("sent"));
     });
     row("last stage on a CPU: widened (a device does it by itself)", widened - checked);
 }

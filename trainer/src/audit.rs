@@ -29,10 +29,10 @@ impl FromStr for Audit {
 }
 
 impl Audit {
-    /// Whether micro-batch `leaf` of `step` is computed twice.
-    pub(crate) fn picks(self, seed: u64, step: u64, leaf: u64) -> bool {
+    /// Whether micro-batch `micro_batch` of `step` is computed twice.
+    pub(crate) fn picks(self, seed: u64, step: u64, micro_batch: u64) -> bool {
         let key = Key::from_seed(seed).child("micro-batches computed twice").nth(step);
-        let drawn = u128::from(draw(key, Purpose::Audit, leaf));
+        let drawn = u128::from(draw(key, Purpose::Audit, micro_batch));
         drawn * u128::from(self.of) < u128::from(self.part) << 64
     }
 }

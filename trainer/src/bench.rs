@@ -34,7 +34,7 @@ const LARGEST: (i64, f64) = (12_288, 2e-3);
 /// The outcome of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepTable {
-    /// Leaves computed at once by a rank.
+    /// Micro-batches computed at once by a rank.
     pub workers: usize,
     /// Processes.
     pub ranks: u32,
@@ -85,7 +85,7 @@ pub struct Exchanged {
     pub bytes: u64,
     /// Those of them that went from one machine to another.
     pub bytes_between_nodes: u64,
-    /// Seconds for which the slowest rank waited for blocks when all leaves had been computed.
+    /// Seconds for which the slowest rank waited for blocks when all micro-batches had been computed.
     pub waited_for_blocks: f64,
 }
 
@@ -169,9 +169,9 @@ fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f6
         let slice = cx.team.lines(cx.spec.model_at(number)?.cut)?.slice()?;
         loader::batch(&cx.spec.plan, &cx.spec.data, number, slice)?
     };
-    let leaves = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
+    let micro_batches = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
     let begin = Instant::now();
-    let stepped = step::advance(cx, state, &batch, &leaves, step::Asked::default)?;
+    let stepped = step::advance(cx, state, &batch, &micro_batches, step::Asked::default)?;
     Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 

@@ -17,7 +17,7 @@ use crate::workers::Workers;
 /// Everything that only decides speed, place and patience.
 #[derive(Clone, Debug)]
 pub struct ExecOptions {
-    /// Leaves computed at once.
+    /// Micro-batches computed at once.
     pub workers: Workers,
     /// Reader threads and batches that wait.
     pub prefetch: PrefetchOptions,
@@ -26,7 +26,7 @@ pub struct ExecOptions {
     /// How many ranks may share the sequences of a micro-batch, and hold its weights for each other: each phase uses the most
     /// that its cut allows.
     pub degrees: Degrees,
-    /// How several ranks deal the leaves of a step and bring their gradients together.
+    /// How several ranks deal the micro-batches of a step and bring their gradients together.
     pub schedule: Schedule,
     /// Whether several ranks send to each other as if all were on one machine.
     pub flat: bool,

@@ -1,7 +1,7 @@
 //! Weights, moved: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
 //!
 //! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
-//! - [`step`] is one step: [`model`] computes leaves on [`workers`], the fixed tree adds them, [`optim`] moves the
+//! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], the fixed tree adds them, [`optim`] moves the
 //!   [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] says which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.

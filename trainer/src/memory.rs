@@ -37,10 +37,10 @@ pub struct Holds {
     pub masters: u64,
     /// Moments of the pieces of this rank.
     pub moments: u64,
-    /// What the leaves at work keep between their passes, and their chunk of logits.
+    /// What the micro-batches at work keep between their passes, and their chunk of logits.
     pub activations: u64,
-    /// Gradients of leaves: one for each level of a block that waits for a partner, or for each worker where every leaf is a
-    /// block; and what each worker has in flight.
+    /// Gradients of micro-batches: one for each level of a block that waits for a partner, or for each worker where every
+    /// micro-batch is a block; and what each worker has in flight.
     pub gradients: u64,
     /// Blocks, in memory that is sent or waits for the rank itself.
     pub sent: u64,
@@ -83,7 +83,7 @@ impl Holder<'_> {
         self.line.owned.of(self.rank) / 4
     }
 
-    /// Its leaves, by round.
+    /// Its micro-batches, by round.
     fn part(&self) -> &[Range<u64>] {
         &self.ranks.parts[self.rank as usize]
     }
@@ -94,13 +94,13 @@ pub(crate) struct Ranks<'a> {
     mesh: Mesh,
     schedule: Schedule,
     workers: Workers,
-    /// The leaves of each place of a line of gradients, by round.
+    /// The micro-batches of each place of a line of gradients, by round.
     parts: Vec<Vec<Range<u64>>>,
     /// By the place that ranks have in the sharing of micro-batches.
     places: Vec<Place<'a>>,
     /// By the place along the folded axis.
     folds: Vec<Fold>,
-    /// Bytes of a leaf at work: at the head, and on its way back.
+    /// Bytes of a micro-batch at work: at the head, and on its way back.
     activations: [u64; 2],
     /// Gradients that a worker has in its hands.
     flight: Flight,
@@ -119,9 +119,9 @@ pub(crate) struct Ways<'a> {
     pub(crate) degrees: Degrees,
     /// Whether machines are passed over.
     pub(crate) flat: bool,
-    /// How leaves are dealt.
+    /// How micro-batches are dealt.
     pub(crate) schedule: Schedule,
-    /// Leaves that each computes at once.
+    /// Micro-batches that each computes at once.
     pub(crate) workers: Workers,
 }
 
@@ -296,9 +296,9 @@ pub(crate) struct Demand {
     pub(crate) degrees: Degrees,
     /// Whether machines are passed over.
     pub(crate) flat: bool,
-    /// How leaves are dealt.
+    /// How micro-batches are dealt.
     pub(crate) schedule: Schedule,
-    /// Leaves that each computes at once.
+    /// Micro-batches that each computes at once.
     pub(crate) workers: Workers,
     /// Whether each keeps the state of another one.
     pub(crate) mirror: bool,

@@ -155,8 +155,8 @@ mod tests {
 
     #[test]
     fn any_other_panic_is_a_bug() {
-        let fault = caught::<()>(|| panic!("leaf {} broke", 3)).unwrap_err();
+        let fault = caught::<()>(|| panic!("micro-batch {} broke", 3)).unwrap_err();
         assert_eq!(fault.class(), Class::Bug);
-        assert!(fault.to_string().contains("leaf 3 broke"), "{fault}");
+        assert!(fault.to_string().contains("micro-batch 3 broke"), "{fault}");
     }
 }

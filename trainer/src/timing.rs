@@ -30,8 +30,8 @@ pub enum Part {
     RouterBack,
     /// The experts, backward.
     ExpertsBack,
-    /// Checksums of the leaves' gradients.
-    LeafSums,
+    /// Checksums of the micro-batches' gradients.
+    MicroBatchSums,
     /// The additions of the tree.
     Tree,
     /// Blocks of the gradient packed and sent to other ranks.
@@ -66,7 +66,7 @@ pub const PARTS: [(Part, &str); 21] = [
     (Part::ExpertsBack, "experts, backward"),
     (Part::RouterBack, "router, backward"),
     (Part::AttentionBack, "attention, backward"),
-    (Part::LeafSums, "checksums of micro-batches"),
+    (Part::MicroBatchSums, "checksums of micro-batches"),
     (Part::Tree, "tree of additions"),
     (Part::Send, "blocks packed and sent"),
     (Part::Blocks, "waiting for blocks of other ranks"),
@@ -80,7 +80,7 @@ pub const PARTS: [(Part, &str); 21] = [
 ];
 
 /// Parts that exist so that bits can be checked; without them the same weights would come out.
-pub(crate) const EXACTNESS: [Part; 3] = [Part::LeafSums, Part::Norm, Part::StateSums];
+pub(crate) const EXACTNESS: [Part; 3] = [Part::MicroBatchSums, Part::Norm, Part::StateSums];
 
 static ON: AtomicBool = AtomicBool::new(false);
 static SPENT: [AtomicU64; PARTS.len()] = [const { AtomicU64::new(0) }; PARTS.len()];

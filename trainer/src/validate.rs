@@ -150,21 +150,21 @@ impl Validation {
     }
 }
 
-/// Windows as (first, how many), at most `leaf` at a time.
+/// Windows as (first, how many), at most `micro_batch` at a time.
 fn pieces_of(
     spec: &RunSpec,
     source: &str,
     seq_len: u32,
-    leaf: u64,
+    micro_batch: u64,
     windows: u64,
 ) -> Result<Vec<(u64, u64)>> {
     let total = validation::windows(&spec.data, source, seq_len)?;
     let wanted = windows.min(total);
-    let pieces = wanted.div_ceil(leaf.max(1));
+    let pieces = wanted.div_ceil(micro_batch.max(1));
     // Piece p begins where its share of the text does: its windows end before the next piece's begin.
     let piece = |piece: u64| {
-        let rows = leaf.min(wanted - piece * leaf);
-        (piece * leaf + piece * (total - wanted) / pieces, rows)
+        let rows = micro_batch.min(wanted - piece * micro_batch);
+        (piece * micro_batch + piece * (total - wanted) / pieces, rows)
     };
     Ok((0..pieces).map(piece).collect())
 }

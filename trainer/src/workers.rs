@@ -1,6 +1,6 @@
 //! Workers: how more than one core works on a step without changing a bit of it.
 //!
-//! A worker computes whole items (a leaf, a matrix of the optimizer) with one math thread; results are taken in item
+//! A worker computes whole items (a micro-batch, a matrix of the optimizer) with one math thread; results are taken in item
 //! order, whatever worker finished first. So the number of workers decides only speed.
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
@@ -14,14 +14,14 @@ use contract::{Fault, Result};
 use kernels::{ops, runtime};
 
 use crate::audit::Audit;
-use crate::model::{Keep, LeafOptions};
+use crate::model::{Keep, MicroBatchOptions};
 use crate::refusal::{self, caught};
 
-/// A number of workers, at least one, and how each computes a leaf.
+/// A number of workers, at least one, and how each computes a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workers {
     count: usize,
-    options: LeafOptions,
+    options: MicroBatchOptions,
     audit: Option<Audit>,
 }
 
@@ -42,17 +42,17 @@ struct Shared<T> {
 impl Workers {
     /// `count` workers that keep every activation and compute in main memory.
     pub fn new(count: usize) -> Self {
-        Workers { count: count.max(1), options: LeafOptions::default(), audit: None }
+        Workers { count: count.max(1), options: MicroBatchOptions::default(), audit: None }
     }
 
-    /// The same workers, keeping of a leaf what `keep` says.
+    /// The same workers, keeping of a micro-batch what `keep` says.
     pub fn keeping(self, keep: Keep) -> Self {
-        Workers { options: LeafOptions { keep, ..self.options }, ..self }
+        Workers { options: MicroBatchOptions { keep, ..self.options }, ..self }
     }
 
     /// The same workers, computing by these operations: those that the kernel table names.
     pub fn computing_by(self, ops: ops::Table) -> Self {
-        Workers { options: LeafOptions { ops, ..self.options }, ..self }
+        Workers { options: MicroBatchOptions { ops, ..self.options }, ..self }
     }
 
     /// The same workers, computing these micro-batches of a step twice.
@@ -65,8 +65,8 @@ impl Workers {
         self.audit
     }
 
-    /// How a leaf is computed.
-    pub fn options(self) -> LeafOptions {
+    /// How a micro-batch is computed.
+    pub fn options(self) -> MicroBatchOptions {
         self.options
     }
 
@@ -75,7 +75,7 @@ impl Workers {
         self.options.ops
     }
 
-    /// What a leaf keeps between its passes.
+    /// What a micro-batch keeps between its passes.
     pub fn keep(self) -> Keep {
         self.options.keep
     }

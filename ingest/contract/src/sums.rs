@@ -31,13 +31,13 @@ impl SourceSums {
 #[derive(Clone, Copy, Debug)]
 pub struct StepSums<'a> {
     /// Labels in the step, at least 1.
-    pub divisor: u64,
+    pub label_count: u64,
     /// The mean loss of a label, as decimal digits gave it.
     pub loss: f64,
     /// Labels of each micro-batch.
-    pub leaf_labels: &'a [u64],
+    pub micro_batch_labels: &'a [u64],
     /// Sum of the token losses of each.
-    pub leaf_losses: &'a Packed,
+    pub micro_batch_losses: &'a Packed,
     /// Labels and losses by source.
     pub sources: &'a BTreeMap<String, SourceSums>,
     /// Tokens that each layer's router sent to each class.
@@ -51,22 +51,22 @@ pub struct StepSums<'a> {
 impl StepSums<'_> {
     /// Says what does not follow from the rest.
     pub fn check(&self) -> Result<(), String> {
-        self.check_leaves()?;
+        self.check_micro_batches()?;
         self.check_sources()?;
         self.check_norm()?;
         self.check_routers()
     }
 
     /// The label count and the loss follow from the micro-batches.
-    fn check_leaves(&self) -> Result<(), String> {
-        let labels = self.leaf_labels.iter().sum::<u64>().max(1);
-        if labels != self.divisor {
+    fn check_micro_batches(&self) -> Result<(), String> {
+        let labels = self.micro_batch_labels.iter().sum::<u64>().max(1);
+        if labels != self.label_count {
             return Err(format!(
                 "its label count is {}, its labels add up to {labels}",
-                self.divisor
+                self.label_count
             ));
         }
-        let mean = self.leaf_losses.tree_sum() / self.divisor as f64;
+        let mean = self.micro_batch_losses.tree_sum() / self.label_count as f64;
         match as_read(mean).is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
             true => Ok(()),
             false => {
@@ -78,14 +78,14 @@ impl StepSums<'_> {
     /// The labels and losses of sources add up to those of the step, up to rounding: they are added in another order.
     fn check_sources(&self) -> Result<(), String> {
         let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
-        if labels != self.divisor {
+        if labels != self.label_count {
             return Err(format!(
                 "its label count is {}, the labels of its sources add up to {labels}",
-                self.divisor
+                self.label_count
             ));
         }
         let found = self.sources.values().map(|source| source.loss.float()).sum::<f64>();
-        let leaves = self.leaf_losses.tree_sum();
+        let leaves = self.micro_batch_losses.tree_sum();
         match (found - leaves).abs() <= ROUNDING * leaves.abs() {
             true => Ok(()),
             false => Err(format!("its losses add up to {leaves}, those of its sources to {found}")),
@@ -127,7 +127,7 @@ mod tests {
     /// A line of 7 labels that holds together.
     #[derive(Clone)]
     struct Line {
-        divisor: u64,
+        label_count: u64,
         loss: f64,
         sources: BTreeMap<String, SourceSums>,
         router: Vec<Vec<u64>>,
@@ -138,7 +138,7 @@ mod tests {
     fn line() -> Line {
         let source = |labels: u64, loss: f64| SourceSums { labels, loss: Packed::floats([loss]) };
         Line {
-            divisor: 7,
+            label_count: 7,
             loss: as_read(5.75 / 7.0).unwrap(),
             sources: [("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))].into(),
             router: vec![vec![3, 5], vec![], vec![8, 0]],
@@ -150,10 +150,10 @@ mod tests {
     impl Line {
         fn check(&self) -> Result<(), String> {
             let sums = StepSums {
-                divisor: self.divisor,
+                label_count: self.label_count,
                 loss: self.loss,
-                leaf_labels: &[2, 5],
-                leaf_losses: &Packed::floats([1.25, 4.5]),
+                micro_batch_labels: &[2, 5],
+                micro_batch_losses: &Packed::floats([1.25, 4.5]),
                 sources: &self.sources,
                 router: &self.router,
                 norm: &self.norm,
@@ -169,7 +169,7 @@ mod tests {
         let forged: [(Edit, &str); 10] = [
             (|line| line.loss += 1e-9, "its loss is"),
             (|line| line.loss = f64::NAN, "its loss is"),
-            (|line| (line.divisor, line.loss) = (8, 5.75 / 8.0), "add up to 7"),
+            (|line| (line.label_count, line.loss) = (8, 5.75 / 8.0), "add up to 7"),
             (|line| line.sources.get_mut("web").unwrap().labels += 1, "labels of its sources"),
             (
                 |line| line.sources.get_mut("web").unwrap().loss = Packed::floats([2.5]),

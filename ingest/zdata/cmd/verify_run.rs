@@ -58,10 +58,10 @@ fn first_plan() -> u32 {
 struct Step {
     step: u64,
     data: Digest,
-    divisor: u64,
+    label_count: u64,
     loss: f64,
-    leaf_labels: Vec<u64>,
-    leaf_losses: Packed,
+    micro_batch_labels: Vec<u64>,
+    micro_batch_losses: Packed,
     sources: BTreeMap<String, SourceSums>,
     router: Vec<Vec<u64>>,
     norm: Packed,
@@ -306,14 +306,23 @@ impl Ledger {
 impl Step {
     /// Says what does not follow from the rest of the line.
     fn check(&self) -> std::result::Result<(), String> {
-        let Step { divisor, loss, leaf_labels, leaf_losses, sources, router, norm, .. } = self;
-        let layer_gradient_norms = &self.layer_gradient_norms;
-        let (divisor, loss) = (*divisor, *loss);
-        let sums = StepSums {
-            divisor,
+        let Step {
+            label_count,
             loss,
-            leaf_labels,
-            leaf_losses,
+            micro_batch_labels,
+            micro_batch_losses,
+            sources,
+            router,
+            norm,
+            ..
+        } = self;
+        let layer_gradient_norms = &self.layer_gradient_norms;
+        let (label_count, loss) = (*label_count, *loss);
+        let sums = StepSums {
+            label_count,
+            loss,
+            micro_batch_labels,
+            micro_batch_losses,
             sources,
             router,
             norm,
@@ -347,8 +356,8 @@ mod tests {
         );
         let step = |step: u64| {
             format!(
-                "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"divisor\":4,\"loss\":{},\
-                 \"leaf_labels\":[1,3],\"leaf_losses\":\"{:016x}{:016x}\",\
+                "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"label_count\":4,\"loss\":{},\
+                 \"micro_batch_labels\":[1,3],\"micro_batch_losses\":\"{:016x}{:016x}\",\
                  \"sources\":{{\"web\":{{\"labels\":4,\"loss\":\"{:016x}\"}}}},\"router\":[[6,2],[4,4]],\
                  \"norm\":\"{:016x}\",\"layer_gradient_norms\":\"{:016x}{:016x}\"}}",
                 Digest(step.into()),
@@ -464,7 +473,7 @@ mod tests {
     #[test]
     fn numbers_that_do_not_add_up_are_found_behind_a_whole_chain() {
         for (from, to, words) in [
-            ("\"divisor\":4", "\"divisor\":5", "its labels add up to 4"),
+            ("\"label_count\":4", "\"label_count\":5", "its labels add up to 4"),
             ("[4,4]", "[4,5]", "one router counted 8 tokens, another 9"),
             ("\"norm\":\"4", "\"norm\":\"3", "its norm is"),
             ("\"norm\":\"4", "\"norm\":\"", "it is not a step"),

@@ -29,8 +29,8 @@ use super::Group;
 use super::comm_loop::Party;
 use super::comm_thread::CommThread;
 use super::exchange::Exchange;
+use super::exchange_id::AXES;
 use super::peers::Peers;
-use super::turn::AXES;
 use crate::{Error, Result};
 
 /// A line of ranks.
@@ -81,7 +81,7 @@ impl Axis {
         let peers = self.peers.as_ref().ok_or_else(alone)?;
         let comm = self.comm.as_deref();
         comm.map_or(Ok(()), CommThread::look)?;
-        let turn = peers.next(self.axis, what)?;
-        Ok(Exchange::new(peers, what, turn, self.device, comm))
+        let id = peers.next(self.axis, what)?;
+        Ok(Exchange::new(peers, what, id, self.device, comm))
     }
 }

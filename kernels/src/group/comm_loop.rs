@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rccl_sys::Communicator;
 use tch::{Device, Kind, Tensor};
 
-use super::lane::{End, Lane, Round, refused};
+use super::comm_stream::{CommStream, End, Round, refused};
 use super::peers::{Peers, late};
 use super::vanish;
 use super::word::seconds;
@@ -108,7 +108,7 @@ impl CommLoop {
     /// Queues round after round, and has another thread see each of them end.
     pub(super) fn issue_all(
         self: Arc<Self>,
-        lane: &Lane,
+        stream: &CommStream,
         rounds: Receiver<Round>,
         end: Sender<()>,
     ) {
@@ -130,7 +130,7 @@ impl CommLoop {
             return self.communicator.abort();
         }
         for round in rounds {
-            let round = match self.pass(lane, &round) {
+            let round = match self.pass(stream, &round) {
                 Ok(()) => match hand.send(round) {
                     Ok(()) => continue,
                     // The other thread has failed, and given all up.
@@ -142,7 +142,7 @@ impl CommLoop {
                 }
             };
             if round.ticket.end().is_none()
-                && let Ok(end) = lane.mark()
+                && let Ok(end) = stream.mark()
             {
                 round.ticket.queued(end);
             }
@@ -209,7 +209,7 @@ impl CommLoop {
     }
 
     /// Has the round's ranks meet, queues it, and tells those who wait.
-    fn pass(&self, lane: &Lane, round: &Round) -> Result<()> {
+    fn pass(&self, stream: &CommStream, round: &Round) -> Result<()> {
         self.meet(round, &round.partners())?;
         let inside = self.inside.lock().unwrap_or_else(PoisonError::into_inner);
         {
@@ -219,7 +219,7 @@ impl CommLoop {
             }
             state.call = Some((Instant::now(), round.what.clone()));
         }
-        let queued = self.queue(lane, round);
+        let queued = self.queue(stream, round);
         let in_time = self.shared.lock().call.take().is_some();
         let heard = queued.and_then(|end| self.communicator.error().map(|()| end).map_err(refused));
         match heard {
@@ -241,8 +241,8 @@ impl CommLoop {
     /// Tells the round's ranks that this one has come to it, and hears the same from them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
         let missing = |peer, error| match late(&error) {
-            true => self.peers.stalled(&round.what, round.number, partners),
-            false => self.peers.missing(&round.what, round.number, peer, &error),
+            true => self.peers.stalled(&round.what, round.id, partners),
+            false => self.peers.missing(&round.what, round.id, peer, &error),
         };
         let (token, tag) = (|| Tensor::zeros([1], (Kind::Uint8, Device::Cpu)), self.party.token());
         let mut words = Vec::new();
@@ -261,9 +261,9 @@ impl CommLoop {
     }
 
     /// Queues the transfers, and what marks their end.
-    fn queue(&self, lane: &Lane, round: &Round) -> Result<End> {
-        lane.after(round.ready.as_ref())?;
-        let (all, stream) = (&self.communicator, lane.raw());
+    fn queue(&self, stream: &CommStream, round: &Round) -> Result<End> {
+        stream.after(round.ready.as_ref())?;
+        let (all, raw) = (&self.communicator, stream.raw());
         let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         let places = |transfers: &[(u32, Tensor)]| {
             transfers.iter().map(|(rank, _)| self.party.place(*rank)).collect::<Result<Vec<_>>>()
@@ -274,16 +274,16 @@ impl CommLoop {
                 let data = tensor.data_ptr().cast_const();
                 // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream is through,
                 // and whoever sends does not write it before.
-                unsafe { all.send(data, bytes(tensor), *to, stream)? };
+                unsafe { all.send(data, bytes(tensor), *to, raw)? };
             }
             for (from, (_, tensor)) in from.iter().zip(&round.receives) {
                 // SAFETY: as above; nobody reads or writes it before it has arrived.
-                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, stream)? };
+                unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, raw)? };
             }
             Ok(())
         });
         queued.map_err(refused)?;
-        lane.mark()
+        stream.mark()
     }
 
     /// Waits until the stream has passed the round, without an error of the library.
@@ -296,7 +296,7 @@ impl CommLoop {
                 return Ok(());
             }
             if !over && start.elapsed() > self.peers.timeout() {
-                return Err(self.peers.stalled(&round.what, round.number, &round.partners()));
+                return Err(self.peers.stalled(&round.what, round.id, &round.partners()));
             }
             if looked.elapsed() > WORDS {
                 looked = Instant::now();

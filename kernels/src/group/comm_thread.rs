@@ -62,9 +62,9 @@ use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
 use super::comm_loop::{CommLoop, FAREWELL, PARTING, Party, Shared, State, WORDS};
-use super::lane::{End, Lane, Round, Ticket, refused};
+use super::comm_stream::{CommStream, End, Round, Ticket, refused};
+use super::exchange_id::ExchangeId;
 use super::peers::Peers;
-use super::turn::Turn;
 use super::word::seconds;
 use crate::device;
 use crate::{Error, Result};
@@ -97,7 +97,7 @@ impl CommThread {
     /// missed by the caller.
     pub(super) fn join(
         peers: &Arc<Peers>,
-        (device, lane): (Device, Lane),
+        (device, stream): (Device, CommStream),
         party: Party,
         id: UniqueId,
     ) -> std::result::Result<CommThread, String> {
@@ -121,7 +121,7 @@ impl CommThread {
                 let inside = Mutex::default();
                 let (peers, shared) = (theirs, there);
                 let both = CommLoop { peers, party, device, communicator, inside, shared };
-                Arc::new(both).issue_all(&lane, rounds, end);
+                Arc::new(both).issue_all(&stream, rounds, end);
             }
         };
         std::thread::Builder::new().spawn(run).map_err(|error| error.to_string())?;
@@ -254,9 +254,9 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let watching = move || {
         let _end = end;
         // No exchange: nobody can be behind it.
-        let turn = Turn { axis: 0, number: 0 };
+        let id = ExchangeId { axis: 0, number: 0 };
         if let Err(error) = farewell.wait(LONG) {
-            shared.fail(peers.missing("the watch over the next rank", turn, next, &error));
+            shared.fail(peers.missing("the watch over the next rank", id, next, &error));
         }
     };
     let begun = std::thread::Builder::new().spawn(watching);

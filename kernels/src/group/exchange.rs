@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::comm_stream::{Round, Ticket};
 use super::comm_thread::CommThread;
-use super::lane::{Round, Ticket};
+use super::exchange_id::ExchangeId;
 use super::peers::Peers;
-use super::turn::Turn;
 use super::work::Work;
 use crate::Result;
 
@@ -24,7 +24,7 @@ use crate::Result;
 pub struct Exchange<'a> {
     peers: &'a Peers,
     what: &'a str,
-    number: Turn,
+    id: ExchangeId,
     /// Where tensors live.
     device: Device,
     comm: Option<&'a CommThread>,
@@ -42,7 +42,7 @@ pub struct Exchange<'a> {
 pub struct Arrival<'a> {
     peers: &'a Peers,
     what: &'a str,
-    number: Turn,
+    id: ExchangeId,
     from: u32,
     tensor: Tensor,
     device: Device,
@@ -59,12 +59,12 @@ impl<'a> Exchange<'a> {
     pub(super) fn new(
         peers: &'a Peers,
         what: &'a str,
-        number: Turn,
+        id: ExchangeId,
         device: Device,
         comm: Option<&'a CommThread>,
     ) -> Self {
         let (sends, open) = (VecDeque::new(), BTreeMap::new());
-        Exchange { peers, what, number, device, comm, sends, begun: 0, open, closed: 0 }
+        Exchange { peers, what, id, device, comm, sends, begun: 0, open, closed: 0 }
     }
 
     /// This rank, from 0.
@@ -86,7 +86,7 @@ impl<'a> Exchange<'a> {
                 // From a GPU this is a copy in plain memory; on a CPU it is the tensor itself.
                 let plain = tensor.to_device(Device::Cpu);
                 let begun = self.peers.send(to, &plain, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.number, to, &error);
+                let missing = |error| self.peers.missing(self.what, self.id, to, &error);
                 Move::Plain(begun.map_err(missing)?)
             }
         };
@@ -107,7 +107,7 @@ impl<'a> Exchange<'a> {
         self.heard()?;
         while self.begun - self.sends.len() < count {
             let Some((to, way)) = self.sends.pop_front() else { break };
-            wait(self.peers, (self.what, self.number, to), way, self.device)?;
+            wait(self.peers, (self.what, self.id, to), way, self.device)?;
         }
         Ok(())
     }
@@ -128,12 +128,12 @@ impl<'a> Exchange<'a> {
             Some(comm) => Some(Move::Issued(comm, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
-                let missing = |error| self.peers.missing(self.what, self.number, from, &error);
+                let missing = |error| self.peers.missing(self.what, self.id, from, &error);
                 Some(Move::Plain(begun.map_err(missing)?))
             }
         };
-        let Exchange { peers, what, number, device, .. } = *self;
-        Ok(Arrival { peers, what, number, from, tensor, device, way })
+        let Exchange { peers, what, id, device, .. } = *self;
+        Ok(Arrival { peers, what, id, from, tensor, device, way })
     }
 
     /// Nothing more will be begun in the rounds up to this one: over RCCL they are queued now, in order.
@@ -162,11 +162,11 @@ impl<'a> Exchange<'a> {
 
     fn round(&mut self, round: u64) -> &mut Round {
         assert!(round >= self.closed, "round {round} is closed");
-        self.open.entry(round).or_insert_with(|| Round::new(self.what, self.number))
+        self.open.entry(round).or_insert_with(|| Round::new(self.what, self.id))
     }
 
     fn tag(&self) -> c_int {
-        self.number.tag()
+        self.id.tag()
     }
 }
 
@@ -174,21 +174,21 @@ impl Arrival<'_> {
     /// The tensor on the group's device, once it is here; between devices what the calling thread queues from here on waits for
     /// it, and the host may read it. Its round is closed.
     pub fn wait(self) -> Result<Tensor> {
-        let Arrival { peers, what, number, from, tensor, device, way } = self;
-        way.map_or(Ok(()), |way| wait(peers, (what, number, from), way, device))?;
+        let Arrival { peers, what, id, from, tensor, device, way } = self;
+        way.map_or(Ok(()), |way| wait(peers, (what, id, from), way, device))?;
         Ok(tensor.to_device(device))
     }
 }
 
 fn wait(
     peers: &Peers,
-    (what, number, peer): (&str, Turn, u32),
+    (what, id, peer): (&str, ExchangeId, u32),
     way: Move<'_>,
     device: Device,
 ) -> Result<()> {
     match way {
         Move::Plain(work) => {
-            work.wait(peers.timeout()).map_err(|error| peers.missing(what, number, peer, &error))
+            work.wait(peers.timeout()).map_err(|error| peers.missing(what, id, peer, &error))
         }
         Move::Issued(comm, ticket) => comm.wait(&ticket, device),
     }

@@ -9,12 +9,12 @@
 //! bridge     the store as Gloo asks for it, to connect the ranks
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
-//! exchange   tensors from rank to rank, over Gloo or by the communication thread; turn  which it is; work  a transfer over Gloo
+//! exchange   tensors from rank to rank, over Gloo or by the communication thread; exchange_id  which it is; work  a transfer over Gloo
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
 //! whereabouts how far a rank has come, for those who miss it
 //! comm_thread the thread that has RCCL move them, and why nothing wrong is written down where it fails
-//! lane       rounds of transfers, and the stream on which they are queued
+//! comm_stream rounds of transfers, and the stream on which they are queued
 //! ```
 //!
 //! Only bytes move here; whoever receives them adds them up, in the order that the tree says. Every wait has a deadline.
@@ -29,12 +29,13 @@ mod axis;
 mod bridge;
 mod clock;
 mod comm_loop;
+mod comm_stream;
 mod comm_thread;
 mod exchange;
+mod exchange_id;
 mod ffi;
 mod gathering;
 mod key;
-mod lane;
 mod meeting;
 mod peers;
 mod rendezvous;
@@ -45,7 +46,6 @@ mod stranger_tests;
 #[cfg(test)]
 mod tests;
 mod transport;
-mod turn;
 mod whereabouts;
 mod wire;
 mod word;

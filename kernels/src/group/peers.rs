@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 
 use super::clock::LOOK;
+use super::exchange_id::ExchangeId;
 use super::ffi::{shim_group_free, shim_recv, shim_send};
 use super::key::{Bytes32, PROOF, is_loopback, nonce, same};
 use super::meeting::{announce, meet};
 use super::store::TAKEN;
-use super::turn::Turn;
 use super::whereabouts::Whereabouts;
 use super::word::{Word, seconds};
 use super::work::Work;
@@ -261,14 +261,14 @@ impl Peers {
     }
 
     /// Takes note that the next exchange of an axis begins; its number there.
-    pub(super) fn next(&self, axis: usize, what: &str) -> Result<Turn> {
+    pub(super) fn next(&self, axis: usize, what: &str) -> Result<ExchangeId> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.begun[axis] += 1;
         now.exchange = what.to_owned();
         if let Err(error) = now.post(&self.store, self.place.rank) {
             return Err(self.without_store(what, &error));
         }
-        Ok(Turn { axis, number: now.begun[axis] })
+        Ok(ExchangeId { axis, number: now.begun[axis] })
     }
 
     /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
@@ -314,10 +314,10 @@ impl Peers {
         Ok(Work(work))
     }
 
-    /// What to say when `peer` could not be reached in exchange `number`.
-    pub(super) fn missing(&self, what: &str, number: Turn, peer: u32, error: &Error) -> Error {
+    /// What to say when `peer` could not be reached in exchange `id`.
+    pub(super) fn missing(&self, what: &str, id: ExchangeId, peer: u32, error: &Error) -> Error {
         if late(error) {
-            return self.stalled(what, number, &[peer]);
+            return self.stalled(what, id, &[peer]);
         }
         match self.word_of_another() {
             Some(what) => Error::Reported { what },
@@ -328,11 +328,11 @@ impl Peers {
     /// What to say when the time ran out in what `partners` share with this rank. Suspect is who has not come as far as this
     /// exchange, or else the partners; but they may only wait, further back, for a rank that we do not wait for. So whoever's
     /// time runs out writes that into the store, and of those who do not the suspects are missing, or else the others.
-    pub(super) fn stalled(&self, what: &str, number: Turn, partners: &[u32]) -> Error {
+    pub(super) fn stalled(&self, what: &str, id: ExchangeId, partners: &[u32]) -> Error {
         if let Some(what) = self.word() {
             return Error::Reported { what };
         }
-        let behind = self.behind(number, partners);
+        let behind = self.behind(id, partners);
         let suspects = if behind.is_empty() { partners.to_vec() } else { behind };
         let silent = self.silent(self.others().collect());
         let near = silent.iter().copied().filter(|rank| suspects.contains(rank)).collect();
@@ -357,10 +357,10 @@ impl Peers {
 
     /// Who has not come as far as an exchange: a rank that has only waits as we do. In a line only its ranks count, and those
     /// that this one waits for are asked about.
-    fn behind(&self, turn: Turn, partners: &[u32]) -> Vec<u32> {
-        let asked = |rank: &u32| turn.axis == 0 || partners.contains(rank);
+    fn behind(&self, id: ExchangeId, partners: &[u32]) -> Vec<u32> {
+        let asked = |rank: &u32| id.axis == 0 || partners.contains(rank);
         let behind =
-            |rank: &u32| self.seen(*rank).is_none_or(|seen| seen.begun[turn.axis] < turn.number);
+            |rank: &u32| self.seen(*rank).is_none_or(|seen| seen.begun[id.axis] < id.number);
         self.others().filter(asked).filter(behind).collect()
     }
 

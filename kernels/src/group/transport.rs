@@ -6,9 +6,9 @@ use rccl_sys::{Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
 use super::comm_loop::Party;
+use super::comm_stream::CommStream;
 use super::comm_thread::CommThread;
 use super::exchange::Exchange;
-use super::lane::Lane;
 use super::peers::Peers;
 use super::{Bulk, Group};
 use crate::{Error, Result};
@@ -64,23 +64,23 @@ impl Group {
             Transport::Gloo => false,
             Transport::Rccl => true,
         };
-        let lane = if asked { Lane::new(device) } else { Err(String::new()) };
-        let named = match (&lane, self.rank()) {
+        let stream = if asked { CommStream::new(device) } else { Err(String::new()) };
+        let named = match (&stream, self.rank()) {
             (Ok(_), 0) => Library::open().and_then(Library::unique_id).map(|id| id.bytes),
             _ => Ok([0; 128]),
         };
-        let against = lane.as_ref().err().or(named.as_ref().err()).cloned();
+        let against = stream.as_ref().err().or(named.as_ref().err()).cloned();
         let mut mine = vec![wish as u8, u8::from(against.is_some())];
         mine.extend(named.unwrap_or([0; 128]));
         mine.extend(against.unwrap_or_default().into_bytes());
         let heard = self.all_gather("the choice of a transport", &mine)?;
         let words: Vec<Word> = heard.iter().map(|word| read(word)).collect();
         let (mut chosen, mut comm) = (decide(&words)?, None);
-        if let (true, Ok(lane)) = (chosen.rccl, lane) {
+        if let (true, Ok(stream)) = (chosen.rccl, stream) {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
             let party = Party { axis: 0, members: (0..self.world()).collect() };
-            let joined = CommThread::join(peers, (device, lane), party, id);
+            let joined = CommThread::join(peers, (device, stream), party, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
@@ -105,9 +105,9 @@ impl Group {
         let (axis, members, device) = (party.axis, party.members.clone(), self.device());
         along.remove(&axis);
         let refused = |reason| Error::Foreign { call: "join a line of devices", reason };
-        let lane = Lane::new(device).map_err(refused)?;
+        let stream = CommStream::new(device).map_err(refused)?;
         let id = named(peers, &party)?;
-        let comm = Arc::new(CommThread::join(peers, (device, lane), party, id).map_err(refused)?);
+        let comm = Arc::new(CommThread::join(peers, (device, stream), party, id).map_err(refused)?);
         along.insert(axis, (members, Arc::clone(&comm)));
         Ok(Some(comm))
     }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Store;
-use super::turn::AXES;
+use super::exchange_id::AXES;
 use crate::Result;
 
 /// Steps whose times are kept.

@@ -22,7 +22,7 @@ use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
 
-use crate::model::{self, LeafInput, ParamId, Sink};
+use crate::model::{self, MicroBatchInput, ParamId, Sink};
 use crate::optim::norm;
 use crate::refusal::refused;
 use crate::replay::documents::{DocumentLoss, Place};
@@ -118,7 +118,7 @@ struct Isolated {
 impl Isolated {
     /// What stands between the boundaries around the `places` of a document, with only its labels counted. Where the model
     /// lets documents see each other, it is the whole row.
-    fn of(batch: &LeafInput<'_>, places: &[Place], documents_apart: bool) -> Isolated {
+    fn of(batch: &MicroBatchInput<'_>, places: &[Place], documents_apart: bool) -> Isolated {
         let around = |place: &Place| match documents_apart {
             true => {
                 around(&batch.boundaries[place.row as usize], &place.columns, batch.seq_len as u32)
@@ -141,7 +141,7 @@ impl Isolated {
         all
     }
 
-    fn push(&mut self, batch: &LeafInput<'_>, place: &Place, span: Range<u32>) {
+    fn push(&mut self, batch: &MicroBatchInput<'_>, place: &Place, span: Range<u32>) {
         let row = place.row as usize;
         let first = row * batch.seq_len;
         let columns = first + span.start as usize..first + span.end as usize;
@@ -167,10 +167,10 @@ impl Isolated {
         self.mask.resize(whole, 0);
     }
 
-    fn input(&self) -> LeafInput<'_> {
+    fn input(&self) -> MicroBatchInput<'_> {
         let Isolated { tokens, labels, positions, mask, boundaries, seq_len } = self;
         let rows = boundaries.len();
-        LeafInput { tokens, labels, positions, mask, boundaries, rows, seq_len: *seq_len }
+        MicroBatchInput { tokens, labels, positions, mask, boundaries, rows, seq_len: *seq_len }
     }
 }
 
@@ -193,7 +193,7 @@ pub(super) fn gradients(
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let (own, config) = (Frozen::new(step.own), model.config());
     let whole = rows(batch, 0..batch.rows);
-    let divisor = batch.label_count.max(1);
+    let label_count = batch.label_count.max(1);
     let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {
         if document.labels == 0 {
             return Ok((DocumentGradient::default(), 0));
@@ -210,7 +210,7 @@ pub(super) fn gradients(
         let alone = Isolated::of(&whole, &document.places, config.document_mask);
         let staged = alone.input().stage(config, &stager)?;
         let how = workers.options();
-        model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
+        model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
         let tokens = alone.tokens.len() as u64;
         let (squares, dot) = (norm::sum(&sink.squares), norm::sum(&sink.dots));
         Ok((DocumentGradient { squares, dot }, tokens))

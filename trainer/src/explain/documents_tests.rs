@@ -56,9 +56,9 @@ impl Rows {
         }
     }
 
-    fn input(&self) -> LeafInput<'_> {
+    fn input(&self) -> MicroBatchInput<'_> {
         let Rows { tokens, labels, positions, mask, boundaries } = self;
-        LeafInput {
+        MicroBatchInput {
             tokens,
             labels,
             positions,
@@ -88,10 +88,10 @@ impl Rows {
     }
 }
 
-fn gradient(input: &LeafInput<'_>, divisor: u64) -> Vec<Tensor> {
+fn gradient(input: &MicroBatchInput<'_>, label_count: u64) -> Vec<Tensor> {
     let config = config();
     let (params, balance) = (model::init(&config, 3).unwrap(), model::init_balance(&config));
-    model::leaf(&config, &params, &balance, input, divisor).unwrap().grads
+    model::forward_backward(&config, &params, &balance, input, label_count).unwrap().grads
 }
 
 fn length(tensors: &[Tensor]) -> f64 {
@@ -113,8 +113,8 @@ proptest! {
     ) {
         let rows = Rows::new(seed, &starts);
         let whole = rows.input();
-        let divisor = rows.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>().max(1);
-        let step = gradient(&whole, divisor);
+        let label_count = rows.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>().max(1);
+        let step = gradient(&whole, label_count);
         let mut sum: Vec<Tensor> = step.iter().map(Tensor::zeros_like).collect();
         for places in rows.documents() {
             let mut mask = vec![0; rows.mask.len()];
@@ -124,10 +124,10 @@ proptest! {
                 own.for_each(|at| mask[at] = rows.mask[at]);
             }
             // Among others: the whole rows, every other label masked.
-            let wanted = gradient(&LeafInput { mask: &mask, ..whole }, divisor);
+            let wanted = gradient(&MicroBatchInput { mask: &mask, ..whole }, label_count);
             for documents_apart in [true, false] {
                 let alone = Isolated::of(&whole, &places, documents_apart);
-                let found = gradient(&alone.input(), divisor);
+                let found = gradient(&alone.input(), label_count);
                 prop_assert!(apart(&found, &wanted) <= 1e-5 * length(&step));
                 let labels = mask.iter().map(|mask| u64::from(*mask)).sum::<u64>();
                 prop_assert_eq!(alone.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>(), labels);

@@ -17,7 +17,7 @@ pub enum Stage {
     Data,
     /// From the weights at its start to the losses.
     Forward,
-    /// Back from the losses to the gradient of a leaf.
+    /// Back from the losses to the gradient of a micro-batch.
     Backward,
     /// The addition of gradients, their norm, and what follows from it.
     Sum,
@@ -42,19 +42,19 @@ impl StepRecord {
     /// Where this record and `other` part first; `parameters` names the tensors.
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
         // A new quantity must take its place in this order; what is read and what the forward pass makes is compared below.
-        // `loss` follows from `leaf_losses`; what a phase is called and when an edit was accepted decide nothing.
+        // `loss` follows from `micro_batch_losses`; what a phase is called and when an edit was accepted decide nothing.
         let StepRecord {
             kind: _,
             step: _,
             phase: _,
             data: _,
-            divisor: _,
+            label_count: _,
             loss: _,
-            leaf_labels: _,
-            leaf_losses: _,
+            micro_batch_labels: _,
+            micro_batch_losses: _,
             sources: _,
             router: _,
-            leaf_gradients,
+            micro_batch_gradients,
             gradients,
             norm,
             layer_gradient_norms,
@@ -73,7 +73,15 @@ impl StepRecord {
             |index: usize| format!("of {}", named.get(index).map_or("?", |layer| &layer.name));
         let hex = |value: &u64| format!("{value:016x}");
         let none = |_: usize| String::new();
-        let backward = || listed("gradient", &leaf_gradients.0, &other.leaf_gradients.0, leaf, hex);
+        let backward = || {
+            listed(
+                "gradient",
+                &micro_batch_gradients.0,
+                &other.micro_batch_gradients.0,
+                micro_batch,
+                hex,
+            )
+        };
         let sum = || {
             listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)
                 .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
@@ -111,9 +119,15 @@ impl StepRecord {
         let labels = |source: &SourceSums| source.labels.to_string();
         None.or_else(|| single("step", &self.step, &other.step))
             .or_else(|| single("data digest", &self.data, &other.data))
-            .or_else(|| single("label count", &self.divisor, &other.divisor))
+            .or_else(|| single("label count", &self.label_count, &other.label_count))
             .or_else(|| {
-                listed("labels", &self.leaf_labels, &other.leaf_labels, leaf, u64::to_string)
+                listed(
+                    "labels",
+                    &self.micro_batch_labels,
+                    &other.micro_batch_labels,
+                    micro_batch,
+                    u64::to_string,
+                )
             })
             .or_else(|| by_source("labels", &self.sources, &other.sources, labels))
     }
@@ -124,14 +138,14 @@ impl StepRecord {
         let text = |value: &Vec<u64>| format!("{value:?}");
         let loss =
             |source: &SourceSums| format!("{:e} (bits {})", source.loss.float(), source.loss);
-        listed("loss", &self.leaf_losses.0, &other.leaf_losses.0, leaf, float)
+        listed("loss", &self.micro_batch_losses.0, &other.micro_batch_losses.0, micro_batch, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
             .or_else(|| listed("router counts", &self.router, &other.router, layer, text))
     }
 }
 
 /// How a micro-batch is named.
-fn leaf(index: usize) -> String {
+fn micro_batch(index: usize) -> String {
     format!("of micro-batch {index}")
 }
 
@@ -221,7 +235,10 @@ mod tests {
         assert_eq!(differs(&|right| right.layer_gradient_norms.0[0] ^= 1), layer);
         assert_eq!(differs(&|right| right.norm.0[0] ^= 1), "gradient norm");
         assert_eq!(differs(&|right| right.gradients.0[2] ^= 1), "summed gradient of c");
-        assert_eq!(differs(&|right| right.leaf_gradients.0[1] ^= 1), "gradient of micro-batch 1");
+        assert_eq!(
+            differs(&|right| right.micro_batch_gradients.0[1] ^= 1),
+            "gradient of micro-batch 1"
+        );
         assert_eq!(differs(&|right| right.router[0][1] += 1), "router counts of layer 0");
         let of = |right: &mut StepRecord, change: fn(&mut SourceSums)| {
             change(right.sources.get_mut("web").unwrap());
@@ -230,10 +247,13 @@ mod tests {
         assert_eq!(differs(&|right| of(right, |web| web.labels += 1)), "labels of source web");
         let gone = |right: &mut StepRecord| drop(right.sources.remove("math"));
         assert_eq!(differs(&gone), "labels of source math");
-        assert_eq!(differs(&|right| right.leaf_losses.0[0] ^= 1), "loss of micro-batch 0");
-        assert_eq!(differs(&|right| right.leaf_labels[0] += 1), "labels of micro-batch 0");
-        assert_eq!(differs(&|right| right.leaf_labels.push(1)), "number of values of labels");
-        assert_eq!(differs(&|right| right.divisor += 1), "label count");
+        assert_eq!(differs(&|right| right.micro_batch_losses.0[0] ^= 1), "loss of micro-batch 0");
+        assert_eq!(differs(&|right| right.micro_batch_labels[0] += 1), "labels of micro-batch 0");
+        assert_eq!(
+            differs(&|right| right.micro_batch_labels.push(1)),
+            "number of values of labels"
+        );
+        assert_eq!(differs(&|right| right.label_count += 1), "label count");
         assert_eq!(differs(&|right| right.data = Digest(1)), "data digest");
     }
 }

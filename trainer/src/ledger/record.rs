@@ -57,19 +57,19 @@ pub struct StepRecord {
     /// The batch digest.
     pub data: Digest,
     /// Labels in the step: what the sum of losses is divided by.
-    pub divisor: u64,
-    /// The mean loss in nats for each label, for people; its bits follow from `leaf_losses`.
+    pub label_count: u64,
+    /// The mean loss in nats for each label, for people; its bits follow from `micro_batch_losses`.
     pub loss: f64,
-    /// Labels of each leaf.
-    pub leaf_labels: Vec<u64>,
-    /// Sum of token losses of each leaf, as the bits of an f64.
-    pub leaf_losses: Packed,
+    /// Labels of each micro-batch.
+    pub micro_batch_labels: Vec<u64>,
+    /// Sum of token losses of each micro-batch, as the bits of an f64.
+    pub micro_batch_losses: Packed,
     /// Labels and losses of each source that has rows in the step, by its name.
     pub sources: BTreeMap<String, SourceSums>,
     /// Tokens that each layer's router sent to each class, over the whole batch.
     pub router: Vec<Vec<u64>>,
-    /// Checksum of each leaf's gradient.
-    pub leaf_gradients: Packed,
+    /// Checksum of each micro-batch's gradient.
+    pub micro_batch_gradients: Packed,
     /// Checksum of the summed gradient of each tensor, before clipping.
     pub gradients: Packed,
     /// The gradient norm before clipping, as the bits of an f64.
@@ -97,21 +97,21 @@ pub struct StepRecord {
 }
 
 impl StepRecord {
-    /// Its leaves.
-    pub fn leaves(&self) -> usize {
-        self.leaf_labels.len()
+    /// Its micro-batches.
+    pub fn micro_batches(&self) -> usize {
+        self.micro_batch_labels.len()
     }
 
     /// Says what does not follow from the rest of a record that was read.
     fn check(&self) -> Result<(), String> {
-        let StepRecord { leaf_labels, leaf_losses, sources, router, norm, .. } = self;
-        let (divisor, loss, layer_gradient_norms) =
-            (self.divisor, self.loss, &self.layer_gradient_norms);
+        let StepRecord { micro_batch_labels, micro_batch_losses, sources, router, norm, .. } = self;
+        let (label_count, loss, layer_gradient_norms) =
+            (self.label_count, self.loss, &self.layer_gradient_norms);
         let sums = StepSums {
-            divisor,
+            label_count,
             loss,
-            leaf_labels,
-            leaf_losses,
+            micro_batch_labels,
+            micro_batch_losses,
             sources,
             router,
             norm,
@@ -154,7 +154,7 @@ pub(crate) mod tests {
             let mut wrong = right;
             let moved = |packed: &Packed| Packed::floats(packed.values().map(|value| value * 1.001 + 1.0));
             match part {
-                0 => wrong.divisor += 1,
+                0 => wrong.label_count += 1,
                 1 => wrong.norm = moved(&wrong.norm),
                 2 => wrong.layer_gradient_norms = moved(&wrong.layer_gradient_norms),
                 3 => wrong.sources.values_mut().for_each(|source| source.loss = moved(&source.loss)),
@@ -195,13 +195,13 @@ pub(crate) mod tests {
             step,
             phase: "first".into(),
             data: Digest(u128::from(word(0))),
-            divisor: labels.iter().sum(),
+            label_count: labels.iter().sum(),
             loss: losses.iter().sum::<f64>() / labels.iter().sum::<u64>() as f64,
-            leaf_labels: labels.to_vec(),
-            leaf_losses: Packed::floats(losses),
+            micro_batch_labels: labels.to_vec(),
+            micro_batch_losses: Packed::floats(losses),
             sources: sources.into(),
             router: vec![vec![word(6) % 99, word(7) % 99]],
-            leaf_gradients: words(8, 2),
+            micro_batch_gradients: words(8, 2),
             gradients: words(10, 3),
             norm: Packed::floats([norm]),
             layer_gradient_norms: Packed::floats([norm * 0.6, norm * 0.8]),

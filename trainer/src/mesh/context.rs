@@ -256,10 +256,10 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         for range in ranges {
             let part = sum.f_narrow(0, at, range.end - range.start).map_err(refused)?;
             at += range.end - range.start;
-            let salt = salt(Part::LeafGradient, id.index());
+            let salt = salt(Part::MicroBatchGradient, id.index());
             self.checksum.add(&[(&part, range.start as u64, salt)]).map_err(refused)?;
         }
-        self.into.map_or(Ok(()), |(all, leaf)| all.add(leaf, vec![(id.index(), sum)]))
+        self.into.map_or(Ok(()), |(all, micro_batch)| all.add(micro_batch, vec![(id.index(), sum)]))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
 //!
-//! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which leaves and who speaks with whom.
+//! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which micro-batches and who speaks with whom.
 //! - `sink` takes each gradient from the layer that has it, `gradients` adds it up; `sum` is the sum of a step's gradients,
 //!   of these alone or by `gather` with those of many ranks, in `buckets`; `share` gives new weights to all.
 //! - `context` is for ranks that share the chunks of each micro-batch; `slices` says which numbers of its gradient each adds up.

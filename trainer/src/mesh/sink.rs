@@ -22,22 +22,27 @@ pub(crate) struct Checksum(checksum::Total);
 const TOGETHER: usize = 32;
 
 /// The sink of one micro-batch.
-pub(crate) struct LeafSink<'s, 'a> {
+pub(crate) struct MicroBatchSink<'s, 'a> {
     sum: &'s Sum<'a>,
-    leaf: u64,
+    micro_batch: u64,
     checksum: Checksum,
     /// What has not been handed on.
     waiting: Vec<(ParamId, Tensor)>,
 }
 
 impl<'a> Sum<'a> {
-    /// Where leaf `leaf` hands its gradients to.
-    pub(crate) fn sink(&self, leaf: u64) -> LeafSink<'_, 'a> {
-        LeafSink { sum: self, leaf, checksum: Checksum::default(), waiting: Vec::new() }
+    /// Where micro-batch `micro_batch` hands its gradients to.
+    pub(crate) fn sink(&self, micro_batch: u64) -> MicroBatchSink<'_, 'a> {
+        MicroBatchSink {
+            sum: self,
+            micro_batch,
+            checksum: Checksum::default(),
+            waiting: Vec::new(),
+        }
     }
 }
 
-impl LeafSink<'_, '_> {
+impl MicroBatchSink<'_, '_> {
     /// Over all that was handed over, which is then handed on.
     pub(crate) fn checksum(mut self) -> Result<checksum::Total> {
         self.pass()?;
@@ -48,16 +53,16 @@ impl LeafSink<'_, '_> {
     fn pass(&mut self) -> Result<()> {
         self.checksum.take(&self.waiting)?;
         let waiting = self.waiting.drain(..).map(|(id, gradient)| (id.index(), gradient));
-        self.sum.add(self.leaf, waiting.collect())
+        self.sum.add(self.micro_batch, waiting.collect())
     }
 }
 
 impl Checksum {
     fn take(&mut self, gradients: &[(ParamId, Tensor)]) -> Result<()> {
-        let _watch = timing::part(timing::Part::LeafSums);
+        let _watch = timing::part(timing::Part::MicroBatchSums);
         let mut slices = Vec::with_capacity(gradients.len());
         for (id, gradient) in gradients {
-            slices.push((gradient, 0, salt(Part::LeafGradient, id.index())));
+            slices.push((gradient, 0, salt(Part::MicroBatchGradient, id.index())));
         }
         self.0.add(&slices).map_err(refused)
     }
@@ -74,7 +79,7 @@ impl Sink for Checksum {
     }
 }
 
-impl Sink for LeafSink<'_, '_> {
+impl Sink for MicroBatchSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
         let (mut gradient, mut together) = (gradient, 1);
         if gradient.device() != Device::Cpu {
@@ -89,7 +94,7 @@ impl Sink for LeafSink<'_, '_> {
 mod tests {
     use super::*;
     use crate::mesh::{Degrees, Schedule, Team};
-    use crate::model::{self, LeafInput, LeafOptions, ZayaConfig};
+    use crate::model::{self, MicroBatchInput, MicroBatchOptions, ZayaConfig};
     use crate::optim::{self, Rule};
     use crate::state::ownership::{self, Ownership};
     use kernels::device::Stager;
@@ -105,9 +110,9 @@ mod tests {
         let (params, balance) = (model::init(&config, 1).unwrap(), model::init_balance(&config));
         let tokens: Vec<i32> = (0..5 * 24).map(|place| place * 37 % 97).collect();
         let (positions, boundaries): (Vec<i32>, _) = ((0..24).collect(), [vec![0]]);
-        let input = |leaf: u64| LeafInput {
-            tokens: &tokens[leaf as usize * 24..][..24],
-            labels: &tokens[96 - leaf as usize * 24..][..24],
+        let input = |micro_batch: u64| MicroBatchInput {
+            tokens: &tokens[micro_batch as usize * 24..][..24],
+            labels: &tokens[96 - micro_batch as usize * 24..][..24],
             positions: &positions,
             mask: &[1; 24],
             boundaries: &boundaries,
@@ -115,10 +120,14 @@ mod tests {
             seq_len: 24,
         };
         let (mut whole, mut wanted) = (Counter::new(), Vec::new());
-        for leaf in 0..5 {
-            let grads = model::leaf(&config, &params, &balance, &input(leaf), 120).unwrap().grads;
+        for micro_batch in 0..5 {
+            let grads =
+                model::forward_backward(&config, &params, &balance, &input(micro_batch), 120)
+                    .unwrap()
+                    .grads;
             let sums = grads.iter().enumerate();
-            let sums = sums.map(|(at, one)| checksum::tensor(one, salt(Part::LeafGradient, at)));
+            let sums =
+                sums.map(|(at, one)| checksum::tensor(one, salt(Part::MicroBatchGradient, at)));
             wanted.push(sums.fold(0, u64::wrapping_add));
             whole.push(grads).unwrap();
         }
@@ -131,18 +140,21 @@ mod tests {
         let sum = Sum::begin(&lines, owners.pieces(), params.len(), &[], 5).unwrap();
         let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
         std::thread::scope(|scope| {
-            for leaves in [vec![4, 1, 2], vec![3, 0]] {
+            for micro_batches in [vec![4, 1, 2], vec![3, 0]] {
                 let (config, input, sum, wanted) = (&config, &input, &sum, &wanted);
                 let (params, balance) = (&params, &balance);
                 scope.spawn(move || {
                     let (params, balance) = (params.aliases(), balance.aliases());
-                    for leaf in leaves {
+                    for micro_batch in micro_batches {
                         let stager = Stager::new(Device::Cpu).unwrap();
-                        let staged = input(leaf).stage(config, &stager).unwrap();
-                        let (mut sink, how) = (sum.sink(leaf), LeafOptions::default());
+                        let staged = input(micro_batch).stage(config, &stager).unwrap();
+                        let (mut sink, how) = (sum.sink(micro_batch), MicroBatchOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
-                        assert_eq!(sink.checksum().unwrap().read().unwrap(), wanted[leaf as usize]);
+                        assert_eq!(
+                            sink.checksum().unwrap().read().unwrap(),
+                            wanted[micro_batch as usize]
+                        );
                     }
                 });
             }

@@ -136,7 +136,7 @@ mod tests {
         let line = group.axis(1, &line.collect::<Vec<_>>()).unwrap();
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);
-        let numbers = lines.leaves(leaves).unwrap();
+        let numbers = lines.micro_batches(leaves).unwrap();
         // Parameters alone, in pairs, and what stands behind the last of them.
         let (count, layers) = (layout.parameters.len(), [0..1, 1..3, 3..4, 4..5]);
         let sum = Sum::begin(&lines, owners.pieces(), count, &layers, leaves).unwrap();

@@ -1,4 +1,4 @@
-//! The ranks of a run: who of them computes which leaves, and who speaks with whom. Nothing here can change a bit.
+//! The ranks of a run: who of them computes which micro-batches, and who speaks with whom. Nothing here can change a bit.
 
 use std::ops::Range;
 
@@ -12,13 +12,13 @@ use crate::model::{Cut, Fold, ParamSpec};
 use crate::refusal::lost;
 use crate::timing;
 
-/// How the leaves of a step are dealt and their gradients brought together: two ways to walk one expression.
+/// How the micro-batches of a step are dealt and their gradients brought together: two ways to walk one expression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Schedule {
-    /// A rank has a run of leaves and adds whole subtrees before it sends anything: the fewest bytes.
+    /// A rank has a run of micro-batches and adds whole subtrees before it sends anything: the fewest bytes.
     #[default]
     Subtree,
-    /// In turn s rank r of N computes leaf s N + r, whose pieces go to their owners at once: the least memory.
+    /// In turn s rank r of N computes micro-batch s N + r, whose pieces go to their owners at once: the least memory.
     Streaming,
 }
 
@@ -112,35 +112,35 @@ impl Lines<'_> {
         Fold::new(self.mesh.tsp, place, parameters, self.cut.shards)
     }
 
-    /// The leaves of each place of the line of gradients in a step that has `leaves`, by round.
-    pub fn parts(&self, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
-        parts(self.team.schedule, self.mesh.dp, leaves)
+    /// The micro-batches of each place of the line of gradients in a step that has `micro_batches`, by round.
+    pub fn parts(&self, micro_batches: u64) -> Result<Vec<Vec<Range<u64>>>> {
+        parts(self.team.schedule, self.mesh.dp, micro_batches)
     }
 
-    /// This rank's leaves of such a step, in the order in which it computes them.
-    pub fn leaves(&self, leaves: u64) -> Result<Vec<u64>> {
-        self.leaves_of(self.team.group.rank(), leaves)
+    /// This rank's micro-batches of such a step, in the order in which it computes them.
+    pub fn micro_batches(&self, micro_batches: u64) -> Result<Vec<u64>> {
+        self.micro_batches_of(self.team.group.rank(), micro_batches)
     }
 
-    /// The leaves of `rank`.
-    pub(crate) fn leaves_of(&self, rank: u32, leaves: u64) -> Result<Vec<u64>> {
+    /// The micro-batches of `rank`.
+    pub(crate) fn micro_batches_of(&self, rank: u32, micro_batches: u64) -> Result<Vec<u64>> {
         let place = self.mesh.place(Axis::Dp, rank) as usize;
-        Ok(self.parts(leaves)?[place].iter().cloned().flatten().collect())
+        Ok(self.parts(micro_batches)?[place].iter().cloned().flatten().collect())
     }
 
-    /// The leaves of all of them that are this rank's, by round.
-    pub fn own(&self, leaves: u64) -> Result<Vec<Range<u64>>> {
-        Ok(self.parts(leaves)?.swap_remove(self.data.place as usize))
+    /// The micro-batches of all of them that are this rank's, by round.
+    pub fn own(&self, micro_batches: u64) -> Result<Vec<Range<u64>>> {
+        Ok(self.parts(micro_batches)?.swap_remove(self.data.place as usize))
     }
 
-    /// Of what each rank says of each of its leaves, in the order of all leaves. What ranks that share a leaf say is `joined`.
+    /// Of what each rank says of each of its micro-batches, in the order of all of them. What ranks that share one say is `joined`.
     pub(crate) fn in_order<T>(
         &self,
-        leaves: u64,
+        micro_batches: u64,
         said: Vec<Vec<T>>,
         joined: impl Fn(T, T) -> Result<T>,
     ) -> Result<Vec<T>> {
-        let parts = self.parts(leaves)?;
+        let parts = self.parts(micro_batches)?;
         let mut places: Vec<Vec<T>> = Vec::new();
         for (rank, said) in (0..).zip(said) {
             if self.mesh.place(Axis::Sharing, rank) == 0 {
@@ -162,9 +162,9 @@ impl Lines<'_> {
             }
         }
         let more = said.iter_mut().any(|said| said.next().is_some());
-        if all.len() as u64 != leaves || more {
+        if all.len() as u64 != micro_batches || more {
             return Err(Fault::bug(format!(
-                "{} micro-batches were computed of {leaves}",
+                "{} micro-batches were computed of {micro_batches}",
                 all.len()
             )));
         }
@@ -178,9 +178,13 @@ pub fn slice(schedule: Schedule, rank: u32, world: u32) -> Result<RankSlice> {
     Ok(if schedule == Schedule::Streaming { slice.in_turn() } else { slice })
 }
 
-/// The leaves of each of `world` ranks, by round.
-pub(crate) fn parts(schedule: Schedule, world: u32, leaves: u64) -> Result<Vec<Vec<Range<u64>>>> {
-    (0..world).map(|rank| Ok(slice(schedule, rank, world)?.rounds(leaves))).collect()
+/// The micro-batches of each of `world` ranks, by round.
+pub(crate) fn parts(
+    schedule: Schedule,
+    world: u32,
+    micro_batches: u64,
+) -> Result<Vec<Vec<Range<u64>>>> {
+    (0..world).map(|rank| Ok(slice(schedule, rank, world)?.rounds(micro_batches))).collect()
 }
 
 /// Which ranks share a machine. What a machine and a rank elsewhere have for each other goes through one rank of the

@@ -14,11 +14,11 @@ use super::layers::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::zaya::{Kinds, Zaya};
 use super::{
-    Cut, Init, Keep, LeafOptions, LeafOutput, ParamSpec, Skip, ZayaConfig, init, init_balance,
-    leaf, oracle, parameters, staged_leaf,
+    Cut, Init, Keep, MicroBatchOptions, MicroBatchOutput, ParamSpec, Skip, ZayaConfig,
+    forward_backward, forward_backward_staged, init, init_balance, oracle, parameters,
 };
 
-/// A model and a leaf large enough that kernels take their vector paths, with documents of awkward lengths.
+/// A model and a micro-batch large enough that kernels take their vector paths, with documents of awkward lengths.
 fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
     middling_of(ZayaConfig { skip, ..preset() })
 }
@@ -53,8 +53,8 @@ fn skip_lift() -> Tensor {
     Tensor::from_slice(&lift)
 }
 
-pub(super) fn same_bits(a: &LeafOutput, b: &LeafOutput) -> bool {
-    let checksums = |out: &LeafOutput| {
+pub(super) fn same_bits(a: &MicroBatchOutput, b: &MicroBatchOutput) -> bool {
+    let checksums = |out: &MicroBatchOutput| {
         let tensors = out.grads.iter().chain([&out.token_losses]);
         tensors.map(|tensor| kernels::checksum::tensor(tensor, 1)).collect::<Vec<_>>()
     };
@@ -67,11 +67,12 @@ fn gradients_are_those_of_automatic_differentiation() {
         let (config, params, balance, arrays) = middling(skip);
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
         let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
-        let (losses, grads) = oracle::leaf(&config, &specs, weights, &prepared, 200);
+        let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &prepared, 200);
         for ops in [CPU, REFERENCE] {
-            let options = LeafOptions { ops, ..LeafOptions::default() };
+            let options = MicroBatchOptions { ops, ..MicroBatchOptions::default() };
             let staged = arrays.input().stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
-            let out = staged_leaf(&config, &params, &balance, staged, 200, options).unwrap();
+            let out =
+                forward_backward_staged(&config, &params, &balance, staged, 200, options).unwrap();
             let skipped = out.counts.iter().all(|layer| layer[8] > 0);
             assert!(skipped, "some tokens skip: {:?}", out.counts);
             assert!(relative(&out.token_losses, &losses) < 1e-6);
@@ -105,11 +106,11 @@ fn another_feed_forward_fits_in() {
     let (params, model): (Vec<_>, _) = (params.collect(), model());
     let weights = (&params[..], &balance[..]);
     let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
-    let (losses, grads) = oracle::leaf(&config, &specs, weights, &input, 200);
+    let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &input, 200);
     for cut in [Cut::WHOLE, Cut { chunks: 2, shards: 3 }] {
         let mut found = Collected::default();
         let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
-        let options = LeafOptions::default().cut(cut);
+        let options = MicroBatchOptions::default().cut(cut);
         let out = model.with((options.into(), &config), weights, &input, train).unwrap();
         let classes = |counts: &Option<Tensor>| counts.as_ref().map(Tensor::numel);
         assert_eq!(out.counts.iter().map(classes).collect::<Vec<_>>(), [Some(9), None]);
@@ -128,11 +129,11 @@ fn another_feed_forward_fits_in() {
     assert_eq!(flops(&Zaya::new(&config)) - flops(&model), 6.0 * router as f64);
 }
 
-/// Workers: the same leaf beside itself on several threads, and in other company, has the same bits.
+/// Workers: the same micro-batch beside itself on several threads, and in other company, has the same bits.
 #[test]
 fn threads_do_not_change_a_bit() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
-    let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let alone = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
     let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
     std::thread::scope(|scope| {
         for worker in 0..3 {
@@ -141,13 +142,16 @@ fn threads_do_not_change_a_bit() {
             scope.spawn(move || {
                 let (params, balance) = (params.aliases(), balance.aliases());
                 for _ in 0..=worker {
-                    let out = leaf(config, &params, &balance, &arrays.input(), 200).unwrap();
+                    let out =
+                        forward_backward(config, &params, &balance, &arrays.input(), 200).unwrap();
                     assert_eq!(out.grads, alone.aliases());
                 }
             });
         }
     });
-    let again = leaf(&config, &params.aliases(), &balance.aliases(), &arrays.input(), 200).unwrap();
+    let again =
+        forward_backward(&config, &params.aliases(), &balance.aliases(), &arrays.input(), 200)
+            .unwrap();
     assert!(same_bits(&alone, &again));
 }
 
@@ -159,8 +163,8 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
         let params = all_rounded(&parameters(&config), &params, dtype);
         let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
         let staged = arrays.input().stage(&config, &stager).unwrap();
-        let options = LeafOptions { keep, ..LeafOptions::default() };
-        staged_leaf(&config, &params, &balance, staged, 200, options).unwrap()
+        let options = MicroBatchOptions { keep, ..MicroBatchOptions::default() };
+        forward_backward_staged(&config, &params, &balance, staged, 200, options).unwrap()
     };
     let [wide, narrow] = [Dtype::F32, Dtype::Bf16].map(|dtype| {
         let whole = compute(dtype, Keep::Everything);
@@ -173,16 +177,16 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
 
 /// The way of a prefetcher: staged on another thread, computed on this one.
 #[test]
-fn a_staged_leaf_has_the_same_bits() {
+fn a_staged_micro_batch_has_the_same_bits() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
-    let alone = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let alone = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
     let stage = || {
         let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
         arrays.input().stage(&config, &stager).unwrap()
     };
     let staged = std::thread::scope(|scope| scope.spawn(stage).join().unwrap());
-    let options = LeafOptions::default();
-    let out = staged_leaf(&config, &params, &balance, staged, 200, options).unwrap();
+    let options = MicroBatchOptions::default();
+    let out = forward_backward_staged(&config, &params, &balance, staged, 200, options).unwrap();
     assert!(same_bits(&alone, &out));
 }
 
@@ -191,8 +195,8 @@ fn a_staged_leaf_has_the_same_bits() {
 fn chunks_of_the_head_agree() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
     let whole = ZayaConfig { loss_chunk: 1000, ..config.clone() };
-    let a = leaf(&config, &params, &balance, &arrays.input(), 200).unwrap();
-    let b = leaf(&whole, &params, &balance, &arrays.input(), 200).unwrap();
+    let a = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
+    let b = forward_backward(&whole, &params, &balance, &arrays.input(), 200).unwrap();
     assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
     for ((spec, a), b) in parameters(&config).iter().zip(&a.grads).zip(&b.grads) {
         assert!(relative(a, b) < 1e-5, "{}", spec.name);
@@ -206,13 +210,19 @@ fn padding_has_no_effect() {
     let input = arrays.input();
     let mut mask = input.mask.to_vec();
     mask[200..].fill(0);
-    let a =
-        leaf(&config, &params, &balance, &super::LeafInput { mask: &mask, ..input }, 9).unwrap();
+    let a = forward_backward(
+        &config,
+        &params,
+        &balance,
+        &super::MicroBatchInput { mask: &mask, ..input },
+        9,
+    )
+    .unwrap();
     let (mut tokens, mut labels) = (input.tokens.to_vec(), input.labels.to_vec());
     tokens[201..].fill(5);
     labels[200..].fill(-1);
-    let other = super::LeafInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
-    let b = leaf(&config, &params, &balance, &other, 9).unwrap();
+    let other = super::MicroBatchInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
+    let b = forward_backward(&config, &params, &balance, &other, 9).unwrap();
     // Other tokens of the padding stand in other experts' products, so rounding may differ, and nothing else.
     assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
     assert_eq!(a.labels, b.labels);
@@ -237,7 +247,7 @@ fn identity_skip_is_its_probability_times_its_input() {
     params[silent] = params[silent].zeros_like();
     let balance = [Tensor::from_slice(&[0f32, 0.0, 0.0, 0.0, 2.0])];
     let arrays = fixture.arrays();
-    let out = leaf(&config, &params, &balance, &arrays.input(), 46).unwrap();
+    let out = forward_backward(&config, &params, &balance, &arrays.input(), 46).unwrap();
     assert_eq!(out.counts, [[0, 0, 0, 0, 48]]);
 
     let wide: Vec<Tensor> =

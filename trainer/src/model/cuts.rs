@@ -14,8 +14,8 @@ use super::layers::cca::Cca;
 use super::param::{Declare, Weights};
 use super::parity::{Arrays, all_rounded, relative};
 use super::{
-    Attention, Cut, Decay, Keep, LeafInput, LeafOptions, LeafOutput, Skip, ZayaConfig, losses,
-    oracle, parameters, random, staged_leaf,
+    Attention, Cut, Decay, Keep, MicroBatchInput, MicroBatchOptions, MicroBatchOutput, Skip,
+    ZayaConfig, forward_backward_staged, losses, oracle, parameters, random,
 };
 
 /// What a micro-batch is computed with.
@@ -26,17 +26,23 @@ struct Model {
 }
 
 impl Model {
-    fn leaf(&self, input: &LeafInput<'_>, options: LeafOptions) -> LeafOutput {
+    fn micro_batch(
+        &self,
+        input: &MicroBatchInput<'_>,
+        options: MicroBatchOptions,
+    ) -> MicroBatchOutput {
         let staged = input.stage(&self.config, &Stager::new(Device::Cpu).unwrap()).unwrap();
-        staged_leaf(&self.config, &self.params, &self.balance, staged, 200, options).unwrap()
+        forward_backward_staged(&self.config, &self.params, &self.balance, staged, 200, options)
+            .unwrap()
     }
 
     /// Asserts that losses and gradients are those of differentiation in f64.
-    fn assert_differentiated(&self, arrays: &Arrays, options: LeafOptions) {
+    fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
         let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
         let (specs, weights) = (parameters(&self.config), (&self.params[..], &self.balance[..]));
-        let (losses, grads) = oracle::leaf(&self.config, &specs, weights, &prepared, 200);
-        let out = self.leaf(&arrays.input(), options);
+        let (losses, grads) =
+            oracle::forward_backward(&self.config, &specs, weights, &prepared, 200);
+        let out = self.micro_batch(&arrays.input(), options);
         assert!(relative(&out.token_losses, &losses) < 1e-6, "{options:?}");
         let mut worst = 0f64;
         for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
@@ -57,12 +63,12 @@ fn model_of(config: ZayaConfig) -> (Model, Arrays) {
     (Model { config, params, balance }, arrays)
 }
 
-fn cut(chunks: u64) -> LeafOptions {
+fn cut(chunks: u64) -> MicroBatchOptions {
     both(chunks, 1)
 }
 
-fn both(chunks: u64, shards: u64) -> LeafOptions {
-    LeafOptions::default().cut(Cut { chunks, shards })
+fn both(chunks: u64, shards: u64) -> MicroBatchOptions {
+    MicroBatchOptions::default().cut(Cut { chunks, shards })
 }
 
 /// Documents cross every boundary, down to chunks of two tokens and of one, in which convolutions reach over two chunks.
@@ -72,9 +78,10 @@ fn chunks_have_the_gradients_of_automatic_differentiation() {
     for chunks in [2, 4, 64, 128] {
         model.assert_differentiated(&arrays, cut(chunks));
     }
-    model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..cut(8) });
+    model.assert_differentiated(&arrays, MicroBatchOptions { ops: REFERENCE, ..cut(8) });
     let config = ZayaConfig { document_mask: false, ..model.config.clone() };
-    Model { config, ..model }.assert_differentiated(&arrays, LeafOptions { ops: CPU, ..cut(16) });
+    Model { config, ..model }
+        .assert_differentiated(&arrays, MicroBatchOptions { ops: CPU, ..cut(16) });
 }
 
 /// A layer of each kind; documents end and begin within chunks and cross several of them, of one token too, and decay or not.
@@ -87,7 +94,7 @@ fn linear_layers_have_the_gradients_of_automatic_differentiation() {
         for chunks in [1, 2, 4, 128] {
             model.assert_differentiated(&arrays, cut(chunks));
         }
-        model.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..both(4, 2) });
+        model.assert_differentiated(&arrays, MicroBatchOptions { ops: REFERENCE, ..both(4, 2) });
         let config = ZayaConfig { document_mask: false, ..model.config.clone() };
         Model { config, ..model }.assert_differentiated(&arrays, cut(8));
     }
@@ -103,10 +110,12 @@ fn linear_layers_go_from_block_to_block() {
     for chunks in [1, 2] {
         model.assert_differentiated(&arrays, cut(chunks));
     }
-    let before = model.leaf(&arrays.input(), cut(4)).token_losses;
+    let before = model.micro_batch(&arrays.input(), cut(4)).token_losses;
     let mut tokens = arrays.tokens.clone();
     tokens[192..].iter_mut().for_each(|token| *token = (*token + 1) % 331);
-    let after = model.leaf(&LeafInput { tokens: &tokens, ..arrays.input() }, cut(4)).token_losses;
+    let after = model
+        .micro_batch(&MicroBatchInput { tokens: &tokens, ..arrays.input() }, cut(4))
+        .token_losses;
     assert_eq!(before.narrow(0, 0, 191), after.narrow(0, 0, 191));
     assert_ne!(before, after);
 }
@@ -117,7 +126,7 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
     let preset = ZayaConfig::preset("zaya1-nano").unwrap();
     let (plain, arrays) = model(Skip::Identity);
     plain.assert_differentiated(&arrays, both(1, 2));
-    plain.assert_differentiated(&arrays, LeafOptions { ops: REFERENCE, ..both(4, 7) });
+    plain.assert_differentiated(&arrays, MicroBatchOptions { ops: REFERENCE, ..both(4, 7) });
     let (queries, width) =
         (preset.num_attention_heads / preset.num_key_value_heads, preset.head_dim / 2);
     let shape = ZayaConfig {
@@ -179,12 +188,12 @@ fn chunks_of_whole_documents_are_micro_batches() {
         starts.iter().zip(0..).flat_map(|(own, chunk)| own.iter().map(move |at| at + 32 * chunk));
     let all: Vec<u32> = all.collect();
     let whole = Arrays::new(tokens.clone(), 2, vec![all.clone(), all]);
-    let whole = model.leaf(&whole.input(), cut(4));
+    let whole = model.micro_batch(&whole.input(), cut(4));
     let part = |chunk: usize| {
         let rows = [0, 128].map(|row| tokens[row + 32 * chunk..][..32].to_vec());
         let own = starts[chunk].to_vec();
         let arrays = Arrays::new(rows.concat(), 2, vec![own.clone(), own]);
-        model.leaf(&arrays.input(), LeafOptions::default())
+        model.micro_batch(&arrays.input(), MicroBatchOptions::default())
     };
     let parts = [part(0), part(1), part(2), part(3)];
     for (chunk, part) in (0i64..).zip(&parts) {
@@ -214,13 +223,13 @@ fn chunks_of_whole_documents_are_micro_batches() {
 fn a_chunk_knows_nothing_of_later_ones() {
     let (model, arrays) = model(Skip::Zero);
     let input = arrays.input();
-    let before = model.leaf(&input, cut(4)).token_losses.view([2, 4, 32]);
+    let before = model.micro_batch(&input, cut(4)).token_losses.view([2, 4, 32]);
     for later in 1..4usize {
         let mut tokens = input.tokens.to_vec();
         for row in tokens.chunks_mut(128) {
             row[32 * later..].iter_mut().for_each(|token| *token = (*token + 1) % 331);
         }
-        let after = model.leaf(&LeafInput { tokens: &tokens, ..input }, cut(4));
+        let after = model.micro_batch(&MicroBatchInput { tokens: &tokens, ..input }, cut(4));
         let after = after.token_losses.view([2, 4, 32]);
         let earlier = |losses: &Tensor| losses.narrow(1, 0, later as i64).contiguous();
         assert_eq!(earlier(&before), earlier(&after));
@@ -241,10 +250,10 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
         let params = all_rounded(&parameters(&whole.config), &whole.params, dtype);
         let balance = whole.balance.iter().map(Tensor::shallow_clone).collect();
         let model = Model { config: whole.config.clone(), params, balance };
-        let found = model.leaf(&arrays.input(), how);
-        let again = LeafOptions { keep: Keep::LayerInputs, ..how };
-        assert!(same_bits(&found, &model.leaf(&arrays.input(), again)), "{dtype:?}");
-        let plain = model.leaf(&arrays.input(), cut(1));
+        let found = model.micro_batch(&arrays.input(), how);
+        let again = MicroBatchOptions { keep: Keep::LayerInputs, ..how };
+        assert!(same_bits(&found, &model.micro_batch(&arrays.input(), again)), "{dtype:?}");
+        let plain = model.micro_batch(&arrays.input(), cut(1));
         assert!(!same_bits(&found, &plain), "a cut decides bits");
         assert!((found.loss / plain.loss - 1.0).abs() < 1e-2, "{} {}", found.loss, plain.loss);
         assert!(found.grads.iter().all(|grad| grad.kind() == Kind::Float));
@@ -258,7 +267,7 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
                 scope.spawn(|| {
                     let (params, balance) = (params.aliases(), balance.aliases());
                     let model = Model { config: config.clone(), params, balance };
-                    assert_eq!(model.leaf(&arrays.input(), how).grads, grads.aliases());
+                    assert_eq!(model.micro_batch(&arrays.input(), how).grads, grads.aliases());
                 });
             }
         });
@@ -273,11 +282,11 @@ fn padded_tails_have_no_effect() {
     let mut mask = input.mask.to_vec();
     mask[180..].fill(0);
     let (mut tokens, mut labels) = (input.tokens.to_vec(), input.labels.to_vec());
-    let a = model.leaf(&LeafInput { mask: &mask, ..input }, cut(4));
+    let a = model.micro_batch(&MicroBatchInput { mask: &mask, ..input }, cut(4));
     tokens[181..].fill(5);
     labels[180..].fill(-1);
-    let other = LeafInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
-    let b = model.leaf(&other, cut(4));
+    let other = MicroBatchInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
+    let b = model.micro_batch(&other, cut(4));
     assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
     for ((spec, a), b) in parameters(&model.config).iter().zip(&a.grads).zip(&b.grads) {
         assert!(relative(a, b) < 1e-5, "{}", spec.name);

@@ -1,4 +1,4 @@
-//! What a leaf computes on: tokens, labels, and where one document ends and the next begins.
+//! What a micro-batch computes on: tokens, labels, and where one document ends and the next begins.
 
 use contract::{Fault, Result};
 use kernels::ops::Span;
@@ -6,9 +6,9 @@ use tch::Tensor;
 
 use super::ZayaConfig;
 
-/// The sequences of one leaf, as the loader serves them.
+/// The sequences of one micro-batch, as the loader serves them.
 #[derive(Clone, Copy, Debug)]
-pub struct LeafInput<'a> {
+pub struct MicroBatchInput<'a> {
     /// Token ids, row after row.
     pub tokens: &'a [i32],
     /// The token to predict at each place; without meaning where the mask is 0.
@@ -25,9 +25,9 @@ pub struct LeafInput<'a> {
     pub seq_len: usize,
 }
 
-/// What is known of a leaf without its arrays, which hold no more than a model has.
+/// What is known of a micro-batch without its arrays, which hold no more than a model has.
 #[derive(Debug)]
-pub struct CheckedLeaf {
+pub struct CheckedMicroBatch {
     pub(super) tokens: usize,
     /// In order, covering every token.
     pub(super) spans: Vec<Span>,
@@ -38,7 +38,7 @@ pub struct CheckedLeaf {
     pub(super) label_count: u64,
 }
 
-/// A leaf on the device, with everything that follows from its boundaries.
+/// A micro-batch on the device, with everything that follows from its boundaries.
 #[derive(Debug)]
 pub(super) struct Prepared {
     /// `[tokens]`, i64.
@@ -59,7 +59,7 @@ pub(super) struct Prepared {
     pub(super) label_count: u64,
 }
 
-impl LeafInput<'_> {
+impl MicroBatchInput<'_> {
     /// Refuses what would read past an end; a loader never serves it.
     pub(super) fn validate(&self, config: &ZayaConfig) -> Result<()> {
         let bug =
@@ -105,10 +105,10 @@ impl LeafInput<'_> {
         Ok(())
     }
 
-    /// Checks the leaf.
-    pub fn check(&self, config: &ZayaConfig) -> Result<CheckedLeaf> {
+    /// Checks the micro-batch.
+    pub fn check(&self, config: &ZayaConfig) -> Result<CheckedMicroBatch> {
         self.validate(config)?;
-        Ok(CheckedLeaf {
+        Ok(CheckedMicroBatch {
             tokens: self.tokens.len(),
             spans: self.spans(config.document_mask),
             rows: self.rows as i64,
@@ -118,9 +118,9 @@ impl LeafInput<'_> {
         })
     }
 
-    /// The same of a leaf that a device reads as it is: a mask of zeros and ones, and label 0, a token of every vocabulary, where
-    /// there is none.
-    pub fn check_in_place(&self, config: &ZayaConfig) -> Result<CheckedLeaf> {
+    /// The same of a micro-batch that a device reads as it is: a mask of zeros and ones, and label 0, a token of every
+    /// vocabulary, where there is none.
+    pub fn check_in_place(&self, config: &ZayaConfig) -> Result<CheckedMicroBatch> {
         let mut places = self.labels.iter().zip(self.mask);
         if places.any(|(label, mask)| *mask > 1 || (*mask == 0 && *label != 0)) {
             return Err(Fault::bug("a micro-batch with a label where its mask has none"));

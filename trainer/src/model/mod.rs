@@ -1,4 +1,4 @@
-//! The ZAYA1 model: one leaf of sequences in, its losses and gradients out.
+//! The ZAYA1 model: one micro-batch of sequences in, its losses and gradients out.
 //!
 //! ```text
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
@@ -15,7 +15,7 @@
 //!
 //! What computes is [`kernels::ops`]: the model says which operations, a table how.
 //!
-//! Invariant: [`leaf`] is a pure function of the weights, the balancing biases, the leaf and the kernel table.
+//! Invariant: [`forward_backward`] is a pure function of the weights, the balancing biases, the micro-batch and the kernel table.
 
 mod activity;
 mod config;
@@ -52,13 +52,13 @@ pub use cut::Cut;
 pub use fold::{Common, Fold, Folded};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
-pub use input::{CheckedLeaf, LeafInput};
+pub use input::{CheckedMicroBatch, MicroBatchInput};
 pub use line::{Coming, Dealt, Line};
 pub use param::{Init, ParamId, ParamSpec, Role, init_balance, rounded};
 pub(crate) use param::{balance_name, initial};
 pub(crate) use probe::probe;
 pub use sharding::Sharding;
-pub use stage::{LeafBuffer, StagedLeaf};
+pub use stage::{BatchBuffer, StagedMicroBatch};
 pub use zaya::{init, parameters};
 
 use contract::{Fault, Result};
@@ -71,7 +71,7 @@ use zaya::Zaya;
 
 use crate::refusal::{refused, values};
 
-/// What a leaf keeps between its forward and its backward pass. Decides memory and time, never bits.
+/// What a micro-batch keeps between its forward and its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
     /// Every activation that the backward pass reads.
@@ -81,9 +81,9 @@ pub enum Keep {
     LayerInputs,
 }
 
-/// How a leaf is computed.
+/// How a micro-batch is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LeafOptions {
+pub struct MicroBatchOptions {
     /// By which operations; they decide bits, and stand in the kernel table.
     pub ops: Table,
     /// What is kept between the passes.
@@ -92,44 +92,44 @@ pub struct LeafOptions {
     pub cut: Cut,
 }
 
-impl LeafOptions {
+impl MicroBatchOptions {
     /// The same of a micro-batch that is cut inside.
     pub fn cut(self, cut: Cut) -> Self {
-        LeafOptions { cut, ..self }
+        MicroBatchOptions { cut, ..self }
     }
 }
 
-/// How a leaf is computed, and with whom: `None` for a process that has all of it.
+/// How a micro-batch is computed, and with whom: `None` for a process that has all of it.
 #[derive(Clone, Copy)]
 pub struct Computing<'a> {
     /// How.
-    pub options: LeafOptions,
+    pub options: MicroBatchOptions,
     /// Who has the other chunks.
     pub line: Option<&'a dyn Line>,
     /// Who holds which shards of the weights; `None` where each process has all of them.
     pub folded: Option<Folded<'a>>,
 }
 
-impl From<LeafOptions> for Computing<'_> {
-    fn from(options: LeafOptions) -> Self {
+impl From<MicroBatchOptions> for Computing<'_> {
+    fn from(options: MicroBatchOptions) -> Self {
         Computing { options, line: None, folded: None }
     }
 }
 
-impl Default for LeafOptions {
+impl Default for MicroBatchOptions {
     fn default() -> Self {
-        LeafOptions { ops: ops::CPU, keep: Keep::default(), cut: Cut::WHOLE }
+        MicroBatchOptions { ops: ops::CPU, keep: Keep::default(), cut: Cut::WHOLE }
     }
 }
 
-/// What a leaf answers with.
+/// What a micro-batch answers with.
 #[derive(Debug)]
-pub struct LeafOutput {
+pub struct MicroBatchOutput {
     /// Sum of the token losses, in nats.
     pub loss: f64,
     /// Tokens that had a label.
     pub labels: u64,
-    /// Gradient of `loss / divisor` for every parameter, in canonical order, f32. What was not used has exact zeros.
+    /// Gradient of `loss / label_count` for every parameter, in canonical order, f32. What was not used has exact zeros.
     pub grads: Vec<Tensor>,
     /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
     pub token_losses: Tensor,
@@ -137,9 +137,9 @@ pub struct LeafOutput {
     pub counts: Vec<Vec<u64>>,
 }
 
-/// What a leaf says besides its gradients; see [`LeafOutput`].
+/// What a micro-batch says besides its gradients; see [`MicroBatchOutput`].
 #[derive(Debug)]
-pub struct LeafLosses {
+pub struct MicroBatchLosses {
     /// Sum of the token losses, in nats: one f64 where it was computed.
     pub loss: Tensor,
     /// Tokens that had a label.
@@ -150,7 +150,7 @@ pub struct LeafLosses {
     pub counts: Vec<Option<Tensor>>,
 }
 
-impl LeafLosses {
+impl MicroBatchLosses {
     /// Tokens by layer and router class, which the host waits for.
     pub(crate) fn read_counts(&self) -> Result<Vec<Vec<u64>>> {
         let read = |counts: &Option<Tensor>| match counts {
@@ -163,30 +163,30 @@ impl LeafLosses {
     }
 }
 
-/// Computes one leaf: forward, loss and backward of `sum of token losses / divisor`.
+/// Computes one micro-batch: forward, loss and backward of `sum of token losses / label_count`.
 ///
 /// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer.
-/// Nothing is written to either, so several threads may compute leaves of the same weights at once, each with its own
+/// Nothing is written to either, so several threads may compute micro-batches of the same weights at once, each with its own
 /// aliases ([`kernels::share`]).
-pub fn leaf(
+pub fn forward_backward(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    input: &LeafInput,
-    divisor: u64,
-) -> Result<LeafOutput> {
+    input: &MicroBatchInput,
+    label_count: u64,
+) -> Result<MicroBatchOutput> {
     let input = input.prepare(config, params[0].device())?;
-    collected(config, (params, balance), &input, divisor, options_for(params)?)
+    collected(config, (params, balance), &input, label_count, options_for(params)?)
 }
 
 /// The operations for the device of these weights.
-fn options_for(params: &[Tensor]) -> Result<LeafOptions> {
+fn options_for(params: &[Tensor]) -> Result<MicroBatchOptions> {
     let ops = ops::choose(params[0].device()).map_err(refused)?;
-    Ok(LeafOptions { ops, ..LeafOptions::default() })
+    Ok(MicroBatchOptions { ops, ..MicroBatchOptions::default() })
 }
 
-/// Computes a leaf that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
-/// otherwise as [`leaf`].
+/// Computes a micro-batch that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
+/// otherwise as [`forward_backward`].
 ///
 /// Where places of a line share it, each calls this at once with the same input: losses are those of the whole, counts those of
 /// the chunks here, and gradients come as [`Sink::part`].
@@ -194,53 +194,53 @@ pub fn micro_batch<'a>(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    staged: StagedLeaf,
-    divisor: u64,
+    staged: StagedMicroBatch,
+    label_count: u64,
     how: impl Into<Computing<'a>>,
     sink: &mut dyn Sink,
-) -> Result<LeafLosses> {
-    compute(config, (params, balance), &staged.arrive()?, (divisor, how.into()), sink)
+) -> Result<MicroBatchLosses> {
+    compute(config, (params, balance), &staged.arrive()?, (label_count, how.into()), sink)
 }
 
 /// The same, with all gradients together.
 #[cfg(test)]
-pub(crate) fn staged_leaf(
+pub(crate) fn forward_backward_staged(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    staged: StagedLeaf,
-    divisor: u64,
-    options: LeafOptions,
-) -> Result<LeafOutput> {
-    collected(config, (params, balance), &staged.arrive()?, divisor, options)
+    staged: StagedMicroBatch,
+    label_count: u64,
+    options: MicroBatchOptions,
+) -> Result<MicroBatchOutput> {
+    collected(config, (params, balance), &staged.arrive()?, label_count, options)
 }
 
 fn collected(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    divisor: u64,
-    options: LeafOptions,
-) -> Result<LeafOutput> {
+    label_count: u64,
+    options: MicroBatchOptions,
+) -> Result<MicroBatchOutput> {
     let mut gradients = Collected::default();
-    let found = compute(config, weights, input, (divisor, options.into()), &mut gradients)?;
+    let found = compute(config, weights, input, (label_count, options.into()), &mut gradients)?;
     let (loss, counts) = (number(&found.loss)?, found.read_counts()?);
-    let LeafLosses { labels, token_losses, .. } = found;
-    Ok(LeafOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
+    let MicroBatchLosses { labels, token_losses, .. } = found;
+    Ok(MicroBatchOutput { loss, labels, grads: gradients.into_vec()?, token_losses, counts })
 }
 
 fn compute(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
     input: &input::Prepared,
-    (divisor, how): (u64, Computing<'_>),
+    (label_count, how): (u64, Computing<'_>),
     sink: &mut dyn Sink,
-) -> Result<LeafLosses> {
+) -> Result<MicroBatchLosses> {
     enter()?;
     let model = Zaya::new(config);
-    let train = |pass: &Pass<'_>| model.train(pass, (divisor, how.options.keep), sink);
+    let train = |pass: &Pass<'_>| model.train(pass, (label_count, how.options.keep), sink);
     let found = model.with((how, config), weights, input, train)?;
-    Ok(LeafLosses {
+    Ok(MicroBatchLosses {
         loss: total(&found.losses)?,
         labels: input.label_count,
         token_losses: found.losses,
@@ -256,7 +256,7 @@ pub fn losses<'a>(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    input: &LeafInput,
+    input: &MicroBatchInput,
 ) -> Result<f64> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
@@ -265,12 +265,12 @@ pub fn losses<'a>(
     number(&total(&losses)?)
 }
 
-/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a leaf never holds them all.
+/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a micro-batch never holds them all.
 pub fn logits(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    input: &LeafInput,
+    input: &MicroBatchInput,
 ) -> Result<Tensor> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
@@ -298,7 +298,7 @@ pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
 pub(crate) fn activation_bytes(
     config: &ZayaConfig,
     (tokens, attending): (u64, u64),
-    options: LeafOptions,
+    options: MicroBatchOptions,
     dtype: Dtype,
 ) -> [u64; 2] {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
@@ -318,7 +318,7 @@ pub(crate) fn shared_bytes(
     config: &ZayaConfig,
     (rows, seq_len): (u64, u64),
     degree: u64,
-    options: LeafOptions,
+    options: MicroBatchOptions,
     dtype: Dtype,
 ) -> u64 {
     let (chunks, length) = (options.cut.chunks, seq_len as i64);
@@ -371,13 +371,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_leaf_answers_for_every_parameter() {
+    fn a_micro_batch_answers_for_every_parameter() {
         let config = ZayaConfig { vocab_size: 97, ..ZayaConfig::preset("zaya1-nano").unwrap() };
         let (params, balance) = (init(&config, 1).unwrap(), init_balance(&config));
         let tokens: Vec<i32> = (0..64).map(|i| i * 37 % 97).collect();
         let labels: Vec<i32> = (1..65).map(|i| i * 37 % 97).collect();
         let positions: Vec<i32> = (0..64).map(|i| i % 32).collect();
-        let input = LeafInput {
+        let input = MicroBatchInput {
             tokens: &tokens,
             labels: &labels,
             positions: &positions,
@@ -386,13 +386,13 @@ mod tests {
             rows: 2,
             seq_len: 32,
         };
-        let out = leaf(&config, &params, &balance, &input, 64).unwrap();
+        let out = forward_backward(&config, &params, &balance, &input, 64).unwrap();
         assert!((out.loss / 64.0 - (97f64).ln()).abs() < 0.3, "{}", out.loss / 64.0);
         for (spec, grad) in parameters(&config).iter().zip(&out.grads) {
             assert_eq!(grad.size(), spec.shape, "{}", spec.name);
             assert!(grad.isfinite().all().int64_value(&[]) == 1, "{}", spec.name);
         }
-        let again = leaf(&config, &params, &balance, &input, 64).unwrap();
+        let again = forward_backward(&config, &params, &balance, &input, 64).unwrap();
         assert_eq!(out.grads, again.grads);
     }
 

@@ -1,7 +1,7 @@
 //! The model as its equations read, differentiated by libtorch: the oracle of the passes written out beside it.
 //!
 //! Slow and plain on purpose, and in f64, so that what differs is the rounding of the passes. Shares with them only the
-//! leaf's spans, and the names and sizes of parameters.
+//! micro-batch's spans, and the names and sizes of parameters.
 
 use std::collections::BTreeMap;
 
@@ -11,13 +11,13 @@ use tch::{Device, Kind, Tensor};
 use super::input::Prepared;
 use super::{ParamSpec, Skip, ZayaConfig};
 
-/// Token losses, and the gradient of their sum over `divisor` for every parameter of `specs`.
-pub(super) fn leaf(
+/// Token losses, and the gradient of their sum over `label_count` for every parameter of `specs`.
+pub(super) fn forward_backward(
     config: &ZayaConfig,
     specs: &[ParamSpec],
     (params, balance): (&[Tensor], &[Tensor]),
     input: &Prepared,
-    divisor: u64,
+    label_count: u64,
 ) -> (Tensor, Vec<Tensor>) {
     let watched = |param: &Tensor| param.to_kind(Kind::Double).set_requires_grad(true);
     let params: Vec<Tensor> = params.iter().map(watched).collect();
@@ -27,7 +27,7 @@ pub(super) fn leaf(
     let embedding = forward.p("embed_tokens.weight");
     let log = hidden.linear(embedding, None::<&Tensor>).log_softmax(-1, Kind::Double);
     let losses = -log.gather(1, &input.labels.unsqueeze(1), false).squeeze_dim(1) * &input.mask;
-    let loss = losses.sum(Kind::Double) / divisor as f64;
+    let loss = losses.sum(Kind::Double) / label_count as f64;
     (losses.detach(), Tensor::run_backward(&[loss], &params, false, false))
 }
 

@@ -9,8 +9,8 @@ use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 
 use super::{
-    LeafInput, LeafOutput, ParamSpec, Skip, ZayaConfig, balance_name, leaf, logits, parameters,
-    rounded,
+    MicroBatchInput, MicroBatchOutput, ParamSpec, Skip, ZayaConfig, balance_name, forward_backward,
+    logits, parameters, rounded,
 };
 
 /// The largest relative error allowed, for every tensor.
@@ -26,7 +26,7 @@ pub(crate) struct Fixture {
     bf16: BTreeMap<String, f64>,
 }
 
-/// The arrays that a leaf borrows.
+/// The arrays that a micro-batch borrows.
 pub(crate) struct Arrays {
     pub(crate) tokens: Vec<i32>,
     labels: Vec<i32>,
@@ -55,8 +55,8 @@ impl Arrays {
         Arrays { tokens, labels, positions, mask, boundaries, rows, seq_len }
     }
 
-    pub(crate) fn input(&self) -> LeafInput<'_> {
-        LeafInput {
+    pub(crate) fn input(&self) -> MicroBatchInput<'_> {
+        MicroBatchInput {
             tokens: &self.tokens,
             labels: &self.labels,
             positions: &self.positions,
@@ -115,7 +115,7 @@ impl Fixture {
     }
 
     /// Token losses without the last token of each row, which has none.
-    fn losses(&self, out: &LeafOutput) -> Tensor {
+    fn losses(&self, out: &MicroBatchOutput) -> Tensor {
         let rows = out.token_losses.view([self.rows as i64, self.seq_len as i64]);
         rows.narrow(1, 0, self.seq_len as i64 - 1)
     }
@@ -144,11 +144,15 @@ pub(crate) fn all_rounded(
 }
 
 /// Errors against Hugging Face's f32, by the names of the fixture, with the weights rounded to `dtype`.
-fn errors(fixture: &Fixture, dtype: curriculum::Dtype) -> (BTreeMap<String, f64>, LeafOutput) {
+fn errors(
+    fixture: &Fixture,
+    dtype: curriculum::Dtype,
+) -> (BTreeMap<String, f64>, MicroBatchOutput) {
     let Fixture { tensors, config, .. } = fixture;
     let (specs, balance, arrays) = (parameters(config), fixture.balance(), fixture.arrays());
     let params = all_rounded(&specs, &fixture.params(), dtype);
-    let out = leaf(config, &params, &balance, &arrays.input(), arrays.label_count()).unwrap();
+    let out =
+        forward_backward(config, &params, &balance, &arrays.input(), arrays.label_count()).unwrap();
     let logits = logits(config, &params, &balance, &arrays.input()).unwrap();
     let loss = Tensor::from_slice(&[out.loss / out.labels as f64]).to_kind(Kind::Float);
     let mut found = BTreeMap::from([
@@ -237,8 +241,14 @@ fn idle_experts_have_exact_zeros() {
     let mut idle = 0;
     for fixture in [Fixture::read("wide"), Fixture::read("narrow")] {
         let arrays = fixture.arrays();
-        let out = leaf(&fixture.config, &fixture.params(), &fixture.balance(), &arrays.input(), 7)
-            .unwrap();
+        let out = forward_backward(
+            &fixture.config,
+            &fixture.params(),
+            &fixture.balance(),
+            &arrays.input(),
+            7,
+        )
+        .unwrap();
         for (spec, grad) in parameters(&fixture.config).iter().zip(&out.grads) {
             let Some(rest) = spec.name.strip_prefix("model.layers.") else { continue };
             if !rest.contains(".mlp.experts.") {
@@ -268,15 +278,19 @@ fn documents_in_a_row_are_documents_alone() {
             let starts: Vec<Vec<u32>> =
                 [vec![0, 1, 3, 11], vec![0], vec![0, 5, 6]][..fixture.rows].to_vec();
             let together = Arrays::new(tokens.clone(), fixture.rows, starts.clone());
-            let divisor = together.label_count();
-            let whole = leaf(&config, &params, &balance, &together.input(), divisor).unwrap();
+            let label_count = together.label_count();
+            let whole =
+                forward_backward(&config, &params, &balance, &together.input(), label_count)
+                    .unwrap();
             let (mut losses, mut grads, mut counts) = (Vec::new(), Vec::new(), 0);
             for (row, starts) in starts.iter().enumerate() {
                 for (index, &start) in starts.iter().enumerate() {
                     let end = starts.get(index + 1).map_or(fixture.seq_len, |&next| next as usize);
                     let range = row * fixture.seq_len + start as usize..row * fixture.seq_len + end;
                     let alone = Arrays::new(tokens[range].to_vec(), 1, vec![vec![0]]);
-                    let out = leaf(&config, &params, &balance, &alone.input(), divisor).unwrap();
+                    let out =
+                        forward_backward(&config, &params, &balance, &alone.input(), label_count)
+                            .unwrap();
                     losses.push(out.token_losses);
                     grads.push(out.grads);
                     counts += out.counts.iter().flatten().sum::<u64>();
@@ -303,7 +317,7 @@ fn the_reference_behaviour_ignores_boundaries() {
     let cut = Arrays { boundaries: vec![vec![0, 7]; fixture.rows], ..fixture.arrays() };
     let cut = Arrays { positions: (0..48).map(|i| i % 5).collect(), ..cut };
     let compute = |config: &ZayaConfig, arrays: &Arrays| {
-        leaf(config, &params, &balance, &arrays.input(), 46).unwrap().token_losses
+        forward_backward(config, &params, &balance, &arrays.input(), 46).unwrap().token_losses
     };
     assert_eq!(compute(&config, &cut), compute(&fixture.config, &whole));
     assert_ne!(compute(&fixture.config, &cut), compute(&fixture.config, &whole));

@@ -4,17 +4,17 @@ use contract::Result;
 use tch::Tensor;
 
 use super::activity::LayerActivity;
-use super::input::LeafInput;
+use super::input::MicroBatchInput;
 use super::zaya::Zaya;
-use super::{LeafOptions, ZayaConfig, enter};
+use super::{MicroBatchOptions, ZayaConfig, enter};
 
 /// What goes through each layer, first to last, when it computes `input`: forward only.
 pub(crate) fn probe(
-    options: LeafOptions,
+    options: MicroBatchOptions,
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
-    input: &LeafInput,
+    input: &MicroBatchInput,
 ) -> Result<Vec<LayerActivity>> {
     enter()?;
     let (model, input) = (Zaya::new(config), input.prepare(config, params[0].device())?);
@@ -36,7 +36,7 @@ mod tests {
         let tokens: Vec<i32> = (0..40).map(|place| place * 37 % 31).collect();
         let positions: Vec<i32> = (0..40).map(|place| place % 20).collect();
         let boundaries = [vec![0, 7], vec![0]];
-        let input = LeafInput {
+        let input = MicroBatchInput {
             tokens: &tokens,
             labels: &tokens,
             positions: &positions,
@@ -45,7 +45,7 @@ mod tests {
             rows: 2,
             seq_len: 20,
         };
-        let options = LeafOptions::default();
+        let options = MicroBatchOptions::default();
         let first = probe(options, &config, &params, &balance, &input).unwrap();
         assert_eq!(first.len(), 2);
         let specs = crate::model::parameters(&config);

@@ -1,8 +1,8 @@
-//! Leaves on their way to a device: the columns of a batch side by side in a buffer of the device's ring, where the readers of a
-//! prefetcher write them.
+//! Micro-batches on their way to a device: the columns of a batch side by side in a buffer of the device's ring, where the
+//! readers of a prefetcher write them.
 //!
 //! ```text
-//! flags: the mask | words: tokens | labels | positions | where the spans of each leaf start, leaf after leaf
+//! flags: the mask | words: tokens | labels | positions | where the spans of each micro-batch start
 //! ```
 //!
 //! A column of words begins at a multiple of 16 of them: of 64 bytes here, and on the device, whose words are twice as wide.
@@ -15,7 +15,7 @@ use loader::{Columns, ColumnsMut, Memory};
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
-use super::input::{CheckedLeaf, LeafInput, Prepared};
+use super::input::{CheckedMicroBatch, MicroBatchInput, Prepared};
 use crate::refusal::refused;
 
 /// Words or flags between the beginnings of two columns are a multiple of this.
@@ -23,14 +23,14 @@ const ALIGNED: usize = 16;
 
 /// The columns of a batch in a buffer of a device's ring.
 #[derive(Debug)]
-pub struct LeafBuffer {
+pub struct BatchBuffer {
     buffer: Buffer,
     tokens: usize,
 }
 
-/// A leaf on its way to the device: sent by a prefetcher's last stage, computed by [`super::micro_batch`].
+/// A micro-batch on its way to the device: sent by a prefetcher's last stage, computed by [`super::micro_batch`].
 #[derive(Debug)]
-pub struct StagedLeaf {
+pub struct StagedMicroBatch {
     batch: Staged,
     /// Tokens of the batch before it.
     first: usize,
@@ -38,7 +38,7 @@ pub struct StagedLeaf {
     column: usize,
     /// Where its starts stand among the words.
     starts: usize,
-    leaf: CheckedLeaf,
+    micro_batch: CheckedMicroBatch,
 }
 
 /// Words from one column of so many tokens to the next.
@@ -46,17 +46,17 @@ fn column(tokens: usize) -> usize {
     tokens.next_multiple_of(ALIGNED)
 }
 
-impl LeafBuffer {
+impl BatchBuffer {
     /// A buffer for a batch of so many tokens; what it holds is of no account.
-    pub fn take(buffers: &Buffers, tokens: usize) -> Result<LeafBuffer> {
+    pub fn take(buffers: &Buffers, tokens: usize) -> Result<BatchBuffer> {
         let words = 3 * column(tokens) + tokens;
         let buffer = buffers.take(tokens, words).map_err(machine)?;
-        Ok(LeafBuffer { buffer, tokens })
+        Ok(BatchBuffer { buffer, tokens })
     }
 
     /// A buffer with the columns of a batch that lies elsewhere.
-    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<LeafBuffer> {
-        let mut copy = LeafBuffer::take(buffers, batch.tokens.len())?;
+    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<BatchBuffer> {
+        let mut copy = BatchBuffer::take(buffers, batch.tokens.len())?;
         let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
         tokens.copy_from_slice(batch.tokens);
         positions.copy_from_slice(batch.positions);
@@ -69,31 +69,36 @@ impl LeafBuffer {
         Ok(copy)
     }
 
-    /// Starts moving it: the batch of `leaves`, which were checked, one after the other.
-    pub fn send(&mut self, leaves: Vec<CheckedLeaf>, stager: &Stager) -> Result<Vec<StagedLeaf>> {
-        if leaves.iter().map(|leaf| leaf.tokens).sum::<usize>() != self.tokens {
+    /// Starts moving it: the batch of `micro_batches`, which were checked, one after the other.
+    pub fn send(
+        &mut self,
+        micro_batches: Vec<CheckedMicroBatch>,
+        stager: &Stager,
+    ) -> Result<Vec<StagedMicroBatch>> {
+        if micro_batches.iter().map(|one| one.tokens).sum::<usize>() != self.tokens {
             return Err(Fault::bug("micro-batches that are not those of their batch"));
         }
         let (column, mut end) = (column(self.tokens), 3 * column(self.tokens));
         let (_, words) = self.buffer.parts_mut().map_err(machine)?;
-        for span in leaves.iter().flat_map(|leaf| &leaf.spans) {
+        for span in micro_batches.iter().flat_map(|one| &one.spans) {
             words[end] = i32::try_from(span.start)
                 .map_err(|_| Fault::bug("a micro-batch of more tokens than an i32 counts"))?;
             end += 1;
         }
         let batch = stager.send(&mut self.buffer, end).map_err(machine)?;
         let (mut first, mut starts) = (0, 3 * column);
-        let staged = |leaf: CheckedLeaf| {
+        let staged = |micro_batch: CheckedMicroBatch| {
             let batch = batch.alias().map_err(machine)?;
-            let one = StagedLeaf { batch, first, column, starts, leaf };
-            (first, starts) = (first + one.leaf.tokens, starts + one.leaf.spans.len());
+            let one = StagedMicroBatch { batch, first, column, starts, micro_batch };
+            (first, starts) =
+                (first + one.micro_batch.tokens, starts + one.micro_batch.spans.len());
             Ok(one)
         };
-        leaves.into_iter().map(staged).collect()
+        micro_batches.into_iter().map(staged).collect()
     }
 }
 
-impl Memory for LeafBuffer {
+impl Memory for BatchBuffer {
     fn columns(&self) -> Columns<'_> {
         let ((mask, words), column) = (self.buffer.parts(), column(self.tokens));
         let part = |number: usize| &words[number * column..number * column + self.tokens];
@@ -114,18 +119,18 @@ impl Memory for LeafBuffer {
     }
 }
 
-impl LeafInput<'_> {
-    /// Checks the leaf and starts moving it alone; on a GPU beside the computation.
-    pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedLeaf> {
+impl MicroBatchInput<'_> {
+    /// Checks the micro-batch and starts moving it alone; on a GPU beside the computation.
+    pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedMicroBatch> {
         let checked = self.check(config)?;
-        let LeafInput { tokens, labels, positions, mask, .. } = *self;
+        let MicroBatchInput { tokens, labels, positions, mask, .. } = *self;
         let columns = Columns { tokens, labels, positions, mask };
-        let leaf =
-            LeafBuffer::copy_of(columns, stager.buffers())?.send(vec![checked], stager)?.pop();
-        leaf.ok_or_else(|| Fault::bug("a micro-batch was not staged"))
+        let micro_batch =
+            BatchBuffer::copy_of(columns, stager.buffers())?.send(vec![checked], stager)?.pop();
+        micro_batch.ok_or_else(|| Fault::bug("a micro-batch was not staged"))
     }
 
-    /// The leaf on `device`, at once.
+    /// The micro-batch on `device`, at once.
     pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
         let stager = Stager::new(device).map_err(machine)?;
         self.stage(config, &stager)?.arrive()
@@ -137,27 +142,27 @@ fn machine(error: kernels::Error) -> Fault {
     Fault::machine(error.to_string())
 }
 
-impl StagedLeaf {
+impl StagedMicroBatch {
     /// Waits, on the device, for the copy; the arrays are views of it.
     pub(super) fn arrive(self) -> Result<Prepared> {
-        let StagedLeaf { batch, first, column, starts, leaf } = self;
+        let StagedMicroBatch { batch, first, column, starts, micro_batch } = self;
         let (flags, words) = batch.arrive().map_err(refused)?;
         let views = || -> kernels::Result<_> {
             let own = |of: &Tensor, begin: usize| -> kernels::Result<Tensor> {
-                let view = of.f_narrow(0, (begin + first) as i64, leaf.tokens as i64)?;
+                let view = of.f_narrow(0, (begin + first) as i64, micro_batch.tokens as i64)?;
                 if first.is_multiple_of(ALIGNED) {
                     return Ok(view);
                 }
-                // A leaf of an odd size has arrays of its own, so that each begins where any load of a device may.
+                // A micro-batch of an odd size has arrays of its own, so that each begins where any load of a device may.
                 let mut apart = view.f_empty_like()?;
                 apart.f_copy_(&view)?;
                 Ok(apart)
             };
-            let positions = match leaf.by_document {
+            let positions = match micro_batch.by_document {
                 true => own(&words, 2 * column)?,
                 false => {
-                    let row = Tensor::f_arange(leaf.seq_len, (Kind::Int64, words.device()))?;
-                    row.f_repeat([leaf.rows])?
+                    let row = Tensor::f_arange(micro_batch.seq_len, (Kind::Int64, words.device()))?;
+                    row.f_repeat([micro_batch.rows])?
                 }
             };
             Ok(Prepared {
@@ -165,10 +170,10 @@ impl StagedLeaf {
                 labels: own(&words, column)?,
                 positions,
                 mask: own(&flags, 0)?,
-                starts: words.f_narrow(0, starts as i64, leaf.spans.len() as i64)?,
-                spans: leaf.spans,
-                rows: leaf.rows,
-                label_count: leaf.label_count,
+                starts: words.f_narrow(0, starts as i64, micro_batch.spans.len() as i64)?,
+                spans: micro_batch.spans,
+                rows: micro_batch.rows,
+                label_count: micro_batch.label_count,
             })
         };
         views().map_err(refused)
@@ -182,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// A batch of leaves as a loader has it, and what its model makes of it.
+    /// A batch of micro-batches as a loader has it, and what its model makes of it.
     struct Batch {
         tokens: Vec<i32>,
         labels: Vec<i32>,
@@ -194,16 +199,16 @@ mod tests {
     }
 
     impl Batch {
-        fn draw(seed: u64, leaves: usize, rows: usize, seq_len: usize) -> Batch {
+        fn draw(seed: u64, micro_batches: usize, rows: usize, seq_len: usize) -> Batch {
             let key = Key::from_seed(seed);
             let draw =
                 |number: usize, below: u64| draw(key, Purpose::Generate, number as u64) % below;
-            let count = leaves * rows * seq_len;
+            let count = micro_batches * rows * seq_len;
             let starts = |row: usize| {
                 let inside = (1..seq_len).filter(|place| draw(row * seq_len + place, 5) == 0);
                 [0].into_iter().chain(inside.map(|place| place as u32)).collect()
             };
-            let boundaries: Vec<Vec<u32>> = (0..leaves * rows).map(starts).collect();
+            let boundaries: Vec<Vec<u32>> = (0..micro_batches * rows).map(starts).collect();
             let position = |place: usize| {
                 let (row, at) = (&boundaries[place / seq_len], (place % seq_len) as u32);
                 let start = row.iter().rfind(|start| **start <= at).unwrap();
@@ -232,10 +237,10 @@ mod tests {
             Columns { tokens, labels, positions, mask }
         }
 
-        fn leaf(&self, number: usize) -> LeafInput<'_> {
+        fn micro_batch(&self, number: usize) -> MicroBatchInput<'_> {
             let Batch { rows, seq_len, .. } = *self;
             let at = number * rows * seq_len..(number + 1) * rows * seq_len;
-            LeafInput {
+            MicroBatchInput {
                 tokens: &self.tokens[at.clone()],
                 labels: &self.labels[at.clone()],
                 positions: &self.positions[at.clone()],
@@ -246,12 +251,12 @@ mod tests {
             }
         }
 
-        fn leaves(&self) -> impl Iterator<Item = LeafInput<'_>> {
-            (0..self.boundaries.len() / self.rows).map(|leaf| self.leaf(leaf))
+        fn micro_batches(&self) -> impl Iterator<Item = MicroBatchInput<'_>> {
+            (0..self.boundaries.len() / self.rows).map(|micro_batch| self.micro_batch(micro_batch))
         }
 
         /// Lies in `buffer` from here on.
-        fn write(&self, buffer: &mut LeafBuffer) {
+        fn write(&self, buffer: &mut BatchBuffer) {
             let ColumnsMut { tokens, labels, positions, mask } = buffer.columns_mut().unwrap();
             tokens.copy_from_slice(&self.tokens);
             labels.copy_from_slice(&self.labels);
@@ -264,28 +269,32 @@ mod tests {
         ZayaConfig { vocab_size: 97, document_mask, ..ZayaConfig::preset("zaya1-nano").unwrap() }
     }
 
-    /// Whether what has arrived is the leaf.
-    fn assert_is(found: Prepared, leaf: &LeafInput<'_>, documents: bool) {
+    /// Whether what has arrived is the micro-batch.
+    fn assert_is(found: Prepared, micro_batch: &MicroBatchInput<'_>, documents: bool) {
         let wide = |values: &[i32]| values.iter().copied().map(i64::from).collect::<Vec<_>>();
         let read = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
-        assert_eq!(read(&found.tokens), wide(leaf.tokens));
-        assert_eq!(read(&found.labels), wide(leaf.labels));
-        let mask: Vec<f32> = leaf.mask.iter().copied().map(f32::from).collect();
+        assert_eq!(read(&found.tokens), wide(micro_batch.tokens));
+        assert_eq!(read(&found.labels), wide(micro_batch.labels));
+        let mask: Vec<f32> = micro_batch.mask.iter().copied().map(f32::from).collect();
         assert_eq!(Vec::<f32>::try_from(&found.mask).unwrap(), mask);
         let (mut starts, mut positions) = (Vec::new(), Vec::new());
-        for (row, inside) in leaf.boundaries.iter().enumerate() {
+        for (row, inside) in micro_batch.boundaries.iter().enumerate() {
             let inside = if documents { &inside[..] } else { &[0] };
-            starts
-                .extend(inside.iter().map(|start| (row * leaf.seq_len) as i64 + i64::from(*start)));
-            positions.extend(0..leaf.seq_len as i64);
+            starts.extend(
+                inside.iter().map(|start| (row * micro_batch.seq_len) as i64 + i64::from(*start)),
+            );
+            positions.extend(0..micro_batch.seq_len as i64);
         }
-        let positions = if documents { wide(leaf.positions) } else { positions };
+        let positions = if documents { wide(micro_batch.positions) } else { positions };
         assert_eq!((read(&found.positions), read(&found.starts)), (positions, starts.clone()));
         assert_eq!(found.spans.iter().map(|span| span.start).collect::<Vec<_>>(), starts);
         let ends = found.spans.iter().map(|span| span.start + span.len);
-        assert!(ends.eq(starts[1..].iter().copied().chain([leaf.tokens.len() as i64])));
-        assert_eq!(found.rows, leaf.rows as i64);
-        assert_eq!(found.label_count, leaf.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>());
+        assert!(ends.eq(starts[1..].iter().copied().chain([micro_batch.tokens.len() as i64])));
+        assert_eq!(found.rows, micro_batch.rows as i64);
+        assert_eq!(
+            found.label_count,
+            micro_batch.mask.iter().map(|mask| u64::from(*mask)).sum::<u64>()
+        );
         for array in [&found.tokens, &found.labels, &found.positions, &found.mask] {
             assert_eq!(array.data_ptr().addr() % 64, 0);
         }
@@ -294,59 +303,59 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Written in place, copied as a batch, or each leaf by itself: what arrives is what the ordinary columns say.
+        /// Written in place, copied as a batch, or each micro-batch by itself: what arrives is what the ordinary columns say.
         #[test]
         fn what_arrives_is_what_was_written(
-            seed: u64, leaves in 0usize..5, rows in 1usize..4, seq_len in 1usize..40, documents: bool,
+            seed: u64, count in 0usize..5, rows in 1usize..4, seq_len in 1usize..40, documents: bool,
         ) {
             let (config, stager) = (config(documents), Stager::new(Device::Cpu).unwrap());
             // The second batch lies where the first one did, or part of it.
-            for batch in [Batch::draw(seed, leaves + 1, rows, seq_len), Batch::draw(seed ^ 1, leaves, rows, seq_len)] {
-                let mut buffer = LeafBuffer::take(stager.buffers(), batch.tokens.len()).unwrap();
+            for batch in [Batch::draw(seed, count + 1, rows, seq_len), Batch::draw(seed ^ 1, count, rows, seq_len)] {
+                let mut buffer = BatchBuffer::take(stager.buffers(), batch.tokens.len()).unwrap();
                 batch.write(&mut buffer);
                 prop_assert_eq!(buffer.columns(), batch.columns());
-                let checked = batch.leaves().map(|leaf| leaf.check_in_place(&config).unwrap()).collect();
+                let checked = batch.micro_batches().map(|one| one.check_in_place(&config).unwrap()).collect();
                 let staged = buffer.send(checked, &stager).unwrap();
                 prop_assert_eq!(buffer.columns(), batch.columns());
                 drop(buffer);
                 prop_assert_eq!(staged.len(), batch.boundaries.len() / rows);
-                for (one, leaf) in staged.into_iter().zip(batch.leaves()) {
-                    assert_is(one.arrive().unwrap(), &leaf, documents);
+                for (one, micro_batch) in staged.into_iter().zip(batch.micro_batches()) {
+                    assert_is(one.arrive().unwrap(), &micro_batch, documents);
                 }
                 // Elsewhere a place without a label may hold anything.
                 let mut dirty = Batch { labels: batch.labels.clone(), ..Batch::draw(seed, 0, rows, seq_len) };
                 dirty.labels.iter_mut().zip(&batch.mask).for_each(|(label, mask)| *label -= i32::from(*mask == 0));
                 let labels = &dirty.labels;
                 let columns = Columns { labels, ..batch.columns() };
-                let mut copy = LeafBuffer::copy_of(columns, stager.buffers()).unwrap();
+                let mut copy = BatchBuffer::copy_of(columns, stager.buffers()).unwrap();
                 prop_assert_eq!(copy.columns(), batch.columns());
-                let checked = batch.leaves().map(|leaf| leaf.check(&config).unwrap()).collect();
+                let checked = batch.micro_batches().map(|one| one.check(&config).unwrap()).collect();
                 let together = copy.send(checked, &stager).unwrap();
-                for ((number, leaf), one) in batch.leaves().enumerate().zip(together) {
-                    assert_is(one.arrive().unwrap(), &leaf, documents);
-                    let labels = &labels[number * leaf.tokens.len()..][..leaf.tokens.len()];
-                    let alone = LeafInput { labels, ..leaf }.stage(&config, &stager).unwrap();
-                    assert_is(alone.arrive().unwrap(), &leaf, documents);
+                for ((number, micro_batch), one) in batch.micro_batches().enumerate().zip(together) {
+                    assert_is(one.arrive().unwrap(), &micro_batch, documents);
+                    let labels = &labels[number * micro_batch.tokens.len()..][..micro_batch.tokens.len()];
+                    let alone = MicroBatchInput { labels, ..micro_batch }.stage(&config, &stager).unwrap();
+                    assert_is(alone.arrive().unwrap(), &micro_batch, documents);
                 }
             }
         }
     }
 
     #[test]
-    fn a_device_reads_no_label_where_none_is_and_no_leaf_of_another_batch() {
+    fn a_device_reads_no_label_where_none_is_and_no_micro_batch_of_another_batch() {
         let (config, stager) = (config(true), Stager::new(Device::Cpu).unwrap());
         let batch = Batch::draw(3, 2, 2, 8);
         let dirty = |label: i32, mask: u8| {
             let mut changed = Batch::draw(3, 2, 2, 8);
             (changed.labels[5], changed.mask[5]) = (label, mask);
-            changed.leaf(0).check_in_place(&config)
+            changed.micro_batch(0).check_in_place(&config)
         };
         assert!(dirty(0, 0).is_ok() && dirty(7, 1).is_ok());
         for refused in [dirty(7, 0), dirty(7, 2)] {
             assert_eq!(refused.unwrap_err().class(), Class::Bug);
         }
-        let mut buffer = LeafBuffer::copy_of(batch.columns(), stager.buffers()).unwrap();
-        let one = vec![batch.leaf(0).check(&config).unwrap()];
+        let mut buffer = BatchBuffer::copy_of(batch.columns(), stager.buffers()).unwrap();
+        let one = vec![batch.micro_batch(0).check(&config).unwrap()];
         assert_eq!(buffer.send(one, &stager).unwrap_err().class(), Class::Bug);
     }
 }

@@ -33,7 +33,7 @@ use super::layers::moe::Moe;
 use super::layers::norm::{Normed, Residual, Returned, RmsNorm};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights, initial};
-use super::{Attention, Computing, Keep, LeafOptions, ZayaConfig};
+use super::{Attention, Computing, Keep, MicroBatchOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
@@ -170,18 +170,18 @@ impl Zaya {
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
-        let LeafOptions { ops, cut, .. } = options;
+        let MicroBatchOptions { ops, cut, .. } = options;
         let chunks = &Chunks::new(config, input, cut.chunks, line)?;
         let (weights, shards) = (Weights(weights), cut.shards as i64);
         let kind = weights[self.embedding.tokens].kind();
         work(&Pass { ops, config, chunks, shards, weights, folded, balance, kind })
     }
 
-    /// Forward, loss and backward of the sum of token losses over `divisor`.
+    /// Forward, loss and backward of the sum of token losses over `label_count`.
     pub(super) fn train(
         &self,
         pass: &Pass<'_>,
-        (divisor, keep): (u64, Keep),
+        (label_count, keep): (u64, Keep),
         sink: &mut dyn Sink,
     ) -> Result<Outcome> {
         let _watch = part(Part::Stream);
@@ -190,25 +190,26 @@ impl Zaya {
         let mut sink = Gradients::new(sink, pass.chunks.shared());
         let HeadBack { losses, hidden, weights } = {
             let _watch = part(Part::Head);
-            self.head(pass, &forward.hidden, divisor, &mut sink)?
+            self.head(pass, &forward.hidden, label_count, &mut sink)?
         };
         self.backward(pass, forward, (hidden, weights), &mut sink)?;
         Ok(Outcome { losses, counts })
     }
 
-    /// Losses, and gradients of their sum over `divisor`.
+    /// Losses, and gradients of their sum over `label_count`.
     fn head(
         &self,
         pass: &Pass<'_>,
         hidden: &[Tensor],
-        divisor: u64,
+        label_count: u64,
         sink: &mut Gradients<'_>,
     ) -> Result<HeadBack> {
         let (table, mut weights) = (&pass.weights[self.embedding.tokens], None);
         let mut found: Vec<_> = hidden.iter().map(|_| None).collect();
         for chunk in pass.chunks.by_leaf() {
             let head = head::of(pass, pass.chunks.of(chunk), table, &hidden[chunk]);
-            let back = pass.ops.cross_entropy_backward(head, divisor as f64).map_err(refused)?;
+            let back =
+                pass.ops.cross_entropy_backward(head, label_count as f64).map_err(refused)?;
             match pass.chunks.count() {
                 1 => weights = Some(back.weights),
                 _ => {
@@ -350,7 +351,7 @@ impl Zaya {
         config: &ZayaConfig,
         (tokens, narrow): (u64, u64),
         attending: u64,
-        LeafOptions { keep, cut, .. }: LeafOptions,
+        MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
     ) -> [u64; 2] {
         let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
         // The residual that enters each half, f32, and the factors of its norm.

@@ -2,7 +2,7 @@
 //!
 //! An expert's error is its share of the tokens that went to experts, minus 1/E; fed as a gradient, it lowers the bias
 //! of what is used too much. The skip class stands last, keeps its bias of -1 and stays outside. Shares come from
-//! integers, so neither the order of leaves nor their number of ranks can be seen.
+//! integers, so neither the order of micro-batches nor their number of ranks can be seen.
 
 use super::schedule::power;
 

@@ -48,7 +48,7 @@ pub(super) struct Sending<'a> {
     pub(super) ranks_per_node: u32,
     /// Whether they send as if all were on one machine.
     pub(super) flat: bool,
-    /// The leaves of each place of a line of gradients, by round.
+    /// The micro-batches of each place of a line of gradients, by round.
     pub(super) parts: &'a [Vec<Range<u64>>],
     /// Bytes of the gradients of what each rank owns.
     pub(super) lengths: &'a [u64],

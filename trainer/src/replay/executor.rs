@@ -1,4 +1,4 @@
-//! Who computes the leaves of a replay: this machine, or whoever stands in its place.
+//! Who computes the micro-batches of a replay: this machine, or whoever stands in its place.
 //!
 //! The verdict compares what an executor answers with the ledger, and with its own second answer. That second answer
 //! is what tells a changed kernel from a failing machine, so it has to be possible to put a failing one in: the tests do.
@@ -9,10 +9,10 @@ use loader::Batch;
 
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Computed, Context, Detail, LeafSums, micro_batch};
+use crate::step::{self, Computed, Context, Detail, MicroBatchSums, micro_batch};
 use crate::workers::Workers;
 
-/// Computes leaves, and nothing that decides whether they are right.
+/// Computes micro-batches, and nothing that decides whether they are right.
 pub trait Executor {
     /// What the micro-batches of the step after `state` come to, of which `batch` is this rank's part.
     fn compute(
@@ -22,20 +22,20 @@ pub trait Executor {
         batch: &Batch,
         detail: Detail,
     ) -> Result<Computed> {
-        let leaves = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
-        step::compute(cx, state, batch, &leaves, detail)
+        let micro_batches = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
+        step::compute(cx, state, batch, &micro_batches, detail)
     }
 
-    /// One leaf of it.
-    fn leaf(
+    /// One micro-batch of it.
+    fn micro_batch(
         &self,
         spec: &RunSpec,
         state: &State,
         batch: &Batch,
-        leaf: u64,
+        micro_batch: u64,
         workers: Workers,
-    ) -> Result<LeafSums> {
-        step::leaf(spec, state, batch, leaf, workers)
+    ) -> Result<MicroBatchSums> {
+        step::micro_batch_alone(spec, state, batch, micro_batch, workers)
     }
 }
 

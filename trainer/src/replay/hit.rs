@@ -217,7 +217,7 @@ fn prove(
 ) -> Result<Option<u32>> {
     let Traces { losses, written, before, batch, .. } = traces;
     // A bit that fell in the middle of the step is there in the last of them.
-    let Some(leaf) = losses.last().copied() else { return Ok(None) };
+    let Some(micro_batch) = losses.last().copied() else { return Ok(None) };
     let flipped = before.copy();
     // Under bf16 only its owner has the number whose bit it was.
     let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };
@@ -230,8 +230,12 @@ fn prove(
         }
         flipped.set_weight(tensor, element, wrong);
         let (spec, workers) = (&replayer.spec, replayer.workers);
-        let sums = replayer.executor.leaf(spec, &flipped, batch, leaf as u64, workers)?;
-        let written = (written.leaf_losses.0.get(leaf), written.leaf_gradients.0.get(leaf));
+        let sums =
+            replayer.executor.micro_batch(spec, &flipped, batch, micro_batch as u64, workers)?;
+        let written = (
+            written.micro_batch_losses.0.get(micro_batch),
+            written.micro_batch_gradients.0.get(micro_batch),
+        );
         if written == (Some(&sums.loss.to_bits()), Some(&sums.gradient)) {
             return Ok(Some(bit));
         }

@@ -170,7 +170,7 @@ impl Replayer {
         })
     }
 
-    /// The same run, its leaves computed by somebody else.
+    /// The same run, its micro-batches computed by somebody else.
     pub fn computed_by(self, executor: Box<dyn Executor>) -> Self {
         Replayer { executor, ..self }
     }
@@ -247,7 +247,8 @@ impl Replayer {
         let before = Before::Given(before);
         let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
             let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
-            let losses = gradient.leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied());
+            let losses =
+                gradient.micro_batches.iter().flat_map(|one| one.token_losses.iter().copied());
             kept = Some((own, losses.collect()));
         })?;
         let (gradient, token_losses) =
@@ -299,17 +300,18 @@ impl Replayer {
     }
 
     /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself.
-    pub fn leaf(&self, state: &State, leaf: u64) -> Result<Replayed> {
+    pub fn micro_batch(&self, state: &State, micro_batch: u64) -> Result<Replayed> {
         let step = state.step + 1;
-        self.check_leaf(step, leaf)?;
+        self.check_micro_batch(step, micro_batch)?;
         let batch = self.timed("batch", || self.batch(step))?;
-        let compute = || self.executor.leaf(&self.spec, state, &batch, leaf, self.workers);
+        let compute =
+            || self.executor.micro_batch(&self.spec, state, &batch, micro_batch, self.workers);
         let sums = self.timed("step", compute)?;
         self.passed(batch.micro_batch * u64::from(batch.seq_len), true);
         let difference = if step > self.recorded {
             None
         } else {
-            leaf_difference(&self.ledger.record(step)?, leaf, &sums)
+            micro_batch_difference(&self.ledger.record(step)?, micro_batch, &sums)
         };
         let verdict = match (&difference, step > self.recorded) {
             (_, true) => Verdict::NotRecorded,
@@ -321,12 +323,12 @@ impl Replayer {
                 Verdict::of(same, found, self.kernels.as_deref())
             }
         };
-        let rows = leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch;
+        let rows = micro_batch * batch.micro_batch..(micro_batch + 1) * batch.micro_batch;
         let loss = sums.loss / sums.labels.max(1) as f64;
         let documents = || documents::rank(&self.spec, &batch, rows, &sums.token_losses);
         let documents = self.timed("documents", documents)?;
         let found = self.found(step, verdict, difference);
-        Ok(Replayed { micro_batch: Some(leaf), loss, documents, ..found })
+        Ok(Replayed { micro_batch: Some(micro_batch), loss, documents, ..found })
     }
 
     /// What is said of a step that came out so, before its losses and documents.
@@ -345,11 +347,15 @@ impl Replayer {
         }
     }
 
-    /// Refuses a leaf that a step does not have: before the state is made that it would be computed from.
-    pub fn check_leaf(&self, step: u64, leaf: u64) -> Result<()> {
+    /// Refuses a micro-batch that a step does not have: before the state is made that it would be computed from.
+    pub fn check_micro_batch(&self, step: u64, micro_batch: u64) -> Result<()> {
         let step = self.spec.plan.step(step)?;
-        let leaves = step.batch / step.micro_batch;
-        if leaf < leaves { Ok(()) } else { Err(no_leaf(step.step, leaf, leaves)) }
+        let micro_batches = step.batch / step.micro_batch;
+        if micro_batch < micro_batches {
+            Ok(())
+        } else {
+            Err(no_micro_batch(step.step, micro_batch, micro_batches))
+        }
     }
 
     /// The whole text of a step.
@@ -476,27 +482,32 @@ pub(crate) fn tokens(batch: &Batch) -> u64 {
     batch.rows * u64::from(batch.seq_len)
 }
 
-/// Where a leaf parts from the ledger.
-fn leaf_difference(written: &StepRecord, leaf: u64, sums: &step::LeafSums) -> Option<Difference> {
-    let index = leaf as usize;
+/// Where a micro-batch parts from the ledger.
+fn micro_batch_difference(
+    written: &StepRecord,
+    micro_batch: u64,
+    sums: &step::MicroBatchSums,
+) -> Option<Difference> {
+    let index = micro_batch as usize;
     let differs = |stage: Stage, quantity: &str, left: Option<u64>, right: u64| {
         let left = left.map_or_else(|| "none".to_owned(), |left| format!("{left:016x}"));
         let right = format!("{right:016x}");
         (left != right).then(|| Difference {
-            quantity: format!("{quantity} of micro-batch {leaf}"),
+            quantity: format!("{quantity} of micro-batch {micro_batch}"),
             stage,
             left,
             right,
         })
     };
-    let (loss, gradient) = (written.leaf_losses.0.get(index), written.leaf_gradients.0.get(index));
-    differs(Stage::Data, "labels", written.leaf_labels.get(index).copied(), sums.labels)
+    let (loss, gradient) =
+        (written.micro_batch_losses.0.get(index), written.micro_batch_gradients.0.get(index));
+    differs(Stage::Data, "labels", written.micro_batch_labels.get(index).copied(), sums.labels)
         .or_else(|| differs(Stage::Forward, "loss", loss.copied(), sums.loss.to_bits()))
         .or_else(|| differs(Stage::Backward, "gradient", gradient.copied(), sums.gradient))
 }
 
-fn no_leaf(step: u64, leaf: u64, leaves: u64) -> Fault {
-    Fault::usage(format!("step {step} has no micro-batch {leaf}"))
+fn no_micro_batch(step: u64, micro_batch: u64, micro_batches: u64) -> Fault {
+    Fault::usage(format!("step {step} has no micro-batch {micro_batch}"))
         .at("--micro-batch")
-        .wanted(format!("0 to {}", leaves - 1))
+        .wanted(format!("0 to {}", micro_batches - 1))
 }

@@ -98,23 +98,23 @@ fn narrow(
         let name = |index: &usize| parameters.get(*index).cloned().unwrap_or_default();
         indices.iter().map(name).collect()
     };
-    let losses = differ(&written.leaf_losses.0, &again.leaf_losses.0);
-    let mut gradients = differ(&written.leaf_gradients.0, &again.leaf_gradients.0);
-    gradients.retain(|leaf| !losses.contains(leaf));
+    let losses = differ(&written.micro_batch_losses.0, &again.micro_batch_losses.0);
+    let mut gradients = differ(&written.micro_batch_gradients.0, &again.micro_batch_gradients.0);
+    gradients.retain(|micro_batch| !losses.contains(micro_batch));
     let sums = differ(&written.gradients.0, &again.gradients.0);
     let moved = differ(&written.weights.0, &again.weights.0);
     let (summed, weights) = (named(&sums), named(&moved));
-    let leaves = written.leaves();
+    let micro_batches = written.micro_batches();
     let (rank, whose) = match first.stage {
         Stage::Data => (None, String::new()),
-        Stage::Forward => parts.computed(&losses, leaves),
-        Stage::Backward => parts.computed(&gradients, leaves),
+        Stage::Forward => parts.computed(&losses, micro_batches),
+        Stage::Backward => parts.computed(&gradients, micro_batches),
         Stage::Sum => parts.owned(&sums),
         Stage::Update => parts.owned(&moved),
     };
     let words = match first.stage {
         Stage::Data => format!("the run read other text: {}", first.quantity),
-        Stage::Forward if losses.len() == leaves => {
+        Stage::Forward if losses.len() == micro_batches => {
             "every micro-batch had another loss: a weight or a balancing bias changed in memory after the step \
              before was recorded"
                 .to_owned()
@@ -164,16 +164,21 @@ fn differ(left: &[u64], right: &[u64]) -> Vec<usize> {
 impl Parts<'_> {
     /// The rank that computed these micro-batches of so many, and what to say of it. Of ranks that shared them none is named: a
     /// ledger says nothing of chunks.
-    fn computed(self, differing: &[usize], leaves: usize) -> (Option<u32>, String) {
+    fn computed(self, differing: &[usize], micro_batches: usize) -> (Option<u32>, String) {
         let (Some(Ranks { world, schedule, .. }), Some(mesh)) = (self.ranks, self.mesh) else {
             return (None, unknown());
         };
-        let parts = parts(schedule, mesh.dp, leaves as u64).unwrap_or_default();
+        let parts = parts(schedule, mesh.dp, micro_batches as u64).unwrap_or_default();
         let of = |rank: u32| -> Vec<usize> {
             let own = parts.get(mesh.place(Axis::Dp, rank) as usize);
-            own.into_iter().flatten().cloned().flatten().map(|leaf| leaf as usize).collect()
+            own.into_iter()
+                .flatten()
+                .cloned()
+                .flatten()
+                .map(|micro_batch| micro_batch as usize)
+                .collect()
         };
-        let has = |rank: &u32| differing.iter().all(|leaf| of(*rank).contains(leaf));
+        let has = |rank: &u32| differing.iter().all(|micro_batch| of(*rank).contains(micro_batch));
         let found: Vec<u32> = (0..world).filter(has).collect();
         let Some(own) = found.first().map(|rank| of(*rank)) else {
             return (None, format!("; several of {world} ranks computed them"));
@@ -231,8 +236,8 @@ fn routers(stage: Stage, written: &StepRecord, again: &StepRecord) -> String {
 }
 
 /// "micro-batch 3", "micro-batches 1 and 4".
-pub(super) fn numbered(leaves: &[usize]) -> String {
-    let numbers: Vec<String> = leaves.iter().map(usize::to_string).collect();
+pub(super) fn numbered(micro_batches: &[usize]) -> String {
+    let numbers: Vec<String> = micro_batches.iter().map(usize::to_string).collect();
     let word = if numbers.len() == 1 { "micro-batch" } else { "micro-batches" };
     format!("{word} {}", joined(&numbers))
 }

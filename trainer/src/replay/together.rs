@@ -49,15 +49,15 @@ pub(super) fn agree(
 impl Replayer {
     /// The loss of each token of a step, in the order of its micro-batches, whoever computed them.
     pub(super) fn token_losses(&self, gradient: &Gradient) -> Result<Vec<f32>> {
-        let own = gradient.leaves.iter().flat_map(|leaf| leaf.token_losses.iter().copied());
+        let own = gradient.micro_batches.iter().flat_map(|one| one.token_losses.iter().copied());
         if self.world.comm.world() == 1 {
             return Ok(own.collect());
         }
-        let (team, leaves) = (self.team()?, gradient.leaves.len() as u64);
+        let (team, micro_batches) = (self.team()?, gradient.micro_batches.len() as u64);
         let lines = team.lines(self.spec.model_at(gradient.step)?.cut)?;
         let mut mine = Writer::default();
-        for number in lines.leaves(leaves)? {
-            let losses = &gradient.leaves[number as usize].token_losses;
+        for number in lines.micro_batches(micro_batches)? {
+            let losses = &gradient.micro_batches[number as usize].token_losses;
             mine.word(losses.len() as u64);
             losses.iter().for_each(|loss| {
                 mine.word(u64::from(loss.to_bits()));
@@ -66,14 +66,14 @@ impl Replayer {
         let heard = team.tell("the gathering of token losses", &mine)?;
         let mut said = Vec::new();
         for (rank, mut heard) in heard.readers().into_iter().enumerate() {
-            let mut leaf = |_: &u64| -> Result<Vec<f32>> {
+            let mut micro_batch = |_: &u64| -> Result<Vec<f32>> {
                 let count = heard.word()?;
                 (0..count).map(|_| Ok(f32::from_bits(heard.word()? as u32))).collect()
             };
-            let numbers = lines.leaves_of(rank as u32, leaves)?;
-            said.push(numbers.iter().map(&mut leaf).collect::<Result<Vec<_>>>()?);
+            let numbers = lines.micro_batches_of(rank as u32, micro_batches)?;
+            said.push(numbers.iter().map(&mut micro_batch).collect::<Result<Vec<_>>>()?);
         }
-        Ok(lines.in_order(leaves, said, |one, _| Ok(one))?.concat())
+        Ok(lines.in_order(micro_batches, said, |one, _| Ok(one))?.concat())
     }
 
     /// Refuses to compute steps for which this machine has not the memory, before a state is read.

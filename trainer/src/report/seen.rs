@@ -20,10 +20,10 @@ pub struct Seen {
     /// Digest of the state after the step.
     pub state: Digest,
     /// Labels.
-    pub divisor: u64,
+    pub label_count: u64,
     /// Held until the line is checked.
-    leaf_labels: Vec<u64>,
-    leaf_losses: Packed,
+    micro_batch_labels: Vec<u64>,
+    micro_batch_losses: Packed,
     /// Mean loss of a label, in nats.
     pub loss: f64,
     norm: Packed,
@@ -44,20 +44,21 @@ pub struct Seen {
 
 impl Checked for Seen {
     fn checked(mut self) -> Result<Self, String> {
-        let Seen { divisor, loss, sources, router, norm, layer_gradient_norms, .. } = &self;
-        let (leaf_labels, leaf_losses) = (&self.leaf_labels, &self.leaf_losses);
+        let Seen { label_count, loss, sources, router, norm, layer_gradient_norms, .. } = &self;
+        let (micro_batch_labels, micro_batch_losses) =
+            (&self.micro_batch_labels, &self.micro_batch_losses);
         let sums = StepSums {
-            divisor: *divisor,
+            label_count: *label_count,
             loss: *loss,
-            leaf_labels,
-            leaf_losses,
+            micro_batch_labels,
+            micro_batch_losses,
             sources,
             router,
             norm,
             layer_gradient_norms,
         };
         sums.check()?;
-        (self.leaf_labels, self.leaf_losses) = (Vec::new(), Packed(Vec::new()));
+        (self.micro_batch_labels, self.micro_batch_losses) = (Vec::new(), Packed(Vec::new()));
         Ok(self)
     }
 }

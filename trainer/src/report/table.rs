@@ -110,7 +110,7 @@ impl Table {
             seen.loss,
             seen.lr(),
             seen.norm(),
-            grouped(seen.divisor),
+            grouped(seen.label_count),
             last.collect::<Vec<_>>().join(" | "),
         );
         text.truncate(text.trim_end().len());
@@ -133,7 +133,7 @@ impl Row {
         });
         json!({
             "step": seen.step, "phase": seen.phase, "loss": seen.loss, "lr": seen.lr(), "norm": seen.norm(),
-            "skipped": seen.skipped(), "labels": seen.divisor,
+            "skipped": seen.skipped(), "labels": seen.label_count,
             "sources": sources.collect::<serde_json::Map<_, _>>(), "router": seen.router,
             "data": seen.data, "state": seen.state, "notes": notes,
         })

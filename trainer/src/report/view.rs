@@ -211,8 +211,8 @@ impl View {
         if self.phases.last().is_none_or(|(_, name)| *name != seen.phase) {
             self.phases.push((seen.step, seen.phase.clone()));
         }
-        if self.labels.last().is_none_or(|(_, labels)| *labels != seen.divisor) {
-            self.labels.push((seen.step, seen.divisor));
+        if self.labels.last().is_none_or(|(_, labels)| *labels != seen.label_count) {
+            self.labels.push((seen.step, seen.label_count));
         }
         if let Some(skipped) = seen.skipped() {
             self.skipped.push((seen.step, skipped));

@@ -91,15 +91,15 @@ pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
     let few = meshes(spec, world, degrees).into_iter().zip(spec.plan.phases());
     let few = few.flat_map(|((name, mesh), phase)| {
         let Ok(step) = spec.plan.step(phase.first_step) else { return Vec::new() };
-        let (leaves, Mesh { dp, cp, tsp }) = (step.batch / step.micro_batch, mesh);
+        let (micro_batches, Mesh { dp, cp, tsp }) = (step.batch / step.micro_batch, mesh);
         let cut = spec.model_at(phase.first_step).map_or(Cut::WHOLE, |model| model.cut);
         let (Cut { chunks, shards }, together) = (cut, mesh.together());
         let mut notes = Vec::new();
-        if leaves < u64::from(dp) {
-            let idle = (u64::from(dp) - leaves) * u64::from(together);
+        if micro_batches < u64::from(dp) {
+            let idle = (u64::from(dp) - micro_batches) * u64::from(together);
             notes.push(format!(
                 "note: phase {name:?} has {} in a step: {idle} of {world} ranks compute none of them",
-                counted(leaves, "micro-batch")
+                counted(micro_batches, "micro-batch")
             ));
         }
         if tsp < degrees.tsp {

@@ -26,10 +26,10 @@ use loader::{Ahead, Batch, Memory, Opened, Prefetcher, RankSlice};
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
 use crate::mesh::{Mesh, Team, team};
-use crate::model::{CheckedLeaf, LeafBuffer};
+use crate::model::{BatchBuffer, CheckedMicroBatch};
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
-use crate::step::{self, Asked, Context, Leaves};
+use crate::step::{self, Asked, Context, StagedBatch};
 pub use agree::{idle_ranks, refuse_unshared};
 use mirror::Mirror;
 use open::{After, Begun};
@@ -98,9 +98,9 @@ fn run(
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
     let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
-        let (batch, leaves) = batch?;
+        let (batch, micro_batches) = batch?;
         let asked = || Asked { stop: exec.stopped(), join: world.is_awaited() };
-        let stepped = step::advance(context, &mut state, &batch, &leaves, asked);
+        let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         mirror.keep(&team, &state)?;
         recorder.record(&stepped)?;
@@ -158,26 +158,26 @@ fn memory(
     stager: &Stager,
 ) -> impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + use<> + 'static {
     let buffers = stager.buffers().clone();
-    move |tokens| Ok(Box::new(LeafBuffer::take(&buffers, tokens)?))
+    move |tokens| Ok(Box::new(BatchBuffer::take(&buffers, tokens)?))
 }
 
 /// What they do with it then.
 fn checking(
     spec: &Arc<RunSpec>,
-) -> impl Fn(Batch) -> Result<(Batch, Vec<CheckedLeaf>)> + Send + Sync + use<> + 'static {
+) -> impl Fn(Batch) -> Result<(Batch, Vec<CheckedMicroBatch>)> + Send + Sync + use<> + 'static {
     let spec = Arc::clone(spec);
     move |batch| {
-        let leaves = Leaves::check(&spec, &batch)?;
-        Ok((batch, leaves))
+        let micro_batches = StagedBatch::check(&spec, &batch)?;
+        Ok((batch, micro_batches))
     }
 }
 
 /// The prefetcher's last stage: copies each batch to the device while the step before is computed.
 fn sending(
     stager: Stager,
-) -> impl FnMut((Batch, Vec<CheckedLeaf>)) -> Result<(Batch, Leaves)> + Send + 'static {
-    move |(mut batch, leaves)| {
-        let leaves = Leaves::send(leaves, &mut batch, &stager)?;
-        Ok((batch, leaves))
+) -> impl FnMut((Batch, Vec<CheckedMicroBatch>)) -> Result<(Batch, StagedBatch)> + Send + 'static {
+    move |(mut batch, micro_batches)| {
+        let micro_batches = StagedBatch::send(micro_batches, &mut batch, &stager)?;
+        Ok((batch, micro_batches))
     }
 }

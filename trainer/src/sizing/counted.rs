@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::products::{self, MicroBatch};
 use super::shapes::Shape;
-use crate::model::{self, Collected, Keep, LeafInput, LeafOptions, ZayaConfig};
+use crate::model::{self, Collected, Keep, MicroBatchInput, MicroBatchOptions, ZayaConfig};
 use crate::timing::Part;
 
 /// How often each shape was multiplied, and the operations of attention forward.
@@ -230,7 +230,7 @@ fn a_micro_batch_multiplies_what_is_planned() {
         let tokens: Vec<i32> = (0..count as i32).map(|i| i * 37 % 97).collect();
         let positions: Vec<i32> = (0..count as i32).map(|i| i % seq_len as i32).collect();
         let (mask, boundaries) = (vec![1; rows * seq_len], vec![vec![0, 20]; rows]);
-        let input = LeafInput {
+        let input = MicroBatchInput {
             tokens: &tokens,
             labels: &tokens,
             positions: &positions,
@@ -240,7 +240,8 @@ fn a_micro_batch_multiplies_what_is_planned() {
             seq_len,
         };
         let staged = input.stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
-        let options = LeafOptions { ops: &Counting, keep: Keep::Everything, ..Default::default() };
+        let options =
+            MicroBatchOptions { ops: &Counting, keep: Keep::Everything, ..Default::default() };
         let (params, balance) = (model::init(&config, 1).unwrap(), model::init_balance(&config));
         *SEEN.lock().unwrap() = Some(Seen::default());
         let mut sink = Collected::default();

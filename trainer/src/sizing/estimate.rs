@@ -255,7 +255,7 @@ fn whole_gradients(
         sizes.map(|bytes| bytes / curve.at(bytes)).sum()
     };
     let rounds = (own / workers).ceil();
-    seconds.add(Part::LeafSums, rounds * once(&cluster.checksum, 4.0));
+    seconds.add(Part::MicroBatchSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
     // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself: so
     // many times its slice.

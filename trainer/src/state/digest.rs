@@ -21,7 +21,7 @@ pub(crate) enum Part {
     First = 2,
     Second = 3,
     Gradient = 4,
-    LeafGradient = 5,
+    MicroBatchGradient = 5,
 }
 
 /// The salt of tensor `index`.

@@ -70,7 +70,7 @@ pub(super) struct Ended {
     pub(super) sent: Sent,
     /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
     pub(super) shared: [u64; 2],
-    /// How long it waited for blocks of the gradient when its leaves had been computed; of all: the longest.
+    /// How long it waited for blocks of the gradient when its micro-batches had been computed; of all: the longest.
     pub(super) waited: Duration,
 }
 
@@ -131,7 +131,7 @@ pub(super) fn settle(
 /// the batch.
 fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, SourceSums>> {
     let first = spec.plan.step(gradient.step)?.first_sample;
-    let rows = gradient.leaves.iter().flat_map(|leaf| &leaf.rows);
+    let rows = gradient.micro_batches.iter().flat_map(|one| &one.rows);
     let mut sums: BTreeMap<usize, (u64, Vec<f64>)> = BTreeMap::new();
     for (sample, (loss, labels)) in (first..).zip(rows) {
         let source = spec.plan.sample(sample)?.source;
@@ -153,7 +153,7 @@ pub(super) fn record(
     decided: &Decided,
     settled: Settled,
 ) -> Result<StepRecord> {
-    let (leaves, step) = (&gradient.leaves, gradient.step);
+    let (micro_batches, step) = (&gradient.micro_batches, gradient.step);
     let Decided { norm, lr, decision, .. } = *decided;
     let Settled { sums, updates } = settled;
     Ok(StepRecord {
@@ -161,13 +161,13 @@ pub(super) fn record(
         step,
         phase: spec.plan.phases()[spec.plan.step(step)?.phase].name.clone(),
         data: gradient.data,
-        divisor: gradient.divisor,
+        label_count: gradient.label_count,
         loss: gradient.mean(),
-        leaf_labels: leaves.iter().map(|leaf| leaf.labels).collect(),
-        leaf_losses: Packed::floats(leaves.iter().map(|leaf| leaf.loss)),
+        micro_batch_labels: micro_batches.iter().map(|one| one.labels).collect(),
+        micro_batch_losses: Packed::floats(micro_batches.iter().map(|one| one.loss)),
         sources: by_source(spec, gradient)?,
         router: gradient.router.clone(),
-        leaf_gradients: Packed(leaves.iter().map(|leaf| leaf.gradient).collect()),
+        micro_batch_gradients: Packed(micro_batches.iter().map(|one| one.gradient).collect()),
         gradients: Packed(gradient.norms.checksums.clone()),
         norm: Packed::floats([norm]),
         layer_gradient_norms: Packed::floats(gradient.norms.by_layer.iter().copied()),

@@ -2,7 +2,7 @@
 
 use contract::{Fault, Result};
 
-use super::{Gradient, LeafSums};
+use super::{Gradient, MicroBatchSums};
 use crate::optim::guard::{Decision, Windows};
 use crate::optim::{self, Settings, norm};
 use crate::spec::RunSpec;
@@ -22,9 +22,11 @@ pub(super) struct Decided {
 }
 
 /// A loss that is no number ends the run before anything moves.
-pub(super) fn check_losses(step: u64, leaves: &[LeafSums]) -> Result<()> {
-    let Some(leaf) = leaves.iter().position(|leaf| !leaf.loss.is_finite()) else { return Ok(()) };
-    let found = format!("{} in micro-batch {leaf}", leaves[leaf].loss);
+pub(super) fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Result<()> {
+    let Some(micro_batch) = micro_batches.iter().position(|one| !one.loss.is_finite()) else {
+        return Ok(());
+    };
+    let found = format!("{} in micro-batch {micro_batch}", micro_batches[micro_batch].loss);
     Err(diverged("the loss is not finite", step).found(found))
 }
 

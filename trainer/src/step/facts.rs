@@ -1,18 +1,18 @@
-//! What ranks tell each other of a step before its norm: labels and data first, losses when all leaves are computed.
+//! What ranks tell each other of a step before its norm: labels and data first, losses when all micro-batches are computed.
 
 use contract::{Digest, Fault, Result};
 use kernels::tree;
 use loader::Batch;
 
-use super::{Context, LeafSums};
+use super::{Context, MicroBatchSums};
 use crate::mesh::axes::Axis;
 use crate::mesh::team::Lines;
 use crate::mesh::words::{Reader, Writer};
 
-/// What is known of a step before its first leaf.
+/// What is known of a step before its first micro-batch.
 pub(super) struct Head {
-    pub(super) leaves: u64,
-    pub(super) divisor: u64,
+    pub(super) micro_batches: u64,
+    pub(super) label_count: u64,
     pub(super) data: Digest,
 }
 
@@ -43,30 +43,30 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
         heard.end()?;
     }
     let step = cx.spec.plan.step(batch.step)?;
-    let leaves = step.batch / step.micro_batch;
+    let micro_batches = step.batch / step.micro_batch;
     let same = |one: Vec<Digest>, other| match one == other {
         true => Ok(one),
         false => Err(Fault::mismatch("ranks that share a micro-batch have read different text")),
     };
-    let sequences: Vec<Vec<Digest>> = lines.in_order(leaves, sequences, same)?;
+    let sequences: Vec<Vec<Digest>> = lines.in_order(micro_batches, sequences, same)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
-    Ok(Head { leaves, divisor: labels.max(1), data })
+    Ok(Head { micro_batches, label_count: labels.max(1), data })
 }
 
-/// What all ranks found of the leaves of a step.
+/// What all ranks found of the micro-batches of a step.
 pub(super) struct Losses {
-    /// Sum of token losses, by the tree over leaves.
+    /// Sum of token losses, by the tree over micro-batches.
     pub(super) loss: f64,
-    /// Of each leaf, in leaf order.
-    pub(super) leaves: Vec<LeafSums>,
+    /// Of each micro-batch, in micro-batch order.
+    pub(super) micro_batches: Vec<MicroBatchSums>,
     /// Tokens by layer and router class.
     pub(super) router: Vec<Vec<u64>>,
 }
 
 /// Writes what this rank found: its micro-batches, and the router's counts over them.
-pub(super) fn write_losses(mine: &mut Writer, kept: &[LeafSums], router: &[Vec<u64>]) {
+pub(super) fn write_losses(mine: &mut Writer, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
     mine.word(kept.len() as u64);
-    for LeafSums { loss, labels, gradient, rows, token_losses: _ } in kept {
+    for MicroBatchSums { loss, labels, gradient, rows, token_losses: _ } in kept {
         mine.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
         rows.iter().for_each(|(loss, labels)| {
             mine.float(*loss).word(*labels);
@@ -81,12 +81,12 @@ pub(super) fn write_losses(mine: &mut Writer, kept: &[LeafSums], router: &[Vec<u
     }
 }
 
-/// Losses of all `leaves` in leaf order, and the router's counts over all ranks, from what each wrote. The losses of single
-/// tokens stay where they are, in `kept`: a rank that is alone has them all.
+/// Losses of all micro-batches in their order, and the router's counts over all ranks, from what each wrote. The losses of
+/// single tokens stay where they are, in `kept`: a rank that is alone has them all.
 pub(super) fn losses(
     lines: &Lines<'_>,
-    leaves: u64,
-    kept: Vec<LeafSums>,
+    micro_batches: u64,
+    kept: Vec<MicroBatchSums>,
     heard: &mut [Reader<'_>],
 ) -> Result<Losses> {
     let (mut said, mut router) = (Vec::new(), Vec::new());
@@ -96,7 +96,7 @@ pub(super) fn losses(
             let (loss, labels, gradient) = (heard.float()?, heard.word()?, heard.word()?);
             let rows = (0..heard.word()?).map(|_| Ok((heard.float()?, heard.word()?)));
             let rows = rows.collect::<Result<_>>()?;
-            of_rank.push(LeafSums { loss, labels, gradient, rows, token_losses: Vec::new() });
+            of_rank.push(MicroBatchSums { loss, labels, gradient, rows, token_losses: Vec::new() });
         }
         said.push(of_rank);
         let layers = heard.word()?;
@@ -105,18 +105,22 @@ pub(super) fn losses(
             (0..classes).map(|_| heard.word()).collect()
         };
         let counts: Vec<Vec<u64>> = (0..layers).map(layer).collect::<Result<_>>()?;
-        // A rank without leaves has counted nothing.
+        // A rank without micro-batches has counted nothing.
         if !counts.is_empty() {
             add_counts(&mut router, counts);
         }
     }
     said[lines.team.group.rank() as usize] = kept;
-    let leaves = lines.in_order(leaves, said, joined)?;
-    Ok(Losses { loss: tree::total(leaves.iter().map(|leaf| leaf.loss)), leaves, router })
+    let micro_batches = lines.in_order(micro_batches, said, joined)?;
+    Ok(Losses {
+        loss: tree::total(micro_batches.iter().map(|one| one.loss)),
+        micro_batches,
+        router,
+    })
 }
 
 /// What two ranks that share a micro-batch say of it: the same, but for the checksum, to which each adds that of its slice.
-fn joined(one: LeafSums, other: LeafSums) -> Result<LeafSums> {
+fn joined(one: MicroBatchSums, other: MicroBatchSums) -> Result<MicroBatchSums> {
     if one.loss.to_bits() != other.loss.to_bits() || one.labels != other.labels {
         return Err(Fault::mismatch("ranks that share a micro-batch found different losses")
             .found(other.loss)
@@ -127,7 +131,7 @@ fn joined(one: LeafSums, other: LeafSums) -> Result<LeafSums> {
         false => one.token_losses,
     };
     let gradient = one.gradient.wrapping_add(other.gradient);
-    Ok(LeafSums { gradient, token_losses, ..one })
+    Ok(MicroBatchSums { gradient, token_losses, ..one })
 }
 
 /// Integers: any order gives the same sum.

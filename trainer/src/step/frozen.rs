@@ -7,7 +7,7 @@ use loader::Batch;
 use tch::{Device, Tensor};
 
 use super::rows::{inputs, place};
-use crate::model::{LeafInput, LeafOptions, ZayaConfig};
+use crate::model::{MicroBatchInput, MicroBatchOptions, ZayaConfig};
 use crate::optim::balance::Balance;
 use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
@@ -56,7 +56,7 @@ impl<'a> FrozenModel<'a> {
     }
 
     /// How a worker computes with it.
-    pub(crate) fn options(&self) -> LeafOptions {
+    pub(crate) fn options(&self) -> MicroBatchOptions {
         self.workers.options().cut(self.model.cut)
     }
 
@@ -75,10 +75,10 @@ impl<'a> FrozenModel<'a> {
     pub(crate) fn map<T: Send>(
         &self,
         batch: &Batch,
-        compute: impl Fn(&LeafInput<'_>, Weights<'_>) -> Result<T> + Sync,
+        compute: impl Fn(&MicroBatchInput<'_>, Weights<'_>) -> Result<T> + Sync,
     ) -> Result<Vec<T>> {
-        let work = |(leaf, input): (u64, LeafInput<'_>)| {
-            self.read(|weights| compute(&input, weights), || place(self.spec, batch, leaf))
+        let work = |(micro_batch, input): (u64, MicroBatchInput<'_>)| {
+            self.read(|weights| compute(&input, weights), || place(self.spec, batch, micro_batch))
         };
         self.workers.map((0..).zip(inputs(batch)).collect(), work)
     }

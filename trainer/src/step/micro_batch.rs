@@ -8,70 +8,76 @@ use kernels::device::Stager;
 use loader::Batch;
 
 use super::frozen::{FrozenModel, Weights};
-use super::readout::{Detail, LeafSums, Said};
+use super::readout::{Detail, MicroBatchSums, Said};
 use super::rows::{input, inputs, place};
 use crate::audit;
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
-use crate::model::{self, CheckedLeaf, Computing, LeafBuffer, Sink, StagedLeaf};
+use crate::model::{self, BatchBuffer, CheckedMicroBatch, Computing, Sink, StagedMicroBatch};
 use crate::refusal::refused;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
 
-/// The leaves of one step on their way to the device; each is taken once.
+/// The micro-batches of one step on their way to the device; each is taken once.
 ///
 /// The prefetcher's last stage makes them, so that on a GPU the copy runs beside the step before.
-pub struct Leaves(Vec<Mutex<Option<StagedLeaf>>>);
+pub struct StagedBatch(Vec<Mutex<Option<StagedMicroBatch>>>);
 
-impl Leaves {
-    /// Checks every leaf of `batch`, which lies in a [`LeafBuffer`]: what a prefetcher's readers do.
-    pub fn check(spec: &RunSpec, batch: &Batch) -> Result<Vec<CheckedLeaf>> {
+impl StagedBatch {
+    /// Checks every micro-batch of `batch`, which lies in a [`BatchBuffer`]: what a prefetcher's readers do.
+    pub fn check(spec: &RunSpec, batch: &Batch) -> Result<Vec<CheckedMicroBatch>> {
         let config = &spec.model_at(batch.step)?.config;
-        inputs(batch).map(|leaf| leaf.check_in_place(config)).collect()
+        inputs(batch).map(|one| one.check_in_place(config)).collect()
     }
 
-    /// Starts moving the leaves of `batch`, which were checked.
-    pub fn send(leaves: Vec<CheckedLeaf>, batch: &mut Batch, stager: &Stager) -> Result<Leaves> {
-        let buffer = batch.memory_mut::<LeafBuffer>();
+    /// Starts moving the micro-batches of `batch`, which were checked.
+    pub fn send(
+        micro_batches: Vec<CheckedMicroBatch>,
+        batch: &mut Batch,
+        stager: &Stager,
+    ) -> Result<StagedBatch> {
+        let buffer = batch.memory_mut::<BatchBuffer>();
         let buffer = buffer.ok_or_else(|| Fault::bug("a batch that does not lie in a buffer"))?;
-        Ok(Leaves::of(buffer.send(leaves, stager)?))
+        Ok(StagedBatch::of(buffer.send(micro_batches, stager)?))
     }
 
-    /// Checks every leaf of a batch that lies anywhere, and starts moving a copy.
-    pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<Leaves> {
+    /// Checks every micro-batch of a batch that lies anywhere, and starts moving a copy.
+    pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<StagedBatch> {
         let config = &spec.model_at(batch.step)?.config;
-        let leaves = inputs(batch).map(|leaf| leaf.check(config)).collect::<Result<_>>()?;
-        let mut buffer = LeafBuffer::copy_of(batch.columns(), stager.buffers())?;
-        Ok(Leaves::of(buffer.send(leaves, stager)?))
+        let micro_batches = inputs(batch).map(|one| one.check(config)).collect::<Result<_>>()?;
+        let mut buffer = BatchBuffer::copy_of(batch.columns(), stager.buffers())?;
+        Ok(StagedBatch::of(buffer.send(micro_batches, stager)?))
     }
 
-    fn of(staged: Vec<StagedLeaf>) -> Leaves {
-        Leaves(staged.into_iter().map(Some).map(Mutex::new).collect())
+    fn of(staged: Vec<StagedMicroBatch>) -> StagedBatch {
+        StagedBatch(staged.into_iter().map(Some).map(Mutex::new).collect())
     }
 
-    fn take(&self, leaf: u64) -> Result<StagedLeaf> {
-        let slot = self.0.get(leaf as usize).and_then(|slot| slot.lock().ok()?.take());
-        slot.ok_or_else(|| Fault::bug(format!("micro-batch {leaf} was not staged, or taken twice")))
+    fn take(&self, micro_batch: u64) -> Result<StagedMicroBatch> {
+        let slot = self.0.get(micro_batch as usize).and_then(|slot| slot.lock().ok()?.take());
+        slot.ok_or_else(|| {
+            Fault::bug(format!("micro-batch {micro_batch} was not staged, or taken twice"))
+        })
     }
 }
 
-/// The leaves of `batch`, on their way to `device`.
-pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<Leaves> {
+/// The micro-batches of `batch`, on their way to `device`.
+pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
     let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
-    Leaves::stage(spec, batch, &stager)
+    StagedBatch::stage(spec, batch, &stager)
 }
 
 /// Micro-batches of one step, to be computed here.
 pub(crate) struct MicroBatches<'a> {
     pub(crate) spec: &'a RunSpec,
     pub(crate) batch: &'a Batch,
-    pub(crate) leaves: &'a Leaves,
+    pub(crate) staged: &'a StagedBatch,
     /// Their numbers in the step.
     pub(crate) numbers: &'a [u64],
     /// Labels in the whole step, of all ranks.
-    pub(crate) divisor: u64,
+    pub(crate) label_count: u64,
     pub(crate) detail: Detail,
     pub(crate) workers: Workers,
     /// This rank, as it was launched.
@@ -82,7 +88,7 @@ pub(crate) struct MicroBatches<'a> {
 
 impl MicroBatches<'_> {
     /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `sum`
-    /// gets each gradient when a layer has it, `computed` hears of each in leaf order. What they say is for others to read.
+    /// gets each gradient when a layer has it, `computed` hears of each in their order. What they say is for others to read.
     pub(super) fn each(
         &self,
         state: &State,
@@ -90,22 +96,22 @@ impl MicroBatches<'_> {
         begun: impl Fn(u64) -> Result<()> + Sync,
         mut computed: impl FnMut() -> Result<()> + Send,
     ) -> Result<Vec<Said>> {
-        let MicroBatches { spec, batch, leaves, numbers, workers, shared, .. } = *self;
+        let MicroBatches { spec, batch, staged, numbers, workers, shared, .. } = *self;
         let model = FrozenModel::at(spec, batch.step, state, workers)?;
-        let work = |leaf: u64| {
-            let number = numbers[leaf as usize];
+        let work = |micro_batch: u64| {
+            let number = numbers[micro_batch as usize];
             begun(number)?;
             let compute = |weights: Weights<'_>| {
-                let staged = leaves.take(leaf)?;
-                let said = self.once(leaf, weights, staged, Some(sum))?;
+                let staged = staged.take(micro_batch)?;
+                let said = self.once(micro_batch, weights, staged, Some(sum))?;
                 let audit = workers.audit();
                 if audit.is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
                 {
-                    self.again(leaf, weights, &said)?;
+                    self.again(micro_batch, weights, &said)?;
                 }
                 Ok(said)
             };
-            model.read(compute, || place(spec, batch, leaf))
+            model.read(compute, || place(spec, batch, micro_batch))
         };
         // What ranks that share a micro-batch exchange has one order.
         let workers = if shared.is_some() { workers.one() } else { workers };
@@ -117,19 +123,19 @@ impl MicroBatches<'_> {
         Ok(all)
     }
 
-    /// Computes a leaf, whose gradients go to `sum` if to anybody.
+    /// Computes a micro-batch, whose gradients go to `sum` if to anybody.
     fn once(
         &self,
-        leaf: u64,
+        micro_batch: u64,
         Weights { weights, biases }: Weights<'_>,
-        staged: StagedLeaf,
+        staged: StagedMicroBatch,
         sum: Option<&Sum<'_>>,
     ) -> Result<Said> {
-        let MicroBatches { spec, batch, numbers, divisor, detail, workers, shared, .. } = *self;
+        let MicroBatches { spec, batch, numbers, label_count, detail, workers, shared, .. } = *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
-        let (options, number) = (workers.options().cut(*cut), numbers[leaf as usize]);
+        let (options, number) = (workers.options().cut(*cut), numbers[micro_batch as usize]);
         let compute = |staged, how: Computing<'_>, sink: &mut dyn Sink| {
-            model::micro_batch(config, weights, biases, staged, divisor, how, sink)
+            model::micro_batch(config, weights, biases, staged, label_count, how, sink)
         };
         let (losses, checksum) = match (shared, sum) {
             (Some(shared), _) => {
@@ -147,45 +153,46 @@ impl MicroBatches<'_> {
                 (compute(staged, options.into(), &mut sink)?, sink.total())
             }
         };
-        Said::of(losses, checksum, &input(batch, leaf), detail)
+        Said::of(losses, checksum, &input(batch, micro_batch), detail)
     }
 
-    /// Computes a leaf a second time, and refuses to go on where it comes out otherwise.
-    fn again(&self, leaf: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
+    /// Computes a micro-batch a second time, and refuses to go on where it comes out otherwise.
+    fn again(&self, micro_batch: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
         let stager = Stager::new(weights.weights[0].device()).map_err(refused)?;
-        let staged = input(self.batch, leaf).stage(config, &stager)?;
-        let second = self.once(leaf, weights, staged, None)?;
+        let staged = input(self.batch, micro_batch).stage(config, &stager)?;
+        let second = self.once(micro_batch, weights, staged, None)?;
         let outcome = |said: &Said| {
-            let LeafSums { loss, gradient, .. } = said.alone()?.0;
+            let MicroBatchSums { loss, gradient, .. } = said.alone()?.0;
             Ok(audit::Outcome { loss, gradient })
         };
         audit::compare(outcome(first)?, outcome(&second)?, self.rank)
     }
 }
 
-/// Computes one leaf by itself, with the loss of each token.
-pub fn leaf(
+/// Computes one micro-batch by itself, with the loss of each token.
+pub fn micro_batch_alone(
     spec: &RunSpec,
     state: &State,
     batch: &Batch,
-    leaf: u64,
+    micro_batch: u64,
     workers: Workers,
-) -> Result<LeafSums> {
+) -> Result<MicroBatchSums> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
-    let input = input(batch, leaf);
+    let input = input(batch, micro_batch);
     let stager = Stager::new(model.device());
     let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
     let (config, how) = (model.config(), model.options());
-    let (staged, divisor) = (input.stage(config, &stager)?, batch.label_count.max(1));
+    let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));
     let compute = |staged, Weights { weights, biases }: Weights<'_>| {
         let mut sink = Checksum::default();
-        let losses = model::micro_batch(config, weights, biases, staged, divisor, how, &mut sink)?;
+        let losses =
+            model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
         Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
     };
     // On a worker of its own, as in the run.
     let mut found = workers.map(vec![staged], |staged| {
-        model.read(|weights| compute(staged, weights), || place(spec, batch, leaf))
+        model.read(|weights| compute(staged, weights), || place(spec, batch, micro_batch))
     })?;
     found.pop().ok_or_else(|| Fault::bug("a micro-batch had no outcome"))
 }

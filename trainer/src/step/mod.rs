@@ -2,9 +2,9 @@
 //!
 //! ```text
 //! 1 facts        step, labels, sequence digests              everybody to everybody, small
-//! 2 micro_batch  leaves, computed by the workers; their gradients added by the tree, on the way to the owners of their
+//! 2 micro_batch  micro-batches, computed by the workers; their gradients added by the tree, on the way to the owners of their
 //!                pieces: `mesh::sum`
-//! 3 record       loss, labels and checksum of each leaf, router counts, checksum and chunk squares of each piece of G:
+//! 3 record       loss, labels and checksum of each micro-batch, router counts, checksum and chunk squares of each piece of G:
 //!                read by the host at once, then told                                       small
 //! 4 decide       the same on every rank: skip, clip, learning rate
 //! 5 apply        owners move their pieces and share the new weights; checksums of each piece of the state, and whether
@@ -50,10 +50,10 @@ use apply::Ended;
 pub(crate) use apply::hold;
 pub(crate) use frozen::{FrozenModel, Weights};
 use micro_batch::MicroBatches;
-pub use micro_batch::{Leaves, leaf};
+pub use micro_batch::{StagedBatch, micro_batch_alone};
 use norm::Norms;
 use readout::Said;
-pub use readout::{Detail, LeafSums};
+pub use readout::{Detail, MicroBatchSums};
 pub(crate) use rows::rows;
 
 /// What is trained, and who computes a step of it.
@@ -67,7 +67,7 @@ pub struct Context<'a> {
     pub workers: Workers,
 }
 
-/// What the leaves of a step came to: computed, and of a rank that is alone not read.
+/// What the micro-batches of a step came to: computed, and of a rank that is alone not read.
 pub struct Computed {
     step: u64,
     head: facts::Head,
@@ -80,20 +80,20 @@ pub struct Computed {
     waited: Duration,
 }
 
-/// What the leaves of a step say before anything moves.
+/// What the micro-batches of a step say before anything moves.
 pub struct Gradient {
     /// The step.
     pub step: u64,
     /// The digest of its batch.
     pub data: Digest,
     /// Labels in the step.
-    pub divisor: u64,
+    pub label_count: u64,
     /// Sum of token losses over the step.
     pub loss: f64,
     /// The summed gradient: this rank's pieces, in their order.
     pub own: Vec<Tensor>,
-    /// What the ledger keeps of each leaf.
-    pub leaves: Vec<LeafSums>,
+    /// What the ledger keeps of each micro-batch.
+    pub micro_batches: Vec<MicroBatchSums>,
     /// Tokens by layer and router class.
     pub router: Vec<Vec<u64>>,
     /// Of the summed gradient.
@@ -102,14 +102,14 @@ pub struct Gradient {
     begun: Sent,
     /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
     shared: [u64; 2],
-    /// How long this rank waited for blocks of others when its leaves had been computed.
+    /// How long this rank waited for blocks of others when its micro-batches had been computed.
     waited: Duration,
 }
 
 impl Gradient {
     /// The mean loss of a label.
     pub fn mean(&self) -> f64 {
-        self.loss / self.divisor as f64
+        self.loss / self.label_count as f64
     }
 }
 
@@ -127,7 +127,7 @@ pub struct Stepped {
     pub shared: u64,
     /// Of it, bytes of shards of weights, between ranks that hold them for each other.
     pub folded: u64,
-    /// The longest that a rank waited for blocks of the gradient when its leaves had been computed.
+    /// The longest that a rank waited for blocks of the gradient when its micro-batches had been computed.
     pub waited: Duration,
 }
 
@@ -152,28 +152,28 @@ impl Asked {
     }
 }
 
-/// Computes one step and moves the state: `batch` and `leaves` are this rank's part. `asked` is asked at the end what to do
-/// then.
+/// Computes one step and moves the state: `batch` and `staged` are this rank's part. `asked` is asked at the end what
+/// to do then.
 pub fn advance(
     cx: Context<'_>,
     state: &mut State,
     batch: &Batch,
-    leaves: &Leaves,
+    staged: &StagedBatch,
     asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
     cx.team.group.reached(&format!("step {}", batch.step));
     hold(cx, state, batch.step)?;
-    let mut gradient = compute(cx, state, batch, leaves, Detail::Sums)?.read(cx, &state.owners)?;
+    let mut gradient = compute(cx, state, batch, staged, Detail::Sums)?.read(cx, &state.owners)?;
     let stepped = complete(cx, state, &mut gradient, asked);
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
-/// Computes the leaves of a step and adds them up. The state stays as it is.
+/// Computes the micro-batches of a step and adds them up. The state stays as it is.
 pub fn compute(
     cx: Context<'_>,
     state: &State,
     batch: &Batch,
-    leaves: &Leaves,
+    staged: &StagedBatch,
     detail: Detail,
 ) -> Result<Computed> {
     let Context { spec, team, workers } = cx;
@@ -186,7 +186,7 @@ pub fn compute(
     let pieces = slices.pieces(state.owners.pieces(), place(&lines));
     let layers = ledger::layers(&spec.names());
     let layers: Vec<_> = layers.into_iter().map(|layer| layer.parameters).collect();
-    let sum = Sum::begin(&lines, &pieces, count, &layers, head.leaves)?;
+    let sum = Sum::begin(&lines, &pieces, count, &layers, head.micro_batches)?;
     let along = [Along::sharing(&lines)?, Along::folded(&lines)?];
     let [context, shards] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
     let (context, shards) = (context.transpose()?, shards.transpose()?);
@@ -202,9 +202,10 @@ pub fn compute(
         // What the others have given up is not computed to its end.
         team.group.check().map_err(lost)
     };
-    let (numbers, divisor) = (&lines.leaves(head.leaves)?, head.divisor);
+    let (numbers, label_count) = (&lines.micro_batches(head.micro_batches)?, head.label_count);
     let rank = team.group.launched_as();
-    let all = MicroBatches { spec, batch, leaves, numbers, divisor, detail, workers, rank, shared };
+    let all =
+        MicroBatches { spec, batch, staged, numbers, label_count, detail, workers, rank, shared };
     let start = Instant::now();
     let said = all.each(state, &sum, reached, || sum.leaf())?;
     let mut record = Record::default();
@@ -240,18 +241,18 @@ impl Computed {
         record.end().map_err(refused)?;
         let heard = cx.team.tell("the gathering of losses", &mine)?;
         let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
-        let losses = facts::losses(&lines, head.leaves, kept, &mut heard)?;
+        let losses = facts::losses(&lines, head.micro_batches, kept, &mut heard)?;
         let norms = norm::norms(cx, owners, &mut heard)?;
         heard.into_iter().try_for_each(Reader::end)?;
-        let facts::Losses { loss, leaves, router } = losses;
-        let facts::Head { divisor, data, .. } = head;
+        let facts::Losses { loss, micro_batches, router } = losses;
+        let facts::Head { label_count, data, .. } = head;
         Ok(Gradient {
             step,
             data,
-            divisor,
+            label_count,
             loss,
             own,
-            leaves,
+            micro_batches,
             router,
             norms,
             begun,
@@ -273,7 +274,7 @@ pub(crate) fn complete(
     gradient: &mut Gradient,
     asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
-    decide::check_losses(gradient.step, &gradient.leaves)?;
+    decide::check_losses(gradient.step, &gradient.micro_batches)?;
     let norm = gradient.norms.norm;
     decide::check_norm(gradient.step, norm)?;
     let decided = decide::decide(cx.spec, &mut state.windows, gradient, norm);

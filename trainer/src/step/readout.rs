@@ -10,13 +10,13 @@ use kernels::checksum;
 use kernels::record::Record;
 use tch::{Kind, Tensor};
 
-use crate::model::{LeafInput, LeafLosses};
+use crate::model::{MicroBatchInput, MicroBatchLosses};
 use crate::refusal::{refused, values};
 use crate::timing;
 
-/// What the ledger keeps of a leaf, and what explains it.
+/// What the ledger keeps of a micro-batch, and what explains it.
 #[derive(Clone, Debug)]
-pub struct LeafSums {
+pub struct MicroBatchSums {
     /// Sum of its token losses.
     pub loss: f64,
     /// Its labels.
@@ -29,7 +29,7 @@ pub struct LeafSums {
     pub token_losses: Vec<f32>,
 }
 
-/// How much is kept of a leaf.
+/// How much is kept of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// What the ledger needs.
@@ -55,16 +55,16 @@ pub(super) struct Said {
 }
 
 /// The same, read: and tokens by layer and router class.
-pub(super) type Read = (LeafSums, Vec<Vec<u64>>);
+pub(super) type Read = (MicroBatchSums, Vec<Vec<u64>>);
 
 impl Said {
     pub(super) fn of(
-        output: LeafLosses,
+        output: MicroBatchLosses,
         gradient: checksum::Total,
-        input: &LeafInput<'_>,
+        input: &MicroBatchInput<'_>,
         detail: Detail,
     ) -> Result<Said> {
-        let _watch = timing::part(timing::Part::LeafSums);
+        let _watch = timing::part(timing::Part::MicroBatchSums);
         let (gradient, checksums) = gradient.into_parts();
         let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
         let classes = output.counts.iter().map(|counts| counts.as_ref().map_or(0, Tensor::numel));
@@ -97,7 +97,7 @@ impl Said {
 
     /// Reads one alone, in the middle of a step: on a device the host waits for it here.
     pub(super) fn alone(&self) -> Result<Read> {
-        let _watch = timing::part(timing::Part::LeafSums);
+        let _watch = timing::part(timing::Part::MicroBatchSums);
         let mut record = Record::default();
         self.put(&mut record)?;
         record.read().map_err(refused)?;
@@ -120,6 +120,6 @@ impl Said {
         let token_losses =
             token_losses.as_ref().map(|losses| values(&losses.flatten(0, -1))).transpose()?;
         let token_losses = token_losses.unwrap_or_default();
-        Ok((LeafSums { loss, labels: *labels, gradient, rows, token_losses }, counts))
+        Ok((MicroBatchSums { loss, labels: *labels, gradient, rows, token_losses }, counts))
     }
 }

@@ -4,25 +4,25 @@ use std::ops::Range;
 
 use loader::Batch;
 
-use crate::model::LeafInput;
+use crate::model::MicroBatchInput;
 use crate::spec::RunSpec;
 
-/// The leaves of a batch.
-pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = LeafInput<'_>> {
-    (0..batch.rows / batch.micro_batch).map(|leaf| input(batch, leaf))
+/// The micro-batches of a batch.
+pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = MicroBatchInput<'_>> {
+    (0..batch.rows / batch.micro_batch).map(|micro_batch| input(batch, micro_batch))
 }
 
-/// Leaf number `leaf` of a batch.
-pub(super) fn input(batch: &Batch, leaf: u64) -> LeafInput<'_> {
-    rows(batch, leaf * batch.micro_batch..(leaf + 1) * batch.micro_batch)
+/// Micro-batch number `micro_batch` of a batch.
+pub(super) fn input(batch: &Batch, micro_batch: u64) -> MicroBatchInput<'_> {
+    rows(batch, micro_batch * batch.micro_batch..(micro_batch + 1) * batch.micro_batch)
 }
 
-/// Some rows of a batch, as a leaf.
-pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
+/// Some rows of a batch, as a micro-batch.
+pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
     let (first, width) = (rows.start as usize, batch.seq_len as usize);
     let rows = (rows.end - rows.start) as usize;
     let (columns, at) = (batch.columns(), first * width..(first + rows) * width);
-    LeafInput {
+    MicroBatchInput {
         tokens: &columns.tokens[at.clone()],
         labels: &columns.labels[at.clone()],
         positions: &columns.positions[at.clone()],
@@ -33,10 +33,12 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> LeafInput<'_> {
     }
 }
 
-/// How a fault names a leaf: counted in the step, whatever part of it `batch` is.
-pub(super) fn place(spec: &RunSpec, batch: &Batch, leaf: u64) -> String {
+/// How a fault names a micro-batch: counted in the step, whatever part of it `batch` is.
+pub(super) fn place(spec: &RunSpec, batch: &Batch, micro_batch: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
-    let sample =
-        batch.samples.get((leaf * batch.micro_batch) as usize).map_or(begins, |row| row.sample);
+    let sample = batch
+        .samples
+        .get((micro_batch * batch.micro_batch) as usize)
+        .map_or(begins, |row| row.sample);
     format!("step {}, micro-batch {}", batch.step, (sample - begins) / batch.micro_batch)
 }

@@ -59,8 +59,11 @@ fn a_replay_in_bf16_says_same_bits_and_another_kind_does_not() {
     for step in [1, 8] {
         let mut replayer = open();
         let state = replayer.state_after(step - 1).unwrap();
-        for leaf in 0..3 {
-            assert_eq!(replayer.leaf(&state, leaf).unwrap().verdict, Verdict::SameBits);
+        for micro_batch in 0..3 {
+            assert_eq!(
+                replayer.micro_batch(&state, micro_batch).unwrap().verdict,
+                Verdict::SameBits
+            );
         }
     }
     let wide = Scratch::new();
@@ -71,7 +74,7 @@ fn a_replay_in_bf16_says_same_bits_and_another_kind_does_not() {
     };
     let (narrow, wide) = (line(&scratch), line(&wide));
     assert_eq!(narrow["data"], wide["data"]);
-    assert_ne!(narrow["leaf_losses"], wide["leaf_losses"]);
+    assert_ne!(narrow["micro_batch_losses"], wide["micro_batch_losses"]);
     let loss = |line: &serde_json::Value| line["loss"].as_f64().unwrap();
     assert!((loss(&narrow) - loss(&wide)).abs() < 1e-2, "{} and {}", loss(&narrow), loss(&wide));
 }

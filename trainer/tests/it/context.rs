@@ -115,10 +115,10 @@ fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     let outcomes = train_with(&scratch, "run", 4, |_, exec| exec.degrees.cp = 2);
     outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
     forge(&scratch.path("run/ledger.jsonl"), 8, |line| {
-        let words = line["leaf_gradients"].as_str().unwrap();
+        let words = line["micro_batch_gradients"].as_str().unwrap();
         let (before, last) = words.split_at(4 * 16);
         assert_eq!(last.len(), 16, "{words}");
-        line["leaf_gradients"] = format!("{before}{}", "0123456789abcdef").into();
+        line["micro_batch_gradients"] = format!("{before}{}", "0123456789abcdef").into();
     });
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();

@@ -68,7 +68,7 @@ fn a_cut_changes_rounding_and_nothing_else() {
     assert_eq!((plain.len(), cut.len()), (10, 10));
     for (plain, cut) in plain.iter().zip(&cut) {
         assert_eq!(plain["data"], cut["data"]);
-        assert_eq!(plain["divisor"], cut["divisor"]);
+        assert_eq!(plain["label_count"], cut["label_count"]);
     }
     assert_ne!(plain[0]["state"], cut[0]["state"]);
     let loss = |line: &serde_json::Value| line["loss"].as_f64().unwrap();

@@ -243,8 +243,8 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
         }),
         ("one router counted", &|line| line["router"][1][0] = 1.into()),
         ("those of its micro-batches make", &|line| {
-            let text = line["leaf_losses"].as_str().unwrap().to_owned();
-            line["leaf_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
+            let text = line["micro_batch_losses"].as_str().unwrap().to_owned();
+            line["micro_batch_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();
         }),
     ];
     for (words, change) in cases {

@@ -12,7 +12,7 @@ use trainer::replay::attribute::{Effort, attribute};
 use trainer::replay::whatif::{Imagined, imagine};
 use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Together, Verdict};
 use trainer::state::State;
-use trainer::step::{Computed, Context, Detail, LeafSums};
+use trainer::step::{Computed, Context, Detail, MicroBatchSums};
 use trainer::workers::Workers;
 use trainer::{RunSpec, World};
 
@@ -49,8 +49,11 @@ fn any_step_comes_back_with_the_same_bits_and_leaves_no_trace() {
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
         let mut replayer = open(&scratch, "run");
         let state = replayer.state_after(step - 1).unwrap();
-        for leaf in 0..replayed.record.as_ref().unwrap().leaves() as u64 {
-            assert_eq!(replayer.leaf(&state, leaf).unwrap().verdict, Verdict::SameBits);
+        for micro_batch in 0..replayed.record.as_ref().unwrap().micro_batches() as u64 {
+            assert_eq!(
+                replayer.micro_batch(&state, micro_batch).unwrap().verdict,
+                Verdict::SameBits
+            );
         }
     }
     assert!(before == scratch.tree("run"), "a replay changed the run's folder");
@@ -61,8 +64,8 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
     forge(&scratch.path("run/ledger.jsonl"), 4, |line| {
-        let text = line["leaf_gradients"].as_str().unwrap().to_owned();
-        line["leaf_gradients"] =
+        let text = line["micro_batch_gradients"].as_str().unwrap().to_owned();
+        line["micro_batch_gradients"] =
             format!("{}{}", &text[..16], "0123456789abcdef0123456789abcdef").into();
     });
     let replayed = replay(&scratch, "run", 4);
@@ -77,8 +80,8 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     }
     let mut replayer = open(&scratch, "run");
     let state = replayer.state_after(3).unwrap();
-    assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::SameBits);
-    assert_eq!(replayer.leaf(&state, 2).unwrap().verdict, Verdict::RunHit);
+    assert_eq!(replayer.micro_batch(&state, 0).unwrap().verdict, Verdict::SameBits);
+    assert_eq!(replayer.micro_batch(&state, 2).unwrap().verdict, Verdict::RunHit);
     let fault = replayer.state_after(5).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     assert!(fault.to_string().contains("step 4"), "{fault}");
@@ -124,15 +127,15 @@ impl Executor for Failing {
         Ok(gradient)
     }
 
-    fn leaf(
+    fn micro_batch(
         &self,
         spec: &RunSpec,
         state: &State,
         batch: &Batch,
-        leaf: u64,
+        micro_batch: u64,
         workers: Workers,
-    ) -> Result<LeafSums> {
-        let mut sums = ThisMachine.leaf(spec, state, batch, leaf, workers)?;
+    ) -> Result<MicroBatchSums> {
+        let mut sums = ThisMachine.micro_batch(spec, state, batch, micro_batch, workers)?;
         if let Some(bit) = self.wrong_bit() {
             sums.gradient ^= 1 << bit;
         }
@@ -154,7 +157,7 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
         let mut replayer = open(&scratch, "run");
         let mut state = replayer.state_after(4).unwrap();
         let replayer = replayer.computed_by(machine);
-        let replayed = replayer.leaf(&state, 1).unwrap();
+        let replayed = replayer.micro_batch(&state, 1).unwrap();
         assert_eq!(replayed.verdict, wanted);
         let quantity =
             (wanted != Verdict::SameBits).then(|| "gradient of micro-batch 1".to_owned());
@@ -178,7 +181,7 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     let mut replayer = open(&scratch, "part");
     let mut state = replayer.state_after(3).unwrap();
     let replayer = replayer.computed_by(Failing::new(0, false));
-    assert_eq!(replayer.leaf(&state, 0).unwrap().verdict, Verdict::NotRecorded);
+    assert_eq!(replayer.micro_batch(&state, 0).unwrap().verdict, Verdict::NotRecorded);
     assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::NotRecorded);
 }
 
@@ -263,8 +266,8 @@ fn what_a_step_does_not_have_is_refused_before_anything_is_computed() {
     let fault = imagine(&mut open(), 9..10, &change).unwrap_err();
     assert_eq!(fault.class(), Class::Usage, "{fault}");
     assert!(fault.to_string().contains("\"nobody\""), "{fault}");
-    assert_eq!(open().check_leaf(9, 5).unwrap_err().class(), Class::Usage);
-    open().check_leaf(9, 4).unwrap();
+    assert_eq!(open().check_micro_batch(9, 5).unwrap_err().class(), Class::Usage);
+    open().check_micro_batch(9, 4).unwrap();
 }
 
 #[test]
@@ -275,9 +278,12 @@ fn documents_account_for_every_label_and_all_of_the_loss() {
         let replayed = replay(&scratch, "run", step);
         let record = replayed.record.unwrap();
         let documents = replayed.documents;
-        assert_eq!(documents.iter().map(|document| document.labels).sum::<u64>(), record.divisor);
+        assert_eq!(
+            documents.iter().map(|document| document.labels).sum::<u64>(),
+            record.label_count
+        );
         let loss: f64 = documents.iter().map(|document| document.loss).sum();
-        assert!((loss / record.divisor as f64 - record.loss).abs() < 1e-5, "{loss}");
+        assert!((loss / record.label_count as f64 - record.loss).abs() < 1e-5, "{loss}");
         assert!(documents.is_sorted_by(|a, b| a.mean >= b.mean), "worst first");
         for document in &documents {
             assert_eq!(document.file, format!("{}.jsonl", document.source));
@@ -359,8 +365,8 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     let found = attribute(&mut open(&scratch, "run"), 6..7, all).unwrap();
     assert_eq!(found.lds, None);
     let record = replay(&scratch, "run", 6).record.unwrap();
-    let (labels, lr) = (record.divisor as f64, record.lr());
-    assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.divisor);
+    let (labels, lr) = (record.label_count as f64, record.lr());
+    assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.label_count);
     // predicted = -lr ((whole - own) / (labels - n) - whole / labels), solved for own.
     let whole = -found.predicted_step / lr * labels;
     let own = found
@@ -387,7 +393,7 @@ fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
     let effort = Effort { documents: 6, subsets: 3 };
     let found = attribute(&mut open(&scratch, "run"), 6..7, effort).unwrap();
     let record = replay(&scratch, "run", 6).record.unwrap();
-    let (labels, lr) = (record.divisor as f64, record.lr());
+    let (labels, lr) = (record.label_count as f64, record.lr());
     let whole = -found.predicted_step / lr * labels;
     for one in &found.documents {
         let own = one.dot / lr * labels;

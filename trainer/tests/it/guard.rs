@@ -143,8 +143,8 @@ fn a_skipped_step_is_as_if_it_had_not_been() {
     for (one, other) in run.iter().zip(&without) {
         assert_eq!(one["skipped"], "no");
         assert_eq!(
-            (&one["weights"], &one["leaf_gradients"]),
-            (&other["weights"], &other["leaf_gradients"])
+            (&one["weights"], &one["micro_batch_gradients"]),
+            (&other["weights"], &other["micro_batch_gradients"])
         );
     }
 }

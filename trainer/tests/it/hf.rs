@@ -12,7 +12,7 @@ use trainer::RunSpec;
 use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
-use trainer::model::{LeafInput, logits};
+use trainer::model::{MicroBatchInput, logits};
 use trainer::replay::{Executor as _, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
 use trainer::step::{self, Detail};
@@ -62,9 +62,12 @@ fn a_run_begins_with_the_weights_of_another() {
         let wanted = wanted.unwrap();
         let ledger = Ledger::read(&scratch.path(&out).join("ledger.jsonl")).unwrap();
         let record = ledger.record(1).unwrap();
-        let losses: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.loss.to_bits()).collect();
-        let gradients: Vec<u64> = wanted.leaves.iter().map(|leaf| leaf.gradient).collect();
-        assert_eq!((record.leaf_losses.0, record.leaf_gradients.0), (losses, gradients));
+        let losses: Vec<u64> = wanted.micro_batches.iter().map(|one| one.loss.to_bits()).collect();
+        let gradients: Vec<u64> = wanted.micro_batches.iter().map(|one| one.gradient).collect();
+        assert_eq!(
+            (record.micro_batch_losses.0, record.micro_batch_gradients.0),
+            (losses, gradients)
+        );
         let path = scratch.path(&out);
         let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
         let mut replayer = replayer.unwrap();
@@ -133,7 +136,7 @@ fn transformers_computes_what_we_compute() {
     let ids: Vec<i32> = (0..24).map(|index| (index * index * 7 + 3) % 50).collect();
     let labels = [&ids[1..], &[0]].concat();
     let positions: Vec<i32> = (0..24).collect();
-    let input = LeafInput {
+    let input = MicroBatchInput {
         tokens: &ids,
         labels: &labels,
         positions: &positions,

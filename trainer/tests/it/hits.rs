@@ -17,7 +17,7 @@ use trainer::replay::narrow::Narrowed;
 use trainer::replay::{Replayer, Verdict, meet};
 use trainer::state::State;
 use trainer::state::ownership::{Ownership, Piece};
-use trainer::step::{self, Context, Detail, Leaves};
+use trainer::step::{self, Context, Detail, StagedBatch};
 use trainer::workers::Workers;
 
 use crate::ranks::{on_ranks, train_with};
@@ -74,10 +74,12 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         while state.step < last {
             let mut batch = loader::batch(&spec.plan, &spec.data, state.step + 1, slice).unwrap();
             (harm.text)(rank, &mut batch);
-            let leaves = Leaves::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
-            let mut record = step::advance(cx, &mut state, &batch, &leaves, step::Asked::default)
-                .unwrap()
-                .record;
+            let micro_batches =
+                StagedBatch::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
+            let mut record =
+                step::advance(cx, &mut state, &batch, &micro_batches, step::Asked::default)
+                    .unwrap()
+                    .record;
             (harm.record)(&mut record);
             records.push(record);
         }
@@ -216,7 +218,7 @@ fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
 fn a_bit_of_a_gradient_is_found_in_its_micro_batch() {
     let scratch = begun();
     // A loss that is the run's and a gradient that is not: what the checksum of a hit gradient would be.
-    let record = |record: &mut StepRecord| record.leaf_gradients.0[1] ^= 1;
+    let record = |record: &mut StepRecord| record.micro_batch_gradients.0[1] ^= 1;
     harmed_by(&scratch, 2, STEP, Harm { record: &record, ..NONE });
     let found = narrowed(&scratch);
     assert_eq!((found.losses.as_slice(), found.gradients.as_slice()), (&[][..], &[1][..]));

@@ -13,7 +13,7 @@ use trainer::workers::Workers;
 use crate::support::{Scratch, table};
 
 #[test]
-fn a_leaf_that_cannot_be_computed_says_which_and_why() {
+fn a_micro_batch_that_cannot_be_computed_says_which_and_why() {
     table();
     let scratch = Scratch::new();
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
@@ -31,7 +31,7 @@ fn a_leaf_that_cannot_be_computed_says_which_and_why() {
                 .read(cx, &state.owners)
                 .map(|_| ())
         });
-        let alone = step::leaf(&spec, &state, &batch, 3, workers).map(|_| ());
+        let alone = step::micro_batch_alone(&spec, &state, &batch, 3, workers).map(|_| ());
         for (answer, place) in
             [(whole, "step 7, micro-batch 0:"), (alone, "step 7, micro-batch 3:")]
         {

@@ -89,7 +89,7 @@ pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sy
 fn any_number_of_ranks_writes_one_ledger() {
     let scratch = Scratch::new();
     let alone = scratch.train("alone");
-    // 3 and 5 leaves: 4 and 8 ranks leave some idle, 2 cut a tree that is no power of two.
+    // 3 and 5 micro-batches: 4 and 8 ranks leave some idle, 2 cut a tree that is no power of two.
     for machines in [&[1][..], &[2], &[3], &[2, 2], &[3, 2], &[3, 1, 4]] {
         for schedule in [Schedule::Subtree, Schedule::Streaming] {
             let out = format!("ranks-{machines:?}-{}", schedule.name());
@@ -166,7 +166,7 @@ fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> 
     needs(spec, &fleet).unwrap().phases[0].sent.between_machines()
 }
 
-/// The bytes of gradients and weights that cross between machines in a step of 16 leaves: each block of a rank, or of a
+/// The bytes of gradients and weights that cross between machines in a step of 16 micro-batches: each block of a rank, or of a
 /// machine, to every owner elsewhere; the new weights of each owner to every rank, or machine, elsewhere.
 fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
     let world: u32 = machines.iter().sum();

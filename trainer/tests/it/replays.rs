@@ -183,7 +183,7 @@ fn a_run_never_goes_on_from_a_kept_state() {
     let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
     assert!(events.contains("\"from_step\":6") && !events.contains("\"from_step\":8"), "{events}");
     assert!(scratch.ledger("whole") == scratch.ledger("run"));
-    assert_eq!(kept(&scratch, "run").len(), 1, "and leaves it to the replays");
+    assert_eq!(kept(&scratch, "run").len(), 1, "and micro_batches it to the replays");
 }
 
 /// Opens a run as one of several ranks.

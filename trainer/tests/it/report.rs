@@ -33,10 +33,10 @@ fn the_table_says_what_the_ledger_says() {
         for key in ["step", "phase", "loss", "router", "data", "state"] {
             assert_eq!(line[key], row[key], "{key}");
         }
-        assert_eq!(line["divisor"], row["labels"]);
+        assert_eq!(line["label_count"], row["labels"]);
         let sources = row["sources"].as_object().unwrap();
         let labels: u64 = sources.values().map(|one| one["labels"].as_u64().unwrap()).sum();
-        assert_eq!(labels, line["divisor"].as_u64().unwrap());
+        assert_eq!(labels, line["label_count"].as_u64().unwrap());
         let loss = format!("{:.6}", line["loss"].as_f64().unwrap());
         assert!(last.contains(&loss) && last.contains("web "), "{text}");
         assert_eq!(text.contains("phase long begins"), line["step"] == 7, "{text}");

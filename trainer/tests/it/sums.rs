@@ -59,7 +59,7 @@ fn norms_by_layer_are_norms_and_sums_by_source_are_those_of_its_documents() {
         assert_norms(&record.layer_update_norms, &moved, &names, 1e-9);
         assert_eq!(
             record.sources.values().map(|source| source.labels).sum::<u64>(),
-            record.divisor
+            record.label_count
         );
         for (name, source) in &record.sources {
             let own = documents.iter().filter(|document| document.source == *name);

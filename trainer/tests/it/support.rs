@@ -208,7 +208,7 @@ fn stream(
     stream
 }
 
-/// Ten steps in two phases of different mix, length, batch and leaf; three and five leaves, so neither a power of two.
+/// Ten steps in two phases of different mix, length, batch and micro-batch; three and five of them, so neither a power of two.
 pub(crate) const CURRICULUM: &str = r#"store = "store"
 seed = 11
 dtype = "f32"

@@ -7,7 +7,7 @@ use loader::{Opened, validation};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::ledger::Ledger;
-use trainer::model::{LeafInput, leaf};
+use trainer::model::{MicroBatchInput, forward_backward};
 use trainer::replay::Replayer;
 use trainer::step::Detail;
 use trainer::validate::Validation;
@@ -229,7 +229,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
         assert!(windows > 2, "something is held out");
         for window in 0..windows {
             let batch = validation::batch(&spec.data, source, 64, window, 1).unwrap();
-            let input = LeafInput {
+            let input = MicroBatchInput {
                 tokens: batch.columns().tokens,
                 labels: batch.columns().labels,
                 positions: batch.columns().positions,
@@ -238,7 +238,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
                 rows: 1,
                 seq_len: 64,
             };
-            let out = leaf(config, &state.weights, &biases, &input, 1).unwrap();
+            let out = forward_backward(config, &state.weights, &biases, &input, 1).unwrap();
             (sum, labels) = (sum + out.loss, labels + out.labels);
         }
         let (_, found_labels, mean) = &found[&(8, source.to_owned())];

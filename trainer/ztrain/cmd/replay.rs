@@ -165,8 +165,8 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
             .found(steps.end - 1)
             .wanted(format!("1 to {last}")));
     }
-    if let Some(leaf) = args.micro_batch {
-        replayer.check_leaf(steps.start, leaf)?;
+    if let Some(micro_batch) = args.micro_batch {
+        replayer.check_micro_batch(steps.start, micro_batch)?;
     }
     if change.is_some() {
         let answer = imagine(replayer, steps.clone(), &change)?;
@@ -201,7 +201,7 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
         let replayed = match args.micro_batch {
             // One rank computes it by itself.
             Some(_) if !replayer.speaks() => continue,
-            Some(leaf) => replayer.leaf(&state, leaf)?,
+            Some(micro_batch) => replayer.micro_batch(&state, micro_batch)?,
             None => replayer.step(&mut state, Detail::Tokens)?,
         };
         if replayer.speaks() {
@@ -304,7 +304,7 @@ fn print_replayed(
         tell!(
             "  data {} | {} micro-batches | norm {:.6}{} | lr {:.3e} | state {}",
             record.data,
-            record.leaves(),
+            record.micro_batches(),
             record.norm(),
             Skipped::note(record.skipped),
             record.lr(),

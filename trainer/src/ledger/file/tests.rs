@@ -60,7 +60,7 @@ fn a_ledger_of_another_format_is_refused_with_what_to_do() {
     for opened in [appending, Ledger::read(&path).map(|_| ())] {
         let fault = opened.unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch);
-        for word in ["format 2", "format 3", "the version that began it"] {
+        for word in ["format 2", "format 4", "the version that began it"] {
             assert!(fault.to_string().contains(word), "{fault}");
         }
     }
@@ -237,8 +237,8 @@ fn the_curriculum_in_force_is_known_wherever_it_stands() {
 fn a_loss_that_does_not_follow_from_its_parts_is_found() {
     let folder = tempfile::tempdir().unwrap();
     let loss: fn(&mut StepRecord) = |record| record.loss *= 1.5;
-    let divisor: fn(&mut StepRecord) = |record| record.divisor += 1;
-    for change in [loss, divisor] {
+    let label_count: fn(&mut StepRecord) = |record| record.label_count += 1;
+    for change in [loss, label_count] {
         let path = folder.path().join("ledger.jsonl");
         let mut ledger = Ledger::create(&path, head()).unwrap();
         let mut forged = record(1, 1);

@@ -59,12 +59,12 @@ proptest! {
     #[test]
     fn sums_by_machine_are_those_of_all_pairs(
         (dp, cp, tsp) in (1u32..12, 1u32..4, 1u32..4), ranks_per_node in 1u32..9, flat: bool, streaming: bool,
-        leaves in 1u64..40, bytes in prop::collection::vec(0u64..1000, 5 * 99),
+        micro_batches in 1u64..40, bytes in prop::collection::vec(0u64..1000, 5 * 99),
     ) {
         let mesh = Mesh { dp, cp, tsp };
         let world = mesh.world() as usize;
         let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
-        let parts = team::parts(schedule, dp, leaves).unwrap();
+        let parts = team::parts(schedule, dp, micro_batches).unwrap();
         let (lengths, rest) = bytes.split_at(world);
         let (weights, rest) = rest.split_at(world);
         let shards: Vec<Vec<u64>> = rest.chunks(tsp as usize).take(world).map(<[u64]>::to_vec).collect();

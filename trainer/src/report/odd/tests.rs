@@ -13,9 +13,9 @@ fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
     let bits = |value: f64| format!("{:016x}", value.to_bits());
     let digest = "0".repeat(32);
     serde_json::from_value(json!({
-        "step": step, "phase": "a", "data": digest, "state": digest, "divisor": 100, "loss": loss,
+        "step": step, "phase": "a", "data": digest, "state": digest, "label_count": 100, "loss": loss,
         "norm": bits(norm), "lr": bits(lr), "router": [[5, 5, 5, 5, 1], [5, 5, 5, 5, 1]],
-        "sources": {}, "leaf_labels": [], "leaf_losses": "", "layer_gradient_norms": "", "layer_update_norms": "",
+        "sources": {}, "micro_batch_labels": [], "micro_batch_losses": "", "layer_gradient_norms": "", "layer_update_norms": "",
     }))
     .unwrap()
 }

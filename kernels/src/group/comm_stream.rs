@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use rccl_sys::{HostStream, Library};
 use tch::{Device, Tensor};
 
-use super::turn::Turn;
+use super::exchange_id::ExchangeId;
 use crate::device::{Event, SideStream};
 use crate::{Error, Result};
 
@@ -75,7 +75,7 @@ impl Ticket {
 /// Transfers that are queued as one.
 pub(super) struct Round {
     pub(super) what: String,
-    pub(super) number: Turn,
+    pub(super) id: ExchangeId,
     pub(super) sends: Vec<(u32, Tensor)>,
     pub(super) receives: Vec<(u32, Tensor)>,
     /// What the computing stream had to do before it was closed.
@@ -84,10 +84,10 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Of the exchange `number`.
-    pub(super) fn new(what: &str, number: Turn) -> Self {
+    /// Of the exchange `id`.
+    pub(super) fn new(what: &str, id: ExchangeId) -> Self {
         let (sends, receives, ticket) = (Vec::new(), Vec::new(), Arc::default());
-        Round { what: what.to_owned(), number, sends, receives, ready: None, ticket }
+        Round { what: what.to_owned(), id, sends, receives, ready: None, ticket }
     }
 
     pub(super) fn send(&mut self, to: u32, tensor: &Tensor) -> Arc<Ticket> {
@@ -111,7 +111,7 @@ impl Round {
 }
 
 /// The stream on which a communicator works.
-pub(super) enum Lane {
+pub(super) enum CommStream {
     /// Beside the one that computes.
     Device(SideStream, *mut c_void),
     /// Of the library itself, over plain memory.
@@ -119,30 +119,30 @@ pub(super) enum Lane {
 }
 
 // SAFETY: a stream may be used from any thread, and the one that queues rounds is the only one that does.
-unsafe impl Send for Lane {}
+unsafe impl Send for CommStream {}
 
-impl Lane {
+impl CommStream {
     /// A stream for `device`, or why there is none.
-    pub(super) fn new(device: Device) -> std::result::Result<Lane, String> {
+    pub(super) fn new(device: Device) -> std::result::Result<CommStream, String> {
         let library = Library::open()?;
         let Device::Cuda(index) = device else {
-            return library.host_stream().map(Arc::new).map(Lane::Host);
+            return library.host_stream().map(Arc::new).map(CommStream::Host);
         };
         let made = SideStream::new(index).and_then(|side| side.raw().map(|raw| (side, raw)));
-        made.map(|(side, raw)| Lane::Device(side, raw)).map_err(|error| error.to_string())
+        made.map(|(side, raw)| CommStream::Device(side, raw)).map_err(|error| error.to_string())
     }
 
     pub(super) fn raw(&self) -> *mut c_void {
         match self {
-            Lane::Device(_, raw) => *raw,
-            Lane::Host(stream) => stream.raw(),
+            CommStream::Device(_, raw) => *raw,
+            CommStream::Host(stream) => stream.raw(),
         }
     }
 
     /// What is queued from here on waits for the mark.
     pub(super) fn after(&self, ready: Option<&Event>) -> Result<()> {
         match (self, ready) {
-            (Lane::Device(side, _), Some(mark)) => side.after(mark),
+            (CommStream::Device(side, _), Some(mark)) => side.after(mark),
             _ => Ok(()),
         }
     }
@@ -150,8 +150,8 @@ impl Lane {
     /// Marks what was queued so far.
     pub(super) fn mark(&self) -> Result<End> {
         match self {
-            Lane::Device(side, _) => side.mark().map(End::Device),
-            Lane::Host(stream) => {
+            CommStream::Device(side, _) => side.mark().map(End::Device),
+            CommStream::Host(stream) => {
                 let mark = stream.mark().map_err(refused)?;
                 Ok(End::Host(Arc::clone(stream), mark))
             }

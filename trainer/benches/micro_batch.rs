@@ -1,6 +1,7 @@
-//! Tokens per second of one leaf, forward and backward: `cargo bench -p trainer --bench leaf [-- PRESET ROWS SEQ_LEN DOCUMENT]`.
+//! Tokens per second of one micro-batch, forward and backward:
+//! `cargo bench -p trainer --bench micro_batch [-- PRESET ROWS SEQ_LEN DOCUMENT]`.
 //!
-//! One thread first, then as many workers as there are cores, each computing leaves of its own.
+//! One thread first, then as many workers as there are cores, each computing micro-batches of its own.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -8,11 +9,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kernels::share::Frozen;
-use trainer::model::{LeafInput, ZayaConfig, init, init_balance, leaf};
+use trainer::model::{MicroBatchInput, ZayaConfig, forward_backward, init, init_balance};
 
 const RUNS: usize = 7;
 
-struct Leaf {
+struct MicroBatch {
     tokens: Vec<i32>,
     positions: Vec<i32>,
     boundaries: Vec<Vec<u32>>,
@@ -20,14 +21,14 @@ struct Leaf {
     seq_len: usize,
 }
 
-impl Leaf {
+impl MicroBatch {
     /// Tokens that no predictor knows, in documents of `document` tokens.
-    fn new(config: &ZayaConfig, rows: usize, seq_len: usize, document: usize) -> Leaf {
+    fn new(config: &ZayaConfig, rows: usize, seq_len: usize, document: usize) -> MicroBatch {
         let key = contract::Key::from_seed(1);
         let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
         let vocabulary = config.vocab_size as u64;
         let count = (rows * seq_len) as u64;
-        Leaf {
+        MicroBatch {
             tokens: (0..=count).map(|i| (draw(i) % vocabulary) as i32).collect(),
             positions: (0..rows * seq_len).map(|i| (i % seq_len % document) as i32).collect(),
             boundaries: vec![(0..seq_len as u32).step_by(document).collect(); rows],
@@ -36,10 +37,10 @@ impl Leaf {
         }
     }
 
-    fn input<'a>(&'a self, mask: &'a [u8]) -> LeafInput<'a> {
+    fn input<'a>(&'a self, mask: &'a [u8]) -> MicroBatchInput<'a> {
         let (rows, seq_len) = (self.rows, self.seq_len);
         let count = rows * seq_len;
-        LeafInput {
+        MicroBatchInput {
             tokens: &self.tokens[..count],
             labels: &self.tokens[1..],
             positions: &self.positions,
@@ -73,7 +74,7 @@ fn main() {
     let (params, balance) =
         (init(&config, 1).expect("memory for the weights"), init_balance(&config));
     let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
-    let data = Leaf::new(&config, rows, seq_len, document);
+    let data = MicroBatch::new(&config, rows, seq_len, document);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     for workers in [1, cores] {
         let (mut times, busy) = (Vec::new(), AtomicU64::new(0));
@@ -84,10 +85,16 @@ fn main() {
                     scope.spawn(|| {
                         let mask = vec![1; rows * seq_len];
                         let (params, balance) = (params.aliases(), balance.aliases());
-                        let divisor = (rows * seq_len) as u64;
+                        let label_count = (rows * seq_len) as u64;
                         let before = core_nanoseconds();
-                        leaf(&config, &params, &balance, &data.input(&mask), divisor)
-                            .expect("a leaf");
+                        forward_backward(
+                            &config,
+                            &params,
+                            &balance,
+                            &data.input(&mask),
+                            label_count,
+                        )
+                        .expect("a micro-batch");
                         busy.fetch_add(core_nanoseconds() - before, Ordering::Relaxed);
                     });
                 }
@@ -97,8 +104,8 @@ fn main() {
         times.sort_by(f64::total_cmp);
         let per_second = |time: f64| (workers * rows * seq_len) as f64 / time;
         println!(
-            "{preset}: {workers} workers, leaves of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s (best {:.0}); \
-             {:.0} per second of one core",
+            "{preset}: {workers} workers, micro-batches of {rows} x {seq_len}, documents of {document}: {:.0} tokens/s \
+             (best {:.0}); {:.0} per second of one core",
             per_second(times[times.len() / 2]),
             per_second(times[0]),
             (RUNS * workers * rows * seq_len) as f64 * 1e9 / busy.load(Ordering::Relaxed) as f64,

@@ -7,13 +7,13 @@ pub(super) const AXES: usize = 4;
 
 /// An exchange among those of its axis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Turn {
+pub(super) struct ExchangeId {
     pub(super) axis: usize,
     /// From 1.
     pub(super) number: u64,
 }
 
-impl Turn {
+impl ExchangeId {
     /// What marks its transfers: below the tags of the communication thread. The number comes around after 2^28 exchanges, of
     /// which no two so far apart are under way.
     pub(super) fn tag(self) -> c_int {
