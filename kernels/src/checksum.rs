@@ -23,13 +23,20 @@ use crate::sums::{FIRST, HIGH_INDEX, SECOND, salted, sum};
 const LOW: i64 = 0xFFFF_FFFF;
 
 /// The checksum of a whole tensor.
-pub fn tensor(tensor: &Tensor, salt: u64) -> u64 {
+///
+/// # Errors
+/// As [`slice`].
+pub fn tensor(tensor: &Tensor, salt: u64) -> Result<u64> {
     slice(tensor, 0, salt)
 }
 
 /// The part that a slice adds to the checksum of its tensor, if its first element has number `first` there.
-pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
-    on_cpu(&tensor.detach().to_device(Device::Cpu).contiguous(), first, salt)
+///
+/// # Errors
+/// Where its device refuses, or memory ends.
+pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> Result<u64> {
+    let here = tensor.detach().f_to_device(Device::Cpu)?.f_contiguous()?;
+    Ok(on_cpu(&here, first, salt))
 }
 
 /// The same of many slices, of one device, as a tensor of their bits, i64, where the slices are: on a GPU the host waits for
@@ -78,8 +85,9 @@ impl Total {
                 self.there.push(slices(parts)?);
             }
             _ => {
-                let found = parts.iter().map(|(tensor, first, salt)| slice(tensor, *first, *salt));
-                self.known = found.fold(self.known, u64::wrapping_add);
+                for (tensor, first, salt) in parts {
+                    self.known = self.known.wrapping_add(slice(tensor, *first, *salt)?);
+                }
             }
         }
         Ok(())
@@ -174,6 +182,14 @@ mod tests {
     use super::*;
     use crate::sums::HIGH_SALT;
     use proptest::prelude::*;
+
+    fn tensor(tensor: &Tensor, salt: u64) -> u64 {
+        super::tensor(tensor, salt).unwrap()
+    }
+
+    fn slice(tensor: &Tensor, first: u64, salt: u64) -> u64 {
+        super::slice(tensor, first, salt).unwrap()
+    }
 
     /// The formula of the head of this file, one element at a time.
     fn weight(index: u64, salt: u64) -> u64 {

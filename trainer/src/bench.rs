@@ -12,8 +12,8 @@ use serde::Serialize;
 use tch::{Device, Kind};
 
 use crate::memory::{self, Demand, Holds, Ways};
-use crate::mesh::Team;
 use crate::mesh::words::{Reader, Writer};
+use crate::mesh::{Team, share};
 use crate::model::{self, Dealt};
 use crate::refusal::refused;
 use crate::sizing::repeat::numbers;
@@ -221,6 +221,7 @@ pub fn step(
     let first_limit = limit(device, workers, dtype)?;
     let (before, _) = memory::resident();
     let mut state = State::begin(spec, device, Ownership::new(spec, rank, world), workers)?;
+    share::weights(team, &state)?;
     for number in 1..=warm_up {
         timed(cx, &mut state, number)?;
     }

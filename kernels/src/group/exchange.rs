@@ -84,7 +84,7 @@ impl<'a> Exchange<'a> {
             Some(comm) => Move::Issued(comm, self.round(round).send(to, tensor)),
             None => {
                 // From a GPU this is a copy in plain memory; on a CPU it is the tensor itself.
-                let plain = tensor.to_device(Device::Cpu);
+                let plain = tensor.f_to_device(Device::Cpu)?;
                 let begun = self.peers.send(to, &plain, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.id, to, &error);
                 Move::Plain(begun.map_err(missing)?)
@@ -176,7 +176,7 @@ impl Arrival<'_> {
     pub fn wait(self) -> Result<Tensor> {
         let Arrival { peers, what, id, from, tensor, device, way } = self;
         way.map_or(Ok(()), |way| wait(peers, (what, id, from), way, device))?;
-        Ok(tensor.to_device(device))
+        Ok(tensor.f_to_device(device)?)
     }
 }
 

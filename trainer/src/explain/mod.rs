@@ -137,7 +137,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     let replayer = &*replayer;
     let history = || History::read(replayer.ledger(), step, window);
     let history = replayer.timed("window", history)?;
-    let mut after = before.copy();
+    let mut after = before.copy()?;
     let kept = replayer.step_with_gradient(&before, &mut after)?;
     let (batch, replayed) = (&kept.batch, kept.replayed);
     let (spec, workers) = (replayer.spec(), replayer.workers());

@@ -49,7 +49,7 @@ impl Without<'_> {
     pub(super) fn remove(&self, documents: &[&DocumentEvidence]) -> Result<Removal> {
         let Without { replayer, before, batch, next } = *self;
         let (spec, workers) = (replayer.spec(), replayer.workers());
-        let (mut batch, mut state) = (batch.clone(), before.copy());
+        let (mut batch, mut state) = (batch.clone(), before.copy()?);
         let mut labels = 0;
         for place in documents.iter().flat_map(|one| &one.document.places) {
             labels += batch.hide(place.row, place.columns.clone())?;

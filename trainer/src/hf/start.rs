@@ -22,6 +22,7 @@ use super::export;
 use super::files::{self, Written};
 use crate::model::{self, ZayaConfig};
 use crate::optim::balance::Balance;
+use crate::refusal::refused;
 
 /// The version of the format.
 const FORMAT: u32 = 1;
@@ -110,7 +111,7 @@ impl Start {
             Vec::<f32>::try_from(&take(&name)?).map_err(odd)
         });
         let biases = biases.collect::<Result<Vec<_>>>()?;
-        let content = content(config, &weights, &biases);
+        let content = content(config, &weights, &biases)?;
         if content != self.manifest.content {
             let fault = damaged(&self.folder, "its content digest does not match");
             return Err(fault.found(content).wanted(self.manifest.content));
@@ -177,7 +178,7 @@ pub(super) fn write(
         }
         let manifest = Manifest {
             format: FORMAT,
-            content: content(config, weights, biases),
+            content: content(config, weights, biases)?,
             tokenizer: tokenizer.map(Identity::of_bytes),
             config: config.clone(),
             files: written,
@@ -190,18 +191,18 @@ pub(super) fn write(
     Ok(Start { folder: target.to_owned(), manifest })
 }
 
-fn content(config: &ZayaConfig, weights: &[Tensor], biases: &[Vec<f32>]) -> Digest {
+fn content(config: &ZayaConfig, weights: &[Tensor], biases: &[Vec<f32>]) -> Result<Digest> {
     let mut hasher = Hasher::new();
     hasher.tag("start.v1");
     config.feed(&mut hasher);
     hasher.u64(weights.len() as u64);
     for (index, tensor) in weights.iter().enumerate() {
-        hasher.u64(checksum::tensor(tensor, index as u64));
+        hasher.u64(checksum::tensor(tensor, index as u64).map_err(refused)?);
     }
     for bias in biases {
         hasher.u32s(&bias.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
     }
-    hasher.finish()
+    Ok(hasher.finish())
 }
 
 fn damaged(path: &Path, what: &str) -> Fault {

@@ -130,8 +130,10 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
         Way::Libtorch(_) => tch::Device::Cpu,
         Way::Exact(_) | Way::InTurn | Way::Around => group.device(),
     };
-    let input = filled(group.rank(), 0, share * input_shares).to_device(device);
-    let mut output = Tensor::zeros([share * output_shares], (Kind::Float, device));
+    let input = filled(group.rank(), 0, share * input_shares);
+    let input = input.f_to_device(device).map_err(refused)?;
+    let output = Tensor::f_zeros([share * output_shares], (Kind::Float, device));
+    let mut output = output.map_err(refused)?;
     // libtorch's all-reduce and broadcast work in place.
     let in_place = matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast));
     let run = |output: &mut Tensor| {
@@ -155,7 +157,8 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     let rounds = (seconds / rounds.max(1e-6)).clamp(3.0, 200.0) as u32;
     let mut taken = (0..rounds).map(|_| run(&mut output)).collect::<Result<Vec<f64>>>()?;
     taken.sort_by(f64::total_cmp);
-    let wrong = wrong(group, way.collective(), &output.to_device(tch::Device::Cpu), share);
+    let output = output.f_to_device(tch::Device::Cpu).map_err(refused)?;
+    let wrong = wrong(group, way.collective(), &output, share);
     let median = agree(group, taken[taken.len() / 2])?;
     let wrong = agree(group, wrong as f64)? as u64;
     let bytes = (share * world * 4) as u64;

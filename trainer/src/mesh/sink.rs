@@ -126,8 +126,9 @@ mod tests {
                     .unwrap()
                     .grads;
             let sums = grads.iter().enumerate();
-            let sums =
-                sums.map(|(at, one)| checksum::tensor(one, salt(Part::MicroBatchGradient, at)));
+            let sums = sums.map(|(at, one)| {
+                checksum::tensor(one, salt(Part::MicroBatchGradient, at)).unwrap()
+            });
             wanted.push(sums.fold(0, u64::wrapping_add));
             whole.push(grads).unwrap();
         }

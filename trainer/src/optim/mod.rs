@@ -288,7 +288,7 @@ impl Moving<'_> {
             let _watch = part(Part::StateSums);
             for (sum, (moved, salt)) in sums.iter_mut().zip(self.parts) {
                 let own = checksum::slice(&chunk(moved), self.first + start as u64, *salt);
-                *sum = sum.wrapping_add(own);
+                *sum = sum.wrapping_add(own.map_err(refused)?);
             }
         }
         let sums: Vec<i64> = sums.into_iter().map(u64::cast_signed).collect();

@@ -268,7 +268,7 @@ fn trained(
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
     let opened = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
-    let (spec, mut state) = (RunSpec::new(&opened)?, before.copy());
+    let (spec, mut state) = (RunSpec::new(&opened)?, before.copy()?);
     for step in window {
         let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;
         let (_, outcome) = replayer.compute(&spec, &mut state, &batch, Detail::Sums)?;

@@ -145,7 +145,7 @@ fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
 
 /// What the state after `step` would have been without the hit; `None` where it diverges on the way.
 fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<State>> {
-    let mut state = after.copy();
+    let mut state = after.copy()?;
     while state.step < step {
         let batch = replayer.part(&replayer.spec, state.step + 1)?;
         let (_, outcome) = replayer.compute(&replayer.spec, &mut state, &batch, Detail::Sums)?;
@@ -218,7 +218,7 @@ fn prove(
     let Traces { losses, written, before, batch, .. } = traces;
     // A bit that fell in the middle of the step is there in the last of them.
     let Some(micro_batch) = losses.last().copied() else { return Ok(None) };
-    let flipped = before.copy();
+    let flipped = before.copy()?;
     // Under bf16 only its owner has the number whose bit it was.
     let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };
     for bit in (0..32).rev() {

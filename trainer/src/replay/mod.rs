@@ -233,7 +233,7 @@ impl Replayer {
     /// Computes the step after `state` as the run did, compares it, and moves the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
         let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
-        let before = Before::Copied(Box::new(state.copy()));
+        let before = Before::Copied(Box::new(state.copy()?));
         self.replayed(state, &batch, detail, before, |_| ())
     }
 
@@ -417,7 +417,7 @@ impl Replayer {
     fn state_before(&self, before: Before<'_>, step: u64) -> Result<Option<State>> {
         match before {
             Before::Copied(state) => Ok(Some(*state)),
-            Before::Given(state) => Ok(Some(state.copy())),
+            Before::Given(state) => state.copy().map(Some),
             Before::Anew => self.anew(step - 1),
         }
     }
@@ -432,7 +432,7 @@ impl Replayer {
     ) -> Result<Verdict> {
         // Where the way here came out otherwise than the first time, no step is needed to know.
         let Some(before) = before else { return Ok(Verdict::NotRepeatable) };
-        let mut before = before.copy();
+        let mut before = before.copy()?;
         let (_, outcome) = self.compute(&self.spec, &mut before, batch, Detail::Sums)?;
         let parameters = &self.ledger.head().parameters;
         let same = match (first, outcome) {

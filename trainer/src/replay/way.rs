@@ -7,6 +7,7 @@ use contract::{Fault, Result, words};
 use super::{Replayed, Replayer, Verdict};
 use crate::checkpoint::{self, Layout};
 use crate::events;
+use crate::mesh::share;
 use crate::run::restore::Reading;
 use crate::shown::clock;
 use crate::state::State;
@@ -122,7 +123,11 @@ impl Replayer {
         };
         let state = match found {
             Some((state, _)) => state,
-            None => State::begin(&self.spec, device, owners, self.workers)?,
+            None => {
+                let state = State::begin(&self.spec, device, owners, self.workers)?;
+                share::weights(&self.team()?, &state)?;
+                state
+            }
         };
         Ok((state, passed))
     }

@@ -59,7 +59,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let amended = RunSpec::new(&amended)?;
     let mut state = replayer.state_after(steps.start - 1)?;
-    let mut original = Original::new(replayer, &state, &steps);
+    let mut original = Original::new(replayer, &state, &steps)?;
     let mut answer = Answer { steps: Vec::new(), diverged: None, no_fork };
     let count = steps.end - steps.start;
     let mut waiting = replayer.speaks().then(|| Waiting::new("steps with the change", count));
@@ -89,9 +89,9 @@ struct Original {
 }
 
 impl Original {
-    fn new(replayer: &Replayer, before: &State, steps: &Range<u64>) -> Self {
+    fn new(replayer: &Replayer, before: &State, steps: &Range<u64>) -> Result<Self> {
         let computed = steps.end - 1 > replayer.recorded();
-        Original { state: computed.then(|| before.copy()) }
+        Ok(Original { state: computed.then(|| before.copy()).transpose()? })
     }
 
     /// Loss and norm of `step`; `None` from where the run diverged.

@@ -170,8 +170,8 @@ impl Mirror {
         }
         for (index, (piece, holder)) in all() {
             if *holder == me && piece.owner != me {
-                let packed =
-                    has(index).map_or_else(empty, |packed| packed.to_device(group.device()));
+                let packed = has(index).unwrap_or_else(empty);
+                let packed = packed.f_to_device(group.device()).map_err(refused)?;
                 exchange.send(0, piece.owner, &packed).map_err(lost)?;
             }
         }

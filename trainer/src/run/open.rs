@@ -21,7 +21,7 @@ use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::RESTORE;
-use crate::mesh::{Mesh, Team, copies};
+use crate::mesh::{Mesh, Team, copies, share};
 use crate::metrics::Metrics;
 use crate::progress::Progress;
 use crate::refusal::refused;
@@ -103,8 +103,12 @@ pub(super) fn open<'a>(
     };
     let (state, digest) = match (found, drawn) {
         (Some((state, digest)), _) => (state, Some(digest)),
-        (None, Some(state)) => (state, None),
-        (None, None) => (State::begin(spec, world.device, owners, exec.workers)?, None),
+        (None, drawn) => {
+            let begin = || State::begin(spec, world.device, owners, exec.workers);
+            let state = drawn.map_or_else(begin, Ok)?;
+            share::weights(team, &state)?;
+            (state, None)
+        }
     };
     // What was in memory need not be on the disk.
     let kept = if from_memory { 0 } else { state.step };

@@ -10,9 +10,10 @@ use kernels::{Result as Computed, checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use super::shapes::{self, Shape};
-use crate::model::ZayaConfig;
+use super::shapes::{self, Product, Shape, Together};
+use crate::model::{self, ZayaConfig};
 use crate::optim::muon::QUINTIC;
+use crate::optim::{self, Rule};
 use crate::refusal::refused;
 
 /// What was asked for, and what came of it.
@@ -68,22 +69,20 @@ impl Repeats {
 
     fn all(self, config: &ZayaConfig, tokens: i64, kind: Kind) -> Computed<Vec<Repeated>> {
         let mut found = Vec::new();
-        let (experts, products): (Vec<_>, Vec<_>) = shapes::of_model(config, tokens)
-            .into_iter()
-            .partition(|(name, _)| name.starts_with("expert,"));
-        for (name, shape) in &products {
-            self.product(name, *shape, kind, &mut found)?;
-        }
-        for (name, Shape { inner, columns, .. }) in &experts {
-            let shape = Shape { rows: tokens, inner: *inner, columns: *columns };
-            self.grouped(name, shape, config.num_experts, kind, &mut found)?;
+        for Product { name, shape, together, wide } in shapes::of_model(config, tokens) {
+            let kind = if wide { Kind::Float } else { kind };
+            match together {
+                Together::One => self.product(name, shape, &[], kind, &mut found)?,
+                Together::Heads(heads) => self.product(name, shape, &[heads], kind, &mut found)?,
+                Together::Experts => {
+                    let shape = Shape { rows: tokens, ..shape };
+                    self.grouped(name, shape, config.num_experts, kind, &mut found)?;
+                }
+            }
         }
         if kind == Kind::Float {
-            for (name, Shape { inner, columns, .. }) in products.iter().chain(&experts) {
-                // The head and the embedding are AdamW's.
-                if name != "head" {
-                    self.newton_schulz(name, [*columns, *inner], &mut found)?;
-                }
+            for [rows, columns] in matrices(config) {
+                self.newton_schulz([rows, columns], &mut found)?;
             }
         }
         Ok(found)
@@ -99,7 +98,8 @@ impl Repeats {
         let (mut outcomes, mut first) = (BTreeSet::new(), None);
         for time in 0..self.times {
             let outcome = call()?;
-            let digest = digest(&outcome);
+            // Of all its bits.
+            let digest = checksum::tensor(&outcome, 1)?;
             first.get_or_insert(digest);
             outcomes.insert(digest);
             // Freed at once, so that the next call finds this in the memory that it is given.
@@ -111,26 +111,33 @@ impl Repeats {
         Ok(())
     }
 
+    /// One product, or those of as many as `heads` says.
     fn product(
         self,
         name: &str,
         shape: Shape,
+        heads: &[i64],
         kind: Kind,
         found: &mut Vec<Repeated>,
     ) -> Computed<()> {
         let Shape { rows, inner, columns } = shape;
-        let x = numbers(&[rows, inner], 0.7, kind, self.device)?;
-        let weight = numbers(&[columns, inner], 0.9, kind, self.device)?;
-        let grad = numbers(&[rows, columns], 1.1, kind, self.device)?;
+        let of = |sizes: [i64; 2], by| numbers(&[heads, &sizes].concat(), by, kind, self.device);
+        let (x, weight) = (of([rows, inner], 0.7)?, of([columns, inner], 0.9)?);
+        let grad = of([rows, columns], 1.1)?;
+        let turned = |tensor: &Tensor| tensor.f_transpose(-2, -1);
         let operands = [
-            (&x, weight.f_tr()?),
+            (&x, turned(&weight)?),
             (&grad, weight.shallow_clone()),
-            (&grad.f_tr()?, x.shallow_clone()),
+            (&turned(&grad)?, x.shallow_clone()),
         ];
         let shapes = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
         for ((way, (left, right)), shape) in WAYS.into_iter().zip(&operands).zip(shapes) {
             let [rows, inner, columns] = shape;
             let row = row(name, way, kind, Shape { rows, inner, columns }, "ours");
+            if !heads.is_empty() {
+                self.asked(row, || self.ops.matmul(left, right), found)?;
+                continue;
+            }
             let out = Tensor::f_empty([rows, columns], (kind, self.device))?;
             let call = || {
                 let mut out = out.shallow_clone();
@@ -186,28 +193,26 @@ impl Repeats {
         Ok(())
     }
 
-    fn newton_schulz(
-        self,
-        name: &str,
-        [rows, columns]: [i64; 2],
-        found: &mut Vec<Repeated>,
-    ) -> Computed<()> {
+    fn newton_schulz(self, [rows, columns]: [i64; 2], found: &mut Vec<Repeated>) -> Computed<()> {
         let matrix = numbers(&[rows, columns], 0.7, Kind::Float, self.device)?;
         let shape = Shape { rows, inner: columns, columns };
-        let row = row(name, "Newton-Schulz", Kind::Float, shape, "ours");
+        let row = row("a matrix", "Newton-Schulz", Kind::Float, shape, "ours");
         self.asked(row, || self.ops.newton_schulz(&matrix, QUINTIC), found)
     }
+}
+
+/// The matrices of a model that Muon moves, one of each shape.
+fn matrices(config: &ZayaConfig) -> BTreeSet<[i64; 2]> {
+    let all = model::parameters(config)
+        .into_iter()
+        .filter(|one| !Rule::of(optim::Kind::Muon, one).has_second_moment());
+    all.filter_map(|one| one.shape.last_chunk().copied()).collect()
 }
 
 fn row(name: &str, way: &'static str, kind: Kind, shape: Shape, by: &'static str) -> Repeated {
     let dtype = if kind == Kind::BFloat16 { "bf16" } else { "f32" };
     let (name, digest) = (name.to_owned(), String::new());
     Repeated { name, way, dtype, shape, by, times: 0, outcomes: 0, digest }
-}
-
-/// Of all bits of a tensor.
-fn digest(tensor: &Tensor) -> u64 {
-    checksum::tensor(tensor, 1)
 }
 
 /// A gradient, with what is left to do for it done.
@@ -247,7 +252,7 @@ mod tests {
         for kind in [Kind::Float, Kind::BFloat16] {
             let found = HERE.of_model(&config, 48, kind).unwrap();
             assert!(found.iter().all(|row| row.outcomes == 1 && row.times == 3), "{found:?}");
-            for (name, shape) in shapes::of_model(&config, 48) {
+            for Product { name, shape, .. } in shapes::of_model(&config, 48) {
                 for way in WAYS {
                     let own = found.iter().filter(|row| row.name == name && row.way == way);
                     assert!(own.count() > 0, "{name} {way} {shape:?}");

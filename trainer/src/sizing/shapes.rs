@@ -51,25 +51,83 @@ pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
     found
 }
 
-/// The forward products of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III. Experts have the
-/// rows that even routing leaves them.
-pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<(String, Shape)> {
-    let (hidden, state) = (config.hidden_size, config.router_hidden_size);
-    let (query, key, inner) =
-        (config.query_size(), config.key_size(), config.moe_intermediate_size);
+/// A forward product of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Product {
+    /// Where it stands.
+    pub name: &'static str,
+    /// What it multiplies; one of those that are computed together.
+    pub shape: Shape,
+    /// What one call computes.
+    pub together: Together,
+    /// Whether its operands stay f32 whatever the run computes in.
+    pub wide: bool,
+}
+
+/// Which products one call computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Together {
+    /// This one.
+    One,
+    /// Those of so many heads, side by side in memory.
+    Heads(i64),
+    /// Those of all experts, each of which has rows of its own number.
+    Experts,
+}
+
+/// The forward products of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III as this trainer
+/// multiplies. Experts have the rows that even routing leaves them.
+pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<Product> {
+    let (hidden, state, dim) = (config.hidden_size, config.router_hidden_size, config.head_dim);
+    let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
+    let (inner, classes) = (config.moe_intermediate_size, config.router_classes());
     let routed = (tokens / config.num_experts).max(1);
-    let all = [
-        ("queries and keys", tokens, hidden, query + key),
-        ("values, each half", tokens, hidden, key / 2),
-        ("attention's way out", tokens, query, hidden),
-        ("router, down", tokens, hidden, state),
-        ("router, inside", tokens, state, state),
-        ("expert, gate and up", routed, hidden, 2 * inner),
-        ("expert, down", routed, inner, hidden),
-        ("head", tokens.min(config.loss_chunk), hidden, config.vocab_size),
-    ];
-    let named = |(name, rows, inner, columns): (&str, i64, i64, i64)| {
-        (name.to_owned(), Shape { rows, inner, columns })
+    let one = |name, [rows, inner, columns]: [i64; 3]| {
+        let shape = Shape { rows, inner, columns };
+        Product { name, shape, together: Together::One, wide: false }
     };
-    all.into_iter().map(named).filter(|(_, shape)| shape.operations() > 0.0).collect()
+    let wide = |name, sizes| Product { wide: true, ..one(name, sizes) };
+    let heads = Together::Heads(conv / dim);
+    let expert = |name, sizes| Product { together: Together::Experts, ..one(name, sizes) };
+    let all = [
+        one("queries, keys and values", [tokens, hidden, conv + key]),
+        Product { together: heads, ..one("convolution of heads", [tokens, 2 * dim, dim]) },
+        one("attention's way out", [tokens, query, hidden]),
+        one("router, down", [tokens, hidden, state]),
+        wide("router, inside", [tokens, state, state]),
+        wide("router, out", [tokens, state, classes]),
+        expert("expert, gate and up", [routed, hidden, 2 * inner]),
+        expert("expert, down", [routed, inner, hidden]),
+        one("head", [tokens.min(config.loss_chunk), hidden, config.vocab_size]),
+    ];
+    all.into_iter().filter(|product| product.shape.operations() > 0.0).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+    use crate::sizing::products::{MicroBatch, even, of_micro_batch};
+
+    /// What is measured and asked for again is what a step multiplies, forward and both ways back.
+    #[test]
+    fn products_of_a_model_are_those_of_its_steps() {
+        for name in ["zaya1-nano", "zaya1-20m", "zaya1-1b", "zaya1-8b"] {
+            let config = ZayaConfig::preset(name).unwrap();
+            let tokens = config.num_experts * 16;
+            let routed = even(tokens, config.num_experts);
+            let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+            let step = of_micro_batch(&config, by);
+            let step: BTreeSet<_> = step.iter().map(|one| (one.shape, one.wide)).collect();
+            let ways = |one: &Product| {
+                let Shape { rows, inner, columns } = one.shape;
+                let shape = |[rows, inner, columns]: [i64; 3]| Shape { rows, inner, columns };
+                let ways = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
+                ways.map(|way| (shape(way), one.wide))
+            };
+            let asked: BTreeSet<_> = of_model(&config, tokens).iter().flat_map(ways).collect();
+            assert_eq!(asked, step, "{name}");
+        }
+    }
 }

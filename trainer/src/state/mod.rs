@@ -75,11 +75,18 @@ impl Owned {
         Ok(Owned { master, first, second })
     }
 
-    fn copy(&self) -> Self {
-        let copy = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::copy);
+    fn copy(&self) -> kernels::Result<Self> {
+        let copy = |tensor: &Option<Tensor>| tensor.as_ref().map(copied).transpose();
         let Owned { master, first, second } = self;
-        Owned { master: copy(master), first: first.copy(), second: copy(second) }
+        Ok(Owned { master: copy(master)?, first: copied(first)?, second: copy(second)? })
     }
+}
+
+/// A tensor of its own, with the same numbers.
+fn copied(tensor: &Tensor) -> kernels::Result<Tensor> {
+    let mut copy = tensor.f_empty_like()?;
+    tch::no_grad(|| copy.f_copy_(tensor))?;
+    Ok(copy)
 }
 
 /// Room for the weights of these parameters as the model reads them under `dtype`, of those that adjoin each other in one piece.
@@ -161,7 +168,8 @@ impl Moved {
 }
 
 impl State {
-    /// The state before the first step: drawn weights, or those of the start.
+    /// The state before the first step: drawn weights, or those of the start. Each rank has what it owns; what others own it
+    /// hears from them ([`crate::mesh`]).
     pub fn begin(
         spec: &RunSpec,
         device: Device,
@@ -184,7 +192,7 @@ impl State {
             Some(start) => {
                 let (weights, biases) = start.read()?;
                 state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
-                for (piece, mut into) in state.all() {
+                for (piece, mut into, _) in state.own() {
                     tch::no_grad(|| into.f_copy_(&piece.of(&weights[piece.tensor])))
                         .map_err(refused)?;
                 }
@@ -195,18 +203,20 @@ impl State {
     }
 
     /// A copy that shares no memory with this one.
-    pub fn copy(&self) -> State {
+    pub fn copy(&self) -> Result<State> {
         let State { step, weights, fold, balance, windows, owners, owned, departures: _ } = self;
-        State {
+        let weights = weights.iter().map(copied).collect::<kernels::Result<_>>();
+        let owned = owned.iter().map(Owned::copy).collect::<kernels::Result<_>>();
+        Ok(State {
             step: *step,
-            weights: weights.iter().map(Tensor::copy).collect(),
+            weights: weights.map_err(refused)?,
             fold: fold.clone(),
             balance: balance.clone(),
             windows: windows.clone(),
             owners: owners.clone(),
-            owned: owned.iter().map(Owned::copy).collect(),
+            owned: owned.map_err(refused)?,
             departures: Departures::default(),
-        }
+        })
     }
 
     /// This rank's pieces with their weights in f32, as an alias, and what else it holds of them.
@@ -359,7 +369,9 @@ impl State {
             }
             if fold.cuts(piece.tensor) || read.kind() != Kind::Float {
                 // A copy: an alias would keep the whole tensor.
-                owned.master.get_or_insert_with(|| master.copy());
+                if owned.master.is_none() {
+                    owned.master = Some(copied(&master)?);
+                }
             } else {
                 tch::no_grad(|| piece.of(read).f_copy_(&master))?;
                 owned.master = None;
@@ -394,7 +406,7 @@ impl State {
                     owned.master = None;
                 }
                 // A copy: an alias would keep the whole tensor.
-                (true, _) => owned.master = Some(master.copy()),
+                (true, _) => owned.master = Some(copied(&master)?),
             }
         }
         Ok(asks)
@@ -487,10 +499,10 @@ impl State {
 /// Elements that a worker draws at a time.
 const DRAWN: usize = 1 << 20;
 
-/// Draws the weights before the first step on the workers, each into its place: each number has an address.
+/// Draws this rank's weights before the first step on the workers, each into its place: each number has an address.
 fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
     let mut parts = Vec::new();
-    for (piece, weight) in state.all() {
+    for (piece, weight, _) in state.own() {
         let (flat, count) = (weight.view([-1]), piece.length() as u64);
         for first in (0..count).step_by(DRAWN) {
             let length = count.min(first + DRAWN as u64) - first;

@@ -62,7 +62,7 @@ fn alone(ops: &dyn Ops, (piece, gradient): &(Piece, Tensor)) -> kernels::Result<
     let (mut sum, mut squares) = (0u64, Vec::new());
     for chunk in norm::cut(gradient) {
         squares.push(ops.squares(&chunk)?);
-        sum = sum.wrapping_add(checksum::slice(&chunk, at, salt));
+        sum = sum.wrapping_add(checksum::slice(&chunk, at, salt)?);
         at += chunk.numel() as u64;
     }
     Ok([Tensor::f_from_slice(&[sum.cast_signed()])?, Tensor::f_from_slice(&squares)?])

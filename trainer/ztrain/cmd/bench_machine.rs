@@ -260,7 +260,8 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let widths = or(&args.widths, &[64, 128, 256, 512, 1024], &[512, 1024, 2048, 4096, 7168]);
     let mut all = shapes::sweep(&rows, &widths);
     if let Some((config, tokens)) = &model {
-        all.extend(shapes::of_model(config, *tokens));
+        let products = shapes::of_model(config, *tokens).into_iter();
+        all.extend(products.map(|product| (product.name.to_owned(), product.shape)));
     }
     let mut found = Vec::new();
     let mut gemm = Gemm::default();
