@@ -202,9 +202,14 @@ fn devices_are_listed_with_what_is_promised_there() {
     for row in &rows[1..] {
         assert_eq!(row["levels"], serde_json::json!(["D"]), "no device has shown more");
         assert_eq!(row["name"], "a pretended GPU");
+        assert!(row["libraries"]["driver"].is_string() && row["libraries"]["runtime"].is_string());
         assert_eq!(row["libraries"]["compiler of our kernels"], "nvrtc 13.0");
         assert!(row["libraries"]["libtorch"].as_str().unwrap().contains("libtorch_cuda.so"));
     }
+    assert_eq!(
+        [1, 2].map(|row| rows[row]["uuid"].clone()),
+        ["01", "02"].map(|byte| byte.repeat(16))
+    );
     for what in ["operations", "contexts"] {
         assert_eq!(total(&report, what), 0, "whoever lists computes nothing and holds nothing");
     }

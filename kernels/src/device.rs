@@ -30,7 +30,7 @@ use torch_sys::C_tensor;
 
 use crate::shim::{guarded, number, said};
 use crate::{Error, Result};
-pub use found::{Gpu, Gpus, gpus};
+pub use found::{Gpu, Gpus, gpus, identity};
 pub use leave::{Copies, Departures, Unloader};
 pub(crate) use own::digest as kernels_digest;
 pub use stage::{Buffer, Buffers, Staged, Stager};

@@ -1,6 +1,6 @@
 //! The switches that decide bits: set once at the start, read back, and written down as the kernel table.
 //!
-//! Invariant: after [`start`] every leaf of this process runs on one math thread with deterministic algorithms;
+//! Invariant: after [`start`] every micro-batch of this process runs on one math thread with deterministic algorithms;
 //! whatever could not be put in force is an error, never a warning.
 
 #![expect(
@@ -96,7 +96,7 @@ pub struct RuntimeOptions {
     pub device: String,
 }
 
-/// Everything besides weights and data that decides the bits of a leaf.
+/// Everything besides weights and data that decides the bits of a micro-batch.
 ///
 /// On a GPU the host says nothing here, and its fields are empty: no operation of a step runs there. What the host computes it
 /// does by operations that IEEE 754 fixes, with functions of our own where the C library has some (the learning rate, the weights
@@ -129,7 +129,7 @@ pub struct KernelTable {
     /// Name and release of the run-time compiler that made our own kernels for a device; none elsewhere.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub compiler: String,
-    /// Math threads of one leaf.
+    /// Math threads of one micro-batch.
     pub threads_per_micro_batch: u32,
     /// The switches, as read back.
     pub switches: BTreeMap<String, i32>,

@@ -13,7 +13,7 @@ unsafe extern "C" {
     fn shim_flushes_denormals() -> c_int;
 }
 
-/// Math threads of a leaf on CPU. More cores compute more leaves at once, which changes no bit.
+/// Math threads of a micro-batch on CPU. More cores compute more of them at once, which changes no bit.
 pub const THREADS_PER_MICRO_BATCH: u32 = 1;
 
 /// Makes the calling thread compute as every other: one math thread, denormal numbers kept. Cheap when repeated.

@@ -2,7 +2,7 @@
 //! can do, measured in the same run.
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
@@ -30,6 +30,9 @@ const SQUARE: i64 = 768;
 
 /// The most rows of them on a device, which takes larger ones as long as they are done sooner than this, in seconds.
 const LARGEST: (i64, f64) = (12_288, 2e-3);
+
+/// After so long no further look at the rate is taken: bf16 products of a processor without instructions for them take seconds.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// The outcome of a measurement.
 #[derive(Clone, Debug, Serialize)]
@@ -335,7 +338,7 @@ fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> 
 fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
     let count = workers.count() as u64;
-    let (mut best, mut size) = (0f64, SQUARE);
+    let (mut best, mut size, start) = (0f64, SQUARE, Instant::now());
     for _ in 0..if device == Device::Cpu { 6 } else { 10 } {
         let begin = Instant::now();
         let work = |_| {
@@ -358,6 +361,9 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
         best = best.max(4.0 * count as f64 * 2.0 * (size as f64).powi(3) / slowest);
         if device != Device::Cpu && slowest < 4.0 * LARGEST.1 {
             size = (2 * size).min(LARGEST.0);
+        }
+        if start.elapsed() > LOOK {
+            break;
         }
     }
     Ok(best)

@@ -201,6 +201,10 @@ int total_memory(size_t* out, int) {
   *out = size_t{1} << 30;
   return 0;
 }
+int unique(unsigned char* out, int index) {
+  memset(out, index + 1, 16);
+  return 0;
+}
 }  // namespace
 
 #define BOTH(nvidia, amd, parameters, body)         \
@@ -210,6 +214,7 @@ BOTH(cuInit, hipInit, (unsigned), init())
 BOTH(cuDeviceGet, hipDeviceGet, (int* out, int index), device(out, index))
 BOTH(cuDeviceGetName, hipDeviceGetName, (char* out, int room, int index), device_name(out, room, index))
 BOTH(cuDeviceTotalMem_v2, hipDeviceTotalMem, (size_t* out, int index), total_memory(out, index))
+BOTH(cuDeviceGetUuid_v2, hipDeviceGetUuid, (unsigned char* out, int index), unique(out, index))
 BOTH(nvrtcVersion, hiprtcVersion, (int* major, int* minor), version(major, minor))
 BOTH(nvrtcCreateProgram, hiprtcCreateProgram,
      (void** out, const char* source, const char* name, int count, const char* const* headers, const char* const* names),

@@ -1,9 +1,11 @@
 //! What a machine has for `--device cuda`, for people: nothing here decides bits.
 
+use std::collections::BTreeMap;
+
 use tch::Device;
 
-use super::library::{AMD, Compiler, NVIDIA, described};
-use super::{architecture, count, half};
+use super::library::{AMD, Compiler, Described, NVIDIA, described};
+use super::{architecture, count, half, table};
 use crate::Result;
 
 /// A GPU that the driver shows.
@@ -13,8 +15,12 @@ pub struct Gpu {
     pub architecture: String,
     /// Its product name, where the driver says it.
     pub name: Option<String>,
+    /// Its unique number, in hexadecimal digits, where the driver says it.
+    pub uuid: Option<String>,
     /// Its memory in bytes, where the driver says it.
     pub memory: Option<u64>,
+    /// What the kernel table has of it: compute units and memory, releases of driver, runtime and libraries.
+    pub table: BTreeMap<String, String>,
 }
 
 /// What serves the GPUs of this machine, and which they are.
@@ -52,9 +58,27 @@ fn release(number: i32) -> String {
 
 fn gpu(index: i32) -> Result<Gpu> {
     let device = Device::Cuda(usize::try_from(index).unwrap_or_default());
-    let (name, memory) =
-        described(NVIDIA, index).or_else(|| described(AMD, index)).unwrap_or_default();
-    Ok(Gpu { architecture: architecture(device)?, name, memory })
+    let Described { name, uuid, memory } =
+        described(NVIDIA, index).or_else(|| of_amd(index)).unwrap_or_default();
+    Ok(Gpu { architecture: architecture(device)?, name, uuid, memory, table: table(device)? })
+}
+
+/// Of a device of AMD's: where this program was built with HIP, by HIP's own word.
+fn of_amd(index: i32) -> Option<Described> {
+    let found = described(AMD, index)?;
+    #[cfg(feature = "hip")]
+    if let Ok(crate::hip::Identity { name, uuid, .. }) = crate::hip::identity(index) {
+        return Some(Described { name: Some(name), uuid: Some(uuid), ..found });
+    }
+    Some(found)
+}
+
+/// Name and unique number of the GPU that is computed on, as far as they are said: for the log of where a run was.
+pub fn identity(device: Device) -> Option<[Option<String>; 2]> {
+    let Device::Cuda(index) = device else { return None };
+    let index = i32::try_from(index).ok()?;
+    let Described { name, uuid, .. } = described(NVIDIA, index).or_else(|| of_amd(index))?;
+    Some([name, uuid])
 }
 
 #[cfg(test)]

@@ -59,7 +59,8 @@ pub(super) fn open() -> std::result::Result<(), String> {
     let in_use = folder_in_use().map_err(words)?;
     let variable =
         |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let folders = Places { in_use, release: &release, variable: &variable }.folders();
+    let Looked { folders, passed } =
+        Places { in_use, release: &release, variable: &variable }.folders();
     let mut refusals = Vec::new();
     for library in LIBRARIES {
         // What the loader finds by the bare name comes before what only we would look for.
@@ -78,7 +79,7 @@ pub(super) fn open() -> std::result::Result<(), String> {
     }
     // A library that exists and cannot be opened says more than one that is missing.
     let here = refusals.iter().find(|(path, _)| is_there(path));
-    Err(refusal(&release, &folders, here.map(|(_, reason)| reason.as_str())))
+    Err(refusal(&release, (&folders, &passed), here.map(|(_, reason)| reason.as_str())))
 }
 
 /// Whether a library is there, by its path or by a bare name that the loader looks for.
@@ -88,13 +89,20 @@ fn is_there(library: &Path) -> bool {
         || std::env::split_paths(&places).any(|folder| folder.join(library).exists())
 }
 
-fn refusal(release: &str, folders: &[PathBuf], here: Option<&str>) -> String {
+fn refusal(
+    release: &str,
+    (folders, passed): (&[PathBuf], &[String]),
+    here: Option<&str>,
+) -> String {
     let mut text = match here {
         Some(reason) => format!("the GPU half of libtorch could not be opened: {reason}"),
         None => format!("no GPU half of libtorch {release} is here"),
     };
     for (at, folder) in folders.iter().enumerate() {
         let _ = write!(text, "{} {}", if at == 0 { "; looked in" } else { "," }, folder.display());
+    }
+    if !passed.is_empty() {
+        let _ = write!(text, "; passed over, as another release or build: {}", passed.join(", "));
     }
     text.push_str(
         "; `python3 kernels/libtorch/provision.py --cuda` fetches NVIDIA's, and a ROCm one is taken where LIBTORCH names it \
@@ -117,45 +125,58 @@ struct Places<'a> {
     variable: &'a dyn Fn(&str) -> Option<PathBuf>,
 }
 
+/// Where a GPU half is looked for.
+struct Looked {
+    /// The likeliest first.
+    folders: Vec<PathBuf>,
+    /// What was found and is of no use, each with what it is.
+    passed: Vec<String>,
+}
+
 impl Places<'_> {
-    /// Folders in which it may lie, the likeliest first: beside the libtorch in use, in the libtorch or the Python environment
-    /// that variables name, where `provision.py --cuda` puts it.
-    fn folders(&self) -> Vec<PathBuf> {
-        let mut folders = vec![self.in_use.clone()];
+    /// Folders in which it may lie: beside the libtorch in use, in the libtorch or the Python environment that variables name,
+    /// where `provision.py --cuda` puts it.
+    fn folders(&self) -> Looked {
+        let (mut folders, mut passed) = (vec![self.in_use.clone()], Vec::new());
+        let mut fits = |torch: &PathBuf| {
+            let (version, fits) = self.stated(torch);
+            // Nothing at all is said by a folder that is none of torch.
+            if !fits && !version.is_empty() {
+                passed.push(format!("{version} in {}", torch.display()));
+            }
+            fits
+        };
         let mut add = |folder: PathBuf| {
             if !folders.contains(&folder) {
                 folders.push(folder);
             }
         };
-        if let Some(torch) = (self.variable)("LIBTORCH").filter(|torch| self.matches(torch)) {
+        if let Some(torch) = (self.variable)("LIBTORCH").filter(&mut fits) {
             add(torch.join("lib"));
         }
         for environment in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
             let Some(root) = (self.variable)(environment) else { continue };
-            packages(&root)
-                .into_iter()
-                .filter(|torch| self.matches(torch))
-                .for_each(|torch| add(torch.join("lib")));
+            packages(&root).into_iter().filter(&mut fits).for_each(|torch| add(torch.join("lib")));
         }
         let cache = (self.variable)("XDG_CACHE_HOME")
             .or_else(|| (self.variable)("HOME").map(|home| home.join(".cache")));
         if let Some(cache) = cache {
             add(cache.join(format!("ztrain/libtorch-{}-cuda/torch/lib", self.release)));
         }
-        folders
+        Looked { folders, passed }
     }
 
-    /// Whether a folder of torch says that it is of our release, and made for CUDA as our CPU half is.
-    fn matches(&self, torch: &Path) -> bool {
+    /// What a folder of torch says that it is, and whether that is of our release, and made for CUDA as our CPU half is.
+    fn stated(&self, torch: &Path) -> (String, bool) {
         let read = |name| std::fs::read_to_string(torch.join(name)).unwrap_or_default();
         let python = read("version.py");
         let stated = python.lines().find_map(|line| line.strip_prefix("__version__ = '"));
         let stated = stated.and_then(|rest| rest.strip_suffix('\''));
-        let (release, built) = match stated {
-            Some(stated) => stated.split_once('+').unwrap_or((stated, "")),
-            None => return read("build-version").trim().split('+').next() == Some(self.release),
-        };
-        release == self.release && !built.starts_with("rocm")
+        let own = read("build-version");
+        let (stated, is_python) = stated.map_or((own.trim(), false), |stated| (stated, true));
+        let (release, built) = stated.split_once('+').unwrap_or((stated, ""));
+        let fits = release == self.release && !(is_python && built.starts_with("rocm"));
+        (stated.to_owned(), fits)
     }
 }
 
@@ -196,8 +217,13 @@ mod tests {
         let looked = |variables: &[(&str, &str)]| {
             let variables: BTreeMap<_, _> = variables.iter().copied().collect();
             let variable = |name: &str| variables.get(name).map(|name| scratch.path().join(name));
-            Places { in_use: "/in/use".into(), release: "2.11.0", variable: &variable }.folders()
+            let places =
+                Places { in_use: "/in/use".into(), release: "2.11.0", variable: &variable };
+            places.folders()
         };
+        let passed = looked(&[("VIRTUAL_ENV", "2.10.0+cu130"), ("CONDA_PREFIX", "right")]).passed;
+        assert!(passed.len() == 1 && passed[0].starts_with("2.10.0+cu130 in "), "{passed:?}");
+        let looked = |variables: &[(&str, &str)]| looked(variables).folders;
         let [in_use, lib] = [PathBuf::from("/in/use"), right.join("lib")];
         let only = vec![in_use.clone()];
         assert_eq!(looked(&[]), only);
@@ -219,9 +245,13 @@ mod tests {
 
     #[test]
     fn a_refusal_says_where_it_looked_and_what_to_do() {
-        let text = refusal("2.11.0", &["/a".into(), "/b".into()], None);
+        let text = refusal("2.11.0", (&["/a".into(), "/b".into()], &[]), None);
         assert!(text.contains("2.11.0 is here; looked in /a, /b; `python3"), "{text}");
-        let text = refusal("2.11.0", &["/a".into()], Some("libcudnn.so.9: missing"));
+        let text = refusal("2.11.0", (&["/a".into()], &["2.9 in /b".into()]), None);
+        assert!(
+            text.contains("looked in /a; passed over, as another release or build: 2.9 in /b; `")
+        );
+        let text = refusal("2.11.0", (&["/a".into()], &[]), Some("libcudnn.so.9: missing"));
         assert!(
             text.contains("could not be opened: libcudnn.so.9: missing; looked in /a;"),
             "{text}"

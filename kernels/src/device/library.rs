@@ -89,12 +89,24 @@ fn open(names: &[&CStr]) -> Result<Opened> {
     Opened::first(names).or_else(beside).ok_or_else(none)
 }
 
-/// Product name and bytes of memory of device `index`, as far as a driver says them; `None` where there is no such driver.
-pub(super) fn described(vendor: Vendor, index: c_int) -> Option<(Option<String>, Option<u64>)> {
+/// What a driver says of a device, for people.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Described {
+    /// Its product name.
+    pub(super) name: Option<String>,
+    /// Its unique number, in hexadecimal digits.
+    pub(super) uuid: Option<String>,
+    /// Its memory in bytes.
+    pub(super) memory: Option<u64>,
+}
+
+/// Of device `index`; `None` where there is no such driver.
+pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
     type Init = unsafe extern "C" fn(c_uint) -> c_int;
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
     type Name = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
     type Total = unsafe extern "C" fn(*mut usize, c_int) -> c_int;
+    type Uuid = unsafe extern "C" fn(*mut [u8; 16], c_int) -> c_int;
     let driver = open(vendor.drivers).ok()?;
     let prefix = vendor.driver_prefix;
     let mut device = 0;
@@ -117,7 +129,15 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<(Option<String>,
             check("ask for memory", ask(&raw mut bytes, device)).ok()?;
             u64::try_from(bytes).ok()
         });
-        Some((name, memory))
+        // NVIDIA's first function of this name does not tell the parts of a GPU apart.
+        let ask = |name: &str| function::<Uuid>(&driver, &format!("{prefix}{name}"));
+        let ask = ask("DeviceGetUuid_v2").or_else(|_| ask("DeviceGetUuid")).ok();
+        let uuid = ask.and_then(|ask| {
+            let mut bytes = [0; 16];
+            check("number a device", ask(&raw mut bytes, device)).ok()?;
+            Some(bytes.map(|byte| format!("{byte:02x}")).concat())
+        });
+        Some(Described { name, uuid, memory })
     }
 }
 

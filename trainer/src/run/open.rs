@@ -296,6 +296,8 @@ impl<'a> Opening<'a> {
             "from_step": from, "recorded": recorded, "run": id,
             "device": format!("{:?}", world.device), "workers": exec.workers.count(), "pid": std::process::id(),
             "kernels": world.runtime.fingerprint(), "processor": processor,
+            "gpu": kernels::device::identity(world.device)
+                .map(|[name, uuid]| json!({"name": name, "uuid": uuid})),
         });
         events.write("start", fields)?;
         Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0 })

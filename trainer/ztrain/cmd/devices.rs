@@ -32,8 +32,10 @@ struct Row {
     cores: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
-    /// Releases by library, or why there is none.
-    libraries: BTreeMap<&'static str, String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uuid: Option<String>,
+    /// Releases by library, or why there is none; of a GPU what else stands in the kernel table of a run there.
+    libraries: BTreeMap<String, String>,
     levels: Vec<&'static str>,
 }
 
@@ -79,7 +81,8 @@ fn cpu(table: &KernelTable) -> Row {
         architecture: table.cpu_capability.clone(),
         cores: Some(Workers::available().count()),
         bytes: None,
-        libraries: libraries.map(|(name, release)| (name, release.clone())).into(),
+        uuid: None,
+        libraries: libraries.map(|(name, release)| (name.to_owned(), release.clone())).into(),
         levels: table.levels(),
     }
 }
@@ -89,18 +92,22 @@ fn gpu_rows(gpus: &Gpus, table: &KernelTable) -> Vec<Row> {
         Ok(release) => release.clone(),
         Err(why) => format!("none ({why})"),
     };
-    let libraries = BTreeMap::from([
-        ("libtorch", format!("{}, {}", table.libtorch, gpus.library)),
-        ("compiler of our kernels", said(&gpus.compiler)),
-        ("NCCL or RCCL", said(&gpus.between)),
-    ]);
+    let libraries = BTreeMap::from(
+        [
+            ("libtorch", format!("{}, {}", table.libtorch, gpus.library)),
+            ("compiler of our kernels", said(&gpus.compiler)),
+            ("NCCL or RCCL", said(&gpus.between)),
+        ]
+        .map(|(name, release)| (name.to_owned(), release)),
+    );
     let rows = gpus.devices.iter().enumerate().map(|(index, gpu)| Row {
         device: format!("cuda:{index}"),
         name: gpu.name.clone().unwrap_or_else(|| "a GPU whose driver says no name".to_owned()),
         architecture: gpu.architecture.clone(),
         cores: None,
         bytes: gpu.memory,
-        libraries: libraries.clone(),
+        uuid: gpu.uuid.clone(),
+        libraries: libraries.clone().into_iter().chain(gpu.table.clone()).collect(),
         levels: levels::of_gpus(&gpu.architecture, &table.libtorch),
     });
     rows.collect()
