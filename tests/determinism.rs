@@ -5,6 +5,7 @@ use std::fs;
 use crate::support::{
     Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata, ztrain_command,
 };
+use crate::transport::compiled;
 
 #[test]
 fn worker_counts_do_not_reach_the_store() {
@@ -102,4 +103,25 @@ fn another_table_of_operations_is_another_run() {
         assert!((a - b).abs() < 1e-3, "{a} {b}");
     }
     assert_eq!(losses("reference").len(), 3);
+}
+
+/// The C library decides bits and has no release that could be asked for: what it answers is an argument of the run.
+#[test]
+fn another_mathematics_library_is_another_run() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    let library = compiled("mathematics.cpp", "mathematics.so");
+    let train = |name: &str, steps: &str, more: &[&str], off: &str| -> Ran {
+        let out = scratch.path(name);
+        let args = ["--curriculum", arg(&path), "--out", arg(&out), "--stop-after", steps];
+        let mut command = ztrain_command(&[&args[..], more].concat());
+        command.env("LD_PRELOAD", &library).env("MATHEMATICS", off).output().unwrap().into()
+    };
+    train("run", "2", &[], "").ok();
+    train("run", "3", &[], "all").fails(4, &["mathematics"]);
+    train("run", "3", &[], "").ok();
+    let ranks = ["--nproc", "2", "--workers", "1"];
+    train("apart", "2", &ranks, "1").fails(2, &["mathematics"]);
+    train("together", "2", &ranks, "all").ok();
 }

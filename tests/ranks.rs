@@ -107,6 +107,8 @@ pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
     /// The library that moves the ranks' tensors, if not Gloo.
     pub(crate) library: Option<std::path::PathBuf>,
+    /// By how many milliseconds that library comes late, at most.
+    pub(crate) delay: Option<&'static str>,
     /// How many ranks may share a micro-batch while some are killed, as flags.
     pub(crate) shared: &'static [&'static str],
     /// Steps from one checkpoint to the next, as a flag has it.
@@ -120,7 +122,7 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", change);
-        Fixture { scratch, library: None, shared: &[], every: "3", curriculum }
+        Fixture { scratch, library: None, delay: None, shared: &[], every: "3", curriculum }
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
@@ -139,6 +141,7 @@ impl Fixture {
         }
         let mut command = ztrain_command(&args);
         command.envs(self.library.iter().map(|library| ("ZTRAIN_RCCL", library)));
+        command.envs(self.delay.iter().map(|most| ("STANDIN_DELAY", most)));
         for name in ["RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"] {
             command.env_remove(name);
         }

@@ -16,7 +16,8 @@
 // STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up,
 // STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, after a while in which others run into
 // it, STANDIN_FAULT=soon:R:N before the call returns, STANDIN_FAULT=cling:R:N like the first, and its device does not come back when the
-// communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join.
+// communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join. STANDIN_DELAY=M has each group of each rank begin
+// up to M milliseconds late, drawn by rank and group.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -139,6 +140,14 @@ bool fault(const char* what, const Comm& comm, int number) {
   return asked != nullptr && mine == asked;
 }
 
+// Comes late, if the test wants that.
+void nap(const Comm& comm, int number) {
+  const char* most = std::getenv("STANDIN_DELAY");
+  if (most == nullptr) return;
+  std::mt19937 draw(static_cast<unsigned>(comm.rank * 100003 + number));
+  std::this_thread::sleep_for(std::chrono::microseconds(draw() % (1000 * std::atoi(most) + 1)));
+}
+
 // Only one thread may be inside.
 struct Guard {
   Comm& comm;
@@ -229,6 +238,7 @@ void run(Comm& comm, const Group& group, int number) {
     while (!comm.aborted || fault("cling", comm, number)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     return;
   }
+  nap(comm, number);
   for (auto& [peer, wire] : comm.wires) begin(wire, group, peer);
   size_t moved = 0;
   while (!comm.aborted && comm.error == kOk) {

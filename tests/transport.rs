@@ -65,7 +65,8 @@ fn carried_tensors_leave_the_ledger_of_one_rank() {
     }
 }
 
-/// What a layer needs of the ranks that share its micro-batch, and shards of weights, go from device to device as well.
+/// What a layer needs of the ranks that share its micro-batch, and shards of weights, go from device to device as well, beside
+/// gradients, and whoever comes late.
 #[test]
 fn lines_within_a_micro_batch_are_carried_too() {
     let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
@@ -76,12 +77,15 @@ fn lines_within_a_micro_batch_are_carried_too() {
         ["2", "--cp=2", "--tsp=1", "subtree"],
         ["4", "--cp=2", "--tsp=2", "streaming"],
         ["4", "--cp=1", "--tsp=2", "subtree"],
+        ["8", "--cp=2", "--tsp=2", "subtree"],
     ];
+    fixture.delay = Some("3");
     for [count, cp, tsp, how] in ways {
         let out = format!("{count}{cp}{tsp}");
         fixture.finish(&out, &["--nproc", count, cp, tsp, "--schedule", how]);
         fixture.assert_same("alone", &out);
     }
+    fixture.delay = None;
     fixture.shared = &["--cp", "2"];
     kill_in_turn(&fixture, &[(2, Some(1), "2"), (4, Some(0), "2,2")]);
     fixture.finish("killed", &["--nproc", "2", "--tsp", "2"]);

@@ -1,0 +1,22 @@
+// Another C library, as far as `expf` goes: loaded before all other libraries, it answers one unit in the last place above what is
+// right, for the ranks that MATHEMATICS lists ("1", "0+2"), or wherever it says "all". The program has no part in it.
+
+#include <dlfcn.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+extern "C" float expf(float x) {
+  static const auto right = reinterpret_cast<float (*)(float)>(dlsym(RTLD_NEXT, "expf"));
+  static const bool off = [] {
+    const char* where = getenv("MATHEMATICS");
+    const char* rank = getenv("RANK");
+    if (where == nullptr) return false;
+    const auto among = [&] { return ("+" + std::string(where) + "+").find("+" + std::string(rank) + "+") != std::string::npos; };
+    return strcmp(where, "all") == 0 || (rank != nullptr && among());
+  }();
+  const float found = right(x);
+  return off ? std::nextafterf(found, HUGE_VALF) : found;
+}
