@@ -77,9 +77,8 @@ fn lines_within_a_micro_batch_are_carried_too() {
         ["2", "--cp=2", "--tsp=1", "subtree"],
         ["4", "--cp=2", "--tsp=2", "streaming"],
         ["4", "--cp=1", "--tsp=2", "subtree"],
-        ["8", "--cp=2", "--tsp=2", "subtree"],
     ];
-    fixture.delay = Some("3");
+    fixture.delay = Some("1");
     for [count, cp, tsp, how] in ways {
         let out = format!("{count}{cp}{tsp}");
         fixture.finish(&out, &["--nproc", count, cp, tsp, "--schedule", how]);

@@ -3,13 +3,14 @@
 //!
 //! ```text
 //! meeting    how they come together
-//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell each other
+//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell each other, between machines by node
 //! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
 //! key        the run's secret, which each end of a connection proves before anything else is said
 //! bridge     the store as Gloo asks for it, to connect the ranks
 //! transport  the choice of how tensors travel
 //! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
-//! exchange   tensors from rank to rank, over Gloo or by the communication thread; exchange_id  which it is; work  a transfer over Gloo
+//! exchange   tensors from rank to rank, over Gloo or by the communication thread; exchange_id  which it is
+//! work       a transfer over Gloo
 //! rendezvous how those who are left after a loss agree on it, and meet again
 //! word       why ranks stop, as the first of them says it
 //! whereabouts how far a rank has come, for those who miss it

@@ -54,7 +54,7 @@ impl StepRecord {
             micro_batch_losses: _,
             sources: _,
             router: _,
-            micro_batch_gradients,
+            micro_batch_gradients: Packed(first),
             gradients,
             norm,
             layer_gradient_norms,
@@ -74,13 +74,8 @@ impl StepRecord {
         let hex = |value: &u64| format!("{value:016x}");
         let none = |_: usize| String::new();
         let backward = || {
-            listed(
-                "gradient",
-                &micro_batch_gradients.0,
-                &other.micro_batch_gradients.0,
-                micro_batch,
-                hex,
-            )
+            let other = &other.micro_batch_gradients.0;
+            listed("gradient", first, other, micro_batch, hex)
         };
         let sum = || {
             listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)

@@ -133,7 +133,8 @@ impl Lines<'_> {
         Ok(self.parts(micro_batches)?.swap_remove(self.data.place as usize))
     }
 
-    /// Of what each rank says of each of its micro-batches, in the order of all of them. What ranks that share one say is `joined`.
+    /// Of what each rank says of each of its micro-batches, in the order of all of them. What ranks that share one say is
+    /// `joined`.
     pub(crate) fn in_order<T>(
         &self,
         micro_batches: u64,
