@@ -340,7 +340,6 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let count = workers.count() as u64;
     let (mut best, mut size, start) = (0f64, SQUARE, Instant::now());
     for _ in 0..if device == Device::Cpu { 6 } else { 10 } {
-        let begin = Instant::now();
         let work = |_| {
             runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))?;
             let operand = |by| numbers(&[size, size], by, kind, device).map_err(refused);
@@ -348,18 +347,19 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
             let out = left.f_empty_like().map_err(refused)?;
             // What was queued before is no part of it.
             let _ = right.f_double_value(&[0, 0]).map_err(refused)?;
-            let begin = Instant::now();
-            for _ in 0..4 {
+            let (begin, mut products) = (Instant::now(), 0);
+            while products < 4 && (device != Device::Cpu || begin.elapsed() < LOOK / 4) {
                 kernels::product::into(&out, &left, &right).map_err(refused)?;
+                products += 1;
             }
             // Reading a number waits for the device.
             let _ = out.f_double_value(&[0, 0]).map_err(refused)?;
-            Ok(begin.elapsed().as_secs_f64())
+            Ok(begin.elapsed().as_secs_f64() / f64::from(products))
         };
         let times = workers.map((0..count).collect(), work)?;
-        let slowest = times.into_iter().fold(0.0, f64::max).min(begin.elapsed().as_secs_f64());
-        best = best.max(4.0 * count as f64 * 2.0 * (size as f64).powi(3) / slowest);
-        if device != Device::Cpu && slowest < 4.0 * LARGEST.1 {
+        let slowest = times.into_iter().fold(0.0, f64::max);
+        best = best.max(count as f64 * 2.0 * (size as f64).powi(3) / slowest);
+        if device != Device::Cpu && slowest < LARGEST.1 {
             size = (2 * size).min(LARGEST.0);
         }
         if start.elapsed() > LOOK {

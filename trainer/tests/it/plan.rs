@@ -130,6 +130,14 @@ fn eight_ranks_hold_the_largest_model() {
         assert_eq!(phase.batch / phase.micro_batch, micro_batches);
         let held = phase.memory.sum();
         assert!(held < most * 1_000_000_000, "{micro_batches}: {held} bytes: {:?}", phase.memory);
+        // Each micro-batch's gradient in f32 from the rank that has it to the seven others that own it; new weights in bf16, but
+        // for vectors, from their owners to seven others.
+        let (sent, parameters) = (phase.sent, needs.parameters as f64);
+        let near = |found: u64, wanted: f64| (found as f64 / wanted - 1.0).abs() < 0.01;
+        let gradients = 4.0 * parameters * 7.0 / 8.0 * micro_batches as f64;
+        assert!(near(sent.gradients_within_machines, gradients), "{sent:?}");
+        assert!(near(sent.weights_within_machines, 2.0 * parameters * 7.0), "{sent:?}");
+        assert_eq!(sent.between_machines(), 0);
     }
 }
 
