@@ -22,6 +22,12 @@ pub fn open(before: Digest, line: &str) -> Option<(String, Digest)> {
     (link(before, &body) == found).then_some((body, found))
 }
 
+/// A line without its end, if it was written to its end. What a kill leaves has no end; what a loss of power leaves may have
+/// zeros where bytes had not come to the disk, with later lines behind them that had.
+pub fn whole(line: &[u8]) -> Option<&[u8]> {
+    line.strip_suffix(b"\n").filter(|line| !line.contains(&0))
+}
+
 fn link(before: Digest, body: &str) -> Digest {
     Digest::of_bytes(format!("{before}{body}").as_bytes())
 }

@@ -244,7 +244,7 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
 }
 
 impl Ledger {
-    /// Reads the ledger and checks its chain; a last line without its end is passed over.
+    /// Reads the ledger and checks its chain; what a kill or a loss of power left at its end is passed over.
     fn read(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let mut lines = BufReader::new(file);
@@ -257,12 +257,12 @@ impl Ledger {
             if read.map_err(|error| Fault::io("read", path, &error))? == 0 {
                 break;
             }
-            if line.pop() != Some(b'\n') {
+            let Some(line) = chain::whole(&line) else {
                 torn = true;
                 break;
-            }
+            };
             let changed = |what: &str| changed(path, number, what);
-            let text = std::str::from_utf8(&line).ok();
+            let text = std::str::from_utf8(line).ok();
             let opened = text.and_then(|text| chain::open(link, text));
             let (body, after) = opened.ok_or_else(|| changed("its chain is broken"))?;
             link = after;
@@ -412,6 +412,15 @@ mod tests {
             let read = read.unwrap();
             let wanted: Vec<Digest> = (1..whole).map(|step| Digest(step as u128)).collect();
             assert_eq!((read.data, read.torn), (wanted, !ends.contains(&cut)), "cut at {cut}");
+            // A part that had not come to the disk when power was lost, and what stands behind it had.
+            let mut torn = text.clone().into_bytes();
+            torn[cut..(cut + 20).min(text.len())].fill(0);
+            let read = self::read(&torn).unwrap();
+            assert_eq!(
+                (read.data.len() + 1, read.torn),
+                (whole, cut < text.len()),
+                "zeros at {cut}"
+            );
         }
     }
 

@@ -16,6 +16,7 @@ use store::disk::{Log, Output};
 use super::index::{InForce, Index, Line, Mark, SPACING};
 use super::record::{Checked, Head, StepRecord};
 use super::{FORMAT, RESTORE};
+use crate::events;
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;
@@ -88,13 +89,15 @@ enum For {
 }
 
 impl Ledger {
-    /// Opens the ledger at `path` to append to it. A torn last line is cut; `None` if not even the head is whole.
+    /// Opens the ledger at `path` to append to it. What a kill or a loss of power left at its end is cut; `None` if not even the
+    /// head is whole.
     pub fn open(path: &Path) -> Result<Option<Ledger>> {
         if !path.exists() {
             return Ok(None);
         }
         let log = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
         let Some(ledger) = Ledger::of(log, For::Appending)? else { return Ok(None) };
+        ledger.nothing_relies_on_what_is_torn()?;
         let cut = ledger.source.log.cut(ledger.tail.last().end);
         cut.map_err(|error| Fault::io("cut the torn end of", path, &error))?;
         Ok(Some(ledger))
@@ -108,6 +111,22 @@ impl Ledger {
     /// The same, with every line checked.
     pub(crate) fn read_whole(path: &Path) -> Result<Ledger> {
         Ledger::to_read(path, For::Checking)
+    }
+
+    /// Refuses zeros in a line that was on the disk before a checkpoint was kept: no loss of power has left them.
+    fn nothing_relies_on_what_is_torn(&self) -> Result<()> {
+        let (path, step) = (self.source.path(), self.last_step());
+        let mut next = Vec::new();
+        let mut reader = self.source.reader(self.tail.last().end);
+        reader.read_until(b'\n', &mut next).map_err(self.source.fault("read"))?;
+        let kept = || events::kept(&path.with_file_name("events.jsonl"));
+        match next.contains(&0).then(kept).flatten().filter(|kept| *kept > step) {
+            Some(kept) => {
+                let what = format!("it has zeros, and the checkpoint of step {kept} relies on it");
+                Err(broken(path, step as usize + 1, &what))
+            }
+            None => Ok(()),
+        }
     }
 
     fn to_read(path: &Path, aim: For) -> Result<Ledger> {
@@ -417,7 +436,7 @@ impl Source {
         for _ in 0..most {
             bytes.clear();
             let read = reader.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
-            let Some(line) = bytes.strip_suffix(b"\n") else { break };
+            let Some(line) = chain::whole(&bytes) else { break };
             let (before, step) = (lines.last(), lines.last_step() + 1);
             let number = step as usize;
             let (body, chain) = opened(before.chain, line)

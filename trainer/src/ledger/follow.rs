@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::file::{Source, broken, empty, of_one, opened, said};
 use super::index::Line;
 use super::record::{Checked, Head};
-use contract::{Fault, Result};
+use contract::{Fault, Result, chain};
 use store::disk::Log;
 use store::regular;
 
@@ -57,7 +57,7 @@ impl Follower {
         let fault = |error| Fault::io("read", path, &error);
         text.clear();
         let read = reader.read_until(b'\n', text).map_err(fault)?;
-        let Some(line) = text.strip_suffix(b"\n") else {
+        let Some(line) = chain::whole(text) else {
             if read > 0 {
                 reader.seek(SeekFrom::Start(last.end)).map_err(fault)?;
             }

@@ -88,6 +88,43 @@ fn a_torn_last_line_is_cut_at_any_byte() {
     }
 }
 
+/// Power is lost: of what was appended since the ledger was synced a part has not come to the disk, and what follows may have.
+/// Below a checkpoint no line can look so: that is damage, and stays to be looked at.
+#[test]
+fn zeros_where_power_was_lost_are_cut_unless_a_checkpoint_relies_on_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path(), 4);
+    let whole = std::fs::read(&path).unwrap();
+    let ends: Vec<usize> =
+        (0..whole.len()).filter(|at| whole[*at] == b'\n').map(|at| at + 1).collect();
+    let events = folder.path().join("events.jsonl");
+    for step in 1..=4 {
+        let (begin, end) = (ends[step - 1], ends[step]);
+        for (from, to) in [(begin, end), (begin, begin + 1), (begin + 40, end), (end - 1, end)] {
+            let mut torn = whole.clone();
+            torn[from..to].fill(0);
+            std::fs::write(&path, &torn).unwrap();
+            assert_eq!(Ledger::read(&path).unwrap().last_step(), step as u64 - 1);
+            std::fs::write(&events, format!("{{\"event\":\"checkpoint\",\"step\":{step}}}\n"))
+                .unwrap();
+            let refused = Ledger::open(&path).map(|_| ()).unwrap_err().to_string();
+            assert!(
+                refused.contains("zeros") && refused.contains(&format!("step {step}")),
+                "{refused}"
+            );
+            assert_eq!(std::fs::read(&path).unwrap(), torn, "what is refused is left as it is");
+            std::fs::write(
+                &events,
+                format!("{{\"event\":\"checkpoint\",\"step\":{}}}\n", step - 1),
+            )
+            .unwrap();
+            let mut ledger = Ledger::open(&path).unwrap().unwrap();
+            (step as u64..=4).for_each(|step| ledger.append(&record(step, 1), None).unwrap());
+            assert_eq!(std::fs::read(&path).unwrap(), whole, "{from}..{to}");
+        }
+    }
+}
+
 #[test]
 fn a_changed_line_is_refused_with_its_number() {
     let folder = tempfile::tempdir().unwrap();
