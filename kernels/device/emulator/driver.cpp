@@ -1,7 +1,7 @@
 // What a program opens where it wants a GPU's driver and its run-time compiler, over the emulator: the few functions that ours
 // calls, under the names of both vendors. It "compiles" to the sum of what it was given, and loads nothing else. The stand-in
 // for a GPU hears of each launch, where one is in the process (standin/gpu.cpp).
-#include "../kernels.h"
+#include "touched.h"
 
 #include <dlfcn.h>
 
@@ -10,7 +10,6 @@
 #include <cstring>
 #include <mutex>
 #include <string>
-#include <vector>
 
 namespace {
 constexpr int kInvalid = 1, kNotInitialized = 3, kNotFound = 500, kCompilation = 6;
@@ -87,79 +86,15 @@ int load(void** module, const void* image) {
   return memcmp(image, "\177ELF", 4) == 0 ? 0 : kInvalid;
 }
 int function(void** out, void*, const char* name) {
-  *out = const_cast<emulator::Kernel*>(emulator::find(name));
-  return *out == nullptr ? kNotFound : 0;
+  const emulator::Kernel* const found = emulator::find(name);
+  if (found == nullptr) return kNotFound;
+  if (!is_told(*found)) {
+    fprintf(stderr, "emulator: nobody tells what the table of %s names (touched.h)\n", name);
+    return kNotFound;
+  }
+  *out = const_cast<emulator::Kernel*>(found);
+  return 0;
 }
-// What a kernel reads and writes: by its parameters, and by the rows of the table that is its first one.
-struct Touched {
-  std::vector<const void*> data;
-  std::vector<int> writes;
-
-  void add(const void* address, bool write) {
-    if (address == nullptr) return;
-    data.push_back(address);
-    writes.push_back(write);
-  }
-  void add(u64 address, bool write) { add(reinterpret_cast<const void*>(address), write); }
-
-  Touched(const emulator::Kernel& kernel, void** arguments) {
-    const auto argument = [=](auto& into, size_t index) { memcpy(&into, arguments[index], sizeof(into)); };
-    for (size_t i = 0; i < kernel.parameters.count; ++i) {
-      if (kernel.parameters.uses[i] == emulator::Use::value) continue;
-      const void* address = nullptr;
-      argument(address, i);
-      add(address, kernel.parameters.uses[i] == emulator::Use::writes);
-    }
-    const std::string name = kernel.name;
-    const bool adds = name == "add_blocks", copies = name == "copy_blocks";
-    u32 count = 0;
-    const bool differs = name == "squared_differences";
-    if (name == "checksum_blocks" || name == "squares" || differs || adds || copies) {
-      const Piece* pieces = nullptr;
-      argument(pieces, 0);
-      argument(count, 1);
-      for (u32 i = 0; i < count; ++i) {
-        add(pieces[i].left, adds);
-        if (differs || adds || copies) add(pieces[i].right, copies);
-      }
-    }
-    if (name == "add_present") {
-      const Piece* pieces = nullptr;
-      argument(pieces, 0);
-      argument(count, 1);
-      for (u32 i = 0; i < count; ++i) {
-        const bool counts = pieces[i].width == 8;
-        add(pieces[i].left, !counts), add(pieces[i].right, false);
-        add(pieces[i].first, counts), add(pieces[i].salt, false);
-      }
-    }
-    const bool polynomial = name == "polynomial_blocks";
-    if (name == "unit_blocks" || polynomial) {
-      const Piece* pieces = nullptr;
-      argument(pieces, 0);
-      argument(count, 1);
-      for (u32 i = 0; i < count; ++i) add(pieces[i].left, false), add(pieces[i].right, true);
-    }
-    if (name == "stacked_products") {
-      const Product* products = nullptr;
-      argument(products, 0);
-      argument(count, 1);
-      for (u32 i = 0; i < count; ++i)
-        add(products[i].left, false), add(products[i].right, false), add(products[i].out, true);
-    }
-    if (name == "adamw" || name == "nesterov" || name == "descend") {
-      const Move* moves = nullptr;
-      argument(moves, 0);
-      argument(count, 1);
-      for (u32 i = 0; i < count; ++i) {
-        if (name != "nesterov") add(moves[i].weight, true);
-        if (name != "descend") add(moves[i].first, true);
-        if (name == "adamw") add(moves[i].second, true);
-        add(moves[i].gradient, name == "nesterov");
-      }
-    }
-  }
-};
 
 void tell(const emulator::Kernel& kernel, void** arguments, void* stream) {
   using Tell = void (*)(void*, const char*, size_t, const void* const*, const int*);

@@ -7,6 +7,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 namespace emulator {
@@ -42,14 +43,15 @@ void call(void** arguments) {
   Caller<F>::with(arguments, typename Count<F>::Indices());
 }
 
-// What a kernel does with a parameter: whatever it may write is mutable.
-enum class Use : uint8_t { value, reads, writes };
+// What a kernel does with a parameter: whatever it may write is mutable. It reads a table, whose rows may hold addresses; a bf16
+// is no row.
+enum class Use : uint8_t { value, reads, writes, table };
 template <typename T>
 constexpr Use use_of = Use::value;
 template <typename T>
 constexpr Use use_of<T*> = Use::writes;
 template <typename T>
-constexpr Use use_of<const T*> = Use::reads;
+constexpr Use use_of<const T*> = std::is_class_v<T> && sizeof(T) >= 8 ? Use::table : Use::reads;
 struct Parameters {
   const Use* uses;
   size_t count;

@@ -78,8 +78,8 @@ struct Totals {
 // A fault that a test has planted: STANDIN_FAULT=wait:N loses the N-th wait of a default stream for an event, side:N that of
 // another stream, record:N the N-th record_stream, host:N the N-th wait of the host for an event, or look at one that is over;
 // 0 means all of them. Of events behind another library's work arrival:N loses the N-th wait of a default stream, look:N the N-th
-// look of the host at one that is over: it may free memory then, but what it queues is not after it. Several faults are parted by
-// commas.
+// look of the host at one that is over: it may free memory then, but what it queues is not after it. KERNEL:N puts the N-th launch
+// of that kernel of ours on a stream that waits for nobody. Several faults are parted by commas.
 class Fault {
  public:
   explicit Fault(const char* what) {
@@ -119,6 +119,10 @@ class Machine {
     ++totals_.by_name[name];
     join(clocks_[place], clocks_[kHost]);
     for (const Touch& touch : touched) this->touch(touch, place, name);
+  }
+  bool goes_astray(const std::string& kernel) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return astray_.try_emplace(kernel, kernel.c_str()).first->second.strikes();
   }
   void wrote(const std::string& name, int place, const void* data) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -311,10 +315,12 @@ class Machine {
     return "stream " + std::to_string(place % kPerDevice) + " of device " + std::to_string(place / kPerDevice);
   }
   void report(const char* what, const std::string& name, int place, const Memory& memory, int other) {
-    if (++totals_.races > 20) return;
+    ++totals_.races;
     const std::string by = memory.by.empty() ? "nobody" : memory.by;
-    std::fprintf(stderr, "stand-in: memory that %s wrote is %s by %s on %s, which does not wait for %s\n", by.c_str(), what,
-                 name.c_str(), named(place).c_str(), named(other).c_str());
+    const std::string text = "stand-in: memory that " + by + " wrote is " + what + " by " + name + " on " + named(place) +
+                             ", which does not wait for " + named(other) + "\n";
+    // A lost wait shows by all that is behind it: each kind of race is told once.
+    if (told_.size() < 40 && told_.insert(text).second) std::fputs(text.c_str(), stderr);
   }
 
   // The host has waited for what this clock says.
@@ -355,8 +361,10 @@ class Machine {
   Totals totals_;
   Clock seen_{};                       // what the host has ever looked at
   int64_t bytes_ = 0, peak_ = 0;
+  std::set<std::string> told_;         // of races
   int overwritten_ = 0;                // copies whose memory the host has written under them: told apart from the other races
   Fault lost_wait_{"wait"}, lost_side_wait_{"side"}, lost_record_{"record"}, lost_host_wait_{"host"},
       lost_arrival_{"arrival"}, lost_look_{"look"};
+  std::map<std::string, Fault> astray_;  // by kernel
 };
 }  // namespace standin

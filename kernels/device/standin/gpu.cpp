@@ -442,7 +442,9 @@ int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
 void standin_launch(void* stream, const char* name, size_t count, const void* const* data, const int* write) {
   std::vector<Machine::Touch> touched;
   for (size_t i = 0; i < count; ++i) touched.push_back({data[i], write[i] != 0});
-  machine().operate(name, place_of(stream), touched);
+  int place = place_of(stream);
+  if (machine().goes_astray(name)) place += standin::kPool - place % standin::kPerDevice;
+  machine().operate(name, place, touched);
   machine().count(&Totals::launches);
 }
 // Work that goes on by itself begins on a stream, and is done.

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 
 use tch::{Kind, Tensor};
 
-use super::build::{fresh, library};
+use super::build::{fresh, library, texts};
 use super::numbers;
 use crate::checksum;
 use crate::device::library::{AMD, Compiler, Module, NVIDIA, Vendor};
@@ -65,6 +65,21 @@ fn checksums_go_through_the_interface_of_both_vendors() {
         assert!(queue.launch(c"column_products", 1, &[(&x).into()]).is_err());
         assert!(queue.launch(c"no_kernel", 1, &[]).is_err());
     }
+}
+
+/// Whoever launches tells the clocks of the pretended GPU what is read and written; of a kernel with a table only one who knows its
+/// rows can.
+#[test]
+fn what_every_kernel_touches_is_told() {
+    let queue = queue(tch::Device::Cpu).unwrap();
+    for name in texts().iter().flat_map(|(_, text)| text.split("\nKERNEL(").skip(1)) {
+        let name = CString::new(name.split(',').next().unwrap()).unwrap();
+        // The driver has the kernel, and refuses a launch without blocks.
+        let refused = queue.launch_words(&name, 0, &mut []).unwrap_err().to_string();
+        assert!(refused.contains("launch a kernel"), "{name:?}: {refused}");
+    }
+    let refused = queue.launch_words(c"no_kernel", 0, &mut []).unwrap_err().to_string();
+    assert!(refused.contains("find a kernel"), "{refused}");
 }
 
 /// One file for each vendor; what is spoilt is made again.
