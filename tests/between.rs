@@ -6,7 +6,7 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::device::{OnDevice, by_name, total};
+use crate::pretended::{OnDevice, by_name, total};
 use crate::ranks::Fixture;
 use crate::support::Ran;
 use crate::transport::standin;
@@ -19,10 +19,6 @@ fn carried(on: &OnDevice, out: &str, extra: &[&str]) -> Command {
     command
 }
 
-fn ledger(on: &OnDevice, out: &str) -> String {
-    std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
-}
-
 #[test]
 fn ranks_on_devices_leave_one_ledger_however_they_add() {
     let on = OnDevice::by_libtorch();
@@ -32,7 +28,7 @@ fn ranks_on_devices_leave_one_ledger_however_they_add() {
         let out = format!("{nodes}-{how}");
         Ran::from(carried(&on, &out, &ranks).output().unwrap()).ok();
         assert_eq!(total(&on.report(&out), "races"), 0, "{out}");
-        assert!(ledger(&on, "alone") == ledger(&on, &out), "{out}: the ledgers differ");
+        assert!(on.ledger("alone") == on.ledger(&out), "{out}: the ledgers differ");
     }
 }
 
@@ -41,12 +37,12 @@ fn ranks_on_devices_leave_one_ledger_however_they_add() {
 fn ranks_with_our_own_kernels_leave_one_ledger() {
     let changes: [&[(&str, &str)]; 2] = [&[], &[("dtype = \"f32\"", "dtype = \"bf16\"")]];
     for change in changes {
-        let on = OnDevice { fixture: Fixture::new(change), own: true };
+        let on = OnDevice::by_ours(Fixture::new(change));
         on.finish("alone", &["--workers", "1", "--stop-after", "2"]);
         let two = carried(&on, "two", &["--nproc", "2", "--stop-after", "2"]).output();
         Ran::from(two.unwrap()).ok();
         assert_eq!(total(&on.report("two"), "races"), 0, "{change:?}");
-        assert!(ledger(&on, "alone") == ledger(&on, "two"), "the ledgers differ: {change:?}");
+        assert!(on.ledger("alone") == on.ledger("two"), "the ledgers differ: {change:?}");
     }
 }
 
@@ -68,7 +64,7 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
 
     // So it is with lines of ranks that share micro-batches and shards of weights.
     let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let cut = OnDevice { fixture: Fixture::new(&[("micro_batch = 2", cut)]), own: false };
+    let cut = OnDevice::by_libtorch_of(&[("micro_batch = 2", cut)]);
     for what in ["--cp", "--tsp"] {
         let mut command = carried(&cut, what, &["--nproc", "2", what, "2", "--stop-after", "2"]);
         Ran::from(command.env("STANDIN_FAULT", "look:0").output().unwrap()).ok();
@@ -94,7 +90,7 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
     let ran = Ran::from(command.spawn().unwrap().wait_with_output().unwrap());
     assert!(!ran.err.contains("not finite") && !ran.err.contains("panicked"), "{}", ran.err);
     assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
-    assert!(ledger(on, "alone").starts_with(&ledger(on, &out)), "{fault}: a wrong step is kept");
+    assert!(on.ledger("alone").starts_with(&on.ledger(&out)), "{fault}: a wrong step is kept");
     ran
 }
 
@@ -110,7 +106,7 @@ fn a_step_whose_transfers_failed_is_not_written_down() {
         let words = format!("a transfer: system error, on rank 1 in the {what} with ranks 0");
         ran.fails(6, &[&words]);
         let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round.div_ceil(2)));
-        assert!(ledger(&on, "alone").contains(&line) && !ledger(&on, &out).contains(&line));
+        assert!(on.ledger("alone").contains(&line) && !on.ledger(&out).contains(&line));
         on.finish(&out, &["--workers", "1"]);
         on.fixture.assert_same("alone", &out);
     }

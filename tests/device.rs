@@ -1,164 +1,17 @@
 //! Fear: that what is queued on a GPU runs before what it needs, or that the host asks the GPU at every turn.
 //!
-//! The GPU is a stand-in (`kernels/device/standin`, compiled here against the libtorch in use): it computes on the CPU, keeps
-//! vector clocks for streams and events, and counts. So the whole program runs on a device in any CI, and what is said here is
-//! about order and number of operations; nothing about a real device's bits or speed.
+//! The GPU is a stand-in (`pretended.rs`). So the whole program runs on a device in any CI, and what is said here is about order
+//! and number of operations; nothing about a real device's bits or speed.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 
 use serde_json::Value;
 
+use crate::pretended::{OnDevice, by_name, libtorch_cuda, pretend, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, ztrain_command};
-
-/// Where kernels and stand-ins have their source.
-fn sources() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/device")
-}
-
-/// The folder in which the stand-in lies as `libtorch_cuda.so`; its name says from what it was made.
-pub(crate) fn libtorch_cuda() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let libtorch = PathBuf::from(std::env::var_os("LIBTORCH").expect("cargo sets LIBTORCH"));
-        let libtorch = libtorch.canonicalize().unwrap();
-        made(&["standin"], &libtorch, &["libtorch_cuda.so"], |compiler| {
-            let include = libtorch.join("include");
-            compiler.arg("-isystem").arg(&include).arg("-isystem");
-            compiler.arg(include.join("torch/csrc/api/include")).arg("standin/gpu.cpp");
-            compiler.arg("-L").arg(libtorch.join("lib")).args(["-ltorch_cpu", "-lc10"]);
-        })
-    })
-}
-
-/// The folder in which the emulator lies under the names of a compiler's and a driver's library, which run our own kernels.
-fn driver() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        made(&["", "emulator"], Path::new(""), &["libcuda.so.1", "libnvrtc.so.13"], |compiler| {
-            compiler.args(["-ffp-contract=off", "-fno-strict-aliasing", "emulator/driver.cpp"]);
-            compiler.arg("emulator/emulator.cpp");
-        })
-    })
-}
-
-/// A folder with a library under these names, compiled unless it is there, out of the files in `folders` and what is at `from`.
-fn made(
-    folders: &[&str],
-    from: &Path,
-    names: &[&str],
-    arguments: impl FnOnce(&mut Command),
-) -> PathBuf {
-    let mut hasher = DefaultHasher::new();
-    from.hash(&mut hasher);
-    let entries =
-        folders.iter().flat_map(|folder| std::fs::read_dir(sources().join(folder)).unwrap());
-    let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
-    files.retain(|file| file.is_file());
-    files.sort();
-    files.iter().for_each(|file| std::fs::read(file).unwrap().hash(&mut hasher));
-    let name = format!("{}-{:016x}", names[0], hasher.finish());
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    if names.iter().any(|name| !folder.join(name).exists()) {
-        std::fs::create_dir_all(&folder).unwrap();
-        let own = folder.join(std::process::id().to_string());
-        let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
-        compiler.current_dir(sources()).args(["-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]);
-        compiler.arg("-pthread").arg("-o").arg(&own);
-        arguments(&mut compiler);
-        let made = compiler.output().unwrap();
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        for name in &names[1..] {
-            std::fs::copy(&own, folder.join(name)).unwrap();
-        }
-        std::fs::rename(own, folder.join(names[0])).unwrap();
-    }
-    folder
-}
-
-/// Makes a command's `--device cuda` the stand-in, which tells in `report` what it was asked for; our own kernels run on the
-/// emulator.
-pub(crate) fn pretend(command: &mut Command, report: &Path) {
-    let folders = [libtorch_cuda(), driver()];
-    command.env("LD_LIBRARY_PATH", std::env::join_paths(folders).unwrap());
-    command.env("STANDIN_REPORT", report).env("XDG_CACHE_HOME", driver());
-}
-
-/// What the processes that used a stand-in said at their ends, added up by name.
-pub(crate) fn total(report: &Path, name: &str) -> u64 {
-    let text = std::fs::read_to_string(report).unwrap();
-    assert!(!text.is_empty(), "nobody used the stand-in");
-    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    lines.map(|line| line[name].as_u64().unwrap()).sum()
-}
-
-/// The same of its operations, each by its name.
-pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
-    let text = std::fs::read_to_string(report).unwrap();
-    let mut found = BTreeMap::new();
-    for line in text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
-        for (name, times) in line["by_name"].as_object().unwrap() {
-            *found.entry(name.clone()).or_insert(0.0) += times.as_f64().unwrap();
-        }
-    }
-    found
-}
-
-/// A small run on the stand-in, by libtorch's operators alone, which take a tenth of the emulator's time, or by our own kernels.
-pub(crate) struct OnDevice {
-    pub(crate) fixture: Fixture,
-    pub(crate) own: bool,
-}
-
-impl OnDevice {
-    pub(crate) fn by_libtorch() -> Self {
-        OnDevice { fixture: Fixture::new(&[]), own: false }
-    }
-
-    pub(crate) fn report(&self, out: &str) -> PathBuf {
-        self.fixture.scratch.path(&format!("{out}.report"))
-    }
-
-    pub(crate) fn command(&self, out: &str, extra: &[&str]) -> Command {
-        let args = [&["--device", "cuda", "--validate-every", "0", "--quiet"], extra].concat();
-        let mut command = self.fixture.run(out, &args);
-        pretend(&mut command, &self.report(out));
-        if !self.own {
-            command.env("LD_LIBRARY_PATH", libtorch_cuda());
-        }
-        command
-    }
-
-    /// Runs to the end, or as far as `extra` says, and asserts that everything waited for what it needs.
-    #[track_caller]
-    pub(crate) fn finish(&self, out: &str, extra: &[&str]) {
-        let ran = Ran::from(self.command(out, extra).output().unwrap());
-        assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
-        assert!(!ran.err.contains("Warning"), "libtorch warns: {}", ran.err);
-        // Without a compiler for a GPU libtorch computes all, which is said.
-        assert_eq!(!self.own, ran.err.contains("no kernels of our own on Cuda("), "{}", ran.err);
-        ran.ok();
-        assert_eq!(total(&self.report(out), "races"), 0);
-    }
-
-    /// Whether a run of two steps shows a race with a fault. A single wait is not missed where a thread of the host has happened
-    /// to wait for the same, so it may be lost several times.
-    fn shows(&self, fault: &str, extra: &[&str]) -> bool {
-        (0..8).any(|turn| self.races(&format!("lost-{turn}"), fault, extra) > 0)
-    }
-
-    /// How many races a run of two steps shows with a fault.
-    fn races(&self, name: &str, fault: &str, extra: &[&str]) -> u64 {
-        let out = format!("{name}-{}", fault.replace(':', "-"));
-        let mut command = self.command(&out, &[&["--stop-after", "2"], extra].concat());
-        Ran::from(command.env("STANDIN_FAULT", fault).output().unwrap()).ok();
-        total(&self.report(&out), "races")
-    }
-}
 
 #[test]
 fn a_run_on_a_device_is_one_run_however_it_is_computed() {
@@ -166,8 +19,7 @@ fn a_run_on_a_device_is_one_run_however_it_is_computed() {
     on.finish("plain", &["--workers", "1"]);
     on.finish("two", &["--workers", "2", "--prefetch", "1"]);
     on.fixture.assert_same("plain", "two");
-    let ledger = std::fs::read_to_string(on.fixture.scratch.path("plain").join("ledger.jsonl"));
-    let head: Value = serde_json::from_str(ledger.unwrap().lines().next().unwrap()).unwrap();
+    let head: Value = serde_json::from_str(on.ledger("plain").lines().next().unwrap()).unwrap();
     assert_eq!(head["levels"], serde_json::json!(["D"]), "no device has shown more");
 
     let mut command = on.command("killed", &["--workers", "2", "--recompute", "--prefetch", "7"]);
@@ -248,9 +100,7 @@ fn a_buffer_is_filled_again_when_it_has_been_copied() {
     let ahead = ["--workers", "1", "--prefetch", "4", "--loader-threads", "2"];
     on.finish("ahead", &[&ahead[..], &["--stop-after", "8"]].concat());
     on.finish("apart", &["--workers", "1", "--prefetch", "1", "--stop-after", "8"]);
-    let ledger = |out: &str| {
-        std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
-    };
+    let ledger = |out: &str| on.ledger(out);
     assert!(ledger("ahead") == ledger("apart"), "the ledgers differ");
     // One copy for each batch, whatever its micro-batches are, and the balance of each of 2 layers.
     on.finish("four", &[&ahead[..], &["--stop-after", "4"]].concat());
@@ -260,7 +110,7 @@ fn a_buffer_is_filled_again_when_it_has_been_copied() {
     // A step that was computed has waited for its copy. Where its only micro-batch does not, nothing but the look at the copy
     // keeps the buffer, which is given back when the step is done, from being written too early.
     let whole = ("batch = 8\nmicro_batch = 2", "batch = 8\nmicro_batch = 8");
-    let on = OnDevice { fixture: Fixture::new(&[whole]), own: false };
+    let on = OnDevice::by_libtorch_of(&[whole]);
     let early = |fault: &str, time: u32| {
         let (ahead, out) = (
             ["--workers", "1", "--prefetch", "1", "--loader-threads", "1"],
@@ -309,15 +159,13 @@ fn our_own_kernels_leave_one_ledger_too() {
         (&[("micro_batch = 2", cut)], "3"),
     ];
     for (change, steps) in cases {
-        let on = OnDevice { fixture: Fixture::new(change), own: true };
+        let on = OnDevice::by_ours(Fixture::new(change));
         on.finish("plain", &["--workers", "1", "--stop-after", steps]);
         assert!(total(&on.report("plain"), "launches") > 500, "{change:?}");
         // The driver refuses a thread without one: that of the process, and those that compute in each step.
         assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
-        let ledger = |out: &str| {
-            std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
-        };
-        assert!(ledger("plain").contains("device 5, kernels "));
+        let ledger = |out: &str| on.ledger(out);
+        assert!(ledger("plain").contains("device 6, kernels "));
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &two);
         on.finish("two", &["--workers", "1", "--stop-after", steps]);
@@ -327,6 +175,21 @@ fn our_own_kernels_leave_one_ledger_too() {
             assert!(on.shows("record:0", &[]), "memory goes while a stream may read it");
         }
     }
+}
+
+/// What the rows of a table name has readers and writers: gradients that a library made in bf16, sums over bands, and what was
+/// made of them. The table itself is copied, which says nothing of its rows.
+#[test]
+fn what_finishes_gradients_is_seen_by_its_memory() {
+    let on = OnDevice::by_ours(Fixture::new(&[("dtype = \"f32\"", "dtype = \"bf16\"")]));
+    let mut command = on.command("astray", &["--workers", "1", "--stop-after", "1"]);
+    let said = Ran::from(command.env("STANDIN_FAULT", "finish:2").output().unwrap()).err;
+    let read = |by: &str| format!("that {by} wrote is read by finish on");
+    // Bands, a library's product of experts with where their rows end, and one of matrices.
+    for by in ["residual_norm_backward_bf16", "aten::_grouped_mm", "dispatch_places", "aten::mm"] {
+        assert!(said.contains(&read(by)), "{by}: {said}");
+    }
+    assert!(said.contains("that finish wrote is read by"), "{said}");
 }
 
 /// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.
@@ -360,7 +223,7 @@ fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
 #[test]
 fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
     let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let on = OnDevice { fixture: Fixture::new(&[("micro_batch = 2", cut)]), own: false };
+    let on = OnDevice::by_libtorch_of(&[("micro_batch = 2", cut)]);
     on.finish("alone", &["--workers", "1", "--stop-after", "4"]);
     let groups = ["--cp", "--tsp", "--prefetch"].map(|what| {
         let two = ["--nproc", "2", "--workers", "1", "--transport", "rccl", "--stop-after", "4"];
@@ -368,9 +231,7 @@ fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
         command.env("ZTRAIN_RCCL", crate::transport::standin());
         Ran::from(command.output().unwrap()).ok();
         assert_eq!(total(&on.report(what), "races"), 0, "{what}");
-        let ledger = |out: &str| {
-            std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
-        };
+        let ledger = |out: &str| on.ledger(out);
         assert!(ledger("alone") == ledger(what), "{what}: the ledgers differ");
         total(&on.report(what), "launches")
     });
@@ -512,6 +373,44 @@ fn operations_of_a_step_that_is_cut_are_bounded() {
             bounded(&format!("{cut}, {what}"), &counted, bound);
         }
     }
+}
+
+/// What libtorch chooses by timing it is no choice that could be made again; on a processor nothing is chosen so. What AMD's
+/// library would choose by free compute units is pinned, unless somebody asks for it.
+#[test]
+fn kernels_are_not_chosen_by_time() {
+    let on = OnDevice::by_libtorch();
+    let with = |out: &str, variable: &str, value: &str| {
+        let mut command = on.command(out, &["--stop-after", "1"]);
+        Ran::from(command.env(variable, value).output().unwrap())
+    };
+    let tunable = "PYTORCH_TUNABLEOP_ENABLED";
+    with("tuned", tunable, "1").fails(6, &["PYTORCH_TUNABLEOP_ENABLED=1", "unset it"]);
+    assert!(!on.fixture.scratch.path("tuned").exists(), "nothing was begun");
+    let environment = |out: &str| -> Value {
+        let head: Value = serde_json::from_str(on.ledger(out).lines().next().unwrap()).unwrap();
+        head["kernel_table"]["environment"].clone()
+    };
+    with("fixed", tunable, "0").ok();
+    let method = "TENSILE_SOLUTION_SELECTION_METHOD";
+    assert_eq!(environment("fixed")[method], "0");
+    with("asked", method, "2").ok();
+    assert_eq!(environment("asked")[method], "2");
+    let mut command = on.fixture.run("cpu", &["--stop-after", "1"]);
+    Ran::from(command.env(tunable, "1").output().unwrap()).ok();
+}
+
+/// Whose products of experts are taken is asked in words that are known, and stands in the kernel table.
+#[test]
+fn products_of_experts_are_known_by_name() {
+    let on = OnDevice::by_libtorch();
+    let with = |out: &str, value: &str| {
+        let mut command = on.command(out, &["--stop-after", "1"]);
+        Ran::from(command.env("ZTRAIN_GROUPED", value).output().unwrap())
+    };
+    with("run", "fastest").fails(2, &["ZTRAIN_GROUPED", "fastest", "own, library"]);
+    with("run", "own").ok();
+    with("run", "library").fails(4, &["ZTRAIN_GROUPED"]);
 }
 
 /// libtorch's wrapper hands on words alone; its allocator counts.

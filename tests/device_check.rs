@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::device::{libtorch_cuda, pretend, total};
+use crate::pretended::{libtorch_cuda, pretend, total};
 use crate::support::{Ran, Scratch, arg};
 
 /// The script, with arguments.

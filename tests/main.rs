@@ -7,6 +7,8 @@
 
 mod support;
 
+#[cfg(feature = "train")]
+mod amd;
 mod amend;
 #[cfg(feature = "train")]
 mod between;
@@ -43,6 +45,8 @@ mod packed;
 mod page;
 mod places;
 mod prepare;
+#[cfg(feature = "train")]
+mod pretended;
 mod python;
 #[cfg(feature = "train")]
 mod ranks;

@@ -7,19 +7,14 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::device::{OnDevice, pretend, total};
+use crate::pretended::{OnDevice, pretend, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, arg, ztrain_command};
-
-/// The ledger of a run.
-fn ledger(on: &OnDevice, out: &str) -> String {
-    std::fs::read_to_string(on.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
-}
 
 /// Killed and gone on, replayed, and by two ranks on two devices: one ledger.
 #[test]
 fn our_own_kernels_outlive_kills_and_ranks() {
-    let on = OnDevice { fixture: Fixture { every: "2", ..Fixture::new(&[]) }, own: true };
+    let on = OnDevice::by_ours(Fixture { every: "2", ..Fixture::new(&[]) });
     let last = ["--stop-after", "4"];
     on.finish("plain", &[&["--workers", "1"][..], &last].concat());
 
@@ -30,7 +25,7 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     child.kill().unwrap();
     assert_eq!(child.wait().unwrap().code(), None, "it was killed before its end");
     on.finish("killed", &[&["--workers", "1"][..], &last].concat());
-    assert!(ledger(&on, "plain") == ledger(&on, "killed"), "the ledgers differ");
+    assert!(on.ledger("plain") == on.ledger("killed"), "the ledgers differ");
 
     let run = on.fixture.scratch.path("plain");
     let mut command =
@@ -50,7 +45,7 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     assert!(!ran.err.contains("no kernels of our own"), "{}", ran.err);
     ran.ok();
     assert_eq!(total(&on.report("two"), "races"), 0);
-    assert!(ledger(&on, "plain") == ledger(&on, "two"), "the ledgers differ");
+    assert!(on.ledger("plain") == on.ledger("two"), "the ledgers differ");
 }
 
 /// The host's processor decides nothing there, and stands in the run's events; what the device and its libraries are does.
@@ -58,7 +53,7 @@ fn our_own_kernels_outlive_kills_and_ranks() {
 fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
     let on = OnDevice::by_libtorch();
     on.finish("run", &["--stop-after", "2"]);
-    let head: Value = serde_json::from_str(ledger(&on, "run").lines().next().unwrap()).unwrap();
+    let head: Value = serde_json::from_str(on.ledger("run").lines().next().unwrap()).unwrap();
     let table = &head["kernel_table"];
     for of_the_host in ["cpu", "cpu_capability", "mkl", "onednn", "mathematics"] {
         assert_eq!(table[of_the_host], "", "{of_the_host} is the host's");
@@ -95,7 +90,7 @@ fn parts_of_the_optimizer_are_told_apart_on_a_device() {
     let words = ["bench", "step", "--curriculum", file, "--steps", "1", "--device", "cuda"];
     let mut command = ztrain_command(&[&words[..], &["--json"]].concat());
     pretend(&mut command, &on.report("step"));
-    command.env("LD_LIBRARY_PATH", crate::device::libtorch_cuda());
+    command.env("LD_LIBRARY_PATH", crate::pretended::libtorch_cuda());
     let said = Ran::from(command.output().unwrap()).ok();
     let found: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
     let parts = found["table"]["parts"].as_array().unwrap();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kernels::device::{Buffer, Stager};
 
-use crate::device::{pretend, total};
+use crate::pretended::{pretend, total};
 use crate::support::{Ran, Scratch};
 
 /// Says to the test that it is the process on the stand-in.

@@ -56,13 +56,25 @@ Function loaded(const char* name) {
   return reinterpret_cast<Function>(dlsym(opened == nullptr ? RTLD_DEFAULT : opened, name));
 }
 
+// Whether the GPU half is AMD's: its runtime library is looked for first. libtorch's CPU half may bring NVIDIA's along, for its
+// profiler; NVIDIA's half brings nothing of AMD's.
+bool of_amd() {
+  static const bool amd = loaded<int (*)(int)>("hipSetDevice") != nullptr;
+  return amd;
+}
+
+// The function that one vendor calls so, or the other.
+template <typename Function>
+Function of_vendor(const char* nvidia, const char* amd) {
+  return loaded<Function>(of_amd() ? amd : nvidia);
+}
+
 // A driver loads and launches for a thread that has a device's context alone. libtorch's own choice makes none where the device
 // is chosen already, as the first one is on every thread, so the runtime library is asked each time. Since CUDA 12 its choice
 // makes the context; before that memory did, and to free none of it does.
 void enter_context(int index) {
-  static const bool nvidia = loaded<int (*)(int)>("cudaSetDevice") != nullptr;
-  static const auto choose = loaded<int (*)(int)>(nvidia ? "cudaSetDevice" : "hipSetDevice");
-  static const auto free_none = loaded<int (*)(void*)>(nvidia ? "cudaFree" : "hipFree");
+  static const auto choose = of_vendor<int (*)(int)>("cudaSetDevice", "hipSetDevice");
+  static const auto free_none = of_vendor<int (*)(void*)>("cudaFree", "hipFree");
   thread_local int entered = -1;
   if (choose == nullptr || free_none == nullptr) throw std::runtime_error("the runtime library has no choice of a device");
   int answer = choose(index);
@@ -79,18 +91,14 @@ class Lines {
   const std::string& text() const { return text_; }
 
   // A number of a device, which the vendors number in their own ways.
-  void attribute(const char* name, int index, int of_nvidia, int of_amd) {
-    using Ask = int (*)(int*, int, int);
-    const auto nvidia = loaded<Ask>("cudaDeviceGetAttribute");
-    const auto ask = nvidia != nullptr ? nvidia : loaded<Ask>("hipDeviceGetAttribute");
+  void attribute(const char* name, int index, int nvidia, int amd) {
+    const auto ask = of_vendor<int (*)(int*, int, int)>("cudaDeviceGetAttribute", "hipDeviceGetAttribute");
     int value = 0;
-    if (ask != nullptr && ask(&value, nvidia != nullptr ? of_nvidia : of_amd, index) == 0) add(name, value);
+    if (ask != nullptr && ask(&value, of_amd() ? amd : nvidia, index) == 0) add(name, value);
   }
   // A release in one number, as one of two functions says it.
-  void release(const char* name, const char* of_nvidia, const char* of_amd) {
-    using Ask = int (*)(int*);
-    const auto nvidia = loaded<Ask>(of_nvidia);
-    const auto ask = nvidia != nullptr ? nvidia : loaded<Ask>(of_amd);
+  void release(const char* name, const char* nvidia, const char* amd) {
+    const auto ask = of_vendor<int (*)(int*)>(nvidia, amd);
     int value = 0;
     if (ask != nullptr && ask(&value) == 0) add(name, value);
   }
@@ -160,19 +168,18 @@ int shim_gpu_context_exists(int* out) {
 int shim_gpu_architecture(int index) {
   return shim_guard([=] {
     shim_say("");
-    // Attributes 75 and 76 are the compute capability since CUDA 5.
-    using Attribute = int (*)(int*, int, int);
-    if (auto ask = loaded<Attribute>("cudaDeviceGetAttribute")) {
-      int major = 0, minor = 0;
-      if (ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
-        return shim_say("sm_" + std::to_string(major) + std::to_string(minor));
-      }
-    }
-    // The property structure changed its layout between HIP releases, the name function did not.
-    using Name = int (*)(char*, int, int);
-    if (auto ask = loaded<Name>("hipDeviceGetName")) {
+    if (of_amd()) {
+      // The property structure changed its layout between HIP releases, the name function did not.
+      const auto ask = loaded<int (*)(char*, int, int)>("hipDeviceGetName");
       char name[256] = {};
-      if (ask(name, sizeof(name) - 1, index) == 0) shim_say(name);
+      if (ask != nullptr && ask(name, sizeof(name) - 1, index) == 0) shim_say(name);
+      return;
+    }
+    // Attributes 75 and 76 are the compute capability since CUDA 5.
+    const auto ask = loaded<int (*)(int*, int, int)>("cudaDeviceGetAttribute");
+    int major = 0, minor = 0;
+    if (ask != nullptr && ask(&major, 75, index) == 0 && ask(&minor, 76, index) == 0) {
+      shim_say("sm_" + std::to_string(major) + std::to_string(minor));
     }
   });
 }
@@ -187,9 +194,12 @@ int shim_gpu_table(int index) {
     lines.attribute("memory clock kHz", index, 36, 60);
     lines.release("driver", "cudaDriverGetVersion", "hipDriverGetVersion");
     lines.release("runtime", "cudaRuntimeGetVersion", "hipRuntimeGetVersion");
-    lines.property("cuBLAS", "cublasGetProperty");
-    lines.property("cuBLASLt", "cublasLtGetProperty");
-    lines.property("cuDNN", "cudnnGetProperty");
+    if (!of_amd()) {
+      lines.property("cuBLAS", "cublasGetProperty");
+      lines.property("cuBLASLt", "cublasLtGetProperty");
+      lines.property("cuDNN", "cudnnGetProperty");
+      return shim_say(lines.text());
+    }
     char text[256] = {};
     const auto rocblas = loaded<int (*)(char*, size_t)>("rocblas_get_version_string");
     if (rocblas != nullptr && rocblas(text, sizeof(text) - 1) == 0) lines.add("rocBLAS", text);

@@ -47,8 +47,15 @@ const SWITCHES: [(&CStr, c_int); 13] = [
 ];
 
 /// Variables that GPU libraries read once, when their context is made: set here unless the user did.
-const DEVICE_ENVIRONMENT: [(&str, &str); 2] =
-    [("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0")];
+const DEVICE_ENVIRONMENT: [(&str, &str); 3] = [
+    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
+    // hipBLASLt then takes no Stream-K, whose sums go by how many compute units are free.
+    ("TENSILE_SOLUTION_SELECTION_METHOD", "0"),
+];
+
+/// PyTorch's choice of kernels by timing them.
+const TUNABLE: &str = "PYTORCH_TUNABLEOP_ENABLED";
 
 /// Variables that choose kernels of a CPU. Their values belong to the kernel table of what computes there. oneDNN reads each of
 /// its own under two names.
@@ -67,7 +74,7 @@ const CPU_ENVIRONMENT: [&str; 11] = [
 ];
 
 /// The same of a GPU: what its libraries choose kernels by.
-const GPU_ENVIRONMENT: [&str; 19] = [
+const GPU_ENVIRONMENT: [&str; 21] = [
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_EMULATE_SINGLE_PRECISION",
@@ -84,9 +91,11 @@ const GPU_ENVIRONMENT: [&str; 19] = [
     "TORCH_BLAS_PREFER_HIPBLASLT",
     "DISABLE_ADDMM_HIP_LT",
     "MIOPEN_FIND_MODE",
-    "PYTORCH_TUNABLEOP_ENABLED",
+    "ROCM_ALLOW_GROUP_GEMM_CK",
+    TUNABLE,
     "PYTORCH_TUNABLEOP_FILENAME",
     "HSA_OVERRIDE_GFX_VERSION",
+    ops::GROUPED,
 ];
 
 /// What the caller decides about the runtime.
@@ -202,6 +211,8 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     }
     refuse_if_late()?;
     refuse_what_the_processor_lacks()?;
+    refuse_what_chooses_by_time(&options.device)?;
+    ops::known_grouped()?;
     set_device_environment(options);
     let device = crate::device::open(&options.device)?;
     keep_memory();
@@ -223,6 +234,19 @@ fn refuse_what_the_processor_lacks() -> Result<()> {
     }
     let what = format!(
         "this processor does not have the instructions of ATEN_CPU_CAPABILITY={asked}: unset it"
+    );
+    Err(Error::Mistaken { what })
+}
+
+/// It times each product where it comes first, so that two runs with one kernel table have other kernels.
+fn refuse_what_chooses_by_time(device: &str) -> Result<()> {
+    let asked = std::env::var(TUNABLE).unwrap_or_default();
+    if device == "cpu" || ["", "0"].contains(&asked.as_str()) {
+        return Ok(());
+    }
+    let what = format!(
+        "{TUNABLE}={asked} lets libtorch choose a device's kernels by how fast they are today, so that no step could be computed \
+         again: unset it"
     );
     Err(Error::Mistaken { what })
 }

@@ -1,4 +1,6 @@
-// A GPU that is not there, as a `libtorch_cuda.so`: libtorch's dispatch key CUDA served by its CPU kernels over plain memory.
+// A GPU that is not there, as a `libtorch_cuda.so` or, with STANDIN_HIP, as a `libtorch_hip.so`: libtorch's dispatch key CUDA
+// served by its CPU kernels over plain memory. HIP answers to that name too; what differs is what a program looks up of the
+// vendor's own libraries, and libtorch's grouped product.
 //
 // It computes at once, so that its bits are those of libtorch on a CPU, and keeps count of what a device would be asked for:
 // operations, copies, reads by the host. `clocks.h` says what a real one would be free to do in another order. It refuses what a
@@ -387,8 +389,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("copy_", TORCH_FN(copy));
   m.impl("record_stream", TORCH_FN(record_stream));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_source));
-  // NVIDIA's half of the library has a kernel for it; without one it would be a product for each expert, whose rows the host asks for.
+#ifndef STANDIN_HIP
+  // NVIDIA's half of the library has a kernel for it. AMD's makes a product for each expert, whose rows the host asks for, and so
+  // does libtorch where no kernel is named.
   m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+#endif
 }
 
 struct Process {
@@ -398,41 +403,55 @@ struct Process {
 }  // namespace
 
 // What a program looks up by name in the real library and in those that come with it, and what other stand-ins ask this one.
+#ifdef STANDIN_HIP
+#define VENDORS(nvidia, amd) amd
+#else
+#define VENDORS(nvidia, amd) nvidia
+#endif
 extern "C" {
 // libtorch's own call does nothing where the device is chosen already, as the first one is on every thread; this one makes a
 // context.
-int cudaSetDevice(int device) {
+int VENDORS(cudaSetDevice, hipSetDevice)(int device) {
   if (device < 0 || device >= standin::kDevices) return 101;
   if (context != device) machine().count(&Totals::contexts);
   current_device = context = static_cast<DeviceIndex>(device);
   return 0;
 }
-int cudaFree(void* data) { return data == nullptr ? 0 : 1; }
+int VENDORS(cudaFree, hipFree)(void* data) { return data == nullptr ? 0 : 1; }
 // What a driver answers to the calling thread: no context, a stream of another device's, or all is well.
 int standin_answer(void* stream) {
   if (context < 0) return 201;
   return stream == nullptr || place_of(stream) / standin::kPerDevice == context ? 0 : 400;
 }
-// It says no architecture (attributes 75 and 76): what ran here never passes for what ran on a GPU. Its compute units (16) are as
-// many as STANDIN_UNITS says.
-int cudaDeviceGetAttribute(int* value, int attribute, int) {
-  if (attribute == 75 || attribute == 76) return 1;
+// It says no architecture (attributes 75 and 76 of NVIDIA's, the name of AMD's): what ran here never passes for what ran on a GPU.
+// Its compute units (16, or 63 of AMD's) are as many as STANDIN_UNITS says.
+int VENDORS(cudaDeviceGetAttribute, hipDeviceGetAttribute)(int* value, int attribute, int) {
+  if (VENDORS(attribute == 75 || attribute == 76, false)) return 1;
   const char* units = std::getenv("STANDIN_UNITS");
-  *value = attribute != 16 ? 0 : units == nullptr ? 2 : std::atoi(units);
+  *value = attribute != VENDORS(16, 63) ? 0 : units == nullptr ? 2 : std::atoi(units);
   return 0;
 }
-int cudaDriverGetVersion(int* version) {
-  *version = 13000;
+int VENDORS(cudaDriverGetVersion, hipDriverGetVersion)(int* version) {
+  *version = VENDORS(13000, 70000000);
   return 0;
 }
-int cudaRuntimeGetVersion(int* version) {
-  *version = 13000;
+int VENDORS(cudaRuntimeGetVersion, hipRuntimeGetVersion)(int* version) {
+  *version = VENDORS(13000, 70000000);
   return 0;
 }
+#ifdef STANDIN_HIP
+int hipDeviceGetName(char*, int, int) { return 1; }
+int rocblas_get_version_string(char* text, size_t room) { return std::snprintf(text, room, "0.1.2") < 0; }
+int miopenGetVersion(size_t* major, size_t* minor, size_t* patch) {
+  *major = 0, *minor = 1, *patch = 2;
+  return 0;
+}
+#else
 int cublasGetProperty(int part, int* value) {
   *value = part;
   return 0;
 }
+#endif
 int aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   *stream = handle(Guard().getStream(Device(kGpu, static_cast<DeviceIndex>(device))));
   return 0;

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use tch::Device;
 
-use super::library::{AMD, Compiler, Described, NVIDIA, described};
+use super::library::{Compiler, Described, described};
+use super::own::vendors;
 use super::{architecture, count, half, table};
 use crate::Result;
 
@@ -41,7 +42,8 @@ pub struct Gpus {
 pub fn gpus() -> std::result::Result<Gpus, String> {
     half::open()?;
     let words = |error: crate::Error| error.to_string();
-    let compiler = Compiler::open(NVIDIA).or_else(|_| Compiler::open(AMD));
+    let [first, second] = vendors();
+    let compiler = Compiler::open(first).or_else(|_| Compiler::open(second));
     let between = rccl_sys::Library::open().and_then(rccl_sys::Library::version);
     Ok(Gpus {
         library: half::opened().map_or_else(String::new, |path| path.display().to_string()),
@@ -58,14 +60,13 @@ fn release(number: i32) -> String {
 
 fn gpu(index: i32) -> Result<Gpu> {
     let device = Device::Cuda(usize::try_from(index).unwrap_or_default());
-    let Described { name, uuid, memory } =
-        described(NVIDIA, index).or_else(|| of_amd(index)).unwrap_or_default();
+    let Described { name, uuid, memory } = of(index).unwrap_or_default();
     Ok(Gpu { architecture: architecture(device)?, name, uuid, memory, table: table(device)? })
 }
 
-/// Of a device of AMD's: where this program was built with HIP, by HIP's own word.
-fn of_amd(index: i32) -> Option<Described> {
-    let found = described(AMD, index)?;
+/// What a device is: where this program was built with HIP, by HIP's own word, else by that of its driver.
+fn of(index: i32) -> Option<Described> {
+    let found = vendors().into_iter().find_map(|vendor| described(vendor, index))?;
     #[cfg(feature = "hip")]
     if let Ok(crate::hip::Identity { name, uuid, .. }) = crate::hip::identity(index) {
         return Some(Described { name: Some(name), uuid: Some(uuid), ..found });
@@ -76,8 +77,7 @@ fn of_amd(index: i32) -> Option<Described> {
 /// Name and unique number of the GPU that is computed on, as far as they are said: for the log of where a run was.
 pub fn identity(device: Device) -> Option<[Option<String>; 2]> {
     let Device::Cuda(index) = device else { return None };
-    let index = i32::try_from(index).ok()?;
-    let Described { name, uuid, .. } = described(NVIDIA, index).or_else(|| of_amd(index))?;
+    let Described { name, uuid, .. } = of(i32::try_from(index).ok()?)?;
     Some([name, uuid])
 }
 

@@ -28,6 +28,11 @@ pub(super) fn opened() -> Option<PathBuf> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
+/// Whether that is AMD's, and so are the libraries that it uses.
+pub(super) fn is_amds() -> bool {
+    opened().is_some_and(|path| path.file_name() == Some(LIBRARIES[1].as_ref()))
+}
+
 /// Folders of the libraries that come along with the half that was opened, in a Python environment and in our cache alike.
 pub(super) fn beside() -> Vec<PathBuf> {
     let Some(lib) = opened().and_then(|path| Some(path.parent()?.to_owned())) else {

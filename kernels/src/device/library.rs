@@ -298,6 +298,8 @@ pub(super) struct Module {
     found: RwLock<BTreeMap<CString, Handle>>,
     /// Name and release of the compiler that made the code.
     pub(super) compiler: String,
+    /// What the code is for.
+    pub(super) architecture: String,
 }
 
 // SAFETY: handles and functions of a driver, which any thread may use at any time; the module is never unloaded.
@@ -306,8 +308,12 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads code for the device in use, made by a compiler of this name and release.
-    pub(super) fn load(vendor: Vendor, code: &[u8], compiler: String) -> Result<Module> {
+    /// Loads code for the device in use, which is of an architecture; made by a compiler of this name and release.
+    pub(super) fn load(
+        vendor: Vendor,
+        code: &[u8],
+        [compiler, architecture]: [String; 2],
+    ) -> Result<Module> {
         type Load = unsafe extern "C" fn(*mut Handle, *const c_void) -> c_int;
         let library = open(vendor.drivers)?;
         let prefix = vendor.driver_prefix;
@@ -319,6 +325,7 @@ impl Module {
             Ok(Module {
                 handle,
                 compiler,
+                architecture,
                 found: RwLock::default(),
                 function: function(&library, &format!("{prefix}ModuleGetFunction"))?,
                 launch: function(&library, vendor.launch)?,
@@ -412,9 +419,14 @@ mod tests {
 
     #[test]
     fn a_kernel_is_looked_up_once() {
-        let (found, compiler) = (RwLock::default(), String::new());
-        let handle = ptr::null_mut();
-        let module = Module { handle, function: look, launch: no_launch, found, compiler };
+        let module = Module {
+            handle: ptr::null_mut(),
+            function: look,
+            launch: no_launch,
+            found: RwLock::default(),
+            compiler: String::new(),
+            architecture: String::new(),
+        };
         for _ in 0..3 {
             for name in [c"adamw", c"finish"] {
                 let first = usize::from(name.to_bytes()[0]);

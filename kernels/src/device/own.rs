@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tch::Device;
 
+use super::half;
 use super::library::{AMD, Compiler, Module, NVIDIA, Vendor};
 use crate::{Result, sums};
 
@@ -80,10 +81,10 @@ pub(super) fn module(vendor: Vendor, architecture: &str, kept: Option<&Path>) ->
     let name = format!("{:016x}{:016x}", sums::bytes(&whole, 1), sums::bytes(&whole, 2));
     let file = kept.map(|folder| folder.join(name));
     if let Some(code) = file.as_deref().and_then(taken) {
-        return Module::load(vendor, &code, compiler.name());
+        return Module::load(vendor, &code, [compiler.name(), architecture.to_owned()]);
     }
     let code = compiled(&compiler, architecture)?;
-    let module = Module::load(vendor, &code, compiler.name())?;
+    let module = Module::load(vendor, &code, [compiler.name(), architecture.to_owned()])?;
     // Kept or not, it works; who cannot write there compiles again.
     if let Some(file) = &file {
         let _ = keep(file, &code);
@@ -113,6 +114,11 @@ fn keep(file: &Path, code: &[u8]) -> std::io::Result<()> {
     std::fs::rename(own, file)
 }
 
+/// Both vendors, the one of the GPU half of libtorch first: a machine may have libraries of the other's.
+pub(super) fn vendors() -> [Vendor<'static>; 2] {
+    if half::is_amds() { [AMD, NVIDIA] } else { [NVIDIA, AMD] }
+}
+
 /// Where machine code is kept: a cache of this user.
 fn folder() -> Option<PathBuf> {
     let of = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -130,8 +136,8 @@ pub(super) fn on_gpu(index: usize) -> std::result::Result<Arc<Module>, String> {
             super::architecture(Device::Cuda(index)).map_err(|why| why.to_string())?;
         let kept = folder();
         let own = |vendor| module(vendor, &architecture, kept.as_deref());
-        let found =
-            own(NVIDIA).or_else(|first| own(AMD).map_err(|second| format!("{first}; {second}")));
+        let [first, second] = vendors();
+        let found = own(first).or_else(|why| own(second).map_err(|also| format!("{why}; {also}")));
         found.map(Arc::new)
     };
     modules.entry(index).or_insert_with(open).clone()

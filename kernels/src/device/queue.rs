@@ -122,6 +122,11 @@ impl Queue {
         &self.module.compiler
     }
 
+    /// Architecture of the device, as its runtime library says it; empty where it does not.
+    pub(crate) fn architecture(&self) -> &str {
+        &self.module.architecture
+    }
+
     /// Where it computes.
     pub(crate) fn device(&self) -> Device {
         self.device

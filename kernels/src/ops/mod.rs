@@ -35,6 +35,7 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
 use call::Call;
+pub use device::grouped::{GROUPED, GROUPED_BY};
 pub use operands::{
     AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
     CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NewtonSchulzForm,
@@ -443,8 +444,18 @@ pub const CPU: Table = &cpu::Cpu;
 /// The table of libtorch's operators, for any device.
 pub const REFERENCE: Table = &reference::Reference;
 
+/// Refuses a [`GROUPED`] that cannot be meant.
+pub(crate) fn known_grouped() -> Result<()> {
+    device::grouped::asked().map(drop)
+}
+
 /// The table of our own kernels on a GPU.
 pub const DEVICE: Table = &device::Own::GPU;
+
+/// The same with products of experts by our own kernels, and by libtorch's grouped product where that takes them: to be measured
+/// beside each other.
+pub const EXPERTS: [Table; 2] =
+    [&device::Own::with_grouped(false), &device::Own::with_grouped(true)];
 
 /// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory, and on a GPU our own, or
 /// the reference where they cannot be compiled, which is said.

@@ -35,7 +35,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use contract::{Fault, Result};
 use kernels::device;
-use kernels::ops::{TABLES, VARIABLE};
+use kernels::ops::{GROUPED, GROUPED_BY, TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use kernels::signals;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -161,7 +161,8 @@ impl Speed {
 
     /// Refuses operations or a device that no rank of this machine has, before any of them starts.
     pub(crate) fn refuse_missing(&self) -> Result<()> {
-        known_operations()?;
+        known("operations", VARIABLE, &TABLES)?;
+        known("products of experts", GROUPED, &GROUPED_BY)?;
         if self.device == "cpu" || tch::Cuda::is_available() {
             return Ok(());
         }
@@ -174,7 +175,8 @@ impl Speed {
             Some(launched) if self.device == "cuda" => launched.device(),
             _ => self.device.clone(),
         };
-        known_operations()?;
+        known("operations", VARIABLE, &TABLES)?;
+        known("products of experts", GROUPED, &GROUPED_BY)?;
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
         trainer::memory::refuse_limit(&limits)?;
         let options = RuntimeOptions { device: name.clone() };
@@ -184,16 +186,16 @@ impl Speed {
     }
 }
 
-/// Refuses a table of operations that does not exist, before a device is blamed for it.
-fn known_operations() -> Result<()> {
-    let Some(asked) = std::env::var_os(VARIABLE) else { return Ok(()) };
-    if asked.is_empty() || TABLES.iter().any(|known| asked == *known) {
+/// Refuses a variable that names what does not exist, before a device is blamed for it.
+fn known(what: &str, variable: &str, all: &[&str]) -> Result<()> {
+    let Some(asked) = std::env::var_os(variable) else { return Ok(()) };
+    if asked.is_empty() || all.iter().any(|known| asked == *known) {
         return Ok(());
     }
-    Err(Fault::usage("there are no such operations")
-        .at(VARIABLE)
+    Err(Fault::usage(format!("there are no such {what}"))
+        .at(variable)
         .found(asked.display())
-        .wanted(format!("one of {}, or nothing", TABLES.join(", "))))
+        .wanted(format!("one of {}, or nothing", all.join(", "))))
 }
 
 /// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A terminal sends

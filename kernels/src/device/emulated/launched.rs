@@ -116,7 +116,7 @@ fn what_cannot_be_had_is_said() {
     assert!(refused.unwrap_err().to_string().contains("libthat_is_nowhere.so"));
     let refused = own::module(Vendor { drivers: &missing, ..vendor }, "sm_90", None);
     assert!(refused.unwrap_err().to_string().contains("libthat_is_nowhere.so"));
-    assert!(Module::load(vendor, b"no machine code", String::new()).is_err());
+    assert!(Module::load(vendor, b"no machine code", Default::default()).is_err());
 }
 
 /// The real compiler takes the source that the process holds, where `resources.py --install` has put its wheel.

@@ -1,14 +1,25 @@
 //! Products of experts, all of a layer by one launch: offsets stay on the device.
 //!
-//! In f32 they are our own. In bf16 they are libtorch's grouped product, for which a device has units of its own, where rows lie
-//! as that wants them: widths are multiples of 8. Otherwise ours.
+//! In f32 they are our own. In bf16 they are libtorch's grouped product where that is one kernel, for which a device has units of
+//! its own, and where rows lie as it wants them: widths are multiples of 8. libtorch has that kernel for compute capabilities 9
+//! and 10 of NVIDIA. Everywhere else, and so on AMD's, its grouped product reads the offsets on the host and calls a product for
+//! each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six waits of the host for each layer of a micro-batch. There
+//! our own are called instead. [`GROUPED`] chooses where somebody has measured otherwise.
+
+use std::sync::OnceLock;
 
 use tch::{Kind, Tensor};
 
 use super::{Argument, Queue, by_kind};
-use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::{Dispatch, Experts, Gradient, check};
+use crate::{Error, Result};
+
+/// The variable that says whose products of experts a GPU computes in bf16, where both could.
+pub const GROUPED: &str = "ZTRAIN_GROUPED";
+
+/// What it may say.
+pub const GROUPED_BY: [&str; 2] = ["own", "library"];
 
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
@@ -20,8 +31,39 @@ fn tiles(size: i64) -> i64 {
     (size + SIDE - 1) / SIDE
 }
 
-fn by_library(x: &Tensor, widths: [i64; 2]) -> bool {
-    x.kind() == Kind::BFloat16 && widths.iter().all(|width| width % ALIGNED == 0)
+/// Whether [`GROUPED`] asks for the library's; `None` where it asks for nothing.
+///
+/// # Errors
+/// Where it asks for what there is not.
+pub(crate) fn asked() -> Result<Option<bool>> {
+    meant(&std::env::var(GROUPED).unwrap_or_default())
+}
+
+fn meant(value: &str) -> Result<Option<bool>> {
+    match value {
+        "" => Ok(None),
+        "own" => Ok(Some(false)),
+        "library" => Ok(Some(true)),
+        other => Err(Error::Mistaken {
+            what: format!("{GROUPED} is {other:?}; there are {}", GROUPED_BY.join(" and ")),
+        }),
+    }
+}
+
+/// Whether libtorch has a grouped product of one kernel there, by the name of the architecture: `sm_90` to `sm_109`.
+fn has_grouped(architecture: &str) -> bool {
+    let digits = architecture.strip_prefix("sm_").map(|rest| rest.trim_end_matches('a'));
+    let number = digits.and_then(|digits| digits.parse::<u32>().ok());
+    number.is_some_and(|number| [9, 10].contains(&(number / 10)))
+}
+
+fn by_library(queue: &Queue, wanted: Option<bool>, x: &Tensor, widths: [i64; 2]) -> bool {
+    // Read once: this is asked before each product. What cannot be meant was refused at the start.
+    static ASKED: OnceLock<Option<bool>> = OnceLock::new();
+    let asked = || *ASKED.get_or_init(|| asked().unwrap_or_default());
+    x.kind() == Kind::BFloat16
+        && widths.iter().all(|width| width % ALIGNED == 0)
+        && wanted.or_else(asked).unwrap_or_else(|| has_grouped(queue.architecture()))
 }
 
 /// `rows weights` of each expert by libtorch, which leaves what it makes for an expert without rows open.
@@ -32,14 +74,14 @@ fn library(rows: &Tensor, weights: &Tensor, ends: &Tensor, experts: i64) -> Resu
 
 pub(super) fn matmul(
     queue: &Queue,
-    rows: &Tensor,
-    weights: &Tensor,
+    asked: Option<bool>,
+    [rows, weights]: [&Tensor; 2],
     by: &Dispatch,
 ) -> Result<Tensor> {
     let call = Call("grouped_matmul");
     let [width, inner] = check::grouped(&call, by, rows, weights, [1, 2])?;
     let ends = by.ends(call.0)?;
-    if by_library(rows, [width, inner]) {
+    if by_library(queue, asked, rows, [width, inner]) {
         return library(rows, &weights.f_transpose(1, 2)?, ends, by.experts);
     }
     let out = queue.room(&[by.rows, width], rows.kind())?;
@@ -50,14 +92,14 @@ pub(super) fn matmul(
 
 pub(super) fn input(
     queue: &Queue,
-    grad: &Tensor,
-    weights: &Tensor,
+    asked: Option<bool>,
+    [grad, weights]: [&Tensor; 2],
     by: &Dispatch,
 ) -> Result<Tensor> {
     let call = Call("grouped_matmul_input");
     let [width, inner] = check::grouped(&call, by, grad, weights, [2, 1])?;
     let ends = by.ends(call.0)?;
-    if by_library(grad, [width, inner]) {
+    if by_library(queue, asked, grad, [width, inner]) {
         return library(grad, weights, ends, by.experts);
     }
     let out = queue.room(&[by.rows, width], grad.kind())?;
@@ -81,14 +123,14 @@ fn launch(
 
 pub(super) fn weights(
     queue: &Queue,
-    grad: &Tensor,
-    rows: &Tensor,
+    asked: Option<bool>,
+    [grad, rows]: [&Tensor; 2],
     by: &Dispatch,
 ) -> Result<Gradient> {
     let call = Call("grouped_matmul_weights");
     let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
     let ends = by.ends(call.0)?;
-    if by_library(rows, [height, width]) {
+    if by_library(queue, asked, rows, [height, width]) {
         let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
         return Ok(Gradient::Experts(Experts { made, ends: ends.shallow_clone() }));
     }
@@ -99,4 +141,27 @@ pub(super) fn weights(
     let blocks = by.experts * tiles(height) * tiles(width);
     queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
     Ok(out.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_is_asked_where_it_has_one_kernel() {
+        let has = ["sm_90", "sm_90a", "sm_100", "sm_103"];
+        assert!(has.into_iter().all(has_grouped));
+        let loops = ["sm_80", "sm_89", "sm_120", "sm_9", "gfx942", "AMD Instinct MI300X", ""];
+        assert!(!loops.into_iter().any(has_grouped));
+    }
+
+    #[test]
+    fn what_cannot_be_meant_is_refused() {
+        let answers = ["", "own", "library"].map(|value| meant(value).unwrap());
+        assert_eq!(answers, [None, Some(false), Some(true)]);
+        for wrong in ["ours", "LIBRARY", "1"] {
+            let refused = meant(wrong).unwrap_err().to_string();
+            assert!(refused.contains(wrong) && refused.contains("own and library"), "{refused}");
+        }
+    }
 }

@@ -5,7 +5,7 @@
 //! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
 
 mod finish;
-mod grouped;
+pub(super) mod grouped;
 mod heads;
 mod loss;
 mod newton_schulz;
@@ -33,16 +33,23 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Own {
     queue: fn(Device) -> Result<Queue>,
+    /// Whose products of experts it takes in bf16, where both could; `None` as [`grouped`] chooses.
+    library: Option<bool>,
 }
 
 impl Own {
     /// That of GPUs.
-    pub(super) const GPU: Own = Own { queue: Queue::of };
+    pub(super) const GPU: Own = Own { queue: Queue::of, library: None };
+
+    /// The same with products of experts by our own kernels, or by libtorch's.
+    pub(super) const fn with_grouped(library: bool) -> Own {
+        Own { queue: Queue::of, library: Some(library) }
+    }
 
     /// One that launches elsewhere.
     #[cfg(test)]
     pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> Own {
-        Own { queue }
+        Own { queue, library: None }
     }
 
     fn at(&self, tensor: &Tensor) -> Result<Queue> {
@@ -79,7 +86,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 5, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 6, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -159,7 +166,7 @@ impl Ops for Own {
     }
 
     fn grouped_matmul(&self, rows: &Tensor, weights: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        grouped::matmul(&self.at(rows)?, rows, weights, by)
+        grouped::matmul(&self.at(rows)?, self.library, [rows, weights], by)
     }
 
     fn grouped_matmul_input(
@@ -168,7 +175,7 @@ impl Ops for Own {
         weights: &Tensor,
         by: &Dispatch,
     ) -> Result<Tensor> {
-        grouped::input(&self.at(grad)?, grad, weights, by)
+        grouped::input(&self.at(grad)?, self.library, [grad, weights], by)
     }
 
     fn grouped_matmul_weights(
@@ -177,7 +184,7 @@ impl Ops for Own {
         rows: &Tensor,
         by: &Dispatch,
     ) -> Result<Gradient> {
-        grouped::weights(&self.at(rows)?, grad, rows, by)
+        grouped::weights(&self.at(rows)?, self.library, [grad, rows], by)
     }
 
     fn unpermute(

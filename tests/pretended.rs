@@ -1,0 +1,211 @@
+//! A GPU that is not there, for tests of whole programs: stand-ins (`kernels/device/standin`, `kernels/device/emulator`) compiled
+//! here against the libtorch in use, under the names of either vendor's libraries.
+//!
+//! It computes on the CPU, keeps vector clocks for streams and events, and counts.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+use crate::ranks::Fixture;
+use crate::support::Ran;
+
+/// Where kernels and stand-ins have their source.
+fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/device")
+}
+
+/// By whose names a GPU goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Vendor {
+    Nvidia,
+    Amd,
+}
+
+impl Vendor {
+    /// The folder in which the stand-in lies as the GPU half of libtorch; its name says from what it was made.
+    fn half(self) -> &'static Path {
+        static FOLDERS: [OnceLock<PathBuf>; 2] = [OnceLock::new(), OnceLock::new()];
+        let (name, flag) = match self {
+            Vendor::Nvidia => ("libtorch_cuda.so", None),
+            Vendor::Amd => ("libtorch_hip.so", Some("-DSTANDIN_HIP")),
+        };
+        FOLDERS[self as usize].get_or_init(|| {
+            let libtorch =
+                PathBuf::from(std::env::var_os("LIBTORCH").expect("cargo sets LIBTORCH"));
+            let libtorch = libtorch.canonicalize().unwrap();
+            made(&["standin"], &libtorch, &[name], |compiler| {
+                let include = libtorch.join("include");
+                compiler.args(flag).arg("-isystem").arg(&include).arg("-isystem");
+                compiler.arg(include.join("torch/csrc/api/include")).arg("standin/gpu.cpp");
+                compiler.arg("-L").arg(libtorch.join("lib")).args(["-ltorch_cpu", "-lc10"]);
+            })
+        })
+    }
+
+    /// The folder in which the emulator lies under the names of a compiler's and a driver's library, which run our own kernels.
+    fn driver(self) -> &'static Path {
+        static FOLDERS: [OnceLock<PathBuf>; 2] = [OnceLock::new(), OnceLock::new()];
+        let names = match self {
+            Vendor::Nvidia => ["libcuda.so.1", "libnvrtc.so.13"],
+            Vendor::Amd => ["libamdhip64.so.7", "libhiprtc.so.7"],
+        };
+        FOLDERS[self as usize].get_or_init(|| {
+            made(&["", "emulator"], Path::new(""), &names, |compiler| {
+                compiler.args(["-ffp-contract=off", "-fno-strict-aliasing", "emulator/driver.cpp"]);
+                compiler.arg("emulator/emulator.cpp");
+            })
+        })
+    }
+
+    /// Makes a command's `--device cuda` the stand-in, which tells in `report` what it was asked for; our own kernels run on the
+    /// emulator.
+    pub(crate) fn pretend(self, command: &mut Command, report: &Path) {
+        let folders = [self.half(), self.driver()];
+        command.env("LD_LIBRARY_PATH", std::env::join_paths(folders).unwrap());
+        command.env("STANDIN_REPORT", report).env("XDG_CACHE_HOME", self.driver());
+        if self == Vendor::Nvidia {
+            // As a GPU does for whose architecture libtorch has a grouped product: this one has no architecture.
+            command.env("ZTRAIN_GROUPED", "library");
+        }
+    }
+}
+
+/// The folder in which the stand-in lies as `libtorch_cuda.so`.
+pub(crate) fn libtorch_cuda() -> &'static Path {
+    Vendor::Nvidia.half()
+}
+
+/// A GPU by NVIDIA's names.
+pub(crate) fn pretend(command: &mut Command, report: &Path) {
+    Vendor::Nvidia.pretend(command, report);
+}
+
+/// A folder with a library under these names, compiled unless it is there, out of the files in `folders` and what is at `from`.
+fn made(
+    folders: &[&str],
+    from: &Path,
+    names: &[&str],
+    arguments: impl FnOnce(&mut Command),
+) -> PathBuf {
+    let mut hasher = DefaultHasher::new();
+    from.hash(&mut hasher);
+    let entries =
+        folders.iter().flat_map(|folder| std::fs::read_dir(sources().join(folder)).unwrap());
+    let mut files: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.retain(|file| file.is_file());
+    files.sort();
+    files.iter().for_each(|file| std::fs::read(file).unwrap().hash(&mut hasher));
+    let name = format!("{}-{:016x}", names[0], hasher.finish());
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    if names.iter().any(|name| !folder.join(name).exists()) {
+        std::fs::create_dir_all(&folder).unwrap();
+        let own = folder.join(std::process::id().to_string());
+        let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+        compiler.current_dir(sources()).args(["-std=c++17", "-O2", "-Wall", "-shared", "-fPIC"]);
+        compiler.arg("-pthread").arg("-o").arg(&own);
+        arguments(&mut compiler);
+        let made = compiler.output().unwrap();
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        for name in &names[1..] {
+            std::fs::copy(&own, folder.join(name)).unwrap();
+        }
+        std::fs::rename(own, folder.join(names[0])).unwrap();
+    }
+    folder
+}
+
+/// What the processes that used a stand-in said at their ends, added up by name.
+pub(crate) fn total(report: &Path, name: &str) -> u64 {
+    let text = std::fs::read_to_string(report).unwrap();
+    assert!(!text.is_empty(), "nobody used the stand-in");
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.map(|line| line[name].as_u64().unwrap()).sum()
+}
+
+/// The same of its operations, each by its name.
+pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
+    let text = std::fs::read_to_string(report).unwrap();
+    let mut found = BTreeMap::new();
+    for line in text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()) {
+        for (name, times) in line["by_name"].as_object().unwrap() {
+            *found.entry(name.clone()).or_insert(0.0) += times.as_f64().unwrap();
+        }
+    }
+    found
+}
+
+/// A small run on the stand-in, by libtorch's operators alone, which take a tenth of the emulator's time, or by our own kernels.
+pub(crate) struct OnDevice {
+    pub(crate) fixture: Fixture,
+    own: bool,
+    vendor: Vendor,
+}
+
+impl OnDevice {
+    pub(crate) fn by_libtorch() -> Self {
+        OnDevice::by_libtorch_of(&[])
+    }
+
+    /// With this changed in the curriculum.
+    pub(crate) fn by_libtorch_of(change: &[(&str, &str)]) -> Self {
+        OnDevice { own: false, ..OnDevice::by_ours(Fixture::new(change)) }
+    }
+
+    pub(crate) fn by_ours(fixture: Fixture) -> Self {
+        OnDevice { fixture, own: true, vendor: Vendor::Nvidia }
+    }
+
+    pub(crate) fn by_ours_on_amd(fixture: Fixture) -> Self {
+        OnDevice { vendor: Vendor::Amd, ..OnDevice::by_ours(fixture) }
+    }
+
+    /// The ledger of a run.
+    pub(crate) fn ledger(&self, out: &str) -> String {
+        std::fs::read_to_string(self.fixture.scratch.path(out).join("ledger.jsonl")).unwrap()
+    }
+
+    pub(crate) fn report(&self, out: &str) -> PathBuf {
+        self.fixture.scratch.path(&format!("{out}.report"))
+    }
+
+    pub(crate) fn command(&self, out: &str, extra: &[&str]) -> Command {
+        let args = [&["--device", "cuda", "--validate-every", "0", "--quiet"], extra].concat();
+        let mut command = self.fixture.run(out, &args);
+        self.vendor.pretend(&mut command, &self.report(out));
+        if !self.own {
+            command.env("LD_LIBRARY_PATH", self.vendor.half());
+        }
+        command
+    }
+
+    /// Runs to the end, or as far as `extra` says, and asserts that everything waited for what it needs.
+    #[track_caller]
+    pub(crate) fn finish(&self, out: &str, extra: &[&str]) {
+        let ran = Ran::from(self.command(out, extra).output().unwrap());
+        assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
+        assert!(!ran.err.contains("Warning"), "libtorch warns: {}", ran.err);
+        // Without a compiler for a GPU libtorch computes all, which is said.
+        assert_eq!(!self.own, ran.err.contains("no kernels of our own on Cuda("), "{}", ran.err);
+        ran.ok();
+        assert_eq!(total(&self.report(out), "races"), 0);
+    }
+
+    /// Whether a run of two steps shows a race with a fault. A single wait is not missed where a thread of the host has happened
+    /// to wait for the same, so it may be lost several times.
+    pub(crate) fn shows(&self, fault: &str, extra: &[&str]) -> bool {
+        (0..8).any(|turn| self.races(&format!("lost-{turn}"), fault, extra) > 0)
+    }
+
+    /// How many races a run of two steps shows with a fault.
+    pub(crate) fn races(&self, name: &str, fault: &str, extra: &[&str]) -> u64 {
+        let out = format!("{name}-{}", fault.replace(':', "-"));
+        let mut command = self.command(&out, &[&["--stop-after", "2"], extra].concat());
+        Ran::from(command.env("STANDIN_FAULT", fault).output().unwrap()).ok();
+        total(&self.report(&out), "races")
+    }
+}
