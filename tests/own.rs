@@ -82,6 +82,39 @@ fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
     with("STANDIN_UNITS", "2", "4").ok();
 }
 
+/// Products of experts are measured each way that there is, and what training takes is held against the fastest.
+#[test]
+fn products_of_experts_are_measured_each_way() {
+    let on = OnDevice::by_ours(Fixture::new(&[]));
+    let file = arg(&on.fixture.curriculum);
+    let words = ["bench", "gemm", "--curriculum", file, "--device", "cuda", "--json"];
+    let little = ["--rows", "64", "--widths", "64", "--tokens", "64", "--seconds", "0.001"];
+    let mut command = ztrain_command(&[&words[..], &little].concat());
+    pretend(&mut command, &on.report("gemm"));
+    let said = Ran::from(command.output().unwrap()).ok();
+    let rows = said.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let rows: Vec<_> = rows.filter(|row| row.get("experts").is_some()).collect();
+    assert_eq!(rows.len(), 2 * 2 * 2, "two products, two formats, there and back");
+    for row in rows {
+        let number = |name: &str| row[name].as_f64().unwrap_or(0.0);
+        let times = if row["way"] == "backward" { 4.0 } else { 2.0 };
+        let sizes = ["rows", "inner", "columns"].map(number);
+        assert_eq!(number("operations"), times * sizes.iter().product::<f64>(), "{row}");
+        assert_eq!(row["count"], 4);
+        let ways = ["own", "library", "loop", "padded"].map(number);
+        assert_eq!(ways[1] > 0.0, row["dtype"] == "bf16", "{row}");
+        assert!(ways[0] > 0.0 && ways[2] > 0.0 && ways[3] > 0.0, "{row}");
+        let fastest = ways.into_iter().fold(0.0, f64::max);
+        assert!((number("of_best") * fastest / number("trained") - 1.0).abs() < 1e-9, "{row}");
+    }
+    let names = crate::pretended::by_name(&on.report("gemm"));
+    for name in
+        ["grouped_bf16", "grouped_weights_bf16", "grouped_f32", "aten::_grouped_mm", "aten::bmm"]
+    {
+        assert!(names.contains_key(name), "{name} was measured by nobody: {names:?}");
+    }
+}
+
 /// Muon's part of a step is its own there, too.
 #[test]
 fn parts_of_the_optimizer_are_told_apart_on_a_device() {

@@ -17,6 +17,7 @@ pub mod cluster;
 pub mod curve;
 pub mod degrees;
 pub mod estimate;
+pub mod experts;
 pub mod faults;
 pub mod hints;
 pub mod machine;

@@ -21,7 +21,7 @@ use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
-use super::{Speed, bench_hash, bytes};
+use super::{Speed, bench_experts, bench_hash, bytes};
 
 /// What all of them take.
 #[derive(clap::Args)]
@@ -78,7 +78,8 @@ pub(crate) struct KernelArgs {
 /// Arguments of `gemm`.
 #[derive(clap::Args)]
 pub(crate) struct GemmArgs {
-    /// Also measure the shapes of this curriculum's model in its first phase; described stores are enough.
+    /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its experts each
+    /// way that they could be computed; described stores are enough.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
     /// Rows of the left operand: tokens of a micro-batch [default: 64,256,1024 on a CPU, 512,2048,8192 on a GPU].
@@ -275,6 +276,11 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
             Format::Bf16 => gemm.bf16 = Some(curve),
         }
         found.extend(own);
+        // On a processor experts are a loop, whose products stand above.
+        if let (Some((config, tokens)), true) = (&model, device != Device::Cpu) {
+            let kind = (format.name(), format.kind());
+            bench_experts::tell(bench, (config, *tokens), kind, args.common.json)?;
+        }
     }
     // Of f32 operands by itself where bf16 ones were measured too.
     for format in args.formats.dtype.iter().rev() {

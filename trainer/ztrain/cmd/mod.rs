@@ -2,6 +2,7 @@
 
 pub(crate) mod attribute;
 pub(crate) mod bench;
+mod bench_experts;
 mod bench_hash;
 pub(crate) mod bench_machine;
 pub(crate) mod bench_step;

@@ -1,0 +1,79 @@
+//! `ztrain bench gemm --curriculum` on a device: products of experts, each way that they could be computed.
+
+use contract::Result;
+use contract::terminal::print_raw;
+use serde::Serialize;
+use tch::Kind;
+use trainer::model::ZayaConfig;
+use trainer::sizing::experts::{Experts, Rates};
+use trainer::sizing::machine::Bench;
+use trainer::sizing::shapes::{self, Shape};
+
+/// A row: one way of all experts of a layer.
+#[derive(Serialize)]
+struct Row {
+    /// Where a model has it.
+    experts: String,
+    dtype: &'static str,
+    /// How many experts there are.
+    count: i64,
+    /// Rows of all together.
+    #[serde(flatten)]
+    shape: Shape,
+    way: &'static str,
+    operations: f64,
+    #[serde(flatten)]
+    rates: Rates,
+    /// What training reaches of the fastest way.
+    of_best: f64,
+}
+
+/// Measures those of a model, and tells a line of each.
+pub(super) fn tell(
+    bench: Bench,
+    (config, tokens): (&ZayaConfig, i64),
+    (dtype, kind): (&'static str, Kind),
+    json: bool,
+) -> Result<()> {
+    for (name, shape) in shapes::of_model(config, tokens) {
+        let Some(product) = name.strip_prefix("expert, ") else { continue };
+        let of = Experts { count: config.num_experts, shape: Shape { rows: tokens, ..shape } };
+        let ways = [("forward", 1.0), ("backward", 2.0)];
+        for ((way, times), rates) in ways.into_iter().zip(bench.experts(of, kind)?) {
+            let row = Row {
+                experts: product.to_owned(),
+                dtype,
+                count: of.count,
+                shape: of.shape,
+                way,
+                operations: times * of.shape.operations(),
+                of_best: rates.of_best(),
+                rates,
+            };
+            match json {
+                true => print_raw(&format!("{}\n", serde_json::json!(row)))?,
+                false => tell_row(&row)?,
+            }
+        }
+    }
+    Ok(())
+}
+
+fn tell_row(row: &Row) -> Result<()> {
+    let Shape { rows, inner, columns } = row.shape;
+    let rate = |rate: f64| format!("{:.1}", rate / 1e9);
+    let ways = row
+        .rates
+        .alternatives()
+        .map(|(name, of)| format!("{name} {}", of.map_or_else(|| "-".to_owned(), rate)));
+    tell!(
+        "{} experts, {}, {}, {}: {rows} x {inner} x {columns}, GF/s: {}; of the fastest {:.2}",
+        row.count,
+        row.experts,
+        row.dtype,
+        row.way,
+        ways.join(", "),
+        row.of_best
+    );
+    Ok(())
+}
