@@ -55,13 +55,19 @@ class Outcome:
 
     def level(self):
         """The row for the table of levels: what this shows of the kernel table at hand."""
-        held = all(self.checks.get(name, {}).get("outcome") == "ok" for name in ["kernels", "bits f32", "bits bf16"])
-        tables = [self.checks.get(name, {}) for name in ["bits f32", "bits bf16"]]
+        outcome = lambda name: self.checks.get(name, {}).get("outcome")
+        held = all(outcome(name) == "ok" for name in ["kernels", "bits f32", "bits bf16"])
+        # What has several outcomes, or more memory than a plan allows for, is no proof, whatever else held.
+        held &= all(outcome(name) != "WRONG" for name in ["hash", "memory"])
+        tables = [self.checks.get(name, {}) for name in ["bits f32", "bits bf16", "ranks"]]
         tables = [(one["fingerprint"], one["table"]) for one in tables if "fingerprint" in one]
+        # Those of f32 and bf16 are one, and so is the one of several ranks.
         one_table = len({fingerprint for fingerprint, _ in tables}) == 1
         fingerprint, table = tables[0] if tables else ("", {})
         digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16] if one_table else "none"
-        levels = "D L0" if held and one_table and not self.pretended else "D"
+        levels = "D"
+        if held and one_table and not self.pretended:
+            levels = "D L0 L1 L2 L3" if outcome("ranks") == "ok" else "D L0"
         columns = [f"`{digest}`", self.device.get("name", "?"), self.device.get("architecture") or "none", table.get("libtorch", "?"),
                    table.get("operations", "?"), levels]
         return "| " + " | ".join(columns) + " |"

@@ -46,9 +46,9 @@ fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
     println!("{}", pretended(&args, &report).ok());
     let outcome = found(&out);
     assert_eq!(outcome["pretended"], true);
-    let looked = ["devices", "bits f32", "bits bf16", "hash", "tolerance", "bandwidth", "gemm"];
+    let looked = ["devices", "bits f32", "bits bf16", "ranks", "hash", "bandwidth", "gemm"];
     let steps = ["step nano f32", "step nano bf16", "top nano f32", "memory", "checkpoints"];
-    for name in looked.into_iter().chain(steps) {
+    for name in looked.into_iter().chain(steps).chain(["tolerance"]) {
         assert_eq!(outcome["checks"][name]["outcome"], "ok", "{name}");
     }
     for name in ["kernels", "sanitizer", "step 20m bf16", "top 1b bf16", "beside"] {
@@ -57,7 +57,13 @@ fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
         assert!(check["told"].as_str().is_some_and(|why| why.len() > 20), "{name}: {check}");
     }
     let ledgers = |of: &str| outcome["checks"][of]["ledgers"].as_object().unwrap().len();
-    assert_eq!([ledgers("bits f32"), ledgers("bits bf16")], [6, 4]);
+    assert_eq!([ledgers("bits f32"), ledgers("bits bf16"), ledgers("ranks")], [3, 3, 4]);
+    let experts = outcome["checks"]["gemm"]["experts"].as_array().unwrap();
+    assert_eq!(experts.len(), 2 * 2, "two products, there and back");
+    for row in experts {
+        let [of, best] = ["trained", "loop"].map(|way| row[way].as_f64().unwrap());
+        assert!(of > 0.0 && best > 0.0 && row["own"].is_null(), "{row}");
+    }
     assert!(outcome["checks"]["step nano bf16"]["device_mib"].as_f64().unwrap() > 1.0);
     assert_eq!(outcome["checks"]["top nano bf16"]["top"].as_array().unwrap().len(), 10);
     let row = outcome["level"].as_str().unwrap();
@@ -258,11 +264,13 @@ fn outcomes_of_one_device_are_merged() {
     let table = json!({"fingerprint": "a", "table": {"libtorch": "2", "operations": "device 4"}});
     let kernels = put("kernels", "one", json!({"kernels": ok(json!({}))}));
     let bits = json!({"bits f32": ok(table.clone()), "bits bf16": ok(table.clone())});
-    let bits = put("bits", "one", bits);
     let mut changed = table.clone();
     changed["fingerprint"] = "b".into();
-    let apart = json!({"bits f32": ok(table), "bits bf16": ok(changed)});
-    let apart = put("apart", "one", apart);
+    let more = |name: &str, check: &str, found: Value| {
+        let mut checks = bits.clone();
+        checks[check] = found;
+        put(name, "one", checks)
+    };
     let other = put("other", "another", json!({}));
     let merge = |name: &str, with: &Path| {
         let out = scratch.path(name);
@@ -270,12 +278,25 @@ fn outcomes_of_one_device_are_merged() {
         (Ran::from(ran), out)
     };
     let level = |out: &Path| found(out)["level"].as_str().unwrap().to_owned();
-    let (ran, out) = merge("both", &bits);
-    ran.ok();
-    assert!(level(&out).ends_with("| one | sm_90 | 2 | device 4 | D L0 |"), "{}", level(&out));
-    let (ran, out) = merge("two tables", &apart);
-    ran.ok();
-    assert!(level(&out).ends_with("| D |"), "two kernel tables are no proof: {}", level(&out));
+    let wrong = json!({"outcome": "WRONG", "told": "", "seconds": 1.5});
+    let cases = [
+        // A check that was not made takes nothing away.
+        ("bandwidth", ok(json!({})), "D L0"),
+        ("ranks", ok(table), "D L0 L1 L2 L3"),
+        ("ranks", wrong.clone(), "D L0"),
+        // Two kernel tables are no proof.
+        ("bits bf16", ok(changed.clone()), "D"),
+        ("ranks", ok(changed), "D"),
+        ("hash", wrong.clone(), "D"),
+        ("memory", wrong, "D"),
+    ];
+    for (number, (check, found, levels)) in cases.into_iter().enumerate() {
+        let with = more(&format!("with-{number}"), check, found.clone());
+        let (ran, out) = merge(&format!("both-{number}"), &with);
+        assert_eq!(ran.code, Some(i32::from(found["outcome"] == "WRONG")), "{}", ran.err);
+        let row = format!("| one | sm_90 | 2 | device 4 | {levels} |");
+        assert!(level(&out).ends_with(&row), "{check} {found}: {}", level(&out));
+    }
     let (ran, _) = merge("two devices", &other);
     ran.fails(1, &["not of the same device"]);
 }

@@ -91,6 +91,8 @@ WAYS = {
     "bf16": {"one micro-batch in flight": ["--workers", "1"], "two": ["--workers", "2"],
              "recompute": ["--workers", "1", "--recompute"]},
 }
+# What products of experts, as training computes them, should reach of the fastest way that there is.
+EXPERTS = 0.9
 # How far libtorch's allocator may be from the formula of memory, as a part of it.
 MEMORY = 0.10
 
@@ -216,11 +218,13 @@ class Checks:
     def bits(self, dtype):
         """The same ledger however it is computed, killed or not; and a step replayed."""
         digests, last = {}, self.asked.steps
-        for number, (way, words) in enumerate(WAYS[dtype].items()):
+        # Each way stands in tests/device.rs for a pretended GPU.
+        ways = list(WAYS[dtype].items())[:: len(WAYS[dtype]) - 1 if self.pretended else 1]
+        for number, (way, words) in enumerate(ways):
             self.late()
             digests[way] = ledger(self.train(f"way-{dtype}-{number}", *words, curriculum=self.small(dtype)))
         self.late()
-        digests["killed and gone on"] = self.killed(dtype)
+        digests["killed and gone on"] = ledger(self.killed(f"killed-{dtype}", dtype))
         if len(set(digests.values())) != 1:
             raise Wrong(f"ledgers of {last} steps differ: {digests}")
         run = self.work / f"way-{dtype}-0"
@@ -229,10 +233,11 @@ class Checks:
                 {"steps": last, "ledgers": digests, "replay": said, "table": head(run)["kernel_table"],
                  "fingerprint": fingerprint(run)})
 
-    def killed(self, dtype):
-        run = self.work / f"killed-{dtype}"
-        words = [str(self.folder / "ztrain"), "--curriculum", str(self.small(dtype)), "--out", str(run), "--device", self.asked.device,
-                 "--validate-every", "0", "--checkpoint-every", "2", "--workers", "1", "--quiet"]
+    def killed(self, name, dtype, first=(), then=(), device=None):
+        """A run that is killed, and goes on in another way; its folder."""
+        run, device = self.work / name, device or self.asked.device
+        words = [str(self.folder / "ztrain"), "--curriculum", str(self.small(dtype)), "--out", str(run), "--device", device,
+                 "--validate-every", "0", "--checkpoint-every", "2", "--workers", "1", "--quiet", *first]
         process = subprocess.Popen(words, env=os.environ | self.operations(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         lines = lambda: (run / "ledger.jsonl").read_bytes().count(b"\n") if (run / "ledger.jsonl").exists() else 0
         deadline = time.monotonic() + max(min(self.left(), self.asked.patience), 5)
@@ -248,7 +253,37 @@ class Checks:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
             process.wait()
-        return ledger(self.train(run.name, "--workers", "1", curriculum=self.small(dtype)))
+        return self.train(run.name, "--workers", "1", *then, curriculum=self.small(dtype), device=device)
+
+    def ranks(self):
+        """Several ranks on this one GPU, killed and gone on as more, and a replay by one; ranks that share micro-batches."""
+        device = self.asked.device if ":" in self.asked.device else self.asked.device + ":0"
+        of = lambda count, *more: ["--workers", "1", "--nproc", str(count), "--transport", "gloo", *more]
+        ledgers = {}
+
+        def same(way, run, alone):
+            self.late()
+            ledgers[way] = ledger(run)
+            if ledgers[way] != ledger(alone):
+                raise Wrong(f"{way}: another ledger than that of one rank")
+
+        for dtype in WAYS:
+            alone = self.work / f"way-{dtype}-0"
+            if not alone.exists():
+                self.train(alone.name, "--workers", "1", curriculum=self.small(dtype))
+        run = self.killed("killed-ranks", "f32", of(2)[2:], of(3)[2:], device)
+        same("2 ranks killed, 3 go on", run, self.work / "way-f32-0")
+        # By one rank, of a step that three have computed.
+        said = self.replay(run, max(1, self.asked.steps - 1))
+        same("2 ranks in bf16", self.train("two", *of(2), curriculum=self.small("bf16"), device=device), self.work / "way-bf16-0")
+        cut = SMALL.replace("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 2\nweight_shards = 2")
+        cut = self.curriculum("cut", cut, dtype="f32", vocab=side_by_side.VOCAB, steps=self.asked.steps)
+        alone = self.train("cut", "--workers", "1", curriculum=cut)
+        for what in ["--cp", "--tsp"]:
+            same(f"{what} 2", self.train(f"cut{what}", *of(2, what, "2"), curriculum=cut, device=device), alone)
+        return (f"{len(ledgers)} ledgers of {self.asked.steps} steps are those of one rank ({', '.join(ledgers)}); "
+                "one replays a step of three with the same bits",
+                {"ledgers": ledgers, "replay": said, "table": head(run)["kernel_table"], "fingerprint": fingerprint(run)})
 
     def tolerance(self):
         """CPU against GPU: no promise, a report. The first step has nothing behind it but one pass."""
@@ -280,16 +315,25 @@ class Checks:
 
     def gemm(self):
         self.late(0.9)
-        sizes = ["--rows", "64", "--widths", "64,128", "--tokens", "64", "--seconds", "0.01"] if self.pretended else ["--seconds", "0.05"]
-        rows = self.run("ztrain", "bench", "gemm", "--device", self.asked.device, "--json", *sizes)
-        rows = [row for row in map(json.loads, rows.splitlines()) if "ours" in row]
-        best, beside = {}, {}
+        small = ["--rows", "64", "--widths", "64", "--tokens", "64", "--dtype", "f32", "--seconds", "0.01"]
+        sizes = small if self.pretended else ["--seconds", "0.05"]
+        model = self.shape(*(("nano", "f32") if self.pretended else ("1b", "bf16")), 6)
+        said = self.run("ztrain", "bench", "gemm", "--device", self.asked.device, "--json", "--curriculum", model, *sizes)
+        said = [json.loads(line) for line in said.splitlines()]
+        rows, experts = [[row for row in said if key in row] for key in ("ours", "experts")]
+        best, beside, reached = {}, {}, {}
         for row in rows:
             best[row["dtype"]] = max(best.get(row["dtype"], 0), row["ours"] / 1e12)
             beside.setdefault(row["dtype"], []).append(row["ours"] / row["libtorch"])
         told = [f"{dtype} {best[dtype]:.2f} TFLOP/s at best, {statistics.median(ratios):.2f} of libtorch's own call in the median"
                 for dtype, ratios in beside.items()]
-        return "; ".join(told) + self.means_nothing(), {"best_tflops": best, "rows": rows}
+        for row in experts:
+            ways = {way: row[way] for way in ("own", "library", "loop", "padded") if row[way]}
+            name = f"{row['dtype']} {row['way']}"
+            reached[name] = min(reached.get(name, (9e9, "")), (row["of_best"], max(ways, key=ways.get)))
+        told += [f"experts {name} {of:.2f} of the fastest way, {which}" for name, (of, which) in reached.items()]
+        return ("; ".join(told) + f" (goal {EXPERTS})" + self.means_nothing(),
+                {"best_tflops": best, "rows": rows, "experts": experts, "reached": reached})
 
     def shape(self, preset, dtype, steps):
         """A curriculum of a step to be measured."""
@@ -380,8 +424,8 @@ class Checks:
 
     def checkpoints(self):
         """Stall of a checkpoint, and what the two steps behind it take longer; and how long batches were waited for."""
-        steps, every = (12, 3) if self.pretended else (60, 10)
-        seq_len, batch, micro_batch = (64, 8, 2) if self.pretended else STEPS["nano"]
+        steps, every = (9, 3) if self.pretended else (60, 10)
+        seq_len, batch, micro_batch = (64, 2, 2) if self.pretended else STEPS["nano"]
         fields = f"vocab_size = {side_by_side.VOCAB}" + ("\nnum_hidden_layers = 2\nhidden_size = 64" if self.pretended else "")
         self.late(0.9)
         path = self.curriculum("kept", BENCH, dtype="f32" if self.pretended else "bf16", preset="nano", fields=fields, steps=steps,
@@ -452,7 +496,7 @@ class Checks:
         yield "kernels", self.kernels
         for dtype in WAYS:
             yield f"bits {dtype}", lambda dtype=dtype: self.bits(dtype)
-        for name in ["hash", "bandwidth", "gemm"]:
+        for name in ["ranks", "hash", "bandwidth", "gemm"]:
             yield name, getattr(self, name)
         for preset, dtype in [("nano", "f32"), ("nano", "bf16"), ("20m", "bf16"), ("1b", "bf16")]:
             yield f"step {preset} {dtype}", lambda preset=preset, dtype=dtype: self.step(preset, dtype)
