@@ -1,9 +1,9 @@
 //! Words of 64 bits, floats by their bits, as text.
 
-use std::fmt::{self, Write as _};
+use std::fmt;
 use std::str::FromStr;
 
-use serde::de::{self, Deserialize, Deserializer, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _};
 use serde::{Serialize, Serializer};
 
 /// Hexadecimal digits of a word.
@@ -71,28 +71,13 @@ impl FromStr for Packed {
 
 impl Serialize for Packed {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let mut text = String::with_capacity(self.0.len() * DIGITS);
-        // A string takes everything.
-        let _ = write!(text, "{self}");
-        serializer.serialize_str(&text)
+        serializer.collect_str(self)
     }
 }
 
 impl<'de> Deserialize<'de> for Packed {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Words;
-        impl Visitor<'_> for Words {
-            type Value = Packed;
-
-            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-                out.write_str("words of sixteen hexadecimal digits each")
-            }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Packed, E> {
-                text.parse().map_err(E::custom)
-            }
-        }
-        deserializer.deserialize_str(Words)
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
     }
 }
 
