@@ -1,40 +1,25 @@
-//! Reading the two lists of documents of a shard from front to back: starts and provenance.
+//! Provenance rows: read for explanations and by whoever verifies a store, never on the way to a batch.
 
-use std::error::Error;
-use std::fs::File;
 use std::io::ErrorKind;
+use std::ops::Range;
 
 use arrow::array::{Array as _, AsArray as _, RecordBatch};
 use arrow::datatypes::{UInt32Type, UInt64Type};
-use arrow::ipc::reader::FileReader;
-use parquet::arrow::arrow_reader::{ParquetRecordBatchReader, ParquetRecordBatchReaderBuilder};
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
 
 use crate::folder::StoreFile;
 use crate::pieces::Pieces;
-use crate::write::{document_schema, start_schema};
-use crate::{DocumentRecord, Location};
-use contract::fault::{io_cause, is_of_the_moment, tells_of_memory};
+use crate::read::column::{damaged, missing};
+use crate::write::document_schema;
+use crate::{DocumentRecord, FileRecord, Location, ShardRecord, regular};
+use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Result};
 
-/// The fault of a file that another writer must have written, or that changed after its digest was checked.
-fn strange(path: &Location, what: impl ToString) -> Fault {
-    Fault::data(format!("it cannot be read: {}", what.to_string()))
-        .at(path.to_string())
-        .hint("check the store with `zdata verify`")
-}
-
-/// The fault behind a library's error: the machine's, if it is of the moment.
-fn unreadable(path: &Location, error: &(dyn Error + 'static)) -> Fault {
-    match io_cause(error) {
-        Some(error) if is_of_the_moment(error) => path.fault("read", error),
-        _ => strange(path, error),
-    }
-}
-
 /// Runs a decoder. Digests vouch for the bytes of a file, but a forger can make them agree, and decoders index into what a
 /// file says of itself: a panic is an error of the file, told by `strange`, unless it is for want of memory.
-pub(super) fn guarded<T>(
+fn guarded<T>(
     path: &Location,
     decode: impl FnOnce() -> Result<T>,
     strange: impl FnOnce(&str) -> Fault,
@@ -47,51 +32,9 @@ pub(super) fn guarded<T>(
     })
 }
 
-/// The starts in `starts-*.arrow`.
-pub struct Starts {
-    path: Location,
-    reader: FileReader<File>,
-    batch: Option<RecordBatch>,
-    at: usize,
-}
-
-impl Starts {
-    /// Opens one file.
-    pub fn open(file: &StoreFile) -> Result<Self> {
-        let path = file.location();
-        let file = file.open().map_err(|error| path.fault("read", &error))?;
-        let open = || FileReader::try_new(file, None).map_err(|error| unreadable(&path, &error));
-        let reader = guarded(&path, open, |what| strange(&path, what))?;
-        if reader.schema() != start_schema() {
-            return Err(strange(&path, "its schema is not that of starts"));
-        }
-        Ok(Starts { path, reader, batch: None, at: 0 })
-    }
-}
-
-impl Iterator for Starts {
-    type Item = Result<u64>;
-
-    fn next(&mut self) -> Option<Result<u64>> {
-        while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
-            let Starts { path, reader, .. } = self;
-            let next = || reader.next().transpose().map_err(|error| unreadable(path, &error));
-            match guarded(path, next, |what| strange(path, what)).transpose()? {
-                Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
-                Err(fault) => return Some(Err(fault)),
-            }
-        }
-        let start = self.batch.as_ref()?.column(0).as_primitive::<UInt64Type>().value(self.at);
-        self.at += 1;
-        Some(Ok(start))
-    }
-}
-
 /// The rows of `documents-*.parquet`.
 pub struct Documents {
-    path: Location,
-    file: Pieces,
-    reader: ParquetRecordBatchReader,
+    batches: Batches,
     batch: Option<RecordBatch>,
     at: usize,
 }
@@ -99,20 +42,9 @@ pub struct Documents {
 impl Documents {
     /// Opens one file.
     pub fn open(file: &StoreFile) -> Result<Self> {
-        let path = file.location();
-        let file = file.open().and_then(Pieces::of_file);
-        let file = file.map_err(|error| path.fault("read", &error))?;
-        let fault = |error: String| file.or_machine(&path, strange(&path, error));
-        let open = || {
-            let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
-            let builder = builder.map_err(|e| fault(e.to_string()))?;
-            if builder.schema().fields() != document_schema().fields() {
-                return Err(strange(&path, "its schema is not that of documents"));
-            }
-            builder.with_batch_size(4096).build().map_err(|e| fault(e.to_string()))
-        };
-        let reader = guarded(&path, open, |what| strange(&path, what))?;
-        Ok(Documents { path, file, reader, batch: None, at: 0 })
+        let (builder, pieces) = builder(file)?;
+        let batches = batches(file.location(), pieces, builder.with_batch_size(4096))?;
+        Ok(Documents { batches, batch: None, at: 0 })
     }
 }
 
@@ -121,10 +53,7 @@ impl Iterator for Documents {
 
     fn next(&mut self) -> Option<Result<DocumentRecord>> {
         while self.batch.as_ref().is_none_or(|batch| self.at == batch.num_rows()) {
-            let Documents { path, file, reader, .. } = self;
-            let fault = |error| file.or_machine(&*path, strange(path, error));
-            let next = || reader.next().transpose().map_err(fault);
-            match guarded(path, next, |what| strange(path, what)).transpose()? {
+            match self.batches.next()? {
                 Ok(batch) => (self.batch, self.at) = (Some(batch), 0),
                 Err(fault) => return Some(Err(fault)),
             }
@@ -135,8 +64,131 @@ impl Iterator for Documents {
     }
 }
 
+/// Holds the file against its record, in pieces: it may be large.
+pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
+    let path = &file.location();
+    let file = file.open().map_err(|error| missing(path, &error))?;
+    let found = regular::digest(file, &|_| ());
+    let (bytes, found) = found.map_err(|error| path.fault("read", &error))?;
+    if (bytes, found) == (record.bytes, record.digest) {
+        return Ok(());
+    }
+    Err(damaged(path, "provenance does not match its digest")
+        .found(format!("{found}, {bytes} bytes"))
+        .wanted(format!("{}, {} bytes", record.digest, record.bytes)))
+}
+
+/// Appends the records of `rows` (rising, apart), touching only the row groups that hold them.
+pub(crate) fn read_rows(
+    file: &StoreFile,
+    shard: &ShardRecord,
+    rows: &[Range<u64>],
+    out: &mut Vec<DocumentRecord>,
+) -> Result<()> {
+    let path = &file.location();
+    let (builder, file) = builder(file)?;
+    let (mut groups, mut ranges, mut at, mut kept) = (Vec::new(), Vec::new(), 0u64, 0u64);
+    for (number, group) in builder.metadata().row_groups().iter().enumerate() {
+        let count = u64::try_from(group.num_rows()).unwrap_or(0);
+        let inside =
+            |range: &Range<u64>| range.start.max(at)..range.end.min(at.saturating_add(count));
+        let before = ranges.len();
+        for part in rows.iter().map(inside).filter(|part| !part.is_empty()) {
+            // Counted in the groups that are kept, as the reader counts.
+            ranges.push((part.start - at + kept) as usize..(part.end - at + kept) as usize);
+        }
+        if ranges.len() > before {
+            groups.push(number);
+            kept += count;
+        }
+        at = at.saturating_add(count);
+    }
+    let selection = RowSelection::from_consecutive_ranges(ranges.into_iter(), kept as usize);
+    let builder = builder.with_row_groups(groups).with_row_selection(selection);
+    let before = out.len();
+    for batch in batches(path.clone(), file, builder)? {
+        let batch = batch?;
+        out.extend((0..batch.num_rows()).map(|at| row(&batch, at)));
+    }
+    let wanted: u64 = rows.iter().map(|range| range.end - range.start).sum();
+    if (out.len() - before) as u64 != wanted {
+        return Err(strange(path));
+    }
+    // What a record says is held against the shard before anything is read by it.
+    let tokens = shard.first_token..shard.first_token + shard.tokens;
+    let fits = |record: &DocumentRecord| {
+        let end = record.first_token.checked_add(record.tokens);
+        record.first_token >= tokens.start && end.is_some_and(|end| end <= tokens.end)
+    };
+    match out[before..].iter().find(|record| !fits(record)) {
+        Some(record) => Err(damaged(path, "provenance contradicts the manifest")
+            .found(format!("{} tokens from {} on", record.tokens, record.first_token))
+            .wanted(format!("tokens within {}..{}", tokens.start, tokens.end))),
+        None => Ok(()),
+    }
+}
+
+/// The rows whose id is `id`.
+pub(crate) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
+    let path = &file.location();
+    let (builder, file) = builder(file)?;
+    let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
+    let builder = builder.with_projection(ids);
+    let (mut found, mut number) = (Vec::new(), 0);
+    for batch in batches(path.clone(), file, builder)? {
+        let batch = batch?;
+        for other in batch.column(0).as_string::<i32>() {
+            if other == Some(id) {
+                found.push(number);
+            }
+            number += 1;
+        }
+    }
+    Ok(found)
+}
+
+/// Opens a file, whose columns are those of this format.
+fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
+    let path = &file.location();
+    let file = file.open().and_then(Pieces::of_file).map_err(|error| missing(path, &error))?;
+    let wrong = |error: &str| {
+        file.or_machine(path, damaged(path, "provenance is not a Parquet file").found(error))
+    };
+    let open = || {
+        let builder = ParquetRecordBatchReaderBuilder::try_new(file.clone());
+        builder.map_err(|error| wrong(&error.to_string()))
+    };
+    let builder = guarded(path, open, wrong)?;
+    let known = builder.schema().fields() == document_schema().fields();
+    if known { Ok((builder, file)) } else { Err(strange(path)) }
+}
+
+/// The batches of a file.
+type Batches = Box<dyn Iterator<Item = Result<RecordBatch>>>;
+
+fn batches(
+    path: Location,
+    file: Pieces,
+    builder: ParquetRecordBatchReaderBuilder<Pieces>,
+) -> Result<Batches> {
+    let place = path.clone();
+    let unreadable = move |error: &str| {
+        file.or_machine(&place, damaged(&place, "provenance is unreadable").found(error))
+    };
+    let build = || builder.build().map_err(|error| unreadable(&error.to_string()));
+    let mut reader = guarded(&path, build, &unreadable)?;
+    Ok(Box::new(std::iter::from_fn(move || {
+        let next = || reader.next().transpose().map_err(|error| unreadable(&error.to_string()));
+        guarded(&path, next, &unreadable).transpose()
+    })))
+}
+
+fn strange(path: &Location) -> Fault {
+    damaged(path, "provenance has other columns or rows than this format")
+}
+
 /// Row `at` of a batch of documents, whose schema was checked.
-pub(super) fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
+fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
     let word = |column: usize| {
         let column = batch.column(column).as_primitive::<UInt64Type>();
         column.is_valid(at).then(|| column.value(at))

@@ -6,10 +6,9 @@
 //! - Open files and indexes are kept in caches that all streams share and that forget what was used longest ago.
 
 mod cache;
-mod column;
-mod documents;
+pub(crate) mod column;
 mod open;
-mod starts;
+pub(crate) mod starts;
 #[cfg(test)]
 mod tests;
 
@@ -20,6 +19,7 @@ use std::sync::{Arc, OnceLock};
 use self::cache::Lru;
 use self::column::{ColumnFile, damaged};
 use self::starts::{StartIndex, words};
+use crate::documents;
 use crate::folder::StoreFile;
 use crate::open::stream_file;
 use crate::whole;

@@ -74,7 +74,7 @@ impl ColumnFile {
 }
 
 /// Damaged data in `file`.
-pub(super) fn damaged(file: &Location, what: &str) -> Fault {
+pub(crate) fn damaged(file: &Location, what: &str) -> Fault {
     Fault::data(what).at(file.to_string()).hint(
         "restore this file from a copy, or remove the folder and build the store again; `zdata verify STORE` lists all \
          that is damaged",
@@ -82,7 +82,7 @@ pub(super) fn damaged(file: &Location, what: &str) -> Fault {
 }
 
 /// A file of the store that could not be opened.
-pub(super) fn missing(file: &Location, error: &std::io::Error) -> Fault {
+pub(crate) fn missing(file: &Location, error: &std::io::Error) -> Fault {
     if error.kind() == std::io::ErrorKind::NotFound {
         damaged(file, "a file of the store is missing")
     } else {

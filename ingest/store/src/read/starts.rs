@@ -5,8 +5,10 @@
 //! even in a store of ten trillion tokens.
 
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 
 use super::column::{ColumnFile, damaged};
+use crate::folder::StoreFile;
 use crate::write::block_offset;
 use crate::{BLOCK_STARTS, ShardRecord};
 use contract::Result;
@@ -126,6 +128,22 @@ impl Thinned {
         }
         ordered
     }
+}
+
+/// The starts of so many documents, front to back.
+pub(crate) fn starts(
+    file: &StoreFile,
+    documents: u64,
+) -> Result<impl Iterator<Item = Result<u64>> + use<>> {
+    let path = file.location();
+    let file = file.open().map_err(|error| path.fault("read", &error))?;
+    Ok(pieces(0..documents).flat_map(move |(part, offset)| {
+        let mut bytes = vec![0; ((part.end - part.start) * WIDTH) as usize];
+        match file.read_exact_at(&mut bytes, offset) {
+            Ok(()) => words(&bytes).map(Ok).collect(),
+            Err(error) => vec![Err(path.fault("read", &error))],
+        }
+    }))
 }
 
 /// Little-endian words.
