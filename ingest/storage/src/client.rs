@@ -229,11 +229,7 @@ impl Client {
             let payload = payload.clone();
             async move { bucket.put_opts(&key, payload, options).await }
         });
-        match put {
-            Ok(_) => Ok(Put::Created),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
-            Err(error) => Err(error),
-        }
+        put_or_taken(put)
     }
 
     /// Whether an object has these bytes, of which there are `size`.
@@ -275,11 +271,7 @@ impl Client {
             let from = from.clone();
             async move { bucket.copy_if_not_exists(&from, &to).await }
         });
-        match copied {
-            Ok(()) => Ok(Put::Created),
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
-            Err(error) => Err(error),
-        }
+        put_or_taken(copied)
     }
 
     /// Puts a large file in parts, whatever was there: it appears whole when the last one is there. Calls `passed` with
@@ -316,6 +308,14 @@ impl Client {
             }
         });
         put?.map(drop).map_err(Failed::Here)
+    }
+}
+
+/// What became of an object that was to be made where there is none.
+fn put_or_taken<T>(made: Result<T>) -> Result<Put> {
+    match made {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
+        made => made.map(|_| Put::Created),
     }
 }
 

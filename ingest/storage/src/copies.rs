@@ -47,7 +47,8 @@ impl Copies {
     /// What a name here is the copy of, with all that stands behind it; `None` for another name.
     pub fn object(&self, name: &str) -> Option<String> {
         let within = name.strip_prefix(self.folder.path().to_str()?)?;
-        Some(format!("{}{within}", self.from))
+        // A bucket's own name ends in a slash.
+        Some(format!("{}{within}", self.from.to_string().trim_end_matches('/')))
     }
 
     /// The folder itself.
@@ -60,6 +61,20 @@ impl Copies {
         match fault.place().and_then(|place| self.object(place)) {
             Some(place) => fault.at(place),
             None => fault,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_is_told_by_the_name_of_its_object() {
+        for from in ["s3://bucket", "s3://bucket/a/b"] {
+            let copies = Copies::of(&crate::locate(from).unwrap(), &[]).unwrap();
+            let line = format!("{}:7", copies.path("x.index").display());
+            assert_eq!(copies.object(&line), Some(format!("{from}/x.index:7")));
         }
     }
 }

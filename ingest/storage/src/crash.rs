@@ -1,4 +1,4 @@
-//! What a loss of power may leave of a folder: for tests of whatever writes through [`store::disk`].
+//! What a loss of power may leave of a folder: for tests of whatever writes through [`store::disk`], by the feature `crash`.
 //!
 //! A recording holds what was in the folder and every act since. A crash after the first n acts leaves
 //!

@@ -20,6 +20,7 @@ pub mod apart;
 mod cache;
 mod client;
 pub mod copies;
+#[cfg(any(test, feature = "crash"))]
 pub mod crash;
 mod environment;
 pub mod publish;

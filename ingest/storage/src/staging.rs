@@ -22,6 +22,8 @@ const PARTIAL: &str = ".partial";
 pub struct Staging {
     target: PathBuf,
     path: PathBuf,
+    /// The folders above that were made for it.
+    above: Vec<PathBuf>,
     committed: bool,
     _lock: Lock,
 }
@@ -40,11 +42,13 @@ impl Staging {
             return Err(fault.at(target.display().to_string()));
         }
         let path = disk::beside(target, PARTIAL);
+        let above = disk::missing_above(&path);
         disk::create_folder(&path)?;
         let lock = disk::lock(&path)?;
         clear(&path)?;
         let mark = path.join(open::BUILD_FOLDER).join(MARK);
-        let staging = Staging { target: target.to_owned(), path, committed: false, _lock: lock };
+        let target = target.to_owned();
+        let staging = Staging { target, path, above, committed: false, _lock: lock };
         disk::create_folder(folder_of(&mark))?;
         disk::write_whole(&mark, b"zdata\n")?;
         Ok(staging)
@@ -82,6 +86,7 @@ impl Drop for Staging {
         if !self.committed {
             // The fault at hand says more than one about this folder, which the next run clears.
             let _ = disk::remove(&self.path);
+            self.above.iter().for_each(|folder| disk::remove_if_empty(folder));
         }
     }
 }
@@ -142,6 +147,20 @@ fn clear(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_not_made_leaves_no_folder_above_it() {
+        let bench = tempfile::tempdir().unwrap();
+        let own = bench.path().join("own");
+        std::fs::create_dir(&own).unwrap();
+        drop(Staging::begin(&own.join("a/b/out")).unwrap());
+        assert!(entries(&own).unwrap().is_empty());
+        // What somebody else put there stays, and so does what was there.
+        let staging = Staging::begin(&own.join("a/b/out")).unwrap();
+        std::fs::write(own.join("a/note"), "mine").unwrap();
+        drop(staging);
+        assert_eq!(entries(&own.join("a")).unwrap(), [own.join("a/note")]);
+    }
 
     /// Many folders take long: whoever waits is told how many are left.
     #[test]

@@ -4,23 +4,27 @@
 //! holds it. So a folder made here is synced into its parent at once, a file gets its name when it is whole
 //! ([`Whole`]), and whoever takes a name away or moves one says with [`sync_folder`] when that has to last.
 //!
-//! Tests [`watch`] a folder: they are told of every act below it, from which they make what a crash may leave, and may
-//! let the disk be full.
+//! Tests, by the feature `crash`, watch a folder: they are told of every act below it, from which they make what a crash may
+//! leave, and may let the disk be full.
 
 mod direct;
 mod log;
+#[cfg(any(test, feature = "crash"))]
+mod watch;
 mod whole;
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
 
 pub use self::log::Log;
+#[cfg(any(test, feature = "crash"))]
+pub use self::watch::{Watch, watch};
+#[cfg(any(test, feature = "crash"))]
+use self::watch::{admit, note};
 pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 
 /// One act on the disk.
@@ -46,17 +50,6 @@ pub enum Act {
     Remove(PathBuf),
     /// An empty folder goes.
     RemoveFolder(PathBuf),
-}
-
-impl Act {
-    fn path(&self) -> &Path {
-        match self {
-            Act::CreateFolder(path) | Act::Create(path) | Act::Write(path, _, _) => path,
-            Act::SetLength(path, _) | Act::Sync(path) | Act::SyncFolder(path) => path,
-            Act::Rename(path, _) | Act::Link(path, _) => path,
-            Act::Remove(path) | Act::RemoveFolder(path) => path,
-        }
-    }
 }
 
 /// A file that is written under its own name.
@@ -167,6 +160,12 @@ pub fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
+/// The folders above `path` that are missing, the nearest first.
+pub fn missing_above(path: &Path) -> Vec<PathBuf> {
+    let above = path.ancestors().skip(1).filter(|above| !above.as_os_str().is_empty());
+    above.take_while(|above| !above.exists()).map(Path::to_owned).collect()
+}
+
 /// Gives a file or folder another name, in the place of a file or an empty folder that has it.
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     fs::rename(from, to)?;
@@ -241,72 +240,18 @@ pub fn hold(open: &fs::File) -> io::Result<bool> {
     }
 }
 
-/// How many folders are watched: none but in tests.
-static WATCHED: AtomicUsize = AtomicUsize::new(0);
-
-static WATCHES: Mutex<Vec<Arc<Watched>>> = Mutex::new(Vec::new());
-
-/// A folder that is watched, what was done in it, and the bytes that it still takes.
-struct Watched {
-    folder: PathBuf,
-    acts: Mutex<Vec<Act>>,
-    room: Mutex<u64>,
-}
-
-/// Sees every act below a folder until it is dropped. Nothing there is really synced meanwhile, which saves tests time.
-pub struct Watch(Arc<Watched>);
-
-/// Watches `folder`, which takes `room` bytes until the disk is full: for tests.
-pub fn watch(folder: &Path, room: u64) -> Watch {
-    let (folder, acts, room) = (folder.to_owned(), Mutex::default(), Mutex::new(room));
-    let watched = Arc::new(Watched { folder, acts, room });
-    held(&WATCHES).push(Arc::clone(&watched));
-    WATCHED.fetch_add(1, Ordering::SeqCst);
-    Watch(watched)
-}
-
-impl Watch {
-    /// The acts so far.
-    pub fn acts(&self) -> Vec<Act> {
-        held(&self.0.acts).clone()
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        WATCHED.fetch_sub(1, Ordering::SeqCst);
-        held(&WATCHES).retain(|watched| !Arc::ptr_eq(watched, &self.0));
-    }
-}
-
-/// Tells whoever watches of an act that was done; whether somebody does.
-fn note(act: impl FnOnce() -> Act) -> bool {
-    if WATCHED.load(Ordering::SeqCst) == 0 {
-        return false;
-    }
-    let act = act();
-    let watches = held(&WATCHES);
-    let ours = watches.iter().filter(|watched| act.path().starts_with(&watched.folder));
-    ours.map(|watched| held(&watched.acts).push(act.clone())).count() > 0
-}
-
-/// Refuses `bytes` where a watched disk is full.
-fn admit(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    if WATCHED.load(Ordering::SeqCst) == 0 {
-        return Ok(());
-    }
-    for watched in held(&WATCHES).iter().filter(|watched| path.starts_with(&watched.folder)) {
-        let mut room = held(&watched.room);
-        *room = room.checked_sub(bytes.len() as u64).ok_or(ErrorKind::StorageFull)?;
-    }
-    Ok(())
-}
-
 /// Syncs what is open, or, where somebody watches, only says so.
 fn synced(open: &fs::File, act: impl FnOnce() -> Act) -> io::Result<()> {
     if note(act) { Ok(()) } else { open.sync_all() }
 }
 
-fn held<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+/// Nobody watches but tests.
+#[cfg(not(any(test, feature = "crash")))]
+fn note(_: impl FnOnce() -> Act) -> bool {
+    false
+}
+
+#[cfg(not(any(test, feature = "crash")))]
+fn admit(_: &Path, _: &[u8]) -> io::Result<()> {
+    Ok(())
 }
