@@ -108,8 +108,7 @@ impl Stores {
     /// A stream of the source called `name`.
     pub fn stream(&self, name: &str, split: Split) -> Result<&StreamReader> {
         let Some(number) = self.number(name) else {
-            let fault = Fault::usage(format!("no store has a source called {name:?}"));
-            return Err(fault.one_of(name, self.by_name.keys().map(String::as_str)));
+            return Err(mixer::unknown(name, self.by_name.keys().map(String::as_str)));
         };
         let source = &self.sources[number];
         Ok(match split {

@@ -7,7 +7,7 @@ use contract::{Fault, Result};
 
 use crate::bans::{Ban, Bans};
 use crate::plan::Plan;
-use crate::sample::unknown;
+use crate::sample::{names, unknown};
 use curriculum::Curriculum;
 
 /// Those of a curriculum whose phases are planned.
@@ -18,7 +18,7 @@ pub(crate) fn banned(curriculum: &Curriculum, plan: &Plan) -> Result<Bans> {
         for (name, documents) in &amendment.ban {
             let place = || curriculum.place(&format!("amendment.{}.ban", number + 1));
             let source = plan.sources.iter().position(|facts| facts.name == *name);
-            let source = source.ok_or_else(|| unknown(name, &plan.sources).at(place()))?;
+            let source = source.ok_or_else(|| unknown(name, names(&plan.sources)).at(place()))?;
             let count = plan.sources[source].documents;
             if let Some(document) = documents.iter().find(|document| **document >= count) {
                 return Err(Fault::usage(format!("source {name:?} has no document {document}"))

@@ -48,5 +48,5 @@ pub use digest::{PLAN_VERSION, check_version};
 pub use makeup::Makeup;
 pub use packs::{PackPlace, PackTable, PackedLength};
 pub use plan::{PackTables, PhasePlan, Plan, SourceUse, Standing};
-pub use sample::{SampleSpec, SourceFacts, Span, StepSpec};
+pub use sample::{SampleSpec, SourceFacts, Span, StepSpec, unknown};
 pub use visits::Visit;

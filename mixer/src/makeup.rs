@@ -1,9 +1,11 @@
 //! What the sequences of a phase are made of: how many are one run of text, joined from several, or padded.
 
-use std::ops::{Add, AddAssign};
+use std::ops::AddAssign;
+
+use serde::Serialize;
 
 /// Sequences, by what they are made of; each is counted once.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Makeup {
     /// Full, and one run of neighbouring tokens.
     pub contiguous: u64,
@@ -20,20 +22,10 @@ impl Makeup {
     }
 }
 
-impl Add for Makeup {
-    type Output = Makeup;
-
-    fn add(self, other: Makeup) -> Makeup {
-        Makeup {
-            contiguous: self.contiguous + other.contiguous,
-            joined: self.joined + other.joined,
-            padded: self.padded + other.padded,
-        }
-    }
-}
-
 impl AddAssign for Makeup {
     fn add_assign(&mut self, other: Makeup) {
-        *self = *self + other;
+        self.contiguous += other.contiguous;
+        self.joined += other.joined;
+        self.padded += other.padded;
     }
 }

@@ -63,7 +63,7 @@ pub struct PhasePlan {
     /// Which source each sample comes from; numbered as `uses`.
     pub mixing: Mixing,
     /// What faults know its mix by.
-    pub(crate) mix_key: String,
+    pub mix_key: String,
 }
 
 /// What a source gives to a phase.

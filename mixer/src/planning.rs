@@ -10,7 +10,7 @@ use crate::order::Cursor;
 use crate::packing::Order;
 use crate::packs::PackedLength;
 use crate::plan::{PackTables, PhasePlan, Plan, SourceUse};
-use crate::sample::{SourceFacts, unknown};
+use crate::sample::{SourceFacts, names, unknown};
 use curriculum::{Curriculum, Phase, PhaseSegment};
 
 impl Plan {
@@ -97,7 +97,7 @@ impl Plan {
         let place = || curriculum.place(&format!("{mix_key}.{name}"));
         let seq_len = || curriculum.place(&format!("phase.{}.seq_len", phase.name));
         let Some(source) = self.sources.iter().position(|facts| facts.name == name) else {
-            return Err(unknown(name, &self.sources).at(place()));
+            return Err(unknown(name, names(&self.sources)).at(place()));
         };
         let SourceFacts { name: _, tokens, documents: _, unit } = self.sources[source];
         if tokens == 0 {
@@ -141,7 +141,7 @@ impl Plan {
 /// Checks that sources are told apart, that their size fits, and that limits name some source.
 fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
     let store = || curriculum.place("store");
-    let mut names: Vec<&str> = facts.iter().map(|facts| facts.name.as_str()).collect();
+    let mut names: Vec<&str> = names(facts).collect();
     names.sort_unstable();
     if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
         let what = format!("two stores have a source {:?}", pair[0]);
@@ -156,7 +156,7 @@ fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
         }
     }
     match curriculum.sources.keys().find(|name| !names.contains(&name.as_str())) {
-        Some(name) => Err(unknown(name, facts).at(curriculum.place(&format!("source.{name}")))),
+        Some(name) => Err(unknown(name, names).at(curriculum.place(&format!("source.{name}")))),
         None => Ok(()),
     }
 }

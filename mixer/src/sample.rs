@@ -83,8 +83,12 @@ fn unit() -> u64 {
     UNIT_TOKENS
 }
 
-/// What is said of a name that no source has.
-pub(crate) fn unknown(name: &str, facts: &[SourceFacts]) -> Fault {
-    let fault = Fault::usage(format!("no store has a source {name:?}"));
-    fault.one_of(name, facts.iter().map(|facts| facts.name.as_str()))
+/// The names of these sources.
+pub(crate) fn names(facts: &[SourceFacts]) -> impl Iterator<Item = &str> {
+    facts.iter().map(|facts| facts.name.as_str())
+}
+
+/// What is said of a name that no source has; `known` are those of all.
+pub fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Fault {
+    Fault::usage(format!("no store has a source {name:?}")).one_of(name, known)
 }

@@ -100,11 +100,6 @@ impl SourceSegment {
         (first.min(self.windows - self.first_window), later)
     }
 
-    /// The first `count` windows that the segment has of the epoch in which it begins.
-    pub(crate) fn window_range(&self, count: u64) -> Range<u64> {
-        self.first_window..self.first_window + count
-    }
-
     fn position(&self, ordinal: u64) -> Position<'_> {
         let of = |part: &&Part| (part.first..part.first + part.samples).contains(&ordinal);
         if let Some(part) = self.parts().find(of) {
@@ -205,14 +200,16 @@ impl SourceSegment {
             all += part.makeup(&group, samples);
         }
         let (first, later) = self.windows_taken(samples);
-        let short = |number: u64, windows: std::ops::Range<u64>| {
+        let short = |number: u64, windows: Range<u64>| {
             let short = order.epoch(number).short_window(self.seq_len);
             u64::from(short.is_some_and(|short| windows.contains(&short)))
         };
-        all += Makeup::of(first, 0, short(self.start.epoch, self.window_range(first)));
+        let of_first = self.first_window..self.first_window + first;
+        all += Makeup::of(first, 0, short(self.start.epoch, of_first));
         let (whole, rest) = (later / self.windows, later % self.windows);
         let number = self.start.epoch + 1;
         let padded = whole * short(number, 0..self.windows) + short(number + whole, 0..rest);
-        all + Makeup::of(later, 0, padded)
+        all += Makeup::of(later, 0, padded);
+        all
     }
 }

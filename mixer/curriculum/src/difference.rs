@@ -4,10 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 
 use super::text::float;
-use super::{
-    Amendment, AutoClipSpec, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec,
-    SkipStepSpec, model,
-};
+use super::{Amendment, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, model};
 
 /// One key whose value differs in a way that reaches a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -154,26 +151,19 @@ fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
 
 /// A window reaches back to the first step.
 fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
-    fn show<T: fmt::Display>(value: Option<T>) -> String {
-        value.map_or_else(|| "not set".to_owned(), |value| value.to_string())
+    let values = |of: &Curriculum| {
+        let (skip, clip) = (of.skip_step, of.auto_clip);
+        [
+            ("skip_step.window", skip.map(|it| it.window.to_string())),
+            ("skip_step.sigma", skip.map(|it| float(it.sigma))),
+            ("auto_clip.window", clip.map(|it| it.window.to_string())),
+            ("auto_clip.percentile", clip.map(|it| it.percentile.to_string())),
+        ]
+    };
+    let show = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
+    for ((key, found), (_, wanted)) in values(other).into_iter().zip(values(one)) {
+        list.compare(key, show(found), show(wanted), 1);
     }
-    let skip = |of: &Curriculum| {
-        let SkipStepSpec { window, sigma } = of.skip_step?;
-        Some((window, float(sigma)))
-    };
-    let (found, wanted) = (skip(other), skip(one));
-    let part = |of: &Option<(u64, String)>| of.as_ref().map(|of| of.0);
-    list.compare("skip_step.window", show(part(&found)), show(part(&wanted)), 1);
-    list.compare("skip_step.sigma", show(found.map(|of| of.1)), show(wanted.map(|of| of.1)), 1);
-    let clip = |of: &Curriculum| {
-        let AutoClipSpec { window, percentile } = of.auto_clip?;
-        Some((window, percentile))
-    };
-    let (found, wanted) = (clip(other), clip(one));
-    let part = |of: Option<(u64, u64)>| show(of.map(|of| of.0));
-    list.compare("auto_clip.window", part(found), part(wanted), 1);
-    let part = |of: Option<(u64, u64)>| show(of.map(|of| of.1));
-    list.compare("auto_clip.percentile", part(found), part(wanted), 1);
 }
 
 /// How a source is packed matters from the first step that has it in its mix.

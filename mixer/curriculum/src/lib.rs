@@ -223,6 +223,11 @@ impl Curriculum {
     pub fn place(&self, key: &str) -> String {
         self.places.place(key)
     }
+
+    /// The value of a key as typed, where it stands in the file: `0.70`, `"3/10"`.
+    pub fn typed(&self, key: &str) -> Option<&str> {
+        self.places.typed(key)
+    }
 }
 
 impl Default for SourceSpec {

@@ -5,12 +5,14 @@
 use std::collections::BTreeMap;
 
 use contract::settings::Value;
-use contract::{Digestible, Hasher};
+use contract::{Digestible, Hasher, Result};
 use serde::Deserialize;
 
+use super::places::Places;
 use super::text::{float, inline, key, quoted};
 
-/// A table of the model. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one, `10_000` is another.
+/// A table of the model, in which no date stands. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one,
+/// `10_000` is another.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(transparent)]
 pub struct ModelTable(pub BTreeMap<String, Value>);
@@ -38,7 +40,8 @@ fn feed_value(value: &Value, hasher: &mut Hasher) {
         Value::Integer(number) => hasher.tag("integer").u64(number.cast_unsigned()),
         Value::Float(number) => hasher.tag("float").u64(number.to_bits()),
         Value::Boolean(truth) => hasher.tag("truth").u64(u64::from(*truth)),
-        Value::Datetime(date) => hasher.tag("date").str(&date.to_string()),
+        // Refused where a curriculum is read: its text is another library's affair.
+        Value::Datetime(_) => hasher.tag("date"),
         Value::Array(values) => {
             hasher.tag("list").u64(values.len() as u64);
             values.iter().for_each(|value| feed_value(value, hasher));
@@ -50,6 +53,27 @@ fn feed_value(value: &Value, hasher: &mut Hasher) {
             hasher
         }
     };
+}
+
+impl ModelTable {
+    /// Refuses a date, which no key of a model is: it would be decided by a library what its digest is of.
+    pub(super) fn check(&self, places: &Places, path: &str) -> Result<()> {
+        let dated = self.0.iter().find(|(_, value)| has_date(value));
+        dated.map_or(Ok(()), |(key, value)| {
+            Err(places.fault(&format!("{path}.{key}"), "a model has no dates").found(value).wanted(
+                "strings, numbers, booleans, lists and tables of them: a date in quotes is a string",
+            ))
+        })
+    }
+}
+
+fn has_date(value: &Value) -> bool {
+    match value {
+        Value::Datetime(_) => true,
+        Value::Array(values) => values.iter().any(has_date),
+        Value::Table(table) => table.iter().any(|(_, value)| has_date(value)),
+        _ => false,
+    }
 }
 
 /// The one text of a value.
@@ -73,8 +97,10 @@ pub(super) fn text(value: &Value) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use contract::Digest;
+
+    use super::*;
+    use crate::Curriculum;
 
     fn digest(text: &str) -> Digest {
         Digest::of(&ModelTable(toml::from_str(text).unwrap()))
@@ -102,6 +128,26 @@ mod tests {
                 others[..number].iter().all(|before| digest(before) != digest(other)),
                 "{other}"
             );
+        }
+    }
+
+    #[test]
+    fn a_date_is_no_value_of_a_model() {
+        let curriculum = |model: &str, own: &str| {
+            let phase =
+                "[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = { x = 1 }\n";
+            let text = format!("store = \"s\"\n[model]\n{model}\n{phase}[phase.model]\n{own}\n");
+            Curriculum::parse(&text, "c.toml")
+        };
+        curriculum("born = \"2020-01-01\"", "x = [1, \"12:00:00\"]").unwrap();
+        for (model, own, place) in [
+            ("born = 2020-01-01", "", "c.toml:3:1"),
+            ("born = [{ x = 2020-01-01T10:00:00Z }]", "", "c.toml:3:1"),
+            ("", "x = [12:00:00]", "c.toml:11:1"),
+        ] {
+            let fault = curriculum(model, own).unwrap_err();
+            assert_eq!(fault.place(), Some(place), "{fault}");
+            assert!(fault.to_string().contains("a model has no dates"), "{fault}");
         }
     }
 

@@ -23,7 +23,8 @@ pub struct Numbers {
 }
 
 /// What an amendment changes of them; `None` where a key stays.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct NumbersChange {
     /// Of `[optimizer]`.
     pub optimizer: OptimizerChange,

@@ -87,6 +87,7 @@ impl Curriculum {
         renamed(&file)?;
         let raw: CurriculumText = file.parse()?;
         let places = Places::of(&file);
+        raw.model.check(&places, "model")?;
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
         check_windows(&places, raw.skip_step.as_ref(), raw.auto_clip.as_ref())?;
@@ -201,6 +202,7 @@ fn phase(file: &File, places: &Places, raw: PhaseText) -> Result<Phase> {
     if raw.name.is_empty() {
         return Err(places.fault(&key("name"), "the name of a phase is empty"));
     }
+    raw.model.check(places, &key("model"))?;
     let steps = steps(places, &path, &raw)?;
     let divides = |name: &str, parts: NonZeroU64, other: &str, whole: NonZeroU64| {
         if whole.get().is_multiple_of(parts.get()) {

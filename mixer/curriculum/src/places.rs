@@ -61,6 +61,11 @@ impl Places {
         }
     }
 
+    /// The value of `key` as typed.
+    pub(super) fn typed(&self, key: &str) -> Option<&str> {
+        self.spans.get(key).map(|[_, value]| self.file.typed(value.clone()))
+    }
+
     /// A fault about `key`.
     pub(super) fn fault(&self, key: &str, what: impl Into<String>) -> Fault {
         Fault::usage(what).at(self.place(key))
@@ -69,7 +74,7 @@ impl Places {
     /// The fault of a value that `key` cannot have, which is shown as typed.
     pub(super) fn out_of_range(&self, key: &str) -> Fault {
         let name = key.rsplit('.').next().unwrap_or_default();
-        let typed = self.spans.get(key).map_or("", |[_, value]| self.file.typed(value.clone()));
+        let typed = self.typed(key).unwrap_or_default();
         self.fault(key, format!("`{name}` is out of range")).found(typed)
     }
 
