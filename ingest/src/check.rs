@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use contract::{Class, Fault, Result, note};
 
 use crate::assembly::request::{nameless, nothing_left};
-use crate::corpus::{Corpus, Source, SourceFile};
+use crate::corpus::Corpus;
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
-use crate::source::{Parsed, Slab};
+use crate::source::Parsed;
 use crate::walk::{Part, Walk, place};
 
 /// What only decides how fast, and what is said meanwhile.
@@ -49,35 +49,32 @@ pub struct Checked {
     pub emptied: Option<Fault>,
 }
 
-/// What is read, for a worker.
-enum Looked {
-    /// The next part of the inputs.
-    Part(Part),
-    /// A file that cannot be read on.
-    Damaged { source: usize, file: usize, fault: Fault },
+/// A file that cannot be read on.
+struct Damaged {
+    source: usize,
+    file: usize,
+    fault: Fault,
 }
 
-/// What a worker found.
-enum Found {
-    /// In a slab, up to which `raw` bytes of the file are read.
-    Records { source: usize, file: usize, raw: u64, of_slab: OfSlab },
-    /// A file that cannot be read on.
-    Damaged { source: usize, file: usize, fault: Fault },
+/// What was read or seen of the inputs, unless a file ends it.
+type Read<T> = std::result::Result<T, Damaged>;
+
+/// What a worker saw.
+enum Seen {
+    /// The records of a slab, up to which `raw` bytes of the file are read: so many documents, whether one of them has its own
+    /// id, and those that are none.
+    Records {
+        source: usize,
+        file: usize,
+        raw: u64,
+        documents: u64,
+        named: bool,
+        bad: Vec<(&'static str, Fault)>,
+    },
     /// The end of a file of so many bytes.
     FileEnd(u64),
     /// The end of a source.
     SourceEnd,
-}
-
-/// A record that is not a document.
-type Dropped = (&'static str, Fault);
-
-/// What the records of a slab are: so many documents, and those that are none.
-struct OfSlab {
-    documents: u64,
-    /// Whether one has its own id.
-    named: bool,
-    bad: Vec<Dropped>,
 }
 
 /// Reads the whole corpus, and tells what is wrong in the order of the inputs. No step of preparation is run.
@@ -90,18 +87,19 @@ pub fn check(
     let next = || match walk.next() {
         Err(fault) if fault.class() == Class::Data => {
             let (source, file) = walk.pass_over();
-            Ok(Some(Looked::Damaged { source, file, fault }))
+            Ok(Some(Err(Damaged { source, file, fault })))
         }
-        part => part.map(|part| part.map(Looked::Part)),
+        part => part.map(|part| part.map(Ok)),
     };
     let map = Map {
         begin: || (),
-        map: |(): &mut (), looked| look(corpus, looked),
-        place: |looked: &Looked| match looked {
-            Looked::Part(part) => place(corpus, part),
-            Looked::Damaged { source, file, .. } => {
-                corpus.sources[*source].files[*file].shown.clone()
-            }
+        map: |(): &mut (), read: Read<Part>| match read {
+            Ok(part) => look(corpus, part),
+            Err(damaged) => Ok(Err(damaged)),
+        },
+        place: |read: &Read<Part>| match read {
+            Ok(part) => place(corpus, part),
+            Err(Damaged { source, file, .. }) => corpus.sources[*source].files[*file].shown.clone(),
         },
     };
     let progress = Progress::new("check", Measure::Bytes, corpus.bytes()?, options.quiet);
@@ -121,42 +119,37 @@ pub fn check(
 }
 
 /// Looks at what was read, on any thread.
-fn look(corpus: &Corpus, looked: Looked) -> Result<Found> {
-    let (slab, source, file, raw) = match looked {
-        Looked::Part(Part::Slab { slab, source, file, raw }) => (slab, source, file, raw),
-        Looked::Part(Part::FileEnd { bytes, .. }) => return Ok(Found::FileEnd(bytes)),
-        Looked::Part(Part::SourceEnd) => return Ok(Found::SourceEnd),
-        Looked::Damaged { source, file, fault } => {
-            return Ok(Found::Damaged { source, file, fault });
-        }
+fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
+    let (slab, source, file, raw) = match part {
+        Part::Slab { slab, source, file, raw } => (slab, source, file, raw),
+        Part::FileEnd { bytes, .. } => return Ok(Ok(Seen::FileEnd(bytes))),
+        Part::SourceEnd => return Ok(Ok(Seen::SourceEnd)),
     };
     let of = &corpus.sources[source];
-    match records(of, &of.files[file], &slab) {
-        Ok(of_slab) => Ok(Found::Records { source, file, raw, of_slab }),
-        Err(fault) if fault.class() == Class::Data => Ok(Found::Damaged { source, file, fault }),
-        Err(fault) => Err(fault),
-    }
-}
-
-/// What the records of a slab are.
-fn records(source: &Source, file: &SourceFile, slab: &Slab) -> Result<OfSlab> {
+    let all = match slab.parse(&of.fields) {
+        Err(fault) if fault.class() == Class::Data => {
+            return Ok(Err(Damaged { source, file, fault }));
+        }
+        all => all?,
+    };
     let (mut documents, mut named, mut bad) = (0, false, Vec::new());
-    for parsed in slab.parse(&source.fields)? {
+    for parsed in all {
         match parsed {
             Parsed::Dropped { reason, fault, .. } => bad.push((reason, fault)),
             Parsed::Document(mut document) => {
                 named |= document.id.is_some();
-                match source.recipe.text(&mut document) {
+                match of.recipe.text(&mut document) {
                     Ok(()) => documents += 1,
                     // A record of which the template or the chat makes no text.
                     Err(none) => {
-                        bad.push((none.reason, none.fault.or_at(|| document.place(&file.shown))))
+                        let place = || document.place(&of.files[file].shown);
+                        bad.push((none.reason, none.fault.or_at(place)));
                     }
                 }
             }
         }
     }
-    Ok(OfSlab { documents, named, bad })
+    Ok(Ok(Seen::Records { source, file, raw, documents, named, bad }))
 }
 
 /// What was found so far.
@@ -176,12 +169,15 @@ struct Count<'a> {
 
 impl Count<'_> {
     /// Takes what was found next, in the order of the inputs.
-    fn take(&mut self, found: Found, tell: &mut impl FnMut(Bad<'_>) -> Result<()>) -> Result<()> {
-        match found {
-            Found::Records { source, file, .. } | Found::Damaged { source, file, .. }
+    fn take(
+        &mut self,
+        seen: Read<Seen>,
+        tell: &mut impl FnMut(Bad<'_>) -> Result<()>,
+    ) -> Result<()> {
+        match seen {
+            Ok(Seen::Records { source, file, .. }) | Err(Damaged { source, file, .. })
                 if self.damaged == Some((source, file)) => {}
-            Found::Records { source, file, raw, of_slab } => {
-                let OfSlab { documents, named, bad } = of_slab;
+            Ok(Seen::Records { source, file, raw, documents, named, bad }) => {
                 self.named |= named;
                 self.documents += documents;
                 self.checked.documents += documents;
@@ -192,12 +188,12 @@ impl Count<'_> {
                 self.progress.within(raw);
                 self.progress.tick();
             }
-            Found::Damaged { source, file, fault } => {
+            Err(Damaged { source, file, fault }) => {
                 self.damaged = Some((source, file));
                 self.bad(source, file, None, fault, tell)?;
             }
-            Found::FileEnd(bytes) => self.progress.add(bytes),
-            Found::SourceEnd => self.source_end(),
+            Ok(Seen::FileEnd(bytes)) => self.progress.add(bytes),
+            Ok(Seen::SourceEnd) => self.source_end(),
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ use serde_json::Value;
 use store::{disk, regular};
 
 use self::seen::Seen;
-use crate::corpus::check_name;
+use crate::corpus::{bracketed, check_name};
 use crate::source::{self, Fields, Format, Limits, Parsed};
 
 /// The names of the files that are written.
@@ -121,11 +121,11 @@ fn groups(files: Vec<seen::Input>, listed: &BTreeSet<String>) -> Vec<Group> {
         let top = seen::top(&parts);
         let glob = match top.as_str() {
             top if listed.contains(top) => {
-                parts.iter().map(|part| escaped(part)).collect::<Vec<_>>().join("/")
+                parts.iter().map(|part| bracketed(part)).collect::<Vec<_>>().join("/")
             }
             "" => format!("*{}", ending(name)),
-            _ if parts.len() == 2 => format!("{}/*{}", escaped(&top), ending(name)),
-            _ => format!("{}/**/*{}", escaped(&top), ending(name)),
+            _ if parts.len() == 2 => format!("{}/*{}", bracketed(&top), ending(name)),
+            _ => format!("{}/**/*{}", bracketed(&top), ending(name)),
         };
         let globs = found.entry((top, format)).or_default();
         globs.entry(glob).or_default().push((path, bytes));
@@ -171,18 +171,6 @@ fn ending(name: &str) -> String {
     let plain = packed.map_or(name, |packed| &name[..name.len() - packed.len()]);
     let dot = plain.rfind('.').unwrap_or(plain.len());
     name[dot..].to_owned()
-}
-
-/// A part of a path as a pattern that names itself.
-fn escaped(part: &str) -> String {
-    let mut text = String::new();
-    for c in part.chars() {
-        if "*?[]{}\\".contains(c) {
-            text.push('\\');
-        }
-        text.push(c);
-    }
-    text
 }
 
 /// The name of a source whose files lie in `top`.

@@ -55,17 +55,9 @@ impl<'a> Prepared<'a> {
     }
 
     /// What is to be done in this file of this source; `None` if nothing is.
-    pub(crate) fn in_file(&self, source: &str, file: &str) -> Option<InFile<'_>> {
-        let number = self.corpus.sources.iter().position(|candidate| candidate.name == source)?;
-        let source = &self.corpus.sources[number];
-        if source.recipe.is_empty() {
-            return None;
-        }
-        // Files are sorted by the path that is shown.
-        let file = source.files.binary_search_by(|found| found.shown.as_str().cmp(file));
-        let file = file.expect("the reader names a file of the source");
-        let list = Some(&self.lists[number]);
-        Some(InFile { recipe: &source.recipe, tools: self.tools, list, file })
+    pub(crate) fn in_file(&self, source: usize, file: usize) -> Option<InFile<'_>> {
+        let (recipe, list) = (&self.corpus.sources[source].recipe, Some(&self.lists[source]));
+        (!recipe.is_empty()).then_some(InFile { recipe, tools: self.tools, list, file })
     }
 }
 

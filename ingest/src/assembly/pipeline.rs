@@ -8,10 +8,10 @@ use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use rayon::prelude::*;
 use store::{InputRecord, Split};
 
-use crate::corpus::{Corpus, Source};
+use crate::corpus::Corpus;
 use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
-use crate::source::{self, Document, Parsed, Row, Slab};
+use crate::source::{self, Document, Parsed, Row};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
 use crate::walk::{Part, Walk, place};
@@ -124,9 +124,13 @@ pub(crate) fn run(
 fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
     Ok(match part {
         Part::Slab { slab, source, file, raw } => {
-            let source = &corpus.sources[source];
-            let items = encode_slab(*slab, source, &source.files[file].shown, encoding)?;
-            Step::Slab { items, raw_bytes: raw }
+            let of = &corpus.sources[source];
+            let parsed = slab.parse(&of.fields)?;
+            // A long document's line has done its part, and its tokens need the memory.
+            drop(slab);
+            let steps = encoding.prepared.in_file(source, file);
+            let encode = |parsed| encode(parsed, &of.files[file].shown, encoding, steps.as_ref());
+            Step::Slab { items: parsed.into_iter().map(encode).collect(), raw_bytes: raw }
         }
         Part::FileEnd { source, file, bytes, identity: sha256 } => {
             let path = corpus.sources[source].files[file].shown.clone();
@@ -134,20 +138,6 @@ fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
         }
         Part::SourceEnd => Step::SourceEnd,
     })
-}
-
-fn encode_slab(
-    slab: Slab,
-    source: &Source,
-    file: &str,
-    encoding: &Encoding<'_>,
-) -> Result<Vec<Item>> {
-    let parsed = slab.parse(&source.fields)?;
-    // A long document's line has done its part, and its tokens need the memory.
-    drop(slab);
-    let steps = encoding.prepared.in_file(&source.name, file);
-    let encode = |parsed| encode(parsed, file, encoding, steps.as_ref());
-    Ok(parsed.into_iter().map(encode).collect())
 }
 
 fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&InFile<'_>>) -> Item {
@@ -188,8 +178,23 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
         }
         Ok(ids) => {
             let sample = sample(&document, &ids, content, encoding.wanted, place);
-            let parts = (document, ids, content, trace, sample);
-            Item::Document(Box::new(encoded(parts, encoding)))
+            let held_out = held_out(content, encoding.validation);
+            let tokens = match (encoding.begin, encoding.end) {
+                (None, None) => ids,
+                (begin, end) => begin.into_iter().chain(ids).chain(end).collect(),
+            };
+            Item::Document(Box::new(Encoded {
+                id: document.id,
+                row: document.row,
+                group: document.group,
+                bytes: document.bytes,
+                text_bytes: document.text.len() as u64,
+                content,
+                trace,
+                split: if held_out { Split::Validation } else { Split::Train },
+                tokens,
+                sample,
+            }))
         }
     }
 }
@@ -197,30 +202,6 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
 /// Whether a document with this content is kept for validation: never trained on, by a tokenizer neither.
 pub(crate) fn held_out(content: Digest, share: Ratio) -> bool {
     happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
-}
-
-type Parts = (Document, Vec<u32>, Digest, Option<Trace>, Option<Sample>);
-
-fn encoded(parts: Parts, encoding: &Encoding<'_>) -> Encoded {
-    let (document, ids, content, trace, sample) = parts;
-    let held_out = held_out(content, encoding.validation);
-    let Encoding { begin, end, .. } = encoding;
-    let tokens = match (begin, end) {
-        (None, None) => ids,
-        _ => begin.iter().copied().chain(ids).chain(end.iter().copied()).collect(),
-    };
-    Encoded {
-        id: document.id,
-        row: document.row,
-        group: document.group,
-        bytes: document.bytes,
-        text_bytes: document.text.len() as u64,
-        content,
-        trace,
-        split: if held_out { Split::Validation } else { Split::Train },
-        tokens,
-        sample,
-    }
 }
 
 fn sample(

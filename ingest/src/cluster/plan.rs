@@ -8,13 +8,13 @@ use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
 use serde::{Deserialize, Serialize};
-use store::Location;
 use store::disk::{self, Lock};
+use store::{Location, regular};
 
 use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
-use crate::corpus::{Corpus, Found, Source, SourceFile};
+use crate::corpus::{Corpus, Inventory, Source, SourceFile};
 use crate::dropped::REMOVED;
 pub(super) use crate::made::PARTS;
 use crate::made::PLAN as FILE;
@@ -53,7 +53,7 @@ pub(super) struct Text {
     /// Its text.
     pub(super) said: String,
     /// What was found of what it names: no task looks for it again.
-    pub(super) found: Found,
+    pub(super) found: Inventory,
     /// What no task may see changed.
     pub(super) head: Head,
     /// For each task its source and files.
@@ -66,7 +66,7 @@ pub(super) fn put(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine)
     let text = Text {
         corpus: everywhere(&corpus.file)?,
         said: corpus.text.clone(),
-        found: Found::of(corpus)?,
+        found: Inventory::of(corpus)?,
         head: assembly::head(corpus, &tokenizer)?,
         tasks: tasks(corpus, task_bytes)?,
     };
@@ -219,7 +219,7 @@ impl Plan {
     /// Reads the plan in `work`: the corpus as it was planned, whatever its file says now.
     pub fn read(work: &Path) -> Result<Self> {
         let path = work.join(FILE);
-        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+        let bytes = regular::read(&path).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound if work.is_dir() => {
                 Fault::data("no build is planned in this folder, or it has ended")
                     .at(work.display().to_string())
@@ -323,7 +323,7 @@ impl Plan {
             return Ok(None);
         }
         let list = self.list(task);
-        let bytes = fs::read(&list).map_err(|error| match error.kind() {
+        let bytes = regular::read(&list).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => Fault::data("the scan is not decided")
                 .at(list.display().to_string())
                 .hint("`zdata task scan` for each task first, then `zdata task decide`"),

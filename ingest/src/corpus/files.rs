@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Error, ErrorKind};
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
 
 use contract::settings::{self, Spanned};
 use contract::{Fault, Result, note};
@@ -33,7 +33,7 @@ impl Pattern {
 
 /// A file that a pattern named.
 #[derive(Clone, Debug)]
-pub(super) struct Found {
+pub(super) struct FoundFile {
     /// Where it lies.
     pub(super) path: Location,
     /// Where it lies whatever links lead there.
@@ -46,8 +46,8 @@ pub(super) struct Found {
 
 /// The files that `patterns` name from `folder`, sorted by their path from there. A pattern that names nothing and a file
 /// that is named twice are errors; `twice` says what to do instead of the latter.
-pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Result<Vec<Found>> {
-    let mut found: BTreeMap<String, Found> = BTreeMap::new();
+pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Result<Vec<FoundFile>> {
+    let mut found: BTreeMap<String, FoundFile> = BTreeMap::new();
     let mut seen: BTreeMap<Location, String> = BTreeMap::new();
     for pattern in patterns {
         let place = &pattern.place;
@@ -64,7 +64,7 @@ pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Resu
                     .found(format!("also as {before:?}"))
                     .hint(twice));
             }
-            found.insert(shown.clone(), Found { path, real, shown, named_at: place.clone() });
+            found.insert(shown.clone(), FoundFile { path, real, shown, named_at: place.clone() });
         }
     }
     Ok(found.into_values().collect())
@@ -114,7 +114,7 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
         return fault.found("a folder").hint(format!("name the files in it, as {within:?} does"));
     }
     if here.is_some_and(|here| here.exists()) {
-        let plain: String = glob.chars().map(bracketed).collect();
+        let plain = bracketed(glob);
         let hint = format!(
             "a bracket, brace, `*` or `?` of a name is put in brackets, a backslash is doubled: {plain:?}"
         );
@@ -124,13 +124,14 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
     fault.found(format!("nothing in {}", if start.is_empty() { "." } else { &start })).hint(hint)
 }
 
-/// A letter of a name as a pattern that names it.
-fn bracketed(letter: char) -> String {
-    match letter {
+/// A name as a pattern that names it.
+pub(crate) fn bracketed(name: &str) -> String {
+    let letter = |letter| match letter {
         '[' | '{' | '}' | '*' | '?' => format!("[{letter}]"),
         '\\' => "\\\\".to_owned(),
         _ => letter.to_string(),
-    }
+    };
+    name.chars().map(letter).collect()
 }
 
 /// What to look at where a bucket is not what it should be.
@@ -368,18 +369,9 @@ fn rooted(parts: &[&str]) -> PathBuf {
     path
 }
 
+/// A path without needless dots and slashes.
 fn shown(path: &Path) -> String {
-    let mut text = String::new();
-    for part in path.components() {
-        if !text.is_empty() && !text.ends_with('/') {
-            text.push('/');
-        }
-        match part {
-            Component::RootDir => text.push('/'),
-            part => text.push_str(&part.as_os_str().to_string_lossy()),
-        }
-    }
-    text
+    path.components().collect::<PathBuf>().to_string_lossy().into_owned()
 }
 
 fn readable(path: &Path) -> Result<String> {

@@ -1,7 +1,7 @@
 //! `corpus.toml`: which files become a store, and how. `ingest/README.md` has the schema.
 //!
 //! ```text
-//! text --parse--> Spec (pure: nothing is looked for) --find--> Found (files, formats, sets identified) --> Corpus
+//! text --parse--> Spec (pure: nothing is looked for) --find--> Inventory (files, formats, sets identified) --> Corpus
 //! ```
 //!
 //! What was found is kept with the plan of a build, so that its tasks take it from there: nothing is looked for twice.
@@ -22,13 +22,15 @@ use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
 use store::Location;
 
+pub(crate) use files::bracketed;
 pub(crate) use parse::check_name;
 pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS};
-pub(crate) use resolve::Found;
+pub(crate) use resolve::Inventory;
 pub use spec::Spec;
 #[cfg(test)]
 pub(crate) use steps::STEPS;
 
+use crate::progress::meanwhile;
 use crate::recipe::{self, Recipe};
 use crate::source::Fields;
 pub use crate::source::SourceFile;
@@ -100,12 +102,12 @@ impl Corpus {
         let bytes = place.read().map_err(|error| place.fault("read", &error))?;
         let file = File::from_bytes(place.to_string(), bytes)?;
         let spec = Spec::parse(&file)?;
-        let found = spec.find(&place)?;
+        let found = meanwhile("corpus", "looking for inputs", || spec.find(&place))?;
         spec.resolve(place, file.text(), found)
     }
 
     /// The corpus of a text, with what was found when it was read: nothing is looked for.
-    pub(crate) fn found(place: Location, text: &str, found: Found) -> Result<Corpus> {
+    pub(crate) fn found(place: Location, text: &str, found: Inventory) -> Result<Corpus> {
         let file = File::from_bytes(place.to_string(), text.as_bytes().to_vec())?;
         Spec::parse(&file)?.resolve(place, text, found)
     }

@@ -11,13 +11,12 @@ use super::spec::{SourceSpec, Spec, StepSpec};
 use super::{Corpus, Source, SourceFile, files};
 use crate::recipe::compare::{Compare, Decontaminate};
 use crate::recipe::{Recipe, Step};
-use crate::source::{Format, place};
+use crate::source::{Format, Place};
 
 /// What was found of what a corpus file names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Found {
-    #[serde(with = "place::optional")]
-    tokenizer: Option<Location>,
+pub(crate) struct Inventory {
+    tokenizer: Option<Place>,
     pub(crate) sources: Vec<FoundSource>,
 }
 
@@ -30,7 +29,7 @@ pub(crate) struct FoundSource {
     sets: Vec<Vec<(SourceFile, Identity)>>,
 }
 
-impl Found {
+impl Inventory {
     /// What was found of a corpus, for processes that work in other folders.
     pub(crate) fn of(corpus: &Corpus) -> Result<Self> {
         let source = |source: &Source| -> Result<FoundSource> {
@@ -46,8 +45,8 @@ impl Found {
                 sets: sets.map(set).collect::<Result<_>>()?,
             })
         };
-        Ok(Found {
-            tokenizer: corpus.tokenizer.as_ref().map(Location::absolute).transpose()?,
+        Ok(Inventory {
+            tokenizer: corpus.tokenizer.as_ref().map(|it| it.absolute().map(Place)).transpose()?,
             sources: corpus.sources.iter().map(source).collect::<Result<_>>()?,
         })
     }
@@ -59,7 +58,7 @@ fn whole(file: &SourceFile) -> Result<SourceFile> {
 
 impl Spec {
     /// Finds the inputs; paths start at the folder of the corpus file `file`.
-    pub(super) fn find(&self, file: &Location) -> Result<Found> {
+    pub(super) fn find(&self, file: &Location) -> Result<Inventory> {
         let folder = &file.folder();
         let mut real = Taken::new();
         let mut source = |source: &SourceSpec| -> Result<FoundSource> {
@@ -81,11 +80,11 @@ impl Spec {
         let tokenizer = tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?;
         let sources = self.sources.iter().map(&mut source).collect::<Result<_>>()?;
         taken_twice(&real).iter().for_each(|told| note!("note: {file}: {told}"));
-        Ok(Found { tokenizer, sources })
+        Ok(Inventory { tokenizer: tokenizer.map(Place), sources })
     }
 
     /// The corpus of the file `file` with this text, for which this was found.
-    pub(super) fn resolve(self, file: Location, text: &str, found: Found) -> Result<Corpus> {
+    pub(super) fn resolve(self, file: Location, text: &str, found: Inventory) -> Result<Corpus> {
         if found.sources.len() != self.sources.len() {
             return Err(not_of_this());
         }
@@ -93,7 +92,7 @@ impl Spec {
         Ok(Corpus {
             file,
             text: text.to_owned(),
-            tokenizer: found.tokenizer,
+            tokenizer: found.tokenizer.map(|Place(place)| place),
             unit: self.unit,
             validation: self.validation,
             begin: self.begin,
@@ -187,7 +186,7 @@ fn identified(
     patterns: &[files::Pattern],
     folder: &Location,
 ) -> Result<Vec<(SourceFile, Identity)>> {
-    let file = |found: files::Found| -> Result<(SourceFile, Identity)> {
+    let file = |found: files::FoundFile| -> Result<(SourceFile, Identity)> {
         let (_, identity) = found.path.content()?;
         let format = Format::JsonLines;
         Ok((SourceFile { path: found.path, shown: found.shown, format }, identity))
@@ -197,7 +196,7 @@ fn identified(
 }
 
 /// A columnar file within a stream: its decoder would only say that it is damaged.
-fn compressed(found: &files::Found, format: Format) -> Fault {
+fn compressed(found: &files::FoundFile, format: Format) -> Fault {
     Fault::usage(format!("a file of format {} is not read from a compressed stream", format.name()))
         .at(found.named_at.clone())
         .found(&found.shown)
@@ -206,7 +205,7 @@ fn compressed(found: &files::Found, format: Format) -> Fault {
 }
 
 /// A table taken for one long text would be a silent loss.
-fn unknown_ending(found: &files::Found) -> Fault {
+fn unknown_ending(found: &files::FoundFile) -> Fault {
     Fault::usage("the name of this file does not say what it holds")
         .at(found.named_at.clone())
         .found(&found.shown)

@@ -104,20 +104,8 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
         C4::NAME => filter(Filter::C4(read!(C4))),
         FineWeb::NAME => filter(Filter::FineWeb(read!(FineWeb))),
         Exact::NAME => compare(Compare::Exact(read!(Exact))),
-        Near::NAME => {
-            let near = read!(Near);
-            near.check().map_err(|wanted| {
-                Fault::usage("near duplicates cannot be found like this").wanted(wanted)
-            })?;
-            compare(Compare::Near(near))
-        }
-        Repeats::NAME => {
-            let repeats = read!(Repeats);
-            repeats.check().map_err(|wanted| {
-                Fault::usage("repeated substrings cannot be found like this").wanted(wanted)
-            })?;
-            compare(Compare::Repeats(repeats))
-        }
+        Near::NAME => compare(Compare::Near(read!(Near).check()?)),
+        Repeats::NAME => compare(Compare::Repeats(read!(Repeats).check()?)),
         Decontaminate::NAME => {
             let own: Vec<&str> = Rules::KEYS.iter().copied().chain(["files"]).collect();
             known(&own)?;

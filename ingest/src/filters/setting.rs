@@ -65,41 +65,26 @@ pub(crate) trait Setting: Sized {
     fn show(&self) -> String;
 }
 
-impl Setting for u64 {
-    const WANTED: &'static str = "a whole number from 0 to 18446744073709551615";
+/// A value that is read and shown as Rust does.
+macro_rules! setting {
+    ($type:ty, $wanted:literal, $plain:expr) => {
+        impl Setting for $type {
+            const WANTED: &'static str = $wanted;
 
-    fn parse(text: &str) -> Option<Self> {
-        text.replace('_', "").parse().ok()
-    }
+            fn parse(text: &str) -> Option<Self> {
+                $plain(text).parse().ok()
+            }
 
-    fn show(&self) -> String {
-        self.to_string()
-    }
+            fn show(&self) -> String {
+                self.to_string()
+            }
+        }
+    };
 }
 
-impl Setting for bool {
-    const WANTED: &'static str = "true or false";
-
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
-
-impl Setting for Ratio {
-    const WANTED: &'static str = "a share of at least 0: a decimal or \"3/10\"";
-
-    fn parse(text: &str) -> Option<Self> {
-        text.parse().ok()
-    }
-
-    fn show(&self) -> String {
-        self.to_string()
-    }
-}
+setting!(u64, "a whole number from 0 to 18446744073709551615", |text: &str| text.replace('_', ""));
+setting!(bool, "true or false", str::to_owned);
+setting!(Ratio, "a share of at least 0: a decimal or \"3/10\"", str::to_owned);
 
 impl Setting for String {
     const WANTED: &'static str = "a string";

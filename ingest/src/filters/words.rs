@@ -8,7 +8,7 @@ mod cut;
 
 use std::cell::OnceCell;
 
-use cut::Found;
+use cut::CutWords;
 
 /// A text and what was found in it so far.
 pub(crate) struct Text<'a> {
@@ -134,7 +134,7 @@ pub(crate) fn chars(text: &str) -> usize {
 
 /// The words of a text.
 fn words(text: &str) -> Words {
-    let mut found = Found::new(text);
+    let mut found = CutWords::new(text);
     let bytes = text.as_bytes();
     let (mut start, mut at) = (0, 0);
     while at < bytes.len() {

@@ -48,17 +48,16 @@ step! {
 }
 
 impl Near {
-    /// What is wrong with the settings, if anything is.
-    pub(crate) fn check(&self) -> std::result::Result<(), &'static str> {
+    /// Refuses settings under which nothing can be found.
+    pub(crate) fn check(self) -> Result<Self> {
         let positive = self.words > 0 && self.bands > 0 && self.rows > 0;
         let small = self.words <= 1000 && self.bands.saturating_mul(self.rows) <= 4096;
         if positive && small {
-            Ok(())
-        } else {
-            Err(
-                "words from 1 to 1000, and bands and rows above zero with a product of at most 4096",
-            )
+            return Ok(self);
         }
+        Err(Fault::usage("near duplicates cannot be found like this").wanted(
+            "words from 1 to 1000, and bands and rows above zero with a product of at most 4096",
+        ))
     }
 }
 
@@ -77,15 +76,15 @@ step! {
 }
 
 impl Repeats {
-    /// What is wrong with the settings, if anything is.
-    pub(crate) fn check(&self) -> std::result::Result<(), &'static str> {
+    /// Refuses settings under which nothing can be found.
+    pub(crate) fn check(self) -> Result<Self> {
         let runs = (1..=1 << 20).contains(&self.min_bytes);
         let partition = (self.min_bytes..1 << 30).contains(&self.partition_bytes);
         if runs && partition {
-            Ok(())
-        } else {
-            Err("min_bytes from 1 to 1048576, partition_bytes from that to 1073741823")
+            return Ok(self);
         }
+        Err(Fault::usage("repeated substrings cannot be found like this")
+            .wanted("min_bytes from 1 to 1048576, partition_bytes from that to 1073741823"))
     }
 }
 

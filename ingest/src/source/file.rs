@@ -25,14 +25,19 @@ impl SourceFile {
     }
 }
 
+/// A place in a plan.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Place(#[serde(with = "place")] pub(crate) Location);
+
 /// Places in a plan: as text, which every machine reads alike.
-pub(crate) mod place {
+mod place {
     use serde::de::Error as _;
     use serde::ser::Error as _;
     use serde::{Deserialize as _, Deserializer, Serializer};
     use store::Location;
 
-    pub(crate) fn serialize<S: Serializer>(place: &Location, to: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<S: Serializer>(place: &Location, to: S) -> Result<S::Ok, S::Error> {
         match place.local().map(|path| path.to_str()) {
             Some(None) => Err(S::Error::custom(format!("the path {place} is not UTF-8"))),
             Some(Some(path)) => to.serialize_str(path),
@@ -40,30 +45,8 @@ pub(crate) mod place {
         }
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Location, D::Error> {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Location, D::Error> {
         let text = String::deserialize(from)?;
         storage::locate(&text).map_err(D::Error::custom)
-    }
-
-    /// The same where there may be none.
-    pub(crate) mod optional {
-        use super::*;
-
-        pub(crate) fn serialize<S: Serializer>(
-            place: &Option<Location>,
-            to: S,
-        ) -> Result<S::Ok, S::Error> {
-            match place {
-                Some(place) => super::serialize(place, to),
-                None => to.serialize_none(),
-            }
-        }
-
-        pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-            from: D,
-        ) -> Result<Option<Location>, D::Error> {
-            let text = Option::<String>::deserialize(from)?;
-            text.map(|text| storage::locate(&text).map_err(D::Error::custom)).transpose()
-        }
     }
 }

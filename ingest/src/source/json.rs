@@ -32,7 +32,7 @@ impl<'a> Wanted<'a> {
 
 /// The fields found.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct FieldValues {
     /// What stands at the text's path, if anything.
     pub(super) text: Option<Value>,
     /// What stands at the id's path, if anything.
@@ -64,12 +64,12 @@ pub(super) fn read(
     line: &str,
     wanted: &Wanted<'_>,
     scratch: &mut Vec<u8>,
-) -> Result<Found, String> {
+) -> Result<FieldValues, String> {
     let mut walk = Walk {
         line,
         parser: Parser::new(Read::from(line)),
         wanted,
-        found: Found::default(),
+        found: FieldValues::default(),
         scratch,
     };
     let id = if wanted.id.is_empty() { None } else { Some(0) };
@@ -84,7 +84,7 @@ struct Walk<'a, 'w> {
     line: &'a str,
     parser: Parser<Read<'a>>,
     wanted: &'w Wanted<'w>,
-    found: Found,
+    found: FieldValues,
     scratch: &'w mut Vec<u8>,
 }
 
@@ -267,7 +267,7 @@ mod tests {
     use proptest::prelude::*;
     use proptest::sample::{Index, select};
 
-    fn ours(line: &str, text: &str, id: Option<&str>) -> Result<Found, String> {
+    fn ours(line: &str, text: &str, id: Option<&str>) -> Result<FieldValues, String> {
         read(line, &Wanted::new(text, id), &mut Vec::new())
     }
 

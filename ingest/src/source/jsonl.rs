@@ -11,7 +11,7 @@ use contract::{Fault, Identity, Result};
 use memchr::{memchr, memchr_iter, memrchr};
 
 use super::decompress::Stream;
-use super::json::{self, Found, Value, Wanted};
+use super::json::{self, FieldValues, Value, Wanted};
 use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
@@ -193,7 +193,7 @@ impl Record<'_> {
         }
     }
 
-    fn document(&self, line: &str, found: Found) -> Parsed {
+    fn document(&self, line: &str, found: FieldValues) -> Parsed {
         let id = match found.id {
             None | Some(Value::Other("null")) => None,
             Some(Value::String(id) | Value::Integer(id)) => Some(id),

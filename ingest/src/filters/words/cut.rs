@@ -54,18 +54,18 @@ fn is(byte: u8, class: u8) -> bool {
 }
 
 /// The words of a text, as far as it is cut.
-pub(super) struct Found<'a> {
+pub(super) struct CutWords<'a> {
     text: &'a str,
     pub(super) words: Words,
     /// What is cut from the end of the word at hand, the last first.
     after: Vec<(usize, usize)>,
 }
 
-impl<'a> Found<'a> {
+impl<'a> CutWords<'a> {
     pub(super) fn new(text: &'a str) -> Self {
         let spans = Vec::with_capacity(text.len() / 5);
         let words = Words { spans, tally: Tally::default() };
-        Found { text, words, after: Vec::new() }
+        CutWords { text, words, after: Vec::new() }
     }
 
     /// Cuts what stands between two spaces, whose bytes have these classes.
@@ -475,7 +475,7 @@ mod tests {
     /// The words of a text without space, by the one way and by the other.
     fn both(text: &str) -> [Words; 2] {
         let classes = text.bytes().fold(0, |classes, byte| classes | CLASSES[usize::from(byte)]);
-        let (mut bytes, mut characters) = (Found::new(text), Found::new(text));
+        let (mut bytes, mut characters) = (CutWords::new(text), CutWords::new(text));
         bytes.chunk(0, text.len(), classes);
         characters.characters(0, text.len());
         [bytes.words, characters.words]
