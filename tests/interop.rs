@@ -204,6 +204,21 @@ fn wrong_imports_and_exports_say_what_to_do() {
 }
 
 #[test]
+fn an_import_says_what_it_leaves_out() {
+    let scratch = Scratch::new();
+    corpus(&scratch, 30, "");
+    let tokens = [5u16, 6, 7, 8].map(u16::to_le_bytes).concat();
+    let raw = scratch.write("raw.ds", tokens);
+    scratch.write("raw.ds.index", [3u64, 3, 4].map(u64::to_le_bytes).concat());
+    let (back, named) = (scratch.path("back"), format!("web={}", arg(&raw)));
+    let tokenizer = scratch.path("tokenizer.json");
+    let head = ["import", arg(&back), "--format", "datatrove", "--tokenizer", arg(&tokenizer)];
+    let told = zdata(&[&head[..], &["--source", &named]].concat());
+    assert!(told.err.contains("dropped of web: 1 of 3 records (1 empty)"), "{told:?}");
+    told.ok();
+}
+
+#[test]
 fn a_killed_import_or_export_leaves_nothing_that_looks_whole() {
     let scratch = Scratch::new();
     let small = corpus(&scratch, 50, "");

@@ -88,22 +88,28 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
             continue;
         }
         if accounting.dropped > 0 {
-            let reasons = source.dropped.iter();
-            let reasons =
-                reasons.map(|dropped| format!("{} {}", grouped(dropped.documents), dropped.reason));
-            notes.push(format!(
-                "dropped of {}: {} of {} ({})",
-                source.name,
-                grouped(accounting.dropped),
-                many(accounting.read, "record"),
-                reasons.collect::<Vec<_>>().join(", ")
-            ));
+            let dropped = source.dropped.iter();
+            let dropped = dropped.map(|dropped| (dropped.documents, dropped.reason.as_str()));
+            notes.push(dropped_of(&source.name, accounting.read, dropped));
         }
         if accounting.validation == 0 && manifest.validation != "0" {
             notes.push(format!("note: {}", none_held_out(manifest, source)));
         }
     }
     notes
+}
+
+/// What was dropped of so many records of a source, for which reasons.
+pub fn dropped_of<'a>(
+    source: &str,
+    read: u64,
+    dropped: impl Iterator<Item = (u64, &'a str)>,
+) -> String {
+    let dropped: Vec<(u64, &str)> = dropped.collect();
+    let all = dropped.iter().map(|(count, _)| count).sum();
+    let reasons = dropped.iter().map(|(count, reason)| format!("{} {reason}", grouped(*count)));
+    let reasons = reasons.collect::<Vec<_>>().join(", ");
+    format!("dropped of {source}: {} of {} ({reasons})", grouped(all), many(read, "record"))
 }
 
 /// Documents expected in a split from which on an empty one is no chance (once in 5 * 10^8 splits of different texts).

@@ -11,11 +11,13 @@ mod file;
 mod merge;
 mod words;
 
+use std::collections::BTreeMap;
 use std::io::ErrorKind;
 
 use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result, draw};
 use store::{Location, disk};
 
+use crate::assembly::request::nothing_left;
 use crate::corpus::Corpus;
 use crate::progress::{Measure, Progress};
 
@@ -58,8 +60,39 @@ pub struct Trained {
     pub text_bytes: u64,
     /// Different words in it.
     pub words: u64,
-    /// Records that were no documents, if the corpus says to skip such.
-    pub dropped: u64,
+    /// What became of the records of each source.
+    pub records: Vec<Records>,
+}
+
+/// What became of the records of a source.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Records {
+    /// The source.
+    pub source: String,
+    /// Those that are documents, in the sample or not.
+    pub kept: u64,
+    /// How many were dropped for which reason: where the corpus says to skip such, and by steps.
+    pub dropped: BTreeMap<String, u64>,
+}
+
+impl Records {
+    /// Those that were dropped.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.values().sum()
+    }
+
+    /// How many were dropped for each reason.
+    pub fn reasons(&self) -> impl Iterator<Item = (u64, &str)> {
+        self.dropped.iter().map(|(reason, count)| (*count, reason.as_str()))
+    }
+
+    /// Refuses a source of which nothing is left, as a build does.
+    fn check_kept(&self) -> Result<()> {
+        match self.kept > 0 || self.dropped.is_empty() {
+            true => Ok(()),
+            false => Err(nothing_left(&self.source, self.reasons())),
+        }
+    }
 }
 
 impl Trained {
@@ -105,13 +138,18 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
     check_special(&request.special)?;
     let mut progress = Progress::new("train", Measure::Bytes, corpus.bytes()?, options.quiet);
     let counted = words::count(corpus, request.sample, options.workers, &mut progress)?;
+    counted.records.iter().try_for_each(Records::check_kept)?;
     if counted.words.is_empty() {
+        let records: u64 = counted.records.iter().map(|records| records.kept).sum();
         return Err(Fault::data("the corpus has no documents to train a tokenizer on")
             .at(corpus.file.to_string())
-            .found(match counted.dropped {
+            .found(match records {
                 0 => "no record".to_owned(),
-                dropped => {
-                    format!("{}, none of them a document", contract::counted(dropped, "record"))
+                records => {
+                    format!(
+                        "{}, none of them in the sample",
+                        contract::counted(records, "document")
+                    )
                 }
             })
             .hint("check `files` and `text` in the corpus file, and --sample"));
@@ -129,7 +167,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
         documents: counted.documents,
         text_bytes: counted.text_bytes,
         words: counted.words.len() as u64,
-        dropped: counted.dropped,
+        records: counted.records,
     })
 }
 

@@ -9,13 +9,14 @@ pub(crate) mod stream;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
+use storage::staging::Staging;
 use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open, whole};
 
-use self::request::{Head, Sides};
+use self::request::Head;
 use crate::corpus::Corpus;
 use crate::dedup::{self, Tools};
 use crate::dropped;
-use crate::progress::meanwhile;
+use crate::progress::{Measure, Progress, meanwhile};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -106,11 +107,10 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
 /// The store that is there, if it is what was asked for.
 fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
-    let sides = Sides { store };
-    sides.compare_heads(&request::head_of(&manifest, head), head)?;
+    request::compare_heads(store, &request::head_of(&manifest, head), head)?;
     let mut sources = corpus.sources.iter().zip(&manifest.sources);
     meanwhile("build", "reading the inputs to compare them with those of the store", || {
-        sources.try_for_each(|(source, old)| sides.compare_inputs(source, &old.inputs))
+        sources.try_for_each(|(source, old)| request::compare_inputs(store, source, &old.inputs))
     })?;
     request::compare_dropped(corpus, &manifest, store)?;
     whole::refuse_incomplete(store, &manifest)?;
@@ -118,9 +118,9 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Whether a store of these sources may have a file that is called so.
+/// Whether a store of these sources, which is not built yet, may get a file that is called so.
 pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str) -> bool {
-    let lists = [dropped::FILE, dropped::REMOVED, dedup::MATCHES];
+    let lists = [dropped::FILE, dedup::MATCHES];
     match name.split('/').collect::<Vec<_>>()[..] {
         [name] => [open::MANIFEST, open::MANIFEST_SUM, open::TOKENIZER].contains(&name),
         [source, list] => lists.contains(&list) && sources.any(|it| it == source),
@@ -143,4 +143,12 @@ pub(crate) fn finish(
     manifest.digest = manifest.identity();
     open::commit(store, &manifest)?;
     Ok(manifest)
+}
+
+/// Puts what was made in its place; a store of many folders takes long to be on the disk.
+pub(crate) fn place(staging: Staging, progress: &mut Progress) -> Result<()> {
+    let mut syncing = None;
+    staging.commit_telling(|_, all| {
+        syncing.get_or_insert_with(|| progress.then(Measure::Count("folder"), all)).add(1);
+    })
 }

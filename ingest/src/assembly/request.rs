@@ -65,101 +65,87 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
     }
 }
 
-/// What an old build and a new request are called in an error.
-pub(crate) struct Sides<'a> {
-    /// The store's folder.
-    pub(crate) store: &'a Location,
+/// What is said of a key of which `store` was built by another value.
+fn changed(store: &Location, key: &str, old: impl ToString, new: impl ToString) -> Fault {
+    Fault::usage(format!("`{key}` changed since this store was built"))
+        .at(store.to_string())
+        .found(new.to_string())
+        .wanted(old.to_string())
+        .hint(
+            "name another --out, or undo the change; with --work FOLDER at every build, parts that did not change are not made \
+             again",
+        )
 }
 
-impl Sides<'_> {
-    fn key(&self, key: &str, old: impl ToString, new: impl ToString) -> Fault {
-        Fault::usage(format!("`{key}` changed since this store was built"))
-            .at(self.store.to_string())
-            .found(new.to_string())
-            .wanted(old.to_string())
-            .hint(
-                "name another --out, or undo the change; with --work FOLDER at every build, parts that did not \
-                 change are not made again",
-            )
+/// Refuses a request whose keys or tokenizer differ.
+pub(crate) fn compare_heads(store: &Location, old: &Head, new: &Head) -> Result<()> {
+    if old.tokenizer.sha256 != new.tokenizer.sha256 {
+        return Err(Fault::mismatch("the tokenizer changed since this store was built")
+            .at(store.to_string())
+            .found(new.tokenizer.sha256)
+            .wanted(old.tokenizer.sha256)
+            .hint("name another --out, or restore the old tokenizer.json"));
     }
+    let id = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
+    let pairs = [
+        ("begin", id(old.tokenizer.begin), id(new.tokenizer.begin)),
+        ("end", id(old.tokenizer.end), id(new.tokenizer.end)),
+        ("unit", old.unit.to_string(), new.unit.to_string()),
+        ("validation", old.validation.clone(), new.validation.clone()),
+    ];
+    for (key, old, new) in pairs {
+        if old != new {
+            return Err(changed(store, key, old, new));
+        }
+    }
+    let names = |head: &Head| {
+        head.sources.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
+    };
+    if names(old) != names(new) {
+        return Err(changed(store, "source", names(old), names(new)));
+    }
+    for ((name, old), (_, new)) in old.sources.iter().zip(&new.sources) {
+        if old != new {
+            let (old, new) = recipe::first_difference(old, new);
+            return Err(changed(store, &format!("source {name}"), old, new));
+        }
+    }
+    Ok(())
+}
 
-    /// Refuses a request whose keys or tokenizer differ.
-    pub(crate) fn compare_heads(&self, old: &Head, new: &Head) -> Result<()> {
-        if old.tokenizer.sha256 != new.tokenizer.sha256 {
-            return Err(Fault::mismatch("the tokenizer changed since this store was built")
-                .at(self.store.to_string())
-                .found(new.tokenizer.sha256)
-                .wanted(old.tokenizer.sha256)
-                .hint("name another --out, or restore the old tokenizer.json"));
-        }
-        let id = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
-        let pairs = [
-            ("begin", id(old.tokenizer.begin), id(new.tokenizer.begin)),
-            ("end", id(old.tokenizer.end), id(new.tokenizer.end)),
-            ("unit", old.unit.to_string(), new.unit.to_string()),
-            ("validation", old.validation.clone(), new.validation.clone()),
-        ];
-        for (key, old, new) in pairs {
-            if old != new {
-                return Err(self.key(key, old, new));
-            }
-        }
-        let names = |head: &Head| {
-            head.sources.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
-        };
-        if names(old) != names(new) {
-            return Err(self.key("source", names(old), names(new)));
-        }
-        for ((name, old), (_, new)) in old.sources.iter().zip(&new.sources) {
-            if old != new {
-                let (old, new) = recipe::first_difference(old, new);
-                return Err(self.key(&format!("source {name}"), old, new));
-            }
-        }
-        Ok(())
-    }
+/// What is told where there are more inputs or fewer: one that came or one that went, by its name.
+fn other_files(source: &Source, old: &[InputRecord], refused: impl Fn(String) -> Fault) -> Fault {
+    let came = source.files.iter().find(|file| old.iter().all(|input| input.path != file.shown));
+    let went = old.iter().find(|input| source.files.iter().all(|file| input.path != file.shown));
+    let fault = match (came, went) {
+        (Some(file), _) => refused(format!("the input {:?} was added", file.shown)),
+        (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
+        (None, None) => refused("the number of inputs changed".to_owned()),
+    };
+    let count = |files: usize| counted(files, "file");
+    fault.found(count(source.files.len())).wanted(count(old.len()))
+}
 
-    /// What is told where there are more inputs or fewer: one that came or one that went, by its name.
-    fn other_files(
-        &self,
-        source: &Source,
-        old: &[InputRecord],
-        refused: impl Fn(String) -> Fault,
-    ) -> Fault {
-        let came =
-            source.files.iter().find(|file| old.iter().all(|input| input.path != file.shown));
-        let went =
-            old.iter().find(|input| source.files.iter().all(|file| input.path != file.shown));
-        let fault = match (came, went) {
-            (Some(file), _) => refused(format!("the input {:?} was added", file.shown)),
-            (None, Some(input)) => refused(format!("the input {:?} was taken away", input.path)),
-            (None, None) => refused("the number of inputs changed".to_owned()),
-        };
-        let count = |files: usize| counted(files, "file");
-        fault.found(count(source.files.len())).wanted(count(old.len()))
+/// Refuses inputs whose content differs from what `source` was built from.
+pub(crate) fn compare_inputs(store: &Location, source: &Source, old: &[InputRecord]) -> Result<()> {
+    let place = || format!("{store}: source {:?}", source.name);
+    let refused = |what: String| {
+        Fault::mismatch(format!("{what} since this store was built"))
+            .at(place())
+            .hint("restore the inputs, or name another --out; a store is never altered")
+    };
+    if source.files.len() != old.len() {
+        return Err(other_files(source, old, refused));
     }
-
-    /// Refuses inputs whose content differs from what `source` was built from.
-    pub(crate) fn compare_inputs(&self, source: &Source, old: &[InputRecord]) -> Result<()> {
-        let place = || format!("{}: source {:?}", self.store, source.name);
-        let refused = |what: String| {
-            Fault::mismatch(format!("{what} since this store was built"))
-                .at(place())
-                .hint("restore the inputs, or name another --out; a store is never altered")
-        };
-        if source.files.len() != old.len() {
-            return Err(self.other_files(source, old, refused));
+    for (file, old) in source.files.iter().zip(old) {
+        let (bytes, sha256) = file.path.content()?;
+        if (bytes, sha256) != (old.bytes, old.sha256) {
+            return Err(refused(format!("the input {:?} changed", file.shown))
+                .found(format!("{bytes} bytes, {sha256}"))
+                .wanted(format!("{} bytes, {} ({})", old.bytes, old.sha256, old.path)));
         }
-        for (file, old) in source.files.iter().zip(old) {
-            let (bytes, sha256) = file.path.content()?;
-            if (bytes, sha256) != (old.bytes, old.sha256) {
-                return Err(refused(format!("the input {:?} changed", file.shown))
-                    .found(format!("{bytes} bytes, {sha256}"))
-                    .wanted(format!("{} bytes, {} ({})", old.bytes, old.sha256, old.path)));
-            }
-        }
-        Ok(())
     }
+    Ok(())
 }
 
 /// Refuses to call a store with dropped records done if the corpus now says that a dropped record stops the build.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use contract::{Digest, Fault, Result};
 use storage::staging::Staging;
-use store::{FileRecord, InputRecord, Manifest, disk, open};
+use store::{FileRecord, InputRecord, Manifest, disk, open, regular};
 
 use super::known::{missing, results, results_telling};
 use super::part::{Entry, PartReader};
@@ -67,10 +67,7 @@ pub(super) fn assemble(
     request::check_kept(&sources)?;
     let manifest =
         assembly::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
-    let mut syncing = None;
-    staging.commit_telling(|_, all| {
-        syncing.get_or_insert_with(|| progress.then(Measure::Count("folder"), all)).add(1);
-    })?;
+    assembly::place(staging, progress)?;
     Ok(manifest)
 }
 
@@ -128,7 +125,7 @@ fn copy(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     if disk::link(old, new).is_ok() {
         return Ok(());
     }
-    let bytes = std::fs::read(old).map_err(|error| Fault::io("read", old, &error))?;
+    let bytes = regular::read(old).map_err(|error| Fault::io("read", old, &error))?;
     if Digest::of_bytes(&bytes) != record.digest {
         return Err(Fault::data("this list is damaged")
             .at(old.display().to_string())

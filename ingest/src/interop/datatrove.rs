@@ -14,8 +14,8 @@ use contract::{Fault, Result};
 use store::disk::{Whole, beside};
 use store::{FileRecord, InputRecord};
 
-use super::tokens::{Hashing, TokenFile, put, refuse_halved};
-use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
+use super::tokens::{Hashing, TokenFile, fitting, put};
+use super::{Documents, Hints, NextDocument, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The largest `.metadata` that is read.
@@ -91,8 +91,7 @@ impl Reader {
     }
 }
 
-/// The width that the last end and the size agree on. None that the vocabulary does not fit: a wider file that was cut in
-/// half would be read as one of these, and nobody makes it.
+/// The width that the last end and the size agree on.
 fn measured(
     disk: &dyn Disk,
     path: &Path,
@@ -108,27 +107,11 @@ fn measured(
     let mut last = [0; 8];
     file.onward(index_bytes - 8).read_exact(&mut last).map_err(|error| fault(&error))?;
     let last = u64::from_le_bytes(last);
-    match size.checked_div(last).filter(|width| width.checked_mul(last) == Some(size)) {
-        Some(2) if vocab <= 1 << 16 => refuse_halved(disk, path).map(|()| Width::U16),
-        Some(4) => Ok(Width::U32),
-        _ if (last, size) == (0, 0) => Ok(Width::U16),
-        found => {
-            let told = if vocab <= 1 << 16 { "two or four" } else { "four" };
-            let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
-            let fault = damaged(path, "its size does not fit its index");
-            let fault = fault.found(format!("{size} bytes")).wanted(all);
-            Err(match found {
-                Some(2) => fault.hint(
-                    "make the file again, if it was cut; give --dtype uint16 if it was made so",
-                ),
-                _ => fault,
-            })
-        }
-    }
+    fitting(disk, path, (size, last, vocab), "its size does not fit its index")
 }
 
 impl Documents for Reader {
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>> {
         tokens.clear();
         if self.left == 0 {
             self.tokens.finish()?;
@@ -146,7 +129,7 @@ impl Documents for Reader {
                 .wanted(format!("at least {first}"))
         })?;
         self.tokens.take(count, tokens)?;
-        Ok(Some(Found { id: None, bytes: self.tokens.range(first) }))
+        Ok(Some(NextDocument { id: None, bytes: self.tokens.range(first) }))
     }
 
     fn inputs(&self) -> Vec<InputRecord> {

@@ -16,6 +16,7 @@ use store::write::ROW_GROUP_DOCUMENTS;
 use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, open};
 
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
+use crate::assembly;
 pub use crate::made::NOTE;
 use crate::moved;
 use crate::progress::{Measure, Progress};
@@ -163,8 +164,7 @@ fn into_folder(
         Note { format: request.peer.name().to_owned(), store: store.manifest().digest, streams };
     write_whole(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
     write_whole(&staging.path().join(NOTE), &json::pretty(&note, "an export's note")?)?;
-    staging.commit()?;
-    progress.finish();
+    assembly::place(staging, &mut progress)?;
     let summary = summary(&note);
     Ok(Exported::Done(note, summary))
 }

@@ -15,7 +15,7 @@ use store::{
 };
 
 use super::units::{Unit, canonical, units};
-use super::{Found, Hints, Peer, Width};
+use super::{Hints, NextDocument, Peer, Width};
 use crate::assembly;
 use crate::assembly::filling::Filling;
 use crate::assembly::pipeline::held_out;
@@ -106,9 +106,10 @@ pub fn import(request: &Import) -> Result<Imported> {
     let mut manifest = Manifest { sources, ..empty };
     manifest.request = request::identity(&manifest);
     let Some(staging) = staging else { return same(&request.store, &manifest) };
+    let kept = request::check_kept(&manifest.sources);
+    kept.map_err(|fault| fault.hint("check --dtype and the files, or leave the source out"))?;
     let manifest = assembly::finish(staging.path(), &tokenizer, manifest)?;
-    staging.commit()?;
-    progress.finish();
+    assembly::place(staging, &mut progress)?;
     let streams = || manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
     let documents: u64 = streams().map(|stream| stream.documents).sum();
     let tokens: u64 = streams().map(|stream| stream.tokens).sum();
@@ -302,7 +303,7 @@ impl Source<'_> {
 
     fn document(
         &mut self,
-        found: Found,
+        found: NextDocument,
         tokens: &[u32],
         part: &Part,
         (file, row): (u32, u64),

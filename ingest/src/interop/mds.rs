@@ -22,7 +22,7 @@ use store::{FileRecord, InputRecord};
 
 use super::shard::{RawFile, check, unpacked};
 use super::tokens::{Hashing, append, beyond};
-use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
+use super::{Documents, Hints, NextDocument, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The file that makes a folder a data set.
@@ -280,7 +280,7 @@ fn load(disk: &dyn Disk, folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u
 }
 
 impl Documents for Reader {
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>> {
         tokens.clear();
         if self.sample == self.samples {
             return Ok(None);
@@ -311,7 +311,7 @@ impl Documents for Reader {
         };
         self.sample += 1;
         self.record.documents += 1;
-        Ok(Some(Found { id, bytes: (at.start as u64, at.end as u64) }))
+        Ok(Some(NextDocument { id, bytes: (at.start as u64, at.end as u64) }))
     }
 
     fn inputs(&self) -> Vec<InputRecord> {

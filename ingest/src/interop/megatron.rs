@@ -23,7 +23,7 @@ use store::pieces::{Onward, Pieces};
 use store::{FileRecord, InputRecord};
 
 use super::tokens::{Hashing, TokenFile, put};
-use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
+use super::{Documents, Hints, NextDocument, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
@@ -190,7 +190,7 @@ impl Reader {
 }
 
 impl Documents for Reader {
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>> {
         tokens.clear();
         let Some(word) = self.boundaries.next()? else {
             if self.sequence != self.sequences {
@@ -213,7 +213,7 @@ impl Documents for Reader {
         while self.sequence < end {
             self.sequence(tokens)?;
         }
-        Ok(Some(Found { id: None, bytes: self.tokens.range(first) }))
+        Ok(Some(NextDocument { id: None, bytes: self.tokens.range(first) }))
     }
 
     fn inputs(&self) -> Vec<InputRecord> {

@@ -73,7 +73,7 @@ struct Hints {
 
 /// One document of a peer's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Found {
+struct NextDocument {
     /// Its id, where the peer keeps one.
     id: Option<String>,
     /// Where its tokens stand in the file, decompressed.
@@ -84,7 +84,7 @@ struct Found {
 trait Documents {
     /// Puts the next document's tokens into `tokens`, which is emptied first; `None` at the end, once all that the
     /// files say of themselves was found to be true.
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>>;
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>>;
 
     /// The files, the one with the tokens first; asked for after the last document.
     fn inputs(&self) -> Vec<InputRecord>;

@@ -17,8 +17,8 @@ use flate2::write::GzEncoder;
 use store::disk::Whole;
 use store::{FileRecord, InputRecord};
 
-use super::tokens::{Hashing, TokenFile, put, refuse_halved};
-use super::{Documents, Found, Hints, Width, Writer, begin, damaged, end};
+use super::tokens::{Hashing, TokenFile, fitting, put};
+use super::{Documents, Hints, NextDocument, Width, Writer, begin, damaged, end};
 use crate::disk::Disk;
 
 /// The longest line of a csv.
@@ -173,11 +173,7 @@ impl Reader {
         let width = match hints.width {
             Some(width) => width,
             None if rows > 0 => {
-                let width = fitting(path, size, last, hints.vocab)?;
-                if width == Width::U16 {
-                    refuse_halved(disk, path)?;
-                }
-                width
+                fitting(disk, path, (size, last, hints.vocab), "its size does not fit its csv")?
             }
             None if has_csv => Width::U16,
             None => {
@@ -209,28 +205,8 @@ fn extent(disk: &dyn Disk, csv: &Path) -> Result<(u64, u64)> {
     Ok((table.end, rows))
 }
 
-/// The width that a file's size and its csv give together. None that the vocabulary does not fit: a wider file that was
-/// cut at the right place would be read as one of these, and nobody makes it.
-fn fitting(path: &Path, size: u64, last: u64, vocab: u32) -> Result<Width> {
-    let fits = |width: &&Width| last.checked_mul(width.bytes()) == Some(size);
-    let (likely, told): (&[Width], _) =
-        if vocab <= 1 << 16 { (&[Width::U16, Width::U32], "2 or 4") } else { (&[Width::U32], "4") };
-    likely.iter().find(fits).copied().ok_or_else(|| {
-        let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
-        let fault = damaged(path, "its size does not fit its csv");
-        let fault = fault.found(format!("{size} bytes")).wanted(all);
-        match Width::ALL.iter().find(fits) {
-            Some(other) => fault.hint(format!(
-                "export the file again, if it was cut; give --dtype {} if it was made so",
-                other.name()
-            )),
-            None => fault,
-        }
-    })
-}
-
 impl Documents for Reader {
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>> {
         tokens.clear();
         let first = self.tokens.at;
         let id = match &mut self.ends {
@@ -254,7 +230,7 @@ impl Documents for Reader {
                 row.id
             }
         };
-        Ok(Some(Found { id, bytes: self.tokens.range(first) }))
+        Ok(Some(NextDocument { id, bytes: self.tokens.range(first) }))
     }
 
     fn inputs(&self) -> Vec<InputRecord> {

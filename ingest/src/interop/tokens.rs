@@ -118,9 +118,38 @@ impl Width {
     }
 }
 
+/// The width by which a file of `size` bytes holds `last` tokens, as its index counts them; `what` is said where there is none.
+/// None that the vocabulary does not fit: a wider file that was cut at the right place would be read as one of these, and
+/// nobody makes it.
+pub(super) fn fitting(
+    disk: &dyn Disk,
+    path: &Path,
+    (size, last, vocab): (u64, u64, u32),
+    what: &str,
+) -> Result<Width> {
+    let fits = |width: &&Width| last.checked_mul(width.bytes()) == Some(size);
+    let (likely, told): (&[Width], _) =
+        if vocab <= 1 << 16 { (&[Width::U16, Width::U32], "2 or 4") } else { (&[Width::U32], "4") };
+    let Some(width) = likely.iter().find(fits).copied() else {
+        let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
+        let fault = damaged(path, what).found(format!("{size} bytes")).wanted(all);
+        return Err(match Width::ALL.iter().find(fits) {
+            Some(other) => fault.hint(format!(
+                "export the file again, if it was cut; give --dtype {} if it was made so",
+                other.name()
+            )),
+            None => fault,
+        });
+    };
+    if width == Width::U16 {
+        refuse_halved(disk, path)?;
+    }
+    Ok(width)
+}
+
 /// Refuses a file of which only its size says that it is of u16 where it may be the first half of one of u32: then every
 /// second number of it is 0.
-pub(super) fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
+fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
     let file = Hashing::open(disk, path)?;
     let (pairs, mut pair) = (file.bytes / 4, [0; 4]);
     let mut reader = BufReader::with_capacity(64 << 10, file);

@@ -6,7 +6,7 @@ use contract::{Fault, Result};
 use storage::copies::Copies;
 use store::{InputRecord, Location, Split, disk};
 
-use super::{Documents, Found, Hints, Peer, datatrove, mds, megatron, olmo};
+use super::{Documents, Hints, NextDocument, Peer, datatrove, mds, megatron, olmo};
 use crate::disk::Disk;
 
 /// One of a peer's data files, with all that is needed to open it.
@@ -112,7 +112,7 @@ impl Copied {
 }
 
 impl Documents for Copied {
-    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<Found>> {
+    fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>> {
         self.documents.next(tokens).map_err(|fault| self.copies.told(fault))
     }
 
@@ -213,7 +213,7 @@ pub(super) fn read_through(
     let (mut found, mut tokens) = (Vec::new(), Vec::new());
     for unit in units(disk, peer, &path.into())?.0 {
         let mut documents = unit.open(disk, peer, hints)?;
-        while let Some(Found { id, .. }) = documents.next(&mut tokens)? {
+        while let Some(NextDocument { id, .. }) = documents.next(&mut tokens)? {
             found.push((id, tokens.clone()));
         }
         documents.inputs();

@@ -226,14 +226,27 @@ fn what_cannot_be_trained_is_refused() {
     let broken = folder.path().join("1.jsonl");
     std::fs::write(&broken, "{\"text\":\"a\"}\n{\"text\":\n").unwrap();
     corpus.sources[0].files.push(crate::corpus::SourceFile {
-        path: broken.into(),
+        path: broken.as_path().into(),
         shown: "1.jsonl".to_owned(),
         format: crate::source::Format::JsonLines,
     });
     let message = train(&corpus, &request(300), QUICK).unwrap_err().to_string();
     assert!(message.contains("1.jsonl:2"), "{message}");
     corpus.on_error = crate::corpus::OnError::Skip;
-    assert_eq!(train(&corpus, &request(300), QUICK).unwrap().dropped, 1);
+    let trained = train(&corpus, &request(300), QUICK).unwrap();
+    let records = &trained.records[0];
+    assert_eq!((records.kept, records.reasons().collect()), (2, vec![(1, "malformed")]));
+    // A source of which nothing is left is refused, as a build refuses it.
+    std::fs::write(&broken, "{\"text\": 7}\n{\"text\":\n").unwrap();
+    let mut other = corpus.sources[0].clone();
+    other.name = "other".to_owned();
+    other.files = corpus.sources[0].files.split_off(1);
+    corpus.sources.push(other);
+    let fault = train(&corpus, &request(300), QUICK).unwrap_err();
+    assert_eq!(fault.class(), Class::Data);
+    for word in ["nothing is left of source \"other\"", "2 records: 1 malformed, 1 missing text"] {
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
 }
 
 #[test]

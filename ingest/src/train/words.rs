@@ -17,7 +17,7 @@ use crate::progress::Progress;
 use crate::source::{Document, Parsed, Slab};
 use crate::walk::{Part, Walk, place};
 
-use super::{SPLIT, sampled};
+use super::{Records, SPLIT, sampled};
 
 /// A longer run without a joint is cut into words of at most this many bytes: nothing is learned from such lengths,
 /// and every merge within one would go over all of it.
@@ -29,7 +29,8 @@ pub(super) struct Counted {
     pub(super) words: BTreeMap<Box<str>, u64>,
     pub(super) documents: u64,
     pub(super) text_bytes: u64,
-    pub(super) dropped: u64,
+    /// Of each source.
+    pub(super) records: Vec<Records>,
 }
 
 #[expect(clippy::disallowed_types, reason = "only counted in; sorted before anyone looks at it")]
@@ -49,12 +50,13 @@ pub(super) fn count(
     let mut walk = Walk::new(corpus);
     let tally = |tally: &mut Tally, part| match part {
         Part::Slab { slab, source, raw, .. } => {
-            tally.slab(&slab, &corpus.sources[source], &rules).map(|()| Read::Within(raw))
+            tally.slab(&slab, source, &rules).map(|()| Read::Within(raw))
         }
         Part::FileEnd { bytes, .. } => Ok(Read::File(bytes)),
         Part::SourceEnd => Ok(Read::File(0)),
     };
-    let map = Map { begin: Tally::default, map: tally, place: |part: &Part| place(corpus, part) };
+    let begin = || Tally { records: nothing(corpus), ..Tally::default() };
+    let map = Map { begin, map: tally, place: |part: &Part| place(corpus, part) };
     let tallies = parallel::run(
         workers,
         || walk.next(),
@@ -68,16 +70,28 @@ pub(super) fn count(
             Ok(())
         },
     )?;
-    let mut counted = Counted { words: BTreeMap::new(), documents: 0, text_bytes: 0, dropped: 0 };
+    let (words, records) = (BTreeMap::new(), nothing(corpus));
+    let mut counted = Counted { words, documents: 0, text_bytes: 0, records };
     for tally in tallies {
         counted.documents += tally.documents;
         counted.text_bytes += tally.text_bytes;
-        counted.dropped += tally.dropped;
+        for (sum, records) in counted.records.iter_mut().zip(tally.records) {
+            sum.kept += records.kept;
+            for (reason, count) in records.dropped {
+                *sum.dropped.entry(reason).or_default() += count;
+            }
+        }
         for (word, count) in tally.table {
             *counted.words.entry(word).or_default() += count;
         }
     }
     Ok(counted)
+}
+
+/// No record yet of each source.
+fn nothing(corpus: &Corpus) -> Vec<Records> {
+    let named = |source: &Source| Records { source: source.name.clone(), ..Records::default() };
+    corpus.sources.iter().map(named).collect()
 }
 
 /// How far the reader is, in bytes.
@@ -102,25 +116,27 @@ struct Tally {
     table: Table,
     documents: u64,
     text_bytes: u64,
-    dropped: u64,
+    /// Of each source.
+    records: Vec<Records>,
 }
 
 impl Tally {
-    fn slab(&mut self, slab: &Slab, source: &Source, rules: &Rules<'_>) -> Result<()> {
+    fn slab(&mut self, slab: &Slab, number: usize, rules: &Rules<'_>) -> Result<()> {
+        let source = &rules.corpus.sources[number];
         let steps = InFile::unscanned(source, &rules.tools);
         for parsed in slab.parse(&source.fields)? {
             match parsed {
                 Parsed::Document(document) => match &steps {
-                    None => self.document(&document, rules),
+                    None => self.document(&document, number, rules),
                     Some(steps) => match steps.apply(document) {
-                        Ok((document, _)) => self.document(&document, rules),
+                        Ok((document, _)) => self.document(&document, number, rules),
                         Err(dropped) => {
-                            self.dropped(rules.corpus, &dropped.reason, dropped.fault)?;
+                            self.dropped(number, rules.corpus, &dropped.reason, dropped.fault)?;
                         }
                     },
                 },
                 Parsed::Dropped { reason, fault, .. } => {
-                    self.dropped(rules.corpus, reason, fault)?;
+                    self.dropped(number, rules.corpus, reason, fault)?;
                 }
             }
         }
@@ -128,12 +144,19 @@ impl Tally {
     }
 
     /// A record that is not a document, or is dropped by a step: the same ones stop a build.
-    fn dropped(&mut self, corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
-        self.dropped += 1;
+    fn dropped(
+        &mut self,
+        source: usize,
+        corpus: &Corpus,
+        reason: &str,
+        fault: Fault,
+    ) -> Result<()> {
+        *self.records[source].dropped.entry(reason.to_owned()).or_default() += 1;
         count_or_stop(corpus, reason, fault)
     }
 
-    fn document(&mut self, document: &Document, rules: &Rules<'_>) {
+    fn document(&mut self, document: &Document, source: usize, rules: &Rules<'_>) {
+        self.records[source].kept += 1;
         let text = document.text.as_str();
         let content = Digest::of_bytes(text.as_bytes());
         if held_out(content, rules.corpus.validation) || !sampled(content, rules.share) {

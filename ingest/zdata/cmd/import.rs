@@ -105,6 +105,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         }
         Imported::Done(manifest, summary) => {
             note!("{summary}");
+            inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
             manifest
         }
     };

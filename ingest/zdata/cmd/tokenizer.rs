@@ -1,8 +1,10 @@
 //! `zdata tokenizer train`.
 
+use std::collections::BTreeMap;
+
 use contract::{Identity, Ratio, Result, counted, note};
-use ingest::Corpus;
-use ingest::train::{Options, Request, Trained, train};
+use ingest::train::{Options, Records, Request, Trained, train};
+use ingest::{Corpus, inspect};
 use serde_json::json;
 use store::Location;
 
@@ -71,7 +73,7 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
 }
 
 fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Result<()> {
-    let Trained { bytes, vocab, documents, text_bytes, words, dropped } = trained;
+    let Trained { bytes, vocab, documents, text_bytes, words, records } = trained;
     let identity = Identity::of_bytes(bytes);
     note!(
         "{} from {}, {} of text, {}",
@@ -80,15 +82,19 @@ fn tell(out: &Location, request: &Request, trained: &Trained, json: bool) -> Res
         counted(*text_bytes, "byte"),
         counted(*words, "word"),
     );
-    if *dropped > 0 {
-        note!("dropped: {}", counted(*dropped, "record"));
+    let incomplete: Vec<&Records> = records.iter().filter(|it| !it.dropped.is_empty()).collect();
+    for records in &incomplete {
+        let read = records.kept + records.dropped();
+        note!("{}", inspect::dropped_of(&records.source, read, records.reasons()));
     }
     if *vocab < request.vocab {
         note!("no other pair of tokens occurs twice: {} were asked for", request.vocab);
     }
     let answer = json!({
         "path": out.to_string(), "sha256": identity, "vocab": vocab, "documents": documents,
-        "text_bytes": text_bytes, "words": words, "dropped": dropped,
+        "text_bytes": text_bytes, "words": words,
+        "dropped": incomplete.iter().map(|records| records.dropped()).sum::<u64>(),
+        "reasons": incomplete.iter().map(|it| (&it.source, &it.dropped)).collect::<BTreeMap<_, _>>(),
     });
     output::answer(json, &answer, || format!("{identity}  {out}\n"))
 }

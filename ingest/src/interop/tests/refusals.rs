@@ -44,6 +44,19 @@ fn a_folder_of_megatron_files_is_all_of_its_pairs() {
     assert!(!bench.path("none").exists() && !bench.path("none.partial").exists());
 }
 
+/// As where a build drops all that it reads.
+#[test]
+fn documents_without_tokens_alone_make_no_store() {
+    let bench = Bench::new();
+    let ds = bench.datatrove("a.ds", &[vec![], vec![]]);
+    let fault = import(&bench.import(Peer::Datatrove, "deep/none", &[(&ds, false)])).unwrap_err();
+    assert_eq!(fault.class(), Class::Data, "{fault}");
+    for word in ["nothing is left of source \"web\"", "2 records: 2 empty", "--dtype"] {
+        assert!(fault.to_string().contains(word), "{fault}");
+    }
+    assert!(!bench.path("deep").exists());
+}
+
 #[test]
 fn a_file_is_imported_once() {
     let bench = Bench::new();
