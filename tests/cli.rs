@@ -1,5 +1,6 @@
 //! Fear: that the programs are unkind to the person or script that calls them.
 
+use std::fs;
 use std::process::Stdio;
 
 #[cfg(feature = "train")]
@@ -405,6 +406,25 @@ fn machine_readable_answers_are_json() {
         let told = zdata(&args).ok();
         let values = serde_json::Deserializer::from_str(&told).into_iter::<serde_json::Value>();
         assert!(values.map(Result::unwrap).count() > 0, "{args:?}: {told}");
+    }
+}
+
+#[test]
+fn weights_are_shown_as_they_are_typed() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let amend = "\n[[amendment]]\nstep = 4\nmix = { web = 0.25, math = 0.750 }\n";
+    let path = curriculum(&scratch, &store, "run.toml", &[]);
+    fs::write(&path, fs::read_to_string(&path).unwrap() + amend).unwrap();
+    let told: serde_json::Value =
+        serde_json::from_str(&zdata(&["plan", arg(&path), "--json"]).ok()).unwrap();
+    let all = told["phases"].as_array().unwrap().iter().flat_map(|it| it["sources"].as_array());
+    let weights = all.flatten().map(|it| (it["typed"].as_str(), it["weight"].as_u64()));
+    let wanted = [("3/10", 3), ("0.7", 7), ("0.750", 3), ("0.25", 1), ("3", 3), ("1", 1)];
+    assert!(weights.eq(wanted.map(|(typed, weight)| (Some(typed), Some(weight)))), "{told}");
+    let told = zdata(&["plan", arg(&path)]).ok();
+    for word in ["  3/10  ", "  0.7  ", "  0.750  "] {
+        assert!(told.contains(word), "{told}");
     }
 }
 

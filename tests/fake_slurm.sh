@@ -3,7 +3,7 @@
 # links of these names, it keeps what became of the jobs in $FAKE_SLURM.
 set -u
 case "${0##*/}" in
-squeue) exit 0 ;;
+squeue) sleep "${FAKE_SLURM_SLOW:-0}"; exit 0 ;;
 scontrol) cat "$FAKE_SLURM"; exit 0 ;;
 esac
 tasks="" log=/dev/null

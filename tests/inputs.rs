@@ -145,17 +145,42 @@ fn a_fifo_in_a_store_keeps_nobody_waiting() {
     fs::remove_file(&shard).unwrap();
     assert!(Command::new("mkfifo").arg(&shard).status().unwrap().success());
     for args in [&["verify", arg(&store)][..], &["inspect", arg(&store), "--json"]] {
-        let mut child = zdata_command(args);
-        let mut child = child.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-        let left = (0..600).find_map(|_| {
-            sleep(Duration::from_millis(100));
-            child.try_wait().unwrap()
-        });
-        if left.is_none() {
-            child.kill().unwrap();
-            panic!("{args:?} waits");
-        }
+        ends(args);
     }
+}
+
+/// A run, or somebody else's folder, whose files became pipes.
+#[test]
+fn fifos_in_a_run_keep_nobody_waiting() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
+    let run = curriculum(&scratch, &store, "run/run.toml", &[]);
+    scratch.write("run/ledger.jsonl", "{}\n");
+    let amend = ["amend", arg(&run), "--step", "2", "--set", "lr=0.001"];
+    let lock = scratch.path("run/lock");
+    assert!(Command::new("mkfifo").arg(&lock).status().unwrap().success());
+    assert!(ends(&amend).contains("lock: cannot open it: it is a FIFO"));
+    let ledger = scratch.path("run/ledger.jsonl");
+    fs::rename(&lock, &ledger).unwrap();
+    let folder = scratch.path("run");
+    assert!(
+        ends(&["verify-run", arg(&folder)]).contains("ledger.jsonl: cannot read it: it is a FIFO")
+    );
+}
+
+/// What a command says that is refused, or ends well; panics where it waits.
+fn ends(args: &[&str]) -> String {
+    let mut command = zdata_command(args);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let left = (0..600).find_map(|_| {
+        sleep(Duration::from_millis(100));
+        child.try_wait().unwrap()
+    });
+    if left.is_none() {
+        child.kill().unwrap();
+        panic!("{args:?} waits");
+    }
+    std::io::read_to_string(child.stderr.unwrap()).unwrap()
 }
 
 #[test]

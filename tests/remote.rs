@@ -259,6 +259,14 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let place = "s3://bucket/stores/damaged";
     bucket.zdata(&["publish", arg(&damaged), place]).fails(3, &["damaged", arg(&sums)]);
     bucket.zdata(&["publish", arg(&local), place]).ok();
+    // A name that such a store might have had is none that this one has; what an upload left is.
+    let place = "s3://bucket/stores/begun";
+    let begun = scratch.path("served/stores/begun/web/train");
+    fs::create_dir_all(&begun).unwrap();
+    fs::write(begun.join("tokens-00009.arrow"), "another's").unwrap();
+    bucket.zdata(&["publish", arg(&local), place]).fails(2, &["something else", "tokens-00009"]);
+    fs::rename(begun.join("tokens-00009.arrow"), begun.join("tokens-00000.arrow.0f.part")).unwrap();
+    bucket.zdata(&["publish", arg(&local), place]).ok();
     // The same store again is no other store.
     let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
     bucket.zdata(&["publish", arg(&same), URL]).ok();

@@ -254,6 +254,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
         let args = ["build", arg(corpus), "--out", arg(out), "--engine", "slurm"];
         let mut command = zdata_command(&args);
         command.env("PATH", &path).env("FAKE_SLURM", scratch.path("jobs"));
+        command.env("FAKE_SLURM_SLOW", if out.ends_with("slow") { "3" } else { "0" });
         command.output().unwrap().into()
     };
     let [local, cluster, none] = ["local", "cluster", "none"].map(|name| scratch.path(name));
@@ -275,6 +276,10 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     let here = zdata(&["build", arg(&strict), "--out", arg(&none)]).fails(3, &["math"]);
     let there = slurm(&strict, &none).fails(3, &["zdata-merge failed", "merge.log", "math"]);
     assert!(!here.contains("zdata-merge") && there.contains("run the same command again"));
+    // Whoever waits for more than two seconds hears for what.
+    let slow = slurm(&corpus, &scratch.path("slow"));
+    assert!(slow.err.contains("encode: waiting for job 7, 2 s so far"), "{slow:?}");
+    slow.ok();
 }
 
 #[test]

@@ -47,11 +47,15 @@ pub(crate) fn build_while(
         return Ok(Outcome::UpToDate(manifest));
     }
     let work = work_folder(store, &options)?;
+    let above = disk::missing_above(&work);
     let _lock = cluster::lock(&work)?;
     let built = build_in(corpus, store, &work, &options, &mut go_on);
     // What is kept of a build that failed are its parts: a folder without them is of no use.
     if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
         cluster::clear(&work, options.quiet)?;
+    }
+    if built.is_err() {
+        above.iter().for_each(|folder| disk::remove_if_empty(folder));
     }
     built
 }

@@ -116,7 +116,7 @@ fn by_tasks(corpus: &Corpus, work: &Path, store: &Path) -> Result<()> {
     let runner = Runner::new(&plan, 1)?;
     for stage in [Stage::Scan, Stage::Encode] {
         for task in plan.missing(stage)? {
-            runner.run(stage, task)?;
+            runner.run(stage, task, true)?;
         }
         decide(&plan, true)?;
     }
@@ -141,7 +141,7 @@ fn a_plan_goes_before_what_was_made_by_it() {
     let runner = Runner::new(&plan, 1).unwrap();
     for stage in [Stage::Scan, Stage::Encode] {
         for task in plan.missing(stage).unwrap() {
-            runner.run(stage, task).unwrap();
+            runner.run(stage, task, true).unwrap();
         }
         decide(&plan, true).unwrap();
     }

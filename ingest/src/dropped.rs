@@ -21,7 +21,7 @@ use contract::{Fault, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::Whole;
 use store::folder::StoreFile;
-use store::{FileRecord, Location, Manifest, SourceRecord, disk};
+use store::{FileRecord, Location, Manifest, SourceRecord, disk, regular};
 
 use crate::source::{Document, Row};
 use crate::spans::{Span, without};
@@ -116,18 +116,20 @@ pub(crate) struct Writer<W: Write = Vec<u8>>(zstd::Encoder<'static, W>);
 
 impl<W: Write> Writer<W> {
     pub(crate) fn new(out: W) -> Result<Self> {
-        let encoder = zstd::Encoder::new(out, 3);
-        Ok(Writer(encoder.map_err(|error| Fault::io("write", Path::new(FILE), &error))?))
+        zstd::Encoder::new(out, 3).map(Writer).map_err(unwritten)
     }
 
     pub(crate) fn push(&mut self, line: &Line) -> Result<()> {
-        let written = self.0.write_all(&json::line(line, "a line")?);
-        written.map_err(|error| Fault::io("write", Path::new(FILE), &error))
+        self.0.write_all(&json::line(line, "a line")?).map_err(unwritten)
     }
 
     pub(crate) fn finish(self) -> Result<W> {
-        self.0.finish().map_err(|error| Fault::io("write", Path::new(FILE), &error))
+        self.0.finish().map_err(unwritten)
     }
+}
+
+fn unwritten(error: io::Error) -> Fault {
+    Fault::io("write", Path::new(FILE), &error)
 }
 
 /// The list of a source while its documents go by: what the scan decided of them is joined to what became of them.
@@ -333,7 +335,7 @@ impl Lines {
 
     /// The list at `path`.
     fn open(path: &Path) -> Result<Self> {
-        Lines::new(path.into(), File::open(path))
+        Lines::new(path.into(), regular::open(path))
     }
 
     fn new(place: Location, file: io::Result<File>) -> Result<Self> {

@@ -1,13 +1,13 @@
 //! Folders that these programs made: what lies in them is no text, however it is called.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::ops::Range;
 use std::path::Path;
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use store::open::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
+use store::regular;
 
 /// The file that says what an export is.
 pub const NOTE: &str = "export.json";
@@ -48,7 +48,7 @@ fn has_plan(folder: &Path) -> bool {
         head: BTreeMap<String, IgnoredAny>,
         tasks: Vec<(usize, Range<usize>)>,
     }
-    let text = || fs::read(folder.join(PLAN)).ok();
+    let text = || regular::read(&folder.join(PLAN)).ok();
     folder.join(PARTS).is_dir()
         && text().is_some_and(|text| serde_json::from_slice::<Plan>(&text).is_ok())
 }

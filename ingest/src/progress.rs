@@ -18,6 +18,9 @@ const SILENCE: Duration = Duration::from_secs(2);
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
+/// The longest time between two lines that only say that something goes on.
+const SELDOM: Duration = Duration::from_secs(60);
+
 /// Time between two looks of the bar.
 const BAR_EVERY: Duration = Duration::from_millis(100);
 
@@ -235,14 +238,14 @@ impl Drop for Progress {
     }
 }
 
-/// Runs `work`, of which nobody knows how far it is, and says every few seconds that it goes on: `task: what, 7 s so far`.
+/// Runs `work`, of which nobody knows how far it is, and says from time to time that it goes on: `task: what, 7 s so far`.
 pub fn meanwhile<T>(task: &str, what: &str, work: impl FnOnce() -> T) -> T {
     let say = |passed: Duration| note!("{task}: {what}, {} s so far", passed.as_secs());
     beating([SILENCE, LINE_EVERY], say, work)
 }
 
-/// Runs `work` and calls `say` with the time that passed: after the first of `waits`, and then after the second again and
-/// again. A machine that gives no thread says nothing.
+/// Runs `work` and calls `say` with the time that passed: after the first of `waits`, then after the second, and from then on
+/// ever more seldom up to once a minute: some work takes days. A machine that gives no thread says nothing.
 fn beating<T>(
     [first, again]: [Duration; 2],
     say: impl Fn(Duration) + Send,
@@ -252,10 +255,10 @@ fn beating<T>(
     thread::scope(|scope| {
         let begun = Instant::now();
         let beat = move || {
-            let mut wait = first;
+            let (mut wait, mut next) = (first, again);
             while end.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
                 say(begun.elapsed());
-                wait = again;
+                (wait, next) = (next, next.mul_f64(1.5).min(SELDOM));
             }
         };
         let _ = thread::Builder::new().spawn_scoped(scope, beat);

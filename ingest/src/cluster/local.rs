@@ -11,7 +11,7 @@ use super::part::is_whole;
 use super::plan::{Plan, parts};
 use super::scan;
 use super::stage::Stage;
-use super::task::{Ran, Runner};
+use super::task::{Ran, Runner, tell};
 use crate::assembly::Options;
 use crate::assembly::pipeline::Step;
 use crate::dedup::Seen;
@@ -130,17 +130,10 @@ fn scan_missing(
     let mut progress = Progress::new("dedup scan", Measure::Bytes, bytes, quiet);
     for task in missing {
         let ran = runner.scan(task, &mut |seen| {
-            match seen {
-                Seen::End { bytes, .. } => progress.file(*bytes),
-                Seen::Documents { observed, raw, .. } => {
-                    progress.within(*raw);
-                    for observed in observed {
-                        go_on()?;
-                        progress.document(observed.bytes, 0);
-                    }
-                }
+            if let Seen::Documents { observed, .. } = seen {
+                observed.iter().try_for_each(|_| go_on())?;
             }
-            progress.tick();
+            tell(seen, &mut progress);
             Ok(())
         })?;
         if matches!(ran, Ran::Reused(_)) {

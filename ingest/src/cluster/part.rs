@@ -224,7 +224,7 @@ pub(super) struct PartReader {
 
 impl PartReader {
     pub(super) fn open(path: &Path, key: Identity) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let file = BufReader::with_capacity(128 << 10, file);
         let hash = Box::new(Xxh3::new());
         let (path, reasons) = (path.to_owned(), BTreeMap::new());
@@ -400,7 +400,7 @@ fn tail(file: &mut File) -> io::Result<(Identity, Digest)> {
 /// Whether the bytes of a part are those that were written under its name; what they mean is not looked at.
 pub(super) fn is_whole(path: &Path) -> Result<bool> {
     let fault = |error: &io::Error| Fault::io("read", path, error);
-    let mut file = File::open(path).map_err(|error| fault(&error))?;
+    let mut file = regular::open(path).map_err(|error| fault(&error))?;
     let length = file.metadata().map_err(|error| fault(&error))?.len();
     let Some(hashed) = length.checked_sub(16).filter(|hashed| *hashed >= 32) else {
         return Ok(false);

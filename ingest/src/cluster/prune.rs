@@ -4,13 +4,12 @@
 //! early is made once more.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use contract::{Fault, Identity, Result, counted};
 use indicatif::HumanBytes;
-use store::disk;
+use store::{disk, regular};
 
 use super::plan::{PARTS, is_merged, is_plans, lock, name_of};
 use super::result::TaskResult;
@@ -67,7 +66,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
 /// Says of a part that it was used now.
 pub(super) fn used(part: &Path) {
     // Where another user made it, it keeps its time: at worst it is made again one day.
-    let _ = File::open(part).and_then(|part| part.set_modified(today()));
+    let _ = regular::open(part).and_then(|part| part.set_modified(today()));
 }
 
 #[expect(
@@ -95,6 +94,6 @@ fn needed(work: &Path) -> Result<BTreeSet<String>> {
 
 /// The part that a result names.
 fn part(path: &Path) -> Result<Identity> {
-    let bytes = fs::read(path).map_err(|error| Fault::io("read", path, &error))?;
+    let bytes = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
     TaskResult::parse(path, &bytes).map(|result| result.part)
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Fault, Identity, Result, json};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use store::{Location, disk};
+use store::{Location, disk, regular};
 
 use super::key::Content;
 use super::plan::Plan;
@@ -88,7 +88,7 @@ impl TaskResult {
     /// The result that is there.
     pub(super) fn read(plan: &Plan, stage: Stage, task: usize) -> Result<Option<Self>> {
         let path = TaskResult::path(plan, stage, task);
-        let bytes = match fs::read(&path) {
+        let bytes = match regular::read(&path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
         };

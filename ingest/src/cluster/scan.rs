@@ -1,12 +1,12 @@
 //! Between the stages: what all scan tasks saw is put together, and decided as one process would.
 
-use std::fs;
 use std::io;
 use std::path::Path;
 
 use contract::{Digest, Fault, Hasher, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::{self, Whole};
+use store::regular;
 
 use super::known::results;
 use super::part::{Entry, PartReader};
@@ -102,7 +102,7 @@ fn commit(plan: &Plan, folder: &Path, bytes: &[u8]) -> Result<()> {
             Err(error) if !decided.exists() => return Err(fault("create", &error)),
             Err(_) => {}
         }
-        let there = match fs::read(decided.join(FILE)) {
+        let there = match regular::read(&decided.join(FILE)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             there => there.map_err(|error| fault("read", &error))?,
         };
@@ -158,7 +158,7 @@ fn gather(
 
 fn read(plan: &Plan) -> Result<Option<Decision>> {
     let path = plan.decided().join(FILE);
-    match fs::read(&path) {
+    match regular::read(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("read", &path, &error)),
         Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {

@@ -10,11 +10,12 @@ use std::thread;
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
-use store::open;
+use store::{open, regular};
 
 use super::plan::Plan;
 use super::scan;
 use super::stage::Stage;
+use crate::progress::meanwhile;
 
 /// Time between two looks at a job: the first, and the longest.
 const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
@@ -92,12 +93,7 @@ impl Job<'_> {
 
     fn failed(&self, class: Class, what: String, log: &str) -> Fault {
         let path = self.plan.folder().join(log);
-        let text = std::fs::read_to_string(&path).unwrap_or_default();
-        // What it ended with: an error has several lines.
-        let error = text.rfind("error: ").map(|at| text[at..].trim().replace("\n  ", "; "));
-        let last = || text.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned);
-        let told = error.or_else(last).unwrap_or_else(|| "nothing in its log".to_owned());
-        Fault::new(class, what).at(path.display().to_string()).found(told)
+        Fault::new(class, what).at(path.display().to_string()).found(last_words(&path))
     }
 
     /// Submits a job, waits for its end and gives its number.
@@ -120,9 +116,18 @@ impl Job<'_> {
             return Err(Fault::machine("sbatch refused a job of this build")
                 .found(told.lines().last().map_or("no message from sbatch", str::trim)));
         }
-        wait(number)?;
+        meanwhile(name, &format!("waiting for job {number}"), || wait(number))?;
         Ok(number.to_owned())
     }
+}
+
+/// What a log ended with: an error has several lines.
+pub(super) fn last_words(log: &Path) -> String {
+    let bytes = regular::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let error = text.rfind("error: ").map(|at| text[at..].trim().replace("\n  ", "; "));
+    let last = || text.lines().map(str::trim).rfind(|line| !line.is_empty()).map(str::to_owned);
+    error.or_else(last).unwrap_or_else(|| "nothing in its log".to_owned())
 }
 
 /// The kind of error that a job, or one task of it, ended with: by its exit code, if Slurm still knows it and it is one of

@@ -18,7 +18,7 @@ use crate::corpus::{Corpus, SourceFile, stops};
 use crate::dedup::{Observed, Seen, Tools, read_through};
 use crate::dropped::List;
 use crate::prepared::Prepared;
-use crate::progress::meanwhile;
+use crate::progress::{Measure, Progress, meanwhile};
 use crate::tokenize::audit::{self, Audit, Wanted};
 
 /// What became of a task.
@@ -59,10 +59,27 @@ impl<'a> Runner<'a> {
     }
 
     /// Runs a task. A part that this plan did not make is taken as it is; one that it made is made again and compared.
-    pub fn run(&self, stage: Stage, task: usize) -> Result<Ran> {
+    pub fn run(&self, stage: Stage, task: usize, quiet: bool) -> Result<Ran> {
+        // A task that the plan does not have is refused where it is cut.
+        let bytes = if task < self.plan.tasks() { self.plan.bytes_of(task)? } else { 0 };
+        let mut progress = Progress::new(stage.name(), Measure::Bytes, bytes, quiet);
         match stage {
-            Stage::Scan => self.scan(task, &mut |_| Ok(())),
-            Stage::Encode => self.encode(task, &mut |_| Ok(())).map(|(ran, _)| ran),
+            Stage::Scan => self.scan(task, &mut |seen| {
+                tell(seen, &mut progress);
+                Ok(())
+            }),
+            Stage::Encode => {
+                let ran = self.encode(task, &mut |step| {
+                    match step {
+                        Step::Slab { raw_bytes, .. } => progress.within(raw_bytes),
+                        Step::FileEnd(input) => progress.file(input.bytes),
+                        Step::SourceEnd => {}
+                    }
+                    progress.tick();
+                    Ok(())
+                });
+                ran.map(|(ran, _)| ran)
+            }
         }
     }
 
@@ -142,7 +159,7 @@ impl<'a> Runner<'a> {
         &self,
         stage: Stage,
         task: usize,
-        write: impl FnOnce(&Corpus, &mut PartWriter, &mut Found<'_>) -> Result<T>,
+        write: impl FnOnce(&Corpus, &mut PartWriter, &mut FilesRead<'_>) -> Result<T>,
     ) -> Result<(Ran, T)> {
         let plan = self.plan;
         let only = plan.cut(task)?;
@@ -170,7 +187,7 @@ impl<'a> Runner<'a> {
         let name = format!("{}-{task:06}", stage.name());
         let scratch = result::scratch(&plan.parts(), &name)?;
         let mut writer = PartWriter::create(&scratch)?;
-        let mut found = Found { files, known: known.as_deref(), contents: Vec::new() };
+        let mut found = FilesRead { files, known: known.as_deref(), contents: Vec::new() };
         let written = write(&only, &mut writer, &mut found)?;
         let contents = found.contents;
         let part = key(&contents);
@@ -204,15 +221,27 @@ impl<'a> Runner<'a> {
     }
 }
 
+/// Tells how far a scan is.
+pub(super) fn tell(seen: &Seen, progress: &mut Progress) {
+    match seen {
+        Seen::End { bytes, .. } => progress.file(*bytes),
+        Seen::Documents { observed, raw, .. } => {
+            progress.within(*raw);
+            observed.iter().for_each(|observed| progress.document(observed.bytes, 0));
+        }
+    }
+    progress.tick();
+}
+
 /// The files of a task, as they are found while they are read.
-struct Found<'a> {
+struct FilesRead<'a> {
     files: &'a [SourceFile],
     /// What they hold, if somebody looked before.
     known: Option<&'a [Content]>,
     contents: Vec<Content>,
 }
 
-impl Found<'_> {
+impl FilesRead<'_> {
     /// The open file.
     fn file(&self) -> Result<&SourceFile> {
         self.files.get(self.contents.len()).ok_or_else(|| Fault::bug("a file too many"))
@@ -267,7 +296,7 @@ fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) 
 /// What takes the steps of a task.
 struct Taking<'a, 'b> {
     part: &'a mut PartWriter,
-    found: &'a mut Found<'b>,
+    found: &'a mut FilesRead<'b>,
     only: &'a Corpus,
     /// The places of the steps that run here.
     places: Vec<usize>,

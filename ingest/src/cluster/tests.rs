@@ -4,6 +4,8 @@ use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use contract::Identity;
@@ -13,11 +15,13 @@ use store::disk;
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::known::results_telling;
-use super::part::{PartReader, digest_at_end};
+use super::part::{PartReader, digest_at_end, is_whole};
 use super::result::TaskResult;
+use super::slurm::last_words;
 use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use crate::build::Options;
 use crate::corpus::Corpus;
+use crate::made;
 use crate::testing::{Workbench, document, json_lines, options, tree};
 
 /// A step of every kind that matters here: one that changes, one that judges, those that compare, one after them.
@@ -69,8 +73,9 @@ fn run(plan: &Plan) -> [usize; 2] {
     [Stage::Scan, Stage::Encode].map(|stage| {
         let missing = plan.missing(stage).unwrap();
         let made = missing.into_iter().rev().filter(|task| {
-            let ran = runner.run(stage, *task).unwrap();
-            matches!(runner.run(stage, *task).unwrap(), Ran::Again(_)) && matches!(ran, Ran::New(_))
+            let ran = runner.run(stage, *task, true).unwrap();
+            matches!(runner.run(stage, *task, true).unwrap(), Ran::Again(_))
+                && matches!(ran, Ran::New(_))
         });
         let made = made.count();
         if stage == Stage::Scan {
@@ -251,7 +256,7 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     bytes[end..].copy_from_slice(&sum);
     fs::write(&path, &bytes).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
-    let fault = runner.run(Stage::Encode, 1).unwrap_err();
+    let fault = runner.run(Stage::Encode, 1, true).unwrap_err();
     assert!(fault.class() == Class::Mismatch, "{fault}");
     assert!(fault.to_string().contains("another result"), "{fault}");
     assert_eq!(fs::read(&path).unwrap(), bytes);
@@ -274,7 +279,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let work = bench.path("work");
     let first = plan(&corpus, &work, 1).unwrap();
     run(&first);
-    let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99).unwrap_err();
+    let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99, true).unwrap_err();
     assert!(fault.to_string().contains("has no such task"), "{fault}");
     // The same plan, since names and sizes of all files are the same.
     let file = bench.path("web-3.jsonl");
@@ -303,7 +308,7 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
         let runner = Runner::new(&plan, 1).unwrap();
         for stage in [Stage::Scan, Stage::Encode] {
             for task in plan.missing(stage).unwrap() {
-                assert!(matches!(runner.run(stage, task).unwrap(), Ran::Reused(_)));
+                assert!(matches!(runner.run(stage, task, true).unwrap(), Ran::Reused(_)));
             }
             decide(&plan, true).unwrap();
         }
@@ -321,7 +326,7 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
         let plan = super::plan(&request, &empty, 1).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
         let stage = if steps.is_empty() { Stage::Encode } else { Stage::Scan };
-        let ran: Vec<bool> = (0..4).map(|task| runner.run(stage, task).is_ok()).collect();
+        let ran: Vec<bool> = (0..4).map(|task| runner.run(stage, task, true).is_ok()).collect();
         assert_eq!(ran, [true, true, false, true]);
         bench.write("corpus.toml", &skip);
         let name = empty.file_name().unwrap().to_str().unwrap();
@@ -361,7 +366,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     // A build that is not done keeps its parts, however old they are; what it never used goes.
     let plan = plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
-    assert!(matches!(runner.run(Stage::Encode, 1).unwrap(), Ran::Reused(_)));
+    assert!(matches!(runner.run(Stage::Encode, 1, true).unwrap(), Ran::Reused(_)));
     age();
     assert_eq!(prune(&work, day, false).unwrap().removed.0, 2);
     assert!(plan.part(result(&plan, 1).part).exists());
@@ -449,4 +454,56 @@ fn a_damaged_part_is_made_again_and_never_merged() {
     let fault = merge(&plan, &bench.path("merged"), true).unwrap_err();
     assert!(fault.class() == Class::Data && fault.to_string().contains("its task"), "{fault}");
     assert!(!bench.path("merged").exists());
+}
+
+/// Whatever is read in a folder of parts may have become something that never ends.
+#[test]
+fn pipes_among_parts_keep_nobody_waiting() {
+    let bench = Workbench::new(9);
+    let corpus = Corpus::read(prepared(&bench)).unwrap();
+    let work = bench.path("work");
+    let plan = plan(&corpus, &work, u64::MAX).unwrap();
+    run(&plan);
+    let log = plan.folder().join("scan.log");
+    fs::write(&log, "error: this is known").unwrap();
+    let told = |store: &Path| -> Vec<String> {
+        let parts = super::plan::parts(&work).unwrap();
+        let whole = parts.iter().filter_map(|part| is_whole(part).err());
+        let runner = Runner::new(&plan, 1).unwrap();
+        let ran =
+            [Stage::Scan, Stage::Encode].into_iter().filter_map(|it| runner.run(it, 0, true).err());
+        let others = [
+            Plan::read(&work).err(),
+            decide(&plan, true).err(),
+            merge(&plan, store, true).err(),
+            prune(&work, Duration::ZERO, true).err(),
+        ];
+        prune::used(&parts[0]);
+        made::kind(&work);
+        let faults = whole.chain(ran).chain(others.into_iter().flatten());
+        faults.map(|fault| fault.to_string()).chain([last_words(&log)]).collect()
+    };
+    assert_eq!(told(&bench.path("store")), ["error: this is known"]);
+    std::thread::scope(|scope| {
+        for (number, (path, bytes)) in tree(&work).into_iter().enumerate() {
+            let (path, store) = (work.join(path), bench.path(&format!("store-{number}")));
+            if bytes.is_empty() {
+                continue;
+            }
+            fs::remove_file(&path).unwrap();
+            assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+            let (done, end) = channel();
+            let told = &told;
+            scope.spawn(move || done.send(told(&store)));
+            let Ok(told) = end.recv_timeout(Duration::from_secs(60)) else {
+                // Whoever waits for a writer goes on once there is one.
+                let _writer = fs::File::options().read(true).write(true).open(&path);
+                panic!("somebody waits for {}", path.display());
+            };
+            let is_told = |told: &String| told.contains("a FIFO") || told.contains("nothing in");
+            assert!(told.iter().any(is_told), "{path:?}: {told:?}");
+            fs::remove_file(&path).unwrap();
+            fs::write(path, bytes).unwrap();
+        }
+    });
 }

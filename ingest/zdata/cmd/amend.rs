@@ -1,17 +1,18 @@
 //! `zdata amend`: appends an amendment to a curriculum, after showing what it leaves and what it changes.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::{self, Write as _};
+use std::fmt::Write as _;
 use std::fs;
-use std::mem::discriminant;
 use std::path::{Path, PathBuf};
 
+use contract::settings::File;
 use contract::{Fault, Ratio, Result, counted, note, shell};
-use curriculum::{AddedStore, Amendment, Dtype, Numbers, NumbersChange};
+use curriculum::{AddedStore, Amendment, Numbers, NumbersChange};
+use ingest::progress::meanwhile;
 use loader::{Opened, Stores};
 use mixer::Plan;
 use serde::Serialize;
-use store::{Location, Split, Store, disk};
+use store::{Location, Split, Store, disk, regular};
 
 use super::beside::{held, ledger_beside, refuse_recorded};
 use super::output;
@@ -45,8 +46,8 @@ pub(crate) struct Args {
     store: Option<Location>,
     /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.warmup_steps, schedule.decay_steps,
     /// schedule.final_lr or dtype; may be given several times. Rates are those of a run that had it from its beginning.
-    #[arg(long, value_name = "KEY=VALUE", value_parser = setting)]
-    set: Vec<Setting>,
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
     /// Let this one step move nothing.
     #[arg(long)]
     skip: bool,
@@ -110,7 +111,7 @@ struct BanRow {
 }
 
 /// A document that is to be banned.
-struct Found {
+struct FoundDocument {
     id: String,
     source: String,
     document: u64,
@@ -126,7 +127,10 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     refuse_recorded(&path, args.step, before.plan.steps())?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
-        false => documents(before.stores()?, &args)?,
+        false => {
+            let stores = before.stores()?;
+            meanwhile("amend", "searching for documents", || documents(stores, &args))?
+        }
     };
     let mut ban: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
     for one in &found {
@@ -179,20 +183,29 @@ fn of_no_line(fault: Fault, path: &Path, lines: usize) -> Fault {
     }
 }
 
-/// What `--set` changes, each number once.
-fn numbers(set: &[Setting]) -> Result<NumbersChange> {
-    let mut change = NumbersChange::default();
-    for (index, setting) in set.iter().enumerate() {
-        let same = |other: &Setting| discriminant(other) == discriminant(setting);
-        if let Some(before) = set[..index].iter().find(|other| same(other)) {
+/// What `--set` changes, each number once: `optimizer.lr=3e-4` as a curriculum would say it.
+fn numbers(set: &[String]) -> Result<NumbersChange> {
+    let (mut text, mut named) = (String::new(), BTreeMap::new());
+    for setting in set {
+        let Some((key, value)) = setting.split_once('=') else {
+            let fault = Fault::usage("this names no value").at("--set").found(setting);
+            return Err(fault.wanted("KEY=VALUE"));
+        };
+        if let Some(before) = named.insert(key, setting) {
             return Err(Fault::usage("--set names one number twice")
                 .at("--set")
                 .found(format!("{before} and {setting}"))
                 .hint("name each number once; an amendment of another step is another command"));
         }
-        setting.put(&mut change);
+        // A shell takes quotes away.
+        let value = match (value.parse::<u64>(), value.parse::<f64>()) {
+            (Ok(count), _) => count.to_string(),
+            (_, Ok(number)) => format!("{number:?}"),
+            _ => format!("{value:?}"),
+        };
+        let _ = writeln!(text, "{key} = {value}");
     }
-    Ok(change)
+    File::new("--set", text).parse()
 }
 
 /// `web=7,math=3/10`.
@@ -213,76 +226,8 @@ fn mix(text: &str) -> std::result::Result<BTreeMap<String, Ratio>, String> {
     Ok(mix)
 }
 
-/// A number of `--set`, by its key in the curriculum.
-#[derive(Clone, Debug)]
-enum Setting {
-    Lr(f64),
-    Clip(f64),
-    WarmupSteps(u64),
-    DecaySteps(u64),
-    FinalLr(f64),
-    Dtype(Dtype),
-}
-
-impl Setting {
-    fn put(&self, change: &mut NumbersChange) {
-        match *self {
-            Setting::Lr(value) => change.optimizer.lr = Some(value),
-            Setting::Clip(value) => change.optimizer.clip = Some(value),
-            Setting::WarmupSteps(value) => change.schedule.warmup_steps = Some(value),
-            Setting::DecaySteps(value) => change.schedule.decay_steps = Some(value),
-            Setting::FinalLr(value) => change.schedule.final_lr = Some(value),
-            Setting::Dtype(value) => change.dtype = Some(value),
-        }
-    }
-}
-
-impl fmt::Display for Setting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Setting::Lr(value) => write!(f, "optimizer.lr={value:?}"),
-            Setting::Clip(value) => write!(f, "optimizer.clip={value:?}"),
-            Setting::WarmupSteps(value) => write!(f, "schedule.warmup_steps={value}"),
-            Setting::DecaySteps(value) => write!(f, "schedule.decay_steps={value}"),
-            Setting::FinalLr(value) => write!(f, "schedule.final_lr={value:?}"),
-            Setting::Dtype(value) => write!(f, "dtype={}", value.name()),
-        }
-    }
-}
-
-/// `optimizer.lr=3e-4`.
-fn setting(text: &str) -> std::result::Result<Setting, String> {
-    let (key, value) =
-        text.split_once('=').ok_or_else(|| format!("expected KEY=VALUE, found {text:?}"))?;
-    let number = || match value.parse::<f64>() {
-        Ok(number) if number >= 0.0 && number.is_finite() => Ok(number),
-        Ok(_) => {
-            Err(format!("out of range: expected a number that is not negative, found {value}"))
-        }
-        Err(_) => Err(format!("{value:?} is not a number")),
-    };
-    let count = || value.parse::<u64>().map_err(|_| format!("{value:?} is not a number of steps"));
-    match key {
-        "optimizer.lr" => number().map(Setting::Lr),
-        "optimizer.clip" => number().map(Setting::Clip),
-        "schedule.warmup_steps" => count().map(Setting::WarmupSteps),
-        "schedule.decay_steps" => count().map(Setting::DecaySteps),
-        "schedule.final_lr" => number().map(Setting::FinalLr),
-        "dtype" => {
-            let known = [Dtype::F32, Dtype::Bf16].into_iter().find(|dtype| dtype.name() == value);
-            known
-                .map(Setting::Dtype)
-                .ok_or_else(|| format!("expected f32 or bf16, found {value:?}"))
-        }
-        _ => Err(format!(
-            "{key:?} cannot be amended: expected optimizer.lr, optimizer.clip, schedule.warmup_steps, \
-             schedule.decay_steps, schedule.final_lr or dtype"
-        )),
-    }
-}
-
 /// The documents with the ids, wherever they lie.
-fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
+fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
     let facts = stores.facts();
     let asked = |name: &str| args.source.as_ref().is_none_or(|source| source == name);
     if let Some(name) = &args.source {
@@ -298,7 +243,7 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<Found>> {
             let stream = stores.stream(name, Split::Train)?;
             for document in stream.find(id)? {
                 let origin = output::origin(stream.source(), &stream.document(document)?);
-                all.push(Found { id: id.clone(), source: name.clone(), document, origin });
+                all.push(FoundDocument { id: id.clone(), source: name.clone(), document, origin });
             }
         }
         if all.len() == before {
@@ -331,13 +276,13 @@ fn added(store: &Location, path: &Path) -> Result<AddedStore> {
 }
 
 /// The text with the amendment at its end. A comment names the documents, whose numbers tell people nothing.
-fn appended(text: &str, amendment: &str, found: &[Found]) -> String {
+fn appended(text: &str, amendment: &str, found: &[FoundDocument]) -> String {
     let mut out = text.to_owned();
     if !out.is_empty() && !out.ends_with('\n') {
         out.push('\n');
     }
     out += amendment;
-    for Found { id, source, document, origin } in found {
+    for FoundDocument { id, source, document, origin } in found {
         let _ = writeln!(out, "# {document} of {source} is {id:?}, {origin:?}");
     }
     out
@@ -346,8 +291,8 @@ fn appended(text: &str, amendment: &str, found: &[Found]) -> String {
 /// Puts `after` in the place of a file that still says `before`; whole at any moment.
 fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
     let is_as_before = || {
-        let now = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
-        Ok(now == before)
+        let now = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
+        Ok(now == before.as_bytes())
     };
     // A new file would take its place, whatever may be written into this one.
     if fs::metadata(path).is_ok_and(|about| about.permissions().readonly()) {
@@ -365,7 +310,7 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
 
 impl Proof {
     /// Holds the plan with the amendment against the one without.
-    fn new(was: &Opened, becomes: &Opened, step: u64, found: Vec<Found>) -> Result<Self> {
+    fn new(was: &Opened, becomes: &Opened, step: u64, found: Vec<FoundDocument>) -> Result<Self> {
         let (before, after): (&Plan, &Plan) = (&was.plan, &becomes.plan);
         let [old, new] = [before, after].map(|plan| plan.digest_through(step - 1).to_string());
         if old != new {
@@ -502,7 +447,10 @@ impl NumberRow {
 }
 
 impl BanRow {
-    fn new(plan: &Plan, Found { id, source, document, origin }: Found) -> Result<Self> {
+    fn new(
+        plan: &Plan,
+        FoundDocument { id, source, document, origin }: FoundDocument,
+    ) -> Result<Self> {
         let ban = plan
             .bans()
             .iter()

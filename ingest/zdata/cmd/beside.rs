@@ -1,11 +1,11 @@
 //! A run whose own curriculum is amended: what lies beside it.
 
-use std::fs;
+use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use store::disk;
+use store::{disk, regular};
 
 /// The ledger of the run whose own curriculum lies at `path`, if it is one.
 pub(super) fn ledger_beside(path: &Path) -> Option<PathBuf> {
@@ -15,11 +15,11 @@ pub(super) fn ledger_beside(path: &Path) -> Option<PathBuf> {
 
 /// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is replaced. One
 /// that is under way would never see what is written, and its folder would tell of an amendment that it has not.
-pub(super) fn held(path: &Path) -> Result<Option<fs::File>> {
+pub(super) fn held(path: &Path) -> Result<Option<File>> {
     let Some(lock) = ledger_beside(path).map(|ledger| ledger.with_file_name("lock")) else {
         return Ok(None);
     };
-    let file = match fs::File::open(&lock) {
+    let file = match regular::open(&lock) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(Fault::io("open", &lock, &error)),
@@ -58,7 +58,7 @@ fn last_step(ledger: &Path) -> std::io::Result<u64> {
         #[serde(default)]
         step: u64,
     }
-    let mut file = fs::File::open(ledger)?;
+    let mut file = regular::open(ledger)?;
     let (end, mut back) = (file.metadata()?.len(), 1 << 16);
     loop {
         let first = end.saturating_sub(back);

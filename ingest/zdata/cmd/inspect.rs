@@ -1,6 +1,7 @@
 //! `zdata inspect`.
 
 use contract::{Fault, Result, terminal};
+use ingest::progress::meanwhile;
 use ingest::{Corpus, dropped, inspect, sample};
 use store::{Location, whole};
 
@@ -43,7 +44,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let manifest = whole::opened(&args.store)?;
     if let (Some(count), Some(corpus)) = (args.sample, &args.corpus) {
         let corpus = Corpus::read(corpus)?;
-        let sample = sample::sample(&corpus, (&args.store, &manifest), count, args.seed)?;
+        let drawn = || sample::sample(&corpus, (&args.store, &manifest), count, args.seed);
+        let sample = meanwhile("inspect", "reading the inputs of the sample", drawn)?;
         if !args.json {
             return terminal::print(&sample::text(&sample));
         }

@@ -76,7 +76,7 @@ struct PhaseRow {
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: MakeupRow,
+    makeup: Makeup,
     /// The plan digest up to the phase's last step.
     digest: String,
     sources: Vec<UseRow>,
@@ -87,25 +87,16 @@ struct UseRow {
     name: String,
     /// The weight as an integer, without a divisor that all weights of the phase share.
     weight: u64,
+    /// The same as the curriculum says it.
+    typed: String,
     share: f64,
     samples: u64,
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: MakeupRow,
+    makeup: Makeup,
     epochs_before: f64,
     epochs_after: f64,
-}
-
-/// Sequences, by what they are made of; each counts once.
-#[derive(Clone, Copy, Default, Serialize)]
-struct MakeupRow {
-    /// Full, and one run of text.
-    contiguous: u64,
-    /// Full, but joined from several runs, each joint a document boundary.
-    joined: u64,
-    /// With padding at the end.
-    padded: u64,
 }
 
 #[derive(Serialize)]
@@ -141,24 +132,20 @@ struct PackedRow {
 impl Report {
     fn new(plan: &Plan, curriculum: &Curriculum) -> Result<Self> {
         let phases: Vec<PhaseRow> =
-            (0..plan.phases().len()).map(|index| PhaseRow::new(plan, index)).collect();
+            (0..plan.phases().len()).map(|index| PhaseRow::new(plan, curriculum, index)).collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
             let SourceFacts { name, tokens, documents, unit } = facts.clone();
             let taken = plan.tokens_needed(index);
-            let max_epochs = curriculum.max_epochs(&name);
-            let epochs_needed = plan.epochs_needed(index);
-            let epochs = epochs(taken, tokens);
-            let packed = PackedRow::all(plan, index);
             SourceRow {
+                max_epochs: curriculum.max_epochs(&name),
+                epochs_needed: plan.epochs_needed(index),
+                epochs: epochs(taken, tokens),
+                packed: PackedRow::all(plan, index),
                 name,
                 tokens,
                 documents,
                 unit,
                 taken,
-                epochs,
-                epochs_needed,
-                max_epochs,
-                packed,
             }
         };
         let banned = plan.bans().iter().map(|ban| BanRow::new(plan, ban));
@@ -182,17 +169,7 @@ impl Report {
         }
         let head = ["source", "tokens", "documents", "taken", "epochs", "at most"];
         let rows = self.sources.iter().map(|source| {
-            let SourceRow {
-                name,
-                tokens,
-                documents,
-                unit: _,
-                taken,
-                epochs,
-                epochs_needed: _,
-                max_epochs,
-                packed: _,
-            } = source;
+            let SourceRow { name, tokens, documents, taken, epochs, max_epochs, .. } = source;
             [
                 output::plain(name),
                 count(*tokens),
@@ -275,7 +252,7 @@ impl BanRow {
 }
 
 impl PhaseRow {
-    fn new(plan: &Plan, index: usize) -> Self {
+    fn new(plan: &Plan, curriculum: &Curriculum, index: usize) -> Self {
         let phase = &plan.phases()[index];
         let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
         let mut makeup = Makeup::default();
@@ -287,14 +264,16 @@ impl PhaseRow {
                 let of_source = plan.makeup(index, entry);
                 makeup += of_source;
                 let facts = &plan.sources()[part.source];
+                let typed = curriculum.typed(&format!("{}.{}", phase.mix_key, facts.name));
                 UseRow {
                     name: facts.name.clone(),
                     weight: part.weight,
+                    typed: typed.map_or_else(|| part.weight.to_string(), unquoted),
                     share: part.weight as f64 / weights as f64,
                     samples: part.samples,
                     tokens: part.tokens,
                     padding: part.samples * u64::from(phase.seq_len) - part.tokens,
-                    makeup: of_source.into(),
+                    makeup: of_source,
                     epochs_before: epochs(part.tokens_before, facts.tokens),
                     epochs_after: epochs(part.tokens_before + part.tokens, facts.tokens),
                 }
@@ -313,7 +292,7 @@ impl PhaseRow {
             samples: phase.samples(),
             tokens: sources.iter().map(|source| source.tokens).sum(),
             padding: sources.iter().map(|source| source.padding).sum(),
-            makeup: makeup.into(),
+            makeup,
             digest: plan.digest_through(phase.last_step()).to_string(),
             sources,
         }
@@ -340,16 +319,14 @@ impl PhaseRow {
         total.extend([String::new(), String::new()]);
         rows.extend(<[String; 8]>::try_from(total));
         out += &table(head, rows);
-        out += &self.makeup.text(self.samples);
+        out += &self.made_of();
         out + "\n"
     }
-}
 
-impl MakeupRow {
-    /// The shares of `all` sequences.
-    fn text(&self, all: u64) -> String {
-        let share = |count: u64| format!("{:.2} %", count as f64 / all as f64 * 100.0);
-        let MakeupRow { contiguous, joined, padded } = *self;
+    /// What its sequences are made of, in shares of them all.
+    fn made_of(&self) -> String {
+        let share = |count: u64| format!("{:.2} %", count as f64 / self.samples as f64 * 100.0);
+        let Makeup { contiguous, joined, padded } = self.makeup;
         format!(
             "  sequences: {} contiguous text, {} joined from several pieces, {} padded at the end\n",
             share(contiguous),
@@ -357,15 +334,7 @@ impl MakeupRow {
             share(padded)
         )
     }
-}
 
-impl From<Makeup> for MakeupRow {
-    fn from(Makeup { contiguous, joined, padded }: Makeup) -> Self {
-        MakeupRow { contiguous, joined, padded }
-    }
-}
-
-impl PhaseRow {
     /// How a micro-batch is cut inside, if it is.
     fn cut(&self) -> String {
         match (self.context_chunks, self.weight_shards) {
@@ -383,28 +352,23 @@ impl PhaseRow {
 
 impl UseRow {
     fn cells(&self) -> [String; 8] {
-        let UseRow {
-            name,
-            weight,
-            share,
-            samples,
-            tokens,
-            padding,
-            makeup: _,
-            epochs_before,
-            epochs_after,
-        } = self;
+        let UseRow { name, typed, share, samples, tokens, padding, .. } = self;
         [
             output::plain(name),
-            count(*weight),
+            output::plain(typed),
             format!("{:.2} %", share * 100.0),
             count(*samples),
             count(*tokens),
             count(*padding),
-            decimals(*epochs_before),
-            decimals(*epochs_after),
+            decimals(self.epochs_before),
+            decimals(self.epochs_after),
         ]
     }
+}
+
+/// A value as typed, without the quotes of a string.
+fn unquoted(typed: &str) -> String {
+    typed.trim_matches(['"', '\'']).to_owned()
 }
 
 fn epochs(taken: u64, tokens: u64) -> f64 {

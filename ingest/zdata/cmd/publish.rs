@@ -1,5 +1,6 @@
 //! `zdata publish`.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
@@ -35,8 +36,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
             .hint("a store on this machine is already where it was built"));
     };
     let manifest = open::manifest(&args.store)?;
-    let sources = || manifest.sources.iter().map(|source| source.name.as_str());
-    publish::check_place(target, |name| ingest::build::is_of_a_store(sources(), name))?;
+    let files: BTreeSet<String> = publish::files(&manifest).into_iter().collect();
+    publish::check_place(target, |name| files.contains(name))?;
     // An object is never replaced: what is damaged here would spoil the place.
     let damages = ingest::verify::verify(args.store.as_path(), quiet)?.damages;
     verify::fault(args.store.as_path(), &damages).map_or(Ok(()), Err)?;

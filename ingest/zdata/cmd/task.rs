@@ -78,10 +78,10 @@ pub(crate) struct Task {
     workers: Option<usize>,
 }
 
-fn run(stage: Stage, task: Task) -> Result<()> {
+fn run(stage: Stage, task: Task, quiet: bool) -> Result<()> {
     let plan = Plan::read(&task.work)?;
     let workers = task.workers.unwrap_or_else(default_workers);
-    let ran = Runner::new(&plan, workers)?.run(stage, task.index)?;
+    let ran = Runner::new(&plan, workers)?.run(stage, task.index, quiet)?;
     print(&match ran {
         Ran::New(digest) => format!("{digest}\n"),
         Ran::Again(digest) => format!("{digest}  again\n"),
@@ -103,9 +103,9 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
             }
             print(&format!("{}\n", plan.tasks()))
         }
-        Command::Scan(task) => run(Stage::Scan, task),
+        Command::Scan(task) => run(Stage::Scan, task, quiet),
         Command::Decide { work } => decide(&Plan::read(&work)?, quiet),
-        Command::Run(task) => run(Stage::Encode, task),
+        Command::Run(task) => run(Stage::Encode, task, quiet),
         Command::Merge { work, out } => {
             let manifest = merge(&Plan::read(&work)?, &out, quiet)?;
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));

@@ -2,7 +2,7 @@
 //! ledger. Needs no GPU, no libtorch.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
@@ -10,12 +10,12 @@ use contract::{
     Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, counted, note,
 };
 use curriculum::Phase;
-use ingest::progress::{Measure, Progress};
+use ingest::progress::{Measure, Progress, meanwhile};
 use loader::Opened;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
 use serde::Deserialize;
-use store::Location;
+use store::{Location, regular};
 
 use super::{digest, output};
 
@@ -91,7 +91,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     }
     // Before the ledger is read: a run that goes on meanwhile keeps the next one only behind its lines.
     let newest = newest_checkpoint(&args.run);
-    let ledger = Ledger::read(&path)?;
+    let ledger = meanwhile("verify-run", "reading the ledger", || Ledger::read(&path))?;
     if ledger.torn {
         note!(
             "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
@@ -246,7 +246,7 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
 impl Ledger {
     /// Reads the ledger and checks its chain; what a kill or a loss of power left at its end is passed over.
     fn read(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let mut lines = BufReader::new(file);
         let (mut head, mut data, mut link) = (None, Vec::new(), Digest::default());
         let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);

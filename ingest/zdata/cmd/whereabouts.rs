@@ -31,7 +31,7 @@ pub(crate) struct Args {
 
 /// A document that has the id.
 #[derive(Serialize)]
-struct Found {
+struct Whereabouts {
     id: String,
     source: String,
     split: &'static str,
@@ -76,7 +76,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 }
 
 /// All documents with the id, in the order of the plan's sources.
-fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Found>> {
+fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>> {
     if let Some(name) = &args.source {
         stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
     }
@@ -93,7 +93,7 @@ fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Found>> {
                     Split::Train => seen(plan, number, &record)?,
                     Split::Validation => Vec::new(),
                 };
-                found.push(Found {
+                found.push(Whereabouts {
                     id: record.id.clone(),
                     source: facts.name.clone(),
                     split: split.name(),
@@ -129,9 +129,9 @@ fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>
     visits.into_iter().map(seen).collect()
 }
 
-fn text(found: &[Found]) -> String {
+fn text(found: &[Whereabouts]) -> String {
     let mut out = String::new();
-    for Found { id, source, split, document, origin, tokens, seen } in found {
+    for Whereabouts { id, source, split, document, origin, tokens, seen } in found {
         let (id, origin) = (output::plain(id), output::plain(origin));
         let tokens = counted(*tokens, "token");
         let _ = writeln!(out, "{id}: document {document} of {source}, {tokens}, from {origin}");

@@ -23,6 +23,7 @@ use contract::{Digest, Fault, Hasher, Result};
 use mixer::fit::Fitted;
 use mixer::{PackPlace, PackTable, PackedLength, Span};
 use store::disk::{self, Whole};
+use store::regular;
 
 /// What the file begins with.
 const MAGIC: u64 = u64::from_le_bytes(*b"zpacks 1");
@@ -223,7 +224,7 @@ impl Table {
     /// Opens a file of packs, which has to be one of `key`, and checks its digest.
     pub(super) fn open(path: &Path, key: Digest) -> Result<Self> {
         let unread = |error: &io::Error| Fault::io("read", path, error);
-        let file = File::open(path).map_err(|error| unread(&error))?;
+        let file = regular::open(path).map_err(|error| unread(&error))?;
         let bytes = file.metadata().map_err(|error| unread(&error))?.len();
         let body =
             bytes.checked_sub(DIGEST_BYTES as u64).ok_or_else(|| damaged(path, "it ends early"))?;
@@ -362,6 +363,9 @@ fn words(file: &File, path: &Path, from: u64, count: usize) -> Result<Vec<u64>> 
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::process::Command;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
 
     use storage::crash::Recording;
 
@@ -396,5 +400,17 @@ mod tests {
             assert_eq!(fs::read_dir(&beside).unwrap().count(), 1, "a piece is left");
         });
         assert!(seen[0] > 5 && seen[1] > 0, "{seen:?}");
+    }
+
+    #[test]
+    fn packs_that_became_a_pipe_keep_nobody_waiting() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.packs");
+        assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
+        let (done, end) = channel();
+        let named = path.clone();
+        std::thread::spawn(move || done.send(Table::open(&named, Digest(7)).err()));
+        let fault = end.recv_timeout(Duration::from_secs(60)).expect("it waits").unwrap();
+        assert!(fault.to_string().contains("a FIFO"), "{fault}");
     }
 }
