@@ -156,7 +156,7 @@ fn fifos_in_a_run_keep_nobody_waiting() {
     let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
     let run = curriculum(&scratch, &store, "run/run.toml", &[]);
     scratch.write("run/ledger.jsonl", "{}\n");
-    let amend = ["amend", arg(&run), "--step", "2", "--set", "lr=0.001"];
+    let amend = ["amend", arg(&run), "--step", "2", "--set", "optimizer.lr=0.001"];
     let lock = scratch.path("run/lock");
     assert!(Command::new("mkfifo").arg(&lock).status().unwrap().success());
     assert!(ends(&amend).contains("lock: cannot open it: it is a FIFO"));
