@@ -7,7 +7,7 @@ use tch::Kind;
 use trainer::model::ZayaConfig;
 use trainer::sizing::experts::{Experts, Rates};
 use trainer::sizing::machine::Bench;
-use trainer::sizing::shapes::{self, Shape};
+use trainer::sizing::shapes::{self, Product, Shape, Together};
 
 /// A row: one way of all experts of a layer.
 #[derive(Serialize)]
@@ -35,8 +35,11 @@ pub(super) fn tell(
     (dtype, kind): (&'static str, Kind),
     json: bool,
 ) -> Result<()> {
-    for (name, shape) in shapes::of_model(config, tokens) {
-        let Some(product) = name.strip_prefix("expert, ") else { continue };
+    for Product { name, shape, together, .. } in shapes::of_model(config, tokens) {
+        if together != Together::Experts {
+            continue;
+        }
+        let product = name.strip_prefix("expert, ").unwrap_or(name);
         let of = Experts { count: config.num_experts, shape: Shape { rows: tokens, ..shape } };
         let ways = [("forward", 1.0), ("backward", 2.0)];
         for ((way, times), rates) in ways.into_iter().zip(bench.experts(of, kind)?) {
