@@ -67,8 +67,8 @@ fn checksums_go_through_the_interface_of_both_vendors() {
     }
 }
 
-/// Whoever launches tells the clocks of the pretended GPU what is read and written; of a kernel with a table only one who knows its
-/// rows can.
+/// Whoever launches tells the clocks of the pretended GPU what is read and written; of a kernel with a table only one who knows
+/// its rows can.
 #[test]
 fn what_every_kernel_touches_is_told() {
     let queue = queue(tch::Device::Cpu).unwrap();
