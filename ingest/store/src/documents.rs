@@ -8,9 +8,8 @@ use arrow::datatypes::{UInt32Type, UInt64Type};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
 
-use crate::folder::StoreFile;
+use crate::folder::{StoreFile, damaged, missing};
 use crate::pieces::Pieces;
-use crate::read::column::{damaged, missing};
 use crate::write::document_schema;
 use crate::{DocumentRecord, FileRecord, Location, ShardRecord, regular};
 use contract::fault::tells_of_memory;

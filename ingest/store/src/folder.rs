@@ -14,6 +14,7 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, openat, statat};
 use rustix::io::Errno;
 
 use crate::Location;
+use contract::Fault;
 
 /// A file of a store: the store's folder, and a name below it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,4 +114,21 @@ fn open_root(root: &Path) -> Result<OwnedFd> {
 /// What is there is not a file of the store: data that is wrong, not a machine that fails.
 fn outside(what: &str) -> Error {
     Error::new(ErrorKind::InvalidData, what)
+}
+
+/// Damaged data in `file`.
+pub(crate) fn damaged(file: &Location, what: &str) -> Fault {
+    Fault::data(what).at(file.to_string()).hint(
+        "restore this file from a copy, or remove the folder and build the store again; `zdata verify STORE` lists all \
+         that is damaged",
+    )
+}
+
+/// A file of the store that could not be opened.
+pub(crate) fn missing(file: &Location, error: &std::io::Error) -> Fault {
+    if error.kind() == std::io::ErrorKind::NotFound {
+        damaged(file, "a file of the store is missing")
+    } else {
+        file.fault("open", error)
+    }
 }

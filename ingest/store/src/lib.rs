@@ -30,6 +30,7 @@ pub mod open;
 pub mod pieces;
 pub mod read;
 pub mod regular;
+mod rows;
 #[cfg(test)]
 mod tests;
 pub mod verify;

@@ -6,9 +6,9 @@
 //! - Open files and indexes are kept in caches that all streams share and that forget what was used longest ago.
 
 mod cache;
-pub(crate) mod column;
+mod column;
 mod open;
-pub(crate) mod starts;
+mod starts;
 #[cfg(test)]
 mod tests;
 
@@ -17,11 +17,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use self::cache::Lru;
-use self::column::{ColumnFile, damaged};
-use self::starts::{StartIndex, words};
+use self::column::ColumnFile;
+use self::starts::StartIndex;
 use crate::documents;
-use crate::folder::StoreFile;
+use crate::folder::{StoreFile, damaged};
 use crate::open::stream_file;
+use crate::rows::words;
 use crate::whole;
 use crate::write::block_offset;
 use crate::{

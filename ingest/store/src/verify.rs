@@ -12,7 +12,7 @@ use std::ops::Range;
 use crate::documents::Documents;
 use crate::folder::StoreFile;
 use crate::manifest::Link;
-use crate::read::starts::starts;
+use crate::rows::starts;
 use crate::write::block_offset;
 use crate::{
     BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split, open,
@@ -235,7 +235,7 @@ impl Check<'_> {
             }
         } else if whole.starts {
             let file = self.at(&shard.start_file);
-            let starts = starts(&file, shard.documents).ok()?;
+            let starts = starts(file, shard.documents).ok()?;
             let starts: Vec<u64> = starts.collect::<Result<_>>().ok()?;
             let first = starts.partition_point(|start| *start <= tokens.start).saturating_sub(1);
             let end = starts.partition_point(|start| *start < tokens.end);
@@ -255,7 +255,7 @@ impl Check<'_> {
         let of_starts = |fault| Flaw::of(&shard.start_file, fault);
         let of_documents = |fault| Flaw::of(&shard.document_file, fault);
         let mut tokens = Tokens::open(self.at(&shard.token_file), shard, self.manifest)?;
-        let starts = starts(&self.at(&shard.start_file), shard.documents).map_err(of_starts)?;
+        let starts = starts(self.at(&shard.start_file), shard.documents).map_err(of_starts)?;
         let mut documents =
             Documents::open(&self.at(&shard.document_file)).map_err(of_documents)?;
         let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);

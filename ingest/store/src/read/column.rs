@@ -6,9 +6,9 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 use crate::Location;
-use crate::folder::StoreFile;
+use crate::folder::{StoreFile, damaged, missing};
 use crate::location::Object;
-use contract::{Fault, Result};
+use contract::Result;
 
 /// What is read: an open file, or an object, of which blocks are fetched one by one.
 enum BytesAt {
@@ -70,22 +70,5 @@ impl ColumnFile {
         bytes.resize(length, 0);
         self.read(&mut bytes, 0)?;
         Ok(bytes)
-    }
-}
-
-/// Damaged data in `file`.
-pub(crate) fn damaged(file: &Location, what: &str) -> Fault {
-    Fault::data(what).at(file.to_string()).hint(
-        "restore this file from a copy, or remove the folder and build the store again; `zdata verify STORE` lists all \
-         that is damaged",
-    )
-}
-
-/// A file of the store that could not be opened.
-pub(crate) fn missing(file: &Location, error: &std::io::Error) -> Fault {
-    if error.kind() == std::io::ErrorKind::NotFound {
-        damaged(file, "a file of the store is missing")
-    } else {
-        file.fault("open", error)
     }
 }

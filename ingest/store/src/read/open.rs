@@ -2,8 +2,7 @@
 
 use std::fs;
 
-use super::column::{damaged, missing};
-use crate::folder::StoreFile;
+use crate::folder::{StoreFile, damaged, missing};
 use crate::open::TOKENIZER;
 use crate::{Location, Manifest};
 use contract::{Identity, Result};

@@ -5,16 +5,14 @@
 //! even in a store of ten trillion tokens.
 
 use std::ops::Range;
-use std::os::unix::fs::FileExt as _;
 
-use super::column::{ColumnFile, damaged};
-use crate::folder::StoreFile;
-use crate::write::block_offset;
-use crate::{BLOCK_STARTS, ShardRecord};
+use super::column::ColumnFile;
+use crate::ShardRecord;
+use crate::folder::damaged;
+use crate::rows::{WIDTH, pieces, words};
 use contract::Result;
 use contract::digest::Digest;
 
-const WIDTH: u64 = 8;
 /// One start in so many is kept, unless the shard is small.
 const STRIDE: u64 = 512;
 /// Documents up to which a shard's starts are all kept.
@@ -27,17 +25,6 @@ pub(super) struct StartIndex {
     stride: u64,
     rows: u64,
     samples: Vec<u64>,
-}
-
-/// The blocks that hold these rows: each with its part of them, and where that lies in the file.
-fn pieces(rows: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
-    let blocks = rows.start / BLOCK_STARTS..rows.end.div_ceil(BLOCK_STARTS);
-    blocks.map(move |block| {
-        let first = block * BLOCK_STARTS;
-        let part = rows.start.max(first)..rows.end.min(first + BLOCK_STARTS);
-        let offset = block_offset(BLOCK_STARTS * WIDTH, block) + (part.start - first) * WIDTH;
-        (part, offset)
-    })
 }
 
 impl StartIndex {
@@ -128,25 +115,4 @@ impl Thinned {
         }
         ordered
     }
-}
-
-/// The starts of so many documents, front to back.
-pub(crate) fn starts(
-    file: &StoreFile,
-    documents: u64,
-) -> Result<impl Iterator<Item = Result<u64>> + use<>> {
-    let path = file.location();
-    let file = file.open().map_err(|error| path.fault("read", &error))?;
-    Ok(pieces(0..documents).flat_map(move |(part, offset)| {
-        let mut bytes = vec![0; ((part.end - part.start) * WIDTH) as usize];
-        match file.read_exact_at(&mut bytes, offset) {
-            Ok(()) => words(&bytes).map(Ok).collect(),
-            Err(error) => vec![Err(path.fault("read", &error))],
-        }
-    }))
-}
-
-/// Little-endian words.
-pub(super) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
-    bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word))
 }
