@@ -72,7 +72,8 @@ mod tests {
     #[test]
     fn a_copy_is_told_by_the_name_of_its_object() {
         for from in ["s3://bucket", "s3://bucket/a/b"] {
-            let copies = Copies::of(&crate::locate(from).unwrap(), &[]).unwrap();
+            let object = crate::locate(&format!("{from}/x.index")).unwrap();
+            let copies = Copies::of(&object.folder(), &[]).unwrap();
             let line = format!("{}:7", copies.path("x.index").display());
             assert_eq!(copies.object(&line), Some(format!("{from}/x.index:7")));
         }
