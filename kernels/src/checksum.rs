@@ -25,7 +25,7 @@ const LOW: i64 = 0xFFFF_FFFF;
 /// The checksum of a whole tensor.
 ///
 /// # Errors
-/// As [`slice`].
+/// As [`slice()`].
 pub fn tensor(tensor: &Tensor, salt: u64) -> Result<u64> {
     slice(tensor, 0, salt)
 }
