@@ -98,14 +98,15 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch();
     on.finish("alone", &["--workers", "1"]);
-    // A step has two rounds: its gradients, and the new weights at its end. Where one fails within the call nobody waits for it.
-    let faults = (8..12).map(|round| ("wrong", round)).chain([("soon", 8), ("soon", 9)]);
+    // The weights at the start have a round, and each step has two: its gradients, and the new weights at its end. Where one fails
+    // within the call nobody waits for it.
+    let faults = (9..13).map(|round| ("wrong", round)).chain([("soon", 9), ("soon", 10)]);
     for (how, round) in faults {
         let ran = faulty(&on, &format!("{how}:1:{round}"), "60");
-        let what = ["sharing of new weights", "gathering of gradients"][round % 2];
+        let what = ["gathering of gradients", "sharing of new weights"][round % 2];
         let words = format!("a transfer: system error, on rank 1 in the {what} with ranks 0");
         ran.fails(6, &[&words]);
-        let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round.div_ceil(2)));
+        let (out, line) = (format!("{how}-1-{round}"), format!("\"step\":{},", round / 2));
         assert!(on.ledger("alone").contains(&line) && !on.ledger(&out).contains(&line));
         on.finish(&out, &["--workers", "1"]);
         on.fixture.assert_same("alone", &out);
