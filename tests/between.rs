@@ -98,8 +98,8 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch();
     on.finish("alone", &["--workers", "1"]);
-    // The weights at the start have a round, and each step has two: its gradients, and the new weights at its end. Where one fails
-    // within the call nobody waits for it.
+    // The weights at the start have a round, and each step has two: its gradients, and the new weights at its end. Where one
+    // fails within the call nobody waits for it.
     let faults = (9..13).map(|round| ("wrong", round)).chain([("soon", 9), ("soon", 10)]);
     for (how, round) in faults {
         let ran = faulty(&on, &format!("{how}:1:{round}"), "60");

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! meeting    how they come together
-//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell each other, between machines by node
+//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell all, between machines by node
 //! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
 //! key        the run's secret, which each end of a connection proves before anything else is said
 //! bridge     the store as Gloo asks for it, to connect the ranks
