@@ -85,10 +85,12 @@ impl StepSums<'_> {
             ));
         }
         let found = self.sources.values().map(|source| source.loss.float()).sum::<f64>();
-        let leaves = self.micro_batch_losses.tree_sum();
-        match (found - leaves).abs() <= ROUNDING * leaves.abs() {
+        let micro_batches = self.micro_batch_losses.tree_sum();
+        match (found - micro_batches).abs() <= ROUNDING * micro_batches.abs() {
             true => Ok(()),
-            false => Err(format!("its losses add up to {leaves}, those of its sources to {found}")),
+            false => Err(format!(
+                "its losses add up to {micro_batches}, those of its sources to {found}"
+            )),
         }
     }
 

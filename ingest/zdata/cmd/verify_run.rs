@@ -306,27 +306,15 @@ impl Ledger {
 impl Step {
     /// Says what does not follow from the rest of the line.
     fn check(&self) -> std::result::Result<(), String> {
-        let Step {
-            label_count,
-            loss,
-            micro_batch_labels,
-            micro_batch_losses,
-            sources,
-            router,
-            norm,
-            ..
-        } = self;
-        let layer_gradient_norms = &self.layer_gradient_norms;
-        let (label_count, loss) = (*label_count, *loss);
         let sums = StepSums {
-            label_count,
-            loss,
-            micro_batch_labels,
-            micro_batch_losses,
-            sources,
-            router,
-            norm,
-            layer_gradient_norms,
+            label_count: self.label_count,
+            loss: self.loss,
+            micro_batch_labels: &self.micro_batch_labels,
+            micro_batch_losses: &self.micro_batch_losses,
+            sources: &self.sources,
+            router: &self.router,
+            norm: &self.norm,
+            layer_gradient_norms: &self.layer_gradient_norms,
         };
         sums.check()
     }

@@ -104,18 +104,15 @@ impl StepRecord {
 
     /// Says what does not follow from the rest of a record that was read.
     fn check(&self) -> Result<(), String> {
-        let StepRecord { micro_batch_labels, micro_batch_losses, sources, router, norm, .. } = self;
-        let (label_count, loss, layer_gradient_norms) =
-            (self.label_count, self.loss, &self.layer_gradient_norms);
         let sums = StepSums {
-            label_count,
-            loss,
-            micro_batch_labels,
-            micro_batch_losses,
-            sources,
-            router,
-            norm,
-            layer_gradient_norms,
+            label_count: self.label_count,
+            loss: self.loss,
+            micro_batch_labels: &self.micro_batch_labels,
+            micro_batch_losses: &self.micro_batch_losses,
+            sources: &self.sources,
+            router: &self.router,
+            norm: &self.norm,
+            layer_gradient_norms: &self.layer_gradient_norms,
         };
         sums.check()
     }

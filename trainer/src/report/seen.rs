@@ -44,18 +44,15 @@ pub struct Seen {
 
 impl Checked for Seen {
     fn checked(mut self) -> Result<Self, String> {
-        let Seen { label_count, loss, sources, router, norm, layer_gradient_norms, .. } = &self;
-        let (micro_batch_labels, micro_batch_losses) =
-            (&self.micro_batch_labels, &self.micro_batch_losses);
         let sums = StepSums {
-            label_count: *label_count,
-            loss: *loss,
-            micro_batch_labels,
-            micro_batch_losses,
-            sources,
-            router,
-            norm,
-            layer_gradient_norms,
+            label_count: self.label_count,
+            loss: self.loss,
+            micro_batch_labels: &self.micro_batch_labels,
+            micro_batch_losses: &self.micro_batch_losses,
+            sources: &self.sources,
+            router: &self.router,
+            norm: &self.norm,
+            layer_gradient_norms: &self.layer_gradient_norms,
         };
         sums.check()?;
         (self.micro_batch_labels, self.micro_batch_losses) = (Vec::new(), Packed(Vec::new()));
