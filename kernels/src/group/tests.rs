@@ -46,6 +46,24 @@ fn everybody_hears_everybody() {
     }
 }
 
+/// Two ranks to a machine: to its first one, from machine to machine, and back; within a machine that is alone directly.
+#[test]
+fn words_of_all_go_by_node() {
+    for (world, messages, between) in [(2, 2, 0), (3, 4, 2), (4, 6, 2), (5, 10, 6), (8, 20, 12)] {
+        let sent = ranks(world, SECONDS, |group| {
+            group.barrier("the start").unwrap();
+            let before = group.sent();
+            group.all_gather("a test", b"a word").unwrap();
+            let after = group.sent();
+            group.barrier("the end").unwrap();
+            (after.all - before.all, after.between_nodes - before.between_nodes)
+        });
+        let (all, crossed): (Vec<u64>, Vec<u64>) = sent.into_iter().unzip();
+        let sums = [all, crossed].map(|bytes| bytes.iter().sum::<u64>());
+        assert_eq!(sums, [messages, between].map(|count| count * 1024), "{world} ranks");
+    }
+}
+
 #[test]
 fn transfers_keep_their_order_and_their_bits() {
     let found = ranks(3, SECONDS, |group| {
