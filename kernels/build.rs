@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-const SOURCES: [&str; 7] = [
+const SOURCES: [&str; 8] = [
+    "shim/attention.cpp",
     "shim/device.cpp",
     "shim/group.cpp",
     "shim/memory.cpp",

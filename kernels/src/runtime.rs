@@ -74,7 +74,7 @@ const CPU_ENVIRONMENT: [&str; 11] = [
 ];
 
 /// The same of a GPU: what its libraries choose kernels by.
-const GPU_ENVIRONMENT: [&str; 21] = [
+const GPU_ENVIRONMENT: [&str; 22] = [
     "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_EMULATE_SINGLE_PRECISION",
@@ -95,7 +95,8 @@ const GPU_ENVIRONMENT: [&str; 21] = [
     TUNABLE,
     "PYTORCH_TUNABLEOP_FILENAME",
     "HSA_OVERRIDE_GFX_VERSION",
-    ops::GROUPED,
+    "ZTRAIN_GROUPED",
+    "ZTRAIN_ATTENTION",
 ];
 
 /// What the caller decides about the runtime.
@@ -212,7 +213,7 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     refuse_if_late()?;
     refuse_what_the_processor_lacks()?;
     refuse_what_chooses_by_time(&options.device)?;
-    ops::known_grouped()?;
+    ops::known_choices()?;
     set_device_environment(options);
     let device = crate::device::open(&options.device)?;
     keep_memory();
@@ -375,7 +376,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         cpu_capability: of_cpu(c"cpu_capability")?,
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
-        gpu: crate::device::table(device)?,
+        gpu: gpu_table(device, operations)?,
         mathematics: if on_cpu { crate::probe::digest()? } else { String::new() },
         operations: operations.name().to_owned(),
         compiler: match operations == ops::DEVICE {
@@ -386,6 +387,16 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         switches,
         environment,
     })
+}
+
+/// What decides bits on a GPU beside its architecture.
+fn gpu_table(device: tch::Device, operations: ops::Table) -> Result<BTreeMap<String, String>> {
+    let mut table = crate::device::table(device)?;
+    if operations == ops::DEVICE {
+        let by = if ops::multiplies_wide(device)? { "libtorch" } else { "operands in f32" };
+        table.insert("products of bf16 in f32".to_owned(), by.to_owned());
+    }
+    Ok(table)
 }
 
 /// The loaded library's own word for its release; the headers only say what we were compiled against.
@@ -410,6 +421,11 @@ mod tests {
         let of = |prefix| CPU_ENVIRONMENT.iter().filter_map(move |name| name.strip_prefix(prefix));
         assert_eq!(of("ONEDNN_").count(), 3);
         assert!(of("ONEDNN_").eq(of("DNNL_")));
+    }
+
+    #[test]
+    fn choices_between_kernels_are_in_the_table() {
+        assert!(ops::CHOICES.iter().all(|choice| GPU_ENVIRONMENT.contains(&choice.variable)));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 """Tokens per second of `ztrain` and of transformers' zaya with torch's fused AdamW: same cores, shapes, masking, dtype.
 
-    python trainer/benches/side_by_side.py target/release [--model zaya1-nano|zaya1-20m] [--dtype f32|bf16]
+    python trainer/benches/side_by_side.py target/release [--model zaya1-nano|zaya1-20m|zaya1-1b] [--dtype f32|bf16]
+                                                          [--rows N] [--seq-len N] [--micro-batch N]
                                                           [--steps N] [--rounds N] [--device cpu|cuda]
 
 Needs torch and transformers (nothing else here does). Both sides run in one go, in turns, so that a neighbour's load
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import time
 
-ROWS, SEQ_LEN, LEAF, VOCAB = 8, 256, 4, 8192
+VOCAB = 8192
 SMALL = dict(hidden_size=256, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
              moe_intermediate_size=256, num_experts=8, router_hidden_size=64)
 SHAPES = {"zaya1-nano": SMALL,
-          "zaya1-20m": SMALL | dict(hidden_size=512, num_hidden_layers=16, moe_intermediate_size=512)}
+          "zaya1-20m": SMALL | dict(hidden_size=512, num_hidden_layers=16, moe_intermediate_size=512),
+          "zaya1-1b": dict(hidden_size=1024, num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+                           moe_intermediate_size=768, num_experts=16, router_hidden_size=128)}
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -48,6 +51,10 @@ def corpus(folder: pathlib.Path, tokens: int) -> None:
         '[[source]]\nname = "words"\nfiles = ["text.jsonl"]\ntext = "text"\n')
 
 
+def tokens_of_a_step(asked: argparse.Namespace) -> int:
+    return asked.rows * asked.seq_len
+
+
 def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace, kind: str, boundaries: bool) -> float:
     name = f"{kind}-{'documents' if boundaries else 'rows'}-{time.monotonic_ns()}"
     fields = "\n".join(f"{key} = {value}" for key, value in SHAPES[asked.model].items())
@@ -55,7 +62,7 @@ def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace
         f'store = "store"\nseed = 1\ndtype = "{asked.dtype}"\n[model]\npreset = "{asked.model}"\nvocab_size = {VOCAB}\n{fields}\n'
         f"document_mask = {str(boundaries).lower()}\n"
         f'[optimizer]\nkind = "{kind}"\nlr = 1e-3\nclip = 1.0\n[schedule]\nwarmup_steps = 0\n'
-        f'[[phase]]\nname = "all"\nsteps = {asked.steps}\nseq_len = {SEQ_LEN}\nbatch = {ROWS}\nmicro_batch = {LEAF}\n'
+        f'[[phase]]\nname = "all"\nsteps = {asked.steps}\nseq_len = {asked.seq_len}\nbatch = {asked.rows}\nmicro_batch = {asked.micro_batch}\n'
         'mix = { words = 1 }\n[source.words]\nmax_epochs = 100\n')
     run = folder / name
     subprocess.run([programs / "ztrain", "--curriculum", folder / f"{name}.toml", "--out", run, "--quiet",
@@ -63,7 +70,7 @@ def ours(programs: pathlib.Path, folder: pathlib.Path, asked: argparse.Namespace
                    check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     seconds = [event["seconds"] for event in events if event["event"] == "step"][2:]
-    return ROWS * SEQ_LEN / statistics.median(seconds)
+    return tokens_of_a_step(asked) / statistics.median(seconds)
 
 
 def reference(asked: argparse.Namespace, narrow: bool) -> float:
@@ -83,7 +90,7 @@ def reference(asked: argparse.Namespace, narrow: bool) -> float:
     kind = asked.device.split(":")[0]
     cast = asked.dtype == "bf16" and not narrow
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    tokens, seconds = torch.randint(0, VOCAB, (ROWS, SEQ_LEN)).to(asked.device), []
+    tokens, seconds = torch.randint(0, VOCAB, (asked.rows, asked.seq_len)).to(asked.device), []
     for _ in range(asked.steps):
         start = time.perf_counter()
         with torch.autocast(kind, torch.bfloat16) if cast else contextlib.nullcontext():
@@ -95,7 +102,7 @@ def reference(asked: argparse.Namespace, narrow: bool) -> float:
         if kind != "cpu":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return ROWS * SEQ_LEN / statistics.median(seconds[2:])
+    return tokens_of_a_step(asked) / statistics.median(seconds[2:])
 
 
 def main() -> None:
@@ -103,6 +110,9 @@ def main() -> None:
     parser.add_argument("programs", type=pathlib.Path)
     parser.add_argument("--model", choices=SHAPES, default="zaya1-nano")
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -110,7 +120,7 @@ def main() -> None:
     programs = asked.programs.resolve()
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
-        corpus(folder, asked.steps * ROWS * SEQ_LEN)
+        corpus(folder, asked.steps * tokens_of_a_step(asked))
         subprocess.run([programs / "zdata", "build", folder / "corpus.toml", "--out", folder / "store"],
                        check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         base = "transformers, fused AdamW"
@@ -124,7 +134,7 @@ def main() -> None:
         for _ in range(asked.rounds):
             for name, make in makers.items():
                 rows[name].append(make())
-    print(f"{asked.model}, {asked.dtype}, {ROWS} x {SEQ_LEN} tokens, {CORES} cores, {asked.device}, medians of {asked.rounds} rounds of "
+    print(f"{asked.model}, {asked.dtype}, {asked.rows} x {asked.seq_len} tokens, {CORES} cores, {asked.device}, medians of {asked.rounds} rounds of "
           f"{asked.steps} steps, load {os.getloadavg()[0]:.1f} at the end")
     for name, rates in rows.items():
         rate = statistics.median(rates)

@@ -290,7 +290,10 @@ fn memory_of_all(
     let heard = team.tell("the sizes of ranks", &mine)?;
     let Team { degrees, flat, schedule, .. } = *team;
     let names = team.group.nodes();
-    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, first)?;
+    // Of a processor none is counted.
+    let on_device = sizes[3] > 0;
+    let ways = Ways { names, pieces, degrees, flat, schedule, workers, on_device };
+    let ranks = ways.at(spec, first)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);
         let (tensors, on_device) = (heard.word()?, heard.word()?);

@@ -11,6 +11,7 @@ use std::ops::Range;
 
 use contract::{Fault, Result, counted};
 use curriculum::Dtype;
+use kernels::ops::NewtonSchulzForm;
 use serde::Serialize;
 use tch::{Device, Kind};
 
@@ -22,7 +23,7 @@ use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line};
 use crate::mesh::{Degrees, Mesh, Schedule, gather};
 use crate::model::{self, Cut, Fold, ParamSpec};
-use crate::optim::Rule;
+use crate::optim::{Rule, together};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
@@ -106,6 +107,8 @@ pub(crate) struct Ranks<'a> {
     flight: Flight,
     /// Sums that a streaming owner holds between two rounds, at most.
     pending: u32,
+    /// On a device, how matrices are turned: there many tensors are moved together.
+    together: Option<NewtonSchulzForm>,
 }
 
 /// How ranks work together, whatever the phase.
@@ -123,12 +126,14 @@ pub(crate) struct Ways<'a> {
     pub(crate) schedule: Schedule,
     /// Micro-batches that each computes at once.
     pub(crate) workers: Workers,
+    /// Whether each computes on a device.
+    pub(crate) on_device: bool,
 }
 
 impl<'a> Ways<'a> {
     /// The ranks as they stand in `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
-        let Ways { names, pieces, degrees, flat, schedule, workers } = self;
+        let Ways { names, pieces, degrees, flat, schedule, workers, on_device } = self;
         let PhaseModel { config, cut, .. } = spec.model_at(step)?;
         let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
         let mesh = Mesh::of(names.len() as u32, degrees, *cut);
@@ -158,7 +163,19 @@ impl<'a> Ways<'a> {
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
         let (folds, flight) =
             ((0..mesh.tsp).map(fold).collect(), Flight::new(spec, here.chunks, ranks));
-        Ok(Ranks { mesh, schedule, workers, parts, places, folds, activations, flight, pending })
+        let together = on_device.then(|| spec.settings_at(step).newton_schulz);
+        Ok(Ranks {
+            mesh,
+            schedule,
+            workers,
+            parts,
+            places,
+            folds,
+            activations,
+            flight,
+            pending,
+            together,
+        })
     }
 }
 
@@ -261,6 +278,10 @@ impl Flight {
 
 /// While pieces of a Muon matrix are moved, their direction and what it is made of stand beside the sum.
 fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
+    if let Some(form) = holder.ranks.together {
+        let moved = holder.own().map(|piece| (piece.rule, &piece.shape[..]));
+        return Holds { sums: 4 * holder.length() + together::bytes(moved, form), ..always };
+    }
     let matrix = |piece: &&Piece| !matches!(piece.rule, Rule::AdamW { .. });
     let matrices = holder.own().filter(matrix);
     let bytes = matrices.map(|piece| {
@@ -335,7 +356,8 @@ pub(crate) fn refuse(
     let Demand { degrees, flat, schedule, workers, mirror, limit, .. } = demand;
     for (name, first, _) in spec.segments() {
         let (mut all, mut mine) = (0u64, Holds::default());
-        let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers };
+        let on_device = device != Device::Cpu;
+        let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers, on_device };
         let ranks = ways.at(spec, first)?;
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank)?;

@@ -224,7 +224,9 @@ fn phase_needs(
     let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
     let Fleet { degrees, flat, schedule, workers, .. } = *fleet;
     let Shares { names, pieces } = *shares;
-    let ranks = Ways { names, pieces, degrees, flat, schedule, workers }.at(spec, first)?;
+    let on_device = fleet.device != "cpu";
+    let ways = Ways { names, pieces, degrees, flat, schedule, workers, on_device };
+    let ranks = ways.at(spec, first)?;
     for rank in 0..fleet.ranks {
         let holds = ranks.holds(spec, first, rank)?;
         machine_bytes[(rank / fleet.ranks_per_node) as usize] += holds.sum();

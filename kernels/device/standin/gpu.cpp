@@ -1,6 +1,6 @@
 // A GPU that is not there, as a `libtorch_cuda.so` or, with STANDIN_HIP, as a `libtorch_hip.so`: libtorch's dispatch key CUDA
 // served by its CPU kernels over plain memory. HIP answers to that name too; what differs is what a program looks up of the
-// vendor's own libraries, and libtorch's grouped product.
+// vendor's own libraries, and libtorch's grouped product. What libtorch has for devices alone is in `half.h`.
 //
 // It computes at once, so that its bits are those of libtorch on a CPU, and keeps count of what a device would be asked for:
 // operations, copies, reads by the host. `clocks.h` says what a real one would be free to do in another order. It refuses what a
@@ -11,6 +11,7 @@
 //
 // What it cannot show: numbers of a real device, errors that come later than the call, speed.
 #include "clocks.h"
+#include "half.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>

@@ -35,7 +35,8 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
 use call::Call;
-pub use device::grouped::{GROUPED, GROUPED_BY};
+pub use device::choice::{ANSWERS, ATTENTION, CHOICES, Choice, GROUPED};
+pub(crate) use device::wide::multiplies as multiplies_wide;
 pub use operands::{
     AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
     CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NewtonSchulzForm,
@@ -444,9 +445,9 @@ pub const CPU: Table = &cpu::Cpu;
 /// The table of libtorch's operators, for any device.
 pub const REFERENCE: Table = &reference::Reference;
 
-/// Refuses a [`GROUPED`] that cannot be meant.
-pub(crate) fn known_grouped() -> Result<()> {
-    device::grouped::asked().map(drop)
+/// Refuses a choice of the environment that cannot be meant.
+pub(crate) fn known_choices() -> Result<()> {
+    CHOICES.iter().try_for_each(|choice| choice.asked().map(drop))
 }
 
 /// The table of our own kernels on a GPU.
@@ -456,6 +457,15 @@ pub const DEVICE: Table = &device::Own::GPU;
 /// beside each other.
 pub const EXPERTS: [Table; 2] =
     [&device::Own::with_grouped(false), &device::Own::with_grouped(true)];
+
+/// The same with attention by our own kernels, and by libtorch's where that takes it.
+pub const ATTENTIONS: [Table; 2] =
+    [&device::Own::with_attention(false), &device::Own::with_attention(true)];
+
+/// Bytes that [`Ops::all_newton_schulz`] holds on a GPU for matrices of these shapes, what it answers with included.
+pub fn newton_schulz_bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
+    device::newton_schulz::bytes(shapes, by)
+}
 
 /// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory, and on a GPU our own, or
 /// the reference where they cannot be compiled, which is said.

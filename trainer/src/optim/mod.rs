@@ -9,7 +9,7 @@ pub mod guard;
 pub mod muon;
 pub mod norm;
 pub mod schedule;
-mod together;
+pub(crate) mod together;
 
 use contract::Result;
 use kernels::checksum;

@@ -2,12 +2,13 @@
 
 use kernels::Result;
 use kernels::checksum;
-use kernels::ops::{Moved, Ops};
+use kernels::ops::{Moved, NewtonSchulz, NewtonSchulzForm, Ops, newton_schulz_bytes};
 use tch::Tensor;
 
 use super::adamw::AdamW;
-use super::muon::Muon;
-use super::{How, Item, norm};
+use super::muon::{Muon, QUINTIC};
+use super::norm::CHUNK;
+use super::{CHUNKS, How, Item, Rule, norm};
 use crate::timing::{Part, part};
 
 /// Elements that are moved together: their old weights are kept beside them, 64 MiB.
@@ -27,9 +28,45 @@ pub(super) struct Rules {
 
 /// Items in their order, in groups of a bounded size; a larger item is a group by itself.
 pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
-    let (mut groups, mut room) = (Vec::<Vec<Item>>::new(), 0);
+    grouped(items, |item| item.weight.numel())
+}
+
+/// Bytes that moving tensors holds beside them and their gradients, by the rule and the shape of each: old weights of a group,
+/// directions of its matrices, and what these are turned with.
+pub(crate) fn bytes<'a>(
+    moved: impl Iterator<Item = (Rule, &'a [i64])>,
+    form: NewtonSchulzForm,
+) -> u64 {
+    let mut items = Vec::new();
+    for (rule, shape) in moved {
+        let matrix = |rows: i64, columns: i64| (rows * columns, Some([rows, columns]));
+        match (rule, shape) {
+            (Rule::Muon, &[rows, columns]) => items.push(matrix(rows, columns)),
+            (Rule::MuonEach, &[count, rows, columns]) => {
+                items.extend((0..count).map(|_| matrix(rows, columns)));
+            }
+            _ => {
+                let (length, most) = (shape.iter().product::<i64>(), CHUNK * CHUNKS);
+                let runs = (0..length).step_by(most as usize);
+                items.extend(runs.map(|start| (most.min(length - start), None)));
+            }
+        }
+    }
+    let by = NewtonSchulz { form, ..QUINTIC };
+    let of_group = |group: &Vec<(i64, Option<[i64; 2]>)>| {
+        let shapes: Vec<[i64; 2]> = group.iter().filter_map(|(_, shape)| *shape).collect();
+        let matrices: i64 = shapes.iter().map(|[rows, columns]| rows * columns).sum();
+        let elements = group.iter().map(|(elements, _)| elements).sum::<i64>() + matrices;
+        4 * elements as u64 + newton_schulz_bytes(&shapes, by)
+    };
+    let groups = grouped(items, |(elements, _)| *elements as usize);
+    groups.iter().map(of_group).max().unwrap_or(0)
+}
+
+fn grouped<T>(items: Vec<T>, elements: impl Fn(&T) -> usize) -> Vec<Vec<T>> {
+    let (mut groups, mut room) = (Vec::<Vec<T>>::new(), 0);
     for item in items {
-        let elements = item.weight.numel();
+        let elements = elements(&item);
         match groups.last_mut().filter(|_| elements <= room) {
             Some(group) => group.push(item),
             None => {
@@ -108,7 +145,7 @@ mod tests {
     use crate::optim::schedule::Schedule;
     use crate::optim::{self, At, Outcome, Settings, Sums};
     use crate::workers::Workers;
-    use kernels::ops::{CPU, NewtonSchulzForm};
+    use kernels::ops::CPU;
     use kernels::record::Record;
 
     fn alias(item: &Item) -> Item {

@@ -8,7 +8,6 @@
 use std::time::Instant;
 
 use contract::{Fault, Result};
-use kernels::ops::{Attention, AttentionGrads, Span};
 use kernels::{checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -136,7 +135,7 @@ impl Pass {
 impl Bench {
     /// Seconds of one `work` on each worker, all at once: the median over the calls, of the slowest worker. `prepare` makes what
     /// a worker needs, and is not timed.
-    fn time<T>(
+    pub(super) fn time<T>(
         self,
         prepare: impl Fn() -> kernels::Result<T> + Sync,
         work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
@@ -257,62 +256,6 @@ impl Bench {
         let work = |all: &mut Round<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
         let operations = products::of_newton_schulz(rows, columns);
         Ok([operations, operations / self.time(prepare, work)?])
-    }
-
-    /// Operations of a causal call over `tokens` of one document that its mask leaves, forward; and in a second, forward, and
-    /// backward over twice as many. `heads` are `[H, K, d]`.
-    pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<(f64, [f64; 2])> {
-        let [queries, keys, width] = heads;
-        let (ops, span) = (self.workers.ops(), [Span::whole(0, tokens)]);
-        let prepare = || -> kernels::Result<_> {
-            let query = self.random(&[queries, tokens, width], kind)?;
-            let key = self.random(&[keys, tokens, width], kind)?;
-            let value = self.random(&[tokens, keys * width], kind)?;
-            let grad = self.random(&[tokens, queries * width], kind)?;
-            let float = (Kind::Float, self.device);
-            let out = [
-                Tensor::f_empty([queries, tokens, width], float)?,
-                Tensor::f_empty([keys, tokens, width], float)?,
-            ];
-            Ok(([query, key, value, grad], out))
-        };
-        let by = |[query, key, value, _]: &[Tensor; 4]| {
-            let (query, key, value) =
-                (query.shallow_clone(), key.shallow_clone(), value.shallow_clone());
-            (query, key, value)
-        };
-        let forward = |all: &[Tensor; 4]| {
-            let (query, key, value) = by(all);
-            let operands = Attention {
-                query: &query,
-                key: &key,
-                value: &value,
-                spans: &span,
-                shape: heads,
-                kept: None,
-            };
-            ops.attention(operands)
-        };
-        let there = self.time(prepare, |(all, _)| forward(all).map(drop))?;
-        let both = self.time(prepare, |(all, out)| {
-            let saved = forward(all)?.saved;
-            let (query, key, value) = by(all);
-            let operands = Attention {
-                query: &query,
-                key: &key,
-                value: &value,
-                spans: &span,
-                shape: heads,
-                kept: None,
-            };
-            let to_value = value.f_empty_like()?;
-            let into = AttentionGrads { query: &out[0], key: &out[1], value: &to_value };
-            ops.attention_backward(operands, saved, &all[3], into)
-        })?;
-        let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;
-        let operations = 4.0 * (queries * width) as f64 * pairs;
-        let back = (both - there).max(0.05 * both);
-        Ok((operations, [operations / there, 2.0 * operations / back]))
     }
 
     /// Bytes in a second, read and written as STREAM counts them, of an operation that reads and writes so many; of a worker

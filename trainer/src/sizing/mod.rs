@@ -3,7 +3,7 @@
 //! ```text
 //! curve      a rate over a size                         cluster    the file: as measured here, or as published
 //! machine    measures products and memory               shapes     which products the bench measures
-//! operations  measures what lies between products
+//! operations  measures what lies between products    attention  by itself, each way that it could be computed
 //! products   those of a micro-batch, by part            traffic    its bytes outside of products
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
 //! repeat     whether each product has the same bits every time
@@ -13,6 +13,7 @@
 //!
 //! Nothing here decides a bit: what is planned is the work that [`crate::step`] does, read from the same shapes.
 
+pub mod attention;
 pub mod cluster;
 pub mod curve;
 pub mod degrees;

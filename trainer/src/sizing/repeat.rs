@@ -5,11 +5,12 @@
 
 use std::collections::BTreeSet;
 
-use kernels::ops::{Gradient, REFERENCE, Table};
+use kernels::ops::{Gradient, REFERENCE, Span, Table};
 use kernels::{Result as Computed, checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
+use super::attention::{self, Operands};
 use super::shapes::{self, Product, Shape, Together};
 use crate::model::{self, ZayaConfig};
 use crate::optim::muon::QUINTIC;
@@ -28,7 +29,8 @@ pub struct Repeated {
     /// Of a product; of experts, rows of all of them together.
     #[serde(flatten)]
     pub shape: Shape,
-    /// Who computed: the table of operations, a loop over experts, or libtorch's grouped product.
+    /// Who computed: the table of operations; of experts also a loop over them and libtorch's grouped product; of attention on a
+    /// device also our own kernels and libtorch's.
     pub by: &'static str,
     /// How often.
     pub times: u32,
@@ -80,6 +82,7 @@ impl Repeats {
                 }
             }
         }
+        self.attention(config, tokens, kind, &mut found)?;
         if kind == Kind::Float {
             for [rows, columns] in matrices(config) {
                 self.newton_schulz([rows, columns], &mut found)?;
@@ -193,6 +196,34 @@ impl Repeats {
         Ok(())
     }
 
+    /// Over two documents, one of which began before.
+    fn attention(
+        self,
+        config: &ZayaConfig,
+        tokens: i64,
+        kind: Kind,
+        found: &mut Vec<Repeated>,
+    ) -> Computed<()> {
+        let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
+        let (first, shape) = (tokens / 3, [tokens, config.head_dim, config.query_size()]);
+        let [rows, inner, columns] = shape;
+        let shape = Shape { rows, inner, columns };
+        let begun = Span { start: 0, len: first.max(1), before: first };
+        let whole = Span::whole(begun.len, (tokens - begun.len).max(1));
+        for (by, ops) in [("ours", self.ops)].into_iter().chain(attention::others(self.ops, kind)) {
+            let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
+            let row = |way| row("attention", way, kind, shape, by);
+            self.asked(row(WAYS[0]), || Ok(own.forward(ops)?.heads), found)?;
+            let back = || {
+                let all = own.both(ops)?;
+                let flat = |one: &Tensor| Ok(one.f_to_kind(Kind::Float)?.f_reshape([-1])?);
+                Ok(Tensor::f_cat(&all.iter().map(flat).collect::<Computed<Vec<_>>>()?, 0)?)
+            };
+            self.asked(row(WAYS[1]), back, found)?;
+        }
+        Ok(())
+    }
+
     fn newton_schulz(self, [rows, columns]: [i64; 2], found: &mut Vec<Repeated>) -> Computed<()> {
         let matrix = numbers(&[rows, columns], 0.7, Kind::Float, self.device)?;
         let shape = Shape { rows, inner: columns, columns };
@@ -265,6 +296,8 @@ mod tests {
                 own.filter(|row| row.by == by).map(|row| row.digest.clone()).next()
             };
             assert_ne!(digests(WAYS[0], "ours"), digests(WAYS[1], "ours"));
+            let attention = found.iter().filter(|row| row.name == "attention").count();
+            assert_eq!(attention, 2, "there and back");
         }
     }
 

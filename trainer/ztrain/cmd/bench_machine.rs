@@ -21,7 +21,7 @@ use trainer::sizing::shapes::{self, Shape};
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
-use super::{Speed, bench_experts, bench_hash, bytes};
+use super::{Speed, bench_attention, bench_experts, bench_hash, bytes};
 
 /// What all of them take.
 #[derive(clap::Args)]
@@ -284,7 +284,9 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     }
     // Of f32 operands by itself where bf16 ones were measured too.
     for format in args.formats.dtype.iter().rev() {
-        let found = attention(bench, *format, &args, model.as_ref())?;
+        let kind = (format.name(), format.kind());
+        let found =
+            bench_attention::tell(bench, kind, (args.tokens, model.as_ref()), args.common.json)?;
         let curve =
             |which: usize| Some(Curve::of(found.iter().map(|it| [it[0], it[which]]).collect()));
         match args.formats.dtype.contains(&Format::Bf16) && *format == Format::F32 {
@@ -358,45 +360,6 @@ fn tell_products(found: &[Product], common: &Common) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// Rates of attention, by operations: forward, backward.
-fn attention(
-    bench: Bench,
-    format: Format,
-    args: &GemmArgs,
-    model: Option<&(ZayaConfig, i64)>,
-) -> Result<Vec<[f64; 3]>> {
-    let (heads, most) = match (model, bench.device) {
-        (Some((config, tokens)), _) => {
-            let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
-            (heads, *tokens)
-        }
-        (None, Device::Cpu) => ([4, 1, 64], 2048),
-        (None, _) => ([8, 2, 128], 8192),
-    };
-    let (mut found, most) = (Vec::new(), args.tokens.unwrap_or(most));
-    for tokens in [most / 64, most / 16, most / 4, most].into_iter().filter(|tokens| *tokens > 0) {
-        let (operations, [there, back]) = bench.attention(tokens, heads, format.kind())?;
-        if !args.common.json {
-            tell!(
-                "attention, {}, {tokens} tokens, {} heads of {}: {:.1} GF/s forward, {:.1} backward",
-                format.name(),
-                heads[0],
-                heads[2],
-                there / 1e9,
-                back / 1e9
-            );
-        } else {
-            let row = serde_json::json!({
-                "attention": tokens, "dtype": format.name(), "heads": heads,
-                "operations": operations, "forward": there, "backward": back
-            });
-            print_raw(&format!("{row}\n"))?;
-        }
-        found.push([operations, there, back]);
-    }
-    Ok(found)
 }
 
 /// Rates of the optimizer's iterations: square matrices of each width, and such as are twice as long.

@@ -2,6 +2,7 @@
 
 pub(crate) mod attribute;
 pub(crate) mod bench;
+mod bench_attention;
 mod bench_experts;
 mod bench_hash;
 pub(crate) mod bench_machine;
@@ -36,7 +37,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use contract::{Fault, Result};
 use kernels::device;
-use kernels::ops::{GROUPED, GROUPED_BY, TABLES, VARIABLE};
+use kernels::ops::{ANSWERS, CHOICES, TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use kernels::signals;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -162,8 +163,7 @@ impl Speed {
 
     /// Refuses operations or a device that no rank of this machine has, before any of them starts.
     pub(crate) fn refuse_missing(&self) -> Result<()> {
-        known("operations", VARIABLE, &TABLES)?;
-        known("products of experts", GROUPED, &GROUPED_BY)?;
+        known_choices()?;
         if self.device == "cpu" || tch::Cuda::is_available() {
             return Ok(());
         }
@@ -176,8 +176,7 @@ impl Speed {
             Some(launched) if self.device == "cuda" => launched.device(),
             _ => self.device.clone(),
         };
-        known("operations", VARIABLE, &TABLES)?;
-        known("products of experts", GROUPED, &GROUPED_BY)?;
+        known_choices()?;
         let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
         trainer::memory::refuse_limit(&limits)?;
         let options = RuntimeOptions { device: name.clone() };
@@ -185,6 +184,13 @@ impl Speed {
         let device = device::open(&name).map_err(|error| machine(&name, &error))?;
         Ok((device, table))
     }
+}
+
+/// Refuses variables that choose kernels where they name what does not exist.
+fn known_choices() -> Result<()> {
+    known("operations", VARIABLE, &TABLES)?;
+    let mut choices = CHOICES.iter();
+    choices.try_for_each(|choice| known(choice.what, choice.variable, &ANSWERS))
 }
 
 /// Refuses a variable that names what does not exist, before a device is blamed for it.

@@ -6,20 +6,13 @@
 //! each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six waits of the host for each layer of a micro-batch. There
 //! our own are called instead. [`GROUPED`] chooses where somebody has measured otherwise.
 
-use std::sync::OnceLock;
-
 use tch::{Kind, Tensor};
 
+use super::choice::{GROUPED, capability};
 use super::{Argument, Queue, by_kind};
+use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::{Dispatch, Experts, Gradient, check};
-use crate::{Error, Result};
-
-/// The variable that says whose products of experts a GPU computes in bf16, where both could.
-pub const GROUPED: &str = "ZTRAIN_GROUPED";
-
-/// What it may say.
-pub const GROUPED_BY: [&str; 2] = ["own", "library"];
 
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
@@ -31,39 +24,15 @@ fn tiles(size: i64) -> i64 {
     (size + SIDE - 1) / SIDE
 }
 
-/// Whether [`GROUPED`] asks for the library's; `None` where it asks for nothing.
-///
-/// # Errors
-/// Where it asks for what there is not.
-pub(crate) fn asked() -> Result<Option<bool>> {
-    meant(&std::env::var(GROUPED).unwrap_or_default())
-}
-
-fn meant(value: &str) -> Result<Option<bool>> {
-    match value {
-        "" => Ok(None),
-        "own" => Ok(Some(false)),
-        "library" => Ok(Some(true)),
-        other => Err(Error::Mistaken {
-            what: format!("{GROUPED} is {other:?}; there are {}", GROUPED_BY.join(" and ")),
-        }),
-    }
-}
-
 /// Whether libtorch has a grouped product of one kernel there, by the name of the architecture: `sm_90` to `sm_109`.
 fn has_grouped(architecture: &str) -> bool {
-    let digits = architecture.strip_prefix("sm_").map(|rest| rest.trim_end_matches('a'));
-    let number = digits.and_then(|digits| digits.parse::<u32>().ok());
-    number.is_some_and(|number| [9, 10].contains(&(number / 10)))
+    capability(architecture).is_some_and(|number| [9, 10].contains(&(number / 10)))
 }
 
 fn by_library(queue: &Queue, wanted: Option<bool>, x: &Tensor, widths: [i64; 2]) -> bool {
-    // Read once: this is asked before each product. What cannot be meant was refused at the start.
-    static ASKED: OnceLock<Option<bool>> = OnceLock::new();
-    let asked = || *ASKED.get_or_init(|| asked().unwrap_or_default());
     x.kind() == Kind::BFloat16
         && widths.iter().all(|width| width % ALIGNED == 0)
-        && wanted.or_else(asked).unwrap_or_else(|| has_grouped(queue.architecture()))
+        && wanted.or_else(|| GROUPED.known()).unwrap_or_else(|| has_grouped(queue.architecture()))
 }
 
 /// `rows weights` of each expert by libtorch, which leaves what it makes for an expert without rows open.
@@ -153,15 +122,5 @@ mod tests {
         assert!(has.into_iter().all(has_grouped));
         let loops = ["sm_80", "sm_89", "sm_120", "sm_9", "gfx942", "AMD Instinct MI300X", ""];
         assert!(!loops.into_iter().any(has_grouped));
-    }
-
-    #[test]
-    fn what_cannot_be_meant_is_refused() {
-        let answers = ["", "own", "library"].map(|value| meant(value).unwrap());
-        assert_eq!(answers, [None, Some(false), Some(true)]);
-        for wrong in ["ours", "LIBRARY", "1"] {
-            let refused = meant(wrong).unwrap_err().to_string();
-            assert!(refused.contains(wrong) && refused.contains("own and library"), "{refused}");
-        }
     }
 }

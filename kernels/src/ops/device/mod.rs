@@ -4,16 +4,19 @@
 //! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a
 //! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
 
+pub(super) mod choice;
 mod finish;
-pub(super) mod grouped;
+mod flash;
+mod grouped;
 mod heads;
 mod loss;
-mod newton_schulz;
+pub(super) mod newton_schulz;
 mod router;
 mod rows;
 mod spans;
 mod step;
 mod tokens;
+pub(super) mod wide;
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -33,23 +36,30 @@ use crate::{Error, Result};
 #[derive(Debug)]
 pub(super) struct Own {
     queue: fn(Device) -> Result<Queue>,
-    /// Whose products of experts it takes in bf16, where both could; `None` as [`grouped`] chooses.
-    library: Option<bool>,
+    /// Whether it takes libtorch's products of experts in bf16, where both could; `None` as [`grouped`] chooses.
+    grouped: Option<bool>,
+    /// The same of attention and [`flash`].
+    attention: Option<bool>,
 }
 
 impl Own {
     /// That of GPUs.
-    pub(super) const GPU: Own = Own { queue: Queue::of, library: None };
+    pub(super) const GPU: Own = Own { queue: Queue::of, grouped: None, attention: None };
 
     /// The same with products of experts by our own kernels, or by libtorch's.
     pub(super) const fn with_grouped(library: bool) -> Own {
-        Own { queue: Queue::of, library: Some(library) }
+        Own { grouped: Some(library), ..Own::GPU }
+    }
+
+    /// The same with attention by our own kernels, or by libtorch's.
+    pub(super) const fn with_attention(library: bool) -> Own {
+        Own { attention: Some(library), ..Own::GPU }
     }
 
     /// One that launches elsewhere.
     #[cfg(test)]
     pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> Own {
-        Own { queue, library: None }
+        Own { queue, ..Own::GPU }
     }
 
     fn at(&self, tensor: &Tensor) -> Result<Queue> {
@@ -86,7 +96,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 6, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 7, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -101,8 +111,16 @@ impl Ops for Own {
         REFERENCE.matmul_add(out, left, right)
     }
 
+    fn matmul_part(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+        wide::product(left, right)
+    }
+
     fn attention(&self, by: Attention) -> Result<Attended> {
-        spans::attention(&self.at(by.query)?, by)
+        let queue = self.at(by.query)?;
+        match flash::takes(&queue, self.attention, by) {
+            true => flash::attention(&queue, by),
+            false => spans::attention(&queue, by),
+        }
     }
 
     fn attention_backward(
@@ -112,7 +130,11 @@ impl Ops for Own {
         grad: &Tensor,
         out: AttentionGrads,
     ) -> Result<()> {
-        spans::attention_backward(&self.at(by.query)?, by, &saved, grad, out)
+        let queue = self.at(by.query)?;
+        match flash::takes(&queue, self.attention, by) {
+            true => flash::attention_backward(by, &saved, grad, out),
+            false => spans::attention_backward(&queue, by, &saved, grad, out),
+        }
     }
 
     fn embedding(
@@ -166,7 +188,7 @@ impl Ops for Own {
     }
 
     fn grouped_matmul(&self, rows: &Tensor, weights: &Tensor, by: &Dispatch) -> Result<Tensor> {
-        grouped::matmul(&self.at(rows)?, self.library, [rows, weights], by)
+        grouped::matmul(&self.at(rows)?, self.grouped, [rows, weights], by)
     }
 
     fn grouped_matmul_input(
@@ -175,7 +197,7 @@ impl Ops for Own {
         weights: &Tensor,
         by: &Dispatch,
     ) -> Result<Tensor> {
-        grouped::input(&self.at(grad)?, self.library, [grad, weights], by)
+        grouped::input(&self.at(grad)?, self.grouped, [grad, weights], by)
     }
 
     fn grouped_matmul_weights(
@@ -184,7 +206,7 @@ impl Ops for Own {
         rows: &Tensor,
         by: &Dispatch,
     ) -> Result<Gradient> {
-        grouped::weights(&self.at(rows)?, self.library, [grad, rows], by)
+        grouped::weights(&self.at(rows)?, self.grouped, [grad, rows], by)
     }
 
     fn unpermute(

@@ -15,12 +15,12 @@ const QUINTIC: NewtonSchulz = NewtonSchulz {
 };
 
 /// The iteration as it is written down, in f64.
-fn iterated(matrix: &Tensor) -> Tensor {
+fn iterated(matrix: &Tensor, steps: usize) -> Tensor {
     let tall = matrix.size()[0] > matrix.size()[1];
     let x = matrix.to_kind(Kind::Double);
     let mut x = if tall { x.tr() } else { x };
     x = &x / (x.norm() + 1e-7);
-    for _ in 0..QUINTIC.steps {
+    for _ in 0..steps {
         let [a, b, c] = QUINTIC.coefficients.map(f64::from);
         let square = x.mm(&x.tr());
         let factor = &square * b + square.mm(&square) * c;
@@ -35,7 +35,7 @@ const FORMS: [NewtonSchulz; 2] =
 
 /// The distance to [`iterated`], over its length.
 fn error(table: Table, matrix: &Tensor, by: NewtonSchulz) -> f64 {
-    let wanted = iterated(matrix);
+    let wanted = iterated(matrix, QUINTIC.steps);
     let found = table.newton_schulz(matrix, by).unwrap().to_kind(Kind::Double);
     (found - &wanted).norm().double_value(&[]) / wanted.norm().double_value(&[])
 }
@@ -125,5 +125,17 @@ fn a_large_matrix_has_its_bits_in_any_stack() {
             let alone = EMULATED.newton_schulz(&matrices[index], by).unwrap();
             assert_eq!(alone, together[index], "{index} {by:?}");
         }
+    }
+}
+
+/// Large enough for blocks of symmetric products, both ways round.
+#[test]
+fn a_matrix_in_blocks_is_that_of_f64() {
+    for (shape, by) in [([1024, 1030], FORMS[1]), ([2100, 1024], FORMS[0])] {
+        let (matrix, by) = (random(&shape, 7), NewtonSchulz { steps: 2, ..by });
+        let (wanted, found) =
+            (iterated(&matrix, by.steps), EMULATED.newton_schulz(&matrix, by).unwrap());
+        let far = (found.to_kind(Kind::Double) - &wanted).norm() / wanted.norm();
+        assert!(far.double_value(&[]) < 1e-4, "{far:?}");
     }
 }

@@ -1,4 +1,7 @@
-//! Matrices for which the library's products are worth their launches: stacks of one shape.
+//! Matrices for which the library's products are worth their launches: stacks of one shape. Of symmetric products it is asked for
+//! three blocks of four, where those are large.
+
+use std::collections::BTreeMap;
 
 use tch::{Kind, Tensor};
 
@@ -12,6 +15,10 @@ const ELEMENTS: i64 = 1 << 22;
 
 /// Matrices that a stack has at most.
 const MOST: i64 = 16;
+
+/// Rows from which on a symmetric product is made in blocks: a quarter of its operations is then worth two more products, and a
+/// copy of a block.
+const HALVED: i64 = 1024;
 
 /// Of how many matrices of this shape a stack is, however many there are to fill it: a library chooses among its kernels by the
 /// size of a stack, too.
@@ -43,6 +50,23 @@ pub(super) fn all(queue: &Queue, matrices: &[&Tensor], by: NewtonSchulz) -> Resu
         .ok_or_else(|| super::super::unreached("newton_schulz"))
 }
 
+/// Bytes of [`all`] for matrices of these shapes: stacks that are done, and what the largest one needs beside itself.
+pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
+    let mut alike = BTreeMap::<[i64; 2], i64>::new();
+    shapes.iter().for_each(|shape| *alike.entry(*shape).or_default() += 1);
+    let done = alike.iter().map(|(shape, count)| {
+        let stacks = (count + places(*shape) - 1) / places(*shape);
+        stacks * places(*shape) * shape[0] * shape[1]
+    });
+    let beside = alike.keys().map(|shape| {
+        // `A`, `A A` and a product of them, and the iterations' own product where squares alone are iterated.
+        let squares = if by.by_gram(*shape) { 4 } else { 2 };
+        let [rows, columns] = *shape;
+        places(*shape) * (rows * columns + squares * rows.min(columns).pow(2))
+    });
+    4 * (done.sum::<i64>() + beside.max().unwrap_or(0)) as u64
+}
+
 /// A whole stack that begins with the given ones, and has zeros behind them.
 fn stacked(queue: &Queue, given: &[&Tensor], [rows, columns]: [i64; 2]) -> Result<Tensor> {
     let (count, filled) = (places([rows, columns]), given.len() as i64);
@@ -64,9 +88,9 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let length = stack.f_norm_scalaropt_dim(2, [1, 2].as_slice(), true)?;
     let mut x = stack.f_div(&length.f_add_scalar(f64::from(by.eps))?)?;
     drop(stack);
-    let square_of = |x: &Tensor| match (tall, x.f_transpose(1, 2)?) {
-        (true, turned) => turned.f_bmm(x),
-        (false, turned) => x.f_bmm(&turned),
+    let square_of = |x: &Tensor| match tall {
+        true => symmetric(queue, &x.f_transpose(1, 2)?, x),
+        false => symmetric(queue, x, &x.f_transpose(1, 2)?),
     };
     let times = |factor: &Tensor, x: &Tensor| match tall {
         true => x.f_bmm(factor),
@@ -82,22 +106,80 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     for step in 1..=by.steps {
         let factor = polynomial(queue, &square, by)?;
         if step < by.steps {
-            square = square.f_bmm(&factor)?.f_bmm(&factor)?;
+            // All are polynomials of one symmetric matrix, and so are their products.
+            square = symmetric(queue, &symmetric(queue, &square, &factor)?, &factor)?;
         }
         all = Some(match all {
             None => factor,
-            Some(all) => all.f_bmm(&factor)?,
+            Some(all) => symmetric(queue, &all, &factor)?,
         });
     }
     Ok(all.map_or_else(|| Ok(x.shallow_clone()), |all| times(&all, &x))?)
 }
 
+/// `left right` of each of two stacks, which is known to be symmetric.
+fn symmetric(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    let size = left.size()[1];
+    match size >= HALVED && size % 2 == 0 {
+        true => blocks_of(queue, left, right),
+        false => Ok(left.f_bmm(right)?),
+    }
+}
+
+/// The same by its lower blocks; the upper one is a mirrored one. An even number of rows.
+fn blocks_of(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
+    let (count, size) = (left.size()[0], left.size()[1]);
+    let (half, out) = (size / 2, queue.room(&[count, size, size], Kind::Float)?);
+    let block = |row, column| out.f_narrow(1, row, half)?.f_narrow(2, column, half);
+    for [row, column] in [[0, 0], [half, 0], [half, half]] {
+        let (rows, columns) = (left.f_narrow(1, row, half)?, right.f_narrow(2, column, half)?);
+        let _ = rows.f_bmm_out(&block(row, column)?, &columns)?;
+    }
+    block(0, half)?.f_copy_(&block(half, 0)?.f_transpose(1, 2)?)?;
+    Ok(out)
+}
+
 /// `a I + b A + c A A` of each of a stack of squares.
 fn polynomial(queue: &Queue, square: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
-    let (fourth, size) = (square.f_bmm(square)?, square.size());
+    let (fourth, size) = (symmetric(queue, square, square)?, square.size());
     let [a, b, c] = by.coefficients.map(Argument::from);
     let arguments = [square.into(), (&fourth).into(), size[1].into(), size[0].into(), a, b, c];
     let blocks = super::super::blocks(size[0] * size[1], size[2])?;
     queue.launch(c"newton_schulz_polynomial", blocks, &arguments)?;
     Ok(fourth)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::emulated;
+    use crate::ops::tests::random;
+    use proptest::prelude::*;
+    use tch::Device;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+
+        /// Whole and in blocks: the same product within rounding, of what lies as it is or turned; what is mirrored has the bits of
+        /// what it mirrors.
+        #[test]
+        fn symmetric_products_are_made_of_blocks(
+            (count, half, inner) in (1i64..4, 1i64..20, 1i64..40),
+            turned: bool,
+            seed in 0u64..1000,
+        ) {
+            let queue = emulated::queue(Device::Cpu).unwrap();
+            let x = match turned {
+                true => random(&[count, inner, 2 * half], seed).transpose(1, 2),
+                false => random(&[count, 2 * half, inner], seed),
+            };
+            let found = blocks_of(&queue, &x, &x.transpose(1, 2)).unwrap();
+            let block = |row, column| found.narrow(1, row, half).narrow(2, column, half);
+            prop_assert_eq!(block(0, half), block(half, 0).transpose(1, 2));
+            let wide = x.to_kind(Kind::Double);
+            let wanted = wide.bmm(&wide.transpose(1, 2));
+            let far = (found.to_kind(Kind::Double) - wanted).abs().max().double_value(&[]);
+            prop_assert!(far < 1e-5, "{far}");
+        }
+    }
 }

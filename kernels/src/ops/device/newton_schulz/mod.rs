@@ -43,6 +43,14 @@ pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Resul
     turned.collect()
 }
 
+/// Bytes that [`all`] holds at most, what it answers with included, for matrices of these shapes.
+pub(in crate::ops) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
+    let is_small = |[rows, columns]: &[i64; 2]| (1..=SMALL).contains(&(rows * columns));
+    let (some, others): (Vec<_>, Vec<_>) = shapes.iter().copied().partition(is_small);
+    let [at_work, left] = small::bytes(&some, by);
+    at_work.max(left + large::bytes(&others, by))
+}
+
 /// A tensor, and another of its size.
 fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor, first: u64) -> Piece<'a> {
     Piece { tensor, other: Some(other), first, salt: 0 }

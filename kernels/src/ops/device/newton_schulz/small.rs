@@ -210,6 +210,14 @@ impl Stack {
     }
 }
 
+/// Bytes of [`all`] for matrices of these shapes: while it works, and of what it answers with.
+pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> [u64; 2] {
+    let matrices: i64 = shapes.iter().map(|[rows, columns]| rows * columns).sum();
+    let squares: i64 = shapes.iter().map(|[rows, columns]| rows.min(columns).pow(2)).sum();
+    let gram = if shapes.iter().any(|shape| by.by_gram(*shape)) { 3 * squares } else { 0 };
+    [2 * matrices + 2 * squares + gram, matrices].map(|elements| 4 * elements as u64)
+}
+
 /// Each of them, in their order.
 pub(super) fn all(queue: &Queue, given: &[&Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
     if given.is_empty() {

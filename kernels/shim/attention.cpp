@@ -1,0 +1,22 @@
+// The way there of libtorch's attention over documents, which tch does not wrap.
+
+#include <ATen/ATen.h>
+
+#include "shim.h"
+
+extern "C" {
+
+// Of queries, keys and values [tokens, heads, d] and the ends of documents among queries and keys (i32), with the longest of
+// either: heads, their log-sums, and two tensors that the way back wants.
+int shim_flash_attention(const at::Tensor* const* operands, const int64_t* longest, double scale, at::Tensor** out) {
+  return shim_guard([=] {
+    const auto at = [=](int i) -> const at::Tensor& { return *operands[i]; };
+    const auto [heads, logs, seed, offset, mask] = at::_flash_attention_forward(
+        at(0), at(1), at(2), at(3), at(4), longest[0], longest[1], /*dropout_p=*/0.0, /*is_causal=*/true,
+        /*return_debug_mask=*/false, scale);
+    const at::Tensor* made[] = {&heads, &logs, &seed, &offset};
+    for (int i = 0; i < 4; ++i) out[i] = new at::Tensor(*made[i]);
+  });
+}
+
+} // extern "C"

@@ -1,0 +1,159 @@
+//! Attention by libtorch's own kernels, all documents of a chunk in one launch: in bf16, where a device has units for such products.
+//!
+//! It is FlashAttention-2 (arXiv:2307.08691) over documents that lie one behind the other. The last query of a document sees its
+//! last key, so what comes before a part of one needs no mask of its own. Its way back is the deterministic one, which the switches
+//! ask for. Gradients come in bf16 and are widened.
+//!
+//! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks begin at
+//! the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone.
+
+#![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
+
+use std::ffi::c_int;
+
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+use super::Queue;
+use super::choice::{ATTENTION, capability};
+use crate::ops::call::Call;
+use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::shim::guarded;
+use crate::{Error, Result};
+
+/// What widths of heads have to be multiples of: 16 bytes.
+const ALIGNED: i64 = 8;
+
+/// Dimensions of the widest head that it takes on every device.
+const WIDEST: i64 = 192;
+
+unsafe extern "C" {
+    fn shim_flash_attention(
+        operands: *const *const C_tensor,
+        longest: *const i64,
+        scale: f64,
+        out: *mut *mut C_tensor,
+    ) -> c_int;
+}
+
+/// Whether it computes this.
+pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool {
+    let width = by.shape[2];
+    let fits = by.value.kind() == Kind::BFloat16 && width % ALIGNED == 0 && width <= WIDEST;
+    // Of queries that stand alone its log-sums have another shape.
+    if !fits || by.spans.iter().all(|span| span.len <= 1) {
+        return false;
+    }
+    match (wanted.or_else(|| ATTENTION.known()), capability(queue.architecture())) {
+        (Some(false), _) => false,
+        (_, Some(number)) => number >= 80,
+        (Some(true), None) => by.spans.iter().all(|span| span.before == 0),
+        (None, None) => false,
+    }
+}
+
+/// Queries and keys of the longest document.
+fn longest(by: Attention) -> [i64; 2] {
+    let most = |of: fn(Span) -> i64| by.spans.iter().copied().map(of).max().unwrap_or_default();
+    [most(|span| span.len), most(Span::keys)]
+}
+
+/// Where documents end among the queries, and then among the keys, `[2 (S + 1)]`, i32, on the device.
+fn ends(queue: &Queue, by: Attention) -> Result<Tensor> {
+    if let Some(kept) = by.kept.and_then(std::cell::OnceCell::get) {
+        return Ok(kept.shallow_clone());
+    }
+    let (mut queries, mut keys) = (vec![0i64], vec![0i64]);
+    for span in by.spans {
+        queries.push(queries[queries.len() - 1] + span.len);
+        keys.push(keys[keys.len() - 1] + span.keys());
+    }
+    queries.extend(keys);
+    if queries.iter().any(|end| i32::try_from(*end).is_err()) {
+        let found = format!("{:?} documents", by.spans.len());
+        return Err(Call("attention").refuse("spans", found, "fewer than 2^31 tokens".to_owned()));
+    }
+    // Two to a word, the first one below: they are read as i32.
+    let words: Vec<i64> = queries.chunks(2).map(|pair| pair[0] | pair[1] << 32).collect();
+    let made = queue.upload(&words)?.f_view_dtype(Kind::Int)?;
+    if let Some(kept) = by.kept {
+        kept.get_or_init(|| made.shallow_clone());
+    }
+    Ok(made)
+}
+
+/// Both halves of [`ends`].
+fn halves(ends: &Tensor) -> Result<[Tensor; 2]> {
+    let half = ends.size()[0] / 2;
+    Ok([ends.f_narrow(0, 0, half)?, ends.f_narrow(0, half, half)?])
+}
+
+/// Queries, keys and values, each `[tokens, heads, d]`, without moving a number.
+fn operands(by: Attention) -> Result<[Tensor; 3]> {
+    let [_, keys, width] = by.shape;
+    let value = by.value.f_view([-1, keys, width])?;
+    Ok([by.query.f_transpose(0, 1)?, by.key.f_transpose(0, 1)?, value])
+}
+
+fn scale(by: Attention) -> f64 {
+    1.0 / (by.shape[2] as f64).sqrt()
+}
+
+pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
+    let tokens = check::attention(by)?;
+    let ([query, key, value], ends) = (operands(by)?, ends(queue, by)?);
+    let [of_queries, of_keys] = halves(&ends)?;
+    let given = [&query, &key, &value, &of_queries, &of_keys].map(Tensor::as_ptr);
+    let (longest, mut made) = (longest(by), [std::ptr::null_mut(); 4]);
+    // SAFETY: five tensors that outlive the call, two counts, and room for four tensors, all of which it fills where it succeeds.
+    let code = unsafe {
+        shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), made.as_mut_ptr())
+    };
+    guarded("attention", code)?;
+    // SAFETY: each is a tensor of its own that the shim made for us.
+    let [out, logs, seed, offset] = made.map(|tensor| unsafe { Tensor::from_ptr(tensor) });
+    let out = out.f_reshape([tokens, by.shape[0] * by.shape[2]])?;
+    let again = offset.shallow_clone();
+    let saved = vec![[out.shallow_clone(), logs], [ends, seed], [offset, again]];
+    Ok(Attended { heads: out, saved })
+}
+
+pub(super) fn attention_backward(
+    by: Attention,
+    saved: &[[Tensor; 2]],
+    grad: &Tensor,
+    out: AttentionGrads,
+) -> Result<()> {
+    check::attention_backward(by, grad, out)?;
+    let [[heads, logs], [ends, seed], [offset, _]] = saved else {
+        let found = format!("{} pairs of tensors", saved.len());
+        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+    };
+    let ([query, key, value], [of_queries, of_keys]) = (operands(by)?, halves(ends)?);
+    let ([queries, _, width], [most, most_keys]) = (by.shape, longest(by));
+    let of_token = |tensor: &Tensor| tensor.f_view([-1, queries, width]);
+    let (to_query, to_key, to_value) = Tensor::f_internal_flash_attention_backward(
+        &of_token(grad)?,
+        &query,
+        &key,
+        &value,
+        &of_token(heads)?,
+        logs,
+        &of_queries,
+        &of_keys,
+        most,
+        most_keys,
+        0.0,
+        true,
+        seed,
+        offset,
+        scale(by),
+        None,
+        None,
+    )
+    .map_err(Error::from)?;
+    out.query.shallow_clone().f_copy_(&to_query.f_transpose(0, 1)?)?;
+    out.key.shallow_clone().f_copy_(&to_key.f_transpose(0, 1)?)?;
+    out.value.shallow_clone().f_copy_(&to_value.f_reshape(out.value.size())?)?;
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! Attention by itself: how fast each table computes it, and whether it has the same bits every time.
+
+use contract::Result;
+use kernels::Result as Computed;
+use kernels::ops::{ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span, Table};
+use tch::{Device, Kind, Tensor};
+
+use super::machine::Bench;
+use super::repeat::numbers;
+
+/// Operands of a call and of its way back, over tokens that lie in documents.
+pub(super) struct Operands {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    spans: Vec<Span>,
+    /// `[H, K, d]`.
+    heads: [i64; 3],
+}
+
+impl Operands {
+    /// Without structure.
+    pub(super) fn of(
+        spans: &[Span],
+        heads: [i64; 3],
+        kind: Kind,
+        device: Device,
+    ) -> Computed<Operands> {
+        let [queries, keys, width] = heads;
+        let tokens = spans.iter().map(|span| span.len).sum();
+        let others = spans.iter().map(|span| span.keys()).sum();
+        let of = |shape: &[i64], by| numbers(shape, by, kind, device);
+        Ok(Operands {
+            query: of(&[queries, tokens, width], 0.7)?,
+            key: of(&[keys, others, width], 0.9)?,
+            value: of(&[others, keys * width], 1.1)?,
+            grad: of(&[tokens, queries * width], 1.3)?,
+            spans: spans.to_vec(),
+            heads,
+        })
+    }
+
+    fn by(&self) -> Attention<'_> {
+        let Operands { query, key, value, spans, heads, .. } = self;
+        Attention { query, key, value, spans, shape: *heads, kept: None }
+    }
+
+    pub(super) fn forward(&self, ops: Table) -> Computed<Attended> {
+        ops.attention(self.by())
+    }
+
+    /// There and back: gradients of queries, keys and values.
+    pub(super) fn both(&self, ops: Table) -> Computed<[Tensor; 3]> {
+        let saved = self.forward(ops)?.saved;
+        let float = (Kind::Float, self.query.device());
+        let query = Tensor::f_empty(self.query.size(), float)?;
+        let key = Tensor::f_empty(self.key.size(), float)?;
+        let value = self.value.f_empty_like()?;
+        let into = AttentionGrads { query: &query, key: &key, value: &value };
+        ops.attention_backward(self.by(), saved, &self.grad, into)?;
+        Ok([query, key, value])
+    }
+}
+
+/// The tables by whose kernels attention over such operands could be computed, with what they are called, beside the one that
+/// trains; none but on a device.
+pub(super) fn others(trains: Table, kind: Kind) -> impl Iterator<Item = (&'static str, Table)> {
+    let several = trains.name() == DEVICE.name() && kind == Kind::BFloat16;
+    ["own", "library"].into_iter().zip(ATTENTIONS).filter(move |_| several)
+}
+
+/// Operations in a second of a call over one document.
+#[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
+pub struct Rates {
+    /// There.
+    pub forward: f64,
+    /// Back, over twice as many operations.
+    pub backward: f64,
+}
+
+/// What was measured of a call over one document.
+#[derive(Clone, Debug)]
+pub struct Measured {
+    /// Operations that the causal mask leaves, forward.
+    pub operations: f64,
+    /// As training computes it.
+    pub trained: Rates,
+    /// By our own kernels and by libtorch's, where there are both.
+    pub others: Vec<(&'static str, Rates)>,
+}
+
+impl Bench {
+    /// A causal call over `tokens` of one document, each way that it could be computed; of a worker while all are at work. `heads`
+    /// are `[H, K, d]`.
+    ///
+    /// # Errors
+    /// Where an operation refuses, or memory ends.
+    pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<Measured> {
+        let trains = self.workers.ops();
+        let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;
+        let operations = 4.0 * (heads[0] * heads[2]) as f64 * pairs;
+        let rates = |ops: Table| -> Result<Rates> {
+            let prepare = || Operands::of(&[Span::whole(0, tokens)], heads, kind, self.device);
+            let there = self.time(prepare, |own| own.forward(ops).map(drop))?;
+            let both = self.time(prepare, |own| own.both(ops).map(drop))?;
+            let back = (both - there).max(0.05 * both);
+            Ok(Rates { forward: operations / there, backward: 2.0 * operations / back })
+        };
+        let others = others(trains, kind).map(|(name, ops)| Ok((name, rates(ops)?)));
+        let others = others.collect::<Result<Vec<_>>>()?;
+        Ok(Measured { operations, trained: rates(trains)?, others })
+    }
+}
