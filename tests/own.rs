@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::pretended::{OnDevice, pretend, total};
+use crate::pretended::{OnDevice, by_name, pretend, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, arg, ztrain_command};
 
@@ -48,6 +48,46 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     assert!(on.ledger("plain") == on.ledger("two"), "the ledgers differ");
 }
 
+/// Attention by libtorch's kernels: workers, recomputation, a kill, ranks and a replay leave one ledger, and its losses are those of
+/// our own kernels within what bf16 rounds; of whole micro-batches, and of parts of documents, whose sums libtorch makes in f32.
+#[test]
+fn attention_by_the_library_is_one_run_too() {
+    let cut = "micro_batch = 2\ncontext_chunks = 2\nweight_shards = 2";
+    for cut in [None, Some(("micro_batch = 2", cut))] {
+        let change = [Some(("dtype = \"f32\"", "dtype = \"bf16\"")), cut];
+        let change: Vec<_> = change.into_iter().flatten().collect();
+        let on = OnDevice::by_ours(Fixture { every: "1", ..Fixture::new(&change) });
+        on.finish("ours", &["--workers", "1", "--stop-after", "1"]);
+        let on = on.choosing(&[("ZTRAIN_ATTENTION", "library")]);
+        on.finish("plain", &["--workers", "1", "--stop-after", "3"]);
+        on.finish("other", &["--workers", "2", "--recompute", "--stop-after", "2"]);
+        on.finish("other", &["--workers", "1", "--stop-after", "3"]);
+        assert!(on.ledger("plain") == on.ledger("other"), "the ledgers differ: {cut:?}");
+
+        let line = |out: &str, number: usize| -> Value {
+            serde_json::from_str(on.ledger(out).lines().nth(number).unwrap()).unwrap()
+        };
+        let table = &line("plain", 0)["kernel_table"];
+        assert_eq!(table["environment"]["ZTRAIN_ATTENTION"], "library");
+        assert_eq!(table["gpu"]["products of bf16 in f32"], "libtorch");
+        let loss = |out: &str| line(out, 1)["loss"].as_f64().unwrap();
+        let far = (loss("plain") / loss("ours") - 1.0).abs();
+        assert!(far < 1e-3, "{far}: {cut:?}");
+        let names = by_name(&on.report("plain"));
+        let [own, there, back] =
+            ["attention_bf16", "aten::_flash_attention_forward", "aten::_flash_attention_backward"]
+                .map(|name| names.get(name).copied().unwrap_or(0.0));
+        assert!(own == 0.0 && there > 0.0 && there == back, "{names:?}");
+
+        let mut command =
+            on.replay(&["--run", arg(&on.fixture.scratch.path("plain")), "--step", "2"]);
+        let said = Ran::from(command.output().unwrap()).ok();
+        assert!(said.contains("same bits"), "{said}");
+        let mut command = on.command("ours", &["--workers", "1", "--stop-after", "2"]);
+        Ran::from(command.output().unwrap()).fails(4, &["ZTRAIN_ATTENTION"]);
+    }
+}
+
 /// The host's processor decides nothing there, and stands in the run's events; what the device and its libraries are does.
 #[test]
 fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
@@ -82,9 +122,9 @@ fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
     with("STANDIN_UNITS", "2", "4").ok();
 }
 
-/// Products of experts are measured each way that there is, and what training takes is held against the fastest.
+/// Products of experts and attention are measured each way that there is, and what training takes is held against the fastest.
 #[test]
-fn products_of_experts_are_measured_each_way() {
+fn experts_and_attention_are_measured_each_way() {
     let on = OnDevice::by_ours(Fixture::new(&[]));
     let file = arg(&on.fixture.curriculum);
     let words = ["bench", "gemm", "--curriculum", file, "--device", "cuda", "--json"];
@@ -108,9 +148,28 @@ fn products_of_experts_are_measured_each_way() {
         assert!((number("of_best") * fastest / number("trained") - 1.0).abs() < 1e-9, "{row}");
     }
     let names = crate::pretended::by_name(&on.report("gemm"));
-    for name in
-        ["grouped_bf16", "grouped_weights_bf16", "grouped_f32", "aten::_grouped_mm", "aten::bmm"]
-    {
+    let attention = said.lines().filter(|line| line.contains("\"attention\""));
+    let attention: Vec<Value> = attention.map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(!attention.is_empty());
+    for row in attention {
+        let several = row["dtype"] == "bf16";
+        for way in ["own", "library"] {
+            assert_eq!(
+                row[way]["backward"].as_f64().is_some_and(|rate| rate > 0.0),
+                several,
+                "{row}"
+            );
+        }
+    }
+    for name in [
+        "grouped_bf16",
+        "grouped_weights_bf16",
+        "grouped_f32",
+        "aten::_grouped_mm",
+        "aten::bmm",
+        "attention_bf16",
+        "aten::_flash_attention_backward",
+    ] {
         assert!(names.contains_key(name), "{name} was measured by nobody: {names:?}");
     }
 }

@@ -144,6 +144,8 @@ pub(crate) struct OnDevice {
     pub(crate) fixture: Fixture,
     own: bool,
     vendor: Vendor,
+    /// Variables by which kernels are chosen.
+    environment: &'static [(&'static str, &'static str)],
 }
 
 impl OnDevice {
@@ -157,7 +159,12 @@ impl OnDevice {
     }
 
     pub(crate) fn by_ours(fixture: Fixture) -> Self {
-        OnDevice { fixture, own: true, vendor: Vendor::Nvidia }
+        OnDevice { fixture, own: true, vendor: Vendor::Nvidia, environment: &[] }
+    }
+
+    /// With kernels chosen by these variables.
+    pub(crate) fn choosing(self, environment: &'static [(&'static str, &'static str)]) -> Self {
+        OnDevice { environment, ..self }
     }
 
     pub(crate) fn by_ours_on_amd(fixture: Fixture) -> Self {
@@ -180,6 +187,16 @@ impl OnDevice {
         if !self.own {
             command.env("LD_LIBRARY_PATH", self.vendor.half());
         }
+        command.envs(self.environment.iter().copied());
+        command
+    }
+
+    /// A replay under the same choices.
+    pub(crate) fn replay(&self, extra: &[&str]) -> Command {
+        let mut command =
+            crate::support::ztrain_command(&[&["replay", "--device", "cuda"], extra].concat());
+        self.vendor.pretend(&mut command, &self.report("replayed"));
+        command.envs(self.environment.iter().copied());
         command
     }
 

@@ -19,6 +19,7 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 README = HERE.parent / "README.md"
+TAPES = HERE.parent / "src/device/emulated"
 WHEELS = pathlib.Path(tempfile.gettempdir()) / "ztrain-nvrtc"
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
 CLANG = ["clang-19", "clang-20", "clang-21", "clang"]
@@ -167,14 +168,42 @@ def offences(limits, amd, nvidia):
     return found
 
 
+def warps(registers, shared, threads):
+    """Of the 64 that a multiprocessor of sm_90a holds, how many have room there: 65,536 registers, handed out to a warp by 256, and
+    227 KiB of shared memory, of which a block takes 1 KiB besides its own (CUDA C++ Programming Guide, compute capability 9.0)."""
+    a_block = threads // 32
+    by_registers = 65536 // (a_block * 32 * (-(-registers // 8) * 8))
+    by_memory = (227 << 10) // (shared + 1024)
+    return a_block * min(64 // a_block, 32, by_registers, by_memory)
+
+
+def played():
+    """By kernel, which file of tapes plays it: on the emulator in three orders, under both sanitizers, and by digest on a GPU."""
+    files = [path for path in TAPES.glob("*.rs") if path.stem not in ("build", "launched", "mod", "on_gpu", "proof", "tape")]
+    texts = {path.stem: path.read_text() for path in sorted(files)}
+    found = {}
+    for name in declared():
+        stem = re.sub("_(f32|bf16)$", "", name)
+        by = [file for file, text in texts.items() if f'"{name}"' in text or f'"{stem}_{{' in text or f'"{stem}"' in text]
+        if not by:
+            sys.exit(f"no tape of {TAPES} plays {name}")
+        found[name] = ", ".join(by)
+    return found
+
+
 def table(limits, amd, nvidia):
-    rows = ["| kernel | VGPR of | LDS | waves a SIMD | registers on sm_90a of |", "|---|---|---|---|---|"]
+    by = played()
+    rows = ["| kernel | VGPR of | LDS | waves a SIMD of 8 | registers on sm_90a of | warps of 64 there | emulator and races |",
+            "|---|---|---|---|---|---|---|"]
     for name in sorted(limits):
         limit, own, other = limits[name], amd[0][name], nvidia[0][name] if nvidia else {}
         registers = own["VGPRs"] + own["AGPRs"]
         shared, waves = own["LDS Size [bytes/block]"], own["Occupancy [waves/SIMD]"]
-        on_nvidia = f"{other['registers']} of {SM_90A.get(name, limit['registers'])}" if other else "not known"
-        rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {on_nvidia} |")
+        on_nvidia, there = "not known", "not known"
+        if other:
+            on_nvidia = f"{other['registers']} of {SM_90A.get(name, limit['registers'])}"
+            there = warps(other["registers"], other["shared"], limit["threads"])
+        rows.append(f"| `{name}` | {registers} of {limit['registers']} | {shared} | {waves} | {on_nvidia} | {there} | `{by[name]}` |")
     return "\n".join(rows)
 
 

@@ -5,7 +5,8 @@
 //! ask for. Gradients come in bf16 and are widened.
 //!
 //! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks begin at
-//! the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone.
+//! the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone. A device of tests says no
+//! architecture.
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
@@ -47,7 +48,9 @@ pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool 
     match (wanted.or_else(|| ATTENTION.known()), capability(queue.architecture())) {
         (Some(false), _) => false,
         (_, Some(number)) => number >= 80,
-        (Some(true), None) => by.spans.iter().all(|span| span.before == 0),
+        (Some(true), None) => {
+            queue.architecture().is_empty() || by.spans.iter().all(|span| span.before == 0)
+        }
         (None, None) => false,
     }
 }
