@@ -444,3 +444,18 @@ fn operations_of_libtorch_alone_are_bounded() {
         bounded(what, counted, bound);
     }
 }
+
+/// What is there and is no library says more than what is missing.
+#[test]
+fn a_gpu_half_that_is_damaged_is_called_so() {
+    let on = OnDevice::by_libtorch();
+    let folder = on.fixture.scratch.path("libraries");
+    std::fs::create_dir(&folder).unwrap();
+    let with = || {
+        let mut command = on.command("run", &[]);
+        Ran::from(command.env("LD_LIBRARY_PATH", &folder).output().unwrap())
+    };
+    with().fails(6, &["no GPU half of libtorch"]);
+    std::fs::write(folder.join("libtorch_cuda.so"), "no library").unwrap();
+    with().fails(6, &["the GPU half of libtorch could not be opened", "libtorch_cuda.so"]);
+}

@@ -191,3 +191,24 @@ fn parts_of_the_optimizer_are_told_apart_on_a_device() {
         assert!(part[1].as_f64().unwrap() > 0.0, "{name}: {parts:?}");
     }
 }
+
+/// What plans say of a device's memory is what its allocator gave, where matrices are turned in stacks.
+#[test]
+fn a_device_holds_what_the_formula_says() {
+    let vocabulary = [("num_hidden_layers = 2", "num_hidden_layers = 3\nvocab_size = 8192")];
+    for change in [&[][..], &vocabulary] {
+        let on = OnDevice::by_ours(Fixture::new(change));
+        let file = arg(&on.fixture.curriculum);
+        let words = ["bench", "step", "--curriculum", file, "--steps", "1", "--workers", "1"];
+        let mut command = ztrain_command(&[&words[..], &["--device", "cuda", "--json"]].concat());
+        pretend(&mut command, &on.report("step"));
+        let said = Ran::from(command.output().unwrap()).ok();
+        let found: Value = serde_json::from_str(said.lines().last().unwrap()).unwrap();
+        let memory = &found["table"]["memory"][0];
+        let parts = memory["formula"].as_object().unwrap().values();
+        let formula: f64 = parts.map(|bytes| bytes.as_f64().unwrap()).sum();
+        let far = memory["on_device"].as_f64().unwrap() / formula - 1.0;
+        println!("{far}: {memory}");
+        assert!(far.abs() < 0.1, "{far}: {memory}");
+    }
+}

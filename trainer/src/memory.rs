@@ -157,7 +157,7 @@ impl<'a> Ways<'a> {
         let shared = if ranks > 1 { model::gathered_bytes(config, tokens, dtype) } else { 0 };
         let sizes = (tokens / ranks, shared);
         let activations =
-            model::activation_bytes(config, sizes, workers.options().cut(here), dtype);
+            model::activation_bytes(config, sizes, workers.options().cut(here), (dtype, on_device));
         let after = |round: usize| parts.iter().map(|parts| parts[round].end).max().unwrap_or(0);
         let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);

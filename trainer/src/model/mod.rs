@@ -299,10 +299,10 @@ pub(crate) fn activation_bytes(
     config: &ZayaConfig,
     (tokens, attending): (u64, u64),
     options: MicroBatchOptions,
-    dtype: Dtype,
+    (dtype, on_device): (Dtype, bool),
 ) -> [u64; 2] {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
-    Zaya::new(config).activation_bytes(config, (tokens, narrow), attending, options)
+    Zaya::new(config).activation_bytes(config, (tokens, narrow), (attending, on_device), options)
 }
 
 /// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32:

@@ -350,7 +350,7 @@ impl Zaya {
         &self,
         config: &ZayaConfig,
         (tokens, narrow): (u64, u64),
-        attending: u64,
+        (attending, on_device): (u64, bool),
         MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
     ) -> [u64; 2] {
         let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
@@ -360,7 +360,7 @@ impl Zaya {
         };
         let halves = |layer: &DecoderLayer| [&layer.attention, &layer.feed_forward].map(size);
         let all = || self.layers.iter().map(halves);
-        let head = head::activation_bytes(config, tokens / cut.chunks, narrow);
+        let head = head::activation_bytes(config, tokens / cut.chunks, narrow, on_device);
         // The embedded tokens, and the residual before and after the final norm with their gradients; further back the embedded
         // tokens, and gradients of the residual on both sides of a half.
         let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);

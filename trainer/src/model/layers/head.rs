@@ -29,7 +29,19 @@ pub(in crate::model) fn products(config: &ZayaConfig, tokens: f64) -> f64 {
     tokens * config.hidden_size as f64 * config.vocab_size as f64
 }
 
-/// Bytes of the logits that exist at a time, their logarithms and their gradient as a product sees it.
-pub(in crate::model) fn activation_bytes(config: &ZayaConfig, tokens: u64, narrow: u64) -> u64 {
-    (8 + narrow) * tokens.min(config.loss_chunk as u64) * config.vocab_size as u64
+/// Bytes of the logits that exist at a time, their logarithms and their gradient as a product sees it. A device makes the
+/// gradient where the logits are; in bf16 what the weights' gradient grows by is a matrix of its own there.
+pub(in crate::model) fn activation_bytes(
+    config: &ZayaConfig,
+    tokens: u64,
+    narrow: u64,
+    on_device: bool,
+) -> u64 {
+    let (vocabulary, width) = (config.vocab_size as u64, config.hidden_size as u64);
+    let logits = tokens.min(config.loss_chunk as u64) * vocabulary;
+    match (on_device, narrow) {
+        (false, _) => (8 + narrow) * logits,
+        (true, 4) => narrow * logits,
+        (true, _) => narrow * (logits + vocabulary * width),
+    }
 }
