@@ -124,10 +124,13 @@ impl Bucket {
         keys.map(read).collect()
     }
 
-    /// The body of the answer to a request, which the server takes from anyone.
+    /// The body of the answer to a request, which the server takes from anyone who says a name.
     fn get(&self, path: &str) -> Vec<u8> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.proxy)).unwrap();
-        write!(stream, "GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n").unwrap();
+        let name = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
+        let head =
+            format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: {name}\r\n\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
@@ -385,7 +388,8 @@ fn a_killed_publication_goes_on_and_is_no_store_before() {
     let (near, _) = twins(&scratch, 200);
     let small = build(&scratch, &near, "small");
     let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
-    let [large, _] = large_twins(&scratch);
+    let beside = Scratch::new();
+    let [large, _] = large_twins(&beside);
     for (store, kind, rounds) in
         [(&small, "small", kills()), (&large, "large", kills().div_ceil(4))]
     {
