@@ -213,7 +213,7 @@ fn clip(json: &mut Value, seed: u64) {
             continue;
         }
         // Both forms that files have.
-        merges.push(if seed % 2 == 0 {
+        merges.push(if seed.is_multiple_of(2) {
             json!([left, right])
         } else {
             json!(format!("{left} {right}"))
