@@ -3,6 +3,7 @@
 //! Against a real S3 server process (`s3.py`, in a Python of its own), through a proxy that refuses, stalls, cuts and
 //! forgets. Where the server cannot be had, each test says so in the log.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead as _, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +19,7 @@ use crate::faults::limited;
 use crate::python::{provision, skipped, tests_folder};
 use crate::resume::{Fire, kills};
 use crate::support::{
-    Ran, Scratch, arg, build, corpus, curriculum, json_lines, zdata, zdata_command,
+    Ran, Scratch, arg, build, corpus, curriculum, json_lines, tree, zdata, zdata_command,
 };
 
 /// What the proxy does to a request.
@@ -108,6 +109,33 @@ impl Bucket {
 
     pub(crate) fn zdata(&self, args: &[&str]) -> Ran {
         self.command(args).output().unwrap().into()
+    }
+
+    /// What lies below `place`, by its name from there on, as the server itself tells it.
+    fn objects(&self, place: &str) -> BTreeMap<String, Vec<u8>> {
+        let list = self.get(&format!("/bucket?list-type=2&prefix={place}/"));
+        let list = String::from_utf8(list).unwrap();
+        assert!(list.contains("<IsTruncated>false</IsTruncated>"), "{list}");
+        let keys = list.split("<Key>").skip(1).map(|rest| rest.split("</Key>").next().unwrap());
+        let read = |key: &str| {
+            let name = key.strip_prefix(place).unwrap().trim_start_matches('/').to_owned();
+            (name, self.get(&format!("/bucket/{key}")))
+        };
+        keys.map(read).collect()
+    }
+
+    /// The body of the answer to a request, which the server takes from anyone who says a name.
+    fn get(&self, path: &str) -> Vec<u8> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.proxy)).unwrap();
+        let name = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
+        let head =
+            format!("GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: {name}\r\n\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).unwrap();
+        assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
+        let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
+        answer.split_off(end + 4)
     }
 
     fn seen(&self, trouble: Trouble) -> u64 {
@@ -350,6 +378,46 @@ fn a_killed_build_into_a_bucket_goes_on_and_is_no_store_before() {
         let found = bucket.zdata(&args).ok();
         assert_eq!(found.split_whitespace().next(), wanted.split_whitespace().next());
         bucket.zdata(&["verify", &url]).ok();
+    }
+}
+
+/// Small stores in many files, and ones with a file that goes in parts: of those a kill leaves objects beside their place.
+#[test]
+fn a_killed_publication_goes_on_and_is_no_store_before() {
+    let scratch = Scratch::new();
+    let (near, _) = twins(&scratch, 200);
+    let small = build(&scratch, &near, "small");
+    let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
+    let beside = Scratch::new();
+    let [large, _] = large_twins(&beside);
+    for (store, kind, rounds) in
+        [(&small, "small", kills()), (&large, "large", kills().div_ceil(4))]
+    {
+        let publish = |place: &str| {
+            let mut command =
+                bucket.command(&["publish", arg(store), &format!("s3://bucket/{place}")]);
+            // A busy machine takes its time for 16 MiB.
+            command.env("ZDATA_S3_TIMEOUT", "60");
+            command
+        };
+        let (whole, start) = (tree(store), Instant::now());
+        Ran::from(publish(&format!("{kind}/whole")).output().unwrap()).ok();
+        let mut fire = Fire::new(start.elapsed(), 0).named(kind);
+        while let Some(index) = fire.round(rounds) {
+            let place = format!("{kind}/killed-{index}");
+            for _ in 0..3 {
+                fire.kill(publish(&place));
+                let left = bucket.objects(&place);
+                // The manifest comes last, and each file appears whole.
+                let is_store = left.contains_key("manifest.json");
+                assert!(!is_store || whole.keys().all(|name| left.contains_key(name)), "{place}");
+                for (name, bytes) in left.iter().filter(|(name, _)| !name.ends_with(".part")) {
+                    assert!(whole.get(name) == Some(bytes), "{place}/{name} is not whole");
+                }
+            }
+            Ran::from(publish(&place).output().unwrap()).ok();
+            assert!(bucket.objects(&place) == whole, "{place}");
+        }
     }
 }
 

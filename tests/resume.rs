@@ -3,12 +3,19 @@
 //! Each test kills a real process with SIGKILL at moments spread over its life, runs the same command again until it
 //! ends, and compares every byte with an undisturbed one. `ZSTACK_KILLS` sets how many (default 4).
 
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use contract::{Key, Purpose, draw};
+use store::disk;
 
-use crate::support::{Scratch, arg, assert_same_tree, json_lines, zdata, zdata_command};
+use crate::support::{
+    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, json_lines, tree, zdata,
+    zdata_command,
+};
 
 pub(crate) fn kills() -> u64 {
     std::env::var("ZSTACK_KILLS").map_or(4, |text| text.parse().unwrap())
@@ -78,17 +85,17 @@ impl Drop for Fire {
 #[test]
 fn a_killed_build_ends_with_the_same_bytes() {
     let scratch = Scratch::new();
-    let small = crate::support::corpus(&scratch, 50, "shard_tokens = 65536");
+    let small = corpus(&scratch, 50, "shard_tokens = 65536");
     scratch.write("raw/web-2.jsonl", json_lines(9, 12_000));
-    let build =
+    let build_into =
         |store: &str| ["build", arg(&small), "--out", store, "--workers", "2"].map(str::to_owned);
     let undisturbed = scratch.path("undisturbed");
     let start = Instant::now();
-    zdata(&build(arg(&undisturbed)).each_ref().map(String::as_str)).ok();
+    zdata(&build_into(arg(&undisturbed)).each_ref().map(String::as_str)).ok();
     let mut fire = Fire::new(start.elapsed(), 0);
     while let Some(index) = fire.round(kills()) {
         let store = scratch.path(&format!("killed-{index}"));
-        let command = build(arg(&store));
+        let command = build_into(arg(&store));
         let command = command.each_ref().map(String::as_str);
         // Three kills in a row: the second build of a folder has to survive what the first one left, too.
         for _ in 0..3 {
@@ -103,12 +110,127 @@ fn a_killed_build_ends_with_the_same_bytes() {
     }
 }
 
+/// Rounds of three kills of `command` in a folder of its own, and a run to its end, which `end` judges; the folder has to hold
+/// then what an undisturbed one does. `check` looks at what each kill left.
+fn kill_in_folders(
+    scratch: &Scratch,
+    begin: impl Fn(&Path),
+    command: impl Fn(&Path) -> Vec<String>,
+    check: impl Fn(&Path, &Path),
+    end: impl Fn(Ran),
+) {
+    let prepared = |name: &str| {
+        let folder = scratch.path(name);
+        begin(&folder);
+        let command = command(&folder);
+        (folder, command)
+    };
+    let args =
+        |command: &[String]| zdata_command(&command.iter().map(String::as_str).collect::<Vec<_>>());
+    let (undisturbed, whole) = prepared("undisturbed");
+    let start = Instant::now();
+    Ran::from(args(&whole).output().unwrap()).ok();
+    let mut fire = Fire::new(start.elapsed(), 0);
+    while let Some(index) = fire.round(kills()) {
+        let (folder, command) = prepared(&format!("killed-{index}"));
+        for _ in 0..3 {
+            fire.kill(args(&command));
+            check(&undisturbed, &folder);
+        }
+        end(args(&command).output().unwrap().into());
+        assert_same_tree(&undisturbed, &folder);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}
+
+/// Every file that has its name for good is the one of the undisturbed folder: nothing is half written.
+fn assert_whole(undisturbed: &Path, left: BTreeMap<String, Vec<u8>>) {
+    let wanted = tree(undisturbed);
+    for (name, bytes) in left.into_iter().filter(|(name, _)| !name.ends_with(disk::PART)) {
+        assert!(wanted.get(&name) == Some(&bytes), "{name} is not whole");
+    }
+}
+
+/// The same, of all that lies in a folder.
+fn whole(undisturbed: &Path, killed: &Path) {
+    assert_whole(undisturbed, tree(killed));
+}
+
+#[test]
+fn a_killed_training_of_a_tokenizer_ends_with_the_same_bytes() {
+    let scratch = Scratch::new();
+    let path = corpus(&scratch, 1500, "");
+    let command = |folder: &Path| {
+        let out = folder.join("tokenizer.json");
+        let train = ["tokenizer", "train", arg(&path), "--vocab", "3000", "--out", arg(&out)];
+        train.map(str::to_owned).to_vec()
+    };
+    let begin = |folder: &Path| fs::create_dir(folder).unwrap();
+    kill_in_folders(&scratch, begin, command, whole, |ran| drop(ran.ok()));
+}
+
+#[test]
+fn a_killed_init_ends_with_the_same_bytes() {
+    let scratch = Scratch::new();
+    let begin = |folder: &Path| {
+        fs::create_dir_all(folder.join("web")).unwrap();
+        for file in 0..200 {
+            fs::write(folder.join(format!("web/{file}.jsonl")), json_lines(file, 2)).unwrap();
+        }
+    };
+    let command = |folder: &Path| vec!["init".to_owned(), arg(folder).to_owned()];
+    let end = |ran: Ran| match ran.code {
+        Some(0) => {}
+        // The kill came when both were written.
+        _ => drop(ran.fails(2, &["corpus.toml", "there already"])),
+    };
+    kill_in_folders(&scratch, begin, command, whole, end);
+}
+
+/// An amendment is one file, and the packs beside the store of a source whose documents are packed.
+#[test]
+fn a_killed_amendment_ends_with_the_same_bytes() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 1500, ""), "store");
+    let packing =
+        "[source.web]\npacking = \"best-fit\"\nlengths = { 64 = 2, 128 = 1 }\n[source.math]";
+    let template =
+        curriculum(&scratch, Path::new("store"), "run.toml", &[("[source.math]", packing)]);
+    let before = fs::read(template).unwrap();
+    let begin = |folder: &Path| {
+        fs::create_dir(folder).unwrap();
+        for (name, bytes) in tree(&store) {
+            let path = folder.join("store").join(name);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, bytes).unwrap();
+        }
+        fs::write(folder.join("run.toml"), &before).unwrap();
+    };
+    let command = |folder: &Path| {
+        let run = folder.join("run.toml");
+        let amend = ["amend", arg(&run), "--step", "5", "--mix", "web=1,math=3/2"];
+        amend.map(str::to_owned).to_vec()
+    };
+    let check = |undisturbed: &Path, killed: &Path| {
+        let mut left = tree(killed);
+        if left["run.toml"] == before {
+            left.remove("run.toml");
+        }
+        assert_whole(undisturbed, left);
+    };
+    let end = |ran: Ran| match ran.code {
+        Some(0) => {}
+        // The kill came when the amendment was written.
+        _ => drop(ran.fails(2, &["run.toml", "at one step"])),
+    };
+    kill_in_folders(&scratch, begin, command, check, end);
+}
+
 #[cfg(feature = "train")]
 mod training {
     use super::*;
     use crate::faults::under;
-    use crate::support::{Ran, build, corpus, curriculum, ztrain, ztrain_command};
-    use std::fs;
+    use crate::support::{ztrain, ztrain_command};
 
     #[test]
     fn a_killed_run_ends_with_the_same_bytes() {

@@ -77,6 +77,50 @@ impl Bytes {
     }
 }
 
+/// Tokens of a source: its documents have those that its shards hold, so that they balance to zero.
+pub struct Tokens {
+    /// Those of text.
+    pub text: u64,
+    /// Those before documents.
+    pub begin: u64,
+    /// Those after documents.
+    pub end: u64,
+    /// All that is trained on.
+    pub train: u64,
+    /// All that is held out.
+    pub validation: u64,
+    /// In the shards of both.
+    pub shards: u64,
+}
+
+impl Tokens {
+    /// The accounting of a source of this store.
+    pub fn of(manifest: &Manifest, source: &SourceRecord) -> Self {
+        let SourceRecord { train, validation, .. } = source;
+        let documents = train.documents + validation.documents;
+        let one_each = |marker: Option<u32>| if marker.is_some() { documents } else { 0 };
+        let (begin, end) = (one_each(manifest.tokenizer.begin), one_each(manifest.tokenizer.end));
+        let shards = train.shards.iter().chain(&validation.shards).map(|shard| shard.tokens).sum();
+        let (train, validation) = (train.tokens, validation.tokens);
+        let text = (train + validation).saturating_sub(begin + end);
+        Tokens { text, begin, end, train, validation, shards }
+    }
+
+    /// Those of documents minus those of shards.
+    pub fn balance(&self) -> i128 {
+        let Tokens { text, begin, end, train: _, validation: _, shards } = self;
+        i128::from(*text) + i128::from(*begin) + i128::from(*end) - i128::from(*shards)
+    }
+}
+
+/// Tokens and documents of one split of all sources.
+fn sums(manifest: &Manifest, of: impl Fn(&SourceRecord) -> &StreamRecord) -> (u64, u64) {
+    let streams = manifest.sources.iter().map(of);
+    streams.fold((0, 0), |(tokens, documents), stream| {
+        (tokens + stream.tokens, documents + stream.documents)
+    })
+}
+
 /// What a person should know of a build that ended well: what was dropped, and splits without documents.
 pub fn notes(manifest: &Manifest) -> Vec<String> {
     let mut notes = Vec::new();
@@ -183,7 +227,7 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
         })
     };
     let source = |source: &SourceRecord| {
-        let accounting = Accounting::of(source);
+        let (accounting, tokens) = (Accounting::of(source), Tokens::of(manifest, source));
         let mut answer = json!({
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
@@ -192,6 +236,10 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
             "accounting": {
                 "read": accounting.read, "train": accounting.train, "validation": accounting.validation,
                 "dropped": accounting.dropped, "balance": accounting.balance() as i64,
+            },
+            "tokens": {
+                "text": tokens.text, "begin": tokens.begin, "end": tokens.end, "train": tokens.train,
+                "validation": tokens.validation, "shards": tokens.shards, "balance": tokens.balance() as i64,
             },
         });
         if let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) {
@@ -202,10 +250,13 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
         }
         answer
     };
+    let sum = |(tokens, documents): (u64, u64)| json!({"tokens": tokens, "documents": documents});
     json!({
         "store": store.into().to_string(), "digest": manifest.digest, "request": manifest.request, "format": manifest.format,
         "unit": manifest.unit, "validation": manifest.validation, "token_bytes": manifest.token_bytes,
         "tokenizer": manifest.tokenizer,
+        "train": sum(sums(manifest, |source| &source.train)),
+        "validation": sum(sums(manifest, |source| &source.validation)),
         "sources": manifest.sources.iter().map(source).collect::<Vec<_>>(),
     })
 }
@@ -251,9 +302,19 @@ pub fn text(store: impl Into<Location>, manifest: &Manifest) -> String {
         row(&mut out, &source.name, "train", &source.train);
         row(&mut out, &source.name, "validation", &source.validation);
     }
-    let _ = writeln!(out, "\naccounting (documents)");
+    if manifest.sources.len() > 1 {
+        let train = sums(manifest, |source| &source.train);
+        let validation = sums(manifest, |source| &source.validation);
+        for (split, (tokens, documents)) in [("train", train), ("validation", validation)] {
+            let (tokens, documents) = (grouped(tokens), grouped(documents));
+            let _ = writeln!(out, "{:<16} {split:<11} {tokens:>15} {documents:>12}", "(all)");
+        }
+    }
+    let _ = writeln!(out, "\naccounting");
     for source in &manifest.sources {
         accounting(&mut out, source);
+        tokens(&mut out, manifest, source);
+        prepared(&mut out, source);
     }
     out
 }
@@ -291,6 +352,26 @@ fn accounting(out: &mut String, source: &SourceRecord) {
     for file in source.lists() {
         let _ = writeln!(out, "{:<16} {}/{} ({})", "", source.name, file.name, size(file.bytes));
     }
+}
+
+fn tokens(out: &mut String, manifest: &Manifest, source: &SourceRecord) {
+    let all = Tokens::of(manifest, source);
+    let Tokens { text, begin, end, train, validation, shards } = &all;
+    let _ = write!(out, "{:<16} tokens: {} of text", "", grouped(*text));
+    for (count, name) in
+        [(begin, "begin"), (end, "end")].into_iter().filter(|(count, _)| **count > 0)
+    {
+        let _ = write!(out, " + {} {name}", grouped(*count));
+    }
+    let [train, validation, shards] = [train, validation, shards].map(|count| grouped(*count));
+    let balance = all.balance();
+    let _ = writeln!(
+        out,
+        " = {train} train + {validation} validation, {shards} in shards; balance {balance}"
+    );
+}
+
+fn prepared(out: &mut String, source: &SourceRecord) {
     let (Some(bytes), Some(prepared)) = (Bytes::of(source), &source.prepared) else { return };
     let Bytes { read, added, removed, dropped, kept } = &bytes;
     let [read, added, removed, dropped, kept] =
@@ -325,4 +406,63 @@ pub fn many(number: u64, name: &str) -> String {
 
 fn size(bytes: u64) -> String {
     indicatif::HumanBytes(bytes).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use store::{Split, Store};
+
+    use super::*;
+    use crate::build::{Outcome, build};
+    use crate::corpus::Corpus;
+    use crate::testing::{Workbench, options};
+
+    /// The ids of a stream.
+    fn ids(store: &Store, source: usize, split: Split) -> Vec<u32> {
+        let stream = store.stream(source, split);
+        let mut ids = Vec::new();
+        stream.read_tokens(0..stream.record().tokens, &mut ids).unwrap();
+        ids
+    }
+
+    /// What is told of tokens is what stands in the files, of each source and of all.
+    #[test]
+    fn tokens_are_counted_and_balance() {
+        let bench = Workbench::new(30);
+        for (number, key) in ["", "begin = \"<|end|>\""].into_iter().enumerate() {
+            let store = bench.path(&format!("store-{number}"));
+            let corpus = Corpus::read(bench.corpus(&format!("shard_tokens = 256\n{key}"))).unwrap();
+            let Outcome::Built { manifest, .. } = build(&corpus, &store, options(2)).unwrap()
+            else {
+                panic!("there was a store already")
+            };
+            let opened = Store::open(&store).unwrap();
+            let answer = json(&store, &manifest);
+            let mut all = [0, 0];
+            for (source, told) in answer["sources"].as_array().unwrap().iter().enumerate() {
+                let told = &told["tokens"];
+                let splits = [Split::Train, Split::Validation];
+                let splits = splits.map(|split| ids(&opened, source, split));
+                let markers = splits.iter().flatten().filter(|id| **id == 256).count();
+                let lengths = splits.each_ref().map(Vec::len);
+                assert_eq!([&told["train"], &told["validation"]], lengths);
+                assert_eq!(told["text"], lengths.iter().sum::<usize>() - markers);
+                let (begin, end) = (markers * number / (number + 1), markers / (number + 1));
+                assert_eq!([&told["begin"], &told["end"]], [begin, end]);
+                assert_eq!(
+                    (&told["shards"], &told["balance"]),
+                    (&lengths.iter().sum::<usize>().into(), &0.into())
+                );
+                all = [all[0] + lengths[0], all[1] + lengths[1]];
+            }
+            assert_eq!([&answer["train"]["tokens"], &answer["validation"]["tokens"]], all);
+            let shown = text(&store, &manifest);
+            let row =
+                shown.lines().find(|line| line.starts_with("(all)            train")).unwrap();
+            assert!(row.contains(&grouped(all[0] as u64)), "{shown}");
+            let mut cut = manifest;
+            cut.sources[0].train.shards.pop();
+            assert!(Tokens::of(&cut, &cut.sources[0]).balance() > 0);
+        }
+    }
 }

@@ -3,10 +3,10 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::settings::File;
 use contract::{Class, Fault, Identity, Result};
 use curriculum::AddedStore;
 use mixer::{Curriculum, PackTables, Plan, SourceFacts, described_store};
+use settings::File;
 use store::open::MANIFEST;
 use store::read::ReadCache;
 use store::{DocumentRecord, Location, Split};

@@ -8,8 +8,8 @@
 //! ```
 
 use contract::Result;
-use contract::settings::{File, Spanned, Table};
 use serde::Deserialize;
+use settings::{File, Spanned, Table};
 
 use crate::sample::SourceFacts;
 

@@ -4,7 +4,7 @@
 //! how chance is drawn, how an order is permuted, what a store's bytes are, and how an error speaks to its reader.
 //!
 //! ```text
-//! contract <- ingest, mixer <- loader <- trainer -> kernels
+//! contract <- settings <- ingest, mixer <- loader <- trainer -> kernels
 //! ```
 //!
 //! Invariant: this crate depends on no other member of the workspace, starts no thread and reads no clock.
@@ -22,7 +22,6 @@ pub mod json;
 pub mod packed;
 pub mod permute;
 pub mod ratio;
-pub mod settings;
 pub mod shell;
 mod shown;
 pub mod sums;

@@ -218,20 +218,33 @@ pub(super) struct PartReader {
     reasons: BTreeMap<String, &'static str>,
     /// Those that documents seen name by number.
     numbered: Vec<&'static str>,
-    /// The digest at its end, once it is read.
+    /// The digest that stands at its end.
+    at_end: Digest,
+    /// The same, once all before it was read and is just so.
     pub(super) digest: Option<Digest>,
 }
 
 impl PartReader {
+    /// Opens the part of this key. A whole part of another one, under this name, is found before anything is told of it.
     pub(super) fn open(path: &Path, key: Identity) -> Result<Self> {
-        let file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let mut file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
+        let end = tail(&mut file);
+        let begin = file.seek(SeekFrom::Start(0));
+        begin.map_err(|error| Fault::io("read", path, &error))?;
         let file = BufReader::with_capacity(128 << 10, file);
         let hash = Box::new(Xxh3::new());
         let (path, reasons) = (path.to_owned(), BTreeMap::new());
         let numbered = Vec::new();
-        let mut part = PartReader { path, key, file, hash, reasons, numbered, digest: None };
+        let (at_end, digest) = (Digest(0), None);
+        let mut part = PartReader { path, key, file, hash, reasons, numbered, at_end, digest };
         if part.array()? != *MAGIC {
             return Err(part.damaged("this is not a part"));
+        }
+        match end {
+            Ok((found, digest)) if found == key => part.at_end = digest,
+            Ok(_) => return Err(part.damaged("this is another part than its name says, or cut")),
+            Err(error) if is_short(&error) => return Err(part.damaged("it ends within an entry")),
+            Err(error) => return Err(Fault::io("read", &part.path, &error)),
         }
         Ok(part)
     }
@@ -414,16 +427,10 @@ pub(super) fn is_whole(path: &Path) -> Result<bool> {
 
 /// The digest at the end of a part, which is checked by whoever reads it.
 pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
-    let mut part = PartReader::open(path, key)?;
-    match tail(part.file.get_mut()) {
-        Ok((found, digest)) if found == key => Ok(digest),
-        Ok(_) => Err(part.damaged("it is not the part that its name says")),
-        Err(error) => Err(match error.kind() {
-            // Shorter than what stands at its end.
-            ErrorKind::UnexpectedEof | ErrorKind::InvalidInput => {
-                part.damaged("it ends within an entry")
-            }
-            _ => Fault::io("read", path, &error),
-        }),
-    }
+    PartReader::open(path, key).map(|part| part.at_end)
+}
+
+/// Whether a file is shorter than what stands at a part's end.
+fn is_short(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidInput)
 }

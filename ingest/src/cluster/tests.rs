@@ -22,7 +22,7 @@ use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
 use crate::build::Options;
 use crate::corpus::Corpus;
 use crate::made;
-use crate::testing::{Workbench, document, json_lines, options, tree};
+use crate::testing::{Workbench, bytes_tokenizer, document, json_lines, options, tree};
 
 /// A step of every kind that matters here: one that changes, one that judges, those that compare, one after them.
 const STEPS: &str = "
@@ -454,6 +454,71 @@ fn a_damaged_part_is_made_again_and_never_merged() {
     let fault = merge(&plan, &bench.path("merged"), true).unwrap_err();
     assert!(fault.class() == Class::Data && fault.to_string().contains("its task"), "{fault}");
     assert!(!bench.path("merged").exists());
+}
+
+/// A part that is whole, in the place of another one: of the same stage, of the other one, of another source, of a corpus that
+/// allows more than this one.
+#[test]
+fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
+    let bench = Workbench::new(20);
+    let (work, local) = (bench.path("work"), bench.path("local"));
+    let with_parts = || Options { work: Some(work.clone()), task_bytes: 1, ..options(2) };
+    // Whose parts hold ids that the vocabulary here has not, and records that are left out.
+    bench.write("other/web-0.jsonl", "nothing\n".to_owned() + &json_lines(7, 30));
+    bench.write(
+        "other/tokenizer.json",
+        bytes_tokenizer(|it| {
+            let names = ["<|end|>", "<tab>", "one", "\u{120}one", "\u{120}two", "\u{120}a"];
+            for (id, name) in (256..).zip(names) {
+                it["model"]["vocab"][name] = json!(id);
+            }
+            it["model"]["ignore_merges"] = json!(true);
+        }),
+    );
+    let other = "tokenizer = \"tokenizer.json\"\non_error = \"skip\"\nend = \"<|end|>\"\n[[source]]\nname = \"web\"\n\
+                 files = [\"web-0.jsonl\"]\n[[prepare]]\nstep = \"exact-duplicates\"\n";
+    let other = Corpus::read(bench.write("other/corpus.toml", other)).unwrap();
+    crate::build(&other, &bench.path("other-store"), with_parts()).unwrap();
+    let others: Vec<_> = tree(&work.join("parts")).into_iter().map(|(_, bytes)| bytes).collect();
+    assert_eq!(others.len(), 2);
+    let corpus = Corpus::read(prepared(&bench)).unwrap();
+    crate::build(&corpus, &local, with_parts()).unwrap();
+    let (wanted, parts) = (tree(&local), tree(&work.join("parts")));
+    for (number, stage) in
+        [(0, Stage::Scan), (7, Stage::Encode), (8, Stage::Scan), (8, Stage::Encode)]
+    {
+        // The one before went with the end of its build.
+        let plan = plan(&corpus, &work, 1).unwrap();
+        run(&plan);
+        let own = TaskResult::read(&plan, stage, number).unwrap().unwrap().part;
+        let path = plan.part(own);
+        let good = fs::read(&path).unwrap();
+        for (_, bytes) in parts.iter().filter(|(_, bytes)| *bytes != good) {
+            fs::write(&path, bytes).unwrap();
+            assert!(!is_whole(&path).unwrap(), "what is known by a name is held against it");
+            fs::remove_dir_all(plan.folder().join("decided")).unwrap();
+            let made = decide(&plan, true).and_then(|()| merge(&plan, &bench.path("merged"), true));
+            let fault = made.map(drop).unwrap_err();
+            assert!(fault.class() == Class::Data && fault.place() == path.to_str(), "{fault}");
+            assert!(fault.to_string().contains("another part"), "{fault}");
+            assert!(!bench.path("merged").exists());
+            fs::write(&path, &good).unwrap();
+            decide(&plan, true).unwrap();
+        }
+        let foreign = others.iter().chain(parts.iter().map(|(_, bytes)| bytes).step_by(3));
+        for (round, bytes) in foreign.filter(|bytes| **bytes != good).enumerate() {
+            fs::write(&path, bytes).unwrap();
+            // A decision that was made is not made again.
+            let _ = fs::remove_dir_all(plan.decided());
+            let store = bench.path(&format!("again-{number}-{}-{round}", stage.name()));
+            crate::build(&corpus, &store, with_parts()).unwrap();
+            assert!(tree(&store) == wanted && fs::read(&path).unwrap() == good, "{store:?}");
+        }
+    }
+    let plan = plan(&corpus, &work, 1).unwrap();
+    run(&plan);
+    merge(&plan, &bench.path("merged"), true).unwrap();
+    assert!(tree(&bench.path("merged")) == wanted);
 }
 
 /// Whatever is read in a folder of parts may have become something that never ends.

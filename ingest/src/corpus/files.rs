@@ -9,9 +9,9 @@ use std::fs;
 use std::io::{Error, ErrorKind};
 use std::path::{Path, PathBuf};
 
-use contract::settings::{self, Spanned};
 use contract::{Fault, Result, note};
 use globset::{GlobBuilder, GlobMatcher};
+use settings::Spanned;
 use store::{Location, regular};
 
 use super::braces::{ALTERNATIVES_MAX, alternatives};

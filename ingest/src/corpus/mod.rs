@@ -17,9 +17,9 @@ mod steps;
 
 use std::collections::BTreeMap;
 
-use contract::settings::{File, Spanned, Value};
 use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
+use settings::{File, Spanned, Value};
 use store::Location;
 
 pub(crate) use files::bracketed;

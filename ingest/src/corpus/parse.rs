@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use contract::settings::{CORPUS, File, Spanned, Table, Value};
 use contract::{Fault, Ratio, Result, UNIT_TOKENS_MAX};
 use serde::Deserialize;
+use settings::{CORPUS, File, Spanned, Table, Value};
 use store::UNIT_TOKENS;
 
 use super::spec::{SourceSpec, Spec};

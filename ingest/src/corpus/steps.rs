@@ -1,7 +1,7 @@
 //! The tables `[[prepare]]`: steps with their settings, given to the sources that they are for.
 
-use contract::settings::{File, Spanned, Table, Value};
 use contract::{Fault, Result};
+use settings::{File, Spanned, Table, Value};
 
 use super::files::Pattern;
 use super::spec::{SourceSpec, StepSpec};

@@ -1,8 +1,8 @@
 //! Settings of steps: read from TOML as written, shown canonically, so that no float and no spelling decides data.
 
 use contract::framed::quoted;
-use contract::settings::{File, Spanned, Table, Value};
 use contract::{Fault, Ratio, Result};
+use settings::{File, Spanned, Table, Value};
 
 use super::Dropped;
 

@@ -125,13 +125,26 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
         let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
         client.holds(place, size, bytes).map_err(fault)
     };
-    if put == Put::Created || same()? {
+    if put == Put::Created {
+        return Ok(());
+    }
+    if same()? {
+        // A kill between a copy and the removal of what was copied left that.
+        if size > PART_BYTES {
+            client.remove(&beside(file, place)?).map_err(|error| fault(error.into()))?;
+        }
         return Ok(());
     }
     Err(Fault::mismatch("something else is there already")
         .at(place.to_string())
         .wanted(format!("no object, or the {size} bytes of this build"))
         .hint("name another place; an object is never replaced"))
+}
+
+/// Where the bytes of a large file lie until they are at their place.
+fn beside(file: &Path, place: &Address) -> Result<Address> {
+    let (_, sum) = Location::from(file).content()?;
+    Ok(place.folder().join(&format!("{}.{sum}.part", place.name())))
 }
 
 /// Creates a large object where a look found none. The client's upload in parts knows no condition, its copy on the server
@@ -149,8 +162,7 @@ fn put_large(
         // The library ends an upload in parts without a condition: whoever ends it last is there.
         return upload(place).map(|()| Put::Created);
     }
-    let (_, sum) = Location::from(file).content()?;
-    let beside = place.folder().join(&format!("{}.{sum}.part", place.name()));
+    let beside = beside(file, place)?;
     upload(&beside)?;
     let put = match client.copy(&beside, place) {
         // Another publisher of the same bytes has copied and removed them: what it left is compared.

@@ -5,13 +5,13 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use contract::settings::File;
 use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, Numbers, NumbersChange};
 use ingest::progress::meanwhile;
 use loader::{Opened, Stores};
 use mixer::Plan;
 use serde::Serialize;
+use settings::File;
 use store::{Location, Split, Store, disk, regular};
 
 use super::beside::{held, ledger_beside, refuse_recorded};

@@ -9,9 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU64;
 use std::ops::Range;
 
-use contract::settings::{File, Spanned, Table};
 use contract::{Fault, Ratio, Result};
 use serde::Deserialize;
+use settings::{File, Spanned, Table};
 
 use super::mix::{SUM, mix_of, mix_text};
 use super::numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};

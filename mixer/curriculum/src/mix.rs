@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use contract::settings::{File, Spanned, Table, Value};
 use contract::{Ratio, Result};
+use settings::{File, Spanned, Table, Value};
 
 use super::text::{inline, key};
 

@@ -4,9 +4,9 @@
 
 use std::collections::BTreeMap;
 
-use contract::settings::Value;
 use contract::{Digestible, Hasher, Result};
 use serde::Deserialize;
+use settings::Value;
 
 use super::places::Places;
 use super::text::{float, inline, key, quoted};

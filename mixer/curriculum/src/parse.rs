@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 use contract::Result;
-use contract::settings::{CURRICULUM, File, Spanned, Table, Value};
 use serde::Deserialize;
+use settings::{CURRICULUM, File, Spanned, Table, Value};
 use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use contract::settings::File;
 use contract::{Fault, Result};
+use settings::File;
 use toml::de::{DeTable, DeValue};
 
 /// The spans of keys and values by path; a table of a list is known by its `name`, or else by its number from 1.
@@ -37,7 +37,7 @@ impl Places {
     fn walk_list<'a>(
         &mut self,
         above: &str,
-        list: impl Iterator<Item = &'a contract::settings::Spanned<DeValue<'a>>>,
+        list: impl Iterator<Item = &'a settings::Spanned<DeValue<'a>>>,
     ) {
         for (number, value) in (1..).zip(list) {
             let Some(table) = value.get_ref().as_table() else { continue };

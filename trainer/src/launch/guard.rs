@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use contract::settings::File;
 use contract::{Class, Fault, Result};
 use kernels::group::RunKey;
 use kernels::signals;
+use settings::File;
 use store::Location;
 
 use super::background::in_background;

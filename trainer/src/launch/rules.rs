@@ -15,9 +15,9 @@
 
 use std::time::{Duration, Instant};
 
-use contract::settings::{File, Spanned, Value};
 use contract::{Class, Fault, Result, Symptom};
 use serde::{Deserialize, Serialize};
+use settings::{File, Spanned, Value};
 use store::Location;
 
 /// How a Rust program ends that panics outside what looks after it.

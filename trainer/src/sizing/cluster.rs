@@ -4,9 +4,9 @@
 //! hold published figures, each with its source beside it. A plan asks for the parts that it reads, and says what measures
 //! those that are not there.
 
-use contract::settings::{File, Spanned};
 use contract::{Fault, Result};
 use serde::Deserialize;
+use settings::{File, Spanned};
 
 use super::Curve;
 
@@ -200,8 +200,7 @@ impl Described {
     /// Reads a text.
     pub fn parse(file: &File) -> Result<Described> {
         let found: Described = file.parse()?;
-        let spanned: std::collections::BTreeMap<String, Spanned<contract::settings::Value>> =
-            file.parse()?;
+        let spanned: std::collections::BTreeMap<String, Spanned<settings::Value>> = file.parse()?;
         let wrong = |key: &str, wanted: &str| match spanned.get(key) {
             Some(value) => file.wrong(key, value, wanted),
             None => Fault::usage(format!("`{key}` is wrong")).at(file.name()),

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use contract::settings::File;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use loader::Opened;
 use serde::Serialize;
+use settings::File;
 use store::Location;
 use tch::{Device, Kind};
 use trainer::RunSpec;

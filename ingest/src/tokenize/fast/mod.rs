@@ -17,12 +17,14 @@
 //! - `runs`: a run of spaces becomes the added tokens for it without a search at every byte. Added tokens are taken
 //!   leftmost and longest, so that those of a run are counted off. Shown by
 //!   `runs_of_spaces_have_the_ids_of_the_reference`.
+//! - `suffixed`: words that end in a suffix (CLIP) are words of an ordinary model of bytes with a space behind each, since a
+//!   merge of the last byte and the space that comes before all others makes the suffixed symbol. Shown by
+//!   `words_that_end_in_a_suffix_have_the_ids_of_the_reference`.
 //!
 //! Beside these, more differences between the two libraries are met here: ids without a token are given one that no
 //! text has ([`without_gaps`]), the contraction with a long s is refused ([`LONG_S`]), and so are added tokens that match
-//! whole words only, `Metaspace` before a model without bytes, and words that end in a suffix (CLIP), of which the
-//! library encodes some drawn texts otherwise. The post-processor is left out: it only adds tokens around a text, and
-//! only where that is asked for, which is never.
+//! whole words only, `Metaspace` before a model without bytes, and words that end in a suffix but are not CLIP's. The
+//! post-processor is left out: it only adds tokens around a text, and only where that is asked for, which is never.
 //!
 //! Invariant: `encode` gives the ids of Hugging Face `tokenizers`, or an error, upon which the reference encodes.
 
@@ -30,6 +32,7 @@ mod classes;
 mod long;
 mod runs;
 mod splits;
+mod suffixed;
 #[cfg(test)]
 mod tests;
 mod whole;
@@ -42,6 +45,7 @@ use serde_json::Value;
 use long::LongWords;
 use runs::Runs;
 use splits::Splits;
+use suffixed::Suffixed;
 use whole::{Form, Whole};
 
 /// The fast encoder of one tokenizer.
@@ -62,6 +66,8 @@ enum Words {
     Split(LongWords),
     /// Several splits in a row.
     Splits(Splits),
+    /// CLIP's, each of which ends in a suffix.
+    Suffixed(Suffixed),
     /// None: the text is one word.
     Whole(Whole),
 }
@@ -79,18 +85,18 @@ impl Fast {
         if whole_words {
             return Err("an added token matches whole words only".to_owned());
         }
-        if json["model"]["end_of_word_suffix"].as_str().is_some_and(|suffix| !suffix.is_empty()) {
-            return Err("its words end in a suffix".to_owned());
-        }
         if let Some(whole) = json.as_object_mut() {
             whole.remove("post_processor");
         }
+        let suffixed = Suffixed::of(&mut json)?;
         let mut json = without_gaps(json)?;
         let form = Form::of(&mut json)?;
         let metaspace = matches!(form, Some(Form::Metaspace(_)));
-        let words = match form {
-            Some(form) => Whole::new(form, &json).map(Words::Whole),
-            None => LongWords::new(&json)
+        let is_suffixed = suffixed.is_some();
+        let words = match (suffixed, form) {
+            (Some(suffixed), _) => Some(Words::Suffixed(suffixed)),
+            (None, Some(form)) => Whole::new(form, &json).map(Words::Whole),
+            (None, None) => LongWords::new(&json)
                 .map(Words::Split)
                 .or_else(|| Splits::new(&json).map(Words::Splits)),
         };
@@ -108,6 +114,11 @@ impl Fast {
         });
         if metaspace && words.is_none() {
             return Err("Metaspace stands before a model without a token for every byte".to_owned());
+        }
+        if is_suffixed && words.is_none() {
+            return Err(
+                "its words end in a suffix, and its model has no token for every byte".to_owned()
+            );
         }
         Ok(Fast { library, words: words.unwrap_or(Words::Library), runs, either_case })
     }
@@ -129,6 +140,7 @@ impl Fast {
         match &self.words {
             Words::Split(long) if long.suspects(text) => long.encode(&self.library, text),
             Words::Splits(splits) => splits.encode(&self.library, text),
+            Words::Suffixed(suffixed) => suffixed.encode(&self.library, text),
             Words::Whole(whole) => whole.encode(&self.library, text),
             _ => self
                 .library

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::classes::Classes;
 use super::splits::Splits;
 use crate::testing::bytes_tokenizer;
+use crate::tokenize::encoder::REFERENCE;
 use crate::tokenize::hard::{self, Dice};
 use crate::tokenize::{Engine, Tokenizer};
 
@@ -182,19 +183,95 @@ fn expressions_of_other_forms_are_not_taken_for_classes() {
     assert!(Classes::new(&[split("[\n]"), split(r"\s+$")]).is_some());
 }
 
+/// Makes a tokenizer one of CLIP's form: `merges` of drawn pairs, of which many end words.
+fn clip(json: &mut Value, seed: u64) {
+    let runs = json!({"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "});
+    json["normalizer"] =
+        json!({"type": "Sequence", "normalizers": [{"type": "NFC"}, runs, {"type": "Lowercase"}]});
+    let expression = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
+    let split = json!({"type": "Split", "pattern": {"Regex": expression}, "behavior": "Removed", "invert": true});
+    let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true});
+    json["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [split, bytes]});
+    let model = &mut json["model"];
+    model["end_of_word_suffix"] = json!("</w>");
+    model["unk_token"] = json!("<|end|>");
+    let vocab = model["vocab"].as_object_mut().unwrap();
+    for byte in vocab.keys().cloned().collect::<Vec<_>>() {
+        vocab.insert(format!("{byte}</w>"), json!(vocab.len()));
+    }
+    let mut dice = Dice(seed);
+    let mut names: Vec<String> =
+        "abehlorstvd1'-.\u{e4}\u{b8}\u{143}\u{cc}\u{123}".chars().map(String::from).collect();
+    let ends: Vec<String> = names.iter().map(|name| format!("{name}</w>")).collect();
+    names.extend(ends);
+    let mut merges = Vec::new();
+    while merges.len() < 300 {
+        let mut draw = || names[dice.below(names.len())].clone();
+        let (left, right) = (draw(), draw());
+        let product = format!("{left}{right}");
+        if left.ends_with("</w>") || product.len() > 24 || vocab.contains_key(&product) {
+            continue;
+        }
+        // Both forms that files have.
+        merges.push(if seed.is_multiple_of(2) {
+            json!([left, right])
+        } else {
+            json!(format!("{left} {right}"))
+        });
+        vocab.insert(product.clone(), json!(vocab.len()));
+        names.push(product);
+    }
+    let next = vocab.len();
+    model["merges"] = json!(merges);
+    let mut added = json["added_tokens"].take();
+    for (number, token) in added.as_array_mut().unwrap().iter_mut().enumerate() {
+        token["id"] = json!(next + number);
+        token["special"] = json!(true);
+        json["model"]["vocab"][token["content"].as_str().unwrap()] = json!(next + number);
+    }
+    json["added_tokens"] = added;
+}
+
 #[test]
-fn words_that_end_in_a_suffix_are_left_to_the_reference() {
-    let bytes = bytes_tokenizer(|json| {
-        json["model"]["end_of_word_suffix"] = json!("</w>");
-        let vocab = json["model"]["vocab"].as_object_mut().unwrap();
-        for byte in vocab.keys().cloned().collect::<Vec<_>>() {
-            vocab.insert(format!("{byte}</w>"), json!(vocab.len()));
-        }
-        for (number, added) in json["added_tokens"].as_array_mut().unwrap().iter_mut().enumerate() {
-            added["id"] = json!(512 + number);
-        }
-    });
-    let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
-    assert_eq!(tokenizer.why_slow(), Some("its words end in a suffix"));
-    assert_eq!(tokenizer.encode("ab a").unwrap().len(), 4);
+fn words_that_end_in_a_suffix_have_the_ids_of_the_reference() {
+    for seed in 0..6 {
+        compare(bytes_tokenizer(|json| clip(json, seed)), &format!("seed {seed}"));
+    }
+    // Every character beside letters, signs, digits, white space and apostrophes.
+    let tokenizer = Tokenizer::new(bytes_tokenizer(|json| clip(json, 3)), Engine::Fastest).unwrap();
+    let chars: Vec<char> = ('\0'..=char::MAX).collect();
+    for chars in chars.chunks(4000) {
+        let text: String = chars.iter().map(|c| format!("a{c}1{c}-{c}'{c}s {c}{c} ")).collect();
+        let wanted = tokenizer.encode_by_reference(&text).unwrap();
+        assert!(tokenizer.encode(&text).unwrap() == wanted, "from {:?} on", chars[0]);
+    }
+    assert_eq!(tokenizer.rescued(), 0);
+}
+
+/// What is not of CLIP's form in all that counts.
+#[test]
+fn other_words_that_end_in_a_suffix_are_left_to_the_reference() {
+    let changes: [fn(&mut Value); 9] = [
+        |json| json["pre_tokenizer"]["pretokenizers"][0]["behavior"] = json!("Isolated"),
+        |json| json["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = json!(r"\p{L}+"),
+        |json| json["pre_tokenizer"] = json!({"type": "Whitespace"}),
+        |json| json["normalizer"]["normalizers"][1]["content"] = json!("  "),
+        |json| json["normalizer"]["normalizers"][0]["type"] = json!("NFD"),
+        |json| json["added_tokens"][1]["special"] = json!(false),
+        |json| drop(json["model"]["vocab"].as_object_mut().unwrap().remove("q</w>")),
+        |json| json["model"]["vocab"]["a\u{120}"] = json!(5000),
+        |json| json["model"]["ignore_merges"] = json!(true),
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let bytes = bytes_tokenizer(|json| {
+            clip(json, 1);
+            change(json);
+        });
+        let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+        assert_eq!(tokenizer.encoder(), REFERENCE, "change {number}");
+        assert_eq!(
+            tokenizer.encode("ab q").unwrap(),
+            tokenizer.encode_by_reference("ab q").unwrap()
+        );
+    }
 }

@@ -4,7 +4,7 @@
 //! [`Spanned`], and an exact number is a `Spanned<Value>` whose text is taken as typed, so that no float decides data.
 //!
 //! ```
-//! use contract::settings::{File, Spanned};
+//! use settings::{File, Spanned};
 //!
 //! #[derive(Debug, serde::Deserialize)]
 //! #[serde(deny_unknown_fields)]
@@ -22,6 +22,8 @@
 //! # Ok::<(), contract::Fault>(())
 //! ```
 
+#![forbid(unsafe_code)]
+
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -29,7 +31,7 @@ use serde::de::DeserializeOwned;
 use serde_path_to_error::{Path, Segment};
 pub use toml::{Spanned, Value};
 
-use crate::{Fault, Ratio, Result};
+use contract::{Fault, Ratio, Result};
 
 /// A table whose keys depend on one of its values.
 pub type Table = BTreeMap<Spanned<String>, Spanned<Value>>;
@@ -356,7 +358,7 @@ mod tests {
         for (text, place, said, help) in cases {
             let fault = File::new("c.toml", text).parse::<Whole>().map(drop).unwrap_err();
             let told = fault.to_string();
-            assert_eq!(fault.class(), crate::Class::Usage);
+            assert_eq!(fault.class(), contract::Class::Usage);
             assert!(told.starts_with(&format!("c.toml:{place}: ")), "{text:?}: {told}");
             assert!(told.contains(said) && told.contains(help), "{text:?}: {told}");
         }
@@ -383,7 +385,7 @@ mod tests {
     #[test]
     fn a_file_that_is_not_text_is_wrong_use() {
         let fault = File::from_bytes("c.toml", b"a = 1\nb = \xff".to_vec()).unwrap_err();
-        assert_eq!(fault.class(), crate::Class::Usage);
+        assert_eq!(fault.class(), contract::Class::Usage);
         assert!(fault.to_string().contains("c.toml:2") && fault.to_string().contains("0xff"));
     }
 }
