@@ -21,6 +21,8 @@ use crate::parallel;
 /// The result of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TaskResult {
+    /// Which task, as its file is called: two of one source may have files of the same number.
+    pub(super) of: String,
     /// Its files.
     pub(super) inputs: Vec<Input>,
     /// The key of its part.
@@ -81,8 +83,13 @@ impl TaskResult {
         self.inputs.len() == files.len() && self.inputs.iter().zip(files).all(same)
     }
 
+    /// What the result of a task is called.
+    pub(super) fn name(stage: Stage, task: usize) -> String {
+        format!("{}-{task:06}", stage.name())
+    }
+
     fn path(plan: &Plan, stage: Stage, task: usize) -> PathBuf {
-        plan.folder().join(format!("{}-{task:06}.json", stage.name()))
+        plan.folder().join(format!("{}.json", TaskResult::name(stage, task)))
     }
 
     /// The result that is there.
@@ -92,7 +99,15 @@ impl TaskResult {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
         };
-        TaskResult::parse(&path, &bytes).map(Some)
+        let (found, wanted) = (TaskResult::parse(&path, &bytes)?, TaskResult::name(stage, task));
+        if found.of != wanted {
+            return Err(Fault::data("this is the result of another task")
+                .at(path.display().to_string())
+                .found(found.of)
+                .wanted(wanted)
+                .hint("delete it and run the task again"));
+        }
+        Ok(Some(found))
     }
 
     /// The result in a file.
@@ -114,8 +129,8 @@ impl TaskResult {
     /// Puts the result down, unless there is one: then the two must say the same.
     pub(super) fn commit(&self, plan: &Plan, stage: Stage, task: usize) -> Result<()> {
         let path = TaskResult::path(plan, stage, task);
-        let name = format!("{}-{task:06}", stage.name());
-        let scratch = scratch(&plan.folder(), &name)?;
+        let name = &self.of;
+        let scratch = scratch(&plan.folder(), name)?;
         disk::write_whole(&scratch, &json::bytes(self, "a result")?)?;
         if create(&scratch, &path)? {
             return Ok(());

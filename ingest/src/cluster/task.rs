@@ -179,12 +179,12 @@ impl<'a> Runner<'a> {
             if path.exists() {
                 prune::used(&path);
                 let digest = digest_at_end(&path, part)?;
-                let inputs = result::stamped(known, stamps);
-                TaskResult { inputs, part, digest, reused: true }.commit(plan, stage, task)?;
+                let (of, inputs) = (TaskResult::name(stage, task), result::stamped(known, stamps));
+                TaskResult { of, inputs, part, digest, reused: true }.commit(plan, stage, task)?;
                 return Ok((Ran::Reused(digest), T::default()));
             }
         }
-        let name = format!("{}-{task:06}", stage.name());
+        let name = TaskResult::name(stage, task);
         let scratch = result::scratch(&plan.parts(), &name)?;
         let mut writer = PartWriter::create(&scratch)?;
         let mut found = FilesRead { files, known: known.as_deref(), contents: Vec::new() };
@@ -194,7 +194,7 @@ impl<'a> Runner<'a> {
         let digest = writer.finish(part)?;
         commit(&plan.part(part), part, &scratch, digest)?;
         let inputs = result::stamped(&contents, stamps);
-        TaskResult { inputs, part, digest, reused: false }.commit(plan, stage, task)?;
+        TaskResult { of: name, inputs, part, digest, reused: false }.commit(plan, stage, task)?;
         Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, written))
     }
 

@@ -521,6 +521,25 @@ fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
     assert!(tree(&bench.path("merged")) == wanted);
 }
 
+/// What one task did is not taken for what another one did, though its part is whole and its files are as many.
+#[test]
+fn a_result_in_the_place_of_another_is_never_merged() {
+    let bench = Workbench::new(20);
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
+    run(&plan);
+    let place = |task: usize| plan.folder().join(format!("encode-{task:06}.json"));
+    assert!(place(1).exists(), "two tasks of one source");
+    let good = fs::read(place(1)).unwrap();
+    fs::copy(place(0), place(1)).unwrap();
+    let fault = merge(&plan, &bench.path("merged"), true).map(drop).unwrap_err();
+    assert!(fault.class() == Class::Data && fault.place() == place(1).to_str(), "{fault}");
+    assert!(fault.to_string().contains("the result of another task"), "{fault}");
+    assert!(!bench.path("merged").exists());
+    fs::write(place(1), good).unwrap();
+    merge(&plan, &bench.path("merged"), true).unwrap();
+}
+
 /// Whatever is read in a folder of parts may have become something that never ends.
 #[test]
 fn pipes_among_parts_keep_nobody_waiting() {
