@@ -2,7 +2,8 @@
 //!
 //! It is FlashAttention-2 (arXiv:2307.08691) over documents that lie one behind the other. The last query of a document sees its
 //! last key, so what comes before a part of one needs no mask of its own. Its way back is the deterministic one, which the switches
-//! ask for. Gradients come in bf16 and are widened.
+//! ask for: it adds up gradients of queries in as many parts as the device has room for beside the documents of a call, so its bits
+//! belong to all of them together. Gradients come in bf16 and are widened.
 //!
 //! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks begin at
 //! the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone. A device of tests says no
