@@ -46,7 +46,7 @@ fn a_run_goes_the_way_of_amds_libraries() {
     assert_eq!([&table["device"], &table["architecture"]], ["cuda", ""]);
     assert_eq!(table["compiler"], "hiprtc 13.0");
     let gpu = table["gpu"].as_object().unwrap();
-    for name in ["compute units", "driver", "runtime", "rocBLAS", "MIOpen"] {
+    for name in ["compute units", "driver", "runtime", "rocBLAS", "hipBLASLt", "MIOpen"] {
         assert!(gpu.contains_key(name), "{name}: {table}");
     }
     assert_eq!(table["environment"]["ROCBLAS_DEFAULT_ATOMICS_MODE"], "0");

@@ -48,7 +48,7 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     assert!(on.ledger("plain") == on.ledger("two"), "the ledgers differ");
 }
 
-/// Attention by libtorch's kernels: workers, recomputation, a kill, ranks and a replay leave one ledger, and its losses are those of
+/// Attention by libtorch's kernels: workers, recomputation, going on and a replay leave one ledger, and its losses are those of
 /// our own kernels within what bf16 rounds; of whole micro-batches, and of parts of documents, whose sums libtorch makes in f32.
 #[test]
 fn attention_by_the_library_is_one_run_too() {

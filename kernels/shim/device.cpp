@@ -203,6 +203,16 @@ int shim_gpu_table(int index) {
     char text[256] = {};
     const auto rocblas = loaded<int (*)(char*, size_t)>("rocblas_get_version_string");
     if (rocblas != nullptr && rocblas(text, sizeof(text) - 1) == 0) lines.add("rocBLAS", text);
+    // It says its release to who has a handle.
+    void* handle = nullptr;
+    const auto create = loaded<int (*)(void**)>("hipblasLtCreate");
+    const auto version = loaded<int (*)(void*, int*)>("hipblasLtGetVersion");
+    const auto destroy = loaded<int (*)(void*)>("hipblasLtDestroy");
+    if (create != nullptr && version != nullptr && destroy != nullptr && create(&handle) == 0) {
+      int release = 0;
+      if (version(handle, &release) == 0) lines.add("hipBLASLt", std::to_string(release));
+      destroy(handle);
+    }
     size_t parts[3] = {};
     const auto miopen = loaded<int (*)(size_t*, size_t*, size_t*)>("miopenGetVersion");
     if (miopen != nullptr && miopen(&parts[0], &parts[1], &parts[2]) == 0) {

@@ -443,6 +443,16 @@ int VENDORS(cudaRuntimeGetVersion, hipRuntimeGetVersion)(int* version) {
 #ifdef STANDIN_HIP
 int hipDeviceGetName(char*, int, int) { return 1; }
 int rocblas_get_version_string(char* text, size_t room) { return std::snprintf(text, room, "0.1.2") < 0; }
+int hipblasLtCreate(void** handle) {
+  static int one;
+  *handle = &one;
+  return 0;
+}
+int hipblasLtGetVersion(void* handle, int* version) {
+  *version = 12;
+  return handle == nullptr;
+}
+int hipblasLtDestroy(void* handle) { return handle == nullptr; }
 int miopenGetVersion(size_t* major, size_t* minor, size_t* patch) {
   *major = 0, *minor = 1, *patch = 2;
   return 0;

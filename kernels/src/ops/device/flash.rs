@@ -1,13 +1,14 @@
-//! Attention by libtorch's own kernels, all documents of a chunk in one launch: in bf16, where a device has units for such products.
+//! Attention by libtorch's own kernels, all documents of a chunk in one launch: in bf16, where a device has units for such
+//! products.
 //!
-//! It is FlashAttention-2 (arXiv:2307.08691) over documents that lie one behind the other. The last query of a document sees its
-//! last key, so what comes before a part of one needs no mask of its own. Its way back is the deterministic one, which the switches
-//! ask for: it adds up gradients of queries in as many parts as the device has room for beside the documents of a call, so its bits
-//! belong to all of them together. Gradients come in bf16 and are widened.
+//! It is FlashAttention-2 (arXiv:2307.08691) over documents that lie one behind the other. The last query of a document sees
+//! its last key, so what comes before a part of one needs no mask of its own. Its way back is the deterministic one, which the
+//! switches ask for: it adds up gradients of queries in as many parts as the device has room for beside the documents of a
+//! call, so its bits belong to all of them together. Gradients come in bf16 and are widened.
 //!
-//! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks begin at
-//! the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone. A device of tests says no
-//! architecture.
+//! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks
+//! begin at the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone. A device of tests
+//! says no architecture.
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 

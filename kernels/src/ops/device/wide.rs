@@ -1,8 +1,8 @@
 //! Products of bf16 whose outcome is f32: parts of a sum, which are not rounded before the others have come.
 //!
 //! libtorch has one product for them (`mm.dtype`, `bmm.dtype`), which keeps what units for bf16 add up in f32. Not everywhere:
-//! releases for AMD refused it for a while, and main memory has none. There the operands are widened, which costs a pass over each
-//! and the speed of f32.
+//! releases for AMD refused it for a while, and main memory has none. There the operands are widened, which costs a pass over
+//! each and the speed of f32.
 
 use std::sync::OnceLock;
 
