@@ -91,8 +91,8 @@ pub struct Measured {
 }
 
 impl Bench {
-    /// A causal call over `tokens` of one document, each way that it could be computed; of a worker while all are at work. `heads`
-    /// are `[H, K, d]`.
+    /// A causal call over `tokens` of one document, each way that it could be computed; of a worker while all are at work.
+    /// `heads` are `[H, K, d]`.
     ///
     /// # Errors
     /// Where an operation refuses, or memory ends.

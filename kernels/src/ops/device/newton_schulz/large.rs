@@ -160,8 +160,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
-        /// Whole and in blocks: the same product within rounding, of what lies as it is or turned; what is mirrored has the bits of
-        /// what it mirrors.
+        /// Whole and in blocks: the same product within rounding, of what lies as it is or turned; what is mirrored has the
+        /// bits of what it mirrors.
         #[test]
         fn symmetric_products_are_made_of_blocks(
             (count, half, inner) in (1i64..4, 1i64..20, 1i64..40),
