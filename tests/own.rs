@@ -59,9 +59,9 @@ fn attention_by_the_library_is_one_run_too() {
         let on = OnDevice::by_ours(Fixture { every: "1", ..Fixture::new(&change) });
         on.finish("ours", &["--workers", "1", "--stop-after", "1"]);
         let on = on.choosing(&[("ZTRAIN_ATTENTION", "library")]);
-        on.finish("plain", &["--workers", "1", "--stop-after", "3"]);
-        on.finish("other", &["--workers", "2", "--recompute", "--stop-after", "2"]);
-        on.finish("other", &["--workers", "1", "--stop-after", "3"]);
+        on.finish("plain", &["--workers", "1", "--stop-after", "2"]);
+        on.finish("other", &["--workers", "2", "--recompute", "--stop-after", "1"]);
+        on.finish("other", &["--workers", "1", "--stop-after", "2"]);
         assert!(on.ledger("plain") == on.ledger("other"), "the ledgers differ: {cut:?}");
 
         let line = |out: &str, number: usize| -> Value {

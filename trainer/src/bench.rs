@@ -16,7 +16,7 @@ use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Team, share};
 use crate::model::{self, Dealt};
 use crate::refusal::refused;
-use crate::sizing::repeat::numbers;
+use crate::sizing::numbers::numbers;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::{Ownership, Piece};

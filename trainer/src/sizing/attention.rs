@@ -6,7 +6,7 @@ use kernels::ops::{ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span
 use tch::{Device, Kind, Tensor};
 
 use super::machine::Bench;
-use super::repeat::numbers;
+use super::numbers::numbers;
 
 /// Operands of a call and of its way back, over tokens that lie in documents.
 pub(super) struct Operands {

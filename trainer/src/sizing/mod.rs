@@ -22,6 +22,7 @@ pub mod experts;
 pub mod faults;
 pub mod hints;
 pub mod machine;
+pub(crate) mod numbers;
 pub mod operations;
 pub mod products;
 pub mod repeat;
