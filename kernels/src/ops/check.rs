@@ -10,7 +10,7 @@ use super::{
     Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, NormBack, QueryKey,
     RouterWeights, Scaling,
 };
-use crate::Result;
+use crate::{Error, Result};
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor) -> Result<[i64; 2]> {
     let call = Call("rms_norm");
@@ -225,6 +225,12 @@ pub(super) fn attention(by: Attention) -> Result<i64> {
         return Err(call.refuse("spans", format!("{:?}", by.spans), wanted));
     }
     Ok(tokens)
+}
+
+/// What is said where attention is asked to go back from what other kernels kept.
+pub(super) fn not_its_own(saved: &[[Tensor; 2]]) -> Error {
+    let found = format!("{} pairs of tensors", saved.len());
+    Call("attention_backward").refuse("saved", found, "its own".to_owned())
 }
 
 pub(super) fn attention_backward(by: Attention, grad: &Tensor, out: AttentionGrads) -> Result<()> {

@@ -462,6 +462,14 @@ pub const EXPERTS: [Table; 2] =
 pub const ATTENTIONS: [Table; 2] =
     [&device::Own::with_attention(false), &device::Own::with_attention(true)];
 
+/// Whether the second of [`ATTENTIONS`] computes this by libtorch's kernels: where it cannot, it goes by our own.
+///
+/// # Errors
+/// Where the operands are not on a GPU.
+pub fn library_attends(by: Attention) -> Result<bool> {
+    Ok(device::takes_attention(&Queue::of(by.query.device())?, by))
+}
+
 /// Bytes that [`Ops::all_newton_schulz`] holds on a GPU for matrices of these shapes, what it answers with included.
 pub fn newton_schulz_bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     device::newton_schulz::bytes(shapes, by)

@@ -2,11 +2,14 @@
 
 use contract::Result;
 use kernels::Result as Computed;
-use kernels::ops::{ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span, Table};
+use kernels::ops::{
+    ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span, Table, library_attends,
+};
 use tch::{Device, Kind, Tensor};
 
 use super::machine::Bench;
 use super::numbers::numbers;
+use crate::refusal::refused;
 
 /// Operands of a call and of its way back, over tokens that lie in documents.
 pub(super) struct Operands {
@@ -63,11 +66,13 @@ impl Operands {
     }
 }
 
-/// The tables by whose kernels attention over such operands could be computed, with what they are called, beside the one that
-/// trains; none but on a device.
-pub(super) fn others(trains: Table, kind: Kind) -> impl Iterator<Item = (&'static str, Table)> {
-    let several = trains.name() == DEVICE.name() && kind == Kind::BFloat16;
-    ["own", "library"].into_iter().zip(ATTENTIONS).filter(move |_| several)
+/// The tables by whose kernels attention over these operands could be computed, with what they are called, beside the one that
+/// trains; none but on a device, and where libtorch's kernels do not take them.
+pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str, Table)>> {
+    match trains.name() == DEVICE.name() && library_attends(of.by())? {
+        true => Ok(["own", "library"].into_iter().zip(ATTENTIONS).collect()),
+        false => Ok(Vec::new()),
+    }
 }
 
 /// Operations in a second of a call over one document.
@@ -100,15 +105,16 @@ impl Bench {
         let trains = self.workers.ops();
         let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;
         let operations = 4.0 * (heads[0] * heads[2]) as f64 * pairs;
+        let prepare = || Operands::of(&[Span::whole(0, tokens)], heads, kind, self.device);
         let rates = |ops: Table| -> Result<Rates> {
-            let prepare = || Operands::of(&[Span::whole(0, tokens)], heads, kind, self.device);
             let there = self.time(prepare, |own| own.forward(ops).map(drop))?;
             let both = self.time(prepare, |own| own.both(ops).map(drop))?;
             let back = (both - there).max(0.05 * both);
             Ok(Rates { forward: operations / there, backward: 2.0 * operations / back })
         };
-        let others = others(trains, kind).map(|(name, ops)| Ok((name, rates(ops)?)));
-        let others = others.collect::<Result<Vec<_>>>()?;
+        let others = prepare().and_then(|own| others(trains, &own)).map_err(refused)?.into_iter();
+        let others =
+            others.map(|(name, ops)| Ok((name, rates(ops)?))).collect::<Result<Vec<_>>>()?;
         Ok(Measured { operations, trained: rates(trains)?, others })
     }
 }

@@ -31,7 +31,7 @@ pub struct Repeated {
     #[serde(flatten)]
     pub shape: Shape,
     /// Who computed: the table of operations; of experts also a loop over them and libtorch's grouped product; of attention on a
-    /// device also our own kernels and libtorch's.
+    /// device also our own kernels and libtorch's. A part of a sum stays f32.
     pub by: &'static str,
     /// How often.
     pub times: u32,
@@ -137,7 +137,12 @@ impl Repeats {
         let shapes = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
         for ((way, (left, right)), shape) in WAYS.into_iter().zip(&operands).zip(shapes) {
             let [rows, inner, columns] = shape;
-            let row = row(name, way, kind, Shape { rows, inner, columns }, "ours");
+            let row = |by| row(name, way, kind, Shape { rows, inner, columns }, by);
+            if kind == Kind::BFloat16 {
+                // As a micro-batch that is cut multiplies it.
+                self.asked(row("a part"), || self.ops.matmul_part(left, right), found)?;
+            }
+            let row = row("ours");
             if !heads.is_empty() {
                 self.asked(row, || self.ops.matmul(left, right), found)?;
                 continue;
@@ -211,8 +216,9 @@ impl Repeats {
         let shape = Shape { rows, inner, columns };
         let begun = Span { start: 0, len: first.max(1), before: first };
         let whole = Span::whole(begun.len, (tokens - begun.len).max(1));
-        for (by, ops) in [("ours", self.ops)].into_iter().chain(attention::others(self.ops, kind)) {
-            let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
+        let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
+        let others = attention::others(self.ops, &own)?;
+        for (by, ops) in [("ours", self.ops)].into_iter().chain(others) {
             let row = |way| row("attention", way, kind, shape, by);
             self.asked(row(WAYS[0]), || Ok(own.forward(ops)?.heads), found)?;
             let back = || {
@@ -280,6 +286,7 @@ mod tests {
                 own.filter(|row| row.by == by).map(|row| row.digest.clone()).next()
             };
             assert_ne!(digests(WAYS[0], "ours"), digests(WAYS[1], "ours"));
+            assert_eq!(by("a part") > 0, kind == Kind::BFloat16);
             let attention = found.iter().filter(|row| row.name == "attention").count();
             assert_eq!(attention, 2, "there and back");
         }

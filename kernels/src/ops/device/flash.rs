@@ -133,8 +133,7 @@ pub(super) fn attention_backward(
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
     let [[heads, logs], [ends, seed], [offset, _]] = saved else {
-        let found = format!("{} pairs of tensors", saved.len());
-        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+        return Err(check::not_its_own(saved));
     };
     let ([query, key, value], [of_queries, of_keys]) = (operands(by)?, halves(ends)?);
     let ([queries, _, width], [most, most_keys]) = (by.shape, longest(by));

@@ -77,6 +77,11 @@ fn blocks(rows: i64, width: i64) -> Result<i64> {
     Ok((elements.ok_or_else(refuse)? + 1023) / 1024)
 }
 
+/// Whether libtorch's attention is taken where it is asked for.
+pub(super) fn takes_attention(queue: &Queue, by: Attention) -> bool {
+    flash::takes(queue, Some(true), by)
+}
+
 /// A list of one has one answer.
 fn unreached(operation: &'static str) -> Error {
     Error::Foreign { call: operation, reason: "it has no answer".to_owned() }

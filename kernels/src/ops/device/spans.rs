@@ -88,8 +88,7 @@ pub(super) fn attention_backward(
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
     let [[heads, logs], [table, _]] = saved else {
-        let found = format!("{} pairs of tensors", saved.len());
-        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+        return Err(check::not_its_own(saved));
     };
     let asked = [out.query, out.key, out.value];
     let [query, key, value] = asked.map(|out| side_by_side(queue, out));

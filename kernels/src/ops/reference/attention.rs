@@ -4,7 +4,6 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
-use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
@@ -30,8 +29,7 @@ pub(super) fn attention_backward(
 ) -> Result<()> {
     check::attention_backward(by, grad, out)?;
     if !saved.is_empty() {
-        let found = "what another table kept".to_owned();
-        return Err(Call("attention_backward").refuse("saved", found, "its own".to_owned()));
+        return Err(check::not_its_own(saved));
     }
     let [queries, keys, width] = by.shape;
     let scale = 1.0 / (width as f64).sqrt();
