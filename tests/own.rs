@@ -152,7 +152,8 @@ fn experts_and_attention_are_measured_each_way() {
     let attention: Vec<Value> = attention.map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(!attention.is_empty());
     for row in attention {
-        let several = row["dtype"] == "bf16";
+        // A token that stands alone is none of the library's.
+        let several = row["dtype"] == "bf16" && row["attention"].as_i64() > Some(1);
         for way in ["own", "library"] {
             assert_eq!(
                 row[way]["backward"].as_f64().is_some_and(|rate| rate > 0.0),
