@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::pretended::{OnDevice, by_name, total};
 use crate::ranks::Fixture;
-use crate::support::Ran;
+use crate::support::{CUT, Ran, SHORT};
 use crate::transport::standin;
 
 /// Ranks with one worker each, whose tensors go from device to device.
@@ -63,8 +63,7 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
     assert_eq!(counted("races"), 0);
 
     // So it is with lines of ranks that share micro-batches and shards of weights.
-    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let cut = OnDevice::by_libtorch_of(&[("micro_batch = 2", cut)]);
+    let cut = OnDevice::by_libtorch_of(&[CUT]);
     for what in ["--cp", "--tsp"] {
         let mut command = carried(&cut, what, &["--nproc", "2", what, "2", "--stop-after", "2"]);
         Ran::from(command.env("STANDIN_FAULT", "look:0").output().unwrap()).ok();
@@ -96,7 +95,7 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 
 #[test]
 fn a_step_whose_transfers_failed_is_not_written_down() {
-    let on = OnDevice::by_libtorch();
+    let on = OnDevice::by_libtorch_of(&SHORT);
     on.finish("alone", &["--workers", "1"]);
     // The weights at the start have a round, and each step has two: its gradients, and the new weights at its end. Where one
     // fails within the call nobody waits for it.

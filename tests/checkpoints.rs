@@ -91,6 +91,8 @@ fn no_run_takes_the_checkpoints_in_the_folder_of_another() {
         let said = kept_in(&other, &second, &usual, more);
         said.fails(2, &["run/checkpoints", "another run keeps its checkpoints here"]);
     }
+    let said = kept_in(&other, &second, &run.join("more"), &[]);
+    said.fails(2, &["run/more", "lies in the folder of another run", "a place outside"]);
     assert!(before == tree(&run), "nothing is written there");
     // Moved away they are nobody else's either, and the run's own where it says so.
     fs::rename(&usual, &moved).unwrap();

@@ -11,11 +11,13 @@ use serde_json::Value;
 
 use crate::pretended::{OnDevice, by_name, libtorch_cuda, pretend, total};
 use crate::ranks::{Fixture, until_lines};
-use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, ztrain_command};
+use crate::support::{
+    CUT, MIDDLING, Ran, SHORT, Scratch, arg, build, corpus, curriculum, ztrain_command,
+};
 
 #[test]
 fn a_run_on_a_device_is_one_run_however_it_is_computed() {
-    let on = OnDevice::by_libtorch();
+    let on = OnDevice::by_libtorch_of(&MIDDLING);
     on.finish("plain", &["--workers", "1"]);
     on.finish("two", &["--workers", "2", "--prefetch", "1"]);
     on.fixture.assert_same("plain", "two");
@@ -31,7 +33,7 @@ fn a_run_on_a_device_is_one_run_however_it_is_computed() {
     on.fixture.assert_same("plain", "killed");
 
     let run = on.fixture.scratch.path("plain");
-    let args = ["replay", "--run", arg(&run), "--step", "14", "--device", "cuda"];
+    let args = ["replay", "--run", arg(&run), "--step", "12", "--device", "cuda"];
     let mut command = ztrain_command(&args);
     pretend(&mut command, &on.report("replayed"));
     command.env("LD_LIBRARY_PATH", libtorch_cuda());
@@ -195,7 +197,7 @@ fn what_finishes_gradients_is_seen_by_its_memory() {
 /// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.
 #[test]
 fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
-    let on = OnDevice::by_libtorch();
+    let on = OnDevice::by_libtorch_of(&SHORT);
     let ranks = |command: &mut Command| {
         command.env("ZTRAIN_RCCL", crate::transport::standin());
     };
@@ -222,8 +224,7 @@ fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
 /// The lines of ranks that share micro-batches have a stream of their own between the devices.
 #[test]
 fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
-    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let on = OnDevice::by_libtorch_of(&[("micro_batch = 2", cut)]);
+    let on = OnDevice::by_libtorch_of(&[CUT]);
     on.finish("alone", &["--workers", "1", "--stop-after", "4"]);
     let groups = ["--cp", "--tsp", "--prefetch"].map(|what| {
         let two = ["--nproc", "2", "--workers", "1", "--transport", "rccl", "--stop-after", "4"];

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::losses::{events, numbers};
 use crate::ranks::{Fixture, signal};
 use crate::supervise::{Supervised, command, of_rank};
-use crate::support::{Ran, arg};
+use crate::support::{Ran, SHORT, arg};
 use crate::transport::compiled;
 
 /// Changes of the curriculum: all products of matrices are those of micro-batches.
@@ -31,7 +31,12 @@ fn suffer(command: &mut Command, faults: &str) {
 
 /// The fixture, with the run `alone`.
 fn fixture() -> Fixture {
-    let fixture = Fixture::new(&CHANGES);
+    fixture_of(&[])
+}
+
+/// The same with more changes.
+fn fixture_of(more: &[(&str, &str)]) -> Fixture {
+    let fixture = Fixture::new(&[&CHANGES[..], more].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     fixture
 }
@@ -58,8 +63,10 @@ fn places() -> Vec<Place> {
 impl Place {
     /// Three ranks of which some end here, and the others finish the run.
     fn try_on(&self, fixture: &Fixture, out: &str, flags: &[&str]) {
-        let flags = [&["--nproc", "3", "--min-ranks", "1", "--workers", "1"], flags].concat();
-        let mut command = fixture.run(out, &flags);
+        let ranks = ["--nproc", "3", "--min-ranks", "1", "--workers", "1"];
+        // An old checkpoint is removed before the run ends.
+        let few = ["--keep", "2", "--only-newest"];
+        let mut command = fixture.run(out, &[&ranks[..], &few, flags].concat());
         let fault = |[ranks, count, text]: &[&str; 3]| format!("kill {ranks} {count} {text}");
         suffer(&mut command, &self.ends.iter().map(fault).collect::<Vec<_>>().join("\n"));
         let Place { name, .. } = self;
@@ -78,7 +85,7 @@ impl Place {
 
 #[test]
 fn wherever_ranks_are_killed_the_others_finish_the_step() {
-    let fixture = fixture();
+    let fixture = fixture_of(&SHORT);
     for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "plain") {
         place.try_on(&fixture, &format!("plain-{number}"), &[]);
     }
@@ -86,7 +93,7 @@ fn wherever_ranks_are_killed_the_others_finish_the_step() {
 
 #[test]
 fn so_they_do_with_copies_in_memory() {
-    let fixture = fixture();
+    let fixture = fixture_of(&SHORT);
     for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "mirror") {
         place.try_on(&fixture, &format!("mirror-{number}"), &["--mirror"]);
     }

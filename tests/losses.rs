@@ -10,6 +10,7 @@ use contract::{Key, Purpose, draw};
 use serde_json::Value;
 
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
+use crate::support::{CUT, MIDDLING};
 
 /// What befalls a run.
 struct Case {
@@ -137,12 +138,12 @@ fn those_who_are_left_finish_the_run_with_the_same_bytes() {
 #[test]
 fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
     let changes = [("batch = 6", "batch = 12"), ("batch = 8", "batch = 16")];
-    for (number, dtype) in (0..).zip(["f32", "bf16"]) {
+    for (number, dtype, cases) in [(0, "f32", &CASES[1..4]), (1, "bf16", &CASES[1..2])] {
         let dtype = format!("dtype = \"{dtype}\"");
         let fixture = Fixture::new(&[&changes[..], &[("dtype = \"f32\"", &dtype)]].concat());
         fixture.finish("alone", &["--nproc", "1"]);
         let mut recalled = 0;
-        for (index, case) in (0..).zip(&CASES[1..4]) {
+        for (index, case) in (0..).zip(cases) {
             let out = format!("case-{index}");
             case.try_on(&fixture, &out, 100 * number + index, &["--mirror"]);
             let again = |event: &Value| event["again"].as_u64().unwrap();
@@ -164,13 +165,12 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
 /// Those who are left hold all weights again, or fold them among fewer, by copies in memory.
 #[test]
 fn so_do_ranks_that_hold_weights_for_each_other() {
-    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let fixture = Fixture::new(&[("micro_batch = 2", cut)]);
+    let fixture = Fixture::new(&[&MIDDLING[..], &[CUT]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     let case = Case {
         count: 4,
         flags: &["--cp", "2", "--tsp", "2"],
-        losses: &[(5, &[1, 2], "KILL"), (12, &[0], "KILL")],
+        losses: &[(5, &[1, 2], "KILL"), (10, &[0], "KILL")],
     };
     case.try_on(&fixture, "folded", 7, &["--mirror"]);
     fixture.assert_same("alone", "folded");

@@ -81,7 +81,7 @@ fn long_run(folder: &Path, steps: u64) {
     let mut tell = |line: Value| writeln!(events, "{line}").unwrap();
     let began = |from: u64, recorded: u64| {
         json!({
-            "event": "start", "from_step": from, "recorded": recorded, "device": "Cpu", "workers": 2,
+            "event": "start", "from_step": from, "recorded": recorded, "device": "cpu", "workers": 2,
         })
     };
     tell(began(0, 0));

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use contract::{Key, Purpose, draw};
 
 use crate::support::{
-    Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain, ztrain_command,
+    CUT, MIDDLING, SHORT, Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain,
+    ztrain_command,
 };
 
 /// Sends `signal` to a process by its number.
@@ -102,9 +103,10 @@ pub(crate) fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
     }
 }
 
-/// A store and a curriculum of twenty steps.
+/// A store and a curriculum of twenty steps, or as many as its changes say.
 pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
+    pub(crate) steps: u64,
     /// The library that moves the ranks' tensors, if not Gloo.
     pub(crate) library: Option<std::path::PathBuf>,
     /// By how many milliseconds that library comes late, at most.
@@ -122,7 +124,10 @@ impl Fixture {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
         let curriculum = curriculum(&scratch, &store, "run.toml", change);
-        Fixture { scratch, library: None, delay: None, shared: &[], every: "3", curriculum }
+        let text = fs::read_to_string(&curriculum).unwrap();
+        let steps = text.lines().filter_map(|line| line.strip_prefix("steps = "));
+        let steps = steps.map(|steps| steps.parse::<u64>().unwrap()).sum();
+        Fixture { scratch, steps, library: None, delay: None, shared: &[], every: "3", curriculum }
     }
 
     pub(crate) fn run(&self, out: &str, extra: &[&str]) -> Command {
@@ -152,7 +157,8 @@ impl Fixture {
     pub(crate) fn finish(&self, out: &str, ranks: &[&str]) {
         let ran: crate::support::Ran = self.run(out, ranks).output().unwrap().into();
         let said = ran.ok();
-        assert!(said.starts_with("done after step 20 of 20"), "{said}");
+        let steps = self.steps;
+        assert!(said.starts_with(&format!("done after step {steps} of {steps}")), "{said}");
         assert_eq!(said.lines().count(), 1, "one rank speaks for all: {said}");
     }
 
@@ -161,7 +167,8 @@ impl Fixture {
         let (a, b) = (self.scratch.path(a), self.scratch.path(b));
         let ledger = |run: &Path| fs::read_to_string(run.join("ledger.jsonl")).unwrap();
         assert!(ledger(&a) == ledger(&b), "the ledgers differ");
-        assert_same_tree(&a.join("checkpoints/step-20"), &b.join("checkpoints/step-20"));
+        let last = format!("checkpoints/step-{}", self.steps);
+        assert_same_tree(&a.join(&last), &b.join(&last));
         ztrain(&["compare", arg(&a), arg(&b)]).ok();
     }
 }
@@ -224,7 +231,8 @@ fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
 
 #[test]
 fn so_do_they_in_bf16() {
-    let fixture = Fixture::new(&[("dtype = \"f32\"", "dtype = \"bf16\"")]);
+    let fixture =
+        Fixture::new(&[&MIDDLING[..], &[("dtype = \"f32\"", "dtype = \"bf16\"")]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     kill_in_turn(&fixture, &[(3, Some(1), "2,1"), (2, Some(0), "2"), (4, None, "2,2")]);
     fixture.finish("killed", &["--nproc", "2"]);
@@ -234,17 +242,14 @@ fn so_do_they_in_bf16() {
 /// Whoever is killed, the others of its line wait in the middle of a layer.
 #[test]
 fn so_do_ranks_that_share_micro_batches() {
-    let mut fixture = Fixture::new(&[(
-        "micro_batch = 2",
-        "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2",
-    )]);
+    let mut fixture = Fixture::new(&[&MIDDLING[..], &[CUT]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     fixture.shared = &["--cp", "4"];
     kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (6, Some(1), "6"), (2, Some(0), "1,1")]);
     fixture.finish("killed", &["--nproc", "4", "--cp", "2", "--recompute"]);
     fixture.assert_same("alone", "killed");
     let run = fixture.scratch.path("killed");
-    let step = ["replay", "--run", arg(&run), "--step", "14"];
+    let step = ["replay", "--run", arg(&run), "--step", "12"];
     let verdict = ztrain(&step).ok();
     assert!(verdict.contains("same bits"), "one rank replays what shared ones trained: {verdict}");
     let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "4"]].concat()).ok();
@@ -254,17 +259,14 @@ fn so_do_ranks_that_share_micro_batches() {
 /// Whoever is killed, the others wait for the shards of weights that it held.
 #[test]
 fn so_do_ranks_that_hold_weights_for_each_other() {
-    let mut fixture = Fixture::new(&[(
-        "micro_batch = 2",
-        "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2",
-    )]);
+    let mut fixture = Fixture::new(&[&SHORT[..], &[CUT]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     fixture.shared = &["--cp", "2", "--tsp", "2"];
     kill_in_turn(&fixture, &[(4, Some(2), "2,2"), (4, Some(0), "4")]);
     fixture.finish("killed", &["--nproc", "2", "--tsp", "2", "--recompute"]);
     fixture.assert_same("alone", "killed");
     let run = fixture.scratch.path("killed");
-    let step = ["replay", "--run", arg(&run), "--step", "14"];
+    let step = ["replay", "--run", arg(&run), "--step", "8"];
     let verdict = ztrain(&step).ok();
     assert!(verdict.contains("same bits"), "one rank replays what folded ones trained: {verdict}");
     let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "2", "--tsp", "2"]].concat()).ok();

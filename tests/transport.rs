@@ -13,7 +13,7 @@ use serde_json::Value;
 
 use crate::python::tests_folder;
 use crate::ranks::{Fixture, hold_one, kill_in_turn};
-use crate::support::{Ran, ztrain_command};
+use crate::support::{CUT, MIDDLING, Ran, SHORT, ztrain_command};
 
 /// The stand-in, compiled once.
 pub(crate) fn standin() -> &'static Path {
@@ -34,15 +34,15 @@ pub(crate) fn compiled(source: &str, name: &str) -> PathBuf {
 }
 
 /// A fixture whose ranks take the stand-in.
-fn carried() -> Fixture {
-    let mut fixture = Fixture::new(&[]);
+fn carried(change: &[(&str, &str)]) -> Fixture {
+    let mut fixture = Fixture::new(change);
     fixture.library = Some(standin().to_owned());
     fixture
 }
 
 #[test]
 fn carried_tensors_leave_the_ledger_of_one_rank() {
-    let fixture = carried();
+    let fixture = carried(&SHORT);
     fixture.finish("alone", &["--nproc", "1"]);
     let ways = [
         ("2", "2", "subtree"),
@@ -69,9 +69,7 @@ fn carried_tensors_leave_the_ledger_of_one_rank() {
 /// gradients, and whoever comes late.
 #[test]
 fn lines_within_a_micro_batch_are_carried_too() {
-    let cut = "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2";
-    let mut fixture = Fixture::new(&[("micro_batch = 2", cut)]);
-    fixture.library = Some(standin().to_owned());
+    let mut fixture = carried(&[&SHORT[..], &[CUT]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     let ways = [
         ["2", "--cp=2", "--tsp=1", "subtree"],
@@ -93,7 +91,7 @@ fn lines_within_a_micro_batch_are_carried_too() {
 
 #[test]
 fn ranks_that_are_killed_while_they_carry_go_on() {
-    let fixture = carried();
+    let fixture = carried(&MIDDLING);
     fixture.finish("alone", &["--nproc", "1"]);
     kill_in_turn(&fixture, &[(2, Some(1), "2"), (3, Some(0), "2,1"), (2, None, "1,1")]);
     fixture.finish("killed", &["--nproc", "3", "--nodes", "2,1"]);
@@ -111,7 +109,7 @@ fn with_fault(fixture: &Fixture, fault: &str, patience: u64) -> Output {
 #[test]
 fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
     let start = Instant::now();
-    let ended = with_fault(&carried(), "kill:1:9", 300);
+    let ended = with_fault(&carried(&[]), "kill:1:9", 300);
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
     let said =
         Ran::from(ended).fails(6, &["rank 1 was ended from outside", "a rank is gone: rank 1"]);
@@ -120,7 +118,7 @@ fn a_rank_that_dies_within_a_transfer_is_named_at_once() {
 
 #[test]
 fn a_rank_that_hangs_within_a_transfer_is_named_within_the_deadline() {
-    let ended = with_fault(&carried(), "stop:1:9", 3);
+    let ended = with_fault(&carried(&[]), "stop:1:9", 3);
     let words =
         ["did not come within 3 s: rank 1, last seen at step", "run the same command again"];
     let said = Ran::from(ended).fails(6, &words);
@@ -129,20 +127,20 @@ fn a_rank_that_hangs_within_a_transfer_is_named_within_the_deadline() {
 
 #[test]
 fn a_rank_that_hangs_between_transfers_is_named_too() {
-    hold_one(&carried());
+    hold_one(&carried(&[]));
 }
 
 #[test]
 fn a_call_that_does_not_return_is_given_up() {
-    let ended = with_fault(&carried(), "block:1:9", 3);
+    let ended = with_fault(&carried(&[]), "block:1:9", 3);
     Ran::from(ended).fails(6, &["did not return within 3 s"]);
-    let ended = with_fault(&carried(), "join:1:0", 3);
+    let ended = with_fault(&carried(&[]), "join:1:0", 3);
     Ran::from(ended).fails(6, &["open RCCL on every rank", "not all joined within 3 s"]);
 }
 
 #[test]
 fn a_library_on_one_rank_only_is_refused_or_passed_over() {
-    let fixture = carried();
+    let fixture = carried(&[]);
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let rank = |rank: &str| {
         let mut command = fixture.run("one", &[]);

@@ -1,6 +1,7 @@
 // The way there of libtorch's attention over documents, which tch does not wrap.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_flash_attention_forward.h>
 
 #include "shim.h"
 

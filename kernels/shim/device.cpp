@@ -1,9 +1,11 @@
 // Devices: the GPU half of libtorch is opened at run time, streams and events go through its device-generic interface,
 // so nothing here needs CUDA or HIP headers. HIP builds of libtorch answer to the name `cuda`.
 
-#include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -4,7 +4,6 @@
 #define USE_DISTRIBUTED
 #define USE_C10D_GLOO
 
-#include <ATen/ATen.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>

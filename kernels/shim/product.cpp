@@ -1,8 +1,13 @@
 // Products of matrices. Those of f32 go through oneDNN, whose kernels use AVX-512 on every processor that has it; MKL's, to which
 // libtorch gives such products, do so on some.
 
-#include <ATen/ATen.h>
 #include <ATen/Context.h>
+#include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 
 #if __has_include(<oneapi/dnnl/dnnl_common.hpp>)
 #include <oneapi/dnnl/dnnl_common.hpp>

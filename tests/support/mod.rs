@@ -217,6 +217,18 @@ pub(crate) fn curriculum(
     scratch.write(name, text)
 }
 
+/// A change of the curriculum that cuts its micro-batches inside.
+pub(crate) const CUT: (&str, &str) =
+    ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2");
+
+/// Changes of the curriculum that leave it ten steps, of both phases.
+pub(crate) const SHORT: [(&str, &str); 2] =
+    [("steps = 12", "steps = 6"), ("\nsteps = 8", "\nsteps = 4")];
+
+/// Fourteen.
+pub(crate) const MIDDLING: [(&str, &str); 2] =
+    [("\nsteps = 8", "\nsteps = 6"), ("steps = 12", "steps = 8")];
+
 const CURRICULUM: &str = r#"store = "STORE"
 seed = 11
 dtype = "f32"

@@ -100,7 +100,14 @@ impl Change {
             let rate = rate_at(spec, step);
             if rate > 0.0 {
                 // One factor on peak and floor keeps the shape.
-                optimizer.lr = Some(now.peak * (lr / rate));
+                let peak = now.peak * (lr / rate);
+                if !peak.is_finite() {
+                    let what = "with later steps in proportion the highest rate would be infinite";
+                    return Err(Fault::usage(what)
+                        .at("--lr")
+                        .found(format!("{lr:e}, where the run has {rate:e}")));
+                }
+                optimizer.lr = Some(peak);
                 schedule.final_lr = (now.decay_steps > 0).then_some(now.last * (lr / rate));
             } else {
                 // Nothing that could be scaled: the rate stays from here on.

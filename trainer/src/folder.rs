@@ -113,8 +113,8 @@ impl OpenRun {
             }
             _ => (),
         }
-        if !checkpoints.has_owner()? && !self.may_claim(&place, &checkpoints)? {
-            return Err(checkpoints.of_another_run());
+        if !checkpoints.has_owner()? {
+            self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {
             disk::create_folder(path)?;
@@ -139,8 +139,8 @@ impl OpenRun {
         Ok(checkpoints)
     }
 
-    /// Whether a place where no word stands may become this run's.
-    fn may_claim(&self, place: &Location, checkpoints: &Checkpoints) -> Result<bool> {
+    /// Refuses a place where no word stands and that may not become this run's.
+    fn may_claim(&self, place: &Location, checkpoints: &Checkpoints) -> Result<()> {
         if let Location::Local(path) = place
             && let Some(parent) = path.parent().filter(|parent| was_taken(parent))
         {
@@ -148,7 +148,16 @@ impl OpenRun {
             let real = |path: &Path| {
                 path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))
             };
-            return Ok(real(parent)? == real(self.folder.root())?);
+            if real(parent)? == real(self.folder.root())? {
+                return Ok(());
+            }
+            return Err(match RunFolder::new(parent).inside() == *place {
+                true => checkpoints.of_another_run(),
+                false => Fault::usage("this place lies in the folder of another run")
+                    .at("--checkpoints")
+                    .found(place)
+                    .wanted(format!("a place outside {}", Location::Local(parent.to_owned()))),
+            });
         }
         let steps = checkpoints.steps()?;
         let ours = |step: &u64| {
@@ -156,7 +165,10 @@ impl OpenRun {
             let found = checkpoints.open(*step).map(|reader| reader.manifest().chain);
             chain.is_some() && found.ok() == chain
         };
-        Ok(steps.is_empty() || steps.iter().any(ours))
+        match steps.is_empty() || steps.iter().any(ours) {
+            true => Ok(()),
+            false => Err(checkpoints.of_another_run()),
+        }
     }
 }
 

@@ -120,6 +120,8 @@ impl Client {
     pub(super) fn new() -> Result<Self> {
         let access = Access::of(&environment::here)?;
         runtime()?;
+        // No TLS without: libraries here bring none of their own. An error says that there is one.
+        let _ = rustls::crypto::ring::default_provider().install_default();
         Ok(Client { access, buckets: Mutex::default(), known: Mutex::default() })
     }
 

@@ -300,8 +300,8 @@ impl CommLoop {
             }
             if looked.elapsed() > WORDS {
                 looked = Instant::now();
-                if let Some(what) = self.peers.word() {
-                    return Err(Error::Reported { what });
+                if let Some(word) = self.peers.word() {
+                    return Err(word.error());
                 }
             }
             let state = self.shared.lock();

@@ -205,8 +205,8 @@ impl CommThread {
             if slept.timed_out() && state.why.is_none() {
                 drop(state);
                 // The communication thread may be waiting for a rank that is well, and waits for the lost one itself.
-                if let Some(what) = self.peers.word() {
-                    self.shared.fail(Error::Reported { what });
+                if let Some(word) = self.peers.word() {
+                    self.shared.fail(word.error());
                 }
             }
         }

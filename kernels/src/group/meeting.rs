@@ -11,6 +11,9 @@ use crate::{Error, Result};
 /// What a rank that is here writes before the name of its machine.
 const HERE: &str = "on ";
 
+/// So many ranks are named one by one.
+const NAMED: usize = 16;
+
 /// Between two words on who is awaited.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -25,7 +28,7 @@ struct Said {
 }
 
 /// Says that this rank is here, and what it has drawn for its proofs. Two processes that both take themselves for it are told
-/// so, and all others with them.
+/// so, and all others with them; once all ranks have met, a process too many is told so alone.
 pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<()> {
     let Place { rank, world, node, .. } = place;
     let key = format!("here/{rank}");
@@ -41,8 +44,21 @@ pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<
     let what = format!(
         "two processes are rank {rank}: {other} and {process}; check RANK, or how the launcher numbers its processes"
     );
-    store.leave(&Word::mistake(what.clone()))?;
+    if !met(store, &first)? {
+        store.leave(&Word::mistake(what.clone()))?;
+    }
     Err(Error::Mistaken { what })
+}
+
+/// Whether all ranks are here that a rank which said this waits for.
+fn met(store: &Store, said: &str) -> Result<bool> {
+    let Some(Said { world, .. }) = read(said) else { return Ok(false) };
+    for rank in 0..world {
+        if store.find(&format!("here/{rank}"))?.is_none() {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 fn read(said: &str) -> Option<Said> {
@@ -75,8 +91,11 @@ fn listed(are: &str, ranks: &[usize]) -> String {
         [] => format!("{are} is none"),
         [one] => format!("{are} is rank {one}"),
         several => {
-            let numbers: Vec<String> = several.iter().map(usize::to_string).collect();
-            format!("{are} are ranks {}", numbers.join(", "))
+            let named = &several[..several.len().min(NAMED)];
+            let numbers: Vec<String> = named.iter().map(usize::to_string).collect();
+            let more = several.len() - named.len();
+            let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+            format!("{are} are ranks {}{more}", numbers.join(", "))
         }
     }
 }
@@ -93,12 +112,14 @@ pub(super) fn meet(
     let mut found: Vec<Option<Said>> = vec![None; *world as usize];
     loop {
         for (rank, one) in found.iter_mut().enumerate().filter(|(_, one)| one.is_none()) {
+            // Asking for many may take longer than they may.
+            if lived() - start > timeout {
+                break;
+            }
             *one = store.find(&format!("here/{rank}"))?.as_deref().and_then(read);
             one.as_ref().map_or(Ok(()), |said| same_world(store, place, (rank, said)))?;
         }
-        let absent = |(rank, one): (usize, &Option<Said>)| one.is_none().then_some(rank);
-        let absent: Vec<_> = found.iter().enumerate().filter_map(absent).collect();
-        if absent.is_empty() {
+        if found.iter().all(Option::is_some) {
             let said = |Said { node, nonce, .. }: Said| (node, nonce);
             return Ok(found.into_iter().flatten().map(said).collect());
         }
@@ -106,7 +127,8 @@ pub(super) fn meet(
             return Err(word.error());
         }
         let who = || {
-            let here: Vec<_> = (0..found.len()).filter(|rank| !absent.contains(rank)).collect();
+            let (here, absent): (Vec<_>, Vec<_>) =
+                (0..found.len()).partition(|rank| found[*rank].is_some());
             let strangers = store.strangers().ok().and_then(|strangers| strangers.words());
             let strangers = strangers.map_or(String::new(), |words| format!("; {words}"));
             format!("{}; {}{strangers}", listed("here", &here), listed("missing", &absent))

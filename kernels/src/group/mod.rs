@@ -289,7 +289,7 @@ impl Group {
     pub fn check(&self) -> Result<()> {
         self.comm_threads().into_iter().try_for_each(|comm| comm.look())?;
         match self.peers.as_ref().and_then(|peers| peers.word()) {
-            Some(what) => Err(Error::Reported { what }),
+            Some(word) => Err(word.error()),
             None => Ok(()),
         }
     }

@@ -143,7 +143,7 @@ impl Peers {
         };
         // Another rank may have been the first to find a stranger, and have left.
         let silent = |peer: u32, error: &Error| match self.word_of_another() {
-            Some(what) => Error::Reported { what },
+            Some(word) => word.error(),
             None => Error::Missing {
                 what: format!(
                     "rank {peer} came to the meeting, but rank {rank} hears nothing of it: {error}"
@@ -320,7 +320,7 @@ impl Peers {
             return self.stalled(what, id, &[peer]);
         }
         match self.word_of_another() {
-            Some(what) => Error::Reported { what },
+            Some(word) => word.error(),
             None => self.blame(what, vec![peer], false),
         }
     }
@@ -329,8 +329,8 @@ impl Peers {
     /// exchange, or else the partners; but they may only wait, further back, for a rank that we do not wait for. So whoever's
     /// time runs out writes that into the store, and of those who do not the suspects are missing, or else the others.
     pub(super) fn stalled(&self, what: &str, id: ExchangeId, partners: &[u32]) -> Error {
-        if let Some(what) = self.word() {
-            return Error::Reported { what };
+        if let Some(word) = self.word() {
+            return word.error();
         }
         let behind = self.behind(id, partners);
         let suspects = if behind.is_empty() { partners.to_vec() } else { behind };
@@ -403,13 +403,13 @@ impl Peers {
                 self.spoke_first.store(true, Ordering::Relaxed);
                 Error::Missing { what: mine }
             }
-            Ok(Some(first)) => Error::Reported { what: first.text },
+            Ok(Some(first)) => first.error(),
         }
     }
 
     /// The word that stands of why the ranks stop, if there is one.
-    pub(super) fn word(&self) -> Option<String> {
-        Some(self.store.word().ok()??.text)
+    pub(super) fn word(&self) -> Option<Word> {
+        self.store.word().ok()?
     }
 
     /// The ranks that are lost by the word that stands. Without a store nobody knows which.
@@ -419,12 +419,12 @@ impl Peers {
 
     /// What another rank says of why it stops, if it does so at once: one that misses a third rank closes its
     /// connections to all of them first, and would be taken for the one that is gone.
-    fn word_of_another(&self) -> Option<String> {
+    fn word_of_another(&self) -> Option<Word> {
         let start = Instant::now();
         while start.elapsed() < WORD {
             match self.store.word() {
                 Ok(None) => std::thread::sleep(LOOK),
-                Ok(found) => return found.map(|word| word.text),
+                Ok(found) => return found,
                 Err(_) => return None,
             }
         }

@@ -179,6 +179,18 @@ fn a_rank_that_never_starts_is_named() {
     assert!(nobody.contains("store"), "{nobody}");
 }
 
+/// Of very many a few are named, and neither asking for them nor naming them outlasts the deadline.
+#[test]
+fn many_ranks_that_never_start_are_counted() {
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let (timeout, start) = (Duration::from_millis(300), Instant::now());
+    let many = place(1, 1 << 20, store.port());
+    let error = Group::open(&many, timeout, &|_| ()).unwrap_err().to_string();
+    assert!(error.contains("missing are ranks 0, 2, 3, 4,"), "{error}");
+    assert!(error.contains(" 16 and 1048559 more"), "{error}");
+    assert!(error.len() < 500 && start.elapsed() < SECONDS, "{error}");
+}
+
 #[test]
 fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
     let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
@@ -191,6 +203,19 @@ fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
     let errors = [open(0), open(1), open(1)].map(|rank| rank.join().unwrap());
     assert!(errors.iter().all(|error| error.contains("two processes are rank 1")), "{errors:?}");
     assert!(start.elapsed() < SECONDS);
+}
+
+/// One that comes when all have met, as from a second launch, is told so alone: the others go on.
+#[test]
+fn a_process_too_many_ends_alone_once_all_have_met() {
+    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let port = store.port();
+    let open =
+        move |rank| thread::spawn(move || Group::open(&place(rank, 2, port), SECONDS, &|_| ()));
+    let groups = [open(0), open(1)].map(|rank| rank.join().unwrap().unwrap());
+    let error = open(1).join().unwrap().unwrap_err();
+    assert!(matches!(error, Error::Mistaken { .. }), "{error}");
+    groups.iter().for_each(|group| group.check().unwrap());
 }
 
 /// The store is the first one's; the second has nowhere to hold its own.

@@ -6,6 +6,9 @@ use std::fmt;
 use super::text::float;
 use super::{Amendment, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, model};
 
+/// Where one of the two has no such amendment.
+const NO_AMENDMENT: &str = "no amendment";
+
 /// One key whose value differs in a way that reaches a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
@@ -22,7 +25,12 @@ pub struct Difference {
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Difference { key, found, wanted, first_step } = self;
-        write!(f, "{key}: {wanted} became {found}, which matters from step {first_step}")
+        match (wanted.as_str(), found.as_str()) {
+            (NO_AMENDMENT, new) => write!(f, "{key} is new: {new}")?,
+            (old, NO_AMENDMENT) => write!(f, "{key} is gone: {old}")?,
+            (old, new) => write!(f, "{key}: {old} became {new}")?,
+        }
+        write!(f, ", which matters from step {first_step}")
     }
 }
 
@@ -210,7 +218,7 @@ fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &
         let (one, other) = (now(one), now(other));
         let number = if other.is_some() { there } else { at };
         (at, there) = (at + usize::from(one.is_some()), there + usize::from(other.is_some()));
-        let show = |meaning: Option<String>| meaning.unwrap_or_else(|| "none".to_owned());
+        let show = |meaning: Option<String>| meaning.unwrap_or_else(|| NO_AMENDMENT.to_owned());
         list.compare(&format!("amendment.{}", number + 1), show(other), show(one), step);
     }
 }
@@ -268,11 +276,11 @@ mod tests {
     fn an_amendment_between_others_is_one() {
         let (few, many) = (skipping(&[5, 13, 20]), skipping(&[5, 9, 13, 20]));
         for (one, other, what) in [
-            (&few, &many, "none became step = 9, skip = true"),
-            (&many, &few, "step = 9, skip = true became none"),
+            (&few, &many, "is new: step = 9, skip = true"),
+            (&many, &few, "is gone: step = 9, skip = true"),
         ] {
             let told: Vec<_> = one.difference(other).iter().map(ToString::to_string).collect();
-            assert_eq!(told, [format!("amendment.2: {what}, which matters from step 9")]);
+            assert_eq!(told, [format!("amendment.2 {what}, which matters from step 9")]);
         }
     }
 
@@ -284,7 +292,7 @@ mod tests {
         after.amendments[3].numbers.dtype = Some(crate::Dtype::Bf16);
         let told: Vec<_> = before.difference(&after).iter().map(ToString::to_string).collect();
         assert_eq!(told.len(), 2, "{told:?}");
-        assert!(told[0].starts_with("amendment.2: none became step = 9"), "{told:?}");
+        assert!(told[0].starts_with("amendment.2 is new: step = 9"), "{told:?}");
         assert!(
             told[1].starts_with("amendment.4: step = 20, skip = true became step = 20, dtype"),
             "{told:?}"

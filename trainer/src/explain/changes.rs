@@ -277,8 +277,12 @@ fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
                     Value::String(text) => text.clone(),
                     other => other.to_string(),
                 };
-                now =
-                    Computed { ranks: 1, exchange: "none".into(), kernels, device: word("device") };
+                now = Computed {
+                    ranks: 1,
+                    exchange: "none".into(),
+                    kernels,
+                    device: word("device").to_lowercase(),
+                };
             }
             Some("ranks") => {
                 now.ranks = event["world"].as_u64().unwrap_or(1);

@@ -47,14 +47,16 @@ impl Explanation {
         if let Some(next) = self.next_loss {
             writeln!(out, "  next step      loss {next:.4}")?;
         }
+        // What rounds to nothing has no sign.
+        let nats = |nats: f64| if nats.abs() < 0.005 { 0.0 } else { nats };
         let left = &self.unexplained;
         let named = self.tokens.len();
         writeln!(
             out,
             "  unexplained    {:+.2} of {:+.2} nats of excess loss and {:.1} % of the gradient lie outside the top {named} \
              documents; {:.1e} of the gradient in none",
-            left.excess_left,
-            left.excess,
+            nats(left.excess_left),
+            nats(left.excess),
             100.0 * left.gradient_left,
             left.gradient.abs()
         )

@@ -83,7 +83,8 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     }
     let lasting: Vec<_> = lasting.into_iter().filter(|one| one.entropy < EVEN).collect();
     if let Some(words) = router(&lasting) {
-        say(Subject::Lasting, format!("as before, {words}"));
+        let before = lasting.iter().any(|one| one.median.is_some());
+        say(Subject::Lasting, format!("{}{words}", if before { "as before, " } else { "" }));
     }
     if let Some(words) = temperature(found) {
         say(Subject::Temperature, words);
@@ -112,6 +113,8 @@ fn subject(change: &Change) -> Subject {
 pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
     let seen = |subject| match subject {
         Subject::Bits => found.verdict != Verdict::NotRecorded,
+        // Everything else is held against the steps before.
+        _ if found.window == 0 => false,
         Subject::Router => !found.routers.is_empty(),
         Subject::Temperature => !found.temperatures.is_empty(),
         Subject::Update => found.layers.iter().any(|layer| layer.update_before.is_some()),
@@ -125,6 +128,8 @@ pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
         true => String::new(),
         false => format!("; {}: no change", quiet.join(", ")),
     };
+    let alone = if found.window == 0 { "; no step before was looked at" } else { "" };
+    let quiet = quiet + alone;
     let words: Vec<&str> = findings.iter().map(|finding| finding.words.as_str()).collect();
     match words.split_first() {
         None if found.diverged.is_some() => {

@@ -50,6 +50,9 @@ impl Launched {
 /// Where launchers write down which devices a rank sees.
 const VISIBLE: [&str; 3] = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
 
+/// More ranks than anybody has GPUs: as many are taken for a slip.
+const RANKS_MAX: u32 = 1 << 20;
+
 /// torchrun's own port.
 const PORT: u16 = 29500;
 
@@ -85,6 +88,12 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
                 .at(rank_name)
                 .found(rank)
                 .wanted(format!("a rank below {world_name}, which is {world}")));
+        }
+        if world > RANKS_MAX {
+            return Err(Fault::usage("there cannot be so many ranks")
+                .at(world_name)
+                .found(world)
+                .wanted(format!("at most {RANKS_MAX}")));
         }
         if world == 1 {
             return Ok(None);

@@ -294,7 +294,7 @@ impl<'a> Opening<'a> {
         let processor = kernels::runtime::processor().map_err(refused)?;
         let fields = json!({
             "from_step": from, "recorded": recorded, "run": id,
-            "device": format!("{:?}", world.device), "workers": exec.workers.count(), "pid": std::process::id(),
+            "device": device_name(world.device), "workers": exec.workers.count(), "pid": std::process::id(),
             "kernels": world.runtime.fingerprint(), "processor": processor,
             "gpu": kernels::device::identity(world.device)
                 .map(|[name, uuid]| json!({"name": name, "uuid": uuid})),

@@ -155,14 +155,15 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
         contract::note!("note: {kernels}");
     }
     let last = replayer.spec().plan.steps();
-    if steps.end - 1 > last {
+    let beyond = [steps.start, steps.end - 1].into_iter().find(|step| *step > last);
+    if let Some(beyond) = beyond {
         return Err(Fault::usage("the curriculum has no such step")
             .at(match (&args.steps, args.go_on) {
                 (Some(_), _) => "--steps",
-                (None, Some(_)) => "--continue",
-                (None, None) => "--step",
+                (None, Some(_)) if steps.start <= last => "--continue",
+                (None, _) => "--step",
             })
-            .found(steps.end - 1)
+            .found(beyond)
             .wanted(format!("1 to {last}")));
     }
     if let Some(micro_batch) = args.micro_batch {

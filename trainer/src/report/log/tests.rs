@@ -19,12 +19,12 @@ fn a_kill_is_told_from_an_end_in_order() {
     assert_eq!(log.refresh().unwrap(), 0, "a run without events");
     let mut events = Events::open(&path).unwrap();
     let mut write = |event: &str, fields: Value| events.write(event, fields).unwrap();
-    write("start", json!({"from_step": 0, "recorded": 0, "device": "Cpu", "workers": 2}));
+    write("start", json!({"from_step": 0, "recorded": 0, "device": "cpu", "workers": 2}));
     (1..=7).for_each(|number| write("step", step(number, 100.0)));
     write("checkpoint", json!({"step": 5, "stall_seconds": 0.1, "writing_seconds": 1.0}));
-    write("start", json!({"from_step": 5, "recorded": 7, "device": "Cpu", "workers": 2}));
+    write("start", json!({"from_step": 5, "recorded": 7, "device": "cpu", "workers": 2}));
     write("stop", json!({"step": 8, "signal": true}));
-    write("start", json!({"from_step": 8, "recorded": 8, "device": "Cpu", "workers": 1}));
+    write("start", json!({"from_step": 8, "recorded": 8, "device": "cpu", "workers": 1}));
     let lines = log.refresh().unwrap();
     assert_eq!((lines, log.unreadable, log.starts(), log.running()), (12, 0, 3, true));
     let kinds: Vec<(Happened, u64)> =
@@ -68,7 +68,7 @@ fn a_slow_step_and_a_fault_are_odd_and_the_first_step_of_a_process_is_not() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");
     let mut events = Events::open(&path).unwrap();
-    let start = || json!({"from_step": 0, "recorded": 0, "device": "Cpu", "workers": 1});
+    let start = || json!({"from_step": 0, "recorded": 0, "device": "cpu", "workers": 1});
     events.write("start", start()).unwrap();
     for number in 1..=60 {
         let speed = if number == 1 || number == 50 { 5.0 } else { 100.0 };
@@ -92,10 +92,10 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
     let mut log = Log::new(&path);
     let mut events = Events::open(&path).unwrap();
     let mut write = |event: &str, fields: Value| events.write(event, fields).unwrap();
-    write("start", json!({"from_step": 0, "recorded": 0, "device": "Cpu", "workers": 2}));
+    write("start", json!({"from_step": 0, "recorded": 0, "device": "cpu", "workers": 2}));
     (1..=7).for_each(|number| write("step", step(number, 100.0)));
     write("loss", json!({"step": 7, "lost": [0, 3], "left": [1, 2], "seconds": 0.1}));
-    write("start", json!({"from_step": 6, "recorded": 7, "device": "Cpu", "workers": 2}));
+    write("start", json!({"from_step": 6, "recorded": 7, "device": "cpu", "workers": 2}));
     write("recovered", json!({"step": 8, "seconds": 0.4, "again": 1}));
     write("strangers", json!({"step": 8, "refused": 3, "last": "10.0.0.7:4242 (a proof)"}));
     log.refresh().unwrap();
