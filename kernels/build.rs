@@ -21,6 +21,14 @@ fn main() {
     );
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
     println!("cargo:rustc-link-lib=dl");
+    // Clippy links nothing, and has a build of its own: what it would compile here nobody could use.
+    println!("cargo:rerun-if-env-changed=RUSTC_WORKSPACE_WRAPPER");
+    let wrapper = std::env::var_os("RUSTC_WORKSPACE_WRAPPER").map(PathBuf::from);
+    if wrapper
+        .is_some_and(|wrapper| wrapper.file_stem().is_some_and(|name| name == "clippy-driver"))
+    {
+        return;
+    }
     let include = lib.parent().unwrap_or(Path::new("/")).join("include");
     cc::Build::new()
         .cpp(true)

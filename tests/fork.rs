@@ -85,6 +85,15 @@ fn an_id_that_two_sources_have_is_not_guessed() {
     let fork = |asked: &str| {
         ztrain(&["fork", arg(&run), "--step", "0", "--out", arg(&out), "--drop-doc", asked])
     };
+    let ban = |asked: &[&str]| {
+        let step = ["amend", arg(&file), "--step", "2", "--dry-run", "--ban"];
+        zdata(&[&step[..], asked].concat())
+    };
+    ban(&[id]).fails(2, &["--ban", &web, &math]);
+    for asked in [&[math.as_str()][..], &[id, "--source", "math"]] {
+        let told = ban(asked).ok();
+        assert!(told.contains("of math") && !told.contains("of web"), "{told}");
+    }
     replay(id).fails(2, &["--drop-doc", &web, &math]);
     fork(id).fails(2, &["--drop-doc", &web, &math]);
     assert!(replay(&web).ok().starts_with("WHAT IF"));

@@ -44,12 +44,8 @@ impl Change {
         let Some((asked, sources)) = found.iter().find(|(_, sources)| sources.len() > 1) else {
             return Ok(());
         };
-        let wanted: Vec<_> =
-            sources.iter().map(|source| format!("{:?}", format!("{source}:{asked}"))).collect();
-        Err(Fault::usage(format!("documents of {} sources have this id", sources.len()))
-            .at("--drop-doc")
-            .found(format!("{asked:?}"))
-            .wanted(format!("the one that is meant: {}", wanted.join(" or "))))
+        let sources: Vec<_> = sources.iter().copied().collect();
+        Err(Fault::of_several_sources("--drop-doc", asked, &sources))
     }
 
     /// Whether anything is changed.

@@ -175,6 +175,16 @@ impl Fault {
         Fault::machine(format!("cannot start {what}: {error}")).hint(more_of(error))
     }
 
+    /// Documents of these sources have the id that `flag` names, and one of them is meant.
+    pub fn of_several_sources(flag: &str, id: &str, sources: &[&str]) -> Self {
+        let named = |source: &&str| format!("{:?}", format!("{source}:{id}"));
+        let wanted: Vec<_> = sources.iter().map(named).collect();
+        Fault::usage(format!("documents of {} sources have this id", sources.len()))
+            .at(flag)
+            .found(format!("{id:?}"))
+            .wanted(format!("the one that is meant: {}", wanted.join(" or ")))
+    }
+
     /// What it is a sign of.
     pub fn sign_of(mut self, symptom: Symptom) -> Self {
         self.0.symptom = Some(symptom);

@@ -32,7 +32,7 @@ pub(crate) struct Args {
     /// The first step that changes.
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
     step: u64,
-    /// Hide the document with this id from then on; may be given several times.
+    /// Hide the document with this id from then on, SOURCE:ID where several sources have one; may be given several times.
     #[arg(long, value_name = "ID")]
     ban: Vec<String>,
     /// Look for these documents in this source only.
@@ -226,7 +226,7 @@ fn mix(text: &str) -> std::result::Result<BTreeMap<String, Ratio>, String> {
     Ok(mix)
 }
 
-/// The documents with the ids, wherever they lie.
+/// The documents with the ids, each of one source.
 fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
     let facts = stores.facts();
     let asked = |name: &str| args.source.as_ref().is_none_or(|source| source == name);
@@ -238,15 +238,24 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
         if args.ban[..number].contains(id) {
             continue;
         }
-        let before = all.len();
+        let mut sources = Vec::new();
         for name in facts.iter().map(|facts| &facts.name).filter(|name| asked(name)) {
             let stream = stores.stream(name, Split::Train)?;
-            for document in stream.find(id)? {
-                let origin = output::origin(stream.source(), &stream.document(document)?);
-                all.push(FoundDocument { id: id.clone(), source: name.clone(), document, origin });
+            let own = id.strip_prefix(name.as_str()).and_then(|rest| rest.strip_prefix(':'));
+            let before = all.len();
+            for id in [Some(id.as_str()), own].into_iter().flatten() {
+                for document in stream.find(id)? {
+                    let origin = output::origin(stream.source(), &stream.document(document)?);
+                    let (id, source) = (id.to_owned(), name.clone());
+                    all.push(FoundDocument { id, source, document, origin });
+                }
             }
+            sources.extend((all.len() > before).then_some(name.as_str()));
         }
-        if all.len() == before {
+        if sources.len() > 1 {
+            return Err(Fault::of_several_sources("--ban", id, &sources));
+        }
+        if sources.is_empty() {
             let what = match &args.source {
                 Some(source) => format!("no document of {source} that is trained on has this id"),
                 None => "no document that is trained on has this id".to_owned(),

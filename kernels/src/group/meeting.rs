@@ -44,21 +44,19 @@ pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<
     let what = format!(
         "two processes are rank {rank}: {other} and {process}; check RANK, or how the launcher numbers its processes"
     );
-    if !met(store, &first)? {
-        store.leave(&Word::mistake(what.clone()))?;
-    }
-    Err(Error::Mistaken { what })
+    Err(mistaken(store, read(&first).map_or(*world, |said| said.world), what)?)
 }
 
-/// Whether all ranks are here that a rank which said this waits for.
-fn met(store: &Store, said: &str) -> Result<bool> {
-    let Some(Said { world, .. }) = read(said) else { return Ok(false) };
+/// What to say of a process that was started wrongly: to all that are here, unless the `world` ranks there should be have met.
+/// Those go on.
+fn mistaken(store: &Store, world: u32, what: String) -> Result<Error> {
     for rank in 0..world {
         if store.find(&format!("here/{rank}"))?.is_none() {
-            return Ok(false);
+            store.leave(&Word::mistake(what.clone()))?;
+            break;
         }
     }
-    Ok(true)
+    Ok(Error::Mistaken { what })
 }
 
 fn read(said: &str) -> Option<Said> {
@@ -81,8 +79,7 @@ fn same_world(store: &Store, place: &Place, (rank, said): (usize, &Said)) -> Res
     let what = format!(
         "rank {me} is one of {world} ranks, rank {rank} ({process}) is one of {theirs}; start all with one WORLD_SIZE"
     );
-    store.leave(&Word::mistake(what.clone()))?;
-    Err(Error::Mistaken { what })
+    Err(mistaken(store, theirs, what)?)
 }
 
 /// Which ranks are so, for people.

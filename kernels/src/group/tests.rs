@@ -213,8 +213,11 @@ fn a_process_too_many_ends_alone_once_all_have_met() {
     let open =
         move |rank| thread::spawn(move || Group::open(&place(rank, 2, port), SECONDS, &|_| ()));
     let groups = [open(0), open(1)].map(|rank| rank.join().unwrap().unwrap());
-    let error = open(1).join().unwrap().unwrap_err();
-    assert!(matches!(error, Error::Mistaken { .. }), "{error}");
+    let of_others = place(2, 3, port);
+    let alone = Group::open(&of_others, SECONDS, &|_| ()).map(drop);
+    for error in [open(1).join().unwrap().map(drop), alone].map(Result::unwrap_err) {
+        assert!(matches!(error, Error::Mistaken { .. }), "{error}");
+    }
     groups.iter().for_each(|group| group.check().unwrap());
 }
 
