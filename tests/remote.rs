@@ -274,16 +274,20 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     }
     let Some(bucket) = Bucket::serve(&scratch, &scratch.path("served"), 0) else { return };
     bucket.zdata(&["build", arg(&far), "--out", URL]).ok();
-    let other = fs::read_to_string(&far).unwrap().replace("1/50", "1/7");
+    let more = "[[source]]\nname = \"more\"\nfiles = [\"s3://bucket/raw/*.jsonl\"]\n";
+    let other = fs::read_to_string(&far).unwrap().replace("1/50", "1/7") + more;
     let other = scratch.write("other.toml", other);
     bucket.zdata(&["build", arg(&other), "--out", URL]).fails(2, &["validation"]);
     // A place of other things is none for a store, as it is with a folder.
     bucket.zdata(&["build", arg(&far), "--out", "s3://bucket/raw"]).fails(2, &["something else"]);
     assert!(!scratch.path("served/raw/manifest.json").exists());
-    // One that looked before the first had put its manifest: its files meet those that are there.
+    // Nothing of another one is put beside its files, those neither that it lacks.
     let local = build_far_inputs(&bucket, &other, &scratch.path("other"));
+    let place = URL.strip_prefix("s3://bucket/").unwrap();
+    let before = bucket.objects(place);
     let told = bucket.zdata(&["publish", arg(&local), URL]).fails(4, &["something else is there"]);
     assert!(told.contains(URL), "{told}");
+    assert!(bucket.objects(place) == before, "{:?}", bucket.objects(place).keys());
     bucket.zdata(&["verify", URL]).ok();
     bucket.zdata(&["verify", arg(&local)]).ok();
     // One that is damaged is not put where nothing is ever replaced.

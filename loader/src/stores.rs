@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::{Fault, Result};
 use mixer::SourceFacts;
-use store::{Location, Split, Store, StreamReader, read::ReadCache};
+use store::{Location, Split, Store, StreamReader, TokenizerRecord, read::ReadCache};
 
 use crate::memory::{Memory, Pool};
 
@@ -23,6 +23,13 @@ struct Source {
     facts: SourceFacts,
     train: StreamReader,
     validation: StreamReader,
+}
+
+/// What of a tokenizer has to be the same in all stores of a curriculum.
+fn in_words(tokenizer: &TokenizerRecord) -> String {
+    let token = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
+    let (begin, end) = (token(tokenizer.begin), token(tokenizer.end));
+    format!("tokenizer.json with SHA-256 {}, begin {begin}, end {end}", tokenizer.sha256)
 }
 
 impl Stores {
@@ -59,9 +66,9 @@ impl Stores {
             if (ours.sha256, ours.begin, ours.end) != (theirs.sha256, theirs.begin, theirs.end) {
                 return Err(Fault::usage("two stores of one curriculum have different tokenizers")
                     .at(place())
-                    .found(format!("{theirs:?}"))
-                    .wanted(format!("{ours:?}, as in {}", first.root()))
-                    .hint("build both from the same tokenizer.json and begin/end policy"));
+                    .found(in_words(theirs))
+                    .wanted(format!("{}, as in {}", in_words(ours), first.root()))
+                    .hint("make both with the same tokenizer.json, `begin` and `end`"));
             }
         }
         let number = self.stores.len();

@@ -151,6 +151,7 @@ impl File {
                 let typed = self.plain(value);
                 typed.strip_prefix('+').unwrap_or(typed).replace('_', "").parse()
             }
+            Value::Array(_) => Err("a number was expected, not an array".to_owned()),
             other => Err(format!("a number was expected, not a {}", other.type_str())),
         }
     }
@@ -209,6 +210,11 @@ impl File {
             Fault::usage(format!("{whole} has no `{word}`"))
         } else if let Some(limit) = limit(typed, expected) {
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(limit)
+        } else if message == "u64 value was too large" {
+            // A value that may be of any kind holds one bit less than a whole number that is asked for.
+            let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
+            let wanted = format!("a whole number of at most {}", i64::MAX);
+            Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(wanted)
         } else if message.ends_with("number overflowed") || expected == "any valid TOML value" {
             // What TOML allows and no value holds is a number of more digits.
             let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
@@ -354,6 +360,12 @@ mod tests {
             ("kind = 3", "1:8", "found:  3", "wanted: a string"),
             ("files = [\"a\",\n 1]", "2:2", "`files` has the wrong kind", "wanted: a string"),
             ("[[phase]]\nname = \"x\"\nmix = 3", "3:7", "found:  3", "wanted: a table"),
+            (
+                "[[phase]]\nname = \"x\"\nmix = { a = 9223372036854775808 }",
+                "3:13",
+                "`a` is too large",
+                "at most 9223372036854775807",
+            ),
         ];
         for (text, place, said, help) in cases {
             let fault = File::new("c.toml", text).parse::<Whole>().map(drop).unwrap_err();

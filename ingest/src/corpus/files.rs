@@ -113,14 +113,16 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
         let within = format!("{}/**/*", glob.trim_end_matches('/'));
         return fault.found("a folder").hint(format!("name the files in it, as {within:?} does"));
     }
-    if here.is_some_and(|here| here.exists()) {
+    if here.as_ref().is_some_and(|here| here.exists()) {
         let plain = bracketed(glob);
         let hint = format!(
             "a bracket, brace, `*` or `?` of a name is put in brackets, a backslash is doubled: {plain:?}"
         );
         return fault.found("a file of this very name").hint(hint);
     }
-    let start = start.to_string();
+    // As far as the pattern leads.
+    let there = here.as_ref().and_then(|here| here.ancestors().skip(1).find(|at| at.is_dir()));
+    let start = there.map_or_else(|| start.to_string(), |there| there.display().to_string());
     fault.found(format!("nothing in {}", if start.is_empty() { "." } else { &start })).hint(hint)
 }
 
@@ -439,7 +441,11 @@ mod tests {
             "{folders}"
         );
         let bracket = told("raw/[q].jsonl2");
-        assert!(bracket.contains("nothing in"), "{bracket}");
+        let raw = folder.path().join("raw");
+        let wanted = format!("nothing in {}\n", raw.display());
+        assert!(bracket.contains(&wanted), "{bracket}");
+        let rooted = told(&format!("{}/none/*.txt", raw.display()));
+        assert!(rooted.contains(&wanted), "{rooted}");
         assert_eq!(found(folder.path(), "raw/[[]q].jsonl").unwrap(), ["raw/[q].jsonl"]);
         let name = told("raw/[q].jsonl");
         assert!(name.contains("\"raw/[[]q].jsonl\""), "{name}");

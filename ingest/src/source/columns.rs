@@ -4,6 +4,7 @@ use std::error::Error;
 use std::fmt::Display;
 use std::io;
 use std::path::Path;
+use std::str::Utf8Error;
 use std::sync::Arc;
 
 use arrow::array::{Array, ArrayRef, AsArray};
@@ -48,8 +49,10 @@ impl Rows {
         let id = self.id.as_ref().map(|id| id.cells(self.rows)).transpose()?;
         (0..self.rows)
             .map(|row| {
-                let id = id.as_ref().map_or(Ok(None), |id| id.text(row))?;
-                Ok(self.row(row, text.bytes(row), id, fields))
+                Ok(match id.as_ref().map_or(Ok(Ok(None)), |id| id.text(row))? {
+                    Ok(id) => self.row(row, text.bytes(row), id, fields),
+                    Err(found) => self.not_utf8(row, "id", text.bytes(row), found),
+                })
             })
             .collect()
     }
@@ -75,17 +78,14 @@ impl Rows {
                 group: Some(self.group),
                 bytes: None,
             }),
-            Err(error) => {
-                let at = error.valid_up_to();
-                let found = format!("byte 0x{:02x} at offset {at} of the value", text[at]);
-                self.dropped(
-                    row,
-                    "invalid UTF-8",
-                    length,
-                    Fault::data("invalid UTF-8").found(found),
-                )
-            }
+            Err(error) => self.not_utf8(row, "text", Some(text), not_utf8(text, error)),
         }
+    }
+
+    fn not_utf8(&self, row: usize, what: &str, text: Option<&[u8]>, found: String) -> Parsed {
+        let bytes = text.map_or(0, |text| text.len() as u64);
+        let fault = Fault::data(format!("the {what} is invalid UTF-8")).found(found);
+        self.dropped(row, "invalid UTF-8", bytes, fault)
     }
 
     fn dropped(&self, row: usize, reason: &'static str, bytes: u64, fault: Fault) -> Parsed {
@@ -167,17 +167,30 @@ impl Cells<'_> {
         }
     }
 
-    fn text(&self, row: usize) -> Result<Option<String>> {
+    /// The id of a row, or what of it is no text.
+    fn text(&self, row: usize) -> Result<std::result::Result<Option<String>, String>> {
         match self {
-            Cells::Integers(values) => Ok(values[row].map(|value| value.to_string())),
+            Cells::Integers(values) => Ok(Ok(values[row].map(|value| value.to_string()))),
             Cells::Array(array, ..) if array.data_type().is_integer() => {
-                let Some((array, at)) = self.place(row) else { return Ok(None) };
+                let Some((array, at)) = self.place(row) else { return Ok(Ok(None)) };
                 let shown = array_value_to_string(array, at);
-                shown.map(Some).map_err(|error| Fault::bug(format!("cannot show an id: {error}")))
+                let shown =
+                    shown.map_err(|error| Fault::bug(format!("cannot show an id: {error}")));
+                shown.map(|id| Ok(Some(id)))
             }
-            _ => Ok(self.bytes(row).map(|bytes| String::from_utf8_lossy(bytes).into_owned())),
+            _ => {
+                let text =
+                    |bytes| std::str::from_utf8(bytes).map_err(|error| not_utf8(bytes, error));
+                Ok(self.bytes(row).map(text).transpose().map(|id| id.map(str::to_owned)))
+            }
         }
     }
+}
+
+/// Where a value stops being text.
+pub(super) fn not_utf8(value: &[u8], error: Utf8Error) -> String {
+    let at = error.valid_up_to();
+    format!("byte 0x{:02x} at offset {at} of the value", value[at])
 }
 
 /// Where the one column called `name` stands among those of a file.

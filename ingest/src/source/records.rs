@@ -205,8 +205,7 @@ fn not_utf8(array: &ArrayRef, row: usize) -> Option<String> {
         return None;
     }
     let bytes = binary(array, row)?;
-    let at = std::str::from_utf8(bytes).err()?.valid_up_to();
-    Some(format!("byte 0x{:02x} at offset {at} of the value", bytes[at]))
+    std::str::from_utf8(bytes).err().map(|error| super::columns::not_utf8(bytes, error))
 }
 
 /// One value as JSON; what JSON has no kind for becomes a string, and bytes within a value that are no text become nothing.
@@ -224,6 +223,17 @@ fn value(array: &ArrayRef, row: usize) -> Value {
         DataType::List(_) => Value::Array(list(array.as_list::<i32>().value(row))),
         DataType::LargeList(_) => Value::Array(list(array.as_list::<i64>().value(row))),
         DataType::FixedSizeList(..) => Value::Array(list(array.as_fixed_size_list().value(row))),
+        DataType::ListView(_) => Value::Array(list(array.as_list_view::<i32>().value(row))),
+        DataType::LargeListView(_) => Value::Array(list(array.as_list_view::<i64>().value(row))),
+        DataType::Map(..) => {
+            let entries = array.as_map().value(row);
+            let key = |at| match value(entries.column(0), at) {
+                Value::String(key) => key,
+                other => other.to_string(),
+            };
+            let entry = |at| (key(at), value(entries.column(1), at));
+            Value::Object((0..entries.len()).map(entry).collect())
+        }
         DataType::Struct(fields) => {
             let columns = array.as_struct().columns();
             let named = fields.iter().zip(columns);
@@ -344,6 +354,34 @@ mod tests {
         assert!(fault.to_string().contains("0xff at offset 1"), "{fault}");
         // Bytes that nobody asks for do no harm.
         assert_eq!(value(rows.batch.column(2), 1), json!({"b": null}));
+    }
+
+    #[test]
+    fn maps_are_objects_and_views_are_lists() {
+        use arrow::array::{Int64Builder, ListViewArray, MapBuilder, StringBuilder};
+        use arrow::buffer::ScalarBuffer;
+
+        let mut named = MapBuilder::new(None, StringBuilder::new(), Int64Builder::new());
+        named.keys().append_value("a \"b\"");
+        named.values().append_value(1);
+        named.keys().append_value("c");
+        named.values().append_null();
+        named.append(true).unwrap();
+        named.append(true).unwrap();
+        let mut numbered = MapBuilder::new(None, Int64Builder::new(), StringBuilder::new());
+        numbered.keys().append_value(7);
+        numbered.values().append_value("seven");
+        numbered.append(true).unwrap();
+        let item = Arc::new(Field::new("item", DataType::Utf8, true));
+        let (starts, sizes) = (ScalarBuffer::from(vec![1, 0]), ScalarBuffer::from(vec![2, 1]));
+        let words: ArrayRef = Arc::new(StringArray::from(vec!["x", "y", "z"]));
+        let views: ArrayRef = Arc::new(ListViewArray::new(item, starts, sizes, words, None));
+        let (named, numbered): (ArrayRef, ArrayRef) =
+            (Arc::new(named.finish()), Arc::new(numbered.finish()));
+        assert_eq!(value(&named, 0).to_string(), r#"{"a \"b\"":1,"c":null}"#);
+        assert_eq!(value(&named, 1), json!({}));
+        assert_eq!(value(&numbered, 0), json!({"7": "seven"}));
+        assert_eq!((value(&views, 0), value(&views, 1)), (json!(["y", "z"]), json!(["x"])));
     }
 
     #[test]

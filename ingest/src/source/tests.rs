@@ -436,11 +436,13 @@ fn a_missing_file_and_a_missing_column_are_named() {
 fn integer_ids_and_bytes_that_are_no_text() {
     let id: ArrayRef = Arc::new(Int64Array::from(vec![Some(-7), None, Some(1 << 40)]));
     let text: ArrayRef = Arc::new(BinaryArray::from_vec(vec![b"a", b"b\xff", b"c"]));
+    let body: ArrayRef = Arc::new(StringArray::from(vec!["x", "y", "z"]));
     let schema = Schema::new(vec![
         Field::new("id", DataType::Int64, true),
         Field::new("text", DataType::Binary, true),
+        Field::new("body", DataType::Utf8, true),
     ]);
-    let batch = RecordBatch::try_new(Arc::new(schema), vec![id, text]).unwrap();
+    let batch = RecordBatch::try_new(Arc::new(schema), vec![id, text, body]).unwrap();
     let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
     parquet.write(&batch).unwrap();
     let mut arrow = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
@@ -455,6 +457,12 @@ fn integer_ids_and_bytes_that_are_no_text() {
         assert!(fault.to_string().contains("row 1"), "{fault}");
         let ids: Vec<_> = documents(parsed).into_iter().map(|d| d.id.unwrap()).collect();
         assert_eq!(ids, ["-7", "1099511627776"]);
+        // Nor is an id made up where its bytes are none.
+        let parsed = read(&write(name, &bytes), "body", Some("text"));
+        let Parsed::Dropped { reason: "invalid UTF-8", fault, .. } = &parsed[1] else {
+            panic!("{parsed:?}")
+        };
+        assert!(fault.to_string().contains("the id is invalid UTF-8"), "{fault}");
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -10,6 +11,7 @@ use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
 use serde_json::Value;
 use store::Location;
+use tokenizers::{NormalizedString, Normalizer as _};
 
 use super::chunks::Chunks;
 use super::fast::Fast;
@@ -59,6 +61,7 @@ impl Tokenizer {
             let loader = || {
                 let reference = reference(&bytes)?;
                 let largest = largest_id(&reference)?;
+                refuse_confused(&reference)?;
                 Ok((reference, largest))
             };
             let reference =
@@ -226,6 +229,31 @@ fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     }
 }
 
+/// Which of two added tokens a text has that the normalizer makes equal, the reference leaves to the order of a hash map,
+/// which is another one in each process. Special ones are never matched.
+fn refuse_confused(reference: &tokenizers::Tokenizer) -> Result<()> {
+    let Some(normalizer) = reference.get_normalizer() else { return Ok(()) };
+    let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
+    added.sort_unstable_by_key(|(id, _)| *id);
+    let mut seen = HashMap::new();
+    for (_, token) in added.into_iter().filter(|(_, token)| token.normalized) {
+        let mut text = NormalizedString::from(token.content.as_str());
+        normalizer.normalize(&mut text).map_err(|error| {
+            Fault::usage("the normalizer refuses an added token")
+                .found(format!("{:?}: {error}", token.content))
+        })?;
+        let Some(other) = seen.insert(text.get().to_owned(), token.clone()) else { continue };
+        if !(other.special && token.special) {
+            return Err(Fault::usage(
+                "two added tokens are one to the normalizer: chance would pick the id",
+            )
+            .found(format!("{:?} and {:?}, both {:?}", other.content, token.content, text.get()))
+            .hint("take one of them out, or set \"normalized\": false"));
+        }
+    }
+    Ok(())
+}
+
 /// Whether an encoder agrees with the reference where tokenizers are known to part ways, or where it does not.
 fn agreeing(
     reference: &tokenizers::Tokenizer,
@@ -332,6 +360,32 @@ mod tests {
         });
         let tokenizer = Tokenizer::new(unigram, Engine::Fastest).unwrap();
         assert_eq!(tokenizer.encoder(), REFERENCE);
+    }
+
+    #[test]
+    fn added_tokens_that_the_normalizer_makes_one_are_refused() {
+        let tokenizer = |normalized: bool, special: bool| {
+            bytes_tokenizer(|json| {
+                json["normalizer"] = json!({"type": "Lowercase"});
+                let added = json["added_tokens"].as_array_mut().unwrap();
+                added[1]["normalized"] = json!(true);
+                added[1]["special"] = json!(special);
+                added.push(added[1].clone());
+                added[2]["id"] = json!(258);
+                added[2]["content"] = json!("<TAB>");
+                added[2]["normalized"] = json!(normalized);
+            })
+        };
+        let refused = Tokenizer::new(tokenizer(true, false), Engine::Fastest).err().unwrap();
+        assert_eq!(refused.class(), contract::Class::Usage);
+        assert!(refused.to_string().contains(r#""<tab>" and "<TAB>""#), "{refused}");
+        // One that is matched before the text is normalized, and two that are never matched.
+        for bytes in [tokenizer(false, false), tokenizer(true, true)] {
+            let ids = |engine| {
+                Tokenizer::new(bytes.clone(), engine).unwrap().encode("<tab> <TAB>").unwrap()
+            };
+            assert_eq!(ids(Engine::Fastest), ids(Engine::Reference));
+        }
     }
 
     #[test]

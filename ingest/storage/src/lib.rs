@@ -46,6 +46,10 @@ const BLOCK_BYTES: u64 = 1 << 20;
 
 /// The place that a person wrote: `s3://bucket/key`, or a path.
 pub fn locate(text: &str) -> Result<Location> {
+    if text.contains('\0') {
+        let fault = Fault::usage("a place cannot have a zero byte in its name");
+        return Err(fault.found(format!("{text:?}")));
+    }
     if text.starts_with(SCHEME) {
         return Ok(Location::Object(Object::new(Address::parse(text)?, s3())));
     }
@@ -243,7 +247,16 @@ mod tests {
             }
         }
         assert!(locate("s3://b/key").unwrap().is_remote());
-        for wrong in ["", "S3://b/key", "gs://b/key", "https://b/key", "s3://b", "s3://b/a//c"] {
+        for wrong in [
+            "",
+            "a\0b",
+            "s3://b/a\0b",
+            "S3://b/key",
+            "gs://b/key",
+            "https://b/key",
+            "s3://b",
+            "s3://b/a//c",
+        ] {
             assert_eq!(locate(wrong).unwrap_err().class(), Class::Usage, "{wrong}");
         }
     }

@@ -2,7 +2,8 @@
 //!
 //! Each object is created only where there is none. Where there is one, its content is compared: the same is as good
 //! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
-//! builders of different stores for one place end with one store and one error.
+//! builders of different stores for one place end with one store and one error. Where another store is whole already, nothing is
+//! put beside its files.
 //!
 //! The exception: a file of more than 5 GiB, which no server copies in one request. It is put where nothing was a moment
 //! before; of two builders that put it at the same time the second one replaces what the first one put.
@@ -85,8 +86,13 @@ pub fn publish(
 ) -> Result<()> {
     let client = Client::new();
     let client = client.map_err(|error| Location::Object(target.clone()).fault("reach", &error))?;
+    let ends = |name: &String| (folder.join(name), target.address().join(name));
+    if let Some((file, place)) = names.last().map(ends) {
+        let there = found(&client, &file, &place)?;
+        there.then(|| compare(&client, &file, &place)).transpose()?;
+    }
     names.iter().try_for_each(|name| {
-        let (from, to) = (folder.join(name), target.address().join(name));
+        let (from, to) = ends(name);
         let left = Cell::new(size(&from)?);
         let told = |bytes: u64| {
             // What is sent again has been told.
@@ -100,45 +106,59 @@ pub fn publish(
     })
 }
 
-/// Creates one object, or finds that it is there already.
-fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> Result<()> {
-    let fault = |failed| match failed {
+/// What a failure between a file and an object says of which.
+fn failed<'a>(file: &'a Path, place: &'a Address) -> impl Fn(Failed) -> Fault + 'a {
+    |failed| match failed {
         Failed::Here(error) => Fault::io("read", file, &error),
         Failed::There(error) => Fault::io("write", Path::new(""), &error)
             .at(place.to_string())
             .hint("run the same command again: what is there already is compared, not sent"),
-    };
-    let size = size(file)?;
-    let put = if size <= PART_BYTES {
-        let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.create(place, &bytes).map_err(|error| fault(error.into()))?
-    } else {
-        match client.about(place) {
-            Ok(_) => Put::Taken,
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                put_large(client, file, (place, size), passed, &fault)?
-            }
-            Err(error) => return Err(fault(error.into())),
-        }
-    };
-    let same = || {
-        let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
-        client.holds(place, size, bytes).map_err(fault)
-    };
-    if put == Put::Created {
-        return Ok(());
     }
-    if same()? {
-        // A kill between a copy and the removal of what was copied left that.
-        if size > PART_BYTES {
-            client.remove(&beside(file, place)?).map_err(|error| fault(error.into()))?;
-        }
+}
+
+/// Whether there is an object at `place`.
+fn found(client: &Client, file: &Path, place: &Address) -> Result<bool> {
+    match client.about(place) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(failed(file, place)(error.into())),
+    }
+}
+
+/// Refuses an object with other bytes than those of the file.
+fn compare(client: &Client, file: &Path, place: &Address) -> Result<()> {
+    let size = size(file)?;
+    let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
+    if client.holds(place, size, bytes).map_err(failed(file, place))? {
         return Ok(());
     }
     Err(Fault::mismatch("something else is there already")
         .at(place.to_string())
         .wanted(format!("no object, or the {size} bytes of this build"))
         .hint("name another place; an object is never replaced"))
+}
+
+/// Creates one object, or finds that it is there already.
+fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> Result<()> {
+    let fault = failed(file, place);
+    let size = size(file)?;
+    let put = if size <= PART_BYTES {
+        let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
+        client.create(place, &bytes).map_err(|error| fault(error.into()))?
+    } else if found(client, file, place)? {
+        Put::Taken
+    } else {
+        put_large(client, file, (place, size), passed, &fault)?
+    };
+    if put == Put::Created {
+        return Ok(());
+    }
+    compare(client, file, place)?;
+    // A kill between a copy and the removal of what was copied left that.
+    if size > PART_BYTES {
+        client.remove(&beside(file, place)?).map_err(|error| fault(error.into()))?;
+    }
+    Ok(())
 }
 
 /// Where the bytes of a large file lie until they are at their place.

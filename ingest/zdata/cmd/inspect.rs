@@ -26,10 +26,10 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", requires = "corpus")]
     sample: Option<u64>,
     /// The corpus file that the store was built from: a sample reads its inputs again.
-    #[arg(long, value_name = "CORPUS", value_parser = super::place())]
+    #[arg(long, value_name = "CORPUS", value_parser = super::place(), requires = "sample")]
     corpus: Option<Location>,
     /// What the sample is drawn by.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, requires = "sample")]
     seed: u64,
 }
 

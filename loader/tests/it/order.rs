@@ -209,5 +209,7 @@ fn stores_that_cannot_act_as_one_are_refused() {
     manifest.tokenizer.sha256 = contract::Identity::of_bytes(b"{} ");
     manifest.digest = manifest.identity();
     store::open::commit(b.path(), &manifest).unwrap();
-    assert!(refused(&[a.path(), b.path()]).to_string().contains("different tokenizers"));
+    let told = refused(&[a.path(), b.path()]).to_string();
+    assert!(told.contains("different tokenizers"), "{told}");
+    assert!(!told.contains("Record"), "what is wanted is said in words: {told}");
 }
