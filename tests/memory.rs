@@ -20,7 +20,7 @@ const WIDE: [(&str, &str); 5] = [
     ("steps = 12", "steps = 2"),
 ];
 
-/// A micro-batch for each of eight ranks.
+/// A micro-batch for each of eight ranks, and two for each of four: what streams is in flight beside what is computed.
 const EIGHT: (&str, &str) = ("batch = 8", "batch = 16");
 
 const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");
@@ -39,7 +39,7 @@ const CASES: [Case; 18] = [
     Case { name: "bf16, 2 ranks", change: &[BF16], ranks: &["2", "--recompute"] },
     Case {
         name: "bf16, 4 ranks",
-        change: &[BF16],
+        change: &[EIGHT, BF16],
         ranks: &["4", "--schedule", "streaming", "--recompute"],
     },
     Case { name: "f32, 8 ranks", change: &[EIGHT], ranks: &["8"] },
@@ -60,7 +60,7 @@ const CASES: [Case; 18] = [
     },
     Case {
         name: "bf16, 4 ranks, cut",
-        change: &[BF16, CUT],
+        change: &[EIGHT, BF16, CUT],
         ranks: &["4", "--schedule", "streaming"],
     },
 ];

@@ -493,7 +493,7 @@ fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
         let own = TaskResult::read(&plan, stage, number).unwrap().unwrap().part;
         let path = plan.part(own);
         let good = fs::read(&path).unwrap();
-        for (_, bytes) in parts.iter().filter(|(_, bytes)| *bytes != good) {
+        for (_, bytes) in parts.iter().step_by(3).filter(|(_, bytes)| *bytes != good) {
             fs::write(&path, bytes).unwrap();
             assert!(!is_whole(&path).unwrap(), "what is known by a name is held against it");
             fs::remove_dir_all(plan.folder().join("decided")).unwrap();

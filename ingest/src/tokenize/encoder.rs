@@ -2,7 +2,7 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -235,7 +235,7 @@ fn refuse_confused(reference: &tokenizers::Tokenizer) -> Result<()> {
     let Some(normalizer) = reference.get_normalizer() else { return Ok(()) };
     let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
     added.sort_unstable_by_key(|(id, _)| *id);
-    let mut seen = HashMap::new();
+    let mut seen = BTreeMap::new();
     for (_, token) in added.into_iter().filter(|(_, token)| token.normalized) {
         let mut text = NormalizedString::from(token.content.as_str());
         normalizer.normalize(&mut text).map_err(|error| {
