@@ -103,6 +103,26 @@ fn an_id_that_two_sources_have_is_not_guessed() {
     assert!(forked.contains("web = [") && !bans.concat().contains("math"), "{forked}");
 }
 
+/// What is asked for beyond a run is told as it was asked, and what has nothing before it is compared with nothing.
+#[test]
+fn questions_beyond_a_run_are_told_as_they_were_asked() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 100, ""), "store");
+    let phases = [("steps = 12", "steps = 4"), ("steps = 8", "steps = 1")];
+    let file = curriculum(&scratch, &store, "run.toml", &phases);
+    let run = scratch.path("run");
+    ztrain(&["--curriculum", arg(&file), "--out", arg(&run), "--validate-every", "0"]).ok();
+    let asked = |words: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], words].concat());
+    let last = u64::MAX.to_string();
+    asked(&["--step", &last]).fails(2, &["--step", &last, "1 to 5"]);
+    let endless = ["--step", "2", "--lr", "1e308", "--continue", "2"];
+    asked(&endless).fails(2, &["--lr", "1e308", "infinite"]);
+    let alone = ztrain(&["explain", "--run", arg(&run), "--step", "3", "--window", "0"]).ok();
+    let sentence = alone.lines().next().unwrap();
+    assert!(sentence.ends_with("no step before was looked at"), "{alone}");
+    assert!(!sentence.contains("as before") && !sentence.contains("mixture"), "{alone}");
+}
+
 #[test]
 fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     let scratch = Scratch::new();
