@@ -109,6 +109,7 @@ fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     let start = events.into_iter().find(|event| event["event"] == "start").unwrap();
     assert!(start["processor"].as_str().is_some_and(|name| name.len() > 3), "{start}");
+    assert_eq!(start["device"], "cuda:0", "as --device names it");
     assert_eq!(start["workers"], 1, "one thread feeds a device, whatever the machine has");
 
     let with = |name: &str, value: &str, steps: &str| -> Ran {

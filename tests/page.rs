@@ -302,7 +302,11 @@ fn two_runs_are_drawn_together_and_what_is_no_run_is_said() {
     let other = scratch.path("other");
     long_run(&other, 30);
     let out = scratch.path("page.html");
-    ztrain(&["report", "--run", arg(&run), "--run", arg(&other), "--out", arg(&out)]).ok();
+    let both = ["report", "--run", arg(&run), "--run", arg(&other), "--out", arg(&out), "--json"];
+    let told: Value = serde_json::from_str(&ztrain(&both).ok()).unwrap();
+    for counts in ["step_counts", "odd_step_counts"] {
+        assert_eq!(told[counts].as_array().map(Vec::len), Some(2), "one for each run: {told}");
+    }
     looked_at(arg(&out));
     ztrain(&["report", "--run", arg(&scratch.path("none"))]).fails(2, &["this is not a run"]);
     fs::write(run.join("explained"), "a file").unwrap();

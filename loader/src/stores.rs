@@ -124,6 +124,31 @@ impl Stores {
         })
     }
 
+    /// The documents of training text that `flag` asks for, by `ID`, or by `SOURCE:ID` where several sources have one: their
+    /// source and their numbers, if there are any. Where `only` names a source, those of others are not meant.
+    pub fn named(
+        &self,
+        flag: &str,
+        asked: &str,
+        only: Option<&str>,
+    ) -> Result<Option<(&str, Vec<u64>)>> {
+        let mut found = Vec::new();
+        let names = self.sources.iter().map(|source| source.facts.name.as_str());
+        for name in names.filter(|name| only.is_none_or(|only| only == *name)) {
+            let stream = self.stream(name, Split::Train)?;
+            let mut numbers = stream.find(asked)?;
+            if let Some(own) = asked.strip_prefix(name).and_then(|rest| rest.strip_prefix(':')) {
+                numbers.extend(stream.find(own)?);
+            }
+            found.extend((!numbers.is_empty()).then_some((name, numbers)));
+        }
+        if found.len() > 1 {
+            let sources: Vec<_> = found.iter().map(|(name, _)| *name).collect();
+            return Err(Fault::of_several_sources(flag, asked, &sources));
+        }
+        Ok(found.pop())
+    }
+
     /// Where the store of a source lies.
     pub(crate) fn root_of(&self, source: &str) -> Result<&Location> {
         self.stream(source, Split::Train)?; // Which says what is wrong with the name, if anything is.

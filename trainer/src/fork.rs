@@ -11,7 +11,6 @@
 //! loss of power leaves anything that looks like a run and is none, and the same command begins anew. Every act goes through
 //! `store::disk`, where a test sees what a crash may leave of it. The other run may go on meanwhile; nothing of it is written.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
@@ -22,8 +21,8 @@ use loader::Opened;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use store::Location;
 use store::disk::{self, Lock, Output};
-use store::{Location, Split};
 
 use crate::change::{Change, Documents};
 use crate::checkpoint::Checkpoints;
@@ -218,27 +217,15 @@ fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> 
 /// The numbers of the documents with these ids, each of one source.
 fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
     let mut found = Documents::new();
-    let mut sources: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for id in ids {
-        for facts in spec.plan.sources() {
-            let name = facts.name.as_str();
-            let own = id.strip_prefix(name).and_then(|rest| rest.strip_prefix(':'));
-            let stream = spec.data.stream(name, Split::Train)?;
-            let mut numbers = stream.find(id)?;
-            numbers.extend(own.map(|own| stream.find(own)).transpose()?.into_iter().flatten());
-            if !numbers.is_empty() {
-                found.entry(facts.name.clone()).or_default().extend(numbers);
-                sources.entry(id).or_default().insert(name);
-            }
-        }
-        if !sources.contains_key(id.as_str()) {
+        let Some((source, numbers)) = spec.data.named("--drop-doc", id, None)? else {
             return Err(Fault::usage("no document that is trained on has this id")
                 .at("--drop-doc")
                 .found(format!("{id:?}"))
                 .hint("`ztrain replay` shows the ids of a step's documents"));
-        }
+        };
+        found.entry(source.to_owned()).or_default().extend(numbers);
     }
-    Change::refuse_ambiguous(&sources)?;
     Ok(found)
 }
 

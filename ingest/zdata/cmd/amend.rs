@@ -228,34 +228,12 @@ fn mix(text: &str) -> std::result::Result<BTreeMap<String, Ratio>, String> {
 
 /// The documents with the ids, each of one source.
 fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
-    let facts = stores.facts();
-    let asked = |name: &str| args.source.as_ref().is_none_or(|source| source == name);
     if let Some(name) = &args.source {
         stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
     }
-    let mut all = Vec::new();
-    for (number, id) in args.ban.iter().enumerate() {
-        if args.ban[..number].contains(id) {
-            continue;
-        }
-        let mut sources = Vec::new();
-        for name in facts.iter().map(|facts| &facts.name).filter(|name| asked(name)) {
-            let stream = stores.stream(name, Split::Train)?;
-            let own = id.strip_prefix(name.as_str()).and_then(|rest| rest.strip_prefix(':'));
-            let before = all.len();
-            for id in [Some(id.as_str()), own].into_iter().flatten() {
-                for document in stream.find(id)? {
-                    let origin = output::origin(stream.source(), &stream.document(document)?);
-                    let (id, source) = (id.to_owned(), name.clone());
-                    all.push(FoundDocument { id, source, document, origin });
-                }
-            }
-            sources.extend((all.len() > before).then_some(name.as_str()));
-        }
-        if sources.len() > 1 {
-            return Err(Fault::of_several_sources("--ban", id, &sources));
-        }
-        if sources.is_empty() {
+    let mut all: Vec<FoundDocument> = Vec::new();
+    for id in &args.ban {
+        let Some((source, documents)) = stores.named("--ban", id, args.source.as_deref())? else {
             let what = match &args.source {
                 Some(source) => format!("no document of {source} that is trained on has this id"),
                 None => "no document that is trained on has this id".to_owned(),
@@ -267,6 +245,16 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
                     "`ztrain replay` and `zdata batch` show ids (without one of its own a document is FILE#ROW, \
                      FILE counting the inputs of its source from 0: 0#2); no step sees held-out text",
                 ));
+        };
+        let stream = stores.stream(source, Split::Train)?;
+        for document in documents {
+            // One may be named twice.
+            if all.iter().any(|one| (one.source.as_str(), one.document) == (source, document)) {
+                continue;
+            }
+            let record = stream.document(document)?;
+            let origin = output::origin(stream.source(), &record);
+            all.push(FoundDocument { id: record.id, source: source.to_owned(), document, origin });
         }
     }
     Ok(all)

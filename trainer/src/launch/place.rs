@@ -263,6 +263,10 @@ mod tests {
         ];
         let launched = found(&mpi).unwrap().unwrap();
         assert_eq!((launched.place.host.as_str(), launched.place.node), ("127.0.0.1", host_name()));
+        let slip = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "99999999")];
+        let fault = found(&slip).unwrap_err();
+        assert_eq!(fault.class(), contract::Class::Usage);
+        assert_eq!(fault.place(), Some("OMPI_COMM_WORLD_SIZE"), "{fault}");
     }
 
     #[test]
