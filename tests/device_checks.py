@@ -124,9 +124,15 @@ class Checks:
             said = f"{' '.join(words[:3])}: not done after {late.timeout:.0f} s"
             raise (Wrong if timeout and timeout < left else Skip)(said) from None
         if ran.returncode not in accept:
+            self.failed(words, ran.returncode, f"{ran.stdout}\n{ran.stderr}")
             told = (ran.stderr or ran.stdout).strip().splitlines()[-6:]
             raise Wrong(f"{' '.join(words[:3])}: exit {ran.returncode}: " + " / ".join(told))
         return ran.stdout
+
+    def failed(self, words, code, said):
+        """Keeps all that a program said which should not have ended so."""
+        with open(self.asked.out / "failures.txt", "a", encoding="utf-8") as kept:
+            kept.write(f"{' '.join(words)}: exit {code}\n{said}\n")
 
     def operations(self):
         """Named, so that nothing falls back to libtorch's operators in silence."""
@@ -238,7 +244,9 @@ class Checks:
         run, device = self.work / name, device or self.asked.device
         words = [str(self.folder / "ztrain"), "--curriculum", str(self.small(dtype)), "--out", str(run), "--device", device,
                  "--validate-every", "0", "--checkpoint-every", "2", "--workers", "1", "--quiet", *first]
-        process = subprocess.Popen(words, env=os.environ | self.operations(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        told = self.work / f"{name}.stderr"
+        with open(told, "wb") as stderr:
+            process = subprocess.Popen(words, env=os.environ | self.operations(), stdout=subprocess.DEVNULL, stderr=stderr)
         lines = lambda: (run / "ledger.jsonl").read_bytes().count(b"\n") if (run / "ledger.jsonl").exists() else 0
         deadline = time.monotonic() + max(min(self.left(), self.asked.patience), 5)
         try:
@@ -248,7 +256,8 @@ class Checks:
                     raise Wrong(f"{lines()} lines of a ledger when it was to be killed in its midst, and no time is left")
                 time.sleep(0.002)
             if process.poll() is not None:
-                raise Wrong("it ended before it could be killed")
+                self.failed(words, process.returncode, told.read_text(errors="replace"))
+                raise Wrong(f"it ended before it could be killed: exit {process.returncode} (failures.txt)")
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
@@ -471,7 +480,12 @@ class Checks:
             words = [sys.executable, ROOT / "trainer/benches/side_by_side.py", self.folder, "--device", self.asked.device,
                      "--dtype", "bf16", "--model", f"zaya1-{preset}", "--rounds", "1", "--steps", "8", "--rows", batch,
                      "--seq-len", seq_len, "--micro-batch", micro_batch]
-            said[preset] = self.run(*words, timeout=150)
+            try:
+                said[preset] = self.run(*words, timeout=150)
+            except Skip as late:
+                if not said:
+                    raise
+                said[preset] = f"zaya1-{preset}: {late}"
         return "\n            ".join(line for one in said.values() for line in one.strip().splitlines()), said
 
     def means_nothing(self):

@@ -1,12 +1,12 @@
 //! How fast a build is beside its encoder alone, on the same cores and text, in the same run.
 //!
 //! ```text
-//! cargo bench -p ingest --bench build -- tokenizer.json raw/*.jsonl.zst
+//! cargo bench -p ingest --bench build -- [--rounds 5] tokenizer.json raw/*.jsonl.zst
 //! ```
 //!
-//! Each row is a process of its own, pinned by `taskset`, since encoders keep caches: `fastokens alone` encodes the
+//! On one core, two, four and so on, as many as there are. Each row is a process of its own, pinned by `taskset`, since encoders keep caches: `fastokens alone` encodes the
 //! documents, read and parsed beforehand, with one thread for each core; `zdata build` goes from the compressed files
-//! to the committed store; `loading` is the tokenizer's. They run five times in turns. Told are medians by the clock, and
+//! to the committed store; `loading` is the tokenizer's. They run several times in turns. Told are medians by the clock, and
 //! the least processor time (the user's, all threads), which other work on the machine disturbs least; a build less
 //! loading beside the encoder is the steady state.
 
@@ -23,8 +23,6 @@ use ingest::source::{self, Fields, Format, Limits, Parsed};
 use ingest::tokenize::{Engine, Tokenizer};
 use ingest::{Corpus, Outcome, build};
 
-const ROUNDS: usize = 5;
-
 /// That of `zdata`, for both rows.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -32,12 +30,18 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 fn main() {
     // Cargo adds `--bench`.
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
+    let (rounds, args) = match args.split_first() {
+        Some((flag, [number, rest @ ..])) if flag == "--rounds" => {
+            (number.parse().unwrap_or(0), rest.to_vec())
+        }
+        _ => (5, args),
+    };
     let outcome = match args.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["row", kind, workers, tokenizer, files @ ..] => row(kind, workers, tokenizer, files),
-        [_, _, ..] => table(&args),
+        [_, _, ..] if rounds > 0 => table(&args, rounds),
         _ => {
             println!(
-                "usage: cargo bench -p ingest --bench build -- tokenizer.json FILES.jsonl.zst"
+                "usage: cargo bench -p ingest --bench build -- [--rounds 5] tokenizer.json FILES.jsonl.zst"
             );
             Ok(())
         }
@@ -49,15 +53,18 @@ fn main() {
 }
 
 /// Every row, each in its own process.
-fn table(args: &[String]) -> Result<()> {
+fn table(args: &[String], rounds: usize) -> Result<()> {
     println!(
         "{:<16} {:>5} {:>10} {:>12} {:>14}",
         "what", "cores", "MB/s text", "M tokens/s", "user's seconds"
     );
     let kinds = [("alone", "fastokens alone"), ("build", "zdata build"), ("load", "loading")];
-    for cores in [1usize, 2] {
+    let there = std::thread::available_parallelism().map_or(1, usize::from);
+    for cores in
+        std::iter::successors(Some(1), |cores| Some(2 * cores)).take_while(|cores| *cores <= there)
+    {
         let mut runs: [Vec<Row>; 3] = Default::default();
-        for _ in 0..ROUNDS {
+        for _ in 0..rounds {
             for ((kind, _), runs) in kinds.iter().zip(&mut runs) {
                 runs.push(spawn(kind, cores, args)?);
             }
@@ -66,7 +73,7 @@ fn table(args: &[String]) -> Result<()> {
         let mut speeds = [0.0; 3];
         for (number, ((_, what), runs)) in kinds.iter().zip(&mut runs).enumerate() {
             runs.sort_by(|a, b| a.text.total_cmp(&b.text));
-            let Row { text, tokens, .. } = runs[ROUNDS / 2];
+            let Row { text, tokens, .. } = runs[rounds / 2];
             used[number] = runs.iter().map(|run| run.user).fold(f64::INFINITY, f64::min);
             speeds[number] = text;
             println!("{what:<16} {cores:>5} {text:>10.1} {tokens:>12.1} {:>14.2}", used[number]);

@@ -136,7 +136,16 @@ DEVICE void squared(const Piece* pieces, u32 count, f64* out, Value value) {
   f64 part = 0.0;
   if (index < count) {
     const Piece piece = pieces[index];
-    for (u64 place = lane; place < piece.elements; place += PARTS) {
+    u64 place = lane;
+    // A lane has thousands of elements one after the other, and few lanes share the memory: so it asks for 16 at once.
+    for (; place + 15 * PARTS < piece.elements; place += 16 * PARTS) {
+      f32 values[16];
+      UNROLL
+      for (u32 next = 0; next < 16; ++next) values[next] = value(piece, place + next * PARTS);
+      UNROLL
+      for (u32 next = 0; next < 16; ++next) part += static_cast<f64>(values[next]) * static_cast<f64>(values[next]);
+    }
+    for (; place < piece.elements; place += PARTS) {
       const f64 own = static_cast<f64>(value(piece, place));
       part += own * own;
     }
@@ -144,12 +153,12 @@ DEVICE void squared(const Piece* pieces, u32 count, f64* out, Value value) {
   part = together(part);
   if (index < count && lane == 0) out[index] = part;
 }
-KERNEL(squares, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+KERNEL(squares, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
   squared(pieces, count, out, [](const Piece& piece, u64 place) { return reinterpret_cast<const f32*>(piece.left)[place]; });
 }
 
 // The same of left - right.
-KERNEL(squared_differences, 256, LIMIT(32, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
+KERNEL(squared_differences, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
   squared(pieces, count, out, [](const Piece& piece, u64 place) {
     return reinterpret_cast<const f32*>(piece.left)[place] - reinterpret_cast<const f32*>(piece.right)[place];
   });

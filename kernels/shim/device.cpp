@@ -346,6 +346,15 @@ int shim_upload(int index, const int64_t* words, int64_t count, at::Tensor** out
   });
 }
 
+// Bytes that a product may use beside its operands, as libtorch's GPU half reads them off the environment; 0 where it does not say.
+int shim_workspace(size_t* out) {
+  return shim_guard([=] {
+    using Ask = size_t (*)();
+    const auto ask = reinterpret_cast<Ask>(dlsym(RTLD_DEFAULT, "_ZN2at4cuda22getChosenWorkspaceSizeEv"));
+    *out = ask == nullptr ? 0 : ask();
+  });
+}
+
 // Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor too.
 int shim_await(void* event, const at::Tensor* tensor) {
   return shim_guard([&] {

@@ -48,6 +48,7 @@ unsafe extern "C" {
     fn shim_hold(index: c_int, event: *mut c_void) -> c_int;
     fn shim_enter_gpu(index: c_int) -> c_int;
     fn shim_upload(index: c_int, words: *const i64, count: i64, out: *mut *mut C_tensor) -> c_int;
+    fn shim_workspace(out: *mut usize) -> c_int;
     fn shim_event_over(event: *mut c_void, out: *mut c_int) -> c_int;
     fn shim_event_wait(event: *mut c_void) -> c_int;
     fn shim_event_free(event: *mut c_void);
@@ -160,6 +161,30 @@ pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.
     guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })
+}
+
+/// Takes the size of a product's workspace out of the environment again, where it is the one that libtorch takes by itself.
+///
+/// libtorch (2.11) reads the variable by a regular expression before every product, which is some 50 us of the host each, more
+/// than many a product takes. The size is asked for with the variable and without, so that no bit can depend on it.
+///
+/// # Errors
+/// Where libtorch does not understand the variable.
+pub(crate) fn settle_workspace(variable: &str) -> Result<()> {
+    let ask = || {
+        let mut bytes = 0;
+        // SAFETY: the out-pointer outlives the call, which fills it exactly if it succeeds.
+        guarded("ask for a workspace", unsafe { shim_workspace(&raw mut bytes) }).map(|()| bytes)
+    };
+    let Some(value) = std::env::var_os(variable) else { return Ok(()) };
+    let asked = ask()?;
+    // SAFETY: as where it was set: first thing in a process. What a driver has started by now reads other variables.
+    unsafe { std::env::remove_var(variable) };
+    if asked == 0 || ask()? != asked {
+        // SAFETY: as above.
+        unsafe { std::env::set_var(variable, value) };
+    }
+    Ok(())
 }
 
 /// Words in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.

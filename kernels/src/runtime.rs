@@ -48,11 +48,14 @@ const SWITCHES: [(&CStr, c_int); 13] = [
 
 /// Variables that GPU libraries read once, when their context is made: set here unless the user did.
 const DEVICE_ENVIRONMENT: [(&str, &str); 3] = [
-    ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+    (WORKSPACE, ":4096:8"),
     ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
     // hipBLASLt then takes no Stream-K, whose sums go by how many compute units are free.
     ("TENSILE_SOLUTION_SELECTION_METHOD", "0"),
 ];
+
+/// Of cuBLAS: how much memory a product may use beside its operands.
+const WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
 
 /// PyTorch's choice of kernels by timing them.
 const TUNABLE: &str = "PYTORCH_TUNABLEOP_ENABLED";
@@ -75,7 +78,7 @@ const CPU_ENVIRONMENT: [&str; 11] = [
 
 /// The same of a GPU: what its libraries choose kernels by.
 const GPU_ENVIRONMENT: [&str; 22] = [
-    "CUBLAS_WORKSPACE_CONFIG",
+    WORKSPACE,
     "CUBLASLT_WORKSPACE_SIZE",
     "CUBLAS_EMULATE_SINGLE_PRECISION",
     "CUBLAS_EMULATION_STRATEGY",
@@ -223,6 +226,9 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     set_interop_threads()?;
     enter_thread()?;
     let table = read_table(device)?;
+    if device.is_cuda() {
+        crate::device::settle_workspace(WORKSPACE)?;
+    }
     *started = Some((options.clone(), table.clone()));
     Ok(table)
 }

@@ -381,16 +381,22 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// The sum of squares of the elements, f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;
 
-    /// The same of many tensors, f64 `[n]`, where they are: of a device by one launch, for which the host does not wait.
-    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
-        let squares = tensors.iter().map(|tensor| self.squares(tensor));
-        Ok(Tensor::f_from_slice(&squares.collect::<Result<Vec<_>>>()?)?)
+    /// The same of each `chunk` elements of many tensors, the last chunk of each as long as is left: f64 `[n]`, in their order,
+    /// where they are. Of a device by one launch, for which the host does not wait.
+    fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
+        let mut squares = Vec::new();
+        for tensor in tensors {
+            for chunk in chunks(tensor, chunk)? {
+                squares.push(self.squares(&chunk)?);
+            }
+        }
+        Ok(Tensor::f_from_slice(&squares)?)
     }
 
-    /// The sum of squares of the differences of each pair, f32, as [`Ops::all_squares`] answers, with the bits of a difference's.
-    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
+    /// The sums of squares of the differences of pairs, f32, as [`Ops::chunk_squares`] answers, with the bits of a difference's.
+    fn chunk_differences(&self, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
         let differences = pairs.iter().map(|[one, other]| Ok(one.f_sub(other)?));
-        self.all_squares(&differences.collect::<Result<Vec<_>>>()?)
+        self.chunk_squares(&differences.collect::<Result<Vec<_>>>()?, chunk)
     }
 
     /// Copies of many tensors, f32.
@@ -435,6 +441,14 @@ impl PartialEq for dyn Ops {
     fn eq(&self, other: &Self) -> bool {
         self.name() == other.name()
     }
+}
+
+/// Each `chunk` elements of a tensor, flat, the last as many as are left.
+fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
+    let flat = tensor.f_reshape([-1])?;
+    let length = flat.size()[0];
+    let starts = (0..length).step_by(chunk as usize);
+    starts.map(|start| Ok(flat.f_narrow(0, start, chunk.min(length - start))?)).collect()
 }
 
 impl Eq for dyn Ops {}

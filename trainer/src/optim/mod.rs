@@ -126,7 +126,7 @@ impl Item {
             How::AdamW { second, .. } => Some(second),
         };
         let all = [Some(&self.weight), Some(&self.first), second].into_iter().flatten();
-        all.zip(self.sums.salts).map(|(part, salt)| (part.view([-1]), salt)).collect()
+        all.zip(self.sums.salts).map(|(part, salt)| (flat(part), salt)).collect()
     }
 
     /// How many chunks it has.
@@ -297,6 +297,14 @@ impl Moving<'_> {
     }
 }
 
+/// A contiguous tensor as one row: itself, where it is one.
+fn flat(tensor: &Tensor) -> Tensor {
+    match tensor.dim() {
+        1 => tensor.shallow_clone(),
+        _ => tensor.reshape([-1]),
+    }
+}
+
 /// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks. `sums` is that of the
 /// whole part.
 pub(crate) fn split(
@@ -309,17 +317,18 @@ pub(crate) fn split(
     let from = |elements: i64| Sums { first: sums.first + elements as u64, ..sums };
     match (rule, second) {
         (Rule::AdamW { decay }, Some(second)) => {
-            let flat = |tensor: &Tensor| tensor.view([-1]);
-            let length = weight.numel() as i64;
-            for start in (0..length).step_by((CHUNK * CHUNKS) as usize) {
-                let piece = |tensor: &Tensor| {
-                    flat(tensor).narrow(0, start, (CHUNK * CHUNKS).min(length - start))
+            let (length, most) = (weight.numel() as i64, CHUNK * CHUNKS);
+            let gradient = flat(gradient);
+            let [weight, first, second] = [weight, first, second].map(flat);
+            for start in (0..length).step_by(most as usize) {
+                // A model has thousands of pieces that are one item each, and every view takes the host a microsecond.
+                let piece = |tensor: &Tensor| match length <= most {
+                    true => tensor.shallow_clone(),
+                    false => tensor.narrow(0, start, most.min(length - start)),
                 };
-                let gradient =
-                    gradient.reshape([-1]).narrow(0, start, (CHUNK * CHUNKS).min(length - start));
-                let (weight, first, second) = (piece(weight), piece(first), piece(second));
-                let (how, sums) = (How::AdamW { second, decay }, from(start));
-                items.push(Item { weight, first, gradient, how, sums });
+                let how = How::AdamW { second: piece(&second), decay };
+                let [weight, first, gradient] = [&weight, &first, &gradient].map(piece);
+                items.push(Item { weight, first, gradient, how, sums: from(start) });
             }
         }
         (Rule::MuonEach, _) => (0..weight.size()[0]).for_each(|expert| {

@@ -15,7 +15,8 @@ pub(crate) const CHUNK: i64 = 65_536;
 
 /// The sum of squares of a tensor, in f64.
 pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
-    Ok(sum(&values(&ops.all_squares(&cut(tensor)).map_err(refused)?)?))
+    let squares = ops.chunk_squares(&[tensor.reshape([-1])], CHUNK).map_err(refused)?;
+    Ok(sum(&values(&squares)?))
 }
 
 /// The chunks of a tensor.

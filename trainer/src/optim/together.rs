@@ -8,7 +8,7 @@ use tch::Tensor;
 use super::adamw::AdamW;
 use super::muon::{Muon, QUINTIC};
 use super::norm::CHUNK;
-use super::{CHUNKS, How, Item, Rule, norm};
+use super::{CHUNKS, How, Item, Rule};
 use crate::timing::{Part, part};
 
 /// Elements that are moved together: their old weights are kept beside them, 64 MiB.
@@ -90,9 +90,8 @@ impl Rules {
         self.elementwise(ops, &mut items)?;
         self.matrices(ops, &mut items)?;
         let _watch = part(Part::Moved);
-        let cut = |of: &[Tensor]| of.iter().flat_map(norm::cut).collect::<Vec<_>>();
-        let pairs: Vec<_> = cut(&old).into_iter().zip(cut(&weights)).map(Into::into).collect();
-        let squares = ops.all_differences(&pairs)?;
+        let pairs: Vec<_> = old.into_iter().zip(weights).map(Into::into).collect();
+        let squares = ops.chunk_differences(&pairs, CHUNK)?;
         let _watch = part(Part::StateSums);
         let parts: Vec<_> = items.iter().map(|item| (item.sums.first, item.parts())).collect();
         let mut slices = Vec::with_capacity(3 * parts.len());

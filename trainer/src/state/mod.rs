@@ -499,7 +499,8 @@ impl State {
 /// Elements that a worker draws at a time.
 const DRAWN: usize = 1 << 20;
 
-/// Draws this rank's weights before the first step on the workers, each into its place: each number has an address.
+/// Draws this rank's weights before the first step, each into its place: each number has an address. On all cores, however few
+/// workers a device has: one thread takes most of a minute for 10^9 weights.
 fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
     let mut parts = Vec::new();
     for (piece, weight, _) in state.own() {
@@ -510,7 +511,11 @@ fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
             parts.push((&spec.parameters[piece.tensor], at + first..at + first + length, into));
         }
     }
-    workers.map(parts, |(parameter, part, mut into)| {
+    let cores = match state.weights.first().map_or(Device::Cpu, Tensor::device) {
+        Device::Cpu => workers,
+        _ => Workers::available(),
+    };
+    cores.map(parts, |(parameter, part, mut into)| {
         let values = model::initial(parameter, spec.curriculum.seed, part).map_err(refused)?;
         tch::no_grad(|| into.f_copy_(&values)).map_err(refused)
     })?;

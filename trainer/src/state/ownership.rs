@@ -58,7 +58,11 @@ impl Piece {
 
     /// This piece of `whole`, which is its tensor or one like it, as an alias if that is contiguous.
     pub fn of(&self, whole: &Tensor) -> Tensor {
-        whole.reshape([-1]).narrow(0, self.first, self.length()).view(self.shape.as_slice())
+        if whole.size() == self.shape && whole.is_contiguous() {
+            return whole.shallow_clone();
+        }
+        let part = whole.reshape([-1]).narrow(0, self.first, self.length());
+        if self.shape.len() == 1 { part } else { part.view(self.shape.as_slice()) }
     }
 
     /// A cost that grows like the time of an update: Newton-Schulz is cubic in the short side of a matrix.

@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 use super::Context;
 use crate::ledger;
 use crate::mesh::words::{Reader, Writer};
-use crate::optim::norm;
+use crate::optim::norm::{self, CHUNK};
 use crate::refusal::refused;
 use crate::state::ownership::{Ownership, Piece};
 use crate::state::{Part, salt};
@@ -39,7 +39,7 @@ pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Re
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
     let groups = Workers::batched(device, items);
     let chunks = |group: &Vec<(Piece, Tensor)>| {
-        group.iter().map(|(_, gradient)| norm::cut(gradient).len()).collect()
+        group.iter().map(|(_, gradient)| gradient.numel().div_ceil(CHUNK as usize)).collect()
     };
     let shapes = groups.iter().map(chunks).collect();
     let found = cx.workers.map(groups, |items: Vec<(Piece, Tensor)>| {
@@ -75,8 +75,8 @@ fn together(ops: &dyn Ops, items: &[(Piece, Tensor)]) -> kernels::Result<[Tensor
         (gradient, piece.first as u64, salt(Part::Gradient, piece.tensor))
     };
     let slices: Vec<_> = items.iter().map(|(piece, gradient)| slice((piece, gradient))).collect();
-    let chunks: Vec<Tensor> = items.iter().flat_map(|(_, gradient)| norm::cut(gradient)).collect();
-    Ok([checksum::slices(&slices)?, ops.all_squares(&chunks)?])
+    let flat: Vec<Tensor> = items.iter().map(|(_, gradient)| gradient.reshape([-1])).collect();
+    Ok([checksum::slices(&slices)?, ops.chunk_squares(&flat, CHUNK)?])
 }
 
 impl Measured {

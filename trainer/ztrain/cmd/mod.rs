@@ -161,13 +161,11 @@ impl Speed {
         Ok(workers.keeping(keep).computing_by(ops))
     }
 
-    /// Refuses operations or a device that no rank of this machine has, before any of them starts.
+    /// Refuses operations or a device that no rank of this machine has, before any of them starts. The device is only looked
+    /// for: to start it would take some of its memory for as long as the ranks run.
     pub(crate) fn refuse_missing(&self) -> Result<()> {
         known_choices()?;
-        if self.device == "cpu" || tch::Cuda::is_available() {
-            return Ok(());
-        }
-        self.start(None).map(drop)
+        device::open(&self.device).map(drop).map_err(|error| machine(&self.device, &error))
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.

@@ -388,17 +388,22 @@ impl Ops for Own {
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
-        Ok(self.all_squares(std::slice::from_ref(x))?.f_double_value(&[0])?)
+        match x.numel() as i64 {
+            0 => Ok(0.0),
+            whole => {
+                Ok(self.chunk_squares(std::slice::from_ref(x), whole)?.f_double_value(&[0])?)
+            }
+        }
     }
 
-    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
+    fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
         let Some(one) = tensors.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
-        step::squares(&self.at(one)?, tensors)
+        step::squares(&self.at(one)?, tensors, chunk)
     }
 
-    fn all_differences(&self, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
+    fn chunk_differences(&self, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
         let Some([one, _]) = pairs.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
-        step::differences(&self.at(one)?, pairs)
+        step::differences(&self.at(one)?, pairs, chunk)
     }
 
     fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {

@@ -100,7 +100,11 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
     let (mut out, mut at) = (Vec::with_capacity(tensors.len()), 0);
     for tensor in tensors {
         let count = tensor.numel() as i64;
-        out.push(all.f_narrow(0, at, count)?.f_view(tensor.size().as_slice())?);
+        let part = all.f_narrow(0, at, count)?;
+        out.push(match tensor.dim() {
+            1 => part,
+            _ => part.f_view(tensor.size().as_slice())?,
+        });
         at += count;
     }
     let piece = |(tensor, out)| Piece { tensor, other: Some(out), first: 0, salt: 0 };
@@ -108,24 +112,21 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(out)
 }
 
-/// The sum of squares of each tensor, in pieces of which 16 lanes have one each.
-pub(super) fn squares(queue: &Queue, tensors: &[Tensor]) -> Result<Tensor> {
+/// The sum of squares of each chunk of each tensor; 16 lanes have a chunk each.
+pub(super) fn squares(queue: &Queue, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
     let call = Call("squares");
     tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
-    let piece = |tensor| Piece { tensor, other: None, first: 0, salt: 0 };
-    pieces::squares(queue, &tensors.iter().map(piece).collect::<Vec<_>>())
+    let alone = tensors.iter().map(|tensor| (tensor, None));
+    pieces::squares(queue, &alone.collect::<Vec<_>>(), chunk)
 }
 
 /// The same of differences.
-pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<Tensor> {
+pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
     let call = Call("differences");
     for [one, other] in pairs {
         call.f32("one", one, &one.size())?;
         call.f32("other", other, &one.size())?;
     }
-    let pieces: Vec<_> = pairs
-        .iter()
-        .map(|[tensor, other]| Piece { tensor, other: Some(other), first: 0, salt: 0 })
-        .collect();
-    pieces::squares(queue, &pieces)
+    let pairs = pairs.iter().map(|[tensor, other]| (tensor, Some(other)));
+    pieces::squares(queue, &pairs.collect::<Vec<_>>(), chunk)
 }

@@ -14,6 +14,7 @@ use tch::{Kind, Tensor};
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, Gradient,
     NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
+    chunks,
 };
 use crate::Result;
 
@@ -195,21 +196,26 @@ impl Ops for Reference {
     }
 
     fn squares(&self, x: &Tensor) -> Result<f64> {
-        Ok(self.all_squares(std::slice::from_ref(x))?.f_double_value(&[0])?)
+        Ok(squares(x)?.f_double_value(&[])?)
     }
 
-    fn all_squares(&self, tensors: &[Tensor]) -> Result<Tensor> {
-        let squares = |x: &Tensor| -> Result<Tensor> {
-            Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?)
-        };
-        match tensors {
-            [] => Ok(Tensor::f_from_slice::<f64>(&[])?),
-            _ => {
-                let all = tensors.iter().map(squares).collect::<Result<Vec<_>>>()?;
-                Ok(Tensor::f_stack(&all, 0)?)
+    fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
+        let mut all = Vec::new();
+        for tensor in tensors {
+            for chunk in chunks(tensor, chunk)? {
+                all.push(squares(&chunk)?);
             }
         }
+        match all[..] {
+            [] => Ok(Tensor::f_from_slice::<f64>(&[])?),
+            _ => Ok(Tensor::f_stack(&all, 0)?),
+        }
     }
+}
+
+/// The sum of squares, f64, where the tensor is.
+fn squares(x: &Tensor) -> Result<Tensor> {
+    Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?)
 }
 
 fn to_f32(x: &Tensor) -> Result<Tensor> {
