@@ -313,7 +313,8 @@ fn a_long_line_is_held_three_times_at_most() {
         let command = zdata_command(&["build", arg(&of(&scratch, name, "")), "--check"]);
         peak(command)
     };
-    let least = reading("short.jsonl", "short");
+    // Looked at every 2 ms, a short run on a busy machine may have its most between two looks.
+    let least = (0..3).map(|_| reading("short.jsonl", "short")).max().unwrap();
     // Escapes at its ends: such a text cannot be a piece of its line.
     let long = format!("\\n{}\\n", "x".repeat((mib as usize) << 20));
     let held = reading("long.jsonl", &long) - least;

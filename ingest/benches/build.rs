@@ -4,11 +4,11 @@
 //! cargo bench -p ingest --bench build -- [--rounds 5] tokenizer.json raw/*.jsonl.zst
 //! ```
 //!
-//! On one core, two, four and so on, as many as there are. Each row is a process of its own, pinned by `taskset`, since encoders keep caches: `fastokens alone` encodes the
-//! documents, read and parsed beforehand, with one thread for each core; `zdata build` goes from the compressed files
-//! to the committed store; `loading` is the tokenizer's. They run several times in turns. Told are medians by the clock, and
-//! the least processor time (the user's, all threads), which other work on the machine disturbs least; a build less
-//! loading beside the encoder is the steady state.
+//! On one core, two, four and so on, as many as there are. Each row is a process of its own, pinned by `taskset`, since
+//! encoders keep caches: `fastokens alone` encodes the documents, read and parsed beforehand, with one thread for each
+//! core; `zdata build` goes from the compressed files to the committed store; `loading` is the tokenizer's. They run
+//! several times in turns. Told are medians by the clock, and the least processor time (the user's, all threads), which
+//! other work on the machine disturbs least; a build less loading beside the encoder is the steady state.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 

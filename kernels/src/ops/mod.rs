@@ -444,7 +444,10 @@ impl PartialEq for dyn Ops {
 }
 
 /// Each `chunk` elements of a tensor, flat, the last as many as are left.
-fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
+///
+/// # Errors
+/// Where memory ends.
+pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
     let flat = tensor.f_reshape([-1])?;
     let length = flat.size()[0];
     let starts = (0..length).step_by(chunk as usize);

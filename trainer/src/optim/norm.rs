@@ -19,13 +19,6 @@ pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
     Ok(sum(&values(&squares)?))
 }
 
-/// The chunks of a tensor.
-pub fn cut(tensor: &Tensor) -> Vec<Tensor> {
-    let flat = tensor.reshape([-1]);
-    let starts = (0..flat.size()[0]).step_by(CHUNK as usize);
-    starts.map(|start| flat.narrow(0, start, CHUNK.min(flat.size()[0] - start))).collect()
-}
-
 /// The tree over the chunks of a tensor.
 pub fn sum(chunks: &[f64]) -> f64 {
     tree::total(chunks.iter().copied())

@@ -2,7 +2,7 @@
 
 use contract::Result;
 use kernels::checksum;
-use kernels::ops::Ops;
+use kernels::ops::{Ops, chunks};
 use kernels::record::Record;
 use tch::{Device, Tensor};
 
@@ -60,7 +60,7 @@ pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Re
 fn alone(ops: &dyn Ops, (piece, gradient): &(Piece, Tensor)) -> kernels::Result<[Tensor; 2]> {
     let (mut at, salt) = (piece.first as u64, salt(Part::Gradient, piece.tensor));
     let (mut sum, mut squares) = (0u64, Vec::new());
-    for chunk in norm::cut(gradient) {
+    for chunk in chunks(gradient, CHUNK)? {
         squares.push(ops.squares(&chunk)?);
         sum = sum.wrapping_add(checksum::slice(&chunk, at, salt)?);
         at += chunk.numel() as u64;
