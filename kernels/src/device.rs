@@ -171,11 +171,15 @@ pub(crate) fn enter(device: Device) -> Result<()> {
 /// # Errors
 /// Where libtorch does not understand the variable.
 pub(crate) fn settle_workspace(variable: &str) -> Result<()> {
-    let ask = || {
+    settle(variable, || {
         let mut bytes = 0;
         // SAFETY: the out-pointer outlives the call, which fills it exactly if it succeeds.
         guarded("ask for a workspace", unsafe { shim_workspace(&raw mut bytes) }).map(|()| bytes)
-    };
+    })
+}
+
+/// Takes a variable out of the environment where `ask` gives the same without it; 0 says nothing.
+fn settle(variable: &str, ask: impl Fn() -> Result<usize>) -> Result<()> {
     let Some(value) = std::env::var_os(variable) else { return Ok(()) };
     let asked = ask()?;
     // SAFETY: as where it was set: first thing in a process. What a driver has started by now reads other variables.
@@ -291,5 +295,22 @@ mod tests {
                 assert!(error.contains("libtorch") || error.contains("no device"), "{error}");
             }
         }
+    }
+
+    #[test]
+    fn a_workspace_leaves_the_environment_only_where_its_size_stays() {
+        const NAME: &str = "ZTRAIN_TEST_WORKSPACE";
+        for (with, without, stays) in [(8, 8, false), (8, 4, true), (0, 0, true)] {
+            // SAFETY: no other test reads or writes this variable.
+            unsafe { std::env::set_var(NAME, ":4096:8") };
+            let ask = || Ok(if std::env::var_os(NAME).is_some() { with } else { without });
+            settle(NAME, ask).unwrap();
+            assert_eq!(
+                std::env::var_os(NAME).is_some(),
+                stays,
+                "{with} with it, {without} without"
+            );
+        }
+        settle("ZTRAIN_TEST_NO_WORKSPACE", || panic!("there is nothing to ask for")).unwrap();
     }
 }
