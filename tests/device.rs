@@ -167,7 +167,7 @@ fn our_own_kernels_leave_one_ledger_too() {
         // The driver refuses a thread without one: that of the process, and those that compute in each step.
         assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
         let ledger = |out: &str| on.ledger(out);
-        assert!(ledger("plain").contains("device 7, kernels "));
+        assert!(ledger("plain").contains("device 8, kernels "));
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &two);
         on.finish("two", &["--workers", "1", "--stop-after", steps]);

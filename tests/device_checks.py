@@ -481,7 +481,7 @@ class Checks:
                      "--dtype", "bf16", "--model", f"zaya1-{preset}", "--rounds", "1", "--steps", "8", "--rows", batch,
                      "--seq-len", seq_len, "--micro-batch", micro_batch]
             try:
-                said[preset] = self.run(*words, timeout=150)
+                said[preset] = self.run(*words)
             except Skip as late:
                 if not said:
                     raise

@@ -128,38 +128,57 @@ KERNEL(add_present, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count)) {
   each_of_piece(piece, [=](u64 index) { left[index] = here ? left[index] + right[index] : right[index]; });
 }
 
-// out[p]: the sum of the squares of value(p, i) over the elements of piece p, f32, in f64. 16 lanes a piece, so that a long tensor
-// is given in pieces: the chunks of the norm are those. The order is the CPU's.
+// out[p]: the sum of the squares of value(p, i) over the elements of piece p, f32, in f64, one block each, so that a long tensor is
+// given in pieces: the chunks of the norm are those. The order is the CPU's, in 16 parts. So all threads of a block read, a tile
+// ahead, and 16 of them add what stands in shared memory.
+constexpr u32 AHEAD = 2048;
 template <typename Value>
-DEVICE void squared(const Piece* pieces, u32 count, f64* out, Value value) {
-  const u32 index = block_index() * ROWS + thread_index() / PARTS, lane = thread_index() % PARTS;
+DEVICE void squared(const Piece* pieces, u32 count, f64* out, f32* tile, Value value) {
+  if (block_index() >= count) return;
+  const Piece piece = pieces[block_index()];
+  const u32 lane = thread_index();
+  f32 ahead[AHEAD / BLOCK];
+  const auto read = [&](u64 start) {
+    UNROLL
+    for (u32 next = 0; next < AHEAD / BLOCK; ++next) {
+      const u64 place = start + next * BLOCK + lane;
+      ahead[next] = place < piece.elements ? value(piece, place) : 0.0f;
+    }
+  };
   f64 part = 0.0;
-  if (index < count) {
-    const Piece piece = pieces[index];
-    u64 place = lane;
-    // A lane has thousands of elements one after the other, and few lanes share the memory: so it asks for 16 at once.
-    for (; place + 15 * PARTS < piece.elements; place += 16 * PARTS) {
-      f32 values[16];
-      UNROLL
-      for (u32 next = 0; next < 16; ++next) values[next] = value(piece, place + next * PARTS);
-      UNROLL
-      for (u32 next = 0; next < 16; ++next) part += static_cast<f64>(values[next]) * static_cast<f64>(values[next]);
+  read(0);
+  for (u64 start = 0; start < piece.elements; start += AHEAD) {
+    UNROLL
+    for (u32 next = 0; next < AHEAD / BLOCK; ++next) tile[next * BLOCK + lane] = ahead[next];
+    barrier();
+    read(start + AHEAD);
+    if (lane < PARTS) {
+      const u64 left = piece.elements - start;
+      const u32 end = left < AHEAD ? static_cast<u32>(left) : AHEAD;
+      u32 place = lane;
+      for (; place + 7 * PARTS < end; place += 8 * PARTS) {
+        f32 values[8];
+        UNROLL
+        for (u32 next = 0; next < 8; ++next) values[next] = tile[place + next * PARTS];
+        UNROLL
+        for (u32 next = 0; next < 8; ++next) part += static_cast<f64>(values[next]) * static_cast<f64>(values[next]);
+      }
+      for (; place < end; place += PARTS) part += static_cast<f64>(tile[place]) * static_cast<f64>(tile[place]);
     }
-    for (; place < piece.elements; place += PARTS) {
-      const f64 own = static_cast<f64>(value(piece, place));
-      part += own * own;
-    }
+    barrier();
   }
   part = together(part);
-  if (index < count && lane == 0) out[index] = part;
+  if (lane == 0) out[block_index()] = part;
 }
-KERNEL(squares, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
-  squared(pieces, count, out, [](const Piece& piece, u64 place) { return reinterpret_cast<const f32*>(piece.left)[place]; });
+KERNEL(squares, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* out)) {
+  SHARED(f32, tile, AHEAD);
+  squared(pieces, count, out, tile, [](const Piece& piece, u64 place) { return reinterpret_cast<const f32*>(piece.left)[place]; });
 }
 
 // The same of left - right.
-KERNEL(squared_differences, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count, f64* out)) {
-  squared(pieces, count, out, [](const Piece& piece, u64 place) {
+KERNEL(squared_differences, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* out)) {
+  SHARED(f32, tile, AHEAD);
+  squared(pieces, count, out, tile, [](const Piece& piece, u64 place) {
     return reinterpret_cast<const f32*>(piece.left)[place] - reinterpret_cast<const f32*>(piece.right)[place];
   });
 }

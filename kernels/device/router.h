@@ -11,12 +11,18 @@ DEVICE void averaged(const T* projected, f32* state, const f32* bias, const f32*
                      f32* out, f32* factors, u32 rows, u32 width, f32 eps) {
   const Row row = row_of(rows);
   const u64 at = static_cast<u64>(row.index) * width;
-  if (row.there)
-    for (u32 column = row.lane; column < width; column += PARTS) {
-      const f32 own = wide(projected[at + column]) + bias[column];
-      state[at + column] = before == nullptr ? own : own + before[at + column] * decay[column];
-    }
-  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return state[at + column]; });
+  f32 part = 0.0f;
+  each_of_row(
+      row, width,
+      [=](u64 column) {
+        const f32 own = wide(projected[at + column]) + bias[column];
+        return before == nullptr ? own : own + before[at + column] * decay[column];
+      },
+      [=, &part](u64 column, f32 value) {
+        state[at + column] = value;
+        part += value * value;
+      });
+  norm_row(row, width, eps, together(part), state, weight, factors, out);
 }
 KERNEL(router_norm_f32, 256, LIMIT(48, 0, 8),
        (const f32* projected, f32* state, const f32* bias, const f32* before, const f32* decay, const f32* weight, f32* out,
@@ -36,8 +42,7 @@ KERNEL(router_norm_backward, 256, LIMIT(48, 0, 8),
         bf16* rounded, f32* before, u32 rows, u32 width)) {
   const Row row = row_of(rows);
   const u64 at = static_cast<u64>(row.index) * width;
-  norm_row_back(row, width, state, factors, weight, grad, [=](u32 column, f32 value) {
-    if (later != nullptr) value += later[at + column];
+  norm_row_back(row, width, state, factors, weight, grad, later, [=](u64 column, f32 value) {
     own[at + column] = value;
     if (rounded != nullptr) put(rounded[at + column], value);
     if (before != nullptr) before[at + column] = value * decay[column];

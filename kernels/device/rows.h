@@ -26,6 +26,22 @@ DEVICE f32 along_row(Row row, u32 width, Value value) {
   return together(part);
 }
 
+// value(column) of each column of a row, to be stored. A lane asks for all that four columns need before it writes the first: what
+// is written may lie where the next is read, for all that a compiler knows, so it would wait for the memory after each.
+template <typename Value, typename Store>
+DEVICE void each_of_row(Row row, u32 width, Value value, Store store) {
+  if (!row.there) return;
+  for (u64 column = row.lane; column < width; column += 4 * PARTS) {
+    f32 values[4];
+    UNROLL
+    for (u64 next = 0; next < 4; ++next)
+      if (column + next * PARTS < width) values[next] = value(column + next * PARTS);
+    UNROLL
+    for (u64 next = 0; next < 4; ++next)
+      if (column + next * PARTS < width) store(column + next * PARTS, values[next]);
+  }
+}
+
 // A thread a column, over a band of rows. Blocks go over tiles of 256 columns first, then over bands, then over the matrices
 // of a stack.
 struct Column {
@@ -61,17 +77,15 @@ KERNEL(column_products, 256, LIMIT(32, 0, 8), (const f32* x, const f32* y, f32* 
   partial[column.partial] = sum;
 }
 
-template <typename Source, typename T>
-DEVICE void norm_row(Row row, u32 width, f32 eps, const f32* weight, f32* factors, T* out, Source source) {
-  const f32 square = along_row(row, width, [=](u32 column) {
-    const f32 value = source(column);
-    return value * value;
-  });
+// From the sum of the squares of x over the row, the same in its lanes.
+template <typename T>
+DEVICE void norm_row(Row row, u32 width, f32 eps, f32 square, const f32* x, const f32* weight, f32* factors, T* out) {
   const f32 factor = 1.0f / root(square / static_cast<f32>(width) + eps);
-  if (!row.there) return;
-  if (row.lane == 0) factors[row.index] = factor;
+  if (row.there && row.lane == 0) factors[row.index] = factor;
   const u64 at = static_cast<u64>(row.index) * width;
-  for (u32 column = row.lane; column < width; column += PARTS) put(out[at + column], source(column) * factor * weight[column]);
+  each_of_row(
+      row, width, [=](u64 column) { return x[at + column] * factor * weight[column]; },
+      [=](u64 column, f32 value) { put(out[at + column], value); });
 }
 
 // out = x f weight with f = 1 / sqrt(mean of x^2 + eps) for each row, which goes into factors.
@@ -79,7 +93,8 @@ template <typename T>
 DEVICE void norm(const f32* x, const f32* weight, T* out, f32* factors, u32 rows, u32 width, f32 eps) {
   const Row row = row_of(rows);
   const f32* own = x + static_cast<u64>(row.index) * width;
-  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return own[column]; });
+  const f32 square = along_row(row, width, [=](u64 column) { return own[column] * own[column]; });
+  norm_row(row, width, eps, square, x, weight, factors, out);
 }
 KERNEL(rms_norm_f32, 256, LIMIT(32, 0, 8),
        (const f32* x, const f32* weight, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
@@ -121,11 +136,18 @@ DEVICE void residual_and_norm(const T* branch, const f32* residual, Scaling by, 
   const Row row = row_of(rows);
   const u64 at = static_cast<u64>(row.index) * width;
   // A lane reads of the sum only what it has written itself.
-  if (row.there)
-    for (u32 column = row.lane; column < width; column += PARTS)
-      sum[at + column] = (wide(branch[at + column]) + by.bias[column]) * by.scale[column] +
-                         (residual[at + column] + by.residual_bias[column]) * by.residual_scale[column];
-  norm_row(row, width, eps, weight, factors, out, [=](u32 column) { return sum[at + column]; });
+  f32 part = 0.0f;
+  each_of_row(
+      row, width,
+      [=](u64 column) {
+        return (wide(branch[at + column]) + by.bias[column]) * by.scale[column] +
+               (residual[at + column] + by.residual_bias[column]) * by.residual_scale[column];
+      },
+      [=, &part](u64 column, f32 value) {
+        sum[at + column] = value;
+        part += value * value;
+      });
+  norm_row(row, width, eps, together(part), sum, weight, factors, out);
 }
 KERNEL(residual_norm_f32, 256, LIMIT(48, 0, 8),
        (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
@@ -138,21 +160,26 @@ KERNEL(residual_norm_bf16, 256, LIMIT(48, 0, 8),
   residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
 }
 
-// Back through a row of the norm, from the gradient of its outcome: what(column, gradient of x).
-template <typename G, typename Do>
-DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, Do what) {
+// Back through a row of the norm, from the gradient of its outcome: store(column, gradient of x), with `beside` added to it unless that is
+// null.
+template <typename G, typename Store>
+DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside,
+                          Store store) {
   const u64 at = static_cast<u64>(row.index) * width;
   const f32 factor = row.there ? factors[row.index] : 0.0f;
   const f32 sum =
-      along_row(row, width, [=](u32 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
+      along_row(row, width, [=](u64 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
   const f32 along = sum / -static_cast<f32>(width);
-  if (!row.there) return;
-  for (u32 column = row.lane; column < width; column += PARTS)
-    what(column, (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor);
+  each_of_row(
+      row, width,
+      [=](u64 column) {
+        const f32 own = (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor;
+        return beside == nullptr ? own : beside[at + column] + own;
+      },
+      store);
 }
 
-// Back through a band of rows of the norm: the gradient of x, with `beside` added to it unless that is null, and that of the
-// weight. A block has a band.
+// Back through a band of rows of the norm, and the gradient of the weight. A block has a band.
 template <typename G>
 DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside, f32* input,
                            f32* partial, u32 rows, u32 width) {
@@ -160,9 +187,8 @@ DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, 
   for (u32 start = first; start < first + BAND; start += ROWS) {
     const u32 index = start + thread_index() / PARTS;
     const u64 at = static_cast<u64>(index) * width;
-    norm_row_back({index, thread_index() % PARTS, index < rows}, width, x, factors, weight, grad, [=](u32 column, f32 own) {
-      input[at + column] = beside == nullptr ? own : beside[at + column] + own;
-    });
+    norm_row_back({index, thread_index() % PARTS, index < rows}, width, x, factors, weight, grad, beside,
+                  [=](u64 column, f32 value) { input[at + column] = value; });
   }
   for (u32 column = thread_index(); column < width; column += BLOCK) {
     f32 sum = 0.0f;
@@ -191,14 +217,28 @@ DEVICE void residual_column_back(Column column, const T* branch, const f32* resi
                                  const f32* residual_scale, T* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
   const f32 by = scale[column.index], residual_by = residual_scale[column.index];
   f32 all = 0.0f, branches = 0.0f, residuals = 0.0f;
-  for (u32 row = column.first; row < column.end; ++row) {
-    const u64 at = static_cast<u64>(row) * width + column.index;
-    const f32 own = grad[at];
-    all += own;
-    branches += own * wide(branch[at]);
-    residuals += own * residual[at];
-    put(to_branch[at], own * by);
-    to_residual[at] = own * residual_by;
+  // As `each_of_row`: what four rows need is asked for before the first is written.
+  for (u32 row = column.first; row < column.end; row += 4) {
+    const u64 at = static_cast<u64>(row) * width;
+    f32 owns[4], of_branch[4], of_residual[4];
+    UNROLL
+    for (u32 next = 0; next < 4; ++next)
+      if (row + next < column.end) {
+        const u64 here = at + next * width;
+        owns[next] = (grad + here)[column.index];
+        of_branch[next] = wide((branch + here)[column.index]);
+        of_residual[next] = (residual + here)[column.index];
+      }
+    UNROLL
+    for (u32 next = 0; next < 4; ++next)
+      if (row + next < column.end) {
+        const u64 here = at + next * width;
+        all += owns[next];
+        branches += owns[next] * of_branch[next];
+        residuals += owns[next] * of_residual[next];
+        put((to_branch + here)[column.index], owns[next] * by);
+        (to_residual + here)[column.index] = owns[next] * residual_by;
+      }
   }
   const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
   partial[column.partial] = all;
@@ -237,14 +277,14 @@ DEVICE void residual_and_norm_back(const f32* x, const f32* factors, const f32* 
                          width);
   }
 }
-KERNEL(residual_norm_backward_f32, 256, LIMIT(48, 0, 8),
+KERNEL(residual_norm_backward_f32, 256, LIMIT(48, 0, 7),
        (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, const f32* branch,
         const f32* residual, const f32* scale, const f32* residual_scale, f32* to_branch, f32* to_residual, f32* of_norm,
         f32* partial, u32 rows, u32 width)) {
   residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
                          partial, rows, width);
 }
-KERNEL(residual_norm_backward_bf16, 256, LIMIT(48, 0, 8),
+KERNEL(residual_norm_backward_bf16, 256, LIMIT(48, 0, 7),
        (const f32* x, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, const bf16* branch,
         const f32* residual, const f32* scale, const f32* residual_scale, bf16* to_branch, f32* to_residual, f32* of_norm,
         f32* partial, u32 rows, u32 width)) {

@@ -49,6 +49,7 @@ inline const std::map<std::string, Told>& tables() {
       {"squares", one_read},
       {"squared_differences", both_read},
       {"copy_blocks", left_to_right},
+      {"round_blocks", left_to_right},
       {"unit_blocks", left_to_right},
       {"polynomial_blocks", left_to_right},
       {"add_blocks", rows<Piece>([](Touched& to, const Piece& piece) { to.write(piece.left), to.read(piece.right); })},

@@ -77,7 +77,7 @@ pub(crate) fn squares(
     }
     let rows = queue.upload(&rows)?;
     let arguments = [(&rows).into(), count.into(), (&out).into()];
-    queue.launch(kernel, (count + 15) / 16, &arguments)?;
+    queue.launch(kernel, count, &arguments)?;
     Ok(out)
 }
 
@@ -100,4 +100,11 @@ pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
     queue.launch(c"copy_blocks", blocks, &[(&rows).into(), count.into()])
+}
+
+/// Rounds each piece, f32, into what it goes with, bf16.
+pub(crate) fn round(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+    let (rows, blocks) = table(pieces);
+    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
+    queue.launch(c"round_blocks", blocks, &[(&rows).into(), count.into()])
 }

@@ -398,6 +398,12 @@ pub(super) fn nesterov(momentum: &Tensor, gradient: &Tensor) -> Result<Call> {
     Ok(call)
 }
 
+pub(super) fn rounded(narrow: &Tensor, wide: &Tensor) -> Result<()> {
+    let (call, shape) = (Call("rounded"), narrow.size());
+    call.is("narrow", narrow, &shape, &[Kind::BFloat16])?;
+    call.f32("wide", wide, &shape)
+}
+
 pub(super) fn descend(weight: &Tensor, direction: &Tensor) -> Result<Call> {
     let (call, shape) = (Call("descend"), weight.size());
     call.f32("weight", weight, &shape)?;

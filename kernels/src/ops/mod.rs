@@ -409,6 +409,14 @@ pub trait Ops: fmt::Debug + Send + Sync {
         tensors.iter().map(copy).collect()
     }
 
+    /// Writes the first of each pair, bf16, from the second, f32: to nearest, ties to even.
+    fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
+        pairs.iter_mut().try_for_each(|[narrow, wide]| {
+            check::rounded(narrow, wide)?;
+            Ok(tch::no_grad(|| narrow.f_copy_(wide))?)
+        })
+    }
+
     /// [`Ops::adamw`] for many tensors, with the same bits.
     fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {
         tensors.iter_mut().try_for_each(|Moved { weight, moments: [first, second], gradient }| {

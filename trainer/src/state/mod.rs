@@ -266,18 +266,24 @@ impl State {
 
     /// Rounds this rank's pieces to what the model reads of them.
     pub(crate) fn round(&self, workers: Workers) -> Result<()> {
-        let own = self.owners.own().zip(&self.owned);
-        let items = own.flat_map(|(piece, owned)| {
-            let Some(master) = &owned.master else { return Vec::new() };
+        let (mut whole, mut shards) = (Vec::new(), Vec::new());
+        for (piece, owned) in self.owners.own().zip(&self.owned) {
+            let Some(master) = &owned.master else { continue };
             let weight = &self.weights[piece.tensor];
             if !self.fold.cuts(piece.tensor) {
-                return vec![(piece.of(weight), master.shallow_clone())];
+                whole.push([piece.of(weight), master.shallow_clone()]);
+                continue;
             }
             let (flat, end) = (master.reshape([-1]), piece.first + piece.length());
             let common = self.fold.common(piece.tensor, piece.first..end).into_iter();
-            common.map(|common| (common.of_held(weight), common.of_run(&flat))).collect()
-        });
-        workers.map(items.collect(), |(mut read, master): (Tensor, Tensor)| {
+            shards.extend(common.map(|common| (common.of_held(weight), common.of_run(&flat))));
+        }
+        let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
+        workers.map(Workers::batched(device, whole), |mut pairs: Vec<_>| {
+            let _watch = timing::part(timing::Part::Round);
+            workers.ops().all_rounded(&mut pairs).map_err(refused)
+        })?;
+        workers.map(shards, |(mut read, master): (Tensor, Tensor)| {
             let _watch = timing::part(timing::Part::Round);
             tch::no_grad(|| read.f_copy_(&master)).map_err(refused)?;
             Ok(())

@@ -141,8 +141,7 @@ fn squares(pieces: &[usize]) -> (Tape, Buffer) {
     let pieces: Vec<_> = (1..).zip(pieces).map(piece).collect();
     let (rows, _) = table(&mut tape, &pieces);
     let out = tape.room::<f64>(pieces.len());
-    let blocks = pieces.len().div_ceil(16);
-    tape.launch("squares", blocks, &[rows.into(), pieces.len().into(), out.into()]);
+    tape.launch("squares", pieces.len(), &[rows.into(), pieces.len().into(), out.into()]);
     (tape, out)
 }
 
@@ -155,14 +154,14 @@ fn differences(pairs: &[usize]) -> (Tape, Buffer) {
     };
     let pieces: Vec<_> = (1..).zip(pairs).map(pair).collect();
     let (rows, _) = table(&mut tape, &pieces);
-    let (out, blocks) = (tape.room::<f64>(pairs.len()), pairs.len().div_ceil(16));
-    tape.launch("squared_differences", blocks, &[rows.into(), pairs.len().into(), out.into()]);
+    let out = tape.room::<f64>(pairs.len());
+    tape.launch("squared_differences", pairs.len(), &[rows.into(), pairs.len().into(), out.into()]);
     (tape, out)
 }
 
 #[test]
 fn differences_are_squared_as_the_cpu_does() {
-    let pairs = [1, 0, 300, 4097];
+    let pairs = [1, 0, 300, 2048, 4097];
     let (tape, out) = differences(&pairs);
     let found = tape.play().read::<f64>(out);
     for ((seed, &elements), found) in (1..).zip(&pairs).zip(found) {

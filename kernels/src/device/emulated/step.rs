@@ -119,7 +119,7 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     let (pieces, blocks) = table(&mut tape, &units);
     let lengths = tape.room::<f64>(sizes.len());
     let arguments = [pieces.into(), count, lengths.into()];
-    tape.launch("squares", sizes.len().div_ceil(16), &arguments);
+    tape.launch("squares", sizes.len(), &arguments);
     tape.launch("unit_blocks", blocks, &[&arguments[..], &[Argument::Float(1e-7)]].concat());
     let words = tape.with(&products);
     for (row, [at, square_at]) in places.into_iter().enumerate() {
@@ -268,15 +268,15 @@ fn piece(left: Buffer, right: Buffer, elements: usize, width: u32) -> Piece {
     Piece { left, right: Some(right), elements, first: 0, salt: 0, width }
 }
 
-/// Packs tensors of these sizes into one buffer and unpacks it into one with a gap; copies all of it in bf16.
-fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
+/// Packs tensors of these sizes into one buffer and unpacks it into one with a gap; copies all of it in bf16, and rounds it.
+fn packed(sizes: &[usize]) -> (Tape, [Buffer; 4]) {
     let mut tape = Tape::new("transport");
     let total: usize = sizes.iter().sum();
     let all: Vec<f32> =
         (1..).zip(sizes).flat_map(|(seed, &elements)| numbers(elements, seed)).collect();
     let (flat, narrow) = (tape.room::<f32>(total), tape.with(&super::bf16(&all)));
     let again = tape.room::<f32>(total + 1);
-    let short = tape.room::<u16>(total);
+    let [short, rounded] = [0; 2].map(|_| tape.room::<u16>(total));
     let (mut there, mut back, mut at) = (Vec::new(), Vec::new(), 0);
     for (seed, &elements) in (1..).zip(sizes) {
         let left = tape.with(&numbers(elements, seed));
@@ -289,21 +289,26 @@ fn packed(sizes: &[usize]) -> (Tape, [Buffer; 3]) {
         let (table, blocks) = table(&mut tape, &rows);
         tape.launch("copy_blocks", blocks, &[table.into(), count.into()]);
     }
-    (tape, [flat, again, short])
+    let rows = [([0, 0], piece(flat, rounded, total, 4))];
+    let (table, blocks) = table(&mut tape, &rows);
+    tape.launch("round_blocks", blocks, &[table.into(), rows.len().into()]);
+    (tape, [flat, again, short, rounded])
 }
 
 #[test]
 fn pieces_travel_whole() {
     let sizes = [1, 4096, 5000, 3];
-    let (tape, [flat, again, short]) = packed(&sizes);
+    let (tape, [flat, again, short, rounded]) = packed(&sizes);
     let played = tape.play();
     let wanted: Vec<f32> =
         (1..).zip(&sizes).flat_map(|(seed, &elements)| numbers(elements, seed)).collect();
     assert_eq!(left_bits(&played, flat), bits(&wanted));
     assert_eq!(left_bits(&played, again)[1..], bits(&wanted));
     let wanted = Tensor::from_slice(&wanted).to_kind(Kind::BFloat16);
-    let found = super::tensor_bf16(&played.read(short), &[wanted.size()[0]]);
-    assert_eq!(found, wanted);
+    for found in [short, rounded] {
+        let found = super::tensor_bf16(&played.read(found), &[wanted.size()[0]]);
+        assert_eq!(found, wanted);
+    }
 }
 
 /// What a chunk has for experts, and how many rows of each.

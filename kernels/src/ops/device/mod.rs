@@ -101,7 +101,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
 impl Ops for Own {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
-        NAME.get_or_init(|| format!("device 7, kernels {:016x}", crate::device::kernels_digest()))
+        NAME.get_or_init(|| format!("device 8, kernels {:016x}", crate::device::kernels_digest()))
     }
 
     fn matmul(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
@@ -409,6 +409,11 @@ impl Ops for Own {
     fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
         let Some(one) = tensors.first() else { return Ok(Vec::new()) };
         step::copies(&self.at(one)?, tensors)
+    }
+
+    fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
+        let Some([one, _]) = pairs.first() else { return Ok(()) };
+        step::rounded(&self.at(one)?, pairs)
     }
 
     fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {

@@ -104,7 +104,7 @@ pub(super) fn router_backward(
     let (first, second) = (hidden.f_get(0)?, hidden.f_get(1)?);
     gelu_backward(queue, &saved.second, &logits.f_matmul(by.out)?, &second)?;
     gelu_backward(queue, &saved.first, &second.f_matmul(by.fc2)?, &first)?;
-    let squares = hidden.f_transpose(1, 2)?.f_bmm(saved.stacked()?)?;
+    let squares = over_rows(&hidden, saved.stacked()?)?;
     let inner = first.f_matmul(by.fc1)?;
     let own = queue.room(&[rows, size], Kind::Float)?;
     let (decay, entered) = by.decay.zip(saved.before.as_ref()).unzip();
@@ -141,6 +141,19 @@ pub(super) fn router_backward(
         fc1_bias: vector(3)?,
         fc2: squares.f_get(1)?,
         fc2_bias: vector(4)?,
-        out: logits.f_tr()?.f_matmul(&saved.second_out)?,
+        out: over_rows(&logits.f_unsqueeze(0)?, &saved.second_out.f_unsqueeze(0)?)?.f_get(0)?,
     })
+}
+
+/// `a^T b` of stacks `[stack, rows, width]`, f32. A library gives such a sum over all rows to as many units as its small outcome has
+/// tiles, one or two; so rows are summed in up to 16 parts, which follow from their number alone.
+fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
+    let mut parts = 1;
+    while parts < 16 && rows % (2 * parts) == 0 && rows / (2 * parts) >= 256 {
+        parts *= 2;
+    }
+    let cut = |x: &Tensor| x.f_view([stack * parts, rows / parts, -1]);
+    let sums = cut(a)?.f_transpose(1, 2)?.f_bmm(&cut(b)?)?;
+    Ok(sums.f_view([stack, parts, left, -1])?.f_sum_dim_intlist(&[1i64][..], false, Kind::Float)?)
 }

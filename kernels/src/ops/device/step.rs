@@ -112,7 +112,16 @@ pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(out)
 }
 
-/// The sum of squares of each chunk of each tensor; 16 lanes have a chunk each.
+pub(super) fn rounded(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<()> {
+    pairs.iter().try_for_each(|[narrow, wide]| check::rounded(narrow, wide))?;
+    let mut rows = Vec::with_capacity(pairs.len());
+    for [narrow, wide] in pairs {
+        rows.push(Piece { tensor: wide, other: Some(narrow), first: 0, salt: 0 });
+    }
+    pieces::round(queue, &rows)
+}
+
+/// The sum of squares of each chunk of each tensor.
 pub(super) fn squares(queue: &Queue, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
     let call = Call("squares");
     tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;

@@ -325,6 +325,11 @@ proptest! {
             prop_assert_eq!(&alone, &listed);
             let copies = table.all_copies(&alone[0]).unwrap();
             prop_assert_eq!(&copies[..], &alone[0][..]);
+            let mut narrow = [0, 1].map(|index| [copies[index].zeros_like().to_kind(Kind::BFloat16), copies[index].copy()]);
+            table.all_rounded(&mut narrow).unwrap();
+            for [narrow, wide] in &narrow {
+                prop_assert_eq!(narrow, &wide.to_kind(Kind::BFloat16));
+            }
             let [a, b, c, _] = &alone[1];
             let pairs = [[a, b], [c, c]].map(|pair| pair.map(Tensor::shallow_clone));
             let wanted = [table.squares(&(a - b)).unwrap(), 0.0];
