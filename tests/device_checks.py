@@ -218,6 +218,8 @@ class Checks:
         for kind in ["memcheck", "racecheck"]:
             self.late(0.7)
             said = self.run(tool, "--tool", kind, "--error-exitcode", "9", *words, env=env, timeout=150)
+            if "leave the emulator's bits on Cuda(" not in said:
+                raise Wrong(f"{kind}: the test program saw no device")
             found[kind] = [line for line in said.splitlines() if "SUMMARY" in line]
         return "; ".join(f"{kind}: {' '.join(lines).replace('=', '').strip()}" for kind, lines in found.items()), found
 
