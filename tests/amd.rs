@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::Value;
 
-use crate::pretended::{OnDevice, Vendor, by_name, total};
+use crate::pretended::{OnDevice, Vendor, by_name, contexts, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, arg, ztrain_command};
 
@@ -34,6 +34,7 @@ fn ranks(on: &OnDevice, transport: &str, last: &str) {
     command.env("ZTRAIN_RCCL", crate::transport::standin());
     Ran::from(command.output().unwrap()).ok();
     assert_eq!(total(&on.report(transport), "races"), 0);
+    assert_eq!(contexts(&on.report(transport)), [1, 2], "each rank on its own device");
     assert!(on.ledger("plain") == on.ledger(transport), "the ledgers differ");
 }
 

@@ -6,7 +6,7 @@
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::pretended::{OnDevice, by_name, total};
+use crate::pretended::{OnDevice, by_name, contexts, total};
 use crate::ranks::Fixture;
 use crate::support::{CUT, Ran, SHORT};
 use crate::transport::standin;
@@ -28,6 +28,9 @@ fn ranks_on_devices_leave_one_ledger_however_they_add() {
         let out = format!("{nodes}-{how}");
         Ran::from(carried(&on, &out, &ranks).output().unwrap()).ok();
         assert_eq!(total(&on.report(&out), "races"), 0, "{out}");
+        let held = contexts(&on.report(&out));
+        assert_eq!(held.len(), 2, "{out}");
+        assert!(held.iter().all(|on| on.is_power_of_two()), "{out}: a rank is on two devices");
         assert!(on.ledger("alone") == on.ledger(&out), "{out}: the ledgers differ");
     }
 }
@@ -42,6 +45,7 @@ fn ranks_with_our_own_kernels_leave_one_ledger() {
         let two = carried(&on, "two", &["--nproc", "2", "--stop-after", "2"]).output();
         Ran::from(two.unwrap()).ok();
         assert_eq!(total(&on.report("two"), "races"), 0, "{change:?}");
+        assert_eq!(contexts(&on.report("two")), [1, 2], "each rank on its own: {change:?}");
         assert!(on.ledger("alone") == on.ledger("two"), "the ledgers differ: {change:?}");
     }
 }

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
-use crate::pretended::{OnDevice, by_name, libtorch_cuda, pretend, total};
+use crate::pretended::{OnDevice, by_name, contexts, libtorch_cuda, pretend, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{
     CUT, MIDDLING, Ran, SHORT, Scratch, arg, build, corpus, curriculum, ztrain_command,
@@ -64,7 +64,7 @@ fn devices_are_listed_with_what_is_promised_there() {
         [1, 2].map(|row| rows[row]["uuid"].clone()),
         ["01", "02"].map(|byte| byte.repeat(16))
     );
-    for what in ["operations", "contexts"] {
+    for what in ["operations", "contexts", "contexts_on"] {
         assert_eq!(total(&report, what), 0, "whoever lists computes nothing and holds nothing");
     }
 
@@ -418,9 +418,27 @@ fn products_of_experts_are_known_by_name() {
 #[test]
 fn a_gpu_without_memory_says_so() {
     let on_device = OnDevice::by_libtorch();
-    let mut command = on_device.command("run", &["--stop-after", "1"]);
-    let ran = Ran::from(command.env("STANDIN_MEMORY", "1500000").output().unwrap());
-    ran.fails(6, &["there is not enough memory", "smaller micro-batches"]);
+    for (device, out) in [("cuda", "first"), ("cuda:1", "second")] {
+        let mut command = on_device.command_on(device, out, &["--stop-after", "1"]);
+        let ran = Ran::from(command.env("STANDIN_MEMORY", "1500000").output().unwrap());
+        ran.fails(6, &["there is not enough memory", "smaller micro-batches"]);
+    }
+}
+
+/// Whichever of its threads asks for something: those that read, compute, compute again, take the loss on held-out text, and
+/// write checkpoints begin at the first device.
+#[test]
+fn a_run_on_the_second_device_has_no_context_on_the_first() {
+    let on = OnDevice::by_libtorch();
+    let again = ["--workers", "2", "--audit", "1/2", "--validate-every", "2"];
+    for (device, out, held) in [("cuda", "first", 1), ("cuda:1", "second", 2)] {
+        let extra = [&again[..], &["--stop-after", "4"]].concat();
+        let ran = Ran::from(on.command_on(device, out, &extra).output().unwrap());
+        assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
+        ran.ok();
+        assert_eq!(total(&on.report(out), "races"), 0, "{device}");
+        assert_eq!(contexts(&on.report(out)), [held], "{device}");
+    }
 }
 
 /// The layers, experts and heads of `zaya1-nano`, in an eighth of its width: all of its parameters, and as many launches.

@@ -127,7 +127,18 @@ pub(crate) fn total(report: &Path, name: &str) -> u64 {
     lines.map(|line| line[name].as_u64().unwrap()).sum()
 }
 
-/// The same of its operations, each by its name.
+/// On which devices each process had a context in the end, a bit a device, in ascending order; without those that had none. A
+/// real one takes hundreds of megabytes.
+pub(crate) fn contexts(report: &Path) -> Vec<u64> {
+    let text = std::fs::read_to_string(report).unwrap();
+    let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let mut found: Vec<u64> = lines.map(|line| line["contexts_on"].as_u64().unwrap()).collect();
+    found.retain(|on| *on != 0);
+    found.sort_unstable();
+    found
+}
+
+/// What they were asked for, each operation by its name, added up.
 pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
     let text = std::fs::read_to_string(report).unwrap();
     let mut found = BTreeMap::new();
@@ -181,7 +192,12 @@ impl OnDevice {
     }
 
     pub(crate) fn command(&self, out: &str, extra: &[&str]) -> Command {
-        let args = [&["--device", "cuda", "--validate-every", "0", "--quiet"], extra].concat();
+        self.command_on("cuda", out, &[&["--validate-every", "0"][..], extra].concat())
+    }
+
+    /// On this device, with whatever a run does by itself.
+    pub(crate) fn command_on(&self, device: &str, out: &str, extra: &[&str]) -> Command {
+        let args = [&["--device", device, "--quiet"][..], extra].concat();
         let mut command = self.fixture.run(out, &args);
         self.vendor.pretend(&mut command, &self.report(out));
         if !self.own {

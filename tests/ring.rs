@@ -1,4 +1,5 @@
-//! Fear: that a buffer is written again while a device still reads it, or while the host still has it.
+//! Fear: that a buffer is written again while a device still reads it, or while the host still has it; that a thread that has to
+//! do with one device takes memory of another.
 //!
 //! The ring of `kernels::device` by itself, on the stand-in of `device.rs`: the test starts its own program a second time, which
 //! takes, sends and drops buffers there.
@@ -6,9 +7,10 @@
 use std::process::Command;
 use std::time::Duration;
 
-use kernels::device::{Buffer, Stager};
+use kernels::device::{Buffer, Departures, Stager, Unloader};
+use tch::{Device, Kind, Tensor};
 
-use crate::pretended::{pretend, total};
+use crate::pretended::{contexts, pretend, total};
 use crate::support::{Ran, Scratch};
 
 /// Says to the test that it is the process on the stand-in.
@@ -38,7 +40,7 @@ fn at_work() {
     assert_eq!(place(&third), at, "its copy was waited for");
     let (flags, words) = sent.arrive().unwrap();
     assert_eq!(
-        (flags.sum(tch::Kind::Float).double_value(&[]), words.max().int64_value(&[])),
+        (flags.sum(Kind::Float).double_value(&[]), words.max().int64_value(&[])),
         (300.0, 1)
     );
     // Whoever writes a buffer that he has sent waits as well, and what was sent stays.
@@ -72,6 +74,61 @@ fn at_work() {
             assert_eq!(sent.arrive().unwrap().1.max().int64_value(&[]), value as i64);
         }
     });
+}
+
+/// Does `work` on a thread that has been at no device.
+fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    std::thread::scope(|scope| scope.spawn(work).join().unwrap())
+}
+
+/// Takes a buffer to the second device and its words back, each step of that on another thread; on the first something is made if
+/// so asked.
+fn at_the_second(both: bool) {
+    let device = kernels::device::open("cuda:1").unwrap();
+    let stager = apart(|| Stager::new(device).unwrap());
+    let buffers = stager.buffers().clone();
+    let mut buffer = apart(|| buffers.take(64, 64).unwrap());
+    buffer.parts_mut().unwrap().1.fill(5);
+    let sent = apart(|| stager.send(&mut buffer, 64).unwrap());
+    let buffer = apart(move || {
+        buffer.parts_mut().unwrap().1.fill(6);
+        buffer
+    });
+    let words = apart(|| sent.arrive().unwrap().1);
+    let copies = apart(move || {
+        let (unloader, departures) = (Unloader::new(device).unwrap(), Departures::default());
+        let copies = unloader.copies(&[words], &departures).unwrap();
+        departures.hold(device).unwrap();
+        copies
+    });
+    let sum = apart(move || copies.bytes().unwrap()[0].iter().copied().map(u64::from).sum::<u64>());
+    assert_eq!(sum, 5 * 64);
+    apart(move || drop(buffer));
+    let kept = [(); 2].map(|()| apart(|| Stager::kept(device).unwrap()));
+    assert!(std::sync::Arc::ptr_eq(&kept[0], &kept[1]), "each time another stream");
+    if both {
+        let _ = Tensor::zeros([1], (Kind::Float, Device::Cuda(0)));
+    }
+}
+
+#[test]
+fn a_thread_makes_no_context_on_another_device() {
+    if let Some(role) = std::env::var_os(ROLE) {
+        return at_the_second(role == "both");
+    }
+    let scratch = Scratch::new();
+    let ran = |role: &str| {
+        let report = scratch.path(role);
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "ring::a_thread_makes_no_context_on_another_device"]);
+        command.arg("--nocapture").env(ROLE, role);
+        pretend(&mut command, &report);
+        let ran = Ran::from(command.output().unwrap());
+        assert_eq!(ran.code, Some(0), "{}{}", ran.out, ran.err);
+        contexts(&report)
+    };
+    assert_eq!(ran("second"), [2]);
+    assert_eq!(ran("both"), [3], "what is made on another one is seen");
 }
 
 #[test]

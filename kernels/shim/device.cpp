@@ -30,7 +30,8 @@ struct Side {
   c10::Stream stream;
 };
 
-// Runs `body` with `stream` as the current one.
+// Runs `body` with `stream` as the current one. On the way back a device without a context gets none: `setDevice` would make one
+// on a thread's first device, whichever this process computes on.
 template <typename Body>
 void on_stream(const c10::Stream& stream, Body&& body) {
   const c10::impl::VirtualGuardImpl guard(kGpu);
@@ -40,11 +41,11 @@ void on_stream(const c10::Stream& stream, Body&& body) {
     body();
   } catch (...) {
     guard.exchangeStream(before);
-    guard.setDevice(device_before);
+    guard.uncheckedSetDevice(device_before);
     throw;
   }
   guard.exchangeStream(before);
-  guard.setDevice(device_before);
+  guard.uncheckedSetDevice(device_before);
 }
 
 // The GPU half of libtorch, once it has been opened.
@@ -238,6 +239,9 @@ void shim_side_stream_free(void* side) { delete static_cast<Side*>(side); }
 int shim_side_handle(void* side, void** out) {
   return shim_guard([&] { *out = static_cast<Side*>(side)->stream.native_handle(); });
 }
+
+// Whoever records, awaits or frees an event has entered its GPU: libtorch puts the thread's device back by `setDevice`, which
+// makes a context on any other one that the thread was at.
 
 // Marks what is queued so far on the current stream of GPU `index`.
 int shim_mark(int index, void** event) {

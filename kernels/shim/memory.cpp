@@ -52,13 +52,17 @@ struct Listening final : c10::Allocator {
   c10::Allocator* own;
 };
 
-// How often libtorch's allocator had no memory of this thread's GPU to give; 0 without one.
+// How often libtorch's allocator had no memory of a GPU to give; 0 without one. A process computes on one of them, but not every
+// thread of it has chosen that one, so all are asked.
 int64_t gpu_refusals() noexcept {
   constexpr auto kGpu = c10::DeviceType::CUDA;
   try {
     if (!c10::impl::hasDeviceGuardImpl(kGpu)) return 0;
-    const auto index = c10::impl::VirtualGuardImpl(kGpu).getDevice().index();
-    return c10::getDeviceAllocator(kGpu)->getDeviceStats(index).num_ooms;
+    auto* const allocator = c10::getDeviceAllocator(kGpu);
+    const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(kGpu).deviceCount();
+    int64_t refusals = 0;
+    for (c10::DeviceIndex index = 0; index < count; ++index) refusals += allocator->getDeviceStats(index).num_ooms;
+    return refusals;
   } catch (...) {
     // An allocator that has not begun has refused nothing.
     return 0;

@@ -102,7 +102,10 @@ pub(crate) fn table(device: Device) -> Result<BTreeMap<String, String>> {
 
 /// A stream of a GPU beside the one that computes.
 #[derive(Debug)]
-pub(crate) struct SideStream(*mut c_void);
+pub(crate) struct SideStream {
+    handle: *mut c_void,
+    device: Device,
+}
 
 // SAFETY: a handle of libtorch, usable from any thread; it is not Sync, so one thread uses it at a time.
 unsafe impl Send for SideStream {}
@@ -110,53 +113,60 @@ unsafe impl Send for SideStream {}
 impl Drop for SideStream {
     fn drop(&mut self) {
         // SAFETY: made by `shim_side_stream`, freed once.
-        unsafe { shim_side_stream_free(self.0) }
+        unsafe { shim_side_stream_free(self.handle) }
     }
 }
 
 impl SideStream {
     /// A stream of GPU `index`, which [`open`] has opened.
     pub(crate) fn new(index: usize) -> Result<SideStream> {
-        let mut side = ptr::null_mut();
-        // SAFETY: `side` outlives the call, which fills it exactly if it succeeds.
-        guarded("make a stream", unsafe { shim_side_stream(index as c_int, &raw mut side) })?;
-        Ok(SideStream(side))
+        let (device, mut handle) = (Device::Cuda(index), ptr::null_mut());
+        enter(device)?;
+        // SAFETY: `handle` outlives the call, which fills it exactly if it succeeds.
+        guarded("make a stream", unsafe { shim_side_stream(index as c_int, &raw mut handle) })?;
+        Ok(SideStream { handle, device })
     }
 
     /// The stream as the vendor's own libraries know it.
     pub(crate) fn raw(&self) -> Result<*mut c_void> {
         let mut raw = ptr::null_mut();
         // SAFETY: the stream is alive and the out-pointer outlives the call.
-        guarded("ask for a stream", unsafe { shim_side_handle(self.0, &raw mut raw) })?;
+        guarded("ask for a stream", unsafe { shim_side_handle(self.handle, &raw mut raw) })?;
         Ok(raw)
     }
 
     /// What is queued from here on waits for the mark.
     pub(crate) fn after(&self, mark: &Event) -> Result<()> {
+        enter(self.device)?;
         // SAFETY: both handles are alive; the shim only queues a wait.
-        guarded("make a stream wait", unsafe { shim_side_after(self.0, mark.0) })
+        guarded("make a stream wait", unsafe { shim_side_after(self.handle, mark.handle) })
     }
 
     /// Marks what was queued on it so far.
     pub(crate) fn mark(&self) -> Result<Event> {
-        let mut event = ptr::null_mut();
-        // SAFETY: the stream is alive; `event` outlives the call, which fills it exactly if it succeeds.
-        guarded("mark a stream", unsafe { shim_mark_side(self.0, &raw mut event) })?;
-        Ok(Event(event))
+        enter(self.device)?;
+        let mut handle = ptr::null_mut();
+        // SAFETY: the stream is alive; `handle` outlives the call, which fills it exactly if it succeeds.
+        guarded("mark a stream", unsafe { shim_mark_side(self.handle, &raw mut handle) })?;
+        Ok(Event { handle, device: self.device })
     }
 }
 
 /// Marks what the calling thread has queued on `device` so far; nothing on a CPU, which has done it.
 pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
     let Device::Cuda(index) = device else { return Ok(None) };
-    let mut event = ptr::null_mut();
-    // SAFETY: `event` outlives the call, which fills it exactly if it succeeds.
-    guarded("mark a stream", unsafe { shim_mark(index as c_int, &raw mut event) })?;
-    Ok(Some(Event(event)))
+    enter(device)?;
+    let mut handle = ptr::null_mut();
+    // SAFETY: `handle` outlives the call, which fills it exactly if it succeeds.
+    guarded("mark a stream", unsafe { shim_mark(index as c_int, &raw mut handle) })?;
+    Ok(Some(Event { handle, device }))
 }
 
 /// What the calling thread calls of a vendor's own libraries is for `device`, of which it has a context from here on.
-/// Every thread that loads, launches or sends enters first; cheap when repeated.
+/// Every thread that loads, launches, sends, or has to do with a stream or an event enters first; cheap when repeated.
+///
+/// A thread that has not entered is at the first GPU. Where it works on another one, whoever puts its own back makes a context on
+/// the first, as libtorch does around events: hundreds of megabytes of another rank's GPU.
 pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.
@@ -194,6 +204,7 @@ fn settle(variable: &str, ask: impl Fn() -> Result<usize>) -> Result<()> {
 /// Words in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.
 pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
     let Device::Cuda(index) = device else { return Ok(Tensor::f_from_slice(words)?) };
+    enter(device)?;
     let (mut tensor, count) = (ptr::null_mut(), words.len() as i64);
     // SAFETY: the call reads `count` words before it returns; the out-pointer outlives it and is filled exactly if it succeeds.
     guarded("upload a table", unsafe {
@@ -230,7 +241,11 @@ pub fn floats(device: Device, numbers: &[f32]) -> Result<Tensor> {
 
 /// A place in what a stream works through.
 #[derive(Debug)]
-pub(crate) struct Event(*mut c_void);
+pub(crate) struct Event {
+    handle: *mut c_void,
+    /// Whose stream it is a place in.
+    device: Device,
+}
 
 // SAFETY: a handle of libtorch, usable from any thread, owned by one value.
 unsafe impl Send for Event {}
@@ -240,30 +255,36 @@ unsafe impl Sync for Event {}
 
 impl Drop for Event {
     fn drop(&mut self) {
+        // Where that fails it is freed from wherever this thread is.
+        let _ = enter(self.device);
         // SAFETY: made by a function of the shim, freed once.
-        unsafe { shim_event_free(self.0) }
+        unsafe { shim_event_free(self.handle) }
     }
 }
 
 impl Event {
     /// Whether a device has come to it.
     pub(crate) fn is_over(&self) -> Result<bool> {
+        enter(self.device)?;
         // SAFETY: the event is alive and the out-pointer outlives the call.
-        Ok(number("look at an event", |out| unsafe { shim_event_over(self.0, out) })? != 0)
+        let over = |out| unsafe { shim_event_over(self.handle, out) };
+        Ok(number("look at an event", over)? != 0)
     }
 
     /// What the calling thread queues on `device` from here on waits for it; the host does not, and neither does a CPU, which has
     /// no events.
     pub(crate) fn hold(&self, device: Device) -> Result<()> {
         let Device::Cuda(index) = device else { return Ok(()) };
+        enter(device)?;
         // SAFETY: the event is alive; the shim only queues a wait.
-        guarded("wait for an event", unsafe { shim_hold(index as c_int, self.0) })
+        guarded("wait for an event", unsafe { shim_hold(index as c_int, self.handle) })
     }
 
     /// The calling thread sleeps until a device has come to it.
     pub(crate) fn wait(&self) -> Result<()> {
+        enter(self.device)?;
         // SAFETY: the event is alive.
-        guarded("wait for an event", unsafe { shim_event_wait(self.0) })
+        guarded("wait for an event", unsafe { shim_event_wait(self.handle) })
     }
 }
 

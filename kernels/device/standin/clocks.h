@@ -133,6 +133,20 @@ class Machine {
     ++(totals_.*what);
   }
 
+  // This process has a context on a device from here on: hundreds of megabytes of a real one.
+  void enters(int device) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    contexts_on_ |= uint64_t{1} << device;
+  }
+  bool has_context(int device) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return ((contexts_on_ >> device) & 1) != 0;
+  }
+  bool has_any_context() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    return contexts_on_ != 0;
+  }
+
   void allocated(void* data, size_t bytes, int place) {
     std::lock_guard<std::mutex> guard(mutex_);
     Memory memory;
@@ -276,7 +290,8 @@ class Machine {
     number("to_host", t.to_host), number("from_host", t.from_host), number("host_reads", t.host_reads);
     number("host_waits", t.host_waits), number("stream_waits", t.stream_waits);
     number("foreign_waits", t.foreign_waits), number("foreign_host_waits", t.foreign_host_waits);
-    number("races", t.races), number("contexts", t.contexts), number("peak_bytes", static_cast<uint64_t>(peak_));
+    number("races", t.races), number("contexts", t.contexts);
+    number("contexts_on", contexts_on_), number("peak_bytes", static_cast<uint64_t>(peak_));
     line += "\"by_name\":{";
     for (const auto& [name, times] : t.by_name) number(name.c_str(), times);
     if (line.back() == ',') line.pop_back();
@@ -359,6 +374,7 @@ class Machine {
   std::map<char*, size_t> pinned_;
   std::vector<Copy> copies_;
   Totals totals_;
+  uint64_t contexts_on_ = 0;           // devices on which this process has one, a bit each
   Clock seen_{};                       // what the host has ever looked at
   int64_t bytes_ = 0, peak_ = 0;
   std::set<std::string> told_;         // of races

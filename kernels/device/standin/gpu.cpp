@@ -4,7 +4,8 @@
 //
 // It computes at once, so that its bits are those of libtorch on a CPU, and keeps count of what a device would be asked for:
 // operations, copies, reads by the host. `clocks.h` says what a real one would be free to do in another order. It refuses what a
-// real one refuses and a CPU would not: operands on two devices. For the tests alone; variables that they set:
+// real one refuses and a CPU would not: operands on two devices. It makes contexts where libtorch 2.11 does over CUDA 12, and
+// says at the end on which devices. For the tests alone; variables that they set:
 // - STANDIN_REPORT: a file to which a process adds its totals when it ends, a line of JSON.
 // - STANDIN_FAULT: a fault to plant (clocks.h).
 // - STANDIN_UNITS: how many compute units it says it has.
@@ -36,11 +37,35 @@ Machine& machine() {
   return *one;
 }
 
-thread_local DeviceIndex current_device = 0;
+// The device of the calling thread as the runtime library has it, and the one that libtorch only remembers, where there is no
+// context on it.
+thread_local DeviceIndex chosen = 0, remembered = -1;
 // The device whose context is this thread's own, as the driver sees it: none before the runtime library has made it so. A real
 // one does that with the first memory or kernel, too; whoever counts on that counts on an order.
 thread_local DeviceIndex context = -1;
 thread_local std::array<int, standin::kDevices> current_stream = {};
+
+// What libtorch's `CUDAFunctions` do: GetDevice, SetDevice, MaybeSetDevice, ExchangeDevice. To choose another device makes its
+// context in this process, for good; only the third makes none.
+DeviceIndex device_now() { return remembered >= 0 ? remembered : chosen; }
+void choose_device(DeviceIndex device) {
+  machine().enters(device);
+  chosen = device;
+}
+void set_device(DeviceIndex device) {
+  remembered = -1;
+  if (device != chosen) choose_device(device);
+}
+void set_device_back(DeviceIndex device) {
+  if (machine().has_context(device)) set_device(device);
+  else remembered = device;
+}
+DeviceIndex exchange_device(DeviceIndex device) {
+  const DeviceIndex before = device_now();
+  if (remembered >= 0 || device != chosen) choose_device(device);
+  remembered = -1;
+  return before;
+}
 
 int place(DeviceIndex device, int64_t stream) { return device * standin::kPerDevice + static_cast<int>(stream); }
 int place(const Stream& stream) { return place(stream.device_index(), stream.id()); }
@@ -51,35 +76,50 @@ void* handle(const Stream& stream) {
   return stream.id() == 0 ? nullptr : reinterpret_cast<void*>(static_cast<intptr_t>(place(stream)));
 }
 int place_of(void* handle) {
-  return handle == nullptr ? place(current_device, 0) : static_cast<int>(reinterpret_cast<intptr_t>(handle));
+  return handle == nullptr ? place(device_now(), 0) : static_cast<int>(reinterpret_cast<intptr_t>(handle));
 }
 
+// As libtorch's guards: a kernel or memory makes the context of a thread's first device as well. None for a device below 0.
 struct OnDevice {
-  DeviceIndex before = current_device;
+  DeviceIndex before = -1;
   explicit OnDevice(DeviceIndex device) {
-    if (device >= 0) current_device = device;
+    if (device < 0) return;
+    before = exchange_device(device);
+    machine().enters(device);
   }
-  ~OnDevice() { current_device = before; }
+  ~OnDevice() {
+    if (before >= 0) set_device_back(before);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+};
+
+// As libtorch does with events: it sets the device back without a look at whether that has a context.
+struct SetBack {
+  DeviceIndex before = device_now();
+  explicit SetBack(DeviceIndex device) { set_device(device); }
+  ~SetBack() { set_device(before); }
+  SetBack(const SetBack&) = delete;
+  SetBack& operator=(const SetBack&) = delete;
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static constexpr DeviceType static_type = kGpu;
   Guard() = default;
   explicit Guard(DeviceType) {}
-  static DeviceIndex index(Device device) { return device.has_index() ? device.index() : current_device; }
+  static DeviceIndex index(Device device) { return device.has_index() ? device.index() : device_now(); }
   DeviceType type() const override { return kGpu; }
-  Device getDevice() const override { return Device(kGpu, current_device); }
-  void setDevice(Device device) const override { current_device = index(device); }
-  void uncheckedSetDevice(Device device) const noexcept override { current_device = index(device); }
-  Device exchangeDevice(Device device) const override {
-    const Device before = getDevice();
-    setDevice(device);
-    return before;
-  }
+  Device getDevice() const override { return Device(kGpu, device_now()); }
+  void setDevice(Device device) const override { set_device(index(device)); }
+  void uncheckedSetDevice(Device device) const noexcept override { set_device_back(index(device)); }
+  Device exchangeDevice(Device device) const override { return Device(kGpu, exchange_device(index(device))); }
   static Stream numbered(Device device, int64_t id) { return Stream(Stream::UNSAFE, Device(kGpu, index(device)), id); }
   Stream getStream(Device device) const override { return numbered(device, current_stream[static_cast<size_t>(index(device))]); }
   Stream getDefaultStream(Device device) const override { return numbered(device, 0); }
-  Stream getNewStream(Device device, int) const override { return numbered(device, machine().next_stream(index(device))); }
+  Stream getNewStream(Device device, int) const override {
+    const OnDevice on(index(device));
+    return numbered(device, machine().next_stream(index(device)));
+  }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
@@ -87,27 +127,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   void* getStreamNativeHandle(const Stream stream) const override { return handle(stream); }
-  bool queryStream(const Stream& stream) const override { return machine().is_idle(place(stream)); }
+  bool queryStream(const Stream& stream) const override {
+    const OnDevice on(stream.device_index());
+    return machine().is_idle(place(stream));
+  }
   void synchronizeStream(const Stream& stream) const override {
+    const OnDevice on(stream.device_index());
     machine().count(&Totals::host_waits);
     machine().synchronize(place(stream));
   }
   void synchronizeDevice(DeviceIndex device) const override {
+    const SetBack on(device);
     machine().count(&Totals::host_waits);
     for (int stream = 0; stream < standin::kPerDevice; ++stream) machine().synchronize(place(device, stream));
   }
   static standin::Event& event(void* raw) { return *static_cast<standin::Event*>(raw); }
   void record(void** raw, const Stream& stream, DeviceIndex, c10::EventFlag) const override {
+    const SetBack on(stream.device_index());
     if (*raw == nullptr) *raw = new standin::Event;
     machine().record(event(*raw), place(stream));
   }
-  void destroyEvent(void* raw, DeviceIndex) const noexcept override { delete static_cast<standin::Event*>(raw); }
-  void block(void* raw, const Stream& stream) const override {
-    if (raw != nullptr) machine().wait(event(raw), place(stream));
+  void destroyEvent(void* raw, DeviceIndex device) const noexcept override {
+    if (raw == nullptr) return;
+    const SetBack on(device);
+    delete static_cast<standin::Event*>(raw);
   }
-  bool queryEvent(void* raw) const override { return raw == nullptr || machine().is_over(event(raw)); }
+  void block(void* raw, const Stream& stream) const override {
+    if (raw == nullptr) return;
+    const SetBack on(stream.device_index());
+    machine().wait(event(raw), place(stream));
+  }
+  // libtorch asks on whatever device the thread has. A runtime library may begin a thread's context with any call of it.
+  bool queryEvent(void* raw) const override {
+    if (raw == nullptr) return true;
+    machine().enters(chosen);
+    return machine().is_over(event(raw));
+  }
   void synchronizeEvent(void* raw) const override {
-    if (raw != nullptr) machine().wait_on_host(event(raw));
+    if (raw == nullptr) return;
+    machine().enters(chosen);
+    machine().wait_on_host(event(raw));
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
     machine().record_stream(data.get(), place(stream));
@@ -124,34 +183,36 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     // As libtorch's own half does. Whoever asked for a GPU before this half was here got hooks that know none, for good.
     at::detail::getCUDAHooks().init();
+    const DeviceIndex device = device_now();
+    machine().enters(device);
     // STANDIN_MEMORY: so many bytes, and no more.
     static const char* most = std::getenv("STANDIN_MEMORY");
     if (most != nullptr && machine().bytes()[0] + static_cast<int64_t>(bytes) > std::atoll(most)) {
-      ++refusals;
+      ++refusals[static_cast<size_t>(device)];
       throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "CUDA out of memory.");
     }
     void* data = std::aligned_alloc(512, (bytes + 1023) / 512 * 512);
     if (data == nullptr) throw std::bad_alloc();
     std::memset(data, 0xff, bytes);
-    machine().allocated(data, bytes, place_now(current_device));
-    return {data, data, &release, Device(kGpu, current_device)};
+    machine().allocated(data, bytes, place_now(device));
+    return {data, data, &release, Device(kGpu, device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& data, Stream stream) override { Guard().recordDataPtrOnStream(data, stream); }
-  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex) override {
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     const auto [now, peak] = machine().bytes();
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = stats.reserved_bytes[0].current = now;
     stats.allocated_bytes[0].peak = stats.reserved_bytes[0].peak = peak;
-    stats.num_ooms = refusals;
+    stats.num_ooms = refusals[static_cast<size_t>(device)];
     return stats;
   }
   void resetAccumulatedStats(DeviceIndex) override {}
   void resetPeakStats(DeviceIndex) override { machine().forget_peak(); }
-  std::atomic<int64_t> refusals{0};
+  std::array<std::atomic<int64_t>, standin::kDevices> refusals{};
 };
 DeviceMemory device_memory;
 
@@ -161,6 +222,8 @@ struct PinnedMemory final : c10::Allocator {
     std::free(data);
   }
   c10::DataPtr allocate(size_t bytes) override {
+    // It is pinned for all devices, by any context that there is.
+    if (!machine().has_any_context()) machine().enters(chosen);
     void* data = std::aligned_alloc(64, (bytes + 127) / 64 * 64);
     if (data == nullptr) throw std::bad_alloc();
     machine().pinned(data, bytes);
@@ -182,15 +245,18 @@ struct StandinHooks final : at::CUDAHooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   at::Allocator* getCUDADeviceAllocator() const override { return &device_memory; }
   bool isPinnedPtr(const void* data) const override { return machine().is_pinned(data); }
-  DeviceIndex current_device() const override { return ::current_device; }
-  DeviceIndex getCurrentDevice() const override { return ::current_device; }
-  void setCurrentDevice(DeviceIndex device) const override { ::current_device = device; }
+  DeviceIndex current_device() const override { return device_now(); }
+  DeviceIndex getCurrentDevice() const override { return device_now(); }
+  void setCurrentDevice(DeviceIndex device) const override { set_device(device); }
   DeviceIndex deviceCount() const override { return standin::kDevices; }
   int getNumGPUs() const override { return standin::kDevices; }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   std::string showConfig() const override { return "  - a stand-in for a GPU\n"; }
   long versionCuDNN() const override { return 0; }
-  void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
+  void deviceSynchronize(DeviceIndex device) const override {
+    const OnDevice on(device);
+    Guard().synchronizeDevice(device);
+  }
 };
 namespace at {
 C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", ::StandinHooks)
@@ -317,7 +383,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   // As a kernel does: it runs on the device of its operands, whatever the thread's own is.
   const OnDevice on(operands.device);
-  const int stream = place_now(current_device);
+  const int stream = place_now(device_now());
   if (!view) machine().operate(name, stream, touched);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   for (size_t i = 0; i < returns.size(); ++i) {
@@ -354,7 +420,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   if (self.numel() == 0) return self;
   TORCH_CHECK(to_host || from_host || self.device() == source.device(), "stand-in: a copy between devices");
   const OnDevice on(device_side.device().index());
-  const int stream = place_now(current_device);
+  const int stream = place_now(device_now());
   std::vector<Machine::Touch> touched;
   if (!to_host) touched.push_back({self.storage().data(), true});
   if (!from_host) touched.push_back({source.storage().data(), false});
@@ -417,10 +483,15 @@ extern "C" {
 int VENDORS(cudaSetDevice, hipSetDevice)(int device) {
   if (device < 0 || device >= standin::kDevices) return 101;
   if (context != device) machine().count(&Totals::contexts);
-  current_device = context = static_cast<DeviceIndex>(device);
+  context = static_cast<DeviceIndex>(device);
+  choose_device(context);
   return 0;
 }
-int VENDORS(cudaFree, hipFree)(void* data) { return data == nullptr ? 0 : 1; }
+int VENDORS(cudaFree, hipFree)(void* data) {
+  if (data != nullptr) return 1;
+  machine().enters(chosen);
+  return 0;
+}
 // What a driver answers to the calling thread: no context, a stream of another device's, or all is well.
 int standin_answer(void* stream) {
   if (context < 0) return 201;

@@ -64,6 +64,7 @@ impl Unloader {
             let tensors = tensors.iter().map(copy).collect::<Result<_>>()?;
             return Ok(Copies { tensors, landing: None });
         };
+        // Enters the device, too, on whatever thread this is.
         if let Some(now) = mark(Device::Cuda(*index))? {
             side.after(&now)?;
         }
@@ -72,7 +73,7 @@ impl Unloader {
             let mut copy = ptr::null_mut();
             // SAFETY: stream and tensor are alive; the out-pointer outlives the call, which fills it exactly if it succeeds.
             guarded("copy to the host", unsafe {
-                shim_fetch(side.0, tensor.as_ptr(), &raw mut copy)
+                shim_fetch(side.handle, tensor.as_ptr(), &raw mut copy)
             })?;
             // SAFETY: a new tensor that nobody else owns.
             copies.push(unsafe { Tensor::from_ptr(copy) });

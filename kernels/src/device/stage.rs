@@ -20,7 +20,7 @@
 //! The other way round no event is needed: `record_stream` keeps the memory on the device from being used again before the
 //! computing stream is done with it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::slice;
@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-use super::{Event, SideStream};
+use super::{Event, SideStream, enter};
 use crate::shim::guarded;
 use crate::thread;
 use crate::{Error, Result};
@@ -202,6 +202,7 @@ impl Buffers {
     /// A buffer of so many flags and words, whatever they are: the caller writes every one.
     pub fn take(&self, flags: usize, words: usize) -> Result<Buffer> {
         let bytes = padded(flags) + words * size_of::<i32>();
+        enter(self.0.device)?;
         // One that is too small is made anew: batches grow where a phase says so.
         let memory = match self.0.next()?.filter(|memory| memory.bytes >= bytes) {
             Some(memory) => memory,
@@ -236,11 +237,11 @@ impl Drop for Buffer {
     }
 }
 
-/// Moves buffers to a device; on a GPU beside the computation.
+/// Moves buffers to a device; on a GPU beside the computation. Any thread may send.
 #[derive(Debug)]
 pub struct Stager {
     buffers: Buffers,
-    side: Option<SideStream>,
+    side: Option<Mutex<SideStream>>,
 }
 
 /// Flags and words on their way; [`Staged::arrive`] gives them to the computation.
@@ -255,10 +256,26 @@ impl Stager {
     /// A stager for `device`, which [`super::open`] has opened, with a ring of its own.
     pub fn new(device: Device) -> Result<Stager> {
         let side = match device {
-            Device::Cuda(index) => Some(SideStream::new(index)?),
+            Device::Cuda(index) => Some(Mutex::new(SideStream::new(index)?)),
             _ => None,
         };
         Ok(Stager { buffers: Buffers::new(device), side })
+    }
+
+    /// The stager of `device` for what is sent now and then: held-out text, a micro-batch that is computed a second time.
+    ///
+    /// A GPU has one, which is kept. libtorch has 32 streams for a GPU and hands them out in turn: were there one for each piece
+    /// of text, sooner or later a communicator would share its stream with copies.
+    pub fn kept(device: Device) -> Result<Arc<Stager>> {
+        static KEPT: Mutex<BTreeMap<usize, Arc<Stager>>> = Mutex::new(BTreeMap::new());
+        let Device::Cuda(index) = device else { return Ok(Arc::new(Stager::new(device)?)) };
+        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(stager) = kept.get(&index) {
+            return Ok(Arc::clone(stager));
+        }
+        let stager = Arc::new(Stager::new(device)?);
+        kept.insert(index, Arc::clone(&stager));
+        Ok(stager)
     }
 
     /// Where buffers for it are taken.
@@ -280,7 +297,10 @@ impl Stager {
         };
         // On a CPU libtorch widens by the calling thread alone, as everything else.
         thread::enter_thread()?;
-        let side = self.side.as_ref().map_or(ptr::null_mut(), |side| side.0);
+        let device = self.buffers.0.device;
+        enter(device)?;
+        let side =
+            self.side.as_ref().map(|side| side.lock().unwrap_or_else(PoisonError::into_inner));
         let (counts, mut event) = ([flags as i64, words as i64], ptr::null_mut());
         let mut wide = [ptr::null_mut(); 2];
         // SAFETY: stream and tensor are alive, which has room for so many of both; the out-pointers outlive the call and are
@@ -288,7 +308,7 @@ impl Stager {
         // fails nothing says until when.
         let sent = guarded("send a buffer", unsafe {
             shim_stage(
-                side,
+                side.as_ref().map_or(ptr::null_mut(), |side| side.handle),
                 memory.tensor.as_ptr(),
                 counts.as_ptr(),
                 wide.as_mut_ptr(),
@@ -296,10 +316,10 @@ impl Stager {
             )
         });
         if let Err(error) = sent {
-            memory.lost = self.side.is_some();
+            memory.lost = side.is_some();
             return Err(error);
         }
-        let arrival = (!event.is_null()).then(|| Arc::new(Event(event)));
+        let arrival = (!event.is_null()).then(|| Arc::new(Event { handle: event, device }));
         memory.copies.extend(arrival.clone());
         // SAFETY: new tensors that nobody else owns.
         let [flags, words] = wide.map(|tensor| unsafe { Tensor::from_ptr(tensor) });
@@ -318,8 +338,9 @@ impl Staged {
     /// The flags as a tensor of f32 and the words as one of i64, safe to use in the current stream of this thread.
     pub fn arrive(self) -> Result<(Tensor, Tensor)> {
         if let Some(event) = &self.arrival {
+            enter(event.device)?;
             // SAFETY: both handles are alive; the shim only queues a wait. Both tensors lie in one piece of memory.
-            guarded("wait for a copy", unsafe { shim_await(event.0, self.words.as_ptr()) })?;
+            guarded("wait for a copy", unsafe { shim_await(event.handle, self.words.as_ptr()) })?;
         }
         Ok((self.flags, self.words))
     }

@@ -75,6 +75,7 @@ const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Moves tensors, round after round, on a thread of its own.
 pub(super) struct CommThread {
     peers: Arc<Peers>,
+    device: Device,
     /// `None` when it shall end.
     inbox: Option<Sender<Round>>,
     shared: Arc<Shared>,
@@ -135,7 +136,7 @@ impl CommThread {
         };
         let (peers, inbox) = (Arc::clone(peers), Some(inbox));
         let ended = Mutex::new(ended);
-        Ok(CommThread { peers, inbox, shared, communicator, ended, watched })
+        Ok(CommThread { peers, device, inbox, shared, communicator, ended, watched })
     }
 
     /// Hands over a closed round, to be queued.
@@ -216,8 +217,12 @@ impl CommThread {
     fn held_up(&self, what: &str) -> Error {
         let error = self.peers.held_up(what);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
-        let communicator = self.communicator.upgrade();
-        let abort = move || drop(communicator.inspect(|communicator| communicator.abort()));
+        let (communicator, device) = (self.communicator.upgrade(), self.device);
+        let abort = move || {
+            // It is given up wherever this thread is.
+            let _ = device::enter(device);
+            drop(communicator.inspect(|communicator| communicator.abort()));
+        };
         // Without a thread for it, it ends with the process.
         let _ = std::thread::Builder::new().spawn(abort);
         error

@@ -206,7 +206,7 @@ pub(super) fn gradients(
             squares: vec![0.0; weights.len()],
             dots: vec![0.0; weights.len()],
         };
-        let stager = Stager::new(model.device()).map_err(refused)?;
+        let stager = Stager::kept(model.device()).map_err(refused)?;
         let alone = Isolated::of(&whole, &document.places, config.document_mask);
         let staged = alone.input().stage(config, &stager)?;
         let how = workers.options();

@@ -132,7 +132,7 @@ impl MicroBatchInput<'_> {
 
     /// The micro-batch on `device`, at once.
     pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
-        let stager = Stager::new(device).map_err(machine)?;
+        let stager = Stager::kept(device).map_err(machine)?;
         self.stage(config, &stager)?.arrive()
     }
 }

@@ -65,7 +65,7 @@ impl StagedBatch {
 
 /// The micro-batches of `batch`, on their way to `device`.
 pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
-    let stager = Stager::new(device).map_err(|error| Fault::machine(error.to_string()))?;
+    let stager = Stager::kept(device).map_err(|error| Fault::machine(error.to_string()))?;
     StagedBatch::stage(spec, batch, &stager)
 }
 
@@ -159,7 +159,7 @@ impl MicroBatches<'_> {
     /// Computes a micro-batch a second time, and refuses to go on where it comes out otherwise.
     fn again(&self, micro_batch: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
-        let stager = Stager::new(weights.weights[0].device()).map_err(refused)?;
+        let stager = Stager::kept(weights.weights[0].device()).map_err(refused)?;
         let staged = input(self.batch, micro_batch).stage(config, &stager)?;
         let second = self.once(micro_batch, weights, staged, None)?;
         let outcome = |said: &Said| {
@@ -180,7 +180,7 @@ pub fn micro_batch_alone(
 ) -> Result<MicroBatchSums> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
     let input = input(batch, micro_batch);
-    let stager = Stager::new(model.device());
+    let stager = Stager::kept(model.device());
     let stager = stager.map_err(|error| Fault::machine(error.to_string()))?;
     let (config, how) = (model.config(), model.options());
     let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));

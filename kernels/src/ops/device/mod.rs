@@ -67,12 +67,16 @@ impl Own {
     }
 }
 
-/// Blocks of a kernel that has 1,024 elements each of a matrix (`elements.h`), which holds fewer than 2^32.
+/// As many elements of a matrix as threads count in 32 bits: those of a last block of 256 that is not full count on past the end
+/// (`one` of `elements.h`), and would come round to its beginning.
+const MOST: i64 = (1 << 32) - 256;
+
+/// Blocks of a kernel that has 1,024 elements each of a matrix (`elements.h`), which holds at most [`MOST`].
 fn blocks(rows: i64, width: i64) -> Result<i64> {
-    let elements = rows.checked_mul(width).filter(|elements| *elements < 1 << 32);
+    let elements = rows.checked_mul(width).filter(|elements| *elements <= MOST);
     let refuse = || Error::Foreign {
         call: "launch a kernel",
-        reason: format!("a matrix of {rows} x {width} has more than 2^32 elements"),
+        reason: format!("a matrix of {rows} x {width} has more than 2^32 - 256 elements"),
     };
     Ok((elements.ok_or_else(refuse)? + 1023) / 1024)
 }
@@ -434,5 +438,23 @@ impl Ops for Own {
     fn all_descend(&self, moves: &mut [(&mut Tensor, &Tensor, f32)], keep: f32) -> Result<()> {
         let Some((_, one, _)) = moves.first() else { return Ok(()) };
         step::descend(&self.at(one)?, moves, keep)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_matrix_whose_threads_cannot_be_counted_is_refused() {
+        assert_eq!(blocks(0, 7).unwrap(), 0);
+        assert_eq!(blocks(5, 205).unwrap(), 2);
+        // The last block of 256 is full: no thread counts past 2^32.
+        assert_eq!(blocks((1 << 24) - 1, 256).unwrap(), 1 << 22);
+        let widths = [(MOST + 1, 1), (1 << 24, 256), ((1 << 32) - 1, 1), (i64::MAX, 2)];
+        for (rows, width) in widths {
+            let refused = blocks(rows, width).unwrap_err().to_string();
+            assert!(refused.contains("2^32 - 256"), "{refused}");
+        }
     }
 }

@@ -145,8 +145,8 @@ pub(super) fn router_backward(
     })
 }
 
-/// `a^T b` of stacks `[stack, rows, width]`, f32. A library gives such a sum over all rows to as many units as its small outcome has
-/// tiles, one or two; so rows are summed in up to 16 parts, which follow from their number alone.
+/// `a^T b` of stacks `[stack, rows, width]`, f32. A library gives such a sum over all rows to as many units as its small outcome
+/// has tiles, one or two; so rows are summed in up to 16 parts, which follow from their number alone.
 fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
     let mut parts = 1;
@@ -155,5 +155,32 @@ fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
     let cut = |x: &Tensor| x.f_view([stack * parts, rows / parts, -1]);
     let sums = cut(a)?.f_transpose(1, 2)?.f_bmm(&cut(b)?)?;
+    if parts == 1 {
+        return Ok(sums);
+    }
     Ok(sums.f_view([stack, parts, left, -1])?.f_sum_dim_intlist(&[1i64][..], false, Kind::Float)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Device;
+
+    use super::*;
+
+    #[test]
+    fn sums_over_rows_are_those_of_f64() {
+        for rows in [0, 1, 511, 512, 768, 1023, 1024, 8192] {
+            let waves = |width: i64| {
+                let places = Tensor::arange(2 * rows * width, (Kind::Double, Device::Cpu));
+                (places * (1.0 + width as f64)).sin().view([2, rows, width])
+            };
+            let [a, b] = [waves(5), waves(3)];
+            let narrow = |x: &Tensor| x.to_kind(Kind::Float);
+            let found = over_rows(&narrow(&a), &narrow(&b)).unwrap();
+            let wanted = a.transpose(1, 2).bmm(&b);
+            assert_eq!(found.size(), [2, 5, 3]);
+            let off = (found.to_kind(Kind::Double) - wanted).abs().max().double_value(&[]);
+            assert!(off <= 1e-5 * (rows as f64).max(1.0).sqrt(), "{rows} rows: {off}");
+        }
+    }
 }
