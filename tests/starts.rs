@@ -11,23 +11,48 @@ use crate::support::Ran;
 fn until_it_is_up(process: u32) {
     const TERM: u64 = 1 << 14;
     let start = Instant::now();
+    // Whatever starts it has the tests' own mask, which keeps them too.
+    let is_it =
+        || fs::read_to_string(format!("/proc/{process}/comm")).is_ok_and(|name| name == "ztrain\n");
     let is_up = || {
         let said = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
         let masks = said.lines().filter_map(|line| line.split_once(":\t"));
         let mut masks = masks.filter(|(name, _)| ["SigBlk", "SigCgt"].contains(name));
         masks.any(|(_, mask)| u64::from_str_radix(mask, 16).is_ok_and(|mask| mask & TERM > 0))
     };
-    while !is_up() {
+    while !is_it() || !is_up() {
         assert!(start.elapsed() < Duration::from_secs(20), "it never keeps a signal");
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// The same command where SIGHUP is ignored, as under `nohup`, or is not, as in a terminal, however the tests are run themselves.
+fn hung_up(run: &Command, ignored: bool) -> Command {
+    let handler = if ignored { "SIG_IGN" } else { "SIG_DFL" };
+    let script = format!(
+        "import os, signal, sys; signal.signal(signal.SIGHUP, signal.{handler}); os.execv(sys.argv[1], sys.argv[1:])"
+    );
+    let mut command = Command::new("python3");
+    command.args(["-c", &script]).arg(run.get_program()).args(run.get_args());
+    command
+}
+
+#[test]
+fn a_run_under_nohup_outlives_its_terminal() {
+    let fixture = Fixture::new(&[]);
+    let mut command = hung_up(&fixture.run("run", &[]), true);
+    let process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    until_it_is_up(process.id());
+    signal("HUP", process.id());
+    let said = Ran::from(process.wait_with_output().unwrap()).ok();
+    assert!(said.starts_with("done after step 20 of 20"), "{said}");
 }
 
 #[test]
 fn a_run_that_is_asked_to_stop_as_it_starts_ends_well() {
     let fixture = Fixture::new(&[]);
     for (name, flags) in [("TERM", &[][..]), ("INT", &[]), ("HUP", &["--nproc", "2"])] {
-        let mut command = fixture.run(name, flags);
+        let mut command = hung_up(&fixture.run(name, flags), false);
         let process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         until_it_is_up(process.id());
         signal(name, process.id());

@@ -326,7 +326,8 @@ fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<(
 fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> {
     let config = &spec.model_at(number)?.config;
     let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
-    let experts = |counts: &Vec<u64>| counts[..counts.len() - 1].iter().sum::<u64>();
+    // All classes but the skip, which is last; none without a router.
+    let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
     let routed: Vec<u64> = router.iter().map(experts).collect();
     let pairs = batch.boundaries.iter().map(|starts| match config.document_mask {
         true => model::causal_pairs(starts, batch.seq_len),

@@ -108,8 +108,12 @@ pub struct PhaseNeeds {
     pub sent: SentInStep,
     /// The same between ranks that share micro-batches, along the context axis: with every sequence one document.
     pub shared: u64,
+    /// Whether all of that stays within machines.
+    pub shared_within_machines: bool,
     /// The same of shards of weights, along the folded axis.
     pub folded: u64,
+    /// Whether all of that stays within machines.
+    pub folded_within_machines: bool,
     /// Operations of its first step: at most, with every token routed to an expert and every sequence one document.
     pub model_flops: f64,
     /// Bytes that its first step adds to the ledger, about.
@@ -254,7 +258,9 @@ fn phase_needs(
         uneven: uneven(mesh, cut.chunks, u64::from(step.seq_len)),
         sent: sent(spec, fleet, (shares, mesh), first)?,
         shared: micro_batches * shared(spec, fleet, (shares, mesh), first)?,
+        shared_within_machines: mesh.within_machines(mesh.together(), fleet.ranks_per_node),
         folded: micro_batches * folded(spec, fleet, mesh, first)?,
+        folded_within_machines: mesh.within_machines(mesh.tsp, fleet.ranks_per_node),
         model_flops: model::flops(config, tokens, &routed, pairs),
         ledger_bytes: ledger_bytes(spec, first)?,
     })
@@ -356,13 +362,15 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
         4 * (bias.len() + first.len() + second.len()) as u64
     };
     let balance: u64 = spec.balance().iter().map(of_layer).sum();
+    // A model without routers has no such file.
+    let others = 1 + u64::from(balance > 0);
     let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
     // The routers' balance and the manifest are rank 0's.
     let files =
-        (0u32..).zip(&own).map(|(rank, own)| 2 * own.len() as u64 + 2 * u64::from(rank == 0));
+        (0u32..).zip(&own).map(|(rank, own)| 2 * own.len() as u64 + others * u64::from(rank == 0));
     Ok(CheckpointNeeds {
         bytes: pieces.iter().map(Piece::kept).sum::<u64>() + balance,
-        files: 2 * bundles + 2,
+        files: 2 * bundles + others,
         most_files: files.max().unwrap_or(0),
         manifest: manifest_bytes(&Layout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
         largest_part: kept.iter().copied().max().unwrap_or(0),
@@ -383,7 +391,7 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
     let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
     let tokens = placed.batch * u64::from(placed.seq_len);
     let labels = placed.micro_batch * u64::from(placed.seq_len);
-    let classes = config.router_classes() as usize;
+    let router = |classes: usize| vec![tokens / classes.max(1) as u64; classes];
     let words = |count: usize| Packed(vec![u64::MAX; count]);
     let guard = &spec.settings.guard;
     let layers = ledger::layers(&spec.names()).len();
@@ -401,7 +409,7 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
         micro_batch_labels: vec![labels; micro_batches],
         micro_batch_losses: words(micro_batches),
         sources: spec.plan.phases()[placed.phase].uses.iter().map(source).collect(),
-        router: vec![vec![tokens / classes as u64; classes]; config.num_hidden_layers as usize],
+        router: model::router_classes(config).into_iter().map(router).collect(),
         micro_batch_gradients: words(micro_batches),
         gradients: words(spec.parameters.len()),
         norm: words(1),

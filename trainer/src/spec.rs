@@ -191,10 +191,13 @@ impl RunSpec {
         amendments.filter(move |one| one.skip && one.step <= step).map(|one| one.step)
     }
 
-    /// The balance before the first step, by layer.
+    /// The balance before the first step, by layer: nothing to balance where there is no router.
     pub fn balance(&self) -> Vec<Balance> {
-        let layer = |_| Balance::new(self.config().num_experts as usize, true);
-        (0..self.config().num_hidden_layers).map(layer).collect()
+        let layer = |classes: usize| match classes.checked_sub(1) {
+            Some(experts) => Balance::new(experts, true),
+            None => Balance::default(),
+        };
+        model::router_classes(self.config()).into_iter().map(layer).collect()
     }
 
     /// The names of the parameters.

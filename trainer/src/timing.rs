@@ -20,7 +20,7 @@ pub enum Part {
     Attention,
     /// The router, forward.
     Router,
-    /// The experts, forward.
+    /// The experts, or what stands in their place, forward.
     Experts,
     /// The head and the loss, both ways.
     Head,
@@ -28,7 +28,7 @@ pub enum Part {
     AttentionBack,
     /// The router, backward.
     RouterBack,
-    /// The experts, backward.
+    /// The same, backward.
     ExpertsBack,
     /// Checksums of the micro-batches' gradients.
     MicroBatchSums,

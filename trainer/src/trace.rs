@@ -97,7 +97,7 @@ const PRODUCTS: [&str; 14] = [
 ];
 
 /// Copies, and blocks on their way between ranks.
-const COPIES: [&str; 5] = ["memcpy", "memset", "copy_", "narrow_blocks", "aten::fill_"];
+const COPIES: [&str; 5] = ["memcpy", "memset", "copy_", "round_blocks", "aten::fill_"];
 
 /// The part that a name belongs to.
 pub fn part(name: &str) -> &'static str {

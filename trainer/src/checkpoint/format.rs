@@ -144,6 +144,11 @@ impl BoxRecord {
     }
 }
 
+/// The balances that there are, with the numbers of their layers: one without a router has nothing to keep.
+pub(super) fn balances(all: &[Balance]) -> impl Iterator<Item = (i64, &Balance)> {
+    (0..).zip(all).filter(|(_, balance)| !balance.is_empty())
+}
+
 /// What of a layer's balance belongs to a set.
 pub(super) fn values(balance: &Balance, set: Set) -> &[f32] {
     match set {
@@ -170,9 +175,9 @@ pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usi
                 found.push((set, parameter.name.clone(), parameter.shape.clone(), Some(index)));
             }
         }
-        for (layer, balance) in layout.balance.iter().enumerate() {
+        for (layer, balance) in balances(&layout.balance) {
             let length = values(balance, set).len() as i64;
-            found.push((set, balance_name(layer as i64), vec![length], None));
+            found.push((set, balance_name(layer), vec![length], None));
         }
     }
     found
@@ -188,7 +193,9 @@ pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Re
             }
         }
     }
-    sizes.insert(BALANCE.to_owned(), 0);
+    if balances(&layout.balance).next().is_some() {
+        sizes.insert(BALANCE.to_owned(), 0);
+    }
     let record = |(name, bytes): (String, u64)| {
         (name.clone(), BlobRecord { name, bytes, digest: Digest::default() })
     };
@@ -213,7 +220,7 @@ impl Manifest {
                 Fault::bug(format!("the writers of a checkpoint left out its blob {name}"))
             })
         };
-        let balance = if layout.balance.is_empty() { 0 } else { number(BALANCE)? };
+        let balance = balances(&layout.balance).next().map_or(Ok(0), |_| number(BALANCE))?;
         let mut of_tensor = vec![Vec::new(); layout.parameters.len()];
         pieces.iter().for_each(|piece| of_tensor[piece.tensor].push(piece));
         let mut records = Vec::new();

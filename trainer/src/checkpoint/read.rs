@@ -184,24 +184,26 @@ impl<'a> Reader<'a> {
     /// The balance, which every rank has whole.
     pub fn balance(&self, layout: &Layout, workers: Workers) -> Result<Vec<Balance>> {
         let (mut wants, mut found) = (Vec::new(), Vec::new());
-        for (layer, balance) in layout.balance.iter().enumerate() {
+        for (layer, balance) in format::balances(&layout.balance) {
             for set in Set::ALL {
                 let length = format::values(balance, set).len() as i64;
                 let into =
                     Tensor::f_zeros([length], (Kind::Float, Device::Cpu)).map_err(refused)?;
                 found.push(into.shallow_clone());
-                let (name, region) = (balance_name(layer as i64), Region::whole(&[length]));
+                let (name, region) = (balance_name(layer), Region::whole(&[length]));
                 wants.push(Want { set, name, region, into });
             }
         }
         self.fill(wants, workers)?;
         let odd = |error: tch::TchError| damaged(self.location(), &error.to_string());
         let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor).map_err(odd);
-        let layer = |of: &[Tensor]| {
+        let mut all = vec![Balance::default(); layout.balance.len()];
+        for ((layer, _), of) in format::balances(&layout.balance).zip(found.chunks(Set::ALL.len()))
+        {
             let (bias, first, second) = (values(&of[0])?, values(&of[1])?, values(&of[2])?);
-            Ok(Balance { bias, first, second })
-        };
-        found.chunks(Set::ALL.len()).map(layer).collect()
+            all[layer as usize] = Balance { bias, first, second };
+        }
+        Ok(all)
     }
 
     /// What `owners` gives this rank of the state: all weights as the model read them, and what it holds of its own pieces. The

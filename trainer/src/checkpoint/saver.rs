@@ -65,8 +65,10 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
-        // A run that stops for another reason still keeps what it had begun to keep; that reason is what people hear.
-        let _ = self.wait();
+        // A run that stops for another reason still keeps what it had begun to keep; that reason is its answer.
+        if let Err(why) = self.wait() {
+            contract::note!("warning: the checkpoint that was being written was not kept: {why}");
+        }
     }
 }
 

@@ -97,13 +97,13 @@ impl Snapshot {
                 blob.push(Entry::new(set, &parameter.name, &region, Cow::Borrowed(bytes)));
             }
         }
-        for (layer, balance) in self.balance.iter().enumerate() {
+        for (layer, balance) in format::balances(&self.balance) {
             let blob = blobs.entry(format::BALANCE.to_owned()).or_default();
             for set in Set::ALL {
                 let values = format::values(balance, set);
                 let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 let region = Region::whole(&[values.len() as i64]);
-                blob.push(Entry::new(set, &balance_name(layer as i64), &region, Cow::Owned(bytes)));
+                blob.push(Entry::new(set, &balance_name(layer), &region, Cow::Owned(bytes)));
             }
         }
         blobs.values_mut().for_each(|blob| blob.sort_by(|one, other| one.key.cmp(&other.key)));

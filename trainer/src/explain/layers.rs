@@ -153,7 +153,7 @@ pub(super) fn activities(
     Ok(all.into_iter().enumerate().map(evidence).collect())
 }
 
-/// Every router's load, by what the ledger counts.
+/// Every router's load, by what the ledger counts; layers without one are left out.
 pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvidence> {
     let router = |(layer, counts): (usize, &Vec<u64>)| {
         let total: u64 = counts.iter().sum();
@@ -167,7 +167,8 @@ pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvide
             median: history.median(before),
         }
     };
-    record.router.iter().enumerate().map(router).collect()
+    let there = record.router.iter().enumerate().filter(|(_, counts)| !counts.is_empty());
+    there.map(router).collect()
 }
 
 /// The temperatures of every attention, of the weights that the step was computed with.

@@ -15,7 +15,7 @@ use tch::Tensor;
 
 use super::files::{self, Named, Written};
 use super::{config, files::commit};
-use crate::model::{self, Attention, ParamSpec, Skip, ZayaConfig};
+use crate::model::{self, ParamSpec, Skip, ZayaConfig};
 use crate::optim::balance::Balance;
 
 /// What was written.
@@ -55,16 +55,17 @@ pub(crate) fn write(
     })
 }
 
-/// `transformers` gives a token on the skip class nothing, and knows no linear attention: such a model would be another one
-/// there.
+/// `transformers` gives a token on the skip class nothing, and knows the layers of ZAYA1 alone: such a model would be another
+/// one there.
 fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
     let fault = |key: &str| {
         Fault::usage("transformers cannot express this model").at(format!("[model] {key}"))
     };
-    if config.layers.contains(&Attention::Linear) {
-        return Err(fault("layers")
-            .found("\"linear\": linear attention")
-            .wanted("\"cca\" alone, all that its zaya has"));
+    if let Some((key, kind)) = config.foreign() {
+        return Err(fault(key)
+            .found(format!("{kind:?} among the layers"))
+            .wanted("layers = [\"cca\"] and feed_forward = [\"moe\"], all that its zaya has")
+            .hint("such a model stays here: replay, fork and validate it with ztrain"));
     }
     match config.skip {
         Skip::Zero => Ok(()),

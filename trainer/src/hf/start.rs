@@ -8,6 +8,7 @@
 //! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) enters the run's
 //! identity; the folder's place never does.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -84,10 +85,21 @@ impl Start {
         &self.folder
     }
 
-    /// Weights in canonical order and biases by layer, every byte of them checked.
-    pub fn read(&self) -> Result<(Vec<Tensor>, Vec<Vec<f32>>)> {
+    /// Gives every weight to `take`, with its place in canonical order, and answers with biases by layer. A weight is in memory
+    /// while it is given, and one file beside it: a rank keeps what it owns. Every byte is checked, the last of them after all
+    /// were given.
+    pub fn read(
+        &self,
+        mut take: impl FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Vec<Vec<f32>>> {
         let config = &self.manifest.config;
-        let mut found = std::collections::BTreeMap::new();
+        let parameters = model::parameters(config);
+        let places: BTreeMap<&str, usize> = parameters
+            .iter()
+            .enumerate()
+            .map(|(place, spec)| (spec.name.as_str(), place))
+            .collect();
+        let (mut sums, mut others) = (vec![None; parameters.len()], BTreeMap::new());
         for file in &self.manifest.files {
             let path = self.folder.join(&file.name);
             let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
@@ -95,28 +107,30 @@ impl Start {
                 return Err(damaged(&path, "its bytes changed since it was written"));
             }
             files::read(&path, &bytes, |name, tensor| {
-                found.insert(name.to_owned(), tensor);
-                Ok(())
+                let Some(&place) = places.get(name) else {
+                    others.insert(name.to_owned(), tensor);
+                    return Ok(());
+                };
+                sums[place] = Some(sum(place, &tensor)?);
+                take(place, &tensor)
             })?;
         }
-        let mut take = |name: &str| {
-            found.remove(name).ok_or_else(|| damaged(&self.folder, &format!("it lacks {name}")))
-        };
-        let names = model::parameters(config).into_iter().map(|spec| spec.name);
-        let weights = names.map(|name| take(&name)).collect::<Result<Vec<_>>>()?;
-        let layers = 0..config.num_hidden_layers;
-        let biases = layers.map(|layer| {
+        let lacks = |name: &str| damaged(&self.folder, &format!("it lacks {name}"));
+        let sums = sums.into_iter().zip(&parameters);
+        let sums = sums.map(|(sum, spec)| sum.ok_or_else(|| lacks(&spec.name)));
+        let sums = sums.collect::<Result<Vec<u64>>>()?;
+        let biases = (0..config.num_hidden_layers).map(|layer| {
             let name = model::balance_name(layer);
             let odd = |error| damaged(&self.folder, &format!("{name} cannot be read: {error}"));
-            Vec::<f32>::try_from(&take(&name)?).map_err(odd)
+            Vec::<f32>::try_from(others.get(&name).ok_or_else(|| lacks(&name))?).map_err(odd)
         });
         let biases = biases.collect::<Result<Vec<_>>>()?;
-        let content = content(config, &weights, &biases)?;
+        let content = content(config, &sums, &biases);
         if content != self.manifest.content {
             let fault = damaged(&self.folder, "its content digest does not match");
             return Err(fault.found(content).wanted(self.manifest.content));
         }
-        Ok((weights, biases))
+        Ok(biases)
     }
 
     /// Refuses a start whose tokens mean something else than the store's.
@@ -173,12 +187,14 @@ pub(super) fn write(
         let balance: Vec<Balance> = biases.iter().map(like).collect();
         let tensors = export::named(&model::parameters(config), weights, &balance);
         let written = export::model_files(folder, config, &record, &tensors)?;
+        let sums = weights.iter().enumerate().map(|(place, weight)| sum(place, weight));
+        let sums = sums.collect::<Result<Vec<_>>>()?;
         if let Some(bytes) = tokenizer {
             disk::write_whole(&folder.join("tokenizer.json"), bytes)?;
         }
         let manifest = Manifest {
             format: FORMAT,
-            content: content(config, weights, biases)?,
+            content: content(config, &sums, biases),
             tokenizer: tokenizer.map(Identity::of_bytes),
             config: config.clone(),
             files: written,
@@ -191,18 +207,23 @@ pub(super) fn write(
     Ok(Start { folder: target.to_owned(), manifest })
 }
 
-fn content(config: &ZayaConfig, weights: &[Tensor], biases: &[Vec<f32>]) -> Result<Digest> {
+/// What the content digest has of the weight at a place in canonical order.
+fn sum(place: usize, weight: &Tensor) -> Result<u64> {
+    checksum::tensor(weight, place as u64).map_err(refused)
+}
+
+fn content(config: &ZayaConfig, sums: &[u64], biases: &[Vec<f32>]) -> Digest {
     let mut hasher = Hasher::new();
     hasher.tag("start.v1");
     config.feed(&mut hasher);
-    hasher.u64(weights.len() as u64);
-    for (index, tensor) in weights.iter().enumerate() {
-        hasher.u64(checksum::tensor(tensor, index as u64).map_err(refused)?);
+    hasher.u64(sums.len() as u64);
+    for sum in sums {
+        hasher.u64(*sum);
     }
     for bias in biases {
         hasher.u32s(&bias.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
     }
-    Ok(hasher.finish())
+    hasher.finish()
 }
 
 fn damaged(path: &Path, what: &str) -> Fault {

@@ -66,7 +66,7 @@ pub struct StepRecord {
     pub micro_batch_losses: Packed,
     /// Labels and losses of each source that has rows in the step, by its name.
     pub sources: BTreeMap<String, SourceSums>,
-    /// Tokens that each layer's router sent to each class, over the whole batch.
+    /// Tokens that each layer's router sent to each class, over the whole batch; nothing of a layer without a router.
     pub router: Vec<Vec<u64>>,
     /// Checksum of each micro-batch's gradient.
     pub micro_batch_gradients: Packed,

@@ -92,6 +92,12 @@ impl Mesh {
         self.cp * self.tsp
     }
 
+    /// Whether each group of so many neighbours shares a machine, where those have so many ranks each.
+    pub fn within_machines(self, group: u32, ranks_per_node: u32) -> bool {
+        let first = |rank: u32| rank / group * group;
+        (0..self.world()).all(|rank| first(rank) / ranks_per_node == rank / ranks_per_node)
+    }
+
     /// Every rank computes micro-batches of its own.
     pub const fn data(world: u32) -> Mesh {
         Mesh { dp: world, cp: 1, tsp: 1 }
@@ -138,6 +144,16 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
+        #[test]
+        fn lines_are_within_machines_where_none_crosses(dp in 1u32..6, cp in 1u32..5, tsp in 1u32..5, node in 1u32..9) {
+            let mesh = Mesh::new(dp * cp * tsp, cp, tsp).unwrap();
+            for (axis, group) in [(Axis::Tsp, tsp), (Axis::Sharing, cp * tsp)] {
+                let apart = |line: Vec<u32>| line.iter().any(|rank| rank / node != line[0] / node);
+                let crosses = (0..mesh.world()).any(|rank| apart(mesh.line(axis, rank)));
+                prop_assert_eq!(mesh.within_machines(group, node), !crosses);
+            }
+        }
+
         #[test]
         fn lines_cover_the_mesh_and_cross_in_one_rank(dp in 1u32..6, cp in 1u32..5, tsp in 1u32..5) {
             let mesh = Mesh::new(dp * cp * tsp, cp, tsp).unwrap();

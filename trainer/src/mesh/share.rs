@@ -84,7 +84,7 @@ fn shards(team: &Team<'_>, state: &State) -> Result<()> {
     for (owner, arrival) in arrivals {
         let (packed, mut at, mut pairs) = (arrival.wait().map_err(lost)?, 0, Vec::new());
         for (common, weight) in held(state, owner, &state.fold) {
-            let into = common.of_held(weight);
+            let into = common.of_held(weight).map_err(refused)?;
             let length = wide(weight) * common.count();
             let part = packed.narrow(0, at, length).view_dtype(weight.kind());
             at += length;
@@ -123,8 +123,8 @@ fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
     for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
         let (kind, flat) = (state.weights[piece.tensor].kind(), weight.reshape([-1]));
         for common in fold.common(piece.tensor, piece.first..piece.first + piece.length()) {
-            let run = common.of_run(&flat).f_to_kind(kind).and_then(|run| run.f_contiguous());
-            parts.push(run.map_err(refused)?);
+            let run = common.of_run(&flat).map_err(refused)?.f_to_kind(kind);
+            parts.push(run.and_then(|run| run.f_contiguous()).map_err(refused)?);
         }
     }
     parts.sort_by_key(|part| std::cmp::Reverse(wide(part)));

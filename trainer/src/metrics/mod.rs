@@ -131,12 +131,7 @@ impl Metrics {
             values.push((format!("gradient_norm/{name}"), gradient));
             values.push((format!("update_norm/{name}"), update));
         }
-        let load: Vec<f64> = record.router.iter().map(|counts| entropy(counts)).collect();
-        let skipped = record.router.iter().map(|counts| share_of_last(counts));
-        values.push(("router/entropy".to_owned(), mean(load.iter().copied())));
-        let least = load.iter().copied().fold(1.0, f64::min);
-        values.push(("router/entropy_least".to_owned(), least));
-        values.push(("router/skipped".to_owned(), mean(skipped)));
+        values.extend(routers(&record.router));
         self.writer.scalars(record.step, &values)
     }
 
@@ -146,6 +141,22 @@ impl Metrics {
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
         self.writer.scalars(step, &named.chain([all]).collect::<Vec<_>>())
     }
+}
+
+/// The curves of the routers; none where no layer has one.
+fn routers(counts: &[Vec<u64>]) -> Vec<(String, f64)> {
+    let routers: Vec<&[u64]> =
+        counts.iter().map(Vec::as_slice).filter(|counts| !counts.is_empty()).collect();
+    if routers.is_empty() {
+        return Vec::new();
+    }
+    let load = || routers.iter().map(|counts| entropy(counts));
+    let curves = [
+        ("router/entropy", mean(load())),
+        ("router/entropy_least", load().fold(1.0, f64::min)),
+        ("router/skipped", mean(routers.iter().map(|counts| share_of_last(counts)))),
+    ];
+    curves.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
 /// Entropy of the load over the experts (the last class is the skip), over that of an even one; 1 for a single expert.
@@ -173,6 +184,17 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Curves are of the layers that have a router.
+    #[test]
+    fn layers_without_a_router_are_no_even_ones() {
+        assert!(routers(&[vec![], vec![]]).is_empty());
+        let alone = routers(&[vec![4, 0, 1]]);
+        assert_eq!(routers(&[vec![], vec![4, 0, 1], vec![]]), alone);
+        let curve = |name: &str| alone.iter().find(|(one, _)| one == name).map(|(_, value)| *value);
+        assert_eq!(curve("router/entropy"), Some(0.0));
+        assert_eq!(curve("router/skipped"), Some(0.2));
+    }
 
     #[test]
     fn the_first_step_is_told_apart() {

@@ -6,16 +6,10 @@ use kernels::ops::{CPU, REFERENCE};
 use kernels::share::Frozen;
 use tch::{Device, Kind, Tensor};
 
-use super::gradients::Collected;
-use super::layer::{Pass, make};
-use super::layers::cca::Cca;
-use super::layers::mlp::Mlp;
-use super::layers::moe::Moe;
 use super::parity::{Arrays, Fixture, all_rounded, relative};
-use super::zaya::{Kinds, Zaya};
 use super::{
-    Cut, Init, Keep, MicroBatchOptions, MicroBatchOutput, ParamSpec, Skip, ZayaConfig,
-    forward_backward, forward_backward_staged, init, init_balance, oracle, parameters,
+    Cut, FeedForward, Init, Keep, MicroBatchOptions, MicroBatchOutput, ParamSpec, Skip, ZayaConfig,
+    flops, forward_backward, forward_backward_staged, init, init_balance, oracle, parameters,
 };
 
 /// A model and a micro-batch large enough that kernels take their vector paths, with documents of awkward lengths.
@@ -38,7 +32,11 @@ pub(super) fn middling_of(config: ZayaConfig) -> (ZayaConfig, Vec<Tensor>, Vec<T
     };
     let specs = parameters(&config);
     let params = specs.iter().zip(init(&config, 1).unwrap()).map(larger).collect();
-    let balance = init_balance(&config).into_iter().map(|biases| biases + skip_lift()).collect();
+    let lifted = |biases: Tensor| match biases.numel() {
+        0 => biases,
+        _ => biases + skip_lift(),
+    };
+    let balance = init_balance(&config).into_iter().map(lifted).collect();
     (config, params, balance, arrays)
 }
 
@@ -87,46 +85,56 @@ fn gradients_are_those_of_automatic_differentiation() {
     }
 }
 
-/// A new kind of layer is one file: a plain feed-forward in place of the second layer's experts is differentiated, counted
-/// and measured like any other.
+/// Plain feed-forwards before, after and instead of experts: differentiated, counted and measured like these. The first router
+/// has no state before it, wherever it stands.
 #[test]
-fn another_feed_forward_fits_in() {
-    let (config, _, balance, arrays) = middling(Skip::Zero);
-    let experts = Kinds { attention: make::<Cca>, feed_forward: make::<Moe> };
-    let plain = Kinds { feed_forward: make::<Mlp>, ..experts };
-    let model = || Zaya::of(&config, &[experts, plain]);
-    let specs = model().into_params();
-    let shapes = specs.iter().zip(0..);
-    let params = shapes.map(|(spec, seed)| match spec.init {
-        Init::Normal(_) => super::random(&spec.shape, seed) * 0.2,
-        Init::Constant(value) => {
-            Tensor::full(&spec.shape[..], f64::from(value), tch::kind::FLOAT_CPU)
-        }
-    });
-    let (params, model): (Vec<_>, _) = (params.collect(), model());
-    let weights = (&params[..], &balance[..]);
-    let input = arrays.input().prepare(&config, Device::Cpu).unwrap();
-    let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &input, 200);
-    for cut in [Cut::WHOLE, Cut { chunks: 2, shards: 3 }] {
-        let mut found = Collected::default();
-        let train = |pass: &Pass<'_>| model.train(pass, (200, Keep::Everything), &mut found);
-        let options = MicroBatchOptions::default().cut(cut);
-        let out = model.with((options.into(), &config), weights, &input, train).unwrap();
-        let classes = |counts: &Option<Tensor>| counts.as_ref().map(Tensor::numel);
-        assert_eq!(out.counts.iter().map(classes).collect::<Vec<_>>(), [Some(9), None]);
-        assert!(relative(&out.losses, &losses) < 1e-6);
-        let found = found.into_vec().unwrap();
-        assert_eq!(found.len(), specs.len());
-        for ((spec, a), b) in specs.iter().zip(&found).zip(&grads) {
-            let error = relative(a, b);
-            assert!(error < 2e-5, "{cut:?} {}: {error:e}", spec.name);
+fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
+    use FeedForward::{Mlp, Moe};
+    for (feed_forward, classes) in
+        [(vec![Mlp, Moe], [0, 9]), (vec![Moe, Mlp], [9, 0]), (vec![Mlp], [0, 0])]
+    {
+        let (config, params, balance, arrays) =
+            middling_of(ZayaConfig { feed_forward, ..preset() });
+        assert_eq!(super::router_classes(&config), classes);
+        let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
+        assert!(specs.iter().all(|spec| !spec.name.contains("router_states_scale")));
+        let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
+        let (losses, grads) = oracle::forward_backward(&config, &specs, weights, &prepared, 200);
+        let whole = MicroBatchOptions::default();
+        let cut = |chunks, shards| whole.cut(Cut { chunks, shards });
+        let by_library = MicroBatchOptions { ops: REFERENCE, ..cut(4, 2) };
+        for options in [whole, cut(2, 3), cut(1, 50), by_library] {
+            let stage = || arrays.input().stage(&config, &Stager::new(Device::Cpu).unwrap());
+            let compute = |options| {
+                let staged = stage().unwrap();
+                forward_backward_staged(&config, &params, &balance, staged, 200, options).unwrap()
+            };
+            let out = compute(options);
+            assert_eq!(out.counts.iter().map(Vec::len).collect::<Vec<_>>(), classes);
+            assert!(relative(&out.token_losses, &losses) < 1e-6);
+            assert_eq!(out.grads.len(), specs.len());
+            for ((spec, a), b) in specs.iter().zip(&out.grads).zip(&grads) {
+                let error = relative(a, b);
+                assert!(error < 2e-5, "{classes:?} {options:?} {}: {error:e}", spec.name);
+            }
+            let keep = Keep::LayerInputs;
+            assert!(same_bits(&out, &compute(MicroBatchOptions { keep, ..options })));
         }
     }
-    // Three products of the width of an expert in place of a router and one expert: 6 operations a weight and token.
-    let flops = |model: &Zaya| model.flops(&config, 1, &[1, 1], 0);
-    let router = specs.iter().filter(|spec| spec.name.contains("layers.0.mlp.gate"));
+}
+
+/// Three products of the width of an expert in place of a router and one expert: 6 operations a weight and token.
+#[test]
+fn a_plain_feed_forward_costs_what_an_expert_does() {
+    let config = ZayaConfig { num_hidden_layers: 2, ..preset() };
+    let feed_forward = vec![FeedForward::Moe, FeedForward::Mlp];
+    let plain = ZayaConfig { feed_forward, ..config.clone() };
+    let specs = parameters(&plain);
+    let router = specs.iter().filter(|spec| spec.name.contains("layers.0.mlp.gate."));
     let router: u64 = router.filter(|spec| spec.shape.len() > 1).map(ParamSpec::elements).sum();
-    assert_eq!(flops(&Zaya::new(&config)) - flops(&model), 6.0 * router as f64);
+    let operations = |config: &ZayaConfig| flops(config, 1, &[1, 1], 0);
+    assert!(router > 0);
+    assert_eq!(operations(&config) - operations(&plain), 6.0 * router as f64);
 }
 
 /// Workers: the same micro-batch beside itself on several threads, and in other company, has the same bits.

@@ -7,6 +7,8 @@ use contract::{Digestible, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::kinds::{Attention, FeedForward};
+
 /// What the 17th router class, which has no expert, contributes to the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -25,16 +27,6 @@ impl Skip {
             Skip::Identity => "identity",
         }
     }
-}
-
-/// A kind of attention.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Attention {
-    /// Compressed convolutional attention, ZAYA1's.
-    Cca,
-    /// Linear attention: a state of fixed size in place of keys and values.
-    Linear,
 }
 
 /// What the state of linear attention loses at each token.
@@ -66,7 +58,7 @@ pub struct ZayaConfig {
     pub vocab_size: i64,
     /// Width of the residual stream.
     pub hidden_size: i64,
-    /// Layers, each an attention and a mixture of experts.
+    /// Layers, each an attention and a feed-forward.
     pub num_hidden_layers: i64,
     /// Query heads.
     pub num_attention_heads: i64,
@@ -74,7 +66,7 @@ pub struct ZayaConfig {
     pub num_key_value_heads: i64,
     /// Width of a head.
     pub head_dim: i64,
-    /// Width of an expert, per side of its gated unit.
+    /// Width of an expert, and of a plain feed-forward, per side of its gated unit.
     pub moe_intermediate_size: i64,
     /// Experts; the router has one class more.
     pub num_experts: i64,
@@ -113,6 +105,9 @@ pub struct ZayaConfig {
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
+    /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`, which is what a start says that was made before there were others.
+    #[serde(default = "experts")]
+    pub feed_forward: Vec<FeedForward>,
     /// Of linear attention.
     pub linear_decay: Decay,
 }
@@ -225,12 +220,15 @@ impl ZayaConfig {
             self.head_dim.to_string(),
             "num_key_value_heads x head_dim even: half of the value channels are delayed",
         )?;
-        field(
-            "layers",
-            (1..=self.num_hidden_layers).contains(&(self.layers.len() as i64)),
-            format!("{} kinds", self.layers.len()),
-            &format!("one to num_hidden_layers ({}) kinds", self.num_hidden_layers),
-        )?;
+        let lists = [("layers", self.layers.len()), ("feed_forward", self.feed_forward.len())];
+        for (name, count) in lists {
+            field(
+                name,
+                (1..=self.num_hidden_layers).contains(&(count as i64)),
+                format!("{count} kinds"),
+                &format!("one to num_hidden_layers ({}) kinds", self.num_hidden_layers),
+            )?;
+        }
         let positive = |value: f64| value.is_finite() && value > 0.0;
         let eps = self.rms_norm_eps;
         field("rms_norm_eps", positive(eps), eps.to_string(), "a positive number")?;
@@ -286,6 +284,14 @@ impl ZayaConfig {
         Ok(())
     }
 
+    /// The first kind of layer that ZAYA1 has not, with its key: who knows the layers of ZAYA1 alone refuses it by name.
+    pub fn foreign(&self) -> Option<(&'static str, &'static str)> {
+        let attention = self.layers.iter().find(|kind| **kind != Attention::Cca);
+        let feed_forward = self.feed_forward.iter().find(|kind| **kind != FeedForward::Moe);
+        let attention = attention.map(|kind| ("layers", kind.name()));
+        attention.or(feed_forward.map(|kind| ("feed_forward", kind.name())))
+    }
+
     /// Width of all query heads together.
     pub(crate) fn query_size(&self) -> i64 {
         self.num_attention_heads * self.head_dim
@@ -315,6 +321,11 @@ impl ZayaConfig {
     pub(crate) fn router_classes(&self) -> i64 {
         self.num_experts + 1
     }
+}
+
+/// ZAYA1's feed-forward.
+fn experts() -> Vec<FeedForward> {
+    vec![FeedForward::Moe]
 }
 
 fn wrong(key: &str, place: String, found: String, wanted: &str) -> Fault {
@@ -388,6 +399,7 @@ fn eight_billion() -> ZayaConfig {
         document_mask: true,
         loss_chunk: 512,
         layers: vec![Attention::Cca],
+        feed_forward: experts(),
         linear_decay: Decay::Retention,
     }
 }
@@ -420,6 +432,7 @@ impl Digestible for ZayaConfig {
             document_mask,
             loss_chunk,
             layers,
+            feed_forward,
             linear_decay,
         } = self;
         hasher.tag("zaya-config.v1").str(hidden_act);
@@ -451,6 +464,7 @@ impl Digestible for ZayaConfig {
         }
         hasher.str(skip.name());
         feed_attention(layers, *linear_decay, hasher);
+        feed_feed_forward(feed_forward, hasher);
     }
 }
 
@@ -461,15 +475,22 @@ fn feed_attention(layers: &[Attention], decay: Decay, hasher: &mut Hasher) {
     }
     hasher.tag("zaya-config.layers.v1").u64(layers.len() as u64);
     for layer in layers {
-        hasher.str(match layer {
-            Attention::Cca => "cca",
-            Attention::Linear => "linear",
-        });
+        hasher.str(layer.name());
     }
     hasher.str(match decay {
         Decay::None => "none",
         Decay::Retention => "retention",
     });
+}
+
+/// Nor does it say that it has experts.
+fn feed_feed_forward(kinds: &[FeedForward], hasher: &mut Hasher) {
+    if *kinds != [FeedForward::Moe] {
+        hasher.tag("zaya-config.feed-forward.v1").u64(kinds.len() as u64);
+        for kind in kinds {
+            hasher.str(kind.name());
+        }
+    }
 }
 
 #[cfg(test)]
@@ -529,9 +550,26 @@ mod tests {
             (refused(None, "rms_norm_eps", json!(0.0)), "a positive number"),
             (refused(None, "layers", json!(["cca", "lin"])), "[model] layers"),
             (refused(None, "layers", json!([])), "one to num_hidden_layers (6) kinds"),
+            (refused(None, "feed_forward", json!(["moe", "mpl"])), "[model] feed_forward"),
+            (refused(None, "feed_forward", json!(["mpl"])), "expected `moe` or `mlp`"),
+            (refused(None, "feed_forward", json!([])), "one to num_hidden_layers (6) kinds"),
         ];
         for (message, part) in cases {
             assert!(message.contains(part), "{message}");
+        }
+    }
+
+    /// A start that was made before there was a choice, and who asks for ZAYA1 alone.
+    #[test]
+    fn experts_are_what_goes_without_saying() {
+        let mut value = serde_json::to_value(nano()).unwrap();
+        let said = value.as_object_mut().unwrap().remove("feed_forward");
+        assert_eq!(said, Some(json!(["moe"])));
+        assert_eq!(serde_json::from_value::<ZayaConfig>(value).unwrap(), nano());
+        assert_eq!(nano().foreign(), None);
+        let of = |key: &str, kinds| nano().with_fields(&fields(&[(key, kinds)]), str::to_owned);
+        for (key, kinds) in [("layers", ["cca", "linear"]), ("feed_forward", ["moe", "mlp"])] {
+            assert_eq!(of(key, json!(kinds)).unwrap().foreign(), Some((key, kinds[1])));
         }
     }
 
@@ -549,6 +587,7 @@ mod tests {
                 Value::Bool(flag) => json!(!flag),
                 Value::String(text) if text == "zero" => json!("identity"),
                 Value::String(text) if text == "retention" => json!("none"),
+                Value::Array(_) if key == "feed_forward" => json!(["moe", "mlp"]),
                 Value::Array(_) => json!(["cca", "linear"]),
                 Value::String(text) => json!(format!("{text}x")),
                 Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),

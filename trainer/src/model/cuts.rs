@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::agreement::{middling_of, same_bits};
 use super::cut::Chunks;
-use super::layer::{Layer, LayerKind, Pass};
+use super::layer::{Layer, LayerKind, Pass, Place};
 use super::layers::cca::Cca;
 use super::param::{Declare, Weights};
 use super::parity::{Arrays, all_rounded, relative};
@@ -147,7 +147,8 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
 fn a_shard_of_heads_knows_nothing_of_the_others() {
     let (Model { config, .. }, arrays) = model(Skip::Zero);
     let mut specs = Vec::new();
-    let layer = Cca::declare(&mut Declare::new(&config, &mut specs), &config, 0);
+    let place = Place { layer: 0, state: false };
+    let layer = Cca::declare(&mut Declare::new(&config, &mut specs), &config, place);
     let params: Vec<_> =
         specs.iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();
     let x = random(&[256, config.hidden_size], 100);

@@ -69,17 +69,18 @@ impl Common {
     }
 
     /// These numbers of the run, `[rows, length]`, as an alias.
-    pub fn of_run(&self, flat: &Tensor) -> Tensor {
+    pub fn of_run(&self, flat: &Tensor) -> Result<Tensor> {
         self.of(flat, self.run)
     }
 
     /// These numbers of what is held.
-    pub fn of_held(&self, flat: &Tensor) -> Tensor {
+    pub fn of_held(&self, flat: &Tensor) -> Result<Tensor> {
         self.of(flat, self.held)
     }
 
-    fn of(&self, flat: &Tensor, [first, row, at]: [i64; 3]) -> Tensor {
-        flat.narrow(0, first, self.rows * row).view([self.rows, row]).narrow(1, at, self.length)
+    fn of(&self, flat: &Tensor, [first, row, at]: [i64; 3]) -> Result<Tensor> {
+        let rows = flat.f_narrow(0, first, self.rows * row)?.f_view([self.rows, row])?;
+        Ok(rows.f_narrow(1, at, self.length)?)
     }
 }
 

@@ -1,7 +1,7 @@
 //! What a layer is: an attention or a feed-forward, between the norm before it and the residual scaling after it.
 //!
-//! A new kind is one file with a type that implements [`Layer`], or [`ByToken`] where no token sees another, and a line in
-//! [`super::zaya`].
+//! A new kind is one file with a type that implements [`LayerKind`] and [`Layer`], a line in [`super::kinds`], and the one by
+//! which [`super::layers`] makes it.
 
 use std::any::Any;
 
@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 use super::ZayaConfig;
 use super::cut::{Chunks, Cut};
 use super::fold::Folded;
-use super::gradients::{ChunkGradients, Gradients};
+use super::gradients::Gradients;
 use super::line::SharedRows;
 use super::param::{Declare, Weights};
 use crate::refusal::refused;
@@ -36,6 +36,12 @@ pub(super) struct Pass<'a> {
 }
 
 impl Pass<'_> {
+    /// Chunks of so many that go through a layer's shards together: each by itself, but where shards of weights come from
+    /// others, so that each comes once.
+    pub(super) fn together(&self, chunks: usize) -> usize {
+        if self.folded.is_some() { chunks } else { 1 }
+    }
+
     /// A product that is the gradient of a weight: where there are chunks it is a part of a sum.
     pub(super) fn gradient(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
         match self.chunks.count() {
@@ -53,24 +59,24 @@ impl Pass<'_> {
     }
 }
 
-/// What a layer comes to: `T` is a tensor, or one for each chunk.
-pub(super) struct Forward<T, S> {
+/// What a layer comes to, by chunk.
+pub(super) struct Forward<S> {
     /// `[n, D]`: what is added to the residual.
-    pub(super) out: T,
+    pub(super) out: Vec<Tensor>,
     /// `[n, R]`: the router state for the layers after this one.
-    pub(super) state: Option<T>,
+    pub(super) state: Option<Vec<Tensor>>,
     /// Tokens by router class, the skip last, i64; nothing where there is no router.
     pub(super) counts: Option<Tensor>,
     /// What its backward pass reads.
     pub(super) saved: S,
 }
 
-/// Gradients of what entered a layer.
-pub(super) struct Backward<T> {
+/// Gradients of what entered a layer, by chunk.
+pub(super) struct Backward {
     /// Of the normed residual, in [`Pass::kind`].
-    pub(super) x: T,
+    pub(super) x: Vec<Tensor>,
     /// Of the router state, if there was one.
-    pub(super) state: Option<T>,
+    pub(super) state: Option<Vec<Tensor>>,
 }
 
 /// How much there is to compute, for a count of operations.
@@ -84,16 +90,37 @@ pub(super) struct Work {
     pub(super) routed: f64,
 }
 
+/// Where a layer stands in the model.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    /// Its number among the model's layers.
+    pub(super) layer: usize,
+    /// Whether a router stands in a layer before it, whose state comes to it.
+    pub(super) state: bool,
+}
+
 /// What every kind of layer tells about itself.
 pub(super) trait LayerKind: Send + Sync + Sized + 'static {
-    /// Declares its parameters, in canonical order. `layer` counts the model's layers.
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self;
+    /// Declares its parameters, in canonical order.
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, place: Place) -> Self;
+
+    /// Classes to which its router sends tokens, the skip last; 0 where there is no router: then there are no balancing biases,
+    /// and nothing is counted. Only a feed-forward may have one.
+    fn classes(&self, _: &ZayaConfig) -> usize {
+        0
+    }
 
     /// Multiplications, each with its addition, of a forward pass.
     fn products(&self, config: &ZayaConfig, work: Work) -> f64;
 
     /// Bytes of what it saves for a token, its input and output included; `narrow` bytes in a number of [`Pass::kind`].
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
+
+    /// Bytes of weights that it copies for a micro-batch where they are cut into several shards; nothing where it reads them
+    /// as they are.
+    fn weight_copies(&self, _: &ZayaConfig, _: u64, _: Cut) -> u64 {
+        0
+    }
 
     /// Bytes that the places of a line send each other, in a forward pass and in a backward pass; nothing where no token sees
     /// another.
@@ -117,7 +144,7 @@ pub(super) trait Layer: LayerKind {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Vec<Tensor>, Self::Saved>>;
+    ) -> Result<Forward<Self::Saved>>;
 
     /// From the gradients of what [`Layer::forward`] made; those of the parameters go to `sink`.
     fn backward(
@@ -127,76 +154,11 @@ pub(super) trait Layer: LayerKind {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> Result<Backward<Vec<Tensor>>>;
+    ) -> Result<Backward>;
 
     /// The largest logit of what [`Layer::forward`] kept, where there is attention.
     fn largest_logit(&self, _: &Pass<'_>, _: &Self::Saved) -> Result<Option<f64>> {
         Ok(None)
-    }
-}
-
-/// A layer in which no token sees another: chunks are computed each by itself.
-pub(super) trait ByToken: LayerKind {
-    /// What the backward pass of a chunk reads.
-    type Saved: 'static;
-
-    /// [`Layer::forward`] of one chunk.
-    fn forward(
-        &self,
-        pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Tensor, Self::Saved>>;
-
-    /// [`Layer::backward`] of one chunk.
-    fn backward(
-        &self,
-        pass: &Pass<'_>,
-        saved: Self::Saved,
-        grad: &Tensor,
-        state: Option<Tensor>,
-        sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<Backward<Tensor>>;
-}
-
-impl<L: ByToken> Layer for L {
-    type Saved = Vec<Option<L::Saved>>;
-
-    fn forward(
-        &self,
-        pass: &Pass<'_>,
-        x: &[Tensor],
-        state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
-        let (mut outs, mut saved, mut states, mut counts) = (vec![], vec![], vec![], None);
-        for (x, state) in x.iter().zip(by_chunk(state, x.len())) {
-            let made = ByToken::forward(self, pass, x, state)?;
-            outs.push(made.out);
-            saved.push(Some(made.saved));
-            states.push(made.state);
-            counts = counted(counts, made.counts.as_ref())?;
-        }
-        Ok(Forward { out: outs, state: states.into_iter().collect(), counts, saved })
-    }
-
-    fn backward(
-        &self,
-        pass: &Pass<'_>,
-        mut saved: Self::Saved,
-        grad: &[Tensor],
-        state: Option<Vec<Tensor>>,
-        sink: &mut Gradients<'_>,
-    ) -> Result<Backward<Vec<Tensor>>> {
-        let mut states = by_chunk(state, grad.len());
-        let mut found: Vec<_> = grad.iter().map(|_| None).collect();
-        for chunk in pass.chunks.by_leaf() {
-            let own = saved[chunk].take().ok_or_else(|| Fault::bug("a chunk comes back twice"))?;
-            let (state, mut sink) = (states[chunk].take(), sink.of(chunk));
-            let back = ByToken::backward(self, pass, own, &grad[chunk], state, &mut sink)?;
-            found[chunk] = Some((back.x, back.state));
-        }
-        let (x, states): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
-        Ok(Backward { x, state: states.into_iter().collect() })
     }
 }
 
@@ -226,7 +188,7 @@ pub(super) trait AnyLayer: Send + Sync {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Vec<Tensor>, Box<dyn Any>>>;
+    ) -> Result<Forward<Box<dyn Any>>>;
 
     /// See [`Layer::backward`].
     fn backward(
@@ -236,16 +198,22 @@ pub(super) trait AnyLayer: Send + Sync {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> Result<Backward<Vec<Tensor>>>;
+    ) -> Result<Backward>;
 
     /// See [`Layer::largest_logit`].
     fn largest_logit(&self, pass: &Pass<'_>, saved: &dyn Any) -> Result<Option<f64>>;
+
+    /// See [`LayerKind::classes`].
+    fn classes(&self, config: &ZayaConfig) -> usize;
 
     /// See [`LayerKind::products`].
     fn products(&self, config: &ZayaConfig, work: Work) -> f64;
 
     /// See [`LayerKind::activation_bytes`].
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
+
+    /// See [`LayerKind::weight_copies`].
+    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
 
     /// See [`LayerKind::shared_bytes`].
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2];
@@ -257,7 +225,7 @@ impl<L: Layer> AnyLayer for L {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Vec<Tensor>, Box<dyn Any>>> {
+    ) -> Result<Forward<Box<dyn Any>>> {
         let Forward { out, state, counts, saved } = Layer::forward(self, pass, x, state)?;
         Ok(Forward { out, state, counts, saved: Box::new(saved) })
     }
@@ -269,7 +237,7 @@ impl<L: Layer> AnyLayer for L {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> Result<Backward<Vec<Tensor>>> {
+    ) -> Result<Backward> {
         let saved = saved.downcast::<L::Saved>();
         let saved = saved.map_err(|_| Fault::bug("a layer was handed what another one kept"))?;
         Layer::backward(self, pass, *saved, grad, state, sink)
@@ -281,6 +249,10 @@ impl<L: Layer> AnyLayer for L {
         Layer::largest_logit(self, pass, saved)
     }
 
+    fn classes(&self, config: &ZayaConfig) -> usize {
+        LayerKind::classes(self, config)
+    }
+
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
         LayerKind::products(self, config, work)
     }
@@ -289,19 +261,23 @@ impl<L: Layer> AnyLayer for L {
         LayerKind::activation_bytes(self, config, narrow, cut)
     }
 
+    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+        LayerKind::weight_copies(self, config, narrow, cut)
+    }
+
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
         LayerKind::shared_bytes(self, config, narrow, rows)
     }
 }
 
 /// Makes a layer of a kind.
-pub(super) type Make = fn(&mut Declare<'_>, &ZayaConfig, usize) -> Box<dyn AnyLayer>;
+pub(super) type Make = fn(&mut Declare<'_>, &ZayaConfig, Place) -> Box<dyn AnyLayer>;
 
 /// The [`Make`] of kind `L`.
 pub(super) fn make<L: Layer>(
     params: &mut Declare<'_>,
     config: &ZayaConfig,
-    layer: usize,
+    place: Place,
 ) -> Box<dyn AnyLayer> {
-    Box::new(L::declare(params, config, layer))
+    Box::new(L::declare(params, config, place))
 }

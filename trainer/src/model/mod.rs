@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
+//! kinds      the kinds of layers that it names
 //! input      tokens of a micro-batch, its documents        layer      what a layer is
 //! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
 //! grid       where its tokens stand                        line       places that share its chunks
@@ -25,6 +26,7 @@ mod fold;
 mod gradients;
 mod grid;
 mod input;
+mod kinds;
 mod layer;
 mod layers;
 mod line;
@@ -47,19 +49,21 @@ mod oracle;
 pub(crate) mod parity;
 
 pub use activity::LayerActivity;
-pub use config::{Attention, Decay, PRESETS, Skip, ZayaConfig};
+pub use config::{Decay, PRESETS, Skip, ZayaConfig};
 pub use cut::Cut;
 pub use fold::{Common, Fold, Folded};
 pub(crate) use gradients::Used;
 pub use gradients::{ChunkSum, Collected, Sink, Term};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
+pub use kinds::{Attention, FeedForward};
 pub use line::{Coming, Dealt, Line};
-pub use param::{Init, ParamId, ParamSpec, Role, init_balance, rounded};
+pub use param::{Init, ParamId, ParamSpec, Role, rounded};
 pub(crate) use param::{balance_name, initial};
 pub(crate) use probe::probe;
 pub use sharding::Sharding;
 pub use stage::{BatchBuffer, StagedMicroBatch};
-pub use zaya::{init, parameters};
+pub(crate) use zaya::router_classes;
+pub use zaya::{init, init_balance, parameters};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
@@ -133,7 +137,7 @@ pub struct MicroBatchOutput {
     pub grads: Vec<Tensor>,
     /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
     pub token_losses: Tensor,
-    /// Tokens by layer and router class; the skip is the last class.
+    /// Tokens by layer and router class; the skip is the last class. Nothing of a layer without a router.
     pub counts: Vec<Vec<u64>>,
 }
 
@@ -165,7 +169,8 @@ impl MicroBatchLosses {
 
 /// Computes one micro-batch: forward, loss and backward of `sum of token losses / label_count`.
 ///
-/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer.
+/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer,
+/// of no numbers where it has no router.
 /// Nothing is written to either, so several threads may compute micro-batches of the same weights at once, each with its own
 /// aliases ([`kernels::share`]).
 pub fn forward_backward(

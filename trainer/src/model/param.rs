@@ -230,13 +230,6 @@ pub(crate) fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> kernels:
     Ok(Tensor::f_from_slice(&values)?)
 }
 
-/// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class.
-pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
-    let mut values = vec![0f32; config.num_experts as usize];
-    values.push(-1.0);
-    (0..config.num_hidden_layers).map(|_| Tensor::from_slice(&values)).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

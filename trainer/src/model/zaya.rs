@@ -24,41 +24,35 @@ use super::cut::{Chunk, Chunks, joined};
 use super::flow::{Flow, FlowBack};
 use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
 use super::input::Prepared;
-use super::layer::{AnyLayer, Backward, Make, Pass, Work, make};
-use super::layers::cca::Cca;
-use super::layers::head;
-use super::layers::heads::weight_copies;
-use super::layers::linear::Linear;
-use super::layers::moe::Moe;
+use super::layer::{AnyLayer, Backward, Make, Pass, Place, Work};
 use super::layers::norm::{Normed, Residual, Returned, RmsNorm};
+use super::layers::{head, make_attention, make_feed_forward};
 use super::line::SharedRows;
 use super::param::{Declare, ParamId, ParamSpec, Weights, initial};
-use super::{Attention, Computing, Keep, MicroBatchOptions, ZayaConfig};
+use super::{Computing, Keep, MicroBatchOptions, ZayaConfig};
 use crate::refusal::refused;
 use crate::timing::{Part, part};
 
-/// The kinds of the two halves of a layer.
-#[derive(Clone, Copy)]
-pub(super) struct Kinds {
-    pub(super) attention: Make,
-    pub(super) feed_forward: Make,
-}
-
-/// The kinds of every layer, first to last. A new kind is a file in `layers/` and a name here.
-fn kinds(config: &ZayaConfig) -> Vec<Kinds> {
-    let of = |attention: &Attention| Kinds {
-        attention: match attention {
-            Attention::Cca => make::<Cca>,
-            Attention::Linear => make::<Linear>,
-        },
-        feed_forward: make::<Moe>,
-    };
-    config.layers.iter().cycle().take(config.num_hidden_layers as usize).map(of).collect()
-}
-
 /// Every parameter in canonical order.
 pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
-    Zaya::new(config).into_params()
+    Zaya::new(config).params
+}
+
+/// Classes of each layer's router, the skip last; 0 where a layer has none.
+pub(crate) fn router_classes(config: &ZayaConfig) -> Vec<usize> {
+    Zaya::new(config).layers.iter().map(|layer| layer.classes(config)).collect()
+}
+
+/// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class; none without a router.
+pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
+    let biases = |classes: usize| {
+        let biases = Tensor::zeros([classes as i64], tch::kind::FLOAT_CPU);
+        if let Some(skip) = classes.checked_sub(1) {
+            let _ = biases.narrow(0, skip as i64, 1).fill_(-1.0);
+        }
+        biases
+    };
+    router_classes(config).into_iter().map(biases).collect()
 }
 
 /// The weights a run begins with, in f32, on CPU.
@@ -142,23 +136,21 @@ pub(super) struct Outcome {
 impl Zaya {
     /// The model that the configuration describes.
     pub(super) fn new(config: &ZayaConfig) -> Zaya {
-        Zaya::of(config, &kinds(config))
-    }
-
-    /// A model of layers of these kinds.
-    pub(super) fn of(config: &ZayaConfig, kinds: &[Kinds]) -> Zaya {
         let mut params = Vec::new();
         let mut root = Declare::new(config, &mut params);
         let embedding = Embedding::declare(&mut root, config);
-        let layer = |layer| DecoderLayer::declare(&mut root, config, layer);
-        let layers = kinds.iter().enumerate().map(layer).collect();
+        let mut layers: Vec<DecoderLayer> = Vec::new();
+        // Each list begins anew where it ends.
+        let kinds = config.layers.iter().cycle().zip(config.feed_forward.iter().cycle());
+        let kinds = kinds.take(config.num_hidden_layers as usize);
+        for (layer, (attention, feed_forward)) in kinds.enumerate() {
+            let state = layers.iter().any(|before| before.classes(config) > 0);
+            let makes = [make_attention(*attention), make_feed_forward(*feed_forward)];
+            let place = Place { layer, state };
+            layers.push(DecoderLayer::declare(&mut root, config, place, makes));
+        }
         let norm = RmsNorm::declare(&mut root, config, "norm.weight", "final_norm.weight");
         Zaya { params, embedding, layers, norm }
-    }
-
-    /// Its parameters in canonical order.
-    pub(super) fn into_params(self) -> Vec<ParamSpec> {
-        self.params
     }
 
     /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
@@ -353,33 +345,41 @@ impl Zaya {
         (attending, on_device): (u64, bool),
         MicroBatchOptions { keep, cut, .. }: MicroBatchOptions,
     ) -> [u64; 2] {
-        let (width, state) = (config.hidden_size as u64, config.router_hidden_size as u64);
+        let routed = self.layers.iter().any(|layer| layer.classes(config) > 0);
+        let state = if routed { config.router_hidden_size as u64 } else { 0 };
+        let width = config.hidden_size as u64;
         // The residual that enters each half, f32, and the factors of its norm.
         let size = |half: &Half| {
             tokens * (half.layer.activation_bytes(config, narrow, cut) + 4 * width + 4)
         };
         let halves = |layer: &DecoderLayer| [&layer.attention, &layer.feed_forward].map(size);
-        let all = || self.layers.iter().map(halves);
+        let copies = |layer: &DecoderLayer| -> u64 {
+            let copied = layer.halves().map(|half| half.layer.weight_copies(config, narrow, cut));
+            if cut.shards > 1 { copied.sum() } else { 0 }
+        };
         let head = head::activation_bytes(config, tokens / cut.chunks, narrow, on_device);
         // The embedded tokens, and the residual before and after the final norm with their gradients; further back the embedded
         // tokens, and gradients of the residual on both sides of a half.
         let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);
-        let copies = weight_copies(config, narrow, cut);
         // A half on its way back has gradients beside about a third of what it saved, where no token sees another of a chunk at
         // a time; when it comes to attention, what the feed-forward saved is gone.
-        let back = |[attention, rest]: [u64; 2]| {
+        let back = |layer: &DecoderLayer| -> u64 {
+            let [attention, rest] = halves(layer);
             let rest = attention + rest + rest / (3 * cut.chunks);
-            rest.max(attention + attention / 3 + attending) + beside + copies
+            rest.max(attention + attention / 3 + attending) + beside + copies(layer)
         };
-        let last = all().map(back).max().unwrap_or(0);
+        let last = self.layers.iter().map(back).max().unwrap_or(0);
         match keep {
             Keep::Everything => {
-                let kept = all().flatten().sum::<u64>() + self.layers.len() as u64 * copies;
+                let kept =
+                    |layer: &DecoderLayer| halves(layer).into_iter().sum::<u64>() + copies(layer);
+                let kept = self.layers.iter().map(kept).sum::<u64>();
                 [kept + ends + head.max(attending), last]
             }
             Keep::LayerInputs => {
                 let inputs = tokens * 4 * (width + state);
-                let at = (1..).zip(all()).map(|(layers, sizes)| layers * inputs + back(sizes));
+                let layers = (1..).zip(&self.layers);
+                let at = layers.map(|(number, layer)| number * inputs + back(layer));
                 let most = self.layers.len() as u64 * inputs + ends + head;
                 [at.fold(most, u64::max), last]
             }
@@ -466,27 +466,35 @@ impl DecoderLayer {
     fn declare(
         root: &mut Declare<'_>,
         config: &ZayaConfig,
-        (layer, kinds): (usize, &Kinds),
+        place: Place,
+        [attention, feed_forward]: [Make; 2],
     ) -> DecoderLayer {
         let mut half = |number: usize, (norm, scale): (&str, &str), make: Make| {
             // Zyphra counts halves, and scales the residual that enters one where we scale the one that leaves the half before.
-            let (ours, theirs) = (format!("layers.{layer}"), 2 * layer + number);
+            let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
             let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
                 true => format!("layers.{}.res_scale", theirs + 1),
                 false => "res_scale".to_owned(),
             };
             let mut own = root.inside(&ours, &format!("layers.{theirs}"));
             let norm = RmsNorm::declare(&mut own, config, norm, "input_norm.weight");
-            let layer = make(&mut own, config, layer);
+            let layer = make(&mut own, config, place);
             let mut own = root.inside(&format!("{ours}.{scale}"), &next);
             Half { norm, layer, scale: Residual::declare(&mut own, config) }
         };
-        let attention = ("input_layernorm.weight", "post_attention_residual_scale");
-        let feed_forward = ("post_attention_layernorm.weight", "post_mlp_residual_scale");
+        let [first, second] = [
+            ("input_layernorm.weight", "post_attention_residual_scale"),
+            ("post_attention_layernorm.weight", "post_mlp_residual_scale"),
+        ];
         DecoderLayer {
-            attention: half(0, attention, kinds.attention),
-            feed_forward: half(1, feed_forward, kinds.feed_forward),
+            attention: half(0, first, attention),
+            feed_forward: half(1, second, feed_forward),
         }
+    }
+
+    /// Classes of its router; 0 if it has none.
+    fn classes(&self, config: &ZayaConfig) -> usize {
+        self.feed_forward.layer.classes(config)
     }
 
     fn probe(

@@ -14,8 +14,9 @@ const EPS: f64 = 1e-8;
 /// The default learning rate.
 pub(crate) const LR: f64 = 1e-3;
 
-/// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`.
-#[derive(Clone, Debug, PartialEq)]
+/// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`. Of a layer without
+/// a router, the default, there are none.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
     /// Added to the router's probabilities for the choice alone.
     pub bias: Vec<f32>,
@@ -33,8 +34,16 @@ impl Balance {
         Balance { bias, first: vec![0.0; experts], second: vec![0.0; experts] }
     }
 
+    /// Whether there is no router to balance.
+    pub fn is_empty(&self) -> bool {
+        self.bias.is_empty()
+    }
+
     /// Moves the biases by what step `step` (from 1) counted.
     pub fn update(&mut self, step: u64, counts: &[u64], lr: f64) {
+        if self.is_empty() {
+            return;
+        }
         let experts = self.first.len();
         let total: u64 = counts[..experts].iter().sum();
         let correction = (1.0 - power(BETAS.0, step), 1.0 - power(BETAS.1, step));
@@ -68,6 +77,14 @@ mod tests {
         let before = balance.bias.clone();
         Balance { ..balance.clone() }.update(51, &[0, 0, 0, 0, 9], LR);
         assert_eq!(before, balance.bias);
+    }
+
+    #[test]
+    fn where_there_is_no_router_nothing_moves() {
+        let mut balance = Balance::default();
+        balance.update(1, &[], LR);
+        assert!(balance.is_empty() && balance == Balance::default());
+        assert!(!Balance::new(1, true).is_empty());
     }
 
     proptest! {

@@ -11,8 +11,8 @@ use super::norm::CHUNK;
 use super::{CHUNKS, How, Item, Rule};
 use crate::timing::{Part, part};
 
-/// Elements that are moved together: their old weights are kept beside them, 256 MiB. So many have a thousand chunks to be summed, which
-/// is what a device needs to have work for each of its units.
+/// Elements that are moved together: their old weights are kept beside them, 256 MiB. So many have a thousand chunks to sum up,
+/// which is what a device needs to have work for each of its units.
 const ELEMENTS: usize = 1 << 26;
 
 /// The rules of one step.

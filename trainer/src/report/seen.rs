@@ -28,7 +28,7 @@ pub struct Seen {
     pub loss: f64,
     norm: Packed,
     lr: Packed,
-    /// Tokens that each layer's router sent to each class, the skip last.
+    /// Tokens that each layer's router sent to each class, the skip last; nothing of a layer without a router.
     pub router: Vec<Vec<u64>>,
     /// Labels and losses of each source that the step has rows of, by name.
     pub sources: BTreeMap<String, SourceSums>,

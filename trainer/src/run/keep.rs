@@ -164,6 +164,10 @@ impl<'a> Keeper<'a> {
         }
         recorder.fault(state.step + 1, &fault);
         if fault.class() != Class::Diverged {
+            // What was being written is kept or not, whatever became of the step.
+            if let Err(why) = self.finish(recorder) {
+                recorder.not_kept(self.kept, &why);
+            }
             return fault;
         }
         let mut keep = |own: &mut Self| match own.kept < state.step {

@@ -315,7 +315,10 @@ fn device_name(device: Device) -> String {
 fn describe(spec: &RunSpec, exec: &ExecOptions, world: &World, id: Digest, from: u64) -> String {
     let parameters = step::parameter_count(spec.config());
     let shown = world.runtime.levels();
-    let rest = if shown.contains(&"L0") { "" } else { "; training bits: not shown on this device" };
+    let rest = match shown.contains(&"L0") {
+        true => "",
+        false => "; training bits: not shown on this device, `sh tests/device.sh` may show them",
+    };
     format!(
         "run {} | after step {from} of {} | {:.1}M parameters | {} on {} | levels {}{rest}",
         id.short(),

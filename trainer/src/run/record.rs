@@ -130,13 +130,19 @@ impl Recorder<'_> {
         match kept {
             Ok(()) => fault.hint(format!("the state after step {last} is kept; {look}")),
             Err(second) => {
-                let fields = json!({"step": last, "fault": second.to_string()});
-                let _ = book.events.write("not kept", fields);
+                book.not_kept(last, &second);
                 let why = second.to_string().replace('\n', "\n  ");
                 fault
                     .hint(format!("the state after step {last} could not be kept: {why}\n  {look}"))
             }
         }
+    }
+
+    /// Notes that the state after `step` could not be kept, for a run that ends by another fault.
+    pub(super) fn not_kept(&mut self, step: u64, why: &Fault) {
+        let Some(book) = &mut self.0 else { return };
+        book.not_kept(step, why);
+        book.progress.note(&format!("warning: the state after step {step} was not kept: {why}"));
     }
 
     /// Says how the run ended.
@@ -155,6 +161,11 @@ impl Recorder<'_> {
 }
 
 impl Book<'_> {
+    /// Where this cannot be written either, the fault that ends the run says why.
+    fn not_kept(&mut self, step: u64, why: &Fault) {
+        let _ = self.events.write("not kept", json!({"step": step, "fault": why.to_string()}));
+    }
+
     /// Writes down how long a loss has held the run up, once it is where it was.
     fn recovered(&mut self, step: u64) -> Result<()> {
         let Some((Recovery { since, generation, .. }, from_memory)) = self.recovery.take() else {

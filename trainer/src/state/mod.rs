@@ -11,6 +11,8 @@
 pub mod digest;
 pub mod ownership;
 
+use std::collections::BTreeMap;
+
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::checksum;
@@ -190,12 +192,20 @@ impl State {
         match &spec.start {
             None => drawn(spec, &state, workers)?,
             Some(start) => {
-                let (weights, biases) = start.read()?;
-                state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
-                for (piece, mut into, _) in state.own() {
-                    tch::no_grad(|| into.f_copy_(&piece.of(&weights[piece.tensor])))
-                        .map_err(refused)?;
+                let mut own = BTreeMap::<usize, Vec<_>>::new();
+                for (piece, into, _) in state.own() {
+                    own.entry(piece.tensor).or_default().push((piece, into));
                 }
+                let biases = start.read(|place, weight| {
+                    own.remove(&place).unwrap_or_default().into_iter().try_for_each(
+                        |(piece, mut into)| {
+                            tch::no_grad(|| into.f_copy_(&piece.of(weight)))
+                                .map_err(refused)
+                                .map(drop)
+                        },
+                    )
+                })?;
+                state.balance.iter_mut().zip(biases).for_each(|(layer, bias)| layer.bias = bias);
             }
         }
         state.round(workers)?;
@@ -275,8 +285,10 @@ impl State {
                 continue;
             }
             let (flat, end) = (master.reshape([-1]), piece.first + piece.length());
-            let common = self.fold.common(piece.tensor, piece.first..end).into_iter();
-            shards.extend(common.map(|common| (common.of_held(weight), common.of_run(&flat))));
+            for common in self.fold.common(piece.tensor, piece.first..end) {
+                let [held, run] = [common.of_held(weight), common.of_run(&flat)];
+                shards.push((held.map_err(refused)?, run.map_err(refused)?));
+            }
         }
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
         workers.map(Workers::batched(device, whole), |mut pairs: Vec<_>| {

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use trainer::mesh::{Degrees, Schedule};
-use trainer::model::{Fold, Keep, ZayaConfig, parameters};
+use trainer::model::{FeedForward, Fold, Keep, ZayaConfig, parameters};
 use trainer::plan::{Fleet, PhaseNeeds, needs};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -37,6 +37,7 @@ type Ranks = (u32, u32, u32);
 
 const BF16: Change = ("dtype = \"f32\"", "dtype = \"bf16\"");
 const ADAMW: Change = ("kind = \"muon\"", "kind = \"adamw\"");
+const PLAIN: Change = ("[model]\n", "[model]\nfeed_forward = [\"mlp\", \"moe\"]\n");
 const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
 
 /// Trains `run.toml` with `world` ranks of which up to so many share micro-batches: the same ledger as in `alone`.
@@ -51,11 +52,13 @@ fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
 /// Every rank's weights are folded otherwise in the second phase; lines with nothing to compute, documents across chunks.
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
-    let cases: [(&[Change], &[Ranks]); 4] = [
+    let cases: [(&[Change], &[Ranks]); 6] = [
         (&[], &[(2, 1, 2), (4, 1, 4), (4, 2, 2), (6, 1, 2)]),
         (&[BF16], &[(2, 1, 2), (8, 2, 4)]),
         (&[ADAMW], &[(4, 1, 4)]),
         (&[BF16, HYBRID], &[(8, 2, 2)]),
+        (&[PLAIN], &[(2, 1, 2), (4, 1, 4)]),
+        (&[BF16, PLAIN], &[(8, 2, 2)]),
     ];
     for (changes, degrees) in cases {
         let scratch = folded(changes);
@@ -156,8 +159,8 @@ fn a_degree_that_no_phase_can_fold_is_refused() {
 /// Bytes of shards are those of the plan, recomputation counted; so are all others.
 #[test]
 fn shards_that_are_sent_are_those_that_are_planned() {
-    let scratch =
-        folded(&[("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false")]);
+    let unmasked = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
+    let scratch = folded(&[unmasked, PLAIN]);
     for (keep, cp, tsp) in
         [(Keep::Everything, 1, 2), (Keep::LayerInputs, 1, 4), (Keep::Everything, 2, 2)]
     {
@@ -245,8 +248,9 @@ proptest! {
         (degree, each) in (2u32..5, 1u64..3), ends in prop::collection::vec(0.0f64..1.0, 0..6),
     ) {
         let shape = ZayaConfig {
-            hidden_size: 6, num_hidden_layers: 1, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 4,
+            hidden_size: 6, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 4,
             moe_intermediate_size: 10, num_experts: 3, vocab_size: 16,
+            feed_forward: vec![FeedForward::Moe, FeedForward::Mlp],
             ..ZayaConfig::preset("zaya1-nano").unwrap()
         };
         let specs = parameters(&shape);
@@ -264,7 +268,7 @@ proptest! {
                     for run in ends.windows(2) {
                         let flat = whole.narrow(0, run[0], run[1] - run[0]);
                         for common in fold.common(tensor, run[0]..run[1]) {
-                            common.of_held(&row).copy_(&common.of_run(&flat));
+                            common.of_held(&row).unwrap().copy_(&common.of_run(&flat).unwrap());
                         }
                     }
                     Vec::<f32>::try_from(row).unwrap()

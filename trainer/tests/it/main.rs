@@ -17,6 +17,7 @@ mod fork;
 mod guard;
 mod hf;
 mod hits;
+mod kinds;
 mod machine;
 mod plan;
 mod ranks;

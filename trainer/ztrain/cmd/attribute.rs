@@ -13,10 +13,8 @@ pub(crate) fn print(found: &Attribution, json: bool) -> Result<()> {
     }
     let Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot } =
         found;
-    tell!(
-        "WHAT IF, not a replay: documents of step {first} left out of steps {first} to {}",
-        target - 1
-    );
+    let left_out = contract::words::steps(*first, target - 1);
+    tell!("WHAT IF, not a replay: documents of step {first} left out of {left_out}");
     tell!("target: the loss of step {target}'s batch after them, {loss:.6} with all documents");
     tell!("step {first} as a whole is predicted to change it by {predicted_step:+.6}");
     tell!(

@@ -124,7 +124,9 @@ impl Row {
         let libraries: Vec<_> =
             self.libraries.iter().map(|(name, release)| format!("{name} {release}")).collect();
         let proven = match self.levels[..] {
-            ["D"] => "data alone; that training repeats its bits here has not been shown",
+            ["D"] => {
+                "data alone; that training repeats its bits here `sh tests/device.sh` may show"
+            }
             _ if self.device == "cpu" => "tested",
             _ => "shown on one like it; a run says whether its own kernel table is the one",
         };

@@ -124,6 +124,11 @@ impl Keeping {
     pub(crate) fn keep(&self) -> Keep {
         Keep { states: self.keep_states, bytes: self.keep_gib.saturating_mul(1 << 30) }
     }
+
+    /// As flags.
+    pub(crate) fn words(&self) -> String {
+        format!("--keep-states {} --keep-gib {}", self.keep_states, self.keep_gib)
+    }
 }
 
 impl Speed {
@@ -204,7 +209,8 @@ fn known(what: &str, variable: &str, all: &[&str]) -> Result<()> {
 }
 
 /// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A terminal sends
-/// its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one.
+/// its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one. A run that `nohup`
+/// started outlives its terminal.
 pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
     let heard: [Arc<AtomicBool>; SIGNALS.len()] = Default::default();
@@ -219,7 +225,7 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
         }
         flag::register(signal, Arc::clone(stop))
     };
-    for place in 0..SIGNALS.len() {
+    for place in (0..SIGNALS.len()).filter(|place| !is_ignored(SIGNALS[*place])) {
         let cannot =
             |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
         listens(place).map_err(cannot)?;
@@ -227,6 +233,15 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     // Those too that came before.
     signals::hear();
     Ok(())
+}
+
+/// Whether whoever started this program had it ignore SIGHUP. A shell has what runs behind it ignore SIGINT too, and means its
+/// own terminal's alone: that one is listened to.
+fn is_ignored(signal: c_int) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    signal == SIGHUP && mask.is_some_and(|mask| mask & (1 << (SIGHUP - 1)) != 0)
 }
 
 /// Refuses the old name of a flag.

@@ -191,22 +191,32 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
         ),
         format!("  ledger: {} a step", size(phase.ledger_bytes)),
     ];
+    lines.splice(5..5, shared_lines(phase));
+    lines
+}
+
+/// Of ranks that share micro-batches.
+fn shared_lines(phase: &PhaseNeeds) -> Vec<String> {
+    let tier = |within| if within { "within machines" } else { "within machines and between them" };
+    let mut lines = Vec::new();
     if phase.context > 1 {
         let shared = format!(
-            "  sent in a step (context axis, {} ranks share a micro-batch): at most {}; attention uneven by {:.1} %",
+            "  sent in a step (context axis, {} ranks share a micro-batch): at most {} {}; attention uneven by {:.1} %",
             phase.context,
             size(phase.shared),
+            tier(phase.shared_within_machines),
             100.0 * phase.uneven
         );
-        lines.insert(5, shared);
+        lines.push(shared);
     }
     if phase.folded_ranks > 1 {
         let folded = format!(
-            "  sent in a step (folded axis, {} of these hold weights for each other): {}",
+            "  sent in a step (folded axis, {} of these hold weights for each other): {} {}",
             phase.folded_ranks,
-            size(phase.folded)
+            size(phase.folded),
+            tier(phase.folded_within_machines)
         );
-        lines.insert(6, folded);
+        lines.push(folded);
     }
     lines
 }

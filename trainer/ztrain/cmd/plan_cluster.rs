@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use contract::{Fault, Result, terminal};
 use serde::Serialize;
 use trainer::chart::Chart;
-use trainer::model::{Attention, ZayaConfig};
 use trainer::plan::RunNeeds;
 use trainer::sizing::degrees::{self, Degree};
 use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
@@ -70,11 +69,11 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
-    let linear = |config: &ZayaConfig| config.layers.contains(&Attention::Linear);
-    if linear(setting.spec.config()) {
-        return Err(Fault::usage("seconds are not known of linear attention")
+    if let Some((key, kind)) = setting.spec.config().foreign() {
+        return Err(Fault::usage("seconds are known of the layers of ZAYA1 alone")
             .at("--cluster")
-            .found("\"linear\" among the layers of the model")
+            .found(format!("{kind:?} in [model] {key}"))
+            .wanted("layers = [\"cca\"] and feed_forward = [\"moe\"]")
             .hint("leave --cluster out: memory and bytes are told without it"));
     }
     for (first, phase) in firsts.zip(&needs.phases) {

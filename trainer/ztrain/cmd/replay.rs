@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use contract::terminal::{name, print_raw};
-use contract::{Class, Fault, Result, shell};
+use contract::{Class, Fault, Result, shell, words};
 use serde_json::json;
 use store::Location;
 use trainer::World;
@@ -131,12 +131,14 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 /// The run, opened by this rank.
 fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer> {
     let (schedule, flat) = args.ranks.ways();
+    let (asked, changed) = (steps(args), args.changes.change().words().join(", "));
+    let one = args.micro_batch.map_or("all".to_owned(), |number| number.to_string());
     let asked = vec![
-        format!("steps {:?}", steps(args)),
+        words::steps(asked.start, asked.end.saturating_sub(1)),
         format!("--every {}", args.every),
-        format!("--micro-batch {:?}", args.micro_batch),
-        format!("a change of {:?}", args.changes.change().words()),
-        format!("--keep-states and --keep-gib {:?}", args.keeping.keep()),
+        format!("micro-batches: {one}"),
+        format!("a change: {}", if changed.is_empty() { "none" } else { &changed }),
+        args.keeping.words(),
         format!("--cp {}", args.ranks.degrees().cp),
         format!("--tsp {}", args.ranks.degrees().tsp),
         format!("--schedule {}", schedule.name()),

@@ -17,7 +17,7 @@ use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
 use crate::model::ZayaConfig;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
 use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
 use crate::model::sharding::{Sharding, share};
@@ -68,7 +68,7 @@ pub(in crate::model) struct SavedChunk {
 }
 
 impl LayerKind for Cca {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
         let mut qkv = params.inside("self_attn.qkv_proj", "self_attn.qkv");
@@ -133,6 +133,14 @@ impl LayerKind for Cca {
         narrow * products + 4 * (conv + heads + keys + 2 * heads)
     }
 
+    /// All of them: shards are kept between the passes.
+    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
+        let size = |size: i64| size as u64;
+        let (width, conv) = (size(config.hidden_size), size(config.conv_size()));
+        let others = width * size(config.key_size() + config.query_size());
+        narrow * (conv * width + 2 * conv * size(config.head_dim) + others)
+    }
+
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
         let SharedRows { beside, earlier, sums, .. } = rows;
         let (key, conv) = (config.key_size() as u64, config.conv_size() as u64);
@@ -153,7 +161,7 @@ impl Layer for Cca {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
+    ) -> contract::Result<Forward<Vec<Saved>>> {
         let _watch = part(Part::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: None, saved })
@@ -166,7 +174,7 @@ impl Layer for Cca {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> contract::Result<Backward<Vec<Tensor>>> {
+    ) -> contract::Result<Backward> {
         let _watch = part(Part::AttentionBack);
         let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
         for (chunk, gradients) in gradients.into_iter().enumerate() {

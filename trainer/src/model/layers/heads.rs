@@ -10,7 +10,6 @@ use kernels::ops::{Gradient, Table};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
-use crate::model::cut::Cut;
 use crate::model::layer::Pass;
 
 /// Heads of attention that are computed together.
@@ -183,21 +182,6 @@ pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
         [whole] => Ok(whole.shallow_clone()),
         parts => Ok(Tensor::f_cat(parts, dim)?),
     }
-}
-
-/// Bytes of the weights that attention copies for a micro-batch, in each layer: nothing where they are whole; of several shards
-/// all of its weights, and those of a shard of the experts.
-pub(in crate::model) fn weight_copies(config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
-    let size = |size: i64| size as u64;
-    let (width, conv, dim) =
-        (size(config.hidden_size), size(config.conv_size()), size(config.head_dim));
-    if cut.shards == 1 {
-        return 0;
-    }
-    let copied = narrow * (conv * width + 2 * conv * dim);
-    let others = narrow * width * size(config.key_size() + config.query_size());
-    let inner = 3 * width * size(config.moe_intermediate_size * config.num_experts);
-    copied + others + narrow * inner / cut.shards
 }
 
 #[cfg(test)]

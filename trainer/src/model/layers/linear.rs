@@ -22,7 +22,7 @@ use tch::{Kind, Tensor};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
 use crate::model::line::SharedRows;
 use crate::model::param::{Declare, ParamId};
 use crate::refusal::refused;
@@ -59,7 +59,7 @@ struct Projected {
 }
 
 impl LayerKind for Linear {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
         let mut own = params.inside("self_attn", "self_attn");
         let mut matrix = |name: &str, shape| own.matrix(name, name, shape);
@@ -105,7 +105,7 @@ impl Layer for Linear {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> contract::Result<Forward<Vec<Tensor>, Vec<Saved>>> {
+    ) -> contract::Result<Forward<Vec<Saved>>> {
         let _watch = part(Part::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: None, saved })
@@ -118,7 +118,7 @@ impl Layer for Linear {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> contract::Result<Backward<Vec<Tensor>>> {
+    ) -> contract::Result<Backward> {
         let _watch = part(Part::AttentionBack);
         let back = self.compute_back(pass, saved, grad).map_err(refused)?;
         let mut inputs = Vec::new();

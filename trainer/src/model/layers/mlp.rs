@@ -1,18 +1,20 @@
-//! A plain gated feed-forward (SwiGLU), the same for every token: what a new kind of layer takes. No shipped model has one;
-//! the tests put it in the place of the experts.
+//! A plain gated feed-forward (SwiGLU), the same for every token: a model without routers, or layers between those that have
+//! one. Shards are parts of the inner width, as of the experts.
 
-use contract::Result;
+use contract::{Fault, Result};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
-use super::heads::{columns, together};
+use super::heads::{columns, rows, together};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
-use crate::model::gradients::{ChunkGradients, emit};
-use crate::model::layer::{Backward, ByToken, Forward, LayerKind, Pass, Work};
+use crate::model::gradients::{Gradients, emit};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
 use crate::model::param::{Declare, ParamId};
-use crate::model::sharding::share;
+use crate::model::sharding::{Sharding, share};
+use crate::model::shards::Shards;
 use crate::refusal::refused;
+use crate::timing::{Part, part};
 
 /// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.
 pub(in crate::model) struct Mlp {
@@ -21,22 +23,36 @@ pub(in crate::model) struct Mlp {
     down: ParamId,
 }
 
-/// What the backward pass needs.
+/// What the backward pass needs of a chunk.
 pub(in crate::model) struct Saved {
     x: Tensor,
     /// By shard: gate, then up; and their product.
     inner: Vec<[Tensor; 2]>,
 }
 
+/// A chunk on its way back.
+struct Returning<'a> {
+    saved: Saved,
+    grad: &'a Tensor,
+    /// Gradients of gate, up and down, by shard.
+    weights: [Vec<Tensor>; 3],
+    /// Of what entered, over shards.
+    sum: Counter<Tensor>,
+}
+
 impl LayerKind for Mlp {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: usize) -> Self {
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
+        let (wide, narrow) = ([inner, hidden], [hidden, inner]);
         let mut own = params.inside("mlp", "mlp");
-        let mut matrix = |name: &str, shape| own.matrix(name, name, shape);
+        let mut matrix = |name: &str, shape: [i64; 2], dim| {
+            let id = own.matrix(name, name, shape);
+            own.cut(id, Sharding::new(&shape, dim, 1, inner))
+        };
         Mlp {
-            gate: matrix("gate_proj.weight", [inner, hidden]),
-            up: matrix("up_proj.weight", [inner, hidden]),
-            down: matrix("down_proj.weight", [hidden, inner]),
+            gate: matrix("gate_proj.weight", wide, 0),
+            up: matrix("up_proj.weight", wide, 0),
+            down: matrix("down_proj.weight", narrow, 1),
         }
     }
 
@@ -48,83 +64,152 @@ impl LayerKind for Mlp {
         // Input and output; gate, up, and their product.
         narrow * (2 * config.hidden_size + 3 * config.moe_intermediate_size) as u64
     }
+
+    /// A shard at a time.
+    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+        narrow * 3 * (config.hidden_size * config.moe_intermediate_size) as u64 / cut.shards
+    }
 }
 
-impl ByToken for Mlp {
-    type Saved = Saved;
+impl Layer for Mlp {
+    /// By chunk.
+    type Saved = Vec<Option<Saved>>;
 
     fn forward(
         &self,
         pass: &Pass<'_>,
-        x: &Tensor,
-        state: Option<Tensor>,
-    ) -> Result<Forward<Tensor, Saved>> {
-        let (out, saved) = self.compute(pass, x).map_err(refused)?;
-        Ok(Forward { out, state, counts: None, saved })
+        x: &[Tensor],
+        state: Option<Vec<Tensor>>,
+    ) -> Result<Forward<Self::Saved>> {
+        let _watch = part(Part::Experts);
+        let (mut outs, mut saved) = (Vec::new(), Vec::new());
+        for group in x.chunks(pass.together(x.len())) {
+            for (out, own) in self.compute(pass, group).map_err(refused)? {
+                outs.push(out);
+                saved.push(Some(own));
+            }
+        }
+        Ok(Forward { out: outs, state, counts: None, saved })
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
-        saved: Saved,
-        grad: &Tensor,
-        state: Option<Tensor>,
-        sink: &mut ChunkGradients<'_, '_>,
-    ) -> Result<Backward<Tensor>> {
-        let (x, [gate, up, down]) = self.compute_back(pass, &saved, grad).map_err(refused)?;
-        emit(sink, self.down, down)?;
-        emit(sink, self.up, up)?;
-        emit(sink, self.gate, gate)?;
-        Ok(Backward { x, state })
+        mut saved: Self::Saved,
+        grad: &[Tensor],
+        state: Option<Vec<Tensor>>,
+        sink: &mut Gradients<'_>,
+    ) -> Result<Backward> {
+        let _watch = part(Part::ExpertsBack);
+        let mut found: Vec<_> = grad.iter().map(|_| None).collect();
+        let order: Vec<usize> = pass.chunks.by_leaf().collect();
+        for group in order.chunks(pass.together(grad.len())) {
+            let mut passing = Vec::new();
+            for chunk in group {
+                let twice = || Fault::bug("a chunk comes back twice");
+                let own = saved[*chunk].take().ok_or_else(twice)?;
+                passing.push(Returning::new(own, &grad[*chunk]));
+            }
+            let back = self.compute_back(pass, passing).map_err(refused)?;
+            for (chunk, (x, [gate, up, down])) in group.iter().zip(back) {
+                let mut sink = sink.of(*chunk);
+                emit(&mut sink, self.down, down)?;
+                emit(&mut sink, self.up, up)?;
+                emit(&mut sink, self.gate, gate)?;
+                found[*chunk] = Some(x);
+            }
+        }
+        Ok(Backward { x: found.into_iter().flatten().collect(), state })
     }
 }
 
 impl Mlp {
-    fn compute(&self, pass: &Pass<'_>, x: &Tensor) -> kernels::Result<(Tensor, Saved)> {
-        let (ops, mut inner, mut sum) = (pass.ops, Vec::new(), Counter::new());
-        for shard in 0..pass.shards {
-            let [gate, up, down] = self.shard(pass, shard)?;
-            let side = |weight: &Tensor| ops.matmul(x, &weight.f_tr()?);
-            let both = Tensor::f_cat(&[side(&gate)?, side(&up)?], 1)?;
-            let product = ops.swiglu(&both)?;
-            sum.push(pass.of_shard(&product, &down.f_tr()?)?)?;
-            inner.push([both, product]);
+    /// What comes of some chunks. Each shard is used by all of them before the next one.
+    fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> kernels::Result<Vec<(Tensor, Saved)>> {
+        let begun = |x: &Tensor| Saved { x: x.shallow_clone(), inner: Vec::new() };
+        let mut passing: Vec<(Saved, Counter<Tensor>)> =
+            x.iter().map(|x| (begun(x), Counter::new())).collect();
+        let mut shards = Shards::new(pass, self.weights(), pass.shards)?;
+        for number in 0..pass.shards {
+            let [gate, up, down] = self.shard(pass, number, shards.next()?)?;
+            for (Saved { x, inner }, sum) in &mut passing {
+                let side = |weight: &Tensor| pass.ops.matmul(x, &weight.f_tr()?);
+                let both = Tensor::f_cat(&[side(&gate)?, side(&up)?], 1)?;
+                let product = pass.ops.swiglu(&both)?;
+                sum.push(pass.of_shard(&product, &down.f_tr()?)?)?;
+                inner.push([both, product]);
+            }
         }
-        let out = sum.total()?.f_to_kind(x.kind())?;
-        Ok((out, Saved { x: x.shallow_clone(), inner }))
+        let whole = passing.into_iter().map(|(saved, sum)| {
+            let out = sum.total()?.f_to_kind(saved.x.kind())?;
+            Ok((out, saved))
+        });
+        whole.collect()
     }
 
-    /// The gradients of the input, and of gate, up and down.
+    /// By chunk: the gradients of the input, and of gate, up and down.
     fn compute_back(
         &self,
         pass: &Pass<'_>,
-        saved: &Saved,
-        grad: &Tensor,
-    ) -> kernels::Result<(Tensor, [Tensor; 3])> {
-        let (ops, Saved { x, inner }) = (pass.ops, saved);
-        let (mut sum, mut weights) = (Counter::new(), [const { Vec::new() }; 3]);
-        for (shard, [both, product]) in (0..).zip(inner) {
-            let own = self.shard(pass, shard)?;
-            let both = ops.swiglu_backward(both, &ops.matmul(grad, &own[2])?)?;
-            let width = product.size()[1];
-            let (gate, up) = (both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?);
-            let input = pass.of_shard(&up, &own[1])?.f_to_kind(Kind::Float)?;
-            sum.push(input.f_add(&pass.of_shard(&gate, &own[0])?)?)?;
-            weights[0].push(pass.gradient(&gate.f_tr()?, x)?);
-            weights[1].push(pass.gradient(&up.f_tr()?, x)?);
-            weights[2].push(pass.gradient(&grad.f_tr()?, product)?);
+        mut passing: Vec<Returning<'_>>,
+    ) -> kernels::Result<Vec<(Tensor, [Tensor; 3])>> {
+        let mut shards = Shards::new(pass, self.weights(), pass.shards)?;
+        for number in 0..pass.shards {
+            let shard = self.shard(pass, number, shards.next()?)?;
+            passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard, number as usize))?;
         }
-        let [gate, up, down] = &weights;
-        let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
-        let input = sum.total()?.f_to_kind(x.kind())?;
-        Ok((input, weights))
+        let whole = passing.into_iter().map(|Returning { saved, weights, sum, .. }| {
+            let [gate, up, down] = &weights;
+            let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
+            Ok((sum.total()?.f_to_kind(saved.x.kind())?, weights))
+        });
+        whole.collect()
     }
 
-    /// Gate, up and down as a shard of the inner width reads them.
-    fn shard(&self, pass: &Pass<'_>, shard: i64) -> kernels::Result<[Tensor; 3]> {
-        let w = pass.weights;
-        let own = share(w[self.gate].size()[0], pass.shards, shard);
-        let rows = |weight: ParamId| w[weight].f_narrow(0, own.start, own.end - own.start);
-        Ok([rows(self.gate)?, rows(self.up)?, columns(&w[self.down], own.clone())?])
+    fn weights(&self) -> [ParamId; 3] {
+        [self.gate, self.up, self.down]
+    }
+
+    /// Gate, up and down as a shard of the inner width reads them: as they came from another process, or of whole weights, in
+    /// memory of their own.
+    fn shard(
+        &self,
+        pass: &Pass<'_>,
+        shard: i64,
+        came: Option<[Tensor; 3]>,
+    ) -> kernels::Result<[Tensor; 3]> {
+        if let Some(came) = came {
+            return Ok(came);
+        }
+        let own = share(pass.config.moe_intermediate_size, pass.shards, shard);
+        let side = |weight: ParamId| rows(&pass.weights[weight], std::slice::from_ref(&own));
+        let [gate, up] = [side(self.gate)?, side(self.up)?];
+        Ok([gate, up, columns(&pass.weights[self.down], own)?])
+    }
+}
+
+impl<'a> Returning<'a> {
+    fn new(saved: Saved, grad: &'a Tensor) -> Returning<'a> {
+        Returning { saved, grad, weights: [const { Vec::new() }; 3], sum: Counter::new() }
+    }
+
+    /// Through the shard number `number` of gate, up and down.
+    fn shard(
+        &mut self,
+        pass: &Pass<'_>,
+        [gate, up, down]: &[Tensor; 3],
+        number: usize,
+    ) -> kernels::Result<()> {
+        let Returning { saved: Saved { x, inner }, grad, weights, sum } = self;
+        let [both, product] = &inner[number];
+        let both = pass.ops.swiglu_backward(both, &pass.ops.matmul(grad, down)?)?;
+        let width = product.size()[1];
+        let [own_gate, own_up] = [both.f_narrow(1, 0, width)?, both.f_narrow(1, width, width)?];
+        let input = pass.of_shard(&own_up, up)?.f_to_kind(Kind::Float)?;
+        sum.push(input.f_add(&pass.of_shard(&own_gate, gate)?)?)?;
+        weights[0].push(pass.gradient(&own_gate.f_tr()?, x)?);
+        weights[1].push(pass.gradient(&own_up.f_tr()?, x)?);
+        weights[2].push(pass.gradient(&grad.f_tr()?, product)?);
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@
 //! cca   compressed convolutional attention (cca_back: its way back; heads: its weights by shard)
 //! linear  linear attention
 //! moe   a mixture of experts: router, experts
-//! mlp   a plain feed-forward, in tests
+//! mlp   a plain feed-forward
 //! norm  RMS norm, residual scaling        head  loss without all logits
 //! ```
 
@@ -12,10 +12,28 @@ pub(super) mod cca;
 mod cca_back;
 mod experts;
 pub(super) mod head;
-pub(super) mod heads;
-pub(super) mod linear;
-#[cfg(test)]
-pub(super) mod mlp;
-pub(super) mod moe;
+mod heads;
+mod linear;
+mod mlp;
+mod moe;
 pub(super) mod norm;
 mod router;
+
+use super::kinds::{Attention, FeedForward};
+use super::layer::{Make, make};
+
+/// How a layer of a kind of attention is made.
+pub(super) fn make_attention(kind: Attention) -> Make {
+    match kind {
+        Attention::Cca => make::<cca::Cca>,
+        Attention::Linear => make::<linear::Linear>,
+    }
+}
+
+/// The same of a feed-forward.
+pub(super) fn make_feed_forward(kind: FeedForward) -> Make {
+    match kind {
+        FeedForward::Moe => make::<moe::Moe>,
+        FeedForward::Mlp => make::<mlp::Mlp>,
+    }
+}

@@ -9,7 +9,9 @@ use super::router::Router;
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{ChunkGradients, Gradients};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Work, by_chunk, counted};
+use crate::model::layer::{
+    Backward, Forward, Layer, LayerKind, Pass, Place, Work, by_chunk, counted,
+};
 use crate::model::param::Declare;
 use crate::refusal::refused;
 use crate::timing::{Part, part};
@@ -30,9 +32,13 @@ pub(in crate::model) struct Saved {
 }
 
 impl LayerKind for Moe {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self {
-        let router = Router::declare(params, config, layer);
-        Moe { router, experts: Experts::declare(params, config), layer }
+    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, place: Place) -> Self {
+        let router = Router::declare(params, config, place.state);
+        Moe { router, experts: Experts::declare(params, config), layer: place.layer }
+    }
+
+    fn classes(&self, config: &ZayaConfig) -> usize {
+        config.router_classes() as usize
     }
 
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
@@ -52,15 +58,15 @@ impl LayerKind for Moe {
         // The chosen class and its probability, and the order of tokens there and back.
         narrow * products + 4 * router + 8 + 4 + 2 * 8
     }
+
+    /// A shard of the experts at a time.
+    fn weight_copies(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64 {
+        let inner = (config.moe_intermediate_size * config.num_experts) as u64;
+        narrow * 3 * config.hidden_size as u64 * inner / cut.shards
+    }
 }
 
 impl Moe {
-    /// Chunks that go through the experts together: each by itself, but where shards of weights come from others, so that each
-    /// comes once.
-    fn together(pass: &Pass<'_>, chunks: usize) -> usize {
-        if pass.folded.is_some() { chunks } else { 1 }
-    }
-
     /// The routes of a chunk, and what the backward pass needs of them.
     fn routed(
         &self,
@@ -107,10 +113,10 @@ impl Layer for Moe {
         pass: &Pass<'_>,
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
-    ) -> Result<Forward<Vec<Tensor>, Self::Saved>> {
+    ) -> Result<Forward<Self::Saved>> {
         let mut before = by_chunk(state, x.len()).into_iter();
         let (mut outs, mut states, mut saved, mut counts) = (vec![], vec![], vec![], None);
-        for group in x.chunks(Moe::together(pass, x.len())) {
+        for group in x.chunks(pass.together(x.len())) {
             let (mut routes, mut routers) = (Vec::new(), Vec::new());
             for (x, before) in group.iter().zip(before.by_ref()) {
                 let (own, router) = self.routed(pass, x, before.as_ref())?;
@@ -138,11 +144,11 @@ impl Layer for Moe {
         grad: &[Tensor],
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
-    ) -> Result<Backward<Vec<Tensor>>> {
+    ) -> Result<Backward> {
         let states = by_chunk(state, grad.len());
         let mut found: Vec<_> = grad.iter().map(|_| None).collect();
         let order: Vec<usize> = pass.chunks.by_leaf().collect();
-        for group in order.chunks(Moe::together(pass, grad.len())) {
+        for group in order.chunks(pass.together(grad.len())) {
             let (mut own, mut experts, mut grads) = (Vec::new(), Vec::new(), Vec::new());
             for chunk in group {
                 let twice = || Fault::bug("a chunk comes back twice");

@@ -16,7 +16,7 @@ use crate::model::param::{Declare, ParamId};
 pub(super) struct Router {
     pub(super) down: ParamId,
     pub(super) down_bias: ParamId,
-    /// Absent in the first layer, which has no state before it.
+    /// Absent in the first router, which has no state before it.
     pub(super) decay: Option<ParamId>,
     pub(super) norm: ParamId,
     pub(super) fc1: ParamId,
@@ -29,14 +29,14 @@ pub(super) struct Router {
 }
 
 impl Router {
-    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig, layer: usize) -> Self {
+    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig, state: bool) -> Self {
         let (hidden, size) = (config.hidden_size, config.router_hidden_size);
         let square = [size, size];
         let mut gate = params.inside("mlp.gate", "zaya_block.router");
         let down = gate.matrix("down_proj.weight", "down_proj.weight", [size, hidden]);
         let down_bias = gate.vector("down_proj.bias", "down_proj.bias", size, 0.0);
         let decay = "router_states_scale";
-        let decay = (layer > 0).then(|| gate.vector(decay, decay, size, 1.0));
+        let decay = state.then(|| gate.vector(decay, decay, size, 1.0));
         let norm = gate.vector("router_mlp.norm.weight", "rmsnorm_eda.weight", size, 1.0);
         let mut mlp = params.inside("mlp.gate.router_mlp", "zaya_block.router.router_mlp");
         let classes = [config.router_classes(), size];

@@ -275,7 +275,7 @@
     };
     repaint();
     const xs = () => binned(view().width, view().bins);
-    const height = Math.max(72, Math.min(200, 16 * Math.max(layers, run().classes[0]) + 12));
+    const height = Math.max(72, Math.min(200, 16 * Math.max(layers, ...run().classes) + 12));
     return Report.plot({
       id: "router", title: "Router load", height, bare: true, xs: xs(), columns: [xs().map(() => null)], series: [{ colour: "--soft" }],
       y: () => [-0.5, view().rows - 0.5], rows: (low, high) => Report.ticks(low, high, height / 32).filter(Number.isInteger), label: int,
@@ -286,6 +286,7 @@
         const rowAt = u.cursor.left >= 0 && u.cursor.top >= 0 ? Math.round(u.posToVal(u.cursor.top, "y")) : null;
         const row = rowAt === null ? null : Math.max(0, Math.min(now.rows - 1, rowAt));
         if (chosen >= 0) return row === null ? [make("span", { text: `expert by step; dark: four times its even share` })] : [reading(`expert ${row}`, percent(now.value(bin, row)))];
+        if (row !== null && !run().classes[row]) return [make("span", { text: `layer ${row} has no router` })];
         return row === null ? [make("span", { text: "layer by step; orange: uneven" })] : [reading(`layer ${row}: evenness`, num(1 - now.value(bin, row), 3))];
       },
       tail: (self) => {
@@ -293,7 +294,7 @@
           chosen = Number(select.value);
           repaint();
           self.update();
-        } } }, make("option", { value: "-1", text: "all layers" }), ...run().classes.map((_, layer) => make("option", { value: String(layer), text: `layer ${layer}` })));
+        } } }, make("option", { value: "-1", text: "all layers" }), ...run().classes.flatMap((classes, layer) => (classes ? [make("option", { value: String(layer), text: `layer ${layer}` })] : [])));
         return [select];
       },
     });

@@ -59,7 +59,8 @@
     const bin = Math.floor((step - 1) / run.router.uneven_width);
     let [worst, most] = [0, -1];
     for (let layer = 0; layer < layers; layer++) {
-      const v = run.router.uneven[bin * layers + layer] / 255;
+      // A layer without a router has no classes.
+      const v = run.router.classes[layer] ? run.router.uneven[bin * layers + layer] / 255 : -1;
       if (v > most) [worst, most] = [layer, v];
     }
     return `${num(1 - most, 3)} (layer ${worst})`;

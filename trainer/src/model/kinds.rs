@@ -1,0 +1,50 @@
+//! The kinds of layers that a configuration names.
+//!
+//! A new kind is a file in `layers/` and a line here: how curricula, faults and digests call it follows from that. The compiler
+//! then asks for the line in `layers/mod.rs` by which it is made.
+
+use serde::{Deserialize, Serialize};
+
+/// A list of kinds, each with its name.
+macro_rules! kinds {
+    ($(#[$what:meta])* $table:ident { $($(#[$doc:meta])* $kind:ident = $name:tt,)+ }) => {
+        $(#[$what])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $table {
+            $(
+                $(#[$doc])*
+                #[serde(rename = $name)]
+                $kind,
+            )+
+        }
+
+        impl $table {
+            /// As a curriculum writes it, and a digest reads it.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $($table::$kind => $name,)+
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    /// A kind of attention.
+    Attention {
+        /// Compressed convolutional attention, ZAYA1's.
+        Cca = "cca",
+        /// Linear attention: a state of fixed size in place of keys and values.
+        Linear = "linear",
+    }
+}
+
+kinds! {
+    /// A kind of feed-forward.
+    FeedForward {
+        /// A router and the experts that it chooses, ZAYA1's.
+        Moe = "moe",
+        /// One gated unit for every token, as wide inside as an expert.
+        Mlp = "mlp",
+    }
+}

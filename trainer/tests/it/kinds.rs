@@ -1,0 +1,163 @@
+//! Fear: that a layer without a router breaks what counts on one: a step, its record, a checkpoint, a plan, an explanation.
+
+use contract::Class;
+use loader::Opened;
+use serde_json::{Value, json};
+use tch::Device;
+use trainer::explain::{Request, explain};
+use trainer::export::export;
+use trainer::mesh::{Degrees, Schedule};
+use trainer::model::Keep;
+use trainer::plan::{Fleet, needs};
+use trainer::replay::{Replayer, Verdict};
+use trainer::report::{View, page, payload};
+use trainer::step::Detail;
+use trainer::validate::Validation;
+use trainer::workers::Workers;
+use trainer::{ExecOptions, RunSpec, bench, step};
+
+use crate::ranks::train_with;
+use crate::same_bits::assert_same;
+use crate::support::{Scratch, stop_after, table};
+
+/// Kinds of feed-forward, and how many classes each layer then counts: a list of two or of one for two layers.
+const PLAIN: [(&str, [usize; 2]); 3] =
+    [("[\"mlp\", \"moe\"]", [0, 4]), ("[\"moe\", \"mlp\"]", [4, 0]), ("[\"mlp\"]", [0, 0])];
+
+/// A scratch folder whose `run.toml` has these feed-forwards.
+fn scratch_of(kinds: &str) -> Scratch {
+    let scratch = Scratch::new();
+    let model = format!("[model]\nfeed_forward = {kinds}\n");
+    scratch.edited("run.toml", &[("[model]\n", &model)]);
+    scratch
+}
+
+fn spec(scratch: &Scratch) -> RunSpec {
+    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+}
+
+/// Each step of the ledger.
+fn steps(scratch: &Scratch, out: &str) -> Vec<Value> {
+    scratch.ledger(out).lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Whole steps, forward, backward and update, through a checkpoint and among ranks; then each of them once more.
+#[test]
+fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
+    for (kinds, classes) in PLAIN {
+        let scratch = scratch_of(kinds);
+        let whole = scratch.train("whole");
+        let steps = steps(&scratch, "whole");
+        assert_eq!(steps.len(), 10);
+        for line in &steps {
+            let router: Vec<Vec<u64>> = serde_json::from_value(line["router"].clone()).unwrap();
+            assert_eq!(router.iter().map(Vec::len).collect::<Vec<_>>(), classes, "{kinds}");
+            let tokens = if line["step"].as_u64() < Some(7) { 6 * 32 } else { 5 * 64 };
+            for counts in router.iter().filter(|counts| !counts.is_empty()) {
+                assert_eq!(counts.iter().sum::<u64>(), tokens);
+            }
+        }
+        let [first, last] = [&steps[0], &steps[9]].map(|line| line["loss"].as_f64().unwrap());
+        assert!(last < first, "{kinds}: it learns nothing, {first} to {last}");
+        let balance =
+            scratch.tree("whole").keys().any(|name| name.ends_with("balance.safetensors"));
+        assert_eq!(balance, classes != [0, 0], "{kinds}");
+        let validation = Validation { every: 4, windows: 3 };
+        let part = |exec: &mut ExecOptions| {
+            stop_after(4)(exec);
+            exec.validation = validation;
+            exec.workers = Workers::new(2).keeping(Keep::LayerInputs);
+        };
+        scratch.run(&scratch.path("run.toml"), "parts", part).unwrap();
+        let ended = scratch.run(&scratch.path("run.toml"), "parts", |exec| {
+            exec.validation = validation;
+        });
+        assert_eq!(ended.unwrap(), whole);
+        assert!(scratch.ledger("whole") == scratch.ledger("parts"), "{kinds}");
+        for outcome in train_with(&scratch, "ranks", 3, |_, _| ()) {
+            assert_eq!(outcome.unwrap(), whole);
+        }
+        assert_same(&scratch, "whole", "ranks");
+        let (root, workers) = (scratch.path("whole"), Workers::new(2));
+        let mut replayer = Replayer::open(&root, &table(), Device::Cpu, workers).unwrap();
+        let mut state = replayer.state_after(3).unwrap();
+        for _ in 4..=10 {
+            let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
+            assert_eq!(replayed.verdict, Verdict::SameBits, "{kinds}: {:?}", replayed.difference);
+        }
+        let fault = export(replayer.spec(), &state, &scratch.path("hf")).unwrap_err();
+        assert!(fault.to_string().contains("[model] feed_forward"), "{fault}");
+        assert!(fault.to_string().contains("\"mlp\"") && !scratch.path("hf").exists(), "{fault}");
+    }
+}
+
+/// Who looks at counts finds those that there are.
+#[test]
+fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
+    for (kinds, classes) in PLAIN {
+        let scratch = scratch_of(kinds);
+        scratch.train("run");
+        let (spec, routers) = (spec(&scratch), classes.iter().filter(|count| **count > 0).count());
+        let fleet = Fleet {
+            ranks: 1,
+            ranks_per_node: 1,
+            workers: Workers::new(1),
+            schedule: Schedule::Subtree,
+            flat: false,
+            degrees: Degrees::ALONE,
+            device: "cpu".to_owned(),
+        };
+        let needs = needs(&spec, &fleet).unwrap();
+        let tree = scratch.tree("run");
+        let kept = tree.keys().filter(|name| name.contains("checkpoints/step-10/")).count() as u64;
+        assert_eq!((needs.checkpoint.files, needs.checkpoint.most_files), (kept, kept), "{kinds}");
+        let ledger = scratch.ledger("run");
+        let lines: u64 = ledger.lines().skip(1).map(|line| line.len() as u64 + 1).sum();
+        let off = needs.ledger_bytes.abs_diff(lines) as f64 / lines as f64;
+        assert!(off < 0.05, "{kinds}: {lines} bytes, planned {}", needs.ledger_bytes);
+        let measured = |cx: step::Context<'_>| bench::step(cx, Device::Cpu, 1, 1, None);
+        let by_bench = step::alone(&spec, Workers::new(1), measured).unwrap();
+        // Documents end within sequences, and some tokens may skip: less than the plan says, which counts neither.
+        let (found, most) = (by_bench.model_flops, needs.phases[0].model_flops);
+        assert!(found > most / 2.0 && found <= most, "{kinds}: {found} of {most}");
+        let view = View::open(&scratch.path("run")).unwrap();
+        let told: Value = serde_json::from_str(&payload(&view, 0).unwrap()).unwrap();
+        match routers {
+            0 => assert_eq!(told["router"], Value::Null),
+            _ => assert_eq!(told["router"]["classes"], json!(classes)),
+        }
+        assert!(page(&[view], false).unwrap().contains("</html>"));
+        let (root, workers) = (scratch.path("run"), Workers::new(2));
+        let mut replayer = Replayer::open(&root, &table(), Device::Cpu, workers).unwrap();
+        let request = Request { step: 5, window: 4, top: 1, tokens: 1 };
+        let told = explain(&mut replayer, request).unwrap();
+        assert_eq!((told.verdict, told.routers.len()), (Verdict::SameBits, routers), "{told}");
+        assert!(told.routers.iter().all(|one| classes[one.layer] > 0), "{told}");
+    }
+}
+
+#[test]
+fn a_kind_that_nobody_knows_is_refused_with_its_key() {
+    let scratch = Scratch::new();
+    let cases = [
+        ("feed_forward", "[\"moe\", \"mpl\"]", "expected `moe` or `mlp`"),
+        ("feed_forward", "\"mlp\"", "wrong kind of value"),
+        ("feed_forward", "[\"moe\", \"mlp\", \"moe\"]", "one to num_hidden_layers (2) kinds"),
+        ("layers", "[\"mlp\"]", "expected `cca` or `linear`"),
+    ];
+    for (key, kinds, words) in cases {
+        let model = format!("[model]\n{key} = {kinds}\n");
+        let path = scratch.edited("bad.toml", &[("[model]\n", &model)]);
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        let text = fault.to_string();
+        assert!(text.contains(words) && text.contains(key), "no {words:?} in: {text}");
+        assert!(text.contains("bad.toml:"), "{text}");
+        assert!(!scratch.path("run").exists(), "{words}: nothing was begun");
+    }
+    // Weights are not those of another list.
+    let change = "micro_batch = 1\nmodel = { feed_forward = [\"mlp\"] }";
+    let path = scratch.edited("bad.toml", &[("micro_batch = 1", change)]);
+    let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+    assert!(fault.to_string().contains("cannot change the parameters"), "{fault}");
+}
