@@ -149,16 +149,21 @@ pub(super) fn router_backward(
 /// has tiles, one or two; so rows are summed in up to 16 parts, which follow from their number alone.
 fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
+    let right = b.size()[2];
     let mut parts = 1;
     while parts < 16 && rows % (2 * parts) == 0 && rows / (2 * parts) >= 256 {
         parts *= 2;
     }
-    let cut = |x: &Tensor| x.f_view([stack * parts, rows / parts, -1]);
-    let sums = cut(a)?.f_transpose(1, 2)?.f_bmm(&cut(b)?)?;
+    let cut = |x: &Tensor, width| x.f_view([stack * parts, rows / parts, width]);
+    let sums = cut(a, left)?.f_transpose(1, 2)?.f_bmm(&cut(b, right)?)?;
     if parts == 1 {
         return Ok(sums);
     }
-    Ok(sums.f_view([stack, parts, left, -1])?.f_sum_dim_intlist(&[1i64][..], false, Kind::Float)?)
+    Ok(sums.f_view([stack, parts, left, right])?.f_sum_dim_intlist(
+        &[1i64][..],
+        false,
+        Kind::Float,
+    )?)
 }
 
 #[cfg(test)]
