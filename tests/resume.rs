@@ -216,6 +216,10 @@ fn a_killed_amendment_ends_with_the_same_bytes() {
         if left["run.toml"] == before {
             left.remove("run.toml");
         }
+        // Packs have a name of their writer's own until the last moment; whoever opens packs next clears it away.
+        left.retain(|name, _| {
+            name.rsplit_once(".packs.").is_none_or(|(_, drawn)| drawn.len() != 16)
+        });
         assert_whole(undisturbed, left);
     };
     let end = |ran: Ran| match ran.code {
