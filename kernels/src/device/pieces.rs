@@ -1,5 +1,7 @@
 //! Checksums and sums of squares of many tensors by one launch each: the kernels of `exact.h`, over a table of pieces.
 
+use std::ffi::CStr;
+
 use tch::{Kind, Tensor};
 
 use super::queue::{Argument, Queue};
@@ -83,28 +85,28 @@ pub(crate) fn squares(
 
 /// Adds to each piece, contiguous f32, what it goes with.
 pub(crate) fn add(queue: &Queue, pieces: &[Piece]) -> Result<()> {
-    let (rows, blocks) = table(pieces);
-    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
-    queue.launch(c"add_blocks", blocks, &[(&rows).into(), count.into(), Argument::Nothing])
+    over(queue, c"add_blocks", pieces, &[Argument::Nothing])
 }
 
 /// Adds to each piece what it goes with, as `add_present` of `exact.h` reads `first` and `salt`.
 pub(crate) fn add_present(queue: &Queue, pieces: &[Piece]) -> Result<()> {
-    let (rows, blocks) = table(pieces);
-    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
-    queue.launch(c"add_present", blocks, &[(&rows).into(), count.into()])
+    over(queue, c"add_present", pieces, &[])
 }
 
 /// Copies each piece, of 2 or 4 bytes an element, into what it goes with.
 pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
-    let (rows, blocks) = table(pieces);
-    let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
-    queue.launch(c"copy_blocks", blocks, &[(&rows).into(), count.into()])
+    over(queue, c"copy_blocks", pieces, &[])
 }
 
 /// Rounds each piece, f32, into what it goes with, bf16.
 pub(crate) fn round(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+    over(queue, c"round_blocks", pieces, &[])
+}
+
+/// A kernel over the table of pieces, whose blocks are theirs.
+fn over(queue: &Queue, kernel: &CStr, pieces: &[Piece], rest: &[Argument]) -> Result<()> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
-    queue.launch(c"round_blocks", blocks, &[(&rows).into(), count.into()])
+    let arguments = [&[(&rows).into(), count.into()][..], rest].concat();
+    queue.launch(kernel, blocks, &arguments)
 }
