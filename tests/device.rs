@@ -425,6 +425,19 @@ fn a_gpu_without_memory_says_so() {
     }
 }
 
+/// Before weights are drawn, of which there would be 0.35 billion. The driver of the stand-in says that a GPU has 1 GiB.
+#[test]
+fn a_state_that_a_gpu_cannot_hold_is_refused_with_the_numbers() {
+    let large =
+        OnDevice::by_ours(Fixture::new(&[("\nhidden_size = 32", "\nhidden_size = 262144")]));
+    let ran = Ran::from(large.command("large", &[]).output().unwrap());
+    let told = ran.fails(6, &["the state of this run needs more memory than the GPU has"]);
+    for word in ["weights 1.", "moments 1.", "less than 1.0 GiB", "phase \"short\"", "more ranks"] {
+        assert!(told.contains(word), "{word}: {told}");
+    }
+    assert!(!large.fixture.scratch.path("large").exists(), "nothing was begun");
+}
+
 /// Whichever of its threads asks for something: those that read, compute, compute again, take the loss on held-out text, and
 /// write checkpoints begin at the first device.
 #[test]

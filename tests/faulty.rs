@@ -5,14 +5,14 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
 use crate::losses::{events, numbers};
-use crate::ranks::{Fixture, signal};
+use crate::ranks::{Fixture, signal, until_lines};
 use crate::supervise::{Supervised, command, of_rank};
-use crate::support::{Ran, SHORT, arg};
+use crate::support::{CUT, Ran, SHORT, arg};
 use crate::transport::compiled;
 
 /// Changes of the curriculum: all products of matrices are those of micro-batches.
@@ -157,6 +157,28 @@ fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
         let loss = &events(&fixture, out, "loss")[0];
         assert_eq!((numbers(&loss["lost"]), numbers(&loss["left"])), (vec![1], vec![0, 2]));
     }
+}
+
+/// What one of them gets wrong is in what the other one computes: neither is sent away for it.
+#[test]
+fn of_ranks_that_share_micro_batches_none_is_blamed_alone() {
+    let fixture = fixture_of(&[CUT]);
+    let flags = ["--nproc", "2", "--cp", "2", "--min-ranks", "1", "--workers", "1"];
+    let mut command = fixture.run("shared", &[&flags[..], &["--audit", "1/1"]].concat());
+    let go = moment(&fixture, "shared");
+    suffer(&mut command, &format!("bits 1 60 {}", arg(&go)));
+    command.stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut launcher = command.spawn().unwrap();
+    until_lines(&fixture.scratch.path("shared"), 4, &mut launcher);
+    std::fs::write(&go, "").unwrap();
+    let said = Ran::from(launcher.wait_with_output().unwrap());
+    let said = said.fails(6, &["without --cp and --tsp"]);
+    assert!(!go.exists(), "nothing was spoiled");
+    assert!(said.contains("one of their machines cannot be trusted"), "{said}");
+    assert!(!said.contains("this machine cannot be trusted"), "{said}");
+    assert!(events(&fixture, "shared", "loss").is_empty(), "{said}");
+    fixture.finish("shared", &["--nproc", "1", "--audit", "1/1"]);
+    fixture.assert_same("alone", "shared");
 }
 
 /// After a loss ranks are numbered anew; people know them by the numbers that they were launched with.

@@ -99,6 +99,7 @@ fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
         assert_eq!(table[of_the_host], "", "{of_the_host} is the host's");
     }
     assert!(table["switches"].get("f32_products_by_onednn").is_none(), "{table}");
+    assert!(table.get("extensions").is_none(), "{table}");
     for (name, value) in [("compute units", "2"), ("driver", "13000"), ("cuBLAS", "0.1.2")] {
         assert_eq!(table["gpu"][name], value, "{table}");
     }

@@ -73,6 +73,32 @@ fn places_whose_names_are_no_text_are_found_again() {
     let said = crate::support::Ran::from(command.output().unwrap()).ok();
     assert!(said.contains("step 8 will be computed again"), "{said}");
     train(&[]).ok();
+    let mut command = ztrain_command(&["report", "--json", "--run"]);
+    let said = crate::support::Ran::from(command.arg(&out).output().unwrap()).ok();
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap();
+    assert_eq!(said["step_counts"], serde_json::json!([fixture.steps]));
+}
+
+/// Between a loss and the next step nobody else may take the folder, or amend what those who are left go on with.
+#[test]
+fn ranks_that_meet_again_keep_their_folder() {
+    let fixture = Fixture::new(&[]);
+    let run = fixture.scratch.path("run");
+    let flags = ["--nproc", "3", "--min-ranks", "1", "--workers", "1", "--rank-timeout", "6"];
+    let mut command = fixture.run("run", &flags);
+    let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let ranks = ranks_of(&launcher, 3);
+    until_lines(&run, 4, &mut launcher);
+    signal("STOP", ranks[2]);
+    signal("KILL", ranks[0]);
+    // Rank 1 hears of it by then, and waits for rank 2.
+    std::thread::sleep(Duration::from_secs(2));
+    let other = crate::support::Ran::from(fixture.run("run", &[]).output().unwrap());
+    other.fails(6, &["another run is using this folder"]);
+    signal("KILL", ranks[2]);
+    assert_eq!(launcher.wait().unwrap().code(), Some(0));
+    fixture.finish("alone", &["--nproc", "1"]);
+    fixture.assert_same("alone", "run");
 }
 
 /// Ctrl-C in a terminal reaches ranks and launcher, which asks the ranks to stop as well.

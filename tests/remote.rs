@@ -113,19 +113,25 @@ impl Bucket {
 
     /// What lies below `place`, by its name from there on, as the server itself tells it.
     fn objects(&self, place: &str) -> BTreeMap<String, Vec<u8>> {
-        let list = self.get(&format!("/bucket?list-type=2&prefix={place}/"));
+        // What a killed process had asked for may be done after its end: then what was listed is gone.
+        (0..100).find_map(|_| self.listed(place)).unwrap()
+    }
+
+    /// The same, unless something goes meanwhile.
+    fn listed(&self, place: &str) -> Option<BTreeMap<String, Vec<u8>>> {
+        let list = self.get(&format!("/bucket?list-type=2&prefix={place}/"))?;
         let list = String::from_utf8(list).unwrap();
         assert!(list.contains("<IsTruncated>false</IsTruncated>"), "{list}");
         let keys = list.split("<Key>").skip(1).map(|rest| rest.split("</Key>").next().unwrap());
         let read = |key: &str| {
             let name = key.strip_prefix(place).unwrap().trim_start_matches('/').to_owned();
-            (name, self.get(&format!("/bucket/{key}")))
+            Some((name, self.get(&format!("/bucket/{key}"))?))
         };
         keys.map(read).collect()
     }
 
-    /// The body of the answer to a request, which the server takes from anyone who says a name.
-    fn get(&self, path: &str) -> Vec<u8> {
+    /// The body of the answer to a request, which the server takes from anyone who says a name; `None` where there is nothing.
+    fn get(&self, path: &str) -> Option<Vec<u8>> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.proxy)).unwrap();
         let name = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
         let head =
@@ -133,9 +139,12 @@ impl Bucket {
         stream.write_all(head.as_bytes()).unwrap();
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
+        if answer.starts_with(b"HTTP/1.1 404 ") {
+            return None;
+        }
         assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
         let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
-        answer.split_off(end + 4)
+        Some(answer.split_off(end + 4))
     }
 
     fn seen(&self, trouble: Trouble) -> u64 {

@@ -24,6 +24,9 @@ struct ShimLate : std::runtime_error {
 // 1 where this thread was refused memory since it asked last.
 extern "C" int shim_was_refused();
 
+// 1 where the system has nothing left that is worth the name.
+extern "C" int shim_nothing_left();
+
 // Keeps a text for this thread until the next one.
 void shim_say(const std::string& text);
 
@@ -44,7 +47,7 @@ int shim_guard(Body&& body) noexcept {
     shim_was_refused();
     return shim_fail(kNoMemory, error.what());
   } catch (const std::exception& error) {
-    return shim_fail(shim_was_refused() ? kNoMemory : kFailed, error.what());
+    return shim_fail(shim_was_refused() || shim_nothing_left() ? kNoMemory : kFailed, error.what());
   } catch (...) {
     return shim_fail(kFailed, "unknown C++ exception");
   }

@@ -52,11 +52,45 @@ int read_switch(const std::string& wanted) {
   return -1;
 }
 
+#if defined(__x86_64__)
+// What oneDNN and MKL choose between beside the model of a processor: its host may keep instructions from a guest, and the system
+// the registers that go with them.
+std::string extensions() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  std::string found;
+  const auto add = [&](bool there, const char* name) {
+    if (there) found += (found.empty() ? "" : " ") + std::string(name);
+  };
+  const auto bit = [](unsigned word, int at) { return (word >> at & 1) != 0; };
+  __cpuid(1, a, b, c, d);
+  add(bit(c, 12), "fma");
+  unsigned low = 0, high = 0;
+  if (bit(c, 27)) __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  const bool tiles = (low >> 17 & 3) == 3;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return found;
+  add(bit(b, 5), "avx2");
+  add(bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31), "avx512");
+  add(bit(c, 11), "avx512_vnni");
+  add(bit(d, 23), "avx512_fp16");
+  add(tiles && bit(d, 22), "amx_bf16");
+  add(tiles && bit(d, 25), "amx_int8");
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) == 0) return found;
+  add(bit(a, 4), "avx_vnni");
+  add(bit(a, 5), "avx512_bf16");
+  add(tiles && bit(a, 21), "amx_fp16");
+  add(bit(d, 5), "avx_ne_convert");
+  return found;
+}
+#else
+std::string extensions() { return ""; }
+#endif
+
 std::string described(const std::string& wanted) {
   if (wanted == "compiled_against") return TORCH_VERSION;
   if (wanted == "config") return at::show_config();
   if (wanted == "cpu_capability") return at::get_cpu_capability();
   if (wanted == "mkl") return at::get_mkl_version();
+  if (wanted == "extensions") return extensions();
   if (wanted == "onednn") return at::get_mkldnn_version();
   if (wanted == "cpu") {
 #if defined(__x86_64__)

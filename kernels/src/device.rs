@@ -14,6 +14,7 @@
 pub(crate) mod emulated;
 mod found;
 mod half;
+mod kept;
 mod leave;
 mod library;
 mod own;
@@ -30,7 +31,7 @@ use torch_sys::C_tensor;
 
 use crate::shim::{guarded, number, said};
 use crate::{Error, Result};
-pub use found::{Gpu, Gpus, gpus, identity};
+pub use found::{Gpu, Gpus, gpus, identity, memory};
 pub use leave::{Copies, Departures, Unloader};
 pub(crate) use own::digest as kernels_digest;
 pub use stage::{Buffer, Buffers, Staged, Stager};

@@ -107,7 +107,7 @@ pub enum Error {
 
 impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
-        match want::was_refused() {
+        match want::was_refused() || want::nothing_left() {
             true => {
                 // What libtorch says ends in a stack trace.
                 let reason = error.to_string().lines().next().unwrap_or_default().to_owned();
@@ -126,4 +126,47 @@ pub(crate) fn is_short(error: &io::Error) -> bool {
     const ENOBUFS: i32 = 105;
     error.kind() == ErrorKind::OutOfMemory
         || matches!(error.raw_os_error(), Some(ENFILE | EMFILE | ENOBUFS))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use tch::Tensor;
+
+    use super::*;
+
+    /// As oneDNN does, of which this test knows no way to let it alone have no memory.
+    #[test]
+    fn what_fails_where_no_memory_is_left_failed_for_that() {
+        const CHILD: &str = "TEST_OF_WANT";
+        let fails = || -> Error {
+            let (two, three) = (Tensor::from_slice(&[1f32; 2]), Tensor::from_slice(&[1f32; 3]));
+            two.f_add(&three).unwrap_err().into()
+        };
+        if std::env::var_os(CHILD).is_none() {
+            assert!(matches!(fails(), Error::Torch(_)), "there is memory");
+            let name = "error::tests::what_fails_where_no_memory_is_left_failed_for_that";
+            let limited = "ulimit -v 2000000; exec \"$0\" --exact \"$@\"";
+            let program = std::env::current_exe().unwrap();
+            let mut child = Command::new("sh");
+            child.args(["-c", limited]).arg(program).arg(name).env(CHILD, "1");
+            let ran = child.output().unwrap();
+            assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stdout));
+            return;
+        }
+        drop(fails());
+        // Only their first pages are ever touched, which is why there are few.
+        let mut all = Vec::new();
+        loop {
+            let mut some = Vec::<u8>::new();
+            if some.try_reserve_exact(16 << 20).is_err() {
+                break;
+            }
+            all.push(some);
+        }
+        assert!(all.len() > 4, "{}", all.len());
+        all.truncate(all.len() - 2);
+        assert!(matches!(fails(), Error::NoMemory { .. }));
+    }
 }

@@ -14,6 +14,7 @@ use crate::shim::guarded;
 
 unsafe extern "C" {
     fn shim_count_memory() -> c_int;
+    #[cfg(test)]
     fn shim_live_bytes() -> i64;
     fn shim_most_bytes() -> i64;
     fn shim_most_anew();
@@ -31,7 +32,8 @@ pub fn count() -> Result<()> {
 }
 
 /// Bytes that are alive.
-pub fn live() -> u64 {
+#[cfg(test)]
+fn live() -> u64 {
     // SAFETY: reads a number.
     unsafe { shim_live_bytes() }.max(0).cast_unsigned()
 }

@@ -2,13 +2,14 @@
 //! table of ours, and a library of another release, or one that is put before it, changes bits without a word.
 //!
 //! Asked are the C library's functions themselves, and libtorch's operators that are made of them, in vectors and in the rests
-//! of vectors, over one set of inputs.
+//! of vectors, over one set of inputs; and products of matrices, whose kernels libraries choose by whatever they see of the
+//! processor.
 
 #![expect(unsafe_code, reason = "calls the C library's functions, as libtorch does")]
 
 use tch::{Kind, TchError, Tensor};
 
-use crate::checksum;
+use crate::{checksum, product};
 
 unsafe extern "C" {
     safe fn expf(x: f32) -> f32;
@@ -69,7 +70,29 @@ pub(crate) fn digest() -> crate::Result<String> {
         let of = |values: &[f64]| Tensor::f_from_slice(values)?.f_to_kind(kind);
         operators(&of(&small)?, &of(&large)?, kind)?.iter().try_for_each(&mut take)?;
     }
+    products()?.iter().try_for_each(&mut take)?;
     Ok(format!("{sum:016x}"))
+}
+
+/// Products of so many elements that another order of additions shows, as the model asks for them.
+fn products() -> crate::Result<Vec<Tensor>> {
+    const ROWS: i64 = 96;
+    const INNER: i64 = 509;
+    let numbers = drawn().map(|number| number as f32 - 0.5);
+    let numbers: Vec<f32> = numbers.take((2 * ROWS * INNER) as usize).collect();
+    let [left, right] = [0, 1].map(|half| -> crate::Result<Tensor> {
+        let numbers = numbers.chunks(numbers.len() / 2).nth(half).unwrap_or_default();
+        Ok(Tensor::f_from_slice(numbers)?.f_reshape([ROWS, INNER])?)
+    });
+    let (left, right) = (left?, right?);
+    let narrow = |x: &Tensor| x.f_to_kind(Kind::BFloat16);
+    let (small_left, small_right) = (narrow(&left)?, narrow(&right)?);
+    Ok(vec![
+        product::of(&left, &right.f_tr()?)?,
+        product::of(&left.f_tr()?, &right)?,
+        product::of(&small_left, &small_right.f_tr()?)?,
+        product::of(&small_left.f_tr()?, &small_right)?,
+    ])
 }
 
 /// What libtorch's operators make of numbers around zero, and of positive ones.
@@ -95,14 +118,19 @@ fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, 
 
 /// Numbers from -90 to 90, and positive ones of many sizes: from additions, multiplications and divisions alone.
 fn inputs() -> (Vec<f64>, Vec<f64>) {
+    let mut drawn = drawn();
+    let small = drawn.by_ref().take(COUNT as usize).map(|number| (number - 0.5) * 180.0).collect();
+    let large = |(index, number): (i64, f64)| number * (1u64 << (index % 40)) as f64 + 1e-6;
+    (small, (0..COUNT).zip(drawn).map(large).collect())
+}
+
+/// Numbers from 0 to 1.
+fn drawn() -> impl Iterator<Item = f64> {
     let mut word = 1u64;
-    let mut next = || {
+    std::iter::repeat_with(move || {
         word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (word >> 11) as f64 / (1u64 << 53) as f64
-    };
-    let small: Vec<f64> = (0..COUNT).map(|_| (next() - 0.5) * 180.0).collect();
-    let large = (0..COUNT).map(|index| next() * (1u64 << (index % 40)) as f64 + 1e-6).collect();
-    (small, large)
+    })
 }
 
 #[cfg(test)]

@@ -127,6 +127,10 @@ pub struct KernelTable {
     pub cpu: String,
     /// Of a CPU: instruction set that libtorch's own CPU kernels use.
     pub cpu_capability: String,
+    /// Of a CPU: instructions that this process may use of it. oneDNN and MKL choose kernels by them, and of two guests on
+    /// processors of one model one may be kept from some.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub extensions: String,
     /// `cpu`, or `cuda` (HIP answers to the same name).
     pub device: String,
     /// Architecture of the device; empty on CPU.
@@ -167,6 +171,7 @@ impl KernelTable {
             onednn,
             cpu,
             cpu_capability,
+            extensions,
             device,
             architecture,
             gpu,
@@ -182,6 +187,7 @@ impl KernelTable {
         };
         let switches = switches.iter().map(|(name, value)| (name.clone(), value.to_string()));
         let gpu = (!gpu.is_empty()).then(|| format!("gpu={}", pairs(gpu)));
+        let extensions = (!extensions.is_empty()).then(|| format!("extensions={extensions}"));
         let fields = [
             format!("libtorch={libtorch}"),
             format!("mkl={mkl}"),
@@ -197,7 +203,7 @@ impl KernelTable {
             format!("switches={}", pairs(&switches.collect())),
             format!("environment={}", pairs(environment)),
         ];
-        fields.into_iter().chain(gpu).collect::<Vec<_>>().join("; ")
+        fields.into_iter().chain(extensions).chain(gpu).collect::<Vec<_>>().join("; ")
     }
 }
 
@@ -380,6 +386,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
         onednn: of_cpu(c"onednn")?,
         cpu: of_cpu(c"cpu")?,
         cpu_capability: of_cpu(c"cpu_capability")?,
+        extensions: of_cpu(c"extensions")?,
         device: if device.is_cuda() { "cuda" } else { "cpu" }.to_owned(),
         architecture: crate::device::architecture(device)?,
         gpu: gpu_table(device, operations)?,
@@ -451,6 +458,27 @@ mod tests {
         .unwrap();
         let other = RuntimeOptions { device: "cuda:1".to_owned() };
         assert!(matches!(start(&other), Err(Error::TooLate { .. })));
+    }
+
+    /// By another way of asking than ours.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn instructions_are_known_by_name() {
+        let table = start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap();
+        let listed = |name: &str| table.extensions.split(' ').any(|one| one == name);
+        assert_eq!(listed("fma"), is_x86_feature_detected!("fma"));
+        assert_eq!(listed("avx2"), is_x86_feature_detected!("avx2"));
+        assert_eq!(listed("avx512"), can_do("avx512"));
+        assert_eq!(listed("avx512_vnni"), is_x86_feature_detected!("avx512vnni"));
+        assert_eq!(listed("avx512_bf16"), is_x86_feature_detected!("avx512bf16"));
+        assert_eq!(listed("avx512_fp16"), is_x86_feature_detected!("avx512fp16"));
+        assert_eq!(listed("avx_vnni"), is_x86_feature_detected!("avxvnni"));
+        let system = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+        let flags = system.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+        for name in ["amx_bf16", "amx_int8", "amx_fp16"] {
+            assert_eq!(listed(name), flags.split_whitespace().any(|flag| flag == name), "{name}");
+        }
+        assert!(table.fingerprint().contains(&format!("extensions={}", table.extensions)));
     }
 
     #[test]

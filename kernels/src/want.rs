@@ -9,6 +9,7 @@ use std::io::Write as _;
 unsafe extern "C" {
     fn shim_was_refused() -> c_int;
     fn shim_is_refused() -> c_int;
+    fn shim_nothing_left() -> c_int;
     fn _exit(code: c_int) -> !;
 }
 
@@ -22,6 +23,12 @@ pub fn was_refused() -> bool {
 pub fn is_refused() -> bool {
     // SAFETY: reads a mark of this thread.
     unsafe { shim_is_refused() != 0 }
+}
+
+/// Whether the system has as good as nothing left to give: then what failed for no other known reason failed for that.
+pub(crate) fn nothing_left() -> bool {
+    // SAFETY: asks for memory and gives it back.
+    unsafe { shim_nothing_left() != 0 }
 }
 
 /// The system's allocator for a program that ends in order where our own code gets no memory: with a message and code 6, which

@@ -119,7 +119,7 @@ fn mistakes_are_named() {
         ("lr = 1e-2", "lr = nan", &["c.toml:15:", "nan"]),
         ("lr = 1e-2", "lr = -1", &["c.toml:15:", "-1"]),
         ("betas = [0.8, 0.9]", "betas = [0.8, 1.0]", &["c.toml:16:", "1.0", "below 1"]),
-        ("betas = [0.8, 0.9]", "betas = 0.9", &["c.toml:16:", "length 2"]),
+        ("betas = [0.8, 0.9]", "betas = [0.8, 0.9, 7.0]", &["c.toml:16:", "length 2"]),
         ("clip = 2", "clip = inf", &["c.toml:20:", "inf"]),
         ("clip = 2", "clamp = 2", &["c.toml:20:", "clamp"]),
         ("warmup_steps = 3", "warm_up_steps = 3", &["c.toml:23:", "warmup_steps"]),

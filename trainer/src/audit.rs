@@ -47,7 +47,10 @@ pub(crate) struct Outcome {
 }
 
 /// Refuses to go on where a micro-batch of `rank` came out otherwise the second time.
-pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32) -> Result<()> {
+///
+/// Of ranks that share it each computes from what the others made, so what one got wrong comes out otherwise on all of them, or
+/// on another one alone: nobody is told apart.
+pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32, shared: bool) -> Result<()> {
     let losses = [first.loss, second.loss].map(f64::to_bits);
     let ([one, other], what) = match losses[0] == losses[1] {
         true => ([first.gradient, second.gradient], "gradient"),
@@ -56,13 +59,20 @@ pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32) -> Result<()> 
     if one == other {
         return Ok(());
     }
-    Err(Fault::machine(format!(
-        "rank {rank} computed a micro-batch twice, and its {what} came out otherwise: this machine cannot be trusted"
-    ))
-    .found(format!("{other:016x}"))
-    .wanted(format!("{one:016x}"))
-    .hint("nothing of this step was kept: go on with the same command on another machine")
-    .sign_of(Symptom::Untrusted))
+    let twice = format!("computed a micro-batch twice, and its {what} came out otherwise");
+    let fault =
+        |text| Fault::machine(text).found(format!("{other:016x}")).wanted(format!("{one:016x}"));
+    Err(match shared {
+        false => fault(format!("rank {rank} {twice}: this machine cannot be trusted"))
+            .hint("nothing of this step was kept: go on with the same command on another machine")
+            .sign_of(Symptom::Untrusted),
+        true => fault(format!(
+            "rank {rank} and those with whom it shares micro-batches {twice}: one of their machines cannot be trusted"
+        ))
+        .hint(
+            "nothing of this step was kept: the same command without --cp and --tsp, which decide no bit, tells which",
+        ),
+    })
 }
 
 #[cfg(test)]
@@ -87,14 +97,14 @@ mod tests {
         #[test]
         fn one_bit_of_loss_or_gradient_is_found(loss in 0.0..9.0f64, gradient: u64, bit in 0u32..64) {
             let first = Outcome { loss, gradient };
-            prop_assert!(compare(first, first, 2).is_ok());
+            prop_assert!(compare(first, first, 2, false).is_ok());
             let flipped = f64::from_bits(loss.to_bits() ^ (1 << bit));
             let cases = [
                 (Outcome { loss: flipped, ..first }, "loss"),
                 (Outcome { gradient: gradient ^ (1 << bit), ..first }, "gradient"),
             ];
             for (second, what) in cases {
-                let fault = compare(first, second, 2).unwrap_err();
+                let fault = compare(first, second, 2, false).unwrap_err();
                 prop_assert_eq!(fault.class(), contract::Class::Machine);
                 prop_assert!(fault.to_string().contains("rank 2") && fault.to_string().contains(what));
             }

@@ -297,7 +297,7 @@ fn memory_of_all(
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);
         let (tensors, on_device) = (heard.word()?, heard.word()?);
-        let formula = ranks.holds(spec, first, rank)?;
+        let formula = ranks.holds(spec, first, rank);
         Ok(RankMemory { rank, formula, before, most, tensors, on_device })
     };
     (0..).zip(heard.readers()).map(of).collect()

@@ -1,5 +1,6 @@
 //! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
@@ -115,6 +116,19 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
         }
     }
     None
+}
+
+/// The checkpoints that the events at `path` know of, without those that were to be computed again.
+pub(crate) fn checkpoints(path: &Path) -> BTreeSet<u64> {
+    let mut known = BTreeSet::new();
+    for event in each(path).into_iter().flatten() {
+        match event["event"].as_str() {
+            Some("start") => known.retain(|step| Some(*step) <= event["from_step"].as_u64()),
+            Some("checkpoint") => known.extend(event["step"].as_u64()),
+            _ => (),
+        }
+    }
+    known
 }
 
 /// The newest checkpoint that the events at `path` know of since the run last began at its beginning; `None` where they know of

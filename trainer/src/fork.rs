@@ -3,7 +3,8 @@
 //! ```text
 //! ledger.jsonl   the first N + 1 lines of the other run, byte for byte: its line 0, so its name
 //! run.toml       its curriculum, amended from step N + 1 on; that step's line will hold the text, chained to those before
-//! checkpoints/   those up to step N, by links            events.jsonl, metrics/   what they say of steps up to N
+//! checkpoints/   those up to step N, by links            events.jsonl   what it says of steps up to N
+//! metrics/       its curves: those of later steps are undone when the new run goes on
 //! forked.json    which run, where it was, and after which step
 //! ```
 //!
@@ -276,14 +277,14 @@ fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> 
 }
 
 /// Copies the events that are about steps up to `step`, of checkpoints those that the fork has: one that events know of and that
-/// is nowhere is missed.
+/// is nowhere is missed. What names no step is about the one before it: who computed, what was edited.
 fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result<()> {
-    let text = events::read(from)?;
+    let (text, mut about) = (events::read(from)?, 0);
     let shared = |line: &&str| {
-        let event: Value = serde_json::from_str(line).unwrap_or_default();
-        let at = event.get("step").or_else(|| event.get("from_step")).and_then(|at| at.as_u64());
-        let there = |at: &u64| event["event"] != "checkpoint" || checkpoints.contains(at);
-        at.filter(there).is_some_and(|at| at <= step)
+        let Ok(event) = serde_json::from_str::<Value>(line) else { return false };
+        let steps = ["step", "from_step", "recorded"];
+        about = steps.iter().find_map(|step| event[step].as_u64()).unwrap_or(about);
+        about <= step && (event["event"] != "checkpoint" || checkpoints.contains(&about))
     };
     let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
     // The process that trained the shared steps is none of the fork's.

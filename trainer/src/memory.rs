@@ -181,15 +181,23 @@ impl<'a> Ways<'a> {
 
 impl Ranks<'_> {
     /// What `rank` holds in `step`, the one that they stand in.
-    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Result<Holds> {
+    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
+        holds(spec, spec.dtype_at(step), &self.holder(rank))
+    }
+
+    /// What `rank` holds all the time.
+    fn holds_always(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
+        always(spec, spec.dtype_at(step), &self.holder(rank))
+    }
+
+    fn holder(&self, rank: u32) -> Holder<'_> {
         let mesh = self.mesh;
-        let holder = Holder {
+        Holder {
             rank: mesh.place(Axis::Dp, rank),
             line: &self.places[mesh.place(Axis::Sharing, rank) as usize],
             ranks: self,
             fold: &self.folds[mesh.place(Axis::Tsp, rank) as usize],
-        };
-        Ok(holds(spec, spec.dtype_at(step), &holder))
+        }
     }
 }
 
@@ -338,17 +346,16 @@ impl Demand {
 }
 
 /// Refuses steps that by the formula need more memory than the machine has: the operating system would end them without a
-/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count. On a device nothing is
-/// refused: it says itself what does not fit.
+/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
+///
+/// A device says itself what does not fit, so there only a state is refused that alone is too large: what else it holds depends
+/// on documents and on its allocator, and minutes of drawing weights would come before its answer.
 pub(crate) fn refuse(
     spec: &RunSpec,
     demand: Demand,
     (names, me): (&[String], u32),
     device: Device,
 ) -> Result<()> {
-    if device != Device::Cpu {
-        return Ok(());
-    }
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, names.len() as u32);
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
@@ -359,8 +366,12 @@ pub(crate) fn refuse(
         let on_device = device != Device::Cpu;
         let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers, on_device };
         let ranks = ways.at(spec, first)?;
+        if on_device {
+            refuse_state(name, ranks.holds_always(spec, first, me), device)?;
+            continue;
+        }
         for rank in here.iter().copied() {
-            let found = ranks.holds(spec, first, rank)?;
+            let found = ranks.holds(spec, first, rank);
             let mirrored = if mirror { partners.held(&pieces, rank) } else { 0 };
             let parts = [found.sum(), mirrored, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
@@ -379,13 +390,34 @@ pub(crate) fn refuse(
     Ok(())
 }
 
+/// Refuses a state that a device cannot hold, as far as its driver says how much memory it has.
+fn refuse_state(phase: &str, state: Holds, device: Device) -> Result<()> {
+    let Some(there) = kernels::device::memory(device).filter(|there| state.sum() > *there) else {
+        return Ok(());
+    };
+    let Holds { weights, masters, moments, .. } = state;
+    Err(Fault::machine("the state of this run needs more memory than the GPU has")
+        .at(format!("phase {phase:?}"))
+        .found(format!(
+            "{} on this rank: weights {}, moments {}",
+            gib(state.sum()),
+            gib(weights + masters),
+            gib(moments)
+        ))
+        .wanted(format!("less than {}, which activations and gradients share", gib(there)))
+        .hint("more ranks, a GPU for each, share moments and master weights; `ztrain plan` tells what each holds"))
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
+}
+
 fn too_large(
     phase: &str,
     (needed, there): (u64, u64),
     (mine, copies): (Holds, u64),
     ranks: usize,
 ) -> Fault {
-    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
     let Holds { weights, masters, moments, activations, gradients, sent, received, sums } = mine;
     Fault::machine("this run needs more memory than the machine has")
         .at(format!("phase {phase:?}"))

@@ -232,7 +232,7 @@ fn phase_needs(
     let ways = Ways { names, pieces, degrees, flat, schedule, workers, on_device };
     let ranks = ways.at(spec, first)?;
     for rank in 0..fleet.ranks {
-        let holds = ranks.holds(spec, first, rank)?;
+        let holds = ranks.holds(spec, first, rank);
         machine_bytes[(rank / fleet.ranks_per_node) as usize] += holds.sum();
         if holds.sum() > most.sum() {
             (largest_rank, most) = (rank, holds);

@@ -5,18 +5,20 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use contract::Result;
+use contract::{Fault, Result};
 use loader::validation;
 use serde_json::{Value, json};
 
+use crate::mesh::Team;
 use crate::mesh::context::Along;
+use crate::mesh::team::Lines;
+use crate::mesh::words::Writer;
 use crate::model::{self, Computing, Folded, Line};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{Context, FrozenModel, Weights, rows};
 use crate::waiting::Waiting;
-use crate::workers::Workers;
 
 /// When, and over how much.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,79 +67,26 @@ impl Validation {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 
-    /// Takes it as one of the ranks of `cx`: alone as rank 0, which has all weights, or with those who hold them for it. `None`
-    /// on ranks other than 0.
-    pub(crate) fn take_among(
-        &self,
-        cx: Context<'_>,
-        state: &State,
-    ) -> Result<Option<Vec<SourceLoss>>> {
-        let Context { spec, team, workers } = cx;
+    /// Takes it as one of the ranks of `cx`, which deal the text among them: each computes its share by itself, or with those who
+    /// hold weights for it, and hears of the others'. Sources in the order of the plan, those without held-out text left out.
+    pub fn take(&self, cx: Context<'_>, state: &State) -> Result<Vec<SourceLoss>> {
+        let Context { spec, team, .. } = cx;
         let cut = spec.model_at(state.step.max(1))?.cut;
-        let (lines, first) = (team.lines(cut)?, team.group.rank() == 0);
-        if lines.mesh.tsp == 1 {
-            return first.then(|| self.take(spec, state, workers)).transpose();
-        }
-        if lines.data.place != 0 {
-            return Ok(None);
-        }
-        let along = [Along::sharing(&lines)?, Along::folded(&lines)?];
-        let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
-        let (sharing, folded) = (sharing.transpose()?, folded.transpose()?);
-        let how = Computing {
-            options: workers.options().cut(cut),
-            line: sharing.as_ref().map(|line| line as &dyn Line),
-            folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
+        let lines = team.lines(cut)?;
+        let (place, places) = match lines.mesh.tsp {
+            1 => (team.group.rank(), team.group.world()),
+            _ => (lines.data.place, lines.mesh.dp),
         };
-        // What they exchange has one order.
-        let found = self.losses(spec, state, workers.one(), how)?;
-        for line in [sharing, folded].into_iter().flatten() {
-            line.finish()?;
-        }
-        team.group.settled().map_err(lost)?;
-        Ok(first.then_some(found))
-    }
-
-    /// Takes it with the weights and balances of `state`, which are whole: sources in the order of the plan, those without
-    /// held-out text left out.
-    pub fn take(&self, spec: &RunSpec, state: &State, workers: Workers) -> Result<Vec<SourceLoss>> {
-        let cut = spec.model_at(state.step.max(1))?.cut;
-        self.losses(spec, state, workers, workers.options().cut(cut).into())
-    }
-
-    fn losses(
-        &self,
-        spec: &RunSpec,
-        state: &State,
-        workers: Workers,
-        how: Computing<'_>,
-    ) -> Result<Vec<SourceLoss>> {
-        let step = state.step;
-        let at = spec.plan.step(step.max(1))?;
-        let mut pieces = Vec::new();
-        for source in spec.plan.sources() {
-            for (first, rows) in
-                pieces_of(spec, &source.name, at.seq_len, at.micro_batch, self.windows)?
-            {
-                pieces.push((source.name.clone(), first, rows));
-            }
-        }
-        let model = FrozenModel::at(spec, at.step, state, workers)?;
-        let waiting =
-            Mutex::new(Waiting::new(format!("validation after step {step}"), pieces.len() as u64));
-        let losses = workers.map(pieces, |(source, first, count): (String, u64, u64)| {
-            let batch = validation::batch(&spec.data, &source, at.seq_len, first, count)?;
-            let place = || format!("validation of {source} after step {step}, window {first}");
-            let input = rows(&batch, 0..batch.rows);
-            let compute = |Weights { weights, biases }: Weights<'_>| {
-                model::losses(how, model.config(), weights, biases, &input)
-            };
-            let loss = model.read(compute, place)?;
-            waiting.lock().unwrap_or_else(PoisonError::into_inner).one();
-            Ok((source.clone(), loss, batch.label_count))
-        })?;
+        let pieces = self.pieces(spec, state.step)?;
+        let dealt = (place as usize..pieces.len()).step_by(places as usize);
+        let dealt: Vec<_> = dealt.map(|index| (index, pieces[index].clone())).collect();
+        let mine = match lines.mesh.tsp {
+            1 => computed(cx, state, dealt, cx.workers.options().cut(cut).into())?,
+            _ => computed_together(cx, state, &lines, dealt)?,
+        };
+        let losses = told(team, pieces.len(), &mine)?;
         let mut sums: Vec<SourceLoss> = Vec::new();
-        for (source, loss, labels) in losses {
+        for (Piece { source, .. }, Loss { loss, labels }) in pieces.into_iter().zip(losses) {
             match sums.last_mut() {
                 Some(sum) if sum.source == source => {
                     (sum.loss, sum.labels) = (sum.loss + loss, sum.labels + labels);
@@ -148,6 +97,115 @@ impl Validation {
         sums.retain(|sum| sum.labels > 0);
         Ok(sums)
     }
+
+    /// What it is taken over after `step`.
+    fn pieces(&self, spec: &RunSpec, step: u64) -> Result<Vec<Piece>> {
+        let at = spec.plan.step(step.max(1))?;
+        let mut pieces = Vec::new();
+        for source in spec.plan.sources() {
+            let found = pieces_of(spec, &source.name, at.seq_len, at.micro_batch, self.windows)?;
+            let named = |(first, rows)| Piece { source: source.name.clone(), first, rows };
+            pieces.extend(found.into_iter().map(named));
+        }
+        Ok(pieces)
+    }
+}
+
+/// Windows of a source that are computed at once.
+#[derive(Clone)]
+struct Piece {
+    source: String,
+    first: u64,
+    rows: u64,
+}
+
+/// What they cost.
+#[derive(Clone, Copy)]
+struct Loss {
+    loss: f64,
+    labels: u64,
+}
+
+/// The losses of numbered pieces, with weights that are whole or that `how` says how to get.
+fn computed(
+    Context { spec, team, workers }: Context<'_>,
+    state: &State,
+    pieces: Vec<(usize, Piece)>,
+    how: Computing<'_>,
+) -> Result<Vec<(usize, Loss)>> {
+    let step = state.step;
+    let at = spec.plan.step(step.max(1))?;
+    let model = FrozenModel::at(spec, at.step, state, workers)?;
+    let what = format!("validation after step {step}");
+    let waiting = Mutex::new(Waiting::new(what, pieces.len() as u64));
+    workers.map(pieces, |(index, Piece { source, first, rows: count }): (usize, Piece)| {
+        let place = || format!("validation of {source} after step {step}, window {first}");
+        // Held-out text may take longer than a rank is waited for, or watched without a sign of life.
+        team.group.reached(&place());
+        team.group.check().map_err(lost)?;
+        let batch = validation::batch(&spec.data, &source, at.seq_len, first, count)?;
+        let input = rows(&batch, 0..batch.rows);
+        let compute = |Weights { weights, biases }: Weights<'_>| {
+            model::losses(how, model.config(), weights, biases, &input)
+        };
+        let loss = model.read(compute, place)?;
+        // One voice is enough: shares are alike.
+        if team.group.rank() == 0 {
+            waiting.lock().unwrap_or_else(PoisonError::into_inner).one();
+        }
+        Ok((index, Loss { loss, labels: batch.label_count }))
+    })
+}
+
+/// The same, with those who hold weights for this rank, all at once.
+fn computed_together(
+    cx: Context<'_>,
+    state: &State,
+    lines: &Lines<'_>,
+    pieces: Vec<(usize, Piece)>,
+) -> Result<Vec<(usize, Loss)>> {
+    let along = [Along::sharing(lines)?, Along::folded(lines)?];
+    let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
+    let (sharing, folded) = (sharing.transpose()?, folded.transpose()?);
+    let how = Computing {
+        options: cx.workers.options().cut(lines.cut),
+        line: sharing.as_ref().map(|line| line as &dyn Line),
+        folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
+    };
+    // What they exchange has one order.
+    let found = computed(Context { workers: cx.workers.one(), ..cx }, state, pieces, how)?;
+    for line in [sharing, folded].into_iter().flatten() {
+        line.finish()?;
+    }
+    cx.team.group.settled().map_err(lost)?;
+    Ok(found)
+}
+
+/// The losses of all `pieces`, of which `mine` are this rank's.
+fn told(team: &Team<'_>, pieces: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
+    let mut words = Writer::default();
+    words.word(mine.len() as u64);
+    for (index, Loss { loss, labels }) in mine {
+        words.word(*index as u64).float(*loss).word(*labels);
+    }
+    let heard = team.tell("the gathering of losses on held-out text", &words)?;
+    let mut all = vec![None; pieces];
+    for mut heard in heard.readers() {
+        for _ in 0..heard.word()? {
+            let (index, loss, labels) = (heard.word()?, heard.float()?, heard.word()?);
+            let unknown = || Fault::bug("a rank computed held-out text that there is not");
+            let place = usize::try_from(index).ok().and_then(|index| all.get_mut(index));
+            let before = place.ok_or_else(unknown)?.replace(Loss { loss, labels });
+            // Those who hold weights for each other have all computed it.
+            if before.is_some_and(|before: Loss| before.loss.to_bits() != loss.to_bits()) {
+                let what = "ranks that hold weights for each other found different losses";
+                return Err(Fault::mismatch(what).at("validation"));
+            }
+        }
+        heard.end()?;
+    }
+    let all = all.into_iter().collect::<Option<_>>();
+    all.ok_or_else(|| Fault::bug("nobody computed some of the held-out text"))
 }
 
 /// Windows as (first, how many), at most `micro_batch` at a time.

@@ -76,9 +76,18 @@ fn of(index: i32) -> Option<Described> {
 
 /// Name and unique number of the GPU that is computed on, as far as they are said: for the log of where a run was.
 pub fn identity(device: Device) -> Option<[Option<String>; 2]> {
-    let Device::Cuda(index) = device else { return None };
-    let Described { name, uuid, .. } = of(i32::try_from(index).ok()?)?;
+    let Described { name, uuid, .. } = described_at(device)?;
     Some([name, uuid])
+}
+
+/// Bytes of memory of the GPU that is computed on, where its driver says it. Makes no context there.
+pub fn memory(device: Device) -> Option<u64> {
+    described_at(device)?.memory
+}
+
+fn described_at(device: Device) -> Option<Described> {
+    let Device::Cuda(index) = device else { return None };
+    of(i32::try_from(index).ok()?)
 }
 
 #[cfg(test)]

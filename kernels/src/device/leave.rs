@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
+use super::kept::Kept;
 use super::{Event, SideStream, mark};
 use crate::Result;
 use crate::shim::guarded;
@@ -30,7 +31,7 @@ unsafe extern "C" {
 /// Makes copies of one device's tensors.
 #[derive(Debug)]
 pub struct Unloader {
-    side: Option<(usize, SideStream)>,
+    side: Option<(usize, Mutex<SideStream>)>,
 }
 
 /// Copies that a device is still making of tensors: who writes those holds first.
@@ -49,7 +50,13 @@ impl Unloader {
     /// Of `device`, which [`super::open`] has opened.
     pub fn new(device: Device) -> Result<Unloader> {
         let Device::Cuda(index) = device else { return Ok(Unloader { side: None }) };
-        Ok(Unloader { side: Some((index, SideStream::new(index)?)) })
+        Ok(Unloader { side: Some((index, Mutex::new(SideStream::new(index)?))) })
+    }
+
+    /// That of `device` for what is copied now and then: a state that is kept, or replayed. A GPU has one.
+    pub fn kept(device: Device) -> Result<Arc<Unloader>> {
+        static KEPT: Kept<Unloader> = Kept::new();
+        KEPT.of(device, Unloader::new)
     }
 
     /// Copies of tensors as they are when all is done that the calling thread has queued, in plain or pinned memory of the host.
@@ -64,6 +71,7 @@ impl Unloader {
             let tensors = tensors.iter().map(copy).collect::<Result<_>>()?;
             return Ok(Copies { tensors, landing: None });
         };
+        let side = side.lock().unwrap_or_else(PoisonError::into_inner);
         // Enters the device, too, on whatever thread this is.
         if let Some(now) = mark(Device::Cuda(*index))? {
             side.after(&now)?;

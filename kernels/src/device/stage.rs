@@ -20,7 +20,7 @@
 //! The other way round no event is needed: `record_stream` keeps the memory on the device from being used again before the
 //! computing stream is done with it.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::slice;
@@ -29,6 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
+use super::kept::Kept;
 use super::{Event, SideStream, enter};
 use crate::shim::guarded;
 use crate::thread;
@@ -263,19 +264,10 @@ impl Stager {
     }
 
     /// The stager of `device` for what is sent now and then: held-out text, a micro-batch that is computed a second time.
-    ///
-    /// A GPU has one, which is kept. libtorch has 32 streams for a GPU and hands them out in turn: were there one for each piece
-    /// of text, sooner or later a communicator would share its stream with copies.
+    /// A GPU has one.
     pub fn kept(device: Device) -> Result<Arc<Stager>> {
-        static KEPT: Mutex<BTreeMap<usize, Arc<Stager>>> = Mutex::new(BTreeMap::new());
-        let Device::Cuda(index) = device else { return Ok(Arc::new(Stager::new(device)?)) };
-        let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(stager) = kept.get(&index) {
-            return Ok(Arc::clone(stager));
-        }
-        let stager = Arc::new(Stager::new(device)?);
-        kept.insert(index, Arc::clone(&stager));
-        Ok(stager)
+        static KEPT: Kept<Stager> = Kept::new();
+        KEPT.of(device, Stager::new)
     }
 
     /// Where buffers for it are taken.

@@ -264,6 +264,10 @@ impl Held {
                 Some(values.entry(key.to_owned()).or_insert_with(|| value.to_vec()).clone())
             }
             What::Find => values.get(key).cloned(),
+            What::Forget => {
+                values.remove(key);
+                None
+            }
             What::Strangers => Some(self.callers().strangers.written()),
             What::Others => {
                 let others = Strangers::read(value)?;

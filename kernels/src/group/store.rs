@@ -227,6 +227,11 @@ impl Store {
         Ok(self.find(FAULT)?.map(|text| Word::read(&text)))
     }
 
+    /// Forgets `key`: what is said anew all the time would fill whoever holds the store.
+    pub fn forget(&self, key: &str) -> Result<()> {
+        self.ask(What::Forget, key, &[]).map(|_| ())
+    }
+
     /// The value of `key`, if it has one.
     pub fn find(&self, key: &str) -> Result<Option<String>> {
         Ok(self.ask(What::Find, key, &[])?.map(text))

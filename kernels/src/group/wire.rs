@@ -183,6 +183,8 @@ pub(super) enum What {
     Strangers = 4,
     /// Counts, as such, those that another store has refused.
     Others = 5,
+    /// Forgets a key and its value.
+    Forget = 6,
 }
 
 /// A request of one who has proven the key.
@@ -216,7 +218,7 @@ pub(super) fn answer_all(
         let mut head = [0; 9];
         stream.read_exact(&mut head)?;
         let [what, a, b, c, d, value @ ..] = head;
-        let all = [What::Set, What::First, What::Find, What::Strangers, What::Others];
+        let all = [What::Set, What::First, What::Find, What::Strangers, What::Others, What::Forget];
         let what = all.into_iter().find(|one| *one as u8 == what).ok_or(ErrorKind::InvalidData)?;
         let mut key = vec![0; bounded([a, b, c, d], LONGEST[0])?];
         let mut value = vec![0; bounded(value, LONGEST[1])?];

@@ -17,9 +17,10 @@ mod places;
 mod text;
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use contract::ratio::{Ratio, gcd};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
@@ -137,6 +138,33 @@ pub enum NewtonSchulzForm {
     Direct,
 }
 
+/// Two numbers and no more: of an array that is longer than what is read of it, the rest would be dropped without a word.
+fn pair<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<[f64; 2], D::Error> {
+    struct Pair;
+
+    impl<'de> de::Visitor<'de> for Pair {
+        type Value = [f64; 2];
+
+        fn expecting(&self, words: &mut fmt::Formatter<'_>) -> fmt::Result {
+            words.write_str("an array of length 2")
+        }
+
+        fn visit_seq<A: de::SeqAccess<'de>>(
+            self,
+            mut list: A,
+        ) -> std::result::Result<Self::Value, A::Error> {
+            let mut numbers = Vec::new();
+            while let Some(number) = list.next_element::<f64>()? {
+                numbers.push(number);
+            }
+            let count = numbers.len();
+            numbers.try_into().map_err(|_| de::Error::invalid_length(count, &self))
+        }
+    }
+
+    text.deserialize_seq(Pair)
+}
+
 /// `[optimizer]`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -146,6 +174,7 @@ pub struct OptimizerSpec {
     /// The peak learning rate.
     pub lr: f64,
     /// AdamW's two decays.
+    #[serde(deserialize_with = "pair")]
     pub betas: [f64; 2],
     /// AdamW's epsilon.
     pub eps: f64,

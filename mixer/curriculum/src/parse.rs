@@ -187,7 +187,10 @@ fn phases(file: &File, places: &Places, all: Vec<PhaseText>) -> Result<Vec<Phase
             .and_then(|samples| samples.checked_mul(u64::from(phase.seq_len)))
             .and_then(|tokens| tokens.checked_add(total))
             .filter(|&tokens| tokens <= TOKENS_MAX)
-            .ok_or_else(|| places.fault(&long, "the run is longer than 2^62 tokens"))?;
+            .ok_or_else(|| {
+                let fault = places.fault(&long, "the run is longer than 2^62 tokens");
+                fault.wanted("steps, batch and seq_len of all phases that make less")
+            })?;
         phases.push(phase);
     }
     if phases.is_empty() {

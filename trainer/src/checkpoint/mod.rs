@@ -199,6 +199,14 @@ impl Checkpoints {
         Ok(steps.into_iter().collect())
     }
 
+    /// Steps of which there are files and no manifest: a kill left them half written or half removed, or somebody took it away.
+    pub(crate) fn without_manifest(&self) -> Result<BTreeSet<u64>> {
+        let (committed, files) = (self.steps()?, self.medium.list()?);
+        let whole = files.iter().filter_map(|file| step_of(file));
+        let left = whole.filter(|(step, name)| format::is_file(name) && !committed.contains(step));
+        Ok(left.map(|(step, _)| step).collect())
+    }
+
     /// Removes what a kill left half written or half removed.
     pub fn clean(&self) -> Result<()> {
         let (committed, files) = (self.steps()?, self.medium.list()?);

@@ -39,7 +39,7 @@ impl Snapshot {
     /// Copies what this rank owns of `state`, and waits until it is copied.
     pub fn of(state: &State) -> Result<Self> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let snapshot = Snapshot::beside(state, &Unloader::new(device).map_err(refused)?)?;
+        let snapshot = Snapshot::beside(state, &*Unloader::kept(device).map_err(refused)?)?;
         snapshot.arrive()?;
         Ok(snapshot)
     }

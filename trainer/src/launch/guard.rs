@@ -10,7 +10,7 @@
 //! If the guard is gone the run ends in good order, and the same command goes on with it; one by another launcher goes on alone.
 
 use std::ffi::OsString;
-use std::io::{BufRead as _, Write as _};
+use std::io::{BufRead as _, ErrorKind, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -297,7 +297,8 @@ impl Guard {
             pause(time, stop);
             let there = match &rule.until {
                 Some(line) => succeeds(line, stop),
-                None => self.has_room().is_ok(),
+                // Whatever else is in the way, who begins again says it.
+                None => !self.has_room().is_err_and(|error| is_full(&error)),
             };
             if there || stop.load(Ordering::Relaxed) {
                 return;
@@ -326,10 +327,15 @@ impl Guard {
     }
 }
 
-/// Writes so many bytes into a folder, in a file that is gone whatever becomes of this process.
+fn is_full(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
+}
+
+/// Writes so many bytes into a folder, or where it is to be made, in a file that is gone whatever becomes of this process.
 fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
-    let path = folder.join("room");
-    let mut file = std::fs::File::create_new(&path)?;
+    let there = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
+    let path = there.join(format!(".room-{}", std::process::id()));
+    let mut file = std::fs::File::create(&path)?;
     std::fs::remove_file(&path)?;
     let block = vec![0; LITTLE as usize];
     (0..bytes.div_ceil(LITTLE)).try_for_each(|_| file.write_all(&block))?;
@@ -447,5 +453,21 @@ fn scontrol(arguments: &[&str]) -> std::result::Result<String, (String, String)>
     match ran.status.success() {
         true => Ok(String::from_utf8_lossy(&ran.stdout).into_owned()),
         false => Err(cannot(String::from_utf8_lossy(&ran.stderr).into_owned())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What was full may be where the run's folder was to be made, and a look that was killed leaves a file.
+    #[test]
+    fn room_is_looked_for_where_a_folder_will_be_and_as_often_as_asked() {
+        let place = tempfile::tempdir().unwrap();
+        let run = place.path().join("runs/not yet");
+        takes(&run, LITTLE).unwrap();
+        std::fs::write(place.path().join(format!(".room-{}", std::process::id())), "left").unwrap();
+        takes(&run, LITTLE).unwrap();
+        assert_eq!(std::fs::read_dir(place.path()).unwrap().count(), 0);
     }
 }

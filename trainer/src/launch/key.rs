@@ -63,7 +63,7 @@ pub(super) fn run_key(variable: &impl Fn(&str) -> Option<String>, host: &str) ->
 /// What the file at `path` holds, if its owner alone may read it.
 fn read(path: &str) -> Result<String> {
     let failed = |error: std::io::Error| {
-        Fault::usage(format!("cannot read the run's key: {error}")).at(path)
+        Fault::usage(format!("cannot read the run's key: {error}")).at(path).hint(HINT)
     };
     let file = File::open(path).map_err(failed)?;
     let mode = file.metadata().map_err(failed)?.mode() & 0o777;

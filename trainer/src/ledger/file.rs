@@ -204,6 +204,25 @@ impl Ledger {
         &self.curriculum
     }
 
+    /// The curriculum that was in force at `step`, 0 for that of line 0.
+    pub(crate) fn curriculum_at(&self, step: u64) -> Result<String> {
+        let text = text_digest(&self.head.curriculum);
+        let in_force = InForce { before: Line::default(), text };
+        let (line, head) = (self.head_line, self.head_line.chain);
+        let begin = Mark { step: 0, line, head, in_force };
+        let fits = |mark: &Mark| self.source.fits(mark, &begin) && self.source.holds(mark, &begin);
+        let mut marks = (1..=step / SPACING).rev();
+        let from = marks.find_map(|number| self.index.mark(number).filter(fits)).unwrap_or(begin);
+        let found = self.source.curriculum(&from.in_force)?;
+        let mut curriculum = found.unwrap_or_else(|| self.head.curriculum.clone());
+        let mut lines = Lines::after(from.step, from.line);
+        self.source.scan(&mut lines, step - from.step, |_, _, _, text| {
+            curriculum = text.unwrap_or_else(|| std::mem::take(&mut curriculum));
+            Ok(())
+        })?;
+        Ok(curriculum)
+    }
+
     /// The last step recorded; 0 if none is.
     pub fn last_step(&self) -> u64 {
         self.tail.last_step()

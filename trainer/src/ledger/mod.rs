@@ -17,8 +17,8 @@ pub use layers::{LayerParameters, layers};
 pub use record::{Checked, Head, StepRecord};
 
 /// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so.
-pub const FORMAT: u32 = 4;
+pub const FORMAT: u32 = 5;
 
 /// What to do where a run has lost what it goes on by.
-pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or give --restart: every step is \
+pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or train with --restart: every step is \
                                   computed again from the first, and held against the ledger where there is one";

@@ -19,12 +19,18 @@ use super::window::Window;
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
 
+/// A line of the ledger has more bytes: several hundred.
+const LINE: u64 = 128;
+
 /// A step is slow below this share of the usual speed.
 const SLOW: f64 = 0.2;
 
 /// The events of a run, as far as they were read.
 pub struct Log {
     path: PathBuf,
+    ledger: PathBuf,
+    /// Steps that it may have.
+    most: u64,
     reader: Option<BufReader<File>>,
     place: u64,
     /// Seconds of each step, from step 1 on; not a number where none are known.
@@ -133,10 +139,12 @@ impl Happened {
 }
 
 impl Log {
-    /// The events at `path`, none read yet; a run without that file has none.
-    pub fn new(path: &Path) -> Log {
+    /// The events at `path`, none read yet; a run without that file has none. `ledger` is that of the run.
+    pub fn new(path: &Path, ledger: &Path) -> Log {
         Log {
             path: path.to_owned(),
+            ledger: ledger.to_owned(),
+            most: 0,
             reader: None,
             place: 0,
             seconds: Vec::new(),
@@ -176,6 +184,8 @@ impl Log {
     /// Reads what was written since; the number of lines.
     pub fn refresh(&mut self) -> Result<u64> {
         let path = self.path.clone();
+        let recorded = || std::fs::metadata(&self.ledger).map_or(0, |file| file.len());
+        self.most = recorded() / LINE;
         let fault = |error: std::io::Error| Fault::io("read", &path, &error);
         let mut reader = match self.reader.take() {
             Some(reader) => reader,
@@ -227,8 +237,8 @@ impl Log {
     }
 
     fn step(&mut self, event: &Event) {
-        // Steps that no memory could index are no steps of this run.
-        let Some(index) = event.step.checked_sub(1).filter(|at| *at < 1 << 32) else { return };
+        // What the ledger cannot have is no step of this run, and may be beyond all memory.
+        let Some(index) = event.step.checked_sub(1).filter(|at| *at < self.most) else { return };
         let index = index as usize;
         let longer = (index + 1).max(self.seconds.len());
         for column in [&mut self.seconds, &mut self.speed, &mut self.stall, &mut self.memory] {

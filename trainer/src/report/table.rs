@@ -18,7 +18,8 @@ use crate::ledger::{Ledger, SourceSums};
 pub struct Table {
     ledger: Ledger,
     steps: Range<u64>,
-    curriculum: Curriculum,
+    /// The curriculum at the step before.
+    in_force: Curriculum,
     phase: Option<String>,
     widths: Widths,
 }
@@ -51,7 +52,9 @@ impl Table {
             phase: phases.max().unwrap_or(0).max("phase".len()),
         };
         let steps = steps.start..steps.end.min(recorded + 1);
-        Ok(Table { ledger, steps, curriculum, phase: None, widths })
+        let before = ledger.curriculum_at(steps.start.saturating_sub(1).min(recorded))?;
+        let in_force = Curriculum::parse(&before, &place)?;
+        Ok(Table { ledger, steps, in_force, phase: None, widths })
     }
 
     /// The heads of the columns.
@@ -79,10 +82,11 @@ impl Table {
         Ok(Some(Row { seen, notes }))
     }
 
-    /// What the curriculum `text` says else than line 0 from `step` on.
-    fn changes(&self, step: u64, text: &str) -> Result<Vec<String>> {
+    /// What the curriculum `text` says from `step` on else than the one before it.
+    fn changes(&mut self, step: u64, text: &str) -> Result<Vec<String>> {
         let now = Curriculum::parse(text, &format!("the curriculum of step {step}"))?;
-        let mut changes = self.curriculum.difference(&now);
+        let mut changes = self.in_force.difference(&now);
+        self.in_force = now;
         changes.retain(|change| change.first_step >= step);
         let words = changes
             .iter()

@@ -75,7 +75,7 @@ impl View {
         let curriculum = head.curriculum.clone();
         let by_layer = |fold| Bins::new(fold, LAYER_BINS);
         let mut view = View {
-            log: Log::new(&folder.events()),
+            log: Log::new(&folder.events(), &folder.ledger()),
             folder,
             head,
             follower,

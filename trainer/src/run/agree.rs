@@ -27,7 +27,13 @@ pub(super) fn join(
     }
     let ranks = (world.comm.nodes(), world.comm.rank());
     memory::refuse(spec, exec.demand(), ranks, world.device)?;
-    world.comm.choose_transport(world.device, exec.transport).map_err(lost)
+    let chosen = world.comm.choose_transport(world.device, exec.transport);
+    chosen.map_err(|error| match error {
+        kernels::Error::Foreign { .. } => lost(error).hint(
+            "ZTRAIN_RCCL names the library to open; without --transport rccl Gloo is taken where there is none",
+        ),
+        error => lost(error),
+    })
 }
 
 /// The mesh of each phase.

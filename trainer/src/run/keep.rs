@@ -233,7 +233,10 @@ fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<
         .hint("run the same command again: it goes on from the checkpoint before")
     };
     match store.wait(key, patience).map_err(lost)? {
-        Some(word) => spoken(&word, rank),
+        Some(word) => {
+            store.forget(key).map_err(lost)?;
+            spoken(&word, rank)
+        }
         None => {
             let fault = missing();
             store.lose(&[rank], fault.what()).map_err(lost)?;
@@ -268,5 +271,6 @@ mod tests {
         let blob = BlobRecord { name: "a".to_owned(), bytes: 3, digest: Digest(1) };
         store.set("checkpoint/6/4", &word(&Ok(vec![blob.clone()]))).unwrap();
         assert_eq!(heard(&store, "checkpoint/6/4", 4, patience).unwrap(), [blob]);
+        assert_eq!(store.find("checkpoint/6/4").unwrap(), None, "a run has many checkpoints");
     }
 }

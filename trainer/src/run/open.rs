@@ -1,5 +1,6 @@
 //! Where a run goes on: rank 0 takes the folder and looks for the newest checkpoint that every rank can read.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -177,7 +178,6 @@ impl<'a> Opening<'a> {
         recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
         let checkpoints = open.take_checkpoints(exec.checkpoints.as_ref(), patience)?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
-        checkpoints.clean()?;
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
             (step, Fault::data(what).at(checkpoints.location(step).to_string()))
@@ -237,9 +237,17 @@ impl<'a> Opening<'a> {
             && self.open.ledger.last_step() > 0
             && let Some(step) = events::kept(&self.open.folder.events())
         {
+            let bare = self.checkpoints.without_manifest()?;
+            let bare: Vec<String> = bare.iter().map(|step| format!("step-{step}")).collect();
+            let found = match bare.is_empty() {
+                true => "no checkpoint".to_owned(),
+                false => {
+                    format!("no checkpoint, and files without their manifest: {}", bare.join(", "))
+                }
+            };
             return Err(Fault::data("this run's checkpoints are gone")
                 .at(self.checkpoints.place().to_string())
-                .found("no checkpoint")
+                .found(found)
                 .wanted(format!("step-{step}, by {}", self.open.folder.events().display()))
                 .hint(RESTORE));
         }
@@ -247,6 +255,23 @@ impl<'a> Opening<'a> {
             self.pass_over(*step, fault)?;
         }
         Ok(found.state)
+    }
+
+    /// Removes what a kill left half written or half removed: now that nothing is refused any more. A checkpoint that events know
+    /// of and that the retention keeps was neither.
+    fn put_in_order(&mut self) -> Result<()> {
+        let mut lost = self.checkpoints.without_manifest()?;
+        if !lost.is_empty() {
+            let known = events::checkpoints(&self.open.folder.events());
+            lost.retain(|step| known.contains(step));
+        }
+        let all: BTreeSet<u64> = lost.iter().copied().chain(self.checkpoints.steps()?).collect();
+        let gone = self.exec.retention.gone(&all.into_iter().collect::<Vec<_>>());
+        for step in lost.into_iter().filter(|step| !gone.contains(step)) {
+            let place = self.checkpoints.location(step).to_string();
+            self.pass_over(step, &Fault::data("its manifest is missing").at(place))?;
+        }
+        self.checkpoints.clean()
     }
 
     fn pass_over(&mut self, step: u64, fault: &Fault) -> Result<()> {
@@ -257,7 +282,8 @@ impl<'a> Opening<'a> {
     }
 
     /// Begins, or goes on after step `from`.
-    fn begin(self, from: u64) -> Result<Book<'a>> {
+    fn begin(mut self, from: u64) -> Result<Book<'a>> {
+        self.put_in_order()?;
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
         let metrics = Metrics::open(&open.folder.metrics(), from)?;

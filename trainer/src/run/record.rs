@@ -52,17 +52,15 @@ impl Recorder<'_> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
-    /// Takes the loss on held-out text with the state: rank 0 reads the text, and those who hold weights for it; the others wait
-    /// for it at the next step.
+    /// Takes the loss on held-out text with the state, all ranks together.
     pub(super) fn validate(
         &mut self,
         cx: Context<'_>,
         validation: Validation,
         state: &State,
     ) -> Result<()> {
-        let taken = validation.take_among(cx, state)?;
-        let taken = self.0.as_mut().zip(taken);
-        taken.map_or(Ok(()), |(book, sources)| book.validated(state.step, &sources))
+        let sources = validation.take(cx, state)?;
+        self.0.as_mut().map_or(Ok(()), |book| book.validated(state.step, &sources))
     }
 
     /// Writes down a checkpoint that is on the disk.

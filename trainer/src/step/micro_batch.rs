@@ -166,7 +166,7 @@ impl MicroBatches<'_> {
             let MicroBatchSums { loss, gradient, .. } = said.alone()?.0;
             Ok(audit::Outcome { loss, gradient })
         };
-        audit::compare(outcome(first)?, outcome(&second)?, self.rank)
+        audit::compare(outcome(first)?, outcome(&second)?, self.rank, self.shared.is_some())
     }
 }
 

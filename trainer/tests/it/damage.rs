@@ -158,6 +158,49 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
     scratch.run(&scratch.path("run.toml"), "run", |exec| exec.restart = true).unwrap();
 }
 
+/// A manifest is put last, so files without one look like what a kill left; events.jsonl knows better here as well.
+#[test]
+fn a_checkpoint_whose_manifest_is_gone_is_set_aside_and_never_removed_by_a_refusal() {
+    let scratch = Scratch::new();
+    let every = |steps| {
+        move |exec: &mut trainer::ExecOptions| {
+            stop_after(steps)(exec);
+            (exec.checkpoint_every, exec.retention.newest) = (2, 10);
+        }
+    };
+    scratch.run(&scratch.path("run.toml"), "run", every(6)).unwrap();
+    let place = |step: u64, name: &str| scratch.path(&format!("run/checkpoints/{name}step-{step}"));
+    let aside = |step: u64| scratch.path(&format!("manifest-{step}"));
+    for step in [2, 4, 6] {
+        fs::rename(place(step, "").join("manifest.json"), aside(step)).unwrap();
+    }
+    let before = scratch.tree("run/checkpoints");
+    let fault = scratch.run(&scratch.path("run.toml"), "run", every(8)).unwrap_err();
+    assert_eq!(fault.class(), Class::Data, "{fault}");
+    assert!(
+        fault.to_string().contains("without their manifest: step-2, step-4, step-6"),
+        "{fault}"
+    );
+    assert!(scratch.tree("run/checkpoints") == before, "something was removed");
+    for step in [2, 6] {
+        fs::rename(aside(step), place(step, "").join("manifest.json")).unwrap();
+    }
+    // What a kill left half written is nobody's.
+    fs::create_dir_all(place(7, "")).unwrap();
+    let weights = |folder: &Path| files(folder).into_iter().next().unwrap();
+    fs::copy(
+        weights(&place(4, "")),
+        place(7, "").join(weights(&place(4, "")).file_name().unwrap()),
+    )
+    .unwrap();
+    scratch.run(&scratch.path("run.toml"), "run", every(8)).unwrap();
+    assert!(place(4, "damaged-").exists() && !place(4, "").exists());
+    assert_eq!(files(&place(4, "damaged-")).len() + 1, files(&place(6, "")).len());
+    assert!(!place(7, "").join("manifest.json").exists() && !place(7, "damaged-").exists());
+    let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
+    assert!(events.contains("its manifest is missing"), "{events}");
+}
+
 /// The ledger says what was trained: its copy for people is written anew, whatever became of it.
 #[test]
 fn a_run_goes_on_whatever_its_curriculum_for_people_has_become() {

@@ -9,7 +9,7 @@ use trainer::RunSpec;
 use trainer::ledger::Ledger;
 use trainer::model::{MicroBatchInput, forward_backward};
 use trainer::replay::Replayer;
-use trainer::step::Detail;
+use trainer::step::{self, Detail};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
 
@@ -261,7 +261,7 @@ fn few_windows_are_spread_and_never_twice() {
     let state = replayer.unwrap().state_at(3).unwrap();
     let take = |windows| {
         let validation = Validation { every: 1, windows };
-        validation.take(&spec, &state, Workers::new(2)).unwrap()
+        step::alone(&spec, Workers::new(2), |cx| validation.take(cx, &state)).unwrap()
     };
     let whole = take(1000);
     let labels: Vec<u64> = (1..=20).map(|windows| take(windows)[0].labels).collect();

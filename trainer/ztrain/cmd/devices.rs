@@ -70,6 +70,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 
 fn cpu(table: &KernelTable) -> Row {
     let libraries = [
+        ("instructions", &table.extensions),
         ("libtorch", &table.libtorch),
         ("MKL", &table.mkl),
         ("oneDNN", &table.onednn),

@@ -55,7 +55,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         Replayer::open_with(&args.run, &args.store, &world, workers, Together::default())?;
     let step = match args.step {
         Some(step) => step,
-        None => newest(&args)?,
+        None => newest(&args, replayer.recorded())?,
     };
     let state = replayer.state_at(step)?;
     for warning in &replayer.warnings {
@@ -73,11 +73,17 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     Ok(0)
 }
 
-fn newest(args: &Args) -> Result<u64> {
-    let steps = RunFolder::new(&args.run).found_checkpoints()?.steps()?;
-    steps.last().copied().ok_or_else(|| {
-        Fault::usage("this run has no checkpoint")
+fn newest(args: &Args, recorded: u64) -> Result<u64> {
+    let folder = RunFolder::new(&args.run);
+    match folder.found_checkpoints()?.steps()?.last() {
+        Some(step) if *step <= recorded => Ok(*step),
+        Some(step) => Err(Fault::data("the ledger ends before this run's newest checkpoint")
+            .at(folder.ledger().display().to_string())
+            .found(format!("{recorded} steps"))
+            .wanted(format!("step {step}"))
+            .hint("restore it from a copy, or name a step with --step")),
+        None => Err(Fault::usage("this run has no checkpoint")
             .at(args.run.display().to_string())
-            .hint("name a step with --step: it is computed from the beginning")
-    })
+            .hint("name a step with --step: it is computed from the beginning")),
+    }
 }

@@ -47,8 +47,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     if args.json {
         let steps: Vec<u64> = views.iter().map(View::last_step).collect();
         let odd: Vec<usize> = views.iter().map(|view| view.odd().len()).collect();
-        let answer =
-            json!({"file": out, "bytes": text.len(), "step_counts": steps, "odd_step_counts": odd});
+        let file = out.display().to_string();
+        let answer = json!({"file": file, "bytes": text.len(), "step_counts": steps, "odd_step_counts": odd});
         print_raw(&format!("{answer}\n"))?;
         return Ok(0);
     }

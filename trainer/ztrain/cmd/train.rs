@@ -258,6 +258,10 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
 }
 
 fn default_folder(curriculum: &Location) -> PathBuf {
-    let name = curriculum.name();
-    Path::new("runs").join(Path::new(&name).file_stem().unwrap_or("run".as_ref()))
+    // Of a file the bytes of its name, whatever they are: two names may look alike.
+    let name = match curriculum {
+        Location::Local(path) => path.clone(),
+        Location::Object(_) => curriculum.name().into(),
+    };
+    Path::new("runs").join(name.file_stem().unwrap_or("run".as_ref()))
 }

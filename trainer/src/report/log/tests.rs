@@ -11,11 +11,18 @@ fn step(step: u64, speed: f64) -> Value {
     json!({"step": step, "seconds": 2.0, "stall": 0.5, "tokens_per_second": speed, "memory": 1024})
 }
 
+/// Beside a ledger of a hundred steps at most.
+fn log_of(path: &Path) -> Log {
+    let ledger = path.with_file_name("ledger.jsonl");
+    std::fs::write(&ledger, [b' '; 100 * LINE as usize]).unwrap();
+    Log::new(path, &ledger)
+}
+
 #[test]
 fn a_kill_is_told_from_an_end_in_order() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");
-    let mut log = Log::new(&path);
+    let mut log = log_of(&path);
     assert_eq!(log.refresh().unwrap(), 0, "a run without events");
     let mut events = Events::open(&path).unwrap();
     let mut write = |event: &str, fields: Value| events.write(event, fields).unwrap();
@@ -51,16 +58,17 @@ fn a_torn_line_is_read_once_it_is_whole_and_one_in_the_middle_is_counted() {
         json!({"event": "step", "step": 1, "seconds": 1.0, "tokens_per_second": 5.0}).to_string();
     let (begin, rest) = line.split_at(20);
     file.write_all(begin.as_bytes()).unwrap();
-    let mut log = Log::new(&path);
+    let mut log = log_of(&path);
     assert_eq!((log.refresh().unwrap(), log.seconds.len()), (0, 0));
     file.write_all(format!("{rest}\n{{\"event\": \"st\n").as_bytes()).unwrap();
     assert_eq!((log.refresh().unwrap(), log.seconds.len(), log.unreadable), (2, 1, 1));
     // Numbers that no run writes.
-    for (number, seconds) in [(0u64, 1.0), (u64::MAX, 1.0), (2, -1e300)] {
+    for (number, seconds) in [(0u64, 1.0), (u64::MAX, 1.0), (1 << 32, 1.0), (101, 1.0), (2, -1e300)]
+    {
         let line = json!({"event": "step", "step": number, "seconds": seconds, "stall": 1e300});
         file.write_all(format!("{line}\n").as_bytes()).unwrap();
     }
-    assert_eq!((log.refresh().unwrap(), log.seconds.len()), (3, 2));
+    assert_eq!((log.refresh().unwrap(), log.seconds.len()), (5, 2));
 }
 
 #[test]
@@ -77,7 +85,7 @@ fn a_slow_step_and_a_fault_are_odd_and_the_first_step_of_a_process_is_not() {
     events.write("start", start()).unwrap();
     events.write("step", step(61, 5.0)).unwrap();
     events.write("fault", json!({"step": 62, "fault": "the loss is not finite\n  more"})).unwrap();
-    let mut log = Log::new(&path);
+    let mut log = log_of(&path);
     log.refresh().unwrap();
     let odd: Vec<(u64, Kind)> =
         log.odd().iter().map(|one| (one.step, one.reasons[0].kind)).collect();
@@ -89,7 +97,7 @@ fn a_slow_step_and_a_fault_are_odd_and_the_first_step_of_a_process_is_not() {
 fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("events.jsonl");
-    let mut log = Log::new(&path);
+    let mut log = log_of(&path);
     let mut events = Events::open(&path).unwrap();
     let mut write = |event: &str, fields: Value| events.write(event, fields).unwrap();
     write("start", json!({"from_step": 0, "recorded": 0, "device": "cpu", "workers": 2}));
