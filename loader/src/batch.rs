@@ -65,12 +65,21 @@ impl Batch {
 
     /// Hides a run of text of a row, as an amendment that bans its document does; returns how many labels it had.
     pub fn hide(&mut self, row: u64, place: Range<u32>) -> Result<u64> {
+        self.without_labels(row, |row| row.blank(&place))
+    }
+
+    /// Takes the labels of a run of text of a row; what it says stays, for others that see it. Returns how many it had.
+    pub fn unlabel(&mut self, row: u64, place: Range<u32>) -> Result<u64> {
+        self.without_labels(row, |row| row.mask[place.start as usize..place.end as usize].fill(0))
+    }
+
+    fn without_labels(&mut self, row: u64, take: impl FnOnce(&mut Row<'_>)) -> Result<u64> {
         let (width, number) = (self.seq_len as usize, row as usize);
         let mut columns = self.memory.columns_mut()?;
         let mut row = Row::of(&mut columns, number * width..(number + 1) * width);
         let count = |row: &Row<'_>| row.mask.iter().map(|&label| u64::from(label)).sum::<u64>();
         let before = count(&row);
-        row.blank(&place);
+        take(&mut row);
         let hidden = before - count(&row);
         self.sequences[number] = row.digest(&self.boundaries[number]);
         self.label_count -= hidden;

@@ -66,6 +66,13 @@ impl Change {
         if let Some(lr) = self.lr {
             scale_later(&mut curriculum, step, lr / rate_at(spec, step));
         }
+        // What is asked for holds in all of the steps, whatever the run says further on.
+        for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
+            let NumbersChange { optimizer, schedule: _, dtype } = &mut later.numbers;
+            optimizer.clip = optimizer.clip.filter(|_| self.clip.is_none());
+            *dtype = dtype.filter(|_| !self.fp32);
+        }
+        curriculum.amendments.retain(|one| !one.is_empty());
         let first =
             Amendment { step, ban: documents, numbers, skip: self.skip, ..Amendment::default() };
         if !first.is_empty() {

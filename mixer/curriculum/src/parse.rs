@@ -259,6 +259,10 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
     let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
         *optimizer;
     let ([first, second], all) = (betas, f64::INFINITY);
+    // A weight that never had a gradient would be divided by it alone.
+    if eps as f32 == 0.0 {
+        return Err(places.out_of_range("optimizer.eps").wanted("a number above 0, also in f32"));
+    }
     check_numbers(
         places,
         &[

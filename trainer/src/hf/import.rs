@@ -58,14 +58,19 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
                 Layout::Zyphra if name == HEAD => Some(Place::Whole(name.to_owned())),
                 Layout::Zyphra => places.of(name),
             };
-            match place {
-                Some(Place::Whole(name)) => drop(found.insert(name, tensor)),
+            let before = match place {
+                Some(Place::Whole(name)) => found.insert(name, tensor),
                 Some(Place::Expert(name, expert)) => {
-                    experts.entry(name).or_default().insert(expert, tensor);
+                    experts.entry(name).or_default().insert(expert, tensor)
                 }
                 None => return Err(unknown(&path, name)),
+            };
+            match before {
+                None => Ok(()),
+                Some(_) => Err(Fault::data(format!("{name} comes a second time"))
+                    .at(path.display().to_string())
+                    .wanted("each tensor once, in one of the model's files")),
             }
-            Ok(())
         })?;
     }
     let count = described.config.num_experts as usize;

@@ -150,11 +150,7 @@ impl Start {
         if Some(Identity::of_bytes(&own)) != self.manifest.tokenizer {
             return Err(damaged(&path, "its bytes changed since it was written"));
         }
-        let vocabulary = |bytes: &[u8]| {
-            let mut all: serde_json::Value = serde_json::from_slice(bytes).unwrap_or_default();
-            all["model"]["vocab"].take()
-        };
-        if own == stores || vocabulary(&own) == vocabulary(stores) {
+        if own == stores || Vocabulary::of(&own).is_that_of(&Vocabulary::of(stores)) {
             return Ok(());
         }
         Err(Fault::usage(
@@ -163,6 +159,32 @@ impl Start {
         .at(place())
         .found(path.display().to_string())
         .hint("build the store with the start's tokenizer.json"))
+    }
+}
+
+/// What the tokens of a `tokenizer.json` mean, as far as two can be held against each other.
+struct Vocabulary {
+    model: serde_json::Value,
+    /// Those that stand beside the model's, by number.
+    added: BTreeMap<u64, String>,
+}
+
+impl Vocabulary {
+    fn of(bytes: &[u8]) -> Vocabulary {
+        let all: serde_json::Value = serde_json::from_slice(bytes).unwrap_or_default();
+        let model = all.get("model").and_then(|model| model.get("vocab"));
+        let added = all.get("added_tokens").and_then(|added| added.as_array());
+        let token = |one: &serde_json::Value| {
+            Some((one.get("id")?.as_u64()?, one.get("content")?.as_str()?.to_owned()))
+        };
+        let added = added.into_iter().flatten().filter_map(token).collect();
+        Vocabulary { model: model.cloned().unwrap_or_default(), added }
+    }
+
+    /// Whether no number means something else. Tokens beside the model's that the other does not have are in none of its text.
+    fn is_that_of(&self, other: &Vocabulary) -> bool {
+        let same = |(id, text): (&u64, &String)| other.added.get(id).is_none_or(|it| it == text);
+        self.model == other.model && self.added.iter().all(same)
     }
 }
 

@@ -98,11 +98,6 @@ impl Mesh {
         (0..self.world()).all(|rank| first(rank) / ranks_per_node == rank / ranks_per_node)
     }
 
-    /// Every rank computes micro-batches of its own.
-    pub const fn data(world: u32) -> Mesh {
-        Mesh { dp: world, cp: 1, tsp: 1 }
-    }
-
     /// All ranks.
     pub fn world(self) -> u32 {
         self.dp * self.cp * self.tsp

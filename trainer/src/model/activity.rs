@@ -32,7 +32,7 @@ impl LayerActivity {
 }
 
 /// What is not a number is largest.
-fn larger(a: f64, b: f64) -> f64 {
+pub(super) fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }
 

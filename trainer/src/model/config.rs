@@ -235,7 +235,7 @@ impl ZayaConfig {
         let range = self.initializer_range;
         field("initializer_range", positive(range), range.to_string(), "a positive number")?;
         let theta = self.rope_theta;
-        field("rope_theta", positive(theta), theta.to_string(), "a positive number")
+        field("rope_theta", positive(theta) && theta >= 1.0, theta.to_string(), "1 or more")
     }
 
     fn validate_sizes(&self, place: impl Fn(&str) -> String) -> Result<()> {

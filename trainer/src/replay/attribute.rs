@@ -291,15 +291,19 @@ fn gradient(replayer: &Replayer, state: &State, batch: &Batch) -> Result<Vec<Ten
     loss_and_gradient(replayer, state, batch).map(|(_, gradient)| gradient)
 }
 
-/// A batch in which one document alone has labels.
+/// A batch in which one document alone has labels. What others say stays where documents see each other.
 fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Batch> {
     let spec = replayer.spec();
+    let apart = spec.model_at(batch.step)?.config.document_mask;
     let mut alone = replayer.batch(batch.step)?;
     let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;
     for ((row, sample), pieces) in (0..).zip(&batch.samples).zip(&rows) {
         let is_it = spec.plan.sources()[sample.source].name == candidate.source;
         for piece in pieces.iter().filter(|piece| !is_it || piece.document != candidate.document) {
-            alone.hide(row, piece.place.clone())?;
+            match apart {
+                true => alone.hide(row, piece.place.clone())?,
+                false => alone.unlabel(row, piece.place.clone())?,
+            };
         }
     }
     Ok(alone)

@@ -113,8 +113,11 @@ impl Kept {
         }
         all.sort();
         let (mut states, mut sum) = (0, 0);
-        for (_, table, at, bytes) in all {
+        for (Reverse((newest, _)), table, at, bytes) in all {
             (states, sum) = (states + 1, sum + bytes);
+            if newest {
+                continue;
+            }
             if states > self.keep.states || sum > self.keep.bytes {
                 Checkpoints::new(Location::Local(table.clone())).remove(at)?;
                 // Only where it was the last one there.

@@ -33,7 +33,8 @@ use tch::{Device, Tensor};
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::mesh::{Degrees, Schedule, Team};
+use crate::mesh::{Degrees, Schedule, Team, share};
+use crate::model::Fold;
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -299,7 +300,16 @@ impl Replayer {
         Ok(Replayed { narrowed, diverged, loss, record, documents, ..found })
     }
 
-    /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself.
+    /// Has every rank hold all weights of `state`, as the step after it reads them: one is about to compute by itself.
+    pub fn hold_whole(&self, state: &mut State) -> Result<()> {
+        let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
+        match state.hold_as(&self.spec.parameters, (dtype, Fold::default()), self.workers)? {
+            true => share::weights(&team, state),
+            false => Ok(()),
+        }
+    }
+
+    /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself, from whole weights.
     pub fn micro_batch(&self, state: &State, micro_batch: u64) -> Result<Replayed> {
         let step = state.step + 1;
         self.check_micro_batch(step, micro_batch)?;

@@ -201,6 +201,9 @@ fn replay(args: &Args, replayer: &mut Replayer, steps: Range<u64>) -> Result<u8>
             state = replayer.state_after(step - 1)?;
         }
         let before = state.step;
+        if args.micro_batch.is_some() {
+            replayer.hold_whole(&mut state)?;
+        }
         let replayed = match args.micro_batch {
             // One rank computes it by itself.
             Some(_) if !replayer.speaks() => continue,

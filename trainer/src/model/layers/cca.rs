@@ -15,6 +15,7 @@ use tch::{Kind, Tensor};
 
 use super::heads::{CcaGrads, Heads, HeadsGrads, below, columns, rows, shards};
 use crate::model::ZayaConfig;
+use crate::model::activity::larger;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
 use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
@@ -193,7 +194,7 @@ impl Layer for Cca {
             for (chunk, own) in pass.chunks.iter().zip(&shard.chunks) {
                 let seen = Seen::of(chunk, &own.qk, &key, &value, shard.heads.shape);
                 let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
-                largest = Some(largest.map_or(found, |largest| largest.max(found)));
+                largest = Some(largest.map_or(found, |largest| larger(largest, found)));
             }
         }
         Ok(largest)
@@ -399,7 +400,7 @@ impl Seen {
             let (shape, options) = ([span.len, span.keys()], (Kind::Bool, logits.device()));
             let later = Tensor::f_ones(shape, options)?.f_triu(span.before + 1)?;
             let seen = logits.f_masked_fill(&later, f64::NEG_INFINITY)?;
-            largest = largest.max(seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
+            largest = larger(largest, seen.f_max()?.f_double_value(&[])? / (width as f64).sqrt());
             first += span.keys();
         }
         Ok(largest)
