@@ -292,9 +292,11 @@ impl Checkpoints {
     pub(crate) fn set_aside(&self, step: u64) -> Result<()> {
         let files = self.medium.list()?;
         let old = format!("damaged-{}", name(step, ""));
+        // Where the manifest is gone it may have been moved by one that was killed at this.
+        let whole = files.contains(&name(step, format::MANIFEST));
         files
             .iter()
-            .filter(|file| file.starts_with(&old))
+            .filter(|file| whole && file.starts_with(&old))
             .try_for_each(|file| self.medium.remove(file))?;
         self.first_manifest(step)?
             .iter()
@@ -306,11 +308,18 @@ impl Checkpoints {
         self.medium.put(&name(step, format::PINNED), &[]).map(drop)
     }
 
+    /// The steps of those.
+    pub(crate) fn pinned(&self) -> Result<BTreeSet<u64>> {
+        let files = self.medium.list()?;
+        let pinned = files.iter().filter_map(|file| step_of(file));
+        Ok(pinned.filter(|(_, name)| *name == format::PINNED).map(|(step, _)| step).collect())
+    }
+
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
-        let (mut steps, files) = (self.steps()?, self.medium.list()?);
+        let (mut steps, pinned) = (self.steps()?, self.pinned()?);
         // A pinned one stays beside the newest, not in place of one.
-        steps.retain(|step| !files.contains(&name(*step, format::PINNED)));
+        steps.retain(|step| !pinned.contains(step));
         retention.gone(&steps).into_iter().try_for_each(|step| self.remove(step))
     }
 

@@ -16,7 +16,8 @@ pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
 pub use record::{Checked, Head, StepRecord};
 
-/// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so.
+/// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so. 5: a
+/// processor's instructions in the kernel table.
 pub const FORMAT: u32 = 5;
 
 /// What to do where a run has lost what it goes on by.

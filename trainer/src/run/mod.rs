@@ -107,13 +107,13 @@ fn run(
         recorder.strangers(world)?;
         digest = Some(stepped.record.state);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
-        let Asked { stop, join } = stepped.asked;
-        // First what would be lost.
-        if stop || join || checkpoint_is_due(&spec, exec, state.step) {
-            keeper.keep(&state, stepped.record.state, &mut recorder)?;
-        }
+        // Before the state is kept: a run that goes on behind it would not come back for this.
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
             recorder.validate(context, exec.validation, &state)?;
+        }
+        let Asked { stop, join } = stepped.asked;
+        if stop || join || checkpoint_is_due(&spec, exec, state.step) {
+            keeper.keep(&state, stepped.record.state, &mut recorder)?;
         }
         if join && !stop && state.step < last_step(&spec, exec) {
             keeper.finish(&mut recorder)?;

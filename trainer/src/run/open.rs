@@ -79,13 +79,17 @@ pub(super) fn open<'a>(
         let found = match recall(opening.open.ledger.last_step())? {
             Some(found) => {
                 opening.compare(&found)?;
+                // The others write as soon as they know.
+                opening.put_in_order()?;
                 reading.choose(found.0.step, &checkpoints.place())?;
                 Some(found)
             }
             None => {
                 from_memory = false;
                 let found = opening.newest(&reading)?;
-                opening.told(found)?
+                let found = opening.told(found)?;
+                opening.put_in_order()?;
+                found
             }
         };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
@@ -265,7 +269,10 @@ impl<'a> Opening<'a> {
             let known = events::checkpoints(&self.open.folder.events());
             lost.retain(|step| known.contains(step));
         }
-        let all: BTreeSet<u64> = lost.iter().copied().chain(self.checkpoints.steps()?).collect();
+        let pinned = self.checkpoints.pinned()?;
+        let mut all: BTreeSet<u64> =
+            lost.iter().copied().chain(self.checkpoints.steps()?).collect();
+        all.retain(|step| !pinned.contains(step));
         let gone = self.exec.retention.gone(&all.into_iter().collect::<Vec<_>>());
         for step in lost.into_iter().filter(|step| !gone.contains(step)) {
             let place = self.checkpoints.location(step).to_string();
@@ -282,8 +289,7 @@ impl<'a> Opening<'a> {
     }
 
     /// Begins, or goes on after step `from`.
-    fn begin(mut self, from: u64) -> Result<Book<'a>> {
-        self.put_in_order()?;
+    fn begin(self, from: u64) -> Result<Book<'a>> {
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
         let metrics = Metrics::open(&open.folder.metrics(), from)?;
