@@ -343,7 +343,7 @@ mod training {
             ("num_hidden_layers = 2", "num_hidden_layers = 6"),
         ];
         let path = curriculum(&scratch, &store, "run.toml", &wide);
-        for mebibytes in (660..820).step_by(40) {
+        for mebibytes in (660..900).step_by(40) {
             let (run, limit) =
                 (scratch.path(&mebibytes.to_string()), format!("-v {}", mebibytes << 10));
             let args = ["--curriculum", arg(&path), "--out", arg(&run), "--stop-after", "2"];

@@ -119,7 +119,9 @@ fn mistakes_are_named() {
         ("lr = 1e-2", "lr = nan", &["c.toml:15:", "nan"]),
         ("lr = 1e-2", "lr = -1", &["c.toml:15:", "-1"]),
         ("betas = [0.8, 0.9]", "betas = [0.8, 1.0]", &["c.toml:16:", "1.0", "below 1"]),
+        ("betas = [0.8, 0.9]", "betas = 0.9", &["c.toml:16:", "length 2"]),
         ("betas = [0.8, 0.9]", "betas = [0.8, 0.9, 7.0]", &["c.toml:16:", "length 2"]),
+        ("eps = 1e-9", "eps = 1e-46", &["c.toml:17:", "1e-46", "above 0, also in f32"]),
         ("clip = 2", "clip = inf", &["c.toml:20:", "inf"]),
         ("clip = 2", "clamp = 2", &["c.toml:20:", "clamp"]),
         ("warmup_steps = 3", "warm_up_steps = 3", &["c.toml:23:", "warmup_steps"]),
@@ -171,9 +173,8 @@ fn mistakes_are_named() {
             assert!(told.contains(word), "{from:?} -> {to:?}: no {word:?} in\n{told}");
         }
     }
-    assert!(
-        Curriculum::parse("store = \"s\"", "c.toml").unwrap_err().to_string().contains("phase")
-    );
+    let bare = Curriculum::parse("store = \"s\"", "c.toml").unwrap_err();
+    assert!(bare.to_string().contains("phase"));
 }
 
 /// Mistakes that only the sources can show.
@@ -307,11 +308,8 @@ fn windows_and_amendments_arrive() {
     assert_eq!(changed("percentile = 90", "percentile = 91"), one("auto_clip.percentile", 1));
     let plain = parse(WHOLE).difference(&c);
     let keys: Vec<&str> = plain.iter().map(|it| it.key.as_str()).collect();
-    assert!(
-        ["skip_step.window", "auto_clip.window", "amendment.1", "amendment.2"]
-            .iter()
-            .all(|key| keys.contains(key))
-    );
+    let all = ["skip_step.window", "auto_clip.window", "amendment.1", "amendment.2"];
+    assert!(all.iter().all(|key| keys.contains(key)));
 
     let mistakes: &[(&str, &str, &str)] = &[
         ("sigma = 5", "sigma = -5", "c.toml:44:1"),

@@ -253,3 +253,25 @@ fn damaged(path: &Path, what: &str) -> Fault {
         .at(path.display().to_string())
         .hint("restore the file from a backup, or make the start anew with `ztrain import`")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_beside_the_models_have_to_mean_the_same_and_nonsense_means_nothing() {
+        let of = |vocabulary: &str, id: u64, added: &str| {
+            let added = serde_json::json!([{"id": id, "content": added}]);
+            let model = serde_json::json!({"vocab": {vocabulary: 0}});
+            let all = serde_json::json!({"model": model, "added_tokens": added});
+            Vocabulary::of(all.to_string().as_bytes())
+        };
+        let own = of("a", 1, "<end>");
+        assert!(own.is_that_of(&of("a", 1, "<end>")));
+        assert!(own.is_that_of(&of("a", 2, "<pad>")), "the other has one more");
+        assert!(!own.is_that_of(&of("a", 1, "<begin>")) && !own.is_that_of(&of("b", 1, "<end>")));
+        for odd in ["[]", "7", "\"x\"", "{\"model\": []}", "{\"added_tokens\": 3}", "nonsense"] {
+            assert!(!own.is_that_of(&Vocabulary::of(odd.as_bytes())), "{odd}");
+        }
+    }
+}

@@ -266,6 +266,17 @@ fn a_part_of_a_model_is_refused_by_the_tensors_name() {
         assert!(fault.to_string().contains(word), "{fault}");
         assert!(!target.exists(), "nothing is left of a start that failed");
     }
+    // One that stands in two files.
+    write_zyphra(&fixture, &source, "");
+    let parts = ["a.safetensors", "b.safetensors"];
+    for part in parts {
+        fs::copy(source.join("model.safetensors"), source.join(part)).unwrap();
+    }
+    fs::remove_file(source.join("model.safetensors")).unwrap();
+    let index = json!({"weight_map": {"one": parts[0], "other": parts[1]}}).to_string();
+    fs::write(source.join("model.safetensors.index.json"), index).unwrap();
+    let fault = import(&source, &target).unwrap_err().to_string();
+    assert!(fault.contains("b.safetensors") && fault.contains("a second time"), "{fault}");
     // A tensor that the configuration has no place for: one layer less than there are tensors.
     let whole = scratch.path().join("whole");
     fs::create_dir(&whole).unwrap();

@@ -115,10 +115,7 @@ impl Kept {
         let (mut states, mut sum) = (0, 0);
         for (Reverse((newest, _)), table, at, bytes) in all {
             (states, sum) = (states + 1, sum + bytes);
-            if newest {
-                continue;
-            }
-            if states > self.keep.states || sum > self.keep.bytes {
+            if !newest && (states > self.keep.states || sum > self.keep.bytes) {
                 Checkpoints::new(Location::Local(table.clone())).remove(at)?;
                 // Only where it was the last one there.
                 disk::remove_if_empty(&table);

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use contract::Class;
+use curriculum::Dtype;
 use loader::Opened;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
@@ -316,6 +317,28 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
         Ok(())
     });
     outcome.unwrap();
+}
+
+/// What later amendments say of a clip or a number format gives way to what is asked for, and what else they say does not.
+#[test]
+fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() {
+    let scratch = Scratch::new();
+    let later = "\n[[amendment]]\nstep = 7\ndtype = \"f32\"\n\n\
+        [[amendment]]\nstep = 8\noptimizer = { clip = 0.25, lr = 1e-3 }\n\n\
+        [[amendment]]\nstep = 9\ndtype = \"bf16\"\n";
+    let text = CURRICULUM.replace("\"f32\"", "\"bf16\"") + later;
+    let path = scratch.write("run.toml", &text);
+    let spec = RunSpec::new(&Opened::open(&path).unwrap()).unwrap();
+    let change = Change { clip: Some(1e-3), fp32: true, ..Change::default() };
+    let amended = change.amended(&spec, 6..11, Documents::new()).unwrap();
+    let amended = RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+    for step in 1..=10 {
+        let (was, now) = (spec.settings_at(step), amended.settings_at(step));
+        assert_eq!(now.clip, if step < 6 { was.clip } else { 1e-3 }, "step {step}");
+        assert_eq!(now.schedule.rate(step), was.schedule.rate(step), "step {step}");
+        let dtype = amended.curriculum.numbers_at(step).dtype;
+        assert_eq!(dtype == Dtype::F32, step >= 6, "step {step}");
+    }
 }
 
 /// Where a phase that no step of a question lies in could not do without a source, only a fork has to mind.

@@ -356,26 +356,30 @@ fn documents_are_left_out_of_a_window_exactly() {
     assert_eq!(fault.class(), Class::Usage, "no step follows this window");
 }
 
-/// The parts of a step's gradient, taken one document at a time, are the whole of it: found from what is predicted.
+/// The parts of a step's gradient, taken one document at a time, are the whole of it: found from what is predicted. Also where
+/// documents of a row see each other.
 #[test]
 fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let all = Effort { documents: usize::MAX, subsets: 0 };
-    let found = attribute(&mut open(&scratch, "run"), 6..7, all).unwrap();
-    assert_eq!(found.lds, None);
-    let record = replay(&scratch, "run", 6).record.unwrap();
-    let (labels, lr) = (record.label_count as f64, record.lr());
-    assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.label_count);
-    // predicted = -lr ((whole - own) / (labels - n) - whole / labels), solved for own.
-    let whole = -found.predicted_step / lr * labels;
-    let own = found
-        .documents
-        .iter()
-        .map(|one| whole - (labels - one.labels as f64) * (whole / labels - one.predicted / lr));
-    let (sum, size) = own.fold((0.0, 0.0), |(sum, size), own| (sum + own, size + own.abs()));
-    assert!((sum - whole).abs() < 1e-4 * size, "{sum} is not {whole}, of {size}");
-    assert!(found.documents.len() > 3 && size > 0.0);
+    let seen = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
+    scratch.run(&scratch.edited("seen.toml", &[seen]), "seen", |_| ()).unwrap();
+    for run in ["run", "seen"] {
+        let all = Effort { documents: usize::MAX, subsets: 0 };
+        let found = attribute(&mut open(&scratch, run), 6..7, all).unwrap();
+        assert_eq!(found.lds, None);
+        let record = replay(&scratch, run, 6).record.unwrap();
+        let (labels, lr) = (record.label_count as f64, record.lr());
+        assert_eq!(found.documents.iter().map(|one| one.labels).sum::<u64>(), record.label_count);
+        // predicted = -lr ((whole - own) / (labels - n) - whole / labels), solved for own.
+        let whole = -found.predicted_step / lr * labels;
+        let own = found.documents.iter().map(|one| {
+            whole - (labels - one.labels as f64) * (whole / labels - one.predicted / lr)
+        });
+        let (sum, size) = own.fold((0.0, 0.0), |(sum, size), own| (sum + own, size + own.abs()));
+        assert!((sum - whole).abs() < 1e-4 * size, "{run}: {sum} is not {whole}, of {size}");
+        assert!(found.documents.len() > 3 && size > 0.0);
+    }
 }
 
 /// Where a step hardly moves the weights, the target's gradient before it is the one after it: then what the products of

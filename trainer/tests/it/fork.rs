@@ -123,6 +123,28 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     assert!(notes[0].ends_with("fork after step 7"), "{notes:?}");
 }
 
+/// Of who computed the shared steps, and by which edits, a fork's events say what the run's do.
+#[test]
+fn a_fork_knows_who_computed_what_it_shares() {
+    let scratch = Scratch::new();
+    assert!(
+        train_with(&scratch, "run", 2, |_, exec| stop_after(4)(exec)).iter().all(Result::is_ok)
+    );
+    let later = "\n[[amendment]]\nstep = 9\nmix = { web = 5, math = 2 }\n";
+    scratch.write("run.toml", &(CURRICULUM.to_owned() + later));
+    scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap();
+    forked(&scratch, 6, "fork", &Change::default()).unwrap();
+    let told = |run: &str, event: &str| -> Vec<String> {
+        let text = fs::read_to_string(scratch.path(run).join("events.jsonl")).unwrap();
+        let is_it = |line: &&str| line.contains(&format!("\"event\":\"{event}\""));
+        text.lines().filter(is_it).map(str::to_owned).collect()
+    };
+    for event in ["ranks", "edit", "start"] {
+        assert!(!told("run", event).is_empty(), "{event}");
+        assert_eq!(told("run", event), told("fork", event));
+    }
+}
+
 /// What a look finds out is found out before a command is named that could not run.
 #[test]
 fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {

@@ -9,7 +9,7 @@ use serde_json::Value;
 use trainer::report::{Happened, Table, View, Watch, page, payload};
 
 use crate::damage::forge;
-use crate::support::{Scratch, stop_after};
+use crate::support::{CURRICULUM, Scratch, stop_after};
 
 fn lines(scratch: &Scratch, out: &str) -> Vec<Value> {
     scratch.ledger(out).lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -45,6 +45,37 @@ fn the_table_says_what_the_ledger_says() {
     assert_eq!(some.to_json()["step"], 3);
     assert!(Table::open(&root, Some(11..12), 1).is_err());
     assert!(Table::open(&scratch.path("none"), None, 1).is_err());
+}
+
+/// An edit is told where it begins to matter, and what an earlier one said is not told again.
+#[test]
+fn changes_of_the_curriculum_are_told_once() {
+    let scratch = Scratch::new();
+    let amendment = |step: u64, web: u64| {
+        format!("\n[[amendment]]\nstep = {step}\nmix = {{ web = {web}, math = 2 }}\n")
+    };
+    let (first, last) = (amendment(4, 3), amendment(9, 5));
+    for (stop, between) in [(2, None), (5, Some("")), (10, Some(amendment(7, 7).as_str()))] {
+        let edit = between.map(|between| [&first, between, &last].concat()).unwrap_or_default();
+        scratch.write("run.toml", &(CURRICULUM.to_owned() + &edit));
+        scratch.run(&scratch.path("run.toml"), "run", stop_after(stop)).unwrap();
+    }
+    for from in [1, 5] {
+        let mut table = Table::open(&scratch.path("run"), Some(from..11), 1).unwrap();
+        while let Some(row) = table.next_step().unwrap() {
+            let text = table.text(&row);
+            let changes = text.lines().filter(|line| line.contains("curriculum changes"));
+            let changes = changes.collect::<Vec<_>>().join("\n");
+            let step = row.to_json()["step"].as_u64().unwrap();
+            let told = [4, 7, 9].map(|step| changes.contains(&format!("step = {step}")));
+            let wanted = match step {
+                4 => [true, false, true],
+                7 => [false, true, false],
+                _ => [false; 3],
+            };
+            assert_eq!(told, wanted, "step {step}, from {from}: {changes}");
+        }
+    }
 }
 
 /// The chain is right, and the loss is a lie.
