@@ -1,9 +1,43 @@
 //! Fear: that preparing data needs libtorch.
 
+use std::path::Path;
 use std::process::Command;
 
-/// `zdata` is for machines that have no libtorch. That it builds without is checked by `.ci/run`; that the program
-/// asks the loader for none, here.
+/// `zdata` is for machines that have no libtorch: its sources name no crate that needs it, what is built without the feature `train`
+/// depends on none, and the program asks the loader for none.
+#[test]
+fn zdata_builds_without_libtorch() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let tree = "tree --package zstack --no-default-features --edges normal,build --prefix none";
+    let output = Command::new(env!("CARGO"))
+        .args(tree.split(' '))
+        .args(["--locked", "--offline"])
+        .current_dir(root)
+        .output()
+        .unwrap();
+    let tree = String::from_utf8(output.stdout).unwrap();
+    assert!(tree.contains("ingest v"), "{tree}{}", String::from_utf8_lossy(&output.stderr));
+    let foreign = ["trainer", "kernels", "tch", "torch-sys"];
+    for package in foreign {
+        assert!(!tree.lines().any(|line| line.starts_with(&format!("{package} v"))), "{tree}");
+    }
+    let mut folders = vec![root.join("ingest/zdata")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let source = std::fs::read_to_string(&path).unwrap();
+            for package in foreign {
+                let named = format!("{}::", package.replace('-', "_"));
+                assert!(!source.contains(&named), "{} names {named}", path.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn zdata_links_no_libtorch() {
     let libraries = needed(env!("CARGO_BIN_EXE_zdata"));

@@ -1,7 +1,5 @@
 //! The curriculum file: what it means, what it refuses and where it points, and what an edit changes.
 
-#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
-
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
 use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};

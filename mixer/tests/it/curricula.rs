@@ -1,7 +1,5 @@
 //! The shipped recipe: it plans, it is one run that grows, and it says what the published one says.
 
-#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
-
 use std::path::Path;
 
 use mixer::{Curriculum, Plan, described_store};

@@ -3,8 +3,6 @@
 //! Only the keyed permutation and its keys are shared with the plan; they have tests of their own. Everything else
 //! is written again here in the most obvious way.
 
-#![expect(clippy::unwrap_used, reason = "a failing test may panic")]
-
 mod amendments;
 mod long;
 mod packed;
