@@ -48,7 +48,8 @@ max_epochs = 100
 """
 
 # Shape of a benched step by preset: tokens of a sequence, sequences of a step and of a micro-batch.
-STEPS = {"nano": (1024, 16, 8), "20m": (1024, 16, 8), "1b": (2048, 8, 4)}
+# The wide one is what a device of 80 GB is filled by.
+STEPS = {"nano": (1024, 16, 8), "20m": (1024, 16, 8), "1b": (2048, 8, 4), "1b-wide": (2048, 128, 16)}
 
 BENCH = """store = "{store}"
 seed = 3
@@ -356,15 +357,15 @@ class Checks:
     def shape(self, preset, dtype, steps):
         """A curriculum of a step to be measured."""
         seq_len, batch, micro_batch = STEPS[preset]
-        fields = f"vocab_size = {side_by_side.VOCAB}" if preset != "1b" else ""
+        fields = f"vocab_size = {side_by_side.VOCAB}" if not preset.startswith("1b") else ""
         if self.pretended:
             if preset != "nano":
                 raise Skip("a pretended GPU computes on this machine's processor: hours")
             seq_len, batch, micro_batch = 64, 4, 2
             fields += "\nnum_hidden_layers = 2\nhidden_size = 64"
         # One warms up, and one is traced.
-        return self.curriculum(f"{preset}-{dtype}", BENCH, dtype=dtype, preset=preset, fields=fields, steps=steps + 2,
-                               seq_len=seq_len, batch=batch, micro_batch=micro_batch)
+        return self.curriculum(f"{preset}-{dtype}", BENCH, dtype=dtype, preset=preset.removesuffix("-wide"), fields=fields,
+                               steps=steps + 2, seq_len=seq_len, batch=batch, micro_batch=micro_batch)
 
     def hash(self):
         """Each product of a model many times."""
@@ -475,7 +476,8 @@ class Checks:
             raise Skip(f"this Python cannot: {ready.stderr.strip().splitlines()[-1]}")
         self.late(0.9)
         said = {}
-        for preset, (seq_len, batch, micro_batch) in STEPS.items():
+        for preset in ["nano", "20m", "1b"]:
+            seq_len, batch, micro_batch = STEPS[preset]
             # Those that there is time for, the smallest first.
             if said and self.left() < 0.15 * self.asked.seconds:
                 break
@@ -529,7 +531,8 @@ class Checks:
             yield f"bits {dtype}", lambda dtype=dtype: self.bits(dtype)
         for name in ["ranks", "hash", "bandwidth", "gemm"]:
             yield name, getattr(self, name)
-        for preset, dtype in [("nano", "f32"), ("nano", "bf16"), ("20m", "bf16"), ("1b", "bf16")]:
+        measured = [("nano", "f32"), *((preset, "bf16") for preset in STEPS)]
+        for preset, dtype in measured:
             yield f"step {preset} {dtype}", lambda preset=preset, dtype=dtype: self.step(preset, dtype)
             yield f"top {preset} {dtype}", lambda which=f"{preset} {dtype}": self.top(which)
         for name in ["memory", "checkpoints", "tolerance", "beside", "sanitizer"]:
