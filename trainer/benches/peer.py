@@ -14,6 +14,7 @@ Needs PyTorch 2.11; `--check` needs transformers as well.
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import pathlib
@@ -134,11 +135,9 @@ def layer(c, x, state, beta, place, w):
 def products(x, weights, ends):
     if x.is_cuda:
         return torch._grouped_mm(x, weights.transpose(-2, -1), offs=ends)
-    out, start = [], 0
-    for weight, end in zip(weights, ends.tolist()):
-        out.append(x[start:end] @ weight.t())
-        start = end
-    return torch.cat(out + [x.new_zeros(len(x) - start, weights.shape[1])])
+    # On a CPU only losses matter: every expert over all rows.
+    expert = (torch.arange(len(x))[:, None] >= ends).sum(1, keepdim=True)
+    return sum(torch.where(expert == e, x @ weight.t(), 0.0) for e, weight in enumerate(weights))
 
 
 def embed(tokens, emb, scale):
@@ -307,13 +306,7 @@ def run(asked, row, left):
     c, device = SHAPES[asked.model], torch.device(asked.device)
     dtype, cuda = {"bf16": torch.bfloat16, "f32": torch.float32}[asked.dtype], device.type == "cuda"
     name = f"{asked.model} {asked.dtype} {asked.tokens} x {asked.micro_batches} row {row}"
-    model = Model(c, asked.tokens, asked.micro_batches, device, dtype, row)
-    if asked.weights:
-        from safetensors.torch import load_file
-        model.load({k: v for path in sorted(pathlib.Path(asked.weights).glob("*.safetensors")) for k, v in load_file(path).items()})
-    data = list(batches(asked, c, device))
     used, skipped = [], {}
-    stream = torch.cuda.Stream() if cuda else None
     wait = torch.cuda.synchronize if cuda else lambda: None
 
     def attempt(what, seconds, work, undo):
@@ -323,8 +316,12 @@ def run(asked, row, left):
                 work()
                 wait()
             used.append(what)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as fault:  # whatever it is, the run goes on without
             undo()
+            for weight in model.weights.values():
+                weight.grad = None
             skipped[what] = f"{type(fault).__name__}: {str(fault).strip().splitlines()[0][:300] if str(fault) else ''}"
         say(what="prepared", run=name, step=what, seconds=round(time.perf_counter() - begin, 1), failed=skipped.get(what))
 
@@ -337,7 +334,14 @@ def run(asked, row, left):
     def plain():
         model.functions = embed, layer, head
 
+    # All on one stream, which a graph can be captured from: gradients are added on the stream where their weights were made.
+    stream = torch.cuda.Stream() if cuda else None
     with torch.cuda.stream(stream) if cuda else contextlib.nullcontext():
+        model = Model(c, asked.tokens, asked.micro_batches, device, dtype, row)
+        if asked.weights:
+            from safetensors.torch import load_file
+            model.load({k: v for path in sorted(pathlib.Path(asked.weights).glob("*.safetensors")) for k, v in load_file(path).items()})
+        data = list(batches(asked, c, device))
         if asked.compile:
             attempt("compile", min(asked.compile_seconds, left()), lambda: (model.compile(), warm()), plain)
         if "compile" not in used:
@@ -424,11 +428,20 @@ def main():
         return check()
     say(what="start", torch=torch.__version__, device=torch.cuda.get_device_name() if asked.device != "cpu" else "cpu")
     for row in asked.rows.split(","):
-        try:
-            run(asked, row, lambda: asked.seconds - (time.perf_counter() - START))
-        except Exception as fault:
-            say(what="failed", row=row, why=f"{type(fault).__name__}: {str(fault)[:500]}")
+        for _ in range(2):
+            try:
+                run(asked, row, lambda: asked.seconds - (time.perf_counter() - START))
+                break
+            except Exception as fault:
+                memory = isinstance(fault, torch.OutOfMemoryError)
+                say(what="failed", row=row, tokens=asked.tokens, why=f"{type(fault).__name__}: {str(fault)[:500]}")
+            if not memory:
+                break
+            # The same tokens a step in smaller micro-batches.
+            asked.tokens, asked.micro_batches = asked.tokens // 2, asked.micro_batches * 2
+            torch.cuda.empty_cache()
         if asked.device != "cpu":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

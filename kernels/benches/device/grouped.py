@@ -139,7 +139,7 @@ def prove(case, by, work):
 
 def alone(case, by, out, work):
     """An expert whose rows lie elsewhere and who has no neighbours leaves the same bits."""
-    torch, (a, b), e = case.torch, case.sets[0], 5
+    torch, (a, b), e = case.torch, case.sets[0], E // 3
     start = sum(case.counts[:e])
     rows = slice(start, start + case.counts[e])
     one = torch.full_like(out[e:e + 1] if case.way == "weights" else out[rows], float("nan"))
