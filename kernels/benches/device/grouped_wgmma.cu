@@ -118,7 +118,7 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
   const u32 base = (smem(pool) + 1023) / 1024 * 1024, full = base + STAGES * STAGE, empty = full + 8 * STAGES;
   const u32 group = threadIdx.x / 128;
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < STAGES; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, PAIR ? 4 : 2);
+    for (u32 i = 0; i < STAGES; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, PAIR ? 16 : 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -155,7 +155,7 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     float d[128];
     auto release = [&](u32 stage) {
-      if (threadIdx.x % 128 == 0) {
+      if (lane == 0) {
         if (PAIR) bar_arrive_at(empty + 8 * stage, 0), bar_arrive_at(empty + 8 * stage, 1);
         else bar_arrive(empty + 8 * stage);
       }
