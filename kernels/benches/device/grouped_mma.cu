@@ -81,14 +81,23 @@ template <int MODE, int BM, int BN, int WM, int WN, int STAGES> struct Tile {
 
   struct Loader {
     Walk<MODE, BM, BN> walk;
-    int step;
+    int step, left;                 // of the tile's K; rows of the expert that are still to come
     bool more;
+    const bf16 *a, *b;              // what this thread takes first of a step
     u32 rows[TA ? 1 : A_LOADS], there;  // of `a`, in elements; a bit for each that exists
     MEMBER void settle(const Args& g, u32 tid) {
       more = walk.find(g);
       while (more && walk.steps == 0) walk.t += gridDim.x, more = walk.find(g);
       step = 0;
-      if (TA || !more) return;
+      if (!more) return;
+      left = walk.end - walk.begin;
+      if (MODE == 0) b = g.b + static_cast<u64>(walk.e * g.n + walk.col + tid / 8) * g.k + tid % 8 * 8;
+      else b = g.b + static_cast<u64>((MODE == 1 ? walk.e * g.k : walk.begin) + tid / (BN / 8)) * g.n + walk.col + tid % (BN / 8) * 8;
+      if (TA) {
+        a = g.a + static_cast<u64>(walk.begin + tid / (BM / 8)) * g.m + walk.row + tid % (BM / 8) * 8;
+        return;
+      }
+      a = g.a;
       there = 0;
 #pragma unroll
       for (int i = 0; i < A_LOADS; ++i) {
@@ -99,32 +108,22 @@ template <int MODE, int BM, int BN, int WM, int WN, int STAGES> struct Tile {
         there |= (in ? 1u : 0u) << i;
       }
     }
+    // Where there is nothing, nothing is read, wherever the address lies.
     MEMBER void fetch(const Args& g, u32 to, u32 tid) {
       if (more) {
-        const int k = step * 64, left = walk.end - walk.begin - k;
+        constexpr int A_ROWS = TA ? T / (BM / 8) : T / 8, B_ROWS = TB ? T / (BN / 8) : T / 8;  // of one load of all threads
+        const u32 ra = tid / (TA ? BM / 8 : 8), rb = tid / (TB ? BN / 8 : 8);
+        const u32 to_a = to + place<PA>(ra, tid % (TA ? BM / 8 : 8)), to_b = to + A_BYTES + place<PB>(rb, tid % (TB ? BN / 8 : 8));
 #pragma unroll
-        for (int i = 0; i < A_LOADS; ++i) {
-          if (TA) {
-            const int at = tid + i * T, r = at / (BM / 8), c = at % (BM / 8);
-            const bool in = r < left;
-            copy16(to + place<PA>(r, c), g.a + static_cast<u64>(walk.begin + k + (in ? r : 0)) * g.m + walk.row + c * 8, in);
-          } else {
-            copy16(to + place<PA>(tid / 8 + i * (T / 8), tid % 8), g.a + rows[i] + k, there >> i & 1);
-          }
-        }
+        for (int i = 0; i < A_LOADS; ++i)
+          copy16(to_a + i * A_ROWS * PA, TA ? a + static_cast<u32>(i * A_ROWS * g.m) : a + rows[i], TA ? static_cast<int>(ra + i * A_ROWS) < left : there >> i & 1);
+        const int across = MODE == 0 ? g.k : g.n;
 #pragma unroll
-        for (int i = 0; i < B_LOADS; ++i) {
-          const int at = tid + i * T;
-          if (MODE == 0) {
-            const int r = at / 8, c = at % 8;
-            copy16(to + A_BYTES + place<PB>(r, c), g.b + static_cast<u64>(walk.e * g.n + walk.col + r) * g.k + k + c * 8, true);
-          } else {
-            const int r = at / (BN / 8), c = at % (BN / 8);
-            const bool in = MODE == 1 || r < left;
-            const u64 from = MODE == 1 ? static_cast<u64>(walk.e) * g.k + k + r : walk.begin + k + (in ? r : 0);
-            copy16(to + A_BYTES + place<PB>(r, c), g.b + from * g.n + walk.col + c * 8, in);
-          }
-        }
+        for (int i = 0; i < B_LOADS; ++i)
+          copy16(to_b + i * B_ROWS * PB, b + static_cast<u32>(i * B_ROWS * across), MODE != 2 || static_cast<int>(rb + i * B_ROWS) < left);
+        a += TA ? 64 * g.m : 64;
+        b += TB ? 64 * g.n : 64;
+        left -= 64;
         if (++step == walk.steps) walk.t += gridDim.x, settle(g, tid);
       }
       commit();
@@ -209,11 +208,13 @@ template <int MODE, int BM, int BN, int WM, int WN, int STAGES> struct Tile {
             stage = stage + 1 == STAGES ? 0 : stage + 1;
           }
           fragments(a[(kk + 1) % 2], b[(kk + 1) % 2], base + stage * STAGE, (kk + 1) % 4, wm, wn, lane);
-          if (kk == 0) load.fetch(g, base + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE, tid);
 #pragma unroll
-          for (int i = 0; i < MI; ++i)
+          for (int i = 0; i < MI; ++i) {
 #pragma unroll
             for (int j = 0; j < NI; ++j) mma(acc[i][j], a[kk % 2][i], b[kk % 2][j / 2][j % 2 * 2], b[kk % 2][j / 2][j % 2 * 2 + 1]);
+            // Between products, so that the tensor cores have work while addresses are made.
+            if (kk == 0 && i == MI / 2 - 1) load.fetch(g, base + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE, tid);
+          }
         }
       }
       store(g, work, acc, wm, wn, lane);

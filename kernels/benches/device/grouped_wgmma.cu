@@ -10,13 +10,12 @@
 // An element is one chain over ascending K. Limits: rows: n a multiple of 256 (PAIR 1: 512), k of 64; weights: m of 128,
 // n of 256; rows of the next expert in a last step must be finite, since they are multiplied by zeros; no gathered rows.
 // A wait that lasts too long traps, so that a fault in the ring ends as an error and not as a hang.
+#ifndef EMULATED
 #include <cuda.h>
 typedef unsigned u32;
 typedef unsigned long long u64;
 typedef unsigned short bf16;
 #define D static __device__ __forceinline__
-constexpr u32 STAGES = 4, A_BYTES = 128 * 128, B_BYTES = 256 * 128, STAGE = A_BYTES + B_BYTES;
-
 D u32 smem(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 D void bar_init(u32 bar, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
 D void bar_expect(u32 bar, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory"); }
@@ -41,10 +40,6 @@ D void load(u32 to, const void* map, u32 bar, int x, int y) {
 D void load_both(u32 to, const void* map, u32 bar, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;"
       ::"r"(to), "l"(map), "r"(bar), "r"(x), "r"(y), "h"(static_cast<unsigned short>(3)) : "memory");
-}
-// Rows of 128 bytes, swizzled: `eight` bytes from eight rows to the next eight, `across` from 64 columns to the next (transposed only).
-D u64 matrix(u32 at, u32 eight, u32 across) {
-  return static_cast<u64>((at & 0x3ffff) >> 4) | static_cast<u64>(across >> 4) << 16 | static_cast<u64>(eight >> 4) << 32 | static_cast<u64>(1) << 62;
 }
 template <int TRANS_A, int TRANS_B> D void multiply(float (&d)[128], u64 a, u64 b, u32 add) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
@@ -76,6 +71,23 @@ D u32 pack(float low, float high) {
   return r;
 }
 D void cluster_meet() { asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory"); }
+D void block_meet() { __syncthreads(); }
+D void warp_meet() { __syncwarp(); }
+D void group_meet(u32 group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+D void bars_are_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+D void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+D void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
+D void zero16(u32 at) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory"); }
+// Of ordinary stores, for the tensor core.
+D void show_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+D u32 exchange(u32 v, u32 mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+#endif
+constexpr u32 STAGES = 4, A_BYTES = 128 * 128, B_BYTES = 256 * 128, STAGE = A_BYTES + B_BYTES;
+
+// Rows of 128 bytes, swizzled: `eight` bytes from eight rows to the next eight, `across` from 64 columns to the next (transposed only).
+D u64 describe(u32 at, u32 eight, u32 across) {
+  return static_cast<u64>((at & 0x3ffff) >> 4) | static_cast<u64>(across >> 4) << 16 | static_cast<u64>(eight >> 4) << 32 | static_cast<u64>(1) << 62;
+}
 
 enum Kind { ROWS, BACK, WEIGHTS };
 
@@ -119,14 +131,14 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
   const u32 group = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < STAGES; ++i) bar_init(full + 8 * i, 1), bar_init(empty + 8 * i, PAIR ? 16 : 8);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    bars_are_made();
   }
-  __syncthreads();
+  block_meet();
   if (PAIR) cluster_meet();
   Walk<PAIR, KIND> w;
   w.start(g);
   if (group == 2) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    fewer_registers();
     if (threadIdx.x == 256)
       for (; w.find(g); w.t += w.stride)
         for (int step = 0; step < w.steps; ++step, w.next()) {
@@ -151,7 +163,7 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
           }
         }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    more_registers();
     const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     float d[128];
     auto release = [&](u32 stage) {
@@ -170,16 +182,16 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
         const u32 at = base + w.stage * STAGE, left = w.end - w.first - step * 64, mine = at + group * 8192;
         if (KIND == WEIGHTS && left < 64) {
           // Rows of the next expert are made zeros, by generic stores that the tensor core must see.
-          for (u32 i = left * 8 + threadIdx.x % 128; i < 512; i += 128) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(mine + i * 16), "r"(0) : "memory");
-          asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-          asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+          for (u32 i = left * 8 + threadIdx.x % 128; i < 512; i += 128) zero16(mine + i * 16);
+          show_stores();
+          group_meet(group);
         }
         begin();
 #pragma unroll
         for (u32 j = 0; j < 4; ++j)
-          if (KIND == BACK) multiply<0, 1>(d, matrix(mine + j * 32, 1024, 16), matrix(at + A_BYTES + j * 2048, 1024, 8192), step + j);
-          else if (KIND == WEIGHTS) multiply<1, 1>(d, matrix(mine + j * 2048, 1024, 8192), matrix(at + A_BYTES + j * 2048, 1024, 8192), step + j);
-          else multiply<0, 0>(d, matrix(mine + j * 32, 1024, 16), matrix(at + A_BYTES + j * 32, 1024, 16), step + j);
+          if (KIND == BACK) multiply<0, 1>(d, describe(mine + j * 32, 1024, 16), describe(at + A_BYTES + j * 2048, 1024, 8192), step + j);
+          else if (KIND == WEIGHTS) multiply<1, 1>(d, describe(mine + j * 2048, 1024, 8192), describe(at + A_BYTES + j * 2048, 1024, 8192), step + j);
+          else multiply<0, 0>(d, describe(mine + j * 32, 1024, 16), describe(at + A_BYTES + j * 32, 1024, 16), step + j);
         commit();
         if (step) {
           finish<1>();
@@ -213,7 +225,7 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
 #pragma unroll
               for (int t = 0; t < 4; ++t)
                 if (!(t & s)) {
-                  const u32 other = __shfl_xor_sync(0xffffffffu, odd ? v[t] : v[t | s], s);
+                  const u32 other = exchange(odd ? v[t] : v[t | s], s);
                   (odd ? v[t] : v[t | s]) = other;
                 }
             }
@@ -224,7 +236,7 @@ template <int PAIR, Kind KIND> D void run(const CUtensorMap* a, const CUtensorMa
     }
   }
   if (PAIR) {
-    __syncwarp();
+    warp_meet();
     cluster_meet();  // nobody leaves while the other may still write or arrive here
   }
 }
