@@ -144,14 +144,14 @@ def embed(tokens, emb, scale):
     return ((F.embedding(tokens, emb) + scale[1]) * scale[0]).float()
 
 
-def head(x, labels, weight, emb, share):
-    """Sum over labels of cross-entropy, times `share`; a label of -1 is none."""
+def head(x, labels, weight, emb):
+    """Sum over labels of cross-entropy; a label of -1 is none."""
     x, total = norm(x, weight, emb.dtype), 0.0
     for at in range(0, len(x), CHUNK):
         logits, label = (x[at:at + CHUNK] @ emb.t()).float(), labels[at:at + CHUNK]
         own = logits.gather(1, label.clamp_min(0)[:, None])[:, 0]
         total = total + ((logits.logsumexp(-1) - own) * (label >= 0)).sum()
-    return total * share
+    return total
 
 
 class Model:
@@ -223,7 +223,7 @@ class Model:
         for l, weights in enumerate(self.layers):
             x, state, count = block(self.c, x, state, self.beta[l], self.place, weights)
             counts.append(count)
-        loss = loss_of(x, self.labels, self.weights["norm"], self.weights["emb"], self.share)
+        loss = loss_of(x, self.labels, self.weights["norm"], self.weights["emb"]) * self.share
         loss.backward()
         grads = [self.weights[key].grad for key in self.wide]
         into = [self.added[key] for key in self.wide]
@@ -303,7 +303,7 @@ def batches(asked, c, device):
 
 
 def run(asked, row, left):
-    c, device = SHAPES[asked.model], torch.device(asked.device)
+    c, device = SHAPES[asked.model] | (dict(L=1) if asked.warm else {}), torch.device(asked.device)
     dtype, cuda = {"bf16": torch.bfloat16, "f32": torch.float32}[asked.dtype], device.type == "cuda"
     name = f"{asked.model} {asked.dtype} {asked.tokens} x {asked.micro_batches} row {row}"
     used, skipped = [], {}
@@ -344,6 +344,8 @@ def run(asked, row, left):
         data = list(batches(asked, c, device))
         if asked.compile:
             attempt("compile", min(asked.compile_seconds, left()), lambda: (model.compile(), warm()), plain)
+        if asked.warm:
+            return
         if "compile" not in used:
             attempt("eager", left(), warm, lambda: None)
             if "eager" not in used:
@@ -422,12 +424,15 @@ def main():
     parser.add_argument("--weights", help="a folder of `ztrain export`")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--no-graph", dest="graph", action="store_false")
+    parser.add_argument("--warm", metavar="TOKENS,..", help="only compile, for micro-batches of these sizes, into the compiler's cache")
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     if asked.check:
         return check()
     say(what="start", torch=torch.__version__, device=torch.cuda.get_device_name() if asked.device != "cpu" else "cpu")
-    for row in asked.rows.split(","):
+    for row in asked.warm.split(",") if asked.warm else asked.rows.split(","):
+        if asked.warm:
+            asked.tokens, asked.micro_batches, asked.steps, row = int(row), 1, 1, "A"
         for _ in range(2):
             try:
                 run(asked, row, lambda: asked.seconds - (time.perf_counter() - START))
