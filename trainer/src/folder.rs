@@ -114,6 +114,7 @@ impl OpenRun {
             _ => (),
         }
         if !checkpoints.has_owner()? {
+            storage::apart::refuse_shared(&place).map_err(|fault| fault.at("--checkpoints"))?;
             self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {
