@@ -180,21 +180,6 @@ fn parse(bytes: &[u8]) -> std::result::Result<Decision, String> {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_decision_names_files_of_its_own_folders() {
-        for (name, fine) in [("matches.jsonl.zst", true), ("../x", false), ("/etc/passwd", false)] {
-            let file = store::FileRecord { name: name.to_owned(), bytes: 0, digest: Digest(0) };
-            let scan = Scan { inputs: Vec::new(), files: vec![vec![file]] };
-            let bytes = serde_json::to_vec(&Decision { basis: Digest(0), scan }).unwrap();
-            assert_eq!(parse(&bytes).is_ok(), fine, "{name}");
-        }
-    }
-}
-
 /// What was decided; nothing if the corpus compares no documents.
 pub(super) fn decision(plan: &Plan) -> Result<Option<Scan>> {
     if plan.tasks_of(Stage::Scan).is_empty() {
@@ -228,4 +213,19 @@ pub(super) fn forget(plan: &Plan) -> Result<()> {
     }
     let decided = plan.decided();
     disk::remove(&decided)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_decision_names_files_of_its_own_folders() {
+        for (name, fine) in [("matches.jsonl.zst", true), ("../x", false), ("/etc/passwd", false)] {
+            let file = store::FileRecord { name: name.to_owned(), bytes: 0, digest: Digest(0) };
+            let scan = Scan { inputs: Vec::new(), files: vec![vec![file]] };
+            let bytes = serde_json::to_vec(&Decision { basis: Digest(0), scan }).unwrap();
+            assert_eq!(parse(&bytes).is_ok(), fine, "{name}");
+        }
+    }
 }
