@@ -1,11 +1,10 @@
 //! Fear: that the programs are unkind to the person or script that calls them.
 
 use std::fs;
-use std::process::Stdio;
 
 #[cfg(feature = "train")]
 use crate::support::tree;
-use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, unread, zdata, zdata_command};
 
 #[test]
 fn wrong_use_is_exit_two_with_the_nearest_word() {
@@ -207,23 +206,29 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
     ztrain(&[&export[..], &["--store", arg(&moved)]].concat()).ok();
 }
 
+/// What a script asks by the exit code is answered, whoever reads the words.
 #[test]
-fn a_reader_that_leaves_early_is_no_error() {
+fn a_reader_that_leaves_early_changes_no_exit_code() {
     let scratch = Scratch::new();
-    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let corpus = corpus(&scratch, 120, "");
+    let (store, spoiled) = (build(&scratch, &corpus, "store"), build(&scratch, &corpus, "spoiled"));
+    fs::write(spoiled.join("web/train/tokens-00000.arrow"), "no tokens").unwrap();
+    scratch.write("raw/web-2.jsonl", "no document\n");
     let path = curriculum(&scratch, &store, "run.toml", &[("steps = 8", "steps = 1")]);
-    for args in [
-        vec!["plan", arg(&path)],
-        vec!["inspect", arg(&store)],
-        vec!["digest", arg(&path), "--steps", "1..13"],
+    for (args, code) in [
+        (vec!["plan", arg(&path)], 0),
+        (vec!["inspect", arg(&store)], 0),
+        (vec!["digest", arg(&path), "--steps", "1..13"], 0),
+        (vec!["--help"], 0),
+        (vec!["verify", arg(&store), "--json"], 0),
+        (vec!["verify", arg(&spoiled), "--json"], 3),
+        (vec!["build", arg(&corpus), "--check"], 3),
+        (vec!["build", arg(&corpus), "--check", "--json"], 3),
     ] {
-        let mut child =
-            zdata_command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        drop(child.stdout.take());
-        let output = child.wait_with_output().unwrap();
-        let told = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(0), "{args:?}: {told}");
-        assert!(!told.contains("panicked"), "{args:?}: {told}");
+        let ran = unread(zdata_command(&args));
+        assert_eq!(ran.code, Some(code), "{args:?}: {}", ran.err);
+        assert_eq!(ran.err.matches("error:").count(), usize::from(code > 0), "{}", ran.err);
+        assert_eq!(zdata(&args).code, Some(code), "{args:?}");
     }
 }
 

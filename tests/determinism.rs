@@ -3,9 +3,8 @@
 use std::fs;
 
 use crate::support::{
-    Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata, ztrain_command,
+    Ran, Scratch, arg, assert_same_tree, build, compiled, corpus, curriculum, zdata, ztrain_command,
 };
-use crate::transport::compiled;
 
 #[test]
 fn worker_counts_do_not_reach_the_store() {

@@ -12,8 +12,7 @@ use std::time::Duration;
 use crate::losses::{events, numbers};
 use crate::ranks::{Fixture, signal, until_lines};
 use crate::supervise::{Supervised, command, of_rank};
-use crate::support::{CUT, Ran, SHORT, arg};
-use crate::transport::compiled;
+use crate::support::{CUT, Ran, SHORT, arg, compiled};
 
 /// Changes of the curriculum: all products of matrices are those of micro-batches.
 const CHANGES: [(&str, &str); 3] = [

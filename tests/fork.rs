@@ -7,8 +7,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::support::{
-    Ran, Scratch, arg, build, corpus, curriculum, json_lines, zdata, ztrain, ztrain_command,
-    ztrain_on_a_full_disk,
+    Ran, Scratch, arg, build, corpus, curriculum, json_lines, unread, zdata, ztrain,
+    ztrain_command, ztrain_on_a_full_disk,
 };
 
 /// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
@@ -194,6 +194,11 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
 
 /// What cannot be done is said, and by which flag.
 fn refusals(run: &Path, new: &Path, other: &Path) {
+    // Nor does a reader that leaves change what the exit code says.
+    for more in [&[][..], &["--json"], &["--plot", "/dev/stdout"]] {
+        let ran = unread(ztrain_command(&[&["compare", arg(run), arg(new)], more].concat()));
+        assert_eq!(ran.code, Some(4), "{more:?}: {}", ran.err);
+    }
     let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(run)], more].concat());
     // A change that diverges is told up to where it does, and by the exit code.
     let wild = replay(&["--step", "7", "--lr", "1e30", "--continue", "4"]);

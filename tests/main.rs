@@ -44,6 +44,7 @@ mod packed;
 #[cfg(feature = "train")]
 mod page;
 mod places;
+mod poor;
 mod prepare;
 #[cfg(feature = "train")]
 mod pretended;

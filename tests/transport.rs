@@ -11,26 +11,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::python::tests_folder;
 use crate::ranks::{Fixture, hold_one, kill_in_turn};
-use crate::support::{CUT, MIDDLING, Ran, SHORT, ztrain_command};
+use crate::support::{CUT, MIDDLING, Ran, SHORT, compiled, ztrain_command};
 
 /// The stand-in, compiled once.
 pub(crate) fn standin() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     LIBRARY.get_or_init(|| compiled("rccl.cpp", "rccl-standin.so"))
-}
-
-/// A library of the tests, compiled.
-pub(crate) fn compiled(source: &str, name: &str) -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
-    let (library, own) = (folder.join(name), folder.join(format!("{}-{name}", std::process::id())));
-    let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
-    compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o"]);
-    let made = compiler.arg(&own).arg(tests_folder().join(source)).output().unwrap();
-    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-    std::fs::rename(own, &library).unwrap();
-    library
 }
 
 /// A fixture whose ranks take the stand-in.

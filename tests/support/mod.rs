@@ -10,6 +10,8 @@ use contract::{Key, Purpose, draw};
 
 pub(crate) use folder::tree;
 
+use crate::python::tests_folder;
+
 /// A scratch folder that is gone afterwards.
 pub(crate) struct Scratch(tempfile::TempDir);
 
@@ -80,6 +82,13 @@ pub(crate) fn zdata(args: &[&str]) -> Ran {
     zdata_command(args).output().unwrap().into()
 }
 
+/// The same where nobody reads standard output.
+pub(crate) fn unread(mut command: Command) -> Ran {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    command.stdout(writer).output().unwrap().into()
+}
+
 #[cfg(feature = "train")]
 pub(crate) fn ztrain_command(args: &[&str]) -> Command {
     command(env!("CARGO_BIN_EXE_ztrain"), args)
@@ -97,6 +106,18 @@ pub(crate) fn ztrain_on_a_full_disk(args: &[&str]) -> Ran {
     let script = "trap '' XFSZ; ulimit -f 2; exec \"$@\"";
     let begin = ["-c", script, "sh", env!("CARGO_BIN_EXE_ztrain")];
     command("sh", &[&begin[..], args].concat()).output().unwrap().into()
+}
+
+/// A library of the tests, compiled.
+pub(crate) fn compiled(source: &str, name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let (library, own) = (folder.join(name), folder.join(format!("{}-{name}", std::process::id())));
+    let mut compiler = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
+    compiler.args(["-std=c++17", "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o"]);
+    let made = compiler.arg(&own).arg(tests_folder().join(source)).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    fs::rename(own, &library).unwrap();
+    library
 }
 
 /// A path as an argument.

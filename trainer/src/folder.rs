@@ -114,6 +114,8 @@ impl OpenRun {
             _ => (),
         }
         if !checkpoints.has_owner()? {
+            storage::apart::refuse_shared(&place)
+                .map_err(|fault| fault.at("--checkpoints").found(&place))?;
             self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {

@@ -364,19 +364,6 @@ impl fmt::Display for Fault {
 
 impl Error for Fault {}
 
-/// Makes `| head` a quiet end: where the reader of standard output has gone, `println!` would panic, and that is no
-/// bug of ours. Called once, at the start of a program; every other panic speaks as before.
-pub fn end_with_the_reader() {
-    let speak = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        let text = info.payload_as_str().unwrap_or_default();
-        if text.starts_with("failed printing to stdout") && text.contains("Broken pipe") {
-            std::process::exit(0);
-        }
-        speak(info);
-    }));
-}
-
 /// The known word nearest to `word`, for "did you mean": at most a third of its letters differ.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let best = known.into_iter().map(|name| (strsim::osa_distance(word, name), name)).min()?;

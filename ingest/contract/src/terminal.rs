@@ -18,8 +18,8 @@ pub fn print(text: &str) -> Result<()> {
     print_raw(&shown(text))
 }
 
-/// Puts an answer for a program on standard output. A reader that has seen enough (`| head`) is no error: the program
-/// ends there, done.
+/// Puts an answer for a program on standard output. A reader that has seen enough (`| head`) is not an error: from there on
+/// nothing is printed, and the command goes on to the end, because its exit code is an answer too.
 pub fn print_raw(text: &str) -> Result<()> {
     put(text.as_bytes())
 }
@@ -33,11 +33,20 @@ pub fn answer(
     if json { put(&crate::json::line(value, "an answer")?) } else { print(&text()) }
 }
 
+/// Whether the reader of standard output is gone.
+static UNREAD: AtomicBool = AtomicBool::new(false);
+
 fn put(bytes: &[u8]) -> Result<()> {
+    if UNREAD.load(Ordering::Relaxed) {
+        return Ok(());
+    }
     let mut out = io::stdout().lock();
     match out.write_all(bytes).and_then(|()| out.flush()) {
         Ok(()) => Ok(()),
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+            UNREAD.store(true, Ordering::Relaxed);
+            Ok(())
+        }
         Err(error) => Err(Fault::io("write to", Path::new("standard output"), &error)),
     }
 }

@@ -168,9 +168,8 @@ pub(super) fn scratch(folder: &Path, name: &str) -> Result<PathBuf> {
 
 /// Gives a finished file its name if there is none with that name yet, and says whether it did.
 pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
-    match disk::link(scratch, path) {
+    match disk::rename_new(scratch, path) {
         Ok(()) => {
-            disk::remove(scratch)?;
             disk::sync_folder(disk::folder_of(path))?;
             Ok(true)
         }

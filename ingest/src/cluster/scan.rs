@@ -6,7 +6,7 @@ use std::path::Path;
 use contract::{Digest, Fault, Hasher, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::{self, Whole};
-use store::regular;
+use store::{is_file_name, regular};
 
 use super::known::results;
 use super::part::{Entry, PartReader};
@@ -161,12 +161,22 @@ fn read(plan: &Plan) -> Result<Option<Decision>> {
     match regular::read(&path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(Fault::io("read", &path, &error)),
-        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+        Ok(bytes) => parse(&bytes).map(Some).map_err(|flaw| {
             Fault::data("the scan of this build is damaged")
                 .at(path.display().to_string())
-                .found(error)
+                .found(flaw)
                 .hint("delete its folder and run `zdata task decide` again")
         }),
+    }
+}
+
+/// A decision, whose lists are files of their sources' folders.
+fn parse(bytes: &[u8]) -> std::result::Result<Decision, String> {
+    let decision: Decision = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let mut names = decision.scan.files.iter().flatten().map(|file| &file.name);
+    match names.find(|name| !is_file_name(name)) {
+        Some(name) => Err(format!("a file called {name:?}")),
+        None => Ok(decision),
     }
 }
 
@@ -203,4 +213,19 @@ pub(super) fn forget(plan: &Plan) -> Result<()> {
     }
     let decided = plan.decided();
     disk::remove(&decided)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_decision_names_files_of_its_own_folders() {
+        for (name, fine) in [("matches.jsonl.zst", true), ("../x", false), ("/etc/passwd", false)] {
+            let file = store::FileRecord { name: name.to_owned(), bytes: 0, digest: Digest(0) };
+            let scan = Scan { inputs: Vec::new(), files: vec![vec![file]] };
+            let bytes = serde_json::to_vec(&Decision { basis: Digest(0), scan }).unwrap();
+            assert_eq!(parse(&bytes).is_ok(), fine, "{name}");
+        }
+    }
 }

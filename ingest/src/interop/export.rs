@@ -13,7 +13,10 @@ use storage::staging::Staging;
 use store::disk::{self, write_whole};
 use store::location::Object;
 use store::write::ROW_GROUP_DOCUMENTS;
-use store::{DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, open};
+use store::{
+    DocumentRecord, FileRecord, Location, SourceRecord, Split, Store, StreamReader, is_file_name,
+    open,
+};
 
 use super::{Peer, Writer, datatrove, mds, megatron, olmo};
 use crate::assembly;
@@ -309,9 +312,16 @@ fn note_of(out: &Location) -> Result<Option<Note>> {
     match path.read() {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(path.fault("read", &error)),
-        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|error| {
-            Fault::data("this is not the note of an export").at(path.to_string()).found(error)
-        }),
+        Ok(bytes) => {
+            let refused = || Fault::data("this is not the note of an export").at(path.to_string());
+            let note: Note =
+                serde_json::from_slice(&bytes).map_err(|error| refused().found(error))?;
+            let mut names = note.streams.iter().flat_map(|stream| &stream.files).map(|it| &it.name);
+            match names.find(|name| !name.split('/').all(is_file_name)) {
+                Some(name) => Err(refused().found(format!("a file called {name:?}"))),
+                None => Ok(Some(note)),
+            }
+        }
     }
 }
 

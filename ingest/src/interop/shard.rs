@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read};
-use std::path::{Component, Path};
+use std::path::Path;
 
 use blake2::{Blake2b512, Blake2s256};
 use contract::{Fault, Result};
@@ -33,8 +33,7 @@ pub(super) struct RawFile {
 impl RawFile {
     /// Whether it is named as a file of the folder that names it.
     pub(super) fn is_beside(&self) -> bool {
-        let mut parts = Path::new(&self.basename).components();
-        matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None))
+        store::is_file_name(&self.basename)
     }
 }
 

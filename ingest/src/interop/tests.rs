@@ -495,6 +495,11 @@ fn markers_and_other_requests_are_checked() {
     fs::write(&note, text.replace("\"train\"", "\"validation\"")).unwrap();
     let fault = export(&bench.export(Peer::Olmo, "store", "out")).unwrap_err().to_string();
     assert!(fault.contains(": web validation\n") && fault.contains(": web train\n"), "{fault}");
+    let names = &serde_json::from_str::<serde_json::Value>(&text).unwrap()["streams"][0]["files"];
+    let name = names[0]["name"].as_str().unwrap();
+    fs::write(&note, text.replace(name, "../store/manifest.json")).unwrap();
+    let fault = export(&bench.export(Peer::Olmo, "store", "out")).unwrap_err().to_string();
+    assert!(fault.contains("a file called \"../store/manifest.json\""), "{fault}");
     fs::create_dir_all(bench.path("taken")).unwrap();
     fs::write(bench.path("taken/file"), "").unwrap();
     let fault = export(&bench.export(Peer::Mds, "store", "taken")).unwrap_err();

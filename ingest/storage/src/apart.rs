@@ -1,7 +1,7 @@
 //! A place of its own: what is made here lies in nothing that was made before, whose reader would find it there.
 
-use std::fs;
 use std::path::Path;
+use std::{env, fs};
 
 use contract::{Fault, Result};
 use store::{Location, open};
@@ -12,8 +12,36 @@ const WHOLE: [(&str, &str, &str); 2] = [
     ("an export", "export.json", open::TOKENIZER),
 ];
 
-/// Refuses a place inside a store or an export, here or in a bucket.
+/// What lies at the top of a repository.
+const REPOSITORY: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
+
+/// Refuses a folder that is the place of many things already: the root of the file system, a home folder that holds something,
+/// the top of a repository.
+pub fn refuse_shared(place: &Location) -> Result<()> {
+    // One that is not there is new.
+    let Some(real) = place.local().and_then(|path| fs::canonicalize(path).ok()) else {
+        return Ok(());
+    };
+    let home = env::home_dir().and_then(|home| fs::canonicalize(home).ok());
+    let is_empty = || fs::read_dir(&real).is_ok_and(|mut entries| entries.next().is_none());
+    let what = if real.parent().is_none() {
+        "the root of the file system"
+    } else if home.as_ref() == Some(&real) && !is_empty() {
+        "a home folder"
+    } else if REPOSITORY.iter().any(|name| real.join(name).exists()) {
+        "the top of a repository"
+    } else {
+        return Ok(());
+    };
+    Err(Fault::usage(format!("this place is {what}"))
+        .at(place.to_string())
+        .wanted("a folder for nothing else")
+        .hint("name a new folder in it"))
+}
+
+/// Refuses a place inside a store or an export, here or in a bucket, and one that is shared with other things.
 pub fn refuse_inside(place: &Location) -> Result<()> {
+    refuse_shared(place)?;
     let mut above = match place {
         Location::Local(path) => {
             let whole =
@@ -50,6 +78,25 @@ pub fn refuse_inside(place: &Location) -> Result<()> {
 mod tests {
     use super::*;
     use contract::Class;
+
+    #[test]
+    fn nothing_is_made_where_many_things_are() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = Location::Local(folder.path().to_owned());
+        refuse_shared(&place).unwrap();
+        for name in REPOSITORY {
+            let mark = folder.path().join(name);
+            fs::write(&mark, "").unwrap();
+            let fault = refuse_shared(&place).unwrap_err();
+            assert!(fault.to_string().contains("the top of a repository"), "{fault}");
+            refuse_shared(&place.join("new")).unwrap();
+            fs::remove_file(mark).unwrap();
+        }
+        for root in ["/", "/..", "/usr/.."] {
+            let fault = refuse_inside(&Location::Local(root.into())).unwrap_err();
+            assert_eq!(fault.class(), Class::Usage, "{fault}");
+        }
+    }
 
     #[test]
     fn nothing_is_made_in_a_store_or_an_export() {

@@ -36,9 +36,6 @@ const TRIES: usize = 8;
 /// After so long a copy that is used counts as used anew, and a part that nobody locks as left behind.
 const HOUR: Duration = Duration::from_secs(60 * 60);
 
-/// No locks on this file system.
-const ENOLCK: i32 = 37;
-
 /// The copies of this machine.
 pub(super) struct Cache {
     folder: PathBuf,
@@ -82,16 +79,18 @@ pub(super) fn folder() -> Result<PathBuf> {
 }
 
 impl Cache {
-    pub(super) fn open() -> Result<Self> {
-        let (folder, limit) = (folder()?, environment::cache_bytes(&environment::here)?);
+    /// The copies of a kind, at most so many bytes of them; as many as the environment says of whole objects and their blocks.
+    pub(super) fn open(kind: &str, limit: Option<u64>) -> Result<Self> {
+        let folder = folder()?;
+        let limit = limit.map_or_else(|| environment::cache_bytes(&environment::here), Ok)?;
         // Of the folder, and not of the object that is to be read: so never a missing file.
         let unusable = |error: Error| {
             Error::other(format!("the cache folder {} (ZDATA_CACHE): {error}", folder.display()))
         };
-        Cache::at(folder.join("copies"), limit).map_err(unusable)
+        Cache::at(folder.join(kind), limit).map_err(unusable)
     }
 
-    fn at(folder: PathBuf, limit: u64) -> Result<Self> {
+    pub(super) fn at(folder: PathBuf, limit: u64) -> Result<Self> {
         fs::create_dir_all(&folder)?;
         let cache = Cache { folder, limit, known: Mutex::default() };
         cache.clear_parts()?;
@@ -128,10 +127,7 @@ impl Cache {
         bytes: u64,
         fill: impl Fn(&mut dyn Write) -> Result<()>,
     ) -> Result<Copy> {
-        // File systems bound the length of a name; the end of it is what tells most.
-        let start = (0..name.len()).find(|at| name.len() - at <= 100 && name.is_char_boundary(*at));
-        let name = &name[start.unwrap_or_default()..];
-        let path = self.folder.join(format!("{}-{name}", Digest::of_bytes(key.as_bytes())));
+        let path = self.path(key, name);
         for _ in 0..TRIES {
             match self.take(&path, bytes)? {
                 Some(copy) => return Ok(copy),
@@ -140,6 +136,18 @@ impl Cache {
         }
         let what = format!("{} is lost or damaged as often as it is made", path.display());
         Err(Error::other(what))
+    }
+
+    /// Drops the copy of `key` whose name ends in `name`: the next use makes it anew.
+    pub(super) fn drop(&self, key: &str, name: &str) {
+        self.remove(&self.path(key, name));
+    }
+
+    fn path(&self, key: &str, name: &str) -> PathBuf {
+        // File systems bound the length of a name; the end of it is what tells most.
+        let start = (0..name.len()).find(|at| name.len() - at <= 100 && name.is_char_boundary(*at));
+        let name = &name[start.unwrap_or_default()..];
+        self.folder.join(format!("{}-{name}", Digest::of_bytes(key.as_bytes())))
     }
 
     /// A full disk is that of the copies, and not that of the object.
@@ -164,7 +172,7 @@ impl Cache {
             file => file.map_err(|error| unusable(path, &error))?,
         };
         match file.lock_shared() {
-            Err(error) if !is_lockless(&error) => return Err(error),
+            Err(error) if !disk::is_lockless(&error) => return Err(error),
             _ => {}
         }
         // Whoever clears away removes before it lets go.
@@ -231,7 +239,7 @@ impl Cache {
         let mut named = tempfile::Builder::new();
         let part = named.prefix(PART).permissions(readable).tempfile_in(&self.folder)?;
         match disk::hold(part.as_file()) {
-            Err(error) if !is_lockless(&error) => return Err(error),
+            Err(error) if !disk::is_lockless(&error) => return Err(error),
             _ => {}
         }
         let inode = part.as_file().metadata()?.ino();
@@ -302,11 +310,7 @@ fn remove(path: &Path) {
 
 /// Whether nobody else uses a copy, which we hold then. Where no locks work, those who do keep their open files.
 fn is_free(file: &File) -> bool {
-    disk::hold(file).unwrap_or_else(|error| is_lockless(&error))
-}
-
-fn is_lockless(error: &Error) -> bool {
-    error.kind() == ErrorKind::Unsupported || error.raw_os_error() == Some(ENOLCK)
+    disk::hold(file).unwrap_or_else(|error| disk::is_lockless(&error))
 }
 
 /// Where the digest of a copy is kept.

@@ -1,31 +1,50 @@
-//! Requests, each asked again until it is answered or the patience ends.
+//! Requests, each asked again until it is answered or the patience ends: here and nowhere else, the library repeats none.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::future::Future;
 use std::io::{Error, ErrorKind, Read, Result};
 use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use futures_util::TryStreamExt as _;
+use contract::note;
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use object_store::aws::{AmazonS3, AmazonS3Builder, S3CopyIfNotExists};
+use object_store::list::{PaginatedListOptions, PaginatedListStore as _};
+use object_store::multipart::{MultipartStore as _, PartId};
 use object_store::path::Path as Key;
 use object_store::{
-    BackoffConfig, ClientOptions, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
-    PutOptions, PutPayload, RetryConfig, WriteMultipart,
+    ClientOptions, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions,
+    PutPayload, RetryConfig,
 };
 use store::location::Address;
 use tokio::runtime::Runtime;
 
 use crate::environment::{self, Access};
+use crate::listing::Connector;
+use crate::tag;
 
-/// How often a request is made in all, beyond what the library repeats by itself.
-const TRIES: u32 = 6;
+/// How often a request is made in all.
+const TRIES: u32 = 12;
+
+/// Requests without an answer may take so many times the timeout together: a server that is silent does not find its voice.
+const SILENT_TIMEOUTS: u32 = 3;
+
+/// The longest wait between two requests.
+const WAIT_MOST: Duration = Duration::from_secs(5);
+
+/// Parts of an upload that are under way at the same time.
+const PARTS: usize = 3;
 
 /// Where a machine of a cloud asks for its credentials: the library's last resort, which elsewhere never answers.
 const METADATA: &str = "//169.254.169.254/";
+
+/// What is said of an object that was replaced since it was looked at.
+const CHANGED: &str = "the object changed while it was read";
 
 /// What is compared at a time.
 const COMPARED_BYTES: u64 = 16 << 20;
@@ -40,9 +59,18 @@ fn key_of(address: &Address) -> Result<Key> {
 #[derive(Clone, Debug)]
 pub(super) struct About {
     pub(super) bytes: u64,
-    /// Its entity tag: another content has another one.
+    /// Its tag, size and time: a tag alone comes again, with other bytes, where a server makes tags of something else.
     pub(super) version: String,
-    tag: Option<String>,
+    pub(super) tag: Option<String>,
+}
+
+impl About {
+    fn of(meta: ObjectMeta) -> Self {
+        let (tag, bytes) = (meta.e_tag, meta.size);
+        let shown = tag.as_deref().unwrap_or("no tag");
+        let version = format!("{shown} {bytes} {}", meta.last_modified.to_rfc3339());
+        About { bytes, version, tag }
+    }
 }
 
 /// What became of a conditional put.
@@ -69,9 +97,14 @@ impl From<Error> for Failed {
     }
 }
 
+/// Begins the way to a bucket.
+pub(super) type Settings = Arc<dyn Fn() -> AmazonS3Builder + Send + Sync>;
+
 /// One way to all buckets that the environment gives access to.
 pub(super) struct Client {
     access: Access,
+    /// What a bucket is reached by, before the rest is known of it.
+    settings: Settings,
     buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
     known: Mutex<BTreeMap<Address, About>>,
 }
@@ -106,9 +139,18 @@ fn plain(error: object_store::Error) -> Error {
         object_store::Error::PermissionDenied { .. }
         | object_store::Error::Unauthenticated { .. } => ErrorKind::PermissionDenied,
         object_store::Error::InvalidPath { .. } => ErrorKind::InvalidInput,
-        _ => ErrorKind::Other,
+        _ => return Error::other(cause(&error)),
     };
     Error::new(kind, text)
+}
+
+/// What an error of the library comes from, without what it says of its own tries.
+fn cause(error: &object_store::Error) -> String {
+    let mut cause: &dyn std::error::Error = error;
+    while let Some(deeper) = cause.source() {
+        cause = deeper;
+    }
+    cause.to_string()
 }
 
 /// Whether asking again may help.
@@ -118,11 +160,14 @@ fn may_pass(error: &Error) -> bool {
 
 impl Client {
     pub(super) fn new() -> Result<Self> {
-        let access = Access::of(&environment::here)?;
+        Client::with(Access::of(&environment::here)?, Arc::new(AmazonS3Builder::from_env))
+    }
+
+    pub(super) fn with(access: Access, settings: Settings) -> Result<Self> {
         runtime()?;
         // No TLS without: libraries here bring none of their own. An error says that there is one.
         let _ = rustls::crypto::ring::default_provider().install_default();
-        Ok(Client { access, buckets: Mutex::default(), known: Mutex::default() })
+        Ok(Client { access, settings, buckets: Mutex::default(), known: Mutex::default() })
     }
 
     fn bucket(&self, name: &str) -> Result<Arc<AmazonS3>> {
@@ -135,12 +180,11 @@ impl Client {
             .with_allow_http(plain_http)
             .with_connect_timeout(timeout.min(Duration::from_secs(10)))
             .with_timeout(timeout);
-        let backoff = BackoffConfig { max_backoff: Duration::from_secs(5), ..Default::default() };
-        let retry = RetryConfig { backoff, max_retries: 5, retry_timeout: 4 * timeout };
-        let bucket = AmazonS3Builder::from_env()
+        let bucket = (self.settings)()
             .with_bucket_name(name)
             .with_client_options(options)
-            .with_retry(retry)
+            .with_http_connector(Connector::of(name))
+            .with_retry(RetryConfig { max_retries: 0, ..Default::default() })
             // By parts, of which the last request has a condition: S3 knows none for a plain copy.
             .with_copy_if_not_exists(S3CopyIfNotExists::Multipart)
             .build()
@@ -154,17 +198,38 @@ impl Client {
         place: &Address,
         request: impl Fn(Arc<AmazonS3>, Key) -> F,
     ) -> Result<T> {
+        runtime()?.block_on(self.answer(place, TRIES, request))
+    }
+
+    async fn answer<T, F: Future<Output = object_store::Result<T>>>(
+        &self,
+        place: &Address,
+        tries: u32,
+        request: impl Fn(Arc<AmazonS3>, Key) -> F,
+    ) -> Result<T> {
         let (bucket, key) = (self.bucket(place.bucket())?, key_of(place)?);
-        let mut wait = Duration::from_millis(100);
-        for left in (0..TRIES).rev() {
-            let answer = runtime()?.block_on(request(Arc::clone(&bucket), key.clone()));
-            match answer.map_err(plain) {
-                Err(error) if left > 0 && may_pass(&error) => {
-                    std::thread::sleep(wait);
-                    wait *= 2;
-                }
-                answer => return answer,
+        let (mut wait, mut lost) = (Duration::from_millis(100), Duration::ZERO);
+        for number in 1.. {
+            let asked = Instant::now();
+            let answer = request(Arc::clone(&bucket), key.clone()).await.map_err(plain);
+            let Err(error) = answer else { return answer };
+            if !may_pass(&error) {
+                return Err(error);
             }
+            let took = asked.elapsed();
+            lost += took;
+            let patience = SILENT_TIMEOUTS * self.access.timeout;
+            if number == tries || lost >= patience {
+                let (times, seconds) = (contract::counted(number, "request"), lost.as_secs_f32());
+                let what = format!("{times} failed in {seconds:.1} s, the last one by: {error}");
+                return Err(Error::new(ErrorKind::TimedOut, what));
+            }
+            if took >= self.access.timeout {
+                let (waited, most) = (took.as_secs(), patience.as_secs());
+                note!("note: {place}: no answer in {waited} s; asking again for up to {most} s");
+            }
+            tokio::time::sleep(wait).await;
+            wait = WAIT_MOST.min(2 * wait);
         }
         Err(ErrorKind::TimedOut.into())
     }
@@ -172,8 +237,7 @@ impl Client {
     /// Size and version of an object, now.
     pub(super) fn about(&self, place: &Address) -> Result<About> {
         let meta = self.ask(place, |bucket, key| async move { bucket.head(&key).await })?;
-        let version = meta.e_tag.clone().unwrap_or_else(|| meta.last_modified.to_rfc3339());
-        let about = About { bytes: meta.size, version, tag: meta.e_tag };
+        let about = About::of(meta);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.insert(place.clone(), about.clone());
         Ok(about)
@@ -181,8 +245,12 @@ impl Client {
 
     /// The same, as this process learned it first.
     pub(super) fn known(&self, place: &Address) -> Result<About> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned();
-        known.map_or_else(|| self.about(place), Ok)
+        self.seen(place).map_or_else(|| self.about(place), Ok)
+    }
+
+    /// The same, if this process has learned it.
+    pub(super) fn seen(&self, place: &Address) -> Option<About> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned()
     }
 
     /// A part of an object, of that version and no other.
@@ -193,59 +261,102 @@ impl Client {
         range: Range<u64>,
     ) -> Result<Vec<u8>> {
         let wanted = (range.end - range.start) as usize;
-        let bytes = self.ask(place, |bucket, key| {
+        let found = self.ask(place, |bucket, key| {
             let options = GetOptions {
                 range: Some(range.clone().into()),
                 if_match: about.tag.clone(),
                 ..Default::default()
             };
-            async move { bucket.get_opts(&key, options).await?.bytes().await }
-        });
-        let bytes = match bytes {
-            Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => {
-                return Err(Error::new(error.kind(), "the object changed while it was read"));
+            async move {
+                let found = bucket.get_opts(&key, options).await?;
+                let version = About::of(found.meta.clone()).version;
+                let bytes = found.bytes().await?;
+                // Less than was asked for is an answer that was cut.
+                match version == about.version && bytes.len() < wanted {
+                    true => {
+                        let source = format!("{} of {wanted} bytes came", bytes.len()).into();
+                        Err(object_store::Error::Generic { store: "S3", source })
+                    }
+                    false => Ok((version, bytes)),
+                }
             }
-            bytes => bytes?,
-        };
-        if bytes.len() != wanted {
-            return Err(ErrorKind::UnexpectedEof.into());
+        });
+        let changed = || Error::new(ErrorKind::StaleNetworkFileHandle, CHANGED);
+        match found {
+            Err(error) if error.kind() == ErrorKind::StaleNetworkFileHandle => Err(changed()),
+            Err(error) => Err(error),
+            Ok((version, bytes)) if version == about.version && bytes.len() == wanted => {
+                Ok(bytes.to_vec())
+            }
+            Ok(_) => Err(changed()),
         }
-        Ok(bytes.to_vec())
     }
 
-    /// The keys below a folder, and the sizes of what they name.
+    /// The keys below a folder, and the sizes of what they name; each page is asked for by itself.
     pub(super) fn list(&self, folder: &Address) -> Result<Vec<(String, u64)>> {
-        self.ask(folder, |bucket, key| async move {
-            let prefix = (!key.as_ref().is_empty()).then_some(key);
-            let found: Vec<_> = bucket.list(prefix.as_ref()).try_collect().await?;
-            Ok(found.into_iter().map(|meta| (meta.location.to_string(), meta.size)).collect())
-        })
+        let prefix = (!folder.key().is_empty()).then(|| format!("{}/", folder.key()));
+        let (mut found, mut page_token) = (Vec::new(), None);
+        loop {
+            let page = self.ask(folder, |bucket, _| {
+                let page_token: Option<String> = page_token.clone();
+                let options = PaginatedListOptions { page_token, ..Default::default() };
+                let prefix = prefix.clone();
+                async move { bucket.list_paginated(prefix.as_deref(), options).await }
+            })?;
+            let objects = page.result.objects.into_iter();
+            found.extend(objects.map(|meta| (meta.location.to_string(), meta.size)));
+            page_token = page.page_token;
+            if page_token.is_none() {
+                return Ok(found);
+            }
+        }
     }
 
     /// Creates an object unless there is one. A request whose answer is lost may have taken effect: then asking again
     /// finds one, and the caller compares.
     pub(super) fn create(&self, place: &Address, bytes: &[u8]) -> Result<Put> {
         let payload = PutPayload::from(bytes.to_vec());
-        let put = self.ask(place, |bucket, key| {
-            let options = PutOptions { mode: PutMode::Create, ..Default::default() };
-            let payload = payload.clone();
-            async move { bucket.put_opts(&key, payload, options).await }
-        });
-        put_or_taken(put)
+        for _ in 0..TRIES {
+            let put = self.ask(place, |bucket, key| {
+                let options = PutOptions { mode: PutMode::Create, ..Default::default() };
+                let payload = payload.clone();
+                async move { bucket.put_opts(&key, payload, options).await }
+            });
+            // Somebody else may be creating it at this moment, and fail.
+            match put_or_taken(put)? {
+                Put::Taken if !self.is_there(place)? => std::thread::sleep(WAIT_MOST / 10),
+                put => return Ok(put),
+            }
+        }
+        Err(Error::other("somebody else creates this object again and again"))
     }
 
-    /// Whether an object has these bytes, of which there are `size`.
-    pub(super) fn holds(
+    /// Whether there is an object.
+    pub(super) fn is_there(&self, place: &Address) -> Result<bool> {
+        match self.about(place) {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether an object has the bytes, of which there are `size`, that `open` gives. A tag that is their MD5 says so; where
+    /// it is none, the object is fetched.
+    pub(super) fn holds<R: Read>(
         &self,
         place: &Address,
         size: u64,
-        mut bytes: impl Read,
+        open: impl Fn() -> Result<R>,
     ) -> std::result::Result<bool, Failed> {
         let about = self.about(place)?;
         if about.bytes != size {
             return Ok(false);
         }
-        let (mut at, mut buffer) = (0, Vec::new());
+        let tag = about.tag.as_deref().unwrap_or_default();
+        if tag::is_of(tag, size, &open).map_err(Failed::Here)? {
+            return Ok(true);
+        }
+        let (mut at, mut buffer, mut bytes) = (0, Vec::new(), open().map_err(Failed::Here)?);
         while at < size {
             let end = size.min(at + COMPARED_BYTES);
             buffer.resize((end - at) as usize, 0);
@@ -276,40 +387,65 @@ impl Client {
         put_or_taken(copied)
     }
 
-    /// Puts a large file in parts, whatever was there: it appears whole when the last one is there. Calls `passed` with
-    /// bytes as they go.
+    /// Puts a large file in parts of `part` bytes, whatever was there: it appears whole when the last one is there. Calls
+    /// `passed` with bytes as they go. Where it fails, the server is told to forget the parts, which cost as objects do.
     pub(super) fn upload(
         &self,
         place: &Address,
         path: &Path,
-        part: usize,
+        part: u64,
         passed: &dyn Fn(u64),
     ) -> std::result::Result<(), Failed> {
-        let put = self.ask(place, |bucket, key| async move {
-            let mut file = match File::open(path) {
-                Ok(file) => file,
-                Err(error) => return Ok(Err(error)),
-            };
-            let upload = bucket.put_multipart(&key).await?;
-            let mut writer = WriteMultipart::new_with_chunk_size(upload, part);
-            let mut buffer = Vec::with_capacity(part);
-            loop {
-                buffer.clear();
-                match (&mut file).take(part as u64).read_to_end(&mut buffer) {
-                    Ok(0) => return writer.finish().await.map(Ok),
-                    Ok(_) => {}
-                    Err(error) => {
-                        // The first error says more than one about parts that nobody will put together.
-                        let _ = writer.abort().await;
-                        return Ok(Err(error));
-                    }
+        let file = File::open(path).map_err(Failed::Here)?;
+        let size = file.metadata().map_err(Failed::Here)?.len();
+        let id =
+            &self.ask(place, |bucket, key| async move { bucket.create_multipart(&key).await })?;
+        let failed = Cell::new(None);
+        let send = |number: u64| {
+            let (file, failed) = (&file, &failed);
+            async move {
+                let from = number * part;
+                let mut bytes = vec![0; part.min(size - from) as usize];
+                if let Err(error) = file.read_exact_at(&mut bytes, from) {
+                    let told = Error::new(error.kind(), "a file of this machine");
+                    failed.set(Some(error));
+                    return Err(told);
                 }
-                writer.wait_for_capacity(2).await?;
-                writer.write(&buffer);
-                passed(buffer.len() as u64);
+                let (count, bytes) = (bytes.len() as u64, PutPayload::from(bytes));
+                let put = self.answer(place, TRIES, |bucket, key| {
+                    let bytes = bytes.clone();
+                    async move { bucket.put_part(&key, id, number as usize, bytes).await }
+                });
+                let put = put.await?;
+                passed(count);
+                Ok(put)
+            }
+        };
+        let parts = stream::iter(0..size.div_ceil(part).max(1)).map(send).buffered(PARTS);
+        let sent = runtime()?.block_on(parts.try_collect::<Vec<PartId>>());
+        let put = sent.and_then(|parts| {
+            let completed = self.ask(place, |bucket, key| {
+                let parts = parts.clone();
+                async move { bucket.complete_multipart(&key, id, parts).await }
+            });
+            match completed {
+                // The answer to an earlier request was lost: then there is no upload any more, but what came of it.
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    let there = self.about(place).is_ok_and(|about| about.bytes == size);
+                    if there { Ok(()) } else { Err(error) }
+                }
+                completed => completed.map(drop),
             }
         });
-        put?.map(drop).map_err(Failed::Here)
+        put.map_err(|error| {
+            // Who gave no answer for so long is asked once. The first error says more than one of this.
+            let tries = if error.kind() == ErrorKind::TimedOut { 1 } else { TRIES };
+            let abort = self.answer(place, tries, |bucket, key| async move {
+                bucket.abort_multipart(&key, id).await
+            });
+            let _ = runtime().and_then(|runtime| runtime.block_on(abort));
+            failed.take().map_or(Failed::There(error), Failed::Here)
+        })
     }
 }
 
@@ -318,22 +454,5 @@ fn put_or_taken<T>(made: Result<T>) -> Result<Put> {
     match made {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
         made => made.map(|_| Put::Created),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_file_here_that_cannot_be_read_is_no_error_of_the_object() {
-        let client = Client::new().unwrap();
-        let place = Address::parse("s3://bucket/key").unwrap();
-        let folder = tempfile::tempdir().unwrap();
-        let fault = client.upload(&place, &folder.path().join("none"), 1, &|_| ()).unwrap_err();
-        assert!(
-            matches!(&fault, Failed::Here(error) if error.kind() == ErrorKind::NotFound),
-            "{fault:?}"
-        );
     }
 }

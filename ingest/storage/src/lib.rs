@@ -23,9 +23,12 @@ pub mod copies;
 #[cfg(any(test, feature = "crash"))]
 pub mod crash;
 mod environment;
+mod listing;
 pub mod publish;
 pub mod staging;
+mod tag;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io;
@@ -34,15 +37,22 @@ use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use contract::fault::again;
-use contract::{Fault, Result};
+use contract::{Fault, Identity, Result};
 pub use store::Location;
 use store::location::{Address, LocalFile, Object, Remote, SCHEME};
+use store::regular;
 
 use self::cache::Cache;
-use self::client::{Client, Failed, Put};
+use self::client::{About, Client, Failed, Put};
 
 /// What is read at a time where a part of a file is wanted, and kept in the cache.
 const BLOCK_BYTES: u64 = 1 << 20;
+
+/// The part of an object that is all of it.
+const WHOLE: &str = "whole";
+
+/// Bytes of identities that are kept: those of half a million objects.
+const IDENTITIES: u64 = 64 << 20;
 
 /// The place that a person wrote: `s3://bucket/key`, or a path.
 pub fn locate(text: &str) -> Result<Location> {
@@ -137,11 +147,16 @@ struct S3(OnceLock<io::Result<Reader>>);
 struct Reader {
     client: Client,
     cache: Cache,
+    /// The sums of whole objects, which outlive their copies: a build that goes on asks for them again.
+    identities: Cache,
 }
 
 impl S3 {
     fn reader(&self) -> io::Result<&Reader> {
-        let made = || Ok(Reader { client: Client::new()?, cache: Cache::open()? });
+        let made = || {
+            let (client, cache) = (Client::new()?, Cache::open("copies", None)?);
+            Ok(Reader { client, cache, identities: Cache::open("identities", Some(IDENTITIES))? })
+        };
         self.0.get_or_init(made).as_ref().map_err(again)
     }
 }
@@ -156,7 +171,19 @@ impl Remote for S3 {
     }
 
     fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
-        self.reader()?.fetch(object)
+        let reader = self.reader()?;
+        reader.fetch(object, &reader.client.about(object)?)
+    }
+
+    fn content(&self, object: &Address) -> io::Result<(u64, Identity)> {
+        self.reader()?.content(object)
+    }
+
+    fn forget(&self, object: &Address) -> bool {
+        // Where there is no reader there is no copy.
+        let Ok(reader) = self.reader() else { return false };
+        let seen = reader.client.seen(object);
+        seen.inspect(|about| reader.forget(object, about)).is_some()
     }
 
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
@@ -164,7 +191,7 @@ impl Remote for S3 {
         match client.create(object, bytes)? {
             Put::Created => Ok(()),
             // An answer that was lost, or somebody else: the bytes tell.
-            Put::Taken => match client.holds(object, bytes.len() as u64, bytes) {
+            Put::Taken => match client.holds(object, bytes.len() as u64, || Ok(bytes)) {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::AlreadyExists.into()),
                 Err(Failed::Here(error) | Failed::There(error)) => Err(error),
@@ -201,7 +228,7 @@ impl Reader {
             let first = block * BLOCK_BYTES;
             let range = first..about.bytes.min(first + BLOCK_BYTES);
             let stop = end.min(range.end);
-            let key = format!("{place} {} block {block}", about.version);
+            let key = key(place, &about, &format!("block {block}"));
             let copy = self.cache.get(&key, "block", range.end - range.start, |file| {
                 file.write_all(&self.client.range(place, &about, range.clone())?)
             })?;
@@ -213,68 +240,65 @@ impl Reader {
         Ok(())
     }
 
-    /// The whole object, block by block.
-    fn fetch(&self, place: &Address) -> io::Result<LocalFile> {
-        let about = self.client.about(place)?;
-        let key = format!("{place} {} whole", about.version);
-        let name = place.name();
-        let copy = self.cache.get(&key, name, about.bytes, |file| {
-            let mut at = 0;
-            while at < about.bytes {
-                let end = about.bytes.min(at + 8 * BLOCK_BYTES);
-                file.write_all(&self.client.range(place, &about, at..end)?)?;
-                at = end;
-            }
-            Ok(())
-        })?;
-        Ok(copy.into())
+    /// The whole object, block by block. What comes otherwise than its tag says is fetched once more: bytes that come twice are
+    /// those of the object, whose tag is no MD5 then.
+    fn fetch(&self, place: &Address, about: &About) -> io::Result<LocalFile> {
+        let tag = about.tag.as_deref().and_then(tag::md5_of);
+        let before = RefCell::new(None);
+        let copy = || {
+            self.cache.get(&key(place, about, WHOLE), place.name(), about.bytes, |file| {
+                let (mut at, mut sum) = (0, tag::Sum::default());
+                while at < about.bytes {
+                    let end = about.bytes.min(at + 8 * BLOCK_BYTES);
+                    let piece = self.client.range(place, about, at..end)?;
+                    if tag.is_some() {
+                        sum.add(&piece);
+                    }
+                    file.write_all(&piece)?;
+                    at = end;
+                }
+                let found = tag.is_some().then(|| sum.digits());
+                if found.as_deref() == tag || before.replace(found.clone()) == found {
+                    return Ok(());
+                }
+                let what = "the object does not come as the MD5 says that is its tag";
+                Err(io::Error::new(io::ErrorKind::InvalidData, what))
+            })
+        };
+        match copy() {
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => Ok(copy()?.into()),
+            copy => Ok(copy?.into()),
+        }
     }
+
+    /// Size and SHA-256 of an object.
+    fn content(&self, place: &Address) -> io::Result<(u64, Identity)> {
+        let about = self.client.about(place)?;
+        let copy = self.identities.get(&key(place, &about, WHOLE), "sha256", 64, |file| {
+            let (_, found) = regular::identity(regular::open(self.fetch(place, &about)?.path())?)?;
+            file.write_all(found.to_string().as_bytes())
+        })?;
+        let found = Identity::try_from(io::read_to_string(copy.file())?);
+        let found = found.map_err(|what| io::Error::new(io::ErrorKind::InvalidData, what))?;
+        Ok((about.bytes, found))
+    }
+
+    /// Drops what is kept of an object.
+    fn forget(&self, place: &Address, about: &About) {
+        for block in 0..about.bytes.div_ceil(BLOCK_BYTES) {
+            self.cache.drop(&key(place, about, &format!("block {block}")), "block");
+        }
+        self.cache.drop(&key(place, about, WHOLE), place.name());
+        self.identities.drop(&key(place, about, WHOLE), "sha256");
+    }
+}
+
+/// What a copy of a part of an object is a copy of.
+fn key(place: &Address, about: &About, part: &str) -> String {
+    format!("{place} {} {part}", about.version)
 }
 
 #[cfg(test)]
-mod tests {
-    use contract::Class;
-
-    use super::*;
-
-    #[test]
-    fn a_place_is_a_path_or_an_address_and_nothing_else() {
-        for path in ["a", "/a/b", "./s3://b/key", "a://b/../c d", "s3:/b/key", "1a://b", ":/x"] {
-            let found = locate(path);
-            match path {
-                "a://b/../c d" => assert_eq!(found.unwrap_err().class(), Class::Usage),
-                path => assert_eq!(found.unwrap(), Location::Local(PathBuf::from(path))),
-            }
-        }
-        assert!(locate("s3://b/key").unwrap().is_remote());
-        for wrong in [
-            "",
-            "a\0b",
-            "s3://b/a\0b",
-            "S3://b/key",
-            "gs://b/key",
-            "https://b/key",
-            "s3://b",
-            "s3://b/a//c",
-        ] {
-            assert_eq!(locate(wrong).unwrap_err().class(), Class::Usage, "{wrong}");
-        }
-    }
-
-    #[test]
-    fn a_file_names_others_beside_it_or_anywhere() {
-        let (local, remote) = (locate("corpora").unwrap(), locate("s3://b/corpora").unwrap());
-        for (folder, name, wanted) in [
-            (&local, "raw/a", "corpora/raw/a"),
-            (&local, "/raw/a", "/raw/a"),
-            (&local, "s3://c/a", "s3://c/a"),
-            (&remote, "raw/a", "s3://b/corpora/raw/a"),
-            (&remote, "../raw/a", "s3://b/raw/a"),
-            (&remote, "/raw/a", "/raw/a"),
-            (&remote, "s3://c/a", "s3://c/a"),
-        ] {
-            assert_eq!(resolve(folder, name).unwrap().to_string(), wanted, "{folder} {name}");
-        }
-        assert_eq!(bucket("b").join("a").to_string(), "s3://b/a");
-    }
-}
+mod places;
+#[cfg(test)]
+mod tests;

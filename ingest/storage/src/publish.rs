@@ -18,10 +18,8 @@ use store::location::{Address, Object};
 use store::{Location, Manifest};
 
 use super::client::{Client, Failed, Put};
+use super::tag::PART_BYTES;
 use super::{apart, cache};
-
-/// Larger files go in parts of this size, the others in one request with a condition.
-const PART_BYTES: u64 = 16 << 20;
 
 /// A server copies no more than this in one request.
 const COPY_BYTES_MAX: u64 = 5 << 30;
@@ -118,18 +116,13 @@ fn failed<'a>(file: &'a Path, place: &'a Address) -> impl Fn(Failed) -> Fault + 
 
 /// Whether there is an object at `place`.
 fn found(client: &Client, file: &Path, place: &Address) -> Result<bool> {
-    match client.about(place) {
-        Ok(_) => Ok(true),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(failed(file, place)(error.into())),
-    }
+    client.is_there(place).map_err(|error| failed(file, place)(error.into()))
 }
 
 /// Refuses an object with other bytes than those of the file.
 fn compare(client: &Client, file: &Path, place: &Address) -> Result<()> {
     let size = size(file)?;
-    let bytes = fs::File::open(file).map_err(|error| Fault::io("read", file, &error))?;
-    if client.holds(place, size, bytes).map_err(failed(file, place))? {
+    if client.holds(place, size, || fs::File::open(file)).map_err(failed(file, place))? {
         return Ok(());
     }
     Err(Fault::mismatch("something else is there already")
@@ -176,8 +169,7 @@ fn put_large(
     passed: &dyn Fn(u64),
     fault: &dyn Fn(Failed) -> Fault,
 ) -> Result<Put> {
-    let upload =
-        |place: &Address| client.upload(place, file, PART_BYTES as usize, passed).map_err(fault);
+    let upload = |place: &Address| client.upload(place, file, PART_BYTES, passed).map_err(fault);
     if size > COPY_BYTES_MAX {
         // The library ends an upload in parts without a condition: whoever ends it last is there.
         return upload(place).map(|()| Put::Created);

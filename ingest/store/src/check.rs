@@ -38,7 +38,7 @@ fn sources_flaw(manifest: &Manifest) -> Option<String> {
     ]);
     manifest.sources.iter().find_map(|source| {
         let name = source.name.as_str();
-        if !is_plain(name) {
+        if !is_file_name(name) {
             return Some(format!("a source is called {name:?}"));
         }
         if !known.insert(name) {
@@ -179,7 +179,7 @@ fn file_flaw<'a>(
     least: u64,
 ) -> Option<String> {
     let FileRecord { name, bytes, digest: _ } = file;
-    if !is_plain(name) {
+    if !is_file_name(name) {
         return Some(format!("a file is called {name:?}"));
     }
     if !names.insert(name) {
@@ -194,8 +194,9 @@ fn sum(numbers: impl IntoIterator<Item = u64>) -> Option<u64> {
     numbers.try_fold(0u64, |sum, number| sum.checked_add(number).filter(|sum| *sum <= MOST))
 }
 
-/// Whether a name stays in the folder it is joined to, and shows what it is.
-fn is_plain(name: &str) -> bool {
+/// Whether a name stays in the folder it is joined to, and shows what it is: what is read by the names in a file that others may
+/// have written is asked for this first.
+pub fn is_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));
     one && name.len() <= NAME_BYTES && !name.contains('/') && !name.chars().any(char::is_control)

@@ -8,6 +8,7 @@
 //! leave, and may let the disk be full.
 
 mod direct;
+mod lock;
 mod log;
 #[cfg(any(test, feature = "crash"))]
 mod watch;
@@ -15,11 +16,12 @@ mod whole;
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Once;
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, note};
 
+pub use self::lock::{Lock, hold, is_lockless, lock};
 pub use self::log::Log;
 #[cfg(any(test, feature = "crash"))]
 pub use self::watch::{Watch, watch};
@@ -119,11 +121,24 @@ pub fn folder_of(path: &Path) -> &Path {
     above.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
 }
 
-/// Makes the names in `folder` last.
+/// Makes the names in `folder` last, where the file system can.
 pub fn sync_folder(folder: &Path) -> Result<()> {
-    fs::File::open(folder)
-        .and_then(|open| synced(&open, || Act::SyncFolder(folder.to_owned())))
-        .map_err(|error| Fault::io("write", folder, &error))
+    let open = fs::File::open(folder);
+    let sync = open.and_then(|open| synced(&open, || Act::SyncFolder(folder.to_owned())));
+    match sync {
+        Err(error) if lock::is_unsupported(&error) => {
+            static NOTED: Once = Once::new();
+            let folder = folder.display();
+            NOTED.call_once(|| {
+                note!(
+                    "note: {folder}: this file system cannot sync folders ({error}): after a loss of power a command may find \
+                     what was there before, and makes it again"
+                );
+            });
+            Ok(())
+        }
+        sync => sync.map_err(|error| Fault::io("write", folder, &error)),
+    }
 }
 
 /// Makes the names in `folder` and in all folders below last.
@@ -180,6 +195,22 @@ pub fn link(from: &Path, to: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Gives a file a name that nothing has; where something has it, [`ErrorKind::AlreadyExists`].
+pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    match link(from, to) {
+        Ok(()) => {
+            fs::remove_file(from)?;
+            note(|| Act::Remove(from.to_owned()));
+            Ok(())
+        }
+        Err(error) if lock::is_linkless(&error) => {
+            let _alone = lock::wait_for_lease(to)?;
+            if to.exists() { Err(ErrorKind::AlreadyExists.into()) } else { rename(from, to) }
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// Removes a file, or a folder with all that it holds; none is as good.
 pub fn remove(path: &Path) -> Result<()> {
     let fault = |error: &io::Error| Fault::io("remove", path, error);
@@ -201,42 +232,6 @@ pub fn remove(path: &Path) -> Result<()> {
 pub fn remove_if_empty(folder: &Path) {
     if fs::remove_dir(folder).is_ok() {
         note(|| Act::RemoveFolder(folder.to_owned()));
-    }
-}
-
-/// A folder that is held against other writers, until this is dropped or the process dies.
-#[derive(Debug)]
-pub struct Lock {
-    _folder: fs::File,
-}
-
-/// Holds `folder`, which must exist.
-pub fn lock(folder: &Path) -> Result<Lock> {
-    let busy = || {
-        Fault::machine("another run is writing this folder")
-            .at(folder.display().to_string())
-            .hint("wait for it, or name another folder")
-    };
-    let open = fs::File::open(folder).map_err(|error| Fault::io("open", folder, &error))?;
-    if !hold(&open).map_err(|error| Fault::io("lock", folder, &error))? {
-        return Err(busy());
-    }
-    // The one before may have renamed it between our opening it and locking it.
-    let held = open.metadata().map_err(|error| Fault::io("read", folder, &error))?;
-    match fs::metadata(folder) {
-        Ok(there) if (there.ino(), there.dev()) == (held.ino(), held.dev()) => {
-            Ok(Lock { _folder: open })
-        }
-        _ => Err(busy()),
-    }
-}
-
-/// Locks what is open against everybody else, until it is closed; whether nobody had it locked.
-pub fn hold(open: &fs::File) -> io::Result<bool> {
-    match open.try_lock() {
-        Ok(()) => Ok(true),
-        Err(fs::TryLockError::WouldBlock) => Ok(false),
-        Err(fs::TryLockError::Error(error)) => Err(error),
     }
 }
 

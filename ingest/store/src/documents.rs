@@ -66,15 +66,17 @@ impl Iterator for Documents {
 /// Holds the file against its record, in pieces: it may be large.
 pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
     let path = &file.location();
-    let file = file.open().map_err(|error| missing(path, &error))?;
-    let found = regular::digest(file, &|_| ());
-    let (bytes, found) = found.map_err(|error| path.fault("read", &error))?;
-    if (bytes, found) == (record.bytes, record.digest) {
-        return Ok(());
-    }
-    Err(damaged(path, "provenance does not match its digest")
-        .found(format!("{found}, {bytes} bytes"))
-        .wanted(format!("{}, {} bytes", record.digest, record.bytes)))
+    path.reread(|| {
+        let file = file.open().map_err(|error| missing(path, &error))?;
+        let found = regular::digest(file, &|_| ());
+        let (bytes, found) = found.map_err(|error| path.fault("read", &error))?;
+        if (bytes, found) == (record.bytes, record.digest) {
+            return Ok(());
+        }
+        Err(damaged(path, "provenance does not match its digest")
+            .found(format!("{found}, {bytes} bytes"))
+            .wanted(format!("{}, {} bytes", record.digest, record.bytes)))
+    })
 }
 
 /// Appends the records of `rows` (rising, apart), touching only the row groups that hold them.

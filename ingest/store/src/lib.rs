@@ -37,6 +37,7 @@ pub mod verify;
 pub mod whole;
 pub mod write;
 
+pub use check::is_file_name;
 pub use contract::UNIT_TOKENS;
 pub use location::Location;
 pub use manifest::{

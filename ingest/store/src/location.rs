@@ -10,7 +10,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use contract::{Fault, Identity, Result};
+use contract::{Class, Fault, Identity, Result};
 
 use crate::{disk, regular};
 
@@ -53,6 +53,16 @@ pub trait Remote: Send + Sync {
 
     /// A whole copy on this machine.
     fn fetch(&self, object: &Address) -> io::Result<LocalFile>;
+
+    /// Size and SHA-256 of an object.
+    fn content(&self, object: &Address) -> io::Result<(u64, Identity)> {
+        regular::identity(regular::open(self.fetch(object)?.path())?)
+    }
+
+    /// Drops what is kept on this machine of an object that does not read right: the next use fetches it. Whether anything was.
+    fn forget(&self, _object: &Address) -> bool {
+        false
+    }
 
     /// Makes an object of these bytes; it appears whole. One that has them is as good as made; one with other bytes is
     /// left as it is, which is [`io::ErrorKind::AlreadyExists`].
@@ -357,6 +367,20 @@ impl Location {
         }
     }
 
+    /// What `read` makes of the file. Where that is damage, and what was read is a copy of an object, the copy may be to blame:
+    /// it is dropped, and the object is fetched and read once more.
+    pub fn reread<T>(&self, read: impl Fn() -> Result<T>) -> Result<T> {
+        match read() {
+            Err(fault) if fault.class() == Class::Data && self.forget() => read(),
+            read => read,
+        }
+    }
+
+    /// Drops what is kept on this machine of an object; whether anything was, so that reading again may give something else.
+    pub fn forget(&self) -> bool {
+        matches!(self, Location::Object(object) if object.remote.forget(&object.address))
+    }
+
     /// The bytes of the file.
     pub fn read(&self) -> io::Result<Vec<u8>> {
         regular::read(self.fetch()?.path())
@@ -372,7 +396,10 @@ impl Location {
 
     /// Size and SHA-256 of the file.
     pub fn content(&self) -> Result<(u64, Identity)> {
-        let content = self.open().and_then(regular::identity);
+        let content = match self {
+            Location::Local(path) => regular::open(path).and_then(regular::identity),
+            Location::Object(object) => object.remote.content(&object.address),
+        };
         content.map_err(|error| self.fault("read", &error))
     }
 

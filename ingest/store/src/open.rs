@@ -48,6 +48,11 @@ pub fn finish(store: &Path) -> Result<()> {
 /// opens a store opens it here.
 pub fn manifest(store: impl Into<Location>) -> Result<Manifest> {
     let store = &store.into();
+    // Two copies that do not fit are both made once more.
+    store.join(MANIFEST).reread(|| store.join(MANIFEST_SUM).reread(|| read_manifest(store)))
+}
+
+fn read_manifest(store: &Location) -> Result<Manifest> {
     let path = store.join(MANIFEST);
     let bytes = match StoreFile::new(store, &[MANIFEST]).read() {
         Ok(bytes) => bytes,

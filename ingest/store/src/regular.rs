@@ -46,14 +46,14 @@ pub fn digest(file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
 }
 
 /// The size and the SHA-256 of what is read from here on.
-pub(crate) fn identity(file: impl Read) -> Result<(u64, Identity)> {
+pub fn identity(file: impl Read) -> Result<(u64, Identity)> {
     let mut hash = Sha256::new();
     let bytes = each_piece(file, |piece| hash.update(piece))?;
     Ok((bytes, Identity(hash.finalize().into())))
 }
 
 /// Hands over what is read from here on, piece by piece; how many bytes there were.
-fn each_piece(mut file: impl Read, mut take: impl FnMut(&[u8])) -> Result<u64> {
+pub fn each_piece(mut file: impl Read, mut take: impl FnMut(&[u8])) -> Result<u64> {
     let (mut bytes, mut buffer) = (0, vec![0; 1 << 20]);
     loop {
         match file.read(&mut buffer) {

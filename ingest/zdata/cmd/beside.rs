@@ -30,6 +30,8 @@ pub(super) fn held(path: &Path) -> Result<Option<File>> {
             .at(path.display().to_string())
             .wanted("a run that stands still")
             .hint("stop it (Ctrl-C leaves a checkpoint), amend this file, and go on with it")),
+        // Where no locks work, a run under way is told by other means.
+        Err(error) if disk::is_lockless(&error) => Ok(None),
         Err(error) => Err(Fault::io("lock", &lock, &error)),
     }
 }

@@ -163,7 +163,10 @@ pub(super) fn clear(folder: &Path) {
         return;
     }
     // Whoever writes shares it: what was there before, and is still, has no writer any more.
-    let Ok(_alone) = disk::lock(folder) else { return };
+    let Ok(alone) = File::open(folder) else { return };
+    if !disk::hold(&alone).unwrap_or(false) {
+        return;
+    }
     for piece in pieces {
         let _ = disk::remove(&piece);
     }

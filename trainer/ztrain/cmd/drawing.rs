@@ -80,7 +80,12 @@ impl Drawing {
         let Drawing { flag, path, stream } = self;
         let written = if *stream {
             let open = fs::OpenOptions::new().write(true).open(path);
-            open.and_then(|mut file| file.write_all(text.as_bytes()))
+            let written = open.and_then(|mut file| file.write_all(text.as_bytes()));
+            // A reader that has gone is not an error, as on standard output.
+            written.or_else(|error| match error.kind() {
+                ErrorKind::BrokenPipe => Ok(()),
+                _ => Err(error),
+            })
         } else {
             replace(path, text)
         };

@@ -186,7 +186,11 @@ impl Args {
     pub(crate) fn folder(&self) -> Result<PathBuf> {
         let missing = || Fault::usage("--curriculum is missing");
         let curriculum = self.curriculum.as_ref().ok_or_else(missing)?;
-        Ok(self.out.clone().unwrap_or_else(|| default_folder(curriculum)))
+        let out = self.out.clone().unwrap_or_else(|| default_folder(curriculum));
+        if !out.join("ledger.jsonl").exists() {
+            storage::apart::refuse_shared(&out.as_path().into())?;
+        }
+        Ok(out)
     }
 
     /// How many ranks to start, if it is for this process to start them.

@@ -10,7 +10,8 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use super::{Act, admit, hold, note, synced};
+use super::lock::{Lease, lease};
+use super::{Act, admit, hold, is_lockless, note, synced};
 
 /// Bytes written at once; a file that is smaller is written as usual.
 const PIECE_BYTES: usize = 1 << 20;
@@ -23,6 +24,8 @@ pub(super) struct DirectFile {
     path: PathBuf,
     /// Held by a lock, so that nobody else writes it.
     file: File,
+    /// The same where no locks work.
+    _lease: Option<Lease>,
     /// Whether the page cache is never passed by.
     usual: bool,
     /// The handle that passes it, and takes aligned pieces only.
@@ -43,15 +46,20 @@ impl DirectFile {
     /// Begins the file at `path`, emptying one that is there, unless somebody else is writing it.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
-        // Where no locks work, nobody is refused.
-        let held = hold(&file).unwrap_or(true);
+        let (held, lease) = match hold(&file) {
+            Err(error) if is_lockless(&error) => {
+                let lease = lease(path)?;
+                (lease.is_some(), lease)
+            }
+            held => (held?, None),
+        };
         // The one before may have moved or removed it between our opening it and locking it.
         let (ours, there) = (file.metadata()?, std::fs::metadata(path).ok());
         if !held || there.map(|it| (it.ino(), it.dev())) != Some((ours.ino(), ours.dev())) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another run is writing it"));
         }
         file.set_len(0)?;
-        Ok(DirectFile { usual: false, ..DirectFile::usual(file, path) })
+        Ok(DirectFile { usual: false, _lease: lease, ..DirectFile::usual(file, path) })
     }
 
     /// Begins the new file at `path`, which is open: it stays so, and is written as usual.
@@ -61,7 +69,19 @@ impl DirectFile {
         let aligned = buffer.as_ptr().align_offset(ALIGNMENT);
         let path = path.to_owned();
         let (usual, direct, finished) = (true, None, false);
-        DirectFile { path, file, usual, direct, buffer, aligned, waiting: 0, written: 0, finished }
+        let (waiting, written) = (0, 0);
+        DirectFile {
+            path,
+            file,
+            _lease: None,
+            usual,
+            direct,
+            buffer,
+            aligned,
+            waiting,
+            written,
+            finished,
+        }
     }
 
     /// Where it is.

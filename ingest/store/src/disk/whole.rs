@@ -107,7 +107,8 @@ impl Whole {
     /// What [`Whole::commit`] does, with the system's own error.
     pub fn place(&mut self) -> io::Result<()> {
         if let Ok(there) = fs::metadata(&self.path) {
-            fs::set_permissions(self.file.path(), there.permissions())?;
+            // Some file systems give all files one mode, and refuse to change it.
+            let _ = fs::set_permissions(self.file.path(), there.permissions());
         }
         self.finish()?;
         rename(self.file.path(), &self.path)?;

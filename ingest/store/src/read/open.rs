@@ -10,15 +10,17 @@ use contract::{Identity, Result};
 /// Reads `tokenizer.json`, which must be the one that made the tokens.
 pub(super) fn tokenizer(root: &Location, manifest: &Manifest) -> Result<Vec<u8>> {
     let path = root.join(TOKENIZER);
-    let bytes = StoreFile::new(root, &[TOKENIZER]).read();
-    let bytes = bytes.map_err(|error| missing(&path, &error))?;
-    let found = Identity::of_bytes(&bytes);
-    if found == manifest.tokenizer.sha256 {
-        return Ok(bytes);
-    }
-    Err(damaged(&path, "the tokenizer is not the one that made this store's tokens")
-        .found(found)
-        .wanted(manifest.tokenizer.sha256))
+    path.reread(|| {
+        let bytes = StoreFile::new(root, &[TOKENIZER]).read();
+        let bytes = bytes.map_err(|error| missing(&path, &error))?;
+        let found = Identity::of_bytes(&bytes);
+        if found == manifest.tokenizer.sha256 {
+            return Ok(bytes);
+        }
+        Err(damaged(&path, "the tokenizer is not the one that made this store's tokens")
+            .found(found)
+            .wanted(manifest.tokenizer.sha256))
+    })
 }
 
 /// How many files this process may open; 256 where the system does not say.

@@ -1,8 +1,8 @@
 //! A store in a bucket is opened by its list, and where that says too little by its objects.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, ErrorKind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use super::*;
 use crate::location::tests::Memory;
@@ -79,6 +79,90 @@ fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
             let told = fault.to_string();
             assert!(told.contains(name) && told.contains(word), "{list:?}: {told}");
         }
+    }
+}
+
+/// A bucket whose objects come with a wrong byte, until what is kept of them is dropped.
+#[derive(Default)]
+struct Spoiled(Memory, Mutex<BTreeSet<Address>>);
+
+impl Spoiled {
+    fn is_spoiled(&self, object: &Address) -> bool {
+        !self.1.lock().unwrap().contains(object)
+    }
+}
+
+impl Remote for Spoiled {
+    fn size(&self, object: &Address) -> io::Result<u64> {
+        self.0.size(object)
+    }
+
+    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.0.read_at(object, buffer, offset)?;
+        buffer[0] ^= u8::from(self.is_spoiled(object));
+        Ok(())
+    }
+
+    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
+        let file = self.0.fetch(object)?;
+        if self.is_spoiled(object) {
+            let mut bytes = fs::read(file.path())?;
+            bytes[0] ^= 1;
+            fs::write(file.path(), bytes)?;
+        }
+        Ok(file)
+    }
+
+    fn forget(&self, object: &Address) -> bool {
+        self.1.lock().unwrap().insert(object.clone());
+        true
+    }
+
+    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
+        self.0.create(object, bytes)
+    }
+
+    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
+        self.0.sizes(folder)
+    }
+
+    fn remove(&self, object: &Address) -> io::Result<()> {
+        self.0.remove(object)
+    }
+}
+
+#[test]
+fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
+    let (folder, manifest) = store(2, &[3, 2], 9);
+    // Whatever is asked of it first.
+    let uses: [fn(&Location, &Manifest); 4] = [
+        |place, _| drop(Store::open(place).unwrap().tokenizer().unwrap()),
+        |place, manifest| {
+            let source = &manifest.sources[0];
+            let found = verify_stream(place, manifest, source, Split::Train, &|_| ()).unwrap();
+            assert_eq!(found, []);
+        },
+        |place, manifest| {
+            let stream = Store::open(place).unwrap().stream(0, Split::Train);
+            let (mut tokens, mut starts) = (Vec::new(), Vec::new());
+            stream.read_tokens(0..manifest.sources[0].train.tokens, &mut tokens).unwrap();
+            stream.starts_in(0..tokens.len() as u64, &mut starts).unwrap();
+            assert_eq!((starts.len(), &tokens[..9]), (5, &document(0, 9, 65_536)[..]));
+        },
+        |place, _| {
+            let stream = Store::open(place).unwrap().stream(0, Split::Train);
+            assert_eq!(stream.find("doc-4").unwrap(), [4]);
+            assert_eq!(stream.document(1).unwrap().id, "doc-1");
+        },
+    ];
+    for used in uses {
+        let remote: Arc<dyn Remote> = Arc::new(Spoiled::default());
+        let place = Object::new(Address::parse("s3://b/store").unwrap(), remote);
+        for file in manifest.files() {
+            let bytes = fs::read(folder.path().join(&file.path)).unwrap();
+            place.join(&file.path).create(&bytes).unwrap();
+        }
+        used(&Location::Object(place), &manifest);
     }
 }
 
