@@ -216,9 +216,10 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     assert!(!empty.join("manifest.json").exists());
     // By tasks as well, which a scheduler merges; and where it was a rule that dropped everything.
     let work = scratch.path("work");
-    zdata(&["task", "plan", arg(&skip), "--work", arg(&work)]).ok();
-    zdata(&["task", "run", "--work", arg(&work), "--index", "0"]).ok();
-    zdata(&["task", "merge", "--work", arg(&work), "--out", arg(&empty)])
+    let told = zdata(&["task", "plan", arg(&skip), "--work", arg(&work)]).ok();
+    let of = ["--work", arg(&work), "--plan", told.split_once("  ").unwrap().0];
+    zdata(&[&["task", "run", "--index", "0"], &of[..]].concat()).ok();
+    zdata(&[&["task", "merge", "--out", arg(&empty)], &of[..]].concat())
         .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
     scratch.write("in/a.jsonl", json_lines(1, 5));
     let strict = "[[prepare]]\nstep = \"length\"\nmin_words = 100000\n";

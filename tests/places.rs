@@ -269,15 +269,18 @@ fn what_is_made_in_a_bucket_is_made_once() {
     assert_eq!(built, digest(twins.remote(&["verify", &store])));
 }
 
+/// The name of some plan.
+const PLAN: &str = "plan-00000000000000000000000000000000";
+
 /// Arguments that a place in a bucket cannot be, each with the name under which it is refused.
 const REFUSED: &[(&[&str], &str)] = &[
     (&["init", "@corpora"], "<FOLDER>"),
     (&["build", "corpus.toml", "--out", "x", "--work", "@work"], "--work"),
     (&["build", "corpus.toml", "--engine", "slurm", "--out", "@store"], "--out"),
     (&["task", "plan", "corpus.toml", "--work", "@work"], "--work"),
-    (&["task", "run", "--work", "@work", "--index", "0"], "--work"),
-    (&["task", "merge", "--work", "@work", "--out", "x"], "--work"),
-    (&["task", "merge", "--work", "x", "--out", "@store"], "--out"),
+    (&["task", "run", "--work", "@work", "--plan", PLAN, "--index", "0"], "--work"),
+    (&["task", "merge", "--work", "@work", "--plan", PLAN, "--out", "x"], "--work"),
+    (&["task", "merge", "--work", "x", "--plan", PLAN, "--out", "@store"], "--out"),
     (&["import", "@x", "--format", "olmo", "--tokenizer", "t", "--source", "a=b"], "<STORE>"),
     (&["publish", "@store", "@other"], "<STORE>"),
     (&["publish", "store", "elsewhere"], "URL"),

@@ -113,27 +113,28 @@ diff -r "$dir/local-edited" "$dir/edited"
 echo "after an edit: every byte as built here"
 
 # Every task twice, backwards, as two arrays at once; then one merge.
-tasks=$("$zdata" task plan "$dir/corpus.toml" --work "$dir/twice.tasks" --task-bytes 1)
+read -r plan tasks < <("$zdata" task plan "$dir/corpus.toml" --work "$dir/twice.tasks" --task-bytes 1)
+of="--work $dir/twice.tasks --plan $plan"
 array=$(seq $((tasks - 1)) -1 0 | paste -sd,)
 for verb in scan run; do
   both=()
   for _ in 1 2; do
     both+=("$(submit --output="$dir/twice-$verb-%a.log" --array="$array" \
-      --wrap "exec $zdata task $verb --work $dir/twice.tasks --index \$SLURM_ARRAY_TASK_ID --workers 1")")
+      --wrap "exec $zdata task $verb $of --index \$SLURM_ARRAY_TASK_ID --workers 1")")
   done
   over "${both[@]}"
   results=$(cat "$dir/twice-$verb"-*.log | grep -cE '^[0-9a-f]{32}(  (again|reused))?$')
   [ "$results" = $((2 * tasks)) ] || { echo "$results results of $verb, not $((2 * tasks))"; exit 1; }
-  [ "$verb" = run ] || "$zdata" task decide --work "$dir/twice.tasks"
+  [ "$verb" = run ] || "$zdata" task decide $of
 done
-"$zdata" task merge --work "$dir/twice.tasks" --out "$dir/twice"
+"$zdata" task merge $of --out "$dir/twice"
 diff -r "$dir/local-edited" "$dir/twice"
 echo "each task twice, backwards: every byte as built here"
 
 # An input that changed between the two: both results are kept, nothing is merged.
 sed -i '1s/Document/dOcument/' "$dir/raw/web-5.jsonl"
-over "$(submit --output="$dir/other.log" --wrap "exec $zdata task run --work $dir/twice.tasks --index 4")"
+over "$(submit --output="$dir/other.log" --wrap "exec $zdata task run $of --index 4")"
 grep -q "another result" "$dir/other.log"
 ls "$dir"/twice.tasks/plan-*/*.conflict >/dev/null
-if "$zdata" task merge --work "$dir/twice.tasks" --out "$dir/never" 2>/dev/null; then exit 1; fi
+if "$zdata" task merge $of --out "$dir/never" 2>/dev/null; then exit 1; fi
 echo "a second result with another digest: refused, both kept"

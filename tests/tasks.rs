@@ -18,28 +18,51 @@ use crate::support::{
     Ran, Scratch, arg, assert_same_tree, build, corpus, json_lines, zdata, zdata_command,
 };
 
-fn planned(scratch: &Scratch, corpus: &Path, name: &str) -> (PathBuf, u64) {
-    let work = scratch.path(name);
-    let told =
-        zdata(&["task", "plan", arg(corpus), "--work", arg(&work), "--task-bytes", "1"]).ok();
-    (work, told.trim().parse().unwrap())
+/// A plan of tasks of one file each.
+struct Planned {
+    work: PathBuf,
+    name: String,
+    tasks: u64,
 }
 
-fn merge(work: &Path, out: &Path) -> Ran {
-    zdata(&["task", "merge", "--work", arg(work), "--out", arg(out)])
-}
+impl Planned {
+    fn new(scratch: &Scratch, corpus: &Path, work: &str) -> Planned {
+        let work = scratch.path(work);
+        let words = ["task", "plan", arg(corpus), "--work", arg(&work), "--task-bytes", "1"];
+        let told = zdata(&words).ok();
+        let (name, tasks) = told.trim().split_once("  ").unwrap();
+        Planned { name: name.to_owned(), tasks: tasks.parse().unwrap(), work }
+    }
 
-/// Runs every task in a drawn order: killed, run, and now and then run again, when the second result is compared.
-fn under_fire(work: &Path, verb: &str, tasks: u64) {
-    let order = Permutation::new(Key::from_seed(3), tasks);
-    let mut fire = Fire::new(std::time::Duration::from_millis(200), 0);
-    for index in 0..tasks {
-        let task = order.forward(index).to_string();
-        let words = ["task", verb, "--work", arg(work), "--index", &task, "--workers", "1"];
-        fire.kill(zdata_command(&words));
-        let first = zdata(&words).ok();
-        if index % 3 == 0 {
-            assert_eq!(zdata(&words).ok().trim(), format!("{}  again", &first.trim()[..32]));
+    /// The words of a command.
+    fn words<'a>(&'a self, verb: &'a str, more: &[&'a str]) -> Vec<&'a str> {
+        [&["task", verb, "--work", arg(&self.work), "--plan", &self.name], more].concat()
+    }
+
+    fn run(&self, task: u64) -> Ran {
+        zdata(&self.words("run", &["--index", &task.to_string()]))
+    }
+
+    fn merge(&self, out: &Path) -> Ran {
+        zdata(&self.words("merge", &["--out", arg(out)]))
+    }
+
+    fn folder(&self) -> PathBuf {
+        self.work.join(&self.name)
+    }
+
+    /// Runs every task in a drawn order: killed, run, and now and then run again, when the second result is compared.
+    fn under_fire(&self, verb: &str) {
+        let order = Permutation::new(Key::from_seed(3), self.tasks);
+        let mut fire = Fire::new(std::time::Duration::from_millis(200), 0);
+        for index in 0..self.tasks {
+            let task = order.forward(index).to_string();
+            let words = self.words(verb, &["--index", &task, "--workers", "1"]);
+            fire.kill(zdata_command(&words));
+            let first = zdata(&words).ok();
+            if index % 3 == 0 {
+                assert_eq!(zdata(&words).ok().trim(), format!("{}  again", &first.trim()[..32]));
+            }
         }
     }
 }
@@ -59,18 +82,18 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
     let scratch = Scratch::new();
     let corpus = many_files(&scratch);
     let local = build(&scratch, &corpus, "local");
-    let (work, tasks) = planned(&scratch, &corpus, "work");
-    assert_eq!(tasks, 9);
+    let plan = Planned::new(&scratch, &corpus, "work");
+    assert_eq!(plan.tasks, 9);
     let out = scratch.path("merged");
-    merge(&work, &out).fails(3, &["encode task 0", "missing"]);
-    under_fire(&work, "run", tasks);
+    plan.merge(&out).fails(3, &["encode task 0", "missing"]);
+    plan.under_fire("run");
     let start = Instant::now();
-    merge(&work, &out).ok();
+    plan.merge(&out).ok();
     let mut fire = Fire::new(start.elapsed(), 50);
     assert_same_tree(&local, &out);
     while let Some(index) = fire.round(kills()) {
         let out = scratch.path(&format!("merged-{index}"));
-        let words = ["task", "merge", "--work", arg(&work), "--out", arg(&out)];
+        let words = plan.words("merge", &["--out", arg(&out)]);
         fire.kill(zdata_command(&words));
         assert!(!out.exists() || out.join("manifest.json").exists());
         zdata(&words).ok();
@@ -87,16 +110,13 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
 fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     let scratch = Scratch::new();
     let corpus = many_files(&scratch);
-    let (work, tasks) = planned(&scratch, &corpus, "work");
-    let run = |task: u64| {
-        let task = task.to_string();
-        zdata(&["task", "run", "--work", arg(&work), "--index", &task])
-    };
+    let plan = Planned::new(&scratch, &corpus, "work");
+    let (work, tasks) = (&plan.work, plan.tasks);
+    let run = |task: u64| plan.run(task);
     for task in 0..tasks {
         run(task).ok();
     }
-    let folder = || files(&work, |name| name.starts_with("plan-")).remove(0);
-    let receipt = |task: u64| folder().join(format!("encode-{task:06}.json"));
+    let receipt = |task: u64| plan.folder().join(format!("encode-{task:06}.json"));
     let before = fs::read(receipt(2)).unwrap();
     let file = scratch.path("raw/web-2.jsonl");
     let text = fs::read_to_string(&file).unwrap();
@@ -105,15 +125,15 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     assert_eq!(fs::read(receipt(2)).unwrap(), before, "{told}");
     let parts = files(&work.join("parts"), |name| name.ends_with(".bin"));
     assert_eq!(parts.len() as u64, tasks + 1);
-    let conflicts = || files(&folder(), |name| name.ends_with(".conflict"));
+    let conflicts = || files(&plan.folder(), |name| name.ends_with(".conflict"));
     assert_eq!(conflicts().len(), 1);
     let out = scratch.path("out");
-    merge(&work, &out).fails(4, &["two results"]);
+    plan.merge(&out).fails(4, &["two results"]);
     // The second was right: the first goes, and its task is run again.
     fs::remove_file(receipt(2)).unwrap();
     fs::remove_file(&conflicts()[0]).unwrap();
     run(2).ok();
-    merge(&work, &out).ok();
+    plan.merge(&out).ok();
     assert_same_tree(&build(&scratch, &corpus, "local"), &out);
     // A bit that flips in a part is found before anything is committed.
     let said: serde_json::Value = serde_json::from_slice(&fs::read(receipt(0)).unwrap()).unwrap();
@@ -123,7 +143,7 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     bytes[middle] ^= 4;
     fs::write(&part, bytes).unwrap();
     let bad = scratch.path("bad");
-    let told = merge(&work, &bad);
+    let told = plan.merge(&bad);
     assert!(matches!(told.code, Some(3 | 4)), "{told:?}");
     let name = part.file_name().unwrap().to_str().unwrap();
     assert!(told.err.contains(name) && !bad.exists(), "{told:?}");
@@ -133,7 +153,7 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     assert!(run(0).ok().contains("again"));
     fs::remove_file(&corpus).unwrap();
     let elsewhere = Command::new(env!("CARGO_BIN_EXE_zdata"))
-        .args(["task", "run", "--work", arg(&work), "--index", "0"])
+        .args(plan.words("run", &["--index", "0"]))
         .current_dir("/")
         .output();
     assert!(elsewhere.unwrap().status.success());
@@ -142,9 +162,10 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     fs::write(&tokenizer, [&bytes[..], b"\n"].concat()).unwrap();
     run(0).fails(4, &["tokenizer changed", "planned"]);
     fs::write(&tokenizer, bytes).unwrap();
-    let plan = fs::read_to_string(work.join("plan.json")).unwrap();
-    let versions = plan.split("\"versions\": \"").nth(1).unwrap()[..64].to_owned();
-    fs::write(work.join("plan.json"), plan.replace(&versions, &"0".repeat(64))).unwrap();
+    let file = plan.folder().join("plan.json");
+    let text = fs::read_to_string(&file).unwrap();
+    let versions = text.split("\"versions\": \"").nth(1).unwrap()[..64].to_owned();
+    fs::write(file, text.replace(&versions, &"0".repeat(64))).unwrap();
     run(0).fails(2, &["another version", "plan again"]);
 }
 
@@ -162,22 +183,21 @@ fn prepared_documents_by_tasks_are_those_of_a_local_build() {
     let scratch = Scratch::new();
     let corpus = prepared(&scratch);
     let local = build(&scratch, &corpus, "local");
-    let (work, tasks) = planned(&scratch, &corpus, "work");
+    let plan = Planned::new(&scratch, &corpus, "work");
     let out = scratch.path("merged");
-    let run = |task: &str| zdata(&["task", "run", "--work", arg(&work), "--index", task]);
-    run("0").fails(3, &["scan"]);
-    let decide = ["task", "decide", "--work", arg(&work)];
+    plan.run(0).fails(3, &["scan"]);
+    let decide = plan.words("decide", &[]);
     zdata(&decide).fails(3, &["scan task 0", "missing"]);
-    under_fire(&work, "scan", tasks);
-    merge(&work, &out).fails(3, &["missing"]);
+    plan.under_fire("scan");
+    plan.merge(&out).fails(3, &["missing"]);
     let mut fire = Fire::new(std::time::Duration::from_millis(100), 0);
     while fire.round(1).is_some() {
         fire.kill(zdata_command(&decide));
     }
     zdata(&decide).ok();
     zdata(&decide).ok();
-    under_fire(&work, "run", tasks);
-    merge(&work, &out).ok();
+    plan.under_fire("run");
+    plan.merge(&out).ok();
     assert_same_tree(&local, &out);
     zdata(&["verify", arg(&out)]).ok();
 }
@@ -233,7 +253,43 @@ fn after_an_edit_only_what_changed_is_made_again() {
     assert_eq!(parts(), 0);
     prune(&[]).fails(2, &["--unused-days"]);
     // The build has ended, and its plan with it.
-    zdata(&["task", "run", "--work", arg(&work), "--index", "0"]).fails(3, &["task plan"]);
+    let plan = format!("build-{}", "0".repeat(32));
+    let run = ["task", "run", "--work", arg(&work), "--index", "0", "--plan"];
+    zdata(&[&run[..], &[&plan]].concat()).fails(3, &["no such plan", "task plan"]);
+    zdata(&[&run[..], &["0"]].concat()).fails(2, &["--plan", "plan-DIGEST"]);
+}
+
+/// What somebody else has in a folder stays, and what one plan did is never another one's.
+#[test]
+fn a_folder_of_parts_is_known_by_its_marker_and_a_plan_by_its_name() {
+    let scratch = Scratch::new();
+    let corpus = corpus(&scratch, 20, "");
+    let mine = ["mine/plan.json", "mine/parts/.git", "mine/parts/.env", "mine/parts/x.bin"];
+    let mine = mine.map(|name| scratch.write(name, "mine"));
+    let (folder, out) = (scratch.path("mine"), scratch.path("out"));
+    let work = ["--work", arg(&folder)];
+    let build = ["build", arg(&corpus), "--out", arg(&out)];
+    let refused: [&[&str]; 3] =
+        [&build, &["task", "plan", arg(&corpus)], &["task", "prune", "--unused-days", "0"]];
+    for words in refused {
+        zdata(&[words, &work].concat()).fails(2, &["in the way", "parts", "--work"]);
+        assert!(mine.iter().all(|file| file.exists()) && !out.exists());
+    }
+    zdata(&[&build[..], &["--work", arg(&out)]].concat()).fails(2, &["a folder each", "--work"]);
+    assert!(!out.exists());
+    let first = Planned::new(&scratch, &corpus, "work");
+    (0..first.tasks).for_each(|task| drop(first.run(task).ok()));
+    let text = fs::read_to_string(&corpus).unwrap();
+    let second = scratch.write("second.toml", text.replace("1/50", "1/3"));
+    let second = Planned::new(&scratch, &second, "work");
+    (0..second.tasks).for_each(|task| drop(second.run(task).ok()));
+    zdata(&["build", arg(&corpus), "--out", arg(&out), "--work", arg(&first.work)]).ok();
+    let [one, two] = ["one", "two"].map(|name| scratch.path(name));
+    first.merge(&one).ok();
+    second.merge(&two).ok();
+    assert_same_tree(&out, &one);
+    let digest = |store: &Path| zdata(&["verify", arg(store)]).ok();
+    assert_ne!(digest(&one)[..64], digest(&two)[..64]);
 }
 
 /// What a job of Slurm ends with is what the build ends with: here a merge that finds a source with nothing left.
@@ -269,8 +325,9 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     let work = scratch.path("cluster.work");
     assert!(!work.exists());
     // Parts that a kill at the very end left are cleared, by whoever finds the store whole.
-    let (planned, _) = planned(&scratch, &corpus, "cluster.work");
-    assert!(planned == work && work.join("plan.json").exists());
+    let other = scratch.path("other");
+    zdata(&["build", arg(&corpus), "--out", arg(&other), "--work", arg(&work)]).ok();
+    assert!(work.join("parts").exists());
     slurm(&corpus, &cluster).ok();
     assert!(!work.exists());
     let here = zdata(&["build", arg(&strict), "--out", arg(&none)]).fails(3, &["math"]);

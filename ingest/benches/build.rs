@@ -202,7 +202,7 @@ fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<Measured> {
     let corpus = store.path().join("corpus.toml");
     std::fs::write(&corpus, text).map_err(|e| Fault::io("write", &corpus, &e))?;
     let corpus = Corpus::read(&corpus)?;
-    let (engine, task_bytes) = (Engine::Fastest, TASK_BYTES);
+    let (engine, task_bytes) = (None, TASK_BYTES);
     let options = Options { workers, engine, quiet: true, work: None, task_bytes };
     let (begun, used) = (Instant::now(), user()?);
     let outcome = build(&corpus, &store.path().join("store"), options)?;

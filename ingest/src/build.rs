@@ -9,6 +9,7 @@ use contract::{Fault, Result, counted, note};
 use store::{Manifest, disk, open};
 
 pub use crate::assembly::{Options, built, is_of_a_store};
+use crate::cache_dir::{CacheDir, apart_from};
 use crate::cluster;
 use crate::corpus::Corpus;
 use crate::tokenize::Engine;
@@ -48,12 +49,7 @@ pub(crate) fn build_while(
     }
     let work = work_folder(store, &options)?;
     let above = disk::missing_above(&work);
-    let _lock = cluster::lock(&work)?;
     let built = build_in(corpus, store, &work, &options, &mut go_on);
-    // What is kept of a build that failed are its parts: a folder without them is of no use.
-    if options.work.is_none() && (built.is_ok() || !cluster::holds_parts(&work)?) {
-        cluster::clear(&work, options.quiet)?;
-    }
     if built.is_err() {
         above.iter().for_each(|folder| disk::remove_if_empty(folder));
     }
@@ -67,9 +63,25 @@ fn build_in(
     options: &Options,
     go_on: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Outcome> {
-    let plan = cluster::plan_with(corpus, work, options.task_bytes, options.engine)?;
-    if let (Some(why), Engine::Fastest, false) =
-        (plan.tokenizer.why_slow(), options.engine, options.quiet)
+    let (cache, _lock) = CacheDir::hold(work)?;
+    let built = build_by(corpus, store, work, options, go_on);
+    // What is kept of a build that failed are its parts: a folder without them is of no use.
+    if options.work.is_none() && (built.is_ok() || cache.parts()?.is_empty()) {
+        cache.clear(options.quiet)?;
+    }
+    built
+}
+
+fn build_by(
+    corpus: &Corpus,
+    store: &Path,
+    work: &Path,
+    options: &Options,
+    go_on: &mut dyn FnMut() -> Result<()>,
+) -> Result<Outcome> {
+    let engine = options.engine.unwrap_or_default();
+    let plan = cluster::plan_build(corpus, work, options.task_bytes, engine)?;
+    if let (Some(why), Engine::Fastest, false) = (plan.tokenizer.why_slow(), engine, options.quiet)
     {
         note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
     }
@@ -80,12 +92,16 @@ fn build_in(
         note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
     }
     let tallies = cluster::tallies(&plan)?;
-    plan.close(options.quiet)?;
+    plan.close()?;
     Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
 
-/// The store, if it is there and was built from this very request.
+/// The store, if it is there and was built from this very request. A folder for parts that cannot be one is refused first.
 pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Option<Manifest>> {
+    if let Some(named) = &options.work {
+        apart_from(named, store)?;
+        CacheDir::check(named)?;
+    }
     if !store.join(open::MANIFEST).exists() {
         return Ok(None);
     }
@@ -94,15 +110,11 @@ pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Op
     Ok(Some(manifest))
 }
 
-/// The folder of parts of a build that begins or goes on. Refuses a store's place that holds something else, and a folder
-/// that would be removed at the end with what somebody else put there.
+/// The folder of parts of a build that begins or goes on. Refuses a place that holds something else, of the store as of parts.
 pub fn work_folder(store: &Path, options: &Options) -> Result<PathBuf> {
     refuse_foreign(store)?;
-    if let Some(named) = &options.work {
-        return Ok(named.clone());
-    }
-    let work = work_of(store);
-    cluster::refuse_foreign(&work)?;
+    let work = options.work.clone().unwrap_or_else(|| work_of(store));
+    CacheDir::check(&work)?;
     Ok(work)
 }
 
@@ -113,13 +125,11 @@ pub(crate) fn work_of(store: &Path) -> PathBuf {
 
 /// Removes the parts that a build left beside its store when it was killed at its very end.
 fn clear_work(store: &Path, quiet: bool) -> Result<()> {
-    let work = work_of(store);
-    if !work.is_dir() {
-        return Ok(());
-    }
+    // What somebody else put there is in nobody's way by now.
+    let Ok(cache) = CacheDir::open(&work_of(store)) else { return Ok(()) };
     // Who holds it is at its end, and removes it.
-    let Ok(_lock) = disk::lock(&work) else { return Ok(()) };
-    cluster::clear(&work, quiet)
+    let Ok(_lock) = disk::lock(cache.path()) else { return Ok(()) };
+    cache.clear(quiet)
 }
 
 /// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
@@ -146,3 +156,6 @@ fn refuse_foreign(store: &Path) -> Result<()> {
 
 /// What builds kept until they kept parts.
 const OLD_JOURNAL: &str = "journal.jsonl";
+
+#[cfg(test)]
+mod tests;

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use contract::{Class, Fault, Result, note};
 
 use crate::assembly::request::{nameless, nothing_left};
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, drops};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
 use crate::source::Parsed;
@@ -209,7 +209,7 @@ impl Count<'_> {
         self.checked.bad += 1;
         let source = &self.corpus.sources[source];
         let file = source.files[file].shown.as_str();
-        let fault = fault.or_at(|| file.to_owned());
+        let fault = drops(fault.or_at(|| file.to_owned()))?;
         self.progress.aside(|| tell(Bad { source: &source.name, file, reason, fault }))
     }
 

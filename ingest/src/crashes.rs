@@ -149,10 +149,10 @@ fn a_plan_goes_before_what_was_made_by_it() {
         part(&work, "").into_iter().filter(|(path, _)| path.to_string_lossy().starts_with("plan"))
     };
     let (before, mut seen) = (made().count(), [0, 0]);
-    let (recording, ran) = Recording::of(&work, || plan.close(true));
+    let (recording, ran) = Recording::of(&work, || plan.close());
     ran.unwrap();
     recording.each(STATES, |_| {
-        let planned = work.join("plan.json").exists();
+        let planned = work.join(plan.name.to_string()).join("plan.json").exists();
         seen[usize::from(planned)] += 1;
         assert!(!planned || made().count() == before, "half of what was made");
     });

@@ -12,6 +12,7 @@
 
 mod assembly;
 pub mod build;
+pub mod cache_dir;
 pub mod check;
 pub mod cluster;
 pub mod corpus;

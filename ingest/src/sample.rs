@@ -12,7 +12,7 @@ use store::{Location, Manifest, open};
 
 use crate::assembly::pipeline::held_out;
 use crate::assembly::request;
-use crate::corpus::{Corpus, Source};
+use crate::corpus::{Corpus, Source, drops};
 use crate::dedup::{Tools, contaminated, exact, minhash, repeats};
 use crate::dropped::{Firsts, Kept, List};
 use crate::filters::{self, Dropped};
@@ -223,6 +223,7 @@ impl Teller<'_> {
                 return Ok(sampled);
             }
             Outcome::Refused(fault) => {
+                let fault = drops(fault)?;
                 sampled.outcome = format!("dropped: refused by the tokenizer: {fault}");
                 return Ok(sampled);
             }

@@ -9,7 +9,6 @@ use tempfile::TempDir;
 
 use crate::build::Options;
 use crate::cluster::plan::TASK_BYTES;
-use crate::tokenize::Engine;
 
 /// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
 pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
@@ -100,7 +99,7 @@ impl Workbench {
 
 /// Quiet options.
 pub(crate) fn options(workers: usize) -> Options {
-    let (engine, task_bytes) = (Engine::Fastest, TASK_BYTES);
+    let (engine, task_bytes) = (None, TASK_BYTES);
     Options { workers, engine, quiet: true, work: None, task_bytes }
 }
 

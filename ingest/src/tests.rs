@@ -125,16 +125,33 @@ fn what_lies_where_parts_belong_is_not_removed() {
     assert_eq!(fault.class(), contract::Class::Usage);
     assert!(fault.to_string().contains("thesis.txt"), "{fault}");
     assert!(thesis.exists() && !store.exists());
-    // A build that was killed at its end left its parts, and somebody put a file beside them.
+    // Whatever builds call their own: a folder becomes theirs only while it is empty.
+    for name in ["plan.json", "parts/.git", "parts/x.bin"] {
+        let file = bench.write(&format!("store.work/{name}"), "mine");
+        fs::rename(&thesis, bench.path("thesis")).unwrap();
+        for work in [None, Some(work.clone())] {
+            let refused = build(&corpus, &store, Options { work, ..options(1) }).unwrap_err();
+            assert_eq!(refused.class(), contract::Class::Usage, "{refused}");
+        }
+        assert!(file.exists() && !store.exists());
+        fs::remove_dir_all(&work).unwrap();
+        bench.write("store.work/thesis.txt", "years of work");
+    }
+    // A build that was killed at its end left its parts, and somebody put files beside them.
     fs::remove_file(&thesis).unwrap();
     assert_eq!(killed_at(&corpus, &store, 40), 1);
+    let left = fs::read_dir(work.join("parts")).unwrap().next().unwrap().unwrap().path();
+    fs::write(&thesis, "years of work").unwrap();
+    let own = [thesis, work.join("plan-b.txt"), work.join("parts/x.bin"), work.join("parts/.env")];
+    own.iter().for_each(|file| fs::write(file, "mine").unwrap());
+    build(&corpus, &store, options(1)).unwrap();
+    assert!(own.iter().all(|file| file.exists()) && !left.exists());
+    fs::copy(bench.path("web-0.jsonl"), &left).unwrap();
+    assert!(matches!(build(&corpus, &store, options(1)).unwrap(), Outcome::UpToDate(_)));
+    assert!(own.iter().all(|file| file.exists()) && !left.exists());
+    own.iter().for_each(|file| fs::remove_file(file).unwrap());
     build(&corpus, &store, options(1)).unwrap();
     assert!(!work.exists(), "an own folder goes");
-    fs::create_dir_all(work.join("parts")).unwrap();
-    fs::write(&thesis, "years of work").unwrap();
-    fs::write(work.join("plan-b.txt"), "another plan").unwrap();
-    assert!(matches!(build(&corpus, &store, options(1)).unwrap(), Outcome::UpToDate(_)));
-    assert!(thesis.exists() && work.join("plan-b.txt").exists() && !work.join("parts").exists());
 }
 
 /// A store appears by a rename, which a link is in the way of: that is said before the work.

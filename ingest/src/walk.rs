@@ -1,9 +1,11 @@
 //! The inputs of a corpus in reading order, slab by slab.
+//!
+//! Invariant: a file whose end is told was, from its first byte to its last, the file that it was before it was opened.
 
 use contract::{Identity, Result};
 
 use crate::corpus::{Corpus, Source};
-use crate::source::{self, Input, Limits, Slab};
+use crate::source::{self, Input, Limits, Slab, Stamp};
 
 /// What is read next.
 pub(crate) enum Part {
@@ -21,7 +23,8 @@ pub(crate) struct Walk<'a> {
     wanted: fn(&Source) -> bool,
     source: usize,
     file: usize,
-    input: Option<Box<dyn Input>>,
+    /// The open file, and what it was like before it was opened.
+    input: Option<(Box<dyn Input>, Stamp)>,
 }
 
 impl<'a> Walk<'a> {
@@ -47,12 +50,14 @@ impl<'a> Walk<'a> {
                 }
                 continue;
             };
-            let input = match &mut self.input {
+            let (input, stamp) = match &mut self.input {
                 Some(input) => input,
                 none => {
+                    let stamp = file.stamp()?;
                     let max_document_bytes = self.corpus.max_document_bytes;
                     let limits = Limits { max_document_bytes, ..Limits::default() };
-                    none.insert(source::open(&file.path, file.format, &source.fields, &limits)?)
+                    let input = source::open(&file.path, file.format, &source.fields, &limits)?;
+                    none.insert((input, stamp))
                 }
             };
             let (source, number) = (self.source, self.file);
@@ -61,6 +66,7 @@ impl<'a> Walk<'a> {
                 return Ok(Some(Part::Slab { slab, source, file: number, raw }));
             }
             let (bytes, identity) = input.content();
+            file.unchanged(*stamp, bytes)?;
             (self.input, self.file) = (None, number + 1);
             return Ok(Some(Part::FileEnd { source, file: number, bytes, identity }));
         }
@@ -82,5 +88,55 @@ pub(crate) fn place(corpus: &Corpus, part: &Part) -> String {
             file.map(|file| file.shown.clone()).unwrap_or_default()
         }
         Part::SourceEnd => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::io::Write as _;
+    use std::path::Path;
+    use std::time::{Duration, SystemTime};
+
+    use contract::Class;
+
+    use super::*;
+    use crate::testing::Workbench;
+
+    /// Whatever becomes of a file after its first slab was read, and before its end.
+    #[test]
+    fn a_file_that_changes_while_it_is_read_has_no_end() {
+        let text = |path: &Path| fs::read_to_string(path).unwrap();
+        let changes: [&dyn Fn(&Path); 5] = [
+            &|path| fs::File::options().append(true).open(path).unwrap().write_all(b"\n").unwrap(),
+            &|path| fs::write(path, text(path).replace("one", "six")).unwrap(),
+            &|path| fs::File::options().write(true).open(path).unwrap().set_len(9).unwrap(),
+            &|path| {
+                let other = path.with_extension("other");
+                fs::write(&other, text(path)).unwrap();
+                fs::rename(&other, path).unwrap();
+            },
+            &|_| (),
+        ];
+        for (number, change) in changes.into_iter().enumerate() {
+            let bench = Workbench::new(9);
+            let corpus = Corpus::read(bench.corpus("")).unwrap();
+            let file = corpus.sources[0].files[0].path.local().unwrap();
+            // Long ago: a file that is written twice within one tick of the clock looks untouched.
+            let old = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+            fs::File::options().write(true).open(file).unwrap().set_modified(old).unwrap();
+            let mut walk = Walk::new(&corpus);
+            assert!(matches!(walk.next(), Ok(Some(Part::Slab { .. }))));
+            change(file);
+            let next = walk.next();
+            if number + 1 == changes.len() {
+                assert!(matches!(next, Ok(Some(Part::FileEnd { .. }))));
+                continue;
+            }
+            let fault = next.map(drop).unwrap_err();
+            assert_eq!(fault.class(), Class::Mismatch, "{fault}");
+            let told = fault.to_string();
+            assert!(told.contains("web-0.jsonl") && told.contains("changed while"), "{told}");
+        }
     }
 }

@@ -25,8 +25,8 @@ use crate::versions;
 pub struct Options {
     /// Threads that parse and encode.
     pub workers: usize,
-    /// Which library encodes.
-    pub engine: Engine,
+    /// Which library encodes, where somebody named one.
+    pub engine: Option<Engine>,
     /// Whether to keep silent about progress.
     pub quiet: bool,
     /// The folder of parts; one that is named is kept, the one beside the store goes when that is whole.
@@ -46,10 +46,19 @@ pub(crate) fn tools<'a>(
     Tools::new(corpus, Some(Box::new(count)))
 }
 
-/// The store that lies at `store`, if it was built from this very request.
-pub fn built(corpus: &Corpus, store: impl Into<Location>, engine: Engine) -> Result<Manifest> {
-    let tokenizer = tokenizer(corpus, engine)?;
-    done(corpus, &store.into(), &head(corpus, &tokenizer)?)
+/// The store that lies at `store`, if it was built from this very request, and by `engine` where somebody named one.
+pub fn built(
+    corpus: &Corpus,
+    store: impl Into<Location>,
+    engine: Option<Engine>,
+) -> Result<Manifest> {
+    let (store, asked) = (store.into(), engine.unwrap_or_default());
+    let head = head(corpus, &tokenizer(corpus, asked)?, asked)?;
+    let manifest = done(corpus, &store, &head)?;
+    if engine.is_some() {
+        request::compare_encoders(&store, &manifest, &head)?;
+    }
+    Ok(manifest)
 }
 
 /// The tokenizer that a corpus names.
@@ -79,7 +88,8 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
     Tokenizer::read(path, engine)
 }
 
-pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
+/// What a build of `corpus` by this tokenizer is asked to do.
+pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer, engine: Engine) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
         id.map_err(|fault| fault.or_at(|| corpus.place_of(key)))
@@ -93,6 +103,7 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer) -> Result<Head> {
             end: marker("end", &corpus.end)?,
             encoder: tokenizer.encoder().to_owned(),
         },
+        engine,
         unit: corpus.unit,
         validation: corpus.validation.to_string(),
         shard_tokens: corpus.shard_tokens,

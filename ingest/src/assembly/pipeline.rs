@@ -8,7 +8,7 @@ use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
 use rayon::prelude::*;
 use store::{InputRecord, Split};
 
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, drops};
 use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
 use crate::source::{self, Document, Parsed, Row};
@@ -130,7 +130,8 @@ fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
             drop(slab);
             let steps = encoding.prepared.in_file(source, file);
             let encode = |parsed| encode(parsed, &of.files[file].shown, encoding, steps.as_ref());
-            Step::Slab { items: parsed.into_iter().map(encode).collect(), raw_bytes: raw }
+            let items = parsed.into_iter().map(encode).collect::<Result<_>>()?;
+            Step::Slab { items, raw_bytes: raw }
         }
         Part::FileEnd { source, file, bytes, identity: sha256 } => {
             let path = corpus.sources[source].files[file].shown.clone();
@@ -140,24 +141,26 @@ fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
     })
 }
 
-fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&InFile<'_>>) -> Item {
-    let document = match parsed {
-        Parsed::Document(document) => document,
-        Parsed::Dropped { reason, row, bytes, fault } => {
-            return Item::Dropped(Box::new(Dropped {
-                reason: reason.into(),
-                row,
-                id: None,
-                bytes,
-                fault,
-            }));
-        }
+fn encode(
+    parsed: Parsed,
+    file: &str,
+    encoding: &Encoding<'_>,
+    steps: Option<&InFile<'_>>,
+) -> Result<Item> {
+    let row = match &parsed {
+        Parsed::Document(document) => Row { group: document.group, row: document.row },
+        Parsed::Dropped { row, .. } => *row,
     };
-    let row = Row { group: document.group, row: document.row };
     let place = || source::place(file, row.group, row.row);
     let dropped = |reason: Cow<'static, str>, id, bytes, fault: Fault| {
-        let fault = fault.or_at(place);
-        Item::Dropped(Box::new(Dropped { reason, row, id, bytes, fault }))
+        let fault = drops(fault.or_at(place))?;
+        Ok(Item::Dropped(Box::new(Dropped { reason, row, id, bytes, fault })))
+    };
+    let document = match parsed {
+        Parsed::Document(document) => document,
+        Parsed::Dropped { reason, bytes, fault, .. } => {
+            return dropped(reason.into(), None, bytes, fault);
+        }
     };
     let (document, trace) = match steps {
         None => (document, None),
@@ -183,7 +186,7 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
                 (None, None) => ids,
                 (begin, end) => begin.into_iter().chain(ids).chain(end).collect(),
             };
-            Item::Document(Box::new(Encoded {
+            Ok(Item::Document(Box::new(Encoded {
                 id: document.id,
                 row: document.row,
                 group: document.group,
@@ -194,7 +197,7 @@ fn encode(parsed: Parsed, file: &str, encoding: &Encoding<'_>, steps: Option<&In
                 split: if held_out { Split::Validation } else { Split::Train },
                 tokens,
                 sample,
-            }))
+            })))
         }
     }
 }
@@ -219,4 +222,55 @@ fn sample(
     let text = if whole { &document.text } else { audit::piece(&document.text, key) };
     let ids = whole.then(|| ids.to_vec());
     Some(Sample { place: place(), text: text.to_owned(), ids })
+}
+
+#[cfg(test)]
+mod tests {
+    use contract::Class;
+
+    use super::*;
+    use crate::dedup::{Tools, read_through};
+    use crate::dropped::List;
+    use crate::testing::Workbench;
+    use crate::tokenize::Engine;
+
+    /// `on_error = "skip"` is about records: where anything else fails, the record may be as good as any.
+    #[test]
+    fn only_a_fault_of_data_drops_a_document() {
+        let bench = Workbench::new(9);
+        let steps =
+            "[[prepare]]\nstep = \"trim\"\ncontext = 9\n[[prepare]]\nstep = \"exact-duplicates\"\n";
+        let skip = std::fs::read_to_string(bench.corpus("on_error = \"skip\"")).unwrap() + steps;
+        let corpus = Corpus::read(bench.write("corpus.toml", skip)).unwrap();
+        let bytes = std::fs::read(bench.path("tokenizer.json")).unwrap();
+        let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
+        for class in [Class::Data, Class::Machine, Class::Mismatch, Class::Usage, Class::Bug] {
+            let count = move |_: &str| Err(Fault::new(class, "it cannot be counted"));
+            let tools = Tools::new(&corpus, Some(Box::new(count))).unwrap();
+            let lists = corpus.sources.iter().map(|_| List::default()).collect();
+            let prepared = Prepared::new(&corpus, &tools, lists);
+            let (begin, end, validation) = (None, None, corpus.validation);
+            let (tokenizer, wanted) = (&tokenizer, &Wanted::default());
+            let encoding =
+                Encoding { tokenizer, begin, end, validation, wanted, prepared: &prepared };
+            let (mut dropped, mut kept) = (0, 0);
+            let encoded = run(&corpus, &encoding, 2, |step, _| {
+                let Step::Slab { items, .. } = step else { return Ok(()) };
+                let is_dropped = |item: &&Item| matches!(item, Item::Dropped(_));
+                dropped += items.iter().filter(is_dropped).count();
+                kept += items.len() - items.iter().filter(is_dropped).count();
+                Ok(())
+            });
+            let scanned = read_through(&tools, &corpus, 2, |_| Ok(()));
+            for outcome in [encoded, scanned] {
+                match (class, outcome) {
+                    (Class::Data, outcome) => outcome.unwrap(),
+                    (_, outcome) => assert_eq!(outcome.unwrap_err().class(), class),
+                }
+            }
+            // Each is counted, and none is left over.
+            assert_eq!(dropped, if class == Class::Data { 9 + 4 + 3 } else { 0 }, "{class:?}");
+            assert_eq!(kept, 0, "{class:?}");
+        }
+    }
 }

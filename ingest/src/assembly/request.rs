@@ -9,6 +9,7 @@ use store::{FORMAT, InputRecord, Location, Manifest, SourceRecord, TokenizerReco
 
 use crate::corpus::{Corpus, OnError, Source, always_counted};
 use crate::recipe;
+use crate::tokenize::Engine;
 
 /// What a build may not change on its way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +17,8 @@ pub(crate) struct Head {
     /// The versions that it was begun with: others may read, encode or write otherwise.
     pub(crate) versions: Identity,
     pub(crate) tokenizer: TokenizerRecord,
+    /// Which library was to encode.
+    pub(crate) engine: Engine,
     pub(crate) unit: u64,
     pub(crate) validation: String,
     pub(crate) shard_tokens: u64,
@@ -75,6 +78,20 @@ fn changed(store: &Location, key: &str, old: impl ToString, new: impl ToString) 
             "name another --out, or undo the change; with --work FOLDER at every build, parts that did not change are not made \
              again",
         )
+}
+
+/// Refuses a store that another library encoded than the one that was named: its tokens should be the same, but whoever
+/// names one does not take that for granted.
+pub(crate) fn compare_encoders(store: &Location, old: &Manifest, new: &Head) -> Result<()> {
+    let (old, new) = (&old.tokenizer.encoder, &new.tokenizer.encoder);
+    if old == new {
+        return Ok(());
+    }
+    Err(Fault::usage("this store was made by another encoder than --encoder names")
+        .at(store.to_string())
+        .found(old)
+        .wanted(new)
+        .hint("name another --out, or leave --encoder out: the digest does not depend on it"))
 }
 
 /// Refuses a request whose keys or tokenizer differ.
@@ -217,6 +234,7 @@ pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
     Head {
         versions: like.versions,
         tokenizer: manifest.tokenizer.clone(),
+        engine: like.engine,
         unit: manifest.unit,
         validation: manifest.validation.clone(),
         shard_tokens: like.shard_tokens,

@@ -8,22 +8,21 @@ use super::plan::{self, Plan};
 use super::result::TaskResult;
 use super::scan;
 use super::stage::Stage;
+use crate::cache_dir::Owner;
 use crate::corpus::Corpus;
 use crate::tokenize::Engine;
 
-/// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
+/// Plans the build of `corpus` in the folder `work` for whoever runs tasks, or takes it up there.
 pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    plan_with(corpus, work, task_bytes, Engine::Fastest)
+    begun(plan::put(corpus, work, task_bytes, Engine::Fastest, Owner::Tasks)?)
 }
 
-/// The same for this process, whose tasks encode by `engine`.
-pub(crate) fn plan_with(
-    corpus: &Corpus,
-    work: &Path,
-    task_bytes: u64,
-    engine: Engine,
-) -> Result<Plan> {
-    let plan = plan::put(corpus, work, task_bytes, engine)?;
+/// The same for a build that runs the tasks itself, by `engine`, and holds the folder meanwhile.
+pub fn plan_build(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine) -> Result<Plan> {
+    begun(plan::put(corpus, work, task_bytes, engine, Owner::Build)?)
+}
+
+fn begun(plan: Plan) -> Result<Plan> {
     refresh(&plan)?;
     Ok(plan)
 }

@@ -11,9 +11,10 @@ use store::{FORMAT, TokenizerRecord};
 use super::stage::Stage;
 use crate::assembly::request::Head;
 use crate::corpus::{Corpus, SourceFile};
+use crate::tokenize::Engine;
 
 /// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).
-const PARTS: u32 = 5;
+const PARTS: u32 = 6;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);
@@ -42,10 +43,13 @@ pub(super) fn cache_key(
             true
         }
     };
-    let TokenizerRecord { sha256, vocab: _, begin, end, encoder: _ } = &head.tokenizer;
+    let TokenizerRecord { sha256, vocab: _, begin, end, encoder } = &head.tokenizer;
     framed.field(&encodes.then_some(*sha256));
     if encodes {
         framed.field(begin).field(end);
+        // No encoder's parts are taken for another one's, though all should give the same ids: whoever doubts one asks for
+        // another. The reference that somebody asked for encodes every text whole.
+        framed.field(encoder).field(&(head.engine == Engine::Reference));
     }
     framed.count(inputs.len());
     for (file, (bytes, sha256)) in source.files.iter().zip(inputs) {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use contract::{Fault, Result};
 
 use super::key::cache_key;
-use super::plan::{Plan, parts};
+use super::plan::Plan;
 use super::result::{self, TaskResult};
 use super::stage::Stage;
 use crate::progress::meanwhile;
@@ -21,7 +21,7 @@ impl Plan {
                 );
             }
         }
-        Ok(parts(&self.work)?.iter().any(|part| !own.contains(part)))
+        Ok(self.cache.parts()?.iter().any(|part| !own.contains(part)))
     }
 
     /// The tasks of a stage that are not done.
@@ -70,7 +70,7 @@ pub(super) fn results_telling(
         tell();
     }
     let mut conflicts = result::conflicts(&plan.folder())?;
-    conflicts.extend(result::conflicts(&plan.parts())?.into_iter().filter(|path| {
+    conflicts.extend(result::conflicts(&plan.cache.parts_folder())?.into_iter().filter(|path| {
         let name = path.file_name().map(|name| name.to_string_lossy().into_owned());
         let ours = |name: String| results.iter().any(|r| name.starts_with(&r.part.to_string()));
         name.is_some_and(ours)

@@ -8,7 +8,7 @@ use store::{Manifest, disk};
 
 use super::merge::{assemble, tell_part};
 use super::part::is_whole;
-use super::plan::{Plan, parts};
+use super::plan::Plan;
 use super::scan;
 use super::stage::Stage;
 use super::task::{Ran, Runner, tell};
@@ -61,7 +61,7 @@ pub(crate) fn make(
 /// would cost an attempt of its own.
 fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
     let mut sized = Vec::new();
-    for part in parts(&plan.work)? {
+    for part in plan.cache.parts()? {
         let about = part.metadata().map_err(|error| Fault::io("read", &part, &error))?;
         sized.push((part, about.len()));
     }
@@ -81,7 +81,7 @@ fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
 fn damaged_part(plan: &Plan, fault: &Fault) -> Option<PathBuf> {
     let place = fault.place()?;
     // By its name alone: of a folder whose name is no text, what is shown leads nowhere.
-    let part = plan.parts().join(Path::new(place).file_name()?);
+    let part = plan.cache.parts_folder().join(Path::new(place).file_name()?);
     (fault.class() == Class::Data && place == part.display().to_string()).then_some(part)
 }
 

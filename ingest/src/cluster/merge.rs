@@ -15,24 +15,25 @@ use crate::assembly;
 use crate::assembly::commit::Committer;
 use crate::assembly::pipeline::{Item, Step};
 use crate::assembly::request;
+use crate::cache_dir::apart_from;
 use crate::dedup::Scan;
 use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
-use crate::tokenize::Engine;
 
 /// Makes the store of all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
+    apart_from(plan.cache.path(), store)?;
     if store.join(open::MANIFEST).exists() {
-        let manifest = assembly::built(&plan.corpus, store, Engine::Fastest)?;
+        let manifest = assembly::built(&plan.corpus, store, None)?;
         // The one who made it may have been killed before it said so.
-        plan.merged()?;
+        plan.cache.merged(plan.name)?;
         return Ok(manifest);
     }
     results(plan, Stage::Encode)?;
     let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
     let tell = |task, committer: &mut Committer<'_>| tell_part(plan, task, committer);
     let manifest = assemble(plan, store, &mut progress, tell)?;
-    plan.merged()?;
+    plan.cache.merged(plan.name)?;
     Ok(manifest)
 }
 

@@ -1,24 +1,20 @@
 //! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
 
-use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
 use serde::{Deserialize, Serialize};
-use store::disk::{self, Lock};
-use store::{Location, regular};
+use store::{Location, disk, regular};
 
 use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
+use crate::cache_dir::{CacheDir, Owner, PLAN as FILE, PlanName};
 use crate::corpus::{Corpus, Inventory, Source, SourceFile};
 use crate::dropped::REMOVED;
-pub(super) use crate::made::PARTS;
-use crate::made::PLAN as FILE;
-use crate::progress::{Measure, Progress};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
@@ -28,21 +24,17 @@ pub const TASK_BYTES: u64 = 1 << 28;
 /// The most tasks of a plan, where sources allow it: schedulers bound the size of a job array.
 const TASKS_MAX: usize = 1000;
 
-/// Before the digest of the plan to which a folder belongs.
-const PLAN: &str = "plan-";
-
-/// In the folder of a plan whose store is made.
-const MERGED: &str = "merged";
-
 /// A plan, with what it needs of the corpus.
 pub struct Plan {
-    /// The folder of the plan and all parts.
-    pub work: PathBuf,
+    /// The folder of this plan and of the parts of all.
+    pub cache: CacheDir,
     /// Which plan this is.
-    pub digest: Digest,
+    pub name: PlanName,
     pub(super) text: Text,
     pub(super) corpus: Corpus,
     pub(crate) tokenizer: Tokenizer,
+    /// Nobody removes the plan as long as this is open.
+    _at_work: Option<File>,
 }
 
 /// `plan.json`.
@@ -60,26 +52,38 @@ pub(super) struct Text {
     pub(super) tasks: Vec<(usize, Range<usize>)>,
 }
 
-/// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for.
-pub(super) fn put(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine) -> Result<Plan> {
+/// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for, and so do
+/// other plans that somebody needs.
+pub(super) fn put(
+    corpus: &Corpus,
+    work: &Path,
+    task_bytes: u64,
+    engine: Engine,
+    owner: Owner,
+) -> Result<Plan> {
     let tokenizer = assembly::tokenizer(corpus, engine)?;
     let text = Text {
         corpus: everywhere(&corpus.file)?,
         said: corpus.text.clone(),
         found: Inventory::of(corpus)?,
-        head: assembly::head(corpus, &tokenizer)?,
+        head: assembly::head(corpus, &tokenizer, engine)?,
         tasks: tasks(corpus, task_bytes)?,
     };
     let bytes = json::pretty(&text, "a plan")?;
-    let digest = Digest::of_bytes(&bytes);
-    let plan = Plan { work: work.to_owned(), digest, text, corpus: corpus.clone(), tokenizer };
-    for folder in [plan.folder(), plan.parts()] {
-        disk::create_folder(&folder)?;
+    let (cache, name) = (CacheDir::make(work)?, PlanName::of(owner, &bytes));
+    let folder = cache.plan(name);
+    if !folder.join(FILE).exists() {
+        // Half of a plan that was removed.
+        disk::remove(&folder)?;
     }
-    disk::remove(&plan.folder().join(MERGED))?;
-    disk::write_whole(&work.join(FILE), &bytes)?;
-    plan.remove_others()?;
-    Ok(plan)
+    for folder in [&folder, &cache.parts_folder()] {
+        disk::create_folder(folder)?;
+    }
+    let _at_work = cache.at_work(name);
+    cache.not_merged(name)?;
+    disk::write_whole(&folder.join(FILE), &bytes)?;
+    cache.remove_plans(Some(name))?;
+    Ok(Plan { cache, name, text, corpus: corpus.clone(), tokenizer, _at_work })
 }
 
 /// The name of the corpus file that every machine knows it by.
@@ -88,88 +92,6 @@ fn everywhere(file: &Location) -> Result<String> {
     let real = fs::canonicalize(path).map_err(|error| Fault::io("find", path, &error))?;
     let name = real.into_os_string().into_string();
     name.map_err(|_| Fault::usage("the path of this corpus file is not UTF-8").at(file.to_string()))
-}
-
-/// Holds a folder of parts against other builds until it is dropped, or the process dies.
-pub fn lock(work: &Path) -> Result<Lock> {
-    disk::create_folder(work)?;
-    disk::lock(work)
-}
-
-/// The name of what lies in a folder of parts; none of ours where that is no text.
-pub(super) fn name_of(path: &Path) -> &str {
-    path.file_name().and_then(OsStr::to_str).unwrap_or_default()
-}
-
-/// Whether builds put what is called so into a folder of parts.
-fn is_ours(path: &Path) -> bool {
-    let name = name_of(path);
-    name == PARTS || name.strip_suffix(disk::PART).unwrap_or(name) == FILE || is_plans(name)
-}
-
-/// Whether a folder of that name belongs to one plan.
-pub(super) fn is_plans(name: &str) -> bool {
-    name.strip_prefix(PLAN).is_some_and(|digest| digest.parse::<Digest>().is_ok())
-}
-
-/// Whether the folder of a plan says that its store is made.
-pub(super) fn is_merged(folder: &Path) -> bool {
-    folder.join(MERGED).is_file()
-}
-
-/// Refuses a folder that holds what no build has put there.
-pub(crate) fn refuse_foreign(work: &Path) -> Result<()> {
-    let found = if work.is_dir() { disk::entries(work)? } else { Vec::new() };
-    match found.iter().find(|entry| !is_ours(entry)) {
-        None => Ok(()),
-        Some(entry) => {
-            Err(Fault::usage("this folder is in the way: the parts of this build belong there")
-                .at(work.display().to_string())
-                .found(entry.file_name().unwrap_or_default().to_string_lossy())
-                .hint("move it, or name another folder for parts: --work FOLDER"))
-        }
-    }
-}
-
-/// Removes what builds have put into a folder, and the folder if it held nothing else.
-pub fn clear(work: &Path, quiet: bool) -> Result<()> {
-    let (ours, others): (Vec<_>, Vec<_>) =
-        disk::entries(work)?.into_iter().partition(|it| is_ours(it));
-    remove_all(&ours, quiet)?;
-    if others.is_empty() { disk::remove(work) } else { Ok(()) }
-}
-
-/// Removes files and folders of many files: a plan goes before what was made by it, so that nothing goes on by half of that.
-fn remove_all(paths: &[PathBuf], quiet: bool) -> Result<()> {
-    let is_folder = |path: &&PathBuf| path.is_dir() && !path.is_symlink();
-    let (folders, single): (Vec<_>, Vec<_>) = paths.iter().partition(is_folder);
-    for path in single {
-        disk::remove(path)?;
-        disk::sync_folder(disk::folder_of(path))?;
-    }
-    let mut files = Vec::new();
-    for folder in &folders {
-        files.extend(disk::entries(folder)?);
-    }
-    let mut progress = Progress::new("clear", Measure::Count("file"), files.len() as u64, quiet);
-    for file in &files {
-        disk::remove(file)?;
-        progress.add(1);
-    }
-    folders.into_iter().try_for_each(|path| disk::remove(path))
-}
-
-/// The parts in a folder of parts.
-pub(super) fn parts(work: &Path) -> Result<Vec<PathBuf>> {
-    let parts = work.join(PARTS);
-    let mut found = if parts.is_dir() { disk::entries(&parts)? } else { Vec::new() };
-    found.retain(|path| path.extension().is_some_and(|ending| ending == "bin"));
-    Ok(found)
-}
-
-/// Whether a folder of parts holds any.
-pub(crate) fn holds_parts(work: &Path) -> Result<bool> {
-    parts(work).map(|parts| !parts.is_empty())
 }
 
 /// Cuts every source into ranges of files.
@@ -216,17 +138,17 @@ fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
 }
 
 impl Plan {
-    /// Reads the plan in `work`: the corpus as it was planned, whatever its file says now.
-    pub fn read(work: &Path) -> Result<Self> {
-        let path = work.join(FILE);
-        let bytes = regular::read(&path).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound if work.is_dir() => {
-                Fault::data("no build is planned in this folder, or it has ended")
-                    .at(work.display().to_string())
-                    .hint("plan it: zdata task plan CORPUS --work FOLDER; parts that are there are used again")
+    /// Reads the plan of this name in `work`: the corpus as it was planned, whatever its file says now.
+    pub fn read(work: &Path, name: PlanName) -> Result<Self> {
+        let cache = CacheDir::open(work)?;
+        let _at_work = cache.at_work(name);
+        let path = cache.plan(name).join(FILE);
+        let bytes = match regular::read(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(none(&cache, name));
             }
-            _ => Fault::io("read", &path, &error),
-        })?;
+            bytes => bytes.map_err(|error| Fault::io("read", &path, &error))?,
+        };
         let place = path.display().to_string();
         let text: Text = serde_json::from_slice(&bytes).map_err(|error| {
             Fault::data("this is not the plan of a build, or another version of zdata made it")
@@ -239,17 +161,22 @@ impl Plan {
                 .at(place)
                 .hint("plan again, or run its tasks by that version"));
         }
+        if !name.is_of(&bytes) {
+            return Err(Fault::data("this is another plan than its folder says, or it is damaged")
+                .at(place)
+                .wanted(name)
+                .hint("delete this folder and plan again"));
+        }
         let corpus = Corpus::found(storage::locate(&text.corpus)?, &text.said, text.found.clone())?;
-        let tokenizer = assembly::tokenizer(&corpus, Engine::Fastest)?;
-        if assembly::head(&corpus, &tokenizer)? != text.head {
+        let tokenizer = assembly::tokenizer(&corpus, text.head.engine)?;
+        if assembly::head(&corpus, &tokenizer, text.head.engine)? != text.head {
             return Err(Fault::mismatch("the tokenizer changed since this build was planned")
                 .at(place)
                 .found(tokenizer.identity())
                 .wanted(text.head.tokenizer.sha256)
                 .hint("restore it, or plan again: what did not change is not done again"));
         }
-        let digest = Digest::of_bytes(&bytes);
-        Ok(Plan { work: work.to_owned(), digest, text, corpus, tokenizer })
+        Ok(Plan { cache, name, text, corpus, tokenizer, _at_work })
     }
 
     /// How many tasks there are.
@@ -270,17 +197,12 @@ impl Plan {
 
     /// The folder of what belongs to this plan alone.
     pub(super) fn folder(&self) -> PathBuf {
-        self.work.join(format!("{PLAN}{}", self.digest))
-    }
-
-    /// The folder of the parts of all plans.
-    pub(super) fn parts(&self) -> PathBuf {
-        self.work.join(PARTS)
+        self.cache.plan(self.name)
     }
 
     /// Where the part with this key belongs.
     pub(super) fn part(&self, key: Identity) -> PathBuf {
-        self.parts().join(format!("{key}.bin"))
+        self.cache.part(key)
     }
 
     /// Where a task's list of removed documents lies once it is decided.
@@ -303,7 +225,7 @@ impl Plan {
     pub(super) fn cut(&self, task: usize) -> Result<Corpus> {
         let Some((source, files)) = self.text.tasks.get(task) else {
             return Err(Fault::usage("the plan has no such task")
-                .at(self.work.display().to_string())
+                .at(self.folder().display().to_string())
                 .found(task)
                 .wanted(format!("below {}", self.tasks())));
         };
@@ -345,25 +267,18 @@ impl Plan {
     }
 
     /// Removes everything but the parts: also what killed tasks left of theirs.
-    pub fn close(&self, quiet: bool) -> Result<()> {
-        for entry in disk::entries(&self.parts())? {
-            if entry.file_name().unwrap_or_default().as_encoded_bytes().starts_with(b".") {
-                disk::remove(&entry)?;
-            }
-        }
-        remove_all(&[self.work.join(FILE), self.folder()], quiet)
+    pub fn close(&self) -> Result<()> {
+        self.cache.remove_plan(self.name)
     }
+}
 
-    /// Writes down that the store of this plan is made: it needs its parts no longer.
-    pub(super) fn merged(&self) -> Result<()> {
-        disk::write_whole(&self.folder().join(MERGED), &[]).map(drop)
-    }
-
-    /// Removes what belongs to other plans.
-    fn remove_others(&self) -> Result<()> {
-        let others = disk::entries(&self.work)?.into_iter();
-        others
-            .filter(|path| is_plans(name_of(path)) && *path != self.folder())
-            .try_for_each(|path| disk::remove(&path))
-    }
+/// What is said where a plan is wanted.
+fn none(cache: &CacheDir, name: PlanName) -> Fault {
+    let there = cache.plans().unwrap_or_default();
+    let there: Vec<String> = there.iter().map(PlanName::to_string).collect();
+    let fault = Fault::data("this folder has no such plan, or its build has ended")
+        .at(cache.path().display().to_string())
+        .found(name)
+        .hint("plan it: zdata task plan CORPUS --work FOLDER; parts that are there are used again");
+    if there.is_empty() { fault } else { fault.wanted(there.join(" or ")) }
 }

@@ -7,12 +7,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use contract::{Fault, Identity, Result, counted};
+use contract::{Fault, Result, counted};
 use indicatif::HumanBytes;
 use store::{disk, regular};
 
-use super::plan::{PARTS, is_merged, is_plans, lock, name_of};
 use super::result::TaskResult;
+use crate::cache_dir::{CacheDir, PLAN};
 
 /// What became of the parts of a folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,22 +38,16 @@ impl Pruned {
 /// Removes the parts in `work` that were not used for `unused`, or with `look` only counts them. Refused while a build
 /// works there; parts that the results of a build name that is not done stay, and so do results that are in conflict.
 pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
-    let parts = work.join(PARTS);
-    if !parts.is_dir() {
-        return Err(Fault::usage("this folder holds no parts")
-            .at(work.display().to_string())
-            .wanted("the --work folder of a build"));
-    }
-    let _lock = lock(work)?;
-    let needed = needed(work)?;
+    let cache = CacheDir::open(work)?;
+    let _lock = disk::lock(work)?;
+    let needed = needed(&cache)?;
     let mut pruned = Pruned::default();
-    for path in disk::entries(&parts)? {
-        let Some(key) = name_of(&path).strip_suffix(".bin") else { continue };
+    for path in cache.parts()? {
         let about = path.symlink_metadata().map_err(|error| Fault::io("look at", &path, &error))?;
         let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
         // A time that lies ahead is another machine's clock: just used.
         let since = today().duration_since(used).unwrap_or_default();
-        let goes = since >= unused && !needed.contains(key);
+        let goes = since >= unused && !needed.contains(&path);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
         *side = (side.0 + 1, side.1 + about.len());
         if goes && !look {
@@ -77,23 +71,17 @@ fn today() -> SystemTime {
     SystemTime::now()
 }
 
-/// The keys of the parts that builds name which are not done.
-fn needed(work: &Path) -> Result<BTreeSet<String>> {
+/// The parts that plans name whose stores are not made.
+fn needed(cache: &CacheDir) -> Result<BTreeSet<PathBuf>> {
     let mut needed = BTreeSet::new();
-    let needs =
-        |folder: &PathBuf| is_plans(name_of(folder)) && folder.is_dir() && !is_merged(folder);
-    for folder in disk::entries(work)?.into_iter().filter(needs) {
-        for path in disk::entries(&folder)? {
-            if path.extension().is_some_and(|ending| ending == "json") {
-                needed.insert(part(&path)?.to_string());
+    for plan in cache.plans()?.into_iter().filter(|plan| !cache.is_done(*plan)) {
+        for path in disk::entries(&cache.plan(plan))? {
+            if path.extension().is_some_and(|it| it == "json") && !path.ends_with(PLAN) {
+                let bytes =
+                    regular::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+                needed.insert(cache.part(TaskResult::parse(&path, &bytes)?.part));
             }
         }
     }
     Ok(needed)
-}
-
-/// The part that a result names.
-fn part(path: &Path) -> Result<Identity> {
-    let bytes = regular::read(path).map_err(|error| Fault::io("read", path, &error))?;
-    TaskResult::parse(path, &bytes).map(|result| result.part)
 }

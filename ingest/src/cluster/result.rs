@@ -4,19 +4,19 @@
 
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use store::{Location, disk, regular};
+use store::{disk, regular};
 
 use super::key::Content;
 use super::plan::Plan;
 use super::stage::Stage;
 use crate::corpus::SourceFile;
 use crate::parallel;
+use crate::source::Stamp;
 
 /// The result of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,23 +38,14 @@ pub(super) struct TaskResult {
 pub(super) struct Input {
     pub(super) bytes: u64,
     pub(super) sha256: Identity,
-    /// Size, inode and time of the last change when its content was taken. Where these differ, a build that goes on
-    /// looks at the content again; they decide nothing else. An object has none.
+    /// Taken before its content. Where it differs, a build that goes on looks at the content again; it decides nothing
+    /// else.
     stamp: Stamp,
-}
-
-/// Size, inode and time of the last change.
-pub(super) type Stamp = Option<(u64, u64, i64, i64)>;
-
-fn stamp(file: &Location) -> Result<Stamp> {
-    let Location::Local(path) = file else { return Ok(None) };
-    let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
-    Ok(Some((meta.len(), meta.ino(), meta.ctime(), meta.ctime_nsec())))
 }
 
 /// The stamps of files: to be taken before these are read.
 pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
-    files.iter().map(|file| stamp(&file.path)).collect()
+    files.iter().map(SourceFile::stamp).collect()
 }
 
 /// Takes the content of files.
@@ -78,7 +69,7 @@ impl TaskResult {
     /// Whether its files were not touched since.
     pub(super) fn is_of(&self, files: &[SourceFile]) -> bool {
         let same = |(input, file): (&Input, &SourceFile)| {
-            input.stamp.is_some() && stamp(&file.path).is_ok_and(|stamp| stamp == input.stamp)
+            input.stamp.tells() && file.stamp().is_ok_and(|stamp| stamp == input.stamp)
         };
         self.inputs.len() == files.len() && self.inputs.iter().zip(files).all(same)
     }

@@ -36,14 +36,15 @@ pub struct Options {
 
 /// Runs the tasks that are missing, stage by stage, then the merge, and waits for each.
 pub fn run(plan: &Plan, store: &Path, options: &Options) -> Result<()> {
-    let work = quoted(&plan.work)?;
+    // Before what each verb adds.
+    let of = format!("--work {} --plan {}", quoted(plan.cache.path())?, plan.name);
     let job = Job { plan, options };
     if !plan.tasks_of(Stage::Scan).is_empty() {
-        job.stage(Stage::Scan, &work)?;
-        job.once("decide", &format!("decide --work {work}"), || scan::is_decided(plan))?;
+        job.stage(Stage::Scan, &of)?;
+        job.once("decide", &format!("decide {of}"), || scan::is_decided(plan))?;
     }
-    job.stage(Stage::Encode, &work)?;
-    let line = format!("merge --work {work} --out {}", quoted(store)?);
+    job.stage(Stage::Encode, &of)?;
+    let line = format!("merge {of} --out {}", quoted(store)?);
     job.once("merge", &line, || Ok(store.join(open::MANIFEST).exists()))
 }
 
@@ -54,7 +55,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     /// Runs the tasks of a stage that are missing.
-    fn stage(&self, stage: Stage, work: &str) -> Result<()> {
+    fn stage(&self, stage: Stage, of: &str) -> Result<()> {
         let missing = self.plan.missing(stage)?;
         if missing.is_empty() {
             return Ok(());
@@ -64,7 +65,7 @@ impl Job<'_> {
             Stage::Encode => "run",
         };
         let (name, workers) = (stage.name(), self.options.workers);
-        let line = format!("{verb} --work {work} --index $SLURM_ARRAY_TASK_ID --workers {workers}");
+        let line = format!("{verb} {of} --index $SLURM_ARRAY_TASK_ID --workers {workers}");
         let words = [format!("--array={}", ranges(&missing)), format!("--cpus-per-task={workers}")];
         let job = self.submit(name, &words, &format!("{name}-%a.log"), &line)?;
         let left = self.plan.missing(stage)?;

@@ -185,7 +185,7 @@ impl<'a> Runner<'a> {
             }
         }
         let name = TaskResult::name(stage, task);
-        let scratch = result::scratch(&plan.parts(), &name)?;
+        let scratch = result::scratch(&plan.folder(), &format!("{name}.part"))?;
         let mut writer = PartWriter::create(&scratch)?;
         let mut found = FilesRead { files, known: known.as_deref(), contents: Vec::new() };
         let written = write(&only, &mut writer, &mut found)?;

@@ -18,11 +18,13 @@ use super::known::results_telling;
 use super::part::{PartReader, digest_at_end, is_whole};
 use super::result::TaskResult;
 use super::slurm::last_words;
-use super::{Plan, Pruned, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use super::{Plan, Pruned, Ran, Runner, Stage, decide, merge, plan, prune};
 use crate::build::Options;
 use crate::corpus::Corpus;
 use crate::made;
 use crate::testing::{Workbench, bytes_tokenizer, document, json_lines, options, tree};
+
+mod plans;
 
 /// A step of every kind that matters here: one that changes, one that judges, those that compare, one after them.
 const STEPS: &str = "
@@ -96,7 +98,7 @@ fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] 
     let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
     let made = run(&plan);
     merge(&plan, &store, true).unwrap();
-    plan.close(true).unwrap();
+    plan.close().unwrap();
     assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
     made
 }
@@ -262,7 +264,7 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     assert_eq!(fs::read(&path).unwrap(), bytes);
     let fault = merge(&plan, &bench.path("store"), true).unwrap_err();
     assert!(fault.to_string().contains("two results"), "{fault}");
-    let kept = super::result::conflicts(&plan.parts()).unwrap();
+    let kept = super::result::conflicts(&plan.cache.parts_folder()).unwrap();
     assert_eq!(kept.len(), 1);
     // Found out which is wrong: the first.
     fs::rename(&kept[0], &path).unwrap();
@@ -286,7 +288,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replace("one", "six").replace("two", "ten")).unwrap();
     let again = plan(&corpus, &work, 1).unwrap();
-    assert_eq!(again.digest, first.digest);
+    assert_eq!(again.name, first.name);
     assert_eq!(again.missing(Stage::Scan).unwrap().len(), 1);
     assert!(merge(&again, &bench.path("early"), true).is_err() && !bench.path("early").exists());
     assert!(made(&bench, &path, "work", 1)[0] == 1);
@@ -373,7 +375,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     run(&plan);
     merge(&plan, &bench.path("after"), true).unwrap();
     // While a build works there, nobody prunes; and a folder without parts is none of ours.
-    let held = lock(&work).unwrap();
+    let held = disk::lock(&work).unwrap();
     assert_eq!(prune(&work, day, false).unwrap_err().class(), Class::Machine);
     drop(held);
     // The store of this plan is made; another one's may be to come, until it is planned anew.
@@ -551,13 +553,13 @@ fn pipes_among_parts_keep_nobody_waiting() {
     let log = plan.folder().join("scan.log");
     fs::write(&log, "error: this is known").unwrap();
     let told = |store: &Path| -> Vec<String> {
-        let parts = super::plan::parts(&work);
+        let parts = plan.cache.parts();
         let part = |part: &PathBuf| is_whole(part).map(|_| ());
         let mut all: Vec<Result<()>> = parts.iter().flatten().map(part).collect();
         let run = |stage| Runner::new(&plan, 1).and_then(|runner| runner.run(stage, 0, true));
         all.extend([Stage::Scan, Stage::Encode].map(|stage| run(stage).map(|_| ())));
         all.push(parts.map(|parts| parts.first().into_iter().for_each(|part| prune::used(part))));
-        all.push(Plan::read(&work).map(|_| ()));
+        all.push(Plan::read(&work, plan.name).map(|_| ()));
         all.push(decide(&plan, true).map(|_| ()));
         all.push(merge(&plan, store, true).map(|_| ()));
         all.push(prune(&work, Duration::ZERO, true).map(|_| ()));

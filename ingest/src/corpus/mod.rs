@@ -17,7 +17,7 @@ mod steps;
 
 use std::collections::BTreeMap;
 
-use contract::{Fault, Ratio, Result};
+use contract::{Class, Fault, Ratio, Result};
 use serde::Deserialize;
 use settings::{File, Spanned, Value};
 use store::Location;
@@ -149,7 +149,14 @@ pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
 }
 
+/// The fault by which a record is dropped. Only what is wrong with data drops any, whatever the corpus says: of a lack of
+/// memory, a file that changed or a mistake of ours nothing follows about the record.
+pub(crate) fn drops(fault: Fault) -> Result<Fault> {
+    if fault.class() == Class::Data { Ok(fault) } else { Err(fault) }
+}
+
 /// Counts a record that is not a document, or stops where the corpus says so.
 pub(crate) fn count_or_stop(corpus: &Corpus, reason: &str, fault: Fault) -> Result<()> {
+    let fault = drops(fault)?;
     if stops(corpus, reason) { Err(fault) } else { Ok(()) }
 }

@@ -1,6 +1,9 @@
 //! A file of a source: where it lies and how it holds documents.
 
-use contract::Result;
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+
+use contract::{Fault, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
@@ -22,6 +25,43 @@ impl SourceFile {
     /// Its size.
     pub(crate) fn size(&self) -> Result<u64> {
         self.path.size().map_err(|error| self.path.fault("read", &error))
+    }
+
+    /// What tells whether it was touched: to be taken before it is read.
+    pub(crate) fn stamp(&self) -> Result<Stamp> {
+        let Location::Local(path) = &self.path else { return Ok(Stamp(None)) };
+        let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
+        let changed = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
+        Ok(Stamp(Some((meta.len(), meta.ino(), changed))))
+    }
+
+    /// Refuses the file if it was touched since this stamp was taken, or if `bytes`, which were read of it since, are not
+    /// all that it holds: what was read may be no state that it ever had.
+    pub(crate) fn unchanged(&self, stamp: Stamp, bytes: u64) -> Result<()> {
+        let now = self.stamp()?;
+        let whole = now.0.is_none_or(|(length, ..)| length == bytes);
+        if whole && now == stamp {
+            return Ok(());
+        }
+        let length = |stamp: Stamp| stamp.0.map_or(0, |(length, ..)| length);
+        Err(Fault::mismatch("this input changed while it was read")
+            .at(self.shown.clone())
+            .found(format!("{} bytes, of which {bytes} were read", length(now)))
+            .wanted(format!("the file of {} bytes, as it was at first", length(stamp)))
+            .hint("run the same command again when nobody writes this file"))
+    }
+}
+
+/// Size, inode and the times of the last changes of a file, which all machines that see it tell alike. An object, which is
+/// never altered, has none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Stamp(Option<(u64, u64, [(i64, i64); 2])>);
+
+impl Stamp {
+    /// Whether a file with this stamp is told from itself after a change.
+    pub(crate) fn tells(self) -> bool {
+        self.0.is_some()
     }
 }
 

@@ -26,8 +26,8 @@ use contract::{Fault, Field, Framed, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
-pub(crate) use self::file::Place;
 pub use self::file::SourceFile;
+pub(crate) use self::file::{Place, Stamp};
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.

@@ -9,6 +9,7 @@ use std::thread;
 use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Identity, Result, fault};
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use store::Location;
 use tokenizers::{NormalizedString, Normalizer as _};
@@ -19,9 +20,10 @@ use super::json;
 use crate::parallel::no_thread;
 
 /// Which library encodes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Engine {
     /// `fastokens` where it covers the tokenizer.
+    #[default]
     Fastest,
     /// Hugging Face `tokenizers`.
     Reference,

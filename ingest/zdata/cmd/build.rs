@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
+use ingest::cache_dir::CacheDir;
 use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
@@ -36,9 +37,9 @@ pub(crate) struct Args {
     /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
-    /// The library that encodes; never changes a token or a digest.
-    #[arg(long, value_enum, default_value_t = Encoder::Fastest)]
-    encoder: Encoder,
+    /// The library that encodes; never changes a token or a digest [default: fastest, and a store that is there may be of either].
+    #[arg(long, value_enum)]
+    encoder: Option<Encoder>,
     /// Where the work is done; never changes a bit.
     #[arg(long, value_enum, default_value_t = Place::Local)]
     engine: Place,
@@ -128,17 +129,13 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
             .wanted("a path")
             .hint("build into a folder, then `zdata publish` it"));
     };
-    if options.engine == Engine::Reference {
-        return Err(Fault::usage("tasks under Slurm choose their encoder themselves")
-            .at("--encoder")
-            .hint("leave --encoder out, or build with --engine local"));
-    }
     if let Some(manifest) = ingest::build::up_to_date(corpus, out, options)? {
         return Ok(up_to_date(manifest));
     }
     let work = ingest::build::work_folder(out, options)?;
-    let _lock = cluster::lock(&work)?;
-    let plan = cluster::plan(corpus, &work, options.task_bytes)?;
+    let (cache, _lock) = CacheDir::hold(&work)?;
+    let engine = options.engine.unwrap_or_default();
+    let plan = cluster::plan_build(corpus, &work, options.task_bytes, engine)?;
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
@@ -153,9 +150,9 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
     cluster::tallies(&plan)?.iter().for_each(|tally| note!("{tally}"));
     let manifest = open::manifest(out)?;
     inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
-    plan.close(options.quiet)?;
+    plan.close()?;
     if options.work.is_none() {
-        cluster::clear(&work, options.quiet)?;
+        cache.clear(options.quiet)?;
     }
     Ok(manifest)
 }
@@ -212,10 +209,10 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if args.check {
         return check(&corpus, args.json, check::Options { workers, quiet });
     }
-    let engine = match args.encoder {
+    let engine = args.encoder.map(|encoder| match encoder {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
-    };
+    });
     let (work, task_bytes) = (args.work.clone(), args.task_bytes);
     let options = Options { workers, engine, quiet, work, task_bytes };
     let manifest = if args.engine == Place::Slurm {

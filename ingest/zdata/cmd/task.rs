@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use contract::terminal::print;
 use contract::{Result, note};
+use ingest::cache_dir::{CacheDir, PlanName};
 use ingest::cluster::plan::TASK_BYTES;
-use ingest::cluster::{Plan, Ran, Runner, Stage, decide, lock, merge, plan, prune};
+use ingest::cluster::{Plan, Ran, Runner, Stage, decide, merge, plan, prune};
 use ingest::{Corpus, inspect};
 use store::Location;
 
@@ -19,7 +20,7 @@ pub(crate) const WORK: &str =
 /// What to do.
 #[derive(clap::Subcommand)]
 pub(crate) enum Command {
-    /// Cut a build into tasks; prints how many.
+    /// Cut a build into tasks; prints the name of the plan and how many tasks it has. Other plans in the folder stay.
     Plan {
         /// The corpus file.
         #[arg(value_parser = super::place())]
@@ -34,18 +35,13 @@ pub(crate) enum Command {
     /// Look at the documents of one task, where steps compare documents with each other; again does no harm.
     Scan(Task),
     /// Decide which documents go, once every task was looked at.
-    Decide {
-        /// The folder of the plan.
-        #[arg(long, value_parser = super::local(WORK))]
-        work: PathBuf,
-    },
+    Decide(Planned),
     /// Prepare and encode the documents of one task; again does no harm.
     Run(Task),
     /// Make the store of all parts.
     Merge {
-        /// The folder of the plan.
-        #[arg(long, value_parser = super::local(WORK))]
-        work: PathBuf,
+        #[command(flatten)]
+        of: Planned,
         /// The folder that becomes the store.
         #[arg(long, value_parser = super::local("merge into a folder, then `zdata publish` it"))]
         out: PathBuf,
@@ -64,12 +60,28 @@ pub(crate) enum Command {
     },
 }
 
-/// Which task.
+/// Which plan.
 #[derive(clap::Args)]
-pub(crate) struct Task {
+pub(crate) struct Planned {
     /// The folder of the plan.
     #[arg(long, value_parser = super::local(WORK))]
     work: PathBuf,
+    /// The plan's name, as `zdata task plan` printed it.
+    #[arg(long, value_name = "NAME")]
+    plan: PlanName,
+}
+
+impl Planned {
+    fn read(&self) -> Result<Plan> {
+        Plan::read(&self.work, self.plan)
+    }
+}
+
+/// Which task.
+#[derive(clap::Args)]
+pub(crate) struct Task {
+    #[command(flatten)]
+    of: Planned,
     /// Which task, from 0.
     #[arg(long)]
     index: usize,
@@ -79,7 +91,7 @@ pub(crate) struct Task {
 }
 
 fn run(stage: Stage, task: Task, quiet: bool) -> Result<()> {
-    let plan = Plan::read(&task.work)?;
+    let plan = task.of.read()?;
     let workers = task.workers.unwrap_or_else(default_workers);
     let ran = Runner::new(&plan, workers)?.run(stage, task.index, quiet)?;
     print(&match ran {
@@ -94,20 +106,20 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     match command {
         Command::Plan { corpus, work, task_bytes } => {
             let corpus = Corpus::read(&corpus)?;
-            let _lock = lock(&work)?;
+            let (_, _lock) = CacheDir::hold(&work)?;
             let plan = plan(&corpus, &work, task_bytes)?;
             let scanned = plan.tasks_of(Stage::Scan);
             if let (Some(first), Some(last)) = (scanned.first(), scanned.last()) {
                 let all = scanned.len();
                 note!("note: scan {all} of them ({first} to {last}) first, then decide");
             }
-            print(&format!("{}\n", plan.tasks()))
+            print(&format!("{}  {}\n", plan.name, plan.tasks()))
         }
         Command::Scan(task) => run(Stage::Scan, task, quiet),
-        Command::Decide { work } => decide(&Plan::read(&work)?, quiet),
+        Command::Decide(of) => decide(&of.read()?, quiet),
         Command::Run(task) => run(Stage::Encode, task, quiet),
-        Command::Merge { work, out } => {
-            let manifest = merge(&Plan::read(&work)?, &out, quiet)?;
+        Command::Merge { of, out } => {
+            let manifest = merge(&of.read()?, &out, quiet)?;
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
             print(&format!("{}  {}\n", manifest.digest, out.display()))
         }

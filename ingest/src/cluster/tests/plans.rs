@@ -1,0 +1,87 @@
+//! Plans stand beside each other: what one of them did, and what one of its tasks is at, is nobody else's.
+
+use super::*;
+use crate::cache_dir::CacheDir;
+use crate::cluster::plan_build;
+use crate::tokenize::Engine;
+
+fn planned(bench: &Workbench, keys: &str) -> Plan {
+    let corpus = Corpus::read(bench.corpus(keys)).unwrap();
+    plan(&corpus, &bench.path("work"), 1).unwrap()
+}
+
+#[test]
+fn a_merge_makes_the_store_of_the_plan_that_it_names() {
+    let bench = Workbench::new(9);
+    let mut made = Vec::new();
+    for (name, keys) in [("a", ""), ("b", "shard_tokens = 300")] {
+        let corpus = Corpus::read(bench.corpus(keys)).unwrap();
+        crate::build(&corpus, &bench.path(&format!("local-{name}")), options(1)).unwrap();
+        let plan = planned(&bench, keys);
+        run(&plan);
+        made.push((name, plan.name));
+    }
+    for (name, plan) in &made {
+        let out = bench.path(&format!("out-{name}"));
+        merge(&Plan::read(&bench.path("work"), *plan).unwrap(), &out, true).unwrap();
+        assert!(tree(&out) == tree(&bench.path(&format!("local-{name}"))), "{name}");
+    }
+    // A store that is merged needs its plan no longer: it goes with the next one that is planned.
+    let third = planned(&bench, "shard_tokens = 200");
+    for (_, plan) in made {
+        let fault = Plan::read(&bench.path("work"), plan).map(drop).unwrap_err();
+        assert_eq!(fault.class(), Class::Data);
+        let told = fault.to_string();
+        assert!(
+            told.contains(&plan.to_string()) && told.contains(&third.name.to_string()),
+            "{told}"
+        );
+    }
+    // A plan in the folder of another one, and a merge into the folder of parts.
+    let (name, corpus) = (third.name, Corpus::read(bench.corpus("")).unwrap());
+    let other = plan(&corpus, &bench.path("elsewhere"), 1).unwrap();
+    fs::copy(other.folder().join("plan.json"), third.folder().join("plan.json")).unwrap();
+    let fault = Plan::read(&bench.path("work"), name).map(drop).unwrap_err();
+    assert!(fault.to_string().contains("another plan"), "{fault}");
+    run(&other);
+    let fault = merge(&other, &bench.path("elsewhere/store"), true).unwrap_err();
+    assert!(fault.class() == Class::Usage && !bench.path("elsewhere/store").exists(), "{fault}");
+}
+
+#[test]
+fn builds_and_tasks_leave_each_others_scratch_alone() {
+    let bench = Workbench::new(9);
+    let tasks = planned(&bench, "");
+    let half = tasks.folder().join(".encode-000000.part-elsewhere--7.tmp");
+    fs::write(&half, "half a part of another machine").unwrap();
+    // Of the same corpus, and of another one; killed, failed and done, here and by tasks.
+    for keys in ["", "shard_tokens = 300"] {
+        let corpus = Corpus::read(bench.corpus(keys)).unwrap();
+        let killed = plan_build(&corpus, &bench.path("work"), 1, Engine::Fastest).unwrap();
+        fs::write(killed.folder().join(".half"), "half").unwrap();
+        let (folder, name) = (killed.folder(), killed.name);
+        assert!(name != tasks.name && half.exists());
+        let with_parts = || Options { work: Some(bench.path("work")), ..options(1) };
+        let other = Corpus::read(bench.corpus("shard_tokens = 500")).unwrap();
+        // Tasks of the one that was killed are still at work, as those of a job are whose build is gone.
+        let store = bench.path(&format!("store-{}", keys.len()));
+        crate::build(&other, &store, with_parts()).unwrap();
+        assert!(half.exists() && folder.join(".half").exists());
+        drop(killed);
+        fs::remove_dir_all(&store).unwrap();
+        crate::build(&other, &store, with_parts()).unwrap();
+        assert!(half.exists() && !folder.exists(), "what a killed build left goes");
+    }
+    // The folder beside a store goes with all that is of no more use, and not with what is.
+    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    fs::rename(bench.path("work"), bench.path("store.work")).unwrap();
+    crate::build(&corpus, &bench.path("store"), options(1)).unwrap();
+    let cache = CacheDir::open(&bench.path("store.work")).unwrap();
+    let plan = Plan::read(cache.path(), tasks.name).unwrap();
+    assert!(plan.folder().join(half.file_name().unwrap()).exists());
+    run(&plan);
+    merge(&plan, &bench.path("merged"), true).unwrap();
+    drop((plan, tasks));
+    crate::build(&corpus, &bench.path("store"), options(1)).unwrap();
+    assert!(!cache.path().exists());
+}
