@@ -2,7 +2,8 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Included};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -270,7 +271,10 @@ fn agreeing(
     Ok(())
 }
 
-/// Texts on which tokenizers are known to part ways, and every added token amid text.
+/// Texts on which tokenizers are known to part ways, and every added token: alone, amid text and overlapping others.
+///
+/// The two libraries read each added token for itself (`tokenizers` gives one that the vocabulary holds under another id that
+/// id), so that none stands for the others.
 fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     let fixed = [
         "",
@@ -301,13 +305,34 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
         "e\u{301}",
     ];
     probes.extend(long.map(|word| format!("of {} it", word.repeat(1 + 700 / word.len()))));
-    let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
-    added.sort_unstable_by_key(|(id, _)| *id);
-    for (_, token) in added.iter().take(64) {
-        let token = &token.content;
-        probes.push(format!("{token} word{token}word  {token}  {token}{token} end {token}"));
+    let added: BTreeSet<String> =
+        reference.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+    for token in &added {
+        probes.push(token.clone());
+        probes.push(format!("{token}word word{token}word  {token}  {token}{token} end {token}"));
     }
+    probes.extend(overlapping(&added));
     probes
+}
+
+/// Added tokens that one encoder may find where the other finds their neighbour: one token, and the rest of another that
+/// begins with its end.
+///
+/// Of those that begin with the same end, the first four and the last four stand for all: they differ behind it alone.
+fn overlapping(added: &BTreeSet<String>) -> Vec<String> {
+    let mut found = Vec::new();
+    for token in added {
+        for (at, _) in token.char_indices() {
+            let end = &token[at..];
+            let beyond = format!("{end}{}", char::MAX);
+            let others = || added.range::<str, _>((Included(end), Excluded(beyond.as_str())));
+            let some: BTreeSet<&String> = others().take(4).chain(others().rev().take(4)).collect();
+            let rests =
+                some.into_iter().filter(|other| *other != token).map(|other| &other[end.len()..]);
+            found.extend(rests.map(|rest| format!("a{token}{rest} b{token}{rest}{token}")));
+        }
+    }
+    found
 }
 
 #[cfg(test)]
@@ -386,6 +411,42 @@ mod tests {
             };
             assert_eq!(ids(Engine::Fastest), ids(Engine::Reference));
         }
+    }
+
+    #[test]
+    fn every_added_token_is_probed() {
+        // A hundred that the vocabulary holds too, the last one under another id, which is the one that `tokenizers` takes.
+        let bytes = |last: u32| {
+            bytes_tokenizer(|json| {
+                let plain = json["added_tokens"][1].clone();
+                json["added_tokens"] = json!([]);
+                for number in 0..100 {
+                    let content =
+                        if number == 99 { "zz".to_owned() } else { format!("<{number}>") };
+                    let id = if number == 99 { 400 } else { 256 + number };
+                    json["model"]["vocab"][&content] = json!(id);
+                    let mut token = plain.clone();
+                    token["id"] = json!(if number == 99 { last } else { id });
+                    token["content"] = json!(content);
+                    json["added_tokens"].as_array_mut().unwrap().push(token);
+                }
+            })
+        };
+        let ids = |engine| Tokenizer::new(bytes(356), engine).unwrap().encode("azzb zz").unwrap();
+        assert_eq!(ids(Engine::Fastest), ids(Engine::Reference));
+        let refused = Tokenizer::new(bytes(356), Engine::Fastest).unwrap();
+        assert!(refused.why_slow().unwrap().contains("\"zz\""), "{:?}", refused.why_slow());
+        assert_eq!(Tokenizer::new(bytes(400), Engine::Fastest).unwrap().encoder(), FAST);
+    }
+
+    #[test]
+    fn added_tokens_that_overlap_are_probed_together() {
+        let added = ["ab", "abc", "bcd", "c", "xyz"].map(str::to_owned);
+        let wanted = ["aabc babcab", "aabcd babcdab", "aabcd babcdabc", "aabc babcabc"];
+        let found = overlapping(&added.into());
+        assert_eq!(found, wanted);
+        let many: BTreeSet<String> = (0..500).map(|number| format!("_{number}_")).collect();
+        assert!(overlapping(&many).len() <= 500 * 8);
     }
 
     #[test]
