@@ -45,6 +45,8 @@ pub struct Tokenizer {
     /// Without it: where the reference may encode a text chunk by chunk.
     chunks: Option<Chunks>,
     rescued: AtomicU64,
+    /// The same tokenizer for texts of chat templates, in which control tokens are tokens.
+    controls: Option<Box<Tokenizer>>,
 }
 
 impl Tokenizer {
@@ -57,17 +59,40 @@ impl Tokenizer {
 
     /// Reads the bytes of a `tokenizer.json`.
     pub fn new(bytes: Vec<u8>, engine: Engine) -> Result<Self> {
+        Tokenizer::load(bytes, engine, false)
+    }
+
+    /// With an encoder for texts in which control tokens are tokens, if one is wanted: see [`Tokenizer::of`].
+    pub(crate) fn with_controls(mut self, wanted: bool, engine: Engine) -> Result<Self> {
+        if wanted {
+            self.controls = Some(Box::new(Tokenizer::load(self.bytes.clone(), engine, true)?));
+        }
+        Ok(self)
+    }
+
+    /// The encoder for texts in which control tokens are tokens, or text.
+    pub(crate) fn of(&self, controls: bool) -> Result<&Self> {
+        match controls {
+            true => self
+                .controls
+                .as_deref()
+                .ok_or_else(|| Fault::bug("no control tokens were asked for")),
+            false => Ok(self),
+        }
+    }
+
+    fn load(bytes: Vec<u8>, engine: Engine, controls: bool) -> Result<Self> {
         // Each library takes as long to load as tens of megabytes to encode.
         let (reference, fast) = thread::scope(|scope| {
             let loader = || {
-                let reference = reference(&bytes)?;
+                let reference = reference(&bytes, controls)?;
                 let largest = largest_id(&reference)?;
                 refuse_confused(&reference)?;
                 Ok((reference, largest))
             };
             let reference =
                 thread::Builder::new().spawn_scoped(scope, loader).map_err(no_thread)?;
-            let fast = parsed(&bytes).map(|json| match engine {
+            let fast = parsed(&bytes, controls).map(|json| match engine {
                 Engine::Reference => (None, Err("the reference was asked for".to_owned())),
                 Engine::Fastest => (Chunks::new(&json), Fast::new(json)),
             });
@@ -89,7 +114,8 @@ impl Tokenizer {
         });
         let identity = Identity::of_bytes(&bytes);
         let rescued = AtomicU64::new(0);
-        Ok(Tokenizer { bytes, identity, vocab, reference, fast, chunks, rescued })
+        let controls = None;
+        Ok(Tokenizer { bytes, identity, vocab, reference, fast, chunks, rescued, controls })
     }
 
     /// The bytes of the file.
@@ -120,12 +146,24 @@ impl Tokenizer {
     /// Why the reference encodes every text whole.
     pub fn why_slow(&self) -> Option<&str> {
         let why = self.fast.as_ref().err().map(String::as_str);
-        why.filter(|_| self.chunks.is_none())
+        why.filter(|_| self.chunks.is_none()).or_else(|| self.controls.as_ref()?.why_slow())
     }
 
     /// Documents on which the fast encoder gave up and the reference stepped in.
     pub fn rescued(&self) -> u64 {
-        self.rescued.load(Ordering::Relaxed)
+        let chats = self.controls.as_ref().map_or(0, |controls| controls.rescued());
+        self.rescued.load(Ordering::Relaxed) + chats
+    }
+
+    /// The control tokens: those that are special, in the order of their ids.
+    pub(crate) fn control_tokens(&self) -> Vec<String> {
+        let mut added: Vec<_> = self.reference.get_added_tokens_decoder().into_iter().collect();
+        added.sort_unstable_by_key(|(id, _)| *id);
+        added
+            .into_iter()
+            .filter(|(_, token)| token.special)
+            .map(|(_, token)| token.content)
+            .collect()
     }
 
     /// The id of a token that `corpus.toml` names.
@@ -164,10 +202,14 @@ impl Tokenizer {
     }
 }
 
-fn parsed(bytes: &[u8]) -> Result<Value> {
-    let json = json::parse(bytes)
+/// The file; with `controls`, no added token is special to the encoders that are made of it.
+fn parsed(bytes: &[u8], controls: bool) -> Result<Value> {
+    let mut json = json::parse(bytes)
         .map_err(|error| Fault::usage(format!("this is not a tokenizer.json: {error}")))?;
     refuse_chance(&json)?;
+    if controls && let Some(added) = json["added_tokens"].as_array_mut() {
+        added.iter_mut().for_each(|token| token["special"] = false.into());
+    }
     Ok(json)
 }
 
@@ -184,7 +226,7 @@ fn refuse_chance(json: &Value) -> Result<()> {
     }
 }
 
-fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
+fn reference(bytes: &[u8], controls: bool) -> Result<tokenizers::Tokenizer> {
     let refused = |error: String| {
         Fault::usage(format!("`tokenizers` refuses this tokenizer.json: {error}"))
             .hint(format!("it has to be a file that {REFERENCE} reads"))
@@ -195,7 +237,7 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
     // What a file says of cropping and padding is for batches of a model, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
     reference.with_padding(None);
-    reference.set_encode_special_tokens(true);
+    reference.set_encode_special_tokens(!controls);
     Ok(reference)
 }
 
