@@ -96,7 +96,7 @@ fn members_use_each_other_in_one_direction() {
 }
 
 /// Where each crate's modules begin.
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 14] = [
     "ingest/src",
     "ingest/zdata",
     "ingest/contract/src",
@@ -107,6 +107,7 @@ const CRATES: [&str; 13] = [
     "mixer/curriculum/src",
     "loader/src",
     "kernels/src",
+    "kernels/allocator/src",
     "kernels/rccl-sys/src",
     "trainer/src",
     "trainer/ztrain",

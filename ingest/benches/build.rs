@@ -25,7 +25,7 @@ use ingest::{Corpus, Outcome, build};
 
 /// That of `zdata`, for both rows.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: allocator::OrEnd = allocator::OrEnd;
 
 fn main() {
     // Cargo adds `--bench`.

@@ -11,7 +11,7 @@ use store::{Manifest, disk, open};
 pub use crate::assembly::{Options, built, is_of_a_store};
 use crate::cache_dir::{CacheDir, apart_from};
 use crate::cluster;
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, Source};
 use crate::tokenize::Engine;
 
 /// How a build ended.
@@ -85,6 +85,11 @@ fn build_by(
     {
         note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
     }
+    if !options.quiet {
+        spelled(corpus, &plan.tokenizer.control_tokens())
+            .iter()
+            .for_each(|told| note!("note: {told}"));
+    }
     let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
     let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
@@ -94,6 +99,24 @@ fn build_by(
     let tallies = cluster::tallies(&plan)?;
     plan.close()?;
     Ok(Outcome::Built { manifest, summary, tallies, audited })
+}
+
+/// What is told of templates that write control tokens as text, which may be what nobody meant.
+pub(crate) fn spelled(corpus: &Corpus, controls: &[String]) -> Vec<String> {
+    let line = |source: &Source| {
+        let found = source.recipe.mapping.as_ref()?.spells(controls);
+        let shown: Vec<String> = found.iter().take(3).map(|token| format!("{token:?}")).collect();
+        let more = if found.len() > 3 { ", ..." } else { "" };
+        (!found.is_empty()).then(|| {
+            format!(
+                "source {:?}: control tokens that its template may write ({}{more}) are spelled out as text; for tokens, name \
+                 a `chat_template`",
+                source.name,
+                shown.join(", ")
+            )
+        })
+    };
+    corpus.sources.iter().filter_map(line).collect()
 }
 
 /// The store, if it is there and was built from this very request. A folder for parts that cannot be one is refused first.

@@ -67,9 +67,11 @@ pub fn sample(
     seed: u64,
 ) -> Result<Vec<Sampled>> {
     same_request(corpus, manifest)?;
+    let chats = corpus.sources.iter().any(|source| source.recipe.means_controls());
     let tokenizer = Tokenizer::read(store.join(open::TOKENIZER), Engine::Fastest)?;
+    let tokenizer = tokenizer.with_controls(chats, Engine::Fastest)?;
     let around = [manifest.tokenizer.begin, manifest.tokenizer.end].iter().flatten().count();
-    let tokens = |text: &str| Ok(tokenizer.encode(text)?.len() + around);
+    let tokens = |controls, text: &str| Ok(tokenizer.of(controls)?.encode(text)?.len() + around);
     let tools = Tools::new(corpus, Some(Box::new(tokens)))?;
     let chosen = choose(manifest, count, seed);
     let mut found = Vec::new();
@@ -83,8 +85,8 @@ pub fn sample(
             true => List::of(store, &manifest.sources[number])?,
             false => (List::default(), Firsts::new()),
         };
-        let teller =
-            Teller { corpus, source, tools: &tools, tokenizer: &tokenizer, around, list, kept };
+        let tokenizer = tokenizer.of(source.recipe.means_controls())?;
+        let teller = Teller { corpus, source, tools: &tools, tokenizer, around, list, kept };
         for (file, rows) in wanted {
             let was = manifest.sources[number].inputs.get(file);
             if was.map(|was| (was.bytes, was.sha256)) != Some(source.files[file].path.content()?) {

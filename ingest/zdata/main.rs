@@ -6,13 +6,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use allocator::OrEnd;
 use clap::{Parser, Subcommand};
 use contract::{Fault, Result, terminal};
 use signal_hook::{consts, flag};
 
-/// A build makes and drops texts and ids by the million, on one thread and another: this allocator is made for that.
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: OrEnd = OrEnd;
 
 /// Prepares corpora for pretraining, and tells what any training step reads.
 ///
@@ -68,7 +68,8 @@ enum Command {
 fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = flag::register(consts::SIGXFSZ, Arc::default());
-    // Where memory cannot be had, Rust says how much and aborts. That is the machine's lack, and its exit code.
+    OrEnd::in_c_too();
+    // More memory than any machine has is refused, not the end; where nobody asked whether it could be had, Rust aborts.
     let _ = flag::register_conditional_shutdown(consts::SIGABRT, 6, Arc::new(true.into()));
     terminal::end(match Cli::try_parse() {
         // The default hook has said where; what is left is to end as every bug of ours does.

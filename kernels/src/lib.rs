@@ -16,7 +16,7 @@
 //! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
 //! signals   those that ask a program to stop, kept until it listens
-//! want      want of memory, in foreign code and in ours
+//! want      want of memory in foreign code; in ours it is met in `allocator`, beside this crate
 //! ```
 //!
 //! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.

@@ -9,9 +9,9 @@ mod cmd;
 
 use std::process::ExitCode;
 
+use allocator::OrEnd;
 use clap::{Parser, Subcommand};
 use contract::Result;
-use kernels::want::OrEnd;
 
 #[global_allocator]
 static ALLOCATOR: OrEnd = OrEnd;

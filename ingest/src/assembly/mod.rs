@@ -42,7 +42,8 @@ pub(crate) fn tools<'a>(
     head: &Head,
 ) -> Result<Tools<'a>> {
     let around = [head.tokenizer.begin, head.tokenizer.end].iter().flatten().count();
-    let count = move |text: &str| Ok(tokenizer.encode(text)?.len() + around);
+    let count =
+        move |controls, text: &str| Ok(tokenizer.of(controls)?.encode(text)?.len() + around);
     Tools::new(corpus, Some(Box::new(count)))
 }
 
@@ -85,7 +86,8 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
                  zdata tokenizer train CORPUS.toml --vocab 8192 --out tokenizer.json",
             ));
     }
-    Tokenizer::read(path, engine)
+    let chats = corpus.sources.iter().any(|source| source.recipe.means_controls());
+    Tokenizer::read(path, engine)?.with_controls(chats, engine)
 }
 
 /// What a build of `corpus` by this tokenizer is asked to do.

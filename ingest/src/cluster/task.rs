@@ -130,8 +130,9 @@ impl<'a> Runner<'a> {
             };
             let (wanted, audit) = (Wanted::default(), Audit::default());
             let prepared = Prepared::new(only, &self.tools, vec![list]);
+            let tokenizer = plan.tokenizer.of(only.sources[0].recipe.means_controls())?;
             let encoding = Encoding {
-                tokenizer: &plan.tokenizer,
+                tokenizer,
                 begin: plan.text.head.tokenizer.begin,
                 end: plan.text.head.tokenizer.end,
                 validation: only.validation,
@@ -145,10 +146,8 @@ impl<'a> Runner<'a> {
                 if matches!(step, Step::SourceEnd) { Ok(()) } else { hear(step) }
             })?;
             let mut audit = taking.audit;
-            let failure = audit
-                .finish()
-                .par_iter()
-                .find_map_first(|s| audit::check(&plan.tokenizer, s).err());
+            let failure =
+                audit.finish().par_iter().find_map_first(|s| audit::check(tokenizer, s).err());
             failure.map_or(Ok((audit.documents, audit.audited_bytes)), Err)
         })
     }

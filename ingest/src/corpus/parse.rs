@@ -8,9 +8,11 @@ use serde::Deserialize;
 use settings::{CORPUS, File, Spanned, Table, Value};
 use store::UNIT_TOKENS;
 
-use super::spec::{SourceSpec, Spec};
+use super::spec::{ChatSpec, MappingSpec, SourceSpec, Spec};
 use super::steps;
 use super::{OnError, files};
+use crate::recipe::Date;
+use crate::recipe::chat::Paths;
 use crate::recipe::mapping::{Mapping, Template};
 use crate::source::{Fields, Format};
 
@@ -54,6 +56,9 @@ struct WrittenSource {
     template: Option<Spanned<String>>,
     chat: Option<Spanned<String>>,
     message: Option<Spanned<String>>,
+    chat_template: Option<Spanned<String>>,
+    chat_date: Option<Spanned<Value>>,
+    tools: Option<Spanned<String>>,
 }
 
 impl Spec {
@@ -146,7 +151,8 @@ fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
     let (mapping, mapping_place) = mapping(file, written)?;
     let (text, id) = (field("text", &written.text)?, field("id", &written.id)?);
     let fields = match &mapping {
-        Some(mapping) => Fields::record(mapping.roots(), id.as_deref()),
+        Some(MappingSpec::Whole(mapping)) => Fields::record(mapping.roots(), id.as_deref()),
+        Some(MappingSpec::Rendered(chat)) => Fields::record(chat.paths.roots(), id.as_deref()),
         None => Fields::at(text.as_deref().unwrap_or("text"), id.as_deref()),
     };
     Ok(SourceSpec {
@@ -161,7 +167,10 @@ fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
 }
 
 /// How the records of a source become texts, if one field is not enough, and where that is said.
-fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<Mapping>, String)> {
+fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<MappingSpec>, String)> {
+    if written.chat_template.is_some() || written.chat_date.is_some() || written.tools.is_some() {
+        return rendered(file, written);
+    }
     let template = |key: &str, template: &Spanned<String>| {
         Template::parse(template.get_ref()).map_err(|why| {
             let wanted = "text with fields in it, like \"Question: {question}\\nAnswer: {answer}\"";
@@ -194,8 +203,50 @@ fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<Mapping>, Str
     };
     match text {
         Some(text) => Err(file.fault(text, format!("`text` and `{key}` exclude each other"))),
-        None => Ok((Some(mapping), place)),
+        None => Ok((Some(MappingSpec::Whole(mapping)), place)),
     }
+}
+
+/// A chat by a template of Hugging Face.
+fn rendered(file: &File, written: &WrittenSource) -> Result<(Option<MappingSpec>, String)> {
+    let WrittenSource { template, chat, message, text, chat_template, chat_date, tools, .. } =
+        written;
+    let Some(named) = chat_template else {
+        let fault = match (chat_date, tools) {
+            (Some(date), _) => file.fault(date, "`chat_date` needs a chat template"),
+            (None, Some(tools)) => file.fault(tools, "`tools` needs a chat template"),
+            (None, None) => Fault::bug("a chat without its keys"),
+        };
+        return Err(fault.wanted("chat_template = \"tokenizer_config.json\", or a .jinja file"));
+    };
+    let others = [("template", template), ("message", message), ("text", text)];
+    if let Some((key, other)) = others.iter().find_map(|(key, other)| Some((key, other.as_ref()?)))
+    {
+        return Err(file.fault(other, format!("`{key}` and `chat_template` exclude each other")));
+    }
+    let Some(chat) = chat else {
+        let fault = file.fault(named, "`chat_template` needs a chat");
+        return Err(fault.wanted("chat = \"messages\""));
+    };
+    let date = |date: &Spanned<Value>| {
+        let written = match date.get_ref() {
+            Value::String(text) => text.clone(),
+            other => other.to_string(),
+        };
+        let wanted = "a day, like \"2024-07-26\"";
+        Date::parse(&written).ok_or_else(|| file.wrong("chat_date", date, wanted))
+    };
+    let place = file.place(named.span());
+    let chat = ChatSpec {
+        paths: Paths {
+            messages: chat.get_ref().clone(),
+            tools: tools.as_ref().map(|tools| tools.get_ref().clone()),
+        },
+        template: named.get_ref().clone(),
+        date: chat_date.as_ref().map(date).transpose()?,
+        place: place.clone(),
+    };
+    Ok((Some(MappingSpec::Rendered(chat)), place))
 }
 
 /// A name becomes a folder, on any system.

@@ -7,9 +7,11 @@ use contract::{Fault, Identity, Result, counted, note};
 use serde::{Deserialize, Serialize};
 use store::Location;
 
-use super::spec::{SourceSpec, Spec, StepSpec};
+use super::spec::{MappingSpec, SourceSpec, Spec, StepSpec};
 use super::{Corpus, Source, SourceFile, files};
+use crate::recipe::chat::{ChatFile, Rendered};
 use crate::recipe::compare::{Compare, Decontaminate};
+use crate::recipe::mapping::Mapping;
 use crate::recipe::{Recipe, Step};
 use crate::source::{Format, Place};
 
@@ -27,6 +29,8 @@ pub(crate) struct FoundSource {
     pub(crate) files: Vec<SourceFile>,
     /// For each of its steps that compare documents with evaluation sets, these files and what they held.
     sets: Vec<Vec<(SourceFile, Identity)>>,
+    /// What its chat template was read from.
+    chat: Option<ChatFile>,
 }
 
 impl Inventory {
@@ -43,6 +47,10 @@ impl Inventory {
             Ok(FoundSource {
                 files: source.files.iter().map(whole).collect::<Result<_>>()?,
                 sets: sets.map(set).collect::<Result<_>>()?,
+                chat: match &source.recipe.mapping {
+                    Some(Mapping::Rendered(chat)) => Some(chat.file.clone()),
+                    _ => None,
+                },
             })
         };
         Ok(Inventory {
@@ -74,7 +82,15 @@ impl Spec {
             }
             let files = files.into_iter().map(|found| found.file).collect();
             let sets = sets.map(|patterns| identified(patterns, folder));
-            Ok(FoundSource { files, sets: sets.collect::<Result<_>>()? })
+            let chat = match &source.mapping {
+                Some(MappingSpec::Rendered(chat)) => Some(
+                    storage::resolve(folder, &chat.template)
+                        .and_then(|file| ChatFile::read(&file))
+                        .map_err(|fault| fault.or_at(|| chat.place.clone()))?,
+                ),
+                _ => None,
+            };
+            Ok(FoundSource { files, sets: sets.collect::<Result<_>>()?, chat })
         };
         let tokenizer = self.tokenizer.as_ref().map(|name| storage::resolve(folder, name));
         let tokenizer = tokenizer.transpose().map_err(|fault| fault.or_at(|| file.to_string()))?;
@@ -126,7 +142,16 @@ fn resolved(spec: SourceSpec, found: FoundSource) -> Result<Source> {
         Ok((number, step))
     };
     let steps = spec.steps.into_iter().map(step).collect::<Result<_>>()?;
-    let recipe = Recipe { mapping: spec.mapping, steps };
+    let mapping = match spec.mapping {
+        None => None,
+        Some(MappingSpec::Whole(mapping)) => Some(mapping),
+        Some(MappingSpec::Rendered(chat)) => {
+            let file = found.chat.ok_or_else(not_of_this)?;
+            let rendered = Rendered::new(chat.paths, file, chat.date);
+            Some(Mapping::Rendered(rendered.map_err(|fault| fault.or_at(|| chat.place))?))
+        }
+    };
+    let recipe = Recipe { mapping, steps };
     Ok(Source { name: spec.name, files: found.files, fields: spec.fields, recipe })
 }
 

@@ -4,9 +4,10 @@ use contract::Ratio;
 
 use super::OnError;
 use super::files::Pattern;
-use crate::recipe::Step;
+use crate::recipe::chat::Paths;
 use crate::recipe::compare::{Compare, Rules};
 use crate::recipe::mapping::Mapping;
+use crate::recipe::{Date, Step};
 use crate::source::{Fields, Format};
 
 /// What a corpus file says.
@@ -30,11 +31,31 @@ pub(super) struct SourceSpec {
     pub(super) files: Vec<Pattern>,
     pub(super) format: Option<Format>,
     pub(super) fields: Fields,
-    pub(super) mapping: Option<Mapping>,
+    pub(super) mapping: Option<MappingSpec>,
     /// Where it says that a text is made of several fields.
     pub(super) mapping_place: String,
     /// The steps, each with its number in the corpus file.
     pub(super) steps: Vec<(usize, StepSpec)>,
+}
+
+/// What makes a text of several fields, as a corpus file says it.
+#[derive(Clone, Debug)]
+pub(super) enum MappingSpec {
+    /// One that needs nothing else.
+    Whole(Mapping),
+    /// A chat by the template of a file.
+    Rendered(ChatSpec),
+}
+
+/// A chat by the template of a file.
+#[derive(Clone, Debug)]
+pub(super) struct ChatSpec {
+    pub(super) paths: Paths,
+    /// What the file is called.
+    pub(super) template: String,
+    pub(super) date: Option<Date>,
+    /// Where the file is named.
+    pub(super) place: String,
 }
 
 /// A step as a corpus file says it.

@@ -7,20 +7,20 @@ use contract::{Fault, Result};
 use super::decontaminate::Index;
 use super::minhash::Functions;
 use crate::corpus::Corpus;
-use crate::filters::Count;
 use crate::recipe::Step;
 use crate::recipe::compare::Compare;
+use crate::recipe::run::CountIn;
 
 /// What the steps of a corpus need.
 pub(crate) struct Tools<'a> {
-    count: Option<Box<Count<'a>>>,
+    count: Option<Box<CountIn<'a>>>,
     indexes: BTreeMap<usize, Index>,
     functions: BTreeMap<usize, Functions>,
 }
 
 impl<'a> Tools<'a> {
     /// Makes what the steps of `corpus` need. Without a `count`, steps that count tokens do nothing.
-    pub(crate) fn new(corpus: &Corpus, count: Option<Box<Count<'a>>>) -> Result<Self> {
+    pub(crate) fn new(corpus: &Corpus, count: Option<Box<CountIn<'a>>>) -> Result<Self> {
         let mut tools = Tools { count, indexes: BTreeMap::new(), functions: BTreeMap::new() };
         for (number, step) in corpus.sources.iter().flat_map(|source| &source.recipe.steps) {
             match step {
@@ -39,7 +39,7 @@ impl<'a> Tools<'a> {
     }
 
     /// What counts tokens.
-    pub(crate) fn count(&self) -> Option<&Count<'a>> {
+    pub(crate) fn count(&self) -> Option<&CountIn<'a>> {
         self.count.as_deref()
     }
 

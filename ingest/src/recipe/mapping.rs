@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use contract::Fault;
 use contract::framed::quoted;
 
+use super::chat::Rendered;
 use super::written::{self, Kind, Malformed};
 
 /// How a record becomes a text, where one field is not enough.
@@ -19,6 +20,8 @@ pub(crate) enum Mapping {
         /// What a message becomes.
         message: Template,
     },
+    /// The messages of a chat, put into a template of Hugging Face all together, whose control tokens are tokens.
+    Rendered(Rendered),
 }
 
 /// Text with fields in it.
@@ -66,6 +69,24 @@ impl Template {
             return Err("it names no field".to_owned());
         }
         Ok(Template { written: written.to_owned(), parts })
+    }
+
+    /// Whether it holds a token, or the two ends of one on both sides of a field.
+    fn spells(&self, token: &str) -> bool {
+        let around = |(before, after): (&str, &str)| {
+            token.char_indices().skip(1).any(|(at, _)| {
+                let (start, rest) = token.split_at(at);
+                let mut ends = rest.char_indices().skip(1).map(|(at, _)| &rest[at..]);
+                before.ends_with(start) && ends.any(|end| after.starts_with(end))
+            })
+        };
+        let texts = self.parts.iter().filter_map(|part| match part {
+            Part::Text(text) => Some(text.as_str()),
+            Part::Field(_) => None,
+        });
+        let texts: Vec<&str> = texts.collect();
+        texts.iter().any(|text| text.contains(token))
+            || texts.windows(2).any(|two| around((two[0], two[1])))
     }
 
     /// Puts the fields of a record where they are named.
@@ -136,6 +157,7 @@ impl Mapping {
             Mapping::Chat { path, message } => {
                 format!("chat={} message={}", quoted(path), quoted(&message.written))
             }
+            Mapping::Rendered(chat) => chat.describe(),
         }
     }
 
@@ -144,6 +166,7 @@ impl Mapping {
         let root = |path: &'_ str| path.split('.').next().unwrap_or_default().len();
         match self {
             Mapping::Chat { path, .. } => BTreeSet::from([&path[..root(path)]]),
+            Mapping::Rendered(chat) => chat.paths.roots(),
             Mapping::Template(template) => {
                 let fields = template.parts.iter().filter_map(|part| match part {
                     Part::Field(path) => Some(&path[..root(path)]),
@@ -152,6 +175,15 @@ impl Mapping {
                 fields.collect()
             }
         }
+    }
+
+    /// Those control tokens that it writes for a field or without one: as text, since it is no chat template.
+    pub(crate) fn spells<'a>(&self, controls: &'a [String]) -> Vec<&'a str> {
+        let template = match self {
+            Mapping::Template(template) | Mapping::Chat { message: template, .. } => template,
+            Mapping::Rendered(_) => return Vec::new(),
+        };
+        controls.iter().map(String::as_str).filter(|control| template.spells(control)).collect()
     }
 
     /// The text of a record, given as JSON.
@@ -163,11 +195,7 @@ impl Mapping {
             }
             Mapping::Chat { path, message } => {
                 let malformed = |why| Unfit::Malformed(why).fault("");
-                let list = written::at(record, path).map_err(malformed)?;
-                let list =
-                    list.filter(|list| written::kind(list) == Kind::List).ok_or_else(|| {
-                        Fault::data(format!("key `{path}` holds no messages")).wanted("a list")
-                    })?;
+                let list = written::messages(record, path)?;
                 for (index, value) in
                     written::elements(list).map_err(malformed)?.into_iter().enumerate()
                 {
@@ -176,6 +204,7 @@ impl Mapping {
                         .map_err(|why| why.fault(&format!("{path}.{index}.")))?;
                 }
             }
+            Mapping::Rendered(chat) => text = chat.text(record)?,
         }
         Ok(text)
     }
@@ -244,5 +273,19 @@ mod tests {
         }
         let number = chat.text(r#"{"m": [{"role": "user", "content": 1.50}]}"#).unwrap();
         assert_eq!(number, "<|user|>\n1.50\n");
+    }
+
+    #[test]
+    fn control_tokens_that_a_template_spells_are_known() {
+        let controls = ["<|user|>", "<|end|>", "<s>", "</s>"].map(str::to_owned);
+        let spells = |template: &str| {
+            let mapping = Mapping::Template(Template::parse(template).unwrap());
+            mapping.spells(&controls).join(" ")
+        };
+        assert_eq!(spells("<|{role}|>\n{content}<|end|>\n"), "<|user|> <|end|>");
+        assert_eq!(spells("{a} < {b} > {c}"), "");
+        assert_eq!(spells("<{a}>"), "<|user|> <|end|> <s> </s>");
+        assert_eq!(spells("Q: {a}<s>"), "<s>");
+        assert_eq!(spells("{a}"), "");
     }
 }

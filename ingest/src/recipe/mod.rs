@@ -10,7 +10,9 @@
 //! the others is counted by step: the accounting balances to zero in documents and in bytes.
 //! Invariant: a source without steps pays nothing, and keeps its identity and its bits.
 
+pub(crate) mod chat;
 pub(crate) mod compare;
+mod jinja;
 pub(crate) mod mapping;
 pub(crate) mod run;
 #[cfg(test)]
@@ -22,6 +24,7 @@ use store::{Change, PreparedRecord};
 
 use crate::filters::Filter;
 use compare::Compare;
+pub(crate) use jinja::Date;
 use mapping::Mapping;
 
 /// Whether a record was dropped by a step, and not because it cannot be read. Every reason of a step begins with its
@@ -55,6 +58,11 @@ impl Recipe {
     /// Whether nothing is done.
     pub(crate) fn is_empty(&self) -> bool {
         self.mapping.is_none() && self.steps.is_empty()
+    }
+
+    /// Whether the control tokens in its texts are tokens.
+    pub(crate) fn means_controls(&self) -> bool {
+        matches!(self.mapping, Some(Mapping::Rendered(_)))
     }
 
     /// How many steps the dedup scan takes documents through: up to the last that compares them.

@@ -14,6 +14,9 @@ use crate::filters::words::Text;
 use crate::filters::{Count, Dropped, Effect};
 use crate::source::Document;
 
+/// Counts the tokens of a text whose control tokens are tokens, or text.
+pub(crate) type CountIn<'a> = dyn Fn(bool, &str) -> Result<usize> + Sync + 'a;
+
 /// Who takes a document through its recipe.
 pub(crate) trait Passage {
     /// Whether the step at `place` runs.
@@ -73,9 +76,12 @@ impl Recipe {
         &self,
         places: Range<usize>,
         document: &mut Document,
-        count: Option<&Count<'_>>,
+        count: Option<&CountIn<'_>>,
         passage: &mut impl Passage,
     ) -> Result<Outcome> {
+        let controls = self.means_controls();
+        let count = count.map(|count| move |text: &str| count(controls, text));
+        let count = count.as_ref().map(|count| count as &Count<'_>);
         // Words are cut once for all filters between two changes of the text.
         let mut words = None;
         for place in places {

@@ -4,6 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeSet;
 
+use contract::Fault;
 use sonic_rs::{LazyValue, to_array_iter, to_object_iter};
 
 /// What is wrong with a text that is not JSON.
@@ -51,13 +52,20 @@ pub(super) fn at<'a>(value: &'a str, path: &str) -> Result<Option<&'a str>, Malf
     Ok(Some(value))
 }
 
+/// The list of messages at a path of a record.
+pub(super) fn messages<'a>(record: &'a str, path: &str) -> contract::Result<&'a str> {
+    let list = at(record, path).map_err(|why| Fault::data("malformed JSON").found(why))?;
+    list.filter(|list| kind(list) == Kind::List)
+        .ok_or_else(|| Fault::data(format!("key `{path}` holds no messages")).wanted("a list"))
+}
+
 /// The elements of a list.
 pub(super) fn elements(list: &str) -> Result<Vec<&str>, Malformed> {
     to_array_iter(list).map(|element| raw(&element.map_err(|error| error.to_string())?)).collect()
 }
 
 /// The members of an object, each key as often as it stands there.
-fn members(object: &str) -> Result<Vec<(String, &str)>, Malformed> {
+pub(super) fn members(object: &str) -> Result<Vec<(String, &str)>, Malformed> {
     let members = to_object_iter(object).map(|member| {
         let (name, value) = member.map_err(|error| error.to_string())?;
         Ok((name.to_string(), raw(&value)?))

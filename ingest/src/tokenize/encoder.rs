@@ -2,7 +2,8 @@
 //!
 //! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound::{Excluded, Included};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 
@@ -46,6 +47,8 @@ pub struct Tokenizer {
     /// Without it: where the reference may encode a text chunk by chunk.
     chunks: Option<Chunks>,
     rescued: AtomicU64,
+    /// The same tokenizer for texts of chat templates, in which control tokens are tokens.
+    controls: Option<Box<Tokenizer>>,
 }
 
 impl Tokenizer {
@@ -58,17 +61,40 @@ impl Tokenizer {
 
     /// Reads the bytes of a `tokenizer.json`.
     pub fn new(bytes: Vec<u8>, engine: Engine) -> Result<Self> {
+        Tokenizer::load(bytes, engine, false)
+    }
+
+    /// With an encoder for texts in which control tokens are tokens, if one is wanted: see [`Tokenizer::of`].
+    pub(crate) fn with_controls(mut self, wanted: bool, engine: Engine) -> Result<Self> {
+        if wanted {
+            self.controls = Some(Box::new(Tokenizer::load(self.bytes.clone(), engine, true)?));
+        }
+        Ok(self)
+    }
+
+    /// The encoder for texts in which control tokens are tokens, or text.
+    pub(crate) fn of(&self, controls: bool) -> Result<&Self> {
+        match controls {
+            true => self
+                .controls
+                .as_deref()
+                .ok_or_else(|| Fault::bug("no control tokens were asked for")),
+            false => Ok(self),
+        }
+    }
+
+    fn load(bytes: Vec<u8>, engine: Engine, controls: bool) -> Result<Self> {
         // Each library takes as long to load as tens of megabytes to encode.
         let (reference, fast) = thread::scope(|scope| {
             let loader = || {
-                let reference = reference(&bytes)?;
+                let reference = reference(&bytes, controls)?;
                 let largest = largest_id(&reference)?;
                 refuse_confused(&reference)?;
                 Ok((reference, largest))
             };
             let reference =
                 thread::Builder::new().spawn_scoped(scope, loader).map_err(no_thread)?;
-            let fast = parsed(&bytes).map(|json| match engine {
+            let fast = parsed(&bytes, controls).map(|json| match engine {
                 Engine::Reference => (None, Err("the reference was asked for".to_owned())),
                 Engine::Fastest => (Chunks::new(&json), Fast::new(json)),
             });
@@ -90,7 +116,8 @@ impl Tokenizer {
         });
         let identity = Identity::of_bytes(&bytes);
         let rescued = AtomicU64::new(0);
-        Ok(Tokenizer { bytes, identity, vocab, reference, fast, chunks, rescued })
+        let controls = None;
+        Ok(Tokenizer { bytes, identity, vocab, reference, fast, chunks, rescued, controls })
     }
 
     /// The bytes of the file.
@@ -121,12 +148,24 @@ impl Tokenizer {
     /// Why the reference encodes every text whole.
     pub fn why_slow(&self) -> Option<&str> {
         let why = self.fast.as_ref().err().map(String::as_str);
-        why.filter(|_| self.chunks.is_none())
+        why.filter(|_| self.chunks.is_none()).or_else(|| self.controls.as_ref()?.why_slow())
     }
 
     /// Documents on which the fast encoder gave up and the reference stepped in.
     pub fn rescued(&self) -> u64 {
-        self.rescued.load(Ordering::Relaxed)
+        let chats = self.controls.as_ref().map_or(0, |controls| controls.rescued());
+        self.rescued.load(Ordering::Relaxed) + chats
+    }
+
+    /// The control tokens: those that are special, in the order of their ids.
+    pub(crate) fn control_tokens(&self) -> Vec<String> {
+        let mut added: Vec<_> = self.reference.get_added_tokens_decoder().into_iter().collect();
+        added.sort_unstable_by_key(|(id, _)| *id);
+        added
+            .into_iter()
+            .filter(|(_, token)| token.special)
+            .map(|(_, token)| token.content)
+            .collect()
     }
 
     /// The id of a token that `corpus.toml` names.
@@ -165,10 +204,14 @@ impl Tokenizer {
     }
 }
 
-fn parsed(bytes: &[u8]) -> Result<Value> {
-    let json = json::parse(bytes)
+/// The file; with `controls`, no added token is special to the encoders that are made of it.
+fn parsed(bytes: &[u8], controls: bool) -> Result<Value> {
+    let mut json = json::parse(bytes)
         .map_err(|error| Fault::usage(format!("this is not a tokenizer.json: {error}")))?;
     refuse_chance(&json)?;
+    if controls && let Some(added) = json["added_tokens"].as_array_mut() {
+        added.iter_mut().for_each(|token| token["special"] = false.into());
+    }
     Ok(json)
 }
 
@@ -185,7 +228,7 @@ fn refuse_chance(json: &Value) -> Result<()> {
     }
 }
 
-fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
+fn reference(bytes: &[u8], controls: bool) -> Result<tokenizers::Tokenizer> {
     let refused = |error: String| {
         Fault::usage(format!("`tokenizers` refuses this tokenizer.json: {error}"))
             .hint(format!("it has to be a file that {REFERENCE} reads"))
@@ -196,7 +239,7 @@ fn reference(bytes: &[u8]) -> Result<tokenizers::Tokenizer> {
     // What a file says of cropping and padding is for batches of a model, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
     reference.with_padding(None);
-    reference.set_encode_special_tokens(true);
+    reference.set_encode_special_tokens(!controls);
     Ok(reference)
 }
 
@@ -272,7 +315,10 @@ fn agreeing(
     Ok(())
 }
 
-/// Texts on which tokenizers are known to part ways, and every added token amid text.
+/// Texts on which tokenizers are known to part ways, and every added token: alone, amid text and overlapping others.
+///
+/// The two libraries read each added token for itself (`tokenizers` gives one that the vocabulary holds under another id that
+/// id), so that none stands for the others.
 fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     let fixed = [
         "",
@@ -303,13 +349,34 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
         "e\u{301}",
     ];
     probes.extend(long.map(|word| format!("of {} it", word.repeat(1 + 700 / word.len()))));
-    let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
-    added.sort_unstable_by_key(|(id, _)| *id);
-    for (_, token) in added.iter().take(64) {
-        let token = &token.content;
-        probes.push(format!("{token} word{token}word  {token}  {token}{token} end {token}"));
+    let added: BTreeSet<String> =
+        reference.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+    for token in &added {
+        probes.push(token.clone());
+        probes.push(format!("{token}word word{token}word  {token}  {token}{token} end {token}"));
     }
+    probes.extend(overlapping(&added));
     probes
+}
+
+/// Added tokens that one encoder may find where the other finds their neighbour: one token, and the rest of another that
+/// begins with its end.
+///
+/// Of those that begin with the same end, the first four and the last four stand for all: they differ behind it alone.
+fn overlapping(added: &BTreeSet<String>) -> Vec<String> {
+    let mut found = Vec::new();
+    for token in added {
+        for (at, _) in token.char_indices() {
+            let end = &token[at..];
+            let beyond = format!("{end}{}", char::MAX);
+            let others = || added.range::<str, _>((Included(end), Excluded(beyond.as_str())));
+            let some: BTreeSet<&String> = others().take(4).chain(others().rev().take(4)).collect();
+            let rests =
+                some.into_iter().filter(|other| *other != token).map(|other| &other[end.len()..]);
+            found.extend(rests.map(|rest| format!("a{token}{rest} b{token}{rest}{token}")));
+        }
+    }
+    found
 }
 
 #[cfg(test)]
@@ -388,6 +455,42 @@ mod tests {
             };
             assert_eq!(ids(Engine::Fastest), ids(Engine::Reference));
         }
+    }
+
+    #[test]
+    fn every_added_token_is_probed() {
+        // A hundred that the vocabulary holds too, the last one under another id, which is the one that `tokenizers` takes.
+        let bytes = |last: u32| {
+            bytes_tokenizer(|json| {
+                let plain = json["added_tokens"][1].clone();
+                json["added_tokens"] = json!([]);
+                for number in 0..100 {
+                    let content =
+                        if number == 99 { "zz".to_owned() } else { format!("<{number}>") };
+                    let id = if number == 99 { 400 } else { 256 + number };
+                    json["model"]["vocab"][&content] = json!(id);
+                    let mut token = plain.clone();
+                    token["id"] = json!(if number == 99 { last } else { id });
+                    token["content"] = json!(content);
+                    json["added_tokens"].as_array_mut().unwrap().push(token);
+                }
+            })
+        };
+        let ids = |engine| Tokenizer::new(bytes(356), engine).unwrap().encode("azzb zz").unwrap();
+        assert_eq!(ids(Engine::Fastest), ids(Engine::Reference));
+        let refused = Tokenizer::new(bytes(356), Engine::Fastest).unwrap();
+        assert!(refused.why_slow().unwrap().contains("\"zz\""), "{:?}", refused.why_slow());
+        assert_eq!(Tokenizer::new(bytes(400), Engine::Fastest).unwrap().encoder(), FAST);
+    }
+
+    #[test]
+    fn added_tokens_that_overlap_are_probed_together() {
+        let added = ["ab", "abc", "bcd", "c", "xyz"].map(str::to_owned);
+        let wanted = ["aabc babcab", "aabcd babcdab", "aabcd babcdabc", "aabc babcabc"];
+        let found = overlapping(&added.into());
+        assert_eq!(found, wanted);
+        let many: BTreeSet<String> = (0..500).map(|number| format!("_{number}_")).collect();
+        assert!(overlapping(&many).len() <= 500 * 8);
     }
 
     #[test]
