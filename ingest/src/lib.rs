@@ -44,5 +44,5 @@ mod versions;
 mod walk;
 
 pub use build::{Outcome, build};
-pub use corpus::{Corpus, stops};
+pub use corpus::Corpus;
 pub use parallel::WORKERS_MAX;

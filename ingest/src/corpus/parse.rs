@@ -12,7 +12,7 @@ use super::spec::{SourceSpec, Spec};
 use super::steps;
 use super::{OnError, files};
 use crate::recipe::mapping::{Mapping, Template};
-use crate::source::{Fields, Format};
+use crate::source::{Fields, Format, names};
 
 /// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
 pub const SHARD_TOKENS: u64 = 1 << 27;
@@ -133,7 +133,7 @@ fn sources(file: &File, written: &[Spanned<WrittenSource>]) -> Result<Vec<Source
 fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
     let field = |key: &str, path: &Option<Spanned<String>>| -> Result<Option<String>> {
         let Some(path) = path else { return Ok(None) };
-        if path.get_ref().split('.').any(str::is_empty) {
+        if names::of(path.get_ref()).iter().any(String::is_empty) {
             let wanted = "names of fields joined by dots, like \"text\" or \"meta.id\"";
             return Err(file.wrong(key, path, wanted));
         }
@@ -146,7 +146,7 @@ fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
     let (mapping, mapping_place) = mapping(file, written)?;
     let (text, id) = (field("text", &written.text)?, field("id", &written.id)?);
     let fields = match &mapping {
-        Some(mapping) => Fields::record(mapping.roots(), id.as_deref()),
+        Some(mapping) => Fields::record(mapping.roots().iter().map(String::as_str), id.as_deref()),
         None => Fields::at(text.as_deref().unwrap_or("text"), id.as_deref()),
     };
     Ok(SourceSpec {
