@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use contract::ratio::TOO_LONG;
 use contract::{Ratio, Result};
 use settings::{File, Spanned, Table, Value};
 
@@ -23,6 +24,12 @@ pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<Strin
         };
         match file.ratio(value) {
             Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
+            Err(reason) if reason == TOO_LONG => {
+                let what = format!("the weight of {name} has too many digits");
+                Err(file.fault(value, what).found(file.typed(value.span())).wanted(
+                    "at most 19 digits, zeros of an exponent included: only the proportions of weights count",
+                ))
+            }
             Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
                 Err(refused("a number")
                     .wanted("an integer, a decimal or a ratio like \"3/10\"")

@@ -13,6 +13,9 @@ use super::{SourceSpec, WEIGHT_MAX};
 /// The most documents in a pack, unless the curriculum says so.
 const DOCUMENTS: u32 = 256;
 
+/// The longest sequence that documents are packed into: packing keeps a list for each room that a pack may have left.
+const LENGTH_MAX: u32 = 1 << 24;
+
 /// `packing = "best-fit"`: documents are not cut where they fit, and put together so that little is padded.
 ///
 /// Each document is packed at one of the declared lengths, drawn by its number with these weights: so a phase of one length
@@ -80,6 +83,11 @@ impl SourceText {
                 Some(_) if weight == 0 => {
                     let fault = wrong(format!("the weight of length {length} is not above zero"));
                     return Err(fault.hint("leave a length out to pack no document at it"));
+                }
+                Some(tokens) if tokens > LENGTH_MAX => {
+                    let fault =
+                        places.fault(&key("lengths"), format!("length {length} is too long"));
+                    return Err(fault.wanted(format!("lengths of at most {LENGTH_MAX} tokens")));
                 }
                 Some(tokens) => whole.insert(tokens, weight),
             };
