@@ -183,9 +183,10 @@ impl ZayaConfig {
             one.insert(key.clone(), value.clone());
             // One field at a time, so that the message can name the one that does not fit.
             serde_json::from_value::<ZayaConfig>(Value::Object(one)).map_err(|error| {
-                Fault::usage(format!("`{key}` has the wrong kind of value: {error}"))
+                Fault::usage(format!("`{key}` has the wrong kind of value"))
                     .at(place(key))
                     .found(value.to_string())
+                    .wanted(kind_of(&all[key], &error.to_string()))
             })?;
             all.insert(key.clone(), value.clone());
         }
@@ -491,6 +492,18 @@ fn feed_feed_forward(kinds: &[FeedForward], hasher: &mut Hasher) {
             hasher.str(kind.name());
         }
     }
+}
+
+/// What a field may be, by what it is in a preset and by what serde says of another value.
+fn kind_of(before: &Value, error: &str) -> String {
+    let kind = match before {
+        Value::Number(number) if number.is_f64() => "a number",
+        Value::Number(_) => "a whole number",
+        Value::Bool(_) => "true or false",
+        Value::Array(_) if error.ends_with("expected a sequence") => "a list",
+        _ => error.split_once(", expected ").map_or(error, |(_, expected)| expected),
+    };
+    kind.to_owned()
 }
 
 #[cfg(test)]
