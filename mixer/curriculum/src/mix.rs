@@ -50,3 +50,22 @@ pub(super) fn mix_text(mix: &BTreeMap<String, Ratio>) -> String {
         mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
     inline(pairs.collect())
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Curriculum;
+
+    #[test]
+    fn a_weight_of_too_many_digits_is_a_number() {
+        for weight in
+            ["0.1234567890123456789012345678901234567890", "\"1/12345678901234567890123\""]
+        {
+            let text = format!(
+                "store = \"s\"\n[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = {{ x = {weight} }}\n"
+            );
+            let told = Curriculum::parse(&text, "c.toml").unwrap_err().to_string();
+            assert!(told.starts_with("c.toml:7:13: the weight of x has too many digits"), "{told}");
+            assert!(told.contains("at most 19 digits"), "{told}");
+        }
+    }
+}

@@ -118,3 +118,27 @@ impl Packing {
         format!("best-fit, lengths = {}, pack_documents = {}", self.lengths_text(), self.documents)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::Curriculum;
+
+    /// Packing keeps a list for each room that a pack may have left: 100 GB for the largest number.
+    #[test]
+    fn a_length_has_a_bound() {
+        let phase = "[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = { x = 1 }\n";
+        let parse = |lengths: &str| {
+            let source = format!("[source.x]\npacking = \"best-fit\"\nlengths = {{ {lengths} }}\n");
+            Curriculum::parse(&format!("store = \"s\"\n{source}{phase}"), "c.toml")
+        };
+        parse("8 = 1, 16777216 = 1").unwrap();
+        for length in ["16777217", "4294967295"] {
+            let told = parse(&format!("8 = 1, {length} = 1")).unwrap_err().to_string();
+            assert!(
+                told.starts_with(&format!("c.toml:4:1: length {length} is too long")),
+                "{told}"
+            );
+            assert!(told.contains("at most 16777216 tokens"), "{told}");
+        }
+    }
+}

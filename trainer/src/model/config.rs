@@ -7,7 +7,7 @@ use contract::{Digestible, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::kinds::{Attention, FeedForward};
+use super::kinds::{Attention, FeedForward, unfit};
 
 /// What the 17th router class, which has no expert, contributes to the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -182,12 +182,8 @@ impl ZayaConfig {
             let mut one = all.clone();
             one.insert(key.clone(), value.clone());
             // One field at a time, so that the message can name the one that does not fit.
-            serde_json::from_value::<ZayaConfig>(Value::Object(one)).map_err(|error| {
-                Fault::usage(format!("`{key}` has the wrong kind of value"))
-                    .at(place(key))
-                    .found(value.to_string())
-                    .wanted(kind_of(&all[key], &error.to_string()))
-            })?;
+            serde_json::from_value::<ZayaConfig>(Value::Object(one))
+                .map_err(|error| unfit(key, &all[key], value, &error).at(place(key)))?;
             all.insert(key.clone(), value.clone());
         }
         serde_json::from_value(Value::Object(all))
@@ -492,18 +488,6 @@ fn feed_feed_forward(kinds: &[FeedForward], hasher: &mut Hasher) {
             hasher.str(kind.name());
         }
     }
-}
-
-/// What a field may be, by what it is in a preset and by what serde says of another value.
-fn kind_of(before: &Value, error: &str) -> String {
-    let kind = match before {
-        Value::Number(number) if number.is_f64() => "a number",
-        Value::Number(_) => "a whole number",
-        Value::Bool(_) => "true or false",
-        Value::Array(_) if error.ends_with("expected a sequence") => "a list",
-        _ => error.split_once(", expected ").map_or(error, |(_, expected)| expected),
-    };
-    kind.to_owned()
 }
 
 #[cfg(test)]
