@@ -5,10 +5,10 @@
 
 use std::collections::BTreeMap;
 
-use contract::{Class, Fault, Result, note};
+use contract::{Class, Fault, Result, counted, note};
 
 use crate::assembly::request::{nameless, nothing_left};
-use crate::corpus::{Corpus, drops};
+use crate::corpus::{Corpus, drops, stops};
 use crate::parallel::{self, Map};
 use crate::progress::{Measure, Progress};
 use crate::source::Parsed;
@@ -21,6 +21,8 @@ pub struct Options {
     pub workers: usize,
     /// Whether to keep silent about progress.
     pub quiet: bool,
+    /// Records told of each file; the others are told as one, by reason.
+    pub listed: u64,
 }
 
 /// A record that is not a document, or a file that cannot be read on.
@@ -30,11 +32,14 @@ pub struct Bad<'a> {
     pub source: &'a str,
     /// The file, as the corpus names it.
     pub file: &'a str,
-    /// The reason that a build counts it under; none if it is the file that is damaged.
+    /// The reason that a build counts it under, or [`UNLISTED`]; none if it is the file that is damaged.
     pub reason: Option<&'static str>,
     /// The same as an error that names the place.
     pub fault: Fault,
 }
+
+/// What stands for a reason where records beyond the limit are told as one.
+pub const UNLISTED: &str = "not listed";
 
 /// What a check read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,6 +50,8 @@ pub struct Checked {
     pub documents: u64,
     /// Records that are not, and files that cannot be read on.
     pub bad: u64,
+    /// The first record or file at which a build would stop.
+    pub stop: Option<Fault>,
     /// The first source that has records and no document, as the error at which a build would stop.
     pub emptied: Option<Fault>,
 }
@@ -106,11 +113,15 @@ pub fn check(
     let mut count = Count {
         corpus,
         progress,
+        place: (0, 0),
         damaged: None,
         source: 0,
         documents: 0,
         named: false,
         reasons: BTreeMap::new(),
+        listed: 0,
+        unlisted: BTreeMap::new(),
+        limit: options.listed,
         checked: Checked::default(),
     };
     parallel::run(options.workers, next, map, |found| count.take(found, &mut tell))?;
@@ -156,6 +167,8 @@ fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
 struct Count<'a> {
     corpus: &'a Corpus,
     progress: Progress,
+    /// The source and the file of the last bad record.
+    place: (usize, usize),
     /// The file that cannot be read on: slabs of it that were read already are not looked at.
     damaged: Option<(usize, usize)>,
     /// The source at hand, its documents, and its other records by reason.
@@ -164,6 +177,10 @@ struct Count<'a> {
     /// Whether a document of it has its own id.
     named: bool,
     reasons: BTreeMap<&'static str, u64>,
+    /// Records told of the file at hand, those that were not by reason, and how many may be told.
+    listed: u64,
+    unlisted: BTreeMap<&'static str, u64>,
+    limit: u64,
     checked: Checked,
 }
 
@@ -183,34 +200,75 @@ impl Count<'_> {
                 self.checked.documents += documents;
                 for (reason, fault) in bad {
                     *self.reasons.entry(reason).or_default() += 1;
-                    self.bad(source, file, Some(reason), fault, tell)?;
+                    self.checked.bad += 1;
+                    self.place = (source, file);
+                    if stops(self.corpus, reason) {
+                        self.stop(&fault);
+                    }
+                    if self.listed < self.limit {
+                        self.listed += 1;
+                        self.tell(Some(reason), fault, tell)?;
+                    } else {
+                        *self.unlisted.entry(reason).or_default() += 1;
+                    }
                 }
                 self.progress.within(raw);
                 self.progress.tick();
             }
             Err(Damaged { source, file, fault }) => {
+                self.file_end(tell)?;
                 self.damaged = Some((source, file));
-                self.bad(source, file, None, fault, tell)?;
+                self.place = (source, file);
+                self.checked.bad += 1;
+                self.stop(&fault);
+                self.tell(None, fault, tell)?;
             }
-            Ok(Seen::FileEnd(bytes)) => self.progress.add(bytes),
+            Ok(Seen::FileEnd(bytes)) => {
+                self.file_end(tell)?;
+                self.progress.add(bytes);
+            }
             Ok(Seen::SourceEnd) => self.source_end(),
         }
         Ok(())
     }
 
-    fn bad(
+    /// Tells of something in the file at hand.
+    fn tell(
         &mut self,
-        source: usize,
-        file: usize,
         reason: Option<&'static str>,
         fault: Fault,
         tell: &mut impl FnMut(Bad<'_>) -> Result<()>,
     ) -> Result<()> {
-        self.checked.bad += 1;
-        let source = &self.corpus.sources[source];
-        let file = source.files[file].shown.as_str();
-        let fault = drops(fault.or_at(|| file.to_owned()))?;
+        let source = &self.corpus.sources[self.place.0];
+        let file = source.files[self.place.1].shown.as_str();
+        let fault = drops(self.named(fault))?;
         self.progress.aside(|| tell(Bad { source: &source.name, file, reason, fault }))
+    }
+
+    /// A build would stop here, if not before.
+    fn stop(&mut self, fault: &Fault) {
+        if self.checked.stop.is_none() {
+            self.checked.stop = Some(self.named(fault.clone()));
+        }
+    }
+
+    /// The same with the file at hand, where the fault names no place.
+    fn named(&self, fault: Fault) -> Fault {
+        let (source, file) = self.place;
+        fault.or_at(|| self.corpus.sources[source].files[file].shown.clone())
+    }
+
+    /// Tells what of a file was not listed.
+    fn file_end(&mut self, tell: &mut impl FnMut(Bad<'_>) -> Result<()>) -> Result<()> {
+        self.listed = 0;
+        let unlisted = std::mem::take(&mut self.unlisted);
+        if unlisted.is_empty() {
+            return Ok(());
+        }
+        let all = counted(unlisted.values().sum::<u64>(), "more bad record");
+        let each = unlisted.iter().map(|(reason, count)| format!("{count} {reason}"));
+        let each: Vec<String> = each.collect();
+        self.tell(Some(UNLISTED), Fault::data(format!("{all} ({})", each.join(", "))), tell)
     }
 
     fn source_end(&mut self) {
@@ -245,7 +303,7 @@ mod tests {
         std::fs::write(&path, text).unwrap();
         let corpus = Corpus::read(&path).unwrap();
         let mut told = Vec::new();
-        let options = Options { workers: 3, quiet: true };
+        let options = Options { workers: 3, quiet: true, listed: 9 };
         let checked = check(&corpus, options, |bad| {
             let place = bad.fault.place().unwrap_or_default().to_owned();
             told.push((bad.file.to_owned(), bad.reason, place));
@@ -261,9 +319,43 @@ mod tests {
         let files: Vec<_> = told.iter().filter(|(_, reason, _)| reason.is_none()).collect();
         assert!(files.len() == 1 && files[0].0 == "web-1.jsonl.gz", "{told:?}");
         // 15 of the first file, 15 of the sound second one, 10 of the other source.
-        let wanted = Checked { files: 4, documents: 40, bad: 5, emptied: None };
-        assert_eq!(checked.unwrap(), wanted);
+        let checked = checked.unwrap();
+        let counts = (checked.files, checked.documents, checked.bad, &checked.emptied);
+        assert_eq!(counts, (4, 40, 5, &None));
+        assert!(checked.stop.unwrap().to_string().contains("web-0.jsonl:11"));
         assert!(!bench.path("store").exists());
+    }
+
+    /// What is not listed is counted, each file by itself, and the first at which a build stops is named all the same.
+    #[test]
+    fn of_a_file_only_so_many_records_are_listed() {
+        let bench = Workbench::new(30);
+        bench.write("web-0.jsonl", "{\"text\": \"\"}\n".repeat(4) + "nonsense\nnonsense\n");
+        bench.write("web-1.jsonl", "nonsense\n".repeat(2) + &json_lines(0, 5));
+        let corpus = Corpus::read(bench.corpus("")).unwrap();
+        let mut told = Vec::new();
+        let options = Options { workers: 2, quiet: true, listed: 2 };
+        let checked = check(&corpus, options, |bad| {
+            told.push((bad.file.to_owned(), bad.reason.unwrap(), bad.fault.what().to_owned()));
+            Ok(())
+        });
+        let checked = checked.unwrap();
+        assert_eq!(checked.bad, 8);
+        let told: Vec<_> =
+            told.iter().map(|(file, reason, what)| (&**file, *reason, &**what)).collect();
+        let (empty, bad) = ("the document is empty", "malformed JSON");
+        let rest = "4 more bad records (2 empty, 2 malformed)";
+        assert_eq!(
+            told,
+            [
+                ("web-0.jsonl", "empty", empty),
+                ("web-0.jsonl", "empty", empty),
+                ("web-0.jsonl", UNLISTED, rest),
+                ("web-1.jsonl", "malformed", bad),
+                ("web-1.jsonl", "malformed", bad),
+            ]
+        );
+        assert!(checked.stop.is_some());
     }
 
     /// A build stops at a source of which nothing is left, whatever `on_error` says.
@@ -273,7 +365,7 @@ mod tests {
         bench.write("web-0.jsonl", "{\"x\": 1}\n{\"text\": \"\"}\n".repeat(2));
         bench.write("web-1.jsonl", "");
         let corpus = Corpus::read(bench.corpus("on_error = \"skip\"\n")).unwrap();
-        let options = Options { workers: 1, quiet: true };
+        let options = Options { workers: 1, quiet: true, listed: 9 };
         let emptied = check(&corpus, options, |_| Ok(())).unwrap().emptied.unwrap();
         let told = emptied.to_string();
         assert!(told.contains("\"web\"") && told.contains("4 records: 2 empty, 2 mis"), "{told}");

@@ -45,5 +45,5 @@ mod versions;
 mod walk;
 
 pub use build::{Outcome, build};
-pub use corpus::{Corpus, stops};
+pub use corpus::Corpus;
 pub use parallel::WORKERS_MAX;

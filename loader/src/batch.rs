@@ -167,6 +167,27 @@ pub fn rows(
     rows_in(plan, stores, step, rows, |tokens| Ok(stores.memory(tokens)))
 }
 
+/// The digest of step `step`, of which at most `held` tokens are in memory at a time, or one row: however large a step is, it
+/// is summed in little. `memory` gives memory for so many tokens.
+pub fn digest_of(
+    plan: &Plan,
+    stores: &Stores,
+    step: u64,
+    held: u64,
+    memory: impl Fn(usize) -> Result<Box<dyn Memory>>,
+) -> Result<Digest> {
+    let StepSpec { batch, seq_len, .. } = plan.step(step)?;
+    let rows = (held / u64::from(seq_len)).max(1);
+    let mut sequences = Vec::new();
+    let mut first = 0;
+    while first < batch {
+        let end = batch.min(first.saturating_add(rows));
+        sequences.extend(rows_in(plan, stores, step, first..end, &memory)?.sequences);
+        first = end;
+    }
+    Ok(step_digest([sequences.as_slice()]))
+}
+
 fn rows_in(
     plan: &Plan,
     stores: &Stores,

@@ -22,7 +22,7 @@ pub mod slice;
 pub mod stores;
 pub mod validation;
 
-pub use batch::{Batch, batch, batch_in, rows, step_digest};
+pub use batch::{Batch, batch, batch_in, digest_of, rows, step_digest};
 pub use memory::{Columns, ColumnsMut, Memory};
 pub use open::Opened;
 pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};

@@ -25,11 +25,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use contract::{Fault, Result};
+use contract::{Digest, Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use mixer::Plan;
 
-use crate::{Batch, Memory, RankSlice, Stores, batch_in};
+use crate::{Batch, Memory, RankSlice, Stores, batch_in, digest_of};
 
 /// How fast, never what: nothing here has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,6 +125,18 @@ impl<T: Send + 'static> Prefetcher<T> {
             spawn(format!("loader-{number}"), Box::new(move || read(&next, &*make)))?;
         }
         Ok(prefetcher)
+    }
+}
+
+impl Prefetcher<(u64, Digest)> {
+    /// The digest of each of the steps, of which a reader holds at most `held` tokens at a time, or one row.
+    pub fn digests(ahead: Ahead, held: u64) -> Result<Self> {
+        let Ahead { plan, stores, steps, options } = ahead;
+        let make = move |step| {
+            let memory = |tokens| Ok(stores.memory(tokens));
+            Ok((step, digest_of(&plan, &stores, step, held, memory)?))
+        };
+        Prefetcher::over(steps, options, make, Ok, begin)
     }
 }
 

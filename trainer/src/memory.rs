@@ -9,6 +9,7 @@ mod line;
 use std::borrow::Cow;
 use std::ops::Range;
 
+use contract::words::bytes as size;
 use contract::{Fault, Result, counted};
 use curriculum::Dtype;
 use kernels::ops::NewtonSchulzForm;
@@ -400,16 +401,12 @@ fn refuse_state(phase: &str, state: Holds, device: Device) -> Result<()> {
         .at(format!("phase {phase:?}"))
         .found(format!(
             "{} on this rank: weights {}, moments {}",
-            gib(state.sum()),
-            gib(weights + masters),
-            gib(moments)
+            size(state.sum()),
+            size(weights + masters),
+            size(moments)
         ))
-        .wanted(format!("less than {}, which activations and gradients share", gib(there)))
+        .wanted(format!("less than {}, which activations and gradients share", size(there)))
         .hint("more ranks, a GPU for each, share moments and master weights; `ztrain plan` tells what each holds"))
-}
-
-fn gib(bytes: u64) -> String {
-    format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64)
 }
 
 fn too_large(
@@ -424,16 +421,16 @@ fn too_large(
         .found(format!(
             "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
              exchanged {}, copies of the state {}",
-            gib(needed),
+            size(needed),
             counted(ranks, "rank"),
-            gib(weights + masters),
-            gib(moments),
-            gib(activations),
-            gib(gradients),
-            gib(sent + received + sums),
-            gib(copies)
+            size(weights + masters),
+            size(moments),
+            size(activations),
+            size(gradients),
+            size(sent + received + sums),
+            size(copies)
         ))
-        .wanted(format!("at most {}", gib(there)))
+        .wanted(format!("at most {}", size(there)))
 }
 
 /// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the

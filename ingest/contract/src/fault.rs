@@ -165,7 +165,12 @@ impl Fault {
             error.kind(),
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
         );
-        let mut fault = Fault::new(class, format!("cannot {what} it: {error}"));
+        let why = match error.kind() {
+            // The library says how it read, not what it met.
+            io::ErrorKind::UnexpectedEof => "it ends too soon".to_owned(),
+            _ => error.to_string(),
+        };
+        let mut fault = Fault::new(class, format!("cannot {what} it: {why}"));
         fault.0.symptom = full.then_some(Symptom::DiskFull);
         fault.at(path.display().to_string()).hint(hint)
     }

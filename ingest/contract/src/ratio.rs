@@ -3,6 +3,10 @@
 use std::fmt;
 use std::str::FromStr;
 
+/// What is said of a number with more digits than 64 bits hold exactly.
+pub const TOO_LONG: &str =
+    "it has more than the 19 digits that 64 bits hold exactly, zeros of its exponent included";
+
 /// A non-negative rational in lowest terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ratio {
@@ -52,10 +56,16 @@ impl FromStr for Ratio {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
             || format!("expected an integer, a decimal or a ratio like \"3/10\", found {text:?}");
+        let digits = |text: &str| match digits(text) {
+            Some(number) => Ok(number),
+            None if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) => {
+                Err(TOO_LONG.to_owned())
+            }
+            None => Err(wrong()),
+        };
         let text_clean = text.trim().replace('_', "");
         if let Some((num, den)) = text_clean.split_once('/') {
-            let (num, den) =
-                (digits(num.trim()).ok_or_else(wrong)?, digits(den.trim()).ok_or_else(wrong)?);
+            let (num, den) = (digits(num.trim())?, digits(den.trim())?);
             return if den == 0 { Err(wrong()) } else { Ok(Ratio::new(num, den)) };
         }
         let (mantissa, exponent) = match text_clean.split_once(['e', 'E']) {
@@ -64,18 +74,13 @@ impl FromStr for Ratio {
         };
         let (whole, fraction) = mantissa.split_once('.').unwrap_or((mantissa, ""));
         let fraction = fraction.trim_end_matches('0');
-        let value = digits(&format!("{whole}{fraction}")).ok_or_else(wrong)?;
+        let value = digits(&format!("{whole}{fraction}"))?;
         let scale = exponent.checked_sub(fraction.len() as i32).ok_or_else(wrong)?;
-        let power = 10u64
-            .checked_pow(scale.unsigned_abs())
-            .ok_or_else(|| format!("{text} is too fine or too large"))?;
+        let power = 10u64.checked_pow(scale.unsigned_abs()).ok_or(TOO_LONG)?;
         if scale < 0 {
             Ok(Ratio::new(value, power))
         } else {
-            Ok(Ratio::new(
-                value.checked_mul(power).ok_or_else(|| format!("{text} is too large"))?,
-                1,
-            ))
+            Ok(Ratio::new(value.checked_mul(power).ok_or(TOO_LONG)?, 1))
         }
     }
 }
@@ -107,6 +112,12 @@ mod tests {
         }
         for text in ["", "-1", "1/0", "nan", "inf", "0x10", "1/2/3", "1e99", "+1", "1.5/2"] {
             assert!(text.parse::<Ratio>().is_err(), "{text}");
+        }
+        let digits = "1234567890".repeat(4);
+        for text in
+            [&digits, &format!("0.{digits}"), &format!("1/{digits}"), "1e99", "1e-20", "19e18"]
+        {
+            assert_eq!(text.parse::<Ratio>(), Err(TOO_LONG.to_owned()), "{text}");
         }
     }
 

@@ -14,6 +14,33 @@ pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
     format!("{count} {}", named(count, name))
 }
 
+/// Bytes for people.
+///
+/// ```
+/// use contract::words::bytes;
+/// assert_eq!([bytes(1023), bytes(1536), bytes(47_538_107_146_240)], ["1023 B", "1.5 KiB", "43.2 TiB"]);
+/// ```
+pub fn bytes(bytes: u64) -> String {
+    let units = [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
+        Some((name, shift)) => format!("{:.1} {name}", bytes as f64 / (1u64 << shift) as f64),
+        None => format!("{bytes} B"),
+    }
+}
+
+/// Operations on floats for people.
+///
+/// ```
+/// use contract::words::flops;
+/// assert_eq!([flops(2.5e6), flops(31.4e9), flops(146_714_090e9)], ["2.5 MFLOP", "31.4 GFLOP", "146.7 PFLOP"]);
+/// ```
+pub fn flops(flops: f64) -> String {
+    let units =
+        [("ZFLOP", 1e21), ("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9)];
+    let (name, unit) = units.into_iter().find(|(_, unit)| flops >= *unit).unwrap_or(("MFLOP", 1e6));
+    format!("{:.1} {name}", flops / unit)
+}
+
 /// Steps in a row, the last one included.
 ///
 /// ```

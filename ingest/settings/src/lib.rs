@@ -203,7 +203,12 @@ impl File {
         let fault = if said.starts_with("unknown field") {
             unknown(word, &table).one_of(word, known)
         } else if said.starts_with("unknown variant") {
-            Fault::usage(format!("`{key}` cannot have this value")).found(typed).one_of(word, known)
+            // What a value may be is few: all of it is said, also where one is near.
+            let all: Vec<&str> = known.collect();
+            Fault::usage(format!("`{key}` cannot have this value"))
+                .found(typed)
+                .one_of(word, all.iter().copied())
+                .wanted(all.join(", "))
         } else if said.starts_with("missing field") {
             let path = path.join(".");
             let whole = if path.is_empty() { "the file".to_owned() } else { format!("[{path}]") };
@@ -283,6 +288,7 @@ fn brief(typed: &str) -> String {
 fn words(expected: &str) -> String {
     match expected {
         "u64" | "u32" | "usize" => "a whole number, not negative",
+        "i64" | "i32" => "a whole number",
         "a nonzero u64" | "a nonzero u32" | "a nonzero usize" => "a whole number above zero",
         "f64" | "f32" => "a number",
         "a boolean" => "true or false",
@@ -356,7 +362,7 @@ mod tests {
                 "64 bits",
             ),
             ("[phase]\nname = \"\"", "1:1", "found:  [phase]", "[[phase]], once for each"),
-            ("kind = \"sikp\"", "1:8", "found:  \"sikp\"", "did you mean `skip`?"),
+            ("kind = \"sikp\"", "1:8", "wanted: stop, skip", "did you mean `skip`?"),
             ("kind = 3", "1:8", "found:  3", "wanted: a string"),
             ("files = [\"a\",\n 1]", "2:2", "`files` has the wrong kind", "wanted: a string"),
             ("[[phase]]\nname = \"x\"\nmix = 3", "3:7", "found:  3", "wanted: a table"),

@@ -140,7 +140,7 @@ impl Corpus {
 }
 
 /// Whether a build of `corpus` stops at a record that is not a document for this reason.
-pub fn stops(corpus: &Corpus, reason: &str) -> bool {
+pub(crate) fn stops(corpus: &Corpus, reason: &str) -> bool {
     corpus.on_error == OnError::Stop && !always_counted(reason)
 }
 

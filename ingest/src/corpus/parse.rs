@@ -14,7 +14,7 @@ use super::{OnError, files};
 use crate::recipe::Date;
 use crate::recipe::chat::Paths;
 use crate::recipe::mapping::{Mapping, Template};
-use crate::source::{Fields, Format};
+use crate::source::{Fields, Format, names};
 
 /// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
 pub const SHARD_TOKENS: u64 = 1 << 27;
@@ -138,7 +138,7 @@ fn sources(file: &File, written: &[Spanned<WrittenSource>]) -> Result<Vec<Source
 fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
     let field = |key: &str, path: &Option<Spanned<String>>| -> Result<Option<String>> {
         let Some(path) = path else { return Ok(None) };
-        if path.get_ref().split('.').any(str::is_empty) {
+        if names::of(path.get_ref()).iter().any(String::is_empty) {
             let wanted = "names of fields joined by dots, like \"text\" or \"meta.id\"";
             return Err(file.wrong(key, path, wanted));
         }

@@ -13,7 +13,7 @@ use crate::recipe::chat::{ChatFile, Rendered};
 use crate::recipe::compare::{Compare, Decontaminate};
 use crate::recipe::mapping::Mapping;
 use crate::recipe::{Recipe, Step};
-use crate::source::{Format, Place};
+use crate::source::{Format, Place, kinds};
 
 /// What was found of what a corpus file names.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -231,6 +231,13 @@ fn compressed(found: &files::FoundFile, format: Format) -> Fault {
 
 /// A table taken for one long text would be a silent loss.
 fn unknown_ending(found: &files::FoundFile) -> Fault {
+    if let Some(kind) = kinds::unread(&found.shown) {
+        return Fault::usage(format!("a file packed by {kind} is not read"))
+            .at(found.named_at.clone())
+            .found(&found.shown)
+            .wanted("a file as it is, or with .gz or .zst behind its ending")
+            .hint("unpack it, or compress it with gzip or zstd instead, and name the result");
+    }
     Fault::usage("the name of this file does not say what it holds")
         .at(found.named_at.clone())
         .found(&found.shown)

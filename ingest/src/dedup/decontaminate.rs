@@ -77,7 +77,7 @@ impl Index {
     pub(crate) fn read(step: &Decontaminate) -> Result<Self> {
         let template = Template::parse(&step.rules.template).map_err(Fault::bug)?;
         let mapping = Mapping::Template(template);
-        let fields = Fields::record([], None);
+        let fields = Fields::record(std::iter::empty::<String>(), None);
         let mut items = Vec::new();
         for (set, (file, identity)) in step.files.iter().enumerate() {
             let mut input =

@@ -1,4 +1,7 @@
 //! What lies in a folder: files that can become a source, and those that are passed over.
+//!
+//! Folders of Hugging Face's `datasets` are known by their metadata: of what `save_to_disk` wrote only the files that
+//! `state.json` names are data, and splits to test on are no text to train on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -10,9 +13,11 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Result};
 use store::{disk, regular};
 
+use serde_json::Value;
+
 use super::{CORPUS, CURRICULUM};
 use crate::made;
-use crate::source::Format;
+use crate::source::{Format, kinds};
 
 /// A file that can become part of a source.
 pub(super) struct Input {
@@ -28,16 +33,26 @@ pub(super) struct Seen {
     pub(super) files: Vec<Input>,
     /// The other files, each with the reason.
     pub(super) passed_over: Vec<String>,
-    /// The folders at the top in which a pattern would name what is passed over because it lies elsewhere too; of the files at
-    /// the top itself this is the empty name.
-    pub(super) listed: BTreeSet<String>,
+    /// Every file that a pattern may name, those passed over included.
+    pub(super) names: Vec<Vec<String>>,
+    /// Folders that are passed over, and into which a pattern would lead.
+    pub(super) closed: Vec<Vec<String>>,
+}
+
+/// What is known of a folder from its metadata.
+#[derive(Clone, Default)]
+struct Known {
+    /// Whether it is a data set of Hugging Face's, or lies in one.
+    is_dataset: bool,
+    /// The only files of it that are data, where something says so.
+    data: Option<BTreeSet<String>>,
 }
 
 impl Seen {
     /// All that lies below `folder`.
     pub(super) fn below(folder: &Path) -> Result<Self> {
         let mut seen = Seen::default();
-        walk(folder, &mut Vec::new(), &mut seen)?;
+        walk(folder, &Known::default(), &mut Vec::new(), &mut seen)?;
         seen.take_each_once()?;
         Ok(seen)
     }
@@ -61,16 +76,10 @@ impl Seen {
             };
             let why = if is_link { "a link to" } else { "the same file as" };
             self.passed_over.push(format!("{shown} ({why} {first})"));
-            self.listed.insert(top(&file.parts));
         }
         self.files.sort_by(|one, other| one.path.cmp(&other.path));
         Ok(())
     }
-}
-
-/// The folder at the top in which a file lies; empty for one that lies in none.
-pub(super) fn top(parts: &[String]) -> String {
-    if parts.len() > 1 { parts[0].clone() } else { String::new() }
 }
 
 /// Names that are told before the rest is counted.
@@ -85,8 +94,91 @@ pub(super) fn shortened(names: &[String]) -> String {
     told
 }
 
+/// What describes data and is none, by its whole name.
+const ABOUT: [&str; 22] = [
+    "added_tokens.json",
+    "chat_template.json",
+    "config.json",
+    "dataset_dict.json",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors.index.json",
+    "package-lock.json",
+    "package.json",
+    "preprocessor_config.json",
+    "pytorch_model.bin.index.json",
+    "requirements.txt",
+    "sha256sums.txt",
+    "special_tokens_map.json",
+    "state.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "trainer_state.json",
+    "vocab.json",
+    "vocab.txt",
+];
+
+/// The same by the name before its first dot.
+const ABOUT_STEMS: [&str; 9] = [
+    "authors",
+    "changelog",
+    "citation",
+    "code_of_conduct",
+    "contributing",
+    "copying",
+    "licence",
+    "license",
+    "readme",
+];
+
+/// Splits that nobody trains on, as data sets call them.
+const HELD_OUT: [&str; 9] =
+    ["test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev", "holdout"];
+
+fn is_about(name: &str) -> bool {
+    let name = name.to_lowercase();
+    let stem = name.split('.').next().unwrap_or_default();
+    ABOUT.contains(&name.as_str()) || ABOUT_STEMS.contains(&stem)
+}
+
+/// The split that a name in a data set stands for, if it is one to test on: `test-00000-of-00001.parquet`, a folder `test`.
+fn held_out(name: &str) -> Option<&str> {
+    let end = name.find(['-', '.', '_']).unwrap_or(name.len());
+    HELD_OUT.into_iter().find(|split| name[..end].eq_ignore_ascii_case(split))
+}
+
+impl Known {
+    /// What the metadata of a folder says, in one of which this is known.
+    fn of(folder: &Path, above: &Known) -> Known {
+        let json = |name: &str| -> Option<Value> {
+            serde_json::from_slice(&regular::read(&folder.join(name)).ok()?).ok()
+        };
+        let state = json("state.json");
+        let files = state.as_ref().and_then(|state| state["_data_files"].as_array());
+        let name = |file: &Value| file["filename"].as_str().map(str::to_owned);
+        let data = files.map(|files| files.iter().filter_map(name).collect());
+        let is_described = ["dataset_dict.json", "dataset_info.json", "dataset_infos.json"]
+            .iter()
+            .any(|name| folder.join(name).is_file());
+        let is_dataset = above.is_dataset || is_described || data.is_some() || has_card(folder);
+        Known { is_dataset, data }
+    }
+}
+
+/// Whether the folder's README begins with what the hub knows of a data set.
+fn has_card(folder: &Path) -> bool {
+    let card = regular::read(&folder.join("README.md")).unwrap_or_default();
+    let card = String::from_utf8_lossy(&card);
+    let head = card.strip_prefix("---\n").and_then(|card| card.split("\n---").next());
+    let is_key = |line: &str| ["configs:", "dataset_info:"].contains(&line.trim_end());
+    head.is_some_and(|head| head.lines().any(is_key))
+}
+
 /// Every file below, by its parts; hidden names and stores are passed over.
-fn walk(folder: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
+fn walk(folder: &Path, above: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
+    let known = Known::of(folder, above);
     for path in disk::entries(folder)? {
         let name = path.file_name().unwrap_or_default();
         if name.as_encoded_bytes().starts_with(b".") {
@@ -102,52 +194,85 @@ fn walk(folder: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
             continue;
         };
         parts.push(name.to_owned());
-        one(&path, parts, seen)?;
+        one(&path, &known, parts, seen)?;
         parts.pop();
     }
     Ok(())
 }
 
 /// What one name stands for.
-fn one(path: &Path, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
-    let (shown, name) = (parts.join("/"), parts.last().map_or("", String::as_str));
+fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
+    let name = parts.last().map_or("", String::as_str);
     let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&name);
     let guess = Format::guess(Path::new(name));
-    let is_input = guess.is_some();
-    let mut passed_over = |why: &str| seen.passed_over.push(format!("{shown} ({why})"));
-    match fs::metadata(path) {
+    let found = match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
             // The globs that are written would name it, and a build would stop there.
-            if is_input {
+            if guess.is_some() {
                 return Err(Fault::machine("this link leads nowhere")
                     .at(path.display().to_string())
                     .hint("mend or remove it, and run the same command again"));
             }
-            passed_over("leads nowhere");
+            seen.passed_over.push(format!("{} (leads nowhere)", parts.join("/")));
+            return Ok(());
         }
-        Err(error) => return Err(Fault::io("look at", path, &error)),
-        Ok(_) if parts.len() == 1 && ours => {}
-        // A link to a folder may lead back to one above.
-        Ok(found) if found.is_dir() && path.is_symlink() => {
-            passed_over("a link to a folder");
-            if parts.len() > 1 {
-                seen.listed.insert(top(parts));
+        found => found.map_err(|error| Fault::io("look at", path, &error))?,
+    };
+    if parts.len() == 1 && ours {
+        return Ok(());
+    }
+    let split = held_out(name).filter(|_| known.is_dataset && (found.is_dir() || guess.is_some()));
+    let why = if let Some(split) = split {
+        if found.is_dir() {
+            seen.closed.push(parts.clone());
+        } else {
+            seen.names.push(parts.clone());
+        }
+        format!("the split {split} of a data set")
+    } else if found.is_dir() && path.is_symlink() {
+        // It may lead back to one above.
+        seen.closed.push(parts.clone());
+        "a link to a folder".to_owned()
+    } else if found.is_dir() {
+        match made::kind(path) {
+            Some(what) => what.to_owned(),
+            None => return walk(path, known, parts, seen),
+        }
+    } else {
+        // Of an empty stream nothing is read, whatever names it.
+        if found.len() > 0 || !guess.is_some_and(Format::is_stream) {
+            seen.names.push(parts.clone());
+        }
+        match no_input(name, guess, &found, known) {
+            Some(why) => why,
+            None => {
+                let (parts, path) = (parts.clone(), path.to_owned());
+                seen.files.push(Input { parts, path, bytes: found.len() });
+                return Ok(());
             }
         }
-        Ok(found) if found.is_dir() => match made::kind(path) {
-            Some(what) => passed_over(what),
-            None => walk(path, parts, seen)?,
-        },
-        Ok(found) if !found.is_file() => passed_over(regular::kind(found.file_type())),
-        Ok(_) if !is_input => passed_over("no known ending"),
-        Ok(_) if guess.is_some_and(|format| !format.is_stream()) && Format::is_compressed(name) => {
-            passed_over("compressed as a whole: decompress it");
-        }
-        Ok(found) if found.len() == 0 => passed_over("empty"),
-        Ok(found) => {
-            let (parts, bytes) = (parts.clone(), found.len());
-            seen.files.push(Input { parts, path: path.to_owned(), bytes });
-        }
-    }
+    };
+    seen.passed_over.push(format!("{} ({why})", parts.join("/")));
     Ok(())
+}
+
+/// Why a file that is no folder becomes part of no source; nothing if it may.
+fn no_input(
+    name: &str,
+    guess: Option<Format>,
+    found: &fs::Metadata,
+    known: &Known,
+) -> Option<String> {
+    let compressed = guess.is_some_and(|format| !format.is_stream()) && Format::is_compressed(name);
+    let is_data = known.data.as_ref().is_none_or(|data| data.contains(name));
+    Some(match (guess, kinds::unread(name)) {
+        _ if !found.is_file() => regular::kind(found.file_type()).to_owned(),
+        (None, Some(kind)) => format!("packed by {kind}: unpack it"),
+        (None, None) => "no known ending".to_owned(),
+        _ if compressed => "compressed as a whole: decompress it".to_owned(),
+        _ if found.len() == 0 => "empty".to_owned(),
+        _ if is_about(name) => "describes data, by its name".to_owned(),
+        (Some(Format::Arrow), _) if !is_data => "not named by state.json".to_owned(),
+        _ => return None,
+    })
 }

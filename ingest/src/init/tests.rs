@@ -1,5 +1,6 @@
 //! What is guessed from folders, and what is left alone.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::Command;
@@ -13,6 +14,7 @@ use super::*;
 use crate::build::{Outcome, build};
 use crate::check;
 use crate::corpus::Corpus;
+use crate::source::Fields;
 use crate::testing::{Workbench, json_lines, options};
 
 fn parquet(names: [&str; 2], rows: &[[&str; 2]]) -> Vec<u8> {
@@ -60,11 +62,12 @@ fn what_is_found_builds_as_it_is_written() {
     let read: u64 = manifest.sources.iter().flat_map(|s| &s.inputs).map(|i| i.documents).sum();
     assert_eq!(read, 1 + 3 + 18 + 2);
     // The store itself is no text.
-    let before = fs::read(bench.path(CORPUS)).unwrap();
+    let before = fs::read_to_string(bench.path(CORPUS)).unwrap();
     fs::remove_file(bench.path(CORPUS)).unwrap();
     fs::remove_file(bench.path(CURRICULUM)).unwrap();
     init(&bench.path("")).unwrap();
-    assert_eq!(fs::read(bench.path(CORPUS)).unwrap(), before);
+    let after = fs::read(bench.path(CORPUS)).unwrap();
+    assert_eq!(String::from_utf8(after).unwrap().replace("#   store (a store)\n", ""), before);
 }
 
 #[test]
@@ -129,7 +132,7 @@ fn what_is_odd_is_named_apart_or_said() {
     let corpus = Corpus::read(bench.path(CORPUS)).unwrap();
     let names: BTreeSet<&str> = corpus.sources.iter().map(|it| it.name.as_str()).collect();
     assert_eq!(names.len(), 4 + 6 + 1, "{names:?}");
-    let options = check::Options { workers: 1, quiet: true };
+    let options = check::Options { workers: 1, quiet: true, listed: 9 };
     let checked = check::check(&corpus, options, |bad| Err(bad.fault)).unwrap();
     assert_eq!(checked.documents, 1 + 3 + 18 + 2 + 3 * 4 + 1);
     symlink("nothing", bench.path("web/z.png")).unwrap();
@@ -174,7 +177,7 @@ fn a_file_of_two_names_is_taken_once() {
     let files = corpus.sources.iter().map(|source| (source.name.as_str(), source.files.len()));
     let wanted = [("text", 1), ("away", 2), ("chat--1-", 1), ("web", 2), ("wiki", 1)];
     assert_eq!(files.collect::<Vec<_>>(), wanted);
-    let options = check::Options { workers: 1, quiet: true };
+    let options = check::Options { workers: 1, quiet: true, listed: 9 };
     let checked = check::check(&corpus, options, |bad| Err(bad.fault)).unwrap();
     assert_eq!(checked.documents, 1 + 6 + 3 + 18 + 2);
 }
@@ -212,4 +215,219 @@ fn one_file_of_a_killed_run_is_gone_on_with() {
     bench.write(CORPUS, [&both[0][..], b"# mine"].concat());
     assert_eq!(init(&bench.path("")).unwrap_err().class(), Class::Usage);
     assert!(!bench.path(CURRICULUM).exists());
+}
+
+/// What the corpus file of a folder makes of it: the sources, each with its files and its fields, after every record was read.
+fn read_whole(bench: &Workbench, folder: &str) -> (Corpus, u64) {
+    let begun = init(&bench.path(folder)).unwrap();
+    let corpus = Corpus::read(bench.path(folder).join(CORPUS)).unwrap();
+    let options = check::Options { workers: 1, quiet: true, listed: 9 };
+    let checked = check::check(&corpus, options, |bad| Err(bad.fault));
+    let checked = checked.unwrap_or_else(|fault| panic!("{fault}\n{:?}", begun.notes));
+    (corpus, checked.documents)
+}
+
+/// Removes what was written, so that it is written anew.
+fn forget(bench: &Workbench, folder: &str) {
+    for name in [CORPUS, CURRICULUM] {
+        fs::remove_file(bench.path(folder).join(name)).unwrap();
+    }
+}
+
+/// The same text is worth the same, however it is packed.
+#[test]
+fn weights_are_of_text_and_not_of_bytes_on_the_disk() {
+    use std::io::Write as _;
+
+    let bench = Workbench::new(0);
+    let texts: Vec<String> =
+        (0..400).map(|i| format!("the very same words, {i} times over ").repeat(20)).collect();
+    let lines = |range: std::ops::Range<usize>| -> String {
+        texts[range].iter().map(|text| format!("{{\"text\": {}}}\n", quoted(text))).collect()
+    };
+    bench.write("own/plain/a.jsonl", lines(0..400));
+    let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    gz.write_all(lines(0..400).as_bytes()).unwrap();
+    bench.write("own/gz/a.jsonl.gz", gz.finish().unwrap());
+    let rows: Vec<[&str; 2]> = texts.iter().map(|text| ["x", text.as_str()]).collect();
+    bench.write("own/parquet/a.parquet", parquet(["n", "text"], &rows));
+    bench.write("own/twice/a.txt", texts.concat());
+    bench.write("own/twice/b.txt", texts.concat());
+    let (corpus, _) = read_whole(&bench, "own");
+    assert_eq!(corpus.sources.len(), 4);
+    let curriculum = fs::read_to_string(bench.path("own").join(CURRICULUM)).unwrap();
+    let mix = "mix = { \"gz\" = 1, \"parquet\" = 1, \"plain\" = 1, \"twice\" = 2 }";
+    assert!(curriculum.contains(mix), "{curriculum}");
+}
+
+/// A folder is not refused for a file in it, and what describes data is no data.
+#[test]
+fn each_file_gets_a_verdict_of_its_own() {
+    let bench = Workbench::new(0);
+    bench.write("own/a.jsonl", json_lines(0, 5));
+    bench.write(
+        "own/array.json",
+        "[{\"text\": \"one\", \"id\": 1},\n {\"text\": \"two\", \"id\": 2}]",
+    );
+    bench.write("own/chat.jsonl", "{\"messages\": [{\"role\": \"user\", \"content\": \"hi\"}]}\n");
+    bench.write("own/notes.md", "a note");
+    let odd = [
+        ("numbers.json", "[1, 2, 3]", "no record that is a JSON object"),
+        ("counts.json", "{\"n\": 7}", "holds text"),
+        ("one.json", "{\n  \"text\": \"over lines\"\n}", "no record that is a JSON object"),
+        ("tokenizer_config.json", "{\"model_max_length\": 7}", "describes data"),
+        ("dataset_infos.json", "{\"default\": {}}", "describes data"),
+        ("state.json", "{}", "describes data"),
+        ("README.md", "# What this is", "describes data"),
+        ("LICENSE.txt", "MIT", "describes data"),
+        ("torn.jsonl.gz", "no gzip", "the gzip stream is damaged"),
+        ("old.jsonl.bz2", "BZh9", "packed by bzip2"),
+        ("hidden.jsonl", "BZh91AY&SY\u{1}\u{2}", "compressed by bzip2"),
+        ("none.jsonl", "", "empty"),
+    ];
+    for (name, text, _) in odd {
+        bench.write(&format!("own/{name}"), text);
+    }
+    let (corpus, documents) = read_whole(&bench, "own");
+    let text = fs::read_to_string(bench.path("own").join(CORPUS)).unwrap();
+    for (name, _, why) in odd {
+        let line = text.lines().find(|line| line.starts_with(&format!("#   {name} (")));
+        assert!(line.is_some_and(|line| line.contains(why)), "{name}: {text}");
+    }
+    assert_eq!(documents, 5 + 2 + 1 + 1);
+    let sources: Vec<_> = corpus.sources.iter().map(|it| (&*it.name, it.files.len())).collect();
+    assert_eq!(sources, [("text", 2), ("text-jsonl", 1), ("text-text", 1)]);
+    // A folder of nothing else says so of each.
+    bench.write("none/README.md", "# What this is");
+    let told = init(&bench.path("none")).unwrap_err().to_string();
+    assert!(told.contains("README.md (describes data"), "{told}");
+}
+
+/// What published sets look like gets its keys, and every record of them is a document.
+#[test]
+fn common_layouts_are_known() {
+    let template = |text: &str| vec![("template", text.to_owned())];
+    let chat = |path: &str| vec![("chat", path.to_owned())];
+    let cases = [
+        (
+            r#"{"instruction": "do", "input": "", "output": "done"}"#,
+            template(
+                "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n{output}\n",
+            ),
+        ),
+        (
+            r#"{"instruction": "do", "context": "", "response": "done", "category": "a long name"}"#,
+            template(
+                "### Instruction:\n{instruction}\n\n### Context:\n{context}\n\n### Response:\n{response}\n",
+            ),
+        ),
+        (
+            r#"{"instruction": "do", "input": null, "output": "done"}"#,
+            template("### Instruction:\n{instruction}\n\n### Response:\n{output}\n"),
+        ),
+        (
+            r#"{"question": "why?", "answer": "so"}"#,
+            template("Question: {question}\nAnswer: {answer}\n"),
+        ),
+        (r#"{"prompt": "a b", "completion": " c"}"#, template("{prompt}{completion}")),
+        (r#"{"prompt": "a b", "response": "c"}"#, template("{prompt}\n{response}\n")),
+        (r#"{"messages": [{"role": "user", "content": "hi"}]}"#, chat("messages")),
+        (
+            r#"{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}"#,
+            [chat("conversations"), vec![("message", "<|{from}|>\n{value}\n".to_owned())]].concat(),
+        ),
+        (
+            r#"{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}]}"#,
+            template("{messages}"),
+        ),
+        (
+            r#"{"messages": [{"role": "user", "content": [{"type": "text"}]}]}"#,
+            template("{messages}"),
+        ),
+        (r#"{"a.b": "what holds the most", "c": "less"}"#, vec![("text", "a\\.b".to_owned())]),
+        (
+            r#"{"doc": {"text": "t", "title": "longer than it"}, "meta": {"n": 3, "url": "u"}}"#,
+            vec![("text", "doc.text".to_owned()), ("id", "meta.url".to_owned())],
+        ),
+        (
+            r#"{"text": "t", "id": 1.5, "meta": {"info": {"uuid": "x"}, "doc_id": null}}"#,
+            vec![("text", "text".to_owned()), ("id", "meta.info.uuid".to_owned())],
+        ),
+    ];
+    let bench = Workbench::new(0);
+    for (number, (record, keys)) in cases.iter().enumerate() {
+        let folder = format!("layout{number}");
+        bench.write(&format!("{folder}/a.jsonl"), format!("{record}\n").repeat(3));
+        let (_, documents) = read_whole(&bench, &folder);
+        assert_eq!(documents, 3, "{record}");
+        let text = fs::read_to_string(bench.path(&folder).join(CORPUS)).unwrap();
+        let table = text.split("files = ").nth(1).unwrap().lines().skip(1);
+        let found: Vec<&str> = table.take_while(|line| !line.is_empty()).collect();
+        let wanted: Vec<String> =
+            keys.iter().map(|(key, value)| format!("{key} = {}", quoted(value))).collect();
+        assert_eq!(found, wanted, "{record}");
+    }
+}
+
+#[test]
+fn numbered_folders_are_one_source() {
+    let bench = Workbench::new(0);
+    for number in 0..12 {
+        bench.write(&format!("own/part-{number}/a.jsonl"), json_lines(number, 2));
+        bench.write(&format!("own/part-{number}/deep/b.jsonl"), json_lines(50 + number, 1));
+        bench.write(&format!("own/{number:03}/a.jsonl"), json_lines(100 + number, 1));
+    }
+    bench.write("own/v1/a.jsonl", json_lines(200, 1));
+    bench.write("own/v2/a.jsonl", json_lines(201, 1));
+    // An odd one among them is named apart, and no pattern names it.
+    bench.write("own/part-3/odd.jsonl", "[1]\n");
+    let (corpus, documents) = read_whole(&bench, "own");
+    let sources: Vec<_> = corpus.sources.iter().map(|it| (&*it.name, it.files.len())).collect();
+    assert_eq!(sources, [("own", 12), ("part", 24), ("v1", 1), ("v2", 1)]);
+    assert_eq!(documents, 12 + 36 + 2);
+    let text = fs::read_to_string(bench.path("own").join(CORPUS)).unwrap();
+    assert!(text.contains("files = [\"[0-9][0-9][0-9]/*.jsonl\"]"), "{text}");
+    fs::remove_file(bench.path("own/part-3/odd.jsonl")).unwrap();
+    forget(&bench, "own");
+    read_whole(&bench, "own");
+    let text = fs::read_to_string(bench.path("own").join(CORPUS)).unwrap();
+    let part = "files = [\"part-[0-9]/**/*.jsonl\", \"part-[0-9][0-9]/**/*.jsonl\"]";
+    assert!(text.contains(part), "{text}");
+}
+
+/// What `save_to_disk` wrote, and what the hub holds: splits to test on and caches are no text.
+#[test]
+fn data_sets_of_hugging_face_are_known_by_their_metadata() {
+    let bench = Workbench::new(0);
+    let rows = |text: &'static str| {
+        let column: ArrayRef = Arc::new(StringArray::from(vec![text; 3]));
+        let batch = RecordBatch::try_from_iter([("text", column)]).unwrap();
+        let mut writer =
+            arrow::ipc::writer::StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+        writer.write(&batch).unwrap();
+        writer.finish().unwrap();
+        writer.into_inner().unwrap()
+    };
+    let state = "{\"_data_files\": [{\"filename\": \"data-00000-of-00001.arrow\"}]}";
+    bench.write("saved/dataset_dict.json", "{\"splits\": [\"train\", \"test\"]}");
+    for split in ["train", "test"] {
+        bench.write(&format!("saved/{split}/state.json"), state);
+        bench.write(&format!("saved/{split}/dataset_info.json"), "{}");
+        bench.write(&format!("saved/{split}/data-00000-of-00001.arrow"), rows("one"));
+        bench.write(&format!("saved/{split}/cache-0123.arrow"), rows("two"));
+    }
+    let (corpus, documents) = read_whole(&bench, "saved");
+    assert_eq!((documents, &*corpus.sources[0].name), (3, "saved"));
+    let card = "---\ndataset_info:\n  features: []\n---\n# A set\n";
+    bench.write("hub/README.md", card);
+    for split in ["train", "validation", "test"] {
+        let name = format!("hub/data/{split}-00000-of-00001.parquet");
+        bench.write(&name, parquet(["id", "text"], &[["1", "one"], ["2", "two"]]));
+    }
+    let (corpus, documents) = read_whole(&bench, "hub");
+    assert_eq!((documents, &*corpus.sources[0].name), (2, "hub"));
+    // Without a card nothing says that these are splits.
+    fs::remove_file(bench.path("hub/README.md")).unwrap();
+    forget(&bench, "hub");
+    assert_eq!(read_whole(&bench, "hub").1, 6);
 }

@@ -10,7 +10,7 @@
 use std::io::{BufReader, Read as _};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use store::disk::{Whole, beside};
 use store::{FileRecord, InputRecord};
 
@@ -65,7 +65,7 @@ impl Reader {
         let index_path = beside(path, ".index");
         if !index.bytes.is_multiple_of(8) {
             return Err(damaged(&index_path, "the index ends within a number")
-                .found(format!("{} bytes", index.bytes))
+                .found(counted(index.bytes, "byte"))
                 .wanted("a multiple of 8"));
         }
         let metadata = stated_width(disk, path)?;

@@ -363,8 +363,8 @@ fn same(
         if bytes != file.bytes {
             return Err(Fault::data("a file of this export changed its size")
                 .at(path.to_string())
-                .found(format!("{bytes} bytes"))
-                .wanted(format!("{} bytes", file.bytes))
+                .found(counted(bytes, "byte"))
+                .wanted(counted(file.bytes, "byte"))
                 .hint("delete the folder and export again"));
         }
     }

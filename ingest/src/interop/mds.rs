@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use store::{FileRecord, InputRecord};
@@ -261,7 +261,7 @@ fn load(disk: &dyn Disk, folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u
     }
     if raw.bytes > SHARD_BYTES_MAX {
         return Err(damaged(&folder.join(INDEX), "a shard is larger than its offsets reach")
-            .found(format!("{} bytes", raw.bytes))
+            .found(counted(raw.bytes, "byte"))
             .wanted(format!("at most {SHARD_BYTES_MAX}")));
     }
     let plain = folder.join(&raw.basename);

@@ -17,7 +17,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use store::disk::Whole;
 use store::pieces::{Onward, Pieces};
 use store::{FileRecord, InputRecord};
@@ -88,7 +88,7 @@ fn head(path: &Path, index: &mut Hashing) -> Result<Head> {
     let mut raw = [0; HEAD as usize];
     if index.bytes < HEAD {
         return Err(damaged(path, "this is not an index: it is too short for its header")
-            .found(format!("{} bytes", index.bytes))
+            .found(counted(index.bytes, "byte"))
             .wanted(format!("at least {HEAD}")));
     }
     index.read_exact(&mut raw).map_err(|error| Fault::io("read", path, &error))?;
@@ -251,7 +251,7 @@ impl Writer for Files {
         let length = i32::try_from(tokens.len()).map_err(|_| {
             Fault::usage("a document is too long for Megatron's index")
                 .at(format!("document {id}"))
-                .found(format!("{} tokens", tokens.len()))
+                .found(counted(tokens.len(), "token"))
                 .wanted(format!("at most {}", i32::MAX))
         })?;
         self.left =

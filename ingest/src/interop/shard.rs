@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 
 use blake2::{Blake2b512, Blake2s256};
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use md5::Md5;
 use serde::Deserialize;
 use sha1::Sha1;
@@ -91,7 +91,7 @@ fn snappy(packed: &[u8], bytes: u64, data: &mut Vec<u8>) -> io::Result<usize> {
 pub(super) fn check(path: &Path, data: &[u8], file: &RawFile) -> Result<()> {
     if data.len() as u64 != file.bytes {
         return Err(damaged(path, "the shard has another size than its index says")
-            .found(format!("{} bytes", data.len()))
+            .found(counted(data.len(), "byte"))
             .wanted(format!("{}", file.bytes)));
     }
     for (kind, wanted) in &file.hashes {

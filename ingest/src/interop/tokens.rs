@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use store::InputRecord;
 use store::disk::Whole;
 
@@ -132,7 +132,7 @@ pub(super) fn fitting(
         if vocab <= 1 << 16 { (&[Width::U16, Width::U32], "2 or 4") } else { (&[Width::U32], "4") };
     let Some(width) = likely.iter().find(fits).copied() else {
         let all = format!("{told} for each of {last} tokens, of a vocabulary of {vocab}");
-        let fault = damaged(path, what).found(format!("{size} bytes")).wanted(all);
+        let fault = damaged(path, what).found(counted(size, "byte")).wanted(all);
         return Err(match Width::ALL.iter().find(fits) {
             Some(other) => fault.hint(format!(
                 "export the file again, if it was cut; give --dtype {} if it was made so",
@@ -220,7 +220,7 @@ impl Hashing {
         let mut file = Hashing::open(disk, path)?;
         if file.bytes > limit {
             return Err(damaged(path, "this file is too large for what it should be")
-                .found(format!("{} bytes", file.bytes))
+                .found(counted(file.bytes, "byte"))
                 .wanted(format!("at most {limit}")));
         }
         let mut bytes = Vec::new();
@@ -271,7 +271,7 @@ impl TokenFile {
         let file = Hashing::open(disk, path)?;
         if !file.bytes.is_multiple_of(width.bytes()) {
             return Err(damaged(path, "the file ends within a token")
-                .found(format!("{} bytes", file.bytes))
+                .found(counted(file.bytes, "byte"))
                 .wanted(format!("a multiple of {} ({})", width.bytes(), width.name())));
         }
         let tokens = file.bytes / width.bytes();
@@ -289,7 +289,7 @@ impl TokenFile {
     pub(super) fn take(&mut self, count: u64, out: &mut Vec<u32>) -> Result<()> {
         if count > self.tokens - self.at {
             return Err(damaged(&self.path, "the index goes beyond the end of the tokens")
-                .found(format!("{} tokens", self.tokens))
+                .found(counted(self.tokens, "token"))
                 .wanted(format!("at least {}", u128::from(self.at) + u128::from(count))));
         }
         let end = self.at + count;
@@ -334,7 +334,7 @@ impl TokenFile {
             return Ok(());
         }
         Err(damaged(&self.path, "there are tokens that no document has")
-            .found(format!("{} tokens", self.tokens))
+            .found(counted(self.tokens, "token"))
             .wanted(format!("{}, as the index says", self.at)))
     }
 

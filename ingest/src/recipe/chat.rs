@@ -13,6 +13,7 @@ use store::Location;
 
 use super::jinja::{Date, Templates};
 use super::written::{self, Kind, Malformed};
+use crate::source::names;
 
 /// Where the template of a model and its special tokens stand.
 const CONFIG: &str = "tokenizer_config.json";
@@ -118,9 +119,9 @@ pub(crate) struct Paths {
 
 impl Paths {
     /// The fields of a record in which they begin.
-    pub(crate) fn roots(&self) -> BTreeSet<&str> {
+    pub(crate) fn roots(&self) -> BTreeSet<String> {
         let paths = [&self.messages].into_iter().chain(&self.tools);
-        paths.filter_map(|path| path.split('.').next()).collect()
+        paths.map(|path| names::of(path).swap_remove(0)).collect()
     }
 }
 

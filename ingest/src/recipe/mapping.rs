@@ -7,6 +7,7 @@ use contract::framed::quoted;
 
 use super::chat::Rendered;
 use super::written::{self, Kind, Malformed};
+use crate::source::names;
 
 /// How a record becomes a text, where one field is not enough.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -56,7 +57,7 @@ impl Template {
                 return Err(format!("a bracket stands alone: {from:?}"));
             };
             let path = &from[1..end];
-            if path.split('.').any(str::is_empty) || path.contains('{') {
+            if names::of(path).iter().any(String::is_empty) || path.contains('{') {
                 return Err(format!("{path:?} is not a path of fields"));
             }
             parts.push(Part::Text(std::mem::take(&mut text)));
@@ -162,14 +163,14 @@ impl Mapping {
     }
 
     /// The fields of a record that it starts from, each once, in order.
-    pub(crate) fn roots(&self) -> BTreeSet<&str> {
-        let root = |path: &'_ str| path.split('.').next().unwrap_or_default().len();
+    pub(crate) fn roots(&self) -> BTreeSet<String> {
+        let root = |path: &str| names::of(path).swap_remove(0);
         match self {
-            Mapping::Chat { path, .. } => BTreeSet::from([&path[..root(path)]]),
+            Mapping::Chat { path, .. } => BTreeSet::from([root(path)]),
             Mapping::Rendered(chat) => chat.paths.roots(),
             Mapping::Template(template) => {
                 let fields = template.parts.iter().filter_map(|part| match part {
-                    Part::Field(path) => Some(&path[..root(path)]),
+                    Part::Field(path) => Some(root(path)),
                     Part::Text(_) => None,
                 });
                 fields.collect()
@@ -222,7 +223,7 @@ mod tests {
         assert_eq!(text, "Q: why?\n{7.5} true");
         let fault = mapping.text(r#"{"a": {"b": "why?"}, "c": null}"#).unwrap_err().to_string();
         assert!(fault.contains("`c`"), "{fault}");
-        let roots: Vec<&str> = mapping.roots().into_iter().collect();
+        let roots: Vec<String> = mapping.roots().into_iter().collect();
         assert_eq!(roots, ["a", "c", "d"]);
         for wrong in ["no field", "{", "}", "{a", "a}", "{}", "{a..b}", "{a{b}"] {
             assert!(Template::parse(wrong).is_err(), "{wrong}");

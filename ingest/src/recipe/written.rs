@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 use contract::Fault;
 use sonic_rs::{LazyValue, to_array_iter, to_object_iter};
 
+use crate::source::names;
+
 /// What is wrong with a text that is not JSON.
 pub(super) type Malformed = String;
 
@@ -39,10 +41,10 @@ pub(super) fn kind(value: &str) -> Kind {
 /// What stands at a path of keys and indexes in a value, if anything does.
 pub(super) fn at<'a>(value: &'a str, path: &str) -> Result<Option<&'a str>, Malformed> {
     let mut value = value.trim();
-    for key in path.split('.') {
+    for key in names::of(path) {
         let inner = match (kind(value), key.parse::<usize>()) {
             // Of an equal key the last one counts.
-            (Kind::Object, _) => members(value)?.into_iter().rfind(|(name, _)| name == key),
+            (Kind::Object, _) => members(value)?.into_iter().rfind(|(name, _)| *name == key),
             (Kind::List, Ok(index)) => elements(value)?.get(index).map(|it| (String::new(), *it)),
             _ => None,
         };

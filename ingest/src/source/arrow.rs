@@ -9,9 +9,9 @@ use arrow::buffer::NullBuffer;
 use arrow::datatypes::{DataType, Field, Schema};
 use contract::{Fault, Identity, Result};
 
-use super::columns::{Column, Rows, only, wrong_column};
+use super::columns::{Column, Rows, only_or_null, wrong_column};
 use super::ipc::Messages;
-use super::{Fields, Input, Limits, Records, Slab, records};
+use super::{Fields, Input, Limits, Records, Slab, names, records};
 use crate::disk::Disk;
 
 /// Rows of a slab, at most.
@@ -155,20 +155,25 @@ impl Input for Reader {
 
 /// Whether a top-level column is `path` or holds it.
 fn leads_to(column: &str, path: &str) -> bool {
+    let path = names::joined(path);
     path.strip_prefix(column).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// The array at a dotted path, and the nulls of the structs on the way.
 fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffer>)> {
-    if let Some(array) = batch.column_by_name(name) {
+    if let Some(array) = batch.column_by_name(&names::joined(name)) {
         return Some((array.clone(), None));
     }
     let mut at: ArrayRef = Arc::new(StructArray::from(batch.clone()));
     let mut nulls = None;
-    for part in name.split('.') {
+    for part in names::of(name) {
+        // What would stand within a column without values has none.
+        if *at.data_type() == DataType::Null {
+            break;
+        }
         let parent = at.as_struct_opt()?;
         nulls = NullBuffer::union(nulls.as_ref(), parent.nulls());
-        at = parent.column_by_name(part)?.clone();
+        at = parent.column_by_name(&part)?.clone();
     }
     Some((at, nulls))
 }
@@ -184,7 +189,8 @@ fn check(
     let mut leaves = Vec::new();
     schema.fields().iter().for_each(|field| list_leaves(field, "", &mut leaves));
     let names: Vec<&str> = leaves.iter().map(|(leaf, _)| leaf.as_str()).collect();
-    let (_, kind) = &leaves[only(path, name, &names)?];
+    let is_null = |index: usize| leaves[index].1 == DataType::Null;
+    let (_, kind) = &leaves[only_or_null(path, name, &names, is_null)?];
     if fits(kind) { Ok(()) } else { Err(wrong_column(path, name, kind, wanted)) }
 }
 
@@ -203,6 +209,8 @@ fn is_text(kind: &DataType) -> bool {
         DataType::Dictionary(_, values) => is_text(values),
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         DataType::Binary | DataType::LargeBinary | DataType::BinaryView => true,
+        // A shard of which no value is known: a column without text.
+        DataType::Null => true,
         _ => false,
     }
 }

@@ -13,11 +13,11 @@ use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
 use contract::fault::{is_out_of_memory, nearest, tells_of_memory};
 use contract::guard::quietly;
-use contract::{Fault, Result};
+use contract::{Fault, Result, counted};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
 
-use super::{Document, Fields, Parsed, Row, dropped};
+use super::{Document, Fields, Parsed, Row, dropped, names};
 
 /// Rows of one group of a file.
 pub(super) struct Rows {
@@ -65,7 +65,7 @@ impl Rows {
         };
         let length = text.len() as u64;
         if length > self.bytes_max {
-            let fault = Fault::data("the document is too long").found(format!("{length} bytes"));
+            let fault = Fault::data("the document is too long").found(counted(length, "byte"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max));
             return self.dropped(row, "too large", length, fault);
         }
@@ -193,6 +193,23 @@ pub(super) fn not_utf8(value: &[u8], error: Utf8Error) -> String {
     format!("byte 0x{:02x} at offset {at} of the value", value[at])
 }
 
+/// Where the one column called `name` stands among those of a file: at `name` itself, or where `is_null` says that all it
+/// could stand in is null.
+pub(super) fn only_or_null(
+    path: &Path,
+    name: &str,
+    known: &[&str],
+    is_null: impl Fn(usize) -> bool,
+) -> Result<usize> {
+    let name = &names::joined(name);
+    let holds = |known: &str| name.strip_prefix(known).is_some_and(|rest| rest.starts_with('.'));
+    let null = || (0..known.len()).find(|index| holds(known[*index]) && is_null(*index));
+    match null().filter(|_| !known.contains(&name.as_str())) {
+        Some(index) => Ok(index),
+        None => only(path, name, known),
+    }
+}
+
 /// Where the one column called `name` stands among those of a file.
 pub(super) fn only(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
     let mut found = known.iter().enumerate().filter(|(_, known)| **known == name);
@@ -205,8 +222,33 @@ pub(super) fn only(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
     }
 }
 
+/// The same of a column that is not within another: a name with a dot is told from a path.
+pub(super) fn only_top(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
+    let inner = |known: &&&str| known.strip_prefix(name).is_some_and(|it| it.starts_with('.'));
+    match known.iter().find(inner).filter(|_| !known.contains(&name)) {
+        Some(column) => Err(Fault::data(format!("no column `{name}`"))
+            .at(path.display().to_string())
+            .found(format!("the column `{column}`"))
+            .hint(names::with_backslash(column))),
+        None => only(path, name, known),
+    }
+}
+
 /// A column that the corpus names and the file lacks.
 fn no_column(path: &Path, name: &str, known: &[&str]) -> Fault {
+    let within = |known: &&&str| known.strip_prefix(name).is_some_and(|it| it.starts_with('.'));
+    let within: Vec<&str> = known.iter().filter(within).copied().collect();
+    if let Some(first) = within.first() {
+        return wrong_column(
+            path,
+            name,
+            format!("columns within it: {}", within.join(", ")),
+            "strings",
+        )
+        .hint(format!(
+            "name one of them in corpus.toml, like text = \"{first}\", or several in a `template`"
+        ));
+    }
     let fault = Fault::data(format!("no column `{name}`")).at(path.display().to_string());
     let fault = match nearest(name, known.iter().copied()) {
         Some(near) => fault.found(format!("the nearest column is `{near}`")),

@@ -11,6 +11,7 @@ use contract::{Fault, Identity, Result};
 use flate2::bufread::MultiGzDecoder;
 use sha2::{Digest, Sha256};
 
+use super::kinds;
 use crate::disk::Disk;
 
 /// Raw bytes are read and hashed in pieces of this size.
@@ -52,6 +53,8 @@ impl Stream {
     }
 
     /// Appends up to `at_most` bytes and says how many; fewer than asked for only at the end of the stream.
+    ///
+    /// What begins the file is looked at: a name that says nothing of a compression may hide one.
     pub(super) fn fill(&mut self, buffer: &mut Vec<u8>, at_most: usize) -> Result<usize> {
         let before = buffer.len();
         let reserved = buffer.try_reserve(at_most).map_err(io::Error::from);
@@ -61,6 +64,7 @@ impl Stream {
             Decoder::Zstd(reader) => reader.take(at_most as u64).read_to_end(buffer),
         });
         let got = buffer.len() - before;
+        let (first, plain) = (self.offset == 0, self.kind().is_none());
         self.offset += got as u64;
         outcome.map_err(|error| match is_out_of_memory(&error) {
             true => Fault::io("read", &self.path, &io::ErrorKind::OutOfMemory.into()),
@@ -68,6 +72,12 @@ impl Stream {
         })?;
         if got == 0 && at_most > 0 && self.tee().bytes == 0 && self.kind().is_some() {
             return Err(self.damaged("the file is empty"));
+        }
+        if first
+            && plain
+            && let Some(fault) = kinds::misnamed(&self.path, &buffer[before..])
+        {
+            return Err(fault);
         }
         Ok(got)
     }

@@ -17,11 +17,12 @@ use arrow::error::ArrowError;
 use arrow::ipc::convert::try_fb_to_schema;
 use arrow::ipc::reader::{read_dictionary, read_record_batch};
 use arrow::ipc::{self, CompressionType, root_as_footer, root_as_message};
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 use zstd::zstd_safe::get_frame_content_size;
 
 use super::columns::{guarded, in_group};
 use super::decompress::Tee;
+use super::kinds;
 use crate::disk::Disk;
 
 const MAGIC: &[u8; 6] = b"ARROW1";
@@ -70,6 +71,9 @@ impl Messages {
         };
         let mut first = messages.exactly(8)?;
         messages.is_file = first.starts_with(MAGIC);
+        if let Some(fault) = kinds::misnamed(path, &first).filter(|_| !messages.is_file) {
+            return Err(fault);
+        }
         if messages.is_file {
             // Zeros align the stream, how many is the writer's choice; a stream itself never starts with them.
             first = messages.exactly(8)?;
@@ -175,7 +179,8 @@ impl Messages {
         read.map_err(|error| Fault::io("read", &self.path, &error))?;
         match length - bytes.len() as u64 {
             0 => Ok(bytes),
-            missing => Err(self.damaged(&format!("the end of the file, {missing} bytes too soon"))),
+            missing => Err(self
+                .damaged(&format!("the end of the file, {} too soon", counted(missing, "byte")))),
         }
     }
 

@@ -2,17 +2,20 @@
 //!
 //! A line ends at `\n` and nowhere else: U+2028 and U+0085 stand inside strings. A `\r` before it and a byte-order
 //! mark at the start of the file are not part of a line.
+//!
+//! A file whose name ends in `.json` may be one array of records instead: it is read as if each stood on a line of its own.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use contract::fault::nearest;
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 use memchr::{memchr, memchr_iter, memrchr};
 
+use super::arrays::Array;
 use super::decompress::Stream;
 use super::json::{self, FieldValues, Value, Wanted};
-use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -26,8 +29,10 @@ const LINE_BYTES_MAX: u64 = u32::MAX as u64;
 /// Cuts a stream into slabs of whole lines.
 pub(super) struct Reader {
     stream: Stream,
-    path: Arc<Path>,
+    place: Place,
     limits: Limits,
+    /// The array that the records stand in, where they do.
+    array: Option<Array>,
     /// What follows the last line end handed out.
     carry: Vec<u8>,
     /// Where the carry starts in the stream.
@@ -37,9 +42,23 @@ pub(super) struct Reader {
     ended: bool,
 }
 
+/// A file, and what its records are called.
+#[derive(Clone)]
+struct Place {
+    path: Arc<Path>,
+    in_array: bool,
+}
+
+impl Place {
+    fn of(&self, row: u64) -> String {
+        let path = self.path.display();
+        if self.in_array { format!("{path}: record {row}") } else { format!("{path}:{row}") }
+    }
+}
+
 /// Whole lines.
 pub(super) struct Lines {
-    path: Arc<Path>,
+    place: Place,
     bytes: Vec<u8>,
     offset: u64,
     line: u64,
@@ -48,7 +67,7 @@ pub(super) struct Lines {
 
 /// A line that was passed over.
 pub(super) struct TooLong {
-    path: Arc<Path>,
+    place: Place,
     line: u64,
     bytes: u64,
     bytes_max: u64,
@@ -60,15 +79,25 @@ impl Reader {
             slab_bytes: limits.slab_bytes.max(1),
             max_document_bytes: limits.max_document_bytes.min(LINE_BYTES_MAX),
         };
-        let mut stream = Stream::open(disk, path)?;
-        let mut carry = Vec::new();
-        let mut offset = 0;
-        let ended = stream.fill(&mut carry, MARK.len())? < MARK.len();
-        if carry == MARK {
-            carry.clear();
-            offset = MARK.len() as u64;
+        let stream = Stream::open(disk, path)?;
+        let (place, carry) = (Place { path: path.into(), in_array: false }, Vec::new());
+        let (array, offset, line, ended) = (None, 0, 1, false);
+        let mut reader = Reader { stream, place, limits, array, carry, offset, line, ended };
+        reader.read_on(kinds::HEAD)?;
+        if reader.carry.starts_with(MARK) {
+            reader.carry.drain(..MARK.len());
+            reader.offset = MARK.len() as u64;
         }
-        Ok(Reader { stream, path: path.into(), limits, carry, offset, line: 1, ended })
+        if Array::may_be(path) {
+            // As far as space says nothing.
+            while reader.carry.iter().all(u8::is_ascii_whitespace) && !reader.ended {
+                reader.read_on(limits.slab_bytes)?;
+            }
+            reader.array = Array::of(&reader.carry, reader.offset);
+            reader.place.in_array = reader.array.is_some();
+            reader.rewrite(0)?;
+        }
+        Ok(reader)
     }
 
     /// Hands out the first `length` bytes of the carry.
@@ -79,7 +108,7 @@ impl Reader {
         self.offset += bytes.len() as u64;
         self.line += memchr_iter(b'\n', &bytes).count() as u64;
         let bytes_max = self.limits.max_document_bytes;
-        Slab(Records::Lines(Lines { path: self.path.clone(), bytes, offset, line, bytes_max }))
+        Slab(Records::Lines(Lines { place: self.place.clone(), bytes, offset, line, bytes_max }))
     }
 
     /// Passes over the line that the carry starts, keeping what follows it.
@@ -102,17 +131,25 @@ impl Reader {
                 self.offset += length;
                 break;
             }
-            self.read_on()?;
+            self.read_on(self.limits.slab_bytes)?;
         }
         let bytes = length - u64::from(last == b'\r');
         let bytes_max = self.limits.max_document_bytes;
-        Ok(Slab(Records::TooLong(TooLong { path: self.path.clone(), line, bytes, bytes_max })))
+        Ok(Slab(Records::TooLong(TooLong { place: self.place.clone(), line, bytes, bytes_max })))
     }
 
-    fn read_on(&mut self) -> Result<()> {
-        let wanted = self.limits.slab_bytes;
+    /// Reads `wanted` bytes more, or to the end.
+    fn read_on(&mut self, wanted: usize) -> Result<()> {
+        let read = self.carry.len();
         self.ended = self.stream.fill(&mut self.carry, wanted)? < wanted;
-        Ok(())
+        self.rewrite(read)
+    }
+
+    /// Makes lines of the records of an array, from this byte of the carry on.
+    fn rewrite(&mut self, from: usize) -> Result<()> {
+        let Some(array) = &mut self.array else { return Ok(()) };
+        array.rewrite(&self.place.path, &mut self.carry[from..])?;
+        if self.ended { array.finish(&self.place.path) } else { Ok(()) }
     }
 }
 
@@ -135,7 +172,7 @@ impl Input for Reader {
                 let last = self.carry.len();
                 return Ok((last > 0).then(|| self.cut(last)));
             }
-            self.read_on()?;
+            self.read_on(self.limits.slab_bytes)?;
         }
     }
 
@@ -157,14 +194,17 @@ impl Lines {
         for (row, end) in (self.line..).zip(ends) {
             let line = &self.bytes[start..end];
             let line = line.strip_suffix(b"\r").unwrap_or(line);
-            let record = Record { lines: self, row, start, line, fields };
+            let length = line.len() as u64;
+            let (before, line) = if self.place.in_array { unspaced(line) } else { (0, line) };
+            let from = start + before;
+            let record = Record { lines: self, row, start: from, line, fields };
             let text = match valid {
-                Some(text) => Ok(&text[start..start + line.len()]),
+                Some(text) => Ok(&text[from..from + line.len()]),
                 None => std::str::from_utf8(line),
             };
             parsed.extend(match text {
-                _ if line.len() as u64 > self.bytes_max => {
-                    Some(too_long(&self.path, row, line.len() as u64, self.bytes_max))
+                _ if length > self.bytes_max => {
+                    Some(too_long(&self.place, row, length, self.bytes_max))
                 }
                 _ if line.iter().all(|byte| b" \t\r".contains(byte)) => None,
                 Ok(text) => Some(record.parse(text, &wanted, &mut scratch)),
@@ -174,6 +214,13 @@ impl Lines {
         }
         parsed
     }
+}
+
+/// A record without the spaces around it, which are its array's, and how many stood before it.
+fn unspaced(line: &[u8]) -> (usize, &[u8]) {
+    let before = line.iter().take_while(|byte| **byte == b' ').count();
+    let end = line.iter().rposition(|byte| *byte != b' ').map_or(before, |at| at + 1);
+    (before, &line[before..end])
 }
 
 /// One line and where it stands.
@@ -186,10 +233,15 @@ struct Record<'a> {
 }
 
 impl Record<'_> {
-    fn parse(&self, text: &str, wanted: &Wanted<'_>, scratch: &mut Vec<u8>) -> Parsed {
+    fn parse(&self, text: &str, wanted: &Wanted, scratch: &mut Vec<u8>) -> Parsed {
         match json::read(text, wanted, scratch) {
             Ok(found) => self.document(text, found),
-            Err(reason) => self.dropped("malformed", Fault::data("malformed JSON").found(reason)),
+            Err(reason) => {
+                let over_lines = reason.contains(json::ENDS_WITHIN) && self.row == 1;
+                let dropped =
+                    self.dropped("malformed", Fault::data("malformed JSON").found(reason));
+                if over_lines { hinted(dropped, ONE_VALUE) } else { dropped }
+            }
         }
     }
 
@@ -202,8 +254,8 @@ impl Record<'_> {
         let text = match found.text {
             _ if self.fields.is_record() => line.to_owned(),
             Some(Value::String(text)) => text,
-            Some(Value::Integer(_)) => return self.wrong_text("a number"),
-            Some(Value::Other(kind)) => return self.wrong_text(kind),
+            Some(Value::Integer(_)) => return self.wrong_text(line, "a number"),
+            Some(Value::Other(kind)) => return self.wrong_text(line, kind),
             None => return self.no_text(line),
         };
         if text.is_empty() {
@@ -220,9 +272,22 @@ impl Record<'_> {
         self.dropped("malformed", fault.wanted("a string or an integer"))
     }
 
-    fn wrong_text(&self, kind: &str) -> Parsed {
-        let fault = Fault::data(format!("key `{}` holds no text", self.fields.path())).found(kind);
-        self.dropped("missing text", fault.wanted("a string"))
+    fn wrong_text(&self, line: &str, kind: &str) -> Parsed {
+        let path = self.fields.path();
+        let fault = Fault::data(format!("key `{path}` holds no text")).found(kind);
+        let dropped = self.dropped("missing text", fault.wanted("a string"));
+        let within = match kind {
+            "an object" => json::keys_beside(line, &format!("{path}.")).0,
+            _ => return dropped,
+        };
+        let within = within.first().map_or("field", |key| key);
+        hinted(
+            dropped,
+            &format!(
+                "name a field of the object, like text = \"{path}.{}\", or several: template = \"{{{path}.{0}}}\"",
+                names::escaped(within)
+            ),
+        )
     }
 
     fn no_text(&self, line: &str) -> Parsed {
@@ -233,7 +298,14 @@ impl Record<'_> {
             None if keys.is_empty() => fault.found("no key at all where it should stand"),
             None => fault.found(format!("the keys {}", listed(&keys))),
         };
-        self.dropped("missing text", fault)
+        let dropped = self.dropped("missing text", fault);
+        let with_dot =
+            |key: &&String| key.contains('.') && self.fields.path().contains(key.as_str());
+        match keys.iter().find(with_dot) {
+            Some(key) => hinted(dropped, &names::with_backslash(key)),
+            None if self.row == 1 && line.starts_with('[') => hinted(dropped, ONE_VALUE),
+            None => dropped,
+        }
     }
 
     fn not_utf8(&self, valid: usize) -> Parsed {
@@ -242,7 +314,7 @@ impl Record<'_> {
     }
 
     fn dropped(&self, reason: &'static str, fault: Fault) -> Parsed {
-        let place = format!("{}:{}", self.lines.path.display(), self.row);
+        let place = self.lines.place.of(self.row);
         let row = Row { group: None, row: self.row };
         dropped(reason, row, self.line.len() as u64, fault.at(place))
     }
@@ -250,14 +322,28 @@ impl Record<'_> {
 
 impl TooLong {
     pub(super) fn parse(&self) -> Parsed {
-        too_long(&self.path, self.line, self.bytes, self.bytes_max)
+        too_long(&self.place, self.line, self.bytes, self.bytes_max)
     }
 }
 
-fn too_long(path: &Path, line: u64, bytes: u64, bytes_max: u64) -> Parsed {
+/// What to do with a file that is one value, where each line should be a record.
+const ONE_VALUE: &str = "each line is a record here; an array of records is read from a file whose name ends in .json, \
+    and `jq -c '.KEY[]'` writes each record of a list on a line";
+
+/// The same with another next step.
+fn hinted(dropped: Parsed, hint: &str) -> Parsed {
+    match dropped {
+        Parsed::Dropped { reason, row, bytes, fault } => {
+            Parsed::Dropped { reason, row, bytes, fault: fault.hint(hint) }
+        }
+        document => document,
+    }
+}
+
+fn too_long(place: &Place, line: u64, bytes: u64, bytes_max: u64) -> Parsed {
     let fault = Fault::data("the line is too long")
-        .at(format!("{}:{line}", path.display()))
-        .found(format!("{bytes} bytes"))
+        .at(place.of(line))
+        .found(counted(bytes, "byte"))
         .wanted(format!("at most {bytes_max}"));
     dropped("too large", Row { group: None, row: line }, bytes, fault)
 }

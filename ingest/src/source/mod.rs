@@ -7,6 +7,7 @@
 //! how large a slab is.
 //! Invariant: whatever a file holds ends in a document, in a counted drop, or in a [`Fault`]; never in a panic.
 
+mod arrays;
 mod arrow;
 mod columns;
 pub(crate) mod decompress;
@@ -14,6 +15,8 @@ mod file;
 mod ipc;
 mod json;
 mod jsonl;
+pub(crate) mod kinds;
+pub(crate) mod names;
 mod parquet;
 mod records;
 mod text;
@@ -34,7 +37,7 @@ use crate::disk::{Disk, Real};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// One JSON object per line (plain, gzip or zstd).
+    /// One JSON object per line, or one array of them in a file called so (plain, gzip or zstd).
     #[serde(rename = "jsonl")]
     JsonLines,
     /// Parquet with a string column.
@@ -88,7 +91,7 @@ impl Format {
     }
 }
 
-/// Which fields of a record matter. A path's parts are separated by dots: `"meta.id"`.
+/// Which fields of a record matter. A path's parts are separated by dots, `meta.id`; a dot of a name has a backslash, `a\.b`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
     /// What the text is made of.
@@ -132,8 +135,8 @@ impl Fields {
     }
 
     /// Whole records, of which a template takes these fields.
-    pub fn record<'a>(fields: impl IntoIterator<Item = &'a str>, id: Option<&str>) -> Self {
-        let fields = fields.into_iter().map(str::to_owned).collect();
+    pub fn record(fields: impl IntoIterator<Item = impl Into<String>>, id: Option<&str>) -> Self {
+        let fields = fields.into_iter().map(Into::into).collect();
         Fields { text: TextAt::Record(fields), id: id.map(str::to_owned) }
     }
 
@@ -238,7 +241,7 @@ pub struct Row {
     /// Row group (Parquet) or record batch (Arrow), from 0.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<u32>,
-    /// Line, from 1 (JSON Lines); row within its group, from 0 (Parquet, Arrow); 0 (text).
+    /// Line or element of an array, from 1 (JSON); row within its group, from 0 (Parquet, Arrow); 0 (text).
     pub row: u64,
 }
 
@@ -249,7 +252,7 @@ pub struct Document {
     pub id: Option<String>,
     /// Its text, never empty.
     pub text: String,
-    /// Line, from 1 (JSON Lines); row within its group, from 0 (Parquet, Arrow); 0 (text).
+    /// Line or element of an array, from 1 (JSON); row within its group, from 0 (Parquet, Arrow); 0 (text).
     pub row: u64,
     /// Row group (Parquet) or record batch (Arrow), from 0.
     pub group: Option<u32>,
@@ -338,6 +341,11 @@ impl Input for Copied {
     fn content(&self) -> (u64, Identity) {
         self.input.content()
     }
+}
+
+/// The rows that a Parquet file says it has.
+pub(crate) fn rows(path: &Path) -> Result<u64> {
+    parquet::rows(&Real, path)
 }
 
 fn open_on(

@@ -15,9 +15,9 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::schema::types::ColumnDescPtr;
 use store::pieces::Pieces;
 
-use super::columns::{Column, Rows, guarded_pieces, in_group, only, wrong_column};
+use super::columns::{Column, Rows, guarded_pieces, in_group, only_or_null, wrong_column};
 use super::decompress::Tee;
-use super::{Fields, Input, Limits, Records, Slab};
+use super::{Fields, Input, Limits, Records, Slab, kinds};
 use crate::disk::Disk;
 
 /// Rows read at a time while a slab fills.
@@ -46,6 +46,8 @@ struct Leaf {
     /// A value is present where its definition level is the highest.
     level: i16,
     unsigned: bool,
+    /// Whether its type is that of a column of which no value is known: there is none.
+    null: bool,
 }
 
 /// A row group being read.
@@ -58,6 +60,20 @@ struct Group {
     id: Option<ColumnReader>,
 }
 
+/// The rows of a file.
+pub(super) fn rows(disk: &dyn Disk, path: &Path) -> Result<u64> {
+    let (_, file) = opened(disk, path)?;
+    Ok(u64::try_from(file.metadata().file_metadata().num_rows()).unwrap_or_default())
+}
+
+/// A file and its pieces.
+fn opened(disk: &dyn Disk, path: &Path) -> Result<(Pieces, SerializedFileReader<Pieces>)> {
+    let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
+    let file = guarded_pieces(path, &pieces, || SerializedFileReader::new(pieces.clone()));
+    let file = file.map_err(|fault| kinds::instead(disk, path, fault))?;
+    Ok((pieces, file))
+}
+
 impl Reader {
     pub(super) fn open(
         disk: &dyn Disk,
@@ -65,8 +81,7 @@ impl Reader {
         fields: &Fields,
         limits: Limits,
     ) -> Result<Self> {
-        let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
-        let file = guarded_pieces(path, &pieces, || SerializedFileReader::new(pieces.clone()))?;
+        let (pieces, file) = opened(disk, path)?;
         let columns = file.metadata().file_metadata().schema_descr().columns();
         let text = leaf(path, columns, fields.path(), &[PhysicalType::BYTE_ARRAY])?;
         let kinds = [PhysicalType::BYTE_ARRAY, PhysicalType::INT32, PhysicalType::INT64];
@@ -112,6 +127,10 @@ impl Reader {
             guarded_pieces(&self.path, &self.pieces, || {
                 strings(&mut group.text, &self.text, wanted, &mut text)?;
                 match (&mut group.id, &self.id) {
+                    (Some(_), Some(leaf)) if leaf.null => {
+                        integers.resize(text.len(), None);
+                        Ok(())
+                    }
                     (Some(reader @ ColumnReader::ByteArrayColumnReader(_)), Some(leaf)) => {
                         strings(reader, leaf, wanted, &mut id)
                     }
@@ -125,7 +144,9 @@ impl Reader {
         }
         let rows = text.len();
         let id = match group.id {
-            Some(ColumnReader::ByteArrayColumnReader(_)) => Some(Column::Bytes(id)),
+            Some(ColumnReader::ByteArrayColumnReader(_)) if integers.is_empty() => {
+                Some(Column::Bytes(id))
+            }
             Some(_) => Some(Column::Integers(integers)),
             None => None,
         };
@@ -188,8 +209,15 @@ fn leaf(
     kinds: &[PhysicalType],
 ) -> Result<Leaf> {
     let known: Vec<String> = columns.iter().map(|column| column.path().string()).collect();
-    let index = only(path, name, &known.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let known: Vec<&str> = known.iter().map(String::as_str).collect();
+    let is_null =
+        |index: usize| matches!(columns[index].logical_type_ref(), Some(LogicalType::Unknown));
+    let index = only_or_null(path, name, &known, is_null)?;
     let column = &columns[index];
+    let (level, null) = (column.max_def_level(), is_null(index));
+    if null && column.max_rep_level() == 0 {
+        return Ok(Leaf { index, level, unsigned: false, null });
+    }
     let wanted = if kinds.len() == 1 { "strings" } else { "strings or integers" };
     if column.max_rep_level() > 0 {
         return Err(wrong_column(path, name, "a list", wanted));
@@ -206,7 +234,7 @@ fn leaf(
     }
     let unsigned = matches!(column.logical_type_ref(), Some(LogicalType::Integer(kind)) if !kind.is_signed)
         || column.converted_type().to_string().starts_with("UINT");
-    Ok(Leaf { index, level: column.max_def_level(), unsigned })
+    Ok(Leaf { index, level, unsigned, null: false })
 }
 
 /// Whether the bytes or integers of a column are its values as they stand: those of a decimal or a date are not.
@@ -240,6 +268,10 @@ fn strings(
     rows: usize,
     values: &mut Vec<Option<parquet::data_type::ByteArray>>,
 ) -> std::result::Result<(), ParquetError> {
+    if leaf.null {
+        values.resize(values.len() + rows, None);
+        return Ok(());
+    }
     let ColumnReader::ByteArrayColumnReader(reader) = reader else {
         return Err(ParquetError::General("the column is not one of strings".to_owned()));
     };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use arrow::array::{Array, ArrayRef, AsArray, RecordBatch};
 use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReader,
@@ -16,9 +16,9 @@ use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
 use store::pieces::Pieces;
 
-use super::columns::{guarded_pieces, in_group, only};
+use super::columns::{guarded_pieces, in_group, only_top};
 use super::decompress::Tee;
-use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names};
 use crate::disk::Disk;
 
 /// Rows read at a time.
@@ -56,15 +56,9 @@ pub(super) fn roots(path: &Path, known: &[&str], fields: &Fields) -> Result<Vec<
     if fields.columns().is_empty() {
         return Ok((0..known.len()).collect());
     }
-    let id = fields.id.as_deref().map(|id| id.split('.').next().unwrap_or(id));
-    let at = |name| only(path, name, known);
-    let mut columns = fields
-        .columns()
-        .iter()
-        .map(String::as_str)
-        .chain(id)
-        .map(at)
-        .collect::<Result<Vec<_>>>()?;
+    let id = fields.id.as_deref().and_then(|id| names::of(id).into_iter().next());
+    let at = |name: &String| only_top(path, name, known);
+    let mut columns = fields.columns().iter().chain(&id).map(at).collect::<Result<Vec<_>>>()?;
     columns.sort_unstable();
     columns.dedup();
     Ok(columns)
@@ -80,7 +74,8 @@ impl Reader {
         let file = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
         let metadata = guarded_pieces(path, &file, || {
             ArrowReaderMetadata::load(&file, ArrowReaderOptions::new())
-        })?;
+        })
+        .map_err(|fault| kinds::instead(disk, path, fault))?;
         let known: Vec<&str> =
             metadata.schema().fields().iter().map(|f| f.name().as_str()).collect();
         let columns = roots(path, &known, fields)?;
@@ -162,14 +157,14 @@ impl Rows {
         let text = record.to_string();
         let bytes = text.len() as u64;
         if bytes > self.bytes_max {
-            let fault = Fault::data("the row is too long").found(format!("{bytes} bytes"));
+            let fault = Fault::data("the row is too long").found(counted(bytes, "byte"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
             return dropped("too large", at, bytes, fault);
         }
         let id = fields
             .id
             .as_deref()
-            .and_then(|path| path.split('.').try_fold(&record, |value, key| value.get(key)));
+            .and_then(|path| names::of(path).iter().try_fold(&record, |value, key| value.get(key)));
         let id = match id {
             None | Some(Value::Null) => None,
             Some(Value::String(id)) => Some(id.clone()),

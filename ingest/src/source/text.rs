@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use contract::{Fault, Identity, Result};
+use contract::{Fault, Identity, Result, counted};
 
 use super::decompress::Stream;
 use super::{Document, Input, Limits, Parsed, Records, Row, Slab, dropped};
@@ -64,7 +64,7 @@ impl Whole {
     pub(super) fn parse(&self) -> Parsed {
         if self.length > self.bytes_max {
             let fault = Fault::data("the file is too long for one document");
-            let fault = fault.found(format!("{} bytes", self.length));
+            let fault = fault.found(counted(self.length, "byte"));
             return self.dropped("too large", fault.wanted(format!("at most {}", self.bytes_max)));
         }
         let text = self.bytes.strip_prefix(MARK).unwrap_or(&self.bytes);

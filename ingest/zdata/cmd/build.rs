@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// The folder that becomes the store, or s3://bucket/prefix.
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
-    /// Build nothing: read everything, and list every record that is not a document.
+    /// Build nothing: read everything, and list the records that are not documents.
     #[arg(long, conflicts_with_all = ["out", "encoder", "engine", "work", "task_bytes", "sbatch"])]
     check: bool,
     /// Gone: see `refuse_from`.
@@ -166,10 +166,12 @@ fn refuse_from(from: &Location) -> Fault {
         .hint("what an edit does not concern is found there and not made again")
 }
 
-/// Lists every record that is not a document. It is an error where a build would stop: at one of them, or at a source of
+/// Records that a check lists of each file for people.
+const LISTED: u64 = 100;
+
+/// Lists the records that are not documents. It is an error where a build would stop: at one of them, or at a source of
 /// which nothing is left.
 fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
-    let mut first = None;
     let checked = check::check(corpus, options, |bad| {
         let place = bad.fault.place().unwrap_or(bad.file);
         let reason = bad.reason.unwrap_or("unreadable");
@@ -178,18 +180,13 @@ fn check(corpus: &Corpus, json: bool, options: check::Options) -> Result<()> {
             "source": bad.source, "file": bad.file, "place": place, "reason": reason, "what": what,
         });
         let shown = || format!("{}: {reason}: {}\n", output::plain(place), output::plain(what));
-        output::answer(json, &answer, shown)?;
-        if bad.reason.is_none_or(|reason| ingest::stops(corpus, reason)) {
-            first.get_or_insert(bad.fault);
-        }
-        Ok(())
+        output::answer(json, &answer, shown)
     })?;
-    let check::Checked { files, documents, bad, emptied } = checked;
+    let check::Checked { files, documents, bad, stop, emptied } = checked;
     let (files, documents) = (counted(files, "file"), counted(documents, "document"));
     note!("{files}: {documents}, {}", counted(bad, "bad record"));
-    first.or(emptied).map_or(Ok(()), |first| {
-        Err(first
-            .hint("a build would stop here; the list on standard output has every such record"))
+    stop.or(emptied).map_or(Ok(()), |first| {
+        Err(first.hint("a build would stop here; standard output lists such records"))
     })
 }
 
@@ -207,7 +204,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let corpus = Corpus::read(&args.corpus)?;
     let workers = args.workers.unwrap_or_else(default_workers);
     if args.check {
-        return check(&corpus, args.json, check::Options { workers, quiet });
+        // A program takes them all.
+        let listed = if args.json { u64::MAX } else { LISTED };
+        return check(&corpus, args.json, check::Options { workers, quiet, listed });
     }
     let engine = args.encoder.map(|encoder| match encoder {
         Encoder::Fastest => Engine::Fastest,

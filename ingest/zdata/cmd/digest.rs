@@ -7,10 +7,13 @@ use std::sync::Arc;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use ingest::progress::{Measure, Progress};
-use loader::{Batch, Opened, PrefetchOptions, Prefetcher, RankSlice};
+use loader::{Ahead, Opened, PrefetchOptions, Prefetcher};
 use store::Location;
 
 use super::output;
+
+/// Tokens that a thread holds at a time, about: 50 MB, whatever a step has.
+const HELD_TOKENS: u64 = 1 << 22;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -75,6 +78,5 @@ pub(crate) fn digests(
     }
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
     let options = PrefetchOptions { threads: workers, depth: 2 * workers };
-    let digest = |batch: Batch| Ok((batch.step, batch.digest()));
-    Prefetcher::start(plan, stores, steps, RankSlice::WHOLE, options, digest)
+    Prefetcher::digests(Ahead { plan, stores, steps, options }, HELD_TOKENS)
 }

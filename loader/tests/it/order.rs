@@ -7,7 +7,7 @@ use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::{Class, Digest};
 use loader::{
     Ahead, Batch, Columns, ColumnsMut, Memory, PrefetchOptions, Prefetcher, RankSlice, Stores,
-    batch,
+    batch, digest_of,
 };
 use mixer::Plan;
 use proptest::prelude::*;
@@ -145,6 +145,35 @@ fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
         found += 1;
     }
     assert_eq!((found, alive.load(Ordering::Relaxed)), (steps, 0));
+}
+
+/// A step is summed in little memory, and its digest is that of the whole batch.
+#[test]
+fn a_digest_holds_only_so_many_tokens() {
+    let dir = scratch();
+    write_store(dir.path(), &two_sources(), 2, 512);
+    let (plan, stores) = world(dir.path(), ReadCache::new(8));
+    // Steps 12 and 13 are of rows of 64 and of 256 tokens.
+    for step in [1, 12, 13, 20] {
+        let wanted = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest();
+        for held in [0, 64, 200, 512, u64::MAX] {
+            let alive = Arc::new(AtomicUsize::new(0));
+            let memory = |tokens: usize| {
+                assert!(tokens as u64 <= held.max(256), "{tokens} tokens where {held} may be held");
+                assert_eq!(alive.load(Ordering::Relaxed), 0, "one part at a time");
+                Ok(Apart::take(tokens, &alive))
+            };
+            assert_eq!(digest_of(&plan, &stores, step, held, memory).unwrap(), wanted);
+        }
+    }
+    let options = PrefetchOptions { threads: 3, depth: 2 };
+    let steps = 1..plan.steps() + 1;
+    let wanted: Vec<(u64, Digest)> = steps
+        .clone()
+        .map(|step| (step, batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest()))
+        .collect();
+    let found = Prefetcher::digests(Ahead { plan, stores, steps, options }, 200).unwrap();
+    assert_eq!(found.map(Result::unwrap).collect::<Vec<_>>(), wanted);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use contract::ratio::TOO_LONG;
 use contract::{Ratio, Result};
 use settings::{File, Spanned, Table, Value};
 
@@ -23,6 +24,12 @@ pub(super) fn mix_of(file: &File, mix: &Spanned<Table>) -> Result<BTreeMap<Strin
         };
         match file.ratio(value) {
             Ok(weight) if !weight.is_zero() => Ok((name.clone(), weight)),
+            Err(reason) if reason == TOO_LONG => {
+                let what = format!("the weight of {name} has too many digits");
+                Err(file.fault(value, what).found(file.typed(value.span())).wanted(
+                    "at most 19 digits, zeros of an exponent included: only the proportions of weights count",
+                ))
+            }
             Err(reason) if !file.plain(value).trim_start().starts_with('-') => {
                 Err(refused("a number")
                     .wanted("an integer, a decimal or a ratio like \"3/10\"")
@@ -42,4 +49,23 @@ pub(super) fn mix_text(mix: &BTreeMap<String, Ratio>) -> String {
     let pairs =
         mix.keys().zip(weights).map(|(source, weight)| format!("{} = {weight}", key(source)));
     inline(pairs.collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Curriculum;
+
+    #[test]
+    fn a_weight_of_too_many_digits_is_a_number() {
+        for weight in
+            ["0.1234567890123456789012345678901234567890", "\"1/12345678901234567890123\""]
+        {
+            let text = format!(
+                "store = \"s\"\n[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = {{ x = {weight} }}\n"
+            );
+            let told = Curriculum::parse(&text, "c.toml").unwrap_err().to_string();
+            assert!(told.starts_with("c.toml:7:13: the weight of x has too many digits"), "{told}");
+            assert!(told.contains("at most 19 digits"), "{told}");
+        }
+    }
 }

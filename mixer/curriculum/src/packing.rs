@@ -13,6 +13,9 @@ use super::{SourceSpec, WEIGHT_MAX};
 /// The most documents in a pack, unless the curriculum says so.
 const DOCUMENTS: u32 = 256;
 
+/// The longest sequence that documents are packed into: packing keeps a list for each room that a pack may have left.
+const LENGTH_MAX: u32 = 1 << 24;
+
 /// `packing = "best-fit"`: documents are not cut where they fit, and put together so that little is padded.
 ///
 /// Each document is packed at one of the declared lengths, drawn by its number with these weights: so a phase of one length
@@ -81,6 +84,11 @@ impl SourceText {
                     let fault = wrong(format!("the weight of length {length} is not above zero"));
                     return Err(fault.hint("leave a length out to pack no document at it"));
                 }
+                Some(tokens) if tokens > LENGTH_MAX => {
+                    let fault =
+                        places.fault(&key("lengths"), format!("length {length} is too long"));
+                    return Err(fault.wanted(format!("lengths of at most {LENGTH_MAX} tokens")));
+                }
                 Some(tokens) => whole.insert(tokens, weight),
             };
         }
@@ -108,5 +116,29 @@ impl Packing {
     /// What it decides, on one line.
     pub(super) fn meaning(&self) -> String {
         format!("best-fit, lengths = {}, pack_documents = {}", self.lengths_text(), self.documents)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::Curriculum;
+
+    /// Packing keeps a list for each room that a pack may have left: 100 GB for the largest number.
+    #[test]
+    fn a_length_has_a_bound() {
+        let phase = "[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = { x = 1 }\n";
+        let parse = |lengths: &str| {
+            let source = format!("[source.x]\npacking = \"best-fit\"\nlengths = {{ {lengths} }}\n");
+            Curriculum::parse(&format!("store = \"s\"\n{source}{phase}"), "c.toml")
+        };
+        parse("8 = 1, 16777216 = 1").unwrap();
+        for length in ["16777217", "4294967295"] {
+            let told = parse(&format!("8 = 1, {length} = 1")).unwrap_err().to_string();
+            assert!(
+                told.starts_with(&format!("c.toml:4:1: length {length} is too long")),
+                "{told}"
+            );
+            assert!(told.contains("at most 16777216 tokens"), "{told}");
+        }
     }
 }

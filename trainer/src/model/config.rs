@@ -7,7 +7,7 @@ use contract::{Digestible, Fault, Hasher, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::kinds::{Attention, FeedForward};
+use super::kinds::{Attention, FeedForward, unfit};
 
 /// What the 17th router class, which has no expert, contributes to the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -182,11 +182,8 @@ impl ZayaConfig {
             let mut one = all.clone();
             one.insert(key.clone(), value.clone());
             // One field at a time, so that the message can name the one that does not fit.
-            serde_json::from_value::<ZayaConfig>(Value::Object(one)).map_err(|error| {
-                Fault::usage(format!("`{key}` has the wrong kind of value: {error}"))
-                    .at(place(key))
-                    .found(value.to_string())
-            })?;
+            serde_json::from_value::<ZayaConfig>(Value::Object(one))
+                .map_err(|error| unfit(key, &all[key], value, &error).at(place(key)))?;
             all.insert(key.clone(), value.clone());
         }
         serde_json::from_value(Value::Object(all))

@@ -3,7 +3,9 @@
 //! A new kind is a file in `layers/` and a line here: how curricula, faults and digests call it follows from that. The compiler
 //! then asks for the line in `layers/mod.rs` by which it is made.
 
+use contract::Fault;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 /// A list of kinds, each with its name.
 macro_rules! kinds {
@@ -47,4 +49,18 @@ kinds! {
         /// One gated unit for every token, as wide inside as an expert.
         Mlp = "mlp",
     }
+}
+
+/// The fault of a value that the field `key` cannot have: what it may be follows from what it is in a preset, and from what serde
+/// says of the value.
+pub(super) fn unfit(key: &str, before: &Value, found: &Value, error: &serde_json::Error) -> Fault {
+    let error = error.to_string();
+    let wanted = match before {
+        Value::Number(number) if number.is_f64() => "a number",
+        Value::Number(_) => "a whole number",
+        Value::Bool(_) => "true or false",
+        Value::Array(_) if error.ends_with("expected a sequence") => "a list",
+        _ => error.split_once(", expected ").map_or(&*error, |(_, expected)| expected),
+    };
+    Fault::usage(format!("`{key}` has the wrong kind of value")).found(found).wanted(wanted)
 }

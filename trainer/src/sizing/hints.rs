@@ -66,17 +66,16 @@ pub fn of_phase(
 fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Option<String> {
     let (held, there) = (needs.memory.sum(), cluster.memory_bytes);
     (held > there).then(|| {
-        let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
         let more = match fleet.workers.keep() {
             crate::model::Keep::Everything => "--recompute, ",
             crate::model::Keep::LayerInputs => "",
         };
         format!(
-            "memory does not fit: a rank holds {:.1} GiB ({:.1} GB) of {:.1}: give {more}a smaller micro-batch, or a \
+            "memory does not fit: a rank holds {} ({:.1} GB) of {}: give {more}a smaller micro-batch, or a \
              device with more",
-            gib(held),
+            contract::words::bytes(held),
             held as f64 / 1e9,
-            gib(there)
+            contract::words::bytes(there)
         )
     })
 }

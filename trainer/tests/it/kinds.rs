@@ -140,10 +140,12 @@ fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
 fn a_kind_that_nobody_knows_is_refused_with_its_key() {
     let scratch = Scratch::new();
     let cases = [
-        ("feed_forward", "[\"moe\", \"mpl\"]", "expected `moe` or `mlp`"),
-        ("feed_forward", "\"mlp\"", "wrong kind of value"),
+        ("feed_forward", "[\"moe\", \"mpl\"]", "wanted: `moe` or `mlp`"),
+        ("feed_forward", "\"mlp\"", "wanted: a list"),
+        ("hidden_size", "\"2\"", "wanted: a whole number"),
+        ("rope_theta", "\"2\"", "wanted: a number"),
         ("feed_forward", "[\"moe\", \"mlp\", \"moe\"]", "one to num_hidden_layers (2) kinds"),
-        ("layers", "[\"mlp\"]", "expected `cca` or `linear`"),
+        ("layers", "[\"mlp\"]", "wanted: `cca` or `linear`"),
     ];
     for (key, kinds, words) in cases {
         let model = format!("[model]\n{key} = {kinds}\n");

@@ -117,10 +117,11 @@ fn gpu_rows(gpus: &Gpus, table: &KernelTable) -> Vec<Row> {
 impl Row {
     fn text(&self) -> String {
         let mut first = vec![self.name.clone(), self.architecture.clone()];
-        first.extend(self.cores.map(|cores| format!("{cores} cores for this process")));
         first.extend(
-            self.bytes.map(|bytes| format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))),
+            self.cores
+                .map(|cores| format!("{} for this process", contract::counted(cores, "core"))),
         );
+        first.extend(self.bytes.map(contract::words::bytes));
         first.retain(|part| !part.is_empty());
         let libraries: Vec<_> =
             self.libraries.iter().map(|(name, release)| format!("{name} {release}")).collect();

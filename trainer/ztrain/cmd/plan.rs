@@ -1,6 +1,7 @@
 //! `ztrain plan`: what a run will need, before any of it is allocated.
 
 use clap::builder::RangedU64ValueParser;
+use contract::words::{bytes as size, flops};
 use contract::{Result, terminal};
 use loader::Opened;
 use store::Location;
@@ -161,11 +162,11 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
     };
     let mut lines = vec![
         format!(
-            "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {:.1} \
-             GFLOP a step",
+            "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {} \
+             a step",
             terminal::name(&phase.name),
             batch / micro_batch,
-            phase.model_flops / 1e9
+            flops(phase.model_flops)
         ),
         format!("  memory: rank {largest_rank} holds most, {}; {room}", size(memory.sum())),
         format!(
@@ -219,13 +220,4 @@ fn shared_lines(phase: &PhaseNeeds) -> Vec<String> {
         lines.push(folded);
     }
     lines
-}
-
-/// Bytes for people.
-fn size(bytes: u64) -> String {
-    let units = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match units.into_iter().find(|(_, shift)| bytes >> shift > 0) {
-        Some((name, shift)) => format!("{:.1} {name}", bytes as f64 / f64::from(1 << shift)),
-        None => format!("{bytes} B"),
-    }
 }

@@ -189,13 +189,13 @@ fn degree_lines(degrees: &[Degree]) -> Vec<String> {
             (true, true) => "  the fastest that fits",
             (true, false) => "",
         };
-        let gib = one.memory as f64 / f64::from(1 << 30);
         format!(
-            "phase {} with --cp {} --tsp {}: {} a step, {gib:.1} GiB in the rank that holds most{word}",
+            "phase {} with --cp {} --tsp {}: {} a step, {} in the rank that holds most{word}",
             terminal::name(&one.phase),
             one.cp,
             one.tsp,
-            seconds(one.seconds)
+            seconds(one.seconds),
+            contract::words::bytes(one.memory)
         )
     };
     degrees.iter().map(line).collect()

@@ -31,11 +31,10 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     for (run, view) in args.run.iter().zip(&views) {
         let unreadable = view.log().unreadable;
         if unreadable > 0 {
-            let (lines, path) =
-                (if unreadable == 1 { "line" } else { "lines" }, RunFolder::new(run).events());
             contract::note!(
-                "warning: {unreadable} {lines} of {} cannot be read, and are left out",
-                path.display()
+                "warning: left out, since nobody can read it: {} of {}",
+                contract::counted(unreadable, "line"),
+                RunFolder::new(run).events().display()
             );
         }
     }

@@ -1,6 +1,6 @@
 //! What is accepted and what is refused, as the README's table says it.
 
-use ::arrow::array::{FixedSizeBinaryArray, ListArray};
+use ::arrow::array::{FixedSizeBinaryArray, ListArray, NullArray};
 use ::arrow::buffer::OffsetBuffer;
 
 use super::*;
@@ -80,7 +80,7 @@ fn compressed_files() {
         expect(name, b"", &[&format!("! {name}: the ...")]);
         expect(name, A, &[&format!("! {name}: the ...")]);
     }
-    expect("x.jsonl", &gz(A), &["- invalid UTF-8: x.jsonl:1: ..."]);
+    expect("x.jsonl", &gz(A), &["! x.jsonl: this file is compressed by gzip..."]);
     expect("x.jsonl", b"", &[]);
 }
 
@@ -126,7 +126,7 @@ fn json_values() {
         ("{\"text\":\"a\"}{\"text\":\"b\"}", "- malformed: ..."),
         ("{'text':'a'}", "- malformed: ..."),
         ("{\"text\":\"a\",\"n\":NaN}", "- malformed: ..."),
-        ("{\"text\":\"a\",\"n\":1e999}", "- malformed: ..."),
+        ("{\"text\":\"a\",\"n\":[1e999,-123456789012345678901234567890]}", "a"),
         ("{\"text\":3}", "- missing text: ..."),
         ("{\"text\":[\"a\"]}", "- missing text: ..."),
         ("[{\"text\":\"a\"}]", "- missing text: ..."),
@@ -137,6 +137,91 @@ fn json_values() {
         let lines = [A, line.as_bytes(), b"\n", B].concat();
         let placed = wanted.replace(": ...", ": x.jsonl:2: ...");
         expect("x.jsonl", &lines, &["a", &placed, "b"]);
+    }
+}
+
+/// An array of records is read as if each stood on a line.
+#[test]
+fn arrays_of_records() {
+    let (a, b) = ("{\"text\":\"a\"}", "{\"n\": [1, {\"x\": \"],[\"}],\n \"text\":\"\\\"b,\\\\\"}");
+    let b_text = "\"b,\\";
+    let array = format!(" [\n  {a},\r\n\t{b}\n]\n");
+    let long = format!("{}[{a},{b}]", " ".repeat(50));
+    for text in [&array, &format!("\u{feff}[{a} ,{b}]"), &long] {
+        for slab_bytes in [1, 7, 1000] {
+            let limits = Limits { slab_bytes, ..Limits::default() };
+            for (name, bytes) in [
+                ("x.json", text.as_bytes().to_vec()),
+                ("X.JSON.GZ", gz(text.as_bytes())),
+                ("x.json.zst", zst(text.as_bytes())),
+            ] {
+                expect_within(name, &bytes, &["a", b_text], &limits);
+            }
+        }
+    }
+    let placed = |text: &str, wanted: &[&str]| expect("x.json", text.as_bytes(), wanted);
+    let damaged = "! x.json: this file is not one JSON array of records...";
+    let cut = "! x.json: the JSON array of this file is not closed...";
+    placed("[]", &[]);
+    placed("[ \n ]\n\n", &[]);
+    placed(
+        &format!("[{a}, 3, {{\"text\": \"\"}}, {a}]"),
+        &["a", "- missing text: x.json: record 2: ...", "- empty: x.json: record 3: ...", "a"],
+    );
+    placed(
+        &format!("[{a}, {{\"text\": 'x'}}, {a}]"),
+        &["a", "- malformed: x.json: record 2: ...", "a"],
+    );
+    // A line end within a string is as wrong as it is in JSON, and so is a form feed between values.
+    placed("[{\"text\": \"a\nb\"}]", &["- malformed: x.json: record 1: ..."]);
+    placed("[{\"text\":\u{c}\"a\"}]", &["- malformed: x.json: record 1: ..."]);
+    for text in ["[,]", "[{},]", "[{},,{}]", "[{}] {}", "[{}],", "[}]", "[]]"] {
+        placed(text, &[damaged]);
+    }
+    for text in ["[", "[{},", "[{}", "[{\"text\": \"]", "[{\"text\": [}", "[[]"] {
+        placed(text, &[cut]);
+    }
+    // Lines stay lines, also those of such a name, and arrays in lines of another name.
+    placed(&format!("{a}\n{a}"), &["a", "a"]);
+    expect("x.jsonl", format!("[{a}]\n{a}\n").as_bytes(), &["- missing text: x.jsonl:1: ...", "a"]);
+    let told = verdicts("x.jsonl", array.as_bytes(), &Limits::default());
+    assert!(told[0].contains("ends in .json"), "{told:?}");
+    let limits = Limits { slab_bytes: 16, max_document_bytes: 20 };
+    let long = format!("[{a},{{\"text\":\"{}\"}},{a}]", "x".repeat(30));
+    let wanted = ["a", "- too large: x.json: record 2: ...", "a"];
+    expect_within("x.json", long.as_bytes(), &wanted, &limits);
+}
+
+/// A shard of which no value is known has a type of its own.
+#[test]
+fn a_column_of_nulls_is_one_without_text() {
+    let nulls: ArrayRef = Arc::new(NullArray::new(3));
+    let texts: ArrayRef = Arc::new(StringArray::from(vec!["a", "b", "c"]));
+    let batch =
+        RecordBatch::try_from_iter_with_nullable([("none", nulls, true), ("text", texts, true)])
+            .unwrap();
+    let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+    parquet.write(&batch).unwrap();
+    let mut arrow = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    arrow.write(&batch).unwrap();
+    for (name, bytes) in
+        [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
+    {
+        let file = write(name, &bytes);
+        // What stands within a column that is a struct in other shards is none here.
+        for path in ["none", "none.text"] {
+            let missing = read(&file, path, Some("text"));
+            let is_missing =
+                |it: &Parsed| matches!(it, Parsed::Dropped { reason: "missing text", .. });
+            assert!(missing.len() == 3 && missing.iter().all(is_missing), "{name}: {missing:?}");
+            let nameless = documents(read(&file, "text", Some(path)));
+            let of: Vec<_> = nameless.iter().map(|it| (it.id.as_deref(), &*it.text)).collect();
+            assert_eq!(of, [(None, "a"), (None, "b"), (None, "c")], "{name}");
+            let fields = Fields::record(["none", "text"], Some(path));
+            let rows = documents(read_on(&Real, &file, &fields, &limits(9)).unwrap());
+            assert_eq!(rows[2].text, "{\"none\":null,\"text\":\"c\"}", "{name}");
+            assert_eq!(rows[2].id, None);
+        }
     }
 }
 

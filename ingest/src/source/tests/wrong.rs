@@ -65,6 +65,88 @@ fn of_two_columns_with_one_name_none_is_taken() {
     }
 }
 
+/// What a file is by its first bytes is said; what only begins with such letters is text.
+#[test]
+fn files_of_another_kind_are_named() {
+    let sound = parquet_file(&[Row { text: Some("a".into()), id: None }], 1, 0, false, 0);
+    let arrow = arrow_file(&[Row { text: Some("a".into()), id: None }], 1, 0, false, 1);
+    let encrypted = [&b"PARE"[..], &[9, 0, 0, 0, 1, 2, 3, 4], &[8, 0, 0, 0], b"PARE"].concat();
+    let feather = [&b"FEA1\0\0\0\0"[..], &[7; 60], b"FEA1"].concat();
+    let fields = [Fields::at("text", None), Fields::record(["text"], None)];
+    for (name, bytes, is, next) in [
+        ("x.jsonl", &b"BZh91AY&SY\x01\x02\x03"[..], "bzip2", "gzip or zstd"),
+        ("x.txt", b"\xfd7zXZ\0\0\x04\xe6\xd6", "xz", "gzip or zstd"),
+        ("x.json", b"\x04\"M\x18`@\x82\x05\0\0", "lz4", "gzip or zstd"),
+        ("x.jsonl", b"PK\x03\x04\x14\0\0\0\x08\0", "a zip archive", "unpack"),
+        ("x.jsonl", &sound, "a Parquet file", ".parquet"),
+        ("x.jsonl", &arrow, "an Arrow file", ".arrow"),
+        ("x.parquet", &arrow, "an Arrow file", ".arrow"),
+        ("x.arrow", &sound, "a Parquet file", ".parquet"),
+        ("x.parquet", &encrypted, "an encrypted Parquet file", "without encryption"),
+        ("x.arrow", &feather, "Feather version 1", "write_feather"),
+        ("x.jsonl.bz2", b"BZh91AY&SY\x01\x02\x03", "bzip2", "gzip or zstd"),
+    ] {
+        for fields in &fields {
+            let file = write(name, bytes);
+            let format = Format::guess(&file.path).unwrap_or(Format::JsonLines);
+            let opened = open_on(&Real, &file.path, format, fields, &Limits::default());
+            let fault = opened.and_then(|mut input| input.next_slab()).map(drop).unwrap_err();
+            let told = fault.to_string();
+            assert!(told.contains(is) && told.contains(next), "{name}: {told}");
+            assert!(told.starts_with(file.path.to_str().unwrap()), "{told}");
+        }
+    }
+    for text in ["PAR1 is a mark", "BZhello to you", "ARROW1", "FEA1\n\n\t", "PK\u{3}", "ORC"] {
+        assert_eq!(documents(read(&write("x.txt", text.as_bytes()), "", None))[0].text, text);
+    }
+}
+
+/// A struct, a list or an object where text should stand: what is in it is named.
+#[test]
+fn what_holds_fields_is_no_text() {
+    let rows = [Row { text: Some("a".into()), id: None }];
+    for (name, bytes) in [
+        ("x.parquet", parquet_file(&rows, 1, 0, true, 0)),
+        ("x.arrow", arrow_file(&rows, 1, 0, true, 0)),
+    ] {
+        let told = refusal(name, &bytes, &Fields::at("doc", None));
+        for word in ["`doc` has the wrong type", "doc.n, doc.text", "like text = \"doc.n\""] {
+            assert!(told.contains(word), "{told}");
+        }
+    }
+    let file = write("x.jsonl", b"{\"doc\": {\"a.b\": \"x\", \"c\": 1}}");
+    let [Parsed::Dropped { fault, .. }] = &read(&file, "doc", None)[..] else { panic!("no text") };
+    assert!(fault.to_string().contains("text = \"doc.a\\.b\""), "{fault}");
+}
+
+/// A key with a dot is told from a path, and can be named.
+#[test]
+fn a_dot_of_a_name_has_a_backslash_before_it() {
+    let line = b"{\"a.b\": \"x\", \"m\": {\"c.d\": 7, \"c\": {\"d\": 8}}}";
+    let file = write("x.jsonl", line);
+    let found = &documents(read(&file, "a\\.b", Some("m.c\\.d")))[0];
+    assert_eq!((&*found.text, found.id.as_deref()), ("x", Some("7")));
+    let [Parsed::Dropped { fault, .. }] = &read(&file, "a.b", None)[..] else { panic!("no key") };
+    assert!(fault.to_string().contains("'a\\.b'"), "{fault}");
+    let array: ArrayRef = Arc::new(StringArray::from(vec!["one"]));
+    let batch = RecordBatch::try_from_iter([("a.b", array)]).unwrap();
+    let mut parquet = ArrowWriter::try_new(Vec::new(), batch.schema(), None).unwrap();
+    parquet.write(&batch).unwrap();
+    let mut arrow = StreamWriter::try_new(Vec::new(), &batch.schema()).unwrap();
+    arrow.write(&batch).unwrap();
+    for (name, bytes) in
+        [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
+    {
+        for path in ["a.b", "a\\.b"] {
+            assert_eq!(documents(read(&write(name, &bytes), path, None))[0].text, "one", "{name}");
+        }
+        let rows = read_on(&Real, &write(name, &bytes), &Fields::record(["a.b"], None), &limits(9));
+        assert_eq!(documents(rows.unwrap())[0].text, "{\"a.b\":\"one\"}");
+        let told = refusal(name, &bytes, &Fields::record(["a"], None));
+        assert!(told.contains("'a\\.b'"), "{told}");
+    }
+}
+
 #[test]
 fn damage_names_its_row_group() {
     let row = |number| Row { text: Some(format!("{number}").repeat(90)), id: None };
