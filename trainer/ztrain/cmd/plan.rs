@@ -159,24 +159,30 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
         ),
         device => format!("{device} has {}", size(needs.device_bytes)),
     };
+    let parts = [
+        ("weights", weights),
+        ("f32 weights of its own pieces", masters),
+        ("moments", moments),
+        ("activations", activations),
+        ("gradients", gradients),
+        ("exchange", out + received + sums),
+    ];
+    let there = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
+    let parts: Vec<String> = there.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect();
+    let gone = match activations {
+        0 => " (while weights are moved: activations are gone by then)",
+        _ => "",
+    };
     let mut lines = vec![
         format!(
-            "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {:.1} \
-             GFLOP a step",
+            "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {} \
+             a step",
             terminal::name(&phase.name),
             batch / micro_batch,
-            phase.model_flops / 1e9
+            flop(phase.model_flops)
         ),
         format!("  memory: rank {largest_rank} holds most, {}; {room}", size(memory.sum())),
-        format!(
-            "    weights {}, f32 weights of its own pieces {}, moments {}, activations {}, gradients {}, exchange {}",
-            size(weights),
-            size(masters),
-            size(moments),
-            size(activations),
-            size(gradients),
-            size(out + received + sums)
-        ),
+        format!("    {}{gone}", parts.join(", ")),
         format!(
             "  sent in a step (data-parallel axis, all ranks): {} within machines, {} between them",
             size(gradients_within_machines + weights_within_machines),
@@ -219,6 +225,13 @@ fn shared_lines(phase: &PhaseNeeds) -> Vec<String> {
         lines.push(folded);
     }
     lines
+}
+
+/// Operations for people.
+fn flop(count: f64) -> String {
+    let units = [("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12)];
+    let (name, unit) = units.into_iter().find(|(_, unit)| count >= *unit).unwrap_or(("GFLOP", 1e9));
+    format!("{:.1} {name}", count / unit)
 }
 
 /// Bytes for people.
