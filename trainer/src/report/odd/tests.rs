@@ -154,7 +154,7 @@ fn what_is_odd_soon_after_a_phase_begins_is_found() {
 
 #[test]
 fn a_phase_that_moves_nothing_has_no_odd_step() {
-    for seed in QUIET {
+    for seed in 0..40 {
         let found = found((1..=300).map(|step| {
             let mut seen = quiet(seed, step);
             seen.curriculum = (step % 60 == 0).then(|| "seed = 1".to_owned());
