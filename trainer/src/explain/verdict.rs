@@ -85,6 +85,10 @@ const MOST: f64 = 0.5;
 /// And make it so many times as long as usual, where it is by no measure of noise that it has moved.
 const LONGER: f64 = 1.5;
 
+/// So many documents at most, each with so many times the score of the next, stand out in any step.
+const FEW_DOCUMENTS: usize = 3;
+const APART: f64 = 3.3;
+
 /// What stands in the way of a sentence's head: the lower, the nearer to it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
@@ -130,7 +134,7 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
         let at_once = |change: &Change| change.step == found.step && change.kind.moves();
         let dominant = share >= MOST && !found.changes.iter().any(at_once);
         let longer = found.moved.norm.is_some_and(|norm| found.norm > LONGER * norm.usual);
-        if moved || dominant && longer {
+        if moved || dominant && longer || is_apart(found) {
             let place = if dominant { Place::Dominant } else { Place::Documents };
             all.push((place, Subject::Documents, words));
         }
@@ -319,6 +323,13 @@ fn update(found: &Explanation) -> Option<String> {
     let (times, layer) = spikes.max_by(|a, b| a.0.total_cmp(&b.0))?;
     let times = if times < 1e6 { format!("{times:.1}") } else { format!("{times:.1e}") };
     Some(format!("the update of the step before was {times} times its median in {}", layer.name))
+}
+
+/// Whether a few documents lie so far from all others that they stand out in a step that is as usual.
+fn is_apart(found: &Explanation) -> bool {
+    let count = found.culprits();
+    let next = found.documents.get(count).map_or(0.0, |one| one.score);
+    (1..=FEW_DOCUMENTS).contains(&count) && found.documents[count - 1].score > APART * next
 }
 
 /// The documents that stand apart: their part of the squares of all gradients, and words.

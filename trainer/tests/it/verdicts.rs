@@ -336,7 +336,8 @@ fn changes(study: &mut Study) {
     let path = study.curriculum("router", 36, &[apart], &pulled);
     study.train(&path, "router", 66);
     for step in [63, 64] {
-        study.case("a router that collapses", "router", step, Wanted::Subject(Subject::Router));
+        let kind = "a phase that pulls a router to one expert";
+        study.case(kind, "router", step, Wanted::Subject(Subject::Changed));
     }
 }
 
