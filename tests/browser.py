@@ -189,6 +189,23 @@ COLOURS = """(() => Report.state.plots.map((one) => {
   return [one.spec.id, seen.size];
 }))()"""
 
+# Of each curve by plot: how many points it has, the least and the most.
+CURVES = """(() => {
+  const told = {};
+  for (const one of Report.state.plots) {
+    told[one.spec.id] = one.u.data.slice(1).map((values, at) => {
+      const known = values.filter((v) => v !== null && v !== undefined);
+      const bridged = one.u.series[at + 1].spanGaps;
+      return { points: known.length, least: known.reduce((a, b) => Math.min(a, b), Infinity), most: known.reduce((a, b) => Math.max(a, b), -Infinity), bridged };
+    });
+  }
+  // How far the smooth losses of two runs lie from each other, at most, over the first half of the shorter.
+  const loss = Report.state.plots.find((one) => one.spec.id === "loss").u.data.slice(-2);
+  const half = Math.min(...loss.map((values) => values.filter((v) => v !== null && v !== undefined).length)) >> 1;
+  told.apart = Math.max(...loss[0].slice(0, half).map((v, at) => Math.abs(v - loss[1][at])));
+  return told;
+})()"""
+
 # Milliseconds from an act to the end of the frame that shows it.
 TIMES = """(async () => {
   const frame = () => new Promise((done) => requestAnimationFrame(() => { const channel = new MessageChannel(); channel.port1.onmessage = done; channel.port2.postMessage(0); }));
@@ -331,6 +348,7 @@ def check(page):
         ready = time.monotonic() - begin
         for name, colours in browser.js(COLOURS):
             checks.hold(f"the plot of {name} is drawn", colours > 8, colours)
+        curves = browser.js(CURVES)
         walk(browser, checks)
         light = browser.js("getComputedStyle(document.body).backgroundColor")
         browser.prefers(prefers_color_scheme="dark")
@@ -352,7 +370,7 @@ def check(page):
             # Far above what is wanted (100 ms): a test machine may be busy.
             checks.hold(f"{name} is answered soon", median < 1000, median)
         steps = browser.js("Report.run.steps")
-        print(json.dumps({"steps": steps, "ready_seconds": round(ready, 2), "median_ms": medians, "worst_ms": {name: round(max(all), 1) for name, all in times.items()}}))
+        print(json.dumps({"steps": steps, "curves": curves, "ready_seconds": round(ready, 2), "median_ms": medians, "worst_ms": {name: round(max(all), 1) for name, all in times.items()}}))
     finally:
         browser.close()
     for one in checks.failed:

@@ -138,6 +138,29 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
 
 #[cfg(feature = "train")]
 #[test]
+fn a_run_is_named_in_either_form_and_a_curriculum_by_its_flag() {
+    use crate::support::ztrain;
+    let scratch = Scratch::new();
+    let (empty, out) = (scratch.path("empty"), scratch.path("out"));
+    std::fs::create_dir(&empty).unwrap();
+    let (empty, out) = (arg(&empty), arg(&out));
+    for args in [
+        vec!["explain", empty, "--step", "1"],
+        vec!["spikes", empty],
+        vec!["report", empty],
+        vec!["fork", "--run", empty, "--step", "1", "--out", out],
+        vec!["compare", "--run", empty, "--run", empty],
+    ] {
+        ztrain(&args).fails(2, &["empty", "this is not a run"]);
+    }
+    ztrain(&["compare", "--run", empty]).fails(2, &["--run", "2 of them"]);
+    ztrain(&["run.toml"]).fails(2, &["ztrain --curriculum run.toml"]);
+    let told = ztrain(&["--curriculum", "run.toml", "--steps", "9"]).fails(2, &["--stop-after"]);
+    assert!(!told.contains("--tsp"), "{told}");
+}
+
+#[cfg(feature = "train")]
+#[test]
 fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
     use crate::support::{ztrain, ztrain_command};
     let scratch = Scratch::new();

@@ -47,7 +47,7 @@ steps = HALF
 seq_len = 256
 batch = 4
 micro_batch = 2
-mix = { "</script><script>window.hit=1</script>" = 1, notes = 1 }
+mix = { "</script><script>window.hit=1</script>" = 1, notes = 1, late = 1 }
 "#;
 
 /// Even in [0, 1).
@@ -57,6 +57,16 @@ fn even(step: u64, index: u64) -> f64 {
 
 fn floats(values: &[f64]) -> String {
     values.iter().map(|value| format!("{:016x}", value.to_bits())).collect()
+}
+
+/// Whether a step has labels of the source `late`: a quarter, and another one after a gap.
+fn is_late(step: u64, steps: u64) -> bool {
+    (steps / 4 < step && step <= steps / 2) || step > 3 * steps / 4
+}
+
+/// Whether the events tell nothing of a step.
+fn is_untold(step: u64, steps: u64) -> bool {
+    steps / 10 < step && step <= steps / 8
 }
 
 /// What a run of so many steps would have left: the loss falls with noise, three steps are odd, one is skipped.
@@ -91,9 +101,12 @@ fn long_run(folder: &Path, steps: u64) {
             tell(began(step - 10, step - 1));
         }
         let speed = 900.0 + 200.0 * even(step, 3);
-        tell(json!({
-            "event": "step", "step": step, "seconds": 1.0, "tokens_per_second": speed, "stall": 0.02, "memory": 4e8, "time": step,
-        }));
+        if !is_untold(step, steps) {
+            tell(json!({
+                "event": "step", "step": step, "seconds": 1.0, "tokens_per_second": speed, "stall": 0.02, "memory": 4e8,
+                "time": step,
+            }));
+        }
         if step % 2_000 == 0 {
             tell(
                 json!({"event": "checkpoint", "step": step, "stall_seconds": 0.01, "writing_seconds": 0.2}),
@@ -113,7 +126,13 @@ fn step_line(step: u64, steps: u64) -> Value {
     let loss = 3.0 + 6.0 * (-(step as f64) / 5e3).exp() + noise + jump;
     let norm = (0.3 * even(step, 4)).exp() * if odd { 20.0 } else { 1.0 };
     let rude = 300 + (even(step, 5) * 40.0) as u64;
+    let late = if is_late(step, steps) { 200 } else { 0 };
+    let notes = 1020 - rude - late;
+    let all = [(RUDE, rude), ("notes", notes), ("late", late)];
     let source = |labels: u64| json!({"labels": labels, "loss": floats(&[loss * labels as f64])});
+    let sources = all.into_iter().filter(|(_, labels)| *labels > 0);
+    let sources: serde_json::Map<_, _> =
+        sources.map(|(name, labels)| (name.to_owned(), source(labels))).collect();
     let expert = |index| 100 + (even(step, index) * 50.0) as u64;
     // All routers see all tokens.
     let counts = |at: u64| {
@@ -131,7 +150,7 @@ fn step_line(step: u64, steps: u64) -> Value {
     let mut line = json!({
         "kind": "step", "step": step, "phase": phase, "data": digest, "label_count": 1020, "loss": loss,
         "micro_batch_labels": [1020], "micro_batch_losses": floats(&[sum]),
-        "sources": {RUDE: source(rude), "notes": source(1020 - rude)}, "router": [counts(10), counts(30)],
+        "sources": sources, "router": [counts(10), counts(30)],
         "norm": floats(&[norm]), "lr": floats(&[4e-3 * (step as f64 / 100.0).min(1.0)]),
         "layer_gradient_norms": floats(&layers),
         "layer_update_norms": floats(&[0.1, 0.2, 0.1, 0.01]), "state": digest,
@@ -245,7 +264,7 @@ fn what_a_source_is_called_is_text() {
 }
 
 /// Shows a run live to `look`, which is told where.
-fn watched(run: &Path, look: impl FnOnce(&str) + std::panic::UnwindSafe) {
+fn watched<T>(run: &Path, look: impl FnOnce(&str) -> T + std::panic::UnwindSafe) -> T {
     let mut command = ztrain_command(&["watch", "--run", arg(run), "--port", "0"]);
     let mut server = command.stdout(Stdio::piped()).spawn().unwrap();
     let mut address = String::new();
@@ -253,13 +272,56 @@ fn watched(run: &Path, look: impl FnOnce(&str) + std::panic::UnwindSafe) {
     let told = std::panic::catch_unwind(|| look(address.trim()));
     server.kill().unwrap();
     server.wait().unwrap();
-    told.unwrap();
+    told.unwrap()
+}
+
+/// The curves that a browser drew.
+fn curves(told: &str) -> Value {
+    serde_json::from_str::<Value>(told.lines().last().unwrap()).unwrap()["curves"].take()
+}
+
+/// A field of each curve of a plot.
+fn each<T>(plot: &Value, field: impl Fn(&Value) -> T) -> Vec<T> {
+    plot.as_array().unwrap().iter().map(field).collect()
 }
 
 #[test]
 fn the_live_page_is_drawn_too() {
     let (_scratch, run) = made(2_000);
-    watched(&run, |address| drop(looked_at(address)));
+    let Some(told) = watched(&run, looked_at) else { return };
+    // A source that is away for a while, steps that no event tells of: a curve has a point for what was measured, and no other.
+    let curves = curves(&told);
+    let points = |plot: &str| each(&curves[plot], |one| one["points"].as_u64().unwrap());
+    assert_eq!(points("loss"), [2_000, 2_000]);
+    assert_eq!(points("sources"), [2_000, 2_000, 1_000]);
+    assert_eq!((points("speed"), points("stall")), (vec![1_950, 1_950], vec![1_950]));
+    let bound = |one: &Value, end: &str| one[end].as_f64().unwrap();
+    let loss = &curves["loss"][0];
+    for one in curves["sources"].as_array().unwrap() {
+        let within = bound(one, "least") >= bound(loss, "least")
+            && bound(one, "most") <= bound(loss, "most");
+        assert!(within, "a loss that never was: {one}");
+    }
+    let bridged = each(&curves["sources"], |one| one["bridged"].as_bool().unwrap());
+    assert_eq!(bridged, [false; 3], "a line over a gap");
+}
+
+#[test]
+fn a_fork_is_drawn_as_its_parent_as_far_as_it_is_one() {
+    let (scratch, run) = made(2_000);
+    let fork = scratch.path("fork");
+    fs::create_dir(&fork).unwrap();
+    for (name, lines) in [("ledger.jsonl", 1_001), ("events.jsonl", 400)] {
+        let text = fs::read_to_string(run.join(name)).unwrap();
+        let shared: String = text.split_inclusive('\n').take(lines).collect();
+        fs::write(fork.join(name), shared).unwrap();
+    }
+    let out = scratch.path("page.html");
+    ztrain(&["report", "--run", arg(&run), "--run", arg(&fork), "--out", arg(&out)]).ok();
+    if let Some(told) = looked_at(arg(&out)) {
+        let apart = curves(&told)["apart"].as_f64().unwrap();
+        assert!(apart < 1e-9, "{apart}");
+    }
 }
 
 /// A page that is opened before the first step has what a run has later, without being loaded again.

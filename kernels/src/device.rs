@@ -6,7 +6,7 @@
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
 //!
-//! What runs on a GPU here has run on a stand-in for one (`device/standin`), on none so far.
+//! The tests run what runs on a GPU on a stand-in for one (`device/standin`); README.md says on which GPUs it ran.
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 

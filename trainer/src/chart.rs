@@ -19,7 +19,7 @@ pub struct Chart {
     pub title: String,
     /// Whether both axes are logarithmic.
     pub log: bool,
-    /// Name and points of each curve; points that are no finite numbers are left out.
+    /// Name and points of each curve; a point that is no finite number is a gap.
     pub curves: Vec<(String, Vec<(f64, f64)>)>,
 }
 
@@ -57,15 +57,19 @@ impl Chart {
             }
         }
         for (index, (name, points)) in self.curves.iter().enumerate() {
-            let places: Vec<(f64, f64)> =
-                points.iter().filter(finite).map(|(at, value)| (x(*at), y(*value))).collect();
-            let places: Vec<String> =
-                thinned(&places).iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
             let color = COLORS[index % COLORS.len()];
+            for part in points.split(|point| !finite(&point)).filter(|part| !part.is_empty()) {
+                let places: Vec<(f64, f64)> =
+                    part.iter().map(|(at, value)| (x(*at), y(*value))).collect();
+                let places: Vec<String> =
+                    thinned(&places).iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
+                svg += &format!(
+                    "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n",
+                    places.join(" ")
+                );
+            }
             svg += &format!(
-                "<polyline fill=\"none\" stroke=\"{color}\" stroke-width=\"2\" points=\"{}\"/>\n\
-                 <text x=\"{}\" y=\"{}\" fill=\"{color}\">{}</text>\n",
-                places.join(" "),
+                "<text x=\"{}\" y=\"{}\" fill=\"{color}\">{}</text>\n",
                 width - NAMES + 20.0,
                 60 + 18 * index,
                 escaped(name)
@@ -172,6 +176,14 @@ mod tests {
             };
             prop_assert_eq!(range(&kept), range(&places));
         }
+    }
+
+    #[test]
+    fn what_was_no_number_is_a_gap() {
+        let points = [1.0, 2.0, f64::NAN, 3.0, 4.0];
+        let points = (0..).map(f64::from).zip(points).collect();
+        let svg = Chart { curves: vec![("x".to_owned(), points)], ..Chart::default() }.svg();
+        assert_eq!(svg.matches("<polyline").count(), 2, "{svg}");
     }
 
     #[test]

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::path::Path;
 
+use contract::terminal::name;
 use contract::{Fault, Result, counted, words};
+use curriculum::Curriculum;
 use loader::open::no_run;
 use serde_json::{Value, json};
 
@@ -130,13 +132,37 @@ fn notes(left: &Head, right: &Head) -> Vec<String> {
     };
     note(*stores != right.stores, "stores");
     note(*tokenizer != right.tokenizer, "tokenizers");
-    note(*curriculum != right.curriculum, "curricula");
     note(*plan != right.plan, "versions of the plan");
     note(*parameters != right.parameters, "parameters");
+    if *curriculum != right.curriculum {
+        notes.push(curricula(curriculum, &right.curriculum));
+    }
     if let Some((key, a, b)) = table_difference(kernel_table, &right.kernel_table) {
         notes.push(format!("the runs have different kernel tables: {key} is {a} and {b}"));
     }
     notes
+}
+
+/// The keys in which two curricula differ, as far as that changes a step.
+fn curricula(a: &str, b: &str) -> String {
+    const TOLD: usize = 3;
+    let parsed = [("a", a), ("b", b)].map(|(place, text)| Curriculum::parse(text, place).ok());
+    let [Some(a), Some(b)] = parsed else {
+        return "the runs have different curricula".to_owned();
+    };
+    let all = a.difference(&b);
+    let of = |one: &curriculum::Difference| {
+        format!("{} is {} and {}", one.key, name(&one.wanted), name(&one.found))
+    };
+    let mut told: Vec<String> = all.iter().take(TOLD).map(of).collect();
+    if all.len() > TOLD {
+        told.push(format!("{} more", all.len() - TOLD));
+    }
+    match told.is_empty() {
+        true => "the runs have different texts of one curriculum, none of which changes a step"
+            .to_owned(),
+        false => format!("the runs have different curricula: {}", told.join("; ")),
+    }
 }
 
 impl Answer {

@@ -51,6 +51,7 @@ pub mod state;
 pub mod step;
 pub mod timing;
 pub mod trace;
+mod usual;
 pub mod validate;
 mod waiting;
 pub mod workers;

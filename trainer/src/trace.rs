@@ -43,24 +43,15 @@ const PARTS: [(&str, &[&str]); 10] = [
     (CHECKSUMS, &["checksum_"]),
     (SQUARES, &["squares", "squared_differences"]),
     ("tree of additions", &["add_blocks", "add_present"]),
-    ("attention", &["attention_", "conv_shift_", "query_key_"]),
+    (ATTENTION, &["attention_", "conv_shift_", "query_key_"]),
     ("norms, residuals, embedding", &["rms_norm_", "residual_", "column_", "embedding_"]),
     ("gradients finished", &["finish"]),
     (
         "router and dispatch",
-        &[
-            "router_",
-            "dispatch_",
-            "permute_",
-            "unpermute_",
-            "gather_",
-            "scale_rows_",
-            "bias_gelu",
-            "gelu_",
-        ],
+        &["router_", "dispatch_", "permute_", "unpermute_", "gather_", "bias_gelu", "gelu_"],
     ),
     ("experts, our products", &["grouped_", "swiglu_"]),
-    ("head and loss", &["cross_entropy_"]),
+    (HEAD, &["cross_entropy_", "scale_rows_"]),
     (
         "optimizer",
         &[
@@ -75,8 +66,17 @@ const PARTS: [(&str, &[&str]); 10] = [
     ),
 ];
 
+const ATTENTION: &str = "attention";
+const HEAD: &str = "head and loss";
 const CHECKSUMS: &str = "checksums";
 const SQUARES: &str = "sums of squares";
+
+/// What a library's attention has in its names, which often say of which products it is made (`cutlass`) too.
+const ATTENTIONS: [&str; 5] =
+    ["flash", "fmha", "sdpa", "scaled_dot_product", "efficient_attention"];
+
+/// The same of a library's loss.
+const LOSSES: [&str; 4] = ["log_softmax", "logsumexp", "nll_loss", "cross_entropy"];
 
 /// What products of a library have in their names.
 const PRODUCTS: [&str; 14] = [
@@ -107,11 +107,14 @@ pub fn part(name: &str) -> &'static str {
     }
     let name = name.to_lowercase();
     let has = |names: &[&str]| names.iter().any(|part| name.contains(part));
-    match (has(&PRODUCTS), has(&COPIES)) {
-        (true, _) => "products by a library",
-        (_, true) => "copies",
-        _ => "libtorch's other operations",
-    }
+    let libraries = [
+        (ATTENTION, &ATTENTIONS[..]),
+        (HEAD, &LOSSES),
+        ("products by a library", &PRODUCTS),
+        ("copies", &COPIES),
+    ];
+    let found = libraries.iter().find(|(_, names)| has(names));
+    found.map_or("libtorch's other operations", |(part, _)| part)
 }
 
 impl Trace {
@@ -219,6 +222,26 @@ mod tests {
         assert_eq!(parts, ["products by a library", "copies", CHECKSUMS, SQUARES]);
         assert!(trace.on_device && (trace.exactness - 15e-9).abs() < 1e-15);
         assert!((trace.busy - 75e-9).abs() < 1e-15, "{trace:?}");
+    }
+
+    #[test]
+    fn a_librarys_kernels_are_filed_by_what_they_do() {
+        let flash = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>>";
+        for (name, wanted) in [
+            (flash, ATTENTION),
+            ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", ATTENTION),
+            ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", ATTENTION),
+            ("aten::_scaled_dot_product_flash_attention_for_cpu", ATTENTION),
+            (
+                "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu>",
+                "products by a library",
+            ),
+            ("aten::_log_softmax", HEAD),
+            ("scale_rows_narrow", HEAD),
+            ("Memcpy DtoH", "copies"),
+        ] {
+            assert_eq!(part(name), wanted, "{name}");
+        }
     }
 
     /// A kernel that is added has to be given a part.

@@ -71,6 +71,7 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(refusal) => {
+            let refusal = cmd::advised(refusal);
             let text = refusal.render();
             let (plain, coloured) = (text.to_string(), text.ansi().to_string());
             kernels::signals::hear();

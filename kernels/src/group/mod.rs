@@ -218,7 +218,7 @@ impl Group {
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
-    /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it.
+    /// Tells the others what this rank is at ("step 12, micro-batch 3"), for the moment in which they miss it.
     pub fn reached(&self, whereabouts: &str) {
         self.peers.iter().for_each(|peers| peers.reached(whereabouts));
     }

@@ -247,7 +247,7 @@ impl Peers {
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
-    /// Tells the others what this rank is at ("step 12, leaf 3"), for the moment in which they miss it. Best effort:
+    /// Tells the others what this rank is at ("step 12, micro-batch 3"), for the moment in which they miss it. Best effort:
     /// a store that is gone shows in the next exchange.
     pub(super) fn reached(&self, whereabouts: &str) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
@@ -475,7 +475,7 @@ fn taken(place: &Place, reason: &str) -> Error {
             return error;
         }
     }
-    Error::Missing {
+    Error::Mistaken {
         what: format!(
             "rank {rank} cannot hold the store at {host}:{port}: {TAKEN} ({reason}); is another rank 0 running, or another \
              program? End it, or choose another MASTER_PORT"

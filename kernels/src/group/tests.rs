@@ -134,7 +134,7 @@ fn a_rank_that_does_not_come_is_named_by_all() {
     let start = Instant::now();
     let errors = ranks(4, timeout, |group| {
         group.barrier("the start").unwrap();
-        group.reached(&format!("step 7, leaf {}", group.rank()));
+        group.reached(&format!("step 7, micro-batch {}", group.rank()));
         if group.rank() == 2 {
             thread::sleep(3 * timeout);
             return None;
@@ -144,9 +144,9 @@ fn a_rank_that_does_not_come_is_named_by_all() {
     assert!(start.elapsed() < 10 * timeout);
     for (rank, error) in errors.iter().enumerate().filter(|(rank, _)| *rank != 2) {
         let error = error.as_ref().unwrap();
-        assert!(error.contains("rank 2, last seen at step 7, leaf 2"), "{rank}: {error}");
+        assert!(error.contains("rank 2, last seen at step 7, micro-batch 2"), "{rank}: {error}");
         assert!(error.contains("the gathering of losses"), "{rank}: {error}");
-        assert!(!error.contains("leaf 0;") && !error.contains("rank 3, last"), "{error}");
+        assert!(!error.contains("micro-batch 0;") && !error.contains("rank 3, last"), "{error}");
     }
 }
 
@@ -245,7 +245,12 @@ fn a_port_that_is_taken_is_told_as_that() {
     let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
     let place = Place { rank_0_serves: true, ..place(0, 2, port) };
-    let error = Group::open(&place, SECONDS, &|_| ()).unwrap_err().to_string();
+    let error = Group::open(&place, SECONDS, &|_| ()).unwrap_err();
+    assert!(
+        matches!(error, Error::Mistaken { .. }),
+        "the same command would end so again: {error}"
+    );
+    let error = error.to_string();
     for word in ["the port is taken", "another rank 0", "MASTER_PORT"] {
         assert!(error.contains(word), "no {word:?} in: {error}");
     }

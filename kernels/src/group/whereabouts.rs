@@ -18,7 +18,7 @@ pub struct Whereabouts {
     pub computed: Vec<(u64, Duration)>,
     /// The exchange that it has begun last ("the gathering of losses"); empty before the first one.
     pub exchange: String,
-    /// What it is at ("step 12, leaf 3").
+    /// What it is at ("step 12, micro-batch 3").
     pub place: String,
 }
 

@@ -48,6 +48,14 @@ impl Kind {
         Kind::Skipped,
     ];
 
+    /// Whether it may move what a step learns. Who computes a step moves no bit of it, and what was skipped is as it was.
+    pub(super) fn moves(self) -> bool {
+        match self {
+            Kind::LearningRate | Kind::Mixture | Kind::Phase | Kind::Amendment => true,
+            Kind::Kernels | Kind::Ranks | Kind::Skipped => false,
+        }
+    }
+
     /// For people.
     pub fn words(self) -> &'static str {
         match self {
@@ -136,8 +144,14 @@ pub(super) fn changes(
     Ok(found)
 }
 
+/// The last step at which something was changed that may move what a step learns; 0 where nothing was.
+pub(super) fn last(changes: &[Change]) -> u64 {
+    let moving = changes.iter().filter(|change| change.kind.moves());
+    moving.map(|change| change.step).max().unwrap_or(0)
+}
+
 /// A number as people write it: a very large or small one by its power of ten.
-fn number(value: f64) -> String {
+pub(super) fn number(value: f64) -> String {
     match value.abs() {
         0.0 | 1e-3..1e6 => value.to_string(),
         _ => format!("{value:e}"),

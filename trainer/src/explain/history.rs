@@ -3,6 +3,13 @@
 use contract::Result;
 
 use crate::ledger::{Ledger, StepRecord};
+use crate::usual::FEW;
+
+/// Steps by which a source's cost is known: a loss falls.
+const COST: usize = 32;
+
+/// Steps that are lately.
+const LATELY: usize = 16;
 
 /// The last steps before one, oldest first.
 pub(super) struct History {
@@ -19,11 +26,17 @@ impl History {
         })
     }
 
+    /// Those from a step on, once there are enough to judge by; else all.
+    pub(super) fn since(&self, first: u64) -> &[StepRecord] {
+        let since = &self.records[self.records.partition_point(|record| record.step < first)..];
+        if since.len() < FEW { &self.records } else { since }
+    }
+
     /// What a label of `source` cost, in nats; of a source without labels there, what any label did. `None` before the first
     /// step.
     pub(super) fn cost(&self, source: &str) -> Option<f64> {
         let sums = |wanted: Option<&str>| {
-            let all = self.records.iter().flat_map(|record| &record.sources);
+            let all = self.records.iter().rev().take(COST).flat_map(|record| &record.sources);
             let of = all.filter(|(name, _)| wanted.is_none_or(|wanted| wanted == *name));
             let (loss, labels) = of.fold((0.0, 0), |(loss, labels), (_, one)| {
                 (loss + one.loss.float(), labels + one.labels)
@@ -36,6 +49,11 @@ impl History {
     /// The median of a quantity over these steps; `None` where no step has it.
     pub(super) fn median(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
         median(self.records.iter().filter_map(quantity).collect())
+    }
+
+    /// The same over the last of them.
+    pub(super) fn lately(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
+        median(self.records.iter().rev().take(LATELY).filter_map(quantity).collect())
     }
 }
 

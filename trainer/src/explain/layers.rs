@@ -70,7 +70,7 @@ pub struct RouterEvidence {
     pub load: Vec<f64>,
     /// Evenness of the load over the experts: 1 even, 0 all to one.
     pub entropy: f64,
-    /// Its median over the steps before.
+    /// Its median over the last sixteen steps before.
     pub median: Option<f64>,
 }
 
@@ -92,7 +92,7 @@ pub(super) fn layers(
     spec: &RunSpec,
     before: &State,
     record: Option<&StepRecord>,
-    history: &History,
+    (history, changed): (&History, u64),
     workers: Workers,
 ) -> Result<Vec<LayerEvidence>> {
     let weights = before.own().map(|(piece, weight, _)| (piece.tensor, weight)).collect();
@@ -105,7 +105,7 @@ pub(super) fn layers(
     let at = |packed: &Packed, layer: usize| packed.0.get(layer).map(|bits| f64::from_bits(*bits));
     let gradient = |record: &StepRecord, layer| at(&record.layer_gradient_norms, layer);
     let update = |record: &StepRecord, layer| at(&record.layer_update_norms, layer);
-    let last = history.records.split_last();
+    let last = history.since(changed).split_last();
     let layer = |(index, layer): (usize, ledger::LayerParameters)| LayerEvidence {
         name: layer.name,
         weights: norm::norm(&squares[layer.parameters]),
@@ -164,7 +164,7 @@ pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvide
             layer,
             load: counts.iter().map(|count| *count as f64 / total.max(1) as f64).collect(),
             entropy: entropy(counts) + 0.0,
-            median: history.median(before),
+            median: history.lately(before),
         }
     };
     let there = record.router.iter().enumerate().filter(|(_, counts)| !counts.is_empty());

@@ -4,6 +4,7 @@
 //! replay       the step computed again and compared: bits                          replay::narrow
 //! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
 //! removal      the step without the worst of them, exactly                        removal
+//! moved        how far loss, norm and updates lie from usual; how fast it was      moved, speed
 //! layers       norms against the steps before, routers, temperatures              layers
 //! changes      what the curriculum, the ranks and the machine changed             changes
 //! verdict      what of all this stands out, causes before symptoms                verdict
@@ -16,7 +17,9 @@ mod changes;
 mod documents;
 mod history;
 mod layers;
+mod moved;
 mod removal;
+mod speed;
 mod text;
 mod tokens;
 mod verdict;
@@ -30,11 +33,13 @@ use tch::Tensor;
 pub use changes::{Change, Kind};
 pub use documents::{DocumentEvidence, DocumentGradient};
 pub use layers::{ActivityEvidence, LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
+pub use moved::Moved;
 pub use removal::Removal;
+pub use speed::SpeedEvidence;
 pub use tokens::WorstToken;
 pub use verdict::{Finding, Subject};
 
-use crate::change::{self, flag};
+use crate::change::{self, flag, rate_at};
 use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
@@ -80,8 +85,12 @@ pub struct Explanation {
     pub step: u64,
     /// One sentence.
     pub sentence: String,
-    /// All that stands out, causes first.
+    /// What was found: what stands out, causes first, then what is context alone.
     pub findings: Vec<Finding>,
+    /// How far it lies from what is usual.
+    pub moved: Moved,
+    /// How fast it was computed, where the events tell.
+    pub speed: Option<SpeedEvidence>,
     /// What the replay says of its bits.
     pub verdict: Verdict,
     /// What that means.
@@ -167,6 +176,8 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         step,
         sentence: String::new(),
         findings: Vec::new(),
+        moved: Moved::default(),
+        speed: SpeedEvidence::read(replayer.folder(), step)?,
         verdict: replayed.verdict,
         advice: replayed.advice,
         bits: replayed.narrowed,
@@ -225,9 +236,12 @@ impl Explanation {
         let recorded = step <= replayer.recorded();
         let written = recorded.then(|| replayer.ledger().record(step)).transpose()?;
         let record = written.as_ref().or(again.as_ref());
-        self.layers = layers::layers(spec, before, record, history, workers)?;
-        self.routers = record.map_or_else(Vec::new, |record| layers::routers(record, history));
         self.changes = changes::changes(spec, replayer.folder(), history, (step, record))?;
+        let changed = changes::last(&self.changes);
+        self.layers = layers::layers(spec, before, record, (history, changed), workers)?;
+        self.routers = record.map_or_else(Vec::new, |record| layers::routers(record, history));
+        self.moved = Moved::of(history, &self.changes, (self.loss, self.norm), record);
+        self.moved.rates = [step, step - 1].map(|at| if at > 0 { rate_at(spec, at) } else { 0.0 });
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ use contract::terminal;
 
 use super::{DocumentEvidence, Explanation, Norm, Removal, WorstToken};
 use crate::optim::guard::Skipped;
+use crate::usual::Position;
 
 impl Display for Explanation {
     fn fmt(&self, out: &mut Formatter<'_>) -> Result {
@@ -42,8 +43,29 @@ impl Explanation {
         if let Some(why) = &self.diverged {
             writeln!(out, "  diverges       {}", why.replace('\n', "\n                 "))?;
         }
-        writeln!(out, "  loss           {:.4}{}", self.loss, before(self.loss_before))?;
-        writeln!(out, "  gradient norm  {:.4}{}", self.norm, before(self.norm_before))?;
+        let far = |found: &Option<Position>| {
+            found.map_or_else(String::new, |found| format!(" [{:+.1} spreads]", found.score))
+        };
+        let (loss, norm) = (before(self.loss_before), before(self.norm_before));
+        writeln!(out, "  loss           {:.4}{loss}{}", self.loss, far(&self.moved.loss))?;
+        for (source, found) in &self.moved.sources {
+            let source = terminal::name(source);
+            writeln!(
+                out,
+                "    of {source:<9} usually {:.4} [{:+.1} spreads]",
+                found.usual, found.score
+            )?;
+        }
+        writeln!(out, "  gradient norm  {:.4}{norm}{}", self.norm, far(&self.moved.norm))?;
+        if let Some(times) = self.moved.update {
+            writeln!(
+                out,
+                "  updates        {times:.2} times their median, this one or the one before"
+            )?;
+        }
+        if let Some(speed) = &self.speed {
+            writeln!(out, "  speed          {}", terminal::name(&speed.words()))?;
+        }
         if let Some(next) = self.next_loss {
             writeln!(out, "  next step      loss {next:.4}")?;
         }

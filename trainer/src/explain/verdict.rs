@@ -3,11 +3,12 @@
 use contract::terminal;
 use serde::Serialize;
 
-use super::changes::{Change, Kind};
+use super::changes::{Change, Kind, number};
 use super::text::short;
 use super::{Explanation, RouterEvidence, documents};
 use crate::replay::Verdict;
 use crate::replay::narrow::joined;
+use crate::usual::FEW;
 
 /// Of what a finding is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -31,15 +32,23 @@ pub enum Subject {
     Changed,
     /// What was as odd all through the steps before.
     Lasting,
+    /// It moved nothing.
+    Skipped,
+    /// Loss or gradient norm, where no reason is found.
+    Symptom,
+    /// The time that it took.
+    Speed,
 }
 
-/// Something that stands out.
+/// Something that was found.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
     /// Of what.
     pub subject: Subject,
     /// In words.
     pub words: String,
+    /// Whether it is no reason of what the step is: it was so before, or what it moves is as it was.
+    pub context: bool,
 }
 
 /// What can be looked at and found unchanged, by its subject.
@@ -64,39 +73,119 @@ const LOGIT: f64 = 100.0;
 /// An update this many times the median is a spike.
 const SPIKE: f64 = 4.0;
 
-/// All that stands out, causes first.
+/// Spreads from which on a symptom is told.
+const WORTH: f64 = 3.0;
+
+/// A rate above this moves any weight by more than weights are: every optimizer here moves them by about its rate.
+const WILD: f64 = 1.0;
+
+/// Documents with this part of the squares of all gradients are the step's gradient.
+const MOST: f64 = 0.5;
+
+/// And make it so many times as long as usual, where it is by no measure of noise that it has moved.
+const LONGER: f64 = 1.5;
+
+/// So many documents at most, each with so many times the score of the next, stand out in any step.
+const FEW_DOCUMENTS: usize = 3;
+const APART: f64 = 3.3;
+
+/// What stands in the way of a sentence's head: the lower, the nearer to it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Place {
+    Bits,
+    Rate,
+    /// Documents that are most of the gradient, where nothing was changed at this very step.
+    Dominant,
+    Changed,
+    Router,
+    Temperature,
+    Update,
+    Documents,
+    Skipped,
+    Symptom,
+    Speed,
+    /// No reason of anything: what else is so.
+    Context,
+}
+
+/// All that was found: what stands out, causes first, then what is context alone.
 pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
-    let mut all = Vec::new();
-    let mut say = |subject, words| all.push(Finding { subject, words });
+    let moved = found.diverged.is_some() || found.moved.learned();
+    let or_context = |leads: bool, place| if leads { place } else { Place::Context };
+    let mut all: Vec<(Place, Subject, String)> = Vec::new();
     if let Some(words) = bits(found) {
-        say(Subject::Bits, words);
+        all.push((Place::Bits, Subject::Bits, words));
     }
+    let spike = update(found);
     for change in &found.changes {
-        say(subject(change), change.what.clone());
+        let place = or_context(leads(change, found, moved), Place::Changed);
+        let is_rate = change.kind == Kind::LearningRate && place != Place::Context;
+        let far = is_rate && (spike.is_some() || found.diverged.is_some());
+        all.push((if far { Place::Rate } else { place }, subject(change), change.what.clone()));
+    }
+    let rate = found.moved.rates.into_iter().fold(0.0, f64::max);
+    if rate > WILD && !all.iter().any(|(place, _, _)| *place == Place::Rate) {
+        let words =
+            format!("the learning rate is {}: no weight outlives such an update", number(rate));
+        let place = or_context(moved || found.moved.updated(), Place::Rate);
+        all.push((place, Subject::LearningRate, words));
+    }
+    if let Some((share, words)) = culprits(found) {
+        let at_once = |change: &Change| change.step == found.step && change.kind.moves();
+        let dominant = share >= MOST && !found.changes.iter().any(at_once);
+        let longer = found.moved.norm.is_some_and(|norm| found.norm > LONGER * norm.usual);
+        if moved || dominant && longer || is_apart(found) {
+            let place = if dominant { Place::Dominant } else { Place::Documents };
+            all.push((place, Subject::Documents, words));
+        }
     }
     let (now, lasting): (Vec<_>, Vec<_>) = found
         .routers
         .iter()
         .partition(|one| one.median.is_some_and(|median| median - one.entropy > LOST));
     if let Some(words) = router(&now) {
-        say(Subject::Router, words);
+        all.push((Place::Router, Subject::Router, words));
     }
     let lasting: Vec<_> = lasting.into_iter().filter(|one| one.entropy < EVEN).collect();
     if let Some(words) = router(&lasting) {
         let before = lasting.iter().any(|one| one.median.is_some());
-        say(Subject::Lasting, format!("{}{words}", if before { "as before, " } else { "" }));
+        let words = format!("{}{words}", if before { "as before, " } else { "" });
+        all.push((Place::Context, Subject::Lasting, words));
     }
     if let Some(words) = temperature(found) {
-        say(Subject::Temperature, words);
+        all.push((or_context(moved, Place::Temperature), Subject::Temperature, words));
     }
-    if let Some(words) = update(found) {
-        say(Subject::Update, words);
+    if let Some(words) = spike {
+        all.push((Place::Update, Subject::Update, words));
     }
-    if let Some(words) = culprits(found) {
-        say(Subject::Documents, words);
+    if let Some(why) = found.moved.skipped {
+        all.push((Place::Skipped, Subject::Skipped, format!("it moved nothing: {}", why.words())));
     }
-    all.sort_by_key(|finding| finding.subject);
-    all
+    if found.window > 0 && found.moved.learned() && all.iter().all(|one| one.0 == Place::Context) {
+        all.extend(symptom(found).map(|words| (Place::Symptom, Subject::Symptom, words)));
+    }
+    if let Some(speed) = found.speed.as_ref().filter(|speed| speed.is_slow()) {
+        all.push((Place::Speed, Subject::Speed, speed.words()));
+    }
+    all.sort_by_key(|(place, subject, _)| (*place, *subject));
+    let finding = |(place, subject, words): (Place, Subject, String)| Finding {
+        subject,
+        words,
+        context: place == Place::Context,
+    };
+    all.into_iter().map(finding).collect()
+}
+
+/// Whether a change is a reason of what the step is: it came lately, and what it moves has moved since. A rate that makes a run
+/// diverge may have done so for a while.
+fn leads(change: &Change, found: &Explanation, moved: bool) -> bool {
+    let lately = found.step - change.step < FEW as u64;
+    match change.kind {
+        Kind::LearningRate => {
+            found.diverged.is_some() || lately && (moved || found.moved.updated())
+        }
+        _ => change.kind.moves() && lately && moved,
+    }
 }
 
 fn subject(change: &Change) -> Subject {
@@ -123,22 +212,63 @@ pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
     let quiet = LOOKED_AT.iter().filter(|(subject, _)| {
         seen(*subject) && findings.iter().all(|finding| finding.subject != *subject)
     });
-    let quiet: Vec<String> = quiet.map(|(_, word)| (*word).to_owned()).collect();
-    let quiet = match quiet.is_empty() {
-        true => String::new(),
-        false => format!("; {}: no change", quiet.join(", ")),
+    let quiet: Vec<&str> = quiet.map(|(_, word)| *word).collect();
+    let of = |context: bool| {
+        let of = findings.iter().filter(|finding| finding.context == context);
+        of.map(|finding| finding.words.as_str()).collect::<Vec<_>>()
     };
-    let alone = if found.window == 0 { "; no step before was looked at" } else { "" };
-    let quiet = quiet + alone;
-    let words: Vec<&str> = findings.iter().map(|finding| finding.words.as_str()).collect();
-    match words.split_first() {
+    let mut sentence = match of(false).split_first() {
         None if found.diverged.is_some() => {
-            format!("it diverges, and nothing that was looked at stands out{quiet}")
+            "it diverges, and nothing that was looked at stands out".to_owned()
         }
-        None => format!("nothing stands out{quiet}"),
-        Some((first, [])) => format!("{first}{quiet}"),
-        Some((first, rest)) => format!("{first}; also: {}{quiet}", rest.join("; ")),
+        None => match (found.moved.loss, found.moved.norm) {
+            (Some(_), Some(_)) if found.moved.updated() => {
+                "nothing stands out: loss and gradient norm are at their usual".to_owned()
+            }
+            (Some(_), Some(_)) => {
+                "nothing stands out: loss, gradient norm and updates are at their usual".to_owned()
+            }
+            _ => "nothing stands out".to_owned(),
+        },
+        Some((first, [])) => (*first).to_owned(),
+        Some((first, rest)) => format!("{first}; also: {}", rest.join("; ")),
+    };
+    let context = of(true);
+    if !context.is_empty() {
+        sentence += &format!("; context: {}", context.join("; "));
     }
+    if !quiet.is_empty() {
+        sentence += &format!("; {}: no change", quiet.join(", "));
+    }
+    if found.window == 0 {
+        sentence += "; no step before was looked at";
+    }
+    sentence
+}
+
+/// What is not as it was, where no reason is found.
+fn symptom(found: &Explanation) -> Option<String> {
+    let far = |name: String, value: f64, usual: f64, score: f64| {
+        (score, format!("{name} {value:.4} against a usual {usual:.4} ({score:+.0} spreads)"))
+    };
+    let mut all = Vec::new();
+    all.extend(
+        found.moved.loss.map(|one| far("loss".to_owned(), found.loss, one.usual, one.score)),
+    );
+    let norm = found.moved.norm;
+    all.extend(norm.map(|one| far("gradient norm".to_owned(), found.norm, one.usual, one.score)));
+    for (name, one) in &found.moved.sources {
+        let documents = found.documents.iter().map(|one| &one.document);
+        let of = documents.filter(|one| one.source == *name);
+        let (loss, labels) =
+            of.fold((0.0, 0), |(loss, labels), one| (loss + one.loss, labels + one.labels));
+        let name = format!("loss of source {}", terminal::name(name));
+        all.push(far(name, loss / (labels as f64).max(1.0), one.usual, one.score));
+    }
+    all.retain(|(score, _)| score.abs() > WORTH);
+    all.sort_by(|a, b| b.0.abs().total_cmp(&a.0.abs()));
+    let words: Vec<String> = all.into_iter().map(|(_, words)| words).collect();
+    (!words.is_empty()).then(|| format!("{}, and no reason stands out", words.join(", ")))
 }
 
 fn bits(found: &Explanation) -> Option<String> {
@@ -195,7 +325,15 @@ fn update(found: &Explanation) -> Option<String> {
     Some(format!("the update of the step before was {times} times its median in {}", layer.name))
 }
 
-fn culprits(found: &Explanation) -> Option<String> {
+/// Whether a few documents lie so far from all others that they stand out in a step that is as usual.
+fn is_apart(found: &Explanation) -> bool {
+    let count = found.culprits();
+    let next = found.documents.get(count).map_or(0.0, |one| one.score);
+    (1..=FEW_DOCUMENTS).contains(&count) && found.documents[count - 1].score > APART * next
+}
+
+/// The documents that stand apart: their part of the squares of all gradients, and words.
+fn culprits(found: &Explanation) -> Option<(f64, String)> {
     let count = found.culprits();
     let named = &found.documents[..count];
     if named.is_empty() {
@@ -213,17 +351,18 @@ fn culprits(found: &Explanation) -> Option<String> {
     let all: f64 = found.documents.iter().map(squares).sum();
     let share = named.iter().map(squares).sum::<f64>() / all.max(f64::MIN_POSITIVE);
     let excess: f64 = named.iter().map(|one| one.excess).sum();
-    let of_excess = match found.unexplained.excess > 0.0 && excess > 0.0 {
-        true => format!(
-            "{:.0} % of the excess loss and ",
-            (100.0 * excess / found.unexplained.excess).min(999.0)
-        ),
+    // Where others are cheaper than usual, these may have more than all of it.
+    let of_excess = match excess > 0.0 && excess <= found.unexplained.excess {
+        true => {
+            format!("{:.0} % of the excess loss and ", 100.0 * excess / found.unexplained.excess)
+        }
         false => format!("{excess:+.1} nats against what their source costs and "),
     };
-    Some(format!(
+    let words = format!(
         "{count} {noun} of {source} {} ({}): {of_excess}{:.0} % of the squares of all documents' gradients",
         joined(&sources),
         joined(&ids),
         100.0 * share
-    ))
+    );
+    Some((share, words))
 }

@@ -16,6 +16,9 @@ use store::disk::Log;
 
 use crate::events;
 
+/// How the names of event files begin.
+const NAME: &str = "events.out.tfevents.";
+
 /// `SessionLog.status` of a start.
 const START: u64 = 1;
 
@@ -28,8 +31,9 @@ impl Writer {
     /// A new file in `folder` for steps after `step`.
     pub(super) fn create(folder: &Path, step: u64) -> Result<Writer> {
         let now = events::now();
-        // Readers take files in the order of their names. A process that is started twice in a second has another id.
-        let name = format!("events.out.tfevents.{:015.3}.{}", now, std::process::id());
+        // Readers take files in the order of their names, which is to be that of writing, whatever a clock says by now.
+        let time = newest(folder)?.map_or(now, |newest| now.max(newest + 0.001));
+        let name = format!("{NAME}{time:015.3}.{}", std::process::id());
         let path = folder.join(name);
         let log = Log::open(&path).map_err(|error| Fault::io("create", &path, &error))?;
         let mut writer = Writer { log };
@@ -66,6 +70,19 @@ impl Writer {
         let written = self.log.append(&record);
         written.map_err(|error| Fault::io("append to", self.log.path(), &error))
     }
+}
+
+/// The time in the name of the newest file in `folder`.
+fn newest(folder: &Path) -> Result<Option<f64>> {
+    let fault = |error: std::io::Error| Fault::io("list", folder, &error);
+    let mut newest: Option<f64> = None;
+    for entry in std::fs::read_dir(folder).map_err(fault)? {
+        let name = entry.map_err(fault)?.file_name();
+        let time = name.to_str().and_then(|name| name.strip_prefix(NAME)?.rsplit_once('.'));
+        let time = time.and_then(|(time, _)| time.parse().ok()).filter(|time: &f64| *time < 1e11);
+        newest = time.into_iter().chain(newest).reduce(f64::max);
+    }
+    Ok(newest)
 }
 
 /// A protocol-buffer message in the making.
@@ -141,6 +158,23 @@ const fn table() -> [u32; 256] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A clock that was set back, or that ran ahead for a while.
+    #[test]
+    fn a_later_file_has_a_later_name() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("events.out.tfevents.09999999999.000.7"), "").unwrap();
+        for step in 0..3 {
+            Writer::create(folder.path(), step).unwrap();
+        }
+        let names = std::fs::read_dir(folder.path()).unwrap();
+        let mut names: Vec<_> = names.map(|one| one.unwrap().file_name()).collect();
+        names.sort();
+        let (last, before) = names.split_last().unwrap();
+        assert_eq!(before.len(), 3, "{names:?}");
+        let last = last.to_str().unwrap();
+        assert!(last.starts_with("events.out.tfevents.09999999999.003."), "{names:?}");
+    }
 
     /// The vectors of RFC 3720, appendix B.4.
     #[test]

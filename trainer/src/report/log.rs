@@ -14,7 +14,7 @@ use serde_json::Value;
 use store::regular;
 
 use super::odd::{Kind, OddStep, Reason, add};
-use super::window::Window;
+use crate::usual::Window;
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
@@ -23,7 +23,7 @@ const BUFFER: usize = 1 << 18;
 const LINE: u64 = 128;
 
 /// A step is slow below this share of the usual speed.
-const SLOW: f64 = 0.2;
+pub(crate) const SLOW: f64 = 0.3;
 
 /// The events of a run, as far as they were read.
 pub struct Log {

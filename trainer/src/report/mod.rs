@@ -17,7 +17,6 @@ mod seen;
 mod table;
 mod view;
 mod watch;
-mod window;
 
 use std::path::Path;
 
@@ -25,6 +24,7 @@ use contract::shell;
 
 use crate::folder::RunFolder;
 
+pub(crate) use log::SLOW;
 pub use log::{Happened, Happening, Log, Validated};
 pub use odd::{Kind, OddStep, Reason};
 pub use page::{page, payload};

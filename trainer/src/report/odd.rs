@@ -1,19 +1,25 @@
-//! Odd steps, found by themselves, each with the reason: a loss or a gradient norm far from those before it (either way), a
-//! router whose load has collapsed, a learning rate that jumps, a step that was skipped, one that did not end.
+//! Odd steps, found by themselves, each with the reason: a loss (of a source, too) or a gradient norm far from those before it
+//! (either way), a router whose load has collapsed, a learning rate that jumps, a step that was skipped, one that did not end.
 //!
 //! Every step is looked at once, in order, against at most [`window::LENGTH`] steps before it; nothing is held of the rest.
 //! Odd steps in a row are one finding, named by its first.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
 use super::seen::Seen;
-use super::window::{LENGTH, Window};
+use crate::usual::{LENGTH, Window};
 
 /// Spreads from what was to be expected at which a value is odd. A spread that is estimated from 32 steps may be half of the true
 /// one, and noise has heavier tails than a normal distribution.
 const FAR: f64 = 8.0;
+
+/// Spreads at which a loss and a gradient norm are odd where both are: by chance they seldom are at once.
+const FAR_TOGETHER: f64 = 5.0;
+
+/// A source with less than this part of a step's labels is not looked at by itself.
+const PART: f64 = 0.05;
 
 /// Spreads from which on a value is worth a look where nothing is odd.
 const NEAR: f64 = 4.0;
@@ -98,6 +104,8 @@ pub enum Kind {
     Skipped,
     /// The loss.
     Loss,
+    /// The loss of one source.
+    Source,
     /// The gradient norm.
     Norm,
     /// The load of a layer's experts.
@@ -113,6 +121,8 @@ pub enum Kind {
 pub(super) struct Detector {
     loss: Window,
     norm: Window,
+    /// Of each source the loss and the labels.
+    sources: BTreeMap<String, [Window; 2]>,
     layers: Vec<Load>,
     phase: String,
     /// The rates of the last two steps, the older first.
@@ -158,10 +168,24 @@ impl Detector {
         if let Some(skipped) = seen.skipped() {
             reasons.push(Reason::words(Kind::Skipped, seen.step, skipped.words().to_owned()));
         }
-        reasons.extend(self.loss(seen));
-        reasons.extend(self.norm(seen));
+        let context = self.context(seen);
+        if !context.is_empty() {
+            let windows = self.sources.values_mut().flatten();
+            [&mut self.loss, &mut self.norm].into_iter().chain(windows).for_each(Window::change);
+        }
+        let learned = [self.loss(seen), self.source(seen), self.norm(seen)].into_iter().flatten();
+        reasons.extend(self.far(learned.collect()));
         reasons.extend(self.rate(seen));
         reasons.extend(self.routers(seen));
+        let odd = !reasons.is_empty();
+        if odd {
+            add(&mut self.found, OddStep { step: seen.step, last: seen.step, reasons, context });
+        }
+        odd
+    }
+
+    /// What else a step brings.
+    fn context(&mut self, seen: &Seen) -> Vec<String> {
         let mut context = Vec::new();
         if self.phase != seen.phase {
             if !self.phase.is_empty() {
@@ -172,11 +196,7 @@ impl Detector {
         if seen.curriculum.is_some() {
             context.push("the curriculum was amended from here on".to_owned());
         }
-        let odd = !reasons.is_empty();
-        if odd {
-            add(&mut self.found, OddStep { step: seen.step, last: seen.step, reasons, context });
-        }
-        odd
+        context
     }
 
     fn loss(&mut self, seen: &Seen) -> Option<Reason> {
@@ -189,7 +209,38 @@ impl Detector {
         let found = found?;
         let (usual, by) = (found.usual, loss - found.usual);
         let words = || format!("loss {loss:.4}, {by:+.4} against the usual {usual:.4}");
-        self.far(Kind::Loss, seen.step, loss, usual, found.score, words)
+        Reason::value(Kind::Loss, seen.step, [loss, usual, found.score], words)
+    }
+
+    /// The source whose loss lies farthest from its own.
+    fn source(&mut self, seen: &Seen) -> Option<Reason> {
+        let mut farthest: Option<Reason> = None;
+        for (name, sum) in &seen.sources {
+            let labels = sum.labels as f64;
+            let Some(loss) = sum.mean().filter(|loss| loss.is_finite()) else { continue };
+            if labels < PART * seen.label_count as f64 {
+                continue;
+            }
+            let [losses, counts] = self.sources.entry(name.clone()).or_default();
+            let found = losses.position(loss, LOSS_FLOOR * loss.abs());
+            let usually = counts.median();
+            losses.push(loss);
+            counts.push(labels);
+            let (Some(found), Some(usually)) = (found, usually) else { continue };
+            // The mean of fewer labels spreads wider.
+            let score = found.score * (labels / usually.max(1.0)).sqrt().min(1.0);
+            if farthest.as_ref().is_none_or(|one| one.score.unwrap_or(0.0).abs() < score.abs()) {
+                let (usual, by) = (found.usual, loss - found.usual);
+                let words = || {
+                    format!(
+                        "loss {loss:.4} of source {name}, {by:+.4} against the usual {usual:.4}"
+                    )
+                };
+                let reason = Reason::value(Kind::Source, seen.step, [loss, usual, score], words);
+                farthest = reason.or(farthest);
+            }
+        }
+        farthest
     }
 
     /// Norms are compared by their ratio.
@@ -209,33 +260,42 @@ impl Detector {
         let usual = found.usual.exp();
         let words =
             || format!("gradient norm {norm:.4}, {} the usual {usual:.4}", times(norm / usual));
-        self.far(Kind::Norm, seen.step, norm, usual, found.score, words)
+        Reason::value(Kind::Norm, seen.step, [norm, usual, found.score], words)
     }
 
-    /// A reason, where `value` lies so many spreads from `usual` that it is odd; where it nearly is, note is taken of it.
-    fn far(
-        &mut self,
-        kind: Kind,
-        step: u64,
-        value: f64,
-        usual: f64,
-        score: f64,
-        words: impl Fn() -> String,
-    ) -> Option<Reason> {
+    /// What of all this is odd: what lies that far, or loss and norm together. Of what nearly is, note is taken.
+    fn far(&mut self, all: Vec<Reason>) -> Vec<Reason> {
+        let far = |reason: &Reason| match reason.score {
+            // What is not finite.
+            None => f64::INFINITY,
+            Some(score) => score.abs(),
+        };
+        let of = |norm: bool| {
+            let of = all.iter().filter(|reason| (reason.kind == Kind::Norm) == norm);
+            of.map(far).fold(0.0, f64::max)
+        };
+        let together = of(true).min(of(false)) > FAR_TOGETHER;
+        let bound = if together { FAR_TOGETHER } else { FAR };
+        let (mut odd, near): (Vec<_>, Vec<_>) = all.into_iter().partition(|one| far(one) > bound);
+        // What the whole loss tells, its sources need not.
+        let whole = odd.iter().any(|one| matches!(one.kind, Kind::Loss | Kind::NotFinite));
+        odd.retain(|one| !(whole && one.kind == Kind::Source));
+        if odd.is_empty() {
+            near.into_iter().for_each(|one| self.note_near(one));
+        }
+        odd
+    }
+
+    fn note_near(&mut self, reason: Reason) {
+        let score = reason.score.unwrap_or(0.0).abs();
         let least = self.near.get(NEAREST - 1).and_then(|reason| reason.score).unwrap_or(NEAR);
-        if score.abs() <= FAR && score.abs() <= least.abs() {
-            return None;
+        if score <= least.abs() {
+            return;
         }
-        let (value, usual, words) = (Some(value), Some(usual), words());
-        let reason = Reason { kind, step, value, usual, score: Some(score), layer: None, words };
-        if score.abs() > FAR {
-            return Some(reason);
-        }
-        let farther = |one: &Reason| one.score.is_some_and(|one| one.abs() >= score.abs());
+        let farther = |one: &Reason| one.score.is_some_and(|one| one.abs() >= score);
         let place = self.near.partition_point(farther);
         self.near.insert(place, reason);
         self.near.truncate(NEAREST);
-        None
     }
 
     /// A rate that changes by more than a tenth, and far more than between the two steps before: no schedule does.
@@ -310,6 +370,19 @@ impl Load {
 }
 
 impl Reason {
+    /// One of a value, what it usually is, and how far it lies from there; `None` where that is nowhere near odd.
+    fn value(
+        kind: Kind,
+        step: u64,
+        [value, usual, score]: [f64; 3],
+        words: impl FnOnce() -> String,
+    ) -> Option<Reason> {
+        let numbers = [value, usual, score].map(Some);
+        let [value, usual, score] = numbers;
+        let is_near = score.is_some_and(|score| score.abs() > NEAR);
+        is_near.then(|| Reason { kind, step, value, usual, score, layer: None, words: words() })
+    }
+
     /// One without numbers.
     pub(super) fn words(kind: Kind, step: u64, words: String) -> Reason {
         Reason { kind, step, value: None, usual: None, score: None, layer: None, words }

@@ -3,7 +3,10 @@
 //! Texts of others (names of sources, documents, faults) reach it as JSON alone, in which `<` is spelled out, and are put on it
 //! as text, never as markup. A policy in its head forbids every request but those of a live page to where it came from.
 
+use std::borrow::Cow;
+
 use contract::Result;
+use contract::terminal::name as spelled;
 use serde_json::{Value, json};
 
 use super::payload::run;
@@ -23,16 +26,16 @@ const SCRIPT: [&str; 4] = [
 
 /// What a live page asks for: everything that is small, and the columns of the steps after `known`.
 pub fn payload(view: &View, known: u64) -> Result<String> {
-    Ok(run(view, known.min(view.last_step()))?.to_string())
+    Ok(plain(run(view, known.min(view.last_step()))?.to_string()))
 }
 
 /// The page of the first run, others drawn beside it; one that is `live` asks where it came from for what is new.
 pub fn page(views: &[View], live: bool) -> Result<String> {
     let runs = views.iter().map(|view| run(view, 0)).collect::<Result<Vec<Value>>>()?;
     let name = runs.first().and_then(|run| run["name"].as_str()).unwrap_or("run");
-    let title = escaped(name);
+    let title = escaped(&spelled(name));
     let connect = if live { "'self'" } else { "'none'" };
-    let data = json!({"live": live, "runs": runs}).to_string().replace('<', "\\u003c");
+    let data = plain(json!({"live": live, "runs": runs}).to_string()).replace('<', "\\u003c");
     let parts = [
         ("{{title}}", title.as_str()),
         ("{{connect}}", connect),
@@ -58,6 +61,22 @@ fn filled(frame: &str, parts: &[(&str, &str)]) -> String {
     page + rest
 }
 
+/// JSON whose texts turn no direction: what a terminal would obey is spelled out here as there.
+fn plain(json: String) -> String {
+    if matches!(spelled(&json), Cow::Borrowed(_)) {
+        return json;
+    }
+    let mut out = String::with_capacity(json.len() + 64);
+    for c in json.chars() {
+        match spelled(c.encode_utf8(&mut [0; 4])) {
+            Cow::Borrowed(same) => out.push_str(same),
+            // A backslash in JSON is two.
+            Cow::Owned(text) => out.extend(["\\", text.as_str()]),
+        }
+    }
+    out
+}
+
 /// Text within markup.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
@@ -75,6 +94,14 @@ mod tests {
             marks.iter().map(|mark| FRAME.find(mark.as_str()).unwrap()).collect();
         assert!(places.is_sorted(), "{places:?}");
         assert!(marks.iter().all(|mark| FRAME.matches(mark.as_str()).count() == 1));
+    }
+
+    #[test]
+    fn a_name_turns_no_text_around() {
+        let value = json!({"a\u{202e}b": ["\u{2066}\n\\u{202e}", "caf\u{e9} \u{5d0}"]});
+        let read: Value = serde_json::from_str(&plain(value.to_string())).unwrap();
+        let wanted = json!({"a\\u{202e}b": ["\\u{2066}\n\\u{202e}", "caf\u{e9} \u{5d0}"]});
+        assert_eq!(read, wanted);
     }
 
     #[test]

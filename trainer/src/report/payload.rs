@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! first, steps                       the first step of the columns (1, or where a live page goes on), and the ledger's last
-//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step
+//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; known where speed is
 //! memory, router, layers, sources    bins of `width` steps, lane by lane within a bin
 //! phases, plan, skipped, curricula, happenings, validation, odd, lines, explained
 //! ```
@@ -107,7 +107,9 @@ fn memory(view: &View) -> Value {
     }
     let mut bins = Bins::new(Fold::Most, 1024);
     memory.iter().for_each(|bytes| bins.push(&[f64::from(bytes.max(0.0))]));
-    json!({"width": bins.width(), "bytes": numbers(&bins)})
+    // A bin in which no step says it is a gap.
+    let known = |bytes: &f64| if *bytes > 0.0 { *bytes as f32 } else { f32::NAN };
+    json!({"width": bins.width(), "bytes": f32s(bins.values().iter().map(known))})
 }
 
 /// The share of a layer's tokens that each class has.

@@ -173,7 +173,10 @@ fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {
         .for_each(|outcome| assert_eq!(outcome.unwrap().step, 12));
     let [mut one, mut two] = ["one", "two"].map(|run| explained(&scratch, run, 11, 3));
     assert_eq!((one.verdict, one.documents.len() > 3), (Verdict::SameBits, true));
-    (one.next, two.next) = (Vec::new(), Vec::new());
+    for found in [&mut one, &mut two] {
+        // What is no part of the steps: where the run lies, and how fast it was.
+        (found.next, found.speed) = (Vec::new(), None);
+    }
     let [one, two] = [one, two].map(|found| serde_json::to_value(found).unwrap());
     assert!(one == two, "{one:#}\n{two:#}");
 }

@@ -28,4 +28,5 @@ mod same_bits;
 mod sizing;
 mod sums;
 mod support;
+mod verdicts;
 mod watch;

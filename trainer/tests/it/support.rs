@@ -20,6 +20,17 @@ use crate::folder::tree;
 
 pub(crate) const VOCAB: u32 = 50;
 
+/// What the documents of a generated store are.
+#[derive(Clone)]
+pub(crate) struct Text {
+    /// How many of each source are trained on.
+    pub(crate) documents: u64,
+    /// Of a hundred tokens of each source, how many are any token at all.
+    pub(crate) noise: [u64; 2],
+    /// Documents that begin with other tokens, by id.
+    pub(crate) planted: BTreeMap<String, Vec<u32>>,
+}
+
 /// A scratch folder with a store of two sources.
 pub(crate) struct Scratch(TempDir);
 
@@ -58,24 +69,24 @@ impl Scratch {
 
     /// The usual store, in which some documents to train on, by id, begin with other tokens.
     pub(crate) fn write_planted(&self, folder: &str, planted: &BTreeMap<String, Vec<u32>>) {
-        self.write_any_store(folder, ["web", "math"], 1, planted);
+        self.write_text(folder, &Text { planted: planted.clone(), ..Text::easy() });
+    }
+
+    /// A store of such text.
+    pub(crate) fn write_text(&self, folder: &str, text: &Text) {
+        self.write_any_store(folder, ["web", "math"], 1, text);
     }
 
     /// A store of these sources.
     pub(crate) fn write_other_store(&self, folder: &str, names: [&str; 2], seed: u64) {
-        self.write_any_store(folder, names, seed, &BTreeMap::new());
+        self.write_any_store(folder, names, seed, &Text::easy());
     }
 
-    fn write_any_store(
-        &self,
-        folder: &str,
-        names: [&str; 2],
-        seed: u64,
-        planted: &BTreeMap<String, Vec<u32>>,
-    ) {
+    fn write_any_store(&self, folder: &str, names: [&str; 2], seed: u64, text: &Text) {
         let root = self.path(folder);
         let _ = fs::remove_dir_all(&root);
-        let sources = names.map(|name| source(&root, name, seed, planted)).to_vec();
+        let source = |at: usize| source(&root, names[at], seed, (text, text.noise[at]));
+        let sources = vec![source(0), source(1)];
         fs::write(root.join("tokenizer.json"), "{}").unwrap();
         let tokenizer = TokenizerRecord {
             sha256: Identity::of_bytes(b"{}"),
@@ -138,22 +149,25 @@ pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
     move |exec| exec.stop_after = Some(step)
 }
 
-/// A source of 120 documents, and 9 that are held out.
-fn source(
-    root: &Path,
-    name: &str,
-    seed: u64,
-    planted: &BTreeMap<String, Vec<u32>>,
-) -> SourceRecord {
+impl Text {
+    /// 120 documents that are learned whole.
+    fn easy() -> Text {
+        Text { documents: 120, noise: [0, 0], planted: BTreeMap::new() }
+    }
+}
+
+/// A source of such documents, and 9 that are held out.
+fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> SourceRecord {
     let key = Key::from_seed(seed).child(name);
-    let train = stream(root, name, Split::Train, (key, 120), planted);
-    let held = (key.child("held back"), 9);
+    let train = (key, text.documents, noise);
+    let train = stream(root, name, Split::Train, train, &text.planted);
+    let held = (key.child("held back"), 9, noise);
     let validation = stream(root, name, Split::Validation, held, &BTreeMap::new());
     let input = InputRecord {
         path: format!("{name}.jsonl"),
         bytes: 1,
         sha256: Identity::of_bytes(name.as_bytes()),
-        documents: 129,
+        documents: text.documents + 9,
     };
     SourceRecord {
         name: name.to_owned(),
@@ -167,12 +181,12 @@ fn source(
     }
 }
 
-/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, by source.
+/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, but for what is noise.
 fn stream(
     root: &Path,
     name: &str,
     split: Split,
-    (key, documents): (Key, u64),
+    (key, documents, noise): (Key, u64, u64),
     planted: &BTreeMap<String, Vec<u32>>,
 ) -> StreamRecord {
     let folder = stream_folder(root, name, split);
@@ -185,8 +199,13 @@ fn stream(
         let key = key.nth(number);
         let length = 2 + draw(key, Purpose::Generate, 0) % 59;
         let first = draw(key, Purpose::Generate, 1) as u32 % VOCAB;
-        let mut tokens: Vec<u32> =
-            (0..length as u32).map(|index| (first + 7 * index) % VOCAB).collect();
+        let mut tokens = vec![first];
+        for place in 1..length {
+            let drawn = draw(key, Purpose::Generate, 1 + place);
+            let is_noise = drawn % 100 < noise;
+            let next = if is_noise { (drawn / 100) as u32 } else { tokens[place as usize - 1] + 7 };
+            tokens.push(next % VOCAB);
+        }
         let id = format!("{name}-{number}");
         if let Some(planted) = planted.get(&id) {
             tokens.iter_mut().zip(planted).for_each(|(token, planted)| *token = *planted);

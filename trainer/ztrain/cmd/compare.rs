@@ -1,9 +1,9 @@
 //! `ztrain compare A B`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use contract::Result;
 use contract::terminal::print_raw;
+use contract::{Fault, Result};
 use trainer::compare::{Answer, chart, compare};
 
 use super::drawing::Drawing;
@@ -12,11 +12,14 @@ use super::drawing::Drawing;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// A run's folder.
-    #[arg(value_parser = super::run())]
-    a: PathBuf,
+    #[arg(value_parser = super::run(), required_unless_present = "named")]
+    a: Option<PathBuf>,
     /// Another one.
-    #[arg(value_parser = super::run())]
-    b: PathBuf,
+    #[arg(value_parser = super::run(), required_unless_present = "named")]
+    b: Option<PathBuf>,
+    /// The same two, each by its flag.
+    #[arg(id = "named", long = "run", value_name = "RUN", value_parser = super::run(), conflicts_with = "a")]
+    named: Vec<PathBuf>,
     /// Draw both curves of the loss into this SVG file: all steps, or where the runs differ, those around it.
     #[arg(long, value_name = "FILE", value_parser = super::local("name a file of this machine"))]
     plot: Option<PathBuf>,
@@ -28,9 +31,15 @@ pub(crate) struct Args {
 /// Compares; exit code 4 if the runs differ.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let drawing = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
-    let answer = compare(&args.a, &args.b)?;
+    let runs: Vec<&Path> =
+        args.a.iter().chain(&args.b).chain(&args.named).map(AsRef::as_ref).collect();
+    let [a, b] = runs[..] else {
+        let fault = Fault::usage("two runs are compared").at("--run");
+        return Err(fault.found(runs.len()).wanted("2 of them, as in --run A --run B"));
+    };
+    let answer = compare(a, b)?;
     if let Some(drawing) = &drawing {
-        drawing.put(&chart(&args.a, &args.b, &answer)?.svg())?;
+        drawing.put(&chart(a, b, &answer)?.svg())?;
     }
     if args.json {
         print_raw(&format!("{}\n", answer.to_json()))?;

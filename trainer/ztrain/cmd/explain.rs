@@ -1,6 +1,5 @@
 //! `ztrain explain`.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use contract::terminal::{print, print_raw};
@@ -17,9 +16,8 @@ use super::{Keeping, Speed, ranks};
 #[derive(clap::Args)]
 #[command(after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges.")]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written but replays/, for the next question: see --keep-states.
-    #[arg(long, value_name = "RUN", value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Vec<Location>,
@@ -27,7 +25,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "N", value_parser = super::step, allow_negative_numbers = true)]
     step: u64,
     /// How many steps before it the ledger is read for what is usual.
-    #[arg(long, value_name = "K", default_value_t = 32)]
+    #[arg(long, value_name = "K", default_value_t = 64)]
     window: u64,
     /// How many documents to list with their worst tokens, and to compute the step without: two steps for each.
     #[arg(long, value_name = "D", default_value_t = 8)]
@@ -54,7 +52,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (device, table) = speed.start(None)?;
     let workers = speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
-    let replayer = Replayer::open_with(&run, &store, &world, workers, Together::default())?;
+    let replayer = Replayer::open_with(run.path(), &store, &world, workers, Together::default())?;
     replayer.refuse_memory()?;
     let mut replayer = replayer.keeping(keeping.keep());
     if let Some(kernels) = &replayer.kernels {

@@ -16,9 +16,8 @@ use super::Speed;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
-    #[arg(long, value_name = "RUN", value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// The step after which the weights are taken; computed again where no checkpoint holds it [default: the newest
     /// checkpoint's].
     #[arg(long, value_name = "N", value_parser = super::step_or_none, allow_negative_numbers = true)]
@@ -52,7 +51,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let workers = args.speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
     let mut replayer =
-        Replayer::open_with(&args.run, &args.store, &world, workers, Together::default())?;
+        Replayer::open_with(args.run.path(), &args.store, &world, workers, Together::default())?;
     let step = match args.step {
         Some(step) => step,
         None => newest(&args, replayer.recorded())?,
@@ -74,7 +73,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 }
 
 fn newest(args: &Args, recorded: u64) -> Result<u64> {
-    let folder = RunFolder::new(&args.run);
+    let folder = RunFolder::new(args.run.path());
     match folder.found_checkpoints()?.steps()?.last() {
         Some(step) if *step <= recorded => Ok(*step),
         Some(step) => Err(Fault::data("the ledger ends before this run's newest checkpoint")
@@ -83,7 +82,7 @@ fn newest(args: &Args, recorded: u64) -> Result<u64> {
             .wanted(format!("step {step}"))
             .hint("restore it from a copy, or name a step with --step")),
         None => Err(Fault::usage("this run has no checkpoint")
-            .at(args.run.display().to_string())
+            .at(args.run.path().display().to_string())
             .hint("name a step with --step: it is computed from the beginning")),
     }
 }

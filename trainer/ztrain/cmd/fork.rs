@@ -20,9 +20,8 @@ use super::whatif::Changes;
     `ztrain --curriculum NEW/run.toml --out NEW` goes on with it."
 )]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
-    #[arg(value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// The last step that is shared; 0 shares the beginning alone.
     #[arg(long, value_name = "N", value_parser = super::step_or_none, allow_negative_numbers = true)]
     step: u64,
@@ -48,7 +47,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let table = runtime::start(&options).map_err(|error| super::machine("cpu", &error))?;
     let change = args.changes.change();
     let request = Request {
-        run: &args.run,
+        run: args.run.path(),
         step: args.step,
         out: &args.out,
         stores: &args.store,
@@ -71,7 +70,7 @@ fn told(args: &Args, forked: &Forked) -> Result<u8> {
         return Ok(0);
     }
     let (step, from) = (forked.step, forked.checkpoints.last().copied().unwrap_or(0));
-    tell!("{} shares the steps of {} up to {step}", args.out.display(), args.run.display());
+    tell!("{} shares the steps of {} up to {step}", args.out.display(), args.run.path().display());
     let shared: Vec<String> = forked.checkpoints.iter().map(|at| format!("step-{at}")).collect();
     tell!(
         "  checkpoints: {}",

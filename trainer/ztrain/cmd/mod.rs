@@ -29,13 +29,14 @@ pub(crate) mod whatif;
 use std::ffi::c_int;
 use std::io;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
-use contract::{Fault, Result};
+use clap::error::{ContextKind, ContextValue};
+use contract::{Fault, Result, shell};
 use kernels::device;
 use kernels::ops::{ANSWERS, CHOICES, TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
@@ -80,6 +81,50 @@ fn bytes(place: &str, text: &str) -> Result<u64> {
 /// Reads the folder of a run.
 pub(crate) fn run() -> impl TypedValueParser<Value = PathBuf> {
     local("copy the run's folder here: its checkpoints may stay where they are")
+}
+
+/// The run that a command is about, in either form.
+#[derive(clap::Args)]
+pub(crate) struct Run {
+    /// The run's folder.
+    #[arg(value_parser = run(), required_unless_present = "named")]
+    run: Option<PathBuf>,
+    /// The same, by its flag.
+    #[arg(id = "named", long = "run", value_name = "RUN", value_parser = run(), conflicts_with = "run")]
+    named: Option<PathBuf>,
+}
+
+impl Run {
+    /// Its folder.
+    pub(crate) fn path(&self) -> &Path {
+        self.run.as_deref().or(self.named.as_deref()).unwrap_or(Path::new(""))
+    }
+}
+
+/// A refusal of the command line with what to type instead, where that is known: a curriculum is named by its flag, and how many
+/// steps there are is its own.
+pub(crate) fn advised(mut refusal: clap::Error) -> clap::Error {
+    let said = |kind| match refusal.get(kind) {
+        Some(ContextValue::String(text)) => Some(text.clone()),
+        _ => None,
+    };
+    let trains = std::env::args().nth(1).is_some_and(|first| first.starts_with('-'));
+    let word = said(ContextKind::InvalidSubcommand).or_else(|| said(ContextKind::InvalidArg));
+    let advice = match word {
+        Some(file) if file.ends_with(".toml") && !file.starts_with('-') => {
+            format!("to train what a curriculum says: ztrain --curriculum {}", shell::word(&file))
+        }
+        Some(flag) if flag == "--steps" && trains => {
+            "a curriculum says how many steps there are; --stop-after N ends earlier".to_owned()
+        }
+        _ => return refusal,
+    };
+    // The usage would be that of what was guessed.
+    for guess in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand, ContextKind::Usage] {
+        refusal.remove(guess);
+    }
+    refusal.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![advice.into()]));
+    refusal
 }
 
 /// Flags that only decide speed and place; no value of them can change a bit.

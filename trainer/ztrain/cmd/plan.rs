@@ -160,6 +160,20 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
         ),
         device => format!("{device} has {}", size(needs.device_bytes)),
     };
+    let parts = [
+        ("weights", weights),
+        ("f32 weights of its own pieces", masters),
+        ("moments", moments),
+        ("activations", activations),
+        ("gradients", gradients),
+        ("exchange", out + received + sums),
+    ];
+    let there = parts.into_iter().filter(|(_, bytes)| *bytes > 0);
+    let parts: Vec<String> = there.map(|(name, bytes)| format!("{name} {}", size(bytes))).collect();
+    let gone = match activations {
+        0 => " (while weights are moved: activations are gone by then)",
+        _ => "",
+    };
     let mut lines = vec![
         format!(
             "phase {} | {steps} steps of {batch} x {seq_len} tokens in {} micro-batches of {micro_batch} | at most {} \
@@ -169,15 +183,7 @@ fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
             flops(phase.model_flops)
         ),
         format!("  memory: rank {largest_rank} holds most, {}; {room}", size(memory.sum())),
-        format!(
-            "    weights {}, f32 weights of its own pieces {}, moments {}, activations {}, gradients {}, exchange {}",
-            size(weights),
-            size(masters),
-            size(moments),
-            size(activations),
-            size(gradients),
-            size(out + received + sums)
-        ),
+        format!("    {}{gone}", parts.join(", ")),
         format!(
             "  sent in a step (data-parallel axis, all ranks): {} within machines, {} between them",
             size(gradients_within_machines + weights_within_machines),

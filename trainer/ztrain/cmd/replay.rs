@@ -30,9 +30,8 @@ use super::{Keeping, Speed, attribute as attribution};
     after_help = "Exit codes: 0 the same bits, 4 different bits, 5 the step diverges, or one of those with a change."
 )]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written but replays/, for the next question: see --keep-states.
-    #[arg(long, value_name = "RUN", value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// Where a store is now, if it was moved; once for each store of the run, in the order of its run.toml.
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Vec<Location>,
@@ -145,7 +144,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
         format!("--flat {flat}"),
     ];
     let together = Together { schedule, flat, degrees: args.ranks.degrees(), asked };
-    let replayer = Replayer::open_with(&args.run, &args.store, world, workers, together)?;
+    let replayer = Replayer::open_with(args.run.path(), &args.store, world, workers, together)?;
     replayer.refuse_memory()?;
     Ok(replayer.keeping(args.keeping.keep()))
 }
@@ -174,7 +173,7 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
     if change.is_some() {
         let answer = imagine(replayer, steps.clone(), &change)?;
         let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
-        let (run, stores, plot, json) = (&args.run, &args.store, plot.as_ref(), args.json);
+        let (run, stores, plot, json) = (args.run.path(), &args.store, plot.as_ref(), args.json);
         if replayer.speaks() {
             whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
         }
@@ -327,7 +326,7 @@ fn print_replayed(
     }
     let worst = replayed.documents.first().and_then(|document| document.sequences.first());
     if let Some(sequence) = worst {
-        let (run, step) = (shell::path(&args.run.join("run.toml")), replayed.step);
+        let (run, step) = (shell::path(&args.run.path().join("run.toml")), replayed.step);
         // `zdata batch` looks for stores where the run's curriculum says.
         let batch = format!(", or zdata batch {run} --step {step} --sequence {sequence} --text");
         tell!("text of the worst: --texts{}", if args.store.is_empty() { &batch } else { "" });

@@ -14,8 +14,11 @@ use super::drawing::Drawing;
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// The run's folder; more than one, and the others are drawn beside the first.
-    #[arg(long, value_name = "RUN", required = true, value_parser = super::run())]
+    #[arg(value_parser = super::run(), required_unless_present = "named")]
     run: Vec<PathBuf>,
+    /// The same, by its flag.
+    #[arg(id = "named", long = "run", value_name = "RUN", value_parser = super::run(), conflicts_with = "run")]
+    named: Vec<PathBuf>,
     /// The file to write [default: report.html in the first run's folder].
     #[arg(long, value_name = "FILE", value_parser = super::local("copy the page there afterwards"))]
     out: Option<PathBuf>,
@@ -27,8 +30,9 @@ pub(crate) struct Args {
 /// Writes the page, whole at any moment.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let named = args.out.as_deref().map(|path| Drawing::at("--out", path)).transpose()?;
-    let views = args.run.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
-    for (run, view) in args.run.iter().zip(&views) {
+    let runs = [args.run, args.named].concat();
+    let views = runs.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
+    for (run, view) in runs.iter().zip(&views) {
         let unreadable = view.log().unreadable;
         if unreadable > 0 {
             contract::note!(
@@ -38,7 +42,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             );
         }
     }
-    let out = args.out.unwrap_or_else(|| RunFolder::new(&args.run[0]).report());
+    let out = args.out.unwrap_or_else(|| RunFolder::new(&runs[0]).report());
     // The place in a run's folder is looked at when that is known to be one.
     let drawing = named.map_or_else(|| Drawing::at("--out", &out), Ok)?;
     let text = page(&views, false)?;

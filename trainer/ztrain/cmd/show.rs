@@ -1,7 +1,6 @@
 //! `ztrain show RUN`.
 
 use std::ops::Range;
-use std::path::PathBuf;
 
 use contract::Result;
 use contract::terminal::print_raw;
@@ -10,12 +9,8 @@ use trainer::report::Table;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
-    #[arg(value_parser = super::run(), required_unless_present = "named")]
-    run: Option<PathBuf>,
-    /// The same, as other commands name it.
-    #[arg(id = "named", long = "run", value_name = "RUN", value_parser = super::run(), conflicts_with = "run")]
-    named: Option<PathBuf>,
+    #[command(flatten)]
+    run: super::Run,
     /// The steps, from A to before B [default: the last ones].
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
     steps: Option<Range<u64>>,
@@ -30,8 +25,7 @@ pub(crate) struct Args {
 
 /// Prints each step as it is read.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let run = args.run.or(args.named).unwrap_or_default();
-    let mut table = Table::open(&run, args.steps, args.last)?;
+    let mut table = Table::open(args.run.path(), args.steps, args.last)?;
     if !args.json {
         tell!("{}", table.heads());
     }

@@ -1,23 +1,21 @@
 //! `ztrain spikes`.
 
-use std::path::PathBuf;
-
 use contract::Result;
 use contract::terminal::{name, print_raw};
 use serde_json::json;
-use trainer::report::{OddStep, View, explain_command, grouped};
+use trainer::report::{Kind, View, explain_command, grouped};
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(
-    after_help = "A loss or a gradient norm is odd more than 8 spreads from what the 64 steps before led to expect, above or \
-    below; a spread is 1.4826 times their median distance from their trend, or from each to the next. Where none is, the \
-    farthest are listed. trainer/README.md has every rule."
+    after_help = "A loss (of a source, too) or a gradient norm is odd more than 8 spreads from what the 64 steps before led to \
+    expect, above or below, or more than 5 where both are; a spread is 1.4826 times their median distance from their trend, or \
+    from each to the next. A step is slow below 0.3 times the usual speed. Where none is odd, the farthest are listed. \
+    trainer/README.md has every rule."
 )]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
-    #[arg(long, value_name = "RUN", value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// Print JSON, one line for each finding.
     #[arg(long)]
     json: bool,
@@ -25,14 +23,14 @@ pub(crate) struct Args {
 
 /// Finds; an odd step is an answer, not an error.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let view = View::open(&args.run)?;
+    let view = View::open(args.run.path())?;
     let found = view.odd();
-    let command = |one: &OddStep| explain_command(&args.run, one.farthest());
+    let command = |step: u64| explain_command(args.run.path(), step);
     if args.json {
         for one in &found {
             let mut line = json!(one);
             line["farthest"] = json!(one.farthest());
-            line["command"] = json!(command(one));
+            line["command"] = json!(command(one.farthest()));
             print_raw(&format!("{line}\n"))?;
         }
         return Ok(0);
@@ -65,7 +63,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             tell!("  here: {}", name(context));
             Ok::<_, contract::Fault>(())
         })?;
-        tell!("  {}", command(one));
+        let slow = one.reasons.iter().filter(|reason| reason.kind == Kind::Slow);
+        let mut steps = vec![one.farthest()];
+        steps.extend(slow.map(|reason| reason.step).filter(|step| *step != one.farthest()));
+        steps.into_iter().try_for_each(|step| {
+            tell!("  {}", command(step));
+            Ok::<_, contract::Fault>(())
+        })?;
     }
     Ok(0)
 }

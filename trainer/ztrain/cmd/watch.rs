@@ -1,6 +1,5 @@
 //! `ztrain watch`.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -12,9 +11,8 @@ use trainer::report::Watch;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The run's folder; nothing in it is written.
-    #[arg(long, value_name = "RUN", value_parser = super::run())]
-    run: PathBuf,
+    #[command(flatten)]
+    run: super::Run,
     /// The port of this machine to listen on; 0 takes a free one.
     #[arg(long, value_name = "P", default_value_t = 7070)]
     port: u16,
@@ -27,7 +25,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let stop = Arc::new(AtomicBool::new(false));
     super::listen(&stop)?;
-    let watch = Watch::open(&args.run, args.port)?;
+    let watch = Watch::open(args.run.path(), args.port)?;
     let address = format!("http://{}/", watch.address()?);
     match args.json {
         true => print_raw(&format!("{}\n", json!({"address": address})))?,

@@ -14,14 +14,15 @@ Report.unpack = (told, before) => {
   const c = told.columns;
   const fresh = {
     loss: Report.gaps(Report.f32(c.loss)), norm: Report.gaps(Report.f32(c.norm)), lr: Report.gaps(Report.f32(c.lr)),
-    speed: Report.gaps(Report.f32(c.speed)), stall: Report.shares(c.stall),
+    speed: Report.gaps(Report.f32(c.speed)),
   };
+  // Whoever measured the one measured the other.
+  fresh.stall = Report.shares(c.stall).map((v, at) => (fresh.speed[at] === null ? null : v));
   if (before) {
     for (const key of Object.keys(fresh)) fresh[key] = before[key].slice(0, told.first - 1).concat(fresh[key]);
   }
   Object.assign(run, fresh);
   run.columns = null;
-  run.smooth = { loss: Report.smoothed(run.loss), norm: Report.smoothed(run.norm), speed: Report.smoothed(run.speed) };
   for (const one of run.sources ? run.sources.loss.keys() : []) {
     if (typeof run.sources.loss[one] === "string") {
       run.sources.loss[one] = Report.gaps(Report.f32(run.sources.loss[one]));
@@ -41,11 +42,18 @@ Report.unpack = (told, before) => {
   return run;
 };
 
-// A mean that forgets, both ways so that it does not lag; as wide as a five-hundredth of the run.
-Report.smoothed = (values) => {
+// All runs of a page are smoothed alike, whatever their length: what two of them share is one curve.
+Report.smooth = (runs) => {
+  const steps = Math.max(...runs.map((run) => run.steps));
+  for (const run of runs) run.smooth = Object.fromEntries(["loss", "norm", "speed"].map((key) => [key, Report.smoothed(run[key], steps)]));
+};
+
+// A mean that forgets, both ways so that it does not lag; as wide as a five-hundredth of `steps`. It has a value where `values`
+// have one: what was not measured is a gap here too.
+Report.smoothed = (values, steps) => {
   const n = values.length;
-  if (n < 300) return null;
-  const keep = Math.exp(-1 / Math.max(3, n / 500));
+  if (steps < 300) return null;
+  const keep = Math.exp(-1 / Math.max(3, steps / 500));
   const pass = (from, to, by) => {
     const out = new Array(n);
     let [sum, weight] = [0, 0];
@@ -58,7 +66,7 @@ Report.smoothed = (values) => {
     return out;
   };
   const [ahead, back] = [pass(0, n, 1), pass(n - 1, -1, -1)];
-  return values.map((v, i) => (ahead[i][0] + back[i][0] - (v || 0)) / Math.max(1e-9, ahead[i][1] + back[i][1] - (v === null ? 0 : 1)));
+  return values.map((v, i) => (v === null ? null : (ahead[i][0] + back[i][0] - v) / (ahead[i][1] + back[i][1] - 1)));
 };
 
 Report.median = (values) => {

@@ -166,9 +166,9 @@
     const run = () => Report.run.sources;
     const xs = () => binned(run().width, run().loss[0].length);
     const names = run().names;
-    const calm = () => run().loss.map((values) => Report.smoothed(values) || values);
+    const calm = () => run().loss.map((values) => Report.smoothed(values, values.length) || values);
     return Report.plot({
-      id: "sources", title: "Loss by source", height: 150, log: false, skipStart: true, xs: xs(), columns: calm(), series: names.map((_, one) => ({ colour: `--c${one % 8}`, width: 1.3, spanGaps: true })),
+      id: "sources", title: "Loss by source", height: 150, log: false, skipStart: true, xs: xs(), columns: calm(), series: names.map((_, one) => ({ colour: `--c${one % 8}`, width: 1.3 })),
       refresh: () => ({ xs: xs(), columns: calm() }),
       read: (at) => names.map((name, one) => swatch(css(`--c${one % 8}`), name, num(run().loss[one][Math.min(run().loss[one].length - 1, Math.floor((step(at) - 1) / run().width))], 4))),
     });
@@ -180,7 +180,7 @@
     const columns = () => [run().all, ...run().sources];
     return Report.plot({
       id: "validation", title: "Validation", height: 130, log: false, skipStart: true, xs: run().steps, columns: columns(),
-      series: [{ colour: "--ink", width: 1.8, points: true }, ...names.map((name) => ({ colour: colourOf(name), width: 1.2, points: true, spanGaps: true }))],
+      series: [{ colour: "--ink", width: 1.8, points: true }, ...names.map((name) => ({ colour: colourOf(name), width: 1.2, points: true }))],
       refresh: () => ({ xs: run().steps, columns: columns() }),
       read: (at) => {
         const index = run().steps.findLastIndex((one) => one <= step(at));
@@ -211,8 +211,9 @@
       paint = Report.heat({
         bins: count(), rows: ROWS, width: sources().width,
         value: (bin, row) => {
-          const at = tops[bin].findIndex((top) => (row + 0.5) / ROWS <= top + 1e-3);
-          return at < 0 ? names.length - 1 : at;
+          // Shares are rounded: what is missing to the whole belongs to the last source that was there.
+          const whole = tops[bin].at(-1);
+          return whole > 0 ? tops[bin].findIndex((top) => ((row + 0.5) / ROWS) * whole <= top) : null;
         },
         colour: (one) => [...colours[one].slice(0, 3), 150],
       });
@@ -343,7 +344,10 @@
     return Report.plot({
       id: "memory", title: "Memory of rank 0", height: 90, xs: xs(), columns: [run().bytes], series: [{ colour: "--accent", width: 1.4 }], label: Report.gib, zero: true, rows: (low, high) => Report.ticks(low / 2 ** 20, high / 2 ** 20, 2).map((v) => v * 2 ** 20),
       refresh: () => ({ xs: xs(), columns: [run().bytes] }),
-      read: (at) => [reading("", Report.gib(run().bytes[Math.min(run().bytes.length - 1, Math.floor((step(at) - 1) / run().width))] || 0))],
+      read: (at) => {
+        const bytes = run().bytes[Math.floor((step(at) - 1) / run().width)];
+        return [reading("", bytes ? Report.gib(bytes) : "\u2013")];
+      },
     });
   };
 
@@ -432,6 +436,7 @@
 
   const measure = () => {
     state.last = Math.max(2, ...runs.map((one) => one.steps));
+    Report.smooth(runs);
     Report.xs = Array.from({ length: Math.max(1, ...runs.map((one) => one.steps)) }, (_, at) => at + 1);
   };
 

@@ -56,6 +56,16 @@
     return [low, high];
   };
 
+  // The points between two gaps, which no line shows.
+  const alone = (u, series) => {
+    const values = u.data[series];
+    const [first, last] = u.series[0].idxs;
+    const found = [];
+    const none = (at) => values[at] === null || values[at] === undefined;
+    for (let at = first; at <= last; at++) if (!none(at) && none(at - 1) && none(at + 1)) found.push(at);
+    return found.length ? found : null;
+  };
+
   // One plot; `spec` has title, height, xs, columns (arrays over xs), series (colour, width, name), and what is special to it.
   const plot = (spec) => {
     const readout = make("span", { class: "readout" });
@@ -101,7 +111,7 @@
         },
       ],
       series: [{}, ...spec.series.map((one) => ({
-        stroke: () => css(one.colour) || one.colour, width: one.width || 1.25, points: { show: !!one.points, size: 4, fill: () => css(one.colour) }, spanGaps: !!one.spanGaps,
+        stroke: () => css(one.colour) || one.colour, width: one.width || 1.25, points: { show: !!one.points, size: 4, fill: () => css(one.colour), filter: one.points ? null : alone },
         fill: one.fill ? () => css(one.fill) : undefined, dash: one.dash, paths: one.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
       }))],
       hooks: {

@@ -7,6 +7,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::ledger::{Packed, SourceSums};
 
 /// A step with two even layers.
 fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
@@ -133,6 +134,71 @@ fn what_else_happens_there_is_said() {
     let found = found(steps);
     assert_eq!((found[0].step, found[0].context.len()), (60, 2), "{found:?}");
     assert!(found[0].context[0].contains("phase b begins"), "{found:?}");
+}
+
+/// A shift that a phase brings is found where it is, and what is odd among its first steps by itself.
+#[test]
+fn what_is_odd_soon_after_a_phase_begins_is_found() {
+    let steps = (1..=400).map(|step| {
+        let mut seen = quiet(4, step);
+        if step >= 300 {
+            seen.phase = "b".to_owned();
+            seen.loss += if step == 312 { -0.6 } else { -1.5 };
+        }
+        seen
+    });
+    let found = found(steps);
+    let steps: Vec<(u64, u64)> = found.iter().map(|one| (one.step, one.last)).collect();
+    assert_eq!(steps, [(300, 307), (312, 312)], "{found:?}");
+}
+
+#[test]
+fn a_phase_that_moves_nothing_has_no_odd_step() {
+    for seed in 0..40 {
+        let found = found((1..=300).map(|step| {
+            let mut seen = quiet(seed, step);
+            seen.curriculum = (step % 60 == 0).then(|| "seed = 1".to_owned());
+            seen
+        }));
+        assert!(found.is_empty(), "{seed}: {found:?}");
+    }
+}
+
+/// A tenth of the labels twice as dear is little in the whole loss, and much in its own.
+#[test]
+fn a_source_is_odd_where_the_whole_loss_is_not() {
+    let steps = (1..=200).map(|step| {
+        let mut seen = quiet(6, step);
+        let loss = seen.loss + if step == 150 { 2.0 } else { 0.0 };
+        let sum = |labels: u64, loss: f64| SourceSums {
+            labels,
+            loss: Packed::floats([loss * labels as f64]),
+        };
+        seen.sources.insert("rare".to_owned(), sum(10, loss));
+        seen.sources.insert("much".to_owned(), sum(90, seen.loss));
+        seen
+    });
+    let found = found(steps);
+    let [one] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!((one.step, one.reasons.len(), one.reasons[0].kind), (150, 1, Kind::Source));
+    assert!(one.reasons[0].words.contains("of source rare"), "{one:?}");
+}
+
+#[test]
+fn loss_and_norm_that_are_both_nearly_odd_are_odd() {
+    let steps = (1..=600).map(|step| {
+        let mut seen = quiet(8, step);
+        if step == 550 {
+            let time = 550.0f64;
+            let loss = 3.0 + 6.0 * (-time / 80.0).exp() + 0.05 * 7.0;
+            seen = self::seen(step, loss, (0.2 * 7.0 - time / 500.0).exp(), seen.lr());
+        }
+        seen
+    });
+    let found = found(steps);
+    let [one] = found.as_slice() else { panic!("{found:?}") };
+    let kinds: Vec<Kind> = one.reasons.iter().map(|reason| reason.kind).collect();
+    assert_eq!((one.step, kinds), (550, vec![Kind::Loss, Kind::Norm]));
 }
 
 #[test]

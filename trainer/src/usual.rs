@@ -12,17 +12,26 @@
 //! Once the window is full, trend and noise are those of up to eight steps before the step that is judged: they hardly change
 //! faster, and a run of 10^6 steps is looked at in seconds.
 //!
+//! Where something was changed (a phase, an amendment), what came before counts until eight values have come since, and no
+//! longer: what is usual afterwards is what has been since. Fewer than 32 values tell their spread less well: it counts for more
+//! then, and for no less than before the change.
+//!
 //! A median does not move for a spike, so one spike does not hide the next; a loss that falls as it did is not odd, nor is one
 //! that stops falling.
 
 use std::collections::VecDeque;
 use std::f64::consts::SQRT_2;
 
+use serde::Serialize;
+
 /// Values that a value is measured against, at most.
-pub(super) const LENGTH: usize = 64;
+pub(crate) const LENGTH: usize = 64;
 
 /// Nothing is judged before so many values.
-pub(super) const LEAST: usize = 32;
+const LEAST: usize = 32;
+
+/// Except after a change, or for whoever asks about one step.
+pub(crate) const FEW: usize = 8;
 
 /// A normal distribution's standard deviation over its median distance from the median.
 const NORMAL: f64 = 1.4826;
@@ -35,8 +44,14 @@ const FRESH: u64 = 8;
 
 /// The values just before, oldest first.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Window {
+pub(crate) struct Window {
     values: VecDeque<f64>,
+    /// Whether so few as eight values are judged by.
+    few: bool,
+    /// Values since something was changed, until what came before is forgotten.
+    since: Option<usize>,
+    /// The least spread, by what came before a change.
+    noise: f64,
     /// Values that came so far.
     came: u64,
     /// What was found, and how many values had come by then.
@@ -55,19 +70,35 @@ struct Trend {
 }
 
 /// Where a value lies among those before it.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Position {
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Position {
     /// What was to be expected.
-    pub(super) usual: f64,
+    pub usual: f64,
     /// Spreads above it, or below if negative.
-    pub(super) score: f64,
+    pub score: f64,
 }
 
 impl Window {
+    /// One that judges by so few as eight values.
+    pub(crate) fn of_few() -> Window {
+        Window { few: true, ..Window::default() }
+    }
+
+    /// Something is changed from the next value on.
+    pub(crate) fn change(&mut self) {
+        self.since = Some(0);
+    }
+
     /// Takes note of a value; what is not a number leaves no trace.
-    pub(super) fn push(&mut self, value: f64) {
+    pub(crate) fn push(&mut self, value: f64) {
         if !value.is_finite() {
             return;
+        }
+        if let Some(since) = &mut self.since {
+            *since += 1;
+            if *since == FEW {
+                self.forget();
+            }
         }
         if self.values.len() == LENGTH {
             self.values.pop_front();
@@ -77,18 +108,23 @@ impl Window {
     }
 
     /// The median of the values, or of those up to eight steps before, once there are enough of them.
-    pub(super) fn median(&mut self) -> Option<f64> {
+    pub(crate) fn median(&mut self) -> Option<f64> {
         let found = self.fresh(self.median, || median(self.values.iter().copied()));
         self.median = found;
         found.map(|(_, median)| median)
     }
 
     /// Where `value` lies, the next after those here, where a spread is no less than `floor`; `None` while there are too few.
-    pub(super) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
+    pub(crate) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
         self.trend = self.fresh(self.trend, || self.found());
         let (at, Trend { next, slope, level, spread }) = self.trend?;
         let expected = next + slope * (self.came - at) as f64;
         let (by_trend, by_level) = (value - expected, value - level);
+        let count = self.values.len();
+        let spread = match count < LEAST {
+            true => (spread * (1.0 + 4.0 / count as f64)).max(self.noise),
+            false => spread,
+        };
         let spread = spread.max(floor);
         let (usual, by) = match by_trend.abs() <= by_level.abs() {
             true => (expected, by_trend),
@@ -101,9 +137,19 @@ impl Window {
     /// What was found already, as long as that is used, or is found now; `None` while there are too few values.
     fn fresh<T>(&self, known: Option<(u64, T)>, find: impl FnOnce() -> T) -> Option<(u64, T)> {
         let full = self.values.len() == LENGTH;
-        let enough = self.values.len() >= LEAST;
+        let enough = self.values.len() >= if self.few { FEW } else { LEAST };
         let still = known.filter(|(at, _)| full && self.came - at < FRESH);
         still.or_else(|| enough.then(|| (self.came, find())))
+    }
+
+    /// Drops what came before a change: all but the last values, of which one is about to come.
+    fn forget(&mut self) {
+        let since = self.values.split_off(self.values.len().saturating_sub(FEW - 1));
+        if self.values.len() >= FEW {
+            self.noise = self.found().spread;
+        }
+        let (values, came, noise) = (since, self.came, self.noise);
+        *self = Window { values, came, noise, ..Window::of_few() };
     }
 
     fn found(&self) -> Trend {
@@ -117,7 +163,7 @@ impl Window {
         let pairs = self.values.iter().zip(self.values.iter().skip(1));
         let between = NORMAL / SQRT_2 * median(pairs.map(|(one, next)| (next - one).abs()));
         let spread = around.min(between);
-        let level = part(count - LATELY, count);
+        let level = part(count.saturating_sub(LATELY), count);
         Trend { next, slope, level, spread }
     }
 }
@@ -182,6 +228,27 @@ mod tests {
             let moved = moved.position(value * scale + shift, 1e-9).unwrap();
             prop_assert!((plain.score - moved.score).abs() <= 1e-6 * (1.0 + plain.score.abs()));
         }
+    }
+
+    /// What a phase brought is not odd once eight of its steps have come, and what is odd among those is.
+    #[test]
+    fn what_came_before_a_change_is_forgotten() {
+        let mut window = Window::default();
+        let noise = |step: u32| f64::from(step * 7919 % 13) / 13.0;
+        for step in 0..100 {
+            window.push(9.0 + noise(step));
+        }
+        assert!(window.position(3.0, 1e-6).unwrap().score < -8.0);
+        window.change();
+        for step in 0..8 {
+            assert!(window.position(3.0, 1e-6).unwrap().usual > 8.0, "step {step}");
+            window.push(3.0 + noise(step));
+        }
+        assert!(window.position(3.5, 1e-6).unwrap().score.abs() < 2.0);
+        assert!(window.position(9.0, 1e-6).unwrap().score > 8.0);
+        let mut young = Window::default();
+        (0..31).for_each(|step| young.push(noise(step)));
+        assert!(young.position(9.0, 1e-6).is_none());
     }
 
     #[test]

@@ -1,0 +1,119 @@
+//! How far a step lies from what the steps before it led to expect, by the measure of `report`'s odd steps (`usual`).
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+
+use super::Change;
+use super::history::History;
+use crate::ledger::{Packed, StepRecord};
+use crate::optim::guard::Skipped;
+use crate::usual::{Position, Window};
+
+/// Spreads from which on something has moved.
+const FAR: f64 = 4.5;
+
+/// Spreads from which on loss and gradient norm have moved where both lie that far, by chance they seldom do at once.
+const FAR_TOGETHER: f64 = 3.0;
+
+/// The least spread of a loss, as a share of it.
+const LOSS_FLOOR: f64 = 5e-3;
+
+/// The least spread of the logarithm of a norm.
+const NORM_FLOOR: f64 = 0.08;
+
+/// An update this many times what it was before, or this part of it, has moved.
+const UPDATE: f64 = 1.45;
+
+/// A source with less than this part of the labels says little by its mean.
+const PART: f64 = 0.05;
+
+/// How far a step lies from usual; what cannot be told, with so few steps before it, is `None`.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Moved {
+    /// Its loss.
+    pub loss: Option<Position>,
+    /// The loss of its sources.
+    pub sources: BTreeMap<String, Position>,
+    /// Its gradient norm, by the logarithm.
+    pub norm: Option<Position>,
+    /// The larger change of the weights, by this step or by the one before, in medians of those before.
+    pub update: Option<f64>,
+    /// Its learning rate, and that of the step before.
+    pub rates: [f64; 2],
+    /// Why it moved nothing, where it did not.
+    pub skipped: Option<Skipped>,
+}
+
+impl Moved {
+    /// Of a step with this loss, norm and record, where there is one.
+    pub(super) fn of(
+        history: &History,
+        changes: &[Change],
+        (loss, norm): (f64, f64),
+        record: Option<&StepRecord>,
+    ) -> Moved {
+        let position = |value: f64, floor: f64, of: &dyn Fn(&StepRecord) -> Option<f64>| {
+            let mut window = Window::of_few();
+            for record in &history.records {
+                if changes.iter().any(|change| change.step == record.step && change.kind.moves()) {
+                    window.change();
+                }
+                of(record).into_iter().for_each(|value| window.push(value));
+            }
+            match value.is_finite() {
+                true => window.position(value, floor),
+                false => Some(Position { usual: window.median()?, score: f64::INFINITY }),
+            }
+        };
+        let log = |norm: f64| norm.max(f64::MIN_POSITIVE).ln();
+        let of_norm = position(log(norm), NORM_FLOOR, &|record| Some(log(record.norm())));
+        let mut sources = BTreeMap::new();
+        for (name, sum) in record.iter().flat_map(|record| &record.sources) {
+            let labels = sum.labels as f64;
+            let of = |record: &StepRecord| record.sources.get(name)?.mean();
+            let usually = history.median(|record| Some(record.sources.get(name)?.labels as f64));
+            let share = labels / record.map_or(1.0, |record| record.label_count as f64);
+            let Some(mean) = sum.mean().filter(|_| share > PART) else { continue };
+            let found = position(mean, LOSS_FLOOR * mean.abs(), &of);
+            if let (Some(found), Some(usually)) = (found, usually) {
+                // The mean of fewer labels spreads wider.
+                let score = found.score * (labels / usually.max(1.0)).sqrt().min(1.0);
+                sources.insert(name.clone(), Position { score, ..found });
+            }
+        }
+        Moved {
+            loss: position(loss, LOSS_FLOOR * loss.abs(), &|record| Some(record.loss)),
+            sources,
+            norm: of_norm.map(|found| Position { usual: found.usual.exp(), ..found }),
+            update: update(history.since(super::changes::last(changes)), record),
+            skipped: record.and_then(|record| record.skipped).filter(|why| *why != Skipped::No),
+            ..Moved::default()
+        }
+    }
+
+    /// Whether loss or gradient norm lie where they usually do not; taken for granted where that cannot be told.
+    pub(super) fn learned(&self) -> bool {
+        let [Some(loss), Some(norm)] = [&self.loss, &self.norm] else { return true };
+        let losses = self.sources.values().chain([loss]).map(|one| one.score.abs());
+        let (loss, norm) = (losses.fold(0.0, f64::max), norm.score.abs());
+        loss.max(norm) > FAR || loss.min(norm) > FAR_TOGETHER
+    }
+
+    /// The same of the updates.
+    pub(super) fn updated(&self) -> bool {
+        self.update.is_none_or(|times| times > UPDATE || times < 1.0 / UPDATE)
+    }
+}
+
+/// How far the update of the step, or of the one before, lies from the median of those before: what is farther, as a ratio.
+fn update(history: &[StepRecord], record: Option<&StepRecord>) -> Option<f64> {
+    let of = |record: &StepRecord| {
+        let Packed(norms) = &record.layer_update_norms;
+        norms.iter().map(|bits| f64::from_bits(*bits).powi(2)).sum::<f64>().sqrt()
+    };
+    let (last, rest) = history.split_last()?;
+    let usual = super::history::median(rest.iter().map(of).filter(|norm| *norm > 0.0).collect())?;
+    let both = [Some(last), record].into_iter().flatten().map(|record| of(record) / usual);
+    both.filter(|times| *times > 0.0).max_by(|a, b| a.ln().abs().total_cmp(&b.ln().abs()))
+}
