@@ -8,6 +8,7 @@
 //! leave, and may let the disk be full.
 
 mod direct;
+mod held;
 mod log;
 #[cfg(any(test, feature = "crash"))]
 mod watch;
@@ -20,6 +21,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 
+pub use self::held::{Held, Writing, draw_group};
 pub use self::log::Log;
 #[cfg(any(test, feature = "crash"))]
 pub use self::watch::{Watch, watch};
