@@ -154,7 +154,9 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     if !args.dry_run {
         let held = held(&path)?;
         replace(&path, &before.source, &after.source)?;
-        held.map_or((), disk::Held::let_go);
+        if let Some(held) = held {
+            held.let_go();
+        }
         proof.written = true;
     }
     let file = args.curriculum.display().to_string();
