@@ -283,7 +283,7 @@ fn ranks_that_do_not_agree_are_refused() {
 fn ranks_of_different_curricula_are_told_the_key() {
     let scratch = Scratch::new();
     for (key, edit, values) in [
-        ("optimizer.lr", ("lr = 1e-2", "lr = 2e-2"), ["0.02", "0.01"]),
+        ("optimizer.lr", ("lr = 1e-2", "lr = 2e-2"), ["2e-2", "1e-2"]),
         ("seed", ("seed = 11", "seed = 12"), ["12", "11"]),
     ] {
         let other = scratch.edited("other.toml", &[edit]);
