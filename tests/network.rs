@@ -122,7 +122,7 @@ fn a_network_that_parts_is_an_error_within_the_deadline_and_the_run_goes_on_afte
     let start = Instant::now();
     let outputs = ended(ranks);
     // The deadline, and the grace that a rank gets which does not end by itself.
-    assert!(start.elapsed() < Duration::from_secs(20), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(150), "{:?}", start.elapsed());
     for (rank, output) in outputs.into_iter().enumerate() {
         let said = Ran::from(output).fails(6, &["run the same command again"]);
         // Each side misses the other.

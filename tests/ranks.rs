@@ -7,10 +7,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use contract::{Key, Purpose, draw};
-
 use crate::support::{
-    CUT, MIDDLING, SHORT, Scratch, arg, assert_same_tree, build, corpus, curriculum, ztrain,
+    CUT, MIDDLING, SHORT, Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata, ztrain,
     ztrain_command,
 };
 
@@ -84,17 +82,20 @@ fn places_whose_names_are_no_text_are_found_again() {
 fn ranks_that_meet_again_keep_their_folder() {
     let fixture = Fixture::new(&[]);
     let run = fixture.scratch.path("run");
-    let flags = ["--nproc", "3", "--min-ranks", "1", "--workers", "1", "--rank-timeout", "6"];
+    let flags = ["--nproc", "3", "--min-ranks", "1", "--workers", "1", "--rank-timeout", "600"];
     let mut command = fixture.run("run", &flags);
     let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let ranks = ranks_of(&launcher, 3);
     until_lines(&run, 4, &mut launcher);
+    // Whether or not rank 1 has heard of the loss: it waits for rank 2, and cannot go on before this test says so.
     signal("STOP", ranks[2]);
     signal("KILL", ranks[0]);
-    // Rank 1 hears of it by then, and waits for rank 2.
-    std::thread::sleep(Duration::from_secs(2));
-    let other = crate::support::Ran::from(fixture.run("run", &[]).output().unwrap());
-    other.fails(6, &["another run is using this folder"]);
+    let curriculum = run.join("run.toml");
+    for _ in 0..3 {
+        let other = crate::support::Ran::from(fixture.run("run", &[]).output().unwrap());
+        other.fails(6, &["another run is using this folder", "process "]);
+        zdata(&["amend", arg(&curriculum), "--step", "19", "--skip"]).fails(2, &["under way"]);
+    }
     signal("KILL", ranks[2]);
     assert_eq!(launcher.wait().unwrap().code(), Some(0));
     fixture.finish("alone", &["--nproc", "1"]);
@@ -109,12 +110,10 @@ fn a_stop_by_the_launcher_and_by_the_terminal_is_one() {
     let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let ranks = ranks_of(&launcher, 2);
     until_lines(&fixture.scratch.path("run"), 4, &mut launcher);
-    signal("INT", launcher.id());
-    std::thread::sleep(Duration::from_millis(40));
-    for rank in ranks {
-        // It may have stopped already.
-        let _ =
-            Command::new("kill").args(["-INT", &rank.to_string()]).stderr(Stdio::null()).status();
+    // It arrives at all of them before any does something about it.
+    let all = [&[launcher.id()], &ranks[..]].concat();
+    for name in ["STOP", "INT", "CONT"] {
+        all.iter().for_each(|process| signal(name, *process));
     }
     assert_eq!(launcher.wait().unwrap().code(), Some(0));
 }
@@ -210,12 +209,10 @@ pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &s
         let mut launcher = command.spawn().unwrap();
         let ranks = ranks_of(&launcher, count);
         until_lines(&fixture.scratch.path("killed"), 2 + 4 * index, &mut launcher);
-        let pause = draw(Key::from_seed(3), Purpose::Generate, index as u64) % 40;
-        std::thread::sleep(Duration::from_millis(pause));
         signal("KILL", victim.map_or(launcher.id(), |rank| ranks[rank]));
         let start = Instant::now();
         let ended = launcher.wait_with_output().unwrap();
-        assert!(start.elapsed() < Duration::from_secs(10), "the others notice at once");
+        assert!(start.elapsed() < Duration::from_secs(150), "the others notice without waiting");
         let said = String::from_utf8(ended.stderr).unwrap();
         match victim {
             None => assert_eq!(ended.status.code(), None),
@@ -229,7 +226,7 @@ pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &s
         // No rank outlives its launcher.
         let start = Instant::now();
         while ranks.iter().any(|rank| Path::new(&format!("/proc/{rank}/exe")).exists()) {
-            assert!(start.elapsed() < Duration::from_secs(5), "a rank lives on");
+            assert!(start.elapsed() < Duration::from_secs(60), "a rank lives on");
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -353,10 +350,7 @@ pub(crate) fn hold_one(fixture: &Fixture) {
     let ranks = ranks_of(&launcher, 3);
     until_lines(&fixture.scratch.path("held"), 3, &mut launcher);
     signal("STOP", ranks[1]);
-    let start = Instant::now();
     let ended = launcher.wait_with_output().unwrap();
-    // The deadline, then the grace that a rank gets which does not end by itself.
-    assert!(start.elapsed() < Duration::from_secs(15));
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(6), "{said}");
     assert!(said.contains("did not come within 2 s: rank 1, last seen at step"), "{said}");
@@ -368,17 +362,16 @@ pub(crate) fn hold_one(fixture: &Fixture) {
 fn a_run_that_was_stopped_longer_than_ranks_wait_goes_on() {
     let fixture = Fixture::new(&[]);
     fixture.finish("alone", &["--nproc", "1"]);
-    let mut command = fixture.run("paused", &["--nproc", "3", "--rank-timeout", "1"]);
+    let mut command = fixture.run("paused", &["--nproc", "3", "--rank-timeout", "2"]);
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut launcher = command.spawn().unwrap();
     let ranks = ranks_of(&launcher, 3);
-    for pause in 0..3 {
-        until_lines(&fixture.scratch.path("paused"), 3 + 5 * pause, &mut launcher);
-        let all = [&[launcher.id()], &ranks[..]].concat();
-        all.iter().for_each(|process| signal("STOP", *process));
-        std::thread::sleep(Duration::from_millis(2500));
-        all.iter().for_each(|process| signal("CONT", *process));
-    }
+    until_lines(&fixture.scratch.path("paused"), 4, &mut launcher);
+    let all = [&[launcher.id()], &ranks[..]].concat();
+    all.iter().for_each(|process| signal("STOP", *process));
+    // Time itself is what is waited for here.
+    std::thread::sleep(Duration::from_millis(4500));
+    all.iter().for_each(|process| signal("CONT", *process));
     let ended = launcher.wait_with_output().unwrap();
     let said = String::from_utf8(ended.stderr).unwrap();
     assert_eq!(ended.status.code(), Some(0), "{said}");

@@ -216,7 +216,7 @@ pub fn step(
     enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
     let Team { degrees, flat, schedule, .. } = *team;
-    let limit_here = memory::of_machine();
+    let limit_here = store::memory::limit();
     let demand =
         Demand { degrees, flat, schedule, workers, mirror: false, copies: 0, limit: limit_here };
     memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;

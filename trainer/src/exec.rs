@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use kernels::group::Transport;
 use loader::PrefetchOptions;
 use store::Location;
 
 use crate::checkpoint::{Retention, RingOptions};
-use crate::memory::{self, Demand};
+use crate::memory::Demand;
 use crate::mesh::{Degrees, Schedule};
 use crate::validate::Validation;
 use crate::workers::Workers;
@@ -41,6 +42,8 @@ pub struct ExecOptions {
     pub checkpoint_every: u64,
     /// Which checkpoints stay.
     pub retention: Retention,
+    /// How long the ranks may take to write one, after which the run ends.
+    pub checkpoint_timeout: Duration,
     /// Whether steps are computed again from the first one where no checkpoint can be used.
     pub restart: bool,
     /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
@@ -73,13 +76,14 @@ impl ExecOptions {
             mirror: false,
             transport: Transport::default(),
             checkpoint_every: 50,
-            retention: Retention { newest: 3, every: 0, aged: true },
+            retention: Retention::default(),
+            checkpoint_timeout: Duration::from_secs(3600),
             restart: false,
             checkpoints: None,
             ring: RingOptions { states: 0, every: 10, spike: 6.0 },
             stop_after: None,
             progress: true,
-            memory: memory::of_machine(),
+            memory: store::memory::limit(),
             out,
             stop: Arc::default(),
         }

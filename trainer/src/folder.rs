@@ -3,9 +3,9 @@
 //! ```text
 //! run.toml        the curriculum in canonical form, stores by absolute path
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
-//! checkpoints/    step-N, committed by its manifest   lock            held by the process that trains
+//! checkpoints/    step-N, committed by its manifest   lock            held by every process of the run
 //! metrics/        curves for TensorBoard              checkpoints.at  where they lie if not here, and as whose
-//! forked.json     which run it shares its first steps with, if any
+//! forked.json     which run it shares its first steps with, if any   lock.writer     held by the one that writes here
 //! replays/        states before steps that were replayed; no run goes on from them
 //! ```
 
@@ -20,7 +20,7 @@ use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
 use store::Location;
-use store::disk::{self, Log};
+use store::disk::{self, Writing};
 use store::open::MANIFEST;
 
 use crate::checkpoint::Checkpoints;
@@ -28,14 +28,11 @@ use crate::events;
 use crate::ledger::{self, Head, Ledger, RESTORE};
 use crate::spec::RunSpec;
 
-use self::lock::{LOCK, lock_within};
-pub(crate) use self::lock::{try_lock_run, was_taken};
+pub use self::lock::Holds;
+pub(crate) use self::lock::{try_lock, was_taken};
 
 /// The file that says where checkpoints lie if not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
-
-/// The same of a place for checkpoints, which may be a run's folder too.
-const PLACE_LOCK: &str = "owner.lock";
 
 /// Paths in a run's folder.
 #[derive(Clone, Debug)]
@@ -55,8 +52,8 @@ pub struct OpenRun {
     pub by_hand: Vec<String>,
     /// The first step that the curriculum changes against the ledger's, if there is one.
     pub changes_from: Option<u64>,
-    /// Held until the run ends: of the folder, and of a place for checkpoints.
-    locks: Vec<Log>,
+    /// No other process of this run writes in the folder meanwhile.
+    _writing: Writing,
 }
 
 impl OpenRun {
@@ -71,9 +68,9 @@ impl OpenRun {
     /// The folder `checkpoints` of a run is that run's without a word; elsewhere checkpoints that nobody's word claims are this
     /// run's if its ledger has one of them.
     pub(crate) fn take_checkpoints(
-        &mut self,
+        &self,
         wanted: Option<&Location>,
-        patience: Duration,
+        (holds, patience): (&Holds, Duration),
     ) -> Result<Checkpoints> {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
@@ -119,8 +116,7 @@ impl OpenRun {
             self.may_claim(&place, &checkpoints)?;
         }
         if let Location::Local(path) = &place {
-            disk::create_folder(path)?;
-            self.locks.push(lock_within(&path.join(PLACE_LOCK), patience)?);
+            holds.take_place(path, patience)?;
         }
         let new = found.is_none();
         let words = found.map_or_else(|| folder.word(), |(_, words)| words);
@@ -290,6 +286,16 @@ impl RunFolder {
         Digest::of_bytes(format!("{root:?} {now} {}", std::process::id()).as_bytes()).to_string()
     }
 
+    /// Holds the folder with the other processes of this run, once no other run has it.
+    pub fn take(&self, holds: &Holds, patience: Duration) -> Result<()> {
+        if self.root.join(MANIFEST).exists() {
+            return Err(Fault::usage("this folder holds a store, which is never altered")
+                .at(self.root.display().to_string())
+                .hint("name another folder for the run with --out"));
+        }
+        holds.take_folder(&self.root, patience)
+    }
+
     /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same. Another
     /// process that has it is waited for with `patience`; a run whose ledger is gone begins anew only by `restart`.
     pub fn open(
@@ -297,15 +303,10 @@ impl RunFolder {
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        (patience, restart): (Duration, bool),
+        (holds, patience, restart): (&Holds, Duration, bool),
     ) -> Result<OpenRun> {
-        if self.root.join(MANIFEST).exists() {
-            return Err(Fault::usage("this folder holds a store, which is never altered")
-                .at(self.root.display().to_string())
-                .hint("name another folder for the run with --out"));
-        }
-        disk::create_folder(&self.root)?;
-        let lock = lock_within(&self.root.join(LOCK), patience)?;
+        self.take(holds, patience)?;
+        let writing = holds.write(patience)?;
         let head = head(spec, table)?;
         let found = Ledger::open(&self.ledger())?;
         if let Some(ledger) = &found {
@@ -333,7 +334,7 @@ impl RunFolder {
             edits,
             by_hand,
             changes_from,
-            locks: vec![lock],
+            _writing: writing,
         })
     }
 

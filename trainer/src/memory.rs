@@ -416,7 +416,7 @@ fn too_large(
     ranks: usize,
 ) -> Fault {
     let Holds { weights, masters, moments, activations, gradients, sent, received, sums } = mine;
-    Fault::machine("this run needs more memory than the machine has")
+    Fault::machine("this run needs more memory than the machine has, or leaves this job")
         .at(format!("phase {phase:?}"))
         .found(format!(
             "{} for {} on this machine; of it for this one: weights {}, moments {}, activations {}, gradients {}, \
@@ -431,18 +431,6 @@ fn too_large(
             size(copies)
         ))
         .wanted(format!("at most {}", size(there)))
-}
-
-/// The memory that this process may use: the machine's, or what its control group leaves it. More than there can be where the
-/// system does not say.
-pub(crate) fn of_machine() -> u64 {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let machine = read("/proc/meminfo");
-    let machine = machine.lines().find_map(|line| line.strip_prefix("MemTotal:"));
-    let machine = machine.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
-    let groups = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-    let groups = groups.iter().filter_map(|path| read(path).trim().parse::<u64>().ok());
-    groups.chain(machine.map(|kilobytes| kilobytes << 10)).min().unwrap_or(u64::MAX)
 }
 
 /// Addresses that libtorch and its libraries need before they compute anything: with fewer they crash where they do not ask

@@ -15,7 +15,7 @@ use tch::Device;
 
 use crate::checkpoint::{Layout, manifest_bytes};
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
-use crate::memory::{self, Holds, Ways};
+use crate::memory::{Holds, Ways};
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team;
@@ -205,7 +205,7 @@ fn machines(fleet: &Fleet) -> Vec<String> {
 
 fn device_bytes(device: &str) -> Result<u64> {
     if device == "cpu" {
-        return Ok(memory::of_machine());
+        return Ok(store::memory::limit());
     }
     let known = DEVICES.iter().find(|(name, _)| *name == device);
     known.map(|(_, gib)| gib << 30).ok_or_else(|| {

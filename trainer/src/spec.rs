@@ -259,6 +259,8 @@ fn models(
     start: Option<&Start>,
 ) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
+    let place = |field: &str| curriculum.place(&format!("model.{field}"));
+    let whole = resolve_model(&curriculum.model, vocab, start, place)?.config;
     for (index, phase) in curriculum.phases.iter().enumerate() {
         let here = |field: &str| curriculum.place(&format!("phase.{}.model.{field}", phase.name));
         let place = |field: &str| match phase.model.0.contains_key(field) {
@@ -286,11 +288,18 @@ fn models(
                 .found(phase.weight_shards)
                 .wanted(format!("at most {parts}, an expert's width and the vocabulary")));
         }
-        if let Some(first) = models.first()
-            && model::parameters(&first.config) != model::parameters(&model.config)
-        {
-            return Err(Fault::usage("a phase cannot change the parameters of the model")
-                .at(phase.model.0.keys().next().map_or_else(|| place("model"), |field| here(field)))
+        if !same_shape(&model.config, &whole) {
+            let alone = |field: &&String| {
+                let mut table = curriculum.model.clone();
+                table.0.insert((*field).clone(), phase.model.0[*field].clone());
+                let changed = resolve_model(&table, vocab, start, place);
+                changed.is_ok_and(|changed| !same_shape(&changed.config, &whole))
+            };
+            let mut fields = phase.model.0.keys();
+            let field = fields.find(alone).or(phase.model.0.keys().next());
+            return Err(Fault::usage("a phase cannot change the shape of the model")
+                .at(field.map_or_else(|| place("model"), |field| here(field)))
+                .wanted("the value under [model], which all phases share")
                 .hint("only numbers such as rope_theta may differ between phases"));
         }
         models.push(model);
@@ -299,6 +308,22 @@ fn models(
         compare_start(start, &models[0].config, || curriculum.place("start"))?;
     }
     Ok(models)
+}
+
+/// Whether two models differ only in numbers that change no tensor, and nothing of how tensors are cut and joined.
+fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
+    let same = ZayaConfig {
+        rms_norm_eps: model.rms_norm_eps,
+        initializer_range: model.initializer_range,
+        max_position_embeddings: model.max_position_embeddings,
+        rope_theta: model.rope_theta,
+        partial_rotary_factor: model.partial_rotary_factor,
+        skip: model.skip,
+        document_mask: model.document_mask,
+        loss_chunk: model.loss_chunk,
+        ..other.clone()
+    };
+    same == *model
 }
 
 /// The start that the curriculum names, relative to its own folder.

@@ -85,9 +85,14 @@ impl Workers {
         Workers::new(thread::available_parallelism().map_or(1, usize::from))
     }
 
+    /// So many of them.
+    pub fn of(self, count: usize) -> Self {
+        Workers { count, ..self }
+    }
+
     /// One of them.
     pub fn one(self) -> Self {
-        Workers { count: 1, ..self }
+        self.of(1)
     }
 
     /// How many.

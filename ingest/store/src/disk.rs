@@ -8,6 +8,7 @@
 //! leave, and may let the disk be full.
 
 mod direct;
+mod held;
 mod lock;
 mod log;
 #[cfg(any(test, feature = "crash"))]
@@ -21,6 +22,7 @@ use std::sync::Once;
 
 use contract::{Fault, Result, note};
 
+pub use self::held::{Held, Writing, draw_group};
 pub use self::lock::{Lock, hold, is_lockless, lock};
 pub use self::log::Log;
 #[cfg(any(test, feature = "crash"))]

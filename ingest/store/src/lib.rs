@@ -25,6 +25,7 @@ pub mod documents;
 pub mod folder;
 pub mod location;
 pub mod manifest;
+pub mod memory;
 mod names;
 pub mod open;
 pub mod pieces;

@@ -152,8 +152,11 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let mut proof = Proof::new(&before, &after, args.step, found)?;
     proof.skip = args.skip;
     if !args.dry_run {
-        let _held = held(&path)?;
+        let held = held(&path)?;
         replace(&path, &before.source, &after.source)?;
+        if let Some(held) = held {
+            held.let_go();
+        }
         proof.written = true;
     }
     let file = args.curriculum.display().to_string();

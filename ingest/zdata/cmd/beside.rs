@@ -1,11 +1,12 @@
 //! A run whose own curriculum is amended: what lies beside it.
 
-use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use contract::{Fault, Result};
-use store::{disk, regular};
+use store::disk::{Held, draw_group};
+use store::regular;
 
 /// The ledger of the run whose own curriculum lies at `path`, if it is one.
 pub(super) fn ledger_beside(path: &Path) -> Option<PathBuf> {
@@ -15,25 +16,16 @@ pub(super) fn ledger_beside(path: &Path) -> Option<PathBuf> {
 
 /// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is replaced. One
 /// that is under way would never see what is written, and its folder would tell of an amendment that it has not.
-pub(super) fn held(path: &Path) -> Result<Option<File>> {
-    let Some(lock) = ledger_beside(path).map(|ledger| ledger.with_file_name("lock")) else {
-        return Ok(None);
-    };
-    let file = match regular::open(&lock) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Fault::io("open", &lock, &error)),
-    };
-    match disk::hold(&file) {
-        Ok(true) => Ok(Some(file)),
-        Ok(false) => Err(Fault::usage("this run is under way, and has read its curriculum")
+pub(super) fn held(path: &Path) -> Result<Option<Held>> {
+    let lock = ledger_beside(path).map(|ledger| ledger.with_file_name("lock"));
+    let Some(lock) = lock.filter(|lock| lock.exists()) else { return Ok(None) };
+    Held::take(&lock, &draw_group(), Duration::ZERO)?.map(Some).map_err(|who| {
+        Fault::usage("this run is under way, and has read its curriculum")
             .at(path.display().to_string())
+            .found(who)
             .wanted("a run that stands still")
-            .hint("stop it (Ctrl-C leaves a checkpoint), amend this file, and go on with it")),
-        // Where no locks work, a run under way is told by other means.
-        Err(error) if disk::is_lockless(&error) => Ok(None),
-        Err(error) => Err(Fault::io("lock", &lock, &error)),
-    }
+            .hint("stop it (Ctrl-C leaves a checkpoint), amend this file, and go on with it")
+    })
 }
 
 /// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.

@@ -88,6 +88,14 @@ pub struct Retention {
     pub every: u64,
     /// And some older ones, ever fewer the older they are.
     pub aged: bool,
+    /// The newest so many of those that are kept beside these, for a step whose loss jumped.
+    pub pinned: usize,
+}
+
+impl Default for Retention {
+    fn default() -> Self {
+        Retention { newest: 3, every: 0, aged: true, pinned: 8 }
+    }
 }
 
 impl Retention {
@@ -303,7 +311,7 @@ impl Checkpoints {
             .try_for_each(|file| self.medium.rename(file, &format!("damaged-{file}")))
     }
 
-    /// Lets the checkpoint of `step` stay whatever the retention says.
+    /// Lets the checkpoint of `step` stay beside those that the retention counts.
     pub(crate) fn pin(&self, step: u64) -> Result<()> {
         self.medium.put(&name(step, format::PINNED), &[]).map(drop)
     }
@@ -320,7 +328,9 @@ impl Checkpoints {
         let (mut steps, pinned) = (self.steps()?, self.pinned()?);
         // A pinned one stays beside the newest, not in place of one.
         steps.retain(|step| !pinned.contains(step));
-        retention.gone(&steps).into_iter().try_for_each(|step| self.remove(step))
+        let old = pinned.len().saturating_sub(retention.pinned);
+        let gone = retention.gone(&steps).into_iter().chain(pinned.into_iter().take(old));
+        gone.collect::<Vec<_>>().into_iter().try_for_each(|step| self.remove(step))
     }
 
     /// Removes the checkpoint of `step`, whole or half.

@@ -19,11 +19,16 @@ pub struct Written {
     pub stall: Duration,
     /// How long it took to write.
     pub writing: Duration,
+    /// Why older ones that are not needed any more could not be removed.
+    pub left: Option<Fault>,
 }
 
 /// At most one checkpoint that is being written.
 #[derive(Default)]
 pub struct Saver(Option<JoinHandle<Result<Written>>>);
+
+/// Between two looks whether it is written.
+const LOOK: Duration = Duration::from_millis(2);
 
 impl Saver {
     /// Nothing to write yet.
@@ -31,23 +36,34 @@ impl Saver {
         Saver(None)
     }
 
-    /// Starts `write`, which commits the state `state` after `step`. The one before must have ended.
+    /// Starts `write`, which commits the state `state` after `step`, and says why it could not remove older ones. The one before
+    /// must have ended.
     pub fn start(
         &mut self,
         (step, state, stall): (u64, Digest, Duration),
-        write: impl FnOnce() -> Result<()> + Send + 'static,
+        write: impl FnOnce() -> Result<Option<Fault>> + Send + 'static,
     ) -> Result<()> {
         if self.0.is_some() {
             return Err(Fault::bug("two checkpoints were to be written at once"));
         }
         let work = move || {
             let start = Instant::now();
-            write()?;
-            Ok(Written { step, state, stall, writing: start.elapsed() })
+            let left = write()?;
+            Ok(Written { step, state, stall, writing: start.elapsed(), left })
         };
         let thread = thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
         self.0 = Some(thread.map_err(|error| Fault::not_started("a thread", &error))?);
         Ok(())
+    }
+
+    /// Whether something is still being written, after a wait for it of at most `turn`.
+    pub fn is_busy(&self, turn: Duration) -> bool {
+        let (start, busy) =
+            (Instant::now(), || self.0.as_ref().is_some_and(|it| !it.is_finished()));
+        while busy() && start.elapsed() < turn {
+            thread::sleep(LOOK);
+        }
+        busy()
     }
 
     /// What has been written, if something is done.
@@ -83,10 +99,13 @@ mod tests {
     fn one_at_a_time_and_every_fault_is_told() {
         let (mut saver, (go, wait)) = (Saver::new(), channel::<()>());
         assert_eq!(saver.wait().unwrap(), None);
-        saver.start(WHAT, move || wait.recv().map_err(|_| Fault::bug("gone"))).unwrap();
+        let work = move || wait.recv().map(|()| None).map_err(|_| Fault::bug("gone"));
+        saver.start(WHAT, work).unwrap();
         assert_eq!(saver.done().unwrap(), None, "it does not wait");
-        assert!(saver.start(WHAT, || Ok(())).is_err());
+        assert!(saver.is_busy(Duration::from_millis(5)));
+        assert!(saver.start(WHAT, || Ok(None)).is_err());
         go.send(()).unwrap();
+        assert!(!saver.is_busy(Duration::MAX));
         assert_eq!(saver.wait().unwrap().unwrap().step, 7);
         saver.start(WHAT, || Err(Fault::machine("the disk is full"))).unwrap();
         assert_eq!(saver.wait(), Err(Fault::machine("the disk is full")));

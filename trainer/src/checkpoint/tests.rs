@@ -223,7 +223,7 @@ impl Medium for Broken {
 /// Every operation of a checkpoint and of the retention after it is cut once, in every way.
 #[test]
 fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
-    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false });
+    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false, pinned: 8 });
     let whole = |how, left| {
         let folder = TempDir::new().unwrap();
         let good = Checkpoints::new(folder.path());
@@ -255,9 +255,69 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
     }
 }
 
+/// A place in which nothing can be removed.
+#[derive(Debug)]
+struct Lasting(Folder);
+
+impl Medium for Lasting {
+    fn put(&self, name: &str, parts: &[&[u8]]) -> Result<store::FileRecord> {
+        self.0.put(name, parts)
+    }
+
+    fn get(&self, name: &str) -> Result<Vec<u8>> {
+        self.0.get(name)
+    }
+
+    fn list(&self) -> Result<Vec<String>> {
+        self.0.list()
+    }
+
+    fn remove(&self, _: &str) -> Result<()> {
+        Err(Fault::machine("access denied"))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> Result<()> {
+        self.0.rename(from, to)
+    }
+
+    fn location(&self, name: &str) -> Location {
+        self.0.location(name)
+    }
+}
+
+#[test]
+fn what_may_not_be_removed_stays_and_costs_no_checkpoint() {
+    let (layout, retention) = (layout(), Retention { newest: 1, ..Retention::default() });
+    let folder = TempDir::new().unwrap();
+    let medium = Arc::new(Lasting(Folder(folder.path().to_owned())));
+    let checkpoints = Checkpoints { medium };
+    for step in [3, 6] {
+        save(&checkpoints, &layout, step).unwrap();
+    }
+    let left = checkpoints.retain(Retention { aged: false, ..retention }).unwrap_err();
+    assert!(left.to_string().contains("access denied"), "{left}");
+    assert_eq!(newest(&checkpoints, &layout), (Some(6), Vec::new()));
+}
+
+#[test]
+fn of_those_that_are_kept_for_a_jump_the_newest_stay() {
+    let (layout, folder) = (layout(), TempDir::new().unwrap());
+    let checkpoints = Checkpoints::new(folder.path());
+    for step in 1..=6 {
+        if step < 5 {
+            checkpoints.pin(step).unwrap();
+        }
+        save(&checkpoints, &layout, step).unwrap();
+    }
+    let retention = Retention { newest: 1, every: 0, aged: false, pinned: 2 };
+    checkpoints.retain(retention).unwrap();
+    assert_eq!(checkpoints.steps().unwrap(), [3, 4, 6]);
+    assert_eq!(checkpoints.pinned().unwrap().into_iter().collect::<Vec<_>>(), [3, 4]);
+}
+
 #[test]
 fn files_of_others_stay_in_any_folder() {
-    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false });
+    let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false, pinned: 8 });
     let folder = TempDir::new().unwrap();
     let checkpoints = Checkpoints::new(folder.path());
     let others = ["step-3/model.pt", "step-5/model.safetensors", "step-5/notes.tmp"];
@@ -503,7 +563,7 @@ proptest! {
     fn old_checkpoints_are_thinned_out_by_age(
         gaps in prop::collection::vec(1u64..60, 1..400), newest in 1usize..5,
     ) {
-        let retention = Retention { newest, every: 0, aged: true };
+        let retention = Retention { newest, ..Retention::default() };
         let (mut made, mut kept, mut last) = (vec![0], Vec::new(), 0);
         for gap in gaps {
             last += gap;

@@ -1,42 +1,126 @@
 //! Locks of folders, which the operating system drops with the process that has them, however it ends.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use contract::{Fault, Result, Symptom};
-use store::disk::{self, Log};
+use store::Location;
+use store::disk::{self, Held, Log, Writing};
 
-/// The file that the process that trains holds.
-pub(super) const LOCK: &str = "lock";
+/// The file that every process of a run holds.
+const LOCK: &str = "lock";
 
-/// Between two looks whether the folder is free.
-const LOOK: Duration = Duration::from_millis(20);
+/// The same in a place for checkpoints, which may be a run's folder too.
+const PLACE_LOCK: &str = "owner.lock";
 
-/// Takes the folder in which this lock's file lies for this process, once nobody else has it.
-pub(super) fn lock_within(path: &Path, patience: Duration) -> Result<Log> {
-    let start = Instant::now();
-    loop {
-        if let Some(file) = try_lock(path)? {
-            return Ok(file);
+/// How long a process of the same run may still write, after whose end this one was started.
+const PREDECESSOR: Duration = Duration::from_secs(10);
+
+/// What the processes of a run hold together, each for itself: the run's folder, and the place of its checkpoints if that is
+/// another one. So both are theirs until the last one ends, whichever ends first.
+#[derive(Debug, Default)]
+pub struct Holds {
+    /// The name that they have in common.
+    group: OnceLock<String>,
+    folder: OnceLock<Held>,
+    place: OnceLock<Held>,
+}
+
+impl Holds {
+    /// Of a process that was started by another one of this group; `None`: of the first process of a group.
+    pub fn of(group: Option<String>) -> Holds {
+        let group = group.map(OnceLock::from).unwrap_or_default();
+        Holds { group, ..Holds::default() }
+    }
+
+    /// The name of the group.
+    pub fn group(&self) -> &str {
+        self.group.get_or_init(disk::draw_group)
+    }
+
+    /// Holds the run's folder `root`, once nobody else does.
+    pub(super) fn take_folder(&self, root: &Path, patience: Duration) -> Result<()> {
+        take(&self.folder, self.group(), &root.join(LOCK), patience)
+    }
+
+    /// The same of a place for checkpoints.
+    pub(super) fn take_place(&self, root: &Path, patience: Duration) -> Result<()> {
+        take(&self.place, self.group(), &root.join(PLACE_LOCK), patience)
+    }
+
+    /// Holds, with the rank that has taken them, what this rank sees of the run's folder and of the checkpoints.
+    pub(crate) fn join(&self, group: &str, root: &Path, place: &Location) -> Result<()> {
+        let group = self.group.get_or_init(|| group.to_owned());
+        join(&self.folder, group, &root.join(LOCK))?;
+        match place {
+            Location::Local(place) => join(&self.place, group, &place.join(PLACE_LOCK)),
+            Location::Object(_) => Ok(()),
         }
-        if start.elapsed() >= patience {
-            return Err(Fault::machine("another run is using this folder")
-                .at(disk::folder_of(path).display().to_string())
-                .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
-                .sign_of(Symptom::InUse));
+    }
+
+    /// Holds the run's folder with the process that started this one, where this machine sees it.
+    pub fn follow(&self, root: &Path) -> Result<()> {
+        self.group.get().map_or(Ok(()), |group| join(&self.folder, group, &root.join(LOCK)))
+    }
+
+    /// The right to write in the run's folder, once no other rank has it any more.
+    pub(super) fn write(&self, patience: Duration) -> Result<Writing> {
+        let held = self.folder.get().ok_or_else(|| Fault::bug("the run's folder is not held"))?;
+        held.write(patience.max(PREDECESSOR))?.ok_or_else(|| {
+            Fault::machine("another process of this run still writes in its folder")
+                .hint("end it, then run the same command again")
+        })
+    }
+
+    /// Refuses to go on where another run has taken the folder, or the place of the checkpoints.
+    pub(crate) fn check(&self) -> Result<()> {
+        let is_lost = |held: &OnceLock<Held>| held.get().is_some_and(Held::is_lost);
+        if !is_lost(&self.folder) && !is_lost(&self.place) {
+            return Ok(());
         }
-        std::thread::sleep(LOOK);
+        Err(Fault::machine("another run has taken this folder, while this one stood still")
+            .hint("one of them may go on: stop the other, then run the same command again")
+            .sign_of(Symptom::InUse))
+    }
+
+    /// Ends in good order.
+    pub fn let_go(self) {
+        let held = [self.place, self.folder].into_iter().filter_map(OnceLock::into_inner);
+        held.for_each(Held::let_go);
     }
 }
 
-/// Takes a run's folder; `None` where another process has it.
-pub(crate) fn try_lock_run(root: &Path) -> Result<Option<Log>> {
-    try_lock(&root.join(LOCK))
+fn take(held: &OnceLock<Held>, group: &str, path: &Path, patience: Duration) -> Result<()> {
+    if held.get().is_some() {
+        return Ok(());
+    }
+    let taken = Held::take(path, group, patience)?.map_err(|who| {
+        Fault::machine("another run is using this folder")
+            .at(disk::folder_of(path).display().to_string())
+            .found(who)
+            .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
+            .sign_of(Symptom::InUse)
+    })?;
+    // Only this thread takes it.
+    let _ = held.set(taken);
+    Ok(())
 }
 
-fn try_lock(path: &Path) -> Result<Option<Log>> {
-    let file = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
-    let free = disk::hold(file.file()).map_err(|error| Fault::io("lock", path, &error))?;
+fn join(held: &OnceLock<Held>, group: &str, path: &Path) -> Result<()> {
+    if held.get().is_none()
+        && let Some(joined) = Held::join(path, group)?
+    {
+        let _ = held.set(joined);
+    }
+    Ok(())
+}
+
+/// Takes a folder for this process alone; `None` where another process has it.
+pub(crate) fn try_lock(root: &Path) -> Result<Option<Log>> {
+    let path = root.join(LOCK);
+    let file = Log::open(&path).map_err(|error| Fault::io("open", &path, &error))?;
+    let free = disk::hold(file.file()).map_err(|error| Fault::io("lock", &path, &error))?;
     Ok(free.then_some(file))
 }
 

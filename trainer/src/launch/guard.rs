@@ -1,7 +1,7 @@
 //! `ztrain supervise`: starts a run's whole command, and again where the rules say so.
 //!
 //! ```text
-//! guard            `ztrain supervise`: computes nothing, holds nothing; knows how the command ended, and whether it moves
+//! guard            `ztrain supervise`: computes nothing; holds the folder, knows how the command ended, and whether it moves
 //!   launcher       `ztrain --nproc N`: starts the ranks, holds their store; restarts and evicts single ranks
 //!     ranks        train
 //! ```
@@ -28,7 +28,7 @@ use store::Location;
 use super::background::in_background;
 use super::ends::{End, Ends, VARIABLE, verdict};
 use super::happened::{Happened, tell};
-use super::rules::{Action, Cause, History, Rule, Rules};
+use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
 use super::supervise::Supervision;
 use super::watch::{Pulse, system_says};
 use crate::folder::RunFolder;
@@ -83,8 +83,14 @@ impl Supervised {
         })
     }
 
-    pub(super) fn begin(self) -> Supervision {
-        Supervision::new(self.rules, self.ends, self.events)
+    /// Whether something is to be done about single ranks, which takes others that can go on.
+    pub fn touches_ranks(&self) -> bool {
+        self.rules.touch_ranks()
+    }
+
+    /// Begins to watch over ranks of which so many stay, whatever the rules say.
+    pub(super) fn begin(self, stay: u32) -> Supervision {
+        Supervision::new(self.rules, stay, self.ends, self.events)
     }
 }
 
@@ -140,7 +146,8 @@ impl Guard {
             let Some((end, cause, code)) = self.judge(&attempt, ends, began)? else {
                 return Ok(code_of(attempt.status));
             };
-            let rule = history.choose(&self.rules, cause, possible, Instant::now());
+            let culprit = Culprit::Machine(end.host.clone());
+            let rule = history.choose(&self.rules, (cause, &culprit), possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
             let (what, host) = (end.what.as_str(), end.host.as_str());
             tell(&events, &Happened { cause, rank: end.rank, action, what, host });

@@ -6,11 +6,12 @@
 //!
 //! [[crash]]                                                # the first entry that is not used up decides
 //! do = "restart"
-//! times = 3                                                # at most so often ...
+//! times = 3                                                # at most so often for the same rank ...
 //! within = 3600                                            # ... in so many seconds
 //!
 //! [[crash]]
 //! do = "evict"
+//! again = 600                                              # after so many seconds it is offered a place again
 //! ```
 
 use std::time::{Duration, Instant};
@@ -136,7 +137,7 @@ pub struct Rule {
     /// What.
     #[serde(rename = "do")]
     pub action: Action,
-    /// How often at most in `within`; without it always.
+    /// How often at most in `within`, for the same rank, or machine where all ranks are concerned; without it always.
     pub times: Option<u32>,
     /// Seconds.
     #[serde(default = "hour")]
@@ -144,6 +145,8 @@ pub struct Rule {
     /// Seconds before it is done.
     #[serde(default)]
     pub pause: f64,
+    /// Seconds after which an evicted rank is started again, twice as many after each further eviction; without it never.
+    pub again: Option<f64>,
     /// What has to succeed before the ranks are started again, asked every `pause` seconds: a line for the shell.
     pub until: Option<String>,
 }
@@ -155,7 +158,7 @@ fn hour() -> f64 {
 impl Rule {
     /// Always this.
     const fn always(action: Action) -> Self {
-        Rule { action, times: None, within: 3600.0, pause: 0.0, until: None }
+        Rule { action, times: None, within: 3600.0, pause: 0.0, again: None, until: None }
     }
 
     /// So often in an hour.
@@ -214,7 +217,8 @@ impl Default for Rules {
     fn default() -> Self {
         let lost = || {
             let retry = Rule { pause: 5.0, ..Rule::often(Action::Retry, 5) };
-            vec![Rule::often(Action::Restart, 3), Rule::always(Action::Evict), retry]
+            let evict = Rule { again: Some(600.0), ..Rule::always(Action::Evict) };
+            vec![Rule::often(Action::Restart, 3), evict, retry]
         };
         Rules {
             hang_seconds: 600.0,
@@ -273,6 +277,10 @@ impl Rules {
                 if !(above(rule.within) && long.contains(&rule.pause)) {
                     return Err(wrong(name, "`within` above 0 and `pause` from 0, in seconds"));
                 }
+                let evicts = rule.action == Action::Evict;
+                if rule.again.is_some_and(|again| !evicts || !above(again)) {
+                    return Err(wrong(name, "`again`, seconds above 0, with `do = \"evict\"`"));
+                }
                 let blind = rule.action == Action::Wait && rule.until.is_none();
                 if blind && cause != Cause::Disk
                     || rule.until.is_some() && rule.action != Action::Wait
@@ -307,34 +315,49 @@ impl Rules {
     }
 }
 
+/// Whom a rule is used for: what happens to one rank says nothing of another one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Culprit {
+    /// A rank, as launched.
+    Rank(Option<u32>),
+    /// A machine, by its name; empty where nobody knows which.
+    Machine(String),
+}
+
 /// What was done so far.
 #[derive(Clone, Debug, Default)]
-pub struct History(Vec<(Cause, usize, Instant)>);
+pub struct History(Vec<(Cause, usize, Culprit, Instant)>);
 
 impl History {
-    /// What to do about `cause` now, of what is `possible`: the first rule that is not used up, and which time it is. Nothing
-    /// else is left: stop.
+    /// What to do about `cause` now, of what is `possible`: the first rule that is not used up for the culprit. Nothing else is
+    /// left: stop.
     pub(crate) fn choose(
         &mut self,
         rules: &Rules,
-        cause: Cause,
+        (cause, culprit): (Cause, &Culprit),
         possible: impl Fn(Action) -> bool,
         now: Instant,
     ) -> Rule {
         for (number, rule) in rules.about(cause).iter().enumerate() {
             let within = Duration::from_secs_f64(rule.within);
             let lately = |at: &Instant| now.saturating_duration_since(*at) < within;
-            let done = self
-                .0
-                .iter()
-                .filter(|(of, at, when)| (*of, *at) == (cause, number) && lately(when));
-            let left = rule.times.is_none_or(|times| (done.count() as u64) < u64::from(times));
-            if left && possible(rule.action) {
-                self.0.push((cause, number, now));
-                return rule.clone();
+            let done = self.used(cause, number, culprit).filter(|at| lately(*at)).count() as u64;
+            if rule.times.is_none_or(|times| done < u64::from(times)) && possible(rule.action) {
+                let before = self.used(cause, number, culprit).count();
+                self.0.push((cause, number, culprit.clone(), now));
+                let again = rule.again.map(|again| again * f64::from(1u32 << before.min(8)));
+                return Rule { again, ..rule.clone() };
             }
         }
         Rule::always(Action::Stop)
+    }
+
+    /// When a rule was used for a culprit.
+    fn used(&self, cause: Cause, rule: usize, who: &Culprit) -> impl Iterator<Item = &Instant> {
+        let of_this = move |(of, number, culprit, _): &&(Cause, usize, Culprit, Instant)| {
+            (*of, *number) == (cause, rule) && culprit == who
+        };
+        self.0.iter().filter(of_this).map(|(.., at)| at)
     }
 }
 
@@ -368,11 +391,33 @@ mod tests {
             ("[[crash]]\ndo = \"retry\"\nuntil = \"true\"", "until"),
             ("[[crash]]\ndo = \"retry\"\npause = -1", "pause"),
             ("[[crash]]\ntimes = 1", "do"),
+            ("[[crash]]\ndo = \"restart\"\nagain = 1", "again"),
+            ("[[crash]]\ndo = \"evict\"\nagain = 0", "again"),
         ] {
             let fault = parse(text).unwrap_err();
             assert_eq!(fault.class(), Class::Usage);
             assert!(fault.to_string().contains(words), "{text}: {fault}");
         }
+    }
+
+    #[test]
+    fn what_befalls_one_rank_uses_up_nothing_of_another() {
+        let (rules, now, mut history) = (Rules::default(), Instant::now(), History::default());
+        let mut choose = |rank: u32| {
+            let culprit = Culprit::Rank(Some(rank));
+            let rule = history.choose(&rules, (Cause::Crash, &culprit), |_| true, now);
+            (rule.action, rule.again)
+        };
+        for rank in 0..9 {
+            for _ in 0..3 {
+                assert_eq!(choose(rank), (Action::Restart, None), "rank {rank}");
+            }
+        }
+        // What fails again and again is offered a place ever more seldom.
+        for seconds in [600.0, 1200.0, 2400.0] {
+            assert_eq!(choose(4), (Action::Evict, Some(seconds)));
+        }
+        assert_eq!(choose(5), (Action::Evict, Some(600.0)));
     }
 
     proptest! {
@@ -394,7 +439,7 @@ mod tests {
             let (mut history, mut now, mut used) = (History::default(), Instant::now(), Vec::new());
             for pause in seconds {
                 now += Duration::from_secs(pause);
-                let rule = history.choose(&rules, Cause::Crash, possible, now);
+                let rule = history.choose(&rules, (Cause::Crash, &Culprit::Rank(None)), possible, now);
                 let lately = |action: Action| {
                     let close = |at: &Instant| now - *at < Duration::from_secs(60);
                     used.iter().filter(|(done, at)| *done == action && close(at)).count() as u32

@@ -1,5 +1,6 @@
 //! `--nproc N`: this program, started N times on this machine, with the store in which the ranks meet.
 
+use std::ffi::OsString;
 use std::io::BufRead as _;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -15,7 +16,6 @@ use super::guard::Supervised;
 use super::key::{KEY, KEY_FILE};
 use super::place::{self, LAUNCHER, Launched, spawned_us};
 use super::supervise::{Elastic, Launcher, Rank};
-use crate::memory;
 use crate::refusal::lost;
 
 /// Set for a rank that is started again, to join the others.
@@ -35,15 +35,19 @@ pub struct Launch {
     pub count: u32,
     /// After the loss of a rank the others go on if so many are left; `None`: they end.
     pub min_ranks: Option<u32>,
+    /// So many are left at least by a supervisor's evictions.
+    pub stay: u32,
     /// What the supervisor has asked for, if there is one.
     pub supervised: Option<Supervised>,
+    /// Further arguments of each rank.
+    pub arguments: Vec<OsString>,
 }
 
 /// Starts `launch.count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one
 /// fails the others are ended, unless enough are left to go on. The exit code is that of the rank that knows most.
 pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
-    let Launch { count, min_ranks, supervised } = launch;
-    refuse_too_many(*count, memory::of_machine())?;
+    let Launch { count, min_ranks, stay, supervised, arguments } = launch;
+    refuse_too_many(*count, store::memory::limit())?;
     let secret = RunKey::draw().map_err(lost)?;
     let key = RunKey::of(&secret);
     let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
@@ -51,7 +55,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
     let start = |rank: u32, again: bool| {
         let mut command = Command::new(&program);
-        command.args(std::env::args_os().skip(1)).stdin(Stdio::piped());
+        command.args(std::env::args_os().skip(1)).args(arguments).stdin(Stdio::piped());
         let number = |name: &str, value: u32| (name.to_owned(), value.to_string());
         command.envs([
             number("RANK", rank),
@@ -77,7 +81,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     let elastic = agent.transpose().map_err(lost)?.map(|agent| Elastic::new(agent, *min_ranks));
     let ranks = (0..*count).map(|rank| Ok(Rank::new(rank, start(rank, false)?)));
     let ranks = ranks.collect::<Result<_>>()?;
-    let supervision = supervised.clone().map(Supervised::begin);
+    let supervision = supervised.clone().map(|supervised| supervised.begin(*stay));
     Launcher { ranks, elastic, supervision, store: &store, start: &start, stop }.run()
 }
 

@@ -15,7 +15,7 @@ use kernels::group::{Agent, Store};
 use super::ends::{End, Ends};
 use super::happened::{Happened, tell};
 use super::place::host_name;
-use super::rules::{Action, Cause, History, Rule, Rules};
+use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
 use super::watch::{Pace, Pulse, Seen, behind, system_says};
 use crate::refusal::lost;
 
@@ -125,9 +125,8 @@ impl Elastic {
 
     /// Whether what is lost so far may be lost.
     fn allows(&self, ranks: &[Rank]) -> bool {
-        let left = ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count();
         let other = ranks.iter().any(|rank| rank.failed() && !rank.is_lost());
-        !other && self.least.is_some_and(|least| left as u64 >= u64::from(least))
+        !other && self.least.is_some_and(|least| left(ranks) >= u64::from(least))
     }
 
     /// Tells the others of a rank that has ended.
@@ -155,6 +154,8 @@ impl Elastic {
 pub(super) struct Supervision {
     rules: Rules,
     history: History,
+    /// How many ranks are left at least by evictions.
+    stay: u32,
     ends: Ends,
     /// The run's events.
     events: PathBuf,
@@ -165,12 +166,31 @@ pub(super) struct Supervision {
 }
 
 impl Supervision {
-    /// By these rules, for the run with these events.
-    pub(super) fn new(rules: Rules, ends: Ends, events: PathBuf) -> Self {
+    /// By these rules, for the run with these events, of which so many ranks stay.
+    pub(super) fn new(rules: Rules, stay: u32, ends: Ends, events: PathBuf) -> Self {
         let patience = Duration::from_secs_f64(rules.hang_seconds);
         let (pulse, pace) = (Pulse::new(patience, Instant::now()), Pace::new(rules.slow));
         let before = events.metadata().map_or(0, |file| file.len());
-        Supervision { rules, history: History::default(), ends, events, before, pulse, pace }
+        Supervision { rules, history: History::default(), stay, ends, events, before, pulse, pace }
+    }
+
+    /// What to do about one rank, or all of them, where `left` go on without it and `may_lose` says whether they can.
+    fn choose(&mut self, (cause, rank): (Cause, Option<u32>), left: u64, may_lose: bool) -> Rule {
+        let Supervision { rules, history, stay, .. } = self;
+        let possible = |action: Action| match action {
+            Action::Restart => may_lose,
+            Action::Evict => may_lose && left >= u64::from(*stay),
+            _ => true,
+        };
+        let culprit = Culprit::Rank(rank);
+        let rule = history.choose(rules, (cause, &culprit), possible, Instant::now());
+        // Nothing is lost by one that is only slow: where nothing else can be done about it the run goes on.
+        match (cause, rule.action) {
+            (Cause::Straggler, Action::Stop) if !rules.about(cause).contains(&rule) => {
+                Rule { action: Action::Note, ..rule }
+            }
+            _ => rule,
+        }
     }
 }
 
@@ -297,16 +317,11 @@ impl Launcher<'_> {
     fn sentence(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         let index = rank.and_then(|rank| self.ranks.iter().position(|one| one.rank == rank));
         // It counts as lost from now on.
-        let left = self.ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count() as u64;
+        let left = left(&self.ranks).saturating_sub(1);
         let least = self.elastic.as_ref().and_then(|elastic| elastic.least);
-        let may_lose = index.is_some() && least.is_some_and(|least| left > u64::from(least));
+        let may_lose = index.is_some() && least.is_some_and(|least| left >= u64::from(least));
         let Some(supervision) = &mut self.supervision else { return };
-        let possible = |action: Action| match action {
-            Action::Restart | Action::Evict => may_lose,
-            _ => true,
-        };
-        let Supervision { rules, history, .. } = supervision;
-        let rule = history.choose(rules, cause, possible, Instant::now());
+        let rule = supervision.choose((cause, rank), left, may_lose);
         let action = rule.action;
         if action.is_of_one_rank() {
             tell(&supervision.events, &Happened { cause, rank, action, what, host: &host_name() });
@@ -328,7 +343,7 @@ impl Launcher<'_> {
     /// Deals with ranks that have ended.
     fn judge(&mut self) -> Result<()> {
         for index in 0..self.ranks.len() {
-            let endures = self.endures();
+            let (endures, left) = (self.endures(), left(&self.ranks));
             let Some(supervision) = &mut self.supervision else { return Ok(()) };
             let rank = &mut self.ranks[index];
             if !rank.failed() || rank.judged {
@@ -349,15 +364,13 @@ impl Launcher<'_> {
             let rule = match (rank.sentence.take(), cause) {
                 (Some(rule), _) => rule,
                 (None, Some(cause)) => {
-                    let possible = |action| match action {
-                        Action::Restart | Action::Evict => endures,
-                        _ => true,
-                    };
-                    let Supervision { rules, history, events, .. } = supervision;
-                    let rule = history.choose(rules, cause, possible, Instant::now());
+                    let rule = supervision.choose((cause, Some(number)), left, endures);
                     let (rank, action, host) = (Some(number), rule.action, host_name());
                     if action.is_of_one_rank() {
-                        tell(events, &Happened { cause, rank, action, what: &what, host: &host });
+                        tell(
+                            &supervision.events,
+                            &Happened { cause, rank, action, what: &what, host: &host },
+                        );
                     }
                     rule
                 }
@@ -369,7 +382,12 @@ impl Launcher<'_> {
             };
             match rule.action {
                 Action::Restart => rank.again = Some(Instant::now() + rule.pause()),
-                Action::Evict | Action::Note => (),
+                // Whether its machine answers shows when it is started: one that does not come disturbs nobody.
+                Action::Evict => {
+                    let again = rule.again.map(Duration::from_secs_f64);
+                    rank.again = again.map(|again| Instant::now() + again);
+                }
+                Action::Note => (),
                 _ => {
                     self.give_up(Some(number), cause.unwrap_or(Cause::Crash), &what);
                     return Ok(());
@@ -402,6 +420,11 @@ impl Launcher<'_> {
         }
         Ok(())
     }
+}
+
+/// How many ranks compute.
+fn left(ranks: &[Rank]) -> u64 {
+    ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count() as u64
 }
 
 /// Whether a process is stopped, or waits for a device that does not answer.

@@ -24,20 +24,27 @@ pub(super) struct Pulse<T> {
     seen: Option<T>,
     since: Instant,
     patience: Duration,
+    /// Whether it has moved at all.
+    moved: bool,
 }
+
+/// Before anything has moved programs start and read what they go on from: this may take a while on a busy machine.
+const START: Duration = Duration::from_secs(60);
 
 impl<T: PartialEq> Pulse<T> {
     /// One that is missed after `patience`.
     pub(super) fn new(patience: Duration, now: Instant) -> Self {
-        Pulse { seen: None, since: now, patience }
+        Pulse { seen: None, since: now, patience, moved: false }
     }
 
     /// Takes a look; whether nothing has changed for so long.
     pub(super) fn is_missed(&mut self, seen: T, now: Instant) -> bool {
         if self.seen.as_ref() != Some(&seen) {
+            self.moved |= self.seen.is_some();
             (self.seen, self.since) = (Some(seen), now);
         }
-        now.saturating_duration_since(self.since) > self.patience
+        let patience = if self.moved { self.patience } else { self.patience.max(START) };
+        now.saturating_duration_since(self.since) > patience
     }
 
     /// From here on it is missed anew.
@@ -153,8 +160,10 @@ mod tests {
         let start = Instant::now();
         let mut pulse = Pulse::new(Duration::from_secs(5), start);
         let mut look = |seen, seconds| pulse.is_missed(seen, start + Duration::from_secs(seconds));
-        assert!(!look(1, 0) && !look(1, 5) && look(1, 6));
-        assert!(!look(2, 7) && !look(2, 12) && look(2, 13));
+        // Before it has moved at all it has time to start.
+        assert!(!look(1, 0) && !look(1, 60));
+        assert!(!look(2, 61) && !look(2, 66) && look(2, 67));
+        assert!(!look(3, 70) && !look(3, 75) && look(3, 76));
     }
 
     proptest! {

@@ -94,7 +94,7 @@ impl Kept {
     fn prepare(&self, step: u64) -> Result<Log> {
         disk::create_folder(&self.root)?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
-        let lock = folder::try_lock_run(&self.root)?.ok_or_else(busy)?;
+        let lock = folder::try_lock(&self.root)?.ok_or_else(busy)?;
         self.checkpoints.clean()?;
         self.checkpoints.remove(step)?;
         Ok(lock)

@@ -87,7 +87,7 @@ impl Replayer {
             mirror: false,
             // The state before a step stays until what came out is compared.
             copies: 1,
-            limit: memory::of_machine(),
+            limit: store::memory::limit(),
         };
         let ranks = (world.comm.nodes(), world.comm.rank());
         memory::refuse(&self.spec, demand, ranks, world.device)

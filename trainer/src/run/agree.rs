@@ -2,11 +2,13 @@
 
 use contract::{Digest, Fault, Result, counted};
 use kernels::group::Chosen;
+use loader::Opened;
+use mixer::Curriculum;
 
 use super::World;
 use crate::checkpoint::RingOptions;
 use crate::exec::ExecOptions;
-use crate::memory;
+use crate::memory::{self, Demand};
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Degrees, Mesh};
 use crate::model::Cut;
@@ -34,6 +36,31 @@ pub(super) fn join(
         ),
         error => lost(error),
     })
+}
+
+/// Takes as many workers as there is memory for, of those that `exec` has, and says so. A run that does not fit with one is
+/// refused with its numbers later.
+pub fn fit_workers(exec: &mut ExecOptions, opened: &Opened, world: &World) -> Result<()> {
+    let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
+    let fits = |count: usize| {
+        let demand = Demand { workers: exec.workers.of(count), ..exec.demand() };
+        let ranks = (world.comm.nodes(), world.comm.rank());
+        memory::refuse(&spec, demand, ranks, world.device).is_ok()
+    };
+    let (mut most, mut too_many) = (0, count + 1);
+    while too_many - most > 1 {
+        let middle = most.midpoint(too_many);
+        *(if fits(middle) { &mut most } else { &mut too_many }) = middle;
+    }
+    if (1..count).contains(&most) {
+        let gib = exec.memory as f64 / f64::from(1 << 30);
+        let workers = counted(count, "worker");
+        contract::note!(
+            "note: {most} of {workers}: for more the {gib:.1} GiB that this process may use are too few"
+        );
+        exec.workers = exec.workers.of(most);
+    }
+    Ok(())
 }
 
 /// The mesh of each phase.
@@ -157,11 +184,17 @@ pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<
             Err(kind(what).found(found).wanted(wanted).hint(hint))
         };
         if other.0 != first.0 {
-            let digests = (other.0.to_string(), first.0.to_string());
+            // Every rank has seen that, and tells what it trains.
+            let text = spec.canonical();
+            let texts = world.comm.all_gather("the first meeting", text.as_bytes());
+            let texts = texts.map_err(lost)?;
+            let text = |rank: usize| String::from_utf8_lossy(&texts[rank]);
+            let digests = [other.0, first.0].map(|digest| digest.to_string());
+            let [key, found, wanted] = component(&text(0), &text(rank), digests);
             let hint = "start every rank with the same curriculum and stores";
             return differs(
-                ("run", Fault::mismatch),
-                (digests.0.as_str(), digests.1.as_str()),
+                (key.as_str(), Fault::mismatch),
+                (found.as_str(), wanted.as_str()),
                 hint,
             );
         }
@@ -176,6 +209,25 @@ pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<
         }
     }
     Ok(())
+}
+
+/// The first part in which the runs of two ranks differ: its name, what stands there, and what rank 0 has. Where their texts do
+/// not tell it is the run, by its digests.
+fn component(first: &str, other: &str, [found, wanted]: [String; 2]) -> [String; 3] {
+    let parse = |text: &str| Curriculum::parse(text, "a rank's curriculum");
+    if let (Ok(first), Ok(other)) = (parse(first), parse(other))
+        && let Some(difference) = first.difference(&other).into_iter().next()
+    {
+        return [difference.key, difference.found, difference.wanted];
+    }
+    let mut lines = first.lines().zip(other.lines());
+    match lines.find(|(first, other)| first != other) {
+        Some((first, other)) => {
+            let key = first.split(" = ").next().unwrap_or(first);
+            [key, other, first].map(str::to_owned)
+        }
+        None => ["run".to_owned(), found, wanted],
+    }
 }
 
 /// The options that every rank has to share, as a person gives them.

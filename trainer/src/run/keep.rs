@@ -32,10 +32,20 @@ pub(super) struct Keeper<'a> {
     ring: Ring,
     /// Whether the loss of a rank may be survived.
     elastic: bool,
+    /// How long the ranks may take to write.
+    timeout: Duration,
 }
 
-/// Work for the saver.
-type Work = Box<dyn FnOnce() -> Result<()> + Send>;
+/// Work for the saver; what it says is why older checkpoints could not be removed.
+type Work = Box<dyn FnOnce() -> Result<Option<Fault>> + Send>;
+
+/// Ranks that wait for each other's writing meet so often at least, however long they would wait for a rank that says nothing.
+const TURN: Duration = Duration::from_secs(1);
+
+/// What a rank says at such a meeting.
+const IDLE: u8 = 0;
+const BUSY: u8 = 1;
+const LATE: u8 = 2;
 
 impl<'a> Keeper<'a> {
     /// Of a run whose state after step `kept` is on the disk.
@@ -48,8 +58,19 @@ impl<'a> Keeper<'a> {
     ) -> Result<Self> {
         let unloader = Unloader::new(layout.device).map_err(lost)?;
         let (retention, saver, ring) = (exec.retention, Saver::new(), Ring::new(exec.ring));
-        let elastic = exec.min_ranks.is_some();
-        Ok(Keeper { comm, layout, checkpoints, retention, kept, saver, unloader, ring, elastic })
+        let (elastic, timeout) = (exec.min_ranks.is_some(), exec.checkpoint_timeout);
+        Ok(Keeper {
+            comm,
+            layout,
+            checkpoints,
+            retention,
+            kept,
+            saver,
+            unloader,
+            ring,
+            elastic,
+            timeout,
+        })
     }
 
     /// Takes note of a step: tells of what has been written meanwhile, and if its loss has jumped, all ranks write down what
@@ -64,8 +85,9 @@ impl<'a> Keeper<'a> {
         let copy = || Snapshot::beside(state, &self.unloader);
         let before = self.ring.step(record.step, record.loss, copy)?;
         let Some(before) = before else { return Ok(()) };
-        self.keep_now(&before, state.owners.pieces(), recorder, true)?;
-        recorder.jumped(record.step, before.step())
+        let step = before.step();
+        self.keep_now(before, state.owners.pieces(), recorder, true)?;
+        recorder.jumped(record.step, step)
     }
 
     /// Keeps the state, whose digest is this, beside the steps that follow.
@@ -85,7 +107,7 @@ impl<'a> Keeper<'a> {
         let digests = recorder.digests(step)?;
         let snapshot = Snapshot::beside(state, &self.unloader)?;
         let work = match digests {
-            Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec()),
+            Some(digests) => self.lead(snapshot, digests, state.owners.pieces().to_vec(), false),
             None => self.follow(snapshot)?,
         };
         self.saver.start((step, digest, start.elapsed()), work)?;
@@ -94,10 +116,16 @@ impl<'a> Keeper<'a> {
     }
 
     /// Rank 0 writes its part, hears from all others, and commits.
-    fn lead(&self, snapshot: Snapshot, digests: (Digest, Digest), pieces: Vec<Piece>) -> Work {
+    fn lead(
+        &self,
+        snapshot: Snapshot,
+        digests: (Digest, Digest),
+        pieces: Vec<Piece>,
+        pinned: bool,
+    ) -> Work {
         let (checkpoints, layout) = (self.checkpoints.clone(), Arc::clone(&self.layout));
-        let (store, patience, world) = (self.comm.store(), self.comm.timeout(), self.comm.world());
-        let retention = self.retention;
+        let (store, world) = (self.comm.store(), self.comm.world());
+        let (retention, patience) = (self.retention, self.timeout);
         Box::new(move || {
             let mut blobs = checkpoints.write(&layout, &snapshot)?;
             if let Some(store) = store {
@@ -105,8 +133,13 @@ impl<'a> Keeper<'a> {
                     blobs.extend(heard(&store, &key(snapshot.step(), rank), rank, patience)?);
                 }
             }
+            // Of one that is to stay the retention has to know before it sees it.
+            if pinned {
+                checkpoints.pin(snapshot.step())?;
+            }
             checkpoints.commit(&snapshot, digests, &layout, &pieces, blobs)?;
-            checkpoints.retain(retention)
+            // What is kept is kept, whether what is old may go or not.
+            Ok(checkpoints.retain(retention).err())
         })
     }
 
@@ -118,36 +151,52 @@ impl<'a> Keeper<'a> {
         Ok(Box::new(move || {
             let written = checkpoints.write(&layout, &snapshot);
             store.set(&key, &word(&written)).map_err(lost)?;
-            written.map(|_| ())
+            written.map(|_| None)
         }))
     }
 
-    /// Waits for what is being written.
+    /// Waits until every rank has written what it writes. They meet meanwhile, so that nobody takes one whose disk or bucket is
+    /// slow for lost; after a time of its own the run ends.
     pub(super) fn finish(&mut self, recorder: &mut Recorder<'_>) -> Result<()> {
+        let (start, turn) = (Instant::now(), TURN.min(self.comm.timeout() / 4));
+        while self.comm.world() > 1 {
+            let late = start.elapsed() > self.timeout;
+            let word = match self.saver.is_busy(turn) {
+                false => IDLE,
+                true if late => LATE,
+                true => BUSY,
+            };
+            let words = self.comm.all_gather("the writing of a checkpoint", &[word]);
+            let words = words.map_err(lost)?.concat();
+            if let Some(rank) = words.iter().position(|word| *word == LATE) {
+                return Err(not_written(rank as u32, self.timeout));
+            }
+            if words.iter().all(|word| *word == IDLE) {
+                break;
+            }
+        }
         recorder.written(self.saver.wait()?)
     }
 
     /// Keeps a state at once, all ranks together.
     fn keep_now(
         &mut self,
-        snapshot: &Snapshot,
+        snapshot: Snapshot,
         pieces: &[Piece],
         recorder: &mut Recorder<'_>,
         pinned: bool,
     ) -> Result<()> {
-        // The others wait for this rank's word, whatever went wrong here.
-        let before = self.finish(recorder);
-        let written = before.and_then(|()| self.checkpoints.write(&self.layout, snapshot));
-        let blobs = written_by_all(self.comm, &written)?;
+        self.finish(recorder)?;
         let step = snapshot.step();
+        let digests = recorder.digests(step)?;
+        let state = digests.map_or(Digest(0), |(state, _)| state);
+        let work = match digests {
+            Some(digests) => self.lead(snapshot, digests, pieces.to_vec(), pinned),
+            None => self.follow(snapshot)?,
+        };
+        self.saver.start((step, state, Duration::ZERO), work)?;
         self.kept = self.kept.max(step);
-        let Some((state, chain)) = recorder.digests(step)? else { return Ok(()) };
-        self.checkpoints.commit(snapshot, (state, chain), &self.layout, pieces, blobs)?;
-        if pinned {
-            self.checkpoints.pin(step)?;
-        }
-        self.checkpoints.retain(self.retention)?;
-        recorder.event("checkpoint", json!({"step": step, "state": state}))
+        self.finish(recorder)
     }
 
     /// The step after `state` failed. A run that diverges does so on every rank, before anything moved: together they keep
@@ -165,13 +214,13 @@ impl<'a> Keeper<'a> {
         recorder.fault(state.step + 1, &fault);
         if fault.class() != Class::Diverged {
             // What was being written is kept or not, whatever became of the step.
-            if let Err(why) = self.finish(recorder) {
+            if let Err(why) = self.saver.wait().and_then(|written| recorder.written(written)) {
                 recorder.not_kept(self.kept, &why);
             }
             return fault;
         }
         let mut keep = |own: &mut Self| match own.kept < state.step {
-            true => own.keep_now(&Snapshot::of(state)?, state.owners.pieces(), recorder, false),
+            true => own.keep_now(Snapshot::of(state)?, state.owners.pieces(), recorder, false),
             false => own.finish(recorder),
         };
         let kept = keep(self);
@@ -225,24 +274,20 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
 
 /// What a rank wrote of a checkpoint, by its own word.
 fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
-    let missing = || {
-        Fault::machine(format!(
-            "rank {rank} did not write its part of a checkpoint within {} s",
-            patience.as_secs_f64()
-        ))
-        .hint("run the same command again: it goes on from the checkpoint before")
-    };
     match store.wait(key, patience).map_err(lost)? {
         Some(word) => {
             store.forget(key).map_err(lost)?;
             spoken(&word, rank)
         }
-        None => {
-            let fault = missing();
-            store.lose(&[rank], fault.what()).map_err(lost)?;
-            Err(fault)
-        }
+        None => Err(not_written(rank, patience)),
     }
+}
+
+fn not_written(rank: u32, patience: Duration) -> Fault {
+    let seconds = patience.as_secs_f64();
+    Fault::machine(format!("rank {rank} did not write its part of a checkpoint within {seconds} s"))
+        .at("--checkpoint-timeout")
+        .hint("run the same command again: it goes on from the checkpoint before")
 }
 
 #[cfg(test)]

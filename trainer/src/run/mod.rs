@@ -30,7 +30,7 @@ use crate::model::{BatchBuffer, CheckedMicroBatch};
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, StagedBatch};
-pub use agree::{idle_ranks, refuse_unshared};
+pub use agree::{fit_workers, idle_ranks, refuse_unshared};
 use mirror::Mirror;
 use open::{After, Begun};
 use recover::Recovery;
@@ -54,7 +54,10 @@ pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<O
         // A bug that ends this thread is told as one: the others hear of it, and the process says so when it ends.
         let ended = caught(|| run(opened, exec, world, &mut mirror, recovery.take()));
         recovery = Some(match ended {
-            Ok(Ended::Done(outcome)) => return Ok(outcome),
+            Ok(Ended::Done(outcome)) => {
+                std::mem::take(&mut world.holds).let_go();
+                return Ok(outcome);
+            }
             Ok(Ended::Joined) => recover::admit(world, exec)?,
             Err(fault) => recover::recover(world, exec, fault)?,
         });
@@ -103,6 +106,7 @@ fn run(
         let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         mirror.keep(&team, &state)?;
+        world.holds.check()?;
         recorder.record(&stepped)?;
         recorder.strangers(world)?;
         digest = Some(stepped.record.state);

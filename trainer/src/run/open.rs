@@ -8,6 +8,7 @@ use contract::{Digest, Fault, Result, counted};
 use kernels::group::Chosen;
 use loader::Opened;
 use serde_json::json;
+use store::Location;
 use tch::Device;
 
 use super::World;
@@ -22,10 +23,11 @@ use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::RESTORE;
+use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Mesh, Team, copies, share};
 use crate::metrics::Metrics;
 use crate::progress::Progress;
-use crate::refusal::refused;
+use crate::refusal::{lost, refused};
 use crate::shown::clock;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -63,12 +65,12 @@ pub(super) fn open<'a>(
     let layout = Arc::new(Layout::new(spec, world.device));
     let owners = Ownership::new(spec, comm.rank(), comm.world());
     let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
-    let recall = |last| match &recovery {
-        Some(_) => mirror.restore(team, &layout, &owners, (last, exec.workers)),
-        None => Ok(None),
+    let recall = |last, place: &Location| {
+        hold_together(exec, world, place)?;
+        let restore = |_| mirror.restore(team, &layout, &owners, (last, exec.workers));
+        recovery.as_ref().map_or(Ok(None), restore)
     };
-    let mut from_memory = true;
-    let mut drawn = None;
+    let (mut from_memory, mut drawn) = (true, None);
     let (found, book, checkpoints) = if comm.rank() == 0 {
         // A start that cannot be read leaves no folder of a run that never began.
         if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
@@ -76,7 +78,7 @@ pub(super) fn open<'a>(
         }
         let mut opening = Opening::new(spec, opened, exec, world, recovery.as_ref())?;
         let checkpoints = opening.checkpoints.clone();
-        let found = match recall(opening.open.ledger.last_step())? {
+        let found = match recall(opening.open.ledger.last_step(), &checkpoints.place())? {
             Some(found) => {
                 opening.compare(&found)?;
                 // The others write as soon as they know.
@@ -98,7 +100,7 @@ pub(super) fn open<'a>(
         }
         book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
-    } else if let Some(found) = recall(0)? {
+    } else if let Some(found) = recall(0, &restore::nowhere())? {
         let (_, place) = reading.choose(0, &restore::nowhere())?;
         (Some(found), None, Checkpoints::new(place))
     } else {
@@ -119,6 +121,16 @@ pub(super) fn open<'a>(
     let kept = if from_memory { 0 } else { state.step };
     let keeper = Keeper::new(comm, layout, checkpoints, exec, kept)?;
     Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
+}
+
+/// Every rank holds what rank 0 has taken, as far as it sees it: the loss of a rank leaves neither the folder nor the `place` of
+/// the checkpoints to others.
+fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<()> {
+    let mut own = Writer::default();
+    own.text(world.holds.group()).place(place);
+    let heard = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
+    let mut heard = Reader::new(&heard[0]);
+    world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
 }
 
 /// Writes down who the ranks are.
@@ -175,12 +187,13 @@ impl<'a> Opening<'a> {
         let folder = RunFolder::new(&exec.out);
         // A rank that hangs may hold the folder until somebody ends it.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
-        let how = (patience, exec.restart);
-        let mut open = folder.open(spec, &opened.file, &world.runtime, how)?;
+        let how = (&world.holds, patience, exec.restart);
+        let open = folder.open(spec, &opened.file, &world.runtime, how)?;
         let mut events = Events::open(&folder.events())?;
         let recorded = open.ledger.last_step();
         recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
-        let checkpoints = open.take_checkpoints(exec.checkpoints.as_ref(), patience)?;
+        let checkpoints =
+            open.take_checkpoints(exec.checkpoints.as_ref(), (&world.holds, patience))?;
         let progress = Progress::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
@@ -278,7 +291,13 @@ impl<'a> Opening<'a> {
             let place = self.checkpoints.location(step).to_string();
             self.pass_over(step, &Fault::data("its manifest is missing").at(place))?;
         }
-        self.checkpoints.clean()
+        // Whatever lies there is written over, or stays as it is and counts for nothing.
+        if let Err(why) = self.checkpoints.clean() {
+            self.progress
+                .note(&format!("warning: half written checkpoints stay, and take room: {why}"));
+            self.events.write("not removed", json!({"fault": why.to_string()}))?;
+        }
+        Ok(())
     }
 
     fn pass_over(&mut self, step: u64, fault: &Fault) -> Result<()> {

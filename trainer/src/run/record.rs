@@ -65,10 +65,18 @@ impl Recorder<'_> {
 
     /// Writes down a checkpoint that is on the disk.
     pub(super) fn written(&mut self, written: Option<Written>) -> Result<()> {
-        let Some(Written { step, state, stall, writing }) = written else { return Ok(()) };
+        let Some(Written { step, state, stall, writing, left }) = written else { return Ok(()) };
         self.event("checkpoint", json!({
             "step": step, "state": state, "stall_seconds": seconds(stall), "writing_seconds": seconds(writing),
-        }))
+        }))?;
+        left.map_or(Ok(()), |why| self.left(step, &why))
+    }
+
+    /// Says that the checkpoint of `step` is kept, and older ones that nobody needs could not be removed.
+    fn left(&mut self, step: u64, why: &Fault) -> Result<()> {
+        let Some(book) = &mut self.0 else { return Ok(()) };
+        book.progress.note(&format!("warning: old checkpoints stay, and take room: {why}"));
+        self.event("not removed", json!({"step": step, "fault": why.to_string()}))
     }
 
     /// Writes down who came to the ranks' stores without the run's key since the last time; a line for people at the first.

@@ -9,7 +9,6 @@ use serde_json::json;
 use super::World;
 use crate::events::Events;
 use crate::exec::ExecOptions;
-use crate::folder;
 use crate::launch::last_words;
 use crate::refusal::lost;
 
@@ -78,7 +77,7 @@ impl Recovery {
 /// Meets the others together with a rank that was started again and waits for that; all that was computed is on the disk.
 pub(super) fn admit(world: &mut World, exec: &ExecOptions) -> Result<Recovery> {
     let fault = Fault::machine(JOINS);
-    meet_again(world, (exec, exec.min_ranks.unwrap_or(1)), Vec::new(), fault)
+    meet_again(world, exec.min_ranks.unwrap_or(1), Vec::new(), fault)
 }
 
 /// What a rank that was started again and has met the others knows of the reason: it may be the one that writes things down.
@@ -126,21 +125,18 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
     if world.comm.spoke_first() {
         contract::note!("{}; those who are left go on", fault.what());
     }
-    meet_again(world, (exec, least), blamed, fault)
+    meet_again(world, least, blamed, fault)
 }
 
 /// Meets those who are left, and who has come anew. `blamed` are the ranks that are lost, as far as it is known.
 fn meet_again(
     world: &mut World,
-    (exec, least): (&ExecOptions, u32),
+    least: u32,
     mut blamed: Vec<u32>,
     fault: Fault,
 ) -> Result<Recovery> {
     let (since, patience) = (Instant::now(), world.patience);
     let Some(rendezvous) = &mut world.rendezvous else { return Err(fault) };
-    // Rank 0 has let go of the folder, or is gone. Whoever comes first holds it until all have met: meanwhile nobody else may
-    // take it, or amend what they go on with.
-    let _held = folder::try_lock_run(&exec.out);
     let before = rendezvous.members().len();
     let tell = |word: &str| contract::note!("{word}");
     for _ in 0..before + IN_VAIN {

@@ -8,6 +8,8 @@ use kernels::group::{Group, Rendezvous};
 use kernels::runtime::KernelTable;
 use tch::Device;
 
+use crate::folder::Holds;
+
 /// The ranks, and what this one is.
 #[derive(Debug)]
 pub struct World {
@@ -27,14 +29,16 @@ pub struct World {
     pub(super) patience: Duration,
     /// Whether this rank was started again, and joins others that are under way.
     pub(super) joins: bool,
+    /// What it holds of the run's folder, whatever becomes of the other ranks.
+    pub(super) holds: Holds,
 }
 
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
         let (strangers, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
-        let (rendezvous, joins) = (None, false);
-        World { comm, runtime, device, rendezvous, strangers, in_vain, patience, joins }
+        let (rendezvous, joins, holds) = (None, false, Holds::default());
+        World { comm, runtime, device, rendezvous, strangers, in_vain, patience, joins, holds }
     }
 
     /// The same ranks, which can meet again after a loss.
@@ -45,6 +49,11 @@ impl World {
     /// The same, of which this one has just come to the others, in the place of one that was lost.
     pub fn joined(self, rendezvous: Rendezvous, patience: Duration) -> Self {
         World { rendezvous: Some(rendezvous), patience, joins: true, ..self }
+    }
+
+    /// The same, which holds this.
+    pub fn holding(self, holds: Holds) -> Self {
+        World { holds, ..self }
     }
 
     /// Whether a rank that was started again waits to be taken in.

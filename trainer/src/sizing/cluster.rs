@@ -174,7 +174,7 @@ impl Described {
             name: Some("this machine".to_owned()),
             ranks: Some(1),
             ranks_per_node: Some(1),
-            memory_gib: Some(crate::memory::of_machine() as f64 / f64::from(1 << 30)),
+            memory_gib: Some(store::memory::limit() as f64 / f64::from(1 << 30)),
             ..Described::default()
         }
     }

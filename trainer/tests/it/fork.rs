@@ -35,7 +35,7 @@ fn go_on(scratch: &Scratch, out: &str) {
 }
 
 fn keep_all(exec: &mut ExecOptions) {
-    exec.retention = Retention { newest: 9, every: 0, aged: false };
+    exec.retention = Retention { newest: 9, every: 0, aged: false, pinned: 8 };
 }
 
 fn lines(scratch: &Scratch, out: &str) -> Vec<String> {
@@ -171,7 +171,7 @@ fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {
 fn a_fork_from_before_the_oldest_checkpoint_goes_on() {
     let scratch = Scratch::new();
     let newest = |exec: &mut ExecOptions| {
-        exec.retention = Retention { newest: 1, every: 0, aged: false };
+        exec.retention = Retention { newest: 1, every: 0, aged: false, pinned: 8 };
     };
     scratch.run(&scratch.path("run.toml"), "run", newest).unwrap();
     // Events are no evidence, and one line of them may be spoilt.

@@ -157,9 +157,27 @@ fn a_kind_that_nobody_knows_is_refused_with_its_key() {
         assert!(text.contains("bad.toml:"), "{text}");
         assert!(!scratch.path("run").exists(), "{words}: nothing was begun");
     }
-    // Weights are not those of another list.
-    let change = "micro_batch = 1\nmodel = { feed_forward = [\"mlp\"] }";
-    let path = scratch.edited("bad.toml", &[("micro_batch = 1", change)]);
-    let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
-    assert!(fault.to_string().contains("cannot change the parameters"), "{fault}");
+}
+
+/// Neither in a later phase nor in the first, nor where all tensors stay as large as they are.
+#[test]
+fn no_phase_changes_the_shape_of_the_model() {
+    let scratch = Scratch::new();
+    for (phase, key, value) in [
+        ("micro_batch = 1", "feed_forward", "[\"mlp\"]"),
+        ("micro_batch = 2", "hidden_size", "32"),
+        ("micro_batch = 2", "num_experts", "4"),
+        ("micro_batch = 1", "num_key_value_heads", "1"),
+    ] {
+        let change = format!("{phase}\nmodel = {{ rope_theta = 5e3, {key} = {value} }}");
+        let path = scratch.edited("bad.toml", &[(phase, &change)]);
+        let fault = scratch.run(&path, "run", |_| ()).unwrap_err();
+        assert_eq!(fault.class(), Class::Usage, "{fault}");
+        assert!(fault.to_string().contains("cannot change the shape of the model"), "{fault}");
+        assert!(fault.place().is_some_and(|place| place.contains("bad.toml:")), "{fault}");
+        assert!(!scratch.path("run").exists());
+    }
+    let numbers = "micro_batch = 2\nmodel = { rope_theta = 5e3, rms_norm_eps = 1e-6 }";
+    let path = scratch.edited("good.toml", &[("micro_batch = 2", numbers)]);
+    scratch.run(&path, "good", |exec| exec.stop_after = Some(1)).unwrap();
 }

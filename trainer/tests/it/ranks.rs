@@ -280,6 +280,30 @@ fn ranks_that_do_not_agree_are_refused() {
 }
 
 #[test]
+fn ranks_of_different_curricula_are_told_the_key() {
+    let scratch = Scratch::new();
+    for (key, edit, values) in [
+        ("optimizer.lr", ("lr = 1e-2", "lr = 2e-2"), ["2e-2", "1e-2"]),
+        ("seed", ("seed = 11", "seed = 12"), ["12", "11"]),
+    ] {
+        let other = scratch.edited("other.toml", &[edit]);
+        let outcomes = on_ranks(&[2], |mut world| {
+            let file = if world.comm.rank() == 1 { &other } else { &scratch.path("run.toml") };
+            let mut exec = ExecOptions::new(scratch.path("apart"));
+            (exec.progress, exec.workers) = (false, Workers::new(1));
+            train(&Opened::open(file.clone())?, &exec, &mut world)
+        });
+        for outcome in outcomes {
+            let fault = outcome.unwrap_err();
+            assert_eq!(fault.class(), Class::Mismatch);
+            let told = format!("rank 1 has another {key} than rank 0");
+            assert!(fault.to_string().contains(&told), "{fault}");
+            assert!(values.iter().all(|value| fault.to_string().contains(value)), "{fault}");
+        }
+    }
+}
+
+#[test]
 fn a_divergence_is_kept_by_all_ranks_together() {
     let scratch = Scratch::new();
     let wild = scratch.edited("wild.toml", &[("lr = 1e-2", "lr = 1e38")]);

@@ -6,10 +6,10 @@ use std::time::Duration;
 use contract::Class;
 use loader::Opened;
 use tch::Device;
-use trainer::folder::RunFolder;
+use trainer::folder::{Holds, RunFolder};
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, RunSpec, World, bench, step, train};
+use trainer::{ExecOptions, RunSpec, World, bench, fit_workers, step, train};
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
@@ -172,6 +172,26 @@ fn what_does_not_fit_into_memory_is_refused_with_the_numbers() {
     assert!(!scratch.path("run").exists(), "nothing was begun");
 }
 
+/// Of workers that nobody asked for there are as many as fit.
+#[test]
+fn workers_are_as_few_as_memory_asks_for() {
+    let scratch = Scratch::new();
+    let opened = Opened::open(scratch.path("run.toml")).unwrap();
+    let world = World::alone(Device::Cpu, table());
+    let fitted = |memory: u64| {
+        let mut exec = ExecOptions::new(scratch.path("run"));
+        (exec.memory, exec.workers) = (memory, Workers::new(64));
+        fit_workers(&mut exec, &opened, &world).unwrap();
+        exec.workers.count()
+    };
+    assert_eq!((fitted(1), fitted(u64::MAX)), (64, 64), "one alone is refused by its numbers");
+    let memory = (16..40).map(|bits| 1u64 << bits).find(|memory| fitted(*memory) < 64).unwrap();
+    let few = |exec: &mut ExecOptions| {
+        (exec.memory, exec.workers) = (memory, Workers::new(fitted(memory)));
+    };
+    scratch.run(&scratch.path("run.toml"), "run", few).unwrap();
+}
+
 /// No machine has 10 TB; where the refusal is missing libtorch is asked for them.
 #[test]
 fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well() {
@@ -188,7 +208,11 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     let measured =
         step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1, None).map(|_| ()));
     let folder = RunFolder::new(&scratch.path("run"));
-    drop(folder.open(&spec, &opened.file, &table(), (Duration::ZERO, false)).unwrap());
+    drop(
+        folder
+            .open(&spec, &opened.file, &table(), (&Holds::default(), Duration::ZERO, false))
+            .unwrap(),
+    );
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();
     for answer in [measured, replayer.refuse_memory()] {
         let fault = answer.unwrap_err();

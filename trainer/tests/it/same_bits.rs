@@ -97,7 +97,7 @@ fn a_lost_ledger_stops_a_run_until_it_is_told_to_begin_again() {
 #[test]
 fn checkpoints_stay_as_told() {
     let scratch = Scratch::new();
-    let retention = Retention { newest: 2, every: 4, aged: false };
+    let retention = Retention { newest: 2, every: 4, aged: false, pinned: 8 };
     let change =
         |exec: &mut trainer::ExecOptions| (exec.checkpoint_every, exec.retention) = (1, retention);
     scratch.run(&scratch.path("run.toml"), "kept", change).unwrap();
@@ -120,7 +120,7 @@ fn a_state_before_a_jump_comes_out_of_memory() {
     let change = |exec: &mut trainer::ExecOptions| {
         exec.ring = RingOptions { states: 2, every: 2, spike: -100.0 };
         (exec.checkpoint_every, exec.retention) =
-            (100, Retention { newest: 1, every: 0, aged: false });
+            (100, Retention { newest: 1, every: 0, aged: false, pinned: 8 });
     };
     scratch.run(&scratch.path("run.toml"), "ring", change).unwrap();
     assert_same(&scratch, "plain", "ring");

@@ -199,5 +199,6 @@ pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
 pub(crate) fn start_all(count: u32) -> Result<u8> {
     let stop = Arc::default();
     super::listen(&stop)?;
-    launch::spawn(&Launch { count, min_ranks: None, supervised: None }, &stop)
+    let (min_ranks, supervised, arguments) = (None, None, Vec::new());
+    launch::spawn(&Launch { count, min_ranks, stay: count, supervised, arguments }, &stop)
 }

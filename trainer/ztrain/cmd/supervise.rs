@@ -39,12 +39,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (rules, text) = read.unwrap_or_default();
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
-    if ranks > 1 && args.train.min_ranks().is_none() && rules.touch_ranks() {
-        // What is asked for takes ranks that go on without each other.
-        arguments.extend(["--min-ranks", "1"].map(OsString::from));
-    }
+    // Between two attempts nobody else may take the folder.
+    let holds = args.train.hold()?;
+    arguments.extend(train::of_group(&holds));
     let (launch, run) = (args.launch, args.train.folder()?);
-    Guard { rules, text, arguments, launch, run, ranks }.run(&stop)
+    let ended = Guard { rules, text, arguments, launch, run, ranks }.run(&stop);
+    holds.let_go();
+    ended
 }
 
 /// The arguments but those that are the supervisor's own.

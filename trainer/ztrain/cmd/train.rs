@@ -1,9 +1,10 @@
 //! `ztrain --curriculum FILE`.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use contract::{Fault, Result, terminal};
 use kernels::group::Transport;
@@ -11,10 +12,11 @@ use loader::{Opened, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
 use trainer::checkpoint::{Retention, RingOptions};
+use trainer::folder::{Holds, RunFolder};
 use trainer::launch::{self, Launch, Launched, Supervised, spawned_us};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec, train};
+use trainer::{ExecOptions, Outcome, RunSpec, fit_workers, train};
 
 use super::ranks::Ranks;
 use super::{Speed, above_zero, listen};
@@ -40,6 +42,9 @@ pub(crate) struct Args {
     /// Keep also each checkpoint whose step this divides; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
+    /// How long the ranks may take to write a checkpoint, which they do beside the steps that follow.
+    #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = super::patience)]
+    checkpoint_timeout: Duration,
     /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
     #[arg(long, value_name = "PLACE", value_parser = super::place())]
     checkpoints: Option<Location>,
@@ -55,6 +60,9 @@ pub(crate) struct Args {
     /// How many standard deviations above the losses before it a loss has jumped.
     #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
     ring_spike: f64,
+    /// The newest of the states written down so that stay.
+    #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
+    ring_keep: u64,
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
     #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
     audit: Option<Audit>,
@@ -81,6 +89,9 @@ pub(crate) struct Args {
     /// loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
     #[arg(long, help_heading = "Ranks (never bits)")]
     mirror: bool,
+    /// The name under which the process that starts this one holds the run's folder.
+    #[arg(long, value_name = "NAME", hide = true)]
+    group: Option<String>,
     #[command(flatten)]
     ranks: Ranks,
     #[command(flatten)]
@@ -96,7 +107,12 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let supervised = Supervised::of_environment(&args.folder()?)?;
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
-        if args.mirror && args.min_ranks.is_none() {
+        // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number is
+        // asked for.
+        let touched = supervised.as_ref().is_some_and(Supervised::touches_ranks);
+        let min_ranks = args.min_ranks.or(touched.then_some(1));
+        let stay = args.min_ranks.unwrap_or(count.div_ceil(2));
+        if args.mirror && min_ranks.is_none() {
             return Err(Fault::usage("copies are for ranks that go on without others")
                 .at("--mirror")
                 .found("no --min-ranks beside it")
@@ -108,8 +124,14 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             return Ok(0);
         }
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(&stop))?;
-        let launch = Launch { count, min_ranks: args.min_ranks, supervised };
+        let holds = args.hold()?;
+        let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
+        if let (Some(least), None) = (min_ranks, args.min_ranks) {
+            arguments.extend([OsString::from("--min-ranks"), least.to_string().into()]);
+        }
+        let launch = Launch { count, min_ranks, stay, supervised, arguments };
         let outcome = launch::spawn(&launch, &stop);
+        holds.let_go();
         return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
     }
     let launched = args.ranks.launched()?;
@@ -147,8 +169,11 @@ fn as_rank(
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
+    let holds = Holds::of(args.group.clone());
+    holds.follow(&args.folder()?)?;
+    world = world.holding(holds);
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
-    let exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
+    let mut exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
     if launched.is_none() && (args.min_ranks.is_some() || args.mirror) {
         contract::note!(
             "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
@@ -170,7 +195,12 @@ fn as_rank(
     if opened.is_ok() && launched.is_none() && stops_early(stop) {
         return Ok((Told { spoke_first: true, missed: None }, Ok(())));
     }
-    let outcome = opened.and_then(|opened| train(&opened, &exec, &mut world));
+    let outcome = opened.and_then(|opened| {
+        if args.speed.workers.is_none() {
+            fit_workers(&mut exec, &opened, &world)?;
+        }
+        train(&opened, &exec, &mut world)
+    });
     let (spoke_first, outcome) = match outcome {
         Ok(outcome) if world.comm.rank() == 0 => (true, print(&outcome, &exec, args.json)),
         Ok(_) => (true, Ok(())),
@@ -193,15 +223,22 @@ impl Args {
         Ok(out)
     }
 
+    /// Holds the run's folder for the processes that this one is about to start.
+    pub(crate) fn hold(&self) -> Result<Holds> {
+        let holds = Holds::of(self.group.clone());
+        RunFolder::new(&self.folder()?).take(&holds, Duration::ZERO)?;
+        Ok(holds)
+    }
+
     /// How many ranks to start, if it is for this process to start them.
     pub(crate) fn to_spawn(&self) -> Result<Option<u32>> {
         self.ranks.to_spawn(&self.speed)
     }
+}
 
-    /// How many ranks have to be left after a loss.
-    pub(crate) fn min_ranks(&self) -> Option<u32> {
-        self.min_ranks
-    }
+/// The arguments by which a process that is started holds the same as this one.
+pub(crate) fn of_group(holds: &Holds) -> Vec<OsString> {
+    ["--group", holds.group()].map(OsString::from).into()
 }
 
 /// Whether a run was asked to stop before it began, as is said then.
@@ -251,7 +288,9 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.mirror = args.mirror;
     exec.checkpoint_every = args.checkpoint_every;
     let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.only_newest);
-    exec.retention = Retention { newest, every, aged };
+    let pinned = args.ring_keep as usize;
+    exec.retention = Retention { newest, every, aged, pinned };
+    exec.checkpoint_timeout = args.checkpoint_timeout;
     exec.checkpoints.clone_from(&args.checkpoints);
     exec.ring = RingOptions { states: args.ring, every: args.ring_every, spike: args.ring_spike };
     exec.restart = args.restart;
