@@ -14,6 +14,7 @@
 pub mod assemble;
 pub mod batch;
 pub mod explain;
+mod labels;
 pub mod memory;
 pub mod open;
 mod packs;
@@ -23,6 +24,7 @@ pub mod stores;
 pub mod validation;
 
 pub use batch::{Batch, batch, batch_in, rows, step_digest};
+pub use labels::steps_without_labels;
 pub use memory::{Columns, ColumnsMut, Memory};
 pub use open::Opened;
 pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};

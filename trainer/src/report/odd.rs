@@ -158,8 +158,11 @@ impl Detector {
         if let Some(skipped) = seen.skipped() {
             reasons.push(Reason::words(Kind::Skipped, seen.step, skipped.words().to_owned()));
         }
-        reasons.extend(self.loss(seen));
-        reasons.extend(self.norm(seen));
+        // A step without labels has no loss, and a gradient of 0.
+        if seen.label_count > 0 {
+            reasons.extend(self.loss(seen));
+            reasons.extend(self.norm(seen));
+        }
         reasons.extend(self.rate(seen));
         reasons.extend(self.routers(seen));
         let mut context = Vec::new();

@@ -21,6 +21,7 @@ use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
+use crate::hf::Start;
 use crate::ledger::RESTORE;
 use crate::mesh::{Mesh, Team, copies, share};
 use crate::metrics::Metrics;
@@ -96,6 +97,9 @@ pub(super) fn open<'a>(
         if comm.world() > 1 {
             say_ranks(&mut book, team, chosen, owners.pieces())?;
         }
+        if let (Some((state, _)), Some(start), None) = (&found, &spec.start, &recovery) {
+            look_at_start(start, state.step, &book.progress)?;
+        }
         book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
     } else if let Some(found) = recall(0)? {
@@ -119,6 +123,23 @@ pub(super) fn open<'a>(
     let kept = if from_memory { 0 } else { state.step };
     let keeper = Keeper::new(comm, layout, checkpoints, exec, kept)?;
     Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
+}
+
+/// Says what became of the start of a run that goes on after `step` without it: only the way from its beginning reads it.
+fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
+    let folder = start.folder().display();
+    let what = match start.folder().exists() {
+        false => format!("{folder} does not exist"),
+        true => match start.changed()? {
+            Some(file) => format!("{} is not what was imported", file.display()),
+            None => return Ok(()),
+        },
+    };
+    progress.note(&format!(
+        "warning: the start of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
+         its first step until it is put back, or named anew by `start` in the curriculum"
+    ));
+    Ok(())
 }
 
 /// Writes down who the ranks are.
