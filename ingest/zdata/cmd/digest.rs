@@ -66,6 +66,16 @@ pub(crate) fn digests(
     steps: Range<u64>,
     workers: usize,
 ) -> Result<Prefetcher<(u64, contract::Digest)>> {
+    of_steps(opened, steps, workers, |batch| (batch.step, batch.digest()))
+}
+
+/// What `read` makes of the batches of `steps`, in order.
+pub(crate) fn of_steps<T: Send + 'static>(
+    opened: &Opened,
+    steps: Range<u64>,
+    workers: usize,
+    read: impl Fn(Batch) -> T + Send + 'static,
+) -> Result<Prefetcher<T>> {
     let last = opened.plan.steps();
     if steps.end > last + 1 {
         return Err(Fault::usage("the curriculum ends before these steps")
@@ -75,6 +85,6 @@ pub(crate) fn digests(
     }
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
     let options = PrefetchOptions { threads: workers, depth: 2 * workers };
-    let digest = |batch: Batch| Ok((batch.step, batch.digest()));
-    Prefetcher::start(plan, stores, steps, RankSlice::WHOLE, options, digest)
+    let read = move |batch: Batch| Ok(read(batch));
+    Prefetcher::start(plan, stores, steps, RankSlice::WHOLE, options, read)
 }
