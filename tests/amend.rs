@@ -110,8 +110,8 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
 
 /// Numbers: what they become is told, and no text changes with them.
 fn numbers(run: &Path) {
-    let set = ["--set", "optimizer.lr=5e-3", "--set", "dtype=bf16", "--skip"];
-    let proof = json(&[&["amend", arg(run), "--step", "7"], &set[..]].concat());
+    let set = ["--set", "optimizer.lr=5e-3", "--set", "dtype=bf16"];
+    let proof = json(&[&["amend", arg(run), "--skip", "7"], &set[..]].concat());
     let keys: Vec<_> =
         proof["numbers"].as_array().unwrap().iter().map(|row| row["key"].clone()).collect();
     assert_eq!(
@@ -127,7 +127,7 @@ fn numbers(run: &Path) {
 /// What cannot be amended, with the file untouched.
 fn refused(run: &Path, id: &str) {
     let before = fs::read_to_string(run).unwrap();
-    let cases: [(&[&str], &str); 18] = [
+    let cases: [(&[&str], &str); 22] = [
         (&["--step", "8", "--mix", "web=1/9223372036854775807,math=1"], "too fine"),
         (&["--step", "6", "--mix", "web=1"], "order of their steps"),
         (&["--step", "21", "--mix", "web=1"], "does not have this step"),
@@ -138,11 +138,15 @@ fn refused(run: &Path, id: &str) {
         (&["--step", "8"], "--ban, --mix or --store"),
         (&["--step", "8", "--set", "optimizer.lr=5e-3"], "has already"),
         (&["--step", "8", "--set", "optimizer.betas=0.9"], "`betas` of optimizer"),
-        (&["--step", "8", "--set", "momentum=0.9"], "optimizer, schedule, dtype"),
+        (&["--step", "8", "--set", "momentum=0.9"], "optimizer, schedule, skip_step, auto_clip"),
+        (&["--step", "8", "--set", "auto_clip.window=9"], "brings no `percentile`"),
+        (&["--step", "8", "--set", "skip_step.window=3"], "out of range"),
+        (&["--step", "8", "--set", "skip_step.non_finite=pass"], "`non_finite`"),
+        (&["--step", "8", "--skip", "9"], "cannot be used with"),
         (&["--step", "8", "--set", "dtype=f8"], "`dtype` cannot have this value"),
         (&["--step", "8", "--set", "optimizer.lr"], "KEY=VALUE"),
         (&["--step", "8", "--set", "optimizer.lr=1", "--set", "optimizer.lr=2"], "twice"),
-        (&["--step", "0", "--skip"], "1.."),
+        (&["--skip", "0"], "1.."),
         (&["--step", "8", "--ban", "raw/math.jsonl#2"], "0#2"),
         (&["--step", "8", "--set", "schedule.final_lr=-1"], "out of range"),
         (
@@ -183,7 +187,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     train(&["--stop-after", "3"]).ok();
     // The run's own file is amended where it goes on by that file, which is said.
     let (own, begun) = (out.join("run.toml"), fs::read(out.join("run.toml")).unwrap());
-    let said = zdata(&["amend", arg(&own), "--step", "6", "--skip"]);
+    let said = zdata(&["amend", arg(&own), "--skip", "6"]);
     let next = format!("to go on: ztrain --curriculum {} --out {}", arg(&own), arg(&out));
     assert!(said.err.contains(&next), "{}", said.err);
     said.ok();
@@ -196,7 +200,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     // A run that is under way has read its curriculum: it would never see what is written.
     let lock = fs::File::open(out.join("lock")).unwrap();
     lock.lock().unwrap();
-    let amend = ["amend", arg(&own), "--step", "6", "--skip"];
+    let amend = ["amend", arg(&own), "--skip", "6"];
     zdata(&amend).fails(2, &["run.toml", "under way"]);
     zdata(&[&amend[..], &["--dry-run"]].concat()).ok();
     drop(lock);

@@ -284,7 +284,7 @@ fn a_full_output_is_the_machines_and_said_once() {
     }
     // What is done is not called undone.
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
-    let amend = ["amend", arg(&path), "--step", "2", "--skip"];
+    let amend = ["amend", arg(&path), "--skip", "2"];
     let ran: Ran = zdata_command(&amend).stdout(full).output().unwrap().into();
     let told = ran.fails(6, &["the amendment is written", "only these words are lost"]);
     assert!(!told.contains("run the same command again"), "{told}");

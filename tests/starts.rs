@@ -4,7 +4,7 @@ use std::fs;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::ranks::{Fixture, ranks_of, signal};
+use crate::ranks::{Fixture, ranks_of, signal, until_lines};
 use crate::support::Ran;
 
 /// Waits until a process keeps a request to stop, or listens to it: before, it has not loaded its libraries.
@@ -73,6 +73,80 @@ fn so_do_all_ranks_where_one_is_asked() {
     signal("TERM", rank);
     let said = Ran::from(launcher.wait_with_output().unwrap()).ok();
     assert!(said.starts_with("stopped after step 1 of 20"), "{said}");
+}
+
+/// Held-out text may take longer than whoever asks has patience: it is broken off; the state that was to be looked at is kept.
+#[test]
+fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
+    let mut fixture = Fixture::new(&[]);
+    // Half of the text is held out: minutes of it.
+    let scratch = &fixture.scratch;
+    let text = fs::read_to_string(scratch.path("corpus.toml")).unwrap();
+    let text = text.replace("validation = \"1/50\"", "validation = \"1/2\"");
+    let store = crate::support::build(scratch, &scratch.write("half.toml", text), "half");
+    fixture.curriculum = crate::support::curriculum(scratch, &store, "half-run.toml", &[]);
+    for (out, ranks) in [("alone", &[][..]), ("ranks", &["--nproc", "2"])] {
+        let flags = ["--validate-every", "4", "--validate-windows", "1000000"];
+        let mut command = fixture.run(out, &[&flags[..], ranks].concat());
+        let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let folder = fixture.scratch.path(out);
+        until_lines(&folder, 5, &mut run);
+        signal("TERM", run.id());
+        let ran = Ran::from(run.wait_with_output().unwrap());
+        for word in ["asked to stop", "validation after step 4 is broken off"] {
+            assert!(ran.err.contains(word), "{out}: {ran:?}");
+        }
+        assert!(ran.ok().starts_with("stopped after step 4 of 20"));
+        assert!(folder.join("checkpoints/step-4/manifest.json").exists());
+    }
+}
+
+/// SIGUSR1 keeps the state and goes on, SIGUSR2 ends the run in good order: alone, and through our launcher.
+#[test]
+fn signals_that_slurm_sends_before_its_limit_are_heard() {
+    let fixture = Fixture { every: "100000", ..Fixture::new(&[("steps = 12", "steps = 4000")]) };
+    for (out, ranks) in [("alone", &[][..]), ("ranks", &["--nproc", "2"])] {
+        let mut command = fixture.run(out, &[&["--validate-every", "0"], ranks].concat());
+        let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let folder = fixture.scratch.path(out);
+        until_lines(&folder, 3, &mut run);
+        signal("USR1", run.id());
+        let kept = || {
+            let steps = fs::read_dir(folder.join("checkpoints")).into_iter().flatten().flatten();
+            let mut steps = steps.map(|entry| entry.path().join("manifest.json"));
+            steps.find(|manifest| manifest.exists())
+        };
+        while kept().is_none() {
+            assert!(run.try_wait().unwrap().is_none(), "it ended before it kept a state");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // It goes on: there are steps behind the one that was kept.
+        let lines = fs::read_to_string(folder.join("ledger.jsonl")).unwrap().lines().count();
+        until_lines(&folder, lines + 2, &mut run);
+        signal("USR2", run.id());
+        let ran = Ran::from(run.wait_with_output().unwrap());
+        for word in ["asked by SIGUSR1", "asked to stop"] {
+            assert!(ran.err.contains(word), "{out}: {ran:?}");
+        }
+        assert!(ran.ok().starts_with("stopped after step"));
+    }
+}
+
+/// What only reads has nothing to keep: it ends with its launcher.
+#[test]
+fn ranks_of_a_replay_end_when_it_is_asked_to_stop() {
+    let fixture = Fixture::new(&[]);
+    fixture.finish("run", &["--validate-every", "0"]);
+    let run = fixture.scratch.path("run");
+    let args = ["replay", "--run", crate::support::arg(&run), "--steps", "1..21", "--nproc", "2"];
+    let mut command = crate::support::ztrain_command(&args);
+    let launcher = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    assert_eq!(ranks_of(&launcher, 2).len(), 2);
+    signal("TERM", launcher.id());
+    // Until every rank has closed its output.
+    let ran = Ran::from(launcher.wait_with_output().unwrap());
+    assert!(!ran.out.contains("step 20"), "{ran:?}");
+    assert_ne!(ran.code, Some(0), "{ran:?}");
 }
 
 /// The ranks need files to reach the store, and so does whoever holds it to hear them.

@@ -167,25 +167,51 @@ pub fn rows(
     rows_in(plan, stores, step, rows, |tokens| Ok(stores.memory(tokens)))
 }
 
-/// The digest of step `step`, of which at most `held` tokens are in memory at a time, or one row: however large a step is, it
-/// is summed in little. `memory` gives memory for so many tokens.
-pub fn digest_of(
+/// A step in sum.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepSummary {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// Its data digest.
+    pub digest: Digest,
+    /// Its sequences, in order.
+    pub rows: Vec<RowLabels>,
+}
+
+/// What a sequence adds to its step's labels.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowLabels {
+    /// The source, as the plan numbers it.
+    pub source: usize,
+    /// Its labels.
+    pub labels: u64,
+}
+
+/// Sums up step `step`, of which at most `held` tokens are in memory at a time, or one row: however large a step is, it is summed
+/// in little. `memory` gives memory for so many tokens.
+pub fn summary_of(
     plan: &Plan,
     stores: &Stores,
     step: u64,
     held: u64,
     memory: impl Fn(usize) -> Result<Box<dyn Memory>>,
-) -> Result<Digest> {
+) -> Result<StepSummary> {
     let StepSpec { batch, seq_len, .. } = plan.step(step)?;
-    let rows = (held / u64::from(seq_len)).max(1);
-    let mut sequences = Vec::new();
+    let piece = (held / u64::from(seq_len)).max(1);
+    let (mut sequences, mut rows) = (Vec::new(), Vec::new());
     let mut first = 0;
     while first < batch {
-        let end = batch.min(first.saturating_add(rows));
-        sequences.extend(rows_in(plan, stores, step, first..end, &memory)?.sequences);
+        let end = batch.min(first.saturating_add(piece));
+        let part = rows_in(plan, stores, step, first..end, &memory)?;
+        let mask = part.columns().mask;
+        rows.extend((0..).zip(&part.samples).map(|(row, sample)| {
+            let labels = part.row(mask, row).iter().map(|label| u64::from(*label)).sum();
+            RowLabels { source: sample.source, labels }
+        }));
+        sequences.extend(part.sequences);
         first = end;
     }
-    Ok(step_digest([sequences.as_slice()]))
+    Ok(StepSummary { step, digest: step_digest([sequences.as_slice()]), rows })
 }
 
 fn rows_in(

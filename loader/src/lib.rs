@@ -14,6 +14,7 @@
 pub mod assemble;
 pub mod batch;
 pub mod explain;
+mod labels;
 pub mod memory;
 pub mod open;
 mod packs;
@@ -22,7 +23,8 @@ pub mod slice;
 pub mod stores;
 pub mod validation;
 
-pub use batch::{Batch, batch, batch_in, digest_of, rows, step_digest};
+pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest, summary_of};
+pub use labels::steps_without_labels;
 pub use memory::{Columns, ColumnsMut, Memory};
 pub use open::Opened;
 pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};

@@ -25,11 +25,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
-use contract::{Digest, Fault, Result};
+use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 use mixer::Plan;
 
-use crate::{Batch, Memory, RankSlice, Stores, batch_in, digest_of};
+use crate::{Batch, Memory, RankSlice, StepSummary, Stores, batch_in, summary_of};
 
 /// How fast, never what: nothing here has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,13 +128,13 @@ impl<T: Send + 'static> Prefetcher<T> {
     }
 }
 
-impl Prefetcher<(u64, Digest)> {
-    /// The digest of each of the steps, of which a reader holds at most `held` tokens at a time, or one row.
-    pub fn digests(ahead: Ahead, held: u64) -> Result<Self> {
+impl Prefetcher<StepSummary> {
+    /// Each of the steps in sum, of which a reader holds at most `held` tokens at a time, or one row.
+    pub fn summaries(ahead: Ahead, held: u64) -> Result<Self> {
         let Ahead { plan, stores, steps, options } = ahead;
         let make = move |step| {
             let memory = |tokens| Ok(stores.memory(tokens));
-            Ok((step, digest_of(&plan, &stores, step, held, memory)?))
+            summary_of(&plan, &stores, step, held, memory)
         };
         Prefetcher::over(steps, options, make, Ok, begin)
     }

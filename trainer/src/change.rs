@@ -68,7 +68,7 @@ impl Change {
         }
         // What is asked for holds in all of the steps, whatever the run says further on.
         for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
-            let NumbersChange { optimizer, schedule: _, dtype } = &mut later.numbers;
+            let NumbersChange { optimizer, dtype, .. } = &mut later.numbers;
             optimizer.clip = optimizer.clip.filter(|_| self.clip.is_none());
             *dtype = dtype.filter(|_| !self.fp32);
         }
@@ -122,7 +122,7 @@ impl Change {
         if self.fp32 && spec.dtype_at(step) == Dtype::F32 {
             return Err(Fault::usage("the run computes in f32 already").at("--fp32"));
         }
-        Ok(NumbersChange { optimizer, schedule, dtype })
+        Ok(NumbersChange { optimizer, schedule, dtype, ..NumbersChange::default() })
     }
 
     /// The change, for people: one phrase for each part.
@@ -167,7 +167,7 @@ pub(crate) fn rate_at(spec: &RunSpec, step: u64) -> f64 {
 /// Where the rate was 0 nothing is in proportion to it, and the factor not finite: then the new rate stays, and they say nothing.
 fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
     for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
-        let NumbersChange { optimizer, schedule, dtype: _ } = &mut later.numbers;
+        let NumbersChange { optimizer, schedule, .. } = &mut later.numbers;
         if factor.is_finite() {
             let rates = [&mut optimizer.lr, &mut schedule.final_lr];
             rates.into_iter().flatten().for_each(|rate| *rate *= factor);

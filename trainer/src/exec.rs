@@ -60,6 +60,8 @@ pub struct ExecOptions {
     pub out: PathBuf,
     /// Set from outside to stop after the step at hand.
     pub stop: Arc<AtomicBool>,
+    /// Set from outside to keep the state after it, and to go on; taken back when that is heard.
+    pub keep: Arc<AtomicBool>,
 }
 
 impl ExecOptions {
@@ -86,6 +88,7 @@ impl ExecOptions {
             memory: store::memory::limit(),
             out,
             stop: Arc::default(),
+            keep: Arc::default(),
         }
     }
 

@@ -423,8 +423,11 @@ impl RunFolder {
         }
         if let Some(start) = &spec.start {
             let path = start.folder();
-            let path = path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))?;
+            // One that is gone keeps its name.
+            let path = path.canonicalize().or_else(|_| std::path::absolute(path));
+            let path = path.map_err(|error| Fault::io("resolve", start.folder(), &error))?;
             resolved.start = Some(text_of(&path)?);
+            start.keep(&self.root)?;
         }
         write_whole(&self.curriculum(), &resolved.canonical())
     }

@@ -1,10 +1,11 @@
 //! What is trained: everything that decides a bit, in one hashed value.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
-use curriculum::{Dtype, ModelTable, NewtonSchulzForm, Numbers, OptimizerKind};
+use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind};
 use loader::{Opened, Stores};
 use mixer::{Curriculum, Plan};
 
@@ -12,7 +13,6 @@ use crate::hf::Start;
 use crate::model::{self, Cut, ParamSpec, ZayaConfig};
 use crate::optim::balance::{self, Balance};
 use crate::optim::guard::Guard;
-use crate::optim::schedule::Schedule;
 use crate::optim::{Kind, Rule, Settings};
 
 /// The model field that is ours: the learning rate of the balancing biases.
@@ -89,9 +89,16 @@ fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
+        // A run's own curriculum stands beside what the run knows of its start.
+        let folder = opened.file.folder();
+        RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
+    }
+
+    /// The same for the run in the folder `run`: one that has begun does without its start while nothing reads it.
+    pub fn of_run(opened: &Opened, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data, opened.curriculum.stores.len());
-        let start = open_start(opened, &data)?;
+        let start = open_start(opened, &data, run)?;
         RunSpec::of(opened, data, content, start)
     }
 
@@ -327,7 +334,7 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
 }
 
 /// The start that the curriculum names, relative to its own folder.
-fn open_start(opened: &Opened, data: &Stores) -> Result<Option<Start>> {
+fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start>> {
     let Some(path) = &opened.curriculum.start else { return Ok(None) };
     let place = || opened.curriculum.place("start");
     let folder = storage::resolve(&opened.file.folder(), path);
@@ -339,6 +346,10 @@ fn open_start(opened: &Opened, data: &Stores) -> Result<Option<Start>> {
             .wanted("a folder that `ztrain import` made")
             .hint("copy it here, and name the copy")
     })?;
+    // Its vocabulary was held against the store's when the run began.
+    if let Some(start) = Start::kept(run, folder)? {
+        return Ok(Some(start));
+    }
     let start = Start::open(folder).map_err(|fault| fault.or_at(place))?;
     start.compare_tokenizer(&data.tokenizer()?, place)?;
     Ok(Some(start))
@@ -420,20 +431,17 @@ fn resolve_model(
     Ok(PhaseModel { config, balance_lr, cut: Cut::WHOLE })
 }
 
-/// The numbers of a step. Kind, moments, decay and windows are those of the whole run.
+/// The numbers of a step. Kind, moments and decay are those of the whole run.
 fn settings(curriculum: &Curriculum, step: u64) -> Settings {
-    let Numbers { optimizer, schedule, dtype: _ } = curriculum.numbers_at(step);
+    let numbers = curriculum.numbers_at(step);
+    let (schedule, guard) = (numbers.rates(), Guard::of(&numbers));
+    let optimizer = numbers.optimizer;
     Settings {
         kind: match optimizer.kind {
             OptimizerKind::Muon => Kind::Muon,
             OptimizerKind::AdamW => Kind::AdamW,
         },
-        schedule: Schedule {
-            peak: optimizer.lr,
-            warmup_steps: schedule.warmup_steps,
-            decay_steps: schedule.decay_steps,
-            last: schedule.final_lr,
-        },
+        schedule,
         betas: (optimizer.betas[0], optimizer.betas[1]),
         eps: optimizer.eps,
         momentum: optimizer.momentum,
@@ -443,6 +451,6 @@ fn settings(curriculum: &Curriculum, step: u64) -> Settings {
         },
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,
-        guard: Guard { skip: curriculum.skip_step, clip: curriculum.auto_clip },
+        guard,
     }
 }

@@ -1,4 +1,5 @@
-//! The loss on held-out text: a function of the weights, the store and the length of the sequences, and of nothing else.
+//! The loss on held-out text: a function of weights, text, `seq_len`, chunks, shards, number format and kernel table, and of
+//! nothing else. Each sequence is a forward of its own, so that no `micro_batch` decides the shapes in which it is computed.
 //!
 //! How often it is taken and over how many windows is a flag, since it decides nothing about the run; so its place is
 //! `events.jsonl`, not the ledger. Taken again after a kill it has the same bits.
@@ -69,7 +70,13 @@ impl Validation {
 
     /// Takes it as one of the ranks of `cx`, which deal the text among them: each computes its share by itself, or with those who
     /// hold weights for it, and hears of the others'. Sources in the order of the plan, those without held-out text left out.
-    pub fn take(&self, cx: Context<'_>, state: &State) -> Result<Vec<SourceLoss>> {
+    /// `None` where one of the ranks was `asked` to stop before it was done.
+    pub fn take(
+        &self,
+        cx: Context<'_>,
+        state: &State,
+        asked: &dyn Fn() -> bool,
+    ) -> Result<Option<Vec<SourceLoss>>> {
         let Context { spec, team, .. } = cx;
         let cut = spec.model_at(state.step.max(1))?.cut;
         let lines = team.lines(cut)?;
@@ -77,16 +84,33 @@ impl Validation {
             1 => (team.group.rank(), team.group.world()),
             _ => (lines.data.place, lines.mesh.dp),
         };
-        let pieces = self.pieces(spec, state.step)?;
-        let dealt = (place as usize..pieces.len()).step_by(places as usize);
-        let dealt: Vec<_> = dealt.map(|index| (index, pieces[index].clone())).collect();
-        let mine = match lines.mesh.tsp {
-            1 => computed(cx, state, dealt, cx.workers.options().cut(cut).into())?,
-            _ => computed_together(cx, state, &lines, dealt)?,
-        };
-        let losses = told(team, pieces.len(), &mine)?;
+        let windows = self.windows_of(spec, state.step)?;
+        let dealt = (place as usize..windows.len()).step_by(places as usize);
+        let mut left = dealt.map(|index| (index, windows[index].clone()));
+        let what = format!("validation after step {}", state.step);
+        let waiting = Mutex::new(Waiting::new(what, left.len() as u64));
+        let mut mine = Vec::new();
+        // In rounds, between which the ranks hear whether one of them was asked to stop.
+        loop {
+            let together = lines.mesh.tsp > 1;
+            let round = if together { 1 } else { cx.workers.count() };
+            let round: Vec<_> = left.by_ref().take(round).collect();
+            mine.extend(match (round.is_empty(), together) {
+                (true, _) => Vec::new(),
+                (_, false) => {
+                    computed(cx, state, round, (cx.workers.options().cut(cut).into(), &waiting))?
+                }
+                (_, true) => computed_together(cx, state, &lines, (round, &waiting))?,
+            });
+            match progress(team, asked(), left.len())? {
+                Progress::Stopped => return Ok(None),
+                Progress::Done => break,
+                Progress::Left => {}
+            }
+        }
+        let losses = told(team, windows.len(), &mine)?;
         let mut sums: Vec<SourceLoss> = Vec::new();
-        for (Piece { source, .. }, Loss { loss, labels }) in pieces.into_iter().zip(losses) {
+        for (Window { source, .. }, Loss { loss, labels }) in windows.into_iter().zip(losses) {
             match sums.last_mut() {
                 Some(sum) if sum.source == source => {
                     (sum.loss, sum.labels) = (sum.loss + loss, sum.labels + labels);
@@ -95,55 +119,78 @@ impl Validation {
             }
         }
         sums.retain(|sum| sum.labels > 0);
-        Ok(sums)
+        Ok(Some(sums))
     }
 
     /// What it is taken over after `step`.
-    fn pieces(&self, spec: &RunSpec, step: u64) -> Result<Vec<Piece>> {
-        let at = spec.plan.step(step.max(1))?;
-        let mut pieces = Vec::new();
+    fn windows_of(&self, spec: &RunSpec, step: u64) -> Result<Vec<Window>> {
+        let seq_len = spec.plan.step(step.max(1))?.seq_len;
+        let mut all = Vec::new();
         for source in spec.plan.sources() {
-            let found = pieces_of(spec, &source.name, at.seq_len, at.micro_batch, self.windows)?;
-            let named = |(first, rows)| Piece { source: source.name.clone(), first, rows };
-            pieces.extend(found.into_iter().map(named));
+            let total = validation::windows(&spec.data, &source.name, seq_len)?;
+            let spread = spread(total, self.windows);
+            all.extend(spread.map(|number| Window { source: source.name.clone(), number }));
         }
-        Ok(pieces)
+        Ok(all)
     }
 }
 
-/// Windows of a source that are computed at once.
-#[derive(Clone)]
-struct Piece {
-    source: String,
-    first: u64,
-    rows: u64,
+/// How far all ranks together are.
+enum Progress {
+    Left,
+    Done,
+    /// One of them was asked to stop.
+    Stopped,
 }
 
-/// What they cost.
+/// Tells the other ranks whether this one was asked to stop, and how many windows it has left, and hears the same of them.
+fn progress(team: &Team<'_>, asked: bool, left: usize) -> Result<Progress> {
+    let mut words = Writer::default();
+    words.word(u64::from(asked)).word(left as u64);
+    let heard = team.tell("the progress on held-out text", &words)?;
+    let (mut stopped, mut done) = (false, true);
+    for mut heard in heard.readers() {
+        stopped |= heard.word()? != 0;
+        done &= heard.word()? == 0;
+        heard.end()?;
+    }
+    Ok(match (done, stopped) {
+        (true, _) => Progress::Done,
+        (false, true) => Progress::Stopped,
+        (false, false) => Progress::Left,
+    })
+}
+
+/// A sequence of a source's held-out text.
+#[derive(Clone)]
+struct Window {
+    source: String,
+    number: u64,
+}
+
+/// What it costs.
 #[derive(Clone, Copy)]
 struct Loss {
     loss: f64,
     labels: u64,
 }
 
-/// The losses of numbered pieces, with weights that are whole or that `how` says how to get.
+/// The losses of numbered windows, with weights that are whole or that `how` says how to get.
 fn computed(
     Context { spec, team, workers }: Context<'_>,
     state: &State,
-    pieces: Vec<(usize, Piece)>,
-    how: Computing<'_>,
+    windows: Vec<(usize, Window)>,
+    (how, waiting): (Computing<'_>, &Mutex<Waiting>),
 ) -> Result<Vec<(usize, Loss)>> {
     let step = state.step;
     let at = spec.plan.step(step.max(1))?;
     let model = FrozenModel::at(spec, at.step, state, workers)?;
-    let what = format!("validation after step {step}");
-    let waiting = Mutex::new(Waiting::new(what, pieces.len() as u64));
-    workers.map(pieces, |(index, Piece { source, first, rows: count }): (usize, Piece)| {
-        let place = || format!("validation of {source} after step {step}, window {first}");
+    workers.map(windows, |(index, Window { source, number }): (usize, Window)| {
+        let place = || format!("validation of {source} after step {step}, window {number}");
         // Held-out text may take longer than a rank is waited for, or watched without a sign of life.
         team.group.reached(&place());
         team.group.check().map_err(lost)?;
-        let batch = validation::batch(&spec.data, &source, at.seq_len, first, count)?;
+        let batch = validation::batch(&spec.data, &source, at.seq_len, number, 1)?;
         let input = rows(&batch, 0..batch.rows);
         let compute = |Weights { weights, biases }: Weights<'_>| {
             model::losses(how, model.config(), weights, biases, &input)
@@ -162,7 +209,7 @@ fn computed_together(
     cx: Context<'_>,
     state: &State,
     lines: &Lines<'_>,
-    pieces: Vec<(usize, Piece)>,
+    (windows, waiting): (Vec<(usize, Window)>, &Mutex<Waiting>),
 ) -> Result<Vec<(usize, Loss)>> {
     let along = [Along::sharing(lines)?, Along::folded(lines)?];
     let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
@@ -173,7 +220,8 @@ fn computed_together(
         folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
     };
     // What they exchange has one order.
-    let found = computed(Context { workers: cx.workers.one(), ..cx }, state, pieces, how)?;
+    let found =
+        computed(Context { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
     for line in [sharing, folded].into_iter().flatten() {
         line.finish()?;
     }
@@ -181,15 +229,15 @@ fn computed_together(
     Ok(found)
 }
 
-/// The losses of all `pieces`, of which `mine` are this rank's.
-fn told(team: &Team<'_>, pieces: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
+/// The losses of all `windows`, of which `mine` are this rank's.
+fn told(team: &Team<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
     let mut words = Writer::default();
     words.word(mine.len() as u64);
     for (index, Loss { loss, labels }) in mine {
         words.word(*index as u64).float(*loss).word(*labels);
     }
     let heard = team.tell("the gathering of losses on held-out text", &words)?;
-    let mut all = vec![None; pieces];
+    let mut all = vec![None; windows];
     for mut heard in heard.readers() {
         for _ in 0..heard.word()? {
             let (index, loss, labels) = (heard.word()?, heard.float()?, heard.word()?);
@@ -208,21 +256,8 @@ fn told(team: &Team<'_>, pieces: usize, mine: &[(usize, Loss)]) -> Result<Vec<Lo
     all.ok_or_else(|| Fault::bug("nobody computed some of the held-out text"))
 }
 
-/// Windows as (first, how many), at most `micro_batch` at a time.
-fn pieces_of(
-    spec: &RunSpec,
-    source: &str,
-    seq_len: u32,
-    micro_batch: u64,
-    windows: u64,
-) -> Result<Vec<(u64, u64)>> {
-    let total = validation::windows(&spec.data, source, seq_len)?;
-    let wanted = windows.min(total);
-    let pieces = wanted.div_ceil(micro_batch.max(1));
-    // Piece p begins where its share of the text does: its windows end before the next piece's begin.
-    let piece = |piece: u64| {
-        let rows = micro_batch.min(wanted - piece * micro_batch);
-        (piece * micro_batch + piece * (total - wanted) / pieces, rows)
-    };
-    Ok((0..pieces).map(piece).collect())
+/// At most `wanted` of `total` windows, spread evenly: each stands where its share of the text begins.
+fn spread(total: u64, wanted: u64) -> impl Iterator<Item = u64> {
+    let wanted = wanted.min(total);
+    (0..wanted).map(move |index| index + index * (total - wanted) / wanted)
 }

@@ -35,7 +35,7 @@ pub use framed::{Field, Framed};
 pub use packed::Packed;
 pub use permute::Permutation;
 pub use ratio::Ratio;
-pub use sums::{SourceSums, StepSums};
+pub use sums::{SourceSums, StepSums, read_number};
 pub use words::counted;
 
 /// Tokens in a unit unless `corpus.toml` says otherwise; every `seq_len` divides it.

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Packed;
 
@@ -30,9 +30,9 @@ impl SourceSums {
 /// Those fields of a step's line that follow from each other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSums<'a> {
-    /// Labels in the step, at least 1.
+    /// Labels in the step.
     pub label_count: u64,
-    /// The mean loss of a label, as decimal digits gave it.
+    /// The mean loss of a label, as decimal digits gave it; not a number where it is not finite.
     pub loss: f64,
     /// Labels of each micro-batch.
     pub micro_batch_labels: &'a [u64],
@@ -59,7 +59,7 @@ impl StepSums<'_> {
 
     /// The label count and the loss follow from the micro-batches.
     fn check_micro_batches(&self) -> Result<(), String> {
-        let labels = self.micro_batch_labels.iter().sum::<u64>().max(1);
+        let labels = self.micro_batch_labels.iter().sum::<u64>();
         if labels != self.label_count {
             return Err(format!(
                 "its label count is {}, its labels add up to {labels}",
@@ -67,7 +67,8 @@ impl StepSums<'_> {
             ));
         }
         let mean = self.micro_batch_losses.tree_sum() / self.label_count as f64;
-        match as_read(mean).is_some_and(|wanted| wanted.to_bits() == self.loss.to_bits()) {
+        let read = as_read(mean);
+        match read.map_or(self.loss.is_nan(), |read| read.to_bits() == self.loss.to_bits()) {
             true => Ok(()),
             false => {
                 Err(format!("its loss is {}, those of its micro-batches make {mean}", self.loss))
@@ -77,7 +78,7 @@ impl StepSums<'_> {
 
     /// The labels and losses of sources add up to those of the step, up to rounding: they are added in another order.
     fn check_sources(&self) -> Result<(), String> {
-        let labels = self.sources.values().map(|source| source.labels).sum::<u64>().max(1);
+        let labels = self.sources.values().map(|source| source.labels).sum::<u64>();
         if labels != self.label_count {
             return Err(format!(
                 "its label count is {}, the labels of its sources add up to {labels}",
@@ -86,7 +87,7 @@ impl StepSums<'_> {
         }
         let found = self.sources.values().map(|source| source.loss.float()).sum::<f64>();
         let micro_batches = self.micro_batch_losses.tree_sum();
-        match (found - micro_batches).abs() <= ROUNDING * micro_batches.abs() {
+        match adds_up(found, micro_batches) {
             true => Ok(()),
             false => Err(format!(
                 "its losses add up to {micro_batches}, those of its sources to {found}"
@@ -98,7 +99,7 @@ impl StepSums<'_> {
     fn check_norm(&self) -> Result<(), String> {
         let norm = self.norm.float();
         let found = self.layer_gradient_norms.values().map(|norm| norm * norm).sum::<f64>().sqrt();
-        match (found - norm).abs() <= ROUNDING * norm {
+        match adds_up(found, norm) {
             true => Ok(()),
             false => Err(format!("its norm is {norm}, those of its layers make {found}")),
         }
@@ -116,8 +117,21 @@ impl StepSums<'_> {
     }
 }
 
+/// Whether two sums of the same numbers agree, up to rounding. Of sums that are not finite only that is known.
+fn adds_up(found: f64, wanted: f64) -> bool {
+    match wanted.is_finite() {
+        true => (found - wanted).abs() <= ROUNDING * wanted.abs(),
+        false => !found.is_finite(),
+    }
+}
+
+/// Reads a number of a ledger's line; `null` is one that is not finite.
+pub fn read_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
 /// A number as a ledger's reader has it: decimal digits are read to the same number each time, but not always to the one that
-/// was written.
+/// was written. `None` for one that is not finite.
 fn as_read(number: f64) -> Option<f64> {
     serde_json::to_string(&number).ok().and_then(|text| serde_json::from_str(&text).ok())
 }
@@ -151,11 +165,16 @@ mod tests {
 
     impl Line {
         fn check(&self) -> Result<(), String> {
+            self.check_losses([1.25, 4.5])
+        }
+
+        /// The same with other losses of its micro-batches.
+        fn check_losses(&self, losses: [f64; 2]) -> Result<(), String> {
             let sums = StepSums {
                 label_count: self.label_count,
                 loss: self.loss,
                 micro_batch_labels: &[2, 5],
-                micro_batch_losses: &Packed::floats([1.25, 4.5]),
+                micro_batch_losses: &Packed::floats(losses),
                 sources: &self.sources,
                 router: &self.router,
                 norm: &self.norm,
@@ -179,7 +198,7 @@ mod tests {
             ),
             (|line| drop(line.sources.remove("math")), "labels of its sources"),
             (|line| line.norm = Packed::floats([5.001]), "its norm is 5.001"),
-            (|line| line.norm = Packed::default(), "its norm is NaN"),
+            (|line| line.norm = Packed::floats([f64::NAN]), "its norm is NaN"),
             (|line| line.layers = Packed::floats([3.0, 4.0, 0.1]), "those of its layers"),
             (|line| line.router[2][1] += 1, "one router counted 8 tokens, another 9"),
         ];
@@ -190,6 +209,32 @@ mod tests {
             let said = line.check().unwrap_err();
             assert!(said.contains(words), "{said}");
         }
+        // A loss and a norm that are not finite, and what makes them so.
+        let mut diverged = line();
+        diverged.loss = f64::NAN;
+        diverged.sources.get_mut("web").unwrap().loss = Packed::floats([f64::INFINITY]);
+        diverged.norm = Packed::floats([f64::INFINITY]);
+        diverged.layers = Packed::floats([f64::NAN, 4.0]);
+        assert_eq!(diverged.check_losses([f64::INFINITY, 4.5]), Ok(()));
+        assert!(diverged.check_losses([1.25, 4.5]).is_err());
+        // No labels, no loss.
+        let nothing = |loss: f64| {
+            let none = SourceSums { labels: 0, loss: Packed::floats([0.0]) };
+            let sources = [("web".to_owned(), none)].into();
+            let sums = StepSums {
+                label_count: 0,
+                loss,
+                micro_batch_labels: &[0, 0],
+                micro_batch_losses: &Packed::floats([0.0, 0.0]),
+                sources: &sources,
+                router: &[],
+                norm: &Packed::floats([0.0]),
+                layer_gradient_norms: &Packed::floats([0.0]),
+            };
+            sums.check()
+        };
+        assert_eq!(nothing(f64::NAN), Ok(()));
+        assert!(nothing(0.0).is_err());
         // One bit is enough: the loss follows exactly.
         for bits in [line().loss.to_bits() - 1, line().loss.to_bits() + 1] {
             let beside = Line { loss: f64::from_bits(bits), ..line() };

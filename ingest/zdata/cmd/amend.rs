@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, Numbers, NumbersChange};
 use ingest::progress::meanwhile;
-use loader::{Opened, Stores};
+use loader::{Opened, Stores, steps_without_labels};
 use mixer::Plan;
 use serde::Serialize;
 use settings::File;
@@ -16,13 +16,15 @@ use store::{Location, Split, Store, disk, regular};
 
 use super::beside::{held, ledger_beside, refuse_recorded};
 use super::output;
+use super::plan::without_labels;
 
 /// Arguments.
 #[derive(clap::Args)]
 #[command(after_help = "Examples: zdata amend run.toml --step 500 --ban web-1234\n          \
     zdata amend run.toml --step 500 --mix web=1,math=3\n          \
     zdata amend run.toml --step 500 --store ../more --mix web=2,extra=1\n          \
-    zdata amend run.toml --step 500 --set optimizer.lr=3e-4 --set optimizer.clip=0.5\n\n\
+    zdata amend run.toml --step 500 --set optimizer.lr=3e-4 --set optimizer.clip=0.5\n          \
+    zdata amend run.toml --skip 500\n\n\
     Every step before stays as it is. The amendment is appended to the file, comments and all; \
     `ztrain` takes it as long as the run has not come to the step.")]
 pub(crate) struct Args {
@@ -30,8 +32,8 @@ pub(crate) struct Args {
     #[arg(value_parser = super::local("copy it here and amend the copy: an object is never replaced"))]
     curriculum: PathBuf,
     /// The first step that changes.
-    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
-    step: u64,
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..), required_unless_present = "skip")]
+    step: Option<u64>,
     /// Hide the document with this id from then on, SOURCE:ID where several sources have one; may be given several times.
     #[arg(long, value_name = "ID")]
     ban: Vec<String>,
@@ -45,12 +47,14 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Option<Location>,
     /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.warmup_steps, schedule.decay_steps,
-    /// schedule.final_lr or dtype; may be given several times. Rates are those of a run that had it from its beginning.
+    /// schedule.final_lr, skip_step.window, skip_step.sigma, skip_step.non_finite, auto_clip.window, auto_clip.percentile or
+    /// dtype; may be given several times. Rates are those of a run that had it from its beginning; windows that come new begin
+    /// empty.
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// Let this one step move nothing.
-    #[arg(long)]
-    skip: bool,
+    /// Let this one step move nothing, whatever its loss and gradient are; instead of --step.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), conflicts_with = "step")]
+    skip: Option<u64>,
     /// Show the proof and write nothing.
     #[arg(long)]
     dry_run: bool,
@@ -78,6 +82,9 @@ struct Proof {
     numbers: Vec<NumberRow>,
     /// Whether the step moves nothing.
     skip: bool,
+    /// Steps of the whole run that have no labels then, and so move nothing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    without_labels: Vec<u64>,
     written: bool,
 }
 
@@ -124,7 +131,9 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let path = args.curriculum.canonicalize();
     let path = path.map_err(|error| Fault::io("read", &args.curriculum, &error))?;
     let before = super::opened(&Location::from(args.curriculum.as_path()))?;
-    refuse_recorded(&path, args.step, before.plan.steps())?;
+    // Clap has one of the two.
+    let step = args.step.or(args.skip).unwrap_or_default();
+    refuse_recorded(&path, step, before.plan.steps())?;
     let found = match args.ban.is_empty() {
         true => Vec::new(),
         false => {
@@ -139,7 +148,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let store = args.store.as_ref().map(|store| added(store, &path)).transpose()?;
     let mix = args.mix.clone().unwrap_or_default();
     let numbers = numbers(&args.set)?;
-    let amendment = Amendment { step: args.step, mix, ban, store, numbers, skip: args.skip };
+    let skip = args.skip.is_some();
+    let amendment = Amendment { step, mix, ban, store, numbers, skip };
     if amendment.is_empty() {
         return Err(Fault::usage("an amendment changes something")
             .wanted("--ban, --mix or --store, --set or --skip"));
@@ -149,8 +159,8 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let lines = before.source.lines().count();
     let after = Opened::open_text(&args.curriculum, text)
         .map_err(|fault| of_no_line(fault, &args.curriculum, lines))?;
-    let mut proof = Proof::new(&before, &after, args.step, found)?;
-    proof.skip = args.skip;
+    let mut proof = Proof::new(&before, &after, step, found)?;
+    proof.skip = skip;
     if !args.dry_run {
         let held = held(&path)?;
         replace(&path, &before.source, &after.source)?;
@@ -363,6 +373,7 @@ impl Proof {
             banned,
             numbers,
             skip: false,
+            without_labels: steps_without_labels(becomes)?,
             written,
         };
         Ok(proof)
@@ -413,6 +424,10 @@ impl Proof {
         if self.skip {
             let _ = writeln!(out, "  step {step} moves nothing");
         }
+        let without_labels = without_labels(&self.without_labels);
+        if !without_labels.is_empty() {
+            let _ = write!(out, "  {without_labels}");
+        }
         out + &match self.written {
             true => format!("written to {file}\n"),
             false => "nothing was written (--dry-run)\n".to_owned(),
@@ -424,7 +439,9 @@ impl NumberRow {
     /// What two curricula train `step` by, where they differ.
     fn all(was: &Opened, becomes: &Opened, step: u64) -> Vec<NumberRow> {
         let shown = |of: &Opened| {
-            let Numbers { optimizer, schedule, dtype } = of.curriculum.numbers_at(step);
+            let Numbers { optimizer, schedule, skip_step, auto_clip, dtype } =
+                of.curriculum.numbers_at(step);
+            let set = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
             // A rate after decay that never comes has no number.
             let last = if schedule.decay_steps > 0 {
                 format!("{:e}", schedule.final_lr)
@@ -437,6 +454,14 @@ impl NumberRow {
                 ("schedule.warmup_steps", schedule.warmup_steps.to_string()),
                 ("schedule.decay_steps", schedule.decay_steps.to_string()),
                 ("schedule.final_lr", last),
+                ("skip_step.window", set(skip_step.map(|one| one.window.to_string()))),
+                ("skip_step.sigma", set(skip_step.map(|one| format!("{:e}", one.sigma)))),
+                (
+                    "skip_step.non_finite",
+                    set(skip_step.map(|one| one.non_finite.name().to_owned())),
+                ),
+                ("auto_clip.window", set(auto_clip.map(|one| one.window.to_string()))),
+                ("auto_clip.percentile", set(auto_clip.map(|one| one.percentile.to_string()))),
                 ("dtype", dtype.name().to_owned()),
             ]
         };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use ingest::progress::{Measure, Progress};
-use loader::{Ahead, Opened, PrefetchOptions, Prefetcher};
+use loader::{Ahead, Opened, PrefetchOptions, Prefetcher, StepSummary};
 use store::Location;
 
 use super::output;
@@ -47,8 +47,8 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     let mut lines = String::new();
     let count = steps.end - steps.start;
     let mut progress = Progress::new("digest", Measure::Count("step"), count, quiet);
-    for found in digests(&opened, steps, workers)? {
-        let (step, digest) = found?;
+    for found in summaries(&opened, steps, workers)? {
+        let StepSummary { step, digest, .. } = found?;
         if json {
             lines += &output::json(&serde_json::json!({ "step": step, "digest": digest }))?;
         } else {
@@ -63,12 +63,12 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     print_raw(&lines)
 }
 
-/// The digests of `steps`, in order.
-pub(crate) fn digests(
+/// The steps `steps` in sum, in order.
+pub(crate) fn summaries(
     opened: &Opened,
     steps: Range<u64>,
     workers: usize,
-) -> Result<Prefetcher<(u64, contract::Digest)>> {
+) -> Result<Prefetcher<StepSummary>> {
     let last = opened.plan.steps();
     if steps.end > last + 1 {
         return Err(Fault::usage("the curriculum ends before these steps")
@@ -78,5 +78,5 @@ pub(crate) fn digests(
     }
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
     let options = PrefetchOptions { threads: workers, depth: 2 * workers };
-    Prefetcher::digests(Ahead { plan, stores, steps, options }, HELD_TOKENS)
+    Prefetcher::summaries(Ahead { plan, stores, steps, options }, HELD_TOKENS)
 }

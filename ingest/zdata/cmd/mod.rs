@@ -12,6 +12,7 @@ pub(crate) mod inspect;
 pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod publish;
+mod recorded;
 pub(crate) mod task;
 pub(crate) mod tokenizer;
 pub(crate) mod verify;

@@ -1,7 +1,9 @@
-//! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, never text.
+//! `zdata plan`: what a curriculum would train on, and whether it can run at all. Reads manifests, and text only where
+//! bans leave it open whether a step has labels.
 
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
+use loader::{Opened, steps_without_labels};
 use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
@@ -27,7 +29,7 @@ pub(crate) struct Args {
 /// Does it.
 pub(crate) fn exec(args: Args) -> Result<()> {
     let opened = super::opened(&args.curriculum)?;
-    let report = Report::new(&opened.plan, &opened.curriculum)?;
+    let report = Report::new(&opened)?;
     output::answer(args.json, &report, || report.text())
 }
 
@@ -48,6 +50,9 @@ struct Report {
     /// What amendments hide; nothing is known of it where stores are only described.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     banned: Vec<BanRow>,
+    /// Steps all of whose text is hidden: they move nothing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    without_labels: Vec<u64>,
 }
 
 /// A document that is hidden from a step on.
@@ -130,7 +135,8 @@ struct PackedRow {
 }
 
 impl Report {
-    fn new(plan: &Plan, curriculum: &Curriculum) -> Result<Self> {
+    fn new(opened: &Opened) -> Result<Self> {
+        let (plan, curriculum): (&Plan, &Curriculum) = (&opened.plan, &opened.curriculum);
         let phases: Vec<PhaseRow> =
             (0..plan.phases().len()).map(|index| PhaseRow::new(plan, curriculum, index)).collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
@@ -158,6 +164,7 @@ impl Report {
             model_checked: false,
             sources: plan.sources().iter().enumerate().map(source).collect(),
             banned: banned.collect::<Result<_>>()?,
+            without_labels: steps_without_labels(opened)?,
             phases,
         })
     }
@@ -213,7 +220,22 @@ impl Report {
                 many(*labels, "label")
             );
         }
-        out
+        out + &without_labels(&self.without_labels)
+    }
+}
+
+/// A line on steps without labels, where there are any.
+pub(super) fn without_labels(steps: &[u64]) -> String {
+    let shown: Vec<String> = steps.iter().take(8).map(|step| count(*step)).collect();
+    let more = if shown.len() < steps.len() { ", ..." } else { "" };
+    match steps.len() as u64 {
+        0 => String::new(),
+        1 => format!("step {} has no labels: it moves nothing\n", shown[0]),
+        some => format!(
+            "{} have no labels ({}{more}): they move nothing\n",
+            many(some, "step"),
+            shown.join(", ")
+        ),
     }
 }
 

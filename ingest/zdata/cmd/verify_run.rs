@@ -1,22 +1,21 @@
-//! `zdata verify-run`: recomputes every data digest of a run from its curriculum and stores, and checks every line of its
-//! ledger. Needs no GPU, no libtorch.
+//! `zdata verify-run`: recomputes of a run what needs no tensors: every data digest and label count from its curriculum and
+//! stores, learning rates and skipped steps from the lines of its ledger; and holds the ledger against every checkpoint there
+//! is. Needs no GPU, no libtorch.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{
-    Digest, Fault, Identity, Packed, Result, SourceSums, StepSums, chain, counted, note,
-};
+use contract::{Digest, Fault, Identity, Result, chain, counted, note};
 use curriculum::Phase;
 use ingest::progress::{Measure, Progress, meanwhile};
-use loader::Opened;
 use loader::open::no_run;
-use mixer::{Curriculum, Difference};
+use loader::{Opened, StepSummary};
+use mixer::{Curriculum, Difference, Plan};
 use serde::Deserialize;
 use store::{Location, regular};
 
+use super::recorded::{Rules, Step, Witnesses, labels_digest};
 use super::{digest, output};
 
 /// Arguments.
@@ -53,30 +52,12 @@ fn first_plan() -> u32 {
     1
 }
 
-/// What is read of every other line.
-#[derive(Deserialize)]
-struct Step {
-    step: u64,
-    data: Digest,
-    label_count: u64,
-    loss: f64,
-    micro_batch_labels: Vec<u64>,
-    micro_batch_losses: Packed,
-    sources: BTreeMap<String, SourceSums>,
-    router: Vec<Vec<u64>>,
-    norm: Packed,
-    layer_gradient_norms: Packed,
-    /// The curriculum in force from this step on, where it is another than before.
-    #[serde(default)]
-    curriculum: Option<String>,
-}
-
 /// A ledger whose chain holds.
 struct Ledger {
     path: PathBuf,
     head: Head,
-    /// The data digest of step 1, 2, ...
-    data: Vec<Digest>,
+    /// The data digest of step 1, 2, ..., and that of its labels.
+    data: Vec<(Digest, Digest)>,
     /// The curricula that came into force later, with their first steps.
     edits: Vec<(u64, String)>,
     chain: Digest,
@@ -90,37 +71,32 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         return Err(no_run(&args.run, "ledger.jsonl"));
     }
     // Before the ledger is read: a run that goes on meanwhile keeps the next one only behind its lines.
-    let newest = newest_checkpoint(&args.run);
-    let ledger = meanwhile("verify-run", "reading the ledger", || Ledger::read(&path))?;
+    let kept = Witnesses::find(&args.run)?;
+    let ledger = meanwhile("verify-run", "reading the ledger", || Ledger::read(&path, &kept))?;
     if ledger.torn {
         note!(
             "note: the last line of the ledger is torn, as a kill leaves it; the run cuts it when it goes on"
         );
     }
-    mixer::check_version(ledger.head.plan).map_err(|fault| fault.at(ledger.place(0)))?;
-    ends_behind(&ledger, newest)?;
+    ends_behind(&ledger, kept.newest())?;
     let opened = Opened::of_run(&args.run, &args.store, &ledger.head.stores)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
         compare(&ledger, &opened, args.workers, quiet)?;
     }
     same_curriculum(&ledger, &opened)?;
-    let Ledger { chain, torn, .. } = &ledger;
-    let answer = serde_json::json!({ "steps": steps, "chain": chain, "torn_last_line": torn });
+    let (Ledger { chain, torn, .. }, kept) = (&ledger, kept.count(steps));
+    let answer = serde_json::json!({
+        "steps": steps, "chain": chain, "torn_last_line": torn, "checkpoints": kept,
+    });
     output::answer(args.json, &answer, || {
         format!(
-            "{}: every data digest computed again and equal; the ledger's chain holds ({chain})\n",
-            counted(steps, "step")
+            "{}: every data digest, label count, learning rate and skipped step computed again and equal; the ledger's chain \
+             holds ({chain}), also against {}\n",
+            counted(steps, "step"),
+            counted(kept, "checkpoint")
         )
     })
-}
-
-/// The step of the newest checkpoint in the run's folder; those that lie elsewhere are not looked for.
-fn newest_checkpoint(run: &Path) -> Option<u64> {
-    let step = |path: &Path| path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok();
-    let all = fs::read_dir(run.join("checkpoints")).ok()?.flatten().map(|entry| entry.path());
-    let whole = all.filter(|path| path.join("manifest.json").exists());
-    whole.filter_map(|path| step(&path)).max()
 }
 
 /// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
@@ -141,9 +117,10 @@ fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Res
     let steps = ledger.data.len() as u64;
     let mut progress = Progress::new("verify-run", Measure::Count("step"), steps, quiet);
     let mut all = ledger.data.iter();
-    for found in digest::digests(opened, 1..steps + 1, workers)? {
-        let (step, found) = found?;
-        let wanted = all.next().copied().unwrap_or_default();
+    for summary in digest::summaries(opened, 1..steps + 1, workers)? {
+        let summary = summary?;
+        let (step, found, labels) = (summary.step, summary.digest, labels(&opened.plan, &summary)?);
+        let (wanted, recorded) = all.next().copied().unwrap_or_default();
         if found != wanted {
             let fault = Fault::mismatch(format!(
                 "the data of step {step} is not what the run was trained on"
@@ -151,9 +128,23 @@ fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Res
             let cause = cause(ledger, opened, step);
             return Err(fault.at(ledger.place(step)).found(found).wanted(wanted).hint(cause));
         }
+        if labels != recorded {
+            return Err(changed(&ledger.path, step, "its labels are not those of its data"));
+        }
         progress.add(1);
     }
     Ok(())
+}
+
+/// The labels of a step, as [`Step::labels`] has those of the ledger.
+fn labels(plan: &Plan, summary: &StepSummary) -> Result<Digest> {
+    let mut sources: BTreeMap<&str, u64> = BTreeMap::new();
+    for row in &summary.rows {
+        *sources.entry(&plan.sources()[row.source].name).or_default() += row.labels;
+    }
+    let micro_batches = summary.rows.chunks(plan.step(summary.step)?.micro_batch as usize);
+    let labels = micro_batches.map(|rows| rows.iter().map(|row| row.labels).sum());
+    Ok(labels_digest(&labels.collect::<Vec<u64>>(), sources.into_iter()))
 }
 
 /// What differs that data follows from: the stores are those of the run.
@@ -245,12 +236,17 @@ fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
 
 impl Ledger {
     /// Reads the ledger and checks its chain; what a kill or a loss of power left at its end is passed over.
-    fn read(path: &Path) -> Result<Self> {
+    fn read(path: &Path, kept: &Witnesses) -> Result<Self> {
         let file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let mut lines = BufReader::new(file);
         let (mut head, mut data, mut link) = (None, Vec::new(), Digest::default());
         let (mut line, mut torn, mut number) = (Vec::new(), false, 0u64);
-        let mut edits = Vec::new();
+        let (mut edits, mut rules) = (Vec::new(), None::<Rules>);
+        let place = |number: u64| format!("{}:{}", path.display(), number + 1);
+        let in_force = |text: &str, number: u64| {
+            let place = place(number);
+            Curriculum::parse(text, &place).map_err(|fault| fault.or_at(|| place.clone()))
+        };
         loop {
             line.clear();
             let read = lines.read_until(b'\n', &mut line);
@@ -268,14 +264,24 @@ impl Ledger {
             link = after;
             if number == 0 {
                 let first: Head = parse(&body).ok_or_else(|| changed("it is not a head"))?;
-                head = Some(first).filter(|head| head.kind == "head");
-            } else {
+                if first.kind != "head" {
+                    return Err(changed("it is not a head"));
+                }
+                mixer::check_version(first.plan).map_err(|fault| fault.at(place(0)))?;
+                rules = Some(Rules::new(in_force(&first.curriculum, 0)?));
+                head = Some(first);
+            } else if let Some(rules) = &mut rules {
                 let step: Step = parse(&body).ok_or_else(|| changed("it is not a step"))?;
                 if step.step != number {
                     return Err(changed(&format!("it should be step {number}")));
                 }
                 step.check().map_err(|what| changed(&what))?;
-                data.push(step.data);
+                if let Some(text) = &step.curriculum {
+                    rules.edit(in_force(text, number)?);
+                }
+                rules.check(&step).map_err(|what| changed(&what))?;
+                kept.check((number, step.state, link), || place(number))?;
+                data.push((step.data, step.labels()));
                 edits.extend(step.curriculum.map(|text| (number, text)));
             }
             number += 1;
@@ -303,23 +309,6 @@ impl Ledger {
     }
 }
 
-impl Step {
-    /// Says what does not follow from the rest of the line.
-    fn check(&self) -> std::result::Result<(), String> {
-        let sums = StepSums {
-            label_count: self.label_count,
-            loss: self.loss,
-            micro_batch_labels: &self.micro_batch_labels,
-            micro_batch_losses: &self.micro_batch_losses,
-            sources: &self.sources,
-            router: &self.router,
-            norm: &self.norm,
-            layer_gradient_norms: &self.layer_gradient_norms,
-        };
-        sums.check()
-    }
-}
-
 fn parse<T: serde::de::DeserializeOwned>(body: &str) -> Option<T> {
     serde_json::from_str(body).ok()
 }
@@ -339,15 +328,16 @@ mod tests {
     /// A ledger of a head and these steps, chained as its definition says.
     fn ledger(steps: &[u64]) -> String {
         let zeros = "0".repeat(64);
-        let head = format!(
-            "{{\"kind\":\"head\",\"curriculum\":\"\",\"stores\":[],\"tokenizer\":\"{zeros}\"}}"
-        );
+        let head = serde_json::json!({
+            "kind": "head", "plan": mixer::PLAN_VERSION, "curriculum": CURRICULUM, "stores": [], "tokenizer": zeros,
+        });
         let step = |step: u64| {
             format!(
                 "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"label_count\":4,\"loss\":{},\
                  \"micro_batch_labels\":[1,3],\"micro_batch_losses\":\"{:016x}{:016x}\",\
                  \"sources\":{{\"web\":{{\"labels\":4,\"loss\":\"{:016x}\"}}}},\"router\":[[6,2],[4,4]],\
-                 \"norm\":\"{:016x}\",\"layer_gradient_norms\":\"{:016x}{:016x}\"}}",
+                 \"norm\":\"{:016x}\",\"layer_gradient_norms\":\"{:016x}{:016x}\",\"lr\":\"{:016x}\",\
+                 \"layer_update_norms\":\"{:016x}\",\"weights\":\"{step:016x}\",\"state\":\"{}\"}}",
                 Digest(step.into()),
                 (step as f64 + 3.0) / 4.0,
                 (step as f64).to_bits(),
@@ -355,30 +345,97 @@ mod tests {
                 (step as f64 + 3.0).to_bits(),
                 5f64.to_bits(),
                 3f64.to_bits(),
-                4f64.to_bits()
+                4f64.to_bits(),
+                1e-3f64.to_bits(),
+                1f64.to_bits(),
+                Digest(step.into()),
             )
         };
         let mut before = "0".repeat(32);
         let mut text = String::new();
-        for body in [head].into_iter().chain(steps.iter().copied().map(step)) {
+        for body in [head.to_string()].into_iter().chain(steps.iter().copied().map(step)) {
             before = Digest::of_bytes(format!("{before}{body}").as_bytes()).to_string();
             text += &format!("{},\"chain\":\"{before}\"}}\n", body.strip_suffix('}').unwrap());
         }
         text
     }
 
+    /// The same with one word in the place of another, chained anew.
+    fn reforged(text: &str, from: &str, to: &str) -> String {
+        let (mut before, mut forged) = (Digest::default(), String::new());
+        for line in text.lines() {
+            let (body, _) = line.rsplit_once(",\"chain\"").unwrap();
+            let (line, after) = chain::seal(before, &format!("{body}}}").replace(from, to));
+            (forged, before) = (forged + &line + "\n", after);
+        }
+        forged
+    }
+
+    /// A step that moves nothing leaves its weights, and one that says so has to; a checkpoint knows the chain of its step.
+    #[test]
+    fn what_moves_nothing_and_what_a_checkpoint_saw_are_checked() {
+        let skip = "[[amendment]]\\nstep = 2\\nskip = true\\n";
+        let skipped = reforged(
+            &ledger(&[1, 2]),
+            "mix = { web = 1 }\\n",
+            &format!("mix = {{ web = 1 }}\\n{skip}"),
+        );
+        let said = |text: &str| read(text.as_bytes()).err().unwrap().to_string();
+        assert!(said(&skipped).contains("of skipping"), "{}", said(&skipped));
+        let second = |text: &str, from: &str, to: &str| {
+            let at = text.rfind("{\"").unwrap();
+            let text = text[..at].to_owned() + &text[at..].replace(from, to);
+            reforged(&text, "", "")
+        };
+        let told = second(&skipped, "\"lr\"", "\"skipped\":\"amended\",\"lr\"");
+        assert!(said(&told).contains("moved nothing"), "{}", said(&told));
+        let one = format!("{:016x}", 1f64.to_bits());
+        let still =
+            second(&told, &format!("norms\":\"{one}\""), &format!("norms\":\"{:016x}\"", 0));
+        assert!(said(&still).contains("moved nothing"), "its weights moved: {}", said(&still));
+        let whole = second(
+            &still,
+            &format!("\"weights\":\"{:016x}\"", 2),
+            &format!("\"weights\":\"{:016x}\"", 1),
+        );
+        assert_eq!(read(whole.as_bytes()).unwrap().data.len(), 2);
+
+        let dir = tempfile::tempdir().unwrap();
+        let (path, kept) = (dir.path().join("ledger.jsonl"), dir.path().join("checkpoints/step-1"));
+        let text = ledger(&[1, 2]);
+        let chain = text.lines().nth(1).unwrap().rsplit_once("chain\":\"").unwrap().1;
+        std::fs::create_dir_all(&kept).unwrap();
+        let state = Digest(1);
+        let manifest = format!("{{\"step\":1,\"state\":\"{state}\",\"chain\":\"{chain}");
+        std::fs::write(kept.join("manifest.json"), manifest).unwrap();
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            Ledger::read(&path, &Witnesses::find(dir.path())?)
+        };
+        assert_eq!(read(&text).unwrap().data.len(), 2);
+        // What it has not seen, nobody knows.
+        assert!(read(&second(&text, "\"weights\":\"", "\"weights\":\"0000000000000000")).is_ok());
+        let forged = reforged(&text, "\"weights\":\"", "\"weights\":\"0000000000000000");
+        let fault = read(&forged).err().unwrap();
+        assert_eq!(fault.class(), Class::Mismatch);
+        assert!(fault.to_string().contains("step-1"), "{fault}");
+    }
+
+    const CURRICULUM: &str = "store = \"s\"\nseed = 1\n[model]\npreset = \"zaya1-nano\"\n[optimizer]\nkind = \"adamw\"\n\
+        lr = 1e-3\n[[phase]]\nname = \"a\"\nsteps = 9\nseq_len = 8\nbatch = 2\nmicro_batch = 1\nmix = { web = 1 }\n";
+
     fn read(bytes: &[u8]) -> Result<Ledger> {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ledger.jsonl");
         std::fs::write(&path, bytes).unwrap();
-        Ledger::read(&path)
+        Ledger::read(&path, &Witnesses::find(dir.path()).unwrap())
     }
 
     /// Heads that do not say by which rules the text was put in order are from before there was a second version.
     #[test]
     fn a_run_of_an_older_plan_is_refused_with_what_to_do() {
-        let ledger = read(ledger(&[1]).as_bytes()).unwrap();
-        let fault = mixer::check_version(ledger.head.plan).unwrap_err();
+        let text = reforged(&ledger(&[1]), "\"plan\":", "\"was\":");
+        let fault = read(text.as_bytes()).err().unwrap();
         assert_eq!(fault.class(), Class::Mismatch);
         for word in ["version 1", "--out"] {
             assert!(fault.to_string().contains(word), "{fault}");
@@ -399,7 +456,8 @@ mod tests {
             }
             let read = read.unwrap();
             let wanted: Vec<Digest> = (1..whole).map(|step| Digest(step as u128)).collect();
-            assert_eq!((read.data, read.torn), (wanted, !ends.contains(&cut)), "cut at {cut}");
+            let data: Vec<Digest> = read.data.iter().map(|(data, _)| *data).collect();
+            assert_eq!((data, read.torn), (wanted, !ends.contains(&cut)), "cut at {cut}");
             // A part that had not come to the disk when power was lost, and what stands behind it had.
             let mut torn = text.clone().into_bytes();
             torn[cut..(cut + 20).min(text.len())].fill(0);
@@ -474,15 +532,11 @@ mod tests {
             ("[4,4]", "[4,5]", "one router counted 8 tokens, another 9"),
             ("\"norm\":\"4", "\"norm\":\"3", "its norm is"),
             ("\"norm\":\"4", "\"norm\":\"", "it is not a step"),
+            ("\"lr\":\"3f5", "\"lr\":\"3f6", "its learning rate is"),
+            ("\"lr\"", "\"skipped\":\"loss\",\"lr\"", "of skipping"),
+            ("\"lr\"", "\"longest\":\"3ff0000000000000\",\"lr\"", "its clip"),
         ] {
-            let mut before = Digest::default();
-            let mut forged = String::new();
-            for line in ledger(&[1, 2]).lines() {
-                let (body, _) = line.rsplit_once(",\"chain\"").unwrap();
-                let body = format!("{body}}}");
-                let (line, after) = chain::seal(before, &body.replace(from, to));
-                (forged, before) = (forged + &line + "\n", after);
-            }
+            let forged = reforged(&ledger(&[1, 2]), from, to);
             let fault = read(forged.as_bytes()).err().unwrap().to_string();
             assert!(fault.contains(words) && fault.contains("ledger.jsonl:2"), "{fault}");
         }

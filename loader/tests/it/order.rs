@@ -7,7 +7,7 @@ use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::{Class, Digest};
 use loader::{
     Ahead, Batch, Columns, ColumnsMut, Memory, PrefetchOptions, Prefetcher, RankSlice, Stores,
-    batch, digest_of,
+    batch, summary_of,
 };
 use mixer::Plan;
 use proptest::prelude::*;
@@ -163,7 +163,7 @@ fn a_digest_holds_only_so_many_tokens() {
                 assert_eq!(alive.load(Ordering::Relaxed), 0, "one part at a time");
                 Ok(Apart::take(tokens, &alive))
             };
-            assert_eq!(digest_of(&plan, &stores, step, held, memory).unwrap(), wanted);
+            assert_eq!(summary_of(&plan, &stores, step, held, memory).unwrap().digest, wanted);
         }
     }
     let options = PrefetchOptions { threads: 3, depth: 2 };
@@ -172,8 +172,9 @@ fn a_digest_holds_only_so_many_tokens() {
         .clone()
         .map(|step| (step, batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest()))
         .collect();
-    let found = Prefetcher::digests(Ahead { plan, stores, steps, options }, 200).unwrap();
-    assert_eq!(found.map(Result::unwrap).collect::<Vec<_>>(), wanted);
+    let found = Prefetcher::summaries(Ahead { plan, stores, steps, options }, 200).unwrap();
+    let found = found.map(Result::unwrap).map(|found| (found.step, found.digest));
+    assert_eq!(found.collect::<Vec<_>>(), wanted);
 }
 
 #[test]

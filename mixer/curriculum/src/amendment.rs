@@ -2,7 +2,8 @@
 //!
 //! They only ever grow at the end of the file, so their steps never fall. One may change the mix of the phase that its
 //! step lies in (up to that phase's end), ban documents for the rest of the run, add a store for mixes from then on,
-//! change the learning rate, its schedule, the clip and the number format, and let its own step move nothing.
+//! change the learning rate, its schedule, the clips, which steps are skipped and the number format, and let its own step
+//! move nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +15,9 @@ use serde::Deserialize;
 use settings::{File, Spanned, Table};
 
 use super::mix::{SUM, mix_of, mix_text};
-use super::numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
+use super::numbers::{
+    AutoClipChange, Numbers, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
+};
 use super::places::Places;
 use super::text::{Text as Out, inline, key, quoted};
 use super::{Curriculum, Dtype, Phase};
@@ -30,7 +33,7 @@ pub struct Amendment {
     pub ban: BTreeMap<String, BTreeSet<u64>>,
     /// A further store.
     pub store: Option<AddedStore>,
-    /// Learning rate, schedule, clip and number format from then on.
+    /// Learning rate, schedule, clips, rules of skipping and number format from then on.
     pub numbers: NumbersChange,
     /// Whether this one step moves nothing: neither weights nor moments nor balance.
     pub skip: bool,
@@ -70,6 +73,10 @@ pub(super) struct AmendmentText {
     optimizer: OptimizerChange,
     #[serde(default)]
     schedule: ScheduleChange,
+    #[serde(default)]
+    skip_step: SkipStepChange,
+    #[serde(default)]
+    auto_clip: AutoClipChange,
     dtype: Option<Dtype>,
     #[serde(default)]
     skip: bool,
@@ -225,7 +232,8 @@ pub(super) fn amendments(
             return Err(fault.found(step).wanted(format!("1 to {last}")));
         };
         if amendment.is_empty() {
-            let wanted = "`mix`, `ban`, `store`, `optimizer`, `schedule`, `dtype` or `skip`: something to change";
+            let wanted = "`mix`, `ban`, `store`, `optimizer`, `schedule`, `skip_step`, `auto_clip`, `dtype` or `skip`: \
+                          something to change";
             return Err(places.missing(&path, "mix", wanted));
         }
         if !mix.is_empty() {
@@ -250,7 +258,8 @@ pub(super) fn amendments(
 }
 
 fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> Result<Amendment> {
-    let AmendmentText { step, mix, ban, store, digest, optimizer, schedule, dtype, skip } = text;
+    let AmendmentText { step, mix, ban, store, digest, optimizer, schedule, .. } = text;
+    let AmendmentText { skip_step, auto_clip, dtype, skip, .. } = text;
     let mix = mix.map(|mix| mix_of(file, &mix)).transpose()?.unwrap_or_default();
     if let Some((source, _)) = ban.iter().find(|(_, documents)| documents.is_empty()) {
         let key = format!("{path}.ban.{source}");
@@ -270,7 +279,7 @@ fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> R
             return Err(places.missing(path, "store", "the path of the store with this digest"));
         }
     };
-    let numbers = NumbersChange { optimizer, schedule, dtype };
+    let numbers = NumbersChange { optimizer, schedule, skip_step, auto_clip, dtype };
     Ok(Amendment { step: step.get(), mix, ban, store, numbers, skip })
 }
 

@@ -50,10 +50,11 @@ impl Curriculum {
             out.line("final_lr", float(*final_lr));
         }
         // Off unless they stand there, so that a curriculum without them keeps its text.
-        if let Some(SkipStepSpec { window, sigma }) = skip_step {
+        if let Some(SkipStepSpec { window, sigma, non_finite }) = skip_step {
             out.head("[skip_step]");
             out.line("window", window);
             out.line("sigma", float(*sigma));
+            out.line("non_finite", quoted(non_finite.name()));
         }
         if let Some(AutoClipSpec { window, percentile }) = auto_clip {
             out.head("[auto_clip]");

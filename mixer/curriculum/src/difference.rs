@@ -164,6 +164,7 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
         [
             ("skip_step.window", skip.map(|it| it.window.to_string())),
             ("skip_step.sigma", skip.map(|it| float(it.sigma))),
+            ("skip_step.non_finite", skip.map(|it| it.non_finite.name().to_owned())),
             ("auto_clip.window", clip.map(|it| it.window.to_string())),
             ("auto_clip.percentile", clip.map(|it| it.percentile.to_string())),
         ]

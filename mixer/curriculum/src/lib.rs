@@ -8,12 +8,14 @@
 mod amendment;
 mod canonical;
 mod difference;
+pub mod guard;
 mod mix;
 mod model;
 mod numbers;
 mod packing;
 mod parse;
 mod places;
+pub mod rate;
 mod text;
 
 use std::collections::BTreeMap;
@@ -25,7 +27,9 @@ use serde::{Deserialize, Deserializer, de};
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
-pub use numbers::{Numbers, NumbersChange, OptimizerChange, ScheduleChange};
+pub use numbers::{
+    AutoClipChange, Numbers, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
+};
 pub use packing::Packing;
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
@@ -209,6 +213,29 @@ pub struct SkipStepSpec {
     pub window: u64,
     /// Standard deviations.
     pub sigma: f64,
+    /// What becomes of a step whose loss or gradient is not finite.
+    pub non_finite: NonFinite,
+}
+
+/// What becomes of a step whose loss or gradient is not finite.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NonFinite {
+    /// It ends the run before anything moves.
+    #[default]
+    Stop,
+    /// It moves nothing, and the run goes on.
+    Skip,
+}
+
+impl NonFinite {
+    /// The name in a curriculum.
+    pub fn name(self) -> &'static str {
+        match self {
+            NonFinite::Stop => "stop",
+            NonFinite::Skip => "skip",
+        }
+    }
 }
 
 /// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half a
@@ -323,7 +350,7 @@ impl Default for OptimizerSpec {
 
 impl Default for SkipStepSpec {
     fn default() -> Self {
-        SkipStepSpec { window: window(), sigma: 6.0 }
+        SkipStepSpec { window: window(), sigma: 6.0, non_finite: NonFinite::Stop }
     }
 }
 

@@ -1,15 +1,19 @@
-//! The numbers that a step is trained by: those of `[optimizer]`, `[schedule]` and `dtype`, and what amendments change of
-//! them.
+//! The numbers that a step is trained by: those of `[optimizer]`, `[schedule]`, `[skip_step]`, `[auto_clip]` and `dtype`, and
+//! what amendments change of them.
 //!
 //! From its step on an amended key counts as if it had stood in its table from the beginning: a rate is a function of the
-//! step's number and of these keys, never of the step that they came with.
+//! step's number and of these keys, never of the step that they came with. Windows are filled from the first step on that
+//! asks for them: an amendment that asks first begins with empty ones.
 
 use contract::Result;
 use serde::Deserialize;
 
-use super::places::{Places, check_numbers};
+use super::places::{Places, check_numbers, check_windows};
+use super::rate::Schedule;
 use super::text::{Text as Out, float, inline, quoted};
-use super::{Curriculum, Dtype, OptimizerSpec, ScheduleSpec};
+use super::{
+    AutoClipSpec, Curriculum, Dtype, NonFinite, OptimizerSpec, ScheduleSpec, SkipStepSpec,
+};
 
 /// The numbers in force at a step.
 #[derive(Clone, Debug, PartialEq)]
@@ -18,6 +22,10 @@ pub struct Numbers {
     pub optimizer: OptimizerSpec,
     /// `[schedule]`.
     pub schedule: ScheduleSpec,
+    /// `[skip_step]`.
+    pub skip_step: Option<SkipStepSpec>,
+    /// `[auto_clip]`.
+    pub auto_clip: Option<AutoClipSpec>,
     /// What the model computes in.
     pub dtype: Dtype,
 }
@@ -30,6 +38,10 @@ pub struct NumbersChange {
     pub optimizer: OptimizerChange,
     /// Of `[schedule]`.
     pub schedule: ScheduleChange,
+    /// Of `[skip_step]`.
+    pub skip_step: SkipStepChange,
+    /// Of `[auto_clip]`.
+    pub auto_clip: AutoClipChange,
     /// What the model computes in.
     pub dtype: Option<Dtype>,
 }
@@ -56,12 +68,36 @@ pub struct ScheduleChange {
     pub final_lr: Option<f64>,
 }
 
+/// `skip_step` of an amendment; a run without the section has its defaults for the keys that are not named.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SkipStepChange {
+    /// Steps that a step is measured against, at most.
+    pub window: Option<u64>,
+    /// Standard deviations.
+    pub sigma: Option<f64>,
+    /// What becomes of a step whose loss or gradient is not finite.
+    pub non_finite: Option<NonFinite>,
+}
+
+/// `auto_clip` of an amendment.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AutoClipChange {
+    /// Steps that a norm is measured against, at most.
+    pub window: Option<u64>,
+    /// 1 to 100.
+    pub percentile: Option<u64>,
+}
+
 impl Curriculum {
     /// The numbers that `step` is trained by.
     pub fn numbers_at(&self, step: u64) -> Numbers {
         let mut numbers = Numbers {
             optimizer: self.optimizer.clone(),
             schedule: self.schedule.clone(),
+            skip_step: self.skip_step,
+            auto_clip: self.auto_clip,
             dtype: self.dtype,
         };
         let begun = self.amendments.iter().filter(|amendment| amendment.step <= step);
@@ -71,11 +107,32 @@ impl Curriculum {
 }
 
 impl Numbers {
+    /// The learning rate by step, if these numbers held from the beginning.
+    pub fn rates(&self) -> Schedule {
+        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = self.schedule;
+        Schedule { peak: self.optimizer.lr, warmup_steps, decay_steps, last: final_lr }
+    }
+
     /// Takes what an amendment changes.
     pub(super) fn change(&mut self, change: &NumbersChange) {
-        let NumbersChange { optimizer, schedule, dtype } = change;
+        let NumbersChange { optimizer, schedule, skip_step, auto_clip, dtype } = change;
         let OptimizerChange { lr, clip } = *optimizer;
         let ScheduleChange { warmup_steps, decay_steps, final_lr } = *schedule;
+        if *skip_step != SkipStepChange::default() {
+            let SkipStepChange { window, sigma, non_finite } = *skip_step;
+            let skip = self.skip_step.get_or_insert_default();
+            skip.window = window.unwrap_or(skip.window);
+            skip.sigma = sigma.unwrap_or(skip.sigma);
+            skip.non_finite = non_finite.unwrap_or(skip.non_finite);
+        }
+        let AutoClipChange { window, percentile } = *auto_clip;
+        let before = self.auto_clip.map(|clip| clip.percentile);
+        // Without a percentile there is no clip: `check` refuses a window alone.
+        if let Some(percentile) = percentile.or(before) {
+            let window = window.or(self.auto_clip.map(|clip| clip.window));
+            let window = window.unwrap_or_else(super::window);
+            self.auto_clip = Some(AutoClipSpec { window, percentile });
+        }
         self.optimizer.lr = lr.unwrap_or(self.optimizer.lr);
         self.optimizer.clip = clip.unwrap_or(self.optimizer.clip);
         self.schedule.warmup_steps = warmup_steps.unwrap_or(self.schedule.warmup_steps);
@@ -93,7 +150,7 @@ impl NumbersChange {
 
     /// Refuses what `before`, the numbers that it changes, cannot become. `path` is the amendment's.
     pub(super) fn check(&self, places: &Places, path: &str, before: &Numbers) -> Result<()> {
-        let NumbersChange { optimizer, schedule, dtype: _ } = self;
+        let NumbersChange { optimizer, schedule, skip_step: _, auto_clip, dtype: _ } = self;
         let key = |name: &str| format!("{path}.{name}");
         let numbers = [
             ("optimizer.lr", optimizer.lr),
@@ -105,6 +162,11 @@ impl NumbersChange {
         }
         let mut after = before.clone();
         after.change(self);
+        if auto_clip.window.is_some() && after.auto_clip.is_none() {
+            let what = "the run has no [auto_clip], and this brings no `percentile`";
+            return Err(places.fault(&key("auto_clip.window"), what));
+        }
+        check_windows(places, &format!("{path}."), (after.skip_step, after.auto_clip))?;
         if !self.is_empty() && after == *before {
             let what = "these are the values that the run has already";
             return Err(places.fault(&key(self.first_key()), what));
@@ -127,6 +189,8 @@ impl NumbersChange {
         match self {
             _ if self.optimizer != OptimizerChange::default() => "optimizer",
             _ if self.schedule != ScheduleChange::default() => "schedule",
+            _ if self.skip_step != SkipStepChange::default() => "skip_step",
+            _ if self.auto_clip != AutoClipChange::default() => "auto_clip",
             _ => "dtype",
         }
     }
@@ -137,6 +201,8 @@ impl NumbersChange {
         let NumbersChange {
             optimizer: OptimizerChange { lr, clip },
             schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
+            skip_step: SkipStepChange { window, sigma, non_finite },
+            auto_clip: AutoClipChange { window: norms, percentile },
             dtype,
         } = self;
         let number = |value: &Option<f64>| value.map(float);
@@ -158,6 +224,13 @@ impl NumbersChange {
                 ("final_lr", number(final_lr)),
             ],
         );
+        let non_finite = non_finite.map(|rule| quoted(rule.name()));
+        table(
+            "skip_step",
+            vec![("window", count(window)), ("sigma", number(sigma)), ("non_finite", non_finite)],
+        );
+        let clip = vec![("window", count(norms)), ("percentile", count(percentile))];
+        table("auto_clip", clip);
         if let Some(dtype) = dtype {
             out.line("dtype", quoted(dtype.name()));
         }

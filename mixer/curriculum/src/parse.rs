@@ -12,7 +12,7 @@ use super::amendment::{Amendment, AmendmentText, amendments};
 use super::mix::{SUM, mix_of};
 use super::numbers::Numbers;
 use super::packing::SourceText;
-use super::places::{Places, check_numbers};
+use super::places::{Places, check_numbers, check_windows};
 use super::{
     AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
     SkipStepSpec,
@@ -90,7 +90,7 @@ impl Curriculum {
         raw.model.check(&places, "model")?;
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
-        check_windows(&places, raw.skip_step.as_ref(), raw.auto_clip.as_ref())?;
+        check_windows(&places, "", (raw.skip_step, raw.auto_clip))?;
         let source = |(name, text): (String, SourceText)| {
             let spec = text.spec(&name, &places)?;
             Ok((name, spec))
@@ -101,8 +101,13 @@ impl Curriculum {
         }
         let schedule = schedule(&places, raw.schedule, &raw.optimizer)?;
         let dtype = raw.dtype.unwrap_or(Dtype::F32);
-        let numbers =
-            Numbers { optimizer: raw.optimizer.clone(), schedule: schedule.clone(), dtype };
+        let numbers = Numbers {
+            optimizer: raw.optimizer.clone(),
+            schedule: schedule.clone(),
+            skip_step: raw.skip_step,
+            auto_clip: raw.auto_clip,
+            dtype,
+        };
         Ok(Curriculum {
             stores: stores(&file, &raw.store)?,
             start: raw.start.map(Spanned::into_inner),
@@ -275,34 +280,6 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
             ("optimizer.clip", clip, all),
         ],
     )
-}
-
-fn check_windows(
-    places: &Places,
-    skip: Option<&SkipStepSpec>,
-    clip: Option<&AutoClipSpec>,
-) -> Result<()> {
-    if let Some(SkipStepSpec { window, sigma }) = skip {
-        check_window(places, "skip_step.window", *window)?;
-        check_numbers(places, &[("skip_step.sigma", *sigma, f64::INFINITY)])?;
-    }
-    if let Some(AutoClipSpec { window, percentile }) = clip {
-        check_window(places, "auto_clip.window", *window)?;
-        if !(1..=100).contains(percentile) {
-            return Err(places
-                .out_of_range("auto_clip.percentile")
-                .wanted("which of 100 norms, by size, is the longest that passes: 1 to 100"));
-        }
-    }
-    Ok(())
-}
-
-/// Windows are part of every checkpoint, so they stay small.
-fn check_window(places: &Places, key: &str, window: u64) -> Result<()> {
-    match window {
-        4..=65_536 => Ok(()),
-        _ => Err(places.out_of_range(key).wanted("at least 4 and at most 65536 steps")),
-    }
 }
 
 fn schedule(

@@ -7,6 +7,8 @@ use contract::{Fault, Result};
 use settings::File;
 use toml::de::{DeTable, DeValue};
 
+use super::{AutoClipSpec, SkipStepSpec};
+
 /// The spans of keys and values by path; a table of a list is known by its `name`, or else by its number from 1.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
@@ -97,5 +99,35 @@ pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Re
                 false => fault.wanted("a finite number of at least 0"),
             })
         }
+    }
+}
+
+/// Refuses windows that a run cannot have; `above` stands before their sections' names.
+pub(super) fn check_windows(
+    places: &Places,
+    above: &str,
+    (skip, clip): (Option<SkipStepSpec>, Option<AutoClipSpec>),
+) -> Result<()> {
+    let key = |name: &str| format!("{above}{name}");
+    if let Some(SkipStepSpec { window, sigma, non_finite: _ }) = skip {
+        check_window(places, &key("skip_step.window"), window)?;
+        check_numbers(places, &[(&key("skip_step.sigma"), sigma, f64::INFINITY)])?;
+    }
+    if let Some(AutoClipSpec { window, percentile }) = clip {
+        check_window(places, &key("auto_clip.window"), window)?;
+        if !(1..=100).contains(&percentile) {
+            return Err(places
+                .out_of_range(&key("auto_clip.percentile"))
+                .wanted("which of 100 norms, by size, is the longest that passes: 1 to 100"));
+        }
+    }
+    Ok(())
+}
+
+/// Windows are part of every checkpoint, so they stay small.
+fn check_window(places: &Places, key: &str, window: u64) -> Result<()> {
+    match window {
+        4..=65_536 => Ok(()),
+        _ => Err(places.out_of_range(key).wanted("at least 4 and at most 65536 steps")),
     }
 }

@@ -87,7 +87,7 @@ pub struct Manifest {
     pub state: Digest,
     /// The ledger's chain after this step: which run this belongs to.
     pub chain: Digest,
-    /// The losses and norms that decide on skipping and clipping, where the curriculum asks for that.
+    /// The losses and norms that decide on skipping and clipping, and how many steps moved nothing; where there are such.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windows: Option<Windows>,
     /// The files, in the order in which boxes number them.
@@ -278,6 +278,10 @@ impl Manifest {
         let (Ok(text), Ok(unsummed)) = (text, unsummed) else { return Err("it is odd".to_owned()) };
         if text.as_bytes() != bytes || Digest::of_bytes(unsummed.as_bytes()) != manifest.sum {
             return Err("its bytes changed since it was written".to_owned());
+        }
+        let blob = |name: &str| is_file(name) && ![MANIFEST, PINNED].contains(&name);
+        if let Some(blob) = manifest.blobs.iter().find(|one| !blob(&one.name)) {
+            return Err(format!("it names {:?}, which is no file of a checkpoint", blob.name));
         }
         let tiled = |tensor: &&TensorRecord| {
             let boxes: Vec<Region> = tensor.boxes.iter().map(BoxRecord::region).collect();

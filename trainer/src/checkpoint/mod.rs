@@ -49,8 +49,6 @@ pub struct Layout {
     pub rules: Vec<Rule>,
     /// Balance before the first step, by layer: as large as it will always be.
     pub balance: Vec<Balance>,
-    /// Whether windows belong to it.
-    pub windows: bool,
     /// Where tensors belong.
     pub device: Device,
     /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
@@ -61,9 +59,8 @@ impl Layout {
     /// That of a run on this device.
     pub fn new(spec: &RunSpec, device: Device) -> Self {
         let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
-        let windows = spec.settings.guard.windows().is_some();
         let (balance, dtypes) = (spec.balance(), spec.dtypes());
-        Layout { parameters, rules, balance, windows, device, dtypes }
+        Layout { parameters, rules, balance, device, dtypes }
     }
 
     /// What the model computed in, in `step`; before the first step what it will.

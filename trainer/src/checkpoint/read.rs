@@ -118,9 +118,6 @@ impl<'a> Reader<'a> {
         let wanted = wanted.iter().map(|(set, name, shape, _)| (set, name, shape));
         let found = self.manifest.tensors.iter();
         let found = found.map(|tensor| (&tensor.set, &tensor.name, &tensor.shape));
-        if self.manifest.windows.is_some() != layout.windows {
-            return Err(damaged(self.location(), "its windows are not this run's"));
-        }
         match found.eq(wanted) {
             true => Ok(()),
             false => Err(damaged(self.location(), "its tensors are not this run's")),

@@ -51,14 +51,7 @@ pub(crate) fn layout_in(dtype: Dtype) -> Layout {
     ];
     let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
     let balance = vec![Balance::new(4, true), Balance::new(3, false)];
-    Layout {
-        parameters,
-        rules,
-        balance,
-        windows: true,
-        device: Device::Cpu,
-        dtypes: vec![(0, dtype)],
-    }
+    Layout { parameters, rules, balance, device: Device::Cpu, dtypes: vec![(0, dtype)] }
 }
 
 /// A state by whole tensors.
@@ -432,6 +425,23 @@ fn a_manifest_with_any_byte_changed_is_none() {
         let mut bad = good.clone();
         bad[place] ^= 1 << (place % 7);
         assert!(Manifest::parse(&bad).is_err(), "byte {place}");
+    }
+}
+
+/// One that adds up, but names a file that is not of its folder.
+#[test]
+fn a_manifest_that_leads_elsewhere_is_none() {
+    let layout = layout();
+    let folder = TempDir::new().unwrap();
+    save(&Checkpoints::new(folder.path()), &layout, 3).unwrap();
+    let good = fs::read(folder.path().join("step-3/manifest.json")).unwrap();
+    for name in ["../step-2/weights-00000.safetensors", "/etc/passwd", "manifest.json", ""] {
+        let mut bad = Manifest::parse(&good).unwrap();
+        bad.blobs[0].name = name.to_owned();
+        bad.sum = Digest::default();
+        bad.sum = Digest::of_bytes(bad.text().unwrap().as_bytes());
+        let said = Manifest::parse(bad.text().unwrap().as_bytes()).unwrap_err();
+        assert!(said.contains("no file of a checkpoint"), "{name}: {said}");
     }
 }
 

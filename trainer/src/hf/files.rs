@@ -1,9 +1,9 @@
 //! The tensors of a folder: safetensors, whole or in parts with an index.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
-use std::path::Path;
+use std::path::{Component, Path};
 
 use contract::{Digest, Fault, Result};
 use safetensors::tensor::{Dtype, TensorView, View};
@@ -13,6 +13,8 @@ use serde_json::{Value, json};
 use storage::staging::Staging;
 use store::disk;
 use tch::{Kind, Tensor};
+
+use crate::refusal::refused;
 
 /// A part is closed before it grows beyond this, as `transformers` does.
 const PART_BYTES: u64 = 5_000_000_000;
@@ -145,12 +147,12 @@ pub(super) fn commit<T>(target: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
     Ok(made)
 }
 
-/// The files that hold a folder's tensors.
-pub(super) fn parts(folder: &Path) -> Result<Vec<String>> {
+/// The files that hold a folder's tensors, each with the names that an index says of it; a file alone has no index.
+pub(super) fn parts(folder: &Path) -> Result<BTreeMap<String, Option<BTreeSet<String>>>> {
     let whole = folder.join("model.safetensors");
     let path = folder.join("model.safetensors.index.json");
     if whole.exists() {
-        return Ok(vec!["model.safetensors".to_owned()]);
+        return Ok([("model.safetensors".to_owned(), None)].into());
     }
     if !path.exists() {
         return Err(Fault::data("this folder holds no weights that can be read")
@@ -163,9 +165,38 @@ pub(super) fn parts(folder: &Path) -> Result<Vec<String>> {
         .map_err(|error| damaged(format!("the index cannot be read: {error}")))?;
     let map = index["weight_map"].as_object();
     let map = map.ok_or_else(|| damaged("the index has no weight_map".to_owned()))?;
-    let names: Option<std::collections::BTreeSet<_>> = map.values().map(Value::as_str).collect();
-    let names = names.ok_or_else(|| damaged("the index names no files".to_owned()))?;
-    Ok(names.into_iter().map(str::to_owned).collect())
+    let mut parts = BTreeMap::<String, Option<BTreeSet<String>>>::new();
+    for (tensor, part) in map {
+        let part = part.as_str().ok_or_else(|| damaged(format!("{tensor} is in no file")))?;
+        if !is_name(part) {
+            return Err(damaged(format!("the index places {tensor} outside of its folder"))
+                .found(format!("{part:?}"))
+                .wanted("the name of a file beside the index"));
+        }
+        parts.entry(part.to_owned()).or_default().get_or_insert_default().insert(tensor.clone());
+    }
+    Ok(parts)
+}
+
+/// Whether this is the name of a file and nothing else: it leads to no other folder.
+pub(super) fn is_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    let first = parts.next();
+    let plain = matches!(first, Some(Component::Normal(part)) if part == name);
+    plain && parts.next().is_none() && !name.contains(['\\', '\0'])
+}
+
+/// Refuses tensors in which a number is not finite: nothing can be trained from them.
+pub(super) fn refuse_non_finite(path: &Path, name: &str, tensor: &Tensor) -> Result<()> {
+    let finite = tensor.f_isfinite().and_then(|finite| finite.f_all());
+    let finite = finite.map_err(refused)?;
+    if finite.int64_value(&[]) == 1 {
+        return Ok(());
+    }
+    Err(Fault::data(format!("{name} has numbers that are not finite"))
+        .at(path.display().to_string())
+        .wanted("weights that are numbers")
+        .hint("the model was written after it had diverged, or its file is damaged: take an earlier one"))
 }
 
 /// Hands every tensor of one file to `take`, as f32.

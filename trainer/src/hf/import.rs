@@ -49,10 +49,19 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
     let places = Places::new(&described.config);
     let mut found = BTreeMap::new();
     let mut experts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
-    for part in files::parts(source)? {
+    for (part, mut listed) in files::parts(source)? {
         let path = source.join(&part);
-        let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        let bytes = fs::read(&path).map_err(|error| match error.kind() {
+            std::io::ErrorKind::NotFound => Fault::data("a part of the model is missing")
+                .at(path.display().to_string())
+                .hint("the index names it: fetch the folder again"),
+            _ => Fault::io("read", &path, &error),
+        })?;
         files::read(&path, &bytes, |name, tensor| {
+            if listed.as_mut().is_some_and(|listed| !listed.remove(name)) {
+                return Err(not_as_listed(&path, &format!("{name} is not in the index")));
+            }
+            files::refuse_non_finite(&path, name, &tensor)?;
             let place = match described.layout {
                 Layout::Transformers => Some(Place::Whole(name.to_owned())),
                 Layout::Zyphra if name == HEAD => Some(Place::Whole(name.to_owned())),
@@ -72,6 +81,9 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
                     .wanted("each tensor once, in one of the model's files")),
             }
         })?;
+        if let Some(name) = listed.iter().flatten().next() {
+            return Err(not_as_listed(&path, &format!("{name} is not here, where the index says")));
+        }
     }
     let count = described.config.num_experts as usize;
     for (name, parts) in experts {
@@ -133,6 +145,13 @@ fn assemble(
         None => Ok((weights, balance)),
         Some(name) => Err(unknown(source, name)),
     }
+}
+
+/// The fault of a file that does not hold what its index says.
+fn not_as_listed(path: &Path, what: &str) -> Fault {
+    Fault::data(format!("the index and the files of this model disagree: {what}"))
+        .at(path.display().to_string())
+        .hint("they are of two models, or one of them is older: fetch the folder again")
 }
 
 fn unknown(path: &Path, name: &str) -> Fault {

@@ -1,12 +1,13 @@
 //! A start: the weights that a run begins with instead of drawn ones.
 //!
 //! ```text
-//! start.json    configuration, content digest, each file's size and digest; written last
+//! start.json    configuration, digests of weights and content, each file's size and digest; written last
 //! config.json, model.safetensors, tokenizer.json    as `transformers` reads them
 //! ```
 //!
 //! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) enters the run's
-//! identity; the folder's place never does.
+//! identity; the folder's place never does. A run keeps a copy of `start.json`, which is all that it needs while it has
+//! checkpoints.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,8 +16,8 @@ use std::path::{Path, PathBuf};
 use contract::{Digest, Digestible as _, Fault, Hasher, Identity, Result};
 use kernels::checksum;
 use serde::{Deserialize, Serialize};
-use store::disk;
 use store::manifest::TokenizerRecord;
+use store::{disk, regular};
 use tch::Tensor;
 
 use super::export;
@@ -26,7 +27,13 @@ use crate::optim::balance::Balance;
 use crate::refusal::refused;
 
 /// The version of the format.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
+
+/// Its manifest.
+const MANIFEST: &str = "start.json";
+
+/// The copy that a run keeps of it.
+const KEPT: &str = "start.kept.json";
 
 /// A start on disk.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,8 +46,10 @@ pub struct Start {
 #[serde(deny_unknown_fields)]
 struct Manifest {
     format: u32,
-    /// Over configuration, weights and biases.
+    /// Over configuration and `weights`.
     content: Digest,
+    /// Over weights and biases.
+    weights: Digest,
     /// SHA-256 of the tokenizer beside them, if there is one.
     tokenizer: Option<Identity>,
     config: ZayaConfig,
@@ -50,24 +59,65 @@ struct Manifest {
 impl Start {
     /// Opens the start in `folder`; its weights are read and checked by [`Start::read`].
     pub fn open(folder: &Path) -> Result<Start> {
-        let path = folder.join("start.json");
+        let path = folder.join(MANIFEST);
         if !folder.exists() {
-            return Err(Fault::data("this start does not exist")
-                .at(folder.display().to_string())
-                .hint("check the path; one that was moved is put back, or a link to it"));
+            return Err(gone(folder));
         }
         if !path.exists() {
             return Err(Fault::usage("this folder is not a start: it has no start.json")
                 .at(folder.display().to_string())
                 .hint("make one with `ztrain import HF_DIR --out START`"));
         }
-        let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
+        Start::described(&path, folder)
+    }
+
+    /// The start that a run keeps the description of, and that is not in `folder` any more; `None` where it keeps none.
+    pub(crate) fn kept(run: &Path, folder: &Path) -> Result<Option<Start>> {
+        let path = run.join(KEPT);
+        match !folder.join(MANIFEST).exists() && path.exists() {
+            true => Start::described(&path, folder).map(Some),
+            false => Ok(None),
+        }
+    }
+
+    /// Keeps its description in a run's folder.
+    pub(crate) fn keep(&self, run: &Path) -> Result<()> {
+        files::text(run, KEPT, &self.manifest.value()?)
+    }
+
+    fn described(path: &Path, folder: &Path) -> Result<Start> {
+        let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
         let manifest: Manifest = serde_json::from_str(&text)
-            .map_err(|error| damaged(&path, &format!("its manifest cannot be read: {error}")))?;
+            .map_err(|error| damaged(path, &format!("its manifest cannot be read: {error}")))?;
         if manifest.format != FORMAT {
-            return Err(damaged(&path, "its format is another version's"));
+            return Err(damaged(path, "its format is another version's"));
+        }
+        if let Some(file) = manifest.files.iter().find(|file| !files::is_name(&file.name)) {
+            let fault = damaged(path, "it names a file outside of its folder");
+            return Err(fault.found(format!("{:?}", file.name)));
+        }
+        let wanted = content(&manifest.config, manifest.weights);
+        if wanted != manifest.content {
+            let fault = damaged(path, "its configuration is not that of its content digest");
+            return Err(fault.found(wanted).wanted(manifest.content));
         }
         Ok(Start { folder: folder.to_owned(), manifest })
+    }
+
+    /// The first of its files that is not what was written: every byte is read.
+    pub(crate) fn changed(&self) -> Result<Option<PathBuf>> {
+        for file in &self.manifest.files {
+            let path = self.folder.join(&file.name);
+            let same = regular::size(&path).ok() == Some(file.bytes) && {
+                let bytes = regular::read(&path);
+                let bytes = bytes.map_err(|error| Fault::io("read", &path, &error))?;
+                Digest::of_bytes(&bytes) == file.digest
+            };
+            if !same {
+                return Ok(Some(path));
+            }
+        }
+        Ok(None)
     }
 
     /// The model.
@@ -102,6 +152,9 @@ impl Start {
         let (mut sums, mut others) = (vec![None; parameters.len()], BTreeMap::new());
         for file in &self.manifest.files {
             let path = self.folder.join(&file.name);
+            if !self.folder.exists() {
+                return Err(gone(&self.folder));
+            }
             let bytes = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
             if bytes.len() as u64 != file.bytes || Digest::of_bytes(&bytes) != file.digest {
                 return Err(damaged(&path, "its bytes changed since it was written"));
@@ -125,10 +178,10 @@ impl Start {
             Vec::<f32>::try_from(others.get(&name).ok_or_else(|| lacks(&name))?).map_err(odd)
         });
         let biases = biases.collect::<Result<Vec<_>>>()?;
-        let content = content(config, &sums, &biases);
-        if content != self.manifest.content {
-            let fault = damaged(&self.folder, "its content digest does not match");
-            return Err(fault.found(content).wanted(self.manifest.content));
+        let weights = weights_digest(&sums, &biases);
+        if weights != self.manifest.weights {
+            let fault = damaged(&self.folder, "its weights are not those of its digest");
+            return Err(fault.found(weights).wanted(self.manifest.weights));
         }
         Ok(biases)
     }
@@ -188,6 +241,13 @@ impl Vocabulary {
     }
 }
 
+impl Manifest {
+    fn value(&self) -> Result<serde_json::Value> {
+        let value = serde_json::to_value(self);
+        value.map_err(|error| Fault::bug(format!("a start cannot be written: {error}")))
+    }
+}
+
 /// Writes a start.
 pub(super) fn write(
     target: &Path,
@@ -214,16 +274,16 @@ pub(super) fn write(
         if let Some(bytes) = tokenizer {
             disk::write_whole(&folder.join("tokenizer.json"), bytes)?;
         }
+        let weights = weights_digest(&sums, biases);
         let manifest = Manifest {
             format: FORMAT,
-            content: content(config, &sums, biases),
+            content: content(config, weights),
+            weights,
             tokenizer: tokenizer.map(Identity::of_bytes),
             config: config.clone(),
             files: written,
         };
-        let value = serde_json::to_value(&manifest)
-            .map_err(|error| Fault::bug(format!("a start cannot be written: {error}")))?;
-        files::text(folder, "start.json", &value)?;
+        files::text(folder, MANIFEST, &manifest.value()?)?;
         Ok(manifest)
     })?;
     Ok(Start { folder: target.to_owned(), manifest })
@@ -234,11 +294,18 @@ fn sum(place: usize, weight: &Tensor) -> Result<u64> {
     checksum::tensor(weight, place as u64).map_err(refused)
 }
 
-fn content(config: &ZayaConfig, sums: &[u64], biases: &[Vec<f32>]) -> Digest {
+/// The content digest, which follows from the manifest alone: a configuration that was edited is found without the weights.
+fn content(config: &ZayaConfig, weights: Digest) -> Digest {
     let mut hasher = Hasher::new();
-    hasher.tag("start.v1");
+    hasher.tag("start.v2");
     config.feed(&mut hasher);
-    hasher.u64(sums.len() as u64);
+    hasher.digest(weights);
+    hasher.finish()
+}
+
+fn weights_digest(sums: &[u64], biases: &[Vec<f32>]) -> Digest {
+    let mut hasher = Hasher::new();
+    hasher.tag("weights.v1").u64(sums.len() as u64);
     for sum in sums {
         hasher.u64(*sum);
     }
@@ -246,6 +313,12 @@ fn content(config: &ZayaConfig, sums: &[u64], biases: &[Vec<f32>]) -> Digest {
         hasher.u32s(&bias.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
     }
     hasher.finish()
+}
+
+fn gone(folder: &Path) -> Fault {
+    Fault::data("this start does not exist").at(folder.display().to_string()).hint(
+        "put it back, or name its new place by `start` in the curriculum: only its digest belongs to the run",
+    )
 }
 
 fn damaged(path: &Path, what: &str) -> Fault {

@@ -117,6 +117,53 @@ fn out_and_in_again_is_the_same_model() {
     }
 }
 
+/// An index names files beside it, and each tensor where it is; nothing outside of the folder is read. What is not a number is
+/// no weight.
+#[test]
+fn an_index_that_leads_elsewhere_or_says_other_things_than_its_files_is_refused() {
+    let fixture = Fixture::read("wide");
+    let scratch = tempfile::tempdir().unwrap();
+    let folder = scratch.path().join("model");
+    fs::create_dir(&folder).unwrap();
+    write(&fixture, &folder);
+    fs::rename(folder.join("model.safetensors"), scratch.path().join("outside.safetensors"))
+        .unwrap();
+    let mut tensors = named(&parameters(&fixture.config), &fixture.params(), &balance(&fixture));
+    write_parts(&folder, &tensors, 20_000).unwrap();
+    let path = folder.join("model.safetensors.index.json");
+    let index: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    let first = index["weight_map"].as_object().unwrap().keys().next().unwrap().clone();
+    let refused = |edit: &dyn Fn(&mut serde_json::Map<String, Value>), words: &str| {
+        let mut index = index.clone();
+        edit(index["weight_map"].as_object_mut().unwrap());
+        fs::write(&path, index.to_string()).unwrap();
+        let fault = import(&folder, &scratch.path().join("start")).unwrap_err();
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(fault.to_string().contains(words), "{fault}");
+        assert!(!scratch.path().join("start").exists());
+    };
+    let outside = scratch.path().join("outside.safetensors").to_str().unwrap().to_owned();
+    for name in
+        ["../outside.safetensors", outside.as_str(), "..", ".", "", "a/../b", "sub/x.safetensors"]
+    {
+        refused(&|map| drop(map.insert(first.clone(), name.into())), "outside of its folder");
+        refused(
+            &|map| map.values_mut().for_each(|one| *one = name.into()),
+            "outside of its folder",
+        );
+    }
+    refused(&|map| drop(map.remove(&first)), "is not in the index");
+    let part = index["weight_map"][&first].clone();
+    refused(&|map| drop(map.insert("invented".to_owned(), part.clone())), "invented is not here");
+    refused(&|map| drop(map.insert(first.clone(), "lost.safetensors".into())), "missing");
+    fs::write(&path, index.to_string()).unwrap();
+    import(&folder, &scratch.path().join("whole")).unwrap();
+    let _ = tensors[1].tensor.view([-1]).get(0).fill_(f64::NAN);
+    write_parts(&folder, &tensors, 20_000).unwrap();
+    let name = tensors.remove(1).name;
+    refused(&|_| (), &format!("{name} has numbers that are not finite"));
+}
+
 /// The name that Zyphra's layout gives to one of ours, written from the list of its modules, and the layer it is in.
 fn zyphra_name(name: &str, layers: i64) -> String {
     let Some(rest) = name.strip_prefix("model.layers.") else {

@@ -58,7 +58,9 @@ pub struct StepRecord {
     pub data: Digest,
     /// Labels in the step: what the sum of losses is divided by.
     pub label_count: u64,
-    /// The mean loss in nats for each label, for people; its bits follow from `micro_batch_losses`.
+    /// The mean loss in nats for each label, for people: its bits follow from `micro_batch_losses`. Not a number (`null`) where
+    /// it is not finite, or the step has no label.
+    #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
     /// Labels of each micro-batch.
     pub micro_batch_labels: Vec<u64>,
@@ -79,7 +81,7 @@ pub struct StepRecord {
     /// The longest gradient that passes by the norms before, as the bits of an f64; only where `[auto_clip]` is used.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub longest: Option<Packed>,
-    /// Whether the step moved nothing, and why; only where `[skip_step]` is used.
+    /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<Skipped>,
     /// The learning rate, as the bits of an f64.

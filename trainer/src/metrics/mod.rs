@@ -113,6 +113,8 @@ impl Metrics {
             ("speed/tokens_per_second".to_owned(), tokens as f64 / seconds),
             ("speed/data_stall".to_owned(), share(self.waited, taken)),
         ];
+        // A step without labels has no loss.
+        values.retain(|(_, value)| !value.is_nan());
         if let Some(longest) =
             record.longest.as_ref().map(Packed::float).filter(|it| it.is_finite())
         {

@@ -11,8 +11,6 @@ use kernels::Result;
 use kernels::ops::{self, Ops};
 use tch::Tensor;
 
-use super::schedule::power;
-
 /// What AdamW does at one step, as plain numbers.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW {
@@ -65,6 +63,19 @@ impl AdamW {
     }
 }
 
+/// `base` to the power `exponent`, by squaring.
+pub(super) fn power(base: f64, mut exponent: u64) -> f64 {
+    let (mut square, mut result) = (base, 1.0);
+    while exponent > 0 {
+        if exponent & 1 == 1 {
+            result *= square;
+        }
+        square *= square;
+        exponent >>= 1;
+    }
+    result
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,6 +103,12 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn powers_are_powers(base in 0.5..1.0f64, exponent in 0u64..2000) {
+            let wanted = base.powf(exponent as f64);
+            prop_assert!((power(base, exponent) - wanted).abs() <= 1e-12 * wanted + 1e-300);
+        }
+
         #[test]
         fn it_is_torch_s_formula(
             weights in prop::collection::vec(-3.0..3.0f32, 1..70),

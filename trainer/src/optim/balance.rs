@@ -4,7 +4,7 @@
 //! of what is used too much. The skip class stands last, keeps its bias of -1 and stays outside. Shares come from
 //! integers, so neither the order of micro-batches nor their number of ranks can be seen.
 
-use super::schedule::power;
+use super::adamw::power;
 
 /// Betas and eps of this AdamW, and its learning rate where the curriculum says none. Nothing of it is published; these
 /// are the values of the AMD port of ZAYA1.

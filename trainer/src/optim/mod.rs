@@ -5,13 +5,14 @@
 
 pub mod adamw;
 pub mod balance;
-pub mod guard;
 pub mod muon;
 pub mod norm;
-pub mod schedule;
 pub(crate) mod together;
 
 use contract::Result;
+pub use curriculum::guard;
+use curriculum::guard::Guard;
+use curriculum::rate::Schedule;
 use kernels::checksum;
 use kernels::ops::{NewtonSchulzForm, Ops};
 use kernels::record::Record;
@@ -22,10 +23,8 @@ use crate::refusal::refused;
 use crate::timing::{Part, part};
 use crate::workers::Workers;
 use adamw::AdamW;
-use guard::Guard;
 use muon::Muon;
 use norm::CHUNK;
-use schedule::Schedule;
 
 /// Chunks of an elementwise work item: enough to be worth a worker's while, few enough to share a large embedding.
 pub(crate) const CHUNKS: i64 = 8;

@@ -142,9 +142,9 @@ impl Rules {
 mod tests {
     use super::*;
     use crate::optim::guard::Guard;
-    use crate::optim::schedule::Schedule;
     use crate::optim::{self, At, Outcome, Settings, Sums};
     use crate::workers::Workers;
+    use curriculum::rate::Schedule;
     use kernels::ops::CPU;
     use kernels::record::Record;
 

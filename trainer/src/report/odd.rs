@@ -173,8 +173,11 @@ impl Detector {
             let windows = self.sources.values_mut().flatten();
             [&mut self.loss, &mut self.norm].into_iter().chain(windows).for_each(Window::change);
         }
-        let learned = [self.loss(seen), self.source(seen), self.norm(seen)].into_iter().flatten();
-        reasons.extend(self.far(learned.collect()));
+        // A step without labels has no loss, and a gradient of 0.
+        if seen.label_count > 0 {
+            let learned = [self.loss(seen), self.source(seen), self.norm(seen)].into_iter();
+            reasons.extend(self.far(learned.flatten().collect()));
+        }
         reasons.extend(self.rate(seen));
         reasons.extend(self.routers(seen));
         let odd = !reasons.is_empty();

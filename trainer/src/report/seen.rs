@@ -24,7 +24,8 @@ pub struct Seen {
     /// Held until the line is checked.
     micro_batch_labels: Vec<u64>,
     micro_batch_losses: Packed,
-    /// Mean loss of a label, in nats.
+    /// Mean loss of a label, in nats; not a number where there is none.
+    #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
     norm: Packed,
     lr: Packed,
@@ -34,7 +35,7 @@ pub struct Seen {
     pub sources: BTreeMap<String, SourceSums>,
     layer_gradient_norms: Packed,
     layer_update_norms: Packed,
-    /// Whether the step moved nothing, and why; only where the curriculum says when to skip.
+    /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
     #[serde(default)]
     pub skipped: Option<Skipped>,
     /// The curriculum from here on, where it is another than before.

@@ -17,6 +17,7 @@ pub(crate) mod restore;
 pub mod world;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use contract::{Digest, Result};
 use kernels::device::Stager;
@@ -80,7 +81,7 @@ fn run(
     recovery: Option<Recovery>,
 ) -> Result<Ended> {
     runtime::enter_thread().map_err(lost)?;
-    let spec = Arc::new(RunSpec::new(opened)?);
+    let spec = Arc::new(RunSpec::of_run(opened, &exec.out)?);
     let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
     let team = Team::new(&world.comm, exec.degrees, exec.schedule, exec.flat)?;
     let after = After { recovery, mirror };
@@ -102,7 +103,11 @@ fn run(
     let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, micro_batches) = batch?;
-        let asked = || Asked { stop: exec.stopped(), join: world.is_awaited() };
+        let asked = || Asked {
+            stop: exec.stopped(),
+            join: world.is_awaited(),
+            keep: exec.keep.swap(false, Ordering::Relaxed),
+        };
         let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
         mirror.keep(&team, &state)?;
@@ -112,11 +117,12 @@ fn run(
         digest = Some(stepped.record.state);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         // Before the state is kept: a run that goes on behind it would not come back for this.
+        let Asked { mut stop, join, keep } = stepped.asked;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
-            recorder.validate(context, exec.validation, &state)?;
+            // Whoever asks to stop does not wait for it.
+            stop = stop || !recorder.validate(context, exec, &state)?;
         }
-        let Asked { stop, join } = stepped.asked;
-        if stop || join || checkpoint_is_due(&spec, exec, state.step) {
+        if stop || join || keep || checkpoint_is_due(&spec, exec, state.step) {
             keeper.keep(&state, stepped.record.state, &mut recorder)?;
         }
         if join && !stop && state.step < last_step(&spec, exec) {

@@ -22,6 +22,7 @@ use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
+use crate::hf::Start;
 use crate::ledger::RESTORE;
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Mesh, Team, copies, share};
@@ -98,6 +99,9 @@ pub(super) fn open<'a>(
         if comm.world() > 1 {
             say_ranks(&mut book, team, chosen, owners.pieces())?;
         }
+        if let (Some((state, _)), Some(start), None) = (&found, &spec.start, &recovery) {
+            look_at_start(start, state.step, &book.progress)?;
+        }
         book.recovery = recovery.map(|recovery| (recovery, from_memory));
         (found, Some(book), checkpoints)
     } else if let Some(found) = recall(0, &restore::nowhere())? {
@@ -131,6 +135,23 @@ fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<
     let heard = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
     let mut heard = Reader::new(&heard[0]);
     world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
+}
+
+/// Says what became of the start of a run that goes on after `step` without it: only the way from its beginning reads it.
+fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
+    let folder = start.folder().display();
+    let what = match start.folder().exists() {
+        false => format!("{folder} does not exist"),
+        true => match start.changed()? {
+            Some(file) => format!("{} is not what was imported", file.display()),
+            None => return Ok(()),
+        },
+    };
+    progress.note(&format!(
+        "warning: the start of this run: {what}; the run goes on after step {step} without it, and cannot be computed again from \
+         its first step until it is put back, or named anew by `start` in the curriculum"
+    ));
+    Ok(())
 }
 
 /// Writes down who the ranks are.

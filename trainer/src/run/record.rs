@@ -19,7 +19,7 @@ use crate::progress::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::{Context, Stepped};
-use crate::validate::{SourceLoss, Validation};
+use crate::validate::SourceLoss;
 
 /// Writes on rank 0; on every other rank there is nothing to write.
 pub(super) struct Recorder<'a>(pub(super) Option<Book<'a>>);
@@ -52,15 +52,24 @@ impl Recorder<'_> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
-    /// Takes the loss on held-out text with the state, all ranks together.
+    /// Takes the loss on held-out text with the state, all ranks together. Whether it was finished: one of them may be asked to
+    /// stop meanwhile.
     pub(super) fn validate(
         &mut self,
         cx: Context<'_>,
-        validation: Validation,
+        exec: &ExecOptions,
         state: &State,
-    ) -> Result<()> {
-        let sources = validation.take(cx, state)?;
-        self.0.as_mut().map_or(Ok(()), |book| book.validated(state.step, &sources))
+    ) -> Result<bool> {
+        let sources = exec.validation.take(cx, state, &|| exec.stopped())?;
+        match (&mut self.0, &sources) {
+            (None, _) => {}
+            (Some(book), Some(sources)) => book.validated(state.step, sources)?,
+            (Some(book), None) => book.progress.note(&format!(
+                "validation after step {} is broken off: the run was asked to stop",
+                state.step
+            )),
+        }
+        Ok(sources.is_some())
     }
 
     /// Writes down a checkpoint that is on the disk.

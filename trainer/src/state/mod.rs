@@ -44,7 +44,7 @@ pub struct State {
     /// The routers' balancing biases, by layer: the same on every rank.
     pub balance: Vec<Balance>,
     /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the curriculum asks
-    /// for neither.
+    /// for neither, and no step was without labels.
     pub windows: Option<Windows>,
     /// Who owns what.
     pub owners: Ownership,

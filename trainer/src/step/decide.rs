@@ -3,7 +3,7 @@
 use contract::{Fault, Result};
 
 use super::{Gradient, MicroBatchSums};
-use crate::optim::guard::{Decision, Windows};
+use crate::optim::guard::{Decision, StepMeasure, Windows};
 use crate::optim::{self, Settings, norm};
 use crate::spec::RunSpec;
 
@@ -21,8 +21,8 @@ pub(super) struct Decided {
     pub(super) at: optim::At,
 }
 
-/// A loss that is no number ends the run before anything moves.
-pub(super) fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Result<()> {
+/// A loss that is not finite ends the run before anything moves, unless the curriculum skips such a step.
+fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Result<()> {
     let Some(micro_batch) = micro_batches.iter().position(|one| !one.loss.is_finite()) else {
         return Ok(());
     };
@@ -30,8 +30,8 @@ pub(super) fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Resul
     Err(diverged("the loss is not finite", step).found(found))
 }
 
-/// So does a gradient that is none.
-pub(super) fn check_norm(step: u64, norm: f64) -> Result<()> {
+/// So does a gradient that is not.
+fn check_norm(step: u64, norm: f64) -> Result<()> {
     if norm.is_finite() {
         return Ok(());
     }
@@ -39,23 +39,30 @@ pub(super) fn check_norm(step: u64, norm: f64) -> Result<()> {
 }
 
 fn diverged(what: &str, step: u64) -> Fault {
-    Fault::diverged(what).at(format!("step {step}"))
+    Fault::diverged(what).at(format!("step {step}")).hint(format!(
+        "`zdata amend CURRICULUM --skip {step}` passes this step; `--set skip_step.non_finite=skip` passes all such steps"
+    ))
 }
 
-/// Decides on a step of this norm: a function of it, of the curriculum, and of the losses and norms before it.
+/// Decides on a step: a function of its labels, loss and norm, of the curriculum, and of the losses and norms before it.
 pub(super) fn decide(
     spec: &RunSpec,
     windows: &mut Option<Windows>,
     gradient: &Gradient,
-    norm: f64,
-) -> Decided {
-    let settings = spec.settings_at(gradient.step);
-    let lr = settings.schedule.rate(gradient.step);
-    let amended: Vec<u64> = spec.skips_through(gradient.step).collect();
-    let skip = amended.last() == Some(&gradient.step);
-    let decision = settings.guard.decide(windows, gradient.mean(), norm, skip);
+) -> Result<Decided> {
+    let (step, norm) = (gradient.step, gradient.norms.norm);
+    let settings = spec.settings_at(step);
+    let lr = settings.schedule.rate(step);
+    let amended: Vec<u64> = spec.skips_through(step).collect();
+    let skip = amended.last() == Some(&step);
+    if !skip && !settings.guard.skips_non_finite() {
+        check_losses(step, &gradient.micro_batches)?;
+        check_norm(step, norm)?;
+    }
+    let measure = StepMeasure { labels: gradient.label_count, loss: gradient.mean(), norm };
+    let decision = settings.guard.decide(windows, measure, skip);
     let scale = norm::scale(norm, decision.clip(settings.clip));
     let skipped = windows.as_ref().map_or(0, |windows| windows.skipped) + amended.len() as u64;
-    let at = optim::At { step: gradient.step - skipped, lr, scale };
-    Decided { norm, lr, settings, decision, at }
+    let at = optim::At { step: step - skipped, lr, scale };
+    Ok(Decided { norm, lr, settings, decision, at })
 }

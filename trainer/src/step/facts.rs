@@ -50,7 +50,7 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
     };
     let sequences: Vec<Vec<Digest>> = lines.in_order(micro_batches, sequences, same)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
-    Ok(Head { micro_batches, label_count: labels.max(1), data })
+    Ok(Head { micro_batches, label_count: labels, data })
 }
 
 /// What all ranks found of the micro-batches of a step.

@@ -107,7 +107,7 @@ pub struct Gradient {
 }
 
 impl Gradient {
-    /// The mean loss of a label.
+    /// The mean loss of a label; not a number where there is none.
     pub fn mean(&self) -> f64 {
         self.loss / self.label_count as f64
     }
@@ -136,6 +136,8 @@ pub struct Stepped {
 pub struct Asked {
     /// To stop.
     pub stop: bool,
+    /// To keep the state, and to go on.
+    pub keep: bool,
     /// To take in a rank that was started again.
     pub join: bool,
 }
@@ -143,12 +145,13 @@ pub struct Asked {
 impl Asked {
     /// As ranks tell it each other.
     fn word(self) -> u64 {
-        u64::from(self.stop) | u64::from(self.join) << 1
+        u64::from(self.stop) | u64::from(self.join) << 1 | u64::from(self.keep) << 2
     }
 
     /// What this one or another one was asked.
     fn or(self, word: u64) -> Asked {
-        Asked { stop: self.stop | (word & 1 != 0), join: self.join | (word & 2 != 0) }
+        let has = |bit: u64| word & bit != 0;
+        Asked { stop: self.stop | has(1), join: self.join | has(2), keep: self.keep | has(4) }
     }
 }
 
@@ -202,7 +205,9 @@ pub fn compute(
         // What the others have given up is not computed to its end.
         team.group.check().map_err(lost)
     };
-    let (numbers, label_count) = (&lines.micro_batches(head.micro_batches)?, head.label_count);
+    // Without labels every gradient is 0, whatever it is divided by.
+    let numbers = &lines.micro_batches(head.micro_batches)?;
+    let label_count = head.label_count.max(1);
     let rank = team.group.launched_as();
     let all =
         MicroBatches { spec, batch, staged, numbers, label_count, detail, workers, rank, shared };
@@ -274,10 +279,7 @@ pub(crate) fn complete(
     gradient: &mut Gradient,
     asked: impl Fn() -> Asked,
 ) -> Result<Stepped> {
-    decide::check_losses(gradient.step, &gradient.micro_batches)?;
-    let norm = gradient.norms.norm;
-    decide::check_norm(gradient.step, norm)?;
-    let decided = decide::decide(cx.spec, &mut state.windows, gradient, norm);
+    let decided = decide::decide(cx.spec, &mut state.windows, gradient)?;
     let moved = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;

@@ -188,3 +188,135 @@ fn windows_survive_stops_ranks_and_replays() {
         "a skipped step moves nothing at any rate"
     );
 }
+
+/// Six steps of text between which two have none: all of their documents are banned.
+fn silenced(scratch: &Scratch, name: &str, sections: &str, silent: usize) -> std::path::PathBuf {
+    let changes = [
+        ("lr = 1e-2", "lr = 1e-3"),
+        ("warmup_steps = 3\n", ""),
+        ("decay_steps = 30\n", ""),
+        ("final_lr = 1e-3\n", ""),
+    ];
+    let path = scratch.edited(name, &changes);
+    let text = std::fs::read_to_string(&path).unwrap();
+    let (head, _) = text.split_once("[[phase]]").unwrap();
+    let phase = |name: &str, steps: usize, source: &str| match steps {
+        0 => String::new(),
+        _ => format!(
+            "[[phase]]\nname = \"{name}\"\nsteps = {steps}\nseq_len = 32\nbatch = 4\nmicro_batch = 2\n\
+             mix = {{ {source} = 1 }}\n\n"
+        ),
+    };
+    let phases =
+        phase("before", 4, "math") + &phase("silent", silent, "web") + &phase("after", 4, "math");
+    let plain = scratch.write(name, &format!("{head}{sections}{phases}"));
+    if silent == 0 {
+        return plain;
+    }
+    let opened = loader::Opened::open(plain).unwrap();
+    let web = opened.plan.sources().iter().find(|source| source.name == "web").unwrap();
+    let all: Vec<String> = (0..web.documents).map(|document| document.to_string()).collect();
+    let ban = format!("[[amendment]]\nstep = 5\nban = {{ web = [{}] }}\n", all.join(", "));
+    let path = scratch.write(name, &format!("{head}{sections}{phases}{ban}"));
+    let steps = loader::steps_without_labels(&loader::Opened::open(&path).unwrap()).unwrap();
+    assert_eq!(steps, (5..5 + silent as u64).collect::<Vec<_>>());
+    path
+}
+
+/// A step all of whose text is banned moves nothing, neither by momentum nor by decay, and leaves the windows as they were.
+#[test]
+fn a_step_without_labels_moves_nothing() {
+    for sections in ["", "[auto_clip]\nwindow = 4\npercentile = 40\n\n"] {
+        let scratch = Scratch::new();
+        let path = silenced(&scratch, "run.toml", sections, 2);
+        scratch.train("whole");
+        scratch.run(&silenced(&scratch, "plain.toml", sections, 0), "plain", |_| ()).unwrap();
+        let (mut run, plain) = (steps(&scratch, "whole"), steps(&scratch, "plain"));
+        let before = run[3]["weights"].clone();
+        for silent in run.drain(4..6) {
+            let said = ["label_count", "loss", "skipped", "weights"].map(|key| silent[key].clone());
+            assert_eq!(said, [0.into(), Value::Null, "no-labels".into(), before.clone()]);
+        }
+        for (one, other) in run.iter().zip(&plain) {
+            for key in ["weights", "longest", "loss", "layer_update_norms"] {
+                assert_eq!(one[key], other[key], "{key} of step {}", one["step"]);
+            }
+        }
+        // What it left is counted in checkpoints, by ranks, and in a replay.
+        for last in [4, 5, 6] {
+            scratch.run(&path, "parts", stop_after(last)).unwrap();
+        }
+        scratch.train("parts");
+        assert_same(&scratch, "whole", "parts");
+        assert!(train_with(&scratch, "ranks", 2, |_, _| ()).iter().all(Result::is_ok));
+        assert_same(&scratch, "whole", "ranks");
+        let run = scratch.path("whole");
+        let mut replayer = Replayer::open(&run, &table(), Device::Cpu, Workers::new(2)).unwrap();
+        let mut state = replayer.state_after(4).unwrap();
+        for step in 5..=7 {
+            let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+            assert_eq!(replayed.verdict, Verdict::SameBits, "{step}: {:?}", replayed.difference);
+        }
+    }
+}
+
+/// A loss that is not finite ends a run, until an amendment passes the step, or all such steps.
+#[test]
+fn a_loss_that_is_not_finite_is_passed_where_the_curriculum_says_so() {
+    let scratch = Scratch::new();
+    let wild = "[[amendment]]\nstep = 4\noptimizer = { lr = 1e30 }\n\n";
+    let path = scratch.edited("run.toml", &[("kind = \"muon\"", "kind = \"adamw\"")]);
+    let text = std::fs::read_to_string(&path).unwrap() + "\n" + wild;
+    scratch.write("run.toml", &text);
+    let said = scratch.run(&path, "run", |_| ()).unwrap_err();
+    assert_eq!(said.class(), contract::Class::Diverged);
+    let step = steps(&scratch, "run").len() as u64 + 1;
+    assert!(said.to_string().contains(&format!("--skip {step}")), "{said}");
+    assert!((5..9).contains(&step), "weights that are as large as numbers can be: {said}");
+    let text = text + &format!("[[amendment]]\nstep = {step}\nskip = true\n\n");
+    scratch.write("run.toml", &text);
+    let said = scratch.run(&path, "run", |_| ()).unwrap_err();
+    assert!(said.to_string().contains(&format!("step {}", step + 1)), "{said}");
+    let rule =
+        format!("[[amendment]]\nstep = {}\nskip_step = {{ non_finite = \"skip\" }}\n", step + 1);
+    scratch.write("run.toml", &(text + &rule));
+    scratch.train("run");
+    let run = steps(&scratch, "run");
+    let at = step as usize;
+    assert_eq!(
+        (&run[at - 1]["skipped"], &run[at]["skipped"]),
+        (&"amended".into(), &"non-finite".into())
+    );
+    assert!(
+        run[at..]
+            .iter()
+            .all(|step| step["loss"].is_null() && step["weights"] == run[at - 1]["weights"])
+    );
+    scratch.train("whole");
+    let replay = scratch.path("whole");
+    let mut replayer = Replayer::open(&replay, &table(), Device::Cpu, Workers::new(2)).unwrap();
+    let mut state = replayer.state_after(step).unwrap();
+    let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
+    assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
+}
+
+/// Rules that an amendment brings hold from its step on, with windows that begin there.
+#[test]
+fn rules_of_skipping_and_clipping_are_amended() {
+    let scratch = Scratch::new();
+    let path = spiked(&scratch, "run.toml", "");
+    let amendment = "[[amendment]]\nstep = 3\nskip_step = { window = 8, sigma = 4 }\n\
+        auto_clip = { window = 8, percentile = 40 }\n";
+    let text = std::fs::read_to_string(&path).unwrap() + amendment;
+    scratch.write("run.toml", &text);
+    scratch.train("whole");
+    let run = steps(&scratch, "whole");
+    assert!(run[..2].iter().all(|step| step["skipped"].is_null() && step["longest"].is_null()));
+    check_decisions(&run[2..]);
+    assert_ne!(run[SPIKE - 1]["skipped"], "no");
+    for last in [1, 3, 6] {
+        scratch.run(&path, "parts", stop_after(last)).unwrap();
+    }
+    scratch.train("parts");
+    assert_same(&scratch, "whole", "parts");
+}

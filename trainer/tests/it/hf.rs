@@ -125,6 +125,58 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     assert_eq!(fault.class(), Class::Usage);
 }
 
+/// A run that has checkpoints needs no start, and says what became of it; what reads it says where it has to be.
+#[test]
+fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
+    let scratch = Scratch::new();
+    scratch.run(&scratch.path("run.toml"), "run", stop_after(6)).unwrap();
+    through(&scratch, 6);
+    let path = started(&scratch, "next.toml", "start-6");
+    scratch.run(&path, "whole", stop_after(6)).unwrap();
+    scratch.run(&path, "next", stop_after(2)).unwrap();
+    let start = scratch.path("start-6");
+    fs::rename(&start, scratch.path("moved")).unwrap();
+    scratch.run(&path, "next", stop_after(4)).unwrap();
+    let open =
+        |run: &str| Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(1));
+    open("next").unwrap().state_at(3).unwrap();
+    // From the first step on it is read, and missed by its name.
+    let all = scratch.path("next/checkpoints");
+    fs::rename(&all, scratch.path("kept")).unwrap();
+    for fault in [
+        open("next").unwrap().state_at(3).map(drop).unwrap_err(),
+        scratch.run(&path, "next", |exec| exec.restart = true).map(drop).unwrap_err(),
+        scratch.run(&path, "fresh", |_| ()).map(drop).unwrap_err(),
+    ] {
+        assert_eq!(fault.class(), Class::Data, "{fault}");
+        assert!(
+            fault.to_string().contains("start-6") && fault.to_string().contains("`start`"),
+            "{fault}"
+        );
+    }
+    assert!(!scratch.path("fresh").exists());
+    let _ = fs::remove_dir_all(&all);
+    fs::rename(scratch.path("kept"), &all).unwrap();
+    // Another name for it is no other run, and stands in the run's curriculum from then on.
+    scratch.run(&started(&scratch, "next.toml", "moved"), "next", stop_after(6)).unwrap();
+    assert!(scratch.ledger("next") == scratch.ledger("whole"));
+    open("next").unwrap().state_at(1).unwrap();
+    // A configuration that was edited is not that of the content, there and in what the run keeps of it.
+    for (file, run) in [("moved/start.json", "fresh"), ("next/start.kept.json", "next")] {
+        let text = fs::read_to_string(scratch.path(file)).unwrap();
+        let edited = text.replacen("\"rms_norm_eps\": 1e-", "\"rms_norm_eps\": 2e-", 1);
+        assert_ne!(edited, text);
+        fs::write(scratch.path(file), edited).unwrap();
+        let path = started(&scratch, "next.toml", if run == "next" { "nowhere" } else { "moved" });
+        let fault = scratch.run(&path, run, |_| ()).map(drop).unwrap_err();
+        assert!(
+            fault.class() == Class::Data && fault.to_string().contains("configuration"),
+            "{fault}"
+        );
+        fs::write(scratch.path(file), text).unwrap();
+    }
+}
+
 /// transformers is a gigabyte, so that it is used where it is: `ZTRAIN_PYTHON` (or `python3`) decides.
 #[test]
 fn transformers_computes_what_we_compute() {

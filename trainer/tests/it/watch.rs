@@ -9,6 +9,8 @@ use trainer::RunSpec;
 use trainer::ledger::Ledger;
 use trainer::model::{MicroBatchInput, forward_backward};
 use trainer::replay::Replayer;
+use trainer::state::State;
+use trainer::state::ownership::Ownership;
 use trainer::step::{self, Detail};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
@@ -261,7 +263,9 @@ fn few_windows_are_spread_and_never_twice() {
     let state = replayer.unwrap().state_at(3).unwrap();
     let take = |windows| {
         let validation = Validation { every: 1, windows };
-        step::alone(&spec, Workers::new(2), |cx| validation.take(cx, &state)).unwrap()
+        step::alone(&spec, Workers::new(2), |cx| validation.take(cx, &state, &|| false))
+            .unwrap()
+            .unwrap()
     };
     let whole = take(1000);
     let labels: Vec<u64> = (1..=20).map(|windows| take(windows)[0].labels).collect();
@@ -270,6 +274,26 @@ fn few_windows_are_spread_and_never_twice() {
     // Each number of windows that covers the text is the whole text once.
     let windows = validation::windows(&spec.data, "web", 32).unwrap();
     assert_eq!(take(windows)[0], whole[0]);
+}
+
+/// How a step is cut into micro-batches is an argument of training alone.
+#[test]
+fn micro_batches_do_not_show_in_the_loss_on_held_out_text() {
+    let scratch = Scratch::new();
+    let path = scratch.edited("run.toml", &[("num_hidden_layers = 2", "num_hidden_layers = 1")]);
+    let text = fs::read_to_string(&path).unwrap();
+    let taken = [1, 2, 3, 6].map(|micro_batch| {
+        let text = text.replacen("micro_batch = 2", &format!("micro_batch = {micro_batch}"), 1);
+        let path = scratch.write("run.toml", &text);
+        let spec = RunSpec::new(&Opened::open(path).unwrap()).unwrap();
+        let owners = Ownership::new(&spec, 0, 1);
+        let state = State::begin(&spec, Device::Cpu, owners, Workers::new(1)).unwrap();
+        let validation = Validation { every: 1, windows: 7 };
+        step::alone(&spec, Workers::new(2), |cx| validation.take(cx, &state, &|| false))
+            .unwrap()
+            .unwrap()
+    });
+    assert!(taken.iter().all(|one| *one == taken[0]), "{taken:?}");
 }
 
 /// Many ranks draw the same curves, and take the same loss on held-out text.

@@ -27,11 +27,13 @@ pub(crate) mod watch;
 pub(crate) mod whatif;
 
 use std::ffi::c_int;
-use std::io;
+use std::io::{self, Read as _};
 use std::ops::Range;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
@@ -41,8 +43,8 @@ use kernels::device;
 use kernels::ops::{ANSWERS, CHOICES, TABLES, VARIABLE};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use kernels::signals;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::flag;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::{flag, low_level};
 use store::Location;
 use tch::Device;
 use trainer::launch::Launched;
@@ -278,6 +280,90 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     // Those too that came before.
     signals::hear();
     Ok(())
+}
+
+/// What a run is asked for from outside.
+#[derive(Clone, Default)]
+pub(crate) struct Requests {
+    /// To stop after the step at hand.
+    pub(crate) stop: Arc<AtomicBool>,
+    /// To keep the state after it, and to go on.
+    pub(crate) keep: Arc<AtomicBool>,
+}
+
+impl Requests {
+    /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the first has
+    /// the state kept, the second is a request to stop that no other one waits for.
+    pub(crate) fn listen(&self) -> Result<()> {
+        let cannot =
+            |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+        flag::register(SIGUSR1, Arc::clone(&self.keep)).map_err(cannot)?;
+        flag::register(SIGUSR2, Arc::clone(&self.stop)).map_err(cannot)?;
+        listen(&self.stop)
+    }
+
+    /// Says at once what was asked for: the step at hand takes its time. `ranks` of this process are asked to keep the state as
+    /// well.
+    pub(crate) fn answer(&self, ranks: bool) -> Result<()> {
+        const STOP: &str = "asked to stop: the step at hand ends and the state is kept; a second SIGTERM or SIGINT ends the run \
+                            at once";
+        const KEEP: &str =
+            "asked by SIGUSR1 to keep the state after the step at hand; the run goes on";
+        let stops = [SIGTERM, SIGINT, SIGHUP, SIGUSR2];
+        let before = self.stop.load(Ordering::Relaxed);
+        let mut told = before;
+        if before {
+            contract::note!("{STOP}");
+        }
+        let stops = stops.into_iter().filter(|signal| !is_ignored(*signal));
+        on_signals(stops, move || {
+            if !std::mem::replace(&mut told, true) {
+                contract::note!("{STOP}");
+            }
+        })?;
+        on_signals([SIGUSR1].into_iter(), move || {
+            contract::note!("{KEEP}");
+            if ranks {
+                hand_on();
+            }
+        })
+    }
+}
+
+/// Does something whenever one of these signals comes, on a thread of its own.
+fn on_signals(
+    signals: impl Iterator<Item = c_int>,
+    mut act: impl FnMut() + Send + 'static,
+) -> Result<()> {
+    let cannot = |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+    let (mut heard, comes) = UnixStream::pair().map_err(cannot)?;
+    for signal in signals {
+        let comes = comes.try_clone().map_err(cannot)?;
+        low_level::pipe::register(signal, comes).map_err(cannot)?;
+    }
+    let listen = move || {
+        // Nobody closes it.
+        while heard.read_exact(&mut [0]).is_ok() {
+            act();
+        }
+    };
+    let thread = std::thread::Builder::new().name("signals".to_owned()).spawn(listen);
+    thread.map(drop).map_err(|error| Fault::not_started("a thread", &error))
+}
+
+/// Hands SIGUSR1 on to the processes of this program that this one has started.
+fn hand_on() {
+    let own = std::fs::read_link("/proc/self/exe").ok();
+    let parent = format!("PPid:\t{}\n", std::process::id());
+    let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    for process in all.map(|entry| entry.path()) {
+        let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
+        if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == own {
+            let id = process.file_name().unwrap_or_default();
+            // One that has ended meanwhile has nothing to keep.
+            let _ = Command::new("kill").arg("-USR1").arg(id).stderr(Stdio::null()).status();
+        }
+    }
 }
 
 /// Whether whoever started this program had it ignore SIGHUP. A shell has what runs behind it ignore SIGINT too, and means its

@@ -197,8 +197,8 @@ pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
 
 /// Starts `count` ranks of this very command, which need each other, and waits for them.
 pub(crate) fn start_all(count: u32) -> Result<u8> {
-    let stop = Arc::default();
-    super::listen(&stop)?;
+    // A signal ends this process, and its ranks with it: they read, and have nothing to keep.
+    let stop = AtomicBool::new(false);
     let (min_ranks, supervised, arguments) = (None, None, Vec::new());
     launch::spawn(&Launch { count, min_ranks, stay: count, supervised, arguments }, &stop)
 }

@@ -1,14 +1,13 @@
 //! `ztrain supervise`.
 
 use std::ffi::{OsStr, OsString};
-use std::sync::Arc;
 
 use contract::{Fault, Result};
 use store::Location;
 use trainer::launch::rules::Rules;
 use trainer::launch::{self, Guard};
 
-use super::{listen, place, train};
+use super::{Requests, place, train};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -26,8 +25,9 @@ pub(crate) struct Args {
 
 /// Watches over a run until it is done.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let stop = Arc::default();
-    listen(&stop)?;
+    let requests = Requests::default();
+    requests.listen()?;
+    let stop = &requests.stop;
     if let Some(launched) = launch::place(|name| std::env::var(name).ok())? {
         let rank = launched.place.rank;
         return Err(Fault::usage("one supervisor watches over all ranks")
@@ -43,7 +43,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let holds = args.train.hold()?;
     arguments.extend(train::of_group(&holds));
     let (launch, run) = (args.launch, args.train.folder()?);
-    let ended = Guard { rules, text, arguments, launch, run, ranks }.run(&stop);
+    requests.answer(true)?;
+    let ended = Guard { rules, text, arguments, launch, run, ranks }.run(stop);
     holds.let_go();
     ended
 }

@@ -19,7 +19,7 @@ use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, fit_workers, train};
 
 use super::ranks::Ranks;
-use super::{Speed, above_zero, listen};
+use super::{Requests, Speed, above_zero};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -100,8 +100,9 @@ pub(crate) struct Args {
 
 /// Trains until the last step, a signal or a fault.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let stop = Arc::default();
-    listen(&stop)?;
+    let requests = Requests::default();
+    let stop = &requests.stop;
+    requests.listen()?;
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
     let supervised = Supervised::of_environment(&args.folder()?)?;
@@ -119,24 +120,25 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
                 .hint("give --min-ranks 1 as well, or leave --mirror out"));
         }
         // What is wrong with the curriculum is said once, and before anything starts.
-        RunSpec::new(&Opened::open(curriculum)?)?;
-        if stops_early(&stop) {
+        RunSpec::of_run(&Opened::open(curriculum)?, &args.folder()?)?;
+        if stops_early(stop) {
             return Ok(0);
         }
-        supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(&stop))?;
+        requests.answer(true)?;
+        supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(stop))?;
         let holds = args.hold()?;
         let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
         if let (Some(least), None) = (min_ranks, args.min_ranks) {
             arguments.extend([OsString::from("--min-ranks"), least.to_string().into()]);
         }
         let launch = Launch { count, min_ranks, stay, supervised, arguments };
-        let outcome = launch::spawn(&launch, &stop);
+        let outcome = launch::spawn(&launch, stop);
         holds.let_go();
         return outcome.inspect_err(|fault| launch::last_words((None, None), fault, true));
     }
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
-    let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &stop);
+    let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &requests);
     let (Told { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
         Err(fault) => (Told { spoke_first: true, missed: None }, Err(fault)),
@@ -164,16 +166,25 @@ fn as_rank(
     args: &Args,
     curriculum: &Location,
     (launched, supervised): (Option<&Launched>, Option<&Supervised>),
-    stop: &Arc<AtomicBool>,
+    requests: &Requests,
 ) -> Result<(Told, Result<()>)> {
+    let stop = &requests.stop;
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
+    // Under our own launcher that one speaks.
+    if world.comm.rank() == 0 && !spawned_us() {
+        requests.answer(false)?;
+    }
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
     let holds = Holds::of(args.group.clone());
     holds.follow(&args.folder()?)?;
     world = world.holding(holds);
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
-    let mut exec = ExecOptions { stop: Arc::clone(stop), ..options(args, curriculum, workers) };
+    let mut exec = ExecOptions {
+        stop: Arc::clone(stop),
+        keep: Arc::clone(&requests.keep),
+        ..options(args, curriculum, workers)
+    };
     if launched.is_none() && (args.min_ranks.is_some() || args.mirror) {
         contract::note!(
             "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"

@@ -68,19 +68,6 @@ fn series(x: f64, first: f64, power: u32) -> f64 {
     first * sum
 }
 
-/// `base` to the power `exponent`, by squaring.
-pub fn power(base: f64, mut exponent: u64) -> f64 {
-    let (mut square, mut result) = (base, 1.0);
-    while exponent > 0 {
-        if exponent & 1 == 1 {
-            result *= square;
-        }
-        square *= square;
-        exponent >>= 1;
-    }
-    result
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -90,12 +77,6 @@ mod tests {
         #[test]
         fn the_cosine_is_the_cosine(t in 0.0..=1.0f64) {
             prop_assert!((cos_pi(t) - (std::f64::consts::PI * t).cos()).abs() < 5e-16);
-        }
-
-        #[test]
-        fn powers_are_powers(base in 0.5..1.0f64, exponent in 0u64..2000) {
-            let wanted = base.powf(exponent as f64);
-            prop_assert!((power(base, exponent) - wanted).abs() <= 1e-12 * wanted + 1e-300);
         }
 
         #[test]

@@ -1,7 +1,8 @@
-//! Steps that are skipped, and a clip that follows the norms: both decided by the steps just before.
+//! Steps that move nothing, and a clip that follows the norms: both decided by the step and by those just before.
 //!
 //! ```text
-//! before     the losses and gradient norms of the last `window` steps, oldest first, whatever became of those steps
+//! before     the losses and gradient norms of the last `window` steps, oldest first, whatever became of those steps;
+//!            a step without labels, or whose loss or gradient is not finite, is not among them
 //! mean, sd   sums oldest first, in f64; sd = sqrt(sum of squared deviations / (n - 1))
 //! skipped    loss - mean(losses) > sigma * sd(losses), or the same of the norm
 //! threshold  the k-th smallest of the norms before, k = ceil(percentile * n / 100)
@@ -9,11 +10,13 @@
 //!
 //! Nothing is judged before `window / 2` steps (at least 2) lie before it. Every number stands in the ledger, so the
 //! windows are a function of the ledger alone; no sum is carried from step to step, since its rounding would depend on
-//! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.)
+//! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.) Training decides by this,
+//! and so does a check of the ledger.
 
 use contract::Packed;
-use curriculum::{AutoClipSpec, SkipStepSpec};
 use serde::{Deserialize, Serialize};
+
+use super::{AutoClipSpec, NonFinite, Numbers, SkipStepSpec};
 
 /// What the curriculum asks for.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -24,11 +27,22 @@ pub struct Guard {
     pub clip: Option<AutoClipSpec>,
 }
 
+/// What a step came to before anything moves.
+#[derive(Clone, Copy, Debug)]
+pub struct StepMeasure {
+    /// Its labels.
+    pub labels: u64,
+    /// The mean loss of a label; not a number where there is none.
+    pub loss: f64,
+    /// The gradient norm before clipping.
+    pub norm: f64,
+}
+
 /// The part of the state that decides it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Windows {
-    /// Steps skipped so far for their loss or norm: the moments have moved that much less often.
+    /// Steps so far that moved nothing without an amendment: the moments have moved that much less often.
     pub skipped: u64,
     /// Mean losses of the last steps, oldest first, as the bits of f64.
     pub losses: Packed,
@@ -38,7 +52,7 @@ pub struct Windows {
 
 /// Why a step was skipped, if it was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Skipped {
     /// It was not.
     No,
@@ -48,6 +62,10 @@ pub enum Skipped {
     Norm,
     /// Because an amendment says so.
     Amended,
+    /// Because none of its tokens is a label.
+    NoLabels,
+    /// Because its loss or its gradient is not finite, and `[skip_step]` says to skip such a step.
+    NonFinite,
 }
 
 impl Skipped {
@@ -64,6 +82,8 @@ impl Skipped {
             Skipped::Loss => "skipped for its loss",
             Skipped::Norm => "skipped for its gradient norm",
             Skipped::Amended => "skipped by an amendment",
+            Skipped::NoLabels => "skipped: it has no labels",
+            Skipped::NonFinite => "skipped: its loss or gradient is not finite",
         }
     }
 }
@@ -71,7 +91,7 @@ impl Skipped {
 /// What is done with a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Whether it is skipped; `None` where no step is judged, and no amendment skips this one.
+    /// Whether it is skipped; `None` where no step is judged, and nothing else skips this one.
     pub skipped: Option<Skipped>,
     /// The longest gradient of this step by the norms before; `None` without `[auto_clip]`, infinite while nothing is
     /// judged.
@@ -79,33 +99,61 @@ pub struct Decision {
 }
 
 impl Guard {
+    /// What these numbers ask for.
+    pub fn of(numbers: &Numbers) -> Self {
+        Guard { skip: numbers.skip_step, clip: numbers.auto_clip }
+    }
+
     /// The windows before the first step; `None` where the curriculum asks for nothing.
     pub fn windows(&self) -> Option<Windows> {
         (self.skip.is_some() || self.clip.is_some()).then(Windows::default)
     }
 
-    /// Decides on a step of this loss and norm, and takes note of both. `amended`: it is to move nothing whatever they are.
+    /// Whether a step whose loss or gradient is not finite is skipped, instead of ending the run.
+    pub fn skips_non_finite(&self) -> bool {
+        self.skip.is_some_and(|skip| skip.non_finite == NonFinite::Skip)
+    }
+
+    /// Decides on a step, and takes note of its loss and norm. `amended`: it is to move nothing whatever they are.
+    ///
+    /// There are windows from the first step on that is judged, or that moves nothing without an amendment.
     pub fn decide(
         &self,
         windows: &mut Option<Windows>,
-        loss: f64,
-        norm: f64,
+        step: StepMeasure,
         amended: bool,
     ) -> Decision {
-        let asked = amended.then_some(Skipped::Amended);
-        let Some(Windows { skipped, losses, norms }) = windows else {
-            return Decision { skipped: asked, longest: None };
+        let StepMeasure { labels, loss, norm } = step;
+        let measured = labels > 0 && loss.is_finite() && norm.is_finite();
+        let (losses, norms) = match windows.as_ref() {
+            Some(windows) => (windows.losses.0.as_slice(), windows.norms.0.as_slice()),
+            None => (&[][..], &[][..]),
         };
-        let judged = || self.skip.map(|skip| judge(skip, (&losses.0, loss), (&norms.0, norm)));
-        let decision = Decision {
-            skipped: asked.or_else(judged),
-            longest: self.clip.map(|clip| longest(clip, &norms.0)),
+        let skipped = match (amended, labels, measured) {
+            (true, ..) => Some(Skipped::Amended),
+            (_, 0, _) => Some(Skipped::NoLabels),
+            (.., false) => Some(Skipped::NonFinite),
+            (.., true) => self.skip.map(|skip| judge(skip, (losses, loss), (norms, norm))),
         };
+        let longest = self.clip.map(|clip| longest(clip, norms));
+        let decision = Decision { skipped, longest };
         // The curriculum knows how often it was amended so.
-        *skipped += u64::from(!amended && !decision.moves());
-        let (skip, clip) = (self.skip.map(|skip| skip.window), self.clip.map(|clip| clip.window));
-        push(losses, loss, skip.unwrap_or(0));
-        push(norms, norm, skip.max(clip).unwrap_or(0));
+        let counted = !amended && !decision.moves();
+        if windows.is_none() && counted {
+            *windows = Some(Windows::default());
+        }
+        if windows.is_none() {
+            *windows = self.windows();
+        }
+        if let Some(Windows { skipped, losses, norms }) = windows {
+            *skipped += u64::from(counted);
+            if measured {
+                let (skip, clip) =
+                    (self.skip.map(|skip| skip.window), self.clip.map(|clip| clip.window));
+                push(losses, loss, skip.unwrap_or(0));
+                push(norms, norm, skip.max(clip).unwrap_or(0));
+            }
+        }
         decision
     }
 }
@@ -116,10 +164,11 @@ impl Decision {
         matches!(self.skipped, None | Some(Skipped::No))
     }
 
-    /// What the gradient is clipped at, where the curriculum's own clip is `clip` (0: none).
+    /// What the gradient is clipped at, where the curriculum's own clip is `clip` (0: none). Norms of 0 bound nothing.
     pub fn clip(&self, clip: f64) -> f64 {
+        let bounds = |longest: f64| longest > 0.0 && longest.is_finite();
         match self.longest {
-            Some(longest) if longest.is_finite() && (clip == 0.0 || longest < clip) => longest,
+            Some(longest) if bounds(longest) && (clip == 0.0 || longest < clip) => longest,
             _ => clip,
         }
     }
@@ -139,7 +188,7 @@ fn before(window: u64, kept: &[u64]) -> Option<Vec<f64>> {
 }
 
 fn judge(
-    SkipStepSpec { window, sigma }: SkipStepSpec,
+    SkipStepSpec { window, sigma, non_finite: _ }: SkipStepSpec,
     (losses, loss): (&[u64], f64),
     (norms, norm): (&[u64], f64),
 ) -> Skipped {
@@ -176,6 +225,59 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    fn step_of(loss: f64, norm: f64) -> StepMeasure {
+        StepMeasure { labels: 7, loss, norm }
+    }
+
+    /// Steps that say nothing of loss and norm move nothing and leave the windows alone, so that no norm of theirs becomes the
+    /// clip; a clip of 0 would be none.
+    #[test]
+    fn what_is_not_measured_is_not_remembered() {
+        let clip = Some(AutoClipSpec { window: 4, percentile: 50 });
+        let guard = Guard { skip: None, clip };
+        let mut windows = guard.windows();
+        for norm in [3.0, 4.0, 5.0] {
+            assert!(guard.decide(&mut windows, step_of(1.0, norm), false).moves());
+        }
+        let before = windows.clone().unwrap();
+        let silent = StepMeasure { labels: 0, loss: f64::NAN, norm: 0.0 };
+        for (step, why) in [
+            (silent, Skipped::NoLabels),
+            (step_of(f64::NAN, 1.0), Skipped::NonFinite),
+            (step_of(1.0, f64::INFINITY), Skipped::NonFinite),
+        ] {
+            for _ in 0..9 {
+                let found = guard.decide(&mut windows, step, false);
+                assert_eq!((found.skipped, found.clip(9.0)), (Some(why), 4.0));
+            }
+        }
+        let after = windows.unwrap();
+        assert_eq!((&after.losses, &after.norms), (&before.losses, &before.norms));
+        assert_eq!(after.skipped, 27);
+        // Where every gradient before was 0, the curriculum's own clip holds.
+        let mut zeros = guard.windows();
+        for _ in 0..4 {
+            guard.decide(&mut zeros, step_of(1.0, 0.0), false);
+        }
+        let found = guard.decide(&mut zeros, step_of(1.0, 7.0), false);
+        assert_eq!((found.longest, found.clip(1.0), found.clip(0.0)), (Some(0.0), 1.0, 0.0));
+    }
+
+    /// A run that asks for nothing has windows from the first step without labels on, since the moments have to know of it.
+    #[test]
+    fn steps_that_move_nothing_are_counted_in_any_run() {
+        let (guard, mut windows) = (Guard::default(), None);
+        guard.decide(&mut windows, step_of(1.0, 1.0), false);
+        guard.decide(&mut windows, step_of(1.0, 1.0), true);
+        assert_eq!(windows, None);
+        guard.decide(&mut windows, StepMeasure { labels: 0, loss: f64::NAN, norm: 0.0 }, true);
+        assert_eq!(windows, None, "the curriculum says that it moved nothing");
+        guard.decide(&mut windows, StepMeasure { labels: 0, loss: f64::NAN, norm: 0.0 }, false);
+        assert_eq!(windows, Some(Windows { skipped: 1, ..Windows::default() }));
+        assert_eq!(guard.decide(&mut windows, step_of(1.0, 1.0), false).skipped, None);
+        assert_eq!(windows, Some(Windows { skipped: 1, ..Windows::default() }));
+    }
+
     proptest! {
         /// The windows against the whole history, gone through anew for each step with other formulas.
         #[test]
@@ -184,7 +286,7 @@ mod tests {
             windows in (4u64..24, 4u64..24), sigma in 0.5..4.0f64, percentile in 1u64..=100,
             parts in (any::<bool>(), any::<bool>()),
         ) {
-            let skip = parts.0.then_some(SkipStepSpec { window: windows.0, sigma });
+            let skip = parts.0.then_some(SkipStepSpec { window: windows.0, sigma, ..Default::default() });
             let clip = parts.1.then_some(AutoClipSpec { window: windows.1, percentile });
             let guard = Guard { skip, clip };
             let mut state = guard.windows();
@@ -198,7 +300,7 @@ mod tests {
             let history: Vec<(f64, f64)> = steps.iter().map(spiked).collect();
             let mut skipped = 0;
             for (step, (loss, norm)) in history.iter().enumerate() {
-                let found = guard.decide(&mut state, *loss, *norm, false);
+                let found = guard.decide(&mut state, step_of(*loss, *norm), false);
                 let last = |window: u64| &history[step.saturating_sub(window as usize)..step];
                 let z = |value: f64, of: Vec<f64>| {
                     let (n, sum) = (of.len() as f64, of.iter().sum::<f64>());
@@ -247,14 +349,14 @@ mod tests {
             late in prop::collection::vec(0.1..9.0f64, 16..40),
         ) {
             let guard = Guard {
-                skip: Some(SkipStepSpec { window: 16, sigma: 1.0 }),
+                skip: Some(SkipStepSpec { window: 16, sigma: 1.0, ..Default::default() }),
                 clip: Some(AutoClipSpec { window: 9, percentile: 50 }),
             };
             let (mut long, mut short) = (guard.windows(), guard.windows());
-            early.iter().for_each(|value| { guard.decide(&mut long, *value, *value, false); });
+            early.iter().for_each(|value| { guard.decide(&mut long, step_of(*value, *value), false); });
             for value in &late {
-                guard.decide(&mut long, *value, *value, false);
-                guard.decide(&mut short, *value, *value, false);
+                guard.decide(&mut long, step_of(*value, *value), false);
+                guard.decide(&mut short, step_of(*value, *value), false);
             }
             let (long, short) = (long.unwrap(), short.unwrap());
             prop_assert_eq!(long.losses.0.len(), 16);

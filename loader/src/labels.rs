@@ -1,0 +1,57 @@
+//! Steps that train on nothing: an amendment bans all that they would have read.
+
+use std::collections::BTreeSet;
+
+use contract::Result;
+use mixer::{Plan, SampleSpec};
+
+use crate::{Opened, RankSlice, batch};
+
+/// Text between banned documents that is longer than this has labels, unless its documents are single tokens.
+const SHORT: u32 = 64;
+
+/// The steps none of whose tokens is a label, ascending. Text is read only of steps of which the plan leaves it open.
+pub fn steps_without_labels(opened: &Opened) -> Result<Vec<u64>> {
+    let plan = &opened.plan;
+    let mut steps = BTreeSet::new();
+    for ban in plan.bans() {
+        let visits = plan.visits(ban.source, ban.tokens.clone())?.into_iter();
+        for visit in visits.filter(|visit| visit.sample >= ban.first_sample) {
+            steps.insert(plan.step_of(visit.sample)?);
+        }
+    }
+    let mut found = Vec::new();
+    for step in steps {
+        let none = match longest_shown(plan, step)? {
+            0 => true,
+            1..=SHORT => {
+                let batch = batch(plan, opened.stores()?, step, RankSlice::WHOLE)?;
+                batch.label_count == 0
+            }
+            _ => false,
+        };
+        found.extend(none.then_some(step));
+    }
+    Ok(found)
+}
+
+/// The longest run of text in a step that no ban hides, as far as it matters: a long one ends the search.
+fn longest_shown(plan: &Plan, step: u64) -> Result<u32> {
+    let (spec, mut longest) = (plan.step(step)?, 0);
+    for sample in spec.first_sample..spec.first_sample + spec.batch {
+        longest = longest.max(shown(&plan.sample(sample)?));
+        if longest > SHORT {
+            break;
+        }
+    }
+    Ok(longest)
+}
+
+/// The same of a sample.
+fn shown(sample: &SampleSpec) -> u32 {
+    let end = sample.spans.iter().map(|span| span.tokens).sum::<u32>();
+    let starts = [0].into_iter().chain(sample.banned.iter().map(|place| place.end));
+    let ends = sample.banned.iter().map(|place| place.start).chain([end]);
+    let runs = starts.zip(ends).map(|(start, end): (u32, u32)| (start..end).len() as u32);
+    runs.max().unwrap_or_default()
+}
