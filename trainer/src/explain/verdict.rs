@@ -144,7 +144,7 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
         .iter()
         .partition(|one| one.median.is_some_and(|median| median - one.entropy > LOST));
     if let Some(words) = router(&now) {
-        all.push((Place::Router, Subject::Router, words));
+        all.push((or_context(moved, Place::Router), Subject::Router, words));
     }
     let lasting: Vec<_> = lasting.into_iter().filter(|one| one.entropy < EVEN).collect();
     if let Some(words) = router(&lasting) {
