@@ -79,8 +79,10 @@ fn an_encoder_that_is_named_has_encoded() {
 fn nothing_is_kept_of_a_file_that_changes_under_a_first_build() {
     let bench = Workbench::new(9);
     // Longer than what is read ahead, so that its end is not read before its first document comes out.
-    let long =
-        |n: u64| format!("{}\n", serde_json::json!({"text": "a ".repeat(200_000 + n as usize)}));
+    let long = |n: u64| {
+        let pad = "x".repeat(400_000);
+        format!("{}\n", serde_json::json!({"text": format!("number {n}"), "pad": pad}))
+    };
     let file = bench.write("web-0.jsonl", (0..12).map(long).collect::<String>());
     for steps in ["", "[[prepare]]\nstep = \"exact-duplicates\"\n"] {
         let text = fs::read_to_string(bench.corpus("")).unwrap() + steps;
