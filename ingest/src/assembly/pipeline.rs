@@ -245,7 +245,7 @@ mod tests {
         let bytes = std::fs::read(bench.path("tokenizer.json")).unwrap();
         let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
         for class in [Class::Data, Class::Machine, Class::Mismatch, Class::Usage, Class::Bug] {
-            let count = move |_: &str| Err(Fault::new(class, "it cannot be counted"));
+            let count = move |_: bool, _: &str| Err(Fault::new(class, "it cannot be counted"));
             let tools = Tools::new(&corpus, Some(Box::new(count))).unwrap();
             let lists = corpus.sources.iter().map(|_| List::default()).collect();
             let prepared = Prepared::new(&corpus, &tools, lists);

@@ -150,7 +150,7 @@ pub(super) fn text(records: &Records, holds_text: impl Fn(&str) -> bool) -> Opti
     }
     let last = |path: &String| names::of(path).pop().unwrap_or_default();
     let named = |name: &&str| strings.keys().find(|path| last(path) == **name).cloned();
-    if let Some(path) = TEXTS.iter().find_map(|name| named(name)) {
+    if let Some(path) = TEXTS.iter().find_map(named) {
         let why = format!("the text is `{path}`, by its name");
         return Some((Text::At(path), why));
     }

@@ -32,18 +32,18 @@ impl SourceFile {
         let Location::Local(path) = &self.path else { return Ok(Stamp(None)) };
         let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
         let changed = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
-        Ok(Stamp(Some((meta.len(), meta.ino(), changed))))
+        Ok(Stamp(Some(Touched { length: meta.len(), inode: meta.ino(), changed })))
     }
 
     /// Refuses the file if it was touched since this stamp was taken, or if `bytes`, which were read of it since, are not
     /// all that it holds: what was read may be no state that it ever had.
     pub(crate) fn unchanged(&self, stamp: Stamp, bytes: u64) -> Result<()> {
         let now = self.stamp()?;
-        let whole = now.0.is_none_or(|(length, ..)| length == bytes);
+        let whole = now.0.is_none_or(|now| now.length == bytes);
         if whole && now == stamp {
             return Ok(());
         }
-        let length = |stamp: Stamp| stamp.0.map_or(0, |(length, ..)| length);
+        let length = |stamp: Stamp| stamp.0.map_or(0, |touched| touched.length);
         Err(Fault::mismatch("this input changed while it was read")
             .at(self.shown.clone())
             .found(format!("{} bytes, of which {bytes} were read", length(now)))
@@ -52,11 +52,18 @@ impl SourceFile {
     }
 }
 
-/// Size, inode and the times of the last changes of a file, which all machines that see it tell alike. An object, which is
-/// never altered, has none.
+/// How a file was touched last, which all machines that see it tell alike. An object, which is never altered, has none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub(crate) struct Stamp(Option<(u64, u64, [(i64, i64); 2])>);
+pub(crate) struct Stamp(Option<Touched>);
+
+/// Size, inode and the times of the last changes of content and metadata, in seconds and nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Touched {
+    length: u64,
+    inode: u64,
+    changed: [(i64, i64); 2],
+}
 
 impl Stamp {
     /// Whether a file with this stamp is told from itself after a change.

@@ -102,7 +102,7 @@ impl Moved {
 
     /// The same of the updates.
     pub(super) fn updated(&self) -> bool {
-        self.update.is_none_or(|times| times > UPDATE || times < 1.0 / UPDATE)
+        self.update.is_none_or(|times| !(1.0 / UPDATE..=UPDATE).contains(&times))
     }
 }
 

@@ -341,7 +341,7 @@ impl History {
         for (number, rule) in rules.about(cause).iter().enumerate() {
             let within = Duration::from_secs_f64(rule.within);
             let lately = |at: &Instant| now.saturating_duration_since(*at) < within;
-            let done = self.used(cause, number, culprit).filter(|at| lately(*at)).count() as u64;
+            let done = self.used(cause, number, culprit).filter(|at| lately(at)).count() as u64;
             if rule.times.is_none_or(|times| done < u64::from(times)) && possible(rule.action) {
                 let before = self.used(cause, number, culprit).count();
                 self.0.push((cause, number, culprit.clone(), now));

@@ -107,7 +107,7 @@ impl Study {
     fn train(&self, path: &Path, run: &str, until: u64) {
         let outcome = self.scratch.run(path, run, |exec| {
             (exec.checkpoint_every, exec.stop_after) = (1, Some(until));
-            exec.retention = Retention { newest: 1_000, every: 0, aged: false };
+            exec.retention = Retention { newest: 1_000, every: 0, aged: false, pinned: 8 };
         });
         let diverged =
             outcome.as_ref().is_err_and(|fault| fault.class() == contract::Class::Diverged);
