@@ -37,7 +37,7 @@ pub(crate) struct Args {
     /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
-    /// The library that encodes; never changes a token or a digest [default: fastest, and a store that is there may be of either].
+    /// The library that encodes; never changes a token or a digest [default: fastest; a store that is there may be of either].
     #[arg(long, value_enum)]
     encoder: Option<Encoder>,
     /// Where the work is done; never changes a bit.
