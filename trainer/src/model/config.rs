@@ -548,7 +548,7 @@ mod tests {
             (refused(None, "layers", json!(["cca", "lin"])), "[model] layers"),
             (refused(None, "layers", json!([])), "one to num_hidden_layers (6) kinds"),
             (refused(None, "feed_forward", json!(["moe", "mpl"])), "[model] feed_forward"),
-            (refused(None, "feed_forward", json!(["mpl"])), "expected `moe` or `mlp`"),
+            (refused(None, "feed_forward", json!(["mpl"])), "wanted: `moe` or `mlp`"),
             (refused(None, "feed_forward", json!([])), "one to num_hidden_layers (6) kinds"),
         ];
         for (message, part) in cases {
