@@ -141,7 +141,11 @@ impl Recorder<'_> {
     /// Says how to look at the step after `last`, which diverged, and whether the state before it was kept.
     pub(super) fn diverged(&mut self, fault: Fault, last: u64, kept: Result<()>) -> Fault {
         let Some(book) = &mut self.0 else { return fault };
-        let look = format!("see the documents of the step with {}", book.replay(last + 1));
+        let (step, replay) = (last + 1, book.replay(last + 1));
+        let look = format!(
+            "see the documents of the step with {replay}; `zdata amend CURRICULUM --skip {step}` passes it, \
+             `skip_step.non_finite = \"skip\"` all such steps"
+        );
         match kept {
             Ok(()) => fault.hint(format!("the state after step {last} is kept; {look}")),
             Err(second) => {

@@ -39,9 +39,7 @@ fn check_norm(step: u64, norm: f64) -> Result<()> {
 }
 
 fn diverged(what: &str, step: u64) -> Fault {
-    Fault::diverged(what).at(format!("step {step}")).hint(format!(
-        "`zdata amend CURRICULUM --skip {step}` passes this step; `--set skip_step.non_finite=skip` passes all such steps"
-    ))
+    Fault::diverged(what).at(format!("step {step}"))
 }
 
 /// Decides on a step: a function of its labels, loss and norm, of the curriculum, and of the losses and norms before it.

@@ -164,7 +164,7 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     // A configuration that was edited is not that of the content, there and in what the run keeps of it.
     for (file, run) in [("moved/start.json", "fresh"), ("next/start.kept.json", "next")] {
         let text = fs::read_to_string(scratch.path(file)).unwrap();
-        let edited = text.replacen("\"rms_norm_eps\": 1e-", "\"rms_norm_eps\": 2e-", 1);
+        let edited = text.replacen("\"rms_norm_eps\": 0.00001", "\"rms_norm_eps\": 0.00002", 1);
         assert_ne!(edited, text);
         fs::write(scratch.path(file), edited).unwrap();
         let path = started(&scratch, "next.toml", if run == "next" { "nowhere" } else { "moved" });

@@ -142,7 +142,7 @@ fn a_kind_that_nobody_knows_is_refused_with_its_key() {
     let cases = [
         ("feed_forward", "[\"moe\", \"mpl\"]", "wanted: `moe` or `mlp`"),
         ("feed_forward", "\"mlp\"", "wanted: a list"),
-        ("hidden_size", "\"2\"", "wanted: a whole number"),
+        ("max_position_embeddings", "\"2\"", "wanted: a whole number"),
         ("rope_theta", "\"2\"", "wanted: a number"),
         ("feed_forward", "[\"moe\", \"mlp\", \"moe\"]", "one to num_hidden_layers (2) kinds"),
         ("layers", "[\"mlp\"]", "wanted: `cca` or `linear`"),

@@ -311,7 +311,10 @@ fn a_model_that_cannot_be_is_refused_with_its_key() {
             ("micro_batch = 1", "micro_batch = 1\nweight_shards = 17"),
             "at most 16, an expert's width and the vocabulary",
         ),
-        (("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"), "parameters"),
+        (
+            ("micro_batch = 1", "micro_batch = 1\nmodel = { hidden_size = 32 }"),
+            "the shape of the model",
+        ),
         (("micro_batch = 1", "micro_batch = 1\nmodel = { rope_theta = -1.0 }"), "rope_theta"),
         (("num_experts = 3", "num_experts = 3\nmax_position_embeddings = 63"), "at most 63"),
     ];

@@ -132,7 +132,10 @@ impl Scratch {
     /// Every file under a run's folder but its events, by relative path.
     pub(crate) fn tree(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
         let mut files = tree(&self.path(out));
-        files.remove("events.jsonl");
+        // Of what a run holds, only its states and its ledger follow from its curriculum.
+        for other in ["events.jsonl", "lock", "lock.writer"] {
+            files.remove(other);
+        }
         files
     }
 }
