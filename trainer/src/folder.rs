@@ -19,9 +19,7 @@ use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
 use mixer::{Curriculum, Difference};
-use store::Location;
-use store::disk::{self, Writing};
-use store::open::MANIFEST;
+use store::{Location, disk, disk::Writing, open::MANIFEST};
 
 use crate::checkpoint::Checkpoints;
 use crate::events;

@@ -1,8 +1,8 @@
 //! One JSON array of records, read as JSON Lines are.
 //!
 //! The stream is rewritten where it stands, byte for byte: the brackets of the array become spaces, the commas between its
-//! records line ends, and line ends within a record spaces. So a record is a line, its number in the array is that of the line, its
-//! byte range is that in the file, and whatever is checked of lines is checked of records.
+//! records line ends, and line ends within a record spaces. So a record is a line, its number in the array is that of the line,
+//! its byte range is that in the file, and whatever is checked of lines is checked of records.
 
 use std::path::Path;
 

@@ -38,6 +38,7 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, RangedU64ValueParser, TypedValueParser};
 use clap::error::{ContextKind, ContextValue};
+use contract::fault::more_of;
 use contract::{Fault, Result, shell};
 use kernels::device;
 use kernels::ops::{ANSWERS, CHOICES, TABLES, VARIABLE};
@@ -273,8 +274,7 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
         flag::register(signal, Arc::clone(stop))
     };
     for place in (0..SIGNALS.len()).filter(|place| !is_ignored(SIGNALS[*place])) {
-        let cannot =
-            |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+        let cannot = |error: io::Error| deaf(&error);
         listens(place).map_err(cannot)?;
     }
     // Those too that came before.
@@ -295,8 +295,7 @@ impl Requests {
     /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the first has
     /// the state kept, the second is a request to stop that no other one waits for.
     pub(crate) fn listen(&self) -> Result<()> {
-        let cannot =
-            |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+        let cannot = |error: io::Error| deaf(&error);
         flag::register(SIGUSR1, Arc::clone(&self.keep)).map_err(cannot)?;
         flag::register(SIGUSR2, Arc::clone(&self.stop)).map_err(cannot)?;
         listen(&self.stop)
@@ -330,12 +329,17 @@ impl Requests {
     }
 }
 
+/// The fault of a process that cannot hear a signal.
+fn deaf(error: &io::Error) -> Fault {
+    Fault::machine(format!("cannot listen to signals: {error}")).hint(more_of(error))
+}
+
 /// Does something whenever one of these signals comes, on a thread of its own.
 fn on_signals(
     signals: impl Iterator<Item = c_int>,
     mut act: impl FnMut() + Send + 'static,
 ) -> Result<()> {
-    let cannot = |error: io::Error| Fault::machine(format!("cannot listen to signals: {error}"));
+    let cannot = |error: io::Error| deaf(&error);
     let (mut heard, comes) = UnixStream::pair().map_err(cannot)?;
     for signal in signals {
         let comes = comes.try_clone().map_err(cannot)?;
