@@ -185,7 +185,8 @@ fn of_ranks_that_share_micro_batches_none_is_blamed_alone() {
 fn a_rank_is_named_as_it_was_launched() {
     let fixture = fixture();
     let rules = "[[crash]]\ndo = \"evict\"\n";
-    let mut run = ready(&fixture, ("named", rules, "bits 1 60"), &["--audit", "1/1"]);
+    let mut run =
+        ready(&fixture, ("named", rules, "bits 1 60"), &["--audit", "1/1", "--min-ranks", "1"]);
     signal("KILL", run.ranks(3)[0]);
     run.until(lines(&fixture, "named") + 2);
     std::fs::write(moment(&fixture, "named"), "").unwrap();

@@ -62,17 +62,17 @@ pub(super) fn open<'a>(
     (team, chosen): (&Team<'_>, &Chosen),
     After { recovery, mirror }: After<'_>,
 ) -> Result<Begun<'a>> {
+    let comm = &world.comm;
     let layout = Arc::new(Layout::new(spec, world.device));
-    let owners = Ownership::new(spec, world.comm.rank(), world.comm.world());
-    let reading =
-        Reading { comm: &world.comm, layout: &layout, owners: &owners, workers: exec.workers };
+    let owners = Ownership::new(spec, comm.rank(), comm.world());
+    let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
         let restore = |_| mirror.restore(team, &layout, &owners, (last, exec.workers));
         recovery.as_ref().map_or(Ok(None), restore)
     };
     let (mut from_memory, mut drawn) = (true, None);
-    let (found, book, checkpoints) = if world.comm.rank() == 0 {
+    let (found, book, checkpoints) = if comm.rank() == 0 {
         // A start that cannot be read leaves no folder of a run that never began.
         if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
             drawn = Some(State::begin(spec, world.device, owners.clone(), exec.workers)?);
@@ -89,14 +89,13 @@ pub(super) fn open<'a>(
             }
             None => {
                 from_memory = false;
-                let newest = opening.newest(&reading)?;
-                let found = opening.told(newest)?;
+                let found = opening.newest(&reading).and_then(|found| opening.told(found))?;
                 opening.put_in_order()?;
                 found
             }
         };
         let mut book = opening.begin(found.as_ref().map_or(0, |(state, _)| state.step))?;
-        if world.comm.world() > 1 {
+        if comm.world() > 1 {
             say_ranks(&mut book, team, chosen, owners.pieces())?;
         }
         if let (Some((state, _)), Some(start), None) = (&found, &spec.start, &recovery) {
@@ -115,14 +114,14 @@ pub(super) fn open<'a>(
     let (state, digest) = match (found, drawn) {
         (Some((state, digest)), _) => (state, Some(digest)),
         (None, drawn) => {
-            let state =
-                drawn.map_or_else(|| State::begin(spec, world.device, owners, exec.workers), Ok)?;
+            let begin = || State::begin(spec, world.device, owners, exec.workers);
+            let state = drawn.map_or_else(begin, Ok)?;
             share::weights(team, &state)?;
             (state, None)
         }
     };
     let on_disk = if from_memory { 0 } else { state.step };
-    let keeper = Keeper::new(&world.comm, layout, checkpoints, exec, on_disk)?;
+    let keeper = Keeper::new(comm, layout, checkpoints, exec, on_disk)?;
     Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
 }
 
