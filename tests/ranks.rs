@@ -94,7 +94,7 @@ fn ranks_that_meet_again_keep_their_folder() {
     for _ in 0..3 {
         let other = crate::support::Ran::from(fixture.run("run", &[]).output().unwrap());
         other.fails(6, &["another run is using this folder", "process "]);
-        zdata(&["amend", arg(&curriculum), "--step", "19", "--skip"]).fails(2, &["under way"]);
+        zdata(&["amend", arg(&curriculum), "--skip", "19"]).fails(2, &["under way"]);
     }
     signal("KILL", ranks[2]);
     assert_eq!(launcher.wait().unwrap().code(), Some(0));
