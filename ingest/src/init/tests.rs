@@ -87,6 +87,26 @@ fn a_column_of_times_is_not_taken_for_text() {
 }
 
 /// What these programs made is no text, however its files end; a folder that only has a file of the same name is.
+/// Where a killed run was writing the corpus file, the curriculum, or a tokenizer was being trained.
+#[test]
+fn what_a_killed_run_left_changes_no_text() {
+    let texts = |bench: &Workbench| {
+        [CORPUS, CURRICULUM].map(|name| fs::read_to_string(bench.path(name)).unwrap())
+    };
+    let undisturbed = folder();
+    init(&undisturbed.path("")).unwrap();
+    let killed = folder();
+    killed.write("corpus.toml.zdata.tmp", "# What");
+    killed.write("tokenizer.json.tmp", "{");
+    init(&killed.path("")).unwrap();
+    assert_eq!(texts(&killed), texts(&undisturbed));
+    let between = folder();
+    between.write(CORPUS, fs::read(undisturbed.path(CORPUS)).unwrap());
+    between.write("curriculum.toml.zdata.tmp", "");
+    init(&between.path("")).unwrap();
+    assert_eq!(texts(&between), texts(&undisturbed));
+}
+
 #[test]
 fn what_these_programs_made_is_passed_over() {
     let bench = folder();

@@ -159,8 +159,7 @@ pub fn write_whole_if(
     bytes: &[u8],
     fits: impl FnOnce() -> Result<bool>,
 ) -> Result<bool> {
-    // It lies beside what a person wrote, who may have a `.tmp` of their own there.
-    let mut file = Whole::create_as(path, super::beside(path, ".zdata.tmp"))?;
+    let mut file = Whole::create_as(path, super::beside(path, PART_BESIDE))?;
     if !fits()? {
         return Ok(false);
     }
@@ -172,6 +171,8 @@ pub fn write_whole_if(
 
 /// What the names of files end in that are not whole yet.
 pub const PART: &str = ".tmp";
+/// The same beside what a person wrote, who may have a `.tmp` of their own there.
+pub const PART_BESIDE: &str = ".zdata.tmp";
 
 /// The name of a file that is not whole yet.
 fn temporary(path: &Path) -> PathBuf {
