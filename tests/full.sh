@@ -8,4 +8,10 @@ verdicts() {
   FULL=1 cargo test -p trainer --test it -- verdicts --nocapture
 }
 
-for section in "${@:-verdicts}"; do "$section"; done
+# Every writer after several hundred losses of power, and every byte of a store turned.
+crashes() {
+  FULL=1 cargo test -p ingest --lib -- crashes:: verify::
+  FULL=1 cargo test -p trainer --test it -- crashes::
+}
+
+for section in ${@:-verdicts crashes}; do "$section"; done

@@ -23,8 +23,10 @@ use crate::testing::{Workbench, options};
 use crate::train::{self, Request};
 use crate::verify::verify;
 
-/// States of each writer that are tried.
-const STATES: usize = 80;
+/// States of each writer that are tried; of more by `sh tests/full.sh crashes`.
+fn states() -> usize {
+    if std::env::var_os("FULL").is_some() { 400 } else { 24 }
+}
 
 /// Steps that compare, change and judge.
 const STEPS: &str = "
@@ -67,7 +69,7 @@ fn survives(
         assert!(!folder.join(format!("{name}.partial")).exists());
     };
     let (mut whole, mut begun) = (0, 0);
-    recording.each(STATES, |_| {
+    recording.each(states(), |_| {
         let count = if is_whole(&folder.join(name)) { &mut whole } else { &mut begun };
         *count += 1;
         is_as_wanted();
@@ -151,7 +153,7 @@ fn a_plan_goes_before_what_was_made_by_it() {
     let (before, mut seen) = (made().count(), [0, 0]);
     let (recording, ran) = Recording::of(&work, || plan.close());
     ran.unwrap();
-    recording.each(STATES, |_| {
+    recording.each(states(), |_| {
         let planned = work.join(plan.name.to_string()).join("plan.json").exists();
         seen[usize::from(planned)] += 1;
         assert!(!planned || made().count() == before, "half of what was made");
@@ -174,7 +176,7 @@ fn a_trained_tokenizer_survives_crashes() {
     ran.unwrap();
     let wanted = fs::read(&out).unwrap();
     let mut seen = [0, 0];
-    recording.each(STATES, |_| {
+    recording.each(states(), |_| {
         // None or the whole of it, at any moment: a piece would be taken for another one and refused for ever.
         let is_there = out.exists();
         assert!(!is_there || fs::read(&out).unwrap() == wanted, "a piece");
@@ -242,7 +244,7 @@ fn a_store_that_moves_is_whole_here_or_there() {
     moved.unwrap();
     assert!(recording.acts() > 5 && tree(&folder.join("builds")).is_empty());
     let mut seen = [0, 0];
-    recording.each(STATES, |_| {
+    recording.each(states(), |_| {
         seen[usize::from(here.exists())] += 1;
         assert!(!here.exists() || tree(&here) == wanted, "half a store is left");
         moved::left(&here, &place, true).unwrap();

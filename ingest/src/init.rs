@@ -4,6 +4,7 @@
 //! said in the corpus file itself, next to the line that it decides; what is passed over is listed there with the reason.
 
 mod layout;
+mod model;
 mod sampled;
 mod seen;
 mod sources;

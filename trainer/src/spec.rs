@@ -448,6 +448,7 @@ fn settings(curriculum: &Curriculum, step: u64) -> Settings {
         newton_schulz: match optimizer.newton_schulz {
             NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzForm::Gram,
             NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzForm::Direct,
+            NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzForm::Bf16,
         },
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,

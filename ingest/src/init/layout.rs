@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use super::model::Model;
+use crate::recipe::chat::{Paths, Rendered};
 use crate::source::names;
 
 /// Fields that hold the text in published corpora, the likeliest first.
@@ -52,6 +54,8 @@ pub(super) enum Text {
     Chat { path: String, turn: [&'static str; 2] },
     /// A chat whose messages are no plain text, as JSON.
     ChatJson(String),
+    /// A chat by the chat template of a model, which stands in a file.
+    Rendered { chat: Rendered, file: &'static str },
 }
 
 /// A guess.
@@ -86,6 +90,12 @@ impl Text {
                 vec![("chat", path.clone()), ("message", format!("<|{{{who}}}|>\n{{{what}}}\n"))]
             }
             Text::ChatJson(path) => vec![("template", format!("{{{path}}}"))],
+            Text::Rendered { chat: Rendered { paths, .. }, file } => {
+                let tools = paths.tools.iter().map(|tools| ("tools", tools.clone()));
+                let chat =
+                    [("chat", paths.messages.clone()), ("chat_template", (*file).to_owned())];
+                chat.into_iter().chain(tools).collect()
+            }
         }
     }
 
@@ -99,6 +109,7 @@ impl Text {
                 turns(record, path, *turn).is_some_and(|turns| turns.iter().all(is_spoken(*turn)))
             }
             Text::ChatJson(path) => TURNS.iter().any(|turn| turns(record, path, *turn).is_some()),
+            Text::Rendered { chat, .. } => chat.text(&record.to_string()).is_ok(),
         });
         fits.count() * 2 > records.len()
     }
@@ -120,6 +131,9 @@ impl Text {
             Text::ChatJson(path) => {
                 at(record, path).map_or(0, |chat| chat.to_string().len() as u64)
             }
+            Text::Rendered { chat, .. } => {
+                chat.text(&record.to_string()).map_or(0, |text| text.len() as u64)
+            }
         });
         (text.sum(), records.iter().map(|(_, bytes)| bytes).sum())
     }
@@ -137,15 +151,24 @@ fn is_spoken(turn: [&'static str; 2]) -> impl Fn(&Value) -> bool {
     move |message| turn.iter().all(|key| message.get(key).is_some_and(Value::is_string))
 }
 
-/// What of these records is their text, and why; `holds_text` says whether a build would take the text from a path.
-pub(super) fn text(records: &Records, holds_text: impl Fn(&str) -> bool) -> Option<(Text, String)> {
+/// What of these records is their text, and why; `holds_text` says whether a build would take the text from a path. Chats go
+/// through the template of a `model`, if it takes all of them.
+pub(super) fn text(
+    records: &Records,
+    model: Option<&Model>,
+    holds_text: impl Fn(&str) -> bool,
+) -> Option<(Text, String)> {
     let mut strings = strings(records);
     // A row as JSON shows a time as a string, which no column of text is.
     strings.retain(|path, _| holds_text(path));
     if let Some(path) = TEXTS.iter().find(|path| strings.contains_key(**path)) {
         return Some((Text::At((*path).to_owned()), format!("the text is `{path}`, by its name")));
     }
-    if let Some(found) = chat(records).or_else(|| set(records, &strings)) {
+    if let Some((text, why)) = chat(records) {
+        let by_model = model.and_then(|model| rendered(records, &text, model));
+        return Some(by_model.unwrap_or((text, why)));
+    }
+    if let Some(found) = set(records, &strings) {
         return Some(found);
     }
     let last = |path: &String| names::of(path).pop().unwrap_or_default();
@@ -175,6 +198,30 @@ fn chat(records: &Records) -> Option<(Text, String)> {
         "`{path}` holds chats with messages that are not text alone (calls of tools, parts, null), put as JSON: check this"
     );
     Some((Text::ChatJson(path), why))
+}
+
+/// The same chats by the template of a model.
+fn rendered(records: &Records, found: &Text, model: &Model) -> Option<(Text, String)> {
+    let (Text::Chat { path, .. } | Text::ChatJson(path)) = found else { return None };
+    let has_tools = records.iter().any(|(record, _)| record.get(TOOLS).is_some_and(is_list));
+    let tools = has_tools.then(|| TOOLS.to_owned());
+    let chat = model.rendered(Paths { messages: path.clone(), tools })?;
+    let mut chats = records.iter().filter(|(record, _)| turns(record, path, TURNS[0]).is_some());
+    // The template of one model takes messages of its roles alone.
+    if !chats.all(|(record, _)| chat.text(&record.to_string()).is_ok()) {
+        return None;
+    }
+    let why = format!("`{path}` holds chats, put as {} says", model.file);
+    let text = Text::Rendered { chat, file: model.file };
+    text.fits(records).then_some((text, why))
+}
+
+/// Where records of chats hold the tools that they were given.
+const TOOLS: &str = "tools";
+
+/// Whether this is a list, or a text that is one as JSON.
+fn is_list(value: &Value) -> bool {
+    value.is_array() || value.as_str().is_some_and(|text| text.trim_start().starts_with('['))
 }
 
 /// Fields that make a text together.

@@ -6,6 +6,7 @@ use std::path::Path;
 use contract::{Class, Result};
 
 use super::layout::{self, Layout, Records, Text};
+use super::model::Model;
 use super::sampled::Ratios;
 use super::seen::{Input, Seen};
 use crate::corpus::{bracketed, check_name};
@@ -44,9 +45,9 @@ pub(super) fn groups(folder: &Path, seen: Seen) -> Result<(Vec<Group>, Vec<Strin
         }
     }
     let mut groups: Vec<Group> = Vec::new();
-    let mut ratios = Ratios::default();
+    let (model, mut ratios) = (Model::of(folder), Ratios::default());
     for ((place, format), files) in places {
-        for found in judged(files, format, &mut ratios, &mut passed_over)? {
+        for found in judged(files, format, model.as_ref(), &mut ratios, &mut passed_over)? {
             let name = free_name(&tops.name(folder, &place), format, &groups);
             groups.push(Group {
                 name,
@@ -65,6 +66,7 @@ pub(super) fn groups(folder: &Path, seen: Seen) -> Result<(Vec<Group>, Vec<Strin
 fn judged(
     files: Vec<Input>,
     format: Format,
+    model: Option<&Model>,
     ratios: &mut Ratios,
     passed_over: &mut Vec<String>,
 ) -> Result<Vec<Found>> {
@@ -87,7 +89,7 @@ fn judged(
         let known = all.iter().position(|found| fits(found, &sample.records, &file.path, format));
         let number = match known {
             Some(number) => number,
-            None => match layout(&sample.records, &file.path, format) {
+            None => match layout(&sample.records, &file.path, format, model) {
                 Some(layout) => {
                     all.push(Found { layout, files: Vec::new(), bytes: 0 });
                     all.len() - 1
@@ -129,13 +131,13 @@ fn opens(path: &Path, format: Format, text: &Text, id: Option<&str>) -> bool {
 }
 
 /// What the records of a file look like.
-fn layout(records: &Records, path: &Path, format: Format) -> Option<Layout> {
+fn layout(records: &Records, path: &Path, format: Format, model: Option<&Model>) -> Option<Layout> {
     if format == Format::Text {
         let why = "each file is one document".to_owned();
         return Some(Layout { text: Text::File, id: None, why });
     }
-    let (text, why) =
-        layout::text(records, |name| opens(path, format, &Text::At(name.to_owned()), None))?;
+    let holds_text = |name: &str| opens(path, format, &Text::At(name.to_owned()), None);
+    let (text, why) = layout::text(records, model, holds_text)?;
     let id = layout::id(records, |id| opens(path, format, &text, Some(id)));
     Some(Layout { text, id, why })
 }

@@ -15,7 +15,7 @@ use crate::build::{Outcome, build};
 use crate::check;
 use crate::corpus::Corpus;
 use crate::source::Fields;
-use crate::testing::{Workbench, json_lines, options};
+use crate::testing::{Workbench, bytes_tokenizer, json_lines, options};
 
 fn parquet(names: [&str; 2], rows: &[[&str; 2]]) -> Vec<u8> {
     let column = |at: usize| rows.iter().map(|row| row[at]).collect::<Vec<_>>();
@@ -386,6 +386,37 @@ fn common_layouts_are_known() {
         let wanted: Vec<String> =
             keys.iter().map(|(key, value)| format!("{key} = {}", quoted(value))).collect();
         assert_eq!(found, wanted, "{record}");
+    }
+}
+
+/// Beside a tokenizer whose model says how chats are put, tool calls and null content too.
+#[test]
+fn chats_beside_a_model_go_through_its_template() {
+    let call = r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]}"#;
+    let others = r#"{"conversations": [{"from": "human", "value": "hi"}]}"#;
+    let template = "{% for m in messages %}{{ m.role }}: {{ m.content or m.tool_calls|tojson }}<|end|>{% endfor %}";
+    let config = |template: &str| serde_json::json!({"chat_template": template}).to_string();
+    let refuses = format!("{{% if tools %}}{{{{ raise_exception('no') }}}}{{% endif %}}{template}");
+    let dated = format!("{{{{ strftime_now('%Y') }}}}{template}");
+    let cases = [
+        ("tokenizer_config.json", config(template), true),
+        ("chat_template.jinja", template.to_owned(), true),
+        ("tokenizer_config.json", config(&refuses), false),
+        ("tokenizer_config.json", config(&dated), false),
+        ("tokenizer_config.json", config("{% if %}"), false),
+        ("tokenizer_config.json", "{}".to_owned(), false),
+    ];
+    for (file, text, is_taken) in cases {
+        let bench = Workbench::new(0);
+        bench.write("all/tokenizer.json", bytes_tokenizer(|_| ()));
+        bench.write("all/chats/a.jsonl", format!("{call}\n").repeat(3));
+        bench.write("all/others/b.jsonl", format!("{others}\n").repeat(3));
+        bench.write(&format!("all/{file}"), &text);
+        assert_eq!(read_whole(&bench, "all").1, 6, "{text}");
+        let written = fs::read_to_string(bench.path("all").join(CORPUS)).unwrap();
+        let keys = format!("chat = \"messages\"\nchat_template = \"{file}\"\ntools = \"tools\"\n");
+        assert_eq!(written.contains(&keys), is_taken, "{written}");
+        assert!(written.contains("message = \"<|{from}|>"), "{written}");
     }
 }
 

@@ -13,7 +13,7 @@ use arrow::datatypes::DataType;
 use arrow::util::display::array_value_to_string;
 use contract::fault::{is_out_of_memory, nearest, tells_of_memory};
 use contract::guard::quietly;
-use contract::{Fault, Result, counted};
+use contract::{Class, Fault, Result, counted};
 use parquet::data_type::ByteArray;
 use store::pieces::Pieces;
 
@@ -301,7 +301,14 @@ pub(super) fn guarded_pieces<T>(
     file: &Pieces,
     decode: impl FnOnce() -> parquet::errors::Result<T>,
 ) -> Result<T> {
-    guarded(path, "Parquet", decode).map_err(|fault| file.or_machine(path, fault))
+    guarded(path, "Parquet", decode).map_err(|fault| {
+        let fault = file.or_machine(path, fault);
+        // Of encrypted columns behind a footer that is not, the library says nothing.
+        match fault.class() {
+            Class::Data => fault.hint("fetch the file again, or write it without encryption"),
+            _ => fault,
+        }
+    })
 }
 
 /// The same, with the group of rows at which it happened.

@@ -146,7 +146,9 @@ fn a_flipped_bit_in_any_byte_is_found_and_named() {
         let values = values(&store, &manifest, path);
         let file = fs::File::options().write(true).open(path).unwrap();
         let key = Key::from_seed(21).child(name(path));
-        for at in 0..bytes.len() {
+        // Of files that are no tokens one byte in five, unless all are asked for.
+        let every = std::env::var_os("FULL").is_some() || values.is_some();
+        for at in (0..bytes.len()).step_by(if every { 1 } else { 5 }) {
             let bit = draw(key, Purpose::Generate, at as u64) % 8;
             file.write_all_at(&[bytes[at] ^ 1 << bit], at as u64).unwrap();
             let found = said(&store);

@@ -539,7 +539,7 @@ pub struct NewtonSchulz {
     pub steps: usize,
     /// Added to a matrix' length before it is divided by it.
     pub eps: f32,
-    /// What is iterated.
+    /// What is iterated, and in which numbers.
     pub form: NewtonSchulzForm,
 }
 
@@ -551,6 +551,8 @@ pub enum NewtonSchulzForm {
     Gram,
     /// Every matrix itself.
     Direct,
+    /// Every matrix itself, in bf16: `X`, `A` and `b A + c A A` are rounded, each once, and what they are made of is added in f32.
+    Bf16,
 }
 
 impl NewtonSchulz {

@@ -140,6 +140,8 @@ pub enum NewtonSchulzForm {
     Gram,
     /// Every matrix itself.
     Direct,
+    /// Every matrix itself, in bf16: what a GPU's matrix units are for.
+    Bf16,
 }
 
 /// Two numbers and no more: of an array that is longer than what is read of it, the rest would be dropped without a word.
@@ -329,6 +331,7 @@ impl NewtonSchulzForm {
         match self {
             NewtonSchulzForm::Gram => "gram",
             NewtonSchulzForm::Direct => "direct",
+            NewtonSchulzForm::Bf16 => "bf16",
         }
     }
 }

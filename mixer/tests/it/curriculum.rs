@@ -90,6 +90,8 @@ fn every_key_arrives() {
     assert_eq!(c.optimizer.newton_schulz, NewtonSchulzForm::Gram);
     let direct = parse(&edited("clip = 2", "newton_schulz = \"direct\"")).optimizer;
     assert_eq!(direct.newton_schulz, NewtonSchulzForm::Direct);
+    let narrow = parse(&edited("clip = 2", "newton_schulz = \"bf16\"")).optimizer;
+    assert_eq!(narrow.newton_schulz, NewtonSchulzForm::Bf16);
     let [short, long] = &c.phases[..] else { panic!("two phases") };
     assert_eq!(
         (short.name.as_str(), short.steps, short.seq_len, short.batch, short.micro_batch),

@@ -101,7 +101,8 @@ pub struct ZayaConfig {
     /// Whether attention, convolutions and the value shift stop at document boundaries. The reference
     /// implementation does not (`false`): there only rows separate.
     pub document_mask: bool,
-    /// Tokens whose logits exist at the same time. Decides bits: the gradient of the head is summed chunk by chunk.
+    /// Tokens whose logits exist at the same time; without a word about it, by the vocabulary. Decides bits: the gradient of the
+    /// head is summed chunk by chunk.
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
@@ -147,7 +148,10 @@ impl ZayaConfig {
                 None => fault,
             }
         })?;
-        let config = base.with_fields(fields, &place)?;
+        let mut config = base.with_fields(fields, &place)?;
+        if !fields.contains_key("loss_chunk") {
+            config.loss_chunk = loss_chunk(config.vocab_size);
+        }
         config.validate(&place)?;
         Ok(config)
     }
@@ -368,6 +372,13 @@ fn one_billion() -> ZayaConfig {
     }
 }
 
+/// Tokens whose logits exist at the same time, for a vocabulary: 4,096, whose products fill a GPU, or the largest power of two
+/// whose logits are about 2^28 numbers.
+fn loss_chunk(vocabulary: i64) -> i64 {
+    let most = (5 << 26) / vocabulary.max(1);
+    (1i64 << most.max(1).ilog2()).min(4096)
+}
+
 /// ZAYA1-8B as released.
 fn eight_billion() -> ZayaConfig {
     ZayaConfig {
@@ -394,7 +405,7 @@ fn eight_billion() -> ZayaConfig {
         lm_head_bias: false,
         skip: Skip::Zero,
         document_mask: true,
-        loss_chunk: 512,
+        loss_chunk: loss_chunk(262_272),
         layers: vec![Attention::Cca],
         feed_forward: experts(),
         linear_decay: Decay::Retention,
@@ -500,6 +511,18 @@ mod tests {
     }
 
     #[test]
+    fn logits_that_exist_at_once_are_bounded_by_the_vocabulary() {
+        for (vocabulary, wanted) in [(300, 4096), (50_257, 4096), (131_072, 2048), (262_272, 1024)]
+        {
+            let fields = BTreeMap::from([("vocab_size".to_owned(), vocabulary.into())]);
+            assert_eq!(ZayaConfig::resolve(None, &fields).unwrap().loss_chunk, wanted);
+        }
+        assert_eq!(loss_chunk(1 << 31), 1);
+        let fields = BTreeMap::from([("loss_chunk".to_owned(), 512.into())]);
+        assert_eq!(ZayaConfig::resolve(None, &fields).unwrap().loss_chunk, 512, "as it is named");
+    }
+
+    #[test]
     fn presets_are_valid_and_survive_text() {
         for name in PRESETS {
             let config = ZayaConfig::preset(name).unwrap();
@@ -523,7 +546,8 @@ mod tests {
 
     #[test]
     fn fields_replace_those_of_the_preset() {
-        let wanted = ZayaConfig { vocab_size: 5000, skip: Skip::Identity, ..nano() };
+        let (skip, loss_chunk) = (Skip::Identity, 4096);
+        let wanted = ZayaConfig { vocab_size: 5000, skip, loss_chunk, ..nano() };
         let given = fields(&[("vocab_size", json!(5000)), ("skip", json!("identity"))]);
         assert_eq!(ZayaConfig::resolve(None, &given).unwrap(), wanted);
         assert_eq!(ZayaConfig::resolve(Some("zaya1-8b"), &fields(&[])).unwrap(), eight_billion());

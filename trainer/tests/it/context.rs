@@ -31,8 +31,7 @@ fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
 /// Documents cross chunks of 8 and of 4 tokens, weights are cut into shards besides; 3 and 5 micro-batches leave some lines idle.
 #[test]
 fn ranks_that_share_micro_batches_write_the_ledger_of_one() {
-    for (dtype, degrees) in [("f32", [(2, 2), (6, 2), (4, 4)]), ("bf16", [(2, 2), (4, 2), (8, 4)])]
-    {
+    for (dtype, degrees) in [("f32", [(6, 2), (4, 4)]), ("bf16", [(2, 2), (8, 4)])] {
         let scratch = cut(dtype);
         let alone = scratch.train("alone");
         degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
@@ -55,7 +54,7 @@ fn phases_may_be_cut_otherwise() {
 /// States of linear attention travel from chunk to chunk: one ledger for every degree, recomputation or not.
 #[test]
 fn linear_layers_have_one_ledger_for_every_degree() {
-    for (dtype, degrees) in [("f32", [(2, 2), (4, 4)]), ("bf16", [(4, 2), (8, 4)])] {
+    for (dtype, degrees) in [("f32", (4, 4)), ("bf16", (4, 2))] {
         let scratch = cut(dtype);
         let path = scratch.path("run.toml");
         let text = std::fs::read_to_string(&path).unwrap();
@@ -63,7 +62,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         assert_ne!(hybrid, text);
         std::fs::write(&path, hybrid).unwrap();
         let alone = scratch.train("alone");
-        degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
+        assert_shared(&scratch, alone, degrees);
         let again = |_, exec: &mut ExecOptions| {
             exec.degrees.cp = 2;
             exec.workers = Workers::new(1).keeping(Keep::LayerInputs);
@@ -173,10 +172,10 @@ fn a_degree_that_no_phase_allows_is_refused() {
 #[test]
 fn what_is_sent_is_what_is_planned() {
     let scratch = Scratch::new();
-    for (mask, keep, layers) in [
-        (true, Keep::Everything, "[\"cca\"]"),
-        (false, Keep::Everything, "[\"cca\"]"),
-        (false, Keep::LayerInputs, "[\"cca\", \"linear\"]"),
+    for (mask, keep, layers, degrees) in [
+        (true, Keep::Everything, "[\"cca\"]", 4..=4),
+        (false, Keep::Everything, "[\"cca\"]", 2..=4),
+        (false, Keep::LayerInputs, "[\"cca\", \"linear\"]", 2..=2),
     ] {
         let masked = format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}\nlayers = {layers}");
         let changes = [
@@ -190,13 +189,15 @@ fn what_is_sent_is_what_is_planned() {
         let changes: Vec<_> = changes.iter().map(|(from, to)| (*from, to.as_str())).collect();
         scratch.edited("run.toml", &changes);
         let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
-        for (world, cp) in [(2, 2), (4, 4)] {
+        for cp in degrees.step_by(2) {
+            let world = cp;
             let out = format!("{mask}-{keep:?}-{cp}");
             let workers = Workers::new(1).keeping(keep);
             let outcomes = train_with(&scratch, &out, world, |_, exec| {
                 (exec.degrees.cp, exec.workers) = (cp, workers);
+                stop_after(7)(exec);
             });
-            outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
+            outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 7));
             let (schedule, device) = (Schedule::Subtree, "cpu".to_owned());
             let (ranks, ranks_per_node, degrees) = (world, world, Degrees { cp, tsp: 1 });
             let fleet =

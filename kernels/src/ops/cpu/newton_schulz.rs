@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::panels::{Panels, product, symmetric};
 use super::{empty, read, sum_of_squares, write};
 use crate::Result;
-use crate::ops::{NewtonSchulz, check};
+use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
 /// Each matrix of the stack by itself: on a processor nothing is gained by computing several at once.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -28,6 +28,8 @@ fn one(matrix: &[f32], rows: usize, by: NewtonSchulz, out: &mut [f32]) {
     let x = if rows > columns { x.turned() } else { x };
     let x = if by.by_gram([rows, columns].map(|size| size as i64)) {
         by_square(x, short, by)
+    } else if by.form == NewtonSchulzForm::Bf16 {
+        rounded(x, short, by)
     } else {
         by_matrix(x, short, by)
     };
@@ -45,6 +47,26 @@ fn by_matrix(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
         symmetric(&square, &square, &mut factor);
         square.polynomial(by.coefficients, &mut factor);
         product(&factor, &x, &mut next);
+        std::mem::swap(&mut x, &mut next);
+    }
+    x
+}
+
+/// The same steps in bf16.
+fn rounded(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
+    let [mut square, mut factor] = [(); 2].map(|()| Panels::zeros(rows, rows));
+    let (mut next, [a, b, c]) = (x.alike(), by.coefficients);
+    x.round();
+    for _ in 0..by.steps {
+        let side = x.turned();
+        symmetric(&side, &side, &mut square);
+        square.round();
+        symmetric(&square, &square, &mut factor);
+        square.polynomial([0.0, b, c], &mut factor);
+        factor.round();
+        product(&factor, &x, &mut next);
+        x.add_to(a, &mut next);
+        next.round();
         std::mem::swap(&mut x, &mut next);
     }
     x

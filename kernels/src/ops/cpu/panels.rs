@@ -183,6 +183,22 @@ impl Panels {
         }
     }
 
+    /// `by self + other` in the place of `other`, which is of this size.
+    pub(super) fn add_to(&self, by: f32, other: &mut Panels) {
+        for (sum, value) in other.values.iter_mut().zip(&self.values) {
+            *sum += by * *value;
+        }
+    }
+
+    /// Every element rounded to bf16, to nearest, ties to even; what is no number stays none.
+    pub(super) fn round(&mut self) {
+        for value in &mut self.values {
+            let bits = value.to_bits();
+            let up = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+            *value = f32::from_bits(if value.is_nan() { bits } else { up } & 0xffff_0000);
+        }
+    }
+
     /// Rows of a panel.
     fn height(&self) -> usize {
         self.rows.next_multiple_of(HIGH)

@@ -1,9 +1,9 @@
 //! Newton-Schulz iterations as they are written down.
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::ops::{NewtonSchulz, check};
+use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
 /// Each matrix by itself: a library's batch may have other bits than its members.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -32,6 +32,14 @@ fn one(matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
             let _ = factor.f_diagonal(0, 0, 1)?.f_add_scalar_(a)?;
             Ok(factor)
         })?;
+    } else if by.form == NewtonSchulzForm::Bf16 {
+        let rounded = |x: Tensor| x.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float);
+        x = rounded(x)?;
+        for _ in 0..by.steps {
+            let square = rounded(x.f_mm(&x.f_transpose(0, 1)?)?)?;
+            let factor = rounded(factor(&square)?)?;
+            x = rounded(x.f_mul_scalar(a)?.f_add(&factor.f_mm(&x)?)?)?;
+        }
     } else {
         for _ in 0..by.steps {
             let factor = factor(&x.f_mm(&x.f_transpose(0, 1)?)?)?;

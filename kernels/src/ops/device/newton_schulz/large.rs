@@ -8,13 +8,13 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, piece};
 use crate::Result;
 use crate::device::pieces;
-use crate::ops::NewtonSchulz;
+use crate::ops::{NewtonSchulz, NewtonSchulzForm};
 
 /// Elements that a stack has at most, unless one matrix has more: a product of so many is worth a launch.
-const ELEMENTS: i64 = 1 << 22;
+const ELEMENTS: i64 = 1 << 26;
 
-/// Matrices that a stack has at most.
-const MOST: i64 = 16;
+/// Matrices that a stack has at most. Tests fill several stacks.
+const MOST: i64 = if cfg!(test) { 4 } else { 32 };
 
 /// Rows from which on a symmetric product is made in blocks: a quarter of its operations is then worth two more products, and a
 /// copy of a block.
@@ -59,8 +59,13 @@ pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
         stacks * places(*shape) * shape[0] * shape[1]
     });
     let beside = alike.keys().map(|shape| {
-        // `A`, `A A` and a product of them, and the iterations' own product where squares alone are iterated.
-        let squares = if by.by_gram(*shape) { 4 } else { 2 };
+        // `A`, `A A` and a product of them, and the iterations' own product where squares alone are iterated; in bf16 two of half
+        // the bytes, with the matrix before and after a step.
+        let squares = match by.form {
+            NewtonSchulzForm::Bf16 => 1,
+            _ if by.by_gram(*shape) => 4,
+            _ => 2,
+        };
         let [rows, columns] = *shape;
         places(*shape) * (rows * columns + squares * rows.min(columns).pow(2))
     });
@@ -88,6 +93,9 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let length = stack.f_norm_scalaropt_dim(2, [1, 2].as_slice(), true)?;
     let mut x = stack.f_div(&length.f_add_scalar(f64::from(by.eps))?)?;
     drop(stack);
+    if by.form == NewtonSchulzForm::Bf16 {
+        return rounded(&x, by);
+    }
     let square_of = |x: &Tensor| match tall {
         true => symmetric(queue, &x.f_transpose(1, 2)?, x),
         false => symmetric(queue, x, &x.f_transpose(1, 2)?),
@@ -115,6 +123,22 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
         });
     }
     Ok(all.map_or_else(|| Ok(x.shallow_clone()), |all| times(&all, &x))?)
+}
+
+/// The iteration in bf16, of each matrix of a stack. A library rounds what it adds to a product once, with the sum.
+fn rounded(x: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
+    let (tall, [a, b, c]) = (x.size()[1] > x.size()[2], by.coefficients.map(f64::from));
+    let mut x = x.f_to_kind(Kind::BFloat16)?;
+    for _ in 0..by.steps {
+        let turned = x.f_transpose(1, 2)?;
+        let square = if tall { turned.f_bmm(&x)? } else { x.f_bmm(&turned)? };
+        let factor = square.f_baddbmm(&square, &square, b, c)?;
+        x = match tall {
+            true => x.f_baddbmm(&x, &factor, a, 1.0)?,
+            false => x.f_baddbmm(&factor, &x, a, 1.0)?,
+        };
+    }
+    Ok(x.f_to_kind(Kind::Float)?)
 }
 
 /// `left right` of each of two stacks, which is known to be symmetric.

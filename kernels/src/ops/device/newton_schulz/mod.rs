@@ -1,5 +1,7 @@
 //! Newton-Schulz: small matrices all together, by products of our own; larger ones in stacks of one shape, by the library's.
 //!
+//! In bf16 all go that way, since it has the matrix units.
+//!
 //! Which way a matrix goes, and of how many its stack is, is decided by its shape alone. An element of our products is one
 //! chain of fused multiplications and additions; the library is always called with a whole stack, filled up with zeros. So a
 //! matrix has the same bits whatever it comes with.
@@ -12,7 +14,7 @@ use tch::Tensor;
 use super::{Argument, Queue};
 use crate::Result;
 use crate::device::pieces::Piece;
-use crate::ops::{NewtonSchulz, check};
+use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
 /// Elements of the largest matrix that is small: of more, a library's products are worth their launches.
 const SMALL: i64 = 1 << 17;
@@ -32,7 +34,7 @@ pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> 
 /// Of many matrices.
 pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
     matrices.iter().try_for_each(|matrix| check::newton_schulz(matrix).map(drop))?;
-    let is_small = |matrix: &&Tensor| (1..=SMALL).contains(&(matrix.numel() as i64));
+    let is_small = |matrix: &&Tensor| is_small(matrix.numel() as i64, by);
     let (some, others): (Vec<&Tensor>, Vec<&Tensor>) = matrices.iter().partition(is_small);
     let mut some = small::all(queue, &some, by)?.into_iter();
     let mut others = large::all(queue, &others, by)?.into_iter();
@@ -45,10 +47,15 @@ pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Resul
 
 /// Bytes that [`all`] holds at most, what it answers with included, for matrices of these shapes.
 pub(in crate::ops) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
-    let is_small = |[rows, columns]: &[i64; 2]| (1..=SMALL).contains(&(rows * columns));
+    let is_small = |[rows, columns]: &[i64; 2]| is_small(rows * columns, by);
     let (some, others): (Vec<_>, Vec<_>) = shapes.iter().copied().partition(is_small);
     let [at_work, left] = small::bytes(&some, by);
     at_work.max(left + large::bytes(&others, by))
+}
+
+/// Whether products of our own are for matrices of so many elements. In bf16 there are none.
+fn is_small(elements: i64, by: NewtonSchulz) -> bool {
+    by.form != NewtonSchulzForm::Bf16 && (1..=SMALL).contains(&elements)
 }
 
 /// A tensor, and another of its size.
