@@ -64,8 +64,9 @@ impl Measured {
     /// Writes what was read, for the others: of each piece its checksum and the squares of its chunks.
     pub(super) fn write(self, record: &mut Record, mine: &mut Writer) -> Result<()> {
         for chunks in self.groups {
+            let all: usize = chunks.iter().sum();
             let mut read = || {
-                let words = (0..chunks.iter().sum()).map(|_| record.word().map_err(refused));
+                let words = (0..all).map(|_| record.word().map_err(refused));
                 words.collect::<Result<Vec<u64>>>()
             };
             let (squares, sums) = (read()?, read()?);
@@ -73,7 +74,9 @@ impl Measured {
             for count in chunks {
                 let own = at..at + count;
                 mine.word(sums[own.clone()].iter().copied().fold(0, u64::wrapping_add));
-                squares[own].iter().for_each(|square| mine.word(*square));
+                for square in &squares[own] {
+                    mine.word(*square);
+                }
                 at += count;
             }
         }
