@@ -8,7 +8,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use crate::checksum::Total;
-use crate::device::additions::{Addition, Side, make};
+use crate::device::additions::{self, Addition, Side};
 use crate::device::queue::Queue;
 use crate::ops::{Experts, Gradient};
 use crate::{Error, Result, tree};
@@ -79,7 +79,7 @@ impl Addend {
 
     fn side(&self) -> Side<'_> {
         let Addend { numbers, ends, asked } = self;
-        let asked = asked.as_ref().map(|(total, salt)| (total, *salt));
+        let asked = asked.as_ref().map(|(_, salt)| *salt);
         Side { tensor: numbers, ends: ends.as_ref(), asked }
     }
 
@@ -94,6 +94,42 @@ impl Addend {
     fn is_wide(&self) -> bool {
         self.numbers.kind() == Kind::Float && self.ends.is_none()
     }
+}
+
+/// A row of what is made by one launch.
+struct Row<'a> {
+    left: &'a Addend,
+    right: Option<&'a Addend>,
+    /// Where the sum goes.
+    out: Option<&'a Tensor>,
+    /// Which numbers.
+    range: Range<i64>,
+}
+
+impl<'a> Row<'a> {
+    fn of(left: &'a Addend, out: Option<&'a Tensor>) -> Self {
+        Row { left, right: None, out, range: 0..left.numbers.numel() as i64 }
+    }
+}
+
+/// Makes them, and adds checksums to what has asked for them.
+fn make(queue: &Queue, rows: &[Row]) -> Result<()> {
+    let table = rows.iter().map(|Row { left, right, out, range }| Addition {
+        left: left.side(),
+        right: right.map(Addend::side),
+        out: *out,
+        range: range.clone(),
+    });
+    let sums = additions::make(queue, &table.collect::<Vec<_>>())?;
+    let sides = rows.iter().map(|row| Some(row.left)).chain(rows.iter().map(|row| row.right));
+    let asked = sides.flatten().filter_map(|side| side.asked.as_ref());
+    let (asked, mut at) = (asked.map(|(total, _)| total).collect::<Vec<_>>(), 0);
+    for own in asked.chunk_by(|one, next| one.is(next)) {
+        let count = own.len() as i64;
+        own[0].push(sums.f_narrow(0, at, count)?);
+        at += count;
+    }
+    Ok(())
 }
 
 /// The kernels of the device of the first one, if it is on one that has some.
@@ -113,7 +149,7 @@ pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
 fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
     let out: Vec<Tensor> = all.iter().map(|one| one.room(queue)).collect::<Result<_>>()?;
     let left = all.iter().zip(&out).filter(|(one, _)| !one.is_wide() || one.asked.is_some());
-    let rows = left.map(|(one, out)| Addition::of(one.side(), (!one.is_wide()).then_some(out)));
+    let rows = left.map(|(one, out)| Row::of(one, (!one.is_wide()).then_some(out)));
     make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out)
 }
@@ -122,7 +158,7 @@ fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
 pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
     if let Some(queue) = queue(all.first()) {
         let asked = all.iter().filter(|one| one.asked.is_some());
-        let rows: Vec<_> = asked.map(|one| Addition::of(one.side(), None)).collect();
+        let rows: Vec<_> = asked.map(|one| Row::of(one, None)).collect();
         make(&queue, &rows)?;
         all.iter_mut().for_each(|one| one.asked = None);
     }
@@ -150,10 +186,8 @@ pub fn add(pairs: Vec<(Addend, Addend)>) -> Result<Vec<Addend>> {
 
 fn add_on(queue: &Queue, pairs: &[(Addend, Addend)]) -> Result<Vec<Addend>> {
     let out = pairs.iter().map(|(left, _)| left.room(queue)).collect::<Result<Vec<Tensor>>>()?;
-    let rows = pairs.iter().zip(&out).map(|((left, right), out)| Addition {
-        right: Some(right.side()),
-        ..Addition::of(left.side(), Some(out))
-    });
+    let row = |((left, right), out)| Row { right: Some(right), ..Row::of(left, Some(out)) };
+    let rows = pairs.iter().map(|(left, right)| (left, right)).zip(&out).map(row);
     make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out.into_iter().map(Addend::from).collect())
 }
@@ -172,10 +206,9 @@ pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
 }
 
 fn copy_on(queue: &Queue, parts: &[(&Addend, Range<i64>, Tensor)]) -> Result<()> {
-    let rows = parts.iter().map(|(one, range, out)| Addition {
-        range: range.clone(),
-        ..Addition::of(one.side(), Some(out))
-    });
+    let rows = parts
+        .iter()
+        .map(|(one, range, out)| Row { range: range.clone(), ..Row::of(one, Some(out)) });
     make(queue, &rows.collect::<Vec<_>>())
 }
 
@@ -219,8 +252,7 @@ mod tests {
         checksum::slice(values, 0, SALT).unwrap()
     }
 
-    /// Leaves that wait as they were made, of which a tree adds some and sends others, come to the bits and the checksums of those
-    /// that are widened first.
+    /// Leaves that wait as they were made come to the bits and the checksums of those that are widened first.
     #[test]
     fn leaves_are_added_as_if_they_had_been_widened() {
         let queue = queue(Device::Cpu).unwrap();

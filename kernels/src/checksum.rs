@@ -97,9 +97,9 @@ impl Total {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).1.push(there);
     }
 
-    /// Clones have one.
-    pub(crate) fn address(&self) -> usize {
-        Arc::as_ptr(&self.0).addr()
+    /// Whether both are the same sum.
+    pub(crate) fn is(&self, other: &Total) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// What is known of it, and, i64 on a device, what has to be added to that.

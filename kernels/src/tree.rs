@@ -81,7 +81,7 @@ pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
                 right: Some(right.into()),
                 ..Addition::of(left.into(), Some(left))
             });
-            additions::make(&queue, &rows.collect::<Vec<_>>())
+            additions::make(&queue, &rows.collect::<Vec<_>>()).map(drop)
         }
         _ => {
             for (left, right) in pairs {

@@ -7,7 +7,6 @@ use tch::{Kind, Tensor};
 use super::pieces::blocks_of;
 use super::queue::{Argument, Queue};
 use crate::Result;
-use crate::checksum::Total;
 
 /// Words of a row of the table (`Addition` in `finish.h`).
 const ROW: i64 = 10;
@@ -21,8 +20,8 @@ pub(crate) struct Side<'a> {
     pub(crate) tensor: &'a Tensor,
     /// Where the rows of each expert end, i32; those without rows count as zeros.
     pub(crate) ends: Option<&'a Tensor>,
-    /// What its checksum is to be added to, and the salt.
-    pub(crate) asked: Option<(&'a Total, u64)>,
+    /// The salt, where its checksum is asked for.
+    pub(crate) asked: Option<u64>,
 }
 
 impl<'a> From<&'a Tensor> for Side<'a> {
@@ -50,21 +49,22 @@ impl<'a> Addition<'a> {
     }
 }
 
-/// Makes them, by one launch, and by a second one the checksums that are asked for. Tensors must live until what is queued here is
-/// done, as those of a stream do.
-pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<()> {
+/// Makes them, by one launch, and by a second one the checksums that are asked for: i64, first those of all lefts, then of all
+/// rights. Tensors must live until what is queued here is done, as those of a stream do.
+pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
     let address = |tensor: &Tensor| tensor.data_ptr() as i64;
     let total: i64 = all.iter().map(|one| blocks_of(one.range.end - one.range.start)).sum();
-    let (mut words, mut sums, mut blocks) = (Vec::new(), Vec::new(), 0);
+    let (mut words, mut sums, mut blocks) = (Vec::new(), [Vec::new(), Vec::new()], 0);
     for Addition { left, right, out, range } in all {
         let (elements, mut asked) = (range.end - range.start, 0);
         let sides = [Some(*left), *right];
-        for (place, side) in (0..).zip(&sides) {
+        for (place, side) in sides.iter().enumerate() {
             let Some(side) = side else { continue };
             asked |= i64::from(side.tensor.kind() == Kind::BFloat16) << place;
-            if let Some((total_of, _)) = side.asked {
+            if side.asked.is_some() {
                 asked |= 4 << place;
-                sums.push((total_of, [0, 0, elements, 0, 0, 4 | (place * total + blocks) << 32]));
+                let block = place as i64 * total + blocks;
+                sums[place].extend([0, 0, elements, 0, 0, 4 | block << 32]);
             }
         }
         let begin = |side: &Option<Side>| {
@@ -73,39 +73,30 @@ pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<()> {
             })
         };
         let ends = |side: &Option<Side>| side.and_then(|side| side.ends).map_or(0, address);
-        let salt = sides.iter().flatten().find_map(|side| side.asked).map_or(0, |(_, salt)| salt);
+        let salt = sides.iter().flatten().find_map(|side| side.asked).unwrap_or(0);
         let count = left.tensor.size().first().copied().unwrap_or(1).max(1);
         words.extend([begin(&sides[0]), begin(&sides[1]), out.map_or(0, address)]);
-        words.extend([ends(&sides[0]), ends(&sides[1]), elements, range.start]);
-        words.extend([
-            salt.cast_signed(),
-            left.tensor.numel() as i64 / count,
-            asked | blocks << 32,
-        ]);
+        words.extend([ends(&sides[0]), ends(&sides[1]), elements, range.start, salt.cast_signed()]);
+        words.extend([left.tensor.numel() as i64 / count, asked | blocks << 32]);
         blocks += blocks_of(elements);
     }
+    words.extend(sums.iter().flatten());
+    let (count, asked) = (all.len() as i64, sums.iter().flatten().count() as i64 / SUM);
+    let out = queue.room(&[asked], Kind::Int64)?;
     if blocks == 0 {
-        return Ok(());
+        return Ok(out.f_zeros_like()?);
     }
-    // Those of one total beside each other.
-    sums.sort_by_key(|(total, _)| total.address());
-    words.extend(sums.iter().flat_map(|(_, row)| row));
-    let (rows, count) = (queue.upload(&words)?, all.len() as i64);
+    let rows = queue.upload(&words)?;
     let table = [(&rows).into(), count.into(), blocks.into()];
-    if sums.is_empty() {
+    if asked == 0 {
         let arguments = [&table[..], &[Argument::Nothing]].concat();
-        return queue.launch(c"finish_add", blocks, &arguments);
+        queue.launch(c"finish_add", blocks, &arguments)?;
+        return Ok(out);
     }
-    let [partial, out] = [2 * blocks, sums.len() as i64].map(|n| queue.room(&[n], Kind::Int64));
-    let (partial, out) = (partial?, out?);
+    let partial = queue.room(&[2 * blocks], Kind::Int64)?;
     queue.launch(c"finish_add", blocks, &[&table[..], &[(&partial).into()]].concat())?;
-    let rows = rows.f_narrow(0, ROW * count, SUM * sums.len() as i64)?;
+    let rows = rows.f_narrow(0, ROW * count, SUM * asked)?;
     let arguments = [&rows, &partial, &out].map(Into::into);
-    queue.launch(c"checksum_pieces", sums.len() as i64, &arguments)?;
-    let mut at = 0;
-    for own in sums.chunk_by(|(one, _), (next, _)| one.address() == next.address()) {
-        own[0].0.push(out.f_narrow(0, at, own.len() as i64)?);
-        at += own.len() as i64;
-    }
-    Ok(())
+    queue.launch(c"checksum_pieces", asked, &arguments)?;
+    Ok(out)
 }

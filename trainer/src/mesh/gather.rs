@@ -37,8 +37,7 @@ use kernels::tree::{self, Blocks, Counter, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::buckets::{self, Buckets};
-use super::gradients::Gradients;
-use super::sink::TOGETHER;
+use super::gradients::{Gradients, TOGETHER};
 use super::team::{Lines, Schedule};
 use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;

@@ -11,9 +11,12 @@ use kernels::addend::{self, Addend, Addends};
 use kernels::tree::{Counter, Node, Nodes, Pair, blocks};
 use tch::Tensor;
 
-use super::sink::TOGETHER;
 use crate::refusal::refused;
 use crate::timing;
+
+/// Gradients of a device that are added by one launch, which makes their checksums: they wait for each other that long, which is
+/// about as many as a layer has.
+pub(super) const TOGETHER: usize = 32;
 
 /// The gradients of this rank's micro-batches of a step, added up parameter by parameter.
 pub(crate) struct Gradients {

@@ -8,6 +8,7 @@ use kernels::addend::{self, Addend};
 use kernels::checksum;
 use tch::Device;
 
+use super::gradients::TOGETHER;
 use super::sum::Sum;
 use crate::model::{ParamId, Sink};
 use crate::refusal::refused;
@@ -17,10 +18,6 @@ use crate::timing;
 /// The checksum over the whole gradient of a micro-batch: the sum of those of its tensors, in whatever order they come.
 #[derive(Default)]
 pub(crate) struct Checksum(checksum::Total);
-
-/// Gradients of a device that are added by one launch, which makes their checksums: they wait for each other that long, which is
-/// about as many as a layer has.
-pub(super) const TOGETHER: usize = 32;
 
 /// The sink of one micro-batch.
 pub(crate) struct MicroBatchSink<'s, 'a> {

@@ -1,5 +1,5 @@
-//! What is left to do for gradients, done for all of a layer by a launch for each kind: sums over bands of rows are added up; those
-//! of bf16 are widened, and experts without rows get their zeros.
+//! What is left to do for gradients, done for all of a layer by a launch for each kind: sums over bands of rows are added up;
+//! those of bf16 are widened, and experts without rows get their zeros.
 
 use tch::{Kind, Tensor};
 
