@@ -52,6 +52,9 @@ impl<'a> Addition<'a> {
 /// Makes them, by one launch, and by a second one the checksums that are asked for: i64, first those of all lefts, then of all
 /// rights. Tensors must live until what is queued here is done, as those of a stream do.
 pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
+    if all.is_empty() {
+        return Ok(Tensor::new());
+    }
     let address = |tensor: &Tensor| tensor.data_ptr() as i64;
     let total: i64 = all.iter().map(|one| blocks_of(one.range.end - one.range.start)).sum();
     let (mut words, mut sums, mut blocks) = (Vec::new(), [Vec::new(), Vec::new()], 0);
@@ -82,10 +85,10 @@ pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
     }
     words.extend(sums.iter().flatten());
     let (count, asked) = (all.len() as i64, sums.iter().flatten().count() as i64 / SUM);
-    let out = queue.room(&[asked], Kind::Int64)?;
     if blocks == 0 {
-        return Ok(out.f_zeros_like()?);
+        return Ok(Tensor::f_zeros([asked], (Kind::Int64, queue.device()))?);
     }
+    let out = queue.room(&[asked], Kind::Int64)?;
     let rows = queue.upload(&words)?;
     let table = [(&rows).into(), count.into(), blocks.into()];
     if asked == 0 {

@@ -61,8 +61,8 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
 pub(crate) type Parts<'a> = [(&'a Tensor, u64, u64)];
 
 /// The sum of squares of each `chunk` elements of each part, in f64, on the device; and, where that is asked for, what each adds
-/// to its tensor's checksum, i64. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor for
-/// each takes the host longer than the device takes for all of them.
+/// to its tensor's checksum, i64. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor
+/// for each takes the host longer than the device takes for all of them.
 pub(crate) fn squares(
     queue: &Queue,
     parts: &Parts,
