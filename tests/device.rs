@@ -168,8 +168,9 @@ fn our_own_kernels_leave_one_ledger_too() {
         assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
         let ledger = |out: &str| on.ledger(out);
         assert!(ledger("plain").contains("device 8, kernels "));
+        // A micro-batch that is computed twice is checked by itself, the others where they are added.
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
-        on.finish("two", &two);
+        on.finish("two", &[&two[..], &["--audit", "1/2"]].concat());
         on.finish("two", &["--workers", "1", "--stop-after", steps]);
         assert!(ledger("plain") == ledger("two"), "the ledgers differ: {change:?}");
         if change.is_empty() {
@@ -185,13 +186,17 @@ fn our_own_kernels_leave_one_ledger_too() {
 fn what_finishes_gradients_is_seen_by_its_memory() {
     let on = OnDevice::by_ours(Fixture::new(&[("dtype = \"f32\"", "dtype = \"bf16\"")]));
     let mut command = on.command("astray", &["--workers", "1", "--stop-after", "1"]);
-    let said = Ran::from(command.env("STANDIN_FAULT", "finish:2").output().unwrap()).err;
-    let read = |by: &str| format!("that {by} wrote is read by finish on");
+    let said = Ran::from(command.env("STANDIN_FAULT", "finish:2,finish_add:1").output().unwrap());
+    let said = said.err;
+    let read = |by: &str, reader| format!("that {by} wrote is read by {reader} on");
     // Bands, a library's product of experts with where their rows end, and one of matrices.
-    for by in ["residual_norm_backward_bf16", "aten::_grouped_mm", "dispatch_places", "aten::mm"] {
-        assert!(said.contains(&read(by)), "{by}: {said}");
+    assert!(said.contains(&read("residual_norm_backward_bf16", "finish")), "{said}");
+    for by in ["aten::_grouped_mm", "dispatch_places", "aten::mm", "finish"] {
+        assert!(said.contains(&read(by, "finish_add")), "{by}: {said}");
     }
-    assert!(said.contains("that finish wrote is read by"), "{said}");
+    for by in ["finish", "finish_add"] {
+        assert!(said.contains(&format!("that {by} wrote is read by")), "{by}: {said}");
+    }
 }
 
 /// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.
@@ -348,9 +353,13 @@ fn operations_of_a_step_are_bounded() {
 #[test]
 fn operations_of_a_step_in_bf16_are_bounded() {
     let bounds = [[60.0, 0.0], [43.0, 0.0], [70.0, 2.0], [720.0, 2.0]];
-    for ((what, counted), bound) in parts(true, "bf16").iter().zip(bounds) {
+    // Gradients are checked where they are added, and their sum where it is squared: what has a pass of its own is the state.
+    let checked = [0.0, 0.0, 1.0, 1.0];
+    for (((what, counted), bound), checked) in parts(true, "bf16").iter().zip(bounds).zip(checked) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
+        let times = |name: &str| counted.get(name).copied().unwrap_or(0.0);
+        assert!(times("checksum_blocks") <= checked, "{what}: a pass that only checks gradients");
     }
 }
 

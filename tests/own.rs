@@ -199,7 +199,8 @@ fn parts_of_the_optimizer_are_told_apart_on_a_device() {
 #[test]
 fn a_device_holds_what_the_formula_says() {
     let vocabulary = [("num_hidden_layers = 2", "num_hidden_layers = 3\nvocab_size = 8192")];
-    for change in [&[][..], &vocabulary] {
+    let narrow = [vocabulary[0], ("dtype = \"f32\"", "dtype = \"bf16\"")];
+    for change in [&[][..], &vocabulary, &narrow] {
         let on = OnDevice::by_ours(Fixture::new(change));
         let file = arg(&on.fixture.curriculum);
         let words = ["bench", "step", "--curriculum", file, "--steps", "1", "--workers", "1"];

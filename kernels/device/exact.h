@@ -1,4 +1,4 @@
-// What a step is checked by: checksums, sums of two tensors with the checksum of the outcome, sums of squares. All take a
+// What a step is checked by: checksums, sums of squares; and additions of what experts that have rows in both made. All take a
 // table of pieces, so that one launch serves every tensor of a model. Same values as src/checksum.rs and ops::cpu.
 #pragma once
 #include "sums.h"
@@ -19,8 +19,9 @@ constexpr u32 ELEMENTS = 4096;
 
 DEVICE u32 blocks_of(const Piece& piece) { return static_cast<u32>((piece.elements + ELEMENTS - 1) / ELEMENTS); }
 
-// The last piece that begins at or before this block and has blocks at all.
-DEVICE u32 piece_of_block(const Piece* pieces, u32 count) {
+// The last row of a table that begins at or before this block and has blocks at all.
+template <typename Row>
+DEVICE u32 piece_of_block(const Row* pieces, u32 count) {
   u32 low = 0, high = count;
   while (high - low > 1) {
     const u32 middle = low + (high - low) / 2;
@@ -90,22 +91,6 @@ KERNEL(checksum_pieces, 256, LIMIT(32, 64, 8), (const Piece* pieces, const u64* 
   if (thread_index() == 0) out[block_index()] = sum;
 }
 
-// left += right, f32, and in partial[b], unless it is null, what block b adds to the checksum of the outcome.
-KERNEL(add_blocks, 256, LIMIT(64, 64, 8), (const Piece* pieces, u32 count, u64* partial)) {
-  SHARED(u64, groups, 8);
-  const Piece piece = pieces[piece_of_block(pieces, count)];
-  f32* left = reinterpret_cast<f32*>(piece.left);
-  const f32* right = reinterpret_cast<const f32*>(piece.right);
-  u64 sum = weighed(piece, [=](u64 index) {
-    const f32 value = left[index] + right[index];
-    left[index] = value;
-    return static_cast<u64>(bits_of(value));
-  });
-  if (partial == nullptr) return;
-  sum = over_block(sum, groups);
-  if (thread_index() == 0) partial[block_index()] = sum;
-}
-
 // Whether an expert has rows, whose number stands at an address; what is of no expert is there.
 DEVICE bool present(u64 rows) { return rows == 0 || *reinterpret_cast<const i64*>(rows) > 0; }
 
@@ -170,9 +155,21 @@ DEVICE void squared(const Piece* pieces, u32 count, f64* out, f32* tile, Value v
   part = together(part);
   if (lane == 0) out[block_index()] = part;
 }
-KERNEL(squares, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* out)) {
-  SHARED(f32, tile, AHEAD);
-  squared(pieces, count, out, tile, [](const Piece& piece, u64 place) { return reinterpret_cast<const f32*>(piece.left)[place]; });
+
+// The same of the elements themselves; and sums[p], unless it is null, what piece p adds to the checksum of its tensor. 4 bytes an
+// element: clipping needs the squares before anything moves, and the checksum rides along.
+KERNEL(squares, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* out, u64* sums)) {
+  SHARED(u64, groups, AHEAD / 2);  // the tile's memory: with more of its own one block less fits in
+  f32* tile = reinterpret_cast<f32*>(groups);
+  u64 sum = 0;
+  squared(pieces, count, out, tile, [&](const Piece& piece, u64 place) {
+    const f32 value = reinterpret_cast<const f32*>(piece.left)[place];
+    if (sums != nullptr) sum += static_cast<u64>(bits_of(value)) * weight_of(piece.first + place, piece.salt);
+    return value;
+  });
+  if (sums == nullptr || block_index() >= count) return;
+  sum = over_block(sum, groups);
+  if (thread_index() == 0) sums[block_index()] = sum;
 }
 
 // The same of left - right.

@@ -1,17 +1,17 @@
-// What is left to do for the gradients of a layer: one launch over a table for all of them.
+// What is left to do for gradients, each kind by one launch over a table: sums over bands of rows are added up, and what libraries
+// made is widened, added and checked in one pass.
 #pragma once
 #include "exact.h"
 
-// A gradient, as the host writes it into device memory: a sum over rows from those over their bands, or a tensor that a library has
-// made.
+// A gradient, as the host writes it into device memory: a sum over rows from those over their bands.
 struct Unfinished {
-  u64 from;    // address of [bands, width], f32; or of the tensor
-  u64 other;   // of another sum's, or 0; or of where the rows of each expert end, or 0
-  u64 factor;  // of [width], f32, or 0: what the other sum is multiplied with, or without one the sum; or elements of the tensor
-  u64 out;     // where column 0 or element 0 goes
-  u32 bands, width;  // no bands: a tensor, of which an expert has this many elements
-  u32 stride;        // from one column of the outcome to the next; or bytes of an element of the tensor
-  u32 block;         // the first of its blocks; it has one for each 256 columns begun, or for each ELEMENTS
+  u64 from;    // address of [bands, width], f32
+  u64 other;   // of another sum's, or 0
+  u64 factor;  // of [width], f32, or 0: what the other sum is multiplied with, or without one the sum
+  u64 out;     // where column 0 goes
+  u32 bands, width;
+  u32 stride;  // from one column of the outcome to the next
+  u32 block;   // the first of its blocks; it has one for each 256 columns begun
 };
 static_assert(sizeof(Unfinished) == 48, "as the host lays it out");
 
@@ -24,49 +24,138 @@ DEVICE f32 over_bands(u64 partial, const Unfinished& one, u32 column) {
 }
 
 // out[c] = sum over bands, times the factor, or plus the factor times the other sum.
-DEVICE void add_bands(const Unfinished& one, u32 block) {
-  const u32 column = block * BLOCK + thread_index();
+KERNEL(finish, 256, LIMIT(48, 0, 8), (const Unfinished* all, u32 count)) {
+  const Unfinished one = all[piece_of_block(all, count)];
+  const u32 column = (block_index() - one.block) * BLOCK + thread_index();
   if (column >= one.width) return;
-  f32 all = over_bands(one.from, one, column);
+  f32 sum = over_bands(one.from, one, column);
   if (one.factor != 0) {
     const f32 factor = reinterpret_cast<const f32*>(one.factor)[column];
-    if (one.other != 0) all += factor * over_bands(one.other, one, column);
-    else all *= factor;
+    if (one.other != 0) sum += factor * over_bands(one.other, one, column);
+    else sum *= factor;
   }
-  reinterpret_cast<f32*>(one.out)[static_cast<u64>(column) * one.stride] = all;
+  reinterpret_cast<f32*>(one.out)[static_cast<u64>(column) * one.stride] = sum;
 }
 
-// out = from, exactly; zeros for experts without rows, where a library may leave what stood there.
+// Two nodes of the tree that meet, or one that meets nobody, as the host writes them into device memory.
+struct Addition {
+  u64 left, right;            // addresses of what is added to, and of what is added; no right: the left is only widened
+  u64 out;                    // where the sum goes, f32, which may be where a node of f32 stands; 0: nowhere, it is only checked
+  u64 left_ends, right_ends;  // addresses of where the rows of each expert end, or 0; one without rows has zeros, whatever stands there
+  u64 elements;
+  u64 first;  // number of the first element in its tensor
+  u64 salt;   // of both checksums
+  u64 each;   // elements of an expert
+  u32 asked;  // NARROW: that side is bf16, not f32. CHECKED: its checksum is asked for
+  u32 block;  // the first of its blocks; it has one for each ELEMENTS begun
+};
+static_assert(sizeof(Addition) == 80, "as the host lays it out");
+constexpr u32 NARROW[] = {1, 2}, CHECKED[] = {4, 8};
+
+// Four elements by one access.
 template <typename T>
-DEVICE void widen(const Unfinished& one, u32 block) {
-  const T* from = reinterpret_cast<const T*>(one.from);
-  const int* ends = reinterpret_cast<const int*>(one.other);
-  f32* out = reinterpret_cast<f32*>(one.out);
-  const u64 base = static_cast<u64>(block) * ELEMENTS + thread_index();
-  u64 expert = one.width == 0 ? 0 : base / one.width, next = 0;  // the first element of another expert
+struct alignas(4 * sizeof(T)) Four {
+  T of[4];
+};
+
+// Elements that a thread holds, four beside each other and the next four behind those of the whole block.
+constexpr u32 HELD = ELEMENTS / BLOCK;
+DEVICE u32 place_of_held(u32 number) { return number / 4 * (4 * BLOCK) + 4 * thread_index() + number % 4; }
+
+// Whether this block may take four elements at once: all that it has are there, and the piece begins where four may.
+template <typename T>
+DEVICE bool by_fours(const Addition& one, u64 address, u64 base) {
+  return address % sizeof(Four<T>) == 0 && base + ELEMENTS <= one.elements;
+}
+
+// What this thread has of a side, widened: zeros behind its end.
+template <typename T>
+DEVICE void read_side(f32 (&values)[HELD], const Addition& one, u64 address, u64 base) {
+  const T* numbers = reinterpret_cast<const T*>(address) + base;
+  if (by_fours<T>(one, address, base)) {
+    UNROLL
+    for (u32 number = 0; number < HELD; number += 4) {
+      const Four<T> four = *reinterpret_cast<const Four<T>*>(numbers + place_of_held(number));
+      UNROLL
+      for (u32 next = 0; next < 4; ++next) values[number + next] = wide(four.of[next]);
+    }
+    return;
+  }
+  UNROLL
+  for (u32 number = 0; number < HELD; ++number) {
+    const u32 place = place_of_held(number);
+    values[number] = base + place < one.elements ? wide(numbers[place]) : 0.0f;
+  }
+}
+
+// Zeros for experts without rows, where a library may leave what stood there.
+DEVICE void leave_out_idle(f32 (&values)[HELD], const Addition& one, u64 address, u64 base) {
+  if (address == 0) return;
+  const int* ends = reinterpret_cast<const int*>(address);
+  const u64 start = one.first + base, end = one.first + one.elements;
+  u64 expert = start / one.each, next = 0;  // the first element of another expert
   bool idle = false;
-  for (u32 place = 0; place < ELEMENTS; place += BLOCK) {
-    const u64 index = base + place;
-    if (index >= one.factor) return;
-    if (ends != nullptr && index >= next) {
-      while ((expert + 1) * one.width <= index) ++expert;
-      next = (expert + 1) * one.width;
+  UNROLL
+  for (u32 number = 0; number < HELD; ++number) {
+    const u64 index = start + place_of_held(number);
+    if (index >= next && index < end) {
+      while ((expert + 1) * one.each <= index) ++expert;
+      next = (expert + 1) * one.each;
       idle = ends[expert] == (expert > 0 ? ends[expert - 1] : 0);
     }
-    out[index] = idle ? 0.0f : wide(from[index]);
+    if (idle) values[number] = 0.0f;
   }
 }
 
-KERNEL(finish, 256, LIMIT(48, 0, 8), (const Unfinished* all, u32 count)) {
-  u32 low = 0, high = count;
-  while (high - low > 1) {
-    const u32 middle = low + (high - low) / 2;
-    if (all[middle].block <= block_index()) low = middle;
-    else high = middle;
+DEVICE void read_side(f32 (&values)[HELD], const Addition& one, u32 side, u64 base) {
+  const u64 address = side == 0 ? one.left : one.right;
+  if ((one.asked & NARROW[side]) != 0) read_side<bf16>(values, one, address, base);
+  else read_side<f32>(values, one, address, base);
+}
+
+// out = left + right, or left, f32; and in partial[b] and partial[blocks + b] what block b adds to the checksums of left and right as
+// they are widened, where they are asked for. Bytes an element: 8 where two leaves of bf16 meet, of which one would be 4 were the
+// first one not kept; 12 where nodes of f32 do; 6 for a leaf of bf16 that meets nobody. Each is read once and the sum written once:
+// checksums are made of what stands in registers.
+KERNEL(finish_add, 256, LIMIT(64, 64, 8), (const Addition* all, u32 count, u32 blocks, u64* partial)) {
+  SHARED(u64, groups, 8);
+  const Addition one = all[piece_of_block(all, count)];
+  const u64 base = static_cast<u64>(block_index() - one.block) * ELEMENTS;
+  const bool two = one.right != 0;
+  f32 left[HELD], right[HELD];
+  read_side(left, one, 0, base);
+  if (two) read_side(right, one, 1, base);
+  leave_out_idle(left, one, one.left_ends, base);
+  if (two) leave_out_idle(right, one, one.right_ends, base);
+  u64 sums[2] = {0, 0};
+  if ((one.asked & (CHECKED[0] | CHECKED[1])) != 0) {
+    UNROLL
+    for (u32 number = 0; number < HELD; ++number) {
+      const u64 weight = weight_of(one.first + base + place_of_held(number), one.salt);
+      sums[0] += bits_of(left[number]) * weight;
+      if (two) sums[1] += bits_of(right[number]) * weight;
+    }
   }
-  const Unfinished one = all[low];
-  const u32 block = block_index() - one.block;
-  if (one.bands > 0) add_bands(one, block);
-  else if (one.stride == sizeof(bf16)) widen<bf16>(one, block);
-  else widen<f32>(one, block);
+  if (two) {
+    UNROLL
+    for (u32 number = 0; number < HELD; ++number) left[number] += right[number];
+  }
+  if (one.out != 0) {
+    f32* out = reinterpret_cast<f32*>(one.out) + base;
+    const bool whole = by_fours<f32>(one, one.out, base);
+    UNROLL
+    for (u32 number = 0; number < HELD; number += 4) {
+      const u32 place = place_of_held(number);
+      const Four<f32> four = {{left[number], left[number + 1], left[number + 2], left[number + 3]}};
+      if (whole) *reinterpret_cast<Four<f32>*>(out + place) = four;
+      else
+        for (u32 next = 0; next < 4 && base + place + next < one.elements; ++next) out[place + next] = four.of[next];
+    }
+  }
+  UNROLL
+  for (u32 side = 0; side < 2; ++side) {
+    if ((one.asked & CHECKED[side]) == 0) continue;
+    const u64 sum = over_block(sums[side], groups);
+    if (thread_index() == 0) partial[side * blocks + block_index()] = sum;
+  }
 }

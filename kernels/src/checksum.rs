@@ -13,6 +13,8 @@
 
 #![expect(unsafe_code, reason = "reads the elements of a contiguous CPU tensor in place")]
 
+use std::sync::{Arc, Mutex, PoisonError};
+
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -67,47 +69,56 @@ pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
     Ok(Tensor::f_stack(&with().map(one).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
-/// A sum of checksums that grows, and may stay on a device until somebody wants to know it.
-#[derive(Debug, Default)]
-pub struct Total {
-    known: u64,
-    there: Vec<Tensor>,
-}
+/// A sum of checksums that grows, and may stay on a device until somebody wants to know it. Clones are the same sum.
+#[derive(Clone, Debug, Default)]
+pub struct Total(Arc<Mutex<(u64, Vec<Tensor>)>>);
 
 impl Total {
     /// Adds the checksums of some slices of one device.
     ///
     /// # Errors
     /// As [`slices`].
-    pub fn add(&mut self, parts: &[(&Tensor, u64, u64)]) -> Result<()> {
+    pub fn add(&self, parts: &[(&Tensor, u64, u64)]) -> Result<()> {
         match parts.first() {
-            Some((tensor, ..)) if tensor.device() != Device::Cpu => {
-                self.there.push(slices(parts)?);
-            }
+            Some((tensor, ..)) if tensor.device() != Device::Cpu => self.push(slices(parts)?),
             _ => {
                 for (tensor, first, salt) in parts {
-                    self.known = self.known.wrapping_add(slice(tensor, *first, *salt)?);
+                    let sum = slice(tensor, *first, *salt)?;
+                    let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+                    own.0 = own.0.wrapping_add(sum);
                 }
             }
         }
         Ok(())
     }
 
+    /// Adds checksums, i64, that stay where they are.
+    pub(crate) fn push(&self, there: Tensor) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).1.push(there);
+    }
+
+    /// Whether both are the same sum.
+    pub(crate) fn is(&self, other: &Total) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// What is known of it, and, i64 on a device, what has to be added to that.
-    pub fn into_parts(self) -> (u64, Vec<Tensor>) {
-        (self.known, self.there)
+    pub fn parts(&self) -> (u64, Vec<Tensor>) {
+        let own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        (own.0, own.1.iter().map(Tensor::shallow_clone).collect())
     }
 
     /// The sum; of a device the host waits for it.
     ///
     /// # Errors
     /// Where something went wrong there.
-    pub fn read(self) -> Result<u64> {
+    pub fn read(&self) -> Result<u64> {
         let add = |sum: u64, there: &Tensor| -> Result<u64> {
             let all = Vec::<i64>::try_from(there)?.into_iter().map(i64::cast_unsigned);
             Ok(all.fold(sum, u64::wrapping_add))
         };
-        self.there.iter().try_fold(self.known, add)
+        let (known, there) = self.parts();
+        there.iter().try_fold(known, add)
     }
 }
 
@@ -221,7 +232,7 @@ mod tests {
             let wanted = by_formula(&values, first, salt);
             prop_assert_eq!(slice(&tensor, first, salt), wanted);
             prop_assert_eq!(by_operators(&tensor, first, salt).unwrap().int64_value(&[]).cast_unsigned(), wanted);
-            let mut total = Total::default();
+            let total = Total::default();
             total.add(&[(&tensor, first, salt), (&tensor, first, salt)]).unwrap();
             prop_assert_eq!(total.read().unwrap(), wanted.wrapping_mul(2));
         }

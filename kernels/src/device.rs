@@ -10,6 +10,7 @@
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 
+pub(crate) mod additions;
 #[cfg(test)]
 pub(crate) mod emulated;
 mod found;

@@ -12,6 +12,7 @@
 //! product   matrix products, by the library that has the better kernels here
 //! record    numbers that stay where they are until the host reads them, all at once
 //! tree      the one order in which leaves are added
+//! addend    what is added in a tree for a parameter: a gradient as it was made, or a sum
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
@@ -22,6 +23,7 @@
 //! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.
 //! Invariant: nothing here knows what a model, a batch or a step is.
 
+pub mod addend;
 mod ahead;
 pub mod checksum;
 pub mod device;

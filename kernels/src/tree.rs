@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+use crate::device::additions::{self, Addition};
 use crate::device::pieces::{self, Piece};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
@@ -76,8 +77,11 @@ pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
     match Queue::of(device) {
         Ok(queue) if pairs.iter().all(fits) => {
-            let pieces = pairs.iter().map(|(left, right)| piece(left, right));
-            pieces::add(&queue, &pieces.collect::<Vec<_>>())
+            let rows = pairs.iter().map(|(left, right)| Addition {
+                right: Some(right.into()),
+                ..Addition::of(left.into(), Some(left))
+            });
+            additions::make(&queue, &rows.collect::<Vec<_>>()).map(drop)
         }
         _ => {
             for (left, right) in pairs {
@@ -354,20 +358,11 @@ pub struct Pair<T> {
     pub right: T,
 }
 
-impl<T: Sum> Nodes<T> {
+impl<T> Nodes<T> {
     /// For the leaves of `parts`, which ascend; no node joins two of them.
     pub fn new(parts: &[Range<u64>]) -> Self {
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
         Nodes { blocks, waiting: BTreeMap::new() }
-    }
-
-    /// Takes a leaf, each once.
-    pub fn push(&mut self, leaf: u64, value: T) -> Result<(), T::Error> {
-        let mut node = Node { level: 0, first: leaf, value };
-        while let Some(Pair { level, first, left, right }) = self.meet(node) {
-            node = Node { level, first, value: left.sum(right)? };
-        }
-        Ok(())
     }
 
     /// Takes a leaf, or a sum of those of a pair that it handed out: keeps it, or hands out the pair of which it is the second to
@@ -389,6 +384,17 @@ impl<T: Sum> Nodes<T> {
     pub fn take(&mut self, first: u64) -> Option<T> {
         let block = self.blocks.iter().find(|(_, begins)| *begins == first)?;
         self.waiting.remove(block)
+    }
+}
+
+impl<T: Sum> Nodes<T> {
+    /// Takes a leaf, each once.
+    pub fn push(&mut self, leaf: u64, value: T) -> Result<(), T::Error> {
+        let mut node = Node { level: 0, first: leaf, value };
+        while let Some(Pair { level, first, left, right }) = self.meet(node) {
+            node = Node { level, first, value: left.sum(right)? };
+        }
+        Ok(())
     }
 
     /// The sum of all leaves, which have to begin with leaf 0; `None` if one of them has not come, or there is none.

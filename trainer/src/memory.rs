@@ -106,6 +106,8 @@ pub(crate) struct Ranks<'a> {
     activations: [u64; 2],
     /// Gradients that a worker has in its hands.
     flight: Flight,
+    /// The whole gradient of a micro-batch where it waits as libraries made it: on a device, if it is no sum over chunks.
+    leaf: Option<u64>,
     /// Sums that a streaming owner holds between two rounds, at most.
     pending: u32,
     /// On a device, how matrices are turned: there many tensors are moved together.
@@ -164,6 +166,7 @@ impl<'a> Ways<'a> {
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
         let (folds, flight) =
             ((0..mesh.tsp).map(fold).collect(), Flight::new(spec, here.chunks, ranks));
+        let leaf = (on_device && cut.chunks == 1).then(|| leaf_bytes(spec, dtype));
         let together = on_device.then(|| spec.settings_at(step).newton_schulz);
         Ok(Ranks {
             mesh,
@@ -174,6 +177,7 @@ impl<'a> Ways<'a> {
             folds,
             activations,
             flight,
+            leaf,
             pending,
             together,
         })
@@ -251,6 +255,14 @@ fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
 /// Bytes of a number of a parameter as the model reads it.
 fn width(parameter: &ParamSpec, dtype: Dtype) -> u64 {
     parameter.kind(dtype).elt_size_in_bytes() as u64
+}
+
+/// The gradient of a micro-batch as a device makes it: that of the embedding is a sum, f32.
+fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
+    let bytes = |(at, one): (usize, &ParamSpec)| {
+        one.elements() * if at == 0 { 4 } else { width(one, dtype) }
+    };
+    spec.parameters.iter().enumerate().map(bytes).sum()
 }
 
 /// Gradients that a worker has in its hands, in bytes.
@@ -469,23 +481,26 @@ impl Travelling {
     fn new(holder: &Holder<'_>) -> Travelling {
         // Of a gradient that ranks share each has its slice.
         let all = holder.line.owned.all();
+        let leaf = holder.ranks.leaf.unwrap_or(all);
         let alone = holder.ranks.mesh.world() == 1;
         if holder.ranks.schedule == Schedule::Streaming && !alone {
             return Travelling::streaming(holder);
         }
-        // Blocks one after the other: those that are complete wait, in the last one a sum at each level.
+        // Blocks one after the other: those that are complete wait, in the last one a sum at each level, of which the lowest is a
+        // leaf.
         let levels: Vec<u64> = holder.part().iter().flat_map(levels).map(u64::from).collect();
         let most = |of: &dyn Fn(u64) -> u64| -> u64 {
             let blocks = (0u64..).zip(&levels);
-            let bytes =
-                blocks.map(|(before, level)| all * (before * u64::from(alone) + of(*level)));
+            let bytes = blocks.map(|(before, level)| all * before * u64::from(alone) + of(*level));
             bytes.max().unwrap_or(0)
         };
+        let waiting = |level: u64| if level == 0 { 0 } else { leaf + all * (level - 1) };
+        let sum = |level: u64| if level == 0 { leaf } else { all };
         let workers = holder.ranks.workers.count() as u64;
         let several = workers.min(1 << levels.iter().max().unwrap_or(&0));
         let more = all * (several.saturating_sub(1)).div_ceil(2);
-        let at_head = most(&|level| level) + more;
-        let at_end = most(&|level| level.max(1)) + more;
+        let at_head = most(&waiting) + more;
+        let at_end = most(&|level| waiting(level).max(sum(level))) + more;
         let blocks = levels.len() as u64;
         if alone {
             return Travelling { waiting: [at_head, at_end, 0], ..Travelling::default() };
@@ -493,7 +508,7 @@ impl Travelling {
         // A block's bags are filled while its sum is still there; those before it may be on their way.
         let left = all * blocks.saturating_sub(1);
         Travelling {
-            waiting: [at_head, at_end, all],
+            waiting: [at_head, at_end, levels.iter().map(|level| sum(*level)).max().unwrap_or(0)],
             sent: [left, left, all * blocks],
             received: holder.line.received(holder.rank, &holder.line.owned),
             sums: 0,
@@ -519,7 +534,7 @@ impl Travelling {
         let idle = computed.sum::<u64>().min(workers).saturating_sub(1);
         // A worker whose turn has not come keeps what it has; each bucket is complete before it leaves.
         let bucket = whole.iter().max().copied().unwrap_or(0);
-        let waiting = idle * whole.iter().sum::<u64>();
+        let waiting = idle * ranks.leaf.unwrap_or_else(|| whole.iter().sum());
         let sent = together(&whole, gather::BEHIND);
         Travelling {
             waiting: [waiting, waiting + bucket, bucket],

@@ -42,7 +42,7 @@ pub struct Share {
 const PARTS: [(&str, &[&str]); 10] = [
     (CHECKSUMS, &["checksum_"]),
     (SQUARES, &["squares", "squared_differences"]),
-    ("tree of additions", &["add_blocks", "add_present"]),
+    ("tree of additions", &["finish_add", "add_present"]),
     (ATTENTION, &["attention_", "conv_shift_", "query_key_"]),
     ("norms, residuals, embedding", &["rms_norm_", "residual_", "column_", "embedding_"]),
     ("gradients finished", &["finish"]),

@@ -52,7 +52,6 @@ inline const std::map<std::string, Told>& tables() {
       {"round_blocks", left_to_right},
       {"unit_blocks", left_to_right},
       {"polynomial_blocks", left_to_right},
-      {"add_blocks", rows<Piece>([](Touched& to, const Piece& piece) { to.write(piece.left), to.read(piece.right); })},
       {"add_present", rows<Piece>([](Touched& to, const Piece& piece) {
          const bool counts = piece.width == 8;
          counts ? to.read(piece.left) : to.write(piece.left);
@@ -69,9 +68,10 @@ inline const std::map<std::string, Told>& tables() {
       {"nesterov", rows<Move>([](Touched& to, const Move& move) { to.write(move.first), to.write(move.gradient); })},
       {"descend", rows<Move>([](Touched& to, const Move& move) { to.write(move.weight), to.read(move.gradient); })},
       {"finish", rows<Unfinished>([](Touched& to, const Unfinished& one) {
-         // Of a tensor the factor is its number of elements, and the other where the rows of its experts end.
-         to.read(one.from), to.read(one.other), to.write(one.out);
-         if (one.bands > 0) to.read(one.factor);
+         to.read(one.from), to.read(one.other), to.read(one.factor), to.write(one.out);
+       })},
+      {"finish_add", rows<Addition>([](Touched& to, const Addition& one) {
+         to.read(one.left), to.read(one.right), to.read(one.left_ends), to.read(one.right_ends), to.write(one.out);
        })},
       {"checksum_pieces", no_addresses},
       {"attention_f32", no_addresses},

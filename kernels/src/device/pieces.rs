@@ -33,9 +33,14 @@ pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
         let other = other.map_or(0, |other| other.data_ptr() as i64);
         rows.extend([address, other, elements, first.cast_signed(), salt.cast_signed()]);
         rows.push(width | blocks << 32);
-        blocks += elements.div_euclid(ELEMENTS) + i64::from(elements % ELEMENTS > 0);
+        blocks += blocks_of(elements);
     }
     (rows, blocks)
+}
+
+/// Blocks of a tensor of so many elements.
+pub(super) fn blocks_of(elements: i64) -> i64 {
+    elements.div_euclid(ELEMENTS) + i64::from(elements % ELEMENTS > 0)
 }
 
 /// The checksum of each piece, i64, on the device; their tensors must live until what is queued here is done, as those of a
@@ -52,20 +57,47 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// The sum of squares of each `chunk` elements of each tensor, contiguous f32, in f64, on the device; where it goes with another,
-/// of their difference. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor for each
-/// takes the host longer than the device takes for all of them.
+/// Tensors, or parts of some, contiguous f32: each with the number of its first element in its tensor, and a salt.
+pub(crate) type Parts<'a> = [(&'a Tensor, u64, u64)];
+
+/// The sum of squares of each `chunk` elements of each part, in f64, on the device; and, where that is asked for, what each adds
+/// to its tensor's checksum, i64. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor
+/// for each takes the host longer than the device takes for all of them.
 pub(crate) fn squares(
     queue: &Queue,
-    tensors: &[(&Tensor, Option<&Tensor>)],
+    parts: &Parts,
+    chunk: i64,
+    checked: bool,
+) -> Result<[Tensor; 2]> {
+    let mut rows = Vec::new();
+    for (tensor, first, salt) in parts {
+        let (address, length) = (tensor.data_ptr() as i64, tensor.numel() as i64);
+        for at in (0..length).step_by(chunk as usize) {
+            let elements = chunk.min(length - at);
+            let first = first.cast_signed().wrapping_add(at);
+            rows.extend([address + 4 * at, 0, elements, first, salt.cast_signed(), 4]);
+        }
+    }
+    let count = rows.len() as i64 / 6;
+    let (out, sums) = (queue.room(&[count], Kind::Double)?, queue.room(&[count], Kind::Int64)?);
+    if count > 0 {
+        let rows = queue.upload(&rows)?;
+        let sums = if checked { Argument::from(&sums) } else { Argument::Nothing };
+        queue.launch(c"squares", count, &[(&rows).into(), count.into(), (&out).into(), sums])?;
+    }
+    Ok([out, sums])
+}
+
+/// The sum of squares of the differences of each `chunk` elements of pairs, contiguous f32, in f64, on the device.
+pub(crate) fn differences(
+    queue: &Queue,
+    pairs: &[(&Tensor, &Tensor)],
     chunk: i64,
 ) -> Result<Tensor> {
-    let differences = tensors.first().is_some_and(|(_, other)| other.is_some());
-    let kernel = if differences { c"squared_differences" } else { c"squares" };
     let mut rows = Vec::new();
-    for (tensor, other) in tensors {
+    for (tensor, other) in pairs {
         let address = |tensor: &Tensor| tensor.data_ptr() as i64;
-        let (left, right) = (address(tensor), other.map_or(0, address));
+        let (left, right) = (address(tensor), address(other));
         let length = tensor.numel() as i64;
         for first in (0..length).step_by(chunk as usize) {
             let at = 4 * first;
@@ -74,18 +106,12 @@ pub(crate) fn squares(
     }
     let count = rows.len() as i64 / 6;
     let out = queue.room(&[count], Kind::Double)?;
-    if count == 0 {
-        return Ok(out);
+    if count > 0 {
+        let rows = queue.upload(&rows)?;
+        let arguments = [(&rows).into(), count.into(), (&out).into()];
+        queue.launch(c"squared_differences", count, &arguments)?;
     }
-    let rows = queue.upload(&rows)?;
-    let arguments = [(&rows).into(), count.into(), (&out).into()];
-    queue.launch(kernel, count, &arguments)?;
     Ok(out)
-}
-
-/// Adds to each piece, contiguous f32, what it goes with.
-pub(crate) fn add(queue: &Queue, pieces: &[Piece]) -> Result<()> {
-    over(queue, c"add_blocks", pieces, &[Argument::Nothing])
 }
 
 /// Adds to each piece what it goes with, as `add_present` of `exact.h` reads `first` and `salt`.

@@ -74,9 +74,10 @@ fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
             ("u8", true) => Parameter::Memory(Kind::Uint8),
             ("u32" | "int", true) => Parameter::Memory(Kind::Int),
             // Tables are laid out in words of 64 bits.
-            ("u64" | "i64" | "Piece" | "Move" | "Product" | "Span" | "Unfinished", true) => {
-                Parameter::Memory(Kind::Int64)
-            }
+            (
+                "u64" | "i64" | "Piece" | "Move" | "Product" | "Span" | "Unfinished" | "Addition",
+                true,
+            ) => Parameter::Memory(Kind::Int64),
             ("u32", false) => Parameter::Word,
             ("f32", false) => Parameter::Float,
             _ => return None,

@@ -33,7 +33,7 @@ use std::fmt;
 use tch::{Device, Kind, Tensor};
 
 use crate::device::queue::Queue;
-use crate::{Error, Result};
+use crate::{Error, Result, checksum};
 use call::Call;
 pub use device::choice::{ANSWERS, ATTENTION, CHOICES, Choice, GROUPED};
 pub(crate) use device::wide::multiplies as multiplies_wide;
@@ -391,6 +391,20 @@ pub trait Ops: fmt::Debug + Send + Sync {
             }
         }
         Ok(Tensor::f_from_slice(&squares)?)
+    }
+
+    /// The same of parts of tensors, contiguous f32, and what they add to the checksums of their tensors, i64, as many numbers in
+    /// which way ever divided: of each part is said the number of its first element in its tensor, and the salt. In main memory a
+    /// chunk is read once, on a device each element.
+    fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
+        let (mut squares, mut sums) = (Vec::new(), Vec::new());
+        for (tensor, first, salt) in parts {
+            for (at, part) in (*first..).step_by(chunk as usize).zip(chunks(tensor, chunk)?) {
+                squares.push(self.squares(&part)?);
+                sums.push(checksum::slice(&part, at, *salt)?.cast_signed());
+            }
+        }
+        Ok([Tensor::f_from_slice(&squares)?, Tensor::f_from_slice(&sums)?])
     }
 
     /// The sums of squares of the differences of pairs, f32, as [`Ops::chunk_squares`] answers, with the bits of a difference's.

@@ -52,9 +52,9 @@ impl From<Tensor> for Gradient {
 #[derive(Debug)]
 pub struct Experts {
     /// `[E, B, A]`.
-    pub(super) made: Tensor,
+    pub(crate) made: Tensor,
     /// `[E]` or more, i32: where the rows of each end.
-    pub(super) ends: Tensor,
+    pub(crate) ends: Tensor,
 }
 
 /// Sums over bands of rows that are still to be added: of several, their columns go in turn.

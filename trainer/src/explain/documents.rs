@@ -14,6 +14,7 @@
 use std::ops::Range;
 
 use contract::Result;
+use kernels::addend::Addend;
 use kernels::device::Stager;
 use kernels::ops::Table;
 use kernels::share::Frozen;
@@ -77,8 +78,8 @@ struct Against<'a> {
 }
 
 impl Sink for Against<'_> {
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        let index = id.index();
+    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
+        let (index, gradient) = (id.index(), gradient.wide().map_err(refused)?);
         self.squares[index] = norm::squares(self.ops, &gradient)?;
         if self.squares[index] == 0.0 {
             // Experts that no token of the document reached, most of them.

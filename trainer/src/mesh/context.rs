@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Fault, Result};
+use kernels::addend::Addend;
 use kernels::checksum;
 use kernels::group::{self, Arrival, Exchange};
 use kernels::ops::Present;
@@ -259,12 +260,14 @@ impl<'a, 'b> SharedSink<'a, 'b> {
             let salt = salt(Part::MicroBatchGradient, id.index());
             self.checksum.add(&[(&part, range.start as u64, salt)]).map_err(refused)?;
         }
-        self.into.map_or(Ok(()), |(all, micro_batch)| all.add(micro_batch, vec![(id.index(), sum)]))
+        self.into.map_or(Ok(()), |(all, micro_batch)| {
+            all.add(micro_batch, vec![(id.index(), sum.into())])
+        })
     }
 }
 
 impl Sink for SharedSink<'_, '_> {
-    fn gradient(&mut self, id: ParamId, _: Tensor) -> Result<()> {
+    fn gradient(&mut self, id: ParamId, _: Addend) -> Result<()> {
         Err(Fault::bug(format!(
             "parameter {} has a whole gradient on one of several ranks",
             id.index()

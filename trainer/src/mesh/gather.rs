@@ -31,12 +31,13 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
 use contract::{Fault, Result};
+use kernels::addend;
 use kernels::group::{Arrival, Exchange};
 use kernels::tree::{self, Blocks, Counter, blocks};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::buckets::{self, Buckets};
-use super::gradients::Gradients;
+use super::gradients::{Gradients, TOGETHER};
 use super::team::{Lines, Schedule};
 use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;
@@ -301,8 +302,8 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// A block's payload of the stage for each rank here. A parameter is let go of as soon as its pieces are in them, so that
-    /// the block is not held twice.
+    /// A block's payload of the stage for each rank here: on a device leaves of bf16 are widened, and checked, as they are copied
+    /// into it. Some parameters at a time, which are let go of then, so that the block is not held twice.
     fn payloads(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
         let (_, bucket) = self.place(self.stage);
         // Where the next piece of an owner goes: into which payload, and where in it.
@@ -316,25 +317,31 @@ impl<'a> Gather<'a> {
             lengths.push(end);
         }
         let mut payloads: Vec<Tensor> = Vec::new();
-        for parameter in self.buckets.parameters(bucket) {
-            let whole = gradients.take(parameter, first)?;
+        let mut parameters = self.buckets.parameters(bucket);
+        while let Some(parameter) = parameters.next() {
+            let mut whole = vec![(parameter, gradients.take(parameter, first)?)];
+            if whole[0].1.device() != Device::Cpu {
+                for parameter in parameters.by_ref().take(TOGETHER - 1) {
+                    whole.push((parameter, gradients.take(parameter, first)?));
+                }
+            }
             if payloads.is_empty() {
-                let payload =
-                    |length: &i64| Tensor::f_empty([*length], (Kind::Float, whole.device()));
-                payloads = lengths
-                    .iter()
-                    .map(payload)
-                    .collect::<std::result::Result<_, _>>()
-                    .map_err(refused)?;
+                let like = (Kind::Float, whole[0].1.device());
+                let payload = |length: &i64| Tensor::f_empty([*length], like);
+                let made = lengths.iter().map(payload).collect::<std::result::Result<_, _>>();
+                payloads = made.map_err(refused)?;
             }
-            for piece in buckets::of_tensor(self.pieces, parameter) {
-                let (slot, at) = next.get_mut(&piece.owner).ok_or_else(buckets::unknown)?;
-                let length = piece.length();
-                let own = piece.of(&whole).f_reshape([-1]).map_err(refused)?;
-                let mut into = payloads[*slot].f_narrow(0, *at, length).map_err(refused)?;
-                into.f_copy_(&own).map_err(refused)?;
-                *at += length;
+            let mut parts = Vec::new();
+            for (parameter, whole) in &whole {
+                for piece in buckets::of_tensor(self.pieces, *parameter) {
+                    let (slot, at) = next.get_mut(&piece.owner).ok_or_else(buckets::unknown)?;
+                    let (first, length) = (piece.first, piece.length());
+                    let into = payloads[*slot].f_narrow(0, *at, length).map_err(refused)?;
+                    parts.push((whole, first..first + length, into));
+                    *at += length;
+                }
             }
+            addend::copy(&mut parts).map_err(refused)?;
         }
         Ok(payloads)
     }

@@ -7,30 +7,38 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use contract::{Fault, Result};
-use kernels::tree::{self, Node, Nodes, Pair};
+use kernels::addend::{self, Addend, Addends};
+use kernels::tree::{Counter, Node, Nodes, Pair, blocks};
 use tch::Tensor;
 
 use crate::refusal::refused;
 use crate::timing;
 
+/// Gradients of a device that are added by one launch, which makes their checksums: they wait for each other that long, which is
+/// about as many as a layer has.
+pub(super) const TOGETHER: usize = 32;
+
 /// The gradients of this rank's micro-batches of a step, added up parameter by parameter.
 pub(crate) struct Gradients {
-    parameters: Vec<Mutex<Nodes<Tensor>>>,
+    parameters: Vec<Mutex<Nodes<Addend>>>,
+    /// The blocks of these micro-batches, in their order.
+    blocks: Vec<(u32, u64)>,
 }
 
 impl Gradients {
     /// For the runs `parts` of micro-batches, as the step counts them, of a model with so many parameters.
     pub(crate) fn new(parts: &[Range<u64>], parameters: usize) -> Gradients {
         let nodes = |_| Mutex::new(Nodes::new(parts));
-        Gradients { parameters: (0..parameters).map(nodes).collect() }
+        let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
+        Gradients { parameters: (0..parameters).map(nodes).collect(), blocks }
     }
 
     /// Adds what micro-batch `leaf` has for some parameters: what two micro-batches or blocks of them have of each is added
     /// together, level by level of the tree.
-    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Addend)>) -> Result<()> {
         let _watch = timing::part(timing::Part::Tree);
         let leaf = |(parameter, value)| (parameter, Node { level: 0, first: leaf, value });
-        let mut nodes: Vec<(usize, Node<Tensor>)> = gradients.into_iter().map(leaf).collect();
+        let mut nodes: Vec<(usize, Node<Addend>)> = gradients.into_iter().map(leaf).collect();
         while !nodes.is_empty() {
             let (mut places, mut pairs) = (Vec::new(), Vec::new());
             for (parameter, node) in nodes.drain(..) {
@@ -42,9 +50,8 @@ impl Gradients {
                     pairs.push((left, right));
                 }
             }
-            tree::add_all(&mut pairs).map_err(refused)?;
-            let sums = places.into_iter().zip(pairs);
-            nodes.extend(sums.map(|((parameter, level, first), (value, _))| {
+            let sums = places.into_iter().zip(addend::add(pairs).map_err(refused)?);
+            nodes.extend(sums.map(|((parameter, level, first), value)| {
                 (parameter, Node { level, first, value })
             }));
         }
@@ -52,20 +59,28 @@ impl Gradients {
     }
 
     /// A parameter's sum over the block of micro-batches that begins with `first`, once all of them have been computed.
-    pub(crate) fn take(&self, parameter: usize, first: u64) -> Result<Tensor> {
+    pub(crate) fn take(&self, parameter: usize, first: u64) -> Result<Addend> {
         let nodes = self.parameters.get(parameter).ok_or_else(missing)?;
         let mut nodes = nodes.lock().unwrap_or_else(PoisonError::into_inner);
         nodes.take(first).ok_or_else(missing)
     }
 
-    /// The sum of all micro-batches of the step, by parameter.
+    /// The sum of all micro-batches of the step, by parameter, in f32.
     pub(crate) fn finish(self) -> Result<Vec<Tensor>> {
         let _watch = timing::part(timing::Part::Tree);
-        let finish = |nodes: Mutex<Nodes<Tensor>>| {
-            let nodes = nodes.into_inner().unwrap_or_else(PoisonError::into_inner);
-            nodes.finish().map_err(refused)?.ok_or_else(missing)
-        };
-        self.parameters.into_iter().map(finish).collect()
+        let mut found = Vec::with_capacity(self.parameters.len());
+        while found.len() < self.parameters.len() {
+            let some = found.len()..self.parameters.len().min(found.len() + TOGETHER);
+            let mut sum = Counter::new();
+            for (level, first) in &self.blocks {
+                let block = some.clone().map(|parameter| self.take(parameter, *first));
+                let block = Addends(block.collect::<Result<_>>()?);
+                sum.push_block(*level, block).map_err(refused)?;
+            }
+            let sum = sum.finish().map_err(refused)?.ok_or_else(missing)?;
+            found.extend(addend::wide(sum.0).map_err(refused)?);
+        }
+        Ok(found)
     }
 }
 

@@ -4,9 +4,11 @@
 //! come for yet (`gradients`).
 
 use contract::Result;
+use kernels::addend::{self, Addend};
 use kernels::checksum;
-use tch::{Device, Tensor};
+use tch::Device;
 
+use super::gradients::TOGETHER;
 use super::sum::Sum;
 use crate::model::{ParamId, Sink};
 use crate::refusal::refused;
@@ -17,28 +19,23 @@ use crate::timing;
 #[derive(Default)]
 pub(crate) struct Checksum(checksum::Total);
 
-/// Gradients of a device whose checksums are made by one launch, and added by one: they wait for each other that long, which is
-/// about as many as a layer has.
-const TOGETHER: usize = 32;
-
 /// The sink of one micro-batch.
 pub(crate) struct MicroBatchSink<'s, 'a> {
     sum: &'s Sum<'a>,
     micro_batch: u64,
     checksum: Checksum,
+    /// Whether the checksum is asked for before the gradient is added to others.
+    at_once: bool,
     /// What has not been handed on.
-    waiting: Vec<(ParamId, Tensor)>,
+    waiting: Vec<(usize, Addend)>,
 }
 
 impl<'a> Sum<'a> {
-    /// Where micro-batch `micro_batch` hands its gradients to.
-    pub(crate) fn sink(&self, micro_batch: u64) -> MicroBatchSink<'_, 'a> {
-        MicroBatchSink {
-            sum: self,
-            micro_batch,
-            checksum: Checksum::default(),
-            waiting: Vec::new(),
-        }
+    /// Where micro-batch `micro_batch` hands its gradients to. On a device its checksum is made when they are added to others, in
+    /// the same pass, and so is known when the sum is; else `at_once`, by a pass of its own.
+    pub(crate) fn sink(&self, micro_batch: u64, at_once: bool) -> MicroBatchSink<'_, 'a> {
+        let (checksum, waiting) = (Checksum::default(), Vec::new());
+        MicroBatchSink { sum: self, micro_batch, checksum, at_once, waiting }
     }
 }
 
@@ -49,22 +46,23 @@ impl MicroBatchSink<'_, '_> {
         Ok(self.checksum.0)
     }
 
-    /// Hands on what waits: an addition may change a gradient in place, so its checksum comes first.
+    /// Hands on what waits.
     fn pass(&mut self) -> Result<()> {
-        self.checksum.take(&self.waiting)?;
-        let waiting = self.waiting.drain(..).map(|(id, gradient)| (id.index(), gradient));
-        self.sum.add(self.micro_batch, waiting.collect())
+        let mut waiting = std::mem::take(&mut self.waiting);
+        if self.at_once {
+            let (parameters, gradients): (Vec<_>, Vec<_>) = waiting.into_iter().unzip();
+            let gradients = addend::checked(gradients).map_err(refused)?;
+            waiting = parameters.into_iter().zip(gradients).collect();
+        }
+        self.sum.add(self.micro_batch, waiting)
     }
 }
 
 impl Checksum {
-    fn take(&mut self, gradients: &[(ParamId, Tensor)]) -> Result<()> {
+    /// Has it made: in main memory at once.
+    fn take(&self, id: ParamId, gradient: Addend) -> Result<Addend> {
         let _watch = timing::part(timing::Part::MicroBatchSums);
-        let mut slices = Vec::with_capacity(gradients.len());
-        for (id, gradient) in gradients {
-            slices.push((gradient, 0, salt(Part::MicroBatchGradient, id.index())));
-        }
-        self.0.add(&slices).map_err(refused)
+        gradient.counted(&self.0, salt(Part::MicroBatchGradient, id.index())).map_err(refused)
     }
 
     /// Over all that was handed over.
@@ -74,18 +72,15 @@ impl Checksum {
 }
 
 impl Sink for Checksum {
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.take(&[(id, gradient)])
+    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
+        addend::checked(vec![self.take(id, gradient)?]).map(drop).map_err(refused)
     }
 }
 
 impl Sink for MicroBatchSink<'_, '_> {
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        let (mut gradient, mut together) = (gradient, 1);
-        if gradient.device() != Device::Cpu {
-            (gradient, together) = (gradient.f_contiguous().map_err(refused)?, TOGETHER);
-        }
-        self.waiting.push((id, gradient));
+    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
+        let together = if gradient.device() == Device::Cpu { 1 } else { TOGETHER };
+        self.waiting.push((id.index(), self.checksum.take(id, gradient)?));
         if self.waiting.len() < together { Ok(()) } else { self.pass() }
     }
 }
@@ -149,7 +144,8 @@ mod tests {
                     for micro_batch in micro_batches {
                         let stager = Stager::new(Device::Cpu).unwrap();
                         let staged = input(micro_batch).stage(config, &stager).unwrap();
-                        let (mut sink, how) = (sum.sink(micro_batch), MicroBatchOptions::default());
+                        let (mut sink, how) =
+                            (sum.sink(micro_batch, false), MicroBatchOptions::default());
                         model::micro_batch(config, &params, &balance, staged, 120, how, &mut sink)
                             .unwrap();
                         assert_eq!(

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
 use contract::Result;
+use kernels::addend::Addend;
 use tch::Tensor;
 
 use super::Schedule;
@@ -43,7 +44,7 @@ impl<'a> Sum<'a> {
     }
 
     /// Takes what leaf `leaf` has for some parameters, and sends what is complete with it.
-    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Tensor)>) -> Result<()> {
+    pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Addend)>) -> Result<()> {
         let parameters: Vec<usize> = gradients.iter().map(|(parameter, _)| *parameter).collect();
         self.gradients.add(leaf, gradients)?;
         self.gathering(|gather| {
@@ -148,7 +149,8 @@ mod tests {
             }
             let leaf = numbers[turn as usize];
             // Mostly from the last layer on, but not all of a layer before the next one.
-            let mut tensors: Vec<_> = gradient(&layout, leaf).into_iter().enumerate().collect();
+            let whole = gradient(&layout, leaf).into_iter().map(Addend::from);
+            let mut tensors: Vec<_> = whole.enumerate().collect();
             tensors.sort_by_key(|(parameter, _)| (4 - parameter + leaf as usize % 2 * 2) % 5);
             let (first, rest) = (tensors.remove(0), tensors);
             sum.add(leaf, vec![first])?;

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use contract::{Fault, Result};
+use kernels::addend::Addend;
 use kernels::ops::{Gradient, Present, Table};
 use kernels::tree::{self, Node, Nodes, Pair, Sum, blocks};
 use tch::{Device, Kind, Tensor};
@@ -14,10 +15,10 @@ use crate::refusal::refused;
 
 /// Where gradients go, each the moment it exists.
 pub trait Sink {
-    /// Takes the gradient of the loss over the label count with respect to parameter `id`: its shape, f32.
+    /// Takes the gradient of the loss over the label count with respect to parameter `id`, of its shape, as a layer made it.
     ///
     /// Each parameter has exactly one in a micro-batch; in which order they come is not promised.
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()>;
+    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()>;
 
     /// Takes what the chunks here add to it where other places of a line have the others: their blocks in the tree, in its
     /// order. All places hand over the same parameters in the same order.
@@ -39,11 +40,11 @@ impl Collected {
 }
 
 impl Sink for Collected {
-    fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
+    fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         if self.0.len() <= id.index() {
             self.0.resize_with(id.index() + 1, || None);
         }
-        match self.0[id.index()].replace(gradient) {
+        match self.0[id.index()].replace(gradient.wide().map_err(refused)?) {
             None => Ok(()),
             Some(_) => Err(Fault::bug(format!("parameter {} has two gradients", id.index()))),
         }
@@ -182,28 +183,31 @@ impl<'a> Gradients<'a> {
 
     /// Hands on a gradient that is a sum over chunks already.
     pub(super) fn whole(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-        self.sink.gradient(id, gradient)
+        self.sink.gradient(id, gradient.into())
     }
 
-    /// In f32, in which everything goes on: at once in main memory, on a device together with others when their layer ends, but
-    /// for large ones that are f32 already.
+    /// At once, as it is, where there is no sum over chunks. For a sum in f32: at once in main memory, on a device together with
+    /// others when their layer ends, but for large ones that are f32 already.
     fn take(&mut self, begun: Begun) -> Result<()> {
         let Begun { id, term, chunk, gradient, used } = begun;
-        match gradient {
+        let gradient = match gradient {
             Gradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(refused)?;
-                self.finished(id, term, chunk, made, used)
+                return self.finished(id, term, chunk, made, used);
             }
-            gradient => {
-                self.begun.push(Begun { id, term, chunk, gradient, used });
-                Ok(())
-            }
-        }
+            gradient if self.dealt.chunks == 1 => match Addend::try_from(gradient) {
+                Ok(gradient) => return self.sink.gradient(id, gradient),
+                Err(gradient) => gradient,
+            },
+            gradient => gradient,
+        };
+        self.begun.push(Begun { id, term, chunk, gradient, used });
+        Ok(())
     }
 
     fn at_once(&self, made: &Tensor) -> bool {
-        let alone = self.dealt.chunks == 1 || made.numel() > SMALL;
-        made.device() == Device::Cpu || made.kind() == Kind::Float && alone
+        let large = made.kind() == Kind::Float && made.numel() > SMALL;
+        self.dealt.chunks > 1 && (made.device() == Device::Cpu || large)
     }
 
     fn finished(
@@ -215,9 +219,6 @@ impl<'a> Gradients<'a> {
         used: Option<Present>,
     ) -> Result<()> {
         let dealt = self.dealt;
-        if dealt.chunks == 1 {
-            return self.whole(id, gradient);
-        }
         if let Some(Present::There(_)) = used {
             let value = ChunkSum::of(gradient, used)?;
             return self.together(vec![((id, term), chunk, value)]);
@@ -240,14 +241,14 @@ impl<'a> Gradients<'a> {
         }
         let gradient = sum.finish().map_err(refused)?.ok_or_else(missing_chunk)?.gradient;
         match term {
-            Term::Only => self.sink.gradient(id, gradient),
+            Term::Only => self.whole(id, gradient),
             Term::First => {
                 self.first.insert(id.index(), gradient);
                 Ok(())
             }
             Term::Second => {
                 let first = self.first.remove(&id.index()).ok_or_else(missing_chunk)?;
-                self.sink.gradient(id, first.sum(gradient).map_err(refused)?)
+                self.whole(id, first.sum(gradient).map_err(refused)?)
             }
         }
     }
@@ -464,8 +465,8 @@ mod tests {
     fn sums_that_are_made_together_are_those_made_one_by_one() {
         struct Order(Vec<(usize, Tensor)>);
         impl Sink for Order {
-            fn gradient(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
-                self.0.push((id.index(), gradient));
+            fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
+                self.0.push((id.index(), gradient.wide().unwrap()));
                 Ok(())
             }
         }

@@ -10,7 +10,7 @@ use loader::Batch;
 use super::frozen::{FrozenModel, Weights};
 use super::readout::{Detail, MicroBatchSums, Said};
 use super::rows::{input, inputs, place};
-use crate::audit;
+use crate::audit::{self, Audit};
 use crate::mesh::context::{Shared, SharedSink};
 use crate::mesh::sink::Checksum;
 use crate::mesh::sum::Sum;
@@ -103,10 +103,10 @@ impl MicroBatches<'_> {
             begun(number)?;
             let compute = |weights: Weights<'_>| {
                 let staged = staged.take(micro_batch)?;
-                let said = self.once(micro_batch, weights, staged, Some(sum))?;
-                let audit = workers.audit();
-                if audit.is_some_and(|audit| audit.picks(spec.curriculum.seed, batch.step, number))
-                {
+                let picks = |audit: Audit| audit.picks(spec.curriculum.seed, batch.step, number);
+                let audited = workers.audit().is_some_and(picks);
+                let said = self.once(micro_batch, weights, staged, Some((sum, audited)))?;
+                if audited {
                     self.again(micro_batch, weights, &said)?;
                 }
                 Ok(said)
@@ -123,13 +123,13 @@ impl MicroBatches<'_> {
         Ok(all)
     }
 
-    /// Computes a micro-batch, whose gradients go to `sum` if to anybody.
+    /// Computes a micro-batch, whose gradients go to `sum` if to anybody; with it, whether its checksum is asked for at once.
     fn once(
         &self,
         micro_batch: u64,
         Weights { weights, biases }: Weights<'_>,
         staged: StagedMicroBatch,
-        sum: Option<&Sum<'_>>,
+        sum: Option<(&Sum<'_>, bool)>,
     ) -> Result<Said> {
         let MicroBatches { spec, batch, numbers, label_count, detail, workers, shared, .. } = *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
@@ -139,13 +139,13 @@ impl MicroBatches<'_> {
         };
         let (losses, checksum) = match (shared, sum) {
             (Some(shared), _) => {
-                let into = sum.map(|sum| (sum, number));
+                let into = sum.map(|(sum, _)| (sum, number));
                 let mut sink = SharedSink::new(shared, into);
                 let how = Computing { options, line: Some(shared.line), folded: shared.folded };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
-            (None, Some(sum)) => {
-                let mut sink = sum.sink(number);
+            (None, Some((sum, at_once))) => {
+                let mut sink = sum.sink(number, at_once);
                 (compute(staged, options.into(), &mut sink)?, sink.checksum()?)
             }
             (None, None) => {

@@ -213,9 +213,9 @@ pub fn compute(
         MicroBatches { spec, batch, staged, numbers, label_count, detail, workers, rank, shared };
     let start = Instant::now();
     let said = all.each(state, &sum, reached, || sum.leaf())?;
-    let mut record = Record::default();
-    said.iter().try_for_each(|said| said.put(&mut record))?;
-    if team.group.world() > 1 {
+    let (mut record, alone) = (Record::default(), team.group.world() == 1);
+    if !alone {
+        said.iter().try_for_each(|said| said.put(&mut record))?;
         record.read().map_err(refused)?;
     }
     team.group.computed(batch.step, start.elapsed());
@@ -225,6 +225,10 @@ pub fn compute(
     let (shared, start) = ([shared?, folded?], Instant::now());
     let own = sum.finish(&state.owners)?;
     let waited = start.elapsed();
+    if alone {
+        // Only now all checksums are known: on several ranks when their blocks have left.
+        said.iter().try_for_each(|said| said.put(&mut record))?;
+    }
     Ok(Computed { step: batch.step, head, said, record, own, begun, shared, waited })
 }
 

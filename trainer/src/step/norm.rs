@@ -1,8 +1,6 @@
 //! The norm of the summed gradient: each owner has whole chunks of it, and all come to the same number.
 
 use contract::Result;
-use kernels::checksum;
-use kernels::ops::{Ops, chunks};
 use kernels::record::Record;
 use tch::{Device, Tensor};
 
@@ -33,7 +31,7 @@ pub(super) struct Measured {
     groups: Vec<Vec<usize>>,
 }
 
-/// Measures the pieces `own`: in main memory each chunk is read once.
+/// Measures the pieces `own`, each number read once: the squares of chunks, and what they add to checksums.
 pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Result<Measured> {
     let device = own.first().map_or(Device::Cpu, Tensor::device);
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
@@ -44,39 +42,17 @@ pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Re
     let shapes = groups.iter().map(chunks).collect();
     let found = cx.workers.map(groups, |items: Vec<(Piece, Tensor)>| {
         let _watch = timing::part(timing::Part::Norm);
-        let words = match device {
-            Device::Cpu => items.iter().map(|item| alone(cx.workers.ops(), item)).collect(),
-            _ => together(cx.workers.ops(), &items).map(|words| vec![words]),
+        let part = |(piece, gradient): &'_ (Piece, Tensor)| {
+            (gradient.reshape([-1]), piece.first as u64, salt(Part::Gradient, piece.tensor))
         };
-        words.map_err(refused)
+        let parts: Vec<_> = items.iter().map(part).collect();
+        let parts: Vec<_> = parts.iter().map(|(flat, first, salt)| (flat, *first, *salt)).collect();
+        cx.workers.ops().chunk_sums(&parts, CHUNK).map_err(refused)
     })?;
     let mut record = Record::default();
-    let mut words = found.iter().flatten().flatten();
+    let mut words = found.iter().flatten();
     words.try_for_each(|words| record.put(words)).map_err(refused)?;
     Ok(Measured { record, groups: shapes })
-}
-
-/// The checksum of a piece, and the squares of its chunks.
-fn alone(ops: &dyn Ops, (piece, gradient): &(Piece, Tensor)) -> kernels::Result<[Tensor; 2]> {
-    let (mut at, salt) = (piece.first as u64, salt(Part::Gradient, piece.tensor));
-    let (mut sum, mut squares) = (0u64, Vec::new());
-    for chunk in chunks(gradient, CHUNK)? {
-        squares.push(ops.squares(&chunk)?);
-        sum = sum.wrapping_add(checksum::slice(&chunk, at, salt)?);
-        at += chunk.numel() as u64;
-    }
-    Ok([Tensor::f_from_slice(&[sum.cast_signed()])?, Tensor::f_from_slice(&squares)?])
-}
-
-/// The same of many on a device: all checksums, then all squares.
-fn together(ops: &dyn Ops, items: &[(Piece, Tensor)]) -> kernels::Result<[Tensor; 2]> {
-    let slice = |(piece, gradient)| -> (&Tensor, u64, u64) {
-        let piece: &Piece = piece;
-        (gradient, piece.first as u64, salt(Part::Gradient, piece.tensor))
-    };
-    let slices: Vec<_> = items.iter().map(|(piece, gradient)| slice((piece, gradient))).collect();
-    let flat: Vec<Tensor> = items.iter().map(|(_, gradient)| gradient.reshape([-1])).collect();
-    Ok([checksum::slices(&slices)?, ops.chunk_squares(&flat, CHUNK)?])
 }
 
 impl Measured {
@@ -88,13 +64,20 @@ impl Measured {
     /// Writes what was read, for the others: of each piece its checksum and the squares of its chunks.
     pub(super) fn write(self, record: &mut Record, mine: &mut Writer) -> Result<()> {
         for chunks in self.groups {
-            let sums = chunks.iter().map(|_| record.word().map_err(refused));
-            let sums = sums.collect::<Result<Vec<_>>>()?;
-            for (sum, count) in sums.into_iter().zip(chunks) {
-                mine.word(sum);
-                for _ in 0..count {
-                    mine.word(record.word().map_err(refused)?);
+            let all: usize = chunks.iter().sum();
+            let mut read = || {
+                let words = (0..all).map(|_| record.word().map_err(refused));
+                words.collect::<Result<Vec<u64>>>()
+            };
+            let (squares, sums) = (read()?, read()?);
+            let mut at = 0;
+            for count in chunks {
+                let own = at..at + count;
+                mine.word(sums[own.clone()].iter().copied().fold(0, u64::wrapping_add));
+                for square in &squares[own] {
+                    mine.word(*square);
                 }
+                at += count;
             }
         }
         Ok(())

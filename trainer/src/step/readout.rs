@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
-//!     | checksums of its gradients, to be added | tokens by router class of each layer
+//!     | tokens by router class of each layer | checksums of its gradients, to be added, which are known when these are summed up
 //! ```
 
 use contract::Result;
@@ -41,13 +41,11 @@ pub enum Detail {
 /// What one micro-batch says; its numbers are not known yet.
 pub(super) struct Said {
     words: Tensor,
-    /// What is known of the checksum: another summand.
-    gradient: u64,
+    /// The checksum.
+    gradient: checksum::Total,
     labels: u64,
     /// Labels of each row.
     rows: Vec<u64>,
-    /// Words that are summands of the checksum.
-    checksums: usize,
     /// Router classes of each layer.
     classes: Vec<usize>,
     /// Only where asked for.
@@ -65,17 +63,15 @@ impl Said {
         detail: Detail,
     ) -> Result<Said> {
         let _watch = timing::part(timing::Part::MicroBatchSums);
-        let (gradient, checksums) = gradient.into_parts();
         let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
         let classes = output.counts.iter().map(|counts| counts.as_ref().map_or(0, Tensor::numel));
         let words = || {
             let by_row = output.token_losses.f_view([input.rows as i64, -1])?;
             let by_row = by_row.f_sum_dim_intlist(1, false, Kind::Double)?;
-            let mut words = Vec::with_capacity(2 + checksums.len() + output.counts.len());
+            let mut words = Vec::with_capacity(2 + output.counts.len());
             for losses in [&output.loss, &by_row] {
                 words.push(losses.f_view_dtype(Kind::Int64)?.f_view([-1])?);
             }
-            words.extend(checksums.iter().map(Tensor::shallow_clone));
             words.extend(output.counts.iter().flatten().map(Tensor::shallow_clone));
             Tensor::f_cat(&words, 0)
         };
@@ -84,7 +80,6 @@ impl Said {
             gradient,
             labels: output.labels,
             rows: input.mask.chunks(input.seq_len).map(labels).collect(),
-            checksums: checksums.iter().map(Tensor::numel).sum(),
             classes: classes.collect(),
             token_losses: (detail == Detail::Tokens).then_some(output.token_losses),
         })
@@ -92,7 +87,9 @@ impl Said {
 
     /// Puts its words down, to be read with others.
     pub(super) fn put(&self, record: &mut Record) -> Result<()> {
-        record.put(&self.words).map_err(refused)
+        let (_, there) = self.gradient.parts();
+        let mut words = std::iter::once(&self.words).chain(&there);
+        words.try_for_each(|words| record.put(words)).map_err(refused)
     }
 
     /// Reads one alone, in the middle of a step: on a device the host waits for it here.
@@ -108,15 +105,16 @@ impl Said {
 
     /// Takes its own words off a record that was read.
     pub(super) fn take(&self, record: &mut Record) -> Result<Read> {
-        let Said { gradient, labels, rows, checksums, classes, token_losses, .. } = self;
+        let Said { gradient, labels, rows, classes, token_losses, .. } = self;
         let mut next = || record.word().map_err(refused);
         let loss = f64::from_bits(next()?);
         let rows = rows.iter().map(|labels| Ok((f64::from_bits(next()?), *labels)));
         let rows = rows.collect::<Result<_>>()?;
-        let gradient =
-            (0..*checksums).try_fold(*gradient, |sum, _| Ok(sum.wrapping_add(next()?)))?;
         let layer = |classes: &usize| (0..*classes).map(|_| next()).collect::<Result<_>>();
         let counts = classes.iter().map(layer).collect::<Result<_>>()?;
+        let (known, there) = gradient.parts();
+        let words: usize = there.iter().map(Tensor::numel).sum();
+        let gradient = (0..words).try_fold(known, |sum, _| Ok(sum.wrapping_add(next()?)))?;
         let token_losses =
             token_losses.as_ref().map(|losses| values(&losses.flatten(0, -1))).transpose()?;
         let token_losses = token_losses.unwrap_or_default();

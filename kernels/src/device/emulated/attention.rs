@@ -60,7 +60,7 @@ fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
     let sums = [2, 1].map(|each| tape.room::<f32>(each * channels));
     let sum = |which, out, stride| {
         let partial = (partial, which * bands * channels);
-        Unfinished::Sum { partial, other: None, factor: None, out, stride }
+        Unfinished { partial, other: None, factor: None, out, stride }
     };
     let all = [sum(0, (sums[0], 0), 2), sum(1, (sums[0], 1), 2), sum(2, (sums[1], 0), 1)];
     finish(&mut tape, [rows, channels], &all);

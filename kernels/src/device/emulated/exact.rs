@@ -1,9 +1,9 @@
-//! Checksums, additions and squares have the values of the CPU, to the bit.
+//! Checksums and squares have the values of the CPU, to the bit.
 
 use tch::Tensor;
 
-use super::tape::{Buffer, Tape};
-use super::{bits, numbers};
+use super::numbers;
+use super::tape::{Argument, Buffer, Tape};
 use crate::{checksum, ops};
 
 const ELEMENTS: usize = 4096;
@@ -93,56 +93,21 @@ fn checksums_are_those_of_the_cpu() {
     }
 }
 
-/// Additions of pairs with so many elements.
-fn additions(pairs: &[usize]) -> (Tape, Vec<Buffer>, Buffer) {
-    let mut tape = Tape::new("additions");
-    let (mut lefts, mut pieces) = (Vec::new(), Vec::new());
-    for (seed, &elements) in (1u64..).zip(pairs) {
-        let mut left = numbers(elements, seed);
-        // The sum of two negative zeros is one.
-        left[0] = -0.0;
-        let mut right = numbers(elements, seed + 100);
-        right[0] = -0.0;
-        let (left, right) = (tape.with(&left), tape.with(&right));
-        lefts.push(left);
-        let first = seed << 31;
-        let right = Some(right);
-        pieces.push(([0, 0], Piece { left, right, elements, first, salt: seed, width: 4 }));
-    }
-    let (rows, blocks) = table(&mut tape, &pieces);
-    let (partial, out) = (tape.room::<u64>(blocks), tape.room::<u64>(pairs.len()));
-    tape.launch("add_blocks", blocks, &[rows.into(), pairs.len().into(), partial.into()]);
-    tape.launch("checksum_pieces", pairs.len(), &[rows.into(), partial.into(), out.into()]);
-    (tape, lefts, out)
-}
-
-#[test]
-fn additions_come_with_their_checksum() {
-    let pairs = [1, 5000, 4096, 777];
-    let (tape, lefts, out) = additions(&pairs);
-    let played = tape.play();
-    let checksums = played.read::<u64>(out);
-    for (((seed, &elements), left), found) in (1u64..).zip(&pairs).zip(lefts).zip(checksums) {
-        let [mut one, mut other] = [seed, seed + 100].map(|seed| numbers(elements, seed));
-        (one[0], other[0]) = (-0.0, -0.0);
-        let sum = Tensor::from_slice(&one) + Tensor::from_slice(&other);
-        assert_eq!(bits(&played.read(left)), bits(&Vec::<f32>::try_from(&sum).unwrap()));
-        assert_eq!(found, checksum::slice(&sum, seed << 31, seed).unwrap());
-    }
-}
-
-/// Squares of pieces with so many elements.
-fn squares(pieces: &[usize]) -> (Tape, Buffer) {
-    let mut tape = Tape::new("squares");
+/// Squares of pieces with so many elements, and where that is asked for what they add to checksums.
+fn squares(pieces: &[usize], checked: bool) -> (Tape, [Buffer; 2]) {
+    let mut tape = Tape::new(if checked { "squares, checked" } else { "squares" });
     let piece = |(seed, &elements): (u64, &usize)| {
         let left = tape.with(&numbers(elements, seed));
-        ([0, 0], Piece { left, right: None, elements, first: 0, salt: 0, width: 4 })
+        let [first, salt] = if checked { [seed << 31, seed] } else { [0, 0] };
+        ([0, 0], Piece { left, right: None, elements, first, salt, width: 4 })
     };
     let pieces: Vec<_> = (1..).zip(pieces).map(piece).collect();
     let (rows, _) = table(&mut tape, &pieces);
     let out = tape.room::<f64>(pieces.len());
-    tape.launch("squares", pieces.len(), &[rows.into(), pieces.len().into(), out.into()]);
-    (tape, out)
+    let sums = if checked { tape.room::<u64>(pieces.len()) } else { out };
+    let asked = if checked { sums.into() } else { Argument::Null };
+    tape.launch("squares", pieces.len(), &[rows.into(), pieces.len().into(), out.into(), asked]);
+    (tape, [out, sums])
 }
 
 /// Squares of differences of pairs with so many elements.
@@ -173,21 +138,24 @@ fn differences_are_squared_as_the_cpu_does() {
 }
 
 #[test]
-fn squares_are_those_of_the_cpu() {
+fn squares_and_their_checksums_are_those_of_the_cpu() {
     let pieces: Vec<usize> = (0..19).map(|i| i * i * 7 + i % 3).collect();
-    let (tape, out) = squares(&pieces);
-    let found = tape.play().read::<f64>(out);
-    for ((seed, &elements), found) in (1..).zip(&pieces).zip(found) {
-        let wanted = ops::CPU.squares(&Tensor::from_slice(&numbers(elements, seed))).unwrap();
+    let (tape, [out, sums]) = squares(&pieces, true);
+    let played = tape.play();
+    let found = played.read::<f64>(out).into_iter().zip(played.read::<u64>(sums));
+    for ((seed, &elements), (found, sum)) in (1..).zip(&pieces).zip(found) {
+        let x = Tensor::from_slice(&numbers(elements, seed));
+        let wanted = ops::CPU.squares(&x).unwrap();
         assert_eq!(found.to_bits(), wanted.to_bits(), "{elements}");
+        assert_eq!(sum, checksum::slice(&x, seed << 31, seed).unwrap(), "{elements}");
     }
 }
 
 pub(super) fn small() -> Vec<Tape> {
     vec![
         checksums(&[(4100, 4, 7), (3, 2, 1), (10, 8, 0), (33, 1, 0)]).0,
-        additions(&[4100, 9]).0,
-        squares(&[300, 17, 1]).0,
+        squares(&[300, 17, 1], false).0,
+        squares(&[300, 17, 1], true).0,
         differences(&[300, 17]).0,
     ]
 }
@@ -196,8 +164,7 @@ pub(super) fn small() -> Vec<Tape> {
 pub(super) fn large() -> Vec<Tape> {
     vec![
         checksums(&[(300_001, 4, 7), (70_003, 2, 1), (9000, 8, 0)]).0,
-        additions(&[200_003, 9, 70_000]).0,
-        squares(&[200_003, 17]).0,
+        squares(&[200_003, 17], true).0,
         differences(&[100_003, 17]).0,
     ]
 }

@@ -1,75 +1,53 @@
-//! What is left to do for gradients: sums over bands, and tensors that are widened.
+//! What is left to do for gradients: sums over bands, and what is widened, added and checked in one pass.
+
+use tch::{Kind, Tensor};
 
 use super::tape::{Buffer, Tape};
-use super::{Values, bits, left_bits, numbers};
+use super::{Values, bits, bits_of, left_bits, numbers};
+use crate::checksum;
 
 /// Rows of a band.
 const BAND: usize = 32;
 
-/// Elements of a block that widens.
+/// Elements of a block that adds.
 const ELEMENTS: usize = 4096;
 
 /// A buffer, and in numbers of 4 bytes how far in it something begins.
 type Place = (Buffer, usize);
 
-/// A gradient to be finished.
+/// A gradient to be finished, from sums over bands.
 #[derive(Clone, Copy)]
-pub(super) enum Unfinished {
-    /// From sums over bands.
-    Sum {
-        partial: Place,
-        /// The other sum.
-        other: Option<Place>,
-        factor: Option<Buffer>,
-        out: Place,
-        /// From one column of the outcome to the next.
-        stride: usize,
-    },
-    /// A tensor of bf16, of so many elements, of which an expert has some.
-    Wide { from: Buffer, ends: Option<Buffer>, out: Buffer, elements: usize, each: usize },
+pub(super) struct Unfinished {
+    pub(super) partial: Place,
+    /// The other sum.
+    pub(super) other: Option<Place>,
+    pub(super) factor: Option<Buffer>,
+    pub(super) out: Place,
+    /// From one column of the outcome to the next.
+    pub(super) stride: usize,
 }
 
 impl Unfinished {
     pub(super) fn sum(partial: Place, out: Place) -> Unfinished {
-        Unfinished::Sum { partial, other: None, factor: None, out, stride: 1 }
-    }
-
-    /// What the table says of it beside addresses, if bands are of so many rows and columns; and its blocks.
-    fn numbers(self, [rows, width]: [usize; 2]) -> ([usize; 4], usize) {
-        match self {
-            Unfinished::Sum { stride, .. } => {
-                ([0, rows.div_ceil(BAND), width, stride], width.div_ceil(256))
-            }
-            Unfinished::Wide { elements, each, .. } => {
-                ([elements, 0, each, 2], elements.div_ceil(ELEMENTS))
-            }
-        }
-    }
-
-    fn places(self) -> [Option<Place>; 4] {
-        match self {
-            Unfinished::Sum { partial, other, factor, out, .. } => {
-                [Some(partial), other, factor.map(|of| (of, 0)), Some(out)]
-            }
-            Unfinished::Wide { from, ends, out, .. } => {
-                [Some((from, 0)), ends.map(|of| (of, 0)), None, Some((out, 0))]
-            }
-        }
+        Unfinished { partial, other: None, factor: None, out, stride: 1 }
     }
 }
 
+fn pair(low: usize, high: usize) -> u64 {
+    low as u64 | (high as u64) << 32
+}
+
 /// All of them by one launch: bands are of so many rows, each of so many columns.
-pub(super) fn finish(tape: &mut Tape, size: [usize; 2], all: &[Unfinished]) {
+pub(super) fn finish(tape: &mut Tape, [rows, width]: [usize; 2], all: &[Unfinished]) {
     let (mut words, mut blocks) = (Vec::new(), 0);
     for one in all {
-        let ([elements, bands, width, stride], own) = one.numbers(size);
-        let pair = |low: usize, high: usize| low as u64 | (high as u64) << 32;
-        words.extend([0, 0, elements as u64, 0, pair(bands, width), pair(stride, blocks)]);
-        blocks += own;
+        words.extend([0, 0, 0, 0, pair(rows.div_ceil(BAND), width), pair(one.stride, blocks)]);
+        blocks += width.div_ceil(256);
     }
     let table = tape.with(&words);
-    for (at, one) in all.iter().enumerate() {
-        for (place, address) in one.places().into_iter().enumerate() {
+    for (at, Unfinished { partial, other, factor, out, .. }) in all.iter().enumerate() {
+        let places = [Some(*partial), *other, factor.map(|of| (of, 0)), Some(*out)];
+        for (place, address) in places.into_iter().enumerate() {
             if let Some((buffer, first)) = address {
                 tape.address(table, 48 * at + 8 * place, buffer, 4 * first);
             }
@@ -78,55 +56,271 @@ pub(super) fn finish(tape: &mut Tape, size: [usize; 2], all: &[Unfinished]) {
     tape.launch("finish", blocks, &[table.into(), all.len().into()]);
 }
 
-/// Two tensors, one of them of experts with so many rows and elements each, on both sides of a sum over the rows of a matrix.
-fn mixed(counts: &[u32], each: usize, plain: usize) -> (Tape, [Buffer; 3]) {
-    let mut tape = Tape::new("finish");
-    let ends = counts.iter().scan(0, |end, count| {
-        *end += count;
-        Some(*end)
-    });
-    let ends = tape.with(&ends.collect::<Vec<_>>());
-    let elements = counts.len() * each;
-    let stack = Values::Narrow.with(&mut tape, elements, 7);
-    let matrix = Values::Narrow.with(&mut tape, plain, 8);
-    let partial = tape.with(&numbers(2 * 300, 9));
-    let out = [elements, plain, 300].map(|count| tape.room::<f32>(count));
-    let all = [
-        Unfinished::Wide { from: stack, ends: Some(ends), out: out[0], elements, each },
-        Unfinished::sum((partial, 0), (out[2], 0)),
-        Unfinished::Wide { from: matrix, ends: None, out: out[1], elements: plain, each: plain },
-    ];
-    finish(&mut tape, [BAND + 1, 300], &all);
-    (tape, out)
+/// A side of a sum.
+#[derive(Clone, Copy)]
+struct Side {
+    values: Values,
+    seed: u64,
+    /// Rows of each expert, if it is of some.
+    counts: Option<&'static [i32]>,
+    /// How many elements of its buffer stand before it.
+    before: usize,
+    asked: bool,
 }
 
-/// What a library may have left where an expert has no rows goes, and nothing else.
-#[test]
-fn experts_without_rows_have_zeros() {
-    for (counts, each) in [([0, 8, 0, 0, 16], 1300), ([8, 0, 8, 0, 0], 9000), ([0, 0, 0, 8, 0], 1)]
-    {
-        let (tape, [stack, matrix, sums]) = mixed(&counts, each, 5000);
-        let played = tape.play();
-        let wide = |count, seed| {
-            let narrow = super::bf16(&numbers(count, seed)).into_iter();
-            narrow.map(|value| u32::from(value) << 16).collect::<Vec<_>>()
-        };
-        let wanted = wide(counts.len() * each, 7).into_iter().enumerate();
-        let wanted = wanted.map(|(at, value)| if counts[at / each] == 0 { 0 } else { value });
-        assert_eq!(left_bits(&played, stack), wanted.collect::<Vec<_>>());
-        assert_eq!(left_bits(&played, matrix), wide(5000, 8));
-        let partial = numbers(2 * 300, 9);
-        let wanted = partial[..300].iter().zip(&partial[300..]);
-        let wanted = wanted.map(|(a, b)| (f64::from(*a) + f64::from(*b)) as f32);
-        assert_eq!(left_bits(&played, sums), bits(&wanted.collect::<Vec<_>>()));
+/// A row of the table.
+#[derive(Clone, Copy)]
+struct Row {
+    sides: [Option<Side>; 2],
+    elements: usize,
+    /// Elements of an expert.
+    each: usize,
+    /// Number of the first one in its tensor.
+    first: u64,
+    /// Where the sum goes: elements before it in a buffer of its own; in the memory of the left, or nowhere.
+    out: Out,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Out {
+    Own(usize),
+    Left,
+    Nowhere,
+}
+
+const LEAF: Side = Side { values: Values::Narrow, seed: 1, counts: None, before: 0, asked: true };
+
+impl Side {
+    /// Numbers of which every third is -0.0.
+    fn numbers(self, elements: usize) -> Vec<f32> {
+        let all = numbers(elements, self.seed).into_iter().enumerate();
+        let all: Vec<f32> = all.map(|(at, it)| if at % 3 == 0 { -0.0 } else { it }).collect();
+        match self.values {
+            Values::Wide => all,
+            Values::Narrow => {
+                let wide = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+                super::bf16(&all).into_iter().map(wide).collect()
+            }
+        }
+    }
+
+    /// As the CPU has it: f32, with zeros for experts without rows.
+    fn tensor(self, Row { elements, each, first, .. }: Row) -> Tensor {
+        let mut values = self.numbers(elements);
+        for (at, value) in values.iter_mut().enumerate() {
+            let expert = (first as usize + at) / each;
+            if self.counts.is_some_and(|counts| counts[expert] == 0) {
+                *value = 0.0;
+            }
+        }
+        Tensor::from_slice(&values)
     }
 }
 
+/// Adds all of them by one launch: where each sum is, and the checksums in the order of rows and sides.
+fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
+    let mut tape = Tape::new("finish_add");
+    let (mut words, mut addresses, mut outs, mut blocks) = (vec![], vec![], vec![], 0);
+    let total: usize = rows.iter().map(|row| row.elements.div_ceil(ELEMENTS)).sum();
+    let (mut sums, mut asked) = (Vec::new(), 0);
+    for (at, row) in rows.iter().enumerate() {
+        let (mut asks, mut left) = (0, None);
+        for (place, side) in row.sides.iter().enumerate() {
+            let Some(side) = side else { continue };
+            // Before it stands what nobody may read or change.
+            let values = [vec![7.0; side.before], side.numbers(row.elements)].concat();
+            let (buffer, width) = match side.values {
+                Values::Wide => (tape.with(&values), 4),
+                Values::Narrow => (tape.with(&super::bf16(&values)), 2),
+            };
+            left = left.or(Some((buffer, side.before)));
+            addresses.push((80 * at + 8 * place, buffer, width * side.before));
+            if let Some(counts) = side.counts {
+                let ends = counts.iter().scan(0u32, |end, count| {
+                    *end += count.cast_unsigned();
+                    Some(*end)
+                });
+                let ends = tape.with(&ends.collect::<Vec<_>>());
+                addresses.push((80 * at + 24 + 8 * place, ends, 0));
+            }
+            asks |= usize::from(side.values == Values::Narrow) << place;
+            if side.asked {
+                asks |= 4 << place;
+                asked += 1;
+                sums.extend([0, 0, row.elements as u64, 0, 0, pair(4, place * total + blocks)]);
+            }
+        }
+        let out = match row.out {
+            Out::Own(before) => Some((tape.room::<f32>(before + row.elements), before)),
+            Out::Left => left,
+            Out::Nowhere => None,
+        };
+        addresses.extend(out.map(|(buffer, before)| (80 * at + 16, buffer, 4 * before)));
+        words.extend([0, 0, 0, 0, 0, row.elements as u64, row.first, 9 << 33 | 5, row.each as u64]);
+        words.push(pair(asks, blocks));
+        blocks += row.elements.div_ceil(ELEMENTS);
+        outs.push(out);
+    }
+    let table = tape.with(&words);
+    for (at, buffer, offset) in addresses {
+        tape.address(table, at, buffer, offset);
+    }
+    let (partial, out) = (tape.room::<u64>(2 * total), tape.room::<u64>(asked));
+    let sums = tape.with(&sums);
+    let arguments = [table.into(), rows.len().into(), blocks.into(), partial.into()];
+    tape.launch("finish_add", blocks, &arguments);
+    tape.launch("checksum_pieces", asked, &[sums.into(), partial.into(), out.into()]);
+    (tape, outs, out)
+}
+
+/// Leaves of bf16 and f32 that meet each other, nodes, and nobody; with experts without rows on either side.
+fn rows(elements: usize) -> Vec<Row> {
+    const SOME: [&[i32]; 2] = [&[0, 8, 0, 0, 16], &[8, 0, 8, 0, 0]];
+    let each = elements.div_ceil(5).max(1);
+    let side = |values, seed| Side { values, seed, ..LEAF };
+    let (narrow, wide) = (side(Values::Narrow, 2), side(Values::Wide, 3));
+    let sum = Side { asked: false, ..side(Values::Wide, 4) };
+    let experts = |side: Side, of: usize| Side { counts: Some(SOME[of]), ..side };
+    let row = |sides, out| Row { sides, elements, each, first: 0, out };
+    vec![
+        row([Some(LEAF), Some(narrow)], Out::Own(0)),
+        row([Some(experts(LEAF, 0)), Some(experts(narrow, 1))], Out::Own(0)),
+        row([Some(experts(wide, 0)), Some(experts(Side { seed: 8, ..wide }, 1))], Out::Left),
+        row([Some(sum), Some(experts(narrow, 1))], Out::Left),
+        row([Some(sum), Some(Side { seed: 5, ..sum })], Out::Left),
+        row([Some(LEAF), Some(sum)], Out::Own(3)),
+        row([Some(experts(narrow, 1)), None], Out::Own(0)),
+        row([Some(experts(wide, 0)), None], Out::Nowhere),
+        // Addresses for which no access of 8 or 16 bytes is.
+        row([Some(Side { before: 1, ..LEAF }), Some(narrow)], Out::Own(0)),
+        row([Some(LEAF), Some(Side { before: 3, ..wide })], Out::Own(4)),
+        row([Some(Side { before: 2, ..sum }), Some(Side { before: 4, ..narrow })], Out::Left),
+        row([Some(experts(LEAF, 1)), Some(narrow)], Out::Own(1)),
+    ]
+}
+
+fn hold(rows: &[Row]) {
+    let (tape, outs, sums) = additions(rows);
+    let played = tape.play();
+    let mut checksums = played.read::<u64>(sums).into_iter();
+    for (row, out) in rows.iter().zip(outs) {
+        let sides = row.sides.map(|side| side.map(|side| (side.tensor(*row), side.asked)));
+        for (tensor, _) in sides.iter().flatten().filter(|(_, asked)| *asked) {
+            let wanted = checksum::slice(tensor, row.first, 9 << 33 | 5).unwrap();
+            assert_eq!(checksums.next(), Some(wanted));
+        }
+        let Some((out, before)) = out else { continue };
+        let wanted = match &sides {
+            [Some((left, _)), Some((right, _))] => left + right,
+            [Some((left, _)), None] => left.shallow_clone(),
+            _ => panic!("nothing is added"),
+        };
+        assert_eq!(left_bits(&played, out)[before..], bits_of(&wanted), "{}", row.elements);
+    }
+    assert_eq!(checksums.next(), None);
+}
+
+#[test]
+fn nodes_are_added_and_checked_as_the_cpu_does() {
+    for elements in [1, 5, 4096, 4099, 9001] {
+        hold(&rows(elements));
+    }
+}
+
+/// A part of a tensor that is sent: its experts and its checksum are those of the whole.
+#[test]
+fn a_part_is_counted_where_it_stands() {
+    let experts = Side { counts: Some(&[3, 0, 2, 0]), ..LEAF };
+    let part = |first, elements, before| {
+        let left = Some(Side { before, ..experts });
+        Row { sides: [left, None], elements, each: 2000, first, out: Out::Own(before) }
+    };
+    hold(&[part(0, 7999, 0), part(1999, 2, 1), part(3000, 4100, 4), part(7999, 1, 0)]);
+    let over = (1 << 32) - 100;
+    let far = Row { first: over, each: 1 << 40, ..part(0, 5000, 0) };
+    hold(&[Row { sides: [Some(LEAF), Some(Side { values: Values::Wide, ..LEAF })], ..far }]);
+}
+
+/// NaNs and infinities of either side, and numbers too small to be normal.
+#[test]
+fn what_is_no_number_stays_so() {
+    let values = [f32::NAN, f32::INFINITY, -f32::INFINITY, 1e-40, -0.0, 0.0, 3.5, f32::MAX];
+    let all: Vec<f32> = (0..64).map(|at| values[at % 8]).collect();
+    let others: Vec<f32> = (0..64).map(|at| values[at / 8]).collect();
+    let mut tape = Tape::new("what is no number");
+    let (left, right, out) =
+        (tape.with(&super::bf16(&all)), tape.with(&others), tape.room::<f32>(64));
+    let table = tape.with(&[0u64, 0, 0, 0, 0, 64, 0, 0, 64, 1]);
+    for (at, buffer) in [left, right, out].into_iter().enumerate() {
+        tape.address(table, 8 * at, buffer, 0);
+    }
+    let arguments = [table.into(), 1.into(), 1.into(), super::tape::Argument::Null];
+    tape.launch("finish_add", 1, &arguments);
+    let wanted = Tensor::from_slice(&all).to_kind(Kind::BFloat16).to_kind(Kind::Float);
+    let wanted = Vec::<f32>::try_from(wanted + Tensor::from_slice(&others)).unwrap();
+    for (found, wanted) in tape.play().read::<f32>(out).into_iter().zip(wanted) {
+        let alike = found.to_bits() == wanted.to_bits() || found.is_nan() && wanted.is_nan();
+        assert!(alike, "{found} {wanted}");
+    }
+}
+
+/// Faults that are planted in a table: what stands where an expert has no rows, a side that is taken for another kind, another
+/// place of a part, an element more.
+#[test]
+fn planted_faults_of_a_table_are_found() {
+    let experts = Side { counts: Some(&[8, 0, 8, 8, 8]), ..LEAF };
+    let row = Row {
+        sides: [Some(experts), None],
+        elements: 5000,
+        each: 1000,
+        first: 0,
+        out: Out::Own(0),
+    };
+    let left = |row: Row| {
+        let (tape, outs, sums) = additions(&[row]);
+        let played = tape.play();
+        let mut found = left_bits(&played, outs[0].unwrap().0);
+        found.truncate(4990);
+        (found, played.read::<u64>(sums))
+    };
+    let (values, checksum) = left(row);
+    let plants = [
+        Row { sides: [Some(LEAF), None], ..row },
+        Row { sides: [Some(Side { values: Values::Wide, ..experts }), None], ..row },
+        Row { each: 999, ..row },
+    ];
+    for plant in plants {
+        let (found, sum) = left(plant);
+        assert!(found != values && sum != checksum);
+    }
+    for plant in [Row { first: 1, each: 1001, ..row }, Row { elements: 4999, ..row }] {
+        assert_ne!(left(plant).1, checksum);
+    }
+}
+
+/// Sums over bands beside each other.
+fn bands(columns: usize) -> (Tape, Buffer) {
+    let mut tape = Tape::new("finish");
+    let partial = tape.with(&numbers(2 * columns, 9));
+    let out = tape.room::<f32>(columns);
+    finish(&mut tape, [BAND + 1, columns], &[Unfinished::sum((partial, 0), (out, 0))]);
+    (tape, out)
+}
+
+#[test]
+fn bands_are_added_in_f64() {
+    let (tape, out) = bands(300);
+    let partial = numbers(2 * 300, 9);
+    let wanted = partial[..300].iter().zip(&partial[300..]);
+    let wanted = wanted.map(|(a, b)| (f64::from(*a) + f64::from(*b)) as f32);
+    assert_eq!(left_bits(&tape.play(), out), bits(&wanted.collect::<Vec<_>>()));
+}
+
 pub(super) fn small() -> Vec<Tape> {
-    vec![mixed(&[0, 3], 9, 20).0]
+    vec![bands(300).0, additions(&rows(43)).0]
 }
 
 /// Experts of several blocks each.
 pub(super) fn large() -> Vec<Tape> {
-    vec![mixed(&[0, 8, 0, 16, 40], 9000, 50_000).0]
+    vec![bands(5000).0, additions(&rows(45_001)).0]
 }

@@ -146,7 +146,7 @@ fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
     let all = |which| (partial, which * bands * width);
     let scaled = |which, other: Option<usize>, factor, at: usize| {
         let (other, out) = (other.map(all), (found, at * width));
-        Unfinished::Sum { partial: all(which), other, factor: Some(factor), out, stride: 1 }
+        Unfinished { partial: all(which), other, factor: Some(factor), out, stride: 1 }
     };
     let sums = [
         scaled(1, Some(0), bias, 0),

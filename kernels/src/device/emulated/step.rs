@@ -119,7 +119,7 @@ fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     let (pieces, blocks) = table(&mut tape, &units);
     let lengths = tape.room::<f64>(sizes.len());
     let arguments = [pieces.into(), count, lengths.into()];
-    tape.launch("squares", sizes.len(), &arguments);
+    tape.launch("squares", sizes.len(), &[&arguments[..], &[Argument::Null]].concat());
     tape.launch("unit_blocks", blocks, &[&arguments[..], &[Argument::Float(1e-7)]].concat());
     let words = tape.with(&products);
     for (row, [at, square_at]) in places.into_iter().enumerate() {

@@ -1,17 +1,15 @@
-//! What is left to do for gradients, done for all of a layer by one launch: sums over bands of rows are added up, those of bf16
-//! are widened, and experts without rows get their zeros.
+//! What is left to do for gradients, done for all of a layer by a launch for each kind: sums over bands of rows are added up;
+//! those of bf16 are widened, and experts without rows get their zeros.
 
 use tch::{Kind, Tensor};
 
 use super::Queue;
 use super::rows::tiles;
 use crate::Result;
+use crate::device::additions::{self, Addition, Side};
 use crate::ops::call::Call;
 use crate::ops::operands::Bands;
 use crate::ops::{Banded, Experts, Gradient};
-
-/// Elements of a block that widens (`ELEMENTS` in `finish.h`).
-const ELEMENTS: i64 = 4096;
 
 /// Numbers in a row of the table (`Unfinished` in `finish.h`).
 const ROW: i64 = 6;
@@ -44,16 +42,6 @@ impl Unfinished {
         self.blocks += tiles(width);
         Ok(())
     }
-
-    /// A tensor of bf16 or f32 that goes into `out`; zeros for experts that have no rows before their end.
-    fn wide(&mut self, from: &Tensor, ends: Option<&Tensor>, out: &Tensor) {
-        let elements = from.numel() as i64;
-        let each = elements / from.size().first().copied().unwrap_or(1).max(1);
-        let width = from.kind().elt_size_in_bytes() as i64;
-        self.rows.extend([address(from), ends.map_or(0, address), elements, address(out)]);
-        self.rows.extend([each << 32, width | self.blocks << 32]);
-        self.blocks += (elements + ELEMENTS - 1) / ELEMENTS;
-    }
 }
 
 fn address(tensor: &Tensor) -> i64 {
@@ -63,18 +51,20 @@ fn address(tensor: &Tensor) -> i64 {
 /// All of them, f32: those that are so already are the same.
 pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
     let (mut out, mut table) = (Vec::with_capacity(all.len()), Unfinished::default());
+    let mut sides = Vec::new();
     for one in &all {
         let found = match one {
             Gradient::Made(made) if made.kind() == Kind::Float => made.shallow_clone(),
             Gradient::Made(made) => {
                 Call("finish").float("made", made, &made.size())?;
                 let found = queue.room(&made.size(), Kind::Float)?;
-                table.wide(made, None, &found);
+                sides.push((made.into(), found.shallow_clone()));
                 found
             }
             Gradient::Experts(Experts { made, ends }) => {
                 let found = queue.room(&made.size(), Kind::Float)?;
-                table.wide(made, Some(ends), &found);
+                let side = Side { ends: Some(ends), ..made.into() };
+                sides.push((side, found.shallow_clone()));
                 found
             }
             Gradient::Banded(Banded { sums, shape }) => {
@@ -92,5 +82,7 @@ pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
         let rows = queue.upload(&table.rows)?;
         queue.launch(c"finish", table.blocks, &[(&rows).into(), count.into()])?;
     }
+    let rows = sides.iter().map(|(side, out)| Addition::of(*side, Some(out)));
+    additions::make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out)
 }

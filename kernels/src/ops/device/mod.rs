@@ -402,7 +402,16 @@ impl Ops for Own {
 
     fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
         let Some(one) = tensors.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
-        step::squares(&self.at(one)?, tensors, chunk)
+        let parts: Vec<_> = tensors.iter().map(|tensor| (tensor, 0, 0)).collect();
+        let [squares, _] = step::squares(&self.at(one)?, &parts, chunk, false)?;
+        Ok(squares)
+    }
+
+    fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
+        let Some((one, ..)) = parts.first() else {
+            return REFERENCE.chunk_sums(parts, chunk);
+        };
+        step::squares(&self.at(one)?, parts, chunk, true)
     }
 
     fn chunk_differences(&self, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {

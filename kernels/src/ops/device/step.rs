@@ -121,21 +121,25 @@ pub(super) fn rounded(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<()> {
     pieces::round(queue, &rows)
 }
 
-/// The sum of squares of each chunk of each tensor.
-pub(super) fn squares(queue: &Queue, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
+/// The sum of squares of each chunk of each part, and, where they are asked for, its checksum.
+pub(super) fn squares(
+    queue: &Queue,
+    parts: &pieces::Parts,
+    chunk: i64,
+    checked: bool,
+) -> Result<[Tensor; 2]> {
     let call = Call("squares");
-    tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
-    let alone = tensors.iter().map(|tensor| (tensor, None));
-    pieces::squares(queue, &alone.collect::<Vec<_>>(), chunk)
+    parts.iter().try_for_each(|(tensor, ..)| call.f32("x", tensor, &tensor.size()))?;
+    pieces::squares(queue, parts, chunk, checked)
 }
 
-/// The same of differences.
+/// The sum of squares of the difference of each chunk.
 pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
     let call = Call("differences");
     for [one, other] in pairs {
         call.f32("one", one, &one.size())?;
         call.f32("other", other, &one.size())?;
     }
-    let pairs = pairs.iter().map(|[tensor, other]| (tensor, Some(other)));
-    pieces::squares(queue, &pairs.collect::<Vec<_>>(), chunk)
+    let pairs = pairs.iter().map(|[tensor, other]| (tensor, other));
+    pieces::differences(queue, &pairs.collect::<Vec<_>>(), chunk)
 }

@@ -16,7 +16,7 @@ use super::{
     NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
     chunks,
 };
-use crate::Result;
+use crate::{Result, checksum};
 
 /// The table of libtorch's operators. Its version moves with its bits.
 #[derive(Debug)]
@@ -210,6 +210,22 @@ impl Ops for Reference {
             [] => Ok(Tensor::f_from_slice::<f64>(&[])?),
             _ => Ok(Tensor::f_stack(&all, 0)?),
         }
+    }
+
+    /// The checksum of a part stands at its first chunk.
+    fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
+        let tensors: Vec<Tensor> =
+            parts.iter().map(|(tensor, ..)| tensor.shallow_clone()).collect();
+        let (squares, known) = (self.chunk_squares(&tensors, chunk)?, checksum::slices(parts)?);
+        let sums = squares.f_zeros_like()?.f_to_kind(Kind::Int64)?;
+        let mut at = 0;
+        for (part, (tensor, ..)) in (0..).zip(parts) {
+            if tensor.numel() > 0 {
+                sums.f_narrow(0, at, 1)?.f_copy_(&known.f_narrow(0, part, 1)?)?;
+            }
+            at += (tensor.numel() as i64 + chunk - 1) / chunk;
+        }
+        Ok([squares, sums])
     }
 }
 

@@ -347,7 +347,23 @@ proptest! {
             let three = random(&[3], seed);
             let wanted = [&x, &three, &x].map(of_each).concat();
             let all = table.chunk_squares(&[x.copy(), three, x.copy()], chunk).unwrap();
-            prop_assert_eq!(all, Tensor::from_slice(&wanted));
+            prop_assert_eq!(&all, &Tensor::from_slice(&wanted));
+        }
+        // The same with checksums, of parts that begin anywhere in their tensors.
+        let three = random(&[3], seed);
+        let parts = [(&x, seed, 7), (&three, 1 << 40, 8), (&x, 0, 9)];
+        let wanted = parts.map(|(x, first, salt)| checksum::slice(x, first, salt).unwrap());
+        let count = |x: &Tensor| (x.numel() as i64 + chunk - 1) / chunk;
+        let counts = parts.map(|(x, ..)| count(x));
+        for table in [CPU, REFERENCE, EMULATED] {
+            let [squares, sums] = table.chunk_sums(&parts, chunk).unwrap();
+            let tensors = parts.map(|(x, ..)| x.shallow_clone());
+            prop_assert_eq!(squares, table.chunk_squares(&tensors, chunk).unwrap());
+            let found = sums.split_with_sizes(counts, 0).into_iter().map(|sums| {
+                let sums = Vec::<i64>::try_from(sums).unwrap().into_iter();
+                sums.fold(0u64, |sum, one| sum.wrapping_add(one.cast_unsigned()))
+            });
+            prop_assert_eq!(found.collect::<Vec<_>>(), wanted);
         }
     }
 }

@@ -245,7 +245,7 @@ pub(super) fn all(queue: &Queue, given: &[&Tensor], by: NewtonSchulz) -> Result<
         queue.launch(kernel, blocks.unwrap_or(own), &arguments)
     };
     let lengths = queue.room(&[count], Kind::Double)?;
-    launch(c"squares", 0, Some(count), &[(&lengths).into()])?;
+    launch(c"squares", 0, Some(count), &[(&lengths).into(), Argument::Nothing])?;
     launch(c"unit_blocks", 0, None, &[(&lengths).into(), by.eps.into()])?;
     let coefficients = by.coefficients.map(Argument::from);
     for step in 0..by.steps {

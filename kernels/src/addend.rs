@@ -1,0 +1,320 @@
+//! What is added in a tree for a parameter: a gradient as a library made it on a device, or a sum.
+//!
+//! On a device with our kernels a gradient of bf16 stays as it is until it meets another one: then both are widened, added and
+//! checked by one pass over them. Same bits as tensors of f32 that are added by [`tree::Sum`].
+
+use std::ops::Range;
+
+use tch::{Device, Kind, Tensor};
+
+use crate::checksum::Total;
+use crate::device::additions::{self, Addition, Side};
+use crate::device::queue::Queue;
+use crate::ops::{Experts, Gradient};
+use crate::{Error, Result, tree};
+
+/// Numbers of a parameter that are added to others.
+#[derive(Debug)]
+pub struct Addend {
+    /// f32; of a gradient also bf16.
+    numbers: Tensor,
+    /// Where the rows of each expert end: one without rows has zeros, whatever stands there.
+    ends: Option<Tensor>,
+    /// What its checksum is added to when it is read, and the salt.
+    asked: Option<(Total, u64)>,
+}
+
+/// Of many parameters, in one order.
+#[derive(Debug)]
+pub struct Addends(pub Vec<Addend>);
+
+impl From<Tensor> for Addend {
+    fn from(numbers: Tensor) -> Self {
+        Addend { numbers, ends: None, asked: None }
+    }
+}
+
+impl TryFrom<Gradient> for Addend {
+    type Error = Gradient;
+
+    /// Not of sums over bands, which are to be finished first.
+    fn try_from(gradient: Gradient) -> std::result::Result<Self, Gradient> {
+        match gradient {
+            Gradient::Made(made) => Ok(made.into()),
+            Gradient::Experts(Experts { made, ends }) => {
+                Ok(Addend { ends: Some(ends), ..made.into() })
+            }
+            Gradient::Banded(_) => Err(gradient),
+        }
+    }
+}
+
+impl Addend {
+    /// Where it is.
+    pub fn device(&self) -> Device {
+        self.numbers.device()
+    }
+
+    /// Bytes of a number.
+    pub fn width(&self) -> usize {
+        self.numbers.kind().elt_size_in_bytes()
+    }
+
+    /// Adds its checksum, as f32, to `total`: on a device with our kernels not before it is read for something else.
+    pub fn counted(self, total: &Total, salt: u64) -> Result<Addend> {
+        if queue(Some(&self)).is_some() {
+            let (numbers, asked) = (self.numbers.f_contiguous()?, Some((total.clone(), salt)));
+            return Ok(Addend { numbers, asked, ..self });
+        }
+        let wide = self.numbers.f_to_kind(Kind::Float)?;
+        total.add(&[(&wide, 0, salt)])?;
+        Ok(wide.into())
+    }
+
+    /// In f32.
+    pub fn wide(self) -> Result<Tensor> {
+        let mut all = wide(vec![self])?;
+        Ok(all.swap_remove(0))
+    }
+
+    fn side(&self) -> Side<'_> {
+        let Addend { numbers, ends, asked } = self;
+        let asked = asked.as_ref().map(|(_, salt)| *salt);
+        Side { tensor: numbers, ends: ends.as_ref(), asked }
+    }
+
+    /// Where what becomes of it may go: its own memory, unless that is too narrow.
+    fn room(&self, queue: &Queue) -> Result<Tensor> {
+        match self.numbers.kind() {
+            Kind::Float => Ok(self.numbers.shallow_clone()),
+            _ => queue.room(&self.numbers.size(), Kind::Float),
+        }
+    }
+
+    fn is_wide(&self) -> bool {
+        self.numbers.kind() == Kind::Float && self.ends.is_none()
+    }
+}
+
+/// A row of what is made by one launch.
+struct Row<'a> {
+    left: &'a Addend,
+    right: Option<&'a Addend>,
+    /// Where the sum goes.
+    out: Option<&'a Tensor>,
+    /// Which numbers.
+    range: Range<i64>,
+}
+
+impl<'a> Row<'a> {
+    fn of(left: &'a Addend, out: Option<&'a Tensor>) -> Self {
+        Row { left, right: None, out, range: 0..left.numbers.numel() as i64 }
+    }
+}
+
+/// Makes them, and adds checksums to what has asked for them.
+fn make(queue: &Queue, rows: &[Row]) -> Result<()> {
+    let table = rows.iter().map(|Row { left, right, out, range }| Addition {
+        left: left.side(),
+        right: right.map(Addend::side),
+        out: *out,
+        range: range.clone(),
+    });
+    let sums = additions::make(queue, &table.collect::<Vec<_>>())?;
+    let sides = rows.iter().map(|row| Some(row.left)).chain(rows.iter().map(|row| row.right));
+    let asked = sides.flatten().filter_map(|side| side.asked.as_ref());
+    let (asked, mut at) = (asked.map(|(total, _)| total).collect::<Vec<_>>(), 0);
+    for own in asked.chunk_by(|one, next| one.is(next)) {
+        let count = own.len() as i64;
+        own[0].push(sums.f_narrow(0, at, count)?);
+        at += count;
+    }
+    Ok(())
+}
+
+/// The kernels of the device of the first one, if it is on one that has some.
+fn queue(one: Option<&Addend>) -> Option<Queue> {
+    let device = one.map(Addend::device).filter(|device| *device != Device::Cpu);
+    device.and_then(|device| Queue::of(device).ok())
+}
+
+/// All of them in f32, and checked: on a device by one launch.
+pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
+    match queue(all.first()) {
+        Some(queue) => wide_on(&queue, &all),
+        None => all.iter().map(|one| Ok(one.numbers.f_to_kind(Kind::Float)?)).collect(),
+    }
+}
+
+fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
+    let out: Vec<Tensor> = all.iter().map(|one| one.room(queue)).collect::<Result<_>>()?;
+    let left = all.iter().zip(&out).filter(|(one, _)| !one.is_wide() || one.asked.is_some());
+    let rows = left.map(|(one, out)| Row::of(one, (!one.is_wide()).then_some(out)));
+    make(queue, &rows.collect::<Vec<_>>())?;
+    Ok(out)
+}
+
+/// The same ones, with their checksums added to what has asked for them.
+pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
+    if let Some(queue) = queue(all.first()) {
+        let asked = all.iter().filter(|one| one.asked.is_some());
+        let rows: Vec<_> = asked.map(|one| Row::of(one, None)).collect();
+        make(&queue, &rows)?;
+        all.iter_mut().for_each(|one| one.asked = None);
+    }
+    Ok(all)
+}
+
+/// The sum of each pair, left + right: on a device by one launch.
+pub fn add(pairs: Vec<(Addend, Addend)>) -> Result<Vec<Addend>> {
+    let fits = |(left, right): &(Addend, Addend)| left.numbers.size() == right.numbers.size();
+    if !pairs.iter().all(fits) {
+        let (operation, operand) = ("a sum", "what is added");
+        let [found, wanted] = ["of another shape", "one shape"].map(str::to_owned);
+        return Err(Error::Operand { operation, operand, found, wanted });
+    }
+    if let Some(queue) = queue(pairs.first().map(|(left, _)| left)) {
+        return add_on(&queue, &pairs);
+    }
+    let sum = |(left, right): (Addend, Addend)| {
+        let [mut left, right] = [left, right].map(|one| one.numbers);
+        let _ = left.f_add_(&right)?;
+        Ok(left.into())
+    };
+    pairs.into_iter().map(sum).collect()
+}
+
+fn add_on(queue: &Queue, pairs: &[(Addend, Addend)]) -> Result<Vec<Addend>> {
+    let out = pairs.iter().map(|(left, _)| left.room(queue)).collect::<Result<Vec<Tensor>>>()?;
+    let row = |((left, right), out)| Row { right: Some(right), ..Row::of(left, Some(out)) };
+    let rows = pairs.iter().map(|(left, right)| (left, right)).zip(&out).map(row);
+    make(queue, &rows.collect::<Vec<_>>())?;
+    Ok(out.into_iter().map(Addend::from).collect())
+}
+
+/// Copies numbers of some to where others are sent from, f32, as many as the range has: on a device by one launch. One whose
+/// checksum was asked for is copied whole by one call.
+pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
+    if let Some(queue) = queue(parts.first().map(|(one, ..)| *one)) {
+        return copy_on(&queue, parts);
+    }
+    for (one, range, out) in parts {
+        let all = one.numbers.f_reshape([-1])?;
+        out.f_copy_(&all.f_narrow(0, range.start, range.end - range.start)?)?;
+    }
+    Ok(())
+}
+
+fn copy_on(queue: &Queue, parts: &[(&Addend, Range<i64>, Tensor)]) -> Result<()> {
+    let rows = parts
+        .iter()
+        .map(|(one, range, out)| Row { range: range.clone(), ..Row::of(one, Some(out)) });
+    make(queue, &rows.collect::<Vec<_>>())
+}
+
+impl tree::Sum for Addends {
+    type Error = Error;
+
+    fn sum(self, right: Self) -> Result<Self> {
+        Ok(Addends(add(self.0.into_iter().zip(right.0).collect())?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checksum;
+    use crate::device::emulated::queue;
+
+    const SALT: u64 = 0x1234_5678_9abc_def1;
+
+    /// Gradients of experts with rows, as a device has them: where there are none stands what nobody may read.
+    fn experts(shape: [i64; 3], counts: &[i64], (seed, kind): (i64, Kind)) -> (Addend, Tensor) {
+        let made = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu));
+        let made = ((made + seed as f64) * 0.7).sin().view(shape).to_kind(kind);
+        let ends = Tensor::from_slice(counts).cumsum(0, Kind::Int);
+        let rows = Tensor::from_slice(counts).view([-1, 1, 1]);
+        let none = Tensor::from(f32::NAN).to_kind(kind);
+        let whole = made.where_self(&rows.ne(0), &Tensor::zeros_like(&none)).to_kind(Kind::Float);
+        let made = made.where_self(&rows.ne(0), &none);
+        (Addend { ends: Some(ends), ..made.into() }, whole)
+    }
+
+    fn asks(addend: Addend, total: &Total) -> Addend {
+        Addend { asked: Some((total.clone(), SALT)), ..addend }
+    }
+
+    fn plain(values: &Tensor) -> Addend {
+        values.copy().into()
+    }
+
+    fn checksum(values: &Tensor) -> u64 {
+        checksum::slice(values, 0, SALT).unwrap()
+    }
+
+    /// Leaves that wait as they were made come to the bits and the checksums of those that are widened first.
+    #[test]
+    fn leaves_are_added_as_if_they_had_been_widened() {
+        let queue = queue(Device::Cpu).unwrap();
+        for (shape, kind) in
+            [([4, 3, 5], Kind::BFloat16), ([4, 70, 33], Kind::BFloat16), ([4, 9, 7], Kind::Float)]
+        {
+            let counts = [[3i64, 0, 2, 0], [0, 0, 1, 8], [1, 1, 0, 1]];
+            let leaves = [0, 1, 2].map(|at| experts(shape, &counts[at], (7 * at as i64, kind)));
+            let totals = [0, 1, 2].map(|_| Total::default());
+            let wanted = leaves.each_ref().map(|(_, whole)| whole.copy());
+            let small = Tensor::from_slice(&[-0.0f32, 1.0, -0.0]);
+            let [a, b, c] = leaves.map(|(leaf, _)| leaf);
+            // Beside each other two that nobody asks about.
+            let pairs =
+                [(asks(a, &totals[0]), asks(b, &totals[1])), (plain(&small), plain(&small))];
+            let mut sums = add_on(&queue, &pairs).unwrap();
+            assert_eq!(checksum(&sums.remove(1).numbers), checksum(&(&small + &small)));
+            let pair = [(sums.remove(0), asks(c, &totals[2]))];
+            let all = add_on(&queue, &pair).unwrap().remove(0);
+            let whole = &wanted[0] + &wanted[1] + &wanted[2];
+            assert_eq!(checksum(&all.numbers), checksum(&whole), "{shape:?}");
+            for (total, wanted) in totals.iter().zip(&wanted) {
+                assert_eq!(total.read().unwrap(), checksum(wanted), "{shape:?}");
+            }
+        }
+    }
+
+    /// One that meets nobody is widened whole, or piece by piece to where it is sent from; or it is only looked at.
+    #[test]
+    fn a_leaf_alone_is_counted_once() {
+        let queue = queue(Device::Cpu).unwrap();
+        for kind in [Kind::BFloat16, Kind::Float] {
+            let leaf = |total: &Total| {
+                let (leaf, whole) = experts([3, 50, 41], &[0, 5, 1], (3, kind));
+                (asks(leaf, total), whole)
+            };
+            let total = Total::default();
+            let (one, wanted) = leaf(&total);
+            let vector = Tensor::from_slice(&[-0.0f32, 2.0]);
+            let found = wide_on(&queue, &[one, asks(plain(&vector), &total)]).unwrap();
+            assert_eq!(checksum(&found[0]), checksum(&wanted));
+            let both = checksum(&wanted).wrapping_add(checksum(&vector));
+            assert_eq!(total.read().unwrap(), both);
+
+            let total = Total::default();
+            let (one, _) = leaf(&total);
+            let room = Tensor::zeros([3 * 50 * 41 + 1], (Kind::Float, Device::Cpu));
+            let cuts = [0, 1, 2049, 2050, 3 * 50 * 41];
+            let part = |pair: &[i64]| {
+                let into = room.narrow(0, 1 + pair[0], pair[1] - pair[0]);
+                (&one, pair[0]..pair[1], into)
+            };
+            copy_on(&queue, &cuts.windows(2).map(part).collect::<Vec<_>>()).unwrap();
+            let sent = room.narrow(0, 1, 3 * 50 * 41);
+            assert_eq!(checksum(&sent.copy()), checksum(&wanted.view([-1])));
+            assert_eq!(total.read().unwrap(), checksum(&wanted));
+        }
+    }
+
+    #[test]
+    fn what_has_another_shape_is_not_added() {
+        let [one, other] = [2, 3].map(|n| Tensor::zeros([n], (Kind::Float, Device::Cpu)).into());
+        assert!(add(vec![(one, other)]).unwrap_err().to_string().contains("another shape"));
+    }
+}
