@@ -99,7 +99,7 @@ KERNEL(dispatch_places, 256, LIMIT(48, 9232, 7),
 
 // A row of a place or of zeros, which has no columns in memory.
 template <typename T>
-struct Moving {
+struct RowView {
   const T* row;
   u32 width;
 };
@@ -116,16 +116,16 @@ DEVICE void moved(T* out, const T* beside, u32 count, u32 width, From from, Make
       UNROLL
       for (u32 next = 0; next < AHEAD; ++next) {
         const bool there = row + next < count;
-        const Moving<T> own = from(there ? row + next : first);
-        values[next] = taken<WHOLE>(own.row, column, own.width);
+        const RowView<T> own = from(there ? row + next : first);
+        values[next] = load<WHOLE>(own.row, column, own.width);
         const u64 at = static_cast<u64>(row + next) * width;
-        others[next] = taken<WHOLE>(beside + at, column, beside == nullptr || !there ? 0 : width);
+        others[next] = load<WHOLE>(beside + at, column, beside == nullptr || !there ? 0 : width);
       }
       UNROLL
       for (u32 next = 0; next < AHEAD; ++next) {
         if (row + next >= count) continue;
         const u64 at = static_cast<u64>(row + next) * width;
-        give<WHOLE>(out + at, column, width, make(values[next], others[next], row + next));
+        store<WHOLE>(out + at, column, width, make(values[next], others[next], row + next));
       }
     }
 }
@@ -141,7 +141,7 @@ DEVICE void permuted(const T* x, const int* order, T* out, u32 places, u32 width
   const T* none = nullptr;
   moved_by(
       by_fours(width, x, out), out, none, places, width,
-      [=](u32 place) -> Moving<T> {
+      [=](u32 place) -> RowView<T> {
         const int token = order[place];
         return {x + (token >= 0 ? static_cast<u64>(token) * width : 0), token >= 0 ? width : 0};
       },
@@ -159,7 +159,7 @@ DEVICE u32 end_of_experts(const int* ends, u32 experts) { return experts > 0 ? s
 
 // The row of a place: of x, or where no expert computes it of `passed`, which is null where zeros stand in.
 template <typename T>
-DEVICE Moving<T> row_at(u32 place, const T* x, const T* passed, const int* ends, u32 experts, u32 width) {
+DEVICE RowView<T> row_at(u32 place, const T* x, const T* passed, const int* ends, u32 experts, u32 width) {
   const T* rows = place < end_of_experts(ends, experts) ? x : passed;
   return {rows + static_cast<u64>(place) * width, rows == nullptr ? 0 : width};
 }
@@ -233,9 +233,9 @@ DEVICE void gathered_back(const int* order, const T* x, const T* passed, const i
       UNROLL
       for (u32 next = 0; next < AHEAD; ++next) {
         const int token = token_of(place + next);
-        const Moving<T> row = row_at(place + next, x, passed, ends, experts, width);
-        rows[next] = taken<WHOLE>(row.row, column, token >= 0 ? row.width : 0);
-        grads[next] = taken<WHOLE>(grad + (token >= 0 ? static_cast<u64>(token) * width : 0), column, token >= 0 ? width : 0);
+        const RowView<T> row = row_at(place + next, x, passed, ends, experts, width);
+        rows[next] = load<WHOLE>(row.row, column, token >= 0 ? row.width : 0);
+        grads[next] = load<WHOLE>(grad + (token >= 0 ? static_cast<u64>(token) * width : 0), column, token >= 0 ? width : 0);
         by[next] = token >= 0 ? weight[token] : 0.0f;
       }
       UNROLL
@@ -248,7 +248,7 @@ DEVICE void gathered_back(const int* order, const T* x, const T* passed, const i
           put(scaled, each, wide(grads[next], each) * by[next]);
         }
         put_summands(products, next, product);
-        if (place + next < places) give<WHOLE>(out + static_cast<u64>(place + next) * width, column, width, scaled);
+        if (place + next < places) store<WHOLE>(out + static_cast<u64>(place + next) * width, column, width, scaled);
       }
       barrier();
       part = added<AHEAD>(products, part, width - base);

@@ -82,21 +82,21 @@ DEVICE void embed_back(const i64* tokens, const f32* scale, const f32* grad, f32
         for (u32 next = 0; next < AHEAD; ++next) {
           const u32 place = list[first + next < listed ? first + next : first];
           token[next] = tokens[place];
-          from[next] = taken<WHOLE>(grad + static_cast<u64>(place) * width, column, width);
+          from[next] = load<WHOLE>(grad + static_cast<u64>(place) * width, column, width);
         }
         UNROLL
         for (u32 next = 0; next < AHEAD; ++next) {
           if (first + next >= listed) continue;
           if (token[next] != current) {
-            if (current >= 0) give<WHOLE>(row_of_table(current), column, width, sum);
+            if (current >= 0) store<WHOLE>(row_of_table(current), column, width, sum);
             current = token[next];
-            sum = taken<WHOLE>(row_of_table(current), column, width);
+            sum = load<WHOLE>(row_of_table(current), column, width);
           }
           UNROLL
           for (u32 each = 0; each < 4; ++each) sum.all.at[each] += from[next].all.at[each] * by.at[each];
         }
       }
-      if (current >= 0) give<WHOLE>(row_of_table(current), column, width, sum);
+      if (current >= 0) store<WHOLE>(row_of_table(current), column, width, sum);
     }
     barrier();
   }

@@ -59,7 +59,7 @@ DEVICE bool by_fours(u32 width, const T*... matrices) {
 // Columns `column` to `column` + 3 of a row, zeros beyond its width. WHOLE: by fours. Otherwise a thread asks for what it has no
 // column for in its first one: so that four loads are one branch.
 template <bool WHOLE>
-DEVICE Packed<f32> taken(const f32* row, u32 column, u32 width) {
+DEVICE Packed<f32> load(const f32* row, u32 column, u32 width) {
   Packed<f32> found = {{{0.0f, 0.0f, 0.0f, 0.0f}}};
   if constexpr (WHOLE) {
     if (column < width) found.all = at_once(row + column);
@@ -75,7 +75,7 @@ DEVICE Packed<f32> taken(const f32* row, u32 column, u32 width) {
   return found;
 }
 template <bool WHOLE>
-DEVICE Packed<bf16> taken(const bf16* row, u32 column, u32 width) {
+DEVICE Packed<bf16> load(const bf16* row, u32 column, u32 width) {
   Packed<bf16> found = {0};
   if constexpr (WHOLE) {
     if (column < width) found.all = *reinterpret_cast<const u64*>(row + column);
@@ -99,12 +99,12 @@ DEVICE Four of_vector(const f32* vector, u32 column, u32 width) {
     if (column < width) found = {{vector[column], vector[column + 1], vector[column + 2], vector[column + 3]}};
     return found;
   } else {
-    return taken<false>(vector, column, width).all;
+    return load<false>(vector, column, width).all;
   }
 }
 
 template <bool WHOLE>
-DEVICE void give(f32* row, u32 column, u32 width, const Packed<f32>& value) {
+DEVICE void store(f32* row, u32 column, u32 width, const Packed<f32>& value) {
   if constexpr (WHOLE) {
     if (column < width) at_once(row + column, value.all);
   } else {
@@ -116,7 +116,7 @@ DEVICE void give(f32* row, u32 column, u32 width, const Packed<f32>& value) {
   }
 }
 template <bool WHOLE>
-DEVICE void give(bf16* row, u32 column, u32 width, const Packed<bf16>& value) {
+DEVICE void store(bf16* row, u32 column, u32 width, const Packed<bf16>& value) {
   if constexpr (WHOLE) {
     if (column < width) *reinterpret_cast<u64*>(row + column) = value.all;
   } else {

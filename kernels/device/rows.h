@@ -120,15 +120,15 @@ DEVICE void forward(const Forward<T>& by, Four* squares, f32* found) {
       for (u32 next = 0; next < AHEAD; ++next) {
         const u64 at = static_cast<u64>(row + next) * width;
         const u32 limit = row + next < rows ? width : 0;  // nothing is there of a row that is not
-        x[next] = taken<WHOLE>(by.residual + at, column, limit);
-        if constexpr (ADD) branch[next] = taken<WHOLE>(by.branch + at, column, limit);
+        x[next] = load<WHOLE>(by.residual + at, column, limit);
+        if constexpr (ADD) branch[next] = load<WHOLE>(by.branch + at, column, limit);
       }
       if constexpr (ADD) {
         if (row == first || !once) scales = scales_of<WHOLE>(by.scaling, column, width);
         UNROLL
         for (u32 next = 0; next < AHEAD; ++next) {
           x[next].all = added_up(branch[next], x[next], scales);
-          if (row + next < rows) give<WHOLE>(by.sum + static_cast<u64>(row + next) * width, column, width, x[next]);
+          if (row + next < rows) store<WHOLE>(by.sum + static_cast<u64>(row + next) * width, column, width, x[next]);
         }
       }
       if constexpr (NORM) {
@@ -160,12 +160,12 @@ DEVICE void forward(const Forward<T>& by, Four* squares, f32* found) {
           if (row + next >= rows) continue;
           const u64 at = static_cast<u64>(row + next) * width;
           // A thread reads of the sum only what it has written itself.
-          if (!once) x[next] = taken<WHOLE>((ADD ? by.sum : by.residual) + at, column, width);
+          if (!once) x[next] = load<WHOLE>((ADD ? by.sum : by.residual) + at, column, width);
           Packed<T> out = {};
           UNROLL
           for (u32 place = 0; place < 4; ++place)
             put(out, place, x[next].all.at[place] * found[next] * weight.at[place]);
-          give<WHOLE>(by.out + at, column, width, out);
+          store<WHOLE>(by.out + at, column, width, out);
         }
       }
     }
@@ -238,45 +238,46 @@ struct Back {
 
 // What AHEAD rows need of four columns.
 template <u32 AHEAD, typename G, typename T>
-struct Asked {
+struct Operands {
   Packed<G> grad[AHEAD];
   Packed<T> branch[AHEAD];
   Packed<f32> residual[AHEAD];
   f32 factor[AHEAD];
 };
 template <bool WHOLE, bool NORM, bool ADD, u32 AHEAD, typename G, typename T>
-DEVICE void ask(const Back<G, T>& by, u32 row, u32 end, u32 column, Asked<AHEAD, G, T>& asked) {
+DEVICE void load_operands(const Back<G, T>& by, u32 row, u32 end, u32 column, Operands<AHEAD, G, T>& operands) {
   UNROLL
   for (u32 next = 0; next < AHEAD; ++next) {
     const u64 at = static_cast<u64>(row + next) * by.width;
     const u32 limit = row + next < end ? by.width : 0;
-    asked.grad[next] = taken<WHOLE>(by.grad + at, column, limit);
-    asked.residual[next] = taken<WHOLE>(by.residual + at, column, limit);
-    if constexpr (ADD) asked.branch[next] = taken<WHOLE>(by.branch + at, column, limit);
-    if constexpr (NORM) asked.factor[next] = row + next < end ? by.factors[row + next] : 0.0f;
+    operands.grad[next] = load<WHOLE>(by.grad + at, column, limit);
+    operands.residual[next] = load<WHOLE>(by.residual + at, column, limit);
+    if constexpr (ADD) operands.branch[next] = load<WHOLE>(by.branch + at, column, limit);
+    if constexpr (NORM) operands.factor[next] = row + next < end ? by.factors[row + next] : 0.0f;
   }
 }
 
 // What came to the norm, times the factor.
 template <bool ADD, u32 AHEAD, typename G, typename T>
-DEVICE Four normed_of(const Asked<AHEAD, G, T>& asked, u32 row, const Scales& scales) {
+DEVICE Four normed_of(const Operands<AHEAD, G, T>& operands, u32 row, const Scales& scales) {
   Four x;
-  if constexpr (ADD) x = added_up(asked.branch[row], asked.residual[row], scales);
-  else x = asked.residual[row].all;
+  if constexpr (ADD) x = added_up(operands.branch[row], operands.residual[row], scales);
+  else x = operands.residual[row].all;
   UNROLL
-  for (u32 next = 0; next < 4; ++next) x.at[next] = x.at[next] * asked.factor[row];
+  for (u32 next = 0; next < 4; ++next) x.at[next] = x.at[next] * operands.factor[row];
   return x;
 }
 
 // Puts what the sum of a row is made of into shared memory: gradient, times x times the factor, times the weight.
 template <u32 AHEAD, typename G, typename T>
-DEVICE void put_products(const Asked<AHEAD, G, T>& asked, const Four (&normed)[AHEAD], const Four& weight, u32 left, Four* products) {
+DEVICE void put_products(const Operands<AHEAD, G, T>& operands, const Four (&normed)[AHEAD], const Four& weight, u32 left,
+                         Four* products) {
   UNROLL
   for (u32 next = 0; next < AHEAD; ++next) {
     Four own;
     UNROLL
     for (u32 place = 0; place < 4; ++place) {
-      const f32 product = wide(asked.grad[next], place) * normed[next].at[place] * weight.at[place];
+      const f32 product = wide(operands.grad[next], place) * normed[next].at[place] * weight.at[place];
       own.at[place] = place < left ? product : 0.0f;
     }
     put_summands(products, next, own);
@@ -305,13 +306,13 @@ DEVICE void band_back(const Back<G, T>& by, Four* products, f32* along) {
       f32 part = 0.0f;
       for (u32 base = 0; base < width; base += SPAN) {
         const u32 column = base + own;
-        Asked<AHEAD, G, T> asked;
-        ask<WHOLE, NORM, ADD>(by, row, end, column, asked);
+        Operands<AHEAD, G, T> operands;
+        load_operands<WHOLE, NORM, ADD>(by, row, end, column, operands);
         const Scales scales = ADD ? scales_of<WHOLE>(by.scaling, column, width) : Scales{};
         Four normed[AHEAD];
         UNROLL
-        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(asked, next, scales);
-        put_products(asked, normed, of_vector<WHOLE>(by.weight, column, width), columns_left(column), products);
+        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(operands, next, scales);
+        put_products(operands, normed, of_vector<WHOLE>(by.weight, column, width), columns_left(column), products);
         barrier();
         part = added<AHEAD>(products, part, width - base);
         barrier();
@@ -326,20 +327,20 @@ DEVICE void band_back(const Back<G, T>& by, Four* products, f32* along) {
     const Four weight = NORM ? of_vector<WHOLE>(by.weight, column, width) : Four{};
     Packed<f32> of_norm = {}, all = {}, branches = {}, residuals = {};
     for (u32 row = first; row < end; row += AHEAD) {
-      Asked<AHEAD, G, T> asked;
-      ask<WHOLE, NORM, ADD>(by, row, end, column, asked);
+      Operands<AHEAD, G, T> operands;
+      load_operands<WHOLE, NORM, ADD>(by, row, end, column, operands);
       Packed<f32> beside[AHEAD];
       Four normed[AHEAD];
       if constexpr (NORM) {
         UNROLL
         for (u32 next = 0; next < AHEAD; ++next) {
           const u32 limit = by.beside != nullptr && row + next < end ? width : 0;
-          beside[next] = taken<WHOLE>(by.beside + static_cast<u64>(row + next) * width, column, limit);
+          beside[next] = load<WHOLE>(by.beside + static_cast<u64>(row + next) * width, column, limit);
         }
         UNROLL
-        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(asked, next, scales);
+        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(operands, next, scales);
         if (once) {
-          put_products(asked, normed, weight, columns_left(column), products);
+          put_products(operands, normed, weight, columns_left(column), products);
           barrier();
           sum_rows(row, added<AHEAD>(products, 0.0f, width));
           barrier();
@@ -352,32 +353,32 @@ DEVICE void band_back(const Back<G, T>& by, Four* products, f32* along) {
         Packed<f32> to_residual;
         UNROLL
         for (u32 place = 0; place < 4; ++place) {
-          f32 value = wide(asked.grad[next], place);
+          f32 value = wide(operands.grad[next], place);
           if constexpr (NORM) {
             of_norm.all.at[place] += value * normed[next].at[place];
-            value = (value * weight.at[place] + normed[next].at[place] * along[row - first + next]) * asked.factor[next];
+            value = (value * weight.at[place] + normed[next].at[place] * along[row - first + next]) * operands.factor[next];
             if (by.beside != nullptr) value = beside[next].all.at[place] + value;
           }
           if constexpr (ADD) {
             all.all.at[place] += value;
-            branches.all.at[place] += value * wide(asked.branch[next], place);
-            residuals.all.at[place] += value * asked.residual[next].all.at[place];
+            branches.all.at[place] += value * wide(operands.branch[next], place);
+            residuals.all.at[place] += value * operands.residual[next].all.at[place];
             put(to_branch, place, value * scales.scale.at[place]);
             value = value * scales.residual_scale.at[place];
           }
           to_residual.all.at[place] = value;
         }
         const u64 at = static_cast<u64>(row + next) * width;
-        if constexpr (ADD) give<WHOLE>(by.to_branch + at, column, width, to_branch);
-        give<WHOLE>(by.to_residual + at, column, width, to_residual);
+        if constexpr (ADD) store<WHOLE>(by.to_branch + at, column, width, to_branch);
+        store<WHOLE>(by.to_residual + at, column, width, to_residual);
       }
     }
     const u64 band = static_cast<u64>(block_index()) * width;
-    if constexpr (NORM) give<WHOLE>(by.of_norm + band, column, width, of_norm);
+    if constexpr (NORM) store<WHOLE>(by.of_norm + band, column, width, of_norm);
     if constexpr (ADD) {
-      give<WHOLE>(by.partial + band, column, width, all);
-      give<WHOLE>(by.partial + bands * width + band, column, width, branches);
-      give<WHOLE>(by.partial + 2 * bands * width + band, column, width, residuals);
+      store<WHOLE>(by.partial + band, column, width, all);
+      store<WHOLE>(by.partial + bands * width + band, column, width, branches);
+      store<WHOLE>(by.partial + 2 * bands * width + band, column, width, residuals);
     }
   }
 }
