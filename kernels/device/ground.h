@@ -25,7 +25,8 @@ struct bf16 {
 //
 // `threads` is the size of a block, a multiple of 64. The limits are what the kernel may take on gfx942 (resources.py holds
 // the compiler's report against them): vector registers of a thread, accumulation registers included; bytes of shared memory
-// of a block; and the waves that a SIMD must be able to hold at once. Registers are never spilled.
+// of a block; and the waves that a SIMD must be able to hold at once. Registers are never spilled. A fourth number says how many
+// loads of 16 bytes the code must have at least.
 
 #if defined(__CUDACC_RTC__) || defined(__NVCC__)  // NVRTC, nvcc
 #define KERNEL(name, threads, limits, parameters) extern "C" __global__ void __launch_bounds__(threads) name parameters

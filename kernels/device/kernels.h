@@ -6,6 +6,7 @@
 #include "exact.h"
 #include "experts.h"
 #include "finish.h"
+#include "fours.h"
 #include "loss.h"
 #include "optimizer.h"
 #include "products.h"

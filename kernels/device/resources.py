@@ -27,6 +27,9 @@ HIP = ["-x", "hip", "--offload-arch=gfx942", "--offload-device-only", "--no-gpu-
 LANGUAGE = ["-O3", "-std=c++17", "-ffp-contract=off", "-Wno-pragma-once-outside-header"]
 # Flags by which LLVM may round otherwise than the text says.
 RELAXED = re.compile(r"= (?:f\w+|tail call|call) (?:[a-z]+ )*?\b(fast|reassoc|contract|arcp|afn|nnan|ninf|nsz)\b")
+# Loads of 16 bytes from memory, in PTX and in code for gfx942.
+AT_ONCE = [re.compile(r"^\s*(?:@\S+\s+)?ld\.global(?:\.\w+)*\.v(?:4\.\w32|2\.\w64)\b", re.M),
+           re.compile(r"^\s*global_load_dwordx4\b", re.M)]
 # Instructions of PTX that round otherwise than IEEE 754 does: denormal numbers flushed, approximations, division within 2 units.
 INEXACT = re.compile(r"^.*\b\w+(?:\.\w+)*\.(?:ftz|approx|full)\b.*$", re.M)
 # Registers on sm_90a: at most those of the limit beside a kernel, which are gfx942's, but for these, whose sums lie in more.
@@ -37,11 +40,13 @@ FLAGS = [b"--std=c++17", b"--fmad=false"]
 
 
 def declared():
-    """Threads and limits of each kernel, from the sources."""
+    """Threads and limits of each kernel, from the sources; and how many loads of 16 bytes its code must have, where that is said."""
     found = {}
     for path in sorted(HERE.glob("*.h")):
-        for name, *numbers in re.findall(r"^KERNEL\((\w+), (\d+), LIMIT\((\d+), (\d+), (\d+)\)", path.read_text(), re.M):
-            found[name] = dict(zip(("threads", "registers", "shared", "waves"), map(int, numbers)))
+        limits = r"^KERNEL\((\w+), (\d+), LIMIT\((\d+), (\d+), (\d+)(?:, (\d+))?\)"
+        for name, *numbers in re.findall(limits, path.read_text(), re.M):
+            whats = ("threads", "registers", "shared", "waves", "at_once")
+            found[name] = dict(zip(whats, (int(number or 0) for number in numbers)))
     return found
 
 
@@ -64,13 +69,14 @@ def gfx942():
     if clang is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        report = ["-Rpass-analysis=kernel-resource-usage", "-c", "-o", f"{folder}/code"]
+        report = ["-Rpass-analysis=kernel-resource-usage", "-S", "-o", f"{folder}/code"]
         command = [clang, *HIP, *LANGUAGE, *report, HERE / "kernels.h"]
         out = subprocess.run(command, capture_output=True, text=True, check=False)
         if out.returncode:
             sys.exit(out.stderr)
         command = [clang, *HIP, *LANGUAGE, "-S", "-emit-llvm", "-o", f"{folder}/text", HERE / "kernels.h"]
         subprocess.run(command, check=True, capture_output=True)
+        code = pathlib.Path(folder, "code").read_text()
         relaxed = [line.strip() for line in pathlib.Path(folder, "text").read_text().splitlines() if RELAXED.search(line)]
     kernels, own = {}, None
     for line in out.stderr.splitlines():
@@ -78,6 +84,8 @@ def gfx942():
             own = kernels.setdefault(name[1], {})
         elif number := re.search(r"remark:\s+(.+?): (\d+) \[", line):
             own[number[1]] = int(number[2])
+    for name, body in re.findall(r"^(\w+):.*?@\1$(.*?)^\s*s_endpgm$", code, re.M | re.S):
+        kernels.setdefault(name, {})["at_once"] = len(AT_ONCE[1].findall(body))
     return kernels, relaxed
 
 
@@ -133,7 +141,16 @@ def sm_90a():
             own["registers"] = int(registers[1])
         if shared := re.search(r"(\d+) bytes smem", line):
             own["shared"] = int(shared[1])
+    for name, body in re.findall(r"\.entry (\w+)\((.*?)^}$", code, re.M | re.S):
+        kernels[name]["at_once"] = len(AT_ONCE[0].findall(body))
     return kernels, inexact
+
+
+def narrow(where, name, own, limit):
+    """Why a kernel reads less at once than its limits say."""
+    if own["at_once"] >= limit["at_once"]:
+        return []
+    return [f"{name}: {own['at_once']} loads of 16 bytes on {where}, at least {limit['at_once']}"]
 
 
 def offences(limits, amd, nvidia):
@@ -153,6 +170,7 @@ def offences(limits, amd, nvidia):
                 found.append(f"{name}: {own['Occupancy [waves/SIMD]']} waves on gfx942, at least {limit['waves']}")
             if own["VGPRs Spill"] or own["SGPRs Spill"] or own["ScratchSize [bytes/lane]"]:
                 found.append(f"{name} spills on gfx942")
+            found += narrow("gfx942", name, own, limit)
     if nvidia is not None:
         found += [f"arithmetic that is not exact on sm_90a: {line}" for line in nvidia[1]]
         for name, limit in limits.items():
@@ -165,6 +183,7 @@ def offences(limits, amd, nvidia):
             found += [f"{name}: {own[what]} {what} on sm_90a, at most {most[what]}" for what in beyond]
             if own.get("spilled"):
                 found.append(f"{name} spills on sm_90a")
+            found += narrow("sm_90a", name, own, limit)
     return found
 
 
@@ -212,6 +231,9 @@ def searches_find():
     inexact = ["\tdiv.full.f32 \t%f3, %f1, %f2;", "add.ftz.f32 %f1, %f2, %f3;", "@%p1 ex2.approx.ftz.f32 %f1, %f2;"]
     exact = ["\tdiv.rn.f32 \t%f3, %f1, %f2;", "fma.rn.f32 %f1, %f2, %f3, %f4;", "sqrt.rn.f64 %fd1, %fd2;"]
     assert all(map(INEXACT.search, inexact)) and not any(map(INEXACT.search, exact))
+    loads = ["\tld.global.v4.f32 \t{%f1, %f2, %f3, %f4}, [%rd1];", "\tglobal_load_dwordx4 v[0:3], v[4:5], off"]
+    narrower = ["\tld.global.v2.f32 \t{%f1, %f2}, [%rd1];", "\tglobal_load_dwordx2 v[0:1], v[4:5], off"]
+    assert all(one.search(load) and not one.search(other) for one, load, other in zip(AT_ONCE, loads, narrower))
     assert RELAXED.search("%3 = fmul contract float %1, %2") and not RELAXED.search("%3 = fmul float %1, %2")
 
 

@@ -4,6 +4,52 @@
 #include "numbers.h"
 #include "rows.h"
 
+// value(column) of each column of a row, to be stored. A lane asks for all that four columns need before it writes the first: what
+// is written may lie where the next is read, for all that a compiler knows, so it would wait for the memory after each.
+template <typename Value, typename Store>
+DEVICE void each_of_row(Row row, u32 width, Value value, Store store) {
+  if (!row.there) return;
+  for (u64 column = row.lane; column < width; column += 4 * PARTS) {
+    f32 values[4];
+    UNROLL
+    for (u64 next = 0; next < 4; ++next)
+      if (column + next * PARTS < width) values[next] = value(column + next * PARTS);
+    UNROLL
+    for (u64 next = 0; next < 4; ++next)
+      if (column + next * PARTS < width) store(column + next * PARTS, values[next]);
+  }
+}
+
+// From the sum of the squares of x over the row, the same in its lanes.
+template <typename T>
+DEVICE void norm_row(Row row, u32 width, f32 eps, f32 square, const f32* x, const f32* weight, f32* factors, T* out) {
+  const f32 factor = 1.0f / root(square / static_cast<f32>(width) + eps);
+  if (row.there && row.lane == 0) factors[row.index] = factor;
+  const u64 at = static_cast<u64>(row.index) * width;
+  each_of_row(
+      row, width, [=](u64 column) { return x[at + column] * factor * weight[column]; },
+      [=](u64 column, f32 value) { put(out[at + column], value); });
+}
+
+// Back through a row of the norm, from the gradient of its outcome: store(column, gradient of x), with `beside` added to it unless that is
+// null.
+template <typename G, typename Store>
+DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside,
+                          Store store) {
+  const u64 at = static_cast<u64>(row.index) * width;
+  const f32 factor = row.there ? factors[row.index] : 0.0f;
+  const f32 sum =
+      along_row(row, width, [=](u64 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
+  const f32 along = sum / -static_cast<f32>(width);
+  each_of_row(
+      row, width,
+      [=](u64 column) {
+        const f32 own = (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor;
+        return beside == nullptr ? own : beside[at + column] + own;
+      },
+      store);
+}
+
 // state = projected + bias, and with the state of the layer before, + before decay; and its norm. 16 lanes a row, each of which
 // reads of the state only what it has written itself.
 template <typename T>

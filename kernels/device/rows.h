@@ -1,8 +1,7 @@
 // Row by row and column by column over matrices [N, D]: norms, residual additions, sums over rows. The order of sums is that of
 // src/ops/cpu/norm.rs, so that the outcomes are the CPU's, to the bit.
 #pragma once
-#include "elements.h"
-#include "sums.h"
+#include "fours.h"
 
 // Sums over rows are kept in f32 over this many rows, and in f64 over those blocks of rows.
 constexpr u32 BAND = 32;
@@ -24,22 +23,6 @@ DEVICE f32 along_row(Row row, u32 width, Value value) {
   if (row.there)
     for (u32 column = row.lane; column < width; column += PARTS) part += value(column);
   return together(part);
-}
-
-// value(column) of each column of a row, to be stored. A lane asks for all that four columns need before it writes the first: what
-// is written may lie where the next is read, for all that a compiler knows, so it would wait for the memory after each.
-template <typename Value, typename Store>
-DEVICE void each_of_row(Row row, u32 width, Value value, Store store) {
-  if (!row.there) return;
-  for (u64 column = row.lane; column < width; column += 4 * PARTS) {
-    f32 values[4];
-    UNROLL
-    for (u64 next = 0; next < 4; ++next)
-      if (column + next * PARTS < width) values[next] = value(column + next * PARTS);
-    UNROLL
-    for (u64 next = 0; next < 4; ++next)
-      if (column + next * PARTS < width) store(column + next * PARTS, values[next]);
-  }
 }
 
 // A thread a column, over a band of rows. Blocks go over tiles of 256 columns first, then over bands, then over the matrices
@@ -77,217 +60,386 @@ KERNEL(column_products, 256, LIMIT(32, 0, 8), (const f32* x, const f32* y, f32* 
   partial[column.partial] = sum;
 }
 
-// From the sum of the squares of x over the row, the same in its lanes.
-template <typename T>
-DEVICE void norm_row(Row row, u32 width, f32 eps, f32 square, const f32* x, const f32* weight, f32* factors, T* out) {
-  const f32 factor = 1.0f / root(square / static_cast<f32>(width) + eps);
-  if (row.there && row.lane == 0) factors[row.index] = factor;
-  const u64 at = static_cast<u64>(row.index) * width;
-  each_of_row(
-      row, width, [=](u64 column) { return x[at + column] * factor * weight[column]; },
-      [=](u64 column, f32 value) { put(out[at + column], value); });
-}
-
-// out = x f weight with f = 1 / sqrt(mean of x^2 + eps) for each row, which goes into factors.
-template <typename T>
-DEVICE void norm(const f32* x, const f32* weight, T* out, f32* factors, u32 rows, u32 width, f32 eps) {
-  const Row row = row_of(rows);
-  const f32* own = x + static_cast<u64>(row.index) * width;
-  const f32 square = along_row(row, width, [=](u64 column) { return own[column] * own[column]; });
-  norm_row(row, width, eps, square, x, weight, factors, out);
-}
-KERNEL(rms_norm_f32, 256, LIMIT(32, 0, 8),
-       (const f32* x, const f32* weight, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
-  norm(x, weight, out, factors, rows, width, eps);
-}
-KERNEL(rms_norm_bf16, 256, LIMIT(32, 0, 8),
-       (const f32* x, const f32* weight, bf16* out, f32* factors, u32 rows, u32 width, f32 eps)) {
-  norm(x, weight, out, factors, rows, width, eps);
-}
-
 struct Scaling {
   const f32 *scale, *bias, *residual_scale, *residual_bias;
 };
 
-// sum = (branch + bias) scale + (residual + residual_bias) residual_scale.
-template <typename T>
-DEVICE void residual_sum(const T* branch, const f32* residual, Scaling by, f32* sum, u32 rows, u32 width) {
-  each(rows, width, [=](u32 row, u32 column) {
-    const u64 at = static_cast<u64>(row) * width + column;
-    sum[at] = (wide(branch[at]) + by.bias[column]) * by.scale[column] +
-              (residual[at] + by.residual_bias[column]) * by.residual_scale[column];
-  });
-}
-KERNEL(residual_sum_f32, 256, LIMIT(48, 0, 8),
-       (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
-        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
-  residual_sum(branch, residual, {scale, bias, residual_scale, residual_bias}, sum, rows, width);
-}
-KERNEL(residual_sum_bf16, 256, LIMIT(48, 0, 8),
-       (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
-        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
-  residual_sum(branch, residual, {scale, bias, residual_scale, residual_bias}, sum, rows, width);
+// Four columns of its vectors.
+struct Scales {
+  Four scale, bias, residual_scale, residual_bias;
+};
+template <bool WHOLE>
+DEVICE Scales scales_of(const Scaling& by, u32 column, u32 width) {
+  return {of_vector<WHOLE>(by.scale, column, width), of_vector<WHOLE>(by.bias, column, width),
+          of_vector<WHOLE>(by.residual_scale, column, width), of_vector<WHOLE>(by.residual_bias, column, width)};
 }
 
-// The same, and its norm.
+// (branch + bias) scale + (residual + residual_bias) residual_scale, of four columns.
 template <typename T>
-DEVICE void residual_and_norm(const T* branch, const f32* residual, Scaling by, const f32* weight, f32* sum, T* out, f32* factors,
-                              u32 rows, u32 width, f32 eps) {
-  const Row row = row_of(rows);
-  const u64 at = static_cast<u64>(row.index) * width;
-  // A lane reads of the sum only what it has written itself.
-  f32 part = 0.0f;
-  each_of_row(
-      row, width,
-      [=](u64 column) {
-        return (wide(branch[at + column]) + by.bias[column]) * by.scale[column] +
-               (residual[at + column] + by.residual_bias[column]) * by.residual_scale[column];
-      },
-      [=, &part](u64 column, f32 value) {
-        sum[at + column] = value;
-        part += value * value;
-      });
-  norm_row(row, width, eps, together(part), sum, weight, factors, out);
+DEVICE Four added_up(const Packed<T>& branch, const Packed<f32>& residual, const Scales& by) {
+  Four sum;
+  UNROLL
+  for (u32 next = 0; next < 4; ++next)
+    sum.at[next] = (wide(branch, next) + by.bias.at[next]) * by.scale.at[next] +
+                   (wide(residual, next) + by.residual_bias.at[next]) * by.residual_scale.at[next];
+  return sum;
 }
-KERNEL(residual_norm_f32, 256, LIMIT(48, 0, 8),
+
+// Forward, over rows that stand in `residual`, or that come to be there by the addition of a branch.
+template <typename T>
+struct Forward {
+  const T* branch;
+  const f32* residual;
+  Scaling scaling;
+  f32* sum;
+  const f32* weight;
+  T* out;
+  f32* factors;
+  u32 rows, width;
+  f32 eps;
+};
+
+// ADD: sum = what branch and residual come to. NORM: of the sum, or of the residual, out = x f weight with f = 1 / sqrt(mean of x^2
+// + eps) for each row, which goes into factors. A block has 16 rows, of which it asks for four at once. Each operand is read once
+// and each outcome written once: of an element 12 bytes with a branch in bf16 (2 + 4 and 4 + 2), and nothing can be left out. Of
+// rows wider than SPAN the sum is read again.
+template <bool WHOLE, bool ADD, bool NORM, typename T>
+DEVICE void forward(const Forward<T>& by, Four* squares, f32* found) {
+  constexpr u32 AHEAD = WHOLE ? 4 : 1;
+  const u32 first = block_index() * ROWS, own = 4 * thread_index(), rows = by.rows, width = by.width;
+  const bool once = width <= SPAN;
+  Scales scales = {};
+  Four weight = {};
+  for (u32 row = first; row < first + ROWS && row < rows; row += AHEAD) {
+    Packed<f32> x[AHEAD];
+    f32 part = 0.0f;
+    for (u32 base = 0; base < width; base += SPAN) {
+      const u32 column = base + own;
+      Packed<T> branch[AHEAD];
+      UNROLL
+      for (u32 next = 0; next < AHEAD; ++next) {
+        const u64 at = static_cast<u64>(row + next) * width;
+        const u32 limit = row + next < rows ? width : 0;  // nothing is there of a row that is not
+        x[next] = load<WHOLE>(by.residual + at, column, limit);
+        if constexpr (ADD) branch[next] = load<WHOLE>(by.branch + at, column, limit);
+      }
+      if constexpr (ADD) {
+        if (row == first || !once) scales = scales_of<WHOLE>(by.scaling, column, width);
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) {
+          x[next].all = added_up(branch[next], x[next], scales);
+          if (row + next < rows) store<WHOLE>(by.sum + static_cast<u64>(row + next) * width, column, width, x[next]);
+        }
+      }
+      if constexpr (NORM) {
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) {
+          Four square;
+          UNROLL
+          for (u32 place = 0; place < 4; ++place) square.at[place] = x[next].all.at[place] * x[next].all.at[place];
+          put_summands(squares, next, square);
+        }
+        barrier();
+        part = added<AHEAD>(squares, part, width - base);
+        if (base + SPAN < width) barrier();
+      }
+    }
+    if constexpr (NORM) {
+      summed<AHEAD>(part, [=](u32 next, f32 square) {
+        if (row + next >= rows) return;
+        const f32 factor = 1.0f / root(square / static_cast<f32>(width) + by.eps);
+        found[next] = factor;
+        by.factors[row + next] = factor;
+      });
+      barrier();
+      for (u32 base = 0; base < width; base += SPAN) {
+        const u32 column = base + own;
+        if (row == first || !once) weight = of_vector<WHOLE>(by.weight, column, width);
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) {
+          if (row + next >= rows) continue;
+          const u64 at = static_cast<u64>(row + next) * width;
+          // A thread reads of the sum only what it has written itself.
+          if (!once) x[next] = load<WHOLE>((ADD ? by.sum : by.residual) + at, column, width);
+          Packed<T> out = {};
+          UNROLL
+          for (u32 place = 0; place < 4; ++place)
+            put(out, place, x[next].all.at[place] * found[next] * weight.at[place]);
+          store<WHOLE>(by.out + at, column, width, out);
+        }
+      }
+    }
+  }
+}
+template <bool ADD, bool NORM, typename T>
+DEVICE void forward_by(const Forward<T>& by, Four* squares, f32* found) {
+  if (by_fours(by.width, by.branch, by.residual, by.sum, by.out)) forward<true, ADD, NORM>(by, squares, found);
+  else forward<false, ADD, NORM>(by, squares, found);
+}
+KERNEL(rms_norm_f32, 256, LIMIT(64, 16656, 3, 8),
+       (const f32* x, const f32* weight, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  SUMMANDS(squares, 4);
+  SHARED(f32, found, 4);
+  const Forward<f32> by = {nullptr, x, {}, nullptr, weight, out, factors, rows, width, eps};
+  forward_by<false, true>(by, squares, found);
+}
+KERNEL(rms_norm_bf16, 256, LIMIT(64, 16656, 3, 8),
+       (const f32* x, const f32* weight, bf16* out, f32* factors, u32 rows, u32 width, f32 eps)) {
+  SUMMANDS(squares, 4);
+  SHARED(f32, found, 4);
+  const Forward<bf16> by = {nullptr, x, {}, nullptr, weight, out, factors, rows, width, eps};
+  forward_by<false, true>(by, squares, found);
+}
+KERNEL(residual_sum_f32, 256, LIMIT(64, 0, 8, 8),
+       (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Forward<f32> by = {branch, residual, scaling, sum, nullptr, nullptr, nullptr, rows, width, 0.0f};
+  forward_by<true, false>(by, nullptr, nullptr);
+}
+KERNEL(residual_sum_bf16, 256, LIMIT(64, 0, 8, 4),
+       (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, f32* sum, u32 rows, u32 width)) {
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Forward<bf16> by = {branch, residual, scaling, sum, nullptr, nullptr, nullptr, rows, width, 0.0f};
+  forward_by<true, false>(by, nullptr, nullptr);
+}
+KERNEL(residual_norm_f32, 256, LIMIT(80, 16656, 3, 12),
        (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
         const f32* residual_bias, const f32* weight, f32* sum, f32* out, f32* factors, u32 rows, u32 width, f32 eps)) {
-  residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
+  SUMMANDS(squares, 4);
+  SHARED(f32, found, 4);
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Forward<f32> by = {branch, residual, scaling, sum, weight, out, factors, rows, width, eps};
+  forward_by<true, true>(by, squares, found);
 }
-KERNEL(residual_norm_bf16, 256, LIMIT(48, 0, 8),
+KERNEL(residual_norm_bf16, 256, LIMIT(80, 16656, 3, 8),
        (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
         const f32* residual_bias, const f32* weight, f32* sum, bf16* out, f32* factors, u32 rows, u32 width, f32 eps)) {
-  residual_and_norm(branch, residual, {scale, bias, residual_scale, residual_bias}, weight, sum, out, factors, rows, width, eps);
+  SUMMANDS(squares, 4);
+  SHARED(f32, found, 4);
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Forward<bf16> by = {branch, residual, scaling, sum, weight, out, factors, rows, width, eps};
+  forward_by<true, true>(by, squares, found);
 }
 
-// Back through a row of the norm, from the gradient of its outcome: store(column, gradient of x), with `beside` added to it unless that is
-// null.
-template <typename G, typename Store>
-DEVICE void norm_row_back(Row row, u32 width, const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside,
-                          Store store) {
-  const u64 at = static_cast<u64>(row.index) * width;
-  const f32 factor = row.there ? factors[row.index] : 0.0f;
-  const f32 sum =
-      along_row(row, width, [=](u64 column) { return wide(grad[at + column]) * (x[at + column] * factor) * weight[column]; });
-  const f32 along = sum / -static_cast<f32>(width);
-  each_of_row(
-      row, width,
-      [=](u64 column) {
-        const f32 own = (wide(grad[at + column]) * weight[column] + x[at + column] * factor * along) * factor;
-        return beside == nullptr ? own : beside[at + column] + own;
-      },
-      store);
-}
+// Back. Without an addition the rows that were normed stand in `residual`.
+template <typename G, typename T>
+struct Back {
+  const G* grad;  // of the norm's outcome, or without a norm of the sum
+  const f32 *factors, *weight, *beside;
+  const T* branch;
+  const f32* residual;
+  Scaling scaling;
+  T* to_branch;
+  f32 *to_residual, *of_norm, *partial;
+  u32 rows, width;
+};
 
-// Back through a band of rows of the norm, and the gradient of the weight. A block has a band.
-template <typename G>
-DEVICE void norm_band_back(const f32* x, const f32* factors, const f32* weight, const G* grad, const f32* beside, f32* input,
-                           f32* partial, u32 rows, u32 width) {
-  const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
-  for (u32 start = first; start < first + BAND; start += ROWS) {
-    const u32 index = start + thread_index() / PARTS;
-    const u64 at = static_cast<u64>(index) * width;
-    norm_row_back({index, thread_index() % PARTS, index < rows}, width, x, factors, weight, grad, beside,
-                  [=](u64 column, f32 value) { input[at + column] = value; });
+// What AHEAD rows need of four columns.
+template <u32 AHEAD, typename G, typename T>
+struct Operands {
+  Packed<G> grad[AHEAD];
+  Packed<T> branch[AHEAD];
+  Packed<f32> residual[AHEAD];
+  f32 factor[AHEAD];
+};
+template <bool WHOLE, bool NORM, bool ADD, u32 AHEAD, typename G, typename T>
+DEVICE void load_operands(const Back<G, T>& by, u32 row, u32 end, u32 column, Operands<AHEAD, G, T>& operands) {
+  UNROLL
+  for (u32 next = 0; next < AHEAD; ++next) {
+    const u64 at = static_cast<u64>(row + next) * by.width;
+    const u32 limit = row + next < end ? by.width : 0;
+    operands.grad[next] = load<WHOLE>(by.grad + at, column, limit);
+    operands.residual[next] = load<WHOLE>(by.residual + at, column, limit);
+    if constexpr (ADD) operands.branch[next] = load<WHOLE>(by.branch + at, column, limit);
+    if constexpr (NORM) operands.factor[next] = row + next < end ? by.factors[row + next] : 0.0f;
   }
-  for (u32 column = thread_index(); column < width; column += BLOCK) {
-    f32 sum = 0.0f;
-    for (u32 row = first; row < end; ++row) {
-      const u64 at = static_cast<u64>(row) * width + column;
-      sum += wide(grad[at]) * (x[at] * factors[row]);
+}
+
+// What came to the norm, times the factor.
+template <bool ADD, u32 AHEAD, typename G, typename T>
+DEVICE Four normed_of(const Operands<AHEAD, G, T>& operands, u32 row, const Scales& scales) {
+  Four x;
+  if constexpr (ADD) x = added_up(operands.branch[row], operands.residual[row], scales);
+  else x = operands.residual[row].all;
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) x.at[next] = x.at[next] * operands.factor[row];
+  return x;
+}
+
+// Puts what the sum of a row is made of into shared memory: gradient, times x times the factor, times the weight.
+template <u32 AHEAD, typename G, typename T>
+DEVICE void put_products(const Operands<AHEAD, G, T>& operands, const Four (&normed)[AHEAD], const Four& weight, u32 left,
+                         Four* products) {
+  UNROLL
+  for (u32 next = 0; next < AHEAD; ++next) {
+    Four own;
+    UNROLL
+    for (u32 place = 0; place < 4; ++place) {
+      const f32 product = wide(operands.grad[next], place) * normed[next].at[place] * weight.at[place];
+      own.at[place] = place < left ? product : 0.0f;
     }
-    partial[static_cast<u64>(block_index()) * width + column] = sum;
+    put_summands(products, next, own);
   }
 }
-KERNEL(rms_norm_backward_f32, 256, LIMIT(48, 0, 8),
+
+// NORM: back through the norm; `beside` is added to the gradient of what came to it, unless that is null. ADD: back through the
+// addition that made it: gradients of both sides; without it the gradient goes to the residual. A block has a band. In bands are
+// written the gradient of the norm's weight, and, [3, bands, width], the sums of the gradient of the sum, of that times the branch,
+// and of that times the residual: of its four columns a thread has them in registers. The sum is not read but made again from
+// branch and residual, which must be read anyhow. So of an element with branch and gradient in bf16 are read 2 + 4 + 2 + 4 bytes
+// and written 2 + 4, each once. Of rows wider than SPAN gradient, branch and residual are read twice. The gradient may stand where
+// that of the residual goes if there is no norm.
+template <bool WHOLE, bool NORM, bool ADD, typename G, typename T>
+DEVICE void band_back(const Back<G, T>& by, Four* products, f32* along) {
+  constexpr u32 AHEAD = WHOLE ? 2 : 1;
+  const u32 first = block_index() * BAND, end = first + BAND < by.rows ? first + BAND : by.rows;
+  const u32 own = 4 * thread_index(), width = by.width;
+  const bool once = WHOLE && width <= SPAN;
+  const auto columns_left = [=](u32 column) { return column < width ? width - column : 0; };
+  const auto sum_rows = [=](u32 row, f32 part) {
+    summed<AHEAD>(part, [=](u32 next, f32 sum) { along[row - first + next] = sum / -static_cast<f32>(width); });
+  };
+  if constexpr (NORM)
+    for (u32 row = first; row < end && !once; row += AHEAD) {
+      f32 part = 0.0f;
+      for (u32 base = 0; base < width; base += SPAN) {
+        const u32 column = base + own;
+        Operands<AHEAD, G, T> operands;
+        load_operands<WHOLE, NORM, ADD>(by, row, end, column, operands);
+        const Scales scales = ADD ? scales_of<WHOLE>(by.scaling, column, width) : Scales{};
+        Four normed[AHEAD];
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(operands, next, scales);
+        put_products(operands, normed, of_vector<WHOLE>(by.weight, column, width), columns_left(column), products);
+        barrier();
+        part = added<AHEAD>(products, part, width - base);
+        barrier();
+      }
+      sum_rows(row, part);
+    }
+  if (NORM && !once) barrier();
+  const u64 bands = (by.rows + BAND - 1) / BAND;
+  for (u32 base = 0; base < width; base += SPAN) {
+    const u32 column = base + own;
+    const Scales scales = ADD ? scales_of<WHOLE>(by.scaling, column, width) : Scales{};
+    const Four weight = NORM ? of_vector<WHOLE>(by.weight, column, width) : Four{};
+    Packed<f32> of_norm = {}, all = {}, branches = {}, residuals = {};
+    for (u32 row = first; row < end; row += AHEAD) {
+      Operands<AHEAD, G, T> operands;
+      load_operands<WHOLE, NORM, ADD>(by, row, end, column, operands);
+      Packed<f32> beside[AHEAD];
+      Four normed[AHEAD];
+      if constexpr (NORM) {
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) {
+          const u32 limit = by.beside != nullptr && row + next < end ? width : 0;
+          beside[next] = load<WHOLE>(by.beside + static_cast<u64>(row + next) * width, column, limit);
+        }
+        UNROLL
+        for (u32 next = 0; next < AHEAD; ++next) normed[next] = normed_of<ADD>(operands, next, scales);
+        if (once) {
+          put_products(operands, normed, weight, columns_left(column), products);
+          barrier();
+          sum_rows(row, added<AHEAD>(products, 0.0f, width));
+          barrier();
+        }
+      }
+      UNROLL
+      for (u32 next = 0; next < AHEAD; ++next) {
+        if (row + next >= end) continue;
+        Packed<T> to_branch = {};
+        Packed<f32> to_residual;
+        UNROLL
+        for (u32 place = 0; place < 4; ++place) {
+          f32 value = wide(operands.grad[next], place);
+          if constexpr (NORM) {
+            of_norm.all.at[place] += value * normed[next].at[place];
+            value = (value * weight.at[place] + normed[next].at[place] * along[row - first + next]) * operands.factor[next];
+            if (by.beside != nullptr) value = beside[next].all.at[place] + value;
+          }
+          if constexpr (ADD) {
+            all.all.at[place] += value;
+            branches.all.at[place] += value * wide(operands.branch[next], place);
+            residuals.all.at[place] += value * operands.residual[next].all.at[place];
+            put(to_branch, place, value * scales.scale.at[place]);
+            value = value * scales.residual_scale.at[place];
+          }
+          to_residual.all.at[place] = value;
+        }
+        const u64 at = static_cast<u64>(row + next) * width;
+        if constexpr (ADD) store<WHOLE>(by.to_branch + at, column, width, to_branch);
+        store<WHOLE>(by.to_residual + at, column, width, to_residual);
+      }
+    }
+    const u64 band = static_cast<u64>(block_index()) * width;
+    if constexpr (NORM) store<WHOLE>(by.of_norm + band, column, width, of_norm);
+    if constexpr (ADD) {
+      store<WHOLE>(by.partial + band, column, width, all);
+      store<WHOLE>(by.partial + bands * width + band, column, width, branches);
+      store<WHOLE>(by.partial + 2 * bands * width + band, column, width, residuals);
+    }
+  }
+}
+template <bool NORM, bool ADD, typename G, typename T>
+DEVICE void band_back_by(const Back<G, T>& by, Four* products, f32* along) {
+  const bool whole = by_fours(by.width, by.grad, by.beside, by.branch, by.residual, by.to_branch, by.to_residual, by.of_norm,
+                              by.partial);
+  if (whole) band_back<true, NORM, ADD>(by, products, along);
+  else band_back<false, NORM, ADD>(by, products, along);
+}
+KERNEL(rms_norm_backward_f32, 256, LIMIT(80, 8448, 6, 10),
        (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* input, f32* partial,
         u32 rows, u32 width)) {
-  norm_band_back(x, factors, weight, grad, beside, input, partial, rows, width);
+  SUMMANDS(products, 2);
+  SHARED(f32, along, BAND);
+  const Back<f32, f32> by = {grad, factors, weight, beside, nullptr, x, {}, nullptr, input, partial, nullptr, rows, width};
+  band_back_by<true, false>(by, products, along);
 }
-KERNEL(rms_norm_backward_bf16, 256, LIMIT(48, 0, 8),
+KERNEL(rms_norm_backward_bf16, 256, LIMIT(80, 8448, 6, 6),
        (const f32* x, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, f32* input, f32* partial,
         u32 rows, u32 width)) {
-  norm_band_back(x, factors, weight, grad, beside, input, partial, rows, width);
+  SUMMANDS(products, 2);
+  SHARED(f32, along, BAND);
+  const Back<bf16, bf16> by = {grad, factors, weight, beside, nullptr, x, {}, nullptr, input, partial, nullptr, rows, width};
+  band_back_by<true, false>(by, products, along);
 }
-
-// Back through the residual addition: gradients of both sides, and in bands, [3, bands, width], the sums of the gradient, of
-// the gradient times the branch, and of the gradient times the residual. The gradient may stand where that of the residual goes.
-template <typename T>
-DEVICE void residual_column_back(Column column, const T* branch, const f32* residual, const f32* grad, const f32* scale,
-                                 const f32* residual_scale, T* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
-  const f32 by = scale[column.index], residual_by = residual_scale[column.index];
-  f32 all = 0.0f, branches = 0.0f, residuals = 0.0f;
-  // As `each_of_row`: what four rows need is asked for before the first is written.
-  for (u32 row = column.first; row < column.end; row += 4) {
-    const u64 at = static_cast<u64>(row) * width;
-    f32 owns[4], of_branch[4], of_residual[4];
-    UNROLL
-    for (u32 next = 0; next < 4; ++next)
-      if (row + next < column.end) {
-        const u64 here = at + next * width;
-        owns[next] = (grad + here)[column.index];
-        of_branch[next] = wide((branch + here)[column.index]);
-        of_residual[next] = (residual + here)[column.index];
-      }
-    UNROLL
-    for (u32 next = 0; next < 4; ++next)
-      if (row + next < column.end) {
-        const u64 here = at + next * width;
-        all += owns[next];
-        branches += owns[next] * of_branch[next];
-        residuals += owns[next] * of_residual[next];
-        put((to_branch + here)[column.index], owns[next] * by);
-        (to_residual + here)[column.index] = owns[next] * residual_by;
-      }
-  }
-  const u64 size = static_cast<u64>((rows + BAND - 1) / BAND) * width;
-  partial[column.partial] = all;
-  partial[column.partial + size] = branches;
-  partial[column.partial + 2 * size] = residuals;
-}
-template <typename T>
-DEVICE void residual_back(const T* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale,
-                          T* to_branch, f32* to_residual, f32* partial, u32 rows, u32 width) {
-  const Column column = column_of(rows, width);
-  if (!column.there) return;
-  residual_column_back(column, branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
-}
-KERNEL(residual_backward_f32, 256, LIMIT(48, 0, 8),
+KERNEL(residual_backward_f32, 256, LIMIT(80, 0, 6, 6),
        (const f32* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, f32* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
-  residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+  const Scaling scaling = {scale, scale, residual_scale, residual_scale};  // nothing is made again, so that no bias is read
+  const Back<f32, f32> by = {grad, nullptr, nullptr, nullptr, branch, residual, scaling, to_branch, to_residual, nullptr, partial,
+                           rows, width};
+  band_back_by<false, true>(by, nullptr, nullptr);
 }
-KERNEL(residual_backward_bf16, 256, LIMIT(48, 0, 8),
+KERNEL(residual_backward_bf16, 256, LIMIT(80, 0, 6, 4),
        (const bf16* branch, const f32* residual, const f32* grad, const f32* scale, const f32* residual_scale, bf16* to_branch,
         f32* to_residual, f32* partial, u32 rows, u32 width)) {
-  residual_back(branch, residual, grad, scale, residual_scale, to_branch, to_residual, partial, rows, width);
+  const Scaling scaling = {scale, scale, residual_scale, residual_scale};  // nothing is made again, so that no bias is read
+  const Back<f32, bf16> by = {grad, nullptr, nullptr, nullptr, branch, residual, scaling, to_branch, to_residual, nullptr, partial,
+                           rows, width};
+  band_back_by<false, true>(by, nullptr, nullptr);
 }
-
-// Back through the norm of a sum and the residual addition that made it, in one pass. A block has a band.
-template <typename T>
-DEVICE void residual_and_norm_back(const f32* x, const f32* factors, const f32* weight, const T* grad, const f32* beside,
-                                   const T* branch, const f32* residual, const f32* scale, const f32* residual_scale,
-                                   T* to_branch, f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width) {
-  norm_band_back(x, factors, weight, grad, beside, to_residual, of_norm, rows, width);
-  barrier();
-  const u32 first = block_index() * BAND, end = first + BAND < rows ? first + BAND : rows;
-  for (u32 index = thread_index(); index < width; index += BLOCK) {
-    const Column column = {index, first, end, static_cast<u64>(block_index()) * width + index, true};
-    residual_column_back(column, branch, residual, to_residual, scale, residual_scale, to_branch, to_residual, partial, rows,
-                         width);
-  }
+KERNEL(residual_norm_backward_f32, 256, LIMIT(128, 8448, 4, 14),
+       (const f32* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, const f32* factors, const f32* weight, const f32* grad, const f32* beside, f32* to_branch,
+        f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width)) {
+  SUMMANDS(products, 2);
+  SHARED(f32, along, BAND);
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Back<f32, f32> by = {grad, factors, weight, beside, branch, residual, scaling, to_branch, to_residual, of_norm, partial,
+                            rows, width};
+  band_back_by<true, true>(by, products, along);
 }
-KERNEL(residual_norm_backward_f32, 256, LIMIT(48, 0, 7),
-       (const f32* x, const f32* factors, const f32* weight, const f32* grad, const f32* beside, const f32* branch,
-        const f32* residual, const f32* scale, const f32* residual_scale, f32* to_branch, f32* to_residual, f32* of_norm,
-        f32* partial, u32 rows, u32 width)) {
-  residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
-                         partial, rows, width);
-}
-KERNEL(residual_norm_backward_bf16, 256, LIMIT(48, 0, 7),
-       (const f32* x, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, const bf16* branch,
-        const f32* residual, const f32* scale, const f32* residual_scale, bf16* to_branch, f32* to_residual, f32* of_norm,
-        f32* partial, u32 rows, u32 width)) {
-  residual_and_norm_back(x, factors, weight, grad, beside, branch, residual, scale, residual_scale, to_branch, to_residual, of_norm,
-                         partial, rows, width);
+KERNEL(residual_norm_backward_bf16, 256, LIMIT(128, 8448, 4, 6),
+       (const bf16* branch, const f32* residual, const f32* scale, const f32* bias, const f32* residual_scale,
+        const f32* residual_bias, const f32* factors, const f32* weight, const bf16* grad, const f32* beside, bf16* to_branch,
+        f32* to_residual, f32* of_norm, f32* partial, u32 rows, u32 width)) {
+  SUMMANDS(products, 2);
+  SHARED(f32, along, BAND);
+  const Scaling scaling = {scale, bias, residual_scale, residual_bias};
+  const Back<bf16, bf16> by = {grad, factors, weight, beside, branch, residual, scaling, to_branch, to_residual, of_norm, partial,
+                            rows, width};
+  band_back_by<true, true>(by, products, along);
 }

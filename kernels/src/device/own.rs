@@ -35,6 +35,7 @@ sources!(
     "exact.h",
     "experts.h",
     "finish.h",
+    "fours.h",
     "ground.h",
     "loss.h",
     "numbers.h",

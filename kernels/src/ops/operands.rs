@@ -98,7 +98,7 @@ impl Scaling<'_> {
 /// What comes back to the norm of a sum of `[N, D]`, all f32.
 #[derive(Clone, Copy, Debug)]
 pub struct NormBack<'a> {
-    /// The sum.
+    /// The sum, with the bits that the addition had: a table may read it, or make it again from both sides.
     pub x: &'a Tensor,
     /// The norm's factors, `[N, 1]`.
     pub factors: &'a Tensor,

@@ -30,14 +30,17 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let kind = values.kind();
     let mut tape = Tape::new(&format!("dispatch_{kind}"));
     let chosen = tape.with(&choice(tokens, classes));
-    let (blocks, rows) = (tokens.div_ceil(256), places(tokens, classes));
+    // A block has several rounds where there are many tokens.
+    let rounds = if tokens < 600 { 1 } else { 3 };
+    let (blocks, rows) = (tokens.div_ceil(256 * rounds), places(tokens, classes));
     let counts = tape.room::<u32>(blocks * classes);
-    let sizes: [Argument; 2] = [tokens.into(), classes.into()];
+    let sizes: [Argument; 3] = [tokens.into(), classes.into(), rounds.into()];
     tape.launch("dispatch_counts", blocks, &[&[chosen.into(), counts.into()][..], &sizes].concat());
     let (totals, ends) = (tape.room::<i64>(classes), tape.room::<u32>(classes));
     let (order, to) = (tape.room::<u32>(rows), tape.room::<i64>(tokens));
     let lists = [chosen, counts, totals, ends, to, order].map(Argument::from);
-    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes, &[rows.into()]].concat());
+    let sizes = [tokens, classes, rows, rounds].map(Argument::from);
+    tape.launch("dispatch_places", blocks, &[&lists[..], &sizes].concat());
 
     let (columns, width) = (width, Argument::from(width));
     let count = |rows: usize| rows * columns;
@@ -45,21 +48,25 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let there = values.room(&mut tape, count(rows));
     let (beside, back) =
         (values.with(&mut tape, count(tokens), 5), values.room(&mut tape, count(tokens)));
-    tape.launch(&format!("permute_{kind}"), rows, &[x.into(), order.into(), there.into(), width]);
+    tape.launch(
+        &format!("permute_{kind}"),
+        rows.div_ceil(16),
+        &[x.into(), order.into(), there.into(), rows.into(), width],
+    );
     let passed = values.with(&mut tape, count(rows), 6);
     let lists = [to, there, passed, ends, beside, back].map(Argument::from);
-    let sizes: [Argument; 2] = [(classes - 1).into(), width];
-    tape.launch(&format!("unpermute_{kind}"), tokens, &[&lists[..], &sizes].concat());
+    let sizes: [Argument; 3] = [tokens.into(), (classes - 1).into(), width];
+    tape.launch(&format!("unpermute_{kind}"), tokens.div_ceil(16), &[&lists[..], &sizes].concat());
     let answer = values.with(&mut tape, count(rows), 2);
     let weight = tape.with(&numbers(tokens, 3));
     let gathered = values.room(&mut tape, count(tokens));
     let lists: [Argument; 6] =
         [to.into(), answer.into(), Argument::Null, ends.into(), weight.into(), gathered.into()];
-    tape.launch(&format!("gather_{kind}"), tokens, &[&lists[..], &sizes].concat());
+    tape.launch(&format!("gather_{kind}"), tokens.div_ceil(16), &[&lists[..], &sizes].concat());
     let grad = values.with(&mut tape, count(tokens), 4);
     let (to_x, to_weight) = (values.room(&mut tape, count(rows)), tape.room::<f32>(tokens));
     let lists = [order, answer, passed, ends, weight, grad, to_x, to_weight].map(Argument::from);
-    let arguments = [&lists[..], &[rows.into()], &sizes].concat();
+    let arguments = [&lists[..], &[rows.into()], &sizes[1..]].concat();
     tape.launch(&format!("gather_backward_{kind}"), rows.div_ceil(16), &arguments);
     Dispatched {
         tape,
@@ -75,6 +82,7 @@ fn tokens_go_where_the_cpu_sends_them() {
         ([1, 2, 1], Values::Wide),
         ([300, 9, 7], Values::Narrow),
         ([700, 65, 40], Values::Wide),
+        ([1700, 5, 4], Values::Narrow),
         ([257, 300, 3], Values::Wide),
     ];
     for (shape, values) in cases {

@@ -25,7 +25,9 @@ pub(super) fn banded(
     out
 }
 
-const SHAPES: [[usize; 2]; 5] = [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300]];
+/// The last two are wider than what a block has of a row at once.
+const SHAPES: [[usize; 2]; 7] =
+    [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300], [35, 1032], [3, 2051]];
 
 /// What the table for main memory has made at once.
 pub(super) fn made(sum: Gradient) -> Tensor {
@@ -133,15 +135,15 @@ fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
     let alone = tape.room::<f32>(rows * width);
     let places = [branch, stream, scale, bias, stream_scale, stream_bias, alone];
     let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
-    tape.launch(&format!("residual_sum_{kind}"), (rows * width).div_ceil(1024), &arguments);
+    tape.launch(&format!("residual_sum_{kind}"), rows.div_ceil(16), &arguments);
     let to_branch = values.room(&mut tape, rows * width);
     let to_stream = tape.room::<f32>(rows * width);
     // Three matrices of bands one behind the other, as a stack.
-    let (bands, tiles) = (rows.div_ceil(BAND), width.div_ceil(256));
+    let bands = rows.div_ceil(BAND);
     let partial = tape.room::<f32>(3 * bands * width);
     let places = [branch, stream, grad, scale, stream_scale, to_branch, to_stream, partial];
     let arguments = [&places.map(Argument::from)[..], &sizes[..2]].concat();
-    tape.launch(&format!("residual_backward_{kind}"), tiles * bands, &arguments);
+    tape.launch(&format!("residual_backward_{kind}"), bands, &arguments);
     let found = tape.room::<f32>(4 * width);
     let all = |which| (partial, which * bands * width);
     let scaled = |which, other: Option<usize>, factor, at: usize| {
@@ -160,8 +162,10 @@ fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
     let [to_sum, bands_of_norm, all_bands] =
         [rows * width, bands * width, 3 * bands * width].map(|count| tape.room::<f32>(count));
     let both = [values.room(&mut tape, rows * width), to_sum, bands_of_norm, all_bands];
-    let places = [sum, factors, weight, normed, beside, branch, stream, scale, stream_scale];
-    let arguments = [&places.map(Argument::from)[..], &both.map(Argument::from), &sizes[..2]];
+    let scaling = [branch, stream, scale, bias, stream_scale, stream_bias];
+    let places = [&scaling[..], &[factors, weight, normed, beside], &both].concat();
+    let places: Vec<_> = places.into_iter().map(Argument::from).collect();
+    let arguments = [&places[..], &sizes[..2]];
     tape.launch(&format!("residual_norm_backward_{kind}"), bands, &arguments.concat());
     Residual { tape, out: [sum, out, factors], alone, back: [to_branch, to_stream, found], both }
 }
@@ -251,6 +255,8 @@ pub(super) fn small() -> Vec<Tape> {
         norm([17, 20], Values::Narrow).tape,
         residual([33, 20], Values::Wide).tape,
         residual([17, 20], Values::Narrow).tape,
+        // Wider than what a block has of a row at once.
+        residual([3, 1028], Values::Wide).tape,
         columns,
     ]
 }

@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, Queue, by_kind, each};
+use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::operands::Bands;
@@ -112,7 +112,8 @@ pub(super) fn residual(
     let out = queue.room(&[rows, width], Kind::Float)?;
     let kernel = by_kind(branch, [c"residual_sum_f32", c"residual_sum_bf16"]);
     let memory = [branch, residual, by.scale, by.bias, by.residual_scale, by.residual_bias, &out];
-    each(queue, kernel, [rows, width], &memory.map(Argument::from))?;
+    let sizes = [rows, width].map(Argument::from);
+    queue.launch(kernel, lanes(rows), &[&memory.map(Argument::from)[..], &sizes].concat())?;
     Ok(out)
 }
 
@@ -148,12 +149,12 @@ pub(super) fn residual_backward(
     let to_branch = queue.room(&[rows, width], branch.kind())?;
     let to_residual = queue.room(&[rows, width], Kind::Float)?;
     let kernel = by_kind(branch, [c"residual_backward_f32", c"residual_backward_bf16"]);
-    let (partial, blocks) = banded(queue, [3, rows, width])?;
+    let (partial, _) = banded(queue, [3, rows, width])?;
     let scales = [by.scale, by.residual_scale, &to_branch, &to_residual, &partial];
     let memory = [[branch, residual, grad].as_slice(), &scales].concat();
     let memory: Vec<_> = memory.into_iter().map(Argument::from).collect();
     let sizes = [rows, width].map(Argument::from);
-    queue.launch(kernel, blocks, &[&memory[..], &sizes].concat())?;
+    queue.launch(kernel, bands(rows), &[&memory[..], &sizes].concat())?;
     let scaling = by.of_bands(&partial)?;
     Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
 }
@@ -171,6 +172,7 @@ impl Scaling<'_> {
     }
 }
 
+/// What came to the norm is not read: it is made again from branch and residual.
 pub(super) fn residual_norm_backward(
     queue: &Queue,
     branch: &Tensor,
@@ -184,12 +186,14 @@ pub(super) fn residual_norm_backward(
     let kernel = by_kind(branch, [c"residual_norm_backward_f32", c"residual_norm_backward_bf16"]);
     let [of_norm, partial] = [1, 3].map(|stack| banded(queue, [stack, rows, width]));
     let ((of_norm, _), (partial, _)) = (of_norm?, partial?);
-    let back = [norm.x, norm.factors, norm.weight, norm.grad].map(Argument::from);
+    let scaling = [by.scale, by.bias, by.residual_scale, by.residual_bias];
+    let from =
+        [&[branch, residual][..], &scaling, &[norm.factors, norm.weight, norm.grad]].concat();
+    let from: Vec<_> = from.into_iter().map(Argument::from).collect();
     let beside = [norm.beside.map_or(Argument::Nothing, Argument::from)];
-    let from = [branch, residual, by.scale, by.residual_scale].map(Argument::from);
     let into = [&to_branch, &to_residual, &of_norm, &partial].map(Argument::from);
     let sizes = [rows, width].map(Argument::from);
-    queue.launch(kernel, bands(rows), &[&back[..], &beside, &from, &into, &sizes].concat())?;
+    queue.launch(kernel, bands(rows), &[&from[..], &beside, &into, &sizes].concat())?;
     let (to_weight, scaling) = (of_bands(&of_norm, &[0], &[width])?, by.of_bands(&partial)?);
     Ok((ResidualGrads { branch: to_branch, residual: to_residual, scaling }, to_weight))
 }

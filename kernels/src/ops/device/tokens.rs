@@ -15,6 +15,13 @@ const ROWS: i64 = 8;
 /// Classes that `dispatch_places` holds at once.
 const CLASSES: i64 = 1024;
 
+/// Tokens of a round of a block, and blocks, each of which reads what all of them have counted.
+const ROUND: i64 = 256;
+const BLOCKS: i64 = 128;
+
+/// Blocks that share the tokens of the embedding's gradient: each looks through all of them.
+const SHARED: i64 = 512;
+
 pub(super) fn embedding(
     queue: &Queue,
     table: &Tensor,
@@ -43,8 +50,9 @@ pub(super) fn embedding_backward(
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let (count, width) = (tokens.size()[0], table.size()[1]);
     let memory = [tokens, scale, grad, table].map(Argument::from);
-    let sizes = [count, width].map(Argument::from);
-    queue.launch(c"embedding_backward", count, &[&memory[..], &sizes].concat())?;
+    let blocks = count.min(SHARED);
+    let sizes = [count, width, blocks].map(Argument::from);
+    queue.launch(c"embedding_backward", blocks, &[&memory[..], &sizes].concat())?;
     Ok([columns(queue, grad, scale)?, products(queue, grad, embedded)?])
 }
 
@@ -56,15 +64,18 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
         return Err(Call("dispatch").refuse("classes", format!("{classes}"), wanted));
     }
     let tokens = choice.size()[0];
-    let (blocks, most) = ((tokens + 255) / 256, tokens + (ROWS - 1) * (classes - 1));
+    let rounds = ((tokens + ROUND * BLOCKS - 1) / (ROUND * BLOCKS)).max(1);
+    let blocks = (tokens + ROUND * rounds - 1) / (ROUND * rounds);
+    let most = tokens + (ROWS - 1) * (classes - 1);
     let by_block = queue.room(&[blocks, classes], Kind::Int)?;
     let [counts, places] = [classes, tokens].map(|count| queue.room(&[count], Kind::Int64));
     let [ends, order] = [classes, most].map(|count| queue.room(&[count], Kind::Int));
     let (counts, places, ends, order) = (counts?, places?, ends?, order?);
     let memory = [choice, &by_block].map(Argument::from);
-    let sizes = [tokens, classes, most].map(Argument::from);
-    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes[..2]].concat())?;
+    let sizes = [tokens, classes, rounds].map(Argument::from);
+    queue.launch(c"dispatch_counts", blocks, &[&memory[..], &sizes].concat())?;
     let memory = [choice, &by_block, &counts, &ends, &places, &order].map(Argument::from);
+    let sizes = [tokens, classes, most, rounds].map(Argument::from);
     queue.launch(c"dispatch_places", blocks.max(1), &[&memory[..], &sizes].concat())?;
     let (order, groups) = (Order::Marked(order), Groups::There(ends));
     Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
@@ -77,8 +88,8 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     call.float("x", x, &[tokens, width])?;
     let out = queue.room(&[rows, width], x.kind())?;
     let kernel = by_kind(x, [c"permute_f32", c"permute_bf16"]);
-    let arguments = [x.into(), order.into(), (&out).into(), width.into()];
-    queue.launch(kernel, rows, &arguments)?;
+    let arguments = [x.into(), order.into(), (&out).into(), rows.into(), width.into()];
+    queue.launch(kernel, lanes(rows), &arguments)?;
     Ok(out)
 }
 
@@ -105,8 +116,8 @@ pub(super) fn unpermute(
     let out = queue.room(&[tokens, width], x.kind())?;
     let kernel = by_kind(x, [c"unpermute_f32", c"unpermute_bf16"]);
     let rows = returning("unpermute", x, by, passed)?;
-    let rest = [beside.into(), (&out).into(), by.experts.into(), width.into()];
-    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
+    let rest = [beside.into(), (&out).into(), tokens.into(), by.experts.into(), width.into()];
+    queue.launch(kernel, lanes(tokens), &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
@@ -121,8 +132,8 @@ pub(super) fn gather(
     let out = queue.room(&[tokens, width], x.kind())?;
     let kernel = by_kind(x, [c"gather_f32", c"gather_bf16"]);
     let rows = returning("gather", x, by, passed)?;
-    let rest = [weight.into(), (&out).into(), by.experts.into(), width.into()];
-    queue.launch(kernel, tokens, &[&rows[..], &rest].concat())?;
+    let rest = [weight.into(), (&out).into(), tokens.into(), by.experts.into(), width.into()];
+    queue.launch(kernel, lanes(tokens), &[&rows[..], &rest].concat())?;
     Ok(out)
 }
 
