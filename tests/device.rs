@@ -338,9 +338,18 @@ fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
 #[test]
 fn operations_of_a_step_are_bounded() {
     let bounds = [[60.0, 0.0], [42.0, 0.0], [50.0, 2.0], [700.0, 2.0]];
-    for ((what, counted), bound) in parts(true, "f32").iter().zip(bounds) {
+    let parts = parts(true, "f32");
+    for ((what, counted), bound) in parts.iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
+    }
+    moves_once(&parts[3].1);
+}
+
+/// Whatever a step moves: one launch, and what the model reads rounded is rounded by it.
+fn moves_once(step: &Counted) {
+    for (name, times) in [("update_chunks", 1.0), ("nesterov", 1.0), ("round_blocks", 0.0)] {
+        assert_eq!(step.get(name).copied().unwrap_or(0.0), times, "{name}");
     }
 }
 
@@ -348,10 +357,12 @@ fn operations_of_a_step_are_bounded() {
 #[test]
 fn operations_of_a_step_in_bf16_are_bounded() {
     let bounds = [[60.0, 0.0], [43.0, 0.0], [70.0, 2.0], [720.0, 2.0]];
-    for ((what, counted), bound) in parts(true, "bf16").iter().zip(bounds) {
+    let parts = parts(true, "bf16");
+    for ((what, counted), bound) in parts.iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
         bounded(what, counted, bound);
     }
+    moves_once(&parts[3].1);
 }
 
 /// A step of 2 layers and 4 micro-batches that are cut inside: sums over chunks of a layer's gradients are made together, and a

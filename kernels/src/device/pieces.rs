@@ -52,24 +52,15 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// The sum of squares of each `chunk` elements of each tensor, contiguous f32, in f64, on the device; where it goes with another,
-/// of their difference. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor for each
-/// takes the host longer than the device takes for all of them.
-pub(crate) fn squares(
-    queue: &Queue,
-    tensors: &[(&Tensor, Option<&Tensor>)],
-    chunk: i64,
-) -> Result<Tensor> {
-    let differences = tensors.first().is_some_and(|(_, other)| other.is_some());
-    let kernel = if differences { c"squared_differences" } else { c"squares" };
+/// The sum of squares of each `chunk` elements of each tensor, contiguous f32, in f64, on the device. The rows are made of
+/// addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor for each takes the host longer than the device takes
+/// for all of them.
+pub(crate) fn squares(queue: &Queue, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
     let mut rows = Vec::new();
-    for (tensor, other) in tensors {
-        let address = |tensor: &Tensor| tensor.data_ptr() as i64;
-        let (left, right) = (address(tensor), other.map_or(0, address));
-        let length = tensor.numel() as i64;
+    for tensor in tensors {
+        let (address, length) = (tensor.data_ptr() as i64, tensor.numel() as i64);
         for first in (0..length).step_by(chunk as usize) {
-            let at = 4 * first;
-            rows.extend([left + at, right + at, chunk.min(length - first), 0, 0, 4]);
+            rows.extend([address + 4 * first, 0, chunk.min(length - first), 0, 0, 4]);
         }
     }
     let count = rows.len() as i64 / 6;
@@ -79,7 +70,7 @@ pub(crate) fn squares(
     }
     let rows = queue.upload(&rows)?;
     let arguments = [(&rows).into(), count.into(), (&out).into()];
-    queue.launch(kernel, count, &arguments)?;
+    queue.launch(c"squares", count, &arguments)?;
     Ok(out)
 }
 
