@@ -113,6 +113,19 @@ KERNEL(add_present, 256, LIMIT(64, 0, 8), (const Piece* pieces, u32 count)) {
   each_of_piece(piece, [=](u64 index) { left[index] = here ? left[index] + right[index] : right[index]; });
 }
 
+// Adds to the part of each of 16 threads the squares of those of `count` numbers that are its own, in their order.
+DEVICE void add_squares(const f32* tile, u32 count, f64& part) {
+  u32 place = thread_index();
+  for (; place + 7 * PARTS < count; place += 8 * PARTS) {
+    f32 values[8];
+    UNROLL
+    for (u32 next = 0; next < 8; ++next) values[next] = tile[place + next * PARTS];
+    UNROLL
+    for (u32 next = 0; next < 8; ++next) part += static_cast<f64>(values[next]) * static_cast<f64>(values[next]);
+  }
+  for (; place < count; place += PARTS) part += static_cast<f64>(tile[place]) * static_cast<f64>(tile[place]);
+}
+
 // out[p]: the sum of the squares of value(p, i) over the elements of piece p, f32, in f64, one block each, so that a long tensor is
 // given in pieces: the chunks of the norm are those. The order is the CPU's, in 16 parts. So all threads of a block read, a tile
 // ahead, and 16 of them add what stands in shared memory.
@@ -137,19 +150,8 @@ DEVICE void squared(const Piece* pieces, u32 count, f64* out, f32* tile, Value v
     for (u32 next = 0; next < AHEAD / BLOCK; ++next) tile[next * BLOCK + lane] = ahead[next];
     barrier();
     read(start + AHEAD);
-    if (lane < PARTS) {
-      const u64 left = piece.elements - start;
-      const u32 end = left < AHEAD ? static_cast<u32>(left) : AHEAD;
-      u32 place = lane;
-      for (; place + 7 * PARTS < end; place += 8 * PARTS) {
-        f32 values[8];
-        UNROLL
-        for (u32 next = 0; next < 8; ++next) values[next] = tile[place + next * PARTS];
-        UNROLL
-        for (u32 next = 0; next < 8; ++next) part += static_cast<f64>(values[next]) * static_cast<f64>(values[next]);
-      }
-      for (; place < end; place += PARTS) part += static_cast<f64>(tile[place]) * static_cast<f64>(tile[place]);
-    }
+    const u64 left = piece.elements - start;
+    if (lane < PARTS) add_squares(tile, left < AHEAD ? static_cast<u32>(left) : AHEAD, part);
     barrier();
   }
   part = together(part);
@@ -170,12 +172,4 @@ KERNEL(squares, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* o
   if (sums == nullptr || block_index() >= count) return;
   sum = over_block(sum, groups);
   if (thread_index() == 0) sums[block_index()] = sum;
-}
-
-// The same of left - right.
-KERNEL(squared_differences, 256, LIMIT(64, 8192, 8), (const Piece* pieces, u32 count, f64* out)) {
-  SHARED(f32, tile, AHEAD);
-  squared(pieces, count, out, tile, [](const Piece& piece, u64 place) {
-    return reinterpret_cast<const f32*>(piece.left)[place] - reinterpret_cast<const f32*>(piece.right)[place];
-  });
 }

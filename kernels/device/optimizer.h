@@ -5,14 +5,16 @@
 #include "products.h"
 #include "exact.h"
 
-// A tensor to be moved, f32 all of it.
+// A tensor to be moved, f32 but for what the model reads of it. Before Muon's orthogonalisation `weight` is where the direction goes.
 struct Move {
-  u64 weight, first, second, gradient;  // addresses; `second` is AdamW's alone
+  u64 weight, first, second, gradient, rounded;  // addresses; `second` is AdamW's alone, and `rounded`, bf16, may be 0
   u64 elements;
-  f32 keep, rate;     // w <- keep w - rate step
-  u32 block, unused;  // the first of its blocks; it has one for each EACH elements begun
+  u64 number;    // of its first element in its tensor
+  u64 salts[3];  // of the checksums of weights, first and second moments
+  f32 keep, rate, scale, to_first, to_second, bias, eps;
+  u32 block;  // the first of its blocks; it has one for each CHUNK elements begun, or for each EACH before the orthogonalisation
 };
-static_assert(sizeof(Move) == 56, "as the host lays it out");
+static_assert(sizeof(Move) == 112, "as the host lays it out");
 
 DEVICE Move move_of_block(const Move* moves, u32 count) {
   u32 low = 0, high = count;
@@ -24,51 +26,154 @@ DEVICE Move move_of_block(const Move* moves, u32 count) {
   return moves[low];
 }
 
-template <typename Do>
-DEVICE void each_of(const Move& move, Do what) {
-  const u64 base = static_cast<u64>(block_index() - move.block) * EACH;
-  for (u32 place = thread_index(); place < EACH; place += 256)
-    if (base + place < move.elements) what(base + place);
+static_assert(EACH == 4 * BLOCK, "a thread has four elements at a time");
+
+template <typename T>
+struct alignas(4 * sizeof(T)) Four {
+  T values[4];
+};
+
+// Which four of `left` elements a thread has: neighbours, by one access, where every address allows that and there are EACH; else one
+// of each quarter.
+struct Spread {
+  u32 base, step, left;
+  bool wide;
+};
+DEVICE Spread spread_of(bool aligned, u32 left) {
+  const bool wide = aligned && left >= EACH;
+  return {wide ? 4 * thread_index() : thread_index(), wide ? 1u : BLOCK, left, wide};
+}
+DEVICE u32 place_of(const Spread& spread, u32 next) { return spread.base + next * spread.step; }
+
+DEVICE void fetch(f32 (&into)[4], const f32* from, const Spread& spread) {
+  if (spread.wide) {
+    const Four<f32> four = reinterpret_cast<const Four<f32>*>(from)[thread_index()];
+    UNROLL
+    for (u32 next = 0; next < 4; ++next) into[next] = four.values[next];
+    return;
+  }
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) {
+    const u32 place = place_of(spread, next);
+    into[next] = place < spread.left ? from[place] : 0.0f;
+  }
 }
 
-// m <- m + first (g - m); v <- v + second (g g - v); w <- keep w - rate (m / (sqrt(v) / root + eps)), with g = scale gradient.
-KERNEL(adamw, 256, LIMIT(48, 0, 8), (const Move* moves, u32 count, f32 scale, f32 first, f32 second, f32 bias, f32 eps)) {
+template <typename T>
+DEVICE void store(T* to, const f32 (&from)[4], const Spread& spread) {
+  if (spread.wide) {
+    Four<T> four;
+    UNROLL
+    for (u32 next = 0; next < 4; ++next) put(four.values[next], from[next]);
+    reinterpret_cast<Four<T>*>(to)[thread_index()] = four;
+    return;
+  }
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) {
+    const u32 place = place_of(spread, next);
+    if (place < spread.left) put(to[place], from[next]);
+  }
+}
+
+// Elements of a block: the chunk of the norms, so that a sum of squares is complete in one.
+constexpr u32 CHUNK = 65536;
+
+// All that a step does to weights that it moves, in one pass. With g = scale gradient, AdamW:
+//   m <- m + to_first (g - m); v <- v + to_second (g g - v); w <- keep w - rate (m / (sqrt(v) / bias + eps))
+// and Muon, where there are no second moments and the direction stands where the gradient would: w <- keep w - rate direction.
+// What the model reads is rounded. out[4 b]: the bits of chunk b's sum of squares of new weights less old ones, f64, in the order of
+// `squares`; then what it adds to the checksums of weights, first and second moments: integers, any order gives the same.
+//
+// Bytes of an element, AdamW: w, m, v and g read (16), w, m and v written (12), bf16 written (2): 30. Nothing is read twice, and what is
+// written is what changes, so fewer would leave something undone. Muon: w, m and direction read (12), w and bf16 written (6): 18, of
+// which 4 are for the checksum of m.
+KERNEL(update_chunks, 256, LIMIT(64, 8256, 7), (const Move* moves, u32 count, u64* out)) {
+  SHARED(Four<f32>, tiles, 2 * EACH / 4);
+  SHARED(u64, groups, 8);
   const Move move = move_of_block(moves, count);
-  f32* weight = reinterpret_cast<f32*>(move.weight);
-  f32* one = reinterpret_cast<f32*>(move.first);
-  f32* two = reinterpret_cast<f32*>(move.second);
-  const f32* gradient = reinterpret_cast<const f32*>(move.gradient);
-  each_of(move, [=](u64 index) {
-    const f32 g = scale * gradient[index];
-    f32 m = one[index], v = two[index];
-    m += first * (g - m);
-    v += second * (g * g - v);
-    const f32 step = m / (root(v) / bias + eps);
-    one[index] = m;
-    two[index] = v;
-    weight[index] = move.keep * weight[index] - move.rate * step;
-  });
+  const bool adamw = move.second != 0;
+  const bool aligned = ((move.weight | move.first | move.second | move.gradient) % 16 | move.rounded % 8) == 0;
+  const u64 start = static_cast<u64>(block_index() - move.block) * CHUNK;
+  const u32 length = move.elements - start < CHUNK ? static_cast<u32>(move.elements - start) : CHUNK;
+  f32* weight = reinterpret_cast<f32*>(move.weight) + start;
+  f32* first = reinterpret_cast<f32*>(move.first) + start;
+  f32* second = reinterpret_cast<f32*>(move.second) + start;
+  const f32* gradient = reinterpret_cast<const f32*>(move.gradient) + start;
+  f32 w[4], m[4], v[4], g[4], far[4];
+  const auto ask = [&](u32 from) {
+    const Spread spread = spread_of(aligned, length - from);
+    fetch(w, weight + from, spread);
+    fetch(m, first + from, spread);
+    if (adamw) fetch(v, second + from, spread);
+    fetch(g, gradient + from, spread);
+  };
+  u64 sums[3] = {0, 0, 0};
+  f64 part = 0.0;
+  ask(0);
+  for (u32 from = 0; from < length; from += EACH) {
+    const Spread spread = spread_of(aligned, length - from);
+    UNROLL
+    for (u32 next = 0; next < 4; ++next) {
+      const f32 old = w[next];
+      f32 step = g[next];
+      if (adamw) {
+        const f32 scaled = move.scale * g[next];
+        m[next] += move.to_first * (scaled - m[next]);
+        v[next] += move.to_second * (scaled * scaled - v[next]);
+        step = m[next] / (root(v[next]) / move.bias + move.eps);
+      }
+      w[next] = move.keep * old - move.rate * step;
+      far[next] = old - w[next];
+      const u32 place = place_of(spread, next);
+      if (place >= spread.left) continue;
+      const u64 number = move.number + start + from + place;
+      sums[0] += static_cast<u64>(bits_of(w[next])) * weight_of(number, move.salts[0]);
+      sums[1] += static_cast<u64>(bits_of(m[next])) * weight_of(number, move.salts[1]);
+      if (adamw) sums[2] += static_cast<u64>(bits_of(v[next])) * weight_of(number, move.salts[2]);
+    }
+    store(weight + from, w, spread);
+    if (adamw) {
+      store(first + from, m, spread);
+      store(second + from, v, spread);
+    }
+    if (move.rounded != 0) store(reinterpret_cast<bf16*>(move.rounded) + start + from, w, spread);
+    // Two tiles in turn: while 16 threads add up one, the others go on to fill the other.
+    f32* tile = reinterpret_cast<f32*>(tiles) + from % (2 * EACH);
+    store(tile, far, spread);
+    barrier();
+    if (from + EACH < length) ask(from + EACH);
+    if (thread_index() < PARTS) add_squares(tile, spread.left < EACH ? spread.left : EACH, part);
+  }
+  part = together(part);
+  UNROLL
+  for (u32 which = 0; which < 3; ++which) sums[which] = over_block(sums[which], groups);
+  if (thread_index() != 0) return;
+  u64* own = out + 4ull * block_index();
+  own[0] = bits_of(part);
+  UNROLL
+  for (u32 which = 0; which < 3; ++which) own[1 + which] = sums[which];
 }
 
-// Muon before the orthogonalisation: m <- by m + g; the gradient's memory gets g + by m.
+// Muon before the orthogonalisation, by a block for EACH elements: m <- by m + g; the direction is g + by m. Gradient and m read, m and the
+// direction written: 16 bytes of an element.
 KERNEL(nesterov, 256, LIMIT(48, 0, 8), (const Move* moves, u32 count, f32 scale, f32 by)) {
   const Move move = move_of_block(moves, count);
-  f32* momentum = reinterpret_cast<f32*>(move.first);
-  f32* gradient = reinterpret_cast<f32*>(move.gradient);
-  each_of(move, [=](u64 index) {
-    const f32 g = scale * gradient[index];
-    const f32 m = by * momentum[index] + g;
-    momentum[index] = m;
-    gradient[index] = g + by * m;
-  });
-}
-
-// And after it: w <- keep w - rate direction, which stands where the gradient stood.
-KERNEL(descend, 256, LIMIT(48, 0, 8), (const Move* moves, u32 count)) {
-  const Move move = move_of_block(moves, count);
-  f32* weight = reinterpret_cast<f32*>(move.weight);
-  const f32* direction = reinterpret_cast<const f32*>(move.gradient);
-  each_of(move, [=](u64 index) { weight[index] = move.keep * weight[index] - move.rate * direction[index]; });
+  const u64 start = static_cast<u64>(block_index() - move.block) * EACH;
+  const u64 left = move.elements - start;
+  const bool aligned = (move.weight | move.first | move.gradient) % 16 == 0;
+  const Spread spread = spread_of(aligned, left < EACH ? static_cast<u32>(left) : EACH);
+  f32* momentum = reinterpret_cast<f32*>(move.first) + start;
+  f32 m[4], g[4], direction[4];
+  fetch(m, momentum, spread);
+  fetch(g, reinterpret_cast<const f32*>(move.gradient) + start, spread);
+  UNROLL
+  for (u32 next = 0; next < 4; ++next) {
+    const f32 scaled = scale * g[next];
+    m[next] = by * m[next] + scaled;
+    direction[next] = scaled + by * m[next];
+  }
+  store(momentum, m, spread);
+  store(reinterpret_cast<f32*>(move.weight) + start, direction, spread);
 }
 
 // right = left / (sqrt(squares) + eps), for each matrix, which is a piece.

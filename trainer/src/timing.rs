@@ -12,7 +12,7 @@ use std::time::Instant;
 pub enum Part {
     /// Reading and assembling the batch; a run hides it behind the step before.
     Batch,
-    /// The weights rounded to what products compute in, once a step.
+    /// Weights rounded to what products compute in, where the step that moves them does not.
     Round,
     /// Embedding, norms, residual scaling: what is between the other parts of the model, both ways.
     Stream,
@@ -44,18 +44,16 @@ pub enum Part {
     Norm,
     /// Muon on the matrices.
     Muon,
-    /// AdamW on the rest, or on all.
+    /// AdamW on the rest, or on all. What moves is rounded, measured and summed up in the same pass, by either.
     AdamW,
-    /// The norm of new weights minus old ones.
-    Moved,
     /// New weights sent to every rank and received from every rank.
     Share,
-    /// Checksums of the new state.
+    /// Checksums of a state that has not moved.
     StateSums,
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 21] = [
+pub const PARTS: [(Part, &str); 20] = [
     (Part::Batch, "batch: read, assemble"),
     (Part::Round, "weights rounded for products"),
     (Part::Stream, "embedding, norms, residuals"),
@@ -74,7 +72,6 @@ pub const PARTS: [(Part, &str); 21] = [
     (Part::Norm, "checksums and norm of the sum"),
     (Part::Muon, "Muon"),
     (Part::AdamW, "AdamW"),
-    (Part::Moved, "norm of the update"),
     (Part::Share, "new weights to every rank"),
     (Part::StateSums, "checksums of the state"),
 ];

@@ -41,7 +41,7 @@ pub struct Share {
 /// Parts by the beginnings of names of our own kernels; `kernels/device` has them.
 const PARTS: [(&str, &[&str]); 10] = [
     (CHECKSUMS, &["checksum_"]),
-    (SQUARES, &["squares", "squared_differences"]),
+    (SQUARES, &["squares"]),
     ("tree of additions", &["finish_add", "add_present"]),
     (ATTENTION, &["attention_", "conv_shift_", "query_key_"]),
     ("norms, residuals, embedding", &["rms_norm_", "residual_", "column_", "embedding_"]),
@@ -55,9 +55,8 @@ const PARTS: [(&str, &[&str]); 10] = [
     (
         "optimizer",
         &[
-            "adamw",
+            "update_chunks",
             "nesterov",
-            "descend",
             "newton_schulz_",
             "unit_blocks",
             "polynomial_blocks",

@@ -41,13 +41,11 @@ Told rows(void (*row)(Touched&, const Row&)) {
 inline const std::map<std::string, Told>& tables() {
   static const Told no_addresses = [](Touched&, const void*, u32) {};
   static const Told one_read = rows<Piece>([](Touched& to, const Piece& piece) { to.read(piece.left); });
-  static const Told both_read = rows<Piece>([](Touched& to, const Piece& piece) { to.read(piece.left), to.read(piece.right); });
   static const Told left_to_right =
       rows<Piece>([](Touched& to, const Piece& piece) { to.read(piece.left), to.write(piece.right); });
   static const std::map<std::string, Told> all = {
       {"checksum_blocks", one_read},
       {"squares", one_read},
-      {"squared_differences", both_read},
       {"copy_blocks", left_to_right},
       {"round_blocks", left_to_right},
       {"unit_blocks", left_to_right},
@@ -62,11 +60,13 @@ inline const std::map<std::string, Told>& tables() {
       {"stacked_products", rows<Product>([](Touched& to, const Product& product) {
          to.read(product.left), to.read(product.right), to.write(product.out);
        })},
-      {"adamw", rows<Move>([](Touched& to, const Move& move) {
-         to.write(move.weight), to.write(move.first), to.write(move.second), to.read(move.gradient);
+      {"update_chunks", rows<Move>([](Touched& to, const Move& move) {
+         to.write(move.weight), to.write(move.second), to.read(move.gradient), to.write(move.rounded);
+         move.second != 0 ? to.write(move.first) : to.read(move.first);
        })},
-      {"nesterov", rows<Move>([](Touched& to, const Move& move) { to.write(move.first), to.write(move.gradient); })},
-      {"descend", rows<Move>([](Touched& to, const Move& move) { to.write(move.weight), to.read(move.gradient); })},
+      {"nesterov", rows<Move>([](Touched& to, const Move& move) {
+         to.write(move.weight), to.write(move.first), to.read(move.gradient);
+       })},
       {"finish", rows<Unfinished>([](Touched& to, const Unfinished& one) {
          to.read(one.from), to.read(one.other), to.read(one.factor), to.write(one.out);
        })},

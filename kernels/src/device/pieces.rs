@@ -88,32 +88,6 @@ pub(crate) fn squares(
     Ok([out, sums])
 }
 
-/// The sum of squares of the differences of each `chunk` elements of pairs, contiguous f32, in f64, on the device.
-pub(crate) fn differences(
-    queue: &Queue,
-    pairs: &[(&Tensor, &Tensor)],
-    chunk: i64,
-) -> Result<Tensor> {
-    let mut rows = Vec::new();
-    for (tensor, other) in pairs {
-        let address = |tensor: &Tensor| tensor.data_ptr() as i64;
-        let (left, right) = (address(tensor), address(other));
-        let length = tensor.numel() as i64;
-        for first in (0..length).step_by(chunk as usize) {
-            let at = 4 * first;
-            rows.extend([left + at, right + at, chunk.min(length - first), 0, 0, 4]);
-        }
-    }
-    let count = rows.len() as i64 / 6;
-    let out = queue.room(&[count], Kind::Double)?;
-    if count > 0 {
-        let rows = queue.upload(&rows)?;
-        let arguments = [(&rows).into(), count.into(), (&out).into()];
-        queue.launch(c"squared_differences", count, &arguments)?;
-    }
-    Ok(out)
-}
-
 /// Adds to each piece what it goes with, as `add_present` of `exact.h` reads `first` and `salt`.
 pub(crate) fn add_present(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     over(queue, c"add_present", pieces, &[])

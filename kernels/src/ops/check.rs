@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::call::Call;
 use super::{
     Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, NormBack, QueryKey,
-    RouterWeights, Scaling,
+    RouterWeights, Scaling, Update,
 };
 use crate::{Error, Result};
 
@@ -402,6 +402,25 @@ pub(super) fn rounded(narrow: &Tensor, wide: &Tensor) -> Result<()> {
     let (call, shape) = (Call("rounded"), narrow.size());
     call.is("narrow", narrow, &shape, &[Kind::BFloat16])?;
     call.f32("wide", wide, &shape)
+}
+
+pub(super) fn update(one: &Update) -> Result<()> {
+    let (call, shape) = (Call("update"), one.weight.size());
+    let [weight, first, second] = one.parts();
+    for (name, tensor) in [("weight", weight), ("first", first), ("second", second)] {
+        tensor.map_or(Ok(()), |tensor| call.f32(name, tensor, &shape))?;
+    }
+    call.f32("gradient", one.gradient, &shape)?;
+    let Some((rounded, first)) = &one.rounded else { return Ok(()) };
+    call.is("rounded", rounded, &rounded.size(), &[Kind::BFloat16])?;
+    let [first, length, whole] = [*first, one.weight.numel() as i64, rounded.numel() as i64];
+    match (0..=whole - length).contains(&first) {
+        true => Ok(()),
+        false => {
+            let wanted = format!("{length} elements from element {first} on");
+            Err(call.refuse("rounded", format!("{whole} elements"), wanted))
+        }
+    }
 }
 
 pub(super) fn descend(weight: &Tensor, direction: &Tensor) -> Result<Call> {

@@ -8,6 +8,7 @@
 //! composed    operations made of others and of libtorch's, in every table that has none of its own; so is cross_entropy
 //! linear_attention   the recurrence, its features and its gate, likewise
 //! operands    what operations take and answer with     check   what an operand must be
+//! update      what a step moves, and how main memory does it
 //! ```
 //!
 //! A process chooses one table at its start ([`choose`]) and hands it to whatever computes; its name and version stand in
@@ -27,6 +28,7 @@ mod operands;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod update;
 
 use std::fmt;
 
@@ -38,11 +40,12 @@ use call::Call;
 pub use device::choice::{ANSWERS, ATTENTION, CHOICES, Choice, GROUPED};
 pub(crate) use device::wide::multiplies as multiplies_wide;
 pub use operands::{
-    AdamW, Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Experts, Gradient, Moved, NewtonSchulz, NewtonSchulzForm,
-    NormBack, Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads,
-    RouterSaved, RouterWeights, Routes, Scaling, Span,
+    Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
+    CrossEntropyGrads, Dispatch, Experts, Gradient, NewtonSchulz, NewtonSchulzForm, NormBack,
+    Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
+    RouterWeights, Routes, Scaling, Span,
 };
+pub use update::{AdamW, CHUNK, Update, UpdateRule};
 
 /// The variable that asks for another table than the one for the device.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
@@ -407,34 +410,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok([Tensor::f_from_slice(&squares)?, Tensor::f_from_slice(&sums)?])
     }
 
-    /// The sums of squares of the differences of pairs, f32, as [`Ops::chunk_squares`] answers, with the bits of a difference's.
-    fn chunk_differences(&self, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
-        let differences = pairs.iter().map(|[one, other]| Ok(one.f_sub(other)?));
-        self.chunk_squares(&differences.collect::<Result<Vec<_>>>()?, chunk)
-    }
-
-    /// Copies of many tensors, f32.
-    fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-        let copy = |tensor: &Tensor| {
-            let mut copy = tensor.f_empty_like()?;
-            copy.f_copy_(tensor)?;
-            Ok(copy)
-        };
-        tensors.iter().map(copy).collect()
-    }
-
     /// Writes the first of each pair, bf16, from the second, f32: to nearest, ties to even.
     fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
         pairs.iter_mut().try_for_each(|[narrow, wide]| {
             check::rounded(narrow, wide)?;
             Ok(tch::no_grad(|| narrow.f_copy_(wide))?)
-        })
-    }
-
-    /// [`Ops::adamw`] for many tensors, with the same bits.
-    fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {
-        tensors.iter_mut().try_for_each(|Moved { weight, moments: [first, second], gradient }| {
-            self.adamw(by, weight, [first, second], gradient)
         })
     }
 
@@ -451,11 +431,14 @@ pub trait Ops: fmt::Debug + Send + Sync {
         pairs.iter_mut().map(one).collect()
     }
 
-    /// [`Ops::descend`] for many weights and directions, each with its own rate, with the same bits.
-    fn all_descend(&self, moves: &mut [(&mut Tensor, &Tensor, f32)], keep: f32) -> Result<()> {
-        moves
-            .iter_mut()
-            .try_for_each(|(weight, direction, rate)| self.descend(weight, direction, keep, *rate))
+    /// Moves tensors by [`Ops::adamw`] and [`Ops::descend`], with the same bits, and says what that came to: i64 `[n, 4]`, a row
+    /// for each [`CHUNK`] elements of each tensor, where the tensors are. First the bits of [`Ops::squares`] of new weights less
+    /// old ones, f64. Then three words whose sums over the rows of a tensor, wrapping, are checksums of what its weights, first
+    /// and second moments have become, or 0. On a device by one launch, which reads and writes each number once, and for which
+    /// the host does not wait.
+    fn update(&self, all: &mut [Update]) -> Result<Tensor> {
+        all.iter().try_for_each(check::update)?;
+        update::in_chunks(self, all)
     }
 }
 

@@ -500,36 +500,6 @@ pub struct CrossEntropyGrads {
     pub weights: Tensor,
 }
 
-/// The numbers of one step of AdamW, rounded to what the elements are computed in.
-#[derive(Clone, Copy, Debug)]
-pub struct AdamW {
-    /// What a weight is multiplied with first: 1 less the learning rate times the decay.
-    pub keep: f32,
-    /// How far a first moment goes towards the gradient.
-    pub first: f32,
-    /// How far a second moment goes towards the gradient's square.
-    pub second: f32,
-    /// What the root of a second moment is divided by.
-    pub root: f32,
-    /// Added to that.
-    pub eps: f32,
-    /// What a first moment over that is multiplied with.
-    pub rate: f32,
-    /// What a gradient is multiplied with before anything; 1 changes no bit of it.
-    pub scale: f32,
-}
-
-/// A tensor that AdamW moves: all f32 of one shape.
-#[derive(Debug)]
-pub struct Moved<'a> {
-    /// Its weights.
-    pub weight: &'a mut Tensor,
-    /// First and second moments.
-    pub moments: [&'a mut Tensor; 2],
-    /// The gradient.
-    pub gradient: &'a Tensor,
-}
-
 /// A Newton-Schulz iteration towards the nearest orthogonal matrix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NewtonSchulz {

@@ -7,9 +7,7 @@
 //! w <- w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //! ```
 
-use kernels::Result;
-use kernels::ops::{self, Ops};
-use tch::Tensor;
+use kernels::ops;
 
 /// What AdamW does at one step, as plain numbers.
 #[derive(Clone, Copy, Debug)]
@@ -37,19 +35,8 @@ impl AdamW {
         AdamW { keep: 1.0 - lr * decay, beta1, beta2, eps, rate, root }
     }
 
-    /// Updates one flat piece of a tensor and of its moments in place; `scale` is what its gradient is multiplied with
-    /// first, and 1 touches nothing.
-    pub fn update(
-        &self,
-        ops: &dyn Ops,
-        weight: &mut Tensor,
-        moments: [&mut Tensor; 2],
-        (gradient, scale): (&Tensor, f64),
-    ) -> Result<()> {
-        ops.adamw(self.rounded(scale), weight, moments, gradient)
-    }
-
-    /// The same numbers, rounded to what the elements are computed in.
+    /// The same numbers, rounded to what the elements are computed in; `scale` is what a gradient is multiplied with first, and
+    /// 1 touches nothing.
     pub(super) fn rounded(&self, scale: f64) -> ops::AdamW {
         ops::AdamW {
             keep: self.keep as f32,
@@ -80,6 +67,7 @@ pub(super) fn power(base: f64, mut exponent: u64) -> f64 {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use tch::Tensor;
 
     /// AdamW as torch documents it, one element, in f64.
     fn reference(
@@ -133,9 +121,9 @@ mod tests {
                     AdamW::at(step as u64 + 1, lr, decay, betas, 1e-8),
                 );
                 let moments = [&mut first, &mut second];
-                rule.update(ops::CPU, &mut weight, moments, (&gradient, 0.5)).unwrap();
+                ops::CPU.adamw(rule.rounded(0.5), &mut weight, moments, &gradient).unwrap();
                 let moments = [&mut slow_first, &mut slow_second];
-                rule.update(ops::REFERENCE, &mut slow, moments, (&gradient, 0.5)).unwrap();
+                ops::REFERENCE.adamw(rule.rounded(0.5), &mut slow, moments, &gradient).unwrap();
             }
             let difference = (&weight - slow).abs().max().double_value(&[]);
             prop_assert!(difference < 6e-6 + 2e-4 * lr, "{difference} from the reference");

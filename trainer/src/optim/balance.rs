@@ -99,9 +99,9 @@ mod tests {
                 balance.update(step, counts, 0.01);
                 let total: u64 = counts.iter().sum();
                 let error: Vec<f32> = counts.iter().map(|count| (*count as f64 / total as f64 - 0.2) as f32).collect();
-                super::super::adamw::AdamW::at(step, 0.01, 0.0, BETAS, EPS)
-                    .update(kernels::ops::CPU, &mut weight, [&mut first, &mut second], (&Tensor::from_slice(&error), 1.0))
-                    .unwrap();
+                let by = super::super::adamw::AdamW::at(step, 0.01, 0.0, BETAS, EPS).rounded(1.0);
+                let moments = [&mut first, &mut second];
+                kernels::ops::CPU.adamw(by, &mut weight, moments, &Tensor::from_slice(&error)).unwrap();
             }
             let wanted: Vec<f32> = Vec::try_from(&weight).unwrap();
             for (found, wanted) in balance.bias.iter().zip(wanted) {

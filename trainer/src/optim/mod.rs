@@ -13,20 +13,18 @@ use contract::Result;
 pub use curriculum::guard;
 use curriculum::guard::Guard;
 use curriculum::rate::Schedule;
-use kernels::checksum;
-use kernels::ops::{NewtonSchulzForm, Ops};
+use kernels::ops::NewtonSchulzForm;
 use kernels::record::Record;
 use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
 use crate::refusal::refused;
-use crate::timing::{Part, part};
 use crate::workers::Workers;
 use adamw::AdamW;
 use muon::Muon;
 use norm::CHUNK;
 
-/// Chunks of an elementwise work item: enough to be worth a worker's while, few enough to share a large embedding.
+/// Chunks of an elementwise piece: enough to be worth a worker's while, few enough to share a large embedding.
 pub(crate) const CHUNKS: i64 = 8;
 
 /// Which optimizer rules the matrices.
@@ -94,16 +92,18 @@ impl Rule {
 
 /// One piece of work: a matrix, or some chunks of a tensor.
 pub(crate) struct Item {
-    weight: Tensor,
+    pub(crate) weight: Tensor,
+    /// What the model reads of it, where that is rounded and this rank's to write: it begins at this element there.
+    pub(crate) rounded: Option<(Tensor, i64)>,
     /// Its first moment, or momentum.
-    first: Tensor,
-    gradient: Tensor,
-    how: How,
-    sums: Sums,
+    pub(crate) first: Tensor,
+    pub(crate) gradient: Tensor,
+    pub(crate) how: How,
+    pub(crate) sums: Sums,
 }
 
 /// Who moves it.
-enum How {
+pub(crate) enum How {
     Muon,
     AdamW { second: Tensor, decay: bool },
 }
@@ -118,14 +118,16 @@ pub(crate) struct Sums {
 }
 
 impl Item {
-    /// Its weights and moments, flat, as they are summed up.
-    fn parts(&self) -> Vec<(Tensor, u64)> {
-        let second = match &self.how {
-            How::Muon => None,
-            How::AdamW { second, .. } => Some(second),
+    /// A part of it that begins at element `first`: what `cut` makes of each of its tensors.
+    fn part(&self, first: i64, cut: impl Fn(&Tensor) -> Tensor) -> Item {
+        let how = match &self.how {
+            How::Muon => How::Muon,
+            How::AdamW { second, decay } => How::AdamW { second: cut(second), decay: *decay },
         };
-        let all = [Some(&self.weight), Some(&self.first), second].into_iter().flatten();
-        all.zip(self.sums.salts).map(|(part, salt)| (flat(part), salt)).collect()
+        let rounded = self.rounded.as_ref().map(|(to, at)| (to.shallow_clone(), at + first));
+        let sums = Sums { first: self.sums.first + first as u64, ..self.sums };
+        let [weight, moment, gradient] = [&self.weight, &self.first, &self.gradient].map(cut);
+        Item { weight, rounded, first: moment, gradient, how, sums }
     }
 
     /// How many chunks it has.
@@ -137,8 +139,8 @@ impl Item {
 /// What pieces of work came to, for the host to read.
 pub(crate) struct Outcome {
     record: Record,
-    /// Of each piece, in groups that were computed together: its chunks, and its tensors.
-    groups: Vec<Vec<[usize; 2]>>,
+    /// Of each piece.
+    chunks: Vec<usize>,
 }
 
 /// What one came to: the sum of squares of new weights minus old ones, and checksums of weights and moments, 0 where there are
@@ -148,22 +150,20 @@ pub(crate) type Came = (f64, [u64; 3]);
 impl Outcome {
     /// Reads it, if the host has not: piece by piece.
     pub(crate) fn read(self) -> Result<Vec<Came>> {
-        let Outcome { mut record, groups } = self;
+        let Outcome { mut record, chunks } = self;
         record.read().map_err(refused)?;
-        let mut found = Vec::new();
-        for group in groups {
-            let begins = found.len();
-            for [chunks, _] in &group {
-                let chunks = (0..*chunks).map(|_| record.float());
-                let chunks = chunks.collect::<kernels::Result<Vec<_>>>().map_err(refused)?;
-                found.push((norm::sum(&chunks), [0; 3]));
-            }
-            for ([_, parts], (_, sums)) in group.iter().zip(&mut found[begins..]) {
-                for sum in &mut sums[..*parts] {
-                    *sum = record.word().map_err(refused)?;
+        let mut piece = |chunks: usize| -> kernels::Result<Came> {
+            let (mut squares, mut sums) = (Vec::with_capacity(chunks), [0u64; 3]);
+            for _ in 0..chunks {
+                squares.push(record.float()?);
+                for sum in &mut sums {
+                    *sum = sum.wrapping_add(record.word()?);
                 }
             }
-        }
+            Ok((norm::sum(&squares), sums))
+        };
+        let found = chunks.into_iter().map(&mut piece).collect::<kernels::Result<_>>();
+        let found = found.map_err(refused)?;
         record.end().map_err(refused)?;
         Ok(found)
     }
@@ -201,144 +201,25 @@ pub(crate) fn run(
     };
     let rules = together::Rules { muon, plain: adamw(false), decayed: adamw(true), scale };
     let device = items.first().map_or(tch::Device::Cpu, |item| item.weight.device());
+    let chunks = items.iter().map(Item::chunks).collect();
     let groups = match device {
         tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
         _ => together::groups(items),
     };
-    let shape = |item: &Item| [item.chunks(), item.parts().len()];
-    let shapes = groups.iter().map(|group| group.iter().map(shape).collect()).collect();
-    let found = workers.map(groups, |items| {
-        tch::no_grad(|| match device {
-            tch::Device::Cpu => items.into_iter().map(|item| one(ops, rules, item)).collect(),
-            _ => rules.apply(ops, items).map(|words| vec![words]).map_err(refused),
-        })
-    })?;
+    let found =
+        workers.map(groups, |items| tch::no_grad(|| rules.apply(ops, items)).map_err(refused))?;
     let mut record = Record::default();
-    let mut words = found.iter().flatten().flatten();
-    words.try_for_each(|words| record.put(words)).map_err(refused)?;
-    Ok(Outcome { record, groups: shapes })
+    found.iter().try_for_each(|words| record.put(words)).map_err(refused)?;
+    Ok(Outcome { record, chunks })
 }
 
-/// Moves one by itself, in main memory, and says what it came to: squares of its chunks, f64, and checksums, i64.
-fn one(ops: &dyn Ops, rules: together::Rules, mut item: Item) -> Result<[Tensor; 2]> {
-    let scale = rules.scale;
-    let parts = item.parts();
-    let Item { weight, first, gradient, how, sums } = &mut item;
-    let moved = Moving { ops, parts: &parts, first: sums.first };
-    match how {
-        How::Muon => {
-            let _watch = part(Part::Muon);
-            let longest = weight.size().into_iter().max().unwrap_or(1);
-            let direction = rules.muon.direction(ops, first, (gradient, scale));
-            let direction = direction.and_then(|one| Ok(one.f_contiguous()?)).map_err(refused)?;
-            let direction = direction.view([-1]);
-            moved.by(|chunk, weight| rules.muon.descend(ops, weight, &chunk(&direction), longest))
-        }
-        How::AdamW { second, decay } => {
-            let _watch = part(Part::AdamW);
-            let rule = if *decay { rules.decayed } else { rules.plain };
-            moved.by(|chunk, weight| {
-                let (mut first, mut second) = (chunk(first), chunk(second));
-                let moments = [&mut first, &mut second];
-                rule.update(ops, weight, moments, (&chunk(gradient), scale))
-            })
-        }
+/// The pieces of work of a piece that an owner has: its matrices, or all of it, which is some chunks.
+pub(crate) fn split(rule: Rule, whole: Item, items: &mut Vec<Item>) {
+    if rule != Rule::MuonEach {
+        items.push(whole);
+        return;
     }
-}
-
-/// Flat weights that move, and their moments.
-struct Moving<'a> {
-    ops: &'a dyn Ops,
-    parts: &'a [(Tensor, u64)],
-    /// The number of the first element.
-    first: u64,
-}
-
-impl Moving<'_> {
-    /// Moves weights chunk by chunk: squares of new ones minus old ones by chunk, and checksums of weights and moments. `update`
-    /// is handed each chunk, and what cuts the same chunk out of tensors beside the weights.
-    ///
-    /// The old weights of one chunk at a time are kept, in the same memory: so they, and all that moved, are still in the cache
-    /// when they are compared and summed up.
-    fn by(
-        &self,
-        mut update: impl FnMut(&dyn Fn(&Tensor) -> Tensor, &mut Tensor) -> kernels::Result<()>,
-    ) -> Result<[Tensor; 2]> {
-        let weights = &self.parts[0].0;
-        let (count, mut squares) = (weights.size()[0], Vec::new());
-        let mut sums = vec![0u64; self.parts.len()];
-        let memory =
-            weights.f_narrow(0, 0, CHUNK.min(count)).and_then(|chunk| chunk.f_empty_like());
-        let memory = memory.map_err(refused)?;
-        for start in (0..count).step_by(CHUNK as usize) {
-            let length = CHUNK.min(count - start);
-            let chunk = |tensor: &Tensor| tensor.narrow(0, start, length);
-            let (mut new, mut old) = (chunk(weights), memory.narrow(0, 0, length));
-            {
-                let _watch = part(Part::Moved);
-                old.f_copy_(&new).map_err(refused)?;
-            }
-            update(&chunk, &mut new).map_err(refused)?;
-            {
-                let _watch = part(Part::Moved);
-                let difference = old.f_sub_(&new).map_err(refused)?;
-                squares.push(self.ops.squares(&difference).map_err(refused)?);
-            }
-            let _watch = part(Part::StateSums);
-            for (sum, (moved, salt)) in sums.iter_mut().zip(self.parts) {
-                let own = checksum::slice(&chunk(moved), self.first + start as u64, *salt);
-                *sum = sum.wrapping_add(own.map_err(refused)?);
-            }
-        }
-        let sums: Vec<i64> = sums.into_iter().map(u64::cast_signed).collect();
-        let squares = Tensor::f_from_slice(&squares).map_err(refused)?;
-        Ok([squares, Tensor::f_from_slice(&sums).map_err(refused)?])
-    }
-}
-
-/// A contiguous tensor as one row: itself, where it is one.
-fn flat(tensor: &Tensor) -> Tensor {
-    match tensor.dim() {
-        1 => tensor.shallow_clone(),
-        _ => tensor.reshape([-1]),
-    }
-}
-
-/// The pieces of work of a tensor, or of a part of one that an owner has: whole matrices, or whole chunks. `sums` is that of the
-/// whole part.
-pub(crate) fn split(
-    rule: Rule,
-    weight: &Tensor,
-    (first, second): (&Tensor, Option<&Tensor>),
-    (gradient, sums): (&Tensor, Sums),
-    items: &mut Vec<Item>,
-) {
-    let from = |elements: i64| Sums { first: sums.first + elements as u64, ..sums };
-    match (rule, second) {
-        (Rule::AdamW { decay }, Some(second)) => {
-            let (length, most) = (weight.numel() as i64, CHUNK * CHUNKS);
-            let gradient = flat(gradient);
-            let [weight, first, second] = [weight, first, second].map(flat);
-            for start in (0..length).step_by(most as usize) {
-                // A model has thousands of pieces that are one item each, and every view takes the host a microsecond.
-                let piece = |tensor: &Tensor| match length <= most {
-                    true => tensor.shallow_clone(),
-                    false => tensor.narrow(0, start, most.min(length - start)),
-                };
-                let how = How::AdamW { second: piece(&second), decay };
-                let [weight, first, gradient] = [&weight, &first, &gradient].map(piece);
-                items.push(Item { weight, first, gradient, how, sums: from(start) });
-            }
-        }
-        (Rule::MuonEach, _) => (0..weight.size()[0]).for_each(|expert| {
-            let matrix = |tensor: &Tensor| tensor.select(0, expert);
-            let (weight, first, gradient) = (matrix(weight), matrix(first), matrix(gradient));
-            let sums = from(expert * weight.numel() as i64);
-            items.push(Item { weight, first, gradient, how: How::Muon, sums });
-        }),
-        (Rule::Muon | Rule::AdamW { .. }, _) => {
-            let [weight, first, gradient] = [weight, first, gradient].map(Tensor::shallow_clone);
-            items.push(Item { weight, first, gradient, how: How::Muon, sums });
-        }
-    }
+    let count = whole.weight.size()[0];
+    let matrix = whole.weight.numel() as i64 / count.max(1);
+    items.extend((0..count).map(|one| whole.part(one * matrix, |all| all.select(0, one))));
 }

@@ -16,9 +16,7 @@
 //! or rank owns it. The table of operations takes stacks of matrices as well, under the same rule; its CPU kernels have
 //! nothing to gain from them.
 
-use kernels::Result;
-use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops};
-use tch::Tensor;
+use kernels::ops::{NewtonSchulz, NewtonSchulzForm};
 
 /// The quintic iteration: it pushes singular values into about 0.7..1.2, fast rather than exact.
 pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
@@ -53,33 +51,9 @@ impl Muon {
         Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
-    /// Moves the momentum of one matrix in place, and says in which direction its weights go; `scale` is what the gradient is
-    /// multiplied with first.
-    pub(crate) fn direction(
-        &self,
-        ops: &dyn Ops,
-        momentum: &mut Tensor,
-        (gradient, scale): (&Tensor, f64),
-    ) -> Result<Tensor> {
-        let direction = ops.nesterov(momentum, gradient, self.momentum as f32, scale as f32)?;
-        ops.newton_schulz(&direction, self.newton_schulz)
-    }
-
     /// By what a direction is multiplied before it moves a matrix with so many rows or columns, whichever are more.
     pub(super) fn rate(&self, longest: i64) -> f64 {
         self.lr * 0.2 * (longest as f64).sqrt()
-    }
-
-    /// Moves the weights of a matrix with so many rows or columns, whichever are more, or any part of them by the same part of
-    /// the direction: elementwise.
-    pub(crate) fn descend(
-        &self,
-        ops: &dyn Ops,
-        weight: &mut Tensor,
-        direction: &Tensor,
-        longest: i64,
-    ) -> Result<()> {
-        ops.descend(weight, direction, self.keep as f32, self.rate(longest) as f32)
     }
 }
 
@@ -88,7 +62,7 @@ mod tests {
     use super::*;
     use kernels::ops::CPU;
     use proptest::prelude::*;
-    use tch::Kind;
+    use tch::{Kind, Tensor};
 
     fn orthogonalized(matrix: &Tensor) -> Tensor {
         CPU.newton_schulz(matrix, QUINTIC).unwrap()
@@ -96,6 +70,16 @@ mod tests {
 
     fn random(rows: i64, columns: i64, seed: i64) -> Tensor {
         crate::model::random(&[rows, columns], seed as u64)
+    }
+
+    /// In which direction the weights go of a matrix whose momentum this is.
+    fn direction(muon: Muon, momentum: &mut Tensor, gradient: &Tensor) -> Tensor {
+        let direction = CPU.nesterov(momentum, gradient, muon.momentum as f32, 1.0).unwrap();
+        CPU.newton_schulz(&direction, muon.newton_schulz).unwrap()
+    }
+
+    fn descend(muon: Muon, weight: &mut Tensor, direction: &Tensor, longest: i64) {
+        CPU.descend(weight, direction, muon.keep as f32, muon.rate(longest) as f32).unwrap();
     }
 
     proptest! {
@@ -123,12 +107,12 @@ mod tests {
             let (mut weight, mut momentum) = (random(rows, columns, seed), random(rows, columns, seed + 1));
             let gradient = random(rows, columns, seed + 2);
             let wanted_momentum = &momentum * 0.95 + &gradient;
-            let direction = orthogonalized(&(&gradient + &wanted_momentum * 0.95));
+            let turned = orthogonalized(&(&gradient + &wanted_momentum * 0.95));
             let size = 0.02 * 0.2 * (rows.max(columns) as f64).sqrt();
-            let wanted = &weight * (1.0 - 0.02 * 0.1) - direction * size;
+            let wanted = &weight * (1.0 - 0.02 * 0.1) - turned * size;
             let muon = Muon::at(0.02, 0.1, 0.95);
-            let direction = muon.direction(CPU, &mut momentum, (&gradient, 1.0)).unwrap();
-            muon.descend(CPU, &mut weight, &direction, rows.max(columns)).unwrap();
+            let direction = direction(muon, &mut momentum, &gradient);
+            descend(muon, &mut weight, &direction, rows.max(columns));
             prop_assert!((&momentum - wanted_momentum).abs().max().double_value(&[]) < 1e-6);
             prop_assert!((&weight - wanted).abs().max().double_value(&[]) < 1e-5);
         }
@@ -150,14 +134,13 @@ mod tests {
     /// The forms differ in rounding alone, and only where a matrix is twice as long one way as the other.
     #[test]
     fn a_form_is_the_one_that_is_asked_for() {
-        let direction = |rows, columns, form| {
-            let mut momentum = random(rows, columns, 1);
+        let by = |rows, columns, form| {
             let muon = Muon::at(0.02, 0.1, 0.95).by_form(form);
-            muon.direction(CPU, &mut momentum, (&random(rows, columns, 2), 1.0)).unwrap()
+            direction(muon, &mut random(rows, columns, 1), &random(rows, columns, 2))
         };
         for (rows, columns, differ) in [(20, 40, true), (90, 30, true), (20, 39, false)] {
             let [gram, direct] = [NewtonSchulzForm::Gram, NewtonSchulzForm::Direct]
-                .map(|form| direction(rows, columns, form));
+                .map(|form| by(rows, columns, form));
             assert_eq!(gram != direct, differ, "{rows} x {columns}");
             assert!((gram - direct).abs().max().double_value(&[]) < 1e-4, "{rows} x {columns}");
         }
@@ -170,8 +153,8 @@ mod tests {
         let before = weight.copy();
         let gradient = Tensor::zeros([4, 6], tch::kind::FLOAT_CPU);
         let muon = Muon::at(0.02, 0.0, 0.95);
-        let direction = muon.direction(CPU, &mut momentum, (&gradient, 1.0)).unwrap();
-        muon.descend(CPU, &mut weight, &direction, 6).unwrap();
+        let direction = direction(muon, &mut momentum, &gradient);
+        descend(muon, &mut weight, &direction, 6);
         assert_eq!(weight, before);
     }
 }

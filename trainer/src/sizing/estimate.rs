@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! micro-batch   each product by the curve of its operations, attention by its own, what is left by bandwidth      x rounds
-//! exactness     checksums of each gradient, of the sum, and of the state
-//! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth
+//! exactness     checksums of each gradient, and of the sum
+//! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth, checksums of
+//!               the state included
 //! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
 //!               and behind waiting; what is packed and taken over, by bandwidth; where ranks share micro-batches, what they
 //!               wait for each other (see `standing`); and for the slowest rank, a measured share of what is computed
@@ -110,15 +111,7 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     seconds.add(Part::Blocks, standing::waits(setting, needs, (own, there + back)));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, own, standing, &mut seconds);
-    if spec.dtype_at(first) == Dtype::Bf16 {
-        let large = spec.parameters.iter().filter(|it| it.in_large_products);
-        // Each rank rounds what it owns.
-        let own = 1.0 / f64::from(fleet.ranks);
-        let bytes = 6.0 * own * large.map(ParamSpec::elements).sum::<u64>() as f64;
-        let workers = fleet.workers.count() as f64;
-        seconds.add(Part::Round, bytes / cluster.stream.at(bytes) / workers);
-    }
-    owners(setting, &pieces, &mut seconds);
+    owners(setting, first, &pieces, &mut seconds);
     let (gradients, weights) = exchange(setting, needs.sent);
     // Blocks of a streaming round travel while the next ones are computed; all gradients while the last way back ends.
     let covered = match fleet.schedule {
@@ -288,9 +281,14 @@ fn packing(
 }
 
 /// What the owner that needs longest does.
-fn owners(Setting { cluster, fleet, .. }: Setting<'_>, pieces: &[Piece], seconds: &mut Seconds) {
-    let workers = fleet.workers.count() as f64;
-    let mut by_owner = vec![[0.0f64; 5]; fleet.ranks as usize];
+fn owners(
+    Setting { spec, cluster, fleet }: Setting<'_>,
+    first: u64,
+    pieces: &[Piece],
+    seconds: &mut Seconds,
+) {
+    let (workers, dtype) = (fleet.workers.count() as f64, spec.dtype_at(first));
+    let mut by_owner = vec![[0.0f64; 3]; fleet.ranks as usize];
     for piece in pieces {
         let own = &mut by_owner[piece.owner as usize];
         let length = piece.length() as f64;
@@ -300,17 +298,19 @@ fn owners(Setting { cluster, fleet, .. }: Setting<'_>, pieces: &[Piece], seconds
         let in_place = cluster.tree.at(12.0 * length);
         let checksum = |bytes: f64| bytes / cluster.checksum.at(bytes);
         own[0] += checksum(4.0 * length) + 4.0 * length / stream;
+        // Old weights kept and compared, new ones rounded: in a cache but for what is written.
+        let narrow = dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products;
+        let beside = length * if narrow { 14.0 } else { 12.0 } / stream;
+        let moved = 28.0 * length / in_place + beside + sets * checksum(4.0 * length);
         match orthogonalized(piece) {
             // The momentum, and the weights by their direction.
-            Some(seconds) => own[1] += seconds(cluster) + 28.0 * length / in_place,
-            None => own[2] += 28.0 * length / in_place,
+            Some(seconds) => own[1] += seconds(cluster) + moved,
+            None => own[2] += moved,
         }
-        own[3] += 12.0 * length / stream;
-        own[4] += sets * checksum(4.0 * length);
     }
-    let sum = |of: &[f64; 5]| of.iter().sum::<f64>();
+    let sum = |of: &[f64; 3]| of.iter().sum::<f64>();
     let most = by_owner.into_iter().max_by(|left, right| sum(left).total_cmp(&sum(right)));
-    let parts = [Part::Norm, Part::Muon, Part::AdamW, Part::Moved, Part::StateSums];
+    let parts = [Part::Norm, Part::Muon, Part::AdamW];
     for (part, spent) in parts.into_iter().zip(most.unwrap_or_default()) {
         seconds.add(part, spent / workers);
     }

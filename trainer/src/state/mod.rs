@@ -23,7 +23,7 @@ use tch::{Device, Kind, Tensor};
 use crate::model::{self, Fold, ParamSpec};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Windows;
-use crate::optim::{self, At, Outcome, Settings, Sums, norm};
+use crate::optim::{self, At, How, Item, Outcome, Rule, Settings, Sums, norm};
 use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::timing;
@@ -274,20 +274,14 @@ impl State {
         })
     }
 
-    /// Rounds this rank's pieces to what the model reads of them.
+    /// Rounds this rank's pieces to what the model reads of them. Those that a step moves are rounded by it where they are whole.
     pub(crate) fn round(&self, workers: Workers) -> Result<()> {
-        let (mut whole, mut shards) = (Vec::new(), Vec::new());
+        let mut whole = Vec::new();
         for (piece, owned) in self.owners.own().zip(&self.owned) {
-            let Some(master) = &owned.master else { continue };
-            let weight = &self.weights[piece.tensor];
-            if !self.fold.cuts(piece.tensor) {
-                whole.push([piece.of(weight), master.shallow_clone()]);
-                continue;
-            }
-            let (flat, end) = (master.reshape([-1]), piece.first + piece.length());
-            for common in self.fold.common(piece.tensor, piece.first..end) {
-                let [held, run] = [common.of_held(weight), common.of_run(&flat)];
-                shards.push((held.map_err(refused)?, run.map_err(refused)?));
+            if let Some(master) = &owned.master
+                && !self.fold.cuts(piece.tensor)
+            {
+                whole.push([piece.of(&self.weights[piece.tensor]), master.shallow_clone()]);
             }
         }
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
@@ -295,6 +289,22 @@ impl State {
             let _watch = timing::part(timing::Part::Round);
             workers.ops().all_rounded(&mut pairs).map_err(refused)
         })?;
+        self.round_shards(workers)
+    }
+
+    /// The same of those that are cut into shards.
+    fn round_shards(&self, workers: Workers) -> Result<()> {
+        let mut shards = Vec::new();
+        let cut = |(piece, _): &(&Piece, &Owned)| self.fold.cuts(piece.tensor);
+        for (piece, owned) in self.owners.own().zip(&self.owned).filter(cut) {
+            let Some(master) = &owned.master else { continue };
+            let weight = &self.weights[piece.tensor];
+            let (flat, end) = (master.reshape([-1]), piece.first + piece.length());
+            for common in self.fold.common(piece.tensor, piece.first..end) {
+                let [held, run] = [common.of_held(weight), common.of_run(&flat)];
+                shards.push((held.map_err(refused)?, run.map_err(refused)?));
+            }
+        }
         workers.map(shards, |(mut read, master): (Tensor, Tensor)| {
             let _watch = timing::part(timing::Part::Round);
             tch::no_grad(|| read.f_copy_(&master)).map_err(refused)?;
@@ -447,17 +457,34 @@ impl State {
     ) -> Result<Moved> {
         self.let_go()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
-        for ((piece, weight, owned), gradient) in self.own().zip(gradients) {
-            let Owned { first, second, .. } = owned;
+        for ((piece, owned), gradient) in self.owners.own().zip(&self.owned).zip(gradients) {
+            let (weight, rounded) = self.moves(piece, owned);
             let salts = [Part::Weight, Part::First, Part::Second];
             let salts = salts.map(|part| salt(part, piece.tensor));
-            let gradient = (gradient, Sums { first: piece.first as u64, salts });
-            optim::split(piece.rule, &weight, (first, second.as_ref()), gradient, &mut items);
+            let sums = Sums { first: piece.first as u64, salts };
+            let [first, gradient] = [&owned.first, gradient].map(Tensor::shallow_clone);
+            let how = match (piece.rule, &owned.second) {
+                (Rule::AdamW { decay }, Some(second)) => {
+                    How::AdamW { second: second.shallow_clone(), decay }
+                }
+                _ => How::Muon,
+            };
+            let whole = Item { weight, rounded, first, gradient, how, sums };
+            optim::split(piece.rule, whole, &mut items);
             ends.push(items.len());
         }
         let outcome = optim::run(settings, items, at, workers)?;
-        self.round(workers)?;
+        self.round_shards(workers)?;
         Ok(Moved { outcome, ends })
+    }
+
+    /// What moves of one of this rank's pieces: its weights in f32, and the tensor in which the model reads them rounded, with
+    /// their first element there, unless that is cut into shards.
+    fn moves(&self, piece: &Piece, owned: &Owned) -> (Tensor, Option<(Tensor, i64)>) {
+        let read = &self.weights[piece.tensor];
+        let Some(master) = &owned.master else { return (piece.of(read), None) };
+        let whole = !self.fold.cuts(piece.tensor);
+        (master.shallow_clone(), whole.then(|| (read.shallow_clone(), piece.first)))
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.

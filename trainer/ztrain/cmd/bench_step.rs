@@ -130,7 +130,7 @@ fn print_table(table: &StepTable) -> Result<()> {
         tell!("{mean:>10} {median:>10} {:>7}  {name} (beside the step before)", "");
     }
     tell!(
-        "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm, of the state)",
+        "exactness: {:.1}% of a step (checksums of micro-batches, of the sum with its norm; the state's are the optimizer's)",
         100.0 * table.exactness / all
     );
     tell!(

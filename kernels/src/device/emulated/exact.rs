@@ -110,33 +110,6 @@ fn squares(pieces: &[usize], checked: bool) -> (Tape, [Buffer; 2]) {
     (tape, [out, sums])
 }
 
-/// Squares of differences of pairs with so many elements.
-fn differences(pairs: &[usize]) -> (Tape, Buffer) {
-    let mut tape = Tape::new("differences");
-    let pair = |(seed, &elements): (u64, &usize)| {
-        let [left, right] = [seed, seed + 100].map(|seed| tape.with(&numbers(elements, seed)));
-        ([0, 0], Piece { left, right: Some(right), elements, first: 0, salt: 0, width: 4 })
-    };
-    let pieces: Vec<_> = (1..).zip(pairs).map(pair).collect();
-    let (rows, _) = table(&mut tape, &pieces);
-    let out = tape.room::<f64>(pairs.len());
-    tape.launch("squared_differences", pairs.len(), &[rows.into(), pairs.len().into(), out.into()]);
-    (tape, out)
-}
-
-#[test]
-fn differences_are_squared_as_the_cpu_does() {
-    let pairs = [1, 0, 300, 2048, 4097];
-    let (tape, out) = differences(&pairs);
-    let found = tape.play().read::<f64>(out);
-    for ((seed, &elements), found) in (1..).zip(&pairs).zip(found) {
-        let [left, right] =
-            [seed, seed + 100].map(|seed| Tensor::from_slice(&numbers(elements, seed)));
-        let wanted = ops::CPU.squares(&(left - right)).unwrap();
-        assert_eq!(found.to_bits(), wanted.to_bits(), "{elements}");
-    }
-}
-
 #[test]
 fn squares_and_their_checksums_are_those_of_the_cpu() {
     let pieces: Vec<usize> = (0..19).map(|i| i * i * 7 + i % 3).collect();
@@ -156,7 +129,6 @@ pub(super) fn small() -> Vec<Tape> {
         checksums(&[(4100, 4, 7), (3, 2, 1), (10, 8, 0), (33, 1, 0)]).0,
         squares(&[300, 17, 1], false).0,
         squares(&[300, 17, 1], true).0,
-        differences(&[300, 17]).0,
     ]
 }
 
@@ -165,6 +137,5 @@ pub(super) fn large() -> Vec<Tape> {
     vec![
         checksums(&[(300_001, 4, 7), (70_003, 2, 1), (9000, 8, 0)]).0,
         squares(&[200_003, 17], true).0,
-        differences(&[100_003, 17]).0,
     ]
 }

@@ -5,79 +5,139 @@ use tch::{Device, Kind, Tensor};
 use super::exact::{Piece, table};
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits, bits_of, close, left_bits, numbers, tensor};
-use crate::ops::{AdamW, CPU};
-
-/// The row of a table of tensors to be moved: their memory, elements, what is kept of the weight and the rate.
-struct Move {
-    memory: [Option<Buffer>; 4],
-    elements: usize,
-    keep: f32,
-    rate: f32,
-}
-
-fn moves(tape: &mut Tape, rows: &[Move]) -> (Buffer, usize) {
-    let (mut words, mut block) = (Vec::<u64>::new(), 0);
-    for row in rows {
-        let numbers = u64::from(row.keep.to_bits()) | u64::from(row.rate.to_bits()) << 32;
-        words.extend([0, 0, 0, 0, row.elements as u64, numbers, block as u64]);
-        block += row.elements.div_ceil(1024);
-    }
-    let table = tape.with(&words);
-    for (place, row) in rows.iter().enumerate() {
-        for (which, memory) in row.memory.iter().enumerate() {
-            if let Some(memory) = memory {
-                tape.address(table, place * 56 + which * 8, *memory, 0);
-            }
-        }
-    }
-    (table, block)
-}
+use crate::ops::{AdamW, CPU, Update, UpdateRule};
 
 const BY: AdamW =
     AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale: 0.7 };
 
-/// AdamW, then Muon's two passes, over tensors with so many elements.
-fn moved(sizes: &[usize]) -> (Tape, Vec<[Buffer; 4]>) {
-    let mut tape = Tape::new("moves");
-    let mut memory = Vec::new();
-    for (index, &elements) in (0u64..).zip(sizes) {
-        let of = |seed: u64| numbers(elements, 10 * index + seed);
-        let squares: Vec<f32> = of(3).iter().map(|value| value * value).collect();
-        memory.push([of(1), of(2), squares, of(4)].map(|values| tape.with(&values)));
-    }
-    let row = |(memory, &elements): (&[Buffer; 4], &usize)| Move {
-        memory: memory.map(Some),
-        elements,
-        keep: BY.keep,
-        rate: BY.rate,
-    };
-    let rows: Vec<Move> = memory.iter().zip(sizes).map(row).collect();
-    let (table, blocks) = moves(&mut tape, &rows);
-    let head: [Argument; 2] = [table.into(), sizes.len().into()];
-    let floats = [BY.scale, BY.first, BY.second, BY.root, BY.eps].map(Argument::from);
-    tape.launch("adamw", blocks, &[&head[..], &floats].concat());
-    let floats = [BY.scale, 0.95f32].map(Argument::from);
-    tape.launch("nesterov", blocks, &[&head[..], &floats].concat());
-    tape.launch("descend", blocks, &head);
-    (tape, memory)
+/// A tensor to be moved: its elements; by how many its memory begins behind what is aligned; whether AdamW moves it, else Muon;
+/// and whether it is rounded.
+type Moving = (usize, usize, bool, bool);
+
+/// The number of the first element of the tensor at `index` of a table.
+fn number(index: u64) -> u64 {
+    (1 << 32) - 40_000 + index
 }
 
+/// A row of a table (`Move` in `optimizer.h`) without its addresses.
+fn row(elements: usize, index: u64, block: usize) -> [u64; 14] {
+    let pair = |low: f32, high: u32| u64::from(low.to_bits()) | u64::from(high) << 32;
+    let pairs = [[BY.keep, BY.rate], [BY.scale, BY.first], [BY.second, BY.root]];
+    let [one, two, three] = pairs.map(|[low, high]| pair(low, high.to_bits()));
+    let (count, last) = (elements as u64, pair(BY.eps, block as u32));
+    [0, 0, 0, 0, 0, count, number(index), index << 40, 8, 9, one, two, three, last]
+}
+
+/// What a tape of moving tensors leaves of each: weights, both moments, what is rounded, the direction; and of all chunks.
+struct Moved {
+    tape: Tape,
+    of_each: Vec<[Buffer; 5]>,
+    words: Buffer,
+}
+
+/// Moves tensors; then Muon's momenta once more, for whose directions there is memory.
+fn moved(tensors: &[Moving]) -> Moved {
+    let mut tape = Tape::new("update_chunks");
+    let (mut of_each, mut rows, mut turned, mut chunks, mut blocks) =
+        (Vec::new(), Vec::new(), Vec::new(), 0, 0);
+    for (index, &(elements, behind, ..)) in (0u64..).zip(tensors) {
+        let [weight, first, second, gradient] = inputs(elements, index).map(|values| {
+            let mut all = vec![f32::NAN; behind];
+            all.extend(Vec::<f32>::try_from(values).unwrap());
+            tape.with(&all)
+        });
+        let [narrow, direction] =
+            [tape.room::<u16>(elements + behind), tape.room::<f32>(elements + behind)];
+        of_each.push(([weight, first, second, narrow, direction], gradient));
+        rows.push(row(elements, index, chunks));
+        turned.push(row(elements, index, blocks));
+        (chunks, blocks) = (chunks + elements.div_ceil(65_536), blocks + elements.div_ceil(1024));
+    }
+    let [moves, momenta] = [rows, turned].map(|rows| tape.with(&rows.concat()));
+    let all = of_each.iter().zip(tensors).enumerate();
+    for (row, ((buffers, gradient), &(_, behind, adamw, rounded))) in all {
+        let [weight, first, second, narrow, direction] = *buffers;
+        let mut address = |table, place: usize, buffer, wide: usize| {
+            tape.address(table, row * 112 + place * 8, buffer, behind * wide);
+        };
+        address(moves, 0, weight, 4);
+        address(moves, 1, first, 4);
+        if adamw {
+            address(moves, 2, second, 4);
+        }
+        address(moves, 3, *gradient, 4);
+        if rounded {
+            address(moves, 4, narrow, 2);
+        }
+        address(momenta, 0, direction, 4);
+        address(momenta, 1, first, 4);
+        address(momenta, 3, *gradient, 4);
+    }
+    let words = tape.room::<u64>(4 * chunks);
+    tape.launch("update_chunks", chunks, &[moves.into(), tensors.len().into(), words.into()]);
+    let numbers = [BY.scale, 0.95f32].map(Argument::from);
+    let arguments = [&[momenta.into(), tensors.len().into()][..], &numbers].concat();
+    tape.launch("nesterov", blocks, &arguments);
+    let of_each = of_each.into_iter().map(|(buffers, _)| buffers).collect();
+    Moved { tape, of_each, words }
+}
+
+/// Weights, first and second moments, and the gradient.
+fn inputs(elements: usize, index: u64) -> [Tensor; 4] {
+    let of = |seed: u64| tensor(&numbers(elements, 10 * index + seed), &[elements as i64]);
+    [of(1), of(2), of(3).square(), of(4)]
+}
+
+/// Sizes that are no multiple of anything, of several chunks, and addresses that begin anywhere.
 #[test]
 fn optimizers_are_those_of_the_cpu() {
-    let sizes = [1, 1024, 1025, 300, 3000];
-    let (tape, memory) = moved(&sizes);
+    let tensors: [Moving; 9] = [
+        (1, 0, true, true),
+        (1024, 0, true, true),
+        (1024, 3, false, true),
+        (1025, 0, true, false),
+        (300, 1, true, true),
+        (3000, 0, false, false),
+        (65_536, 0, false, true),
+        (131_073, 1, true, true),
+        (70_001, 0, true, true),
+    ];
+    let Moved { tape, of_each, words } = moved(&tensors);
     let played = tape.play();
-    for ((index, &elements), memory) in (0u64..).zip(&sizes).zip(memory) {
-        let of = |seed| tensor(&numbers(elements, 10 * index + seed), &[elements as i64]);
-        let (mut weight, mut first, mut second, gradient) = (of(1), of(2), of(3).square(), of(4));
-        CPU.adamw(BY, &mut weight, [&mut first, &mut second], &gradient).unwrap();
+    let words = played.read::<i64>(words);
+    let mut rows = words.chunks_exact(4);
+    for ((index, (elements, behind, adamw, rounded)), left) in (0u64..).zip(tensors).zip(of_each) {
+        let [mut weight, mut first, mut second, gradient] = inputs(elements, index);
+        let mut narrow = Tensor::zeros([elements as i64], (Kind::BFloat16, Device::Cpu));
+        let rule = match adamw {
+            true => UpdateRule::AdamW { by: BY, moments: [&mut first, &mut second] },
+            false => UpdateRule::Muon { keep: BY.keep, rate: BY.rate, momentum: &first },
+        };
+        let wanted = CPU.update(&mut [Update {
+            weight: &mut weight,
+            rounded: Some((&mut narrow, 0)),
+            gradient: &gradient,
+            rule,
+            number: number(index),
+            salts: [index << 40, 8, 9],
+        }]);
+        let wanted = Vec::<i64>::try_from(wanted.unwrap().view([-1])).unwrap();
+        for wanted in wanted.chunks_exact(4) {
+            assert_eq!(rows.next(), Some(wanted), "tensor {index}");
+        }
         let direction = CPU.nesterov(&mut first, &gradient, 0.95, BY.scale).unwrap();
-        CPU.descend(&mut weight, &direction, BY.keep, BY.rate).unwrap();
+        let [own @ .., short, turned] = left;
         let wanted = [&weight, &first, &second, &direction];
-        for (found, wanted) in memory.into_iter().zip(wanted) {
-            assert_eq!(left_bits(&played, found), bits_of(wanted), "{elements}");
+        for (found, wanted) in own.into_iter().chain([turned]).zip(wanted) {
+            assert_eq!(left_bits(&played, found)[behind..], bits_of(wanted), "tensor {index}");
+        }
+        let short = &played.read::<u16>(short)[behind..];
+        match rounded {
+            true => assert_eq!(super::tensor_bf16(short, &[elements as i64]), narrow),
+            false => assert!(short.iter().all(|bits| *bits == u16::MAX), "nobody asked for it"),
         }
     }
+    assert_eq!(rows.next(), None);
 }
 
 /// What the iteration of some matrices leaves.
@@ -368,8 +428,8 @@ fn an_expert_without_rows_has_no_part_in_a_sum() {
 
 pub(super) fn small() -> Vec<Tape> {
     let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, values).tape);
-    let mut tapes =
-        vec![moved(&[1030, 3]).0, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
+    let few = [(2050, 0, true, true), (1030, 1, true, false), (3, 0, false, true)];
+    let mut tapes = vec![moved(&few).tape, iteration(&[[5, 7], [2, 3]]).tape, packed(&[4100, 7]).0];
     tapes.push(present((&[0, 2, 8], 1), (&[5, 0, 8], 2), 300).0);
     tapes.extend(losses);
     tapes
@@ -379,8 +439,8 @@ pub(super) fn small() -> Vec<Tape> {
 pub(super) fn large() -> Vec<Tape> {
     let losses = [Values::Wide, Values::Narrow].map(|values| loss([40, 5003], 3, values).tape);
     let shapes = [[64, 128], [65, 70], [130, 136]];
-    let mut tapes =
-        vec![moved(&[70_003, 300]).0, iteration(&shapes).tape, packed(&[100_003, 70_000]).0];
+    let many = [(200_003, 0, true, true), (70_003, 1, true, true), (66_000, 0, false, true)];
+    let mut tapes = vec![moved(&many).tape, iteration(&shapes).tape, packed(&[100_003, 70_000]).0];
     tapes.push(present((&[0, 2, 8], 1), (&[5, 0, 8], 2), 70_001).0);
     tapes.extend(losses);
     tapes

@@ -21,13 +21,14 @@ pub(super) mod wide;
 use std::ffi::CStr;
 use std::sync::OnceLock;
 
+use tch::kind::INT64_CPU;
 use tch::{Device, Kind, Tensor};
 
 use super::{
     AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Gradient, Moved, NewtonSchulz, NormBack, Ops, QueriesAndKeys,
-    QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights,
-    Routes, Scaling,
+    CrossEntropyGrads, Dispatch, Gradient, NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey,
+    QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
+    Scaling, Update, UpdateRule,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
@@ -364,7 +365,9 @@ impl Ops for Own {
         [first, second]: [&mut Tensor; 2],
         gradient: &Tensor,
     ) -> Result<()> {
-        self.all_adamw(by, &mut [Moved { weight, moments: [first, second], gradient }])
+        let rule = UpdateRule::AdamW { by, moments: [first, second] };
+        let one = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
+        self.update(&mut [one]).map(drop)
     }
 
     fn nesterov(
@@ -379,7 +382,9 @@ impl Ops for Own {
     }
 
     fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()> {
-        self.all_descend(&mut [(weight, direction, rate)], keep)
+        let (gradient, rule) = (direction, UpdateRule::Muon { keep, rate, momentum: direction });
+        let one = Update { weight, rounded: None, gradient, rule, number: 0, salts: [0; 3] };
+        self.update(&mut [one]).map(drop)
     }
 
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -414,24 +419,9 @@ impl Ops for Own {
         step::squares(&self.at(one)?, parts, chunk, true)
     }
 
-    fn chunk_differences(&self, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
-        let Some([one, _]) = pairs.first() else { return Ok(Tensor::f_from_slice::<f64>(&[])?) };
-        step::differences(&self.at(one)?, pairs, chunk)
-    }
-
-    fn all_copies(&self, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-        let Some(one) = tensors.first() else { return Ok(Vec::new()) };
-        step::copies(&self.at(one)?, tensors)
-    }
-
     fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
         let Some([one, _]) = pairs.first() else { return Ok(()) };
         step::rounded(&self.at(one)?, pairs)
-    }
-
-    fn all_adamw(&self, by: AdamW, tensors: &mut [Moved]) -> Result<()> {
-        let Some(one) = tensors.first() else { return Ok(()) };
-        step::adamw(&self.at(one.gradient)?, by, tensors)
     }
 
     fn all_nesterov(
@@ -444,9 +434,9 @@ impl Ops for Own {
         step::nesterov(&self.at(one)?, pairs, by, scale)
     }
 
-    fn all_descend(&self, moves: &mut [(&mut Tensor, &Tensor, f32)], keep: f32) -> Result<()> {
-        let Some((_, one, _)) = moves.first() else { return Ok(()) };
-        step::descend(&self.at(one)?, moves, keep)
+    fn update(&self, all: &mut [Update]) -> Result<Tensor> {
+        let Some(one) = all.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
+        step::update(&self.at(one.weight)?, all)
     }
 }
 

@@ -1,59 +1,73 @@
-//! The optimizer: elementwise passes by a table of tensors.
-
-use std::ffi::CStr;
+//! The optimizer: passes by a table of tensors, which is made of addresses alone. A model of 10^9 weights has 2,000 tensors to
+//! move, and a device waits for their table: each takes the host about a microsecond.
 
 use tch::{Kind, Tensor};
 
-use super::{Argument, Queue};
+use super::Queue;
 use crate::Result;
 use crate::device::pieces::{self, Piece};
 use crate::ops::call::Call;
-use crate::ops::{AdamW, Moved, check};
+use crate::ops::{AdamW, CHUNK, Update, UpdateRule, check};
 
-/// Elements of a block.
+/// Elements of a block before an orthogonalisation (`elements.h`).
 const EACH: i64 = 1024;
 
-/// A tensor to be moved, as a row of the table (`Move` in `optimizer.h`).
-struct Move<'a> {
-    weight: Option<&'a Tensor>,
-    first: Option<&'a Tensor>,
-    second: Option<&'a Tensor>,
-    gradient: &'a Tensor,
-    keep: f32,
-    rate: f32,
+/// A row of the table (`Move` in `optimizer.h`).
+#[derive(Default)]
+struct Move {
+    /// Of weights, first and second moments, gradient, and what is rounded.
+    addresses: [i64; 5],
+    elements: i64,
+    number: u64,
+    salts: [u64; 3],
+    by: AdamW,
 }
 
-/// The table of these, on the device, and its blocks.
-fn table(queue: &Queue, moves: &[Move]) -> Result<(Tensor, i64)> {
-    let (mut rows, mut blocks) = (Vec::with_capacity(7 * moves.len()), 0);
-    for one in moves.iter().filter(|one| one.gradient.numel() > 0) {
-        let address = |tensor: &Tensor| tensor.data_ptr() as i64;
-        let elements = one.gradient.numel() as i64;
-        rows.extend([one.weight, one.first, one.second].map(|tensor| tensor.map_or(0, address)));
-        rows.extend([address(one.gradient), elements]);
-        rows.push(i64::from(one.keep.to_bits()) | i64::from(one.rate.to_bits()) << 32);
-        rows.push(blocks);
-        blocks += (elements + EACH - 1) / EACH;
+/// The table of those that have elements, on the device, how many they are, and their blocks of so many elements.
+fn table(queue: &Queue, moves: &[Move], block: i64) -> Result<(Tensor, i64, i64)> {
+    let (mut rows, mut blocks) = (Vec::with_capacity(14 * moves.len()), 0);
+    for one in moves.iter().filter(|one| one.elements > 0) {
+        let AdamW { keep, first, second, root, eps, rate, scale } = one.by;
+        let pair = |low: u32, high: u32| i64::from(low) | i64::from(high) << 32;
+        rows.extend(one.addresses);
+        rows.push(one.elements);
+        rows.push(one.number.cast_signed());
+        rows.extend(one.salts.map(u64::cast_signed));
+        let numbers = [[keep, rate], [scale, first], [second, root]];
+        rows.extend(numbers.map(|[low, high]| pair(low.to_bits(), high.to_bits())));
+        rows.push(pair(eps.to_bits(), blocks as u32));
+        blocks += (one.elements + block - 1) / block;
     }
-    Ok((queue.upload(&rows)?, blocks))
+    Ok((queue.upload(&rows)?, rows.len() as i64 / 14, blocks))
 }
 
-/// Launches a kernel over a table of tensors; nothing where they are empty.
-fn launch(queue: &Queue, kernel: &CStr, moves: &[Move], numbers: &[Argument]) -> Result<()> {
-    let (table, blocks) = table(queue, moves)?;
-    let count = table.size()[0] / 7;
-    queue.launch(kernel, blocks, &[&[(&table).into(), count.into()][..], numbers].concat())
+fn address(tensor: &Tensor) -> i64 {
+    tensor.data_ptr() as i64
 }
 
-pub(super) fn adamw(queue: &Queue, by: AdamW, tensors: &[Moved]) -> Result<()> {
-    let mut moves = Vec::with_capacity(tensors.len());
-    for Moved { weight, moments: [first, second], gradient } in tensors {
-        check::adamw(weight, [first, second], gradient)?;
-        let (weight, first, second) = (Some(&**weight), Some(&**first), Some(&**second));
-        moves.push(Move { weight, first, second, gradient, keep: by.keep, rate: by.rate });
+/// As [`crate::ops::Ops::update`] answers.
+pub(super) fn update(queue: &Queue, all: &[Update]) -> Result<Tensor> {
+    let mut moves = Vec::with_capacity(all.len());
+    for one in all {
+        check::update(one)?;
+        let [weight, first, second] = one.parts().map(|part| part.map_or(0, address));
+        let rounded = one.rounded.as_ref().map_or(0, |(to, first)| address(to) + 2 * first);
+        let by = match one.rule {
+            UpdateRule::AdamW { by, .. } => by,
+            UpdateRule::Muon { keep, rate, .. } => AdamW { keep, rate, ..AdamW::default() },
+        };
+        moves.push(Move {
+            addresses: [weight, first, second, address(one.gradient), rounded],
+            elements: one.weight.numel() as i64,
+            number: one.number,
+            salts: one.salts,
+            by,
+        });
     }
-    let numbers = [by.scale, by.first, by.second, by.root, by.eps].map(Argument::from);
-    launch(queue, c"adamw", &moves, &numbers)
+    let (rows, count, chunks) = table(queue, &moves, CHUNK)?;
+    let out = queue.room(&[chunks, 4], Kind::Int64)?;
+    queue.launch(c"update_chunks", chunks, &[(&rows).into(), count.into(), (&out).into()])?;
+    Ok(out)
 }
 
 pub(super) fn nesterov(
@@ -62,53 +76,18 @@ pub(super) fn nesterov(
     by: f32,
     scale: f32,
 ) -> Result<Vec<Tensor>> {
-    pairs
-        .iter()
-        .try_for_each(|(momentum, gradient)| check::nesterov(momentum, gradient).map(drop))?;
-    let gradients: Vec<_> = pairs.iter().map(|(_, gradient)| gradient.shallow_clone()).collect();
-    let out = copies(queue, &gradients)?;
-    let mut moves = Vec::with_capacity(pairs.len());
-    for ((momentum, _), gradient) in pairs.iter().zip(&out) {
-        let first = Some(&**momentum);
-        moves.push(Move { weight: None, first, second: None, gradient, keep: 0.0, rate: 0.0 });
+    let (mut out, mut moves) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
+    for (momentum, gradient) in pairs {
+        check::nesterov(momentum, gradient)?;
+        let direction = queue.room(&gradient.size(), Kind::Float)?;
+        let addresses = [address(&direction), address(momentum), 0, address(gradient), 0];
+        let elements = gradient.numel() as i64;
+        moves.push(Move { addresses, elements, ..Move::default() });
+        out.push(direction);
     }
-    launch(queue, c"nesterov", &moves, &[scale.into(), by.into()])?;
-    Ok(out)
-}
-
-pub(super) fn descend(
-    queue: &Queue,
-    moves: &[(&mut Tensor, &Tensor, f32)],
-    keep: f32,
-) -> Result<()> {
-    let mut rows = Vec::with_capacity(moves.len());
-    for (weight, direction, rate) in moves {
-        check::descend(weight, direction)?;
-        let weight = Some(&**weight);
-        let (first, second, gradient, rate) = (None, None, *direction, *rate);
-        rows.push(Move { weight, first, second, gradient, keep, rate });
-    }
-    launch(queue, c"descend", &rows, &[])
-}
-
-/// Into one buffer.
-pub(super) fn copies(queue: &Queue, tensors: &[Tensor]) -> Result<Vec<Tensor>> {
-    let call = Call("copies");
-    tensors.iter().try_for_each(|tensor| call.f32("x", tensor, &tensor.size()))?;
-    let all =
-        queue.room(&[tensors.iter().map(|tensor| tensor.numel() as i64).sum()], Kind::Float)?;
-    let (mut out, mut at) = (Vec::with_capacity(tensors.len()), 0);
-    for tensor in tensors {
-        let count = tensor.numel() as i64;
-        let part = all.f_narrow(0, at, count)?;
-        out.push(match tensor.dim() {
-            1 => part,
-            _ => part.f_view(tensor.size().as_slice())?,
-        });
-        at += count;
-    }
-    let piece = |(tensor, out)| Piece { tensor, other: Some(out), first: 0, salt: 0 };
-    pieces::copy(queue, &tensors.iter().zip(&out).map(piece).collect::<Vec<_>>())?;
+    let (rows, count, blocks) = table(queue, &moves, EACH)?;
+    let arguments = [(&rows).into(), count.into(), scale.into(), by.into()];
+    queue.launch(c"nesterov", blocks, &arguments)?;
     Ok(out)
 }
 
@@ -131,15 +110,4 @@ pub(super) fn squares(
     let call = Call("squares");
     parts.iter().try_for_each(|(tensor, ..)| call.f32("x", tensor, &tensor.size()))?;
     pieces::squares(queue, parts, chunk, checked)
-}
-
-/// The sum of squares of the difference of each chunk.
-pub(super) fn differences(queue: &Queue, pairs: &[[Tensor; 2]], chunk: i64) -> Result<Tensor> {
-    let call = Call("differences");
-    for [one, other] in pairs {
-        call.f32("one", one, &one.size())?;
-        call.f32("other", other, &one.size())?;
-    }
-    let pairs = pairs.iter().map(|[tensor, other]| (tensor, other));
-    pieces::differences(queue, &pairs.collect::<Vec<_>>(), chunk)
 }

@@ -9,13 +9,15 @@ mod newton_schulz;
 mod norm;
 mod query_key;
 
-use tch::{Kind, Tensor};
+use tch::kind::INT64_CPU;
+use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, Gradient,
-    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling, check,
-    chunks,
+    AdamW, Attended, Attention, AttentionGrads, CHUNK, ConvShift, ConvShiftGrads, Dispatch,
+    Gradient, NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    Update, UpdateRule, check, chunks, update,
 };
+use crate::device::upload;
 use crate::{Result, checksum};
 
 /// The table of libtorch's operators. Its version moves with its bits.
@@ -227,6 +229,53 @@ impl Ops for Reference {
         }
         Ok([squares, sums])
     }
+
+    fn update(&self, all: &mut [Update]) -> Result<Tensor> {
+        all.iter().try_for_each(check::update)?;
+        match all.iter().all(|one| one.weight.device() == Device::Cpu) {
+            true => update::in_chunks(self, all),
+            false => whole(self, all),
+        }
+    }
+}
+
+/// On a device a whole tensor at a time, since every operator is a launch: its checksums stand in the first of its rows.
+fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
+    let (mut squared, mut firsts) = (Vec::new(), Vec::new());
+    for one in all.iter_mut() {
+        let mut old = one.weight.f_empty_like()?;
+        old.f_copy_(one.weight)?;
+        match &mut one.rule {
+            UpdateRule::AdamW { by, moments: [first, second] } => {
+                ops.adamw(*by, one.weight, [first, second], one.gradient)?;
+            }
+            UpdateRule::Muon { keep, rate, .. } => {
+                ops.descend(one.weight, one.gradient, *keep, *rate)?;
+            }
+        }
+        let new = one.weight.f_view([-1])?;
+        if let Some((rounded, first)) = &one.rounded {
+            rounded.f_view([-1])?.f_narrow(0, *first, new.size()[0])?.f_copy_(&new)?;
+        }
+        firsts.push(squared.len() as i64);
+        for chunk in chunks(&old.f_sub_(one.weight)?, CHUNK)? {
+            squared.push(squares(&chunk)?);
+        }
+    }
+    let Some(one) = squared.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
+    let (mut parts, mut places, device) = (Vec::new(), Vec::new(), one.device());
+    for (one, first) in all.iter().zip(firsts).filter(|(one, _)| one.weight.numel() > 0) {
+        for ((part, salt), place) in one.parts().into_iter().zip(one.salts).zip(4 * first + 1..) {
+            let Some(part) = part else { continue };
+            parts.push((part, one.number, salt));
+            places.push(place);
+        }
+    }
+    let words = Tensor::f_zeros([squared.len() as i64, 4], (Kind::Int64, device))?;
+    words.f_select(1, 0)?.f_copy_(&Tensor::f_stack(&squared, 0)?.f_view_dtype(Kind::Int64)?)?;
+    let (places, sums) = (upload(device, &places)?, checksum::slices(&parts)?);
+    let _ = words.f_view([-1])?.f_index_copy_(0, &places, &sums)?;
+    Ok(words)
 }
 
 /// The sum of squares, f64, where the tensor is.

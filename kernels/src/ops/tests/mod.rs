@@ -299,6 +299,20 @@ proptest! {
     }
 
     #[test]
+    fn weights_are_rounded(length in 0i64..300, seed in 0u64..1000) {
+        for table in [CPU, REFERENCE, EMULATED] {
+            let mut pairs = [length, 3].map(|length| {
+                let wide = random(&[length], seed);
+                [wide.zeros_like().to_kind(Kind::BFloat16), wide]
+            });
+            table.all_rounded(&mut pairs).unwrap();
+            for [narrow, wide] in &pairs {
+                prop_assert_eq!(narrow, &wide.to_kind(Kind::BFloat16));
+            }
+        }
+    }
+
+    #[test]
     fn steps_of_adamw(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000, chunk in 1i64..400) {
         let by = AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale };
         let state = |table: Table| {
@@ -310,30 +324,46 @@ proptest! {
         for table in [CPU, REFERENCE, EMULATED] {
             let of = |seed: u64| [0, 1, 2, 3u64].map(|index| random(&[length + seed as i64], seed + index).square());
             let (mut alone, mut listed) = ([of(1), of(2)], [of(1), of(2)]);
+            let mut narrow = [5, 6].map(|more| Tensor::zeros([length + more], (Kind::BFloat16, Device::Cpu)));
+            let mut directions = Vec::new();
             for [weight, first, second, gradient] in &mut alone {
                 table.adamw(by, weight, [&mut *first, second], gradient).unwrap();
-                let direction = table.nesterov(first, gradient, 0.9, scale).unwrap();
-                table.descend(weight, &direction, 0.9, 0.1).unwrap();
+                directions.push(table.nesterov(&mut first.copy(), gradient, 0.9, scale).unwrap());
             }
-            let [[weight, first, second, gradient], [a, b, c, d]] = &mut listed;
-            let one = Moved { weight, moments: [first, second], gradient };
-            table.all_adamw(by, &mut [one, Moved { weight: a, moments: [b, c], gradient: d }]).unwrap();
-            let [[weight, first, _, gradient], [a, b, _, d]] = &mut listed;
-            let directions = table.all_nesterov(&mut [(first, &*gradient), (b, &*d)], 0.9, scale).unwrap();
-            let [one, other] = &directions[..] else { panic!("two are two") };
-            table.all_descend(&mut [(weight, one, 0.1), (a, other, 0.1)], 0.9).unwrap();
-            prop_assert_eq!(&alone, &listed);
-            let copies = table.all_copies(&alone[0]).unwrap();
-            prop_assert_eq!(&copies[..], &alone[0][..]);
-            let mut narrow = [0, 1].map(|index| [copies[index].zeros_like().to_kind(Kind::BFloat16), copies[index].copy()]);
-            table.all_rounded(&mut narrow).unwrap();
-            for [narrow, wide] in &narrow {
-                prop_assert_eq!(narrow, &wide.to_kind(Kind::BFloat16));
+            let mut momenta = alone.each_ref().map(|[_, first, ..]| first.copy());
+            let pairs = momenta.iter_mut().zip(&alone).map(|(first, [.., gradient])| (first, gradient));
+            let found = table.all_nesterov(&mut pairs.collect::<Vec<_>>(), 0.9, scale).unwrap();
+            prop_assert_eq!(&found, &directions);
+            for step in [0, 1] {
+                let before = listed.each_ref().map(|[weight, ..]| weight.copy());
+                if step == 1 {
+                    for ([weight, ..], direction) in alone.iter_mut().zip(&directions) {
+                        table.descend(weight, direction, 0.9, 0.1).unwrap();
+                    }
+                }
+                let given = listed.iter_mut().zip(&mut narrow).zip(&directions).enumerate();
+                let mut all: Vec<_> = given.map(|(index, (([weight, first, second, gradient], narrow), direction))| {
+                    let (gradient, rule) = match step {
+                        0 => (&*gradient, UpdateRule::AdamW { by, moments: [first, second] }),
+                        _ => (direction, UpdateRule::Muon { keep: 0.9, rate: 0.1, momentum: first }),
+                    };
+                    let rounded = (index == 0).then_some((narrow, 4));
+                    Update { weight, rounded, gradient, rule, number: seed << 30, salts: [seed, 8, 9] }
+                }).collect();
+                let words = Vec::<i64>::try_from(table.update(&mut all).unwrap().reshape([-1])).unwrap();
+                prop_assert_eq!(&alone, &listed);
+                prop_assert_eq!(narrow[0].narrow(0, 4, length + 1), listed[0][0].to_kind(Kind::BFloat16));
+                let beside = [narrow[0].narrow(0, 0, 4), narrow[1].shallow_clone()];
+                prop_assert!(beside.iter().all(|beside| beside.abs().max().double_value(&[]) == 0.0));
+                prop_assert_eq!(words.len(), 8);
+                for ((words, [weight, first, second, _]), before) in words.chunks(4).zip(&listed).zip(before) {
+                    let squares = table.squares(&(before - weight)).unwrap();
+                    prop_assert_eq!(f64::from_bits(words[0].cast_unsigned()), squares);
+                    let sum = |part, salt| crate::checksum::slice(part, seed << 30, salt).unwrap().cast_signed();
+                    let second = if step == 0 { sum(second, 9) } else { 0 };
+                    prop_assert_eq!(&words[1..], [sum(weight, seed), sum(first, 8), second]);
+                }
             }
-            let [a, b, c, _] = &alone[1];
-            let pairs = [[a, b], [c, c]].map(|pair| pair.map(Tensor::shallow_clone));
-            let wanted = [table.squares(&(a - b)).unwrap(), 0.0];
-            prop_assert_eq!(table.chunk_differences(&pairs, 1 << 20).unwrap(), Tensor::from_slice(&wanted));
         }
         let x = random(&[length], seed) * 1e9;
         let wanted = REFERENCE.squares(&x).unwrap();
@@ -364,6 +394,63 @@ proptest! {
                 sums.fold(0u64, |sum, one| sum.wrapping_add(one.cast_unsigned()))
             });
             prop_assert_eq!(found.collect::<Vec<_>>(), wanted);
+        }
+    }
+}
+
+/// What one element of a gradient changes shows in the row of its chunk, wherever it is, and in no other.
+#[test]
+fn an_element_shows_in_its_chunk() {
+    let length = 2 * CHUNK + 7;
+    let by =
+        AdamW { keep: 1.0, first: 0.1, second: 0.1, root: 1.0, eps: 1.0, rate: 0.1, scale: 1.0 };
+    let rows = |table: Table, place: Option<i64>| {
+        // Not aligned to more than an element.
+        let [mut weight, mut first, gradient] =
+            [0, 1, 2].map(|seed| random(&[length + 1], seed).narrow(0, 1, length));
+        let mut second = random(&[length], 3).square();
+        if let Some(place) = place {
+            let _ = gradient.narrow(0, place, 1).neg_();
+        }
+        let rule = UpdateRule::AdamW { by, moments: [&mut first, &mut second] };
+        let (gradient, salts) = (&gradient, [1, 2, 3]);
+        let one = Update { weight: &mut weight, rounded: None, gradient, rule, number: 0, salts };
+        let words = table.update(&mut [one]).unwrap();
+        assert_eq!(words.size(), [3, 4]);
+        Vec::<i64>::try_from(words.view([-1])).unwrap()
+    };
+    let wanted = rows(CPU, None);
+    assert_eq!(rows(EMULATED, None), wanted);
+    for place in [0, CHUNK - 1, CHUNK, 2 * CHUNK - 1024, 2 * CHUNK, length - 1] {
+        let found = rows(EMULATED, Some(place));
+        for (chunk, (found, wanted)) in found.chunks(4).zip(wanted.chunks(4)).enumerate() {
+            let differ = found.iter().zip(wanted).filter(|(found, wanted)| found != wanted).count();
+            // Second moments take the square of a gradient.
+            let changed = if place / CHUNK == chunk as i64 { 3 } else { 0 };
+            assert_eq!(differ, changed, "element {place}, chunk {chunk}");
+        }
+    }
+}
+
+/// What is rounded has to lie within what the model reads, and all of a tensor has one shape.
+#[test]
+fn an_update_is_refused_where_it_does_not_fit() {
+    for table in [CPU, REFERENCE, EMULATED] {
+        let refused = |length: i64, first: i64| {
+            let [mut weight, direction, momentum] = [0, 1, 2].map(|seed| random(&[6], seed));
+            let mut read = Tensor::zeros([9], (Kind::BFloat16, Device::Cpu));
+            let (direction, momentum) = (&direction.narrow(0, 0, length), &momentum);
+            let rule = UpdateRule::Muon { keep: 1.0, rate: 1.0, momentum };
+            let (weight, rounded) = (&mut weight, Some((&mut read, first)));
+            let one =
+                Update { weight, rounded, gradient: direction, rule, number: 0, salts: [0; 3] };
+            table.update(&mut [one]).map(drop).map_err(|error| error.to_string())
+        };
+        assert!(refused(6, 0).is_ok() && refused(6, 3).is_ok());
+        assert!(refused(5, 0).unwrap_err().contains("update: gradient"));
+        for first in [-1, 4] {
+            let told = refused(6, first).unwrap_err();
+            assert!(told.contains(&format!("wanted 6 elements from element {first} on")), "{told}");
         }
     }
 }
