@@ -83,6 +83,6 @@ pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
         queue.launch(c"finish", table.blocks, &[(&rows).into(), count.into()])?;
     }
     let rows = sides.iter().map(|(side, out)| Addition::of(*side, Some(out)));
-    additions::make(queue, &rows.collect::<Vec<_>>())?;
+    drop(additions::make(queue, &rows.collect::<Vec<_>>())?);
     Ok(out)
 }
