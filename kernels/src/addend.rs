@@ -55,11 +55,6 @@ impl Addend {
         self.numbers.device()
     }
 
-    /// Bytes of a number.
-    pub fn width(&self) -> usize {
-        self.numbers.kind().elt_size_in_bytes()
-    }
-
     /// Adds its checksum, as f32, to `total`: on a device with our kernels not before it is read for something else.
     pub fn counted(self, total: &Total, salt: u64) -> Result<Addend> {
         if queue(Some(&self)).is_some() {
