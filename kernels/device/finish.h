@@ -2,6 +2,7 @@
 // made is widened, added and checked in one pass.
 #pragma once
 #include "exact.h"
+#include "fours.h"
 
 // A gradient, as the host writes it into device memory: a sum over rows from those over their bands.
 struct Unfinished {
@@ -52,32 +53,26 @@ struct Addition {
 static_assert(sizeof(Addition) == 80, "as the host lays it out");
 constexpr u32 NARROW[] = {1, 2}, CHECKED[] = {4, 8};
 
-// Four elements by one access.
-template <typename T>
-struct alignas(4 * sizeof(T)) Four {
-  T of[4];
-};
-
 // Elements that a thread holds, four beside each other and the next four behind those of the whole block.
 constexpr u32 HELD = ELEMENTS / BLOCK;
 DEVICE u32 place_of_held(u32 number) { return number / 4 * (4 * BLOCK) + 4 * thread_index() + number % 4; }
 
 // Whether this block may take four elements at once: all that it has are there, and the piece begins where four may.
 template <typename T>
-DEVICE bool by_fours(const Addition& one, u64 address, u64 base) {
-  return address % sizeof(Four<T>) == 0 && base + ELEMENTS <= one.elements;
+DEVICE bool is_whole(const Addition& one, u64 address, u64 base) {
+  return address % (4 * sizeof(T)) == 0 && base + ELEMENTS <= one.elements;
 }
 
 // What this thread has of a side, widened: zeros behind its end.
 template <typename T>
 DEVICE void read_side(f32 (&values)[HELD], const Addition& one, u64 address, u64 base) {
   const T* numbers = reinterpret_cast<const T*>(address) + base;
-  if (by_fours<T>(one, address, base)) {
+  if (is_whole<T>(one, address, base)) {
     UNROLL
     for (u32 number = 0; number < HELD; number += 4) {
-      const Four<T> four = *reinterpret_cast<const Four<T>*>(numbers + place_of_held(number));
+      const Packed<T> four = load<true>(numbers, place_of_held(number), ELEMENTS);
       UNROLL
-      for (u32 next = 0; next < 4; ++next) values[number + next] = wide(four.of[next]);
+      for (u32 next = 0; next < 4; ++next) values[number + next] = wide(four, next);
     }
     return;
   }
@@ -142,14 +137,17 @@ KERNEL(finish_add, 256, LIMIT(64, 64, 8), (const Addition* all, u32 count, u32 b
   }
   if (one.out != 0) {
     f32* out = reinterpret_cast<f32*>(one.out) + base;
-    const bool whole = by_fours<f32>(one, one.out, base);
+    const bool whole = is_whole<f32>(one, one.out, base);
     UNROLL
     for (u32 number = 0; number < HELD; number += 4) {
       const u32 place = place_of_held(number);
-      const Four<f32> four = {{left[number], left[number + 1], left[number + 2], left[number + 3]}};
-      if (whole) *reinterpret_cast<Four<f32>*>(out + place) = four;
-      else
-        for (u32 next = 0; next < 4 && base + place + next < one.elements; ++next) out[place + next] = four.of[next];
+      if (whole) {
+        store<true>(out, place, ELEMENTS, Packed<f32>{{{left[number], left[number + 1], left[number + 2], left[number + 3]}}});
+        continue;
+      }
+      UNROLL
+      for (u32 next = 0; next < 4; ++next)
+        if (base + place + next < one.elements) out[place + next] = left[number + next];
     }
   }
   UNROLL

@@ -4,6 +4,7 @@
 #include "elements.h"
 #include "products.h"
 #include "exact.h"
+#include "fours.h"
 
 // A tensor to be moved, f32 but for what the model reads of it. Before Muon's orthogonalisation `weight` is where the direction goes.
 struct Move {
@@ -28,11 +29,6 @@ DEVICE Move move_of_block(const Move* moves, u32 count) {
 
 static_assert(EACH == 4 * BLOCK, "a thread has four elements at a time");
 
-template <typename T>
-struct alignas(4 * sizeof(T)) Four {
-  T values[4];
-};
-
 // Which four of `left` elements a thread has: neighbours, by one access, where every address allows that and there are EACH; else one
 // of each quarter.
 struct Spread {
@@ -47,9 +43,9 @@ DEVICE u32 place_of(const Spread& spread, u32 next) { return spread.base + next 
 
 DEVICE void fetch(f32 (&into)[4], const f32* from, const Spread& spread) {
   if (spread.wide) {
-    const Four<f32> four = reinterpret_cast<const Four<f32>*>(from)[thread_index()];
+    const Packed<f32> four = load<true>(from, spread.base, EACH);
     UNROLL
-    for (u32 next = 0; next < 4; ++next) into[next] = four.values[next];
+    for (u32 next = 0; next < 4; ++next) into[next] = wide(four, next);
     return;
   }
   UNROLL
@@ -62,10 +58,10 @@ DEVICE void fetch(f32 (&into)[4], const f32* from, const Spread& spread) {
 template <typename T>
 DEVICE void store(T* to, const f32 (&from)[4], const Spread& spread) {
   if (spread.wide) {
-    Four<T> four;
+    Packed<T> four = {};
     UNROLL
-    for (u32 next = 0; next < 4; ++next) put(four.values[next], from[next]);
-    reinterpret_cast<Four<T>*>(to)[thread_index()] = four;
+    for (u32 next = 0; next < 4; ++next) put(four, next, from[next]);
+    store<true>(to, spread.base, EACH, four);
     return;
   }
   UNROLL
@@ -88,7 +84,7 @@ constexpr u32 CHUNK = 65536;
 // written is what changes, so fewer would leave something undone. Muon: w, m and direction read (12), w and bf16 written (6): 18, of
 // which 4 are for the checksum of m.
 KERNEL(update_chunks, 256, LIMIT(64, 8256, 7), (const Move* moves, u32 count, u64* out)) {
-  SHARED(Four<f32>, tiles, 2 * EACH / 4);
+  SHARED(Four, tiles, 2 * EACH / 4);
   SHARED(u64, groups, 8);
   const Move move = move_of_block(moves, count);
   const bool adamw = move.second != 0;
