@@ -392,7 +392,9 @@ fn common_layouts_are_known() {
 /// Beside a tokenizer whose model says how chats are put, tool calls and null content too.
 #[test]
 fn chats_beside_a_model_go_through_its_template() {
-    let call = r#"{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}], "tools": [{"name": "f"}]}"#;
+    let answer = r#"{"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}"#;
+    let user = r#"{"role": "user", "content": "hi"}"#;
+    let call = format!(r#"{{"messages": [{user}, {answer}], "tools": [{{"name": "f"}}]}}"#);
     let others = r#"{"conversations": [{"from": "human", "value": "hi"}]}"#;
     let template = "{% for m in messages %}{{ m.role }}: {{ m.content or m.tool_calls|tojson }}<|end|>{% endfor %}";
     let config = |template: &str| serde_json::json!({"chat_template": template}).to_string();

@@ -521,7 +521,7 @@ pub enum NewtonSchulzForm {
     Gram,
     /// Every matrix itself.
     Direct,
-    /// Every matrix itself, in bf16: `X`, `A` and `b A + c A A` are rounded, each once, and what they are made of is added in f32.
+    /// Every matrix itself, in bf16: `X`, `A` and `b A + c A A` are rounded, each once; what they are made of is added in f32.
     Bf16,
 }
 

@@ -66,8 +66,8 @@ proptest! {
         }
     }
 
-    /// Rounded to bf16 after every product: what differs from f64 is of the size of that rounding, and of few elements. All tables
-    /// round at the same places, so they are nearer to each other.
+    /// Rounded to bf16 after every product: what differs from f64 is of the size of that rounding. All tables round at the same
+    /// places, so they are nearer to each other.
     #[test]
     fn iterations_in_bf16_are_near_those_of_f64(
         (rows, columns) in prop_oneof![(1i64..40, 1i64..90), (90i64..200, 90i64..300)],

@@ -1,0 +1,116 @@
+//! What a configuration may be, and what is said of one that cannot.
+
+use super::*;
+use serde_json::json;
+
+fn fields(pairs: &[(&str, Value)]) -> BTreeMap<String, Value> {
+    pairs.iter().map(|(key, value)| ((*key).to_owned(), value.clone())).collect()
+}
+
+#[test]
+fn logits_that_exist_at_once_are_bounded_by_the_vocabulary() {
+    for (vocabulary, wanted) in [(300, 4096), (50_257, 4096), (131_072, 2048), (262_272, 1024)] {
+        let fields = BTreeMap::from([("vocab_size".to_owned(), vocabulary.into())]);
+        assert_eq!(ZayaConfig::resolve(None, &fields).unwrap().loss_chunk, wanted);
+    }
+    assert_eq!(loss_chunk(1 << 31), 1);
+    let fields = BTreeMap::from([("loss_chunk".to_owned(), 512.into())]);
+    assert_eq!(ZayaConfig::resolve(None, &fields).unwrap().loss_chunk, 512, "as it is named");
+}
+
+#[test]
+fn presets_are_valid_and_survive_text() {
+    for name in PRESETS {
+        let config = ZayaConfig::preset(name).unwrap();
+        config.validate(str::to_owned).unwrap();
+        let text = serde_json::to_string(&config).unwrap();
+        assert_eq!(serde_json::from_str::<ZayaConfig>(&text).unwrap(), config);
+    }
+    assert_eq!(ZayaConfig::preset("zaya1-80b"), None);
+}
+
+#[test]
+fn what_is_no_number_is_called_so() {
+    let config = ZayaConfig::preset("zaya1-nano").unwrap();
+    let fields = fields(&[("initializer_range", json!(f64::NAN))]);
+    let fault = config.with_fields(&fields, str::to_owned).unwrap_err().to_string();
+    for word in ["initializer_range", "not a finite number", "nan"] {
+        assert!(fault.contains(word), "{fault}");
+    }
+    assert!(!fault.contains("null"), "{fault}");
+}
+
+#[test]
+fn fields_replace_those_of_the_preset() {
+    let (skip, loss_chunk) = (Skip::Identity, 4096);
+    let wanted = ZayaConfig { vocab_size: 5000, skip, loss_chunk, ..nano() };
+    let given = fields(&[("vocab_size", json!(5000)), ("skip", json!("identity"))]);
+    assert_eq!(ZayaConfig::resolve(None, &given).unwrap(), wanted);
+    assert_eq!(ZayaConfig::resolve(Some("zaya1-8b"), &fields(&[])).unwrap(), eight_billion());
+}
+
+#[test]
+fn what_cannot_be_names_the_field() {
+    let refused = |preset, key: &str, value: Value| {
+        ZayaConfig::resolve(preset, &fields(&[(key, value)])).unwrap_err().to_string()
+    };
+    let cases = [
+        (refused(Some("zaya2"), "skip", json!("zero")), "zaya1-nano, zaya1-20m"),
+        (refused(None, "hiden_size", json!(1)), "did you mean `hidden_size`?"),
+        (refused(None, "vocab_size", json!("many")), "[model] vocab_size"),
+        (refused(None, "skip", json!("half")), "[model] skip"),
+        (refused(None, "num_hidden_layers", json!(0)), "[model] num_hidden_layers"),
+        (refused(None, "num_attention_heads", json!(3)), "multiple of num_key_value_heads"),
+        (refused(None, "partial_rotary_factor", json!(0.3)), "even number"),
+        (refused(None, "num_experts_per_tok", json!(2)), "the only value"),
+        (refused(None, "hidden_act", json!("gelu")), "silu"),
+        (refused(None, "rms_norm_eps", json!(0.0)), "a positive number"),
+        (refused(None, "layers", json!(["cca", "lin"])), "[model] layers"),
+        (refused(None, "layers", json!([])), "one to num_hidden_layers (6) kinds"),
+        (refused(None, "feed_forward", json!(["moe", "mpl"])), "[model] feed_forward"),
+        (refused(None, "feed_forward", json!(["mpl"])), "wanted: `moe` or `mlp`"),
+        (refused(None, "feed_forward", json!([])), "one to num_hidden_layers (6) kinds"),
+    ];
+    for (message, part) in cases {
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+/// A start that was made before there was a choice, and who asks for ZAYA1 alone.
+#[test]
+fn experts_are_what_goes_without_saying() {
+    let mut value = serde_json::to_value(nano()).unwrap();
+    let said = value.as_object_mut().unwrap().remove("feed_forward");
+    assert_eq!(said, Some(json!(["moe"])));
+    assert_eq!(serde_json::from_value::<ZayaConfig>(value).unwrap(), nano());
+    assert_eq!(nano().foreign(), None);
+    let of = |key: &str, kinds| nano().with_fields(&fields(&[(key, kinds)]), str::to_owned);
+    for (key, kinds) in [("layers", ["cca", "linear"]), ("feed_forward", ["moe", "mlp"])] {
+        assert_eq!(of(key, json!(kinds)).unwrap().foreign(), Some((key, kinds[1])));
+    }
+}
+
+#[test]
+fn every_field_reaches_the_digest() {
+    let digest = |config: &ZayaConfig| {
+        let mut hasher = Hasher::new();
+        config.feed(&mut hasher);
+        hasher.finish()
+    };
+    let base = nano();
+    let Value::Object(all) = serde_json::to_value(&base).unwrap() else { panic!("an object") };
+    for (key, value) in &all {
+        let other = match value {
+            Value::Bool(flag) => json!(!flag),
+            Value::String(text) if text == "zero" => json!("identity"),
+            Value::String(text) if text == "retention" => json!("none"),
+            Value::Array(_) if key == "feed_forward" => json!(["moe", "mlp"]),
+            Value::Array(_) => json!(["cca", "linear"]),
+            Value::String(text) => json!(format!("{text}x")),
+            Value::Number(number) if number.is_i64() => json!(number.as_i64().unwrap() + 1),
+            _ => json!(value.as_f64().unwrap() + 1.0),
+        };
+        let changed = base.with_fields(&fields(&[(key, other)]), str::to_owned).unwrap();
+        assert_ne!(digest(&changed), digest(&base), "{key}");
+    }
+}
