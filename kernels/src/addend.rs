@@ -223,8 +223,9 @@ mod tests {
 
     const SALT: u64 = 0x1234_5678_9abc_def1;
 
-    /// Gradients of experts with rows, as a device has them: where there are none stands what nobody may read.
-    fn experts(shape: [i64; 3], counts: &[i64], (seed, kind): (i64, Kind)) -> (Addend, Tensor) {
+    /// Gradients of experts as a device has them, and as they are to be read: an expert without rows has NaN in the first and
+    /// zeros in the second.
+    fn experts(shape: [i64; 3], counts: &[i64], seed: i64, kind: Kind) -> (Addend, Tensor) {
         let made = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu));
         let made = ((made + seed as f64) * 0.7).sin().view(shape).to_kind(kind);
         let ends = Tensor::from_slice(counts).cumsum(0, Kind::Int);
@@ -255,12 +256,12 @@ mod tests {
             [([4, 3, 5], Kind::BFloat16), ([4, 70, 33], Kind::BFloat16), ([4, 9, 7], Kind::Float)]
         {
             let counts = [[3i64, 0, 2, 0], [0, 0, 1, 8], [1, 1, 0, 1]];
-            let leaves = [0, 1, 2].map(|at| experts(shape, &counts[at], (7 * at as i64, kind)));
+            let leaves = [0, 1, 2].map(|at| experts(shape, &counts[at], 7 * at as i64, kind));
             let totals = [0, 1, 2].map(|_| Total::default());
             let wanted = leaves.each_ref().map(|(_, whole)| whole.copy());
             let small = Tensor::from_slice(&[-0.0f32, 1.0, -0.0]);
             let [a, b, c] = leaves.map(|(leaf, _)| leaf);
-            // Beside each other two that nobody asks about.
+            // The same launch adds a pair whose checksums are not asked for.
             let pairs =
                 [(asks(a, &totals[0]), asks(b, &totals[1])), (plain(&small), plain(&small))];
             let mut sums = add_on(&queue, &pairs).unwrap();
@@ -275,13 +276,13 @@ mod tests {
         }
     }
 
-    /// One that meets nobody is widened whole, or piece by piece to where it is sent from; or it is only looked at.
+    /// A leaf that is not added to another is widened whole, or in pieces into the memory from which it is sent.
     #[test]
     fn a_leaf_alone_is_counted_once() {
         let queue = queue(Device::Cpu).unwrap();
         for kind in [Kind::BFloat16, Kind::Float] {
             let leaf = |total: &Total| {
-                let (leaf, whole) = experts([3, 50, 41], &[0, 5, 1], (3, kind));
+                let (leaf, whole) = experts([3, 50, 41], &[0, 5, 1], 3, kind);
                 (asks(leaf, total), whole)
             };
             let total = Total::default();

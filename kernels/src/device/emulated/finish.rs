@@ -127,7 +127,7 @@ fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
         let (mut asks, mut left) = (0, None);
         for (place, side) in row.sides.iter().enumerate() {
             let Some(side) = side else { continue };
-            // Before it stands what nobody may read or change.
+            // The memory before it may be neither read nor changed.
             let values = [vec![7.0; side.before], side.numbers(row.elements)].concat();
             let (buffer, width) = match side.values {
                 Values::Wide => (tape.with(&values), 4),
@@ -173,7 +173,7 @@ fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
     (tape, outs, out)
 }
 
-/// Leaves of bf16 and f32 that meet each other, nodes, and nobody; with experts without rows on either side.
+/// Leaves of bf16 and f32: added to each other, added to nodes, and alone; with experts without rows on either side.
 fn rows(elements: usize) -> Vec<Row> {
     const SOME: [&[i32]; 2] = [&[0, 8, 0, 0, 16], &[8, 0, 8, 0, 0]];
     let each = elements.div_ceil(5).max(1);

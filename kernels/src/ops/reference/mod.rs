@@ -218,15 +218,14 @@ impl Ops for Reference {
     fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
         let tensors: Vec<Tensor> =
             parts.iter().map(|(tensor, ..)| tensor.shallow_clone()).collect();
-        let (squares, known) = (self.chunk_squares(&tensors, chunk)?, checksum::slices(parts)?);
-        let sums = squares.f_zeros_like()?.f_to_kind(Kind::Int64)?;
-        let mut at = 0;
-        for (part, (tensor, ..)) in (0..).zip(parts) {
-            if tensor.numel() > 0 {
-                sums.f_narrow(0, at, 1)?.f_copy_(&known.f_narrow(0, part, 1)?)?;
-            }
+        let squares = self.chunk_squares(&tensors, chunk)?;
+        let sums = Tensor::f_zeros(squares.size(), (Kind::Int64, squares.device()))?;
+        let (mut places, mut at) = (Vec::new(), 0);
+        for (tensor, ..) in parts {
+            places.push(at);
             at += (tensor.numel() as i64 + chunk - 1) / chunk;
         }
+        put_checksums(&sums, parts, &places)?;
         Ok([squares, sums])
     }
 
@@ -264,7 +263,7 @@ fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
     }
     let Some(one) = squared.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
     let (mut parts, mut places, device) = (Vec::new(), Vec::new(), one.device());
-    for (one, first) in all.iter().zip(firsts).filter(|(one, _)| one.weight.numel() > 0) {
+    for (one, first) in all.iter().zip(firsts) {
         for ((part, salt), place) in one.parts().into_iter().zip(one.salts).zip(4 * first + 1..) {
             let Some(part) = part else { continue };
             parts.push((part, one.number, salt));
@@ -273,9 +272,19 @@ fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
     }
     let words = Tensor::f_zeros([squared.len() as i64, 4], (Kind::Int64, device))?;
     words.f_select(1, 0)?.f_copy_(&Tensor::f_stack(&squared, 0)?.f_view_dtype(Kind::Int64)?)?;
-    let (places, sums) = (upload(device, &places)?, checksum::slices(&parts)?);
-    let _ = words.f_view([-1])?.f_index_copy_(0, &places, &sums)?;
+    put_checksums(&words.f_view([-1])?, &parts, &places)?;
     Ok(words)
+}
+
+/// Writes the checksum of each part that has elements to its place among `words`.
+fn put_checksums(words: &Tensor, parts: &[(&Tensor, u64, u64)], places: &[i64]) -> Result<()> {
+    let there = parts.iter().zip(places).filter(|((tensor, ..), _)| tensor.numel() > 0);
+    let (parts, places): (Vec<_>, Vec<i64>) = there.map(|(part, place)| (*part, *place)).unzip();
+    if !parts.is_empty() {
+        let (places, sums) = (upload(words.device(), &places)?, checksum::slices(&parts)?);
+        let _ = words.shallow_clone().f_index_copy_(0, &places, &sums)?;
+    }
+    Ok(())
 }
 
 /// The sum of squares, f64, where the tensor is.
