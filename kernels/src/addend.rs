@@ -55,13 +55,16 @@ impl Addend {
         self.numbers.device()
     }
 
-    /// Adds its checksum, as f32, to `total`: on a device with our kernels not before it is read for something else.
+    /// Adds its checksum, as f32, to `total`: on a device not before it is read for something else, with those of others.
     pub fn counted(self, total: &Total, salt: u64) -> Result<Addend> {
+        let asked = Some((total.clone(), salt));
         if queue(Some(&self)).is_some() {
-            let (numbers, asked) = (self.numbers.f_contiguous()?, Some((total.clone(), salt)));
-            return Ok(Addend { numbers, asked, ..self });
+            return Ok(Addend { numbers: self.numbers.f_contiguous()?, asked, ..self });
         }
         let wide = self.numbers.f_to_kind(Kind::Float)?;
+        if wide.device() != Device::Cpu {
+            return Ok(Addend { asked, ..wide.into() });
+        }
         total.add(&[(&wide, 0, salt)])?;
         Ok(wide.into())
     }
@@ -137,7 +140,10 @@ fn queue(one: Option<&Addend>) -> Option<Queue> {
 pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
     match queue(all.first()) {
         Some(queue) => wide_on(&queue, &all),
-        None => all.iter().map(|one| Ok(one.numbers.f_to_kind(Kind::Float)?)).collect(),
+        None => {
+            settle(&all.iter().collect::<Vec<_>>())?;
+            all.iter().map(|one| Ok(one.numbers.f_to_kind(Kind::Float)?)).collect()
+        }
     }
 }
 
@@ -155,9 +161,22 @@ pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
         let asked = all.iter().filter(|one| one.asked.is_some());
         let rows: Vec<_> = asked.map(|one| Row::of(one, None)).collect();
         make(&queue, &rows)?;
-        all.iter_mut().for_each(|one| one.asked = None);
+    } else {
+        settle(&all.iter().collect::<Vec<_>>())?;
     }
+    all.iter_mut().for_each(|one| one.asked = None);
     Ok(all)
+}
+
+/// Adds the checksums of f32 that were asked for, without kernels of ours: those of one sum by one call.
+fn settle(all: &[&Addend]) -> Result<()> {
+    let asked = all.iter().filter_map(|one| Some((&one.numbers, one.asked.as_ref()?)));
+    let asked: Vec<_> = asked.collect();
+    for own in asked.chunk_by(|(_, (one, _)), (_, (next, _))| one.is(next)) {
+        let parts = own.iter().map(|(numbers, (_, salt))| (*numbers, 0, *salt));
+        own[0].1.0.add(&parts.collect::<Vec<_>>())?;
+    }
+    Ok(())
 }
 
 /// The sum of each pair, left + right: on a device by one launch.
@@ -171,6 +190,8 @@ pub fn add(pairs: Vec<(Addend, Addend)>) -> Result<Vec<Addend>> {
     if let Some(queue) = queue(pairs.first().map(|(left, _)| left)) {
         return add_on(&queue, &pairs);
     }
+    settle(&pairs.iter().map(|(left, _)| left).collect::<Vec<_>>())?;
+    settle(&pairs.iter().map(|(_, right)| right).collect::<Vec<_>>())?;
     let sum = |(left, right): (Addend, Addend)| {
         let [mut left, right] = [left, right].map(|one| one.numbers);
         let _ = left.f_add_(&right)?;
@@ -195,7 +216,11 @@ pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
     }
     for (one, range, out) in parts {
         let all = one.numbers.f_reshape([-1])?;
-        out.f_copy_(&all.f_narrow(0, range.start, range.end - range.start)?)?;
+        let part = all.f_narrow(0, range.start, range.end - range.start)?;
+        if let Some((total, salt)) = &one.asked {
+            total.add(&[(&part, range.start.cast_unsigned(), *salt)])?;
+        }
+        out.f_copy_(&part)?;
     }
     Ok(())
 }
