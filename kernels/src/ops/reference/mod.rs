@@ -17,7 +17,6 @@ use super::{
     Gradient, NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
     Update, UpdateRule, check, chunks, update,
 };
-use crate::device::upload;
 use crate::{Result, checksum};
 
 /// The table of libtorch's operators. Its version moves with its bits.
@@ -219,13 +218,9 @@ impl Ops for Reference {
         let tensors: Vec<Tensor> =
             parts.iter().map(|(tensor, ..)| tensor.shallow_clone()).collect();
         let squares = self.chunk_squares(&tensors, chunk)?;
-        let sums = Tensor::f_zeros(squares.size(), (Kind::Int64, squares.device()))?;
-        let (mut places, mut at) = (Vec::new(), 0);
-        for (tensor, ..) in parts {
-            places.push(at);
-            at += (tensor.numel() as i64 + chunk - 1) / chunk;
-        }
-        put_checksums(&sums, parts, &places)?;
+        let count = |tensor: &Tensor| (tensor.numel() as i64 + chunk - 1) / chunk;
+        let firsts = (0..).zip(parts).map(|(part, (tensor, ..))| (Some(part), count(tensor)));
+        let sums = at_firsts(&checksum::slices(parts)?, &firsts.collect::<Vec<_>>())?;
         Ok([squares, sums])
     }
 
@@ -240,7 +235,7 @@ impl Ops for Reference {
 
 /// On a device a whole tensor at a time, since every operator is a launch: its checksums stand in the first of its rows.
 fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
-    let (mut squared, mut firsts) = (Vec::new(), Vec::new());
+    let mut squared = Vec::new();
     for one in all.iter_mut() {
         let mut old = one.weight.f_empty_like()?;
         old.f_copy_(one.weight)?;
@@ -256,35 +251,42 @@ fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
         if let Some((rounded, first)) = &one.rounded {
             rounded.f_view([-1])?.f_narrow(0, *first, new.size()[0])?.f_copy_(&new)?;
         }
-        firsts.push(squared.len() as i64);
         for chunk in chunks(&old.f_sub_(one.weight)?, CHUNK)? {
             squared.push(squares(&chunk)?);
         }
     }
-    let Some(one) = squared.first() else { return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?) };
-    let (mut parts, mut places, device) = (Vec::new(), Vec::new(), one.device());
-    for (one, first) in all.iter().zip(firsts) {
-        for ((part, salt), place) in one.parts().into_iter().zip(one.salts).zip(4 * first + 1..) {
-            let Some(part) = part else { continue };
-            parts.push((part, one.number, salt));
-            places.push(place);
+    if squared.is_empty() {
+        return Ok(Tensor::f_zeros([0, 4], INT64_CPU)?);
+    }
+    let (mut parts, mut firsts) = (Vec::new(), [(); 3].map(|()| Vec::new()));
+    for one in all.iter() {
+        let count = (one.weight.numel() as i64 + CHUNK - 1) / CHUNK;
+        for ((part, salt), firsts) in one.parts().into_iter().zip(one.salts).zip(&mut firsts) {
+            firsts.push((part.map(|_| parts.len() as i64), count));
+            parts.extend(part.map(|part| (part, one.number, salt)));
         }
     }
-    let words = Tensor::f_zeros([squared.len() as i64, 4], (Kind::Int64, device))?;
-    words.f_select(1, 0)?.f_copy_(&Tensor::f_stack(&squared, 0)?.f_view_dtype(Kind::Int64)?)?;
-    put_checksums(&words.f_view([-1])?, &parts, &places)?;
-    Ok(words)
+    let known = checksum::slices(&parts)?;
+    let mut columns = vec![Tensor::f_stack(&squared, 0)?.f_view_dtype(Kind::Int64)?];
+    for firsts in &firsts {
+        columns.push(at_firsts(&known, firsts)?);
+    }
+    Ok(Tensor::f_stack(&columns, 1)?)
 }
 
-/// Writes the checksum of each part that has elements to its place among `words`.
-fn put_checksums(words: &Tensor, parts: &[(&Tensor, u64, u64)], places: &[i64]) -> Result<()> {
-    let there = parts.iter().zip(places).filter(|((tensor, ..), _)| tensor.numel() > 0);
-    let (parts, places): (Vec<_>, Vec<i64>) = there.map(|(part, place)| (*part, *place)).unzip();
-    if !parts.is_empty() {
-        let (places, sums) = (upload(words.device(), &places)?, checksum::slices(&parts)?);
-        let _ = words.shallow_clone().f_index_copy_(0, &places, &sums)?;
+/// So many numbers in a row for each, of which the first is the one of `known` that has this index, and the others are 0.
+fn at_firsts(known: &Tensor, firsts: &[(Option<i64>, i64)]) -> Result<Tensor> {
+    let most = firsts.iter().map(|(_, count)| *count).max().unwrap_or(0);
+    let zeros = Tensor::f_zeros([most], (Kind::Int64, known.device()))?;
+    let mut all = vec![zeros.f_narrow(0, 0, 0)?];
+    for (index, count) in firsts.iter().filter(|(_, count)| *count > 0) {
+        let zeros_from = |from: i64| zeros.f_narrow(0, from, count - from);
+        match index {
+            Some(index) => all.extend([known.f_narrow(0, *index, 1)?, zeros_from(1)?]),
+            None => all.push(zeros_from(0)?),
+        }
     }
-    Ok(())
+    Ok(Tensor::f_cat(&all, 0)?)
 }
 
 /// The sum of squares, f64, where the tensor is.
