@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Of a matrix at least twice as long one way as the other `A` alone is iterated, unless the curriculum says
-//! `newton_schulz = "direct"`: the same but for rounding.
+//! `newton_schulz = "direct"`: the same but for rounding. `"bf16"` iterates every matrix itself, in bf16.
 //!
 //! Each matrix is a work item of its own (an expert's too): its new bits are a function of that matrix alone, whichever worker
 //! or rank owns it. The table of operations takes stacks of matrices as well, under the same rule; its CPU kernels have
