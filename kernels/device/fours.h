@@ -50,6 +50,25 @@ DEVICE void at_once(f32* to, const Four& all) {
 }
 #endif
 
+// Eight side by side, as two of those: bf16 by one access.
+DEVICE void load_eight(const f32* from, Packed<f32>& low, Packed<f32>& high) {
+  low.all = at_once(from);
+  high.all = at_once(from + 4);
+}
+DEVICE void load_eight(const bf16* from, Packed<bf16>& low, Packed<bf16>& high) {
+  const Four all = at_once(reinterpret_cast<const f32*>(from));
+  low.all = static_cast<u64>(bits_of(all.at[1])) << 32 | bits_of(all.at[0]);
+  high.all = static_cast<u64>(bits_of(all.at[3])) << 32 | bits_of(all.at[2]);
+}
+DEVICE void store_eight(f32* to, const Packed<f32>& low, const Packed<f32>& high) {
+  at_once(to, low.all);
+  at_once(to + 4, high.all);
+}
+DEVICE void store_eight(bf16* to, const Packed<bf16>& low, const Packed<bf16>& high) {
+  const auto half = [](u64 all, u32 shift) { return from_bits(static_cast<u32>(all >> shift)); };
+  at_once(reinterpret_cast<f32*>(to), {{half(low.all, 0), half(low.all, 32), half(high.all, 0), half(high.all, 32)}});
+}
+
 // Whether all rows of matrices of such a width may be read and written by fours: no row is cut, and each begins where it must.
 template <typename... T>
 DEVICE bool by_fours(u32 width, const T*... matrices) {

@@ -1,6 +1,7 @@
 // All kernels, as one module: what is compiled for a device, and by the tests for a CPU.
 #pragma once
 #include "attention.h"
+#include "conv.h"
 #include "dispatch.h"
 #include "embedding.h"
 #include "exact.h"

@@ -29,6 +29,7 @@ macro_rules! sources {
 sources!(
     "kernels.h",
     "attention.h",
+    "conv.h",
     "dispatch.h",
     "elements.h",
     "embedding.h",

@@ -48,7 +48,8 @@ fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
     let places = [z, taps, bias].map(Argument::from);
     let out = [both, shifted];
     let arguments = [&places[..], &begins, &out.map(Argument::from), &sizes].concat();
-    tape.launch(&format!("conv_shift_{kind}"), (rows * columns).div_ceil(1024), &arguments);
+    let blocks = |groups: usize| (columns.div_ceil(4) * groups).div_ceil(256);
+    tape.launch(&format!("conv_shift_{kind}"), blocks(rows.div_ceil(8)), &arguments);
     let input = values.room(&mut tape, rows * columns);
     let bands = rows.div_ceil(32);
     let partial = tape.room::<f32>(3 * bands * channels);
@@ -56,7 +57,7 @@ fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
     let rest = [grad, to_values, means, input, partial].map(Argument::from);
     let arguments = [&lists[..], &rest, &sizes].concat();
     let name = format!("conv_shift_backward_{kind}");
-    tape.launch(&name, columns.div_ceil(256) * bands, &arguments);
+    tape.launch(&name, blocks(bands), &arguments);
     let sums = [2, 1].map(|each| tape.room::<f32>(each * channels));
     let sum = |which, out, stride| {
         let partial = (partial, which * bands * channels);
@@ -75,7 +76,11 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
         ([70, 3, 13, 5, 0], Values::Wide, None),
         ([70, 2, 9, 33, 7], Values::Narrow, None),
         ([33, 2, 140, 0, 60], Values::Narrow, None),
-        ([70, 2, 5, 3, 4], Values::Wide, Some(some)),
+        ([70, 2, 5, 3, 4], Values::Wide, Some(some.clone())),
+        // By fours.
+        ([70, 2, 12, 8, 4], Values::Narrow, None),
+        ([66, 3, 4, 0, 8], Values::Wide, None),
+        ([70, 1, 8, 4, 0], Values::Narrow, Some(some)),
     ];
     for (shape, values, counted) in cases {
         let conv = conv(shape, values, counted.as_deref());

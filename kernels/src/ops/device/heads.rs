@@ -2,13 +2,22 @@
 
 use tch::{Kind, Tensor};
 
-use super::rows::{banded, bands, lanes, of_bands, tiles};
+use super::rows::{banded, bands, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::{ConvShift, ConvShiftGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
-/// A number of rows that stands for all of them (`EVERY` in `attention.h`).
+/// A number of rows that stands for all of them (`EVERY` in `conv.h`).
 const EVERY: i64 = u32::MAX as i64;
+
+/// Rows of a thread that has four columns (`STRIP` in `conv.h`), and threads of a block.
+const STRIP: i64 = 8;
+const BLOCK: i64 = 256;
+
+/// Blocks where a thread has four columns of each of so many groups of rows.
+fn by_fours(columns: i64, groups: i64) -> i64 {
+    (((columns + 3) / 4) * groups + BLOCK - 1) / BLOCK
+}
 
 /// A list of rows, as a kernel takes it.
 fn listed(list: &Tensor) -> [Argument<'_>; 2] {
@@ -30,7 +39,7 @@ pub(super) fn conv_shift(queue: &Queue, z: &Tensor, by: ConvShift) -> Result<[Te
     let memory = [z, by.weights, by.bias].map(Argument::from);
     let out = [&both, &values].map(Argument::from);
     let arguments = [&memory[..], &listed(by.starts), &out, &sizes([rows, columns], by)].concat();
-    queue.launch(kernel, super::blocks(rows, columns)?, &arguments)?;
+    queue.launch(kernel, by_fours(columns, (rows + STRIP - 1) / STRIP), &arguments)?;
     Ok([both, values])
 }
 
@@ -50,7 +59,7 @@ pub(super) fn conv_shift_backward(
     let rest = [grads[0], grads[1], means, &input, &partial].map(Argument::from);
     let sizes = sizes([rows, columns], by);
     let arguments = [&memory[..], &listed(by.starts), &counted, &rest, &sizes].concat();
-    queue.launch(kernel, tiles(columns) * bands(rows), &arguments)?;
+    queue.launch(kernel, by_fours(columns, bands(rows)), &arguments)?;
     let weights = of_bands(&partial, &[0, 1], &[channels, 1, 2])?;
     Ok(ConvShiftGrads { input, weights, bias: of_bands(&partial, &[2], &[channels])? })
 }
