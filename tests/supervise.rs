@@ -146,7 +146,10 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
         assert_eq!(run.done(), wanted, "{said}");
         let ranks = events(&fixture, out, "ranks");
         let worlds: Vec<u64> = ranks.iter().map(|one| one["world"].as_u64().unwrap()).collect();
-        assert_eq!(worlds, [3, 2, 3, 2, 3, 2, 3], "{said}");
+        // Two go on alone after each loss, unless the third is back before they have met.
+        let whole = worlds.iter().filter(|world| **world == 3).count();
+        assert_eq!((whole, worlds.last()), (4, Some(&3)), "{worlds:?}: {said}");
+        assert!(worlds.iter().all(|world| [2, 3].contains(world)), "{worlds:?}: {said}");
         let page = fixture.scratch.path(&format!("{out}.html"));
         ztrain(&["report", "--run", arg(&fixture.scratch.path(out)), "--out", arg(&page)]).ok();
         let page = fs::read_to_string(page).unwrap();
@@ -272,7 +275,7 @@ fn a_straggler_is_found_and_dealt_with_as_the_rules_say() {
 fn a_launcher_that_is_gone_or_held_is_started_again() {
     let fixture = Fixture::new(&LONG);
     fixture.finish("alone", &["--nproc", "1"]);
-    let rules = "hang_seconds = 1.5\n[[launcher]]\ndo = \"retry\"\n";
+    let rules = "hang_seconds = 3\n[[launcher]]\ndo = \"retry\"\n";
     for (out, how) in [("gone", "KILL"), ("held", "STOP")] {
         let mut run = Supervised::begin(&fixture, out, rules, &["--nproc", "2"]);
         run.until(4);
