@@ -192,7 +192,7 @@ fn curriculum_text(groups: &[Group]) -> String {
         mix.map(|(group, weight)| format!("{} = {weight}", quoted(&group.name))).collect();
     let mut text = format!(
         "# What is trained: `zdata plan {CURRICULUM}` shows it once the store is built, and says where text would run out.\n\
-         # curricula/README.md lists every key.\n\
+         # curricula/KEYS.md lists every key.\n\
          store = \"store\"\nseed = 0\n\n\
          [model]\npreset = \"zaya1-nano\"\n\n\
          [optimizer]\nlr = 4e-3\n\n\
