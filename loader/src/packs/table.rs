@@ -1,7 +1,8 @@
 //! The file that keeps the packs of a source.
 //!
 //! ```text
-//! head      magic (`zpacks 1`), key, number of lengths; of each length: tokens, packs of each kind, pieces, documents, documents cut
+//! head      magic (`zpacks 1`), key, number of lengths; of each length: tokens, packs of each kind, pieces, documents,
+//!           documents cut
 //! of each length
 //!   ends    of each pack: how many pieces it and all before it have          u64
 //!   lacking of each pack with room left: how much                            u32
