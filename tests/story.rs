@@ -1,4 +1,4 @@
-//! Fear: that the story of the README cannot be told any more: `story.sh`, with a shorter run.
+//! Fear: that the story of `trainer/docs/story.md` no longer holds: `story.sh`, with a shorter run.
 
 use std::path::Path;
 use std::process::Command;

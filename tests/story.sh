@@ -1,5 +1,5 @@
 #!/bin/sh
-# The story of the README, to the end: a corpus of which three documents are planted trouble -> train -> the odd step is found
+# The story of trainer/docs/story.md, to the end: a corpus of which three documents are planted trouble -> train -> the odd step is found
 # by itself -> explained -> what would have been without -> a fork that bans them -> it goes on -> both runs side by side.
 # What it claims it checks. About a minute on two cores once it is built.
 #

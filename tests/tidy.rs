@@ -1,4 +1,4 @@
-//! Fear: that the house rules rot. Each rule of the README's map that a machine can check is a test here.
+//! Fear: that the house rules rot. Each rule of `.github/ARCHITECTURE.md` that a machine can check is a test here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -92,7 +92,7 @@ fn members_use_each_other_in_one_direction() {
             }
         }
     }
-    forbid("an arrow that layout does not have (README, map)", offences);
+    forbid("an arrow that `.github/ARCHITECTURE.md` does not have", offences);
 }
 
 /// Where each crate's modules begin.

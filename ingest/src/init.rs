@@ -123,7 +123,7 @@ fn corpus_text(
     };
     let mut text = String::from(
         "# What becomes a store: `zdata build corpus.toml --out store`, checked first by `zdata build corpus.toml --check`.\n\
-         # Paths start at this file's folder; ingest/README.md lists every key.\n\n\
+         # Paths start at this file's folder; ingest/docs/corpus.md lists every key.\n\n\
          # A Hugging Face tokenizer.json: that of a model on huggingface.co (\"Files\", tokenizer.json), or one of your own by\n\
          # zdata tokenizer train corpus.toml --vocab 8192 --out tokenizer.json\n\
          tokenizer = \"tokenizer.json\"\n",
@@ -192,7 +192,7 @@ fn curriculum_text(groups: &[Group]) -> String {
         mix.map(|(group, weight)| format!("{} = {weight}", quoted(&group.name))).collect();
     let mut text = format!(
         "# What is trained: `zdata plan {CURRICULUM}` shows it once the store is built, and says where text would run out.\n\
-         # curricula/README.md lists every key.\n\
+         # curricula/KEYS.md lists every key.\n\
          store = \"store\"\nseed = 0\n\n\
          [model]\npreset = \"zaya1-nano\"\n\n\
          [optimizer]\nlr = 4e-3\n\n\

@@ -4,8 +4,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::runtime::KernelTable;
 
-/// All levels, as in the README's table: bits of the data; bits of training on one machine kind; on any number of ranks; one rank
-/// replays what many trained; any number of ranks share micro-batches.
+/// All levels, as in `trainer/docs/determinism.md`: bits of the data; bits of training on one machine kind; on any number of
+/// ranks; one rank replays what many trained; any number of ranks share micro-batches.
 pub const ALL: [&str; 5] = ["D", "L0", "L1", "L2", "L3"];
 
 /// What has been shown on GPUs.

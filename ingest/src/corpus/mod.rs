@@ -1,4 +1,4 @@
-//! `corpus.toml`: which files become a store, and how. `ingest/README.md` has the schema.
+//! `corpus.toml`: which files become a store, and how. `ingest/docs/corpus.md` has the schema.
 //!
 //! ```text
 //! text --parse--> Spec (pure: nothing is looked for) --find--> Inventory (files, formats, sets identified) --> Corpus

@@ -1,4 +1,4 @@
-//! The store: what `ingest` promises and `loader` relies on. `ingest/README.md` draws the bytes.
+//! The store: what `ingest` promises and `loader` relies on. `ingest/docs/format.md` describes the bytes.
 //!
 //! ```text
 //! STORE/

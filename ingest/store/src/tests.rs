@@ -1,4 +1,4 @@
-//! A store written, checked and damaged in every way; and its bytes against what the README draws.
+//! A store written, checked and damaged in every way; and its bytes against the tables of `ingest/docs/format.md`.
 
 mod forged;
 mod listed;
@@ -282,18 +282,18 @@ fn a_store_that_is_none_says_what_to_do() {
     }
 }
 
-/// The rows of the README's tables, cells trimmed of blanks and backquotes.
-fn readme_rows() -> Vec<Vec<String>> {
-    let text =
-        fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md")).unwrap();
+/// The rows of the tables of `ingest/docs/format.md`, cells trimmed of blanks and backquotes.
+fn table_rows() -> Vec<Vec<String>> {
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/format.md"))
+        .unwrap();
     let cells =
         |line: &str| line.split('|').map(|cell| cell.trim().trim_matches('`').to_owned()).collect();
     text.lines().filter(|line| line.starts_with('|')).map(cells).collect()
 }
 
 #[test]
-fn the_readme_draws_the_bytes_as_they_are() {
-    let rows = readme_rows();
+fn the_page_of_the_format_describes_the_bytes() {
+    let rows = table_rows();
     let constants = [
         ("FORMAT", u64::from(FORMAT)),
         ("BLOCK_TOKENS", BLOCK_TOKENS),
@@ -340,7 +340,7 @@ fn the_readme_draws_the_bytes_as_they_are() {
 }
 
 #[test]
-fn starts_lie_where_the_readme_says_in_every_block() {
+fn starts_lie_where_the_page_says_in_every_block() {
     let (folder, _) = store(2, &[BLOCK_STARTS * 2 + 5], 1);
     let path = open::stream_folder(folder.path(), "web", Split::Train).join("starts-00000.arrow");
     let bytes = fs::read(path).unwrap();

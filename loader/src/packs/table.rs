@@ -1,13 +1,14 @@
 //! The file that keeps the packs of a source.
 //!
 //! ```text
-//! head      magic, key, number of lengths; of each length: tokens, packs of each kind, pieces, documents, documents cut
+//! head      magic (`zpacks 1`), key, number of lengths; of each length: tokens, packs of each kind, pieces, documents,
+//!           documents cut
 //! of each length
 //!   ends    of each pack: how many pieces it and all before it have          u64
 //!   lacking of each pack with room left: how much                            u32
 //!   pieces  pack after pack: first token, tokens                             u64, u32
 //!   places  the same pieces by their first token: it, pack, offset, tokens   u64, u64, u32, u32
-//! digest    of all that stands before
+//! digest    xxh3-128 over the tag `packs.file` and the xxh3-64 of each MiB before
 //! ```
 //!
 //! Numbers are little-endian. All but `lacking` stays in the file: a pack costs two small reads.

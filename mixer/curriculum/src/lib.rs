@@ -1,4 +1,4 @@
-//! The curriculum: the one file that says what is trained. `curricula/README.md` is the reference of its keys.
+//! The curriculum: the one file that says what is trained. `curricula/KEYS.md` is the reference of its keys.
 //!
 //! Whatever decides a bit stands here; whatever only decides speed (ranks, workers, threads, device) is a flag and
 //! never does. Weights are exact ratios, taken from the text as typed.

@@ -34,7 +34,7 @@ pub struct Head {
     pub stores: Vec<Identity>,
     /// SHA-256 of the tokenizer.
     pub tokenizer: Identity,
-    /// What is promised ("D", "L0", "L1", "L2", "L3"), as in the README.
+    /// What is promised ("D", "L0", "L1", "L2", "L3"), as in `trainer/docs/determinism.md`.
     pub levels: Vec<String>,
     /// The parameters, in canonical order: the packed arrays of every step follow it.
     pub parameters: Vec<String>,
