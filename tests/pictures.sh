@@ -1,6 +1,6 @@
 #!/bin/sh
-# The pictures in the README: the page of a run, of a small model on the demo's text, killed on the way, its oddest step explained;
-# and the curves of the story (story.sh). About six minutes on two cores once it is built. Chromium is needed (tests/browser.py --install).
+# The pictures of README.md and trainer/docs/metrics.md: the page of a run, of a small model on the demo's text, killed on the way,
+# its oddest step explained; and the curves of the story (story.sh). About six minutes on two cores once it is built. Chromium is needed (tests/browser.py --install).
 #
 #   sh tests/pictures.sh [FOLDER OF zdata AND ztrain]
 set -eu

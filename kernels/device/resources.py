@@ -2,7 +2,7 @@
 """What the kernels take on GPUs that are not here, by the compilers' own reports.
 
     resources.py            compiles for gfx942 (clang) and sm_90a (NVRTC), holds each kernel against the limits beside it
-    resources.py --write    the same, and puts the table into kernels/README.md
+    resources.py --write    the same, and puts the table into kernels/docs/resources.md
     resources.py --install  first gets what is missing: clang-19 by apt where this user may, NVRTC's wheel into its own folder
 
 Exit code 1: a limit is passed, a register spilled, arithmetic may be rearranged or is not exact. A compiler that is not here is left out,
@@ -18,7 +18,7 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs/resources.md"
 TAPES = HERE.parent / "src/device/emulated"
 WHEELS = pathlib.Path(tempfile.gettempdir()) / "ztrain-nvrtc"
 NVRTC = "nvidia-cuda-nvrtc==13.0.88"
@@ -254,10 +254,10 @@ def main():
     where = [what for what, report in (("gfx942", amd), ("sm_90a", nvidia)) if report is not None]
     print(f"{len(limits)} kernels within their limits on {' and '.join(where)}")
     if "--write" in sys.argv and amd is not None:
-        text = README.read_text()
+        text = PAGE.read_text()
         start, end = "<!-- resources -->\n", "<!-- end of resources -->"
         before, rest = text.split(start)
-        README.write_text(before + start + table(limits, amd, nvidia) + "\n" + end + rest.split(end)[1])
+        PAGE.write_text(before + start + table(limits, amd, nvidia) + "\n" + end + rest.split(end)[1])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 //!
 //! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
 //!
-//! The tests run what runs on a GPU on a stand-in for one (`device/standin`); README.md says on which GPUs it ran.
+//! The tests run what runs on a GPU on a stand-in for one (`device/standin`); docs/proof.md says on which GPUs it ran.
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 

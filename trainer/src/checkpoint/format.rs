@@ -1,4 +1,4 @@
-//! What a checkpoint holds, independent of the layout that wrote it. `trainer/README.md` draws the folder.
+//! What a checkpoint holds, independent of the layout that wrote it. `trainer/docs/formats.md` has the folder.
 
 use std::collections::BTreeMap;
 

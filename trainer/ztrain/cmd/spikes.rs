@@ -11,7 +11,7 @@ use trainer::report::{Kind, View, explain_command, grouped};
     after_help = "A loss (of a source, too) or a gradient norm is odd more than 8 spreads from what the 64 steps before led to \
     expect, above or below, or more than 5 where both are; a spread is 1.4826 times their median distance from their trend, or \
     from each to the next. A step is slow below 0.3 times the usual speed. Where none is odd, the farthest are listed. \
-    trainer/README.md has every rule."
+    trainer/docs/explain.md has every rule."
 )]
 pub(crate) struct Args {
     #[command(flatten)]
