@@ -488,3 +488,18 @@ fn the_mixers_plan_says_what_share_of_a_phase_is_one_run_of_text() {
         "sequences: 84.40 % contiguous text, 15.60 % joined from several pieces, 0.00 % padded";
     assert!(told.contains(line), "{told}");
 }
+
+#[test]
+fn a_shell_completes_commands_and_man_shows_them() {
+    let script = zdata(&["completions", "bash"]).ok()
+        + "COMP_WORDS=(zdata ver); COMP_CWORD=1; _zdata zdata ver zdata; echo ${COMPREPLY[@]}";
+    let found = std::process::Command::new("bash").args(["-c", &script]).output().unwrap();
+    assert_eq!(String::from_utf8(found.stdout).unwrap(), "verify verify-run\n");
+    for shell in ["zsh", "fish"] {
+        assert!(zdata(&["completions", shell]).ok().contains("verify-run"), "{shell}");
+    }
+    assert!(zdata(&["manual", "task", "plan"]).ok().contains("zdata task plan"));
+    zdata(&["manual", "bulid"]).fails(2, &["bulid", "zdata --help"]);
+    #[cfg(feature = "train")]
+    assert!(crate::support::ztrain(&["manual", "bench"]).ok().contains("ztrain bench"));
+}

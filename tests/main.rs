@@ -21,6 +21,7 @@ mod determinism;
 mod device;
 #[cfg(feature = "train")]
 mod device_check;
+mod docs;
 mod faults;
 #[cfg(feature = "train")]
 mod faulty;

@@ -4,12 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The repository's root.
-fn root() -> &'static Path {
+pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// Every file under `folder` with one of the endings, sorted, build output left out.
-fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
+pub(crate) fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut entries: Vec<_> =
         std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -40,7 +40,7 @@ fn sources() -> Vec<(String, String)> {
 }
 
 /// Panics with every offence at once.
-fn forbid(rule: &str, offences: Vec<String>) {
+pub(crate) fn forbid(rule: &str, offences: Vec<String>) {
     assert!(offences.is_empty(), "{rule}:\n  {}", offences.join("\n  "));
 }
 

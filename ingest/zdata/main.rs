@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use allocator::OrEnd;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use contract::{Fault, Result, terminal};
 use signal_hook::{consts, flag};
 
@@ -36,7 +36,7 @@ enum Command {
     /// Tokenize a corpus into a store; run it again after a kill and it goes on.
     Build(cmd::build::Args),
     /// The pieces of a build that a scheduler runs.
-    #[command(subcommand, hide = true)]
+    #[command(subcommand)]
     Task(cmd::task::Command),
     /// Train a tokenizer on a corpus.
     #[command(subcommand)]
@@ -63,6 +63,10 @@ enum Command {
     Amend(cmd::amend::Args),
     /// Recompute every data digest of a run.
     VerifyRun(cmd::verify_run::Args),
+    /// Print what a shell completes behind `zdata`.
+    Completions(cmd::completions::Args),
+    /// Print a page for `man`.
+    Manual(cmd::completions::Manual),
 }
 
 fn main() -> ExitCode {
@@ -99,5 +103,7 @@ fn run(Cli { command, quiet }: Cli) -> Result<()> {
         Command::Where(args) => cmd::whereabouts::exec(args),
         Command::Amend(args) => cmd::amend::exec(args),
         Command::VerifyRun(args) => cmd::verify_run::exec(args, quiet),
+        Command::Completions(args) => cmd::completions::exec(&args, Cli::command()),
+        Command::Manual(args) => cmd::completions::manual(&args, Cli::command()),
     }
 }

@@ -10,7 +10,7 @@ mod cmd;
 use std::process::ExitCode;
 
 use allocator::OrEnd;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 use contract::Result;
 
 #[global_allocator]
@@ -62,6 +62,10 @@ enum Command {
     Export(cmd::export::Args),
     /// Take over such a folder as the start of a curriculum.
     Import(cmd::import::Args),
+    /// Print what a shell completes behind `ztrain`.
+    Completions(cmd::completions::Args),
+    /// Print a page for `man`.
+    Manual(cmd::completions::Manual),
 }
 
 fn main() -> ExitCode {
@@ -102,5 +106,7 @@ fn run(Cli { command, train }: Cli) -> Result<u8> {
         Some(Command::Devices(args)) => cmd::devices::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),
+        Some(Command::Completions(args)) => cmd::completions::exec(&args, Cli::command()),
+        Some(Command::Manual(args)) => cmd::completions::manual(&args, Cli::command()),
     }
 }

@@ -4,6 +4,7 @@ pub(crate) mod amend;
 pub(crate) mod batch;
 mod beside;
 pub(crate) mod build;
+pub(crate) mod completions;
 pub(crate) mod digest;
 pub(crate) mod export;
 pub(crate) mod import;

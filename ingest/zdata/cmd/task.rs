@@ -19,6 +19,9 @@ pub(crate) const WORK: &str =
 
 /// What to do.
 #[derive(clap::Subcommand)]
+#[command(after_help = "Examples: zdata task plan corpus.toml --work W\n          \
+    zdata task run --work W --plan PLAN --index 0\n          \
+    zdata task merge --work W --plan PLAN --out store")]
 pub(crate) enum Command {
     /// Cut a build into tasks; prints the name of the plan and how many tasks it has. Other plans in the folder stay.
     Plan {

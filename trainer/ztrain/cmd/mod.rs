@@ -8,6 +8,7 @@ mod bench_hash;
 pub(crate) mod bench_machine;
 pub(crate) mod bench_step;
 pub(crate) mod compare;
+pub(crate) mod completions;
 pub(crate) mod devices;
 pub(crate) mod drawing;
 pub(crate) mod explain;
