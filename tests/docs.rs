@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use crate::support::zdata;
 #[cfg(feature = "train")]
-use crate::support::ztrain;
+use crate::support::ztrain_command;
+use crate::support::{Ran, zdata_command};
 use crate::tidy::{files, forbid, root};
 
 /// Words of a README, by the folder that it opens: these and no more.
@@ -236,13 +236,18 @@ fn is_the_reference(program: &str, page: &str, run: impl Fn(&[&str]) -> String) 
     assert!(same, "{page} is not what `{program} --help` prints: UPDATE_GOLDEN=1 writes it anew");
 }
 
+/// What a command prints, however wide somebody's terminal is.
+fn unwrapped(mut command: std::process::Command) -> String {
+    Ran::from(command.env_remove("COLUMNS").output().unwrap()).ok()
+}
+
 #[test]
 fn the_page_of_zdata_is_what_it_prints() {
-    is_the_reference("zdata", "ingest/docs/commands.md", |args| zdata(args).ok());
+    is_the_reference("zdata", "ingest/docs/commands.md", |args| unwrapped(zdata_command(args)));
 }
 
 #[cfg(feature = "train")]
 #[test]
 fn the_page_of_ztrain_is_what_it_prints() {
-    is_the_reference("ztrain", "trainer/docs/commands.md", |args| ztrain(args).ok());
+    is_the_reference("ztrain", "trainer/docs/commands.md", |args| unwrapped(ztrain_command(args)));
 }
