@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use contract::{Fault, Ratio, Result, counted, note, shell};
 use curriculum::{AddedStore, Amendment, Numbers, NumbersChange};
 use ingest::progress::meanwhile;
-use loader::{Opened, Stores, steps_without_labels};
+use loader::{Opened, Stores, steps_without_labels, without_labels};
 use mixer::Plan;
 use serde::Serialize;
 use settings::File;
@@ -16,7 +16,6 @@ use store::{Location, Split, Store, disk, regular};
 
 use super::beside::{held, ledger_beside, refuse_recorded};
 use super::output;
-use super::plan::without_labels;
 
 /// Arguments.
 #[derive(clap::Args)]
