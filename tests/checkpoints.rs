@@ -230,7 +230,14 @@ fn answers_are_json_where_a_program_asks() {
     ztrain(&every).fails(2, &["--every"]);
 
     // Whole lines that are gone from the ledger's end break no chain; the checkpoints know of them.
-    crate::support::zdata(&["verify-run", arg(&run)]).ok();
+    let verified = || crate::support::zdata(&["verify-run", arg(&run)]).ok();
+    assert!(!verified().contains("no checkpoint"));
+    // What none of them has seen is named: nobody would know of another state there.
+    let (last, aside) = (run.join("checkpoints/step-15"), scratch.path("step-15"));
+    fs::rename(&last, &aside).unwrap();
+    let said = verified();
+    assert!(said.contains("steps 13 to 15: no checkpoint holds their state digests"), "{said}");
+    fs::rename(&aside, &last).unwrap();
     let cut: Vec<&str> = ledger.lines().take(4).collect();
     fs::write(run.join("ledger.jsonl"), cut.join("\n") + "\n").unwrap();
     crate::support::zdata(&["verify-run", arg(&run)])

@@ -159,6 +159,38 @@ fn a_run_is_named_in_either_form_and_a_curriculum_by_its_flag() {
     assert!(!told.contains("--tsp"), "{told}");
 }
 
+/// A step all of whose documents are banned moves nothing: whoever plans is told, by either program.
+#[cfg(feature = "train")]
+#[test]
+fn plans_count_steps_without_labels() {
+    let scratch = Scratch::new();
+    let store = build(&scratch, &corpus(&scratch, 120, ""), "store");
+    let short = [("steps = 12", "steps = 3"), ("steps = 8", "steps = 1")];
+    let path = curriculum(&scratch, &store, "run.toml", &short);
+    type Program = fn(&[&str]) -> Ran;
+    let programs: [Program; 2] = [zdata, crate::support::ztrain];
+    let json = |program: Program| -> serde_json::Value {
+        serde_json::from_str(&program(&["plan", arg(&path), "--json"]).ok()).unwrap()
+    };
+    for program in programs {
+        assert!(!program(&["plan", arg(&path)]).ok().contains("labels"));
+        assert!(json(program)["without_labels"].is_null());
+    }
+    let planned = json(zdata);
+    let all = planned["sources"].as_array().unwrap().iter().map(|source| {
+        let documents = 0..source["documents"].as_u64().unwrap();
+        format!("{} = {:?}", source["name"].as_str().unwrap(), documents.collect::<Vec<_>>())
+    });
+    let ban = all.collect::<Vec<_>>().join(", ");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, format!("{text}[[amendment]]\nstep = 3\nban = {{ {ban} }}\n")).unwrap();
+    for program in programs {
+        let said = program(&["plan", arg(&path)]).ok();
+        assert!(said.contains("2 steps have no labels (3, 4): they move nothing\n"), "{said}");
+        assert_eq!(json(program)["without_labels"], serde_json::json!([3, 4]));
+    }
+}
+
 #[cfg(feature = "train")]
 #[test]
 fn what_would_mislead_is_refused_and_what_is_missing_is_said() {

@@ -51,7 +51,9 @@ fn a_run_under_nohup_outlives_its_terminal() {
 #[test]
 fn a_run_that_is_asked_to_stop_as_it_starts_ends_well() {
     let fixture = Fixture::new(&[]);
-    for (name, flags) in [("TERM", &[][..]), ("INT", &[]), ("HUP", &["--nproc", "2"])] {
+    for (name, flags) in
+        [("TERM", &[][..]), ("INT", &[]), ("USR2", &[]), ("HUP", &["--nproc", "2"])]
+    {
         let mut command = hung_up(&fixture.run(name, flags), false);
         let process = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         until_it_is_up(process.id());
@@ -107,6 +109,32 @@ fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
         }
         assert!(ran.ok().starts_with("stopped after step 4 of 20"));
         assert!(folder.join("checkpoints/step-4/manifest.json").exists());
+    }
+}
+
+/// The same command where SIGUSR1 has come already, and waits.
+fn asked_before(run: &Command) -> Command {
+    let script = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); \
+                  os.kill(os.getpid(), signal.SIGUSR1); os.execv(sys.argv[1], sys.argv[1:])";
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).arg(run.get_program()).args(run.get_args());
+    command
+}
+
+/// A request that comes before the program listens is kept until it does, and by a launcher until there are ranks.
+#[test]
+fn a_run_that_is_asked_to_keep_its_state_as_it_starts_keeps_an_early_one() {
+    let fixture = Fixture { every: "100000", ..Fixture::new(&[]) };
+    for (out, ranks) in [("alone", &[][..]), ("ranks", &["--nproc", "2"])] {
+        let flags = ["--validate-every", "0", "--keep-every", "1"];
+        let mut command = asked_before(&fixture.run(out, &[&flags[..], ranks].concat()));
+        let ran = Ran::from(command.output().unwrap());
+        assert!(ran.err.contains("asked by SIGUSR1"), "{out}: {ran:?}");
+        assert!(ran.ok().starts_with("done after step 20 of 20"));
+        let kept = fs::read_dir(fixture.scratch.path(out).join("checkpoints")).unwrap();
+        let kept: Vec<_> = kept.map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(kept.len(), 2, "{out}: besides the last step's: {kept:?}");
+        assert!(out != "alone" || kept.iter().any(|name| name == "step-1"), "{kept:?}");
     }
 }
 

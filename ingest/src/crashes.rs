@@ -153,7 +153,8 @@ fn a_plan_goes_before_what_was_made_by_it() {
     let (before, mut seen) = (made().count(), [0, 0]);
     let (recording, ran) = Recording::of(&work, || plan.close());
     ran.unwrap();
-    recording.each(states(), |_| {
+    // All of them: there are few in which the plan is still there.
+    recording.each(usize::MAX, |_| {
         let planned = work.join(plan.name.to_string()).join("plan.json").exists();
         seen[usize::from(planned)] += 1;
         assert!(!planned || made().count() == before, "half of what was made");

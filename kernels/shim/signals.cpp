@@ -1,5 +1,5 @@
-// Signals that ask a program to stop, kept from its first moment on until it listens to them: libtorch registers its operations
-// before `main`, which takes longer than all else of a start, and whoever is asked to stop meanwhile would be ended.
+// Signals that ask something of a program, kept from its first moment on until it listens to them: libtorch registers its
+// operations before `main`, which takes longer than all else of a start, and whoever is asked meanwhile would be ended.
 
 #include <signal.h>
 
@@ -11,6 +11,8 @@ sigset_t those() {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIGHUP);
+  sigaddset(&signals, SIGUSR1);
+  sigaddset(&signals, SIGUSR2);
   return signals;
 }
 

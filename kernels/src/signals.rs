@@ -22,8 +22,8 @@ pub fn keep_in(command: &mut Command) -> &mut Command {
     unsafe { command.pre_exec(keep) }
 }
 
-/// Lets SIGTERM, SIGINT and SIGHUP through. A program that calls this keeps them from its first moment on, and hears those that
-/// came meanwhile now: once it listens to them, or ends by them.
+/// Lets SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 through. A program that calls this keeps them from its first moment on, and
+/// hears those that came meanwhile now: once it listens to them, or ends by them.
 // Inlined: a program that does not call it has nothing of it, and keeps nothing.
 #[inline]
 pub fn hear() {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use contract::Result;
+use contract::{Result, counted};
 use mixer::{Plan, SampleSpec};
 
 use crate::{Opened, RankSlice, batch};
@@ -33,6 +33,21 @@ pub fn steps_without_labels(opened: &Opened) -> Result<Vec<u64>> {
         found.extend(none.then_some(step));
     }
     Ok(found)
+}
+
+/// A line on steps without labels, where there are any.
+pub fn without_labels(steps: &[u64]) -> String {
+    let shown: Vec<String> = steps.iter().take(8).map(u64::to_string).collect();
+    let more = if shown.len() < steps.len() { ", ..." } else { "" };
+    match steps {
+        [] => String::new(),
+        [step] => format!("step {step} has no labels: it moves nothing\n"),
+        _ => format!(
+            "{} have no labels ({}{more}): they move nothing\n",
+            counted(steps.len(), "step"),
+            shown.join(", ")
+        ),
+    }
 }
 
 /// The longest run of text in a step that no ban hides, as far as it matters: a long one ends the search.

@@ -24,7 +24,7 @@ pub mod stores;
 pub mod validation;
 
 pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest, summary_of};
-pub use labels::steps_without_labels;
+pub use labels::{steps_without_labels, without_labels};
 pub use memory::{Columns, ColumnsMut, Memory};
 pub use open::Opened;
 pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};

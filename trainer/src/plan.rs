@@ -70,6 +70,9 @@ pub struct RunNeeds {
     pub fits: bool,
     /// Each phase.
     pub phases: Vec<PhaseNeeds>,
+    /// Steps all of whose text is hidden, as far as the caller looked: [`loader::steps_without_labels`].
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub without_labels: Vec<u64>,
     /// A checkpoint.
     pub checkpoint: CheckpointNeeds,
     /// What `ztrain --mirror` would take besides.
@@ -171,6 +174,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         fits,
         ledger_bytes: phases.iter().map(|phase| phase.steps * phase.ledger_bytes).sum(),
         phases,
+        without_labels: Vec::new(),
         checkpoint,
         mirror: mirror(&pieces, &names),
     })

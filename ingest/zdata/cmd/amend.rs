@@ -6,9 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result, counted, note, shell};
-use curriculum::{AddedStore, Amendment, Numbers, NumbersChange};
+use curriculum::{AddedStore, Amendment, ChangedNumber, NumbersChange};
 use ingest::progress::meanwhile;
-use loader::{Opened, Stores, steps_without_labels};
+use loader::{Opened, Stores, steps_without_labels, without_labels};
 use mixer::Plan;
 use serde::Serialize;
 use settings::File;
@@ -16,7 +16,6 @@ use store::{Location, Split, Store, disk, regular};
 
 use super::beside::{held, ledger_beside, refuse_recorded};
 use super::output;
-use super::plan::without_labels;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -79,20 +78,13 @@ struct Proof {
     left_out: u64,
     banned: Vec<BanRow>,
     /// Numbers that change with the step.
-    numbers: Vec<NumberRow>,
+    numbers: Vec<ChangedNumber>,
     /// Whether the step moves nothing.
     skip: bool,
     /// Steps of the whole run that have no labels then, and so move nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     without_labels: Vec<u64>,
     written: bool,
-}
-
-#[derive(Serialize)]
-struct NumberRow {
-    key: &'static str,
-    was: String,
-    becomes: String,
 }
 
 #[derive(Serialize)]
@@ -356,7 +348,8 @@ impl Proof {
             });
         }
         let count = becomes.curriculum.amendments.len();
-        let numbers = NumberRow::all(was, becomes, step);
+        let [numbers, then] = [was, becomes].map(|of| of.curriculum.numbers_at(step));
+        let numbers = numbers.changed(&then);
         let banned = found.into_iter().map(|one| BanRow::new(after, one)).collect::<Result<_>>()?;
         let digest_of_run =
             [before, after].map(|plan| plan.digest_through(plan.steps()).to_string());
@@ -418,7 +411,7 @@ impl Proof {
                 counted(*labels, "label")
             );
         }
-        for NumberRow { key, was, becomes } in &self.numbers {
+        for ChangedNumber { key, was, becomes } in &self.numbers {
             let _ = writeln!(out, "  {key}: was {was}, becomes {becomes}");
         }
         if self.skip {
@@ -432,42 +425,6 @@ impl Proof {
             true => format!("written to {file}\n"),
             false => "nothing was written (--dry-run)\n".to_owned(),
         }
-    }
-}
-
-impl NumberRow {
-    /// What two curricula train `step` by, where they differ.
-    fn all(was: &Opened, becomes: &Opened, step: u64) -> Vec<NumberRow> {
-        let shown = |of: &Opened| {
-            let Numbers { optimizer, schedule, skip_step, auto_clip, dtype } =
-                of.curriculum.numbers_at(step);
-            let set = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
-            // A rate after decay that never comes has no number.
-            let last = if schedule.decay_steps > 0 {
-                format!("{:e}", schedule.final_lr)
-            } else {
-                "none".to_owned()
-            };
-            [
-                ("optimizer.lr", format!("{:e}", optimizer.lr)),
-                ("optimizer.clip", format!("{:e}", optimizer.clip)),
-                ("schedule.warmup_steps", schedule.warmup_steps.to_string()),
-                ("schedule.decay_steps", schedule.decay_steps.to_string()),
-                ("schedule.final_lr", last),
-                ("skip_step.window", set(skip_step.map(|one| one.window.to_string()))),
-                ("skip_step.sigma", set(skip_step.map(|one| format!("{:e}", one.sigma)))),
-                (
-                    "skip_step.non_finite",
-                    set(skip_step.map(|one| one.non_finite.name().to_owned())),
-                ),
-                ("auto_clip.window", set(auto_clip.map(|one| one.window.to_string()))),
-                ("auto_clip.percentile", set(auto_clip.map(|one| one.percentile.to_string()))),
-                ("dtype", dtype.name().to_owned()),
-            ]
-        };
-        let pairs = shown(was).into_iter().zip(shown(becomes));
-        let rows = pairs.map(|((key, was), (_, becomes))| NumberRow { key, was, becomes });
-        rows.filter(|row| row.was != row.becomes).collect()
     }
 }
 
@@ -490,6 +447,18 @@ mod tests {
     use storage::crash::Recording;
 
     use super::*;
+
+    #[test]
+    fn the_help_names_every_number_that_may_be_amended() {
+        let help = <Args as clap::Args>::augment_args(clap::Command::new("amend"));
+        let help = help.clone().render_long_help().to_string();
+        for (key, _) in NumbersChange::default().values() {
+            assert!(
+                help.split(|c: char| ", ;\n".contains(c)).any(|word| word == key),
+                "{key}: {help}"
+            );
+        }
+    }
 
     #[test]
     fn an_amended_file_survives_crashes() {

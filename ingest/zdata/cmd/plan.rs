@@ -3,7 +3,7 @@
 
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
-use loader::{Opened, steps_without_labels};
+use loader::{Opened, steps_without_labels, without_labels};
 use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
 use serde::Serialize;
 use store::Location;
@@ -221,21 +221,6 @@ impl Report {
             );
         }
         out + &without_labels(&self.without_labels)
-    }
-}
-
-/// A line on steps without labels, where there are any.
-pub(super) fn without_labels(steps: &[u64]) -> String {
-    let shown: Vec<String> = steps.iter().take(8).map(|step| count(*step)).collect();
-    let more = if shown.len() < steps.len() { ", ..." } else { "" };
-    match steps.len() as u64 {
-        0 => String::new(),
-        1 => format!("step {} has no labels: it moves nothing\n", shown[0]),
-        some => format!(
-            "{} have no labels ({}{more}): they move nothing\n",
-            many(some, "step"),
-            shown.join(", ")
-        ),
     }
 }
 

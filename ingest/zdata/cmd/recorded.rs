@@ -191,6 +191,13 @@ impl Witnesses {
         self.0.range(..=last).filter(|(_, (_, kept))| kept.is_some()).count()
     }
 
+    /// The first step up to `last` that none of them knows of; `None` where one knows the chain up to there.
+    pub(super) fn first_unseen(&self, last: u64) -> Option<u64> {
+        let mut known = self.0.range(..=last).rev().filter(|(_, (_, kept))| kept.is_some());
+        let seen = known.next().map_or(0, |(step, _)| *step);
+        (seen < last).then_some(seen + 1)
+    }
+
     /// Refuses a ledger that is not the one with which the checkpoint of `step` was kept.
     pub(super) fn check(
         &self,

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result, chain, counted, note};
+use contract::{Digest, Fault, Identity, Result, chain, counted, note, shell, words};
 use curriculum::Phase;
 use ingest::progress::{Measure, Progress, meanwhile};
 use loader::open::no_run;
@@ -85,18 +85,33 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         compare(&ledger, &opened, args.workers, quiet)?;
     }
     same_curriculum(&ledger, &opened)?;
-    let (Ledger { chain, torn, .. }, kept) = (&ledger, kept.count(steps));
+    let (Ledger { chain, torn, .. }, unseen) = (&ledger, kept.first_unseen(steps));
+    let kept = kept.count(steps);
     let answer = serde_json::json!({
         "steps": steps, "chain": chain, "torn_last_line": torn, "checkpoints": kept,
+        "first_step_of_no_checkpoint": unseen,
     });
     output::answer(args.json, &answer, || {
+        let unseen = unseen.map(|first| of_no_checkpoint(&args.run, first, steps));
         format!(
             "{}: every data digest, label count, learning rate and skipped step computed again and equal; the ledger's chain \
-             holds ({chain}), also against {}\n",
+             holds ({chain}), also against {}\n{}",
             counted(steps, "step"),
-            counted(kept, "checkpoint")
+            counted(kept, "checkpoint"),
+            unseen.unwrap_or_default()
         )
     })
+}
+
+/// A line on steps of which nothing but the ledger itself says what they came to: that takes tensors.
+fn of_no_checkpoint(run: &Path, first: u64, last: u64) -> String {
+    format!(
+        "{}: no checkpoint holds their state digests, so that losses, norms and weights there stand in the ledger alone; to \
+         compute them again: ztrain replay --run {} --steps {first}..{}\n",
+        words::steps(first, last),
+        shell::path(run),
+        last + 1
+    )
 }
 
 /// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
@@ -413,8 +428,14 @@ mod tests {
             Ledger::read(&path, &Witnesses::find(dir.path())?)
         };
         assert_eq!(read(&text).unwrap().data.len(), 2);
-        // What it has not seen, nobody knows.
+        // What it has not seen, nobody knows, and that is said.
         assert!(read(&second(&text, "\"weights\":\"", "\"weights\":\"0000000000000000")).is_ok());
+        let seen = |last| Witnesses::find(dir.path()).unwrap().first_unseen(last);
+        assert_eq!([seen(0), seen(1), seen(2), seen(9)], [None, None, Some(2), Some(2)]);
+        let said = of_no_checkpoint(Path::new("runs/a"), 41, 47);
+        for word in ["steps 41 to 47: no checkpoint holds", "--run runs/a --steps 41..48\n"] {
+            assert!(said.contains(word), "{said}");
+        }
         let forged = reforged(&text, "\"weights\":\"", "\"weights\":\"0000000000000000");
         let fault = read(&forged).err().unwrap();
         assert_eq!(fault.class(), Class::Mismatch);

@@ -159,20 +159,11 @@ fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
 
 /// A window reaches back to the first step.
 fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
-    let values = |of: &Curriculum| {
-        let (skip, clip) = (of.skip_step, of.auto_clip);
-        [
-            ("skip_step.window", skip.map(|it| it.window.to_string())),
-            ("skip_step.sigma", skip.map(|it| float(it.sigma))),
-            ("skip_step.non_finite", skip.map(|it| it.non_finite.name().to_owned())),
-            ("auto_clip.window", clip.map(|it| it.window.to_string())),
-            ("auto_clip.percentile", clip.map(|it| it.percentile.to_string())),
-        ]
-    };
-    let show = |value: Option<String>| value.unwrap_or_else(|| "not set".to_owned());
-    for ((key, found), (_, wanted)) in values(other).into_iter().zip(values(one)) {
-        list.compare(key, show(found), show(wanted), 1);
-    }
+    let changed = one.numbers_at(0).changed(&other.numbers_at(0)).into_iter();
+    let windows = changed.filter(|it| {
+        ["skip_step.", "auto_clip."].iter().any(|section| it.key.starts_with(section))
+    });
+    windows.for_each(|it| list.compare(it.key, it.becomes, it.was, 1));
 }
 
 /// How a source is packed matters from the first step that has it in its mix.

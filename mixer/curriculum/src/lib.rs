@@ -28,7 +28,8 @@ pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
 pub use model::ModelTable;
 pub use numbers::{
-    AutoClipChange, Numbers, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
+    AutoClipChange, ChangedNumber, Numbers, NumbersChange, OptimizerChange, ScheduleChange,
+    SkipStepChange,
 };
 pub use packing::Packing;
 

@@ -6,7 +6,7 @@
 //! asks for them: an amendment that asks first begins with empty ones.
 
 use contract::Result;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::places::{Places, check_numbers, check_windows};
 use super::rate::Schedule;
@@ -28,6 +28,17 @@ pub struct Numbers {
     pub auto_clip: Option<AutoClipSpec>,
     /// What the model computes in.
     pub dtype: Dtype,
+}
+
+/// A number that is not what it was; `not set` where the run does not have it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct ChangedNumber {
+    /// Its key, as `zdata amend --set` takes it.
+    pub key: &'static str,
+    /// What it was.
+    pub was: String,
+    /// What it becomes.
+    pub becomes: String,
 }
 
 /// What an amendment changes of them; `None` where a key stays.
@@ -113,8 +124,48 @@ impl Numbers {
         Schedule { peak: self.optimizer.lr, warmup_steps, decay_steps, last: final_lr }
     }
 
+    /// Which of the keys that amendments may change `later` has otherwise.
+    pub fn changed(&self, later: &Numbers) -> Vec<ChangedNumber> {
+        let shown = |value: Option<String>| match value {
+            Some(value) => value.trim_matches('"').to_owned(),
+            None => "not set".to_owned(),
+        };
+        let all = self.amendable().values().into_iter().zip(later.amendable().values());
+        let all = all.filter(|((_, was), (_, becomes))| was != becomes);
+        let number = |((key, was), (_, becomes))| {
+            let [was, becomes] = [was, becomes].map(shown);
+            ChangedNumber { key, was, becomes }
+        };
+        all.map(number).collect()
+    }
+
+    /// What an amendment would say that brought all of them.
+    fn amendable(&self) -> NumbersChange {
+        let Numbers { optimizer, schedule, skip_step: skip, auto_clip: clip, dtype } = self;
+        let ScheduleSpec { warmup_steps, decay_steps, final_lr } = *schedule;
+        NumbersChange {
+            optimizer: OptimizerChange { lr: Some(optimizer.lr), clip: Some(optimizer.clip) },
+            schedule: ScheduleChange {
+                warmup_steps: Some(warmup_steps),
+                decay_steps: Some(decay_steps),
+                // A rate after decay that never comes has no number.
+                final_lr: (decay_steps > 0).then_some(final_lr),
+            },
+            skip_step: SkipStepChange {
+                window: skip.map(|skip| skip.window),
+                sigma: skip.map(|skip| skip.sigma),
+                non_finite: skip.map(|skip| skip.non_finite),
+            },
+            auto_clip: AutoClipChange {
+                window: clip.map(|clip| clip.window),
+                percentile: clip.map(|clip| clip.percentile),
+            },
+            dtype: Some(*dtype),
+        }
+    }
+
     /// Takes what an amendment changes.
-    pub(super) fn change(&mut self, change: &NumbersChange) {
+    pub fn change(&mut self, change: &NumbersChange) {
         let NumbersChange { optimizer, schedule, skip_step, auto_clip, dtype } = change;
         let OptimizerChange { lr, clip } = *optimizer;
         let ScheduleChange { warmup_steps, decay_steps, final_lr } = *schedule;
@@ -186,18 +237,13 @@ impl NumbersChange {
 
     /// A key to point at.
     fn first_key(&self) -> &'static str {
-        match self {
-            _ if self.optimizer != OptimizerChange::default() => "optimizer",
-            _ if self.schedule != ScheduleChange::default() => "schedule",
-            _ if self.skip_step != SkipStepChange::default() => "skip_step",
-            _ if self.auto_clip != AutoClipChange::default() => "auto_clip",
-            _ => "dtype",
-        }
+        let named = self.values().into_iter().find(|(_, value)| value.is_some());
+        table_of(named.unwrap_or_default().0)
     }
 
-    /// Writes its canonical text.
-    pub(super) fn write(&self, out: &mut Out) {
-        // No `..`: a new key does not compile until it is written here.
+    /// Every key that amendments may change, with its value in canonical text: the one table of them.
+    pub fn values(&self) -> [(&'static str, Option<String>); 11] {
+        // No `..`: a new key does not compile until it stands here.
         let NumbersChange {
             optimizer: OptimizerChange { lr, clip },
             schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
@@ -207,32 +253,40 @@ impl NumbersChange {
         } = self;
         let number = |value: &Option<f64>| value.map(float);
         let count = |value: &Option<u64>| value.map(|value| value.to_string());
-        let mut table = |name: &str, keys: Vec<(&str, Option<String>)>| {
-            let pairs =
-                keys.into_iter().filter_map(|(key, value)| Some(format!("{key} = {}", value?)));
-            let pairs: Vec<String> = pairs.collect();
-            if !pairs.is_empty() {
-                out.line(name, inline(pairs));
+        [
+            ("optimizer.lr", number(lr)),
+            ("optimizer.clip", number(clip)),
+            ("schedule.warmup_steps", count(warmup_steps)),
+            ("schedule.decay_steps", count(decay_steps)),
+            ("schedule.final_lr", number(final_lr)),
+            ("skip_step.window", count(window)),
+            ("skip_step.sigma", number(sigma)),
+            ("skip_step.non_finite", non_finite.map(|rule| quoted(rule.name()))),
+            ("auto_clip.window", count(norms)),
+            ("auto_clip.percentile", count(percentile)),
+            ("dtype", dtype.map(|dtype| quoted(dtype.name()))),
+        ]
+    }
+
+    /// Writes its canonical text.
+    pub(super) fn write(&self, out: &mut Out) {
+        let named = self.values().into_iter().filter_map(|(key, value)| Some((key, value?)));
+        let named: Vec<_> = named.collect();
+        for table in named.chunk_by(|(one, _), (other, _)| table_of(one) == table_of(other)) {
+            let pair = |(key, value): &(&str, String)| {
+                let name = key.split_once('.').map_or(*key, |(_, name)| name);
+                format!("{name} = {value}")
+            };
+            match table {
+                [(key, value)] if !key.contains('.') => out.line(key, value),
+                [(key, _), ..] => out.line(table_of(key), inline(table.iter().map(pair).collect())),
+                [] => {}
             }
-        };
-        table("optimizer", vec![("lr", number(lr)), ("clip", number(clip))]);
-        table(
-            "schedule",
-            vec![
-                ("warmup_steps", count(warmup_steps)),
-                ("decay_steps", count(decay_steps)),
-                ("final_lr", number(final_lr)),
-            ],
-        );
-        let non_finite = non_finite.map(|rule| quoted(rule.name()));
-        table(
-            "skip_step",
-            vec![("window", count(window)), ("sigma", number(sigma)), ("non_finite", non_finite)],
-        );
-        let clip = vec![("window", count(norms)), ("percentile", count(percentile))];
-        table("auto_clip", clip);
-        if let Some(dtype) = dtype {
-            out.line("dtype", quoted(dtype.name()));
         }
     }
+}
+
+/// The table that a key stands in; of one that stands alone the key.
+fn table_of(key: &str) -> &str {
+    key.split('.').next().unwrap_or(key)
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use contract::{Result, counted};
-use curriculum::{Amendment, Numbers};
+use curriculum::{Amendment, ChangedNumber};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -130,11 +130,13 @@ pub(super) fn changes(
             found.push(Change { kind, step, what });
         }
     }
+    let mut numbers = spec.curriculum.numbers_at(0);
     for amendment in &spec.curriculum.amendments {
-        let at = amendment.step;
+        let (at, before) = (amendment.step, numbers.clone());
+        numbers.change(&amendment.numbers);
         if (first + 1..=step).contains(&at) {
-            let before = spec.curriculum.numbers_at(at - 1);
-            let what = format!("amended from step {at} on: {}", amended(amendment, &before));
+            let told = amended(amendment, &before.changed(&numbers));
+            let what = format!("amended from step {at} on: {told}");
             found.push(Change { kind: Kind::Amendment, step: at, what });
         }
     }
@@ -158,9 +160,9 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// What an amendment says, for people; `before` are the numbers of the step before it.
-fn amended(amendment: &Amendment, before: &Numbers) -> String {
-    let Amendment { step: _, mix, ban, store, numbers, skip } = amendment;
+/// What an amendment says, for people; `changed` are the numbers that are others with it.
+fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
+    let Amendment { step: _, mix, ban, store, numbers: _, skip } = amendment;
     let mut parts: Vec<String> = Vec::new();
     if !mix.is_empty() {
         let mix = mix.iter().map(|(source, weight)| format!("{source} {weight}"));
@@ -170,22 +172,13 @@ fn amended(amendment: &Amendment, before: &Numbers) -> String {
         format!("{} of {source} banned", counted(documents.len(), "document"))
     }));
     parts.extend(store.as_ref().map(|store| format!("the store {} added", store.path)));
-    let dtype = numbers.dtype.map(|dtype| (dtype.name(), before.dtype.name()));
-    parts.extend(dtype.map(|(now, before)| format!("dtype {now}, before {before}")));
-    let (optimizer, schedule) = (&before.optimizer, &before.schedule);
-    for (key, now, before) in [
-        ("lr", numbers.optimizer.lr, optimizer.lr),
-        ("clip", numbers.optimizer.clip, optimizer.clip),
-        ("final_lr", numbers.schedule.final_lr, schedule.final_lr),
-    ] {
-        parts.extend(now.map(|now| format!("{key} {}, before {}", number(now), number(before))));
-    }
-    for (key, now, before) in [
-        ("warmup_steps", numbers.schedule.warmup_steps, schedule.warmup_steps),
-        ("decay_steps", numbers.schedule.decay_steps, schedule.decay_steps),
-    ] {
-        parts.extend(now.map(|now| format!("{key} {now}, before {before}")));
-    }
+    let people = |value: &str| match (value.parse::<u64>(), value.parse::<f64>()) {
+        (Err(_), Ok(value)) => number(value),
+        _ => value.to_owned(),
+    };
+    parts.extend(changed.iter().map(|ChangedNumber { key, was, becomes }| {
+        format!("{key} {}, before {}", people(becomes), people(was))
+    }));
     if *skip {
         parts.push("this step moves nothing".to_owned());
     }
@@ -344,22 +337,53 @@ fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
 
 #[cfg(test)]
 mod tests {
-    use curriculum::{Curriculum, Dtype};
+    use curriculum::{Curriculum, NumbersChange};
 
     use super::*;
 
+    const TEXT: &str = "store = \"s\"\nseed = 1\ndtype = \"f32\"\n[model]\npreset = \"zaya1-nano\"\n[optimizer]\n\
+        kind = \"adamw\"\nlr = 1e-3\n[schedule]\ndecay_steps = 5\nfinal_lr = 1e-4\n[skip_step]\n[auto_clip]\npercentile = 10\n\
+        [[phase]]\nname = \"all\"\nsteps = 60\nseq_len = 64\nbatch = 4\nmicro_batch = 2\nmix = { web = 1 }\n";
+
+    /// What is said of the last amendment of a curriculum with these.
+    fn told(amendments: &str) -> String {
+        let curriculum = Curriculum::parse(&format!("{TEXT}{amendments}"), "a test").unwrap();
+        let amendment = curriculum.amendments.last().unwrap();
+        let [before, after] =
+            [amendment.step - 1, amendment.step].map(|step| curriculum.numbers_at(step));
+        amended(amendment, &before.changed(&after))
+    }
+
     #[test]
     fn an_amendment_is_told_in_full() {
-        let text = include_str!("../../../curricula/demo.toml");
-        let before = Curriculum::parse(text, "demo.toml").unwrap().numbers_at(1);
-        let mut amendment = Amendment { step: 7, skip: true, ..Amendment::default() };
-        amendment.ban.insert("web".to_owned(), [4, 9].into());
-        amendment.numbers.dtype = Some(Dtype::Bf16);
-        amendment.numbers.optimizer.clip = Some(0.25);
-        let told = amended(&amendment, &before);
-        let dtype = format!("dtype bf16, before {}", before.dtype.name());
-        for part in ["2 documents of web banned", &dtype, "clip 0.25, before", "moves nothing"] {
+        let told = told(
+            "[[amendment]]\nstep = 7\nskip = true\nban = { web = [4, 9] }\noptimizer = { clip = 0.25 }\n",
+        );
+        for part in ["2 documents of web banned", "optimizer.clip 0.25, before 1", "moves nothing"]
+        {
             assert!(told.contains(part), "no {part:?} in {told:?}");
         }
+    }
+
+    /// Whatever an amendment may change is called by its key.
+    #[test]
+    fn every_number_that_may_be_amended_is_told() {
+        for (key, _) in NumbersChange::default().values() {
+            let value = match key {
+                "skip_step.non_finite" => "\"skip\"",
+                "dtype" => "\"bf16\"",
+                "optimizer.lr" | "optimizer.clip" | "schedule.final_lr" | "skip_step.sigma" => {
+                    "0.125"
+                }
+                _ => "33",
+            };
+            let told = told(&format!("[[amendment]]\nstep = 7\n{key} = {value}\n"));
+            let value = value.trim_matches('"');
+            assert!(told.starts_with(&format!("{key} {value}, before ")), "{key}: {told:?}");
+        }
+        let twice = told(
+            "[[amendment]]\nstep = 7\nskip_step = { sigma = 4 }\n[[amendment]]\nstep = 9\nskip_step = { sigma = 5 }\n",
+        );
+        assert_eq!(twice, "skip_step.sigma 5, before 4");
     }
 }

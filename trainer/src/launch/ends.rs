@@ -110,9 +110,20 @@ pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spo
     ends.leave(&End { rank, launcher: false, cause, host, what, missed });
 }
 
-/// What befell a run that ended with `code`, or by a signal, and left these words; `launched` if another process started its
-/// ranks. The launcher knows best, then who spoke last.
-pub(super) fn verdict(ends: &[End], code: Option<u8>, launched: bool) -> End {
+/// What starts the ranks of a supervised run.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Starter {
+    /// Nothing: the command is the one rank.
+    Nobody,
+    /// Our launcher, on this machine.
+    Ours,
+    /// Another one, on any machines.
+    Another,
+}
+
+/// What befell a run that ended with `code`, or by a signal, and left these words; by `starter` its ranks were started. The
+/// launcher knows best, then who spoke last.
+pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
     let of_launcher = ends.iter().rev().find(|end| end.launcher);
     if let Some(end) = of_launcher.filter(|_| code.is_some()) {
         return end.clone();
@@ -121,12 +132,13 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, launched: bool) -> End {
         rank: None,
         launcher: false,
         cause,
-        host: super::place::host_name(),
+        // Ranks of another launcher may be anywhere: what befalls them is not held against the supervisor's own machine.
+        host: if starter == Starter::Another { String::new() } else { super::place::host_name() },
         what: what.to_owned(),
         missed: None,
     };
     let Some(code) = code else {
-        let cause = if launched { Cause::Launcher } else { Cause::Crash };
+        let cause = if starter == Starter::Ours { Cause::Launcher } else { Cause::Crash };
         return unknown(Some(cause), "it was ended from outside");
     };
     // Who met the run's own fault knows more than those who missed that one.
@@ -142,6 +154,7 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, launched: bool) -> End {
 
 #[cfg(test)]
 mod tests {
+    use super::super::place::host_name;
     use super::*;
     use contract::Symptom;
 
@@ -160,14 +173,26 @@ mod tests {
     fn the_launcher_knows_best_then_who_met_more_than_a_loss() {
         let (crash, disk) = (Some(Cause::Crash), Some(Cause::Disk));
         let lost = [end(0, false, crash), end(1, false, disk), end(2, false, crash)];
-        assert_eq!(verdict(&lost, Some(6), true), lost[1]);
+        assert_eq!(verdict(&lost, Some(6), Starter::Ours), lost[1]);
         let told = [&lost[..], &[end(2, true, Some(Cause::Hang))]].concat();
-        assert_eq!(verdict(&told, Some(6), true), told[3]);
+        assert_eq!(verdict(&told, Some(6), Starter::Ours), told[3]);
         // One that was killed has not said anything of its own end.
-        assert_eq!(verdict(&told, None, true).cause, Some(Cause::Launcher));
-        assert_eq!(verdict(&[], None, false).cause, crash);
-        assert_eq!(verdict(&[], Some(5), false).cause, Some(Cause::Diverged));
-        assert_eq!(verdict(&[], Some(2), false).cause, None);
+        assert_eq!(verdict(&told, None, Starter::Ours).cause, Some(Cause::Launcher));
+        assert_eq!(verdict(&[], None, Starter::Nobody).cause, crash);
+        assert_eq!(verdict(&[], Some(5), Starter::Nobody).cause, Some(Cause::Diverged));
+        assert_eq!(verdict(&[], Some(2), Starter::Nobody).cause, None);
+    }
+
+    /// One rank a machine, by another launcher: the supervisor's own machine is at fault for nothing that nobody explains.
+    #[test]
+    fn a_loss_that_nobody_explains_is_held_against_no_machine_of_another_launcher() {
+        for code in [None, Some(6), Some(137)] {
+            let of = |starter| verdict(&[], code, starter).host;
+            assert_eq!(of(Starter::Another), "", "{code:?}");
+            assert_eq!([of(Starter::Ours), of(Starter::Nobody)], [(); 2].map(|()| host_name()));
+        }
+        let said = [End { host: "there".to_owned(), ..end(1, false, Some(Cause::Crash)) }];
+        assert_eq!(verdict(&said, Some(6), Starter::Another).host, "there");
     }
 
     #[test]

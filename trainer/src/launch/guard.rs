@@ -26,7 +26,7 @@ use settings::File;
 use store::Location;
 
 use super::background::in_background;
-use super::ends::{End, Ends, VARIABLE, verdict};
+use super::ends::{End, Ends, Starter, VARIABLE, verdict};
 use super::happened::{Happened, tell};
 use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
 use super::supervise::Supervision;
@@ -173,15 +173,19 @@ impl Guard {
         began: bool,
     ) -> Result<Option<(End, Cause, u8)>> {
         let Attempt { status, hung, began: _ } = *attempt;
-        let launched = self.ranks > 1 && self.launch.is_none();
+        let starter = match self.launch {
+            Some(_) => Starter::Another,
+            None if self.ranks > 1 => Starter::Ours,
+            None => Starter::Nobody,
+        };
         let (words, ends) = (ends, ends.read());
-        let mut end = verdict(&ends, status.code().and_then(|code| code.try_into().ok()), launched);
+        let mut end = verdict(&ends, status.code().and_then(|code| code.try_into().ok()), starter);
         // Who met the loss is well; the rank that is gone says nothing.
         if let Some(missed) = end.missed {
             let host = words.host_of(missed).unwrap_or_default();
             (end.rank, end.host) = (Some(missed), host);
         }
-        if hung && !launched {
+        if hung && starter != Starter::Ours {
             end.cause = Some(Cause::Hang);
         }
         let explained = ends.iter().any(|end| !end.launcher);

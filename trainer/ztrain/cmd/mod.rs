@@ -302,13 +302,14 @@ impl Requests {
         listen(&self.stop)
     }
 
-    /// Says at once what was asked for: the step at hand takes its time. `ranks` of this process are asked to keep the state as
-    /// well.
-    pub(crate) fn answer(&self, ranks: bool) -> Result<()> {
+    /// Says at once what was asked for, also before this: the step at hand takes its time. Ranks that this process starts are
+    /// asked to keep the state as well.
+    pub(crate) fn answer(&self, ranks: Starts) -> Result<()> {
         const STOP: &str = "asked to stop: the step at hand ends and the state is kept; a second SIGTERM or SIGINT ends the run \
                             at once";
         const KEEP: &str =
             "asked by SIGUSR1 to keep the state after the step at hand; the run goes on";
+        const OTHERS: &str = "SIGUSR1 is not handed on to the ranks of another launcher: send it to them, as Slurm does";
         let stops = [SIGTERM, SIGINT, SIGHUP, SIGUSR2];
         let before = self.stop.load(Ordering::Relaxed);
         let mut told = before;
@@ -316,28 +317,44 @@ impl Requests {
             contract::note!("{STOP}");
         }
         let stops = stops.into_iter().filter(|signal| !is_ignored(*signal));
-        on_signals(stops, move || {
+        on_signals(stops, None, move || {
             if !std::mem::replace(&mut told, true) {
                 contract::note!("{STOP}");
             }
         })?;
-        on_signals([SIGUSR1].into_iter(), move || {
-            contract::note!("{KEEP}");
-            if ranks {
-                hand_on();
+        on_signals([SIGUSR1].into_iter(), Some(&self.keep), move || {
+            contract::note!("{}", if ranks == Starts::Others { OTHERS } else { KEEP });
+            // There may be none yet.
+            while ranks == Starts::Ranks && !hand_on() {
+                std::thread::sleep(LOOK);
             }
         })
     }
 }
+
+/// What a process that is asked for something has started, or is about to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Starts {
+    /// Nothing: it computes itself.
+    Nothing,
+    /// Processes of this program.
+    Ranks,
+    /// Another launcher.
+    Others,
+}
+
+/// Between two looks for ranks.
+const LOOK: Duration = Duration::from_millis(50);
 
 /// The fault of a process that cannot hear a signal.
 fn deaf(error: &io::Error) -> Fault {
     Fault::machine(format!("cannot listen to signals: {error}")).hint(more_of(error))
 }
 
-/// Does something whenever one of these signals comes, on a thread of its own.
+/// Does something whenever one of these signals comes, or where `early` says that one has come, on a thread of its own.
 fn on_signals(
     signals: impl Iterator<Item = c_int>,
+    early: Option<&AtomicBool>,
     mut act: impl FnMut() + Send + 'static,
 ) -> Result<()> {
     let cannot = |error: io::Error| deaf(&error);
@@ -346,7 +363,11 @@ fn on_signals(
         let comes = comes.try_clone().map_err(cannot)?;
         low_level::pipe::register(signal, comes).map_err(cannot)?;
     }
+    let early = early.is_some_and(|early| early.load(Ordering::Relaxed));
     let listen = move || {
+        if early {
+            act();
+        }
         // Nobody closes it.
         while heard.read_exact(&mut [0]).is_ok() {
             act();
@@ -356,19 +377,23 @@ fn on_signals(
     thread.map(drop).map_err(|error| Fault::not_started("a thread", &error))
 }
 
-/// Hands SIGUSR1 on to the processes of this program that this one has started.
-fn hand_on() {
+/// Hands SIGUSR1 on to the processes of this program that this one has started; whether there is one. One that has only begun
+/// keeps it until it listens.
+fn hand_on() -> bool {
     let own = std::fs::read_link("/proc/self/exe").ok();
     let parent = format!("PPid:\t{}\n", std::process::id());
     let all = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let mut any = false;
     for process in all.map(|entry| entry.path()) {
         let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
         if status.contains(&parent) && std::fs::read_link(process.join("exe")).ok() == own {
             let id = process.file_name().unwrap_or_default();
+            let sent = Command::new("kill").arg("-USR1").arg(id).stderr(Stdio::null()).status();
             // One that has ended meanwhile has nothing to keep.
-            let _ = Command::new("kill").arg("-USR1").arg(id).stderr(Stdio::null()).status();
+            any |= sent.is_ok_and(|sent| sent.success());
         }
     }
+    any
 }
 
 /// Whether whoever started this program had it ignore SIGHUP. A shell has what runs behind it ignore SIGINT too, and means its

@@ -3,7 +3,7 @@
 use clap::builder::RangedU64ValueParser;
 use contract::words::{bytes as size, flops};
 use contract::{Result, terminal};
-use loader::Opened;
+use loader::{Opened, steps_without_labels, without_labels};
 use store::Location;
 use trainer::RunSpec;
 use trainer::memory::Holds;
@@ -76,9 +76,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         degrees: Degrees { cp: args.cp, tsp: args.tsp },
         device: args.device,
     };
-    let spec = RunSpec::for_planning(&Opened::open(&args.curriculum)?)?;
+    let opened = Opened::open(&args.curriculum)?;
+    let spec = RunSpec::for_planning(&opened)?;
     trainer::refuse_unshared(&spec, fleet.ranks, fleet.degrees)?;
     let mut needs = needs(&spec, &fleet)?;
+    needs.without_labels = steps_without_labels(&opened)?;
     let told = match &cluster {
         Some(cluster) => {
             needs.place_on(&cluster.name, cluster.memory_bytes);
@@ -139,7 +141,7 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
             "this does not fit: give --recompute, more ranks, smaller micro-batches, or --schedule streaming".to_owned(),
         );
     }
-    lines.join("\n") + "\n"
+    lines.join("\n") + "\n" + &without_labels(&needs.without_labels)
 }
 
 fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {

@@ -7,7 +7,7 @@ use store::Location;
 use trainer::launch::rules::Rules;
 use trainer::launch::{self, Guard};
 
-use super::{Requests, place, train};
+use super::{Requests, Starts, place, train};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -43,7 +43,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let holds = args.train.hold()?;
     arguments.extend(train::of_group(&holds));
     let (launch, run) = (args.launch, args.train.folder()?);
-    requests.answer(true)?;
+    requests.answer(if launch.is_some() { Starts::Others } else { Starts::Ranks })?;
     let ended = Guard { rules, text, arguments, launch, run, ranks }.run(stop);
     holds.let_go();
     ended

@@ -19,7 +19,7 @@ use trainer::workers::Workers;
 use trainer::{ExecOptions, Outcome, RunSpec, fit_workers, train};
 
 use super::ranks::Ranks;
-use super::{Requests, Speed, above_zero};
+use super::{Requests, Speed, Starts, above_zero};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -124,7 +124,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         if stops_early(stop) {
             return Ok(0);
         }
-        requests.answer(true)?;
+        requests.answer(Starts::Ranks)?;
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(stop))?;
         let holds = args.hold()?;
         let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
@@ -172,7 +172,7 @@ fn as_rank(
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     // Under our own launcher that one speaks.
     if world.comm.rank() == 0 && !spawned_us() {
-        requests.answer(false)?;
+        requests.answer(Starts::Nothing)?;
     }
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;

@@ -11,10 +11,14 @@
 //! ```
 //!
 //! A shared lock cannot be made of an exclusive one without a moment in between: whoever takes the file has the second one, too.
+//!
+//! [`super::lock()`] is for one process that works in a folder for itself: what it makes there gets another name or goes, so it
+//! locks the folder and leaves no file in it, and a killed one is over at once, on its own machine alone. Here several processes
+//! on several machines hold what outlives them: that takes files, names and a thread, of which the other has none.
 
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind, Read as _};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _, OpenOptionsExt as _};
+use std::io::{self, Read as _};
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +28,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Digest, Fault, Result};
 
+use super::lock::{is_at, is_lockless};
 use super::{beside, create_folder, entries, folder_of, remove, remove_if_empty};
 use crate::regular;
 
@@ -335,12 +340,6 @@ fn open(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Whether the open file is the one that has this name: one that was let go may have lost it.
-fn is_at(file: &File, path: &Path) -> bool {
-    let same = || Ok::<_, io::Error>((file.metadata()?.ino(), path.metadata()?.ino()));
-    same().is_ok_and(|(held, found)| held == found)
-}
-
 /// Locks what is open against everybody else.
 fn lock(file: &File) -> io::Result<Lock> {
     answer(file.try_lock())
@@ -350,12 +349,7 @@ fn answer(tried: std::result::Result<(), TryLockError>) -> io::Result<Lock> {
     match tried {
         Ok(()) => Ok(Lock::Got),
         Err(TryLockError::WouldBlock) => Ok(Lock::Busy),
-        Err(TryLockError::Error(error))
-            if error.kind() == ErrorKind::Unsupported
-                || error.raw_os_error() == Some(libc::ENOLCK) =>
-        {
-            Ok(Lock::Missing)
-        }
+        Err(TryLockError::Error(error)) if is_lockless(&error) => Ok(Lock::Missing),
         Err(TryLockError::Error(error)) => Err(error),
     }
 }

@@ -1,4 +1,5 @@
-//! Folders and files that one process holds against all others.
+//! Folders and files that one process holds against all others, for itself; what a group holds together is [`super::Held`],
+//! which says why these are two.
 //!
 //! Where a file system knows no locks, a lease stands for one: a file beside what is held, made where there is none, that says
 //! who holds it. A process that ended without taking its lease away is known by its number, on its own machine; on another
@@ -61,13 +62,17 @@ pub fn lock(folder: &Path) -> Result<Lock> {
         Err(error) => return Err(Fault::io("lock", folder, &error)),
     };
     // The one before may have renamed it between our opening it and locking it.
-    let held = open.metadata().map_err(|error| Fault::io("read", folder, &error))?;
-    match fs::metadata(folder) {
-        Ok(there) if (there.ino(), there.dev()) == (held.ino(), held.dev()) => {
-            Ok(Lock { _folder: open, _lease: lease })
-        }
-        _ => Err(busy(wait)),
+    match is_at(&open, folder) {
+        true => Ok(Lock { _folder: open, _lease: lease }),
+        false => Err(busy(wait)),
     }
+}
+
+/// Whether what is open is what has this name.
+pub(super) fn is_at(open: &File, path: &Path) -> bool {
+    let place = |about: fs::Metadata| (about.ino(), about.dev());
+    let same = || Ok::<_, io::Error>(place(open.metadata()?) == place(path.metadata()?));
+    same().unwrap_or(false)
 }
 
 /// Locks what is open against everybody else, until it is closed; whether nobody had it locked.
