@@ -419,7 +419,7 @@ mod tests {
         fs::create_dir(&path).unwrap();
         assert_eq!(CacheDir::open(&path).unwrap_err().class(), Class::Usage);
         // A kill while the marker was written.
-        fs::write(path.join("zdata-cache.tmp"), "zdata").unwrap();
+        fs::write(path.join("zdata-cache.zdata.tmp"), "zdata").unwrap();
         CacheDir::hold(&path).unwrap();
         CacheDir::open(&path).unwrap().clear(true).unwrap();
         for name in ["plan.json", "parts", "manifest.json", ".env", "zdata-cache"] {

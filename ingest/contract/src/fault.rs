@@ -268,7 +268,7 @@ impl Fault {
 }
 
 /// What is added to a name until what it stands for is whole, or for what is kept beside it.
-const ADDED: [&str; 4] = [".partial", ".work", ".zdata.tmp", ".tmp"];
+const ADDED: [&str; 3] = [".partial", ".work", ".zdata.tmp"];
 
 /// A name that no file system of ours takes, with how long it may be: also where only what we add makes it too long.
 fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
@@ -434,7 +434,7 @@ mod tests {
     #[test]
     fn a_name_that_is_too_long_is_wrong_use_and_says_how_long_it_may_be() {
         let too_long = io::Error::from_raw_os_error(36);
-        for (name, most) in [(".partial", 247), (".work", 250), (".tmp", 251), (".md", 255)] {
+        for (name, most) in [(".partial", 247), (".work", 250), (".zdata.tmp", 245), (".md", 255)] {
             let path = PathBuf::from("x".repeat(253) + name);
             let fault = Fault::io("create", &path, &too_long);
             assert_eq!(fault.class(), Class::Usage, "{fault}");

@@ -204,8 +204,8 @@ fn walk(folder: &Path, above: &Known, parts: &mut Vec<String>, seen: &mut Seen) 
 fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
     let name = parts.last().map_or("", String::as_str);
     // What a killed run left of them is replaced by the next one, and no reason for another text.
-    let whole = [disk::PART_BESIDE, disk::PART].iter().find_map(|part| name.strip_suffix(part));
-    let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&whole.unwrap_or(name));
+    let whole = name.strip_suffix(disk::PART).unwrap_or(name);
+    let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&whole);
     let guess = Format::guess(Path::new(name));
     let found = match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {

@@ -97,7 +97,7 @@ fn what_a_killed_run_left_changes_no_text() {
     init(&undisturbed.path("")).unwrap();
     let killed = folder();
     killed.write("corpus.toml.zdata.tmp", "# What");
-    killed.write("tokenizer.json.tmp", "{");
+    killed.write("tokenizer.json.zdata.tmp", "{");
     init(&killed.path("")).unwrap();
     assert_eq!(texts(&killed), texts(&undisturbed));
     let between = folder();

@@ -24,10 +24,12 @@ mod text;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use contract::{Fault, Field, Framed, Identity, Result};
+use contract::{Class, Fault, Field, Framed, Identity, Result};
 use serde::{Deserialize, Serialize};
 use store::Location;
+use store::location::LocalFile;
 
 pub use self::file::SourceFile;
 pub(crate) use self::file::{Place, Stamp};
@@ -286,16 +288,17 @@ pub fn open(
     limits: &Limits,
 ) -> Result<Box<dyn Input>> {
     let file = file.into();
-    // A reader keeps its handles, so that a copy of an object is needed only until they are open.
-    let local = file.fetch().map_err(|error| file.fault("open", &error))?;
-    let opened = open_on(&Real, local.path(), format, fields, limits);
-    if !file.is_remote() {
-        return opened;
+    if let Location::Local(path) = &file {
+        return open_on(&Real, path, format, fields, limits);
     }
-    let copy = local.path().display().to_string();
-    let names = Arc::new(Names { copy, object: file.to_string() });
-    let input = opened.map_err(|fault| names.told(fault))?;
-    Ok(Box::new(Copied { input, names }))
+    file.reread(|| {
+        let copy = file.fetch().map_err(|error| file.fault("open", &error))?;
+        let (object, doubted) = (file.clone(), AtomicBool::new(false));
+        let names = Arc::new(Names { copy, object, doubted });
+        let opened = open_on(&Real, names.copy.path(), format, fields, limits);
+        let input = opened.map_err(|fault| names.named(fault))?;
+        Ok(Box::new(Copied { input, names }) as Box<dyn Input>)
+    })
 }
 
 /// An object that is read from its copy on this machine: errors name the object.
@@ -304,15 +307,19 @@ struct Copied {
     names: Arc<Names>,
 }
 
-/// What a copy is called, and what it is a copy of.
+/// A copy, and what it is a copy of.
 struct Names {
-    copy: String,
-    object: String,
+    copy: LocalFile,
+    object: Location,
+    /// Whether the object was fetched once more, since its copy does not read right.
+    doubted: AtomicBool,
 }
 
 impl Names {
-    fn told(&self, fault: Fault) -> Fault {
-        match fault.place().and_then(|place| place.strip_prefix(&self.copy)) {
+    /// The fault, told of the object.
+    fn named(&self, fault: Fault) -> Fault {
+        let copy = self.copy.path().display().to_string();
+        match fault.place().and_then(|place| place.strip_prefix(&copy)) {
             Some(within) => {
                 let place = format!("{}{within}", self.object);
                 fault.at(place)
@@ -321,10 +328,21 @@ impl Names {
         }
     }
 
+    /// The same; damage may be that of the copy, with which nothing can be made then.
+    fn told(&self, fault: Fault) -> Fault {
+        let fault = self.named(fault);
+        match fault.class() == Class::Data && !self.doubted.swap(true, Ordering::Relaxed) {
+            true => self.object.doubt(&self.copy, fault),
+            false => fault,
+        }
+    }
+
     fn parsed(&self, parsed: Parsed) -> Parsed {
         match parsed {
             Parsed::Dropped { reason, row, bytes, fault } => {
-                Parsed::Dropped { reason, row, bytes, fault: self.told(fault) }
+                let is_damage = ["malformed", "invalid UTF-8"].contains(&reason);
+                let fault = if is_damage { self.told(fault) } else { self.named(fault) };
+                Parsed::Dropped { reason, row, bytes, fault }
             }
             document => document,
         }

@@ -22,6 +22,7 @@ use contract::Class;
 use flate2::write::GzEncoder;
 use proptest::prelude::*;
 use proptest::sample::{Index, select};
+use store::location::memory::Memory;
 
 use super::*;
 
@@ -377,6 +378,53 @@ fn sound_files() -> Vec<(&'static str, Vec<u8>)> {
         ("y.arrow", arrow_file(&rows, 7, 3, false, 1)),
         ("z.arrow", arrow_file(&rows, 7, 2, false, 2)),
     ]
+}
+
+/// An object that came with wrong bytes is fetched once more before it is called damaged, and nothing is made of the wrong ones.
+#[test]
+fn a_copy_that_came_wrongly_is_no_damage() {
+    let plain = b"{\"text\":\"one\"}\n{\"text\":\"two\"}\n";
+    let column: ArrayRef = Arc::new(StringArray::from(vec!["one", "two"]));
+    let table = RecordBatch::try_from_iter([("text", column)]).unwrap();
+    let mut writer = ArrowWriter::try_new(Vec::new(), table.schema(), None).unwrap();
+    writer.write(&table).unwrap();
+    let fields = Fields::at("text", None);
+    for (name, bytes) in [
+        ("x.jsonl", plain.to_vec()),
+        ("x.jsonl.gz", compressed(plain, ".gz", plain.len())),
+        ("x.jsonl.zst", compressed(plain, ".zst", plain.len())),
+        ("x.parquet", writer.into_inner().unwrap()),
+    ] {
+        let format = Format::guess(Path::new(name)).unwrap();
+        let read = |object: &Location| -> Result<Vec<String>> {
+            let (mut input, mut texts) =
+                (open(object, format, &fields, &Limits::default())?, Vec::new());
+            while let Some(slab) = input.next_slab()? {
+                for parsed in slab.parse(&fields)? {
+                    match parsed {
+                        Parsed::Document(document) => texts.push(document.text),
+                        Parsed::Dropped { fault, .. } => return Err(fault),
+                    }
+                }
+            }
+            Ok(texts)
+        };
+        let object = Memory::spoiled().holding(&format!("s3://b/{name}"));
+        object.write(&bytes).unwrap();
+        // What is opened is opened again; what was read on is not, for something may have been made of it.
+        match read(&object) {
+            Ok(texts) => assert!(name != "x.jsonl" && texts == ["one", "two"], "{name}: {texts:?}"),
+            Err(fault) => {
+                assert!(name == "x.jsonl" && fault.class() == Class::Machine, "{name}: {fault}");
+                assert!(fault.to_string().contains("run the same command again"), "{fault}");
+            }
+        }
+        assert_eq!(read(&object).unwrap(), ["one", "two"], "{name}");
+        // Bytes that come twice are the object's.
+        let damaged = Memory::default().holding(&format!("s3://b/{name}"));
+        damaged.write(&bytes[1..]).unwrap();
+        assert_eq!(read(&damaged).unwrap_err().class(), Class::Data, "{name}");
+    }
 }
 
 /// Whether `bytes` end where a gzip member or zstd frame does: nothing tells such a file from a whole one.

@@ -24,6 +24,9 @@ use crate::environment;
 /// What the names of copies begin with that are not whole yet.
 const PART: &str = ".part-";
 
+/// And how many letters and digits follow.
+const DRAWN: usize = 6;
+
 /// What the names of the files end in that keep the digests of copies.
 const SUM: &str = ".sum";
 
@@ -106,7 +109,7 @@ impl Cache {
     fn clear_parts(&self) -> Result<()> {
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
-            if !entry.file_name().to_string_lossy().starts_with(PART) {
+            if !is_part(&entry.file_name().to_string_lossy()) {
                 continue;
             }
             // Another process may have removed it meanwhile.
@@ -237,7 +240,8 @@ impl Cache {
     fn begin(&self, path: &Path) -> Result<(Whole, u64)> {
         let readable = Permissions::from_mode(0o666);
         let mut named = tempfile::Builder::new();
-        let part = named.prefix(PART).permissions(readable).tempfile_in(&self.folder)?;
+        let part = named.prefix(PART).rand_bytes(DRAWN).permissions(readable);
+        let part = part.tempfile_in(&self.folder)?;
         match disk::hold(part.as_file()) {
             Err(error) if !disk::is_lockless(&error) => return Err(error),
             _ => {}
@@ -289,7 +293,7 @@ impl Cache {
             let name = entry.file_name().to_string_lossy().into_owned();
             // Another process may clear it away meanwhile.
             let Ok(about) = entry.metadata() else { continue };
-            if about.is_file() && !name.starts_with('.') && !name.ends_with(SUM) {
+            if about.is_file() && is_copy(&name) {
                 found.push((about.modified()?, about.len() + SUM_BYTES, entry.path()));
             }
         }
@@ -313,9 +317,22 @@ fn is_free(file: &File) -> bool {
     disk::hold(file).unwrap_or_else(|error| disk::is_lockless(&error))
 }
 
-/// Where the digest of a copy is kept.
+/// Where the digest of a copy is kept: no copy is called so.
 fn sum_of(path: &Path) -> PathBuf {
-    disk::beside(path, SUM)
+    let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+    path.with_file_name(name.split('-').next().unwrap_or_default().to_owned() + SUM)
+}
+
+/// Whether a file is called as a copy is, by [`Cache::path`]: whatever else lies there is not counted and stays.
+fn is_copy(name: &str) -> bool {
+    let Some((start, _)) = name.split_once('-') else { return false };
+    start.parse().is_ok_and(|digest: Digest| digest.to_string() == start)
+}
+
+/// Whether a file is called as a part is.
+fn is_part(name: &str) -> bool {
+    let drawn = name.strip_prefix(PART).unwrap_or_default();
+    drawn.len() == DRAWN && drawn.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
 /// The time at which a copy is used.
@@ -426,7 +443,7 @@ mod tests {
             let path = copies(&cache).remove(0);
             remove(&path);
             spoil(&path);
-            let part = cache.folder.join(".part-x");
+            let part = cache.folder.join(".part-xxxxxx");
             assert!(Command::new("mkfifo").arg(part).status().unwrap().success());
             let after = Cache::at(cache.folder.clone(), 1000).unwrap();
             let error = after.get("a", "x.jsonl", 5, |_| Ok(())).unwrap_err();
@@ -476,6 +493,39 @@ mod tests {
         assert_eq!(get(&cache, "0", &[0; 100]).1, 1, "the oldest one is not");
     }
 
+    /// What a person has in the folder is neither counted nor removed, whatever it is called, and no object's name hides a copy.
+    #[test]
+    fn only_what_is_called_as_copies_are_is_counted() {
+        let (_folder, cache) = cache(1000);
+        let long_ago = today() - 9000 * HOUR;
+        let mine = [
+            "notes",
+            "a-b",
+            "x.sum",
+            ".part-of-me",
+            ".part-",
+            "0123456789abcdef-x",
+            "zz.sum",
+            ".part-ab.txt",
+        ];
+        for name in mine {
+            fs::write(cache.folder.join(name), [7; 900]).unwrap();
+            let file = File::options().write(true).open(cache.folder.join(name)).unwrap();
+            file.set_modified(long_ago).unwrap();
+        }
+        let after = Cache::at(cache.folder.clone(), 1000).unwrap();
+        assert_eq!(after.known().bytes, 0);
+        for key in 0..20 {
+            let name = if key % 2 == 0 { "of.sum" } else { "a-b.sum" };
+            after.get(&key.to_string(), name, 100, |file| file.write_all(&[key; 100])).unwrap();
+            assert!(after.known().bytes <= 1000);
+        }
+        let there = copies(&after).len();
+        assert!((1..=7).contains(&there), "{there}");
+        assert!(mine.iter().all(|name| after.folder.join(name).exists()));
+        assert_eq!(fs::read_dir(&after.folder).unwrap().count(), 2 * there + mine.len());
+    }
+
     /// Far from the brim the folder is listed a few times, not for every copy: what else lies there is not seen.
     #[test]
     fn the_folder_is_not_listed_for_every_copy() {
@@ -489,7 +539,7 @@ mod tests {
     #[test]
     fn parts_of_others_stay_unless_they_were_left_long_ago() {
         let (_folder, first) = cache(1000);
-        let (young, old) = (first.folder.join(".part-a"), first.folder.join(".part-b"));
+        let (young, old) = (first.folder.join(".part-aaaaaa"), first.folder.join(".part-bbbbbb"));
         let (_held, _) = first.begin(&first.folder.join("c")).unwrap();
         let locked = fs::read_dir(&first.folder).unwrap().next().unwrap().unwrap().path();
         for path in [&young, &old] {

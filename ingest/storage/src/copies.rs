@@ -16,7 +16,7 @@ use tempfile::TempDir;
 pub struct Copies {
     folder: TempDir,
     from: Location,
-    _held: Vec<LocalFile>,
+    held: Vec<(Location, LocalFile)>,
 }
 
 impl Copies {
@@ -34,9 +34,9 @@ impl Copies {
             let link = folder.path().join(name);
             let linked = std::path::absolute(copy.path()).and_then(|path| symlink(path, &link));
             linked.map_err(|error| Fault::io("create", &link, &error))?;
-            held.push(copy);
+            held.push((object, copy));
         }
-        Ok(Copies { folder, from: from.clone(), _held: held })
+        Ok(Copies { folder, from: from.clone(), held })
     }
 
     /// Where the copy of the object called `name` is.
@@ -56,12 +56,11 @@ impl Copies {
         self.folder.path()
     }
 
-    /// The fault, told of the object.
+    /// The fault, told of the object; damage may be that of a copy, which is fetched once more.
     pub fn told(&self, fault: Fault) -> Fault {
-        match fault.place().and_then(|place| self.object(place)) {
-            Some(place) => fault.at(place),
-            None => fault,
-        }
+        let place = fault.place().and_then(|place| self.object(place));
+        let fault = place.into_iter().fold(fault, Fault::at);
+        self.held.iter().fold(fault, |fault, (object, copy)| object.doubt(copy, fault))
     }
 }
 

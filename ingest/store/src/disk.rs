@@ -29,7 +29,7 @@ pub use self::log::Log;
 pub use self::watch::{Watch, watch};
 #[cfg(any(test, feature = "crash"))]
 use self::watch::{admit, note};
-pub use self::whole::{PART, PART_BESIDE, Whole, write_whole, write_whole_if};
+pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 
 /// One act on the disk.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -6,11 +6,11 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use contract::{Class, Fault, Identity, Result};
+use contract::{Class, Digest, Fault, Identity, Result};
 
 use crate::{disk, regular};
 
@@ -91,6 +91,18 @@ impl LocalFile {
     /// Where it lies.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Size and digest of what is held: also of a copy that was dropped meanwhile.
+    fn digest(&self) -> io::Result<(u64, Digest)> {
+        match &self.hold {
+            Some(held) => {
+                let mut front: &File = held;
+                front.rewind()?;
+                regular::digest(front, &|_| ())
+            }
+            None => regular::digest(regular::open(&self.path)?, &|_| ()),
+        }
     }
 }
 
@@ -376,6 +388,23 @@ impl Location {
         }
     }
 
+    /// What is said where `copy`, of what is here, does not read right, which is `fault`. Where that is damage of an object, it
+    /// is fetched once more: if other bytes come, the copy was to blame, of which something may have been made by now.
+    pub fn doubt(&self, copy: &LocalFile, fault: Fault) -> Fault {
+        if fault.class() != Class::Data || !self.forget() {
+            return fault;
+        }
+        let again = self.fetch().and_then(|again| Ok(again.digest()? != copy.digest()?));
+        match again {
+            Ok(false) => fault,
+            Ok(true) => Fault::machine("this object came with other bytes than it has")
+                .at(self.to_string())
+                .found(fault.to_string().lines().next().unwrap_or_default())
+                .hint("run the same command again: it was fetched anew"),
+            Err(error) => self.fault("fetch", &error),
+        }
+    }
+
     /// Drops what is kept on this machine of an object; whether anything was, so that reading again may give something else.
     pub fn forget(&self) -> bool {
         matches!(self, Location::Object(object) if object.remote.forget(&object.address))
@@ -471,5 +500,7 @@ impl From<&Location> for Location {
     }
 }
 
+#[cfg(any(test, feature = "crash"))]
+pub mod memory;
 #[cfg(test)]
-pub(crate) mod tests;
+mod tests;

@@ -56,10 +56,14 @@ impl<'a> Reader<'a> {
     /// Opens the checkpoint of `step`.
     pub(super) fn open(medium: &'a dyn Medium, step: u64) -> Result<Self> {
         let file = name(step, format::MANIFEST);
-        let bytes = medium.get(&file)?;
+        medium.location(&file).reread(|| Reader::opened(medium, step, &file))
+    }
+
+    fn opened(medium: &'a dyn Medium, step: u64, file: &str) -> Result<Self> {
+        let bytes = medium.get(file)?;
         if let Some(format) = format::other_format(&bytes) {
             return Err(Fault::data(OTHER_VERSION)
-                .at(medium.location(&file).to_string())
+                .at(medium.location(file).to_string())
                 .found(format!("format {format}"))
                 .wanted(format!("format {}", format::FORMAT))
                 .hint(GO_ON));
@@ -68,7 +72,7 @@ impl<'a> Reader<'a> {
             found if found == step => Ok(manifest),
             found => Err(format!("it is that of step {found}")),
         });
-        let manifest = manifest.map_err(|what| damaged(medium.location(&file), &what))?;
+        let manifest = manifest.map_err(|what| damaged(medium.location(file), &what))?;
         Ok(Reader { medium, manifest })
     }
 
@@ -155,14 +159,18 @@ impl<'a> Reader<'a> {
     /// Reads one blob, checks it, and copies what is wanted of it.
     fn blob(&self, blob: &BlobRecord, copies: Vec<Copy>) -> Result<()> {
         let file = name(self.manifest.step, &blob.name);
-        let wrong = |what: &str| damaged(self.medium.location(&file), what);
-        let bytes = self.medium.get(&file)?;
-        let found = Digest::of_bytes(&bytes);
-        if bytes.len() as u64 != blob.bytes || found != blob.digest {
-            return Err(wrong("its bytes changed since it was written")
-                .found(format!("{} bytes, digest {found}", bytes.len()))
-                .wanted(format!("{} bytes, digest {}", blob.bytes, blob.digest)));
-        }
+        let place = self.medium.location(&file);
+        let wrong = |what: &str| damaged(place.clone(), what);
+        let bytes = place.reread(|| {
+            let bytes = self.medium.get(&file)?;
+            let found = Digest::of_bytes(&bytes);
+            if bytes.len() as u64 != blob.bytes || found != blob.digest {
+                return Err(wrong("its bytes changed since it was written")
+                    .found(format!("{} bytes, digest {found}", bytes.len()))
+                    .wanted(format!("{} bytes, digest {}", blob.bytes, blob.digest)));
+            }
+            Ok(bytes)
+        })?;
         let tensors =
             SafeTensors::deserialize(&bytes).map_err(|error| wrong(&error.to_string()))?;
         for Copy { key, stored, part, mut into } in copies {
@@ -269,4 +277,21 @@ fn run(set: Set, parameter: &ParamSpec, piece: &Piece, into: &Tensor) -> Vec<Wan
 
 fn damaged(place: Location, what: &str) -> Fault {
     Fault::new(Class::Data, format!("this checkpoint is damaged: {what}")).at(place.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use store::location::memory::Memory;
+
+    use super::super::Checkpoints;
+    use super::super::tests::{layout, newest, save};
+
+    /// Files that came from a bucket with wrong bytes are fetched once more before the checkpoint is called damaged.
+    #[test]
+    fn a_copy_that_came_wrongly_is_no_damage() {
+        let checkpoints = Checkpoints::new(Memory::spoiled().holding("s3://b/kept"));
+        save(&checkpoints, &layout(), 3).unwrap();
+        let (step, passed) = newest(&checkpoints, &layout());
+        assert!(step == Some(3) && passed.is_empty(), "{passed:?}");
+    }
 }

@@ -126,7 +126,7 @@ fn digest(state: &State) -> Digest {
     state.sums(LANES()).unwrap().digest
 }
 
-fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
+pub(super) fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
     let state = state(layout, step);
     let snapshot = Snapshot::of(&state)?;
     let blobs = checkpoints.write(layout, &snapshot)?;
@@ -134,7 +134,10 @@ fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
 }
 
 /// The newest state, which must be the one that was saved, and what was passed over.
-fn newest(checkpoints: &Checkpoints, layout: &Layout) -> (Option<u64>, Vec<(u64, Fault)>) {
+pub(super) fn newest(
+    checkpoints: &Checkpoints,
+    layout: &Layout,
+) -> (Option<u64>, Vec<(u64, Fault)>) {
     let read = |reader: &Reader<'_>| reader.whole(layout, LANES());
     let Found { state: found, passed } = checkpoints.newest(9, |_| Some(CHAIN), read).unwrap();
     if let Some(found) = &found {

@@ -70,7 +70,7 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
         }
         let partial = scratch.path(&out).join("checkpoints/step-7");
         fs::create_dir_all(&partial).unwrap();
-        fs::write(partial.join("weights-00000.safetensors.tmp"), "half").unwrap();
+        fs::write(partial.join("weights-00000.safetensors.zdata.tmp"), "half").unwrap();
         fs::write(partial.join("moments-00000.safetensors"), "half").unwrap();
         scratch.train(&out);
         assert_same(&scratch, "whole", &out);

@@ -23,10 +23,7 @@ pub struct Whole {
 impl Whole {
     /// Begins the file that will be called `path`; its folder must exist. One that another run is writing is refused.
     pub fn create(path: &Path) -> Result<Self> {
-        Whole::create_as(path, temporary(path))
-    }
-
-    fn create_as(path: &Path, temporary: PathBuf) -> Result<Self> {
+        let temporary = temporary(path);
         let file =
             DirectFile::create(&temporary).map_err(|e| Fault::io("create", &temporary, &e))?;
         Ok(Whole::of(file, path))
@@ -159,7 +156,7 @@ pub fn write_whole_if(
     bytes: &[u8],
     fits: impl FnOnce() -> Result<bool>,
 ) -> Result<bool> {
-    let mut file = Whole::create_as(path, super::beside(path, PART_BESIDE))?;
+    let mut file = Whole::create(path)?;
     if !fits()? {
         return Ok(false);
     }
@@ -169,10 +166,8 @@ pub fn write_whole_if(
     Ok(true)
 }
 
-/// What the names of files end in that are not whole yet.
-pub const PART: &str = ".tmp";
-/// The same beside what a person wrote, who may have a `.tmp` of their own there.
-pub const PART_BESIDE: &str = ".zdata.tmp";
+/// What the names of files end in that are not whole yet. A person may have a `.tmp` of their own beside any of them.
+pub const PART: &str = ".zdata.tmp";
 
 /// The name of a file that is not whole yet.
 fn temporary(path: &Path) -> PathBuf {
@@ -197,11 +192,16 @@ mod tests {
     fn what_a_person_has_beside_a_file_stays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run.toml");
-        fs::write(temporary(&path), "mine").unwrap();
+        let own = super::super::beside(&path, ".tmp");
+        fs::write(&own, "mine").unwrap();
         assert!(write_whole_if(&path, b"new", || Ok(true)).unwrap());
         assert!(!write_whole_if(&path, b"newer", || Ok(false)).unwrap());
         assert_eq!(fs::read(&path).unwrap(), b"new");
-        assert_eq!(fs::read(temporary(&path)).unwrap(), b"mine");
+        write_whole(&path, b"newest").unwrap();
+        assert_eq!(
+            (fs::read(&path).unwrap(), fs::read(&own).unwrap()),
+            (b"newest".into(), b"mine".into())
+        );
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 

@@ -1,74 +1,14 @@
 //! Addresses and names against what they may and may not mean, and objects against files, on a bucket in memory.
 
-use std::io::{Error, ErrorKind, Write as _};
-use std::sync::Mutex;
-
 use contract::Class;
 use proptest::prelude::*;
 
+use super::memory::Memory;
 use super::*;
-
-/// A bucket in memory.
-#[derive(Default)]
-pub(crate) struct Memory(Mutex<BTreeMap<Address, Vec<u8>>>);
-
-impl Memory {
-    fn get(&self, object: &Address) -> io::Result<Vec<u8>> {
-        let found = self.0.lock().unwrap().get(object).cloned();
-        found.ok_or_else(|| Error::from(ErrorKind::NotFound))
-    }
-}
-
-impl Remote for Memory {
-    fn size(&self, object: &Address) -> io::Result<u64> {
-        Ok(self.get(object)?.len() as u64)
-    }
-
-    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let bytes = self.get(object)?;
-        let from = bytes.get(offset as usize..).and_then(|from| from.get(..buffer.len()));
-        buffer.copy_from_slice(from.ok_or(ErrorKind::UnexpectedEof)?);
-        Ok(())
-    }
-
-    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
-        let mut file = tempfile::NamedTempFile::new()?;
-        file.write_all(&self.get(object)?)?;
-        let (_, path) = file.keep()?;
-        Ok(LocalFile::copy(path.clone(), File::open(path)?))
-    }
-
-    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
-        let mut all = self.0.lock().unwrap();
-        match all.get(object) {
-            Some(found) if found != bytes => Err(ErrorKind::AlreadyExists.into()),
-            _ => {
-                all.insert(object.clone(), bytes.to_vec());
-                Ok(())
-            }
-        }
-    }
-
-    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
-        let below = folder.join("x").to_string();
-        let below = below.strip_suffix('x').unwrap_or_default();
-        let all = self.0.lock().unwrap();
-        let named = all.iter().map(|(name, bytes)| (name.to_string(), bytes.len() as u64));
-        Ok(named
-            .filter_map(|(name, size)| Some((name.strip_prefix(below)?.to_owned(), size)))
-            .collect())
-    }
-
-    fn remove(&self, object: &Address) -> io::Result<()> {
-        self.0.lock().unwrap().remove(object);
-        Ok(())
-    }
-}
 
 /// The location of a URL in a new bucket.
 fn object(url: &str) -> Location {
-    let remote: Arc<dyn Remote> = Arc::new(Memory::default());
-    Location::Object(Object::new(Address::parse(url).unwrap(), remote))
+    Memory::default().holding(url)
 }
 
 #[test]

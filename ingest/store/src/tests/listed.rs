@@ -1,11 +1,11 @@
 //! A store in a bucket is opened by its list, and where that says too little by its objects.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::*;
-use crate::location::tests::Memory;
+use crate::location::memory::Memory;
 use crate::location::{Address, LocalFile, Object, Remote};
 
 /// What a bucket answers where it is asked for a list.
@@ -82,55 +82,6 @@ fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
     }
 }
 
-/// A bucket whose objects come with a wrong byte, until what is kept of them is dropped.
-#[derive(Default)]
-struct Spoiled(Memory, Mutex<BTreeSet<Address>>);
-
-impl Spoiled {
-    fn is_spoiled(&self, object: &Address) -> bool {
-        !self.1.lock().unwrap().contains(object)
-    }
-}
-
-impl Remote for Spoiled {
-    fn size(&self, object: &Address) -> io::Result<u64> {
-        self.0.size(object)
-    }
-
-    fn read_at(&self, object: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        self.0.read_at(object, buffer, offset)?;
-        buffer[0] ^= u8::from(self.is_spoiled(object));
-        Ok(())
-    }
-
-    fn fetch(&self, object: &Address) -> io::Result<LocalFile> {
-        let file = self.0.fetch(object)?;
-        if self.is_spoiled(object) {
-            let mut bytes = fs::read(file.path())?;
-            bytes[0] ^= 1;
-            fs::write(file.path(), bytes)?;
-        }
-        Ok(file)
-    }
-
-    fn forget(&self, object: &Address) -> bool {
-        self.1.lock().unwrap().insert(object.clone());
-        true
-    }
-
-    fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
-        self.0.create(object, bytes)
-    }
-
-    fn sizes(&self, folder: &Address) -> io::Result<BTreeMap<String, u64>> {
-        self.0.sizes(folder)
-    }
-
-    fn remove(&self, object: &Address) -> io::Result<()> {
-        self.0.remove(object)
-    }
-}
-
 #[test]
 fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
     let (folder, manifest) = store(2, &[3, 2], 9);
@@ -156,13 +107,12 @@ fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
         },
     ];
     for used in uses {
-        let remote: Arc<dyn Remote> = Arc::new(Spoiled::default());
-        let place = Object::new(Address::parse("s3://b/store").unwrap(), remote);
+        let place = Memory::spoiled().holding("s3://b/store");
         for file in manifest.files() {
             let bytes = fs::read(folder.path().join(&file.path)).unwrap();
-            place.join(&file.path).create(&bytes).unwrap();
+            place.join(&file.path).write(&bytes).unwrap();
         }
-        used(&Location::Object(place), &manifest);
+        used(&place, &manifest);
     }
 }
 
