@@ -5,36 +5,37 @@
 
 namespace {
 
-sigset_t those() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  sigaddset(&signals, SIGTERM);
-  sigaddset(&signals, SIGINT);
-  sigaddset(&signals, SIGHUP);
-  sigaddset(&signals, SIGUSR1);
-  sigaddset(&signals, SIGUSR2);
-  return signals;
-}
+constexpr int SIGNALS[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 
 } // namespace
 
 extern "C" {
 
-// Safe between fork and exec, and a mask outlives an exec: what we start ourselves keeps them while it is still linked.
-void shim_keep_signals() {
-  const sigset_t signals = those();
-  sigprocmask(SIG_BLOCK, &signals, nullptr);
+// Keeps them from this thread, and from what it starts: a mask outlives fork and exec. Says which ones were kept before, a bit each.
+unsigned shim_keep_signals() {
+  sigset_t signals, before;
+  sigemptyset(&signals);
+  for (const int signal : SIGNALS) sigaddset(&signals, signal);
+  pthread_sigmask(SIG_BLOCK, &signals, &before);
+  unsigned kept = 0;
+  for (const int signal : SIGNALS)
+    if (sigismember(&before, signal) == 1) kept |= 1u << signal;
+  return kept;
 }
 
-// Lets them through to this thread: those that have come meanwhile come now.
-void shim_hear_signals() {
-  const sigset_t signals = those();
-  sigprocmask(SIG_UNBLOCK, &signals, nullptr);
+// Lets all but those through to this thread: those that have come meanwhile come now.
+void shim_hear_signals(unsigned kept) {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int signal : SIGNALS)
+    if ((kept >> signal & 1u) == 0) sigaddset(&signals, signal);
+  pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
 }
 
 // Run before the constructors of any library. Only a program in which these functions are called has this file in it.
 #if defined(__ELF__)
-__attribute__((section(".preinit_array"), used)) void (*const first)() = shim_keep_signals;
+static void keep_first() { shim_keep_signals(); }
+__attribute__((section(".preinit_array"), used)) void (*const first)() = keep_first;
 #endif
 
 } // extern "C"

@@ -263,10 +263,11 @@ impl Guard {
             }
         };
         command.args(&self.arguments).env(VARIABLE, words);
-        if self.launch.is_none() {
-            signals::keep_in(&mut command).env(RULES, &self.text).stdin(Stdio::piped());
-        }
-        command.spawn().map_err(|error| Fault::machine(format!("cannot start the run: {error}")))
+        let started = match self.launch {
+            None => signals::spawn(command.env(RULES, &self.text).stdin(Stdio::piped())),
+            Some(_) => command.spawn(),
+        };
+        started.map_err(|error| Fault::machine(format!("cannot start the run: {error}")))
     }
 
     fn ask_to_stop(&self, child: &mut Child) {

@@ -72,7 +72,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
         if again {
             command.env(AGAIN, "1");
         }
-        let started = signals::keep_in(&mut command).spawn();
+        let started = signals::spawn(&mut command);
         started.map_err(|error| Fault::not_started(&format!("rank {rank}"), &error))
     };
     let name = place::name(&|variable: &str| std::env::var(variable).ok());
