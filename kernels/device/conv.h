@@ -78,14 +78,12 @@ DEVICE Pairs<T> load_pairs(const T* from, bool there) {
 struct Taps {
   f32 before[4], now[4];
 };
+template <bool WHOLE>
 DEVICE Taps taps_of(const f32* taps, u32 column, u32 limit) {
-  Taps found;
-  UNROLL
-  for (u32 next = 0; next < 4; ++next) {
-    const u32 own = column + next < limit ? column + next : column;
-    found.before[next] = taps[2 * own], found.now[next] = taps[2 * own + 1];
-  }
-  return found;
+  const u32 end = 2 * limit;
+  const Four low = of_vector_at_once<WHOLE>(taps, 2 * column, end);
+  const Four high = of_vector_at_once<WHOLE>(taps, 2 * column + 4, end);
+  return {{low.at[0], low.at[2], high.at[0], high.at[2]}, {low.at[1], low.at[3], high.at[1], high.at[3]}};
 }
 
 constexpr u32 STRIP = 8;  // rows of a thread
@@ -133,8 +131,8 @@ DEVICE void mixed_channels(const Mix<T>& of, const Mixed& by, u32 first, u32 col
   const auto of_row = [=](u32 row) {
     return load<WHOLE>(of.z + static_cast<u64>(row) * by.columns, column, row < end ? limit : 0);
   };
-  const Taps taps = taps_of(of.taps, column, limit);
-  const Four bias = of_vector<WHOLE>(of.bias, column, limit);
+  const Taps taps = taps_of<WHOLE>(of.taps, column, limit);
+  const Four bias = of_vector_at_once<WHOLE>(of.bias, column, limit);
   const auto mixed = [&](const Packed<T>& last, const Packed<T>& own, bool begins) {
     Four c;
     UNROLL
@@ -250,7 +248,7 @@ DEVICE void mixed_channels_back(const MixBack<T>& of, const Mixed& by, u32 band,
   const auto of_row = [=](u32 row) {
     return load<WHOLE>(of.z + static_cast<u64>(row) * by.columns, column, row < end ? limit : 0);
   };
-  const Taps taps = taps_of(of.taps, column, limit);
+  const Taps taps = taps_of<WHOLE>(of.taps, column, limit);
   Walk starts = walk_from(of.starts, first), counted = walk_from(of.counted, first);
   // Whether a row is the last of its document: asked of each row once.
   const auto ends = [&](u32 row) { return row + 1 >= by.rows || meets(starts, row + 1); };

@@ -122,6 +122,13 @@ DEVICE Four of_vector(const f32* vector, u32 column, u32 width) {
   }
 }
 
+// The same, by one access where it begins where it must: a wave that asks for its columns one by one asks four times for each sector.
+template <bool WHOLE>
+DEVICE Four of_vector_at_once(const f32* vector, u32 column, u32 width) {
+  const bool aligned = WHOLE && column < width && reinterpret_cast<u64>(vector + column) % sizeof(Four) == 0;
+  return aligned ? at_once(vector + column) : of_vector<WHOLE>(vector, column, width);
+}
+
 template <bool WHOLE>
 DEVICE void store(f32* row, u32 column, u32 width, const Packed<f32>& value) {
   if constexpr (WHOLE) {

@@ -3,8 +3,8 @@
 // A tape holds the contents of buffers, addresses to be put into them, and launches with their arguments
 // (src/device/emulated/tape.rs writes it). WAYS is `all`: waves of 32 and of 64 threads, each with the threads and blocks in
 // order, in reverse and shuffled, and memory that no access of 16 bytes may touch, which must all leave the same bits; or `one` of
-// these. OUT gets what the last tape leaves in its
-// buffers, one behind the other.
+// these. OUT gets what the last tape leaves in its buffers, one behind the other. COUNTED: each launch is said before, with the
+// bytes that it loads from the buffers and those that it stores there.
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -16,6 +16,9 @@
 
 #include "../kernels.h"
 #include "plants.h"
+#ifdef COUNTED
+#include "counter.h"
+#endif
 
 namespace {
 [[noreturn]] void refuse(const std::string& what) {
@@ -85,7 +88,12 @@ Tape read(const char* path) {
 std::vector<std::string> played(const Tape& tape, emulator::Way way, size_t off = 0) {
   std::vector<char*> memory;  // of exactly the right size each, so that a sanitizer sees who goes beyond
   for (const std::string& buffer : tape.buffers) {
+#ifdef COUNTED
+    // As a device's allocator gives it: no row of a matrix begins within a sector.
+    memory.push_back(static_cast<char*>(aligned_alloc(64, (buffer.size() + 64) / 64 * 64)));
+#else
     memory.push_back(static_cast<char*>(malloc(off + buffer.size())) + off);
+#endif
     if (!buffer.empty()) memcpy(memory.back(), buffer.data(), buffer.size());
   }
   for (const Address& address : tape.addresses) {
@@ -99,7 +107,15 @@ std::vector<std::string> played(const Tape& tape, emulator::Way way, size_t off 
       if (argument.kind == 0) argument.value = reinterpret_cast<uint64_t>(memory.at(argument.value));
       places.push_back(&argument.value);
     }
+#ifdef COUNTED
+    for (size_t i = 0; i < memory.size(); ++i) counter::name(memory[i], tape.buffers[i].size());
+    counter::start();
     emulator::launch(*launch.kernel, launch.blocks, places.data(), way);
+    const counter::Bytes bytes = counter::stop();
+    printf("%s %" PRIu64 " %" PRIu64 "\n", launch.kernel->name, bytes.loaded, bytes.stored);
+#else
+    emulator::launch(*launch.kernel, launch.blocks, places.data(), way);
+#endif
   }
   std::vector<std::string> left;
   for (size_t i = 0; i < memory.size(); ++i) left.emplace_back(memory[i], tape.buffers[i].size());

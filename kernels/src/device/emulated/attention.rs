@@ -213,6 +213,11 @@ fn queries_and_keys_are_those_of_the_cpu() {
     }
 }
 
+/// A convolution in bf16 whose columns are read by fours.
+pub(super) fn wide(shape: Shape) -> Tape {
+    conv(shape, Values::Narrow, None).tape
+}
+
 pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow]
         .into_iter()

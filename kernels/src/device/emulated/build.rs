@@ -20,6 +20,9 @@ pub(super) struct Build {
 
 impl Build {
     pub(super) const PLAIN: Build = Build { compiler: None, flags: &["-O1"] };
+    /// With every access of memory counted: what the compiler calls for a sanitizer is answered by `counter.cpp`.
+    pub(super) const COUNTED: Build =
+        Build { compiler: None, flags: &["-O2", "-fsanitize=thread", "-DCOUNTED"] };
 
     fn command(&self) -> Command {
         let own = || std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
@@ -94,12 +97,23 @@ fn player(build: &Build) -> PathBuf {
     let slot = SLOTS.lock().unwrap().entry(*build).or_default().clone();
     let make = || {
         made("run", build, |out| {
-            let mut command = build.command();
-            command.args(build.flags).arg("-o").arg(out);
+            let source = |name| sources().join("emulator").join(name);
+            let (mut command, object) = (build.command(), out.with_added_extension("o"));
+            match *build == Build::COUNTED {
+                // Linked without those flags, which would bring the sanitizer.
+                true => {
+                    let mut kernels = build.command();
+                    kernels.args(build.flags).arg("-c").arg("-o").arg(&object);
+                    kernels.arg(source("run.cpp"));
+                    finish(kernels);
+                    command.args(Build::PLAIN.flags).arg(&object).arg(source("counter.cpp"))
+                }
+                false => command.args(build.flags).arg(source("run.cpp")),
+            };
             // The object has no ending that the compiler knows.
-            command.arg(sources().join("emulator/run.cpp")).args(["-x", "none"]);
-            command.arg(emulator());
+            command.args(["-x", "none"]).arg(emulator()).arg("-o").arg(out);
             finish(command);
+            let _ = std::fs::remove_file(object);
         })
     };
     slot.get_or_init(make).clone()

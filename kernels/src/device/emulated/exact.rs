@@ -124,6 +124,11 @@ fn squares_and_their_checksums_are_those_of_the_cpu() {
     }
 }
 
+/// The squares of a gradient, and its checksum.
+pub(super) fn wide(elements: usize) -> Tape {
+    squares(&[elements], true).0
+}
+
 pub(super) fn small() -> Vec<Tape> {
     vec![
         checksums(&[(4100, 4, 7), (3, 2, 1), (10, 8, 0), (33, 1, 0)]).0,

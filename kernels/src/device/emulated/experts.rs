@@ -180,6 +180,11 @@ fn gates_are_those_of_the_cpu() {
     }
 }
 
+/// Moves of rows in bf16 by fours.
+pub(super) fn wide(shape: [usize; 3]) -> Tape {
+    dispatched(shape, Values::Narrow).tape
+}
+
 pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow]
         .into_iter()

@@ -316,6 +316,17 @@ fn bands_are_added_in_f64() {
     assert_eq!(left_bits(&tape.play(), out), bits(&wanted.collect::<Vec<_>>()));
 }
 
+/// Two gradients in bf16 that become a node of the tree, and a node and a third one.
+pub(super) fn wide(elements: usize) -> [Tape; 2] {
+    let narrow = Side { values: Values::Narrow, seed: 2, ..LEAF };
+    let sum = Side { asked: false, values: Values::Wide, seed: 4, ..LEAF };
+    [[LEAF, narrow], [sum, narrow]].map(|sides| {
+        let row =
+            Row { sides: sides.map(Some), elements, each: elements, first: 0, out: Out::Own(0) };
+        additions(&[row]).0
+    })
+}
+
 pub(super) fn small() -> Vec<Tape> {
     vec![bands(300).0, additions(&rows(43)).0]
 }

@@ -7,6 +7,7 @@
 
 mod attention;
 mod build;
+mod bytes;
 mod exact;
 mod experts;
 mod finish;

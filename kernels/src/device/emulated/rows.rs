@@ -248,6 +248,11 @@ fn columns_of_a_stack_add_up() {
     }
 }
 
+/// Norms and additions in bf16 whose rows are read by fours.
+pub(super) fn wide(shape: [usize; 2]) -> [Tape; 2] {
+    [norm(shape, Values::Narrow).tape, residual(shape, Values::Narrow).tape]
+}
+
 pub(super) fn small() -> Vec<Tape> {
     let columns = columns([2, 33, 5]).tape;
     vec![

@@ -426,6 +426,11 @@ fn an_expert_without_rows_has_no_part_in_a_sum() {
     }
 }
 
+/// Weights that AdamW moves, and such that Muon moves, and their copies in bf16.
+pub(super) fn wide(elements: usize) -> [Tape; 2] {
+    [true, false].map(|adamw| moved(&[(elements, 0, adamw, true)]).tape)
+}
+
 pub(super) fn small() -> Vec<Tape> {
     let losses = [Values::Wide, Values::Narrow].map(|values| loss([3, 260], 3, values).tape);
     let few = [(2050, 0, true, true), (1030, 1, true, false), (3, 0, false, true)];

@@ -1,0 +1,68 @@
+//! How many bytes kernels ask memory for. Where memory is the limit nothing else says as early what one costs: a second reading of
+//! an operand, or a wave whose threads ask for what does not lie together, is seen here, without a device.
+
+use super::build::{Build, played};
+use super::tape::Tape;
+use super::{attention, exact, experts, finish, rows, step};
+
+/// Of each launch of a tape: the kernel, and the bytes that its waves load and store for each of so many elements.
+fn counted(tape: &Tape, elements: usize) -> Vec<(String, f64)> {
+    let (told, left) = played(&Build::COUNTED, "one", &[tape]);
+    assert!(left.is_some(), "{told}");
+    let launch = |line: &str| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let [kernel, loaded, stored] = words[..] else { return None };
+        let [loaded, stored] = [loaded, stored].map(|bytes| bytes.parse::<u64>().ok());
+        Some((kernel.to_owned(), (loaded? + stored?) as f64 / elements as f64))
+    };
+    told.lines().filter_map(launch).collect()
+}
+
+/// Holds the launches of tapes against the most bytes of an element, in order: those of which nothing is said may be as they are.
+fn hold(tapes: &[Tape], elements: usize, most: &[(&str, f64)]) {
+    let mut wanted = most.iter().peekable();
+    for (kernel, bytes) in tapes.iter().flat_map(|tape| counted(tape, elements)) {
+        eprintln!("{kernel}: {bytes:.2} bytes an element");
+        if let Some((_, most)) = wanted.next_if(|(name, _)| *name == kernel) {
+            assert!(bytes <= *most, "{kernel} moves {bytes} bytes of an element, at most {most}");
+        }
+    }
+    assert_eq!(wanted.next(), None, "a kernel that is not launched");
+}
+
+/// Of rows in bf16 and sums in f32. What operands and outcomes take is counted in the kernels' comments; the rest is vectors,
+/// factors and lists.
+#[test]
+fn rows_are_moved_once() {
+    let shape = [32, 1024];
+    let norms = [
+        ("rms_norm_f32", 9.3),
+        ("rms_norm_bf16", 7.3),
+        ("rms_norm_backward_bf16", 11.2),
+        ("rms_norm_backward_bf16", 15.3),
+        ("residual_norm_bf16", 17.5),
+        ("residual_sum_bf16", 14.4),
+        ("residual_backward_bf16", 17.9),
+        ("residual_norm_backward_bf16", 21.9),
+    ];
+    hold(&rows::wide(shape), shape[0] * shape[1], &norms);
+    let moves = [
+        ("permute_bf16", 4.9),
+        ("unpermute_bf16", 6.8),
+        ("gather_bf16", 4.7),
+        ("gather_backward_bf16", 8.4),
+    ];
+    hold(&[experts::wide([128, 3, 512])], 128 * 512, &moves);
+    let conv = [("conv_shift_bf16", 8.3), ("conv_shift_backward_bf16", 11.6)];
+    hold(&[attention::wide([64, 3, 128, 64, 64])], 64 * 512, &conv);
+}
+
+/// Of a weight under AdamW, and under Muon; of a pair of gradients; of the sum that is squared.
+#[test]
+fn weights_and_gradients_are_moved_once() {
+    let weights = 1 << 15;
+    let moves = [("update_chunks", 30.1), ("update_chunks", 18.1), ("nesterov", 17.1)];
+    hold(&step::wide(weights), weights, &moves);
+    hold(&finish::wide(weights), weights, &[("finish_add", 8.4), ("finish_add", 10.4)]);
+    hold(&[exact::wide(weights)], weights, &[("squares", 4.1)]);
+}
