@@ -1,5 +1,5 @@
-//! How many bytes kernels ask memory for. Where memory is the limit nothing else says as early what one costs: a second reading of
-//! an operand, or a wave whose threads ask for what does not lie together, is seen here, without a device.
+//! How many bytes kernels ask memory for. Where memory is the limit nothing else says as early what one costs: a second reading
+//! of an operand, or a wave whose threads ask for what lies apart, is seen here, without a device.
 
 use super::build::{Build, played};
 use super::tape::Tape;
