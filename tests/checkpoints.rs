@@ -232,7 +232,7 @@ fn answers_are_json_where_a_program_asks() {
     // Whole lines that are gone from the ledger's end break no chain; the checkpoints know of them.
     let verified = || crate::support::zdata(&["verify-run", arg(&run)]).ok();
     assert!(!verified().contains("no checkpoint"));
-    // What none of them has seen is named: nobody would know of another state there.
+    // Steps after the newest checkpoint are listed: a forged state digest there cannot be found.
     let (last, aside) = (run.join("checkpoints/step-15"), scratch.path("step-15"));
     fs::rename(&last, &aside).unwrap();
     let said = verified();

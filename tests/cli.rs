@@ -159,7 +159,7 @@ fn a_run_is_named_in_either_form_and_a_curriculum_by_its_flag() {
     assert!(!told.contains("--tsp"), "{told}");
 }
 
-/// A step all of whose documents are banned moves nothing: whoever plans is told, by either program.
+/// A step whose documents are all banned changes no weight. `plan` of both programs lists such steps.
 #[cfg(feature = "train")]
 #[test]
 fn plans_count_steps_without_labels() {

@@ -316,7 +316,7 @@ struct Names {
 }
 
 impl Names {
-    /// The fault, told of the object.
+    /// The fault with the name of the object in place of that of its copy.
     fn named(&self, fault: Fault) -> Fault {
         let copy = self.copy.path().display().to_string();
         match fault.place().and_then(|place| place.strip_prefix(&copy)) {

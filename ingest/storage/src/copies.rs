@@ -56,7 +56,7 @@ impl Copies {
         self.folder.path()
     }
 
-    /// The fault, told of the object; damage may be that of a copy, which is fetched once more.
+    /// The fault with the name of the object. Damage may be that of the copy, so the object is fetched once more.
     pub fn told(&self, fault: Fault) -> Fault {
         let place = fault.place().and_then(|place| self.object(place));
         let fault = place.into_iter().fold(fault, Fault::at);

@@ -428,7 +428,7 @@ mod tests {
             Ledger::read(&path, &Witnesses::find(dir.path())?)
         };
         assert_eq!(read(&text).unwrap().data.len(), 2);
-        // What it has not seen, nobody knows, and that is said.
+        // Steps after the newest checkpoint cannot be verified, so they are listed.
         assert!(read(&second(&text, "\"weights\":\"", "\"weights\":\"0000000000000000")).is_ok());
         let seen = |last| Witnesses::find(dir.path()).unwrap().first_unseen(last);
         assert_eq!([seen(0), seen(1), seen(2), seen(9)], [None, None, Some(2), Some(2)]);

@@ -65,7 +65,7 @@ impl Remote for Memory {
     }
 
     fn fetch(&self, object: &Address) -> Result<LocalFile> {
-        // How a file is compressed is told by the end of its name.
+        // Readers know a compression by the end of a file name.
         let mut file = tempfile::Builder::new().suffix(object.name()).tempfile()?;
         file.write_all(&self.sent(object)?)?;
         let (_, path) = file.keep()?;
