@@ -52,7 +52,7 @@ enum Command {
     Watch(cmd::watch::Args),
     /// Watch over a run: start lost ranks again, go on without them, or start all again, as rules say; the same bits.
     Supervise(Box<cmd::supervise::Args>),
-    /// Tell what a run will need before any of it is allocated: memory, bytes sent, checkpoints, ledger.
+    /// Plan a run: print the memory, traffic, checkpoints and ledger that it needs, without allocating them.
     Plan(cmd::plan::Args),
     /// Measure the machine as training uses it.
     Bench(cmd::bench::Args),

@@ -76,7 +76,7 @@ pub(crate) struct Args {
     #[arg(value_parser = super::local("name a file of this machine"))]
     plot: Option<PathBuf>,
     /// Leave documents of step A out of steps A..B, each by itself and in random halves, and tell what that does to the
-    /// loss of step B's batch, with a prediction from gradients beside it: so many documents, those with most labels.
+    /// loss of step B's batch, next to a prediction from gradients: so many documents, those with most labels.
     #[arg(long, value_name = "COUNT", requires = "steps", help_heading = "What if")]
     #[arg(num_args = 0..=1, default_missing_value = "8", conflicts_with_all = ["go_on", "plot"])]
     #[arg(value_parser = clap::value_parser!(u32).range(1..))]
