@@ -45,6 +45,20 @@ PLANT(shuffle_as_barrier) {  // threads of one wave go in step, but memory is no
   if (index < count) out[index] = sum + all[thread_index() ^ 1];
 }
 
+// Bytes that nobody needs: seen by the counter.
+PLANT(reads_twice) {
+  INDEX;
+  const bool there = index < count;
+  const f32 sum = there ? x[index] : 0.0f;
+  barrier();
+  if (there) out[index] = sum + x[index];
+}
+
+PLANT(reads_apart) {
+  INDEX;
+  if (index < count) out[index] = x[index * 8 % count];
+}
+
 // Strange memory: seen by the address sanitizer.
 PLANT(beyond_the_end) {
   INDEX;

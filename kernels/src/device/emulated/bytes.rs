@@ -2,6 +2,7 @@
 //! of an operand, or a wave whose threads ask for what lies apart, is seen here, without a device.
 
 use super::build::{Build, played};
+use super::proof::plant;
 use super::tape::Tape;
 use super::{attention, exact, experts, finish, rows, step};
 
@@ -65,4 +66,14 @@ fn weights_and_gradients_are_moved_once() {
     hold(&step::wide(weights), weights, &moves);
     hold(&finish::wide(weights), weights, &[("finish_add", 8.4), ("finish_add", 10.4)]);
     hold(&[exact::wide(weights)], weights, &[("squares", 4.1)]);
+}
+
+#[test]
+fn bytes_that_are_not_needed_are_found() {
+    for (kernel, least, most) in
+        [("faultless", 8.0, 8.5), ("reads_twice", 12.0, 12.5), ("reads_apart", 35.0, 36.5)]
+    {
+        let found = counted(&plant(kernel), 600)[0].1;
+        assert!((least..=most).contains(&found), "{kernel}: {found}");
+    }
 }

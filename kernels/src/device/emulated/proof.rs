@@ -120,7 +120,7 @@ fn there(program: &str) -> bool {
 }
 
 /// A tape with a planted fault: 600 numbers in, 600 out, over three blocks.
-fn plant(kernel: &str) -> Tape {
+pub(super) fn plant(kernel: &str) -> Tape {
     let mut tape = Tape::new(kernel);
     let (x, out) = (tape.with(&super::numbers(600, 3)), tape.room::<f32>(600));
     tape.launch(kernel, 3, &[x.into(), out.into(), Argument::from(600)]);
