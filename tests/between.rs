@@ -23,8 +23,9 @@ fn carried(on: &OnDevice, out: &str, extra: &[&str]) -> Command {
 fn ranks_on_devices_leave_one_ledger_however_they_add() {
     let on = OnDevice::by_libtorch();
     on.finish("alone", &["--workers", "1", "--stop-after", "6"]);
-    for [nodes, how] in [["2", "subtree"], ["2", "streaming"], ["1,1", "streaming"]] {
-        let ranks = ["--nproc", "2", "--nodes", nodes, "--schedule", how, "--stop-after", "6"];
+    for [nodes, how] in [["2", "whole"], ["2", "bucketed"], ["1,1", "bucketed"]] {
+        let ranks =
+            ["--nproc", "2", "--ranks-per-node", nodes, "--grad-reduce", how, "--stop-after", "6"];
         let out = format!("{nodes}-{how}");
         Ran::from(carried(&on, &out, &ranks).output().unwrap()).ok();
         assert_eq!(total(&on.report(&out), "races"), 0, "{out}");

@@ -50,7 +50,7 @@ fn quiet_tells_only_answers_and_errors() {
     let source = format!("web={}", arg(&exported.join("web/train")));
     let head = ["import", arg(&out), "--format", "megatron", "--tokenizer", arg(&tokenizer)];
     let import = [&head[..], &["--source", &source]].concat();
-    let parts = ["--work", arg(&work)];
+    let parts = ["--cache-dir", arg(&work)];
     let build = ["build", arg(&corpus), "--out", arg(&store)];
     let commands: [&[&str]; 10] = [
         &["build", arg(&corpus), "--check"],
@@ -87,12 +87,12 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
     for wrong in [
         ["--rank-timeout", "0", "--nproc", "2"],
         ["--rank-timeout", "1e300", "--nproc", "2"],
-        ["--ring-spike", "nan", "--ring", "2"],
+        ["--snapshot-on-spike", "nan", "--snapshots", "2"],
         ["--workers", "0", "--nproc", "2"],
         ["--device", "abacus", "--nproc", "2"],
         ["--loader-threads", "30000", "--nproc", "2"],
         ["--prefetch", "18446744073709551615", "--nproc", "2"],
-        ["--nodes", "1", "--nproc", "3"],
+        ["--ranks-per-node", "1", "--nproc", "3"],
     ] {
         let said = train(&run, &wrong).fails(2, &wrong[..2]);
         assert_eq!(said.matches("error:").count(), 1, "{said}");

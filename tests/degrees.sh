@@ -27,7 +27,7 @@ for degree in 1 2 4; do for data in 1 2 3; do
   ranks=$((degree * data)); [ "$ranks" -le 8 ] && [ "$ranks" -gt 1 ] || continue
   for schedule in subtree streaming; do
     name=$data-$degree-$schedule
-    run "$name" "$ranks" "$degree" --schedule "$schedule" "$@"
+    run "$name" "$ranks" "$degree" --grad-reduce "$schedule" "$@"
     tell "dp $data cp $degree $schedule" "$name"
   done
 done; done

@@ -64,7 +64,7 @@ impl Place {
     fn try_on(&self, fixture: &Fixture, out: &str, flags: &[&str]) {
         let ranks = ["--nproc", "3", "--min-ranks", "1", "--workers", "1"];
         // An old checkpoint is removed before the run ends.
-        let few = ["--keep", "2", "--only-newest"];
+        let few = ["--keep", "2", "--keep-latest"];
         let mut command = fixture.run(out, &[&ranks[..], &few, flags].concat());
         let fault = |[ranks, count, text]: &[&str; 3]| format!("kill {ranks} {count} {text}");
         suffer(&mut command, &self.ends.iter().map(fault).collect::<Vec<_>>().join("\n"));
@@ -93,8 +93,8 @@ fn wherever_ranks_are_killed_the_others_finish_the_step() {
 #[test]
 fn so_they_do_with_copies_in_memory() {
     let fixture = fixture_of(&SHORT);
-    for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "mirror") {
-        place.try_on(&fixture, &format!("mirror-{number}"), &["--mirror"]);
+    for (number, place) in places().iter().enumerate().filter(|(_, it)| it.when == "replicate") {
+        place.try_on(&fixture, &format!("replicate-{number}"), &["--replicate"]);
     }
 }
 
@@ -102,8 +102,8 @@ fn so_they_do_with_copies_in_memory() {
 fn the_table_of_places_is_whole() {
     let places = places();
     let count = |when: &str| places.iter().filter(|place| place.when == when).count();
-    assert_eq!(count("plain") + count("mirror") + count("long"), places.len());
-    assert!(count("plain") + count("mirror") >= 12);
+    assert_eq!(count("plain") + count("replicate") + count("long"), places.len());
+    assert!(count("plain") + count("replicate") >= 12);
 }
 
 /// A supervised run of three ranks, of which rank 1 suffers this from a moment on.
@@ -144,7 +144,12 @@ fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
     let again = "[[audit]]\ndo = \"restart\"\n";
     for (out, rules, flags, action) in [
         ("evicted", "", &[][..], "evict"),
-        ("mirrored", "", &["--mirror", "--min-ranks", "1", "--schedule", "streaming"], "evict"),
+        (
+            "replicated",
+            "",
+            &["--replicate", "--min-ranks", "1", "--grad-reduce", "bucketed"],
+            "evict",
+        ),
         ("restarted", again, &[], "restart"),
     ] {
         let flags = [&["--audit", "1/1"], flags].concat();

@@ -55,7 +55,7 @@ fn what_builds_left_beside_the_text_is_no_text() {
     fs::write(&file, fs::read_to_string(&file).unwrap() + steps).unwrap();
     let (first, work) = (scratch.path("first"), scratch.path("work"));
     let built = |out: &Path| {
-        let out = ["--out", arg(out), "--work", arg(&work)];
+        let out = ["--out", arg(out), "--cache-dir", arg(&work)];
         zdata(&[&["build", arg(&file)][..], &out].concat())
     };
     let digest = built(&first).ok().split_whitespace().next().unwrap().to_owned();
@@ -129,7 +129,7 @@ fn what_is_taken_twice_or_holds_nothing_is_told() {
     fs::write(&file, text).unwrap();
     let out = scratch.path("no");
     let slurm = ["build", arg(&file), "--out", arg(&out), "--sbatch=-p"];
-    zdata(&slurm).fails(2, &["--sbatch", "--engine slurm"]);
+    zdata(&slurm).fails(2, &["--sbatch", "--executor slurm"]);
     scratch.write("own/a.jsonl", json_lines(1, 5));
     scratch.write("own/b.parquet.gz", "x");
     let told = zdata(&["init", arg(&scratch.path("own"))]);
@@ -216,8 +216,8 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     assert!(!empty.join("manifest.json").exists());
     // By tasks as well, which a scheduler merges; and where it was a rule that dropped everything.
     let work = scratch.path("work");
-    let told = zdata(&["task", "plan", arg(&skip), "--work", arg(&work)]).ok();
-    let of = ["--work", arg(&work), "--plan", told.split_once("  ").unwrap().0];
+    let told = zdata(&["task", "plan", arg(&skip), "--cache-dir", arg(&work)]).ok();
+    let of = ["--cache-dir", arg(&work), "--plan", told.split_once("  ").unwrap().0];
     zdata(&[&["task", "run", "--index", "0"], &of[..]].concat()).ok();
     zdata(&[&["task", "merge", "--out", arg(&empty)], &of[..]].concat())
         .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
@@ -250,7 +250,7 @@ fn a_check_lists_every_bad_record_and_builds_nothing() {
     scratch.write("in/a.jsonl", "{\"x\": 1}\n");
     let check = ["build", arg(&skip), "--check", "--workers", "2"];
     zdata(&check).fails(3, &["1 file: 0 documents, 1 bad record\n", "nothing is left of source"]);
-    for ignored in ["--engine=slurm", "--encoder=reference", "--work=w", "--sbatch=-p"] {
+    for ignored in ["--executor=slurm", "--encoder=reference", "--cache-dir=w", "--sbatch=-p"] {
         zdata(&["build", arg(&skip), "--check", ignored]).fails(2, &["--check", "--"]);
     }
 }

@@ -6,9 +6,9 @@
 Starts runs of so many ranks with --min-ranks 1 and loses ranks of each, one or two at a time, rank 0 as any other, most by
 SIGKILL, some by SIGSTOP, until one is left or the run ends. With --supervise lost ranks are started again and join, all are
 killed, and the seconds from a kill until a step was made with all of them are told as well. EXTRA goes to ztrain, for example
---mirror. At the end the same loss without --min-ranks: everything is started again and goes on from its checkpoint.
+--replicate. At the end the same loss without --min-ranks: everything is started again and goes on from its checkpoint.
 
---places kills ranks at each place of tests/kills.txt instead, with --mirror and without, three ranks and a checkpoint every third
+--places kills ranks at each place of tests/kills.txt instead, with --replicate and without, three ranks and a checkpoint every third
 step. Exit 0 where every ledger is that of one rank.
 """
 import argparse, hashlib, json, os, random, shutil, signal, statistics, subprocess, sys, tempfile, time
@@ -161,7 +161,7 @@ def places(args, folder, wanted):
     for number, line in enumerate(table):
         _, name, *ends = [word.strip() for word in line.split(";")]
         ends = [ends[at : at + 3] for at in range(0, len(ends), 3)]
-        for way in ([], ["--mirror"]):
+        for way in ([], ["--replicate"]):
             run = folder / f"place-{number}{''.join(way)}"
             os.environ["FAULTY"] = "\n".join(f"kill {ranks} {count} {text}" for ranks, count, text in ends)
             os.environ["LD_PRELOAD"] = str(library)
@@ -174,7 +174,7 @@ def places(args, folder, wanted):
             seconds = [event["seconds"] for event in recovered]
             sources = ", ".join(event["from"] for event in recovered) or "nothing to go on with"
             told = f"{max(seconds):.2f} s" if seconds else "-"
-            print(f"{name}{' (mirror)' if way else ''}: lost {lost}, from {sources}, {told}" + ("" if same else "  WRONG"),
+            print(f"{name}{' (replicated)' if way else ''}: lost {lost}, from {sources}, {told}" + ("" if same else "  WRONG"),
                   flush=True)
             wrong, tried, found = wrong + (not same), tried + 1, found + seconds
     print(f"{tried} runs at {len(table)} places, {wrong} wrong")

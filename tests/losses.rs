@@ -26,12 +26,12 @@ const CASES: [Case; 6] = [
     Case { count: 2, flags: &[], losses: &[(2, &[0], "KILL")] },
     Case {
         count: 3,
-        flags: &["--schedule", "streaming"],
+        flags: &["--grad-reduce", "bucketed"],
         losses: &[(4, &[1], "KILL"), (11, &[0], "KILL")],
     },
     Case {
         count: 4,
-        flags: &["--nodes", "2,2"],
+        flags: &["--ranks-per-node", "2,2"],
         losses: &[(1, &[3], "KILL"), (7, &[0, 2], "KILL")],
     },
     Case {
@@ -141,7 +141,7 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
         let mut recalled = 0;
         for (index, case) in cases.iter().enumerate() {
             let out = format!("case-{index}");
-            case.try_on(&fixture, &out, &["--mirror"]);
+            case.try_on(&fixture, &out, &["--replicate"]);
             let again = |event: &Value| event["again"].as_u64().unwrap();
             for event in events(&fixture, &out, "recovered") {
                 let losses = events(&fixture, &out, "loss");
@@ -168,7 +168,7 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
         flags: &["--cp", "2", "--tsp", "2"],
         losses: &[(5, &[1, 2], "KILL"), (10, &[0], "KILL")],
     };
-    case.try_on(&fixture, "folded", &["--mirror"]);
+    case.try_on(&fixture, "folded", &["--replicate"]);
     fixture.assert_same("alone", "folded");
 }
 
@@ -180,7 +180,7 @@ fn so_do_ranks_that_nobody_watches_and_whose_store_is_lost() {
     let port = free.local_addr().unwrap().port().to_string();
     drop(free);
     let start = |rank: u32| {
-        let mut command = fixture.run("unwatched", &["--min-ranks", "1", "--mirror"]);
+        let mut command = fixture.run("unwatched", &["--min-ranks", "1", "--replicate"]);
         let rank = rank.to_string();
         command.envs([("RANK", rank.as_str()), ("WORLD_SIZE", "3"), ("LOCAL_RANK", &rank)]);
         command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)]);

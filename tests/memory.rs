@@ -35,12 +35,16 @@ const CASES: [Case; 18] = [
     Case { name: "f32, cut", change: &[CUT], ranks: &["1"] },
     Case { name: "bf16, cut", change: &[BF16, CUT], ranks: &["1", "--recompute"] },
     Case { name: "f32, 2 ranks", change: &[], ranks: &["2"] },
-    Case { name: "f32, 2 ranks, streaming", change: &[], ranks: &["2", "--schedule", "streaming"] },
+    Case {
+        name: "f32, 2 ranks, streaming",
+        change: &[],
+        ranks: &["2", "--grad-reduce", "bucketed"],
+    },
     Case { name: "bf16, 2 ranks", change: &[BF16], ranks: &["2", "--recompute"] },
     Case {
         name: "bf16, 4 ranks",
         change: &[EIGHT, BF16],
-        ranks: &["4", "--schedule", "streaming", "--recompute"],
+        ranks: &["4", "--grad-reduce", "bucketed", "--recompute"],
     },
     Case { name: "f32, 8 ranks", change: &[EIGHT], ranks: &["8"] },
     Case { name: "bf16, 8 ranks", change: &[EIGHT, BF16], ranks: &["8", "--recompute"] },
@@ -61,7 +65,7 @@ const CASES: [Case; 18] = [
     Case {
         name: "bf16, 4 ranks, cut",
         change: &[EIGHT, BF16, CUT],
-        ranks: &["4", "--schedule", "streaming"],
+        ranks: &["4", "--grad-reduce", "bucketed"],
     },
 ];
 

@@ -148,12 +148,12 @@ fn step_line(step: u64, steps: u64) -> Value {
     let phase = if step <= steps / 2 { "<b>first</b>" } else { "second" };
     let digest = format!("{step:032x}");
     let mut line = json!({
-        "kind": "step", "step": step, "phase": phase, "data": digest, "label_count": 1020, "loss": loss,
+        "kind": "step", "step": step, "phase": phase, "batch_digest": digest, "label_count": 1020, "loss": loss,
         "micro_batch_labels": [1020], "micro_batch_losses": floats(&[sum]),
-        "sources": sources, "router": [counts(10), counts(30)],
+        "sources": sources, "tokens_per_expert": [counts(10), counts(30)],
         "norm": floats(&[norm]), "lr": floats(&[4e-3 * (step as f64 / 100.0).min(1.0)]),
         "layer_gradient_norms": floats(&layers),
-        "layer_update_norms": floats(&[0.1, 0.2, 0.1, 0.01]), "state": digest,
+        "layer_update_norms": floats(&[0.1, 0.2, 0.1, 0.01]), "state_digest": digest,
     });
     if step == 4 * steps / 5 {
         line["skipped"] = json!("norm");

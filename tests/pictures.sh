@@ -64,7 +64,7 @@ batch = 4
 micro_batch = 2
 mix = { code = 3, prose = 6, manifests = 1 }
 TOML
-train() { "$bin/ztrain" --curriculum "$work/small.toml" --out "$work/small" --quiet --checkpoint-every 50 --validate-every 50 --validate-windows 8; }
+train() { "$bin/ztrain" --curriculum "$work/small.toml" --out "$work/small" --quiet --checkpoint-every 50 --validate-every 50 --validation-sequences 8; }
 train &
 victim=$!
 while kill -0 "$victim" 2>/dev/null && [ "$(wc -l 2>/dev/null <"$work/small/ledger.jsonl" || echo 0)" -lt 431 ]; do

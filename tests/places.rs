@@ -275,12 +275,12 @@ const PLAN: &str = "plan-00000000000000000000000000000000";
 /// Arguments that a place in a bucket cannot be, each with the name under which it is refused.
 const REFUSED: &[(&[&str], &str)] = &[
     (&["init", "@corpora"], "<FOLDER>"),
-    (&["build", "corpus.toml", "--out", "x", "--work", "@work"], "--work"),
-    (&["build", "corpus.toml", "--engine", "slurm", "--out", "@store"], "--out"),
-    (&["task", "plan", "corpus.toml", "--work", "@work"], "--work"),
-    (&["task", "run", "--work", "@work", "--plan", PLAN, "--index", "0"], "--work"),
-    (&["task", "merge", "--work", "@work", "--plan", PLAN, "--out", "x"], "--work"),
-    (&["task", "merge", "--work", "x", "--plan", PLAN, "--out", "@store"], "--out"),
+    (&["build", "corpus.toml", "--out", "x", "--cache-dir", "@work"], "--cache-dir"),
+    (&["build", "corpus.toml", "--executor", "slurm", "--out", "@store"], "--out"),
+    (&["task", "plan", "corpus.toml", "--cache-dir", "@work"], "--cache-dir"),
+    (&["task", "run", "--cache-dir", "@work", "--plan", PLAN, "--index", "0"], "--cache-dir"),
+    (&["task", "merge", "--cache-dir", "@work", "--plan", PLAN, "--out", "x"], "--cache-dir"),
+    (&["task", "merge", "--cache-dir", "x", "--plan", PLAN, "--out", "@store"], "--out"),
     (&["import", "@x", "--format", "olmo", "--tokenizer", "t", "--source", "a=b"], "<STORE>"),
     (&["publish", "@store", "@other"], "<STORE>"),
     (&["publish", "store", "elsewhere"], "URL"),

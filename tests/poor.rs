@@ -27,15 +27,17 @@ fn a_poor_file_system_takes_every_store_and_one_writer() {
     }
     built.ok();
     assert_same_tree(&store, &out);
-    let plan = poor(&["task", "plan", arg(&corpus), "--work", arg(&tasks), "--task-bytes", "1"]);
+    let plan =
+        poor(&["task", "plan", arg(&corpus), "--cache-dir", arg(&tasks), "--task-bytes", "1"]);
     let plan = plan.ok().split_whitespace().next().unwrap().to_owned();
     for task in ["0", "1", "2"] {
-        let run = ["task", "run", "--work", arg(&tasks), "--plan", &plan, "--index", task];
+        let run = ["task", "run", "--cache-dir", arg(&tasks), "--plan", &plan, "--index", task];
         poor(&run).ok();
         // A second result is compared with the first.
         assert!(poor(&run).ok().trim().ends_with("again"));
     }
-    let merge = ["task", "merge", "--work", arg(&tasks), "--plan", &plan, "--out", arg(&merged)];
+    let merge =
+        ["task", "merge", "--cache-dir", arg(&tasks), "--plan", &plan, "--out", arg(&merged)];
     poor(&merge).ok();
     assert_same_tree(&store, &merged);
     poor(&["export", arg(&store), "--format", "mds", "--out", arg(&mds)]).ok();

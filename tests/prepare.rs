@@ -198,15 +198,15 @@ fn an_edit_rebuilds_what_it_concerns() {
     let path = prepared(&scratch);
     let (old, new, work) = (scratch.path("old"), scratch.path("new"), scratch.path("work"));
     let in_work = |corpus: &Path, out: &Path| {
-        zdata(&["build", arg(corpus), "--out", arg(out), "--work", arg(&work)])
+        zdata(&["build", arg(corpus), "--out", arg(out), "--cache-dir", arg(&work)])
     };
     in_work(&path, &old).ok();
     let text = fs::read_to_string(&path).unwrap().replace("context = 300", "context = 200");
     let edited = scratch.write("edited.toml", text);
     zdata(&["build", arg(&edited), "--out", arg(&old)])
-        .fails(2, &["source chat", "trim v1 context=200", "--work"]);
+        .fails(2, &["source chat", "trim v1 context=200", "--cache-dir"]);
     zdata(&["build", arg(&edited), "--out", arg(&new), "--from", arg(&old)])
-        .fails(2, &["--from", "--work FOLDER"]);
+        .fails(2, &["--from", "--cache-dir FOLDER"]);
     assert!(!new.exists());
     let ran = in_work(&edited, &new);
     assert!(ran.err.contains("scan: made 0 of 4 parts"), "{}", ran.err);

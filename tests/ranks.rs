@@ -202,8 +202,9 @@ impl Fixture {
 /// another moment.
 pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &str)]) {
     for (index, (count, victim, nodes)) in kills.iter().copied().enumerate() {
-        let how = ["streaming", "subtree"][index % 2];
-        let ranks = ["--nproc", &count.to_string(), "--nodes", nodes, "--schedule", how];
+        let how = ["bucketed", "whole"][index % 2];
+        let ranks =
+            ["--nproc", &count.to_string(), "--ranks-per-node", nodes, "--grad-reduce", how];
         let mut command = fixture.run("killed", &[&ranks[..], fixture.shared].concat());
         command.stdout(Stdio::null()).stderr(Stdio::piped());
         let mut launcher = command.spawn().unwrap();
@@ -240,7 +241,10 @@ fn ranks_that_are_killed_end_with_the_same_bytes_at_any_count() {
     fixture.assert_same("alone", "three");
     let kills = [(2, Some(1), "2"), (3, Some(0), "2,1"), (5, Some(4), "3,2"), (2, None, "1,1")];
     kill_in_turn(&fixture, &kills);
-    fixture.finish("killed", &["--nproc", "5", "--schedule", "streaming", "--nodes", "3,2"]);
+    fixture.finish(
+        "killed",
+        &["--nproc", "5", "--grad-reduce", "bucketed", "--ranks-per-node", "3,2"],
+    );
     fixture.assert_same("alone", "killed");
     let run = fixture.scratch.path("killed");
     let verdict = ztrain(&["replay", "--run", arg(&run), "--step", "14"]).ok();
@@ -304,14 +308,15 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
 #[test]
 fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
     let fixture = Fixture::new(&[]);
-    let wrong = fixture.run("wrong", &["--nproc", "2", "--nodes", "2,1"]).output().unwrap();
-    let said = crate::support::Ran::from(wrong).fails(2, &["--nodes", "2,1", "2 in all"]);
+    let wrong =
+        fixture.run("wrong", &["--nproc", "2", "--ranks-per-node", "2,1"]).output().unwrap();
+    let said = crate::support::Ran::from(wrong).fails(2, &["--ranks-per-node", "2,1", "2 in all"]);
     assert_eq!(said.matches("error:").count(), 1, "{said}");
-    let alone = fixture.run("wrong", &["--nodes", "2,1"]).output().unwrap();
-    crate::support::Ran::from(alone).fails(2, &["--nodes", "2,1", "--nproc"]);
-    let needless = ["--mirror", "--transport", "gloo", "--stop-after", "1"];
+    let alone = fixture.run("wrong", &["--ranks-per-node", "2,1"]).output().unwrap();
+    crate::support::Ran::from(alone).fails(2, &["--ranks-per-node", "2,1", "--nproc"]);
+    let needless = ["--replicate", "--transport", "gloo", "--stop-after", "1"];
     let alone = crate::support::Ran::from(fixture.run("alone", &needless).output().unwrap());
-    for note in ["--min-ranks and --mirror are for several", "--transport is for several"] {
+    for note in ["--min-ranks and --replicate are for several", "--transport is for several"] {
         assert!(alone.err.contains(note), "{}", alone.err);
     }
     alone.ok();
@@ -323,7 +328,7 @@ fn machines_that_do_not_add_up_are_refused_and_steps_are_measured_on_ranks() {
         said["table"].clone()
     };
     let alone = table(&[]);
-    let ranks = table(&["--nproc", "3", "--nodes", "2,1", "--schedule", "streaming"]);
+    let ranks = table(&["--nproc", "3", "--ranks-per-node", "2,1", "--grad-reduce", "bucketed"]);
     for same in ["tokens", "model_flops"] {
         assert_eq!(alone[same], ranks[same], "{same}");
     }

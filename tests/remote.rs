@@ -265,7 +265,8 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     let work = scratch.path("work");
     for (name, tally) in [("made", "encode: made 2 of 2 parts"), ("reused", "reused 2 parts")] {
         let out = scratch.path(name);
-        let told = bucket.zdata(&["build", arg(&far), "--work", arg(&work), "--out", arg(&out)]);
+        let told =
+            bucket.zdata(&["build", arg(&far), "--cache-dir", arg(&work), "--out", arg(&out)]);
         assert!(told.err.contains(tally), "{told:?}");
         assert_eq!(digest(told.ok()), wanted);
     }

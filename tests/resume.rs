@@ -391,7 +391,11 @@ mod training {
         let steps = |run: &std::path::Path| {
             let ledger = fs::read_to_string(run.join("ledger.jsonl")).unwrap();
             let line = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap();
-            ledger.lines().skip(1).map(|text| line(text)["state"].clone()).collect::<Vec<_>>()
+            ledger
+                .lines()
+                .skip(1)
+                .map(|text| line(text)["state_digest"].clone())
+                .collect::<Vec<_>>()
         };
         assert_eq!(steps(&run).len(), 4);
         assert_eq!(steps(&run), steps(&whole));

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `zdata build --engine slurm` under a real Slurm on this machine: slurmctld and three slurmd (Debian's slurm-wlm), with
+# `zdata build --executor slurm` under a real Slurm on this machine: slurmctld and three slurmd (Debian's slurm-wlm), with
 # tasks killed, requeued, run twice and finished in any order. The store must have every byte of the one built here.
 #
 #   tests/slurm.sh [ZDATA]        exit 0 done, 1 failed, 77 no Slurm or no right to start one (needs root)
@@ -68,14 +68,14 @@ done
 
 # Under fire, in both stages of tasks: whatever runs is requeued or killed. What was killed left no part: the same command
 # runs it again, and nothing else. A requeued job would wait for two minutes, which are not needed here.
-build() { "$zdata" build "$dir/corpus.toml" --out "$1" --engine slurm --work "$dir/work" --task-bytes 1 --workers 1; }
+build() { "$zdata" build "$dir/corpus.toml" --out "$1" --executor slurm --cache-dir "$dir/work" --task-bytes 1 --workers 1; }
 requeued=0 killed=0
 hit() {
   if [ "$requeued" -le "$killed" ]; then
     task=$(squeue -h -t R -n zdata-scan,zdata-encode -o '%A' | head -1)
     [ -n "$task" ] && scontrol requeue "$task" 2>/dev/null && requeued=$((requeued + 1))
   else
-    pid=$(pgrep -f "$zdata task (scan|run) --work $dir" | head -1)
+    pid=$(pgrep -f "$zdata task (scan|run) --cache-dir $dir" | head -1)
     [ -n "$pid" ] && kill -9 "$pid" 2>/dev/null && killed=$((killed + 1))
   fi || true
 }
@@ -113,8 +113,8 @@ diff -r "$dir/local-edited" "$dir/edited"
 echo "after an edit: every byte as built here"
 
 # Every task twice, backwards, as two arrays at once; then one merge.
-read -r plan tasks < <("$zdata" task plan "$dir/corpus.toml" --work "$dir/twice.tasks" --task-bytes 1)
-of="--work $dir/twice.tasks --plan $plan"
+read -r plan tasks < <("$zdata" task plan "$dir/corpus.toml" --cache-dir "$dir/twice.tasks" --task-bytes 1)
+of="--cache-dir $dir/twice.tasks --plan $plan"
 array=$(seq $((tasks - 1)) -1 0 | paste -sd,)
 for verb in scan run; do
   both=()

@@ -97,7 +97,7 @@ fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
     let store = crate::support::build(scratch, &scratch.write("half.toml", text), "half");
     fixture.curriculum = crate::support::curriculum(scratch, &store, "half-run.toml", &[]);
     for (out, ranks) in [("alone", &[][..]), ("ranks", &["--nproc", "2"])] {
-        let flags = ["--validate-every", "4", "--validate-windows", "1000000"];
+        let flags = ["--validate-every", "4", "--validation-sequences", "1000000"];
         let mut command = fixture.run(out, &[&flags[..], ranks].concat());
         let mut run = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let folder = fixture.scratch.path(out);

@@ -130,7 +130,7 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
     let rules = "[[crash]]\ndo = \"restart\"\ntimes = 1\n[[crash]]\ndo = \"evict\"\nagain = 0.1\n";
     for (out, flags) in [
         ("killed", &["--nproc", "3"][..]),
-        ("mirrored", &["--nproc", "3", "--min-ranks", "1", "--mirror"]),
+        ("replicated", &["--nproc", "3", "--min-ranks", "1", "--replicate"]),
     ] {
         let mut run = Supervised::begin(&fixture, out, rules, flags);
         let first = run.ranks(3);

@@ -28,7 +28,7 @@ struct Planned {
 impl Planned {
     fn new(scratch: &Scratch, corpus: &Path, work: &str) -> Planned {
         let work = scratch.path(work);
-        let words = ["task", "plan", arg(corpus), "--work", arg(&work), "--task-bytes", "1"];
+        let words = ["task", "plan", arg(corpus), "--cache-dir", arg(&work), "--task-bytes", "1"];
         let told = zdata(&words).ok();
         let (name, tasks) = told.trim().split_once("  ").unwrap();
         Planned { name: name.to_owned(), tasks: tasks.parse().unwrap(), work }
@@ -36,7 +36,7 @@ impl Planned {
 
     /// The words of a command.
     fn words<'a>(&'a self, verb: &'a str, more: &[&'a str]) -> Vec<&'a str> {
-        [&["task", verb, "--work", arg(&self.work), "--plan", &self.name], more].concat()
+        [&["task", verb, "--cache-dir", arg(&self.work), "--plan", &self.name], more].concat()
     }
 
     fn run(&self, task: u64) -> Ran {
@@ -213,7 +213,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let again = |name: &str| {
         let out = scratch.path(name);
         let words = ["build", arg(&corpus), "--out", arg(&out)];
-        let words = [&words[..], &["--work", arg(&work), "--task-bytes", "1"]].concat();
+        let words = [&words[..], &["--cache-dir", arg(&work), "--task-bytes", "1"]].concat();
         if name == "first" {
             let mut fire = Fire::new(std::time::Duration::from_millis(800), 3);
             while fire.round(2).is_some() {
@@ -243,7 +243,8 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let told = again("setting");
     assert!(told.contains("scan: made 0 of 10 parts"), "{told}");
     assert!(told.contains("reused 9 parts (9 files,"), "{told}");
-    let prune = |more: &[&str]| zdata(&[&["task", "prune", "--work", arg(&work)], more].concat());
+    let prune =
+        |more: &[&str]| zdata(&[&["task", "prune", "--cache-dir", arg(&work)], more].concat());
     let parts = || files(&work.join("parts"), |name| name.ends_with(".bin")).len();
     let all = parts();
     assert!(prune(&["--unused-days", "1"]).ok().contains("removed 0 parts"));
@@ -254,7 +255,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     prune(&[]).fails(2, &["--unused-days"]);
     // The build has ended, and its plan with it.
     let plan = format!("build-{}", "0".repeat(32));
-    let run = ["task", "run", "--work", arg(&work), "--index", "0", "--plan"];
+    let run = ["task", "run", "--cache-dir", arg(&work), "--index", "0", "--plan"];
     zdata(&[&run[..], &[&plan]].concat()).fails(3, &["no such plan", "task plan"]);
     zdata(&[&run[..], &["0"]].concat()).fails(2, &["--plan", "plan-DIGEST"]);
 }
@@ -267,15 +268,16 @@ fn a_folder_of_parts_is_known_by_its_marker_and_a_plan_by_its_name() {
     let mine = ["mine/plan.json", "mine/parts/.git", "mine/parts/.env", "mine/parts/x.bin"];
     let mine = mine.map(|name| scratch.write(name, "mine"));
     let (folder, out) = (scratch.path("mine"), scratch.path("out"));
-    let work = ["--work", arg(&folder)];
+    let work = ["--cache-dir", arg(&folder)];
     let build = ["build", arg(&corpus), "--out", arg(&out)];
     let refused: [&[&str]; 3] =
         [&build, &["task", "plan", arg(&corpus)], &["task", "prune", "--unused-days", "0"]];
     for words in refused {
-        zdata(&[words, &work].concat()).fails(2, &["in the way", "parts", "--work"]);
+        zdata(&[words, &work].concat()).fails(2, &["in the way", "parts", "--cache-dir"]);
         assert!(mine.iter().all(|file| file.exists()) && !out.exists());
     }
-    zdata(&[&build[..], &["--work", arg(&out)]].concat()).fails(2, &["a folder each", "--work"]);
+    zdata(&[&build[..], &["--cache-dir", arg(&out)]].concat())
+        .fails(2, &["a folder each", "--cache-dir"]);
     assert!(!out.exists());
     let first = Planned::new(&scratch, &corpus, "work");
     (0..first.tasks).for_each(|task| drop(first.run(task).ok()));
@@ -283,7 +285,7 @@ fn a_folder_of_parts_is_known_by_its_marker_and_a_plan_by_its_name() {
     let second = scratch.write("second.toml", text.replace("1/50", "1/3"));
     let second = Planned::new(&scratch, &second, "work");
     (0..second.tasks).for_each(|task| drop(second.run(task).ok()));
-    zdata(&["build", arg(&corpus), "--out", arg(&out), "--work", arg(&first.work)]).ok();
+    zdata(&["build", arg(&corpus), "--out", arg(&out), "--cache-dir", arg(&first.work)]).ok();
     let [one, two] = ["one", "two"].map(|name| scratch.path(name));
     first.merge(&one).ok();
     second.merge(&two).ok();
@@ -307,7 +309,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     }
     let path = format!("{}:{}", arg(&bin), std::env::var("PATH").unwrap());
     let slurm = |corpus: &Path, out: &Path| -> Ran {
-        let args = ["build", arg(corpus), "--out", arg(out), "--engine", "slurm"];
+        let args = ["build", arg(corpus), "--out", arg(out), "--executor", "slurm"];
         let mut command = zdata_command(&args);
         command.env("PATH", &path).env("FAKE_SLURM", scratch.path("jobs"));
         command.env("FAKE_SLURM_SLOW", if out.ends_with("slow") { "3" } else { "0" });
@@ -317,7 +319,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     zdata(&["build", arg(&corpus), "--out", arg(&local)]).ok();
     // What somebody else put where the parts would go stays, and so does the build.
     let mine = scratch.write("cluster.work/mine", "mine");
-    slurm(&corpus, &cluster).fails(2, &["in the way", "mine", "--work"]);
+    slurm(&corpus, &cluster).fails(2, &["in the way", "mine", "--cache-dir"]);
     assert!(mine.exists() && !cluster.exists());
     fs::remove_file(&mine).unwrap();
     slurm(&corpus, &cluster).ok();
@@ -326,7 +328,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     assert!(!work.exists());
     // Parts that a kill at the very end left are cleared, by whoever finds the store whole.
     let other = scratch.path("other");
-    zdata(&["build", arg(&corpus), "--out", arg(&other), "--work", arg(&work)]).ok();
+    zdata(&["build", arg(&corpus), "--out", arg(&other), "--cache-dir", arg(&work)]).ok();
     assert!(work.join("parts").exists());
     slurm(&corpus, &cluster).ok();
     assert!(!work.exists());

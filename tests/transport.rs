@@ -32,16 +32,16 @@ fn carried_tensors_leave_the_ledger_of_one_rank() {
     let fixture = carried(&SHORT);
     fixture.finish("alone", &["--nproc", "1"]);
     let ways = [
-        ("2", "2", "subtree"),
-        ("2", "1,1", "streaming"),
-        ("3", "3", "streaming"),
-        ("3", "2,1", "subtree"),
-        ("3", "2,1", "streaming"),
-        ("5", "2,3", "streaming"),
+        ("2", "2", "whole"),
+        ("2", "1,1", "bucketed"),
+        ("3", "3", "bucketed"),
+        ("3", "2,1", "whole"),
+        ("3", "2,1", "bucketed"),
+        ("5", "2,3", "bucketed"),
     ];
     for (count, nodes, how) in ways {
         let out = format!("{count}-{nodes}-{how}");
-        fixture.finish(&out, &["--nproc", count, "--nodes", nodes, "--schedule", how]);
+        fixture.finish(&out, &["--nproc", count, "--ranks-per-node", nodes, "--grad-reduce", how]);
         fixture.assert_same("alone", &out);
         let events = fixture.scratch.path(&out).join("events.jsonl");
         let events = std::fs::read_to_string(events).unwrap();
@@ -59,14 +59,14 @@ fn lines_within_a_micro_batch_are_carried_too() {
     let mut fixture = carried(&[&SHORT[..], &[CUT]].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     let ways = [
-        ["2", "--cp=2", "--tsp=1", "subtree"],
-        ["4", "--cp=2", "--tsp=2", "streaming"],
-        ["4", "--cp=1", "--tsp=2", "subtree"],
+        ["2", "--cp=2", "--tsp=1", "whole"],
+        ["4", "--cp=2", "--tsp=2", "bucketed"],
+        ["4", "--cp=1", "--tsp=2", "whole"],
     ];
     fixture.delay = Some("1");
     for [count, cp, tsp, how] in ways {
         let out = format!("{count}{cp}{tsp}");
-        fixture.finish(&out, &["--nproc", count, cp, tsp, "--schedule", how]);
+        fixture.finish(&out, &["--nproc", count, cp, tsp, "--grad-reduce", how]);
         fixture.assert_same("alone", &out);
     }
     fixture.delay = None;
@@ -81,7 +81,7 @@ fn ranks_that_are_killed_while_they_carry_go_on() {
     let fixture = carried(&MIDDLING);
     fixture.finish("alone", &["--nproc", "1"]);
     kill_in_turn(&fixture, &[(2, Some(1), "2"), (3, Some(0), "2,1"), (2, None, "1,1")]);
-    fixture.finish("killed", &["--nproc", "3", "--nodes", "2,1"]);
+    fixture.finish("killed", &["--nproc", "3", "--ranks-per-node", "2,1"]);
     fixture.assert_same("alone", "killed");
 }
 

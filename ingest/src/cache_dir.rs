@@ -1,4 +1,4 @@
-//! The folder in which builds keep parts: the one that `--work` names, or the one beside a store until that is whole.
+//! The folder in which builds keep parts: the one that `--cache-dir` names, or the one beside a store until that is whole.
 //!
 //! ```text
 //! zdata-cache                 the marker: whose folder this is, and in which version
@@ -138,7 +138,7 @@ impl CacheDir {
         }
         Err(Fault::usage("this folder holds no parts of builds")
             .at(path.display().to_string())
-            .wanted("the --work folder of a build or plan"))
+            .wanted("the --cache-dir folder of a build or plan"))
     }
 
     /// Where it lies.
@@ -266,7 +266,7 @@ pub(crate) fn apart_from(work: &Path, store: &Path) -> Result<()> {
             )
             .at(work.display().to_string())
             .found(format!("parts in {}, and the store in {}", work.display(), place.display()))
-            .hint("name another folder for parts: --work FOLDER"));
+            .hint("name another folder for parts: --cache-dir FOLDER"));
         }
     }
     Ok(())
@@ -307,7 +307,7 @@ fn is_marked(path: &Path) -> Result<bool> {
         return Ok(true);
     }
     let refused = |what: &str| Fault::usage(what).at(path.display().to_string());
-    let hint = "move it, or name another folder for parts: --work FOLDER";
+    let hint = "move it, or name another folder for parts: --cache-dir FOLDER";
     if text.starts_with(KIND.as_bytes()) {
         return Err(refused("another version of zdata keeps parts in this folder")
             .found(String::from_utf8_lossy(&text).trim_end())

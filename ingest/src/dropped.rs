@@ -203,7 +203,7 @@ impl Listing {
 
 /// What to do about an input that changed. A plan of tasks has results of what was there before.
 pub(crate) const CHANGED_HINT: &str =
-    "run `zdata build` again; of tasks, `zdata task plan` again, with another --work";
+    "run `zdata build` again; of tasks, `zdata task plan` again, with another --cache-dir";
 
 /// What is said if the scan removed a record that is kept, or is not there.
 fn changed(line: &Line) -> Fault {

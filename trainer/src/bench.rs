@@ -215,10 +215,17 @@ pub fn step(
     let Context { spec, team, workers } = cx;
     enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
-    let Team { degrees, flat, schedule, .. } = *team;
+    let Team { degrees, flat, grad_reduce, .. } = *team;
     let limit_here = store::memory::limit();
-    let demand =
-        Demand { degrees, flat, schedule, workers, mirror: false, copies: 0, limit: limit_here };
+    let demand = Demand {
+        degrees,
+        flat,
+        grad_reduce,
+        workers,
+        replicate: false,
+        copies: 0,
+        limit: limit_here,
+    };
     memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
@@ -257,7 +264,7 @@ pub fn step(
         table.exchanged(&stepped);
         let step = spec.plan.step(number)?;
         table.tokens += step.batch * u64::from(step.seq_len);
-        table.model_flops += model_flops(spec, number, &stepped.record.router)?;
+        table.model_flops += model_flops(spec, number, &stepped.record.tokens_per_expert)?;
         uneven(cx, number, &mut dealt)?;
     }
     table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
@@ -288,11 +295,11 @@ fn memory_of_all(
         mine.word(*size);
     });
     let heard = team.tell("the sizes of ranks", &mine)?;
-    let Team { degrees, flat, schedule, .. } = *team;
+    let Team { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
     // Of a processor none is counted.
     let on_device = sizes[3] > 0;
-    let ways = Ways { names, pieces, degrees, flat, schedule, workers, on_device };
+    let ways = Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
     let of = |(rank, mut heard): (u32, Reader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);

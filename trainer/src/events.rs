@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use store::disk::Log;
 use store::regular;
 
-use crate::mesh::{Degrees, Schedule};
+use crate::mesh::{Degrees, GradReduce};
 
 /// The events of a run, appended to.
 pub struct Events {
@@ -86,7 +86,7 @@ pub(crate) struct Ranks {
     /// How many could share a micro-batch.
     pub(crate) degrees: Degrees,
     /// How they dealt micro-batches.
-    pub(crate) schedule: Schedule,
+    pub(crate) grad_reduce: GradReduce,
 }
 
 /// The ranks by which `step` was recorded, by the events at `path`; `None` where these do not say. Who computed it once more
@@ -100,16 +100,16 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
                 now = Some(Ranks {
                     world: 1,
                     degrees: Degrees::ALONE,
-                    schedule: Schedule::default(),
+                    grad_reduce: GradReduce::default(),
                 });
             }
             Some("ranks") => {
-                let streaming = event["schedule"] == Schedule::Streaming.name();
-                let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
+                let bucketed = event["grad_reduce"] == GradReduce::Bucketed.name();
+                let grad_reduce = if bucketed { GradReduce::Bucketed } else { GradReduce::Whole };
                 // Not written before ranks could share.
                 let [cp, tsp] = ["cp", "tsp"].map(|axis| number(&event[axis]).unwrap_or(1));
                 let degrees = Degrees { cp, tsp };
-                now = number(&event["world"]).map(|world| Ranks { world, degrees, schedule });
+                now = number(&event["world"]).map(|world| Ranks { world, degrees, grad_reduce });
             }
             Some("step") if event["step"] == step && event["again"] != true => return now,
             _ => (),
@@ -168,16 +168,17 @@ mod tests {
         events.write("start", json!({})).unwrap();
         events.write("step", step(1, false)).unwrap();
         events.write("start", json!({})).unwrap();
-        events.write("ranks", json!({"world": 3, "schedule": "streaming"})).unwrap();
+        events.write("ranks", json!({"world": 3, "grad_reduce": "bucketed"})).unwrap();
         events.write("step", step(1, true)).unwrap();
         events.write("step", step(2, false)).unwrap();
-        events.write("ranks", json!({"world": 4, "cp": 2, "schedule": "subtree"})).unwrap();
+        events.write("ranks", json!({"world": 4, "cp": 2, "grad_reduce": "whole"})).unwrap();
         events.write("step", step(3, false)).unwrap();
-        let ranks =
-            |world, cp, schedule| Some(Ranks { world, degrees: Degrees { cp, tsp: 1 }, schedule });
-        assert_eq!(ranks_at(&path, 1), ranks(1, 1, Schedule::Subtree));
-        assert_eq!(ranks_at(&path, 2), ranks(3, 1, Schedule::Streaming));
-        assert_eq!(ranks_at(&path, 3), ranks(4, 2, Schedule::Subtree));
+        let ranks = |world, cp, grad_reduce| {
+            Some(Ranks { world, degrees: Degrees { cp, tsp: 1 }, grad_reduce })
+        };
+        assert_eq!(ranks_at(&path, 1), ranks(1, 1, GradReduce::Whole));
+        assert_eq!(ranks_at(&path, 2), ranks(3, 1, GradReduce::Bucketed));
+        assert_eq!(ranks_at(&path, 3), ranks(4, 2, GradReduce::Whole));
         assert_eq!(ranks_at(&path, 4), None);
     }
 

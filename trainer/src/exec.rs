@@ -9,9 +9,9 @@ use kernels::group::Transport;
 use loader::PrefetchOptions;
 use store::Location;
 
-use crate::checkpoint::{Retention, RingOptions};
+use crate::checkpoint::{Retention, SnapshotOptions};
 use crate::memory::Demand;
-use crate::mesh::{Degrees, Schedule};
+use crate::mesh::{Degrees, GradReduce};
 use crate::validate::Validation;
 use crate::workers::Workers;
 
@@ -28,14 +28,14 @@ pub struct ExecOptions {
     /// that its cut allows.
     pub degrees: Degrees,
     /// How several ranks deal the micro-batches of a step and bring their gradients together.
-    pub schedule: Schedule,
+    pub grad_reduce: GradReduce,
     /// Whether several ranks send to each other as if all were on one machine.
     pub flat: bool,
     /// After the loss of a rank the others go on if so many are left; `None`: they end.
     pub min_ranks: Option<u32>,
     /// Whether what each rank owns of the state is also kept by another one, so that after a loss nothing before the step at
     /// hand is computed again.
-    pub mirror: bool,
+    pub replicate: bool,
     /// How tensors travel between several ranks.
     pub transport: Transport,
     /// Steps between checkpoints.
@@ -49,7 +49,7 @@ pub struct ExecOptions {
     /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
     pub checkpoints: Option<Location>,
     /// States that stay in memory, for the step whose loss jumps.
-    pub ring: RingOptions,
+    pub snapshots: SnapshotOptions,
     /// The step after which to stop, if before the curriculum's last.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
@@ -72,17 +72,17 @@ impl ExecOptions {
             prefetch: PrefetchOptions::default(),
             validation: Validation { every: 50, windows: 16 },
             degrees: Degrees::ALONE,
-            schedule: Schedule::default(),
+            grad_reduce: GradReduce::default(),
             flat: false,
             min_ranks: None,
-            mirror: false,
+            replicate: false,
             transport: Transport::default(),
             checkpoint_every: 50,
             retention: Retention::default(),
             checkpoint_timeout: Duration::from_secs(3600),
             restart: false,
             checkpoints: None,
-            ring: RingOptions { states: 0, every: 10, spike: 6.0 },
+            snapshots: SnapshotOptions { states: 0, every: 10, spike: 6.0 },
             stop_after: None,
             progress: true,
             memory: store::memory::limit(),
@@ -94,9 +94,10 @@ impl ExecOptions {
 
     /// What the steps of training ask of memory: a copy of the state is being written down, and some recent ones stay.
     pub(crate) fn demand(&self) -> Demand {
-        let ExecOptions { degrees, flat, schedule, workers, mirror, memory: limit, .. } = *self;
-        let copies = (self.ring.states as u64).saturating_add(1);
-        Demand { degrees, flat, schedule, workers, mirror, copies, limit }
+        let ExecOptions { degrees, flat, grad_reduce, workers, replicate, memory: limit, .. } =
+            *self;
+        let copies = (self.snapshots.states as u64).saturating_add(1);
+        Demand { degrees, flat, grad_reduce, workers, replicate, copies, limit }
     }
 
     /// Whether somebody asked to stop.

@@ -22,7 +22,7 @@ use crate::mesh::behind::Owned;
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team::{self, Line};
-use crate::mesh::{Degrees, Mesh, Schedule, gather};
+use crate::mesh::{Degrees, GradReduce, Mesh, gather};
 use crate::model::{self, Cut, Fold, ParamSpec};
 use crate::optim::{Rule, together};
 use crate::spec::{PhaseModel, RunSpec};
@@ -94,7 +94,7 @@ impl Holder<'_> {
 /// All ranks, as they stand in a phase; with all that is the same of each of them.
 pub(crate) struct Ranks<'a> {
     mesh: Mesh,
-    schedule: Schedule,
+    grad_reduce: GradReduce,
     workers: Workers,
     /// The micro-batches of each place of a line of gradients, by round.
     parts: Vec<Vec<Range<u64>>>,
@@ -126,7 +126,7 @@ pub(crate) struct Ways<'a> {
     /// Whether machines are passed over.
     pub(crate) flat: bool,
     /// How micro-batches are dealt.
-    pub(crate) schedule: Schedule,
+    pub(crate) grad_reduce: GradReduce,
     /// Micro-batches that each computes at once.
     pub(crate) workers: Workers,
     /// Whether each computes on a device.
@@ -136,13 +136,13 @@ pub(crate) struct Ways<'a> {
 impl<'a> Ways<'a> {
     /// The ranks as they stand in `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
-        let Ways { names, pieces, degrees, flat, schedule, workers, on_device } = self;
+        let Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device } = self;
         let PhaseModel { config, cut, .. } = spec.model_at(step)?;
         let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
         let mesh = Mesh::of(names.len() as u32, degrees, *cut);
         let workers = if mesh.together() > 1 { workers.one() } else { workers };
-        let parts = team::parts(schedule, mesh.dp, placed.batch / placed.micro_batch)?;
-        let streams = schedule == Schedule::Streaming && mesh.world() > 1;
+        let parts = team::parts(grad_reduce, mesh.dp, placed.batch / placed.micro_batch)?;
+        let streams = grad_reduce == GradReduce::Bucketed && mesh.world() > 1;
         let slices = Slices::new(mesh, pieces, spec.parameters.len());
         let place = |place: u32| {
             let pieces = match mesh.together() {
@@ -170,7 +170,7 @@ impl<'a> Ways<'a> {
         let together = on_device.then(|| spec.settings_at(step).newton_schulz);
         Ok(Ranks {
             mesh,
-            schedule,
+            grad_reduce,
             workers,
             parts,
             places,
@@ -339,11 +339,11 @@ pub(crate) struct Demand {
     /// Whether machines are passed over.
     pub(crate) flat: bool,
     /// How micro-batches are dealt.
-    pub(crate) schedule: Schedule,
+    pub(crate) grad_reduce: GradReduce,
     /// Micro-batches that each computes at once.
     pub(crate) workers: Workers,
     /// Whether each keeps the state of another one.
-    pub(crate) mirror: bool,
+    pub(crate) replicate: bool,
     /// States of its own that each holds beside the one that moves.
     pub(crate) copies: u64,
     /// Bytes that they may hold together.
@@ -373,11 +373,11 @@ pub(crate) fn refuse(
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
     let partners = Partners::new(names);
-    let Demand { degrees, flat, schedule, workers, mirror, limit, .. } = demand;
+    let Demand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
     for (name, first, _) in spec.segments() {
         let (mut all, mut mine) = (0u64, Holds::default());
         let on_device = device != Device::Cpu;
-        let ways = Ways { names, pieces: &pieces, degrees, flat, schedule, workers, on_device };
+        let ways = Ways { names, pieces: &pieces, degrees, flat, grad_reduce, workers, on_device };
         let ranks = ways.at(spec, first)?;
         if on_device {
             refuse_state(name, ranks.holds_always(spec, first, me), device)?;
@@ -385,8 +385,8 @@ pub(crate) fn refuse(
         }
         for rank in here.iter().copied() {
             let found = ranks.holds(spec, first, rank);
-            let mirrored = if mirror { partners.held(&pieces, rank) } else { 0 };
-            let parts = [found.sum(), mirrored, demand.copied(&pieces, rank)];
+            let replicated = if replicate { partners.held(&pieces, rank) } else { 0 };
+            let parts = [found.sum(), replicated, demand.copied(&pieces, rank)];
             all = parts.into_iter().fold(all, u64::saturating_add);
             mine = if rank == me { found } else { mine };
         }
@@ -394,9 +394,9 @@ pub(crate) fn refuse(
             let copies = demand.copied(&pieces, me);
             let fault = too_large(name, (all, limit), (mine, copies), here.len());
             // What is easiest to leave out comes first.
-            let ring = if demand.copies > 1 { "fewer states in --ring, " } else { "" };
+            let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
-                "give {ring}--recompute, fewer --workers, smaller micro-batches, or more machines with --schedule streaming"
+                "give {snapshots}--recompute, fewer --workers, smaller micro-batches, or more machines with --grad-reduce bucketed"
             )));
         }
     }
@@ -483,7 +483,7 @@ impl Travelling {
         let all = holder.line.owned.all();
         let leaf = holder.ranks.leaf.unwrap_or(all);
         let alone = holder.ranks.mesh.world() == 1;
-        if holder.ranks.schedule == Schedule::Streaming && !alone {
+        if holder.ranks.grad_reduce == GradReduce::Bucketed && !alone {
             return Travelling::streaming(holder);
         }
         // Blocks one after the other: those that are complete wait, in the last one a sum at each level, of which the lowest is a

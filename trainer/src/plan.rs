@@ -19,7 +19,7 @@ use crate::memory::{Holds, Ways};
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team;
-use crate::mesh::{Degrees, Mesh, Schedule, context, copies};
+use crate::mesh::{Degrees, GradReduce, Mesh, context, copies};
 use crate::model::{self, Dealt, Fold};
 use crate::optim::balance::Balance;
 use crate::optim::guard::Skipped;
@@ -44,7 +44,7 @@ pub struct Fleet {
     /// Micro-batches that each computes at once, and what is kept of each.
     pub workers: Workers,
     /// How micro-batches are dealt.
-    pub schedule: Schedule,
+    pub grad_reduce: GradReduce,
     /// Whether machines are passed over in exchanges.
     pub flat: bool,
     /// How many ranks may share a micro-batch.
@@ -75,8 +75,8 @@ pub struct RunNeeds {
     pub without_labels: Vec<u64>,
     /// A checkpoint.
     pub checkpoint: CheckpointNeeds,
-    /// What `ztrain --mirror` would take besides.
-    pub mirror: MirrorNeeds,
+    /// What `ztrain --replicate` would take besides.
+    pub replicas: ReplicaNeeds,
     /// Bytes of the ledger when the run is done.
     pub ledger_bytes: u64,
 }
@@ -143,7 +143,7 @@ pub struct CheckpointNeeds {
 
 /// What copies of the state in the memory of other ranks take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct MirrorNeeds {
+pub struct ReplicaNeeds {
     /// Bytes of the rank that holds most of them.
     pub largest_rank: u64,
     /// Bytes that all ranks together send for them in each step.
@@ -176,15 +176,15 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
         phases,
         without_labels: Vec::new(),
         checkpoint,
-        mirror: mirror(&pieces, &names),
+        replicas: replicas(&pieces, &names),
     })
 }
 
-fn mirror(pieces: &[Piece], names: &[String]) -> MirrorNeeds {
+fn replicas(pieces: &[Piece], names: &[String]) -> ReplicaNeeds {
     let partners = Partners::new(names);
     let held = partners.all_held(pieces).into_iter();
     let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
-    MirrorNeeds { largest_rank: held.max().unwrap_or(0), sent }
+    ReplicaNeeds { largest_rank: held.max().unwrap_or(0), sent }
 }
 
 impl RunNeeds {
@@ -230,10 +230,10 @@ fn phase_needs(
     let step = spec.plan.step(first)?;
     let (mut largest_rank, mut most) = (0, Holds::default());
     let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
-    let Fleet { degrees, flat, schedule, workers, .. } = *fleet;
+    let Fleet { degrees, flat, grad_reduce, workers, .. } = *fleet;
     let Shares { names, pieces } = *shares;
     let on_device = fleet.device != "cpu";
-    let ways = Ways { names, pieces, degrees, flat, schedule, workers, on_device };
+    let ways = Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
     for rank in 0..fleet.ranks {
         let holds = ranks.holds(spec, first, rank);
@@ -311,7 +311,7 @@ fn sent(
     step: u64,
 ) -> Result<SentInStep> {
     let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
-    let parts = team::parts(fleet.schedule, mesh.dp, placed.batch / placed.micro_batch)?;
+    let parts = team::parts(fleet.grad_reduce, mesh.dp, placed.batch / placed.micro_batch)?;
     let folds = |tensor: usize| mesh.tsp > 1 && spec.parameters[tensor].sharding.is_some();
     let ranks = fleet.ranks as usize;
     let (mut weights, mut lengths) = (vec![0; ranks], vec![0; ranks]);
@@ -407,23 +407,23 @@ fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
         kind: "step".to_owned(),
         step,
         phase: spec.plan.phases()[placed.phase].name.clone(),
-        data: Digest(u128::MAX),
+        batch_digest: Digest(u128::MAX),
         label_count: tokens,
         loss: std::f64::consts::PI,
         micro_batch_labels: vec![labels; micro_batches],
         micro_batch_losses: words(micro_batches),
         sources: spec.plan.phases()[placed.phase].uses.iter().map(source).collect(),
-        router: model::router_classes(config).into_iter().map(router).collect(),
-        micro_batch_gradients: words(micro_batches),
-        gradients: words(spec.parameters.len()),
+        tokens_per_expert: model::router_classes(config).into_iter().map(router).collect(),
+        micro_batch_grad_checksums: words(micro_batches),
+        grad_checksums: words(spec.parameters.len()),
         norm: words(1),
         layer_gradient_norms: words(layers),
-        longest: guard.clip.is_some().then(|| words(1)),
+        clip_threshold: guard.clip.is_some().then(|| words(1)),
         skipped: guard.skip.map(|_| Skipped::No),
         lr: words(1),
         layer_update_norms: words(layers),
-        weights: words(spec.parameters.len()),
-        state: Digest(u128::MAX),
+        weight_checksums: words(spec.parameters.len()),
+        state_digest: Digest(u128::MAX),
         curriculum: None,
     };
     let line = serde_json::to_string(&record).map_err(|error| Fault::bug(error.to_string()))?;

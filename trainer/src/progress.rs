@@ -108,8 +108,8 @@ fn line(record: &StepRecord, steps: u64) -> String {
         record.loss,
         record.lr(),
         record.norm(),
-        record.data.short(),
-        record.state.short()
+        record.batch_digest.short(),
+        record.state_digest.short()
     )
 }
 

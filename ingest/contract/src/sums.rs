@@ -41,7 +41,7 @@ pub struct StepSums<'a> {
     /// Labels and losses by source.
     pub sources: &'a BTreeMap<String, SourceSums>,
     /// Tokens that each layer's router sent to each class.
-    pub router: &'a [Vec<u64>],
+    pub tokens_per_expert: &'a [Vec<u64>],
     /// The gradient norm.
     pub norm: &'a Packed,
     /// The same by layer.
@@ -107,7 +107,7 @@ impl StepSums<'_> {
 
     /// All routers see all tokens.
     fn check_routers(&self) -> Result<(), String> {
-        let counted = self.router.iter().map(|counts| counts.iter().sum::<u64>());
+        let counted = self.tokens_per_expert.iter().map(|counts| counts.iter().sum::<u64>());
         let mut counted = counted.filter(|tokens| *tokens > 0);
         let Some(first) = counted.next() else { return Ok(()) };
         match counted.find(|tokens| *tokens != first) {
@@ -146,7 +146,7 @@ mod tests {
         label_count: u64,
         loss: f64,
         sources: BTreeMap<String, SourceSums>,
-        router: Vec<Vec<u64>>,
+        tokens_per_expert: Vec<Vec<u64>>,
         norm: Packed,
         layers: Packed,
     }
@@ -157,7 +157,7 @@ mod tests {
             label_count: 7,
             loss: as_read(5.75 / 7.0).unwrap(),
             sources: [("web".into(), source(3, 2.0)), ("math".into(), source(4, 3.75))].into(),
-            router: vec![vec![3, 5], vec![], vec![8, 0]],
+            tokens_per_expert: vec![vec![3, 5], vec![], vec![8, 0]],
             norm: Packed::floats([5.0]),
             layers: Packed::floats([3.0, 4.0]),
         }
@@ -176,7 +176,7 @@ mod tests {
                 micro_batch_labels: &[2, 5],
                 micro_batch_losses: &Packed::floats(losses),
                 sources: &self.sources,
-                router: &self.router,
+                tokens_per_expert: &self.tokens_per_expert,
                 norm: &self.norm,
                 layer_gradient_norms: &self.layers,
             };
@@ -200,7 +200,7 @@ mod tests {
             (|line| line.norm = Packed::floats([5.001]), "its norm is 5.001"),
             (|line| line.norm = Packed::floats([f64::NAN]), "its norm is NaN"),
             (|line| line.layers = Packed::floats([3.0, 4.0, 0.1]), "those of its layers"),
-            (|line| line.router[2][1] += 1, "one router counted 8 tokens, another 9"),
+            (|line| line.tokens_per_expert[2][1] += 1, "one router counted 8 tokens, another 9"),
         ];
         assert_eq!(line().check(), Ok(()));
         for (forge, words) in forged {
@@ -227,7 +227,7 @@ mod tests {
                 micro_batch_labels: &[0, 0],
                 micro_batch_losses: &Packed::floats([0.0, 0.0]),
                 sources: &sources,
-                router: &[],
+                tokens_per_expert: &[],
                 norm: &Packed::floats([0.0]),
                 layer_gradient_norms: &Packed::floats([0.0]),
             };

@@ -279,6 +279,6 @@ fn none(cache: &CacheDir, name: PlanName) -> Fault {
     let fault = Fault::data("this folder has no such plan, or its build has ended")
         .at(cache.path().display().to_string())
         .found(name)
-        .hint("plan it: zdata task plan CORPUS --work FOLDER; parts that are there are used again");
+        .hint("plan it: zdata task plan CORPUS --cache-dir FOLDER; parts that are there are used again");
     if there.is_empty() { fault } else { fault.wanted(there.join(" or ")) }
 }

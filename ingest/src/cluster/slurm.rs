@@ -1,4 +1,4 @@
-//! `zdata build --engine slurm`: one job array for each stage of tasks, and a job for what is done once.
+//! `zdata build --executor slurm`: one job array for each stage of tasks, and a job for what is done once.
 //!
 //! Plan, parts and store lie in folders that every node sees; Slurm may requeue, repeat and reorder as it likes. What
 //! counts is what lies there when a job is over, never its exit code, which only says what kind of error it was. What failed
@@ -37,7 +37,7 @@ pub struct Options {
 /// Runs the tasks that are missing, stage by stage, then the merge, and waits for each.
 pub fn run(plan: &Plan, store: &Path, options: &Options) -> Result<()> {
     // Before what each verb adds.
-    let of = format!("--work {} --plan {}", quoted(plan.cache.path())?, plan.name);
+    let of = format!("--cache-dir {} --plan {}", quoted(plan.cache.path())?, plan.name);
     let job = Job { plan, options };
     if !plan.tasks_of(Stage::Scan).is_empty() {
         job.stage(Stage::Scan, &of)?;
@@ -107,7 +107,7 @@ impl Job<'_> {
         command.args(&self.options.sbatch).arg("--wrap").arg(line);
         let ran = command.output().map_err(|error| {
             Fault::machine(format!("sbatch cannot be run: {error}"))
-                .hint("run this on a machine that submits jobs, or build with --engine local")
+                .hint("run this on a machine that submits jobs, or build with --executor local")
         })?;
         let told = String::from_utf8_lossy(&ran.stderr);
         let number = String::from_utf8_lossy(&ran.stdout);

@@ -29,7 +29,7 @@ pub(crate) struct Args {
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list the records that are not documents.
-    #[arg(long, conflicts_with_all = ["out", "encoder", "engine", "work", "task_bytes", "sbatch"])]
+    #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "task_bytes", "sbatch"])]
     check: bool,
     /// Gone: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
@@ -42,11 +42,11 @@ pub(crate) struct Args {
     encoder: Option<Encoder>,
     /// Where the work is done; never changes a bit.
     #[arg(long, value_enum, default_value_t = Place::Local)]
-    engine: Place,
+    executor: Place,
     /// The folder of parts; what is in it is not made again, by this build after a kill or by another one after an edit. One
     /// that is named is kept (`zdata task prune --help`: how it is cleared) [default: OUT.work, removed when the store is whole].
     #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
-    work: Option<PathBuf>,
+    cache_dir: Option<PathBuf>,
     /// Bytes of input that a part is made of, which a kill can cost; a larger file is a part by itself.
     #[arg(long, default_value_t = TASK_BYTES)]
     task_bytes: u64,
@@ -162,7 +162,7 @@ fn refuse_from(from: &Location) -> Fault {
     Fault::usage("`--from` was removed: parts of earlier builds are used again instead of stores")
         .at("--from")
         .found(from)
-        .wanted("--work FOLDER, the same one at every build")
+        .wanted("--cache-dir FOLDER, the same one at every build")
         .hint("what an edit does not concern is found there and not made again")
 }
 
@@ -195,11 +195,11 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if let Some(from) = &args.from {
         return Err(refuse_from(from));
     }
-    if !args.sbatch.is_empty() && args.engine != Place::Slurm {
+    if !args.sbatch.is_empty() && args.executor != Place::Slurm {
         return Err(Fault::usage("only a build under Slurm has a job that takes arguments")
             .at("--sbatch")
             .found(args.sbatch.join(" "))
-            .hint("add --engine slurm, or leave --sbatch out"));
+            .hint("add --executor slurm, or leave --sbatch out"));
     }
     let corpus = Corpus::read(&args.corpus)?;
     let workers = args.workers.unwrap_or_else(default_workers);
@@ -212,9 +212,9 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     });
-    let (work, task_bytes) = (args.work.clone(), args.task_bytes);
+    let (work, task_bytes) = (args.cache_dir.clone(), args.task_bytes);
     let options = Options { workers, engine, quiet, work, task_bytes };
-    let manifest = if args.engine == Place::Slurm {
+    let manifest = if args.executor == Place::Slurm {
         by_slurm(&corpus, &args, &options)?
     } else {
         match args.out()? {

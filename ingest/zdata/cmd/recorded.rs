@@ -15,24 +15,24 @@ use store::Location;
 #[derive(Deserialize)]
 pub(super) struct Step {
     pub(super) step: u64,
-    pub(super) data: Digest,
+    pub(super) batch_digest: Digest,
     label_count: u64,
     #[serde(deserialize_with = "contract::read_number")]
     loss: f64,
     micro_batch_labels: Vec<u64>,
     micro_batch_losses: Packed,
     sources: BTreeMap<String, SourceSums>,
-    router: Vec<Vec<u64>>,
+    tokens_per_expert: Vec<Vec<u64>>,
     norm: Packed,
     layer_gradient_norms: Packed,
     #[serde(default)]
-    longest: Option<Packed>,
+    clip_threshold: Option<Packed>,
     #[serde(default)]
     skipped: Option<Skipped>,
     lr: Packed,
     layer_update_norms: Packed,
-    weights: Packed,
-    pub(super) state: Digest,
+    weight_checksums: Packed,
+    pub(super) state_digest: Digest,
     /// The curriculum in force from this step on, where it is another than before.
     #[serde(default)]
     pub(super) curriculum: Option<String>,
@@ -53,7 +53,7 @@ impl Step {
             micro_batch_labels: &self.micro_batch_labels,
             micro_batch_losses: &self.micro_batch_losses,
             sources: &self.sources,
-            router: &self.router,
+            tokens_per_expert: &self.tokens_per_expert,
             norm: &self.norm,
             layer_gradient_norms: &self.layer_gradient_norms,
         };
@@ -102,15 +102,15 @@ impl Rules {
             return Err(format!("it says {found:?} of skipping, its loss and norm {wanted:?}"));
         }
         let wanted = decision.longest.map(|longest| Packed::floats([longest]));
-        if step.longest != wanted {
+        if step.clip_threshold != wanted {
             return Err("its clip does not follow from the norms before it".to_owned());
         }
         let stayed = step.layer_update_norms.values().all(|norm| norm == 0.0)
-            && self.weights.as_ref().is_none_or(|before| *before == step.weights);
+            && self.weights.as_ref().is_none_or(|before| *before == step.weight_checksums);
         if !decision.moves() && !stayed {
             return Err("it moved nothing, and its weights differ from those before it".to_owned());
         }
-        self.weights = Some(step.weights.clone());
+        self.weights = Some(step.weight_checksums.clone());
         Ok(())
     }
 }

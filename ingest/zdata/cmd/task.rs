@@ -19,9 +19,9 @@ pub(crate) const WORK: &str =
 
 /// What to do.
 #[derive(clap::Subcommand)]
-#[command(after_help = "Examples: zdata task plan corpus.toml --work W\n          \
-    zdata task run --work W --plan PLAN --index 0\n          \
-    zdata task merge --work W --plan PLAN --out store")]
+#[command(after_help = "Examples: zdata task plan corpus.toml --cache-dir W\n          \
+    zdata task run --cache-dir W --plan PLAN --index 0\n          \
+    zdata task merge --cache-dir W --plan PLAN --out store")]
 pub(crate) enum Command {
     /// Cut a build into tasks; prints the name of the plan and how many tasks it has. Other plans in the folder stay.
     Plan {
@@ -30,7 +30,7 @@ pub(crate) enum Command {
         corpus: Location,
         /// The folder of the plan and its parts, which every machine sees.
         #[arg(long, value_parser = super::local(WORK))]
-        work: PathBuf,
+        cache_dir: PathBuf,
         /// Bytes of input that a task gets; a larger file is a task by itself.
         #[arg(long, default_value_t = TASK_BYTES)]
         task_bytes: u64,
@@ -53,7 +53,7 @@ pub(crate) enum Command {
     Prune {
         /// The folder of the parts.
         #[arg(long, value_parser = super::local(WORK))]
-        work: PathBuf,
+        cache_dir: PathBuf,
         /// Days without use after which a part goes.
         #[arg(long, value_name = "DAYS")]
         unused_days: u32,
@@ -68,7 +68,7 @@ pub(crate) enum Command {
 pub(crate) struct Planned {
     /// The folder of the plan.
     #[arg(long, value_parser = super::local(WORK))]
-    work: PathBuf,
+    cache_dir: PathBuf,
     /// The plan's name, as `zdata task plan` printed it.
     #[arg(long, value_name = "NAME")]
     plan: PlanName,
@@ -76,7 +76,7 @@ pub(crate) struct Planned {
 
 impl Planned {
     fn read(&self) -> Result<Plan> {
-        Plan::read(&self.work, self.plan)
+        Plan::read(&self.cache_dir, self.plan)
     }
 }
 
@@ -107,10 +107,10 @@ fn run(stage: Stage, task: Task, quiet: bool) -> Result<()> {
 /// Does it.
 pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     match command {
-        Command::Plan { corpus, work, task_bytes } => {
+        Command::Plan { corpus, cache_dir, task_bytes } => {
             let corpus = Corpus::read(&corpus)?;
-            let (_, _lock) = CacheDir::hold(&work)?;
-            let plan = plan(&corpus, &work, task_bytes)?;
+            let (_, _lock) = CacheDir::hold(&cache_dir)?;
+            let plan = plan(&corpus, &cache_dir, task_bytes)?;
             let scanned = plan.tasks_of(Stage::Scan);
             if let (Some(first), Some(last)) = (scanned.first(), scanned.last()) {
                 let all = scanned.len();
@@ -126,9 +126,9 @@ pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
             inspect::notes(&manifest).iter().for_each(|note| note!("{note}"));
             print(&format!("{}  {}\n", manifest.digest, out.display()))
         }
-        Command::Prune { work, unused_days, dry_run } => {
+        Command::Prune { cache_dir, unused_days, dry_run } => {
             let unused = Duration::from_secs(24 * 60 * 60 * u64::from(unused_days));
-            let pruned = prune(&work, unused, dry_run)?;
+            let pruned = prune(&cache_dir, unused, dry_run)?;
             print(&format!("{}\n", pruned.told(dry_run)))
         }
     }

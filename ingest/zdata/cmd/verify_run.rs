@@ -295,8 +295,8 @@ impl Ledger {
                     rules.edit(in_force(text, number)?);
                 }
                 rules.check(&step).map_err(|what| changed(&what))?;
-                kept.check((number, step.state, link), || place(number))?;
-                data.push((step.data, step.labels()));
+                kept.check((number, step.state_digest, link), || place(number))?;
+                data.push((step.batch_digest, step.labels()));
                 edits.extend(step.curriculum.map(|text| (number, text)));
             }
             number += 1;
@@ -348,11 +348,11 @@ mod tests {
         });
         let step = |step: u64| {
             format!(
-                "{{\"kind\":\"step\",\"step\":{step},\"data\":\"{}\",\"label_count\":4,\"loss\":{},\
+                "{{\"kind\":\"step\",\"step\":{step},\"batch_digest\":\"{}\",\"label_count\":4,\"loss\":{},\
                  \"micro_batch_labels\":[1,3],\"micro_batch_losses\":\"{:016x}{:016x}\",\
-                 \"sources\":{{\"web\":{{\"labels\":4,\"loss\":\"{:016x}\"}}}},\"router\":[[6,2],[4,4]],\
+                 \"sources\":{{\"web\":{{\"labels\":4,\"loss\":\"{:016x}\"}}}},\"tokens_per_expert\":[[6,2],[4,4]],\
                  \"norm\":\"{:016x}\",\"layer_gradient_norms\":\"{:016x}{:016x}\",\"lr\":\"{:016x}\",\
-                 \"layer_update_norms\":\"{:016x}\",\"weights\":\"{step:016x}\",\"state\":\"{}\"}}",
+                 \"layer_update_norms\":\"{:016x}\",\"weight_checksums\":\"{step:016x}\",\"state_digest\":\"{}\"}}",
                 Digest(step.into()),
                 (step as f64 + 3.0) / 4.0,
                 (step as f64).to_bits(),
@@ -410,8 +410,8 @@ mod tests {
         assert!(said(&still).contains("moved nothing"), "its weights moved: {}", said(&still));
         let whole = second(
             &still,
-            &format!("\"weights\":\"{:016x}\"", 2),
-            &format!("\"weights\":\"{:016x}\"", 1),
+            &format!("\"weight_checksums\":\"{:016x}\"", 2),
+            &format!("\"weight_checksums\":\"{:016x}\"", 1),
         );
         assert_eq!(read(whole.as_bytes()).unwrap().data.len(), 2);
 
@@ -429,14 +429,22 @@ mod tests {
         };
         assert_eq!(read(&text).unwrap().data.len(), 2);
         // Steps after the newest checkpoint cannot be verified, so they are listed.
-        assert!(read(&second(&text, "\"weights\":\"", "\"weights\":\"0000000000000000")).is_ok());
+        assert!(
+            read(&second(
+                &text,
+                "\"weight_checksums\":\"",
+                "\"weight_checksums\":\"0000000000000000"
+            ))
+            .is_ok()
+        );
         let seen = |last| Witnesses::find(dir.path()).unwrap().first_unseen(last);
         assert_eq!([seen(0), seen(1), seen(2), seen(9)], [None, None, Some(2), Some(2)]);
         let said = of_no_checkpoint(Path::new("runs/a"), 41, 47);
         for word in ["steps 41 to 47: no checkpoint holds", "--run runs/a --steps 41..48\n"] {
             assert!(said.contains(word), "{said}");
         }
-        let forged = reforged(&text, "\"weights\":\"", "\"weights\":\"0000000000000000");
+        let forged =
+            reforged(&text, "\"weight_checksums\":\"", "\"weight_checksums\":\"0000000000000000");
         let fault = read(&forged).err().unwrap();
         assert_eq!(fault.class(), Class::Mismatch);
         assert!(fault.to_string().contains("step-1"), "{fault}");
@@ -555,7 +563,7 @@ mod tests {
             ("\"norm\":\"4", "\"norm\":\"", "it is not a step"),
             ("\"lr\":\"3f5", "\"lr\":\"3f6", "its learning rate is"),
             ("\"lr\"", "\"skipped\":\"loss\",\"lr\"", "of skipping"),
-            ("\"lr\"", "\"longest\":\"3ff0000000000000\",\"lr\"", "its clip"),
+            ("\"lr\"", "\"clip_threshold\":\"3ff0000000000000\",\"lr\"", "its clip"),
         ] {
             let forged = reforged(&ledger(&[1, 2]), from, to);
             let fault = read(forged.as_bytes()).err().unwrap().to_string();

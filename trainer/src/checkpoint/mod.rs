@@ -9,8 +9,8 @@ mod format;
 mod medium;
 mod read;
 pub mod region;
-mod ring;
 mod saver;
+mod snapshots;
 #[cfg(test)]
 pub(crate) mod tests;
 mod write;
@@ -29,8 +29,8 @@ pub(crate) use format::manifest_bytes;
 pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
 pub(crate) use read::{GO_ON, OTHER_VERSION};
 pub use read::{Reader, Want};
-pub use ring::{Ring, RingOptions};
 pub use saver::{Saver, Written};
+pub use snapshots::{SnapshotOptions, Snapshots};
 pub use write::Snapshot;
 
 use crate::model::ParamSpec;

@@ -158,8 +158,9 @@ pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvide
     let router = |(layer, counts): (usize, &Vec<u64>)| {
         let total: u64 = counts.iter().sum();
         // Added to zero, the entropy of a single expert loses its sign.
-        let before =
-            |record: &StepRecord| record.router.get(layer).map(|counts| entropy(counts) + 0.0);
+        let before = |record: &StepRecord| {
+            record.tokens_per_expert.get(layer).map(|counts| entropy(counts) + 0.0)
+        };
         RouterEvidence {
             layer,
             load: counts.iter().map(|count| *count as f64 / total.max(1) as f64).collect(),
@@ -167,7 +168,8 @@ pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvide
             median: history.lately(before),
         }
     };
-    let there = record.router.iter().enumerate().filter(|(_, counts)| !counts.is_empty());
+    let there =
+        record.tokens_per_expert.iter().enumerate().filter(|(_, counts)| !counts.is_empty());
     there.map(router).collect()
 }
 

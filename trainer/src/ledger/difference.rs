@@ -47,23 +47,23 @@ impl StepRecord {
             kind: _,
             step: _,
             phase: _,
-            data: _,
+            batch_digest: _,
             label_count: _,
             loss: _,
             micro_batch_labels: _,
             micro_batch_losses: _,
             sources: _,
-            router: _,
-            micro_batch_gradients: Packed(first),
-            gradients,
+            tokens_per_expert: _,
+            micro_batch_grad_checksums: Packed(first),
+            grad_checksums,
             norm,
             layer_gradient_norms,
-            longest,
+            clip_threshold,
             skipped,
             lr,
             layer_update_norms,
-            weights,
-            state,
+            weight_checksums,
+            state_digest,
             curriculum: _,
         } = self;
         let tensor =
@@ -74,29 +74,41 @@ impl StepRecord {
         let hex = |value: &u64| format!("{value:016x}");
         let none = |_: usize| String::new();
         let backward = || {
-            let other = &other.micro_batch_gradients.0;
+            let other = &other.micro_batch_grad_checksums.0;
             listed("gradient", first, other, micro_batch, hex)
         };
         let sum = || {
-            listed("summed gradient", &gradients.0, &other.gradients.0, tensor, hex)
+            listed("summed gradient", &grad_checksums.0, &other.grad_checksums.0, tensor, hex)
                 .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
                 .or_else(|| {
                     let other = &other.layer_gradient_norms.0;
                     listed("gradient norm", &layer_gradient_norms.0, other, group, float)
                 })
                 .or_else(|| {
-                    single("clip of the window", &longest_of(longest), &longest_of(&other.longest))
+                    single(
+                        "clip of the window",
+                        &threshold_text(clip_threshold),
+                        &threshold_text(&other.clip_threshold),
+                    )
                 })
                 .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
         };
         let update = || {
             listed("learning rate", &lr.0, &other.lr.0, none, float)
-                .or_else(|| listed("new weights", &weights.0, &other.weights.0, tensor, hex))
+                .or_else(|| {
+                    listed(
+                        "new weights",
+                        &weight_checksums.0,
+                        &other.weight_checksums.0,
+                        tensor,
+                        hex,
+                    )
+                })
                 .or_else(|| {
                     let other = &other.layer_update_norms.0;
                     listed("update norm", &layer_update_norms.0, other, group, float)
                 })
-                .or_else(|| single("state digest", state, &other.state))
+                .or_else(|| single("state digest", state_digest, &other.state_digest))
         };
         let at = |stage: Stage| {
             move |(quantity, left, right)| Difference { quantity, stage, left, right }
@@ -113,7 +125,7 @@ impl StepRecord {
     fn data_difference(&self, other: &StepRecord) -> Differs {
         let labels = |source: &SourceSums| source.labels.to_string();
         None.or_else(|| single("step", &self.step, &other.step))
-            .or_else(|| single("data digest", &self.data, &other.data))
+            .or_else(|| single("data digest", &self.batch_digest, &other.batch_digest))
             .or_else(|| single("label count", &self.label_count, &other.label_count))
             .or_else(|| {
                 listed(
@@ -135,7 +147,15 @@ impl StepRecord {
             |source: &SourceSums| format!("{:e} (bits {})", source.loss.float(), source.loss);
         listed("loss", &self.micro_batch_losses.0, &other.micro_batch_losses.0, micro_batch, float)
             .or_else(|| by_source("loss", &self.sources, &other.sources, loss))
-            .or_else(|| listed("router counts", &self.router, &other.router, layer, text))
+            .or_else(|| {
+                listed(
+                    "router counts",
+                    &self.tokens_per_expert,
+                    &other.tokens_per_expert,
+                    layer,
+                    text,
+                )
+            })
     }
 }
 
@@ -149,10 +169,10 @@ fn float(value: &u64) -> String {
     format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
 
-fn longest_of(longest: &Option<Packed>) -> String {
-    longest.as_ref().map_or_else(
+fn threshold_text(threshold: &Option<Packed>) -> String {
+    threshold.as_ref().map_or_else(
         || "none".to_owned(),
-        |longest| format!("{:e} (bits {longest})", longest.float()),
+        |threshold| format!("{:e} (bits {threshold})", threshold.float()),
     )
 }
 
@@ -215,26 +235,29 @@ mod tests {
         let differs = |change: &dyn Fn(&mut StepRecord)| {
             let mut right = left.clone();
             // What comes later differs as well, as it would.
-            right.state = Digest(0);
+            right.state_digest = Digest(0);
             change(&mut right);
             left.difference(&right, &parameters).unwrap().quantity
         };
         assert_eq!(differs(&|_| ()), "state digest");
-        assert_eq!(differs(&|right| right.weights.0[1] ^= 1), "new weights of b");
+        assert_eq!(differs(&|right| right.weight_checksums.0[1] ^= 1), "new weights of b");
         let update = "update norm of embedding";
         assert_eq!(differs(&|right| right.layer_update_norms.0[0] ^= 1), update);
         assert_eq!(differs(&|right| right.lr.0[0] ^= 1), "learning rate");
         assert_eq!(differs(&|right| right.skipped = Some(Skipped::Loss)), "skipping");
-        assert_eq!(differs(&|right| right.longest = None), "clip of the window");
+        assert_eq!(differs(&|right| right.clip_threshold = None), "clip of the window");
         let layer = "gradient norm of embedding";
         assert_eq!(differs(&|right| right.layer_gradient_norms.0[0] ^= 1), layer);
         assert_eq!(differs(&|right| right.norm.0[0] ^= 1), "gradient norm");
-        assert_eq!(differs(&|right| right.gradients.0[2] ^= 1), "summed gradient of c");
+        assert_eq!(differs(&|right| right.grad_checksums.0[2] ^= 1), "summed gradient of c");
         assert_eq!(
-            differs(&|right| right.micro_batch_gradients.0[1] ^= 1),
+            differs(&|right| right.micro_batch_grad_checksums.0[1] ^= 1),
             "gradient of micro-batch 1"
         );
-        assert_eq!(differs(&|right| right.router[0][1] += 1), "router counts of layer 0");
+        assert_eq!(
+            differs(&|right| right.tokens_per_expert[0][1] += 1),
+            "router counts of layer 0"
+        );
         let of = |right: &mut StepRecord, change: fn(&mut SourceSums)| {
             change(right.sources.get_mut("web").unwrap());
         };
@@ -249,6 +272,6 @@ mod tests {
             "number of values of labels"
         );
         assert_eq!(differs(&|right| right.label_count += 1), "label count");
-        assert_eq!(differs(&|right| right.data = Digest(1)), "data digest");
+        assert_eq!(differs(&|right| right.batch_digest = Digest(1)), "data digest");
     }
 }

@@ -18,7 +18,7 @@ pub use record::{Checked, Head, StepRecord};
 
 /// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so. 5: a
 /// processor's instructions in the kernel table.
-pub const FORMAT: u32 = 5;
+pub const FORMAT: u32 = 6;
 
 /// What to do where a run has lost what it goes on by.
 pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or train with --restart: every step is \

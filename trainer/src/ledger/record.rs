@@ -55,7 +55,7 @@ pub struct StepRecord {
     /// The phase's name.
     pub phase: String,
     /// The batch digest.
-    pub data: Digest,
+    pub batch_digest: Digest,
     /// Labels in the step: what the sum of losses is divided by.
     pub label_count: u64,
     /// The mean loss in nats for each label, for people: its bits follow from `micro_batch_losses`. Not a number (`null`) where
@@ -69,18 +69,18 @@ pub struct StepRecord {
     /// Labels and losses of each source that has rows in the step, by its name.
     pub sources: BTreeMap<String, SourceSums>,
     /// Tokens that each layer's router sent to each class, over the whole batch; nothing of a layer without a router.
-    pub router: Vec<Vec<u64>>,
+    pub tokens_per_expert: Vec<Vec<u64>>,
     /// Checksum of each micro-batch's gradient.
-    pub micro_batch_gradients: Packed,
+    pub micro_batch_grad_checksums: Packed,
     /// Checksum of the summed gradient of each tensor, before clipping.
-    pub gradients: Packed,
+    pub grad_checksums: Packed,
     /// The gradient norm before clipping, as the bits of an f64.
     pub norm: Packed,
     /// The same by layer ([`super::layers()`]), as the bits of f64.
     pub layer_gradient_norms: Packed,
-    /// The longest gradient that passes by the norms before, as the bits of an f64; only where `[auto_clip]` is used.
+    /// The norm at which `[auto_clip]` clips the gradient, as the bits of an f64; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub longest: Option<Packed>,
+    pub clip_threshold: Option<Packed>,
     /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<Skipped>,
@@ -89,9 +89,9 @@ pub struct StepRecord {
     /// By layer, the norm of new weights minus old ones, as the bits of f64: zeros where the step was skipped.
     pub layer_update_norms: Packed,
     /// Checksum of each new weight.
-    pub weights: Packed,
+    pub weight_checksums: Packed,
     /// Digest of the whole state after the step: weights, moments, balancing biases, windows.
-    pub state: Digest,
+    pub state_digest: Digest,
     /// The curriculum in force from this step on, in canonical form, where it is another than before: an accepted edit has
     /// reached the run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -112,7 +112,7 @@ impl StepRecord {
             micro_batch_labels: &self.micro_batch_labels,
             micro_batch_losses: &self.micro_batch_losses,
             sources: &self.sources,
-            router: &self.router,
+            tokens_per_expert: &self.tokens_per_expert,
             norm: &self.norm,
             layer_gradient_norms: &self.layer_gradient_norms,
         };
@@ -193,23 +193,23 @@ pub(crate) mod tests {
             kind: "step".into(),
             step,
             phase: "first".into(),
-            data: Digest(u128::from(word(0))),
+            batch_digest: Digest(u128::from(word(0))),
             label_count: labels.iter().sum(),
             loss: losses.iter().sum::<f64>() / labels.iter().sum::<u64>() as f64,
             micro_batch_labels: labels.to_vec(),
             micro_batch_losses: Packed::floats(losses),
             sources: sources.into(),
-            router: vec![vec![word(6) % 99, word(7) % 99]],
-            micro_batch_gradients: words(8, 2),
-            gradients: words(10, 3),
+            tokens_per_expert: vec![vec![word(6) % 99, word(7) % 99]],
+            micro_batch_grad_checksums: words(8, 2),
+            grad_checksums: words(10, 3),
             norm: Packed::floats([norm]),
             layer_gradient_norms: Packed::floats([norm * 0.6, norm * 0.8]),
-            longest: Some(words(19, 1)),
+            clip_threshold: Some(words(19, 1)),
             skipped: Some(Skipped::No),
             lr: words(14, 1),
             layer_update_norms: words(20, 2),
-            weights: words(15, 3),
-            state: Digest(u128::from(word(18))),
+            weight_checksums: words(15, 3),
+            state_digest: Digest(u128::from(word(18))),
             curriculum: None,
         }
     }

@@ -38,7 +38,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::buckets::{self, Buckets};
 use super::gradients::{Gradients, TOGETHER};
-use super::team::{Lines, Schedule};
+use super::team::{GradReduce, Lines};
 use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;
 use crate::timing;
@@ -196,7 +196,7 @@ impl<'a> Gather<'a> {
 
     /// Whether every leaf is a block, whose buckets leave one by one.
     fn streams(&self) -> bool {
-        self.lines.team.schedule == Schedule::Streaming
+        self.lines.team.grad_reduce == GradReduce::Bucketed
     }
 
     /// The elements of the pieces of `owner` in a bucket.

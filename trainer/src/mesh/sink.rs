@@ -88,7 +88,7 @@ impl Sink for MicroBatchSink<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Degrees, Schedule, Team};
+    use crate::mesh::{Degrees, GradReduce, Team};
     use crate::model::{self, MicroBatchInput, MicroBatchOptions, ZayaConfig};
     use crate::optim::{self, Rule};
     use crate::state::ownership::{self, Ownership};
@@ -128,7 +128,7 @@ mod tests {
             whole.push(grads).unwrap();
         }
         let group = Group::alone();
-        let team = Team::new(&group, Degrees::ALONE, Schedule::default(), false).unwrap();
+        let team = Team::new(&group, Degrees::ALONE, GradReduce::default(), false).unwrap();
         let lines = team.lines(model::Cut::WHOLE).unwrap();
         let specs = model::parameters(&config);
         let rules: Vec<_> = specs.iter().map(|one| Rule::of(optim::Kind::AdamW, one)).collect();

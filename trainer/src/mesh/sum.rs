@@ -7,7 +7,7 @@ use contract::Result;
 use kernels::addend::Addend;
 use tch::Tensor;
 
-use super::Schedule;
+use super::GradReduce;
 use super::buckets::Buckets;
 use super::gather::Gather;
 use super::gradients::Gradients;
@@ -32,9 +32,9 @@ impl<'a> Sum<'a> {
         layers: &[Range<usize>],
         leaves: u64,
     ) -> Result<Self> {
-        let buckets = match lines.team.schedule {
-            Schedule::Subtree => Buckets::whole(parameters),
-            Schedule::Streaming => Buckets::by_layer(layers),
+        let buckets = match lines.team.grad_reduce {
+            GradReduce::Whole => Buckets::whole(parameters),
+            GradReduce::Bucketed => Buckets::by_layer(layers),
         };
         let gather = match lines.team.group.world() {
             1 => None,
@@ -129,10 +129,10 @@ mod tests {
     }
 
     /// Gathers `leaves` as one rank, with an exchange inside each, and compares what it owns with the whole sum.
-    fn gather(place: &Place, schedule: Schedule, line: Range<u32>, leaves: u64) {
+    fn gather(place: &Place, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
-        let team = Team::new(&group, Degrees::ALONE, schedule, false).unwrap();
+        let team = Team::new(&group, Degrees::ALONE, grad_reduce, false).unwrap();
         let lines = team.lines(Cut::WHOLE).unwrap();
         let line = group.axis(1, &line.collect::<Vec<_>>()).unwrap();
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
@@ -175,7 +175,7 @@ mod tests {
     #[test]
     fn a_layer_may_exchange_while_gradients_are_gathered() {
         for (world, size) in [(1, 1), (2, 2), (3, 3), (4, 2), (8, 4)] {
-            for schedule in [Schedule::Subtree, Schedule::Streaming] {
+            for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
                 // As many turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
                 let store =
@@ -198,7 +198,7 @@ mod tests {
                             node,
                         };
                         let line = rank / size * size..rank / size * size + size;
-                        scope.spawn(move || gather(&place, schedule, line, leaves));
+                        scope.spawn(move || gather(&place, grad_reduce, line, leaves));
                     }
                 });
             }

@@ -14,20 +14,20 @@ use crate::timing;
 
 /// How the micro-batches of a step are dealt and their gradients brought together: two ways to walk one expression.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Schedule {
+pub enum GradReduce {
     /// A rank has a run of micro-batches and adds whole subtrees before it sends anything: the fewest bytes.
     #[default]
-    Subtree,
+    Whole,
     /// In turn s rank r of N computes micro-batch s N + r, whose pieces go to their owners at once: the least memory.
-    Streaming,
+    Bucketed,
 }
 
-impl Schedule {
+impl GradReduce {
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
-            Schedule::Subtree => "subtree",
-            Schedule::Streaming => "streaming",
+            GradReduce::Whole => "whole",
+            GradReduce::Bucketed => "bucketed",
         }
     }
 }
@@ -41,7 +41,7 @@ pub struct Team<'a> {
     /// Which of them share a machine.
     pub nodes: Nodes,
     /// Who computes what.
-    pub schedule: Schedule,
+    pub grad_reduce: GradReduce,
     /// Whether machines are passed over.
     pub flat: bool,
 }
@@ -71,9 +71,14 @@ pub struct Line {
 
 impl<'a> Team<'a> {
     /// The ranks of `group`, of which up to `degrees` share a micro-batch; `flat` passes over that some of them share a machine.
-    pub fn new(group: &'a Group, degrees: Degrees, schedule: Schedule, flat: bool) -> Result<Self> {
+    pub fn new(
+        group: &'a Group,
+        degrees: Degrees,
+        grad_reduce: GradReduce,
+        flat: bool,
+    ) -> Result<Self> {
         let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
-        Ok(Team { group, degrees, nodes, schedule, flat })
+        Ok(Team { group, degrees, nodes, grad_reduce, flat })
     }
 
     /// The ranks as they stand where micro-batches are cut so.
@@ -103,7 +108,7 @@ impl Line {
 impl Lines<'_> {
     /// This rank's part of a step.
     pub fn slice(&self) -> Result<RankSlice> {
-        slice(self.team.schedule, self.data.place, self.mesh.dp)
+        slice(self.team.grad_reduce, self.data.place, self.mesh.dp)
     }
 
     /// Which shards of weights this rank holds.
@@ -114,7 +119,7 @@ impl Lines<'_> {
 
     /// The micro-batches of each place of the line of gradients in a step that has `micro_batches`, by round.
     pub fn parts(&self, micro_batches: u64) -> Result<Vec<Vec<Range<u64>>>> {
-        parts(self.team.schedule, self.mesh.dp, micro_batches)
+        parts(self.team.grad_reduce, self.mesh.dp, micro_batches)
     }
 
     /// This rank's micro-batches of such a step, in the order in which it computes them.
@@ -174,18 +179,18 @@ impl Lines<'_> {
 }
 
 /// The part of each step that is `rank`'s among `world`.
-pub fn slice(schedule: Schedule, rank: u32, world: u32) -> Result<RankSlice> {
+pub fn slice(grad_reduce: GradReduce, rank: u32, world: u32) -> Result<RankSlice> {
     let slice = RankSlice::new(rank, world)?;
-    Ok(if schedule == Schedule::Streaming { slice.in_turn() } else { slice })
+    Ok(if grad_reduce == GradReduce::Bucketed { slice.in_turn() } else { slice })
 }
 
 /// The micro-batches of each of `world` ranks, by round.
 pub(crate) fn parts(
-    schedule: Schedule,
+    grad_reduce: GradReduce,
     world: u32,
     micro_batches: u64,
 ) -> Result<Vec<Vec<Range<u64>>>> {
-    (0..world).map(|rank| Ok(slice(schedule, rank, world)?.rounds(micro_batches))).collect()
+    (0..world).map(|rank| Ok(slice(grad_reduce, rank, world)?.rounds(micro_batches))).collect()
 }
 
 /// Which ranks share a machine. What a machine and a rank elsewhere have for each other goes through one rank of the

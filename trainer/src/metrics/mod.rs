@@ -7,7 +7,7 @@
 //! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
-//! optimizer/longest   optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
+//! optimizer/clip_threshold optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
 //! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
 //! validation/all   validation/NAME         mean loss of a label on held-out text
 //! ```
@@ -115,10 +115,10 @@ impl Metrics {
         ];
         // A step without labels has no loss.
         values.retain(|(_, value)| !value.is_nan());
-        if let Some(longest) =
-            record.longest.as_ref().map(Packed::float).filter(|it| it.is_finite())
+        if let Some(threshold) =
+            record.clip_threshold.as_ref().map(Packed::float).filter(|it| it.is_finite())
         {
-            values.push(("optimizer/longest".to_owned(), longest));
+            values.push(("optimizer/clip_threshold".to_owned(), threshold));
         }
         if let Some(skipped) = record.skipped {
             let skipped = if skipped == Skipped::No { 0.0 } else { 1.0 };
@@ -133,7 +133,7 @@ impl Metrics {
             values.push((format!("gradient_norm/{name}"), gradient));
             values.push((format!("update_norm/{name}"), update));
         }
-        values.extend(routers(&record.router));
+        values.extend(routers(&record.tokens_per_expert));
         self.writer.scalars(record.step, &values)
     }
 

@@ -234,7 +234,7 @@ fn prove(
             replayer.executor.micro_batch(spec, &flipped, batch, micro_batch as u64, workers)?;
         let written = (
             written.micro_batch_losses.0.get(micro_batch),
-            written.micro_batch_gradients.0.get(micro_batch),
+            written.micro_batch_grad_checksums.0.get(micro_batch),
         );
         if written == (Some(&sums.loss.to_bits()), Some(&sums.gradient)) {
             return Ok(Some(bit));

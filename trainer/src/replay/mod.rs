@@ -33,7 +33,7 @@ use tch::{Device, Tensor};
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
 use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::mesh::{Degrees, Schedule, Team, share};
+use crate::mesh::{Degrees, GradReduce, Team, share};
 use crate::model::Fold;
 use crate::run::World;
 use crate::spec::RunSpec;
@@ -91,7 +91,7 @@ pub(crate) struct WithGradient {
 #[derive(Clone, Debug, Default)]
 pub struct Together {
     /// How they deal micro-batches.
-    pub schedule: Schedule,
+    pub grad_reduce: GradReduce,
     /// Whether they send to each other as if all were on one machine.
     pub flat: bool,
     /// How many may share a micro-batch.
@@ -380,8 +380,8 @@ impl Replayer {
     }
 
     fn team(&self) -> Result<Team<'_>> {
-        let Together { schedule, flat, degrees, .. } = self.together;
-        Team::new(&self.world.comm, degrees, schedule, flat)
+        let Together { grad_reduce, flat, degrees, .. } = self.together;
+        Team::new(&self.world.comm, degrees, grad_reduce, flat)
     }
 
     /// The gradient of a step as `spec` says, and the record unless the step diverges.
@@ -510,7 +510,7 @@ fn micro_batch_difference(
         })
     };
     let (loss, gradient) =
-        (written.micro_batch_losses.0.get(index), written.micro_batch_gradients.0.get(index));
+        (written.micro_batch_losses.0.get(index), written.micro_batch_grad_checksums.0.get(index));
     differs(Stage::Data, "labels", written.micro_batch_labels.get(index).copied(), sums.labels)
         .or_else(|| differs(Stage::Forward, "loss", loss.copied(), sums.loss.to_bits()))
         .or_else(|| differs(Stage::Backward, "gradient", gradient.copied(), sums.gradient))

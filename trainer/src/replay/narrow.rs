@@ -99,10 +99,11 @@ fn narrow(
         indices.iter().map(name).collect()
     };
     let losses = differ(&written.micro_batch_losses.0, &again.micro_batch_losses.0);
-    let mut gradients = differ(&written.micro_batch_gradients.0, &again.micro_batch_gradients.0);
+    let mut gradients =
+        differ(&written.micro_batch_grad_checksums.0, &again.micro_batch_grad_checksums.0);
     gradients.retain(|micro_batch| !losses.contains(micro_batch));
-    let sums = differ(&written.gradients.0, &again.gradients.0);
-    let moved = differ(&written.weights.0, &again.weights.0);
+    let sums = differ(&written.grad_checksums.0, &again.grad_checksums.0);
+    let moved = differ(&written.weight_checksums.0, &again.weight_checksums.0);
     let (summed, weights) = (named(&sums), named(&moved));
     let micro_batches = written.micro_batches();
     let (rank, whose) = match first.stage {
@@ -165,10 +166,10 @@ impl Parts<'_> {
     /// The rank that computed these micro-batches of so many, and what to say of it. Of ranks that shared them none is named: a
     /// ledger says nothing of chunks.
     fn computed(self, differing: &[usize], micro_batches: usize) -> (Option<u32>, String) {
-        let (Some(Ranks { world, schedule, .. }), Some(mesh)) = (self.ranks, self.mesh) else {
+        let (Some(Ranks { world, grad_reduce, .. }), Some(mesh)) = (self.ranks, self.mesh) else {
             return (None, unknown());
         };
-        let parts = parts(schedule, mesh.dp, micro_batches as u64).unwrap_or_default();
+        let parts = parts(grad_reduce, mesh.dp, micro_batches as u64).unwrap_or_default();
         let of = |rank: u32| -> Vec<usize> {
             let own = parts.get(mesh.place(Axis::Dp, rank) as usize);
             own.into_iter()
@@ -224,7 +225,7 @@ fn unknown() -> String {
 
 /// What the routers' counts bound: what was hit lies before the first that differs.
 fn routers(stage: Stage, written: &StepRecord, again: &StepRecord) -> String {
-    let mut layers = written.router.iter().zip(&again.router);
+    let mut layers = written.tokens_per_expert.iter().zip(&again.tokens_per_expert);
     match layers.position(|(left, right)| left != right).filter(|_| stage == Stage::Forward) {
         Some(layer) => {
             format!(

@@ -78,13 +78,13 @@ impl Replayer {
 
     /// Refuses to compute steps for which this machine has not the memory, before a state is read.
     pub fn refuse_memory(&self) -> Result<()> {
-        let (Together { schedule, flat, degrees, .. }, world) = (&self.together, &self.world);
+        let (Together { grad_reduce, flat, degrees, .. }, world) = (&self.together, &self.world);
         let demand = Demand {
             degrees: *degrees,
             flat: *flat,
-            schedule: *schedule,
+            grad_reduce: *grad_reduce,
             workers: self.workers,
-            mirror: false,
+            replicate: false,
             // The state before a step stays until what came out is compared.
             copies: 1,
             limit: store::memory::limit(),

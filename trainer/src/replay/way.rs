@@ -135,7 +135,7 @@ impl Replayer {
     /// Refuses a checkpoint whose state is not the one that the ledger says.
     fn fits(&self, reader: &checkpoint::Reader<'_>) -> Result<()> {
         let (at, found) = (reader.manifest().step, reader.manifest().state);
-        let written = self.ledger.record(at)?.state;
+        let written = self.ledger.record(at)?.state_digest;
         if found == written {
             return Ok(());
         }
@@ -150,7 +150,7 @@ impl Replayer {
         let layout = Layout::new(&self.spec, self.world.device);
         let chain = self.ledger.chain_at(state.step);
         let chain = chain.ok_or_else(|| Fault::bug("a state without a step is to be kept"))?;
-        let digests = (self.ledger.record(state.step)?.state, chain);
+        let digests = (self.ledger.record(state.step)?.state_digest, chain);
         self.kept.put(&self.world.comm, &layout, state, digests)
     }
 

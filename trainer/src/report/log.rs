@@ -85,7 +85,7 @@ pub enum Happened {
     Edit,
     /// It ended in a fault.
     Fault,
-    /// A jump of the loss kept a state of the ring.
+    /// A jump of the loss wrote a snapshot down.
     Spike,
     /// How many ranks train.
     Ranks,

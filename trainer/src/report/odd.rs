@@ -323,8 +323,8 @@ impl Detector {
     }
 
     fn routers(&mut self, seen: &Seen) -> Vec<Reason> {
-        self.layers.resize(seen.router.len(), Load::default());
-        let layers = self.layers.iter_mut().zip(&seen.router).enumerate();
+        self.layers.resize(seen.tokens_per_expert.len(), Load::default());
+        let layers = self.layers.iter_mut().zip(&seen.tokens_per_expert).enumerate();
         layers.filter_map(|(layer, (load, counts))| load.step(seen.step, layer, counts)).collect()
     }
 }

@@ -237,7 +237,7 @@ fn lines(view: &View) -> Map<String, Value> {
             .iter()
             .map(|(name, sum)| (name.clone(), json!({"labels": sum.labels, "loss": sum.mean()})));
         json!({
-            "loss": seen.loss, "norm": seen.norm(), "lr": seen.lr(), "data": seen.data, "state": seen.state,
+            "loss": seen.loss, "norm": seen.norm(), "lr": seen.lr(), "data": seen.batch_digest, "state": seen.state_digest,
             "sources": sources.collect::<Map<_, _>>(),
         })
     };

@@ -16,9 +16,9 @@ pub struct Seen {
     /// The phase's name.
     pub phase: String,
     /// The batch digest.
-    pub data: Digest,
+    pub batch_digest: Digest,
     /// Digest of the state after the step.
-    pub state: Digest,
+    pub state_digest: Digest,
     /// Labels.
     pub label_count: u64,
     /// Held until the line is checked.
@@ -30,7 +30,7 @@ pub struct Seen {
     norm: Packed,
     lr: Packed,
     /// Tokens that each layer's router sent to each class, the skip last; nothing of a layer without a router.
-    pub router: Vec<Vec<u64>>,
+    pub tokens_per_expert: Vec<Vec<u64>>,
     /// Labels and losses of each source that the step has rows of, by name.
     pub sources: BTreeMap<String, SourceSums>,
     layer_gradient_norms: Packed,
@@ -51,7 +51,7 @@ impl Checked for Seen {
             micro_batch_labels: &self.micro_batch_labels,
             micro_batch_losses: &self.micro_batch_losses,
             sources: &self.sources,
-            router: &self.router,
+            tokens_per_expert: &self.tokens_per_expert,
             norm: &self.norm,
             layer_gradient_norms: &self.layer_gradient_norms,
         };

@@ -138,8 +138,8 @@ impl Row {
         json!({
             "step": seen.step, "phase": seen.phase, "loss": seen.loss, "lr": seen.lr(), "norm": seen.norm(),
             "skipped": seen.skipped(), "labels": seen.label_count,
-            "sources": sources.collect::<serde_json::Map<_, _>>(), "router": seen.router,
-            "data": seen.data, "state": seen.state, "notes": notes,
+            "sources": sources.collect::<serde_json::Map<_, _>>(), "tokens_per_expert": seen.tokens_per_expert,
+            "batch_digest": seen.batch_digest, "state_digest": seen.state_digest, "notes": notes,
         })
     }
 }

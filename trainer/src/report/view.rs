@@ -242,11 +242,12 @@ impl View {
 
     fn add_layers(&mut self, seen: &Seen) {
         if self.classes.is_empty() {
-            self.classes = seen.router.iter().map(Vec::len).collect();
+            self.classes = seen.tokens_per_expert.iter().map(Vec::len).collect();
         }
-        let counts = seen.router.iter().flatten().map(|count| *count as f64);
+        let counts = seen.tokens_per_expert.iter().flatten().map(|count| *count as f64);
         self.router.push(&counts.collect::<Vec<_>>());
-        let uneven: Vec<f64> = seen.router.iter().map(|counts| 1.0 - entropy(counts)).collect();
+        let uneven: Vec<f64> =
+            seen.tokens_per_expert.iter().map(|counts| 1.0 - entropy(counts)).collect();
         self.unevenness.push(&uneven);
         self.gradients.push(&seen.layer_gradient_norms());
         self.updates.push(&seen.layer_update_norms());

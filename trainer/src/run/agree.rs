@@ -6,7 +6,7 @@ use loader::Opened;
 use mixer::Curriculum;
 
 use super::World;
-use crate::checkpoint::RingOptions;
+use crate::checkpoint::SnapshotOptions;
 use crate::exec::ExecOptions;
 use crate::memory::{self, Demand};
 use crate::mesh::words::{Reader, Writer};
@@ -232,23 +232,23 @@ fn component(first: &str, other: &str, [found, wanted]: [String; 2]) -> [String;
 
 /// The options that every rank has to share, as a person gives them.
 fn options(exec: &ExecOptions) -> Vec<String> {
-    let RingOptions { states, every, spike } = exec.ring;
+    let SnapshotOptions { states, every, spike } = exec.snapshots;
     let stop = exec.stop_after.map_or_else(|| "none".to_owned(), |step| step.to_string());
     vec![
         format!("--checkpoint-every {}", exec.checkpoint_every),
         format!("--stop-after {stop}"),
         format!("--validate-every {}", exec.validation.every),
-        format!("--validate-windows {}", exec.validation.windows),
-        format!("--ring {states}"),
-        format!("--ring-every {every}"),
-        format!("--ring-spike {spike:e}"),
+        format!("--validation-sequences {}", exec.validation.windows),
+        format!("--snapshots {states}"),
+        format!("--snapshot-every {every}"),
+        format!("--snapshot-on-spike {spike:e}"),
         format!("--cp {}", exec.degrees.cp),
         format!("--tsp {}", exec.degrees.tsp),
-        format!("--schedule {}", exec.schedule.name()),
-        format!("--flat {}", exec.flat),
+        format!("--grad-reduce {}", exec.grad_reduce.name()),
+        format!("--no-hierarchical {}", exec.flat),
         format!("--transport {:?}", exec.transport).to_lowercase(),
         format!("--restart {}", exec.restart),
-        format!("--mirror {}", exec.mirror),
+        format!("--replicate {}", exec.replicate),
         format!(
             "--min-ranks {}",
             exec.min_ranks.map_or_else(|| "all".to_owned(), |n| n.to_string())

@@ -10,7 +10,7 @@ use kernels::group::{Group, Store};
 use serde_json::json;
 
 use super::record::Recorder;
-use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Retention, Ring, Saver, Snapshot};
+use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Retention, Saver, Snapshot, Snapshots};
 use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
 use crate::refusal::lost;
@@ -29,7 +29,7 @@ pub(super) struct Keeper<'a> {
     /// What copies it off the device, beside the steps that follow.
     unloader: Unloader,
     /// Its part of recent states.
-    ring: Ring,
+    snapshots: Snapshots,
     /// Whether the loss of a rank may be survived.
     elastic: bool,
     /// How long the ranks may take to write.
@@ -57,7 +57,8 @@ impl<'a> Keeper<'a> {
         kept: u64,
     ) -> Result<Self> {
         let unloader = Unloader::new(layout.device).map_err(lost)?;
-        let (retention, saver, ring) = (exec.retention, Saver::new(), Ring::new(exec.ring));
+        let (retention, saver, snapshots) =
+            (exec.retention, Saver::new(), Snapshots::new(exec.snapshots));
         let (elastic, timeout) = (exec.min_ranks.is_some(), exec.checkpoint_timeout);
         Ok(Keeper {
             comm,
@@ -67,7 +68,7 @@ impl<'a> Keeper<'a> {
             kept,
             saver,
             unloader,
-            ring,
+            snapshots,
             elastic,
             timeout,
         })
@@ -83,7 +84,7 @@ impl<'a> Keeper<'a> {
     ) -> Result<()> {
         recorder.written(self.saver.done()?)?;
         let copy = || Snapshot::beside(state, &self.unloader);
-        let before = self.ring.step(record.step, record.loss, copy)?;
+        let before = self.snapshots.step(record.step, record.loss, copy)?;
         let Some(before) = before else { return Ok(()) };
         let step = before.step();
         self.keep_now(before, state.owners.pieces(), recorder, true)?;

@@ -4,15 +4,15 @@
 //! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
 //!   computed, on rank 0; `keep` writes checkpoints, on every rank.
 //! - `recover` has the ranks that are left after a loss meet again: the run is opened anew with them, and goes on; from
-//!   memory, where `mirror` has copies of what the lost ranks owned. A rank that was started again is taken in likewise, between
+//!   memory, where `replicas` has copies of what the lost ranks owned. A rank that was started again is taken in likewise, between
 //!   two steps.
 
 pub(crate) mod agree;
 pub(crate) mod keep;
-mod mirror;
 mod open;
 mod record;
 mod recover;
+mod replicas;
 pub(crate) mod restore;
 pub mod world;
 
@@ -32,9 +32,9 @@ use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
 use crate::step::{self, Asked, Context, StagedBatch};
 pub use agree::{fit_workers, idle_ranks, refuse_unshared};
-use mirror::Mirror;
 use open::{After, Begun};
 use recover::Recovery;
+use replicas::Replicas;
 pub use world::World;
 
 /// How a run ended, the same on every rank.
@@ -50,10 +50,10 @@ pub struct Outcome {
 
 /// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
 pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
-    let (mut recovery, mut mirror) = (recover::joined(world)?, Mirror::new(exec.mirror));
+    let (mut recovery, mut replicas) = (recover::joined(world)?, Replicas::new(exec.replicate));
     loop {
         // A bug that ends this thread is told as one: the others hear of it, and the process says so when it ends.
-        let ended = caught(|| run(opened, exec, world, &mut mirror, recovery.take()));
+        let ended = caught(|| run(opened, exec, world, &mut replicas, recovery.take()));
         recovery = Some(match ended {
             Ok(Ended::Done(outcome)) => {
                 std::mem::take(&mut world.holds).let_go();
@@ -77,17 +77,17 @@ fn run(
     opened: &Opened,
     exec: &ExecOptions,
     world: &mut World,
-    mirror: &mut Mirror,
+    replicas: &mut Replicas,
     recovery: Option<Recovery>,
 ) -> Result<Ended> {
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::of_run(opened, &exec.out)?);
     let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
-    let team = Team::new(&world.comm, exec.degrees, exec.schedule, exec.flat)?;
-    let after = After { recovery, mirror };
+    let team = Team::new(&world.comm, exec.degrees, exec.grad_reduce, exec.flat)?;
+    let after = After { recovery, replicas };
     let begun = open::open(&spec, opened, exec, world, (&team, &chosen), after)?;
     let Begun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
-    mirror.keep(&team, &state)?;
+    replicas.keep(&team, &state)?;
     if let Some(digest) =
         digest.filter(|_| from_memory && checkpoint_is_due(&spec, exec, state.step))
     {
@@ -110,11 +110,11 @@ fn run(
         };
         let stepped = step::advance(context, &mut state, &batch, &micro_batches, asked);
         let stepped = stepped.map_err(|fault| keeper.failed(fault, &state, &mut recorder))?;
-        mirror.keep(&team, &state)?;
+        replicas.keep(&team, &state)?;
         world.holds.check()?;
         recorder.record(&stepped)?;
         recorder.strangers(world)?;
-        digest = Some(stepped.record.state);
+        digest = Some(stepped.record.state_digest);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         // Before the state is kept: a run that goes on behind it would not come back for this.
         let Asked { mut stop, join, keep } = stepped.asked;
@@ -123,7 +123,7 @@ fn run(
             stop = stop || !recorder.validate(context, exec, &state)?;
         }
         if stop || join || keep || checkpoint_is_due(&spec, exec, state.step) {
-            keeper.keep(&state, stepped.record.state, &mut recorder)?;
+            keeper.keep(&state, stepped.record.state_digest, &mut recorder)?;
         }
         if join && !stop && state.step < last_step(&spec, exec) {
             keeper.finish(&mut recorder)?;
@@ -156,11 +156,11 @@ fn slices(
     spec: &Arc<RunSpec>,
     team: &Team<'_>,
 ) -> impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static {
-    let (spec, schedule, limits) = (Arc::clone(spec), team.schedule, team.degrees);
+    let (spec, grad_reduce, limits) = (Arc::clone(spec), team.grad_reduce, team.degrees);
     let (rank, world) = (team.group.rank(), team.group.world());
     move |step| {
         let mesh = Mesh::of(world, limits, spec.model_at(step)?.cut);
-        team::slice(schedule, mesh.place(Axis::Dp, rank), mesh.dp)
+        team::slice(grad_reduce, mesh.place(Axis::Dp, rank), mesh.dp)
     }
 }
 

@@ -14,9 +14,9 @@ use tch::Device;
 use super::World;
 use super::agree::{idle_ranks, meshes};
 use super::keep::Keeper;
-use super::mirror::Mirror;
 use super::record::{Book, Recorder};
 use super::recover::Recovery;
+use super::replicas::Replicas;
 use super::restore::{self, Reading, Restored};
 use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
 use crate::events::{self, Events};
@@ -50,7 +50,7 @@ pub(super) struct Begun<'a> {
 /// What there is of the ranks before, if some of them were lost.
 pub(super) struct After<'a> {
     pub(super) recovery: Option<Recovery>,
-    pub(super) mirror: &'a Mirror,
+    pub(super) replicas: &'a Replicas,
 }
 
 /// Opens the run's folder, and reads this rank's part of the state there.
@@ -60,7 +60,7 @@ pub(super) fn open<'a>(
     exec: &'a ExecOptions,
     world: &'a World,
     (team, chosen): (&Team<'_>, &Chosen),
-    After { recovery, mirror }: After<'_>,
+    After { recovery, replicas }: After<'_>,
 ) -> Result<Begun<'a>> {
     let comm = &world.comm;
     let layout = Arc::new(Layout::new(spec, world.device));
@@ -68,7 +68,7 @@ pub(super) fn open<'a>(
     let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
-        let restore = |_| mirror.restore(team, &layout, &owners, (last, exec.workers));
+        let restore = |_| replicas.restore(team, &layout, &owners, (last, exec.workers));
         recovery.as_ref().map_or(Ok(None), restore)
     };
     let (mut from_memory, mut drawn) = (true, None);
@@ -168,9 +168,9 @@ fn say_ranks(
         .collect();
     let fields = json!({
         "world": world, "cp": team.degrees.cp, "tsp": team.degrees.tsp, "mesh": mesh,
-        "schedule": team.schedule.name(), "nodes": team.nodes.sizes(), "transport": transport,
+        "grad_reduce": team.grad_reduce.name(), "nodes": team.nodes.sizes(), "transport": transport,
         "rccl_release": chosen.release, "no_rccl_because": chosen.reason,
-        "bytes_mirrored": if book.exec.mirror { copies::sent(pieces) } else { 0 },
+        "bytes_replicated": if book.exec.replicate { copies::sent(pieces) } else { 0 },
     });
     book.events.write("ranks", fields)?;
     book.progress.note(&format!("{world} ranks, tensors by {}", chosen.words()));
@@ -227,14 +227,14 @@ impl<'a> Opening<'a> {
         if state.step == 0 {
             return Ok(());
         }
-        let wanted = self.open.ledger.record(state.step)?.state;
+        let wanted = self.open.ledger.record(state.step)?.state_digest;
         match *digest == wanted {
             true => Ok(()),
             false => Err(Fault::mismatch(format!(
                 "the copies of the state after step {} differ from it",
                 state.step
             ))
-            .at("--mirror")
+            .at("--replicate")
             .found(digest)
             .wanted(wanted)
             .hint("the same command goes on from the last checkpoint")),

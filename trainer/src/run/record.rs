@@ -119,7 +119,7 @@ impl Recorder<'_> {
         ledger.sync()?;
         let chain = ledger.chain_at(step);
         let chain = chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))?;
-        Ok(Some((ledger.record(step)?.state, chain)))
+        Ok(Some((ledger.record(step)?.state_digest, chain)))
     }
 
     /// The loss of `step` has jumped, and the state after `before` is kept for whoever replays it.

@@ -23,7 +23,7 @@ use super::products::{self, MicroBatch};
 pub use super::standing::Setting;
 use super::standing::{self, Standing};
 use super::{faults, traffic};
-use crate::mesh::Schedule;
+use crate::mesh::GradReduce;
 use crate::model::{self, Keep, ParamSpec};
 use crate::optim::Rule;
 use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
@@ -114,9 +114,9 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     owners(setting, first, &pieces, &mut seconds);
     let (gradients, weights) = exchange(setting, needs.sent);
     // Blocks of a streaming round travel while the next ones are computed; all gradients while the last way back ends.
-    let covered = match fleet.schedule {
-        Schedule::Subtree => way_back,
-        Schedule::Streaming => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
+    let covered = match fleet.grad_reduce {
+        GradReduce::Whole => way_back,
+        GradReduce::Bucketed => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
     };
     let mut hidden = cluster.overlap * gradients.min(covered);
     if fleet.ranks > 1 {
@@ -265,9 +265,9 @@ fn packing(
     (own, Standing { together, .. }): (u64, Standing),
     seconds: &mut Seconds,
 ) {
-    let blocks = match fleet.schedule {
-        Schedule::Subtree => blocks(0, own).len() as u64,
-        Schedule::Streaming => own,
+    let blocks = match fleet.grad_reduce {
+        GradReduce::Whole => blocks(0, own).len() as u64,
+        GradReduce::Bucketed => own,
     };
     // Tensor by tensor, read and written.
     let copied = |bytes: &dyn Fn(&ParamSpec) -> f64| -> f64 {

@@ -44,7 +44,7 @@ pub fn of_phase(
     hints.extend(small_products(setting, first, needs)?);
     if time.gradients > time.hidden {
         hints.push(format!(
-            "gradients travel {} and computation hides {} of it: more micro-batches a rank with --schedule streaming, larger \
+            "gradients travel {} and computation hides {} of it: more micro-batches a rank with --grad-reduce bucketed, larger \
              micro-batches, or fewer ranks",
             seconds(time.gradients),
             seconds(time.hidden)

@@ -39,7 +39,7 @@ use crate::mesh::slices::Slices;
 use crate::mesh::sum::Sum;
 use crate::mesh::team::Lines;
 use crate::mesh::words::{Reader, Writer};
-use crate::mesh::{Degrees, Schedule, Team};
+use crate::mesh::{Degrees, GradReduce, Team};
 use crate::model::{self, Folded, ZayaConfig};
 use crate::refusal::{lost, refused};
 use crate::spec::RunSpec;
@@ -303,7 +303,7 @@ pub fn alone<T>(
     work: impl FnOnce(Context<'_>) -> Result<T>,
 ) -> Result<T> {
     let group = Group::alone();
-    let team = Team::new(&group, Degrees::ALONE, Schedule::default(), false)?;
+    let team = Team::new(&group, Degrees::ALONE, GradReduce::default(), false)?;
     work(Context { spec, team: &team, workers })
 }
 

@@ -175,15 +175,23 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
     let (plain, taken, whole) = (steps("plain"), steps("taken"), steps("whole"));
     assert!(lines(&scratch, "plain")[..5] == lines(&scratch, "taken")[..5]);
     for (taken, whole) in taken.iter().zip(&whole) {
-        for key in ["state", "weights", "norm", "lr", "skipped"] {
+        for key in ["state_digest", "weight_checksums", "norm", "lr", "skipped"] {
             assert_eq!(taken[key], whole[key], "{key} of step {}", whole["step"]);
         }
     }
     // What decides a step's text is not among them.
-    assert!(plain.iter().zip(&whole).all(|(one, other)| one["data"] == other["data"]));
+    assert!(
+        plain.iter().zip(&whole).all(|(one, other)| one["batch_digest"] == other["batch_digest"])
+    );
     assert_eq!(whole[4]["skipped"], "amended");
-    assert_eq!(whole[4]["weights"], whole[3]["weights"], "a skipped step moves nothing");
-    assert!(whole[5]["skipped"].is_null() && whole[5]["weights"] != whole[4]["weights"]);
+    assert_eq!(
+        whole[4]["weight_checksums"], whole[3]["weight_checksums"],
+        "a skipped step moves nothing"
+    );
+    assert!(
+        whole[5]["skipped"].is_null()
+            && whole[5]["weight_checksums"] != whole[4]["weight_checksums"]
+    );
     let float = |step: &serde_json::Value, key: &str| {
         f64::from_bits(u64::from_str_radix(step[key].as_str().unwrap(), 16).unwrap())
     };

@@ -5,7 +5,7 @@ use loader::Opened;
 use serde_json::Value;
 use tch::Device;
 use trainer::export::export;
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::replay::{Replayer, Verdict};
@@ -87,14 +87,14 @@ fn a_run_goes_on_under_another_degree() {
     let scratch = cut("bf16");
     let alone = scratch.train("alone");
     let parts = [
-        (2, 2, 2, Keep::LayerInputs, Schedule::Streaming),
-        (3, 1, 4, Keep::Everything, Schedule::Subtree),
-        (4, 2, 7, Keep::LayerInputs, Schedule::Subtree),
-        (4, 4, 10, Keep::Everything, Schedule::Streaming),
+        (2, 2, 2, Keep::LayerInputs, GradReduce::Bucketed),
+        (3, 1, 4, Keep::Everything, GradReduce::Whole),
+        (4, 2, 7, Keep::LayerInputs, GradReduce::Whole),
+        (4, 4, 10, Keep::Everything, GradReduce::Bucketed),
     ];
-    for (world, cp, last, keep, schedule) in parts {
+    for (world, cp, last, keep, grad_reduce) in parts {
         let change = |_, exec: &mut ExecOptions| {
-            (exec.degrees.cp, exec.schedule) = (cp, schedule);
+            (exec.degrees.cp, exec.grad_reduce) = (cp, grad_reduce);
             stop_after(last)(exec);
             let audit = Some("1/3".parse().unwrap());
             exec.workers = Workers::new(2).keeping(keep).auditing(audit);
@@ -114,10 +114,10 @@ fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     let outcomes = train_with(&scratch, "run", 4, |_, exec| exec.degrees.cp = 2);
     outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
     forge(&scratch.path("run/ledger.jsonl"), 8, |line| {
-        let words = line["micro_batch_gradients"].as_str().unwrap();
+        let words = line["micro_batch_grad_checksums"].as_str().unwrap();
         let (before, last) = words.split_at(4 * 16);
         assert_eq!(last.len(), 16, "{words}");
-        line["micro_batch_gradients"] = format!("{before}{}", "0123456789abcdef").into();
+        line["micro_batch_grad_checksums"] = format!("{before}{}", "0123456789abcdef").into();
     });
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
@@ -138,10 +138,11 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     scratch.edited("run.toml", &[change]);
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let of = |context| {
-        let (workers, schedule, device) = (Workers::new(2), Schedule::Subtree, "h100".to_owned());
+        let (workers, grad_reduce, device) =
+            (Workers::new(2), GradReduce::Whole, "h100".to_owned());
         let (ranks, ranks_per_node, degrees) = (4, 4, Degrees { cp: context, tsp: 1 });
         let fleet =
-            Fleet { ranks, ranks_per_node, workers, schedule, flat: false, degrees, device };
+            Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };
         needs(&spec, &fleet).unwrap().phases[1].clone()
     };
     let [one, two, four] = [of(1), of(2), of(4)];
@@ -198,10 +199,10 @@ fn what_is_sent_is_what_is_planned() {
                 stop_after(7)(exec);
             });
             outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 7));
-            let (schedule, device) = (Schedule::Subtree, "cpu".to_owned());
+            let (grad_reduce, device) = (GradReduce::Whole, "cpu".to_owned());
             let (ranks, ranks_per_node, degrees) = (world, world, Degrees { cp, tsp: 1 });
             let fleet =
-                Fleet { ranks, ranks_per_node, workers, schedule, flat: false, degrees, device };
+                Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };
             let needs = needs(&spec, &fleet).unwrap();
             for (step, phase) in [(1, &needs.phases[0]), (7, &needs.phases[1])] {
                 let sent = shared(&scratch, &out, step);

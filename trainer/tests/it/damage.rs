@@ -277,14 +277,14 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
         ("those of its layers make", &|line| line["norm"] = "3ff0000000000000".into()),
         // As many tokens as the other routers counted, one of them in another class.
         ("step 4 was computed again and its router counts of layer 1", &|line| {
-            let counts = line["router"][1].as_array_mut().unwrap();
+            let counts = line["tokens_per_expert"][1].as_array_mut().unwrap();
             let mut numbers: Vec<u64> = counts.iter().map(|it| it.as_u64().unwrap()).collect();
             let from = (0..numbers.len()).max_by_key(|class| numbers[*class]).unwrap();
             let to = (from + 1) % numbers.len();
             (numbers[from], numbers[to]) = (numbers[from] - 1, numbers[to] + 1);
             *counts = numbers.into_iter().map(Into::into).collect();
         }),
-        ("one router counted", &|line| line["router"][1][0] = 1.into()),
+        ("one router counted", &|line| line["tokens_per_expert"][1][0] = 1.into()),
         ("those of its micro-batches make", &|line| {
             let text = line["micro_batch_losses"].as_str().unwrap().to_owned();
             line["micro_batch_losses"] = format!("{}{}", &text[..32], "0123456789abcdef").into();

@@ -64,8 +64,8 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
     forge(&scratch.path("run/ledger.jsonl"), 4, |line| {
-        let text = line["micro_batch_gradients"].as_str().unwrap().to_owned();
-        line["micro_batch_gradients"] =
+        let text = line["micro_batch_grad_checksums"].as_str().unwrap().to_owned();
+        line["micro_batch_grad_checksums"] =
             format!("{}{}", &text[..16], "0123456789abcdef0123456789abcdef").into();
     });
     let replayed = replay(&scratch, "run", 4);

@@ -5,7 +5,7 @@ use loader::Opened;
 use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::{FeedForward, Fold, Keep, ZayaConfig, parameters};
 use trainer::plan::{Fleet, PhaseNeeds, needs};
 use trainer::replay::{Replayer, Verdict};
@@ -92,14 +92,14 @@ fn a_folded_run_goes_on_under_another_degree() {
     let scratch = folded(&[BF16]);
     let alone = scratch.train("alone");
     let parts = [
-        (2, 1, 2, 2, Keep::LayerInputs, Schedule::Streaming),
-        (3, 1, 1, 4, Keep::Everything, Schedule::Subtree),
-        (4, 2, 2, 7, Keep::LayerInputs, Schedule::Subtree),
-        (4, 1, 4, 10, Keep::Everything, Schedule::Streaming),
+        (2, 1, 2, 2, Keep::LayerInputs, GradReduce::Bucketed),
+        (3, 1, 1, 4, Keep::Everything, GradReduce::Whole),
+        (4, 2, 2, 7, Keep::LayerInputs, GradReduce::Whole),
+        (4, 1, 4, 10, Keep::Everything, GradReduce::Bucketed),
     ];
-    for (world, cp, tsp, last, keep, schedule) in parts {
+    for (world, cp, tsp, last, keep, grad_reduce) in parts {
         let change = |_, exec: &mut ExecOptions| {
-            (exec.degrees, exec.schedule) = (Degrees { cp, tsp }, schedule);
+            (exec.degrees, exec.grad_reduce) = (Degrees { cp, tsp }, grad_reduce);
             stop_after(last)(exec);
             let audit = Some("1/3".parse().unwrap());
             exec.workers = Workers::new(2).keeping(keep).auditing(audit);
@@ -226,9 +226,9 @@ fn planned_for(
     workers: Workers,
 ) -> Vec<PhaseNeeds> {
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
-    let (schedule, device) = (Schedule::Subtree, "cpu".to_owned());
+    let (grad_reduce, device) = (GradReduce::Whole, "cpu".to_owned());
     let ranks_per_node = ranks;
-    let fleet = Fleet { ranks, ranks_per_node, workers, schedule, flat: false, degrees, device };
+    let fleet = Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };
     needs(&spec, &fleet).unwrap().phases
 }
 

@@ -73,7 +73,7 @@ fn check_decisions(steps: &[Value]) {
         assert_eq!(step["skipped"], wanted, "step {}", step["step"]);
         let mut norms: Vec<f64> = before.iter().map(norm).collect();
         norms.sort_by(f64::total_cmp);
-        let longest = float(step, "longest");
+        let longest = float(step, "clip_threshold");
         match judged {
             true => assert_eq!(longest, norms[(0.4 * norms.len() as f64).ceil() as usize - 1]),
             false => assert_eq!(longest, f64::INFINITY),
@@ -89,8 +89,9 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
     let guarded = steps(&scratch, "run");
     check_decisions(&guarded);
     assert_ne!(guarded[SPIKE - 1]["skipped"], "no", "{}", guarded[SPIKE - 1]["norm"]);
-    let moved =
-        |steps: &[Value], step: usize| steps[step - 1]["weights"] != steps[step - 2]["weights"];
+    let moved = |steps: &[Value], step: usize| {
+        steps[step - 1]["weight_checksums"] != steps[step - 2]["weight_checksums"]
+    };
     for step in 2..=10 {
         assert_eq!(moved(&guarded, step), guarded[step - 1]["skipped"] == "no", "step {step}");
         let still = guarded[step - 1]["layer_update_norms"].as_str().unwrap();
@@ -102,8 +103,10 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
     scratch.run(&plain, "plain", |_| ()).unwrap();
     let free = steps(&scratch, "plain");
     assert!(moved(&free, SPIKE) && !scratch.ledger("plain").contains("skipped"));
-    assert_eq!(free[0]["weights"], guarded[0]["weights"]);
-    assert!(guarded.iter().zip(&free).all(|(one, other)| one["data"] == other["data"]));
+    assert_eq!(free[0]["weight_checksums"], guarded[0]["weight_checksums"]);
+    assert!(
+        guarded.iter().zip(&free).all(|(one, other)| one["batch_digest"] == other["batch_digest"])
+    );
     let answer = compare(&scratch.path("run"), &scratch.path("plain")).unwrap();
     assert_eq!(answer.difference.unwrap().1.quantity, "clip of the window");
     // The windows began with the run: they cannot be changed later.
@@ -143,8 +146,8 @@ fn a_skipped_step_is_as_if_it_had_not_been() {
     for (one, other) in run.iter().zip(&without) {
         assert_eq!(one["skipped"], "no");
         assert_eq!(
-            (&one["weights"], &one["micro_batch_gradients"]),
-            (&other["weights"], &other["micro_batch_gradients"])
+            (&one["weight_checksums"], &one["micro_batch_grad_checksums"]),
+            (&other["weight_checksums"], &other["micro_batch_grad_checksums"])
         );
     }
 }
@@ -232,13 +235,14 @@ fn a_step_without_labels_moves_nothing() {
         scratch.train("whole");
         scratch.run(&silenced(&scratch, "plain.toml", sections, 0), "plain", |_| ()).unwrap();
         let (mut run, plain) = (steps(&scratch, "whole"), steps(&scratch, "plain"));
-        let before = run[3]["weights"].clone();
+        let before = run[3]["weight_checksums"].clone();
         for silent in run.drain(4..6) {
-            let said = ["label_count", "loss", "skipped", "weights"].map(|key| silent[key].clone());
+            let said = ["label_count", "loss", "skipped", "weight_checksums"]
+                .map(|key| silent[key].clone());
             assert_eq!(said, [0.into(), Value::Null, "no-labels".into(), before.clone()]);
         }
         for (one, other) in run.iter().zip(&plain) {
-            for key in ["weights", "longest", "loss", "layer_update_norms"] {
+            for key in ["weight_checksums", "clip_threshold", "loss", "layer_update_norms"] {
                 assert_eq!(one[key], other[key], "{key} of step {}", one["step"]);
             }
         }
@@ -287,11 +291,8 @@ fn a_loss_that_is_not_finite_is_passed_where_the_curriculum_says_so() {
         (&run[at - 1]["skipped"], &run[at]["skipped"]),
         (&"amended".into(), &"non-finite".into())
     );
-    assert!(
-        run[at..]
-            .iter()
-            .all(|step| step["loss"].is_null() && step["weights"] == run[at - 1]["weights"])
-    );
+    assert!(run[at..].iter().all(|step| step["loss"].is_null()
+        && step["weight_checksums"] == run[at - 1]["weight_checksums"]));
     scratch.train("whole");
     let replay = scratch.path("whole");
     let mut replayer = Replayer::open(&replay, &table(), Device::Cpu, Workers::new(2)).unwrap();
@@ -311,7 +312,9 @@ fn rules_of_skipping_and_clipping_are_amended() {
     scratch.write("run.toml", &text);
     scratch.train("whole");
     let run = steps(&scratch, "whole");
-    assert!(run[..2].iter().all(|step| step["skipped"].is_null() && step["longest"].is_null()));
+    assert!(
+        run[..2].iter().all(|step| step["skipped"].is_null() && step["clip_threshold"].is_null())
+    );
     check_decisions(&run[2..]);
     assert_ne!(run[SPIKE - 1]["skipped"], "no");
     for last in [1, 3, 6] {

@@ -65,7 +65,7 @@ fn a_run_begins_with_the_weights_of_another() {
         let losses: Vec<u64> = wanted.micro_batches.iter().map(|one| one.loss.to_bits()).collect();
         let gradients: Vec<u64> = wanted.micro_batches.iter().map(|one| one.gradient).collect();
         assert_eq!(
-            (record.micro_batch_losses.0, record.micro_batch_gradients.0),
+            (record.micro_batch_losses.0, record.micro_batch_grad_checksums.0),
             (losses, gradients)
         );
         let path = scratch.path(&out);

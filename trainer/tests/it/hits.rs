@@ -11,7 +11,7 @@ use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::checkpoint::{Checkpoints, Layout, Set, Snapshot};
 use trainer::ledger::{Ledger, StepRecord};
-use trainer::mesh::{Degrees, Schedule, Team};
+use trainer::mesh::{Degrees, GradReduce, Team};
 use trainer::model::Cut;
 use trainer::replay::narrow::Narrowed;
 use trainer::replay::{Replayer, Verdict, meet};
@@ -65,7 +65,7 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
         (harm.state)(rank, &mut state);
-        let team = Team::new(&world.comm, Degrees::ALONE, Schedule::Subtree, false).unwrap();
+        let team = Team::new(&world.comm, Degrees::ALONE, GradReduce::Whole, false).unwrap();
         let (cx, slice) = (
             Context { spec: &spec, team: &team, workers },
             team.lines(Cut::WHOLE).unwrap().slice().unwrap(),
@@ -95,7 +95,7 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
     let mut events = events.unwrap();
     writeln!(events, "{}", json!({"event": "start"})).unwrap();
     if ranks > 1 {
-        let said = json!({"event": "ranks", "world": ranks, "schedule": "subtree"});
+        let said = json!({"event": "ranks", "world": ranks, "grad_reduce": "whole"});
         writeln!(events, "{said}").unwrap();
     }
     for record in records {
@@ -103,7 +103,7 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         let said = json!({"event": "step", "step": record.step, "again": false});
         writeln!(events, "{said}").unwrap();
     }
-    let digests = (records.last().unwrap().state, ledger.chain_at(last).unwrap());
+    let digests = (records.last().unwrap().state_digest, ledger.chain_at(last).unwrap());
     checkpoints.commit(snapshot, digests, &layout, pieces, blobs).unwrap();
 }
 
@@ -218,7 +218,7 @@ fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
 fn a_bit_of_a_gradient_is_found_in_its_micro_batch() {
     let scratch = begun();
     // A loss that is the run's and a gradient that is not: what the checksum of a hit gradient would be.
-    let record = |record: &mut StepRecord| record.micro_batch_gradients.0[1] ^= 1;
+    let record = |record: &mut StepRecord| record.micro_batch_grad_checksums.0[1] ^= 1;
     harmed_by(&scratch, 2, STEP, Harm { record: &record, ..NONE });
     let found = narrowed(&scratch);
     assert_eq!((found.losses.as_slice(), found.gradients.as_slice()), (&[][..], &[1][..]));

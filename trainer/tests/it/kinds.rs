@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use tch::Device;
 use trainer::explain::{Request, explain};
 use trainer::export::export;
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::replay::{Replayer, Verdict};
@@ -50,7 +50,8 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
         let steps = steps(&scratch, "whole");
         assert_eq!(steps.len(), 10);
         for line in &steps {
-            let router: Vec<Vec<u64>> = serde_json::from_value(line["router"].clone()).unwrap();
+            let router: Vec<Vec<u64>> =
+                serde_json::from_value(line["tokens_per_expert"].clone()).unwrap();
             assert_eq!(router.iter().map(Vec::len).collect::<Vec<_>>(), classes, "{kinds}");
             let tokens = if line["step"].as_u64() < Some(7) { 6 * 32 } else { 5 * 64 };
             for counts in router.iter().filter(|counts| !counts.is_empty()) {
@@ -102,7 +103,7 @@ fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
             ranks: 1,
             ranks_per_node: 1,
             workers: Workers::new(1),
-            schedule: Schedule::Subtree,
+            grad_reduce: GradReduce::Whole,
             flat: false,
             degrees: Degrees::ALONE,
             device: "cpu".to_owned(),

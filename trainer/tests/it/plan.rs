@@ -1,7 +1,7 @@
 //! Fear: that what a run is said to need is not what it takes.
 
 use loader::Opened;
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
@@ -14,7 +14,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
         ranks,
         ranks_per_node: ranks,
         workers: Workers::new(1),
-        schedule: Schedule::Subtree,
+        grad_reduce: GradReduce::Whole,
         flat: false,
         degrees: Degrees::ALONE,
         device: device.to_owned(),
@@ -122,7 +122,7 @@ fn eight_ranks_hold_the_largest_model() {
             ],
         );
         let workers = Workers::new(1).keeping(Keep::LayerInputs);
-        let fleet = Fleet { workers, schedule: Schedule::Streaming, ..fleet(8, "mi300x") };
+        let fleet = Fleet { workers, grad_reduce: GradReduce::Bucketed, ..fleet(8, "mi300x") };
         let needs = needs(&spec(&scratch), &fleet).unwrap();
         let phase = &needs.phases[0];
         assert_eq!(needs.parameters, 8_840_488_784);

@@ -12,7 +12,7 @@ use kernels::group::{Group, Place, RunKey, Store};
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
 use trainer::state::ownership::{self, Piece};
 use trainer::workers::Workers;
@@ -91,10 +91,11 @@ fn any_number_of_ranks_writes_one_ledger() {
     let alone = scratch.train("alone");
     // 3 and 5 micro-batches: 4 and 8 ranks leave some idle, 2 cut a tree that is no power of two.
     for machines in [&[1][..], &[2], &[3], &[2, 2], &[3, 2], &[3, 1, 4]] {
-        for schedule in [Schedule::Subtree, Schedule::Streaming] {
-            let out = format!("ranks-{machines:?}-{}", schedule.name());
+        for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
+            let out = format!("ranks-{machines:?}-{}", grad_reduce.name());
             let outcomes = train_on(&scratch, &out, machines, |rank, exec| {
-                (exec.workers, exec.schedule) = (Workers::new(1 + rank as usize % 3), schedule);
+                (exec.workers, exec.grad_reduce) =
+                    (Workers::new(1 + rank as usize % 3), grad_reduce);
             });
             for outcome in outcomes {
                 assert_eq!(outcome.unwrap(), alone, "{out}");
@@ -130,35 +131,38 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
     let alone = scratch.train("alone");
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     for machines in fleets.iter().copied() {
-        for schedule in [Schedule::Subtree, Schedule::Streaming] {
+        for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
             let [flat, joined] = [true, false].map(|flat| {
-                let out = format!("{machines:?}-{}-{flat}", schedule.name());
+                let out = format!("{machines:?}-{}-{flat}", grad_reduce.name());
                 let outcomes = train_on(scratch, &out, machines, |_, exec| {
-                    (exec.schedule, exec.flat) = (schedule, flat);
+                    (exec.grad_reduce, exec.flat) = (grad_reduce, flat);
                 });
                 for outcome in outcomes {
                     assert_eq!(outcome.unwrap(), alone, "{out}");
                 }
                 assert_eq!(scratch.ledger("alone"), scratch.ledger(&out), "{out}");
                 // Labels, losses and checksums go to everybody either way.
-                let large = crossing(&spec, machines, schedule, flat);
+                let large = crossing(&spec, machines, grad_reduce, flat);
                 let counted = between_nodes(scratch, &out);
-                assert_eq!(planned(&spec, machines, schedule, flat), large, "{out}: as planned");
+                assert_eq!(planned(&spec, machines, grad_reduce, flat), large, "{out}: as planned");
                 (large, counted - large)
             });
-            assert_eq!(flat.1, joined.1, "{machines:?} {schedule:?}: what is small is the same");
-            assert!(4 * joined.0 <= 3 * flat.0, "{machines:?} {schedule:?}: {joined:?} {flat:?}");
+            assert_eq!(flat.1, joined.1, "{machines:?} {grad_reduce:?}: what is small is the same");
+            assert!(
+                4 * joined.0 <= 3 * flat.0,
+                "{machines:?} {grad_reduce:?}: {joined:?} {flat:?}"
+            );
         }
     }
 }
 
 /// What `ztrain plan` says of the same. It plans for machines with as many ranks each, the last one with fewer at most.
-fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
+fn planned(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: bool) -> u64 {
     let fleet = Fleet {
         ranks: machines.iter().sum(),
         ranks_per_node: machines[0],
         workers: Workers::new(1),
-        schedule,
+        grad_reduce,
         flat,
         degrees: Degrees::ALONE,
         device: "cpu".to_owned(),
@@ -168,7 +172,7 @@ fn planned(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> 
 
 /// The bytes of gradients and weights that cross between machines in a step of 16 micro-batches: each block of a rank, or of a
 /// machine, to every owner elsewhere; the new weights of each owner to every rank, or machine, elsewhere.
-fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) -> u64 {
+fn crossing(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: bool) -> u64 {
     let world: u32 = machines.iter().sum();
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
@@ -190,13 +194,13 @@ fn crossing(spec: &RunSpec, machines: &[u32], schedule: Schedule, flat: bool) ->
             false => vec![ranks.clone()],
         };
         let (count, world) = (16u64, u64::from(world));
-        let rounds = if schedule == Schedule::Subtree { 1 } else { count.div_ceil(world) };
+        let rounds = if grad_reduce == GradReduce::Whole { 1 } else { count.div_ceil(world) };
         for (sender, round) in
             senders.iter().flat_map(|one| (0..rounds).map(move |round| (one, round)))
         {
-            let cut = |rank: u32| match schedule {
-                Schedule::Subtree => count * u64::from(rank) / world,
-                Schedule::Streaming => count.min(round * world + u64::from(rank)),
+            let cut = |rank: u32| match grad_reduce {
+                GradReduce::Whole => count * u64::from(rank) / world,
+                GradReduce::Bucketed => count.min(round * world + u64::from(rank)),
             };
             let blocks = kernels::tree::blocks(cut(sender.start), cut(sender.end)).len() as u64;
             bytes += blocks * outside.iter().map(|owner| length(*owner)).sum::<u64>();
@@ -222,8 +226,8 @@ fn a_run_goes_on_with_other_numbers_of_ranks() {
     for (machines, last) in [(&[2, 1][..], 2), (&[1], 4), (&[3, 2], 7), (&[2], 10)] {
         let part = train_on(&scratch, "parts", machines, |_, exec| {
             exec.stop_after = Some(last);
-            // Another way each time: what one schedule began, the other goes on with.
-            exec.schedule = if last % 3 == 1 { Schedule::Streaming } else { Schedule::Subtree };
+            // Another way each time: what one grad_reduce began, the other goes on with.
+            exec.grad_reduce = if last % 3 == 1 { GradReduce::Bucketed } else { GradReduce::Whole };
         });
         assert!(part.iter().all(|outcome| outcome.as_ref().unwrap().step == last));
     }

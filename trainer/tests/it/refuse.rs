@@ -220,7 +220,7 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
         for word in ["more memory than the machine has", "1 rank on this machine", "--recompute"] {
             assert!(fault.to_string().contains(word), "no {word:?} in: {fault}");
         }
-        assert!(!fault.to_string().contains("--ring"), "nothing asked for it: {fault}");
+        assert!(!fault.to_string().contains("--snapshots"), "nothing asked for it: {fault}");
     }
 }
 
@@ -228,10 +228,10 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
 #[test]
 fn states_that_do_not_fit_into_memory_are_refused_by_their_flag() {
     let scratch = Scratch::new();
-    let many = |exec: &mut ExecOptions| exec.ring.states = 99_999_999;
+    let many = |exec: &mut ExecOptions| exec.snapshots.states = 99_999_999;
     let fault = scratch.run(&scratch.path("run.toml"), "run", many).unwrap_err();
     assert_eq!(fault.class(), Class::Machine, "{fault}");
-    assert!(fault.to_string().contains("fewer states in --ring"), "{fault}");
+    assert!(fault.to_string().contains("fewer --snapshots"), "{fault}");
 }
 
 #[test]

@@ -69,7 +69,10 @@ fn own(scratch: &Scratch, run: &str) -> BTreeMap<String, Vec<u8>> {
 
 fn recorded_state(scratch: &Scratch, run: &str, step: usize) -> String {
     let line = scratch.ledger(run).lines().nth(step).unwrap().to_owned();
-    serde_json::from_str::<serde_json::Value>(&line).unwrap()["state"].as_str().unwrap().to_owned()
+    serde_json::from_str::<serde_json::Value>(&line).unwrap()["state_digest"]
+        .as_str()
+        .unwrap()
+        .to_owned()
 }
 
 #[test]

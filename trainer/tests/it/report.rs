@@ -30,7 +30,7 @@ fn the_table_says_what_the_ledger_says() {
     let ledger = lines(&scratch, "run");
     assert_eq!((ledger.len(), shown.len()), (10, 10));
     for (line, (row, text, last)) in ledger.iter().zip(&shown) {
-        for key in ["step", "phase", "loss", "router", "data", "state"] {
+        for key in ["step", "phase", "loss", "tokens_per_expert", "batch_digest", "state_digest"] {
             assert_eq!(line[key], row[key], "{key}");
         }
         assert_eq!(line["label_count"], row["labels"]);

@@ -3,7 +3,7 @@
 use std::fs;
 
 use loader::PrefetchOptions;
-use trainer::checkpoint::{Retention, RingOptions};
+use trainer::checkpoint::{Retention, SnapshotOptions};
 
 use crate::support::{Scratch, stop_after, workers};
 
@@ -118,7 +118,7 @@ fn a_state_before_a_jump_comes_out_of_memory() {
     scratch.train("plain");
     // Every loss is a jump against one that lies a hundred deviations lower, once there are eight.
     let change = |exec: &mut trainer::ExecOptions| {
-        exec.ring = RingOptions { states: 2, every: 2, spike: -100.0 };
+        exec.snapshots = SnapshotOptions { states: 2, every: 2, spike: -100.0 };
         (exec.checkpoint_every, exec.retention) =
             (100, Retention { newest: 1, every: 0, aged: false, pinned: 8 });
     };
@@ -152,7 +152,7 @@ fn the_model_learns_and_the_balance_moves() {
     assert!((loss(0) - 50f64.ln()).abs() < 0.2, "{}", loss(0));
     assert!(loss(9) < loss(0) - 0.2, "{} to {}", loss(0), loss(9));
     // Every token of the step was counted in every layer: 6 rows of 32 tokens.
-    for layer in steps[0]["router"].as_array().unwrap() {
+    for layer in steps[0]["tokens_per_expert"].as_array().unwrap() {
         let total: u64 =
             layer.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
         assert_eq!(total, 6 * 32);

@@ -2,7 +2,7 @@
 
 use loader::Opened;
 use trainer::RunSpec;
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
 use trainer::sizing::estimate::{self, Setting, StepTime};
 use trainer::sizing::{Cluster, Curve, Described, degrees, hints};
@@ -22,7 +22,7 @@ fn fleet(ranks: u32) -> Fleet {
         ranks,
         ranks_per_node: 8.min(ranks),
         workers: Workers::new(1),
-        schedule: Schedule::Subtree,
+        grad_reduce: GradReduce::Whole,
         flat: false,
         degrees: Degrees::ALONE,
         device: "mi300x".to_owned(),

@@ -9,7 +9,7 @@ use trainer::RunSpec;
 use trainer::memory::Holds;
 use trainer::mesh::Degrees;
 use trainer::model::Keep;
-use trainer::plan::{Fleet, MirrorNeeds, PhaseNeeds, RunNeeds, SentInStep, needs};
+use trainer::plan::{Fleet, PhaseNeeds, ReplicaNeeds, RunNeeds, SentInStep, needs};
 use trainer::sizing::estimate::Setting;
 use trainer::sizing::{Cluster, Described};
 use trainer::workers::Workers;
@@ -39,18 +39,18 @@ pub(crate) struct Args {
     /// Activation checkpointing, as `ztrain --recompute`.
     #[arg(long)]
     recompute: bool,
-    /// As `ztrain --schedule`.
-    #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
-    schedule: How,
+    /// As `ztrain --grad-reduce`.
+    #[arg(long, value_name = "HOW", value_enum, default_value = "whole")]
+    grad_reduce: How,
     /// As `ztrain --cp`: how many ranks may share a micro-batch.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cp: u32,
     /// As `ztrain --tsp`: how many ranks may hold weights for each other.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     tsp: u32,
-    /// As `ztrain --flat`.
+    /// As `ztrain --no-hierarchical`.
     #[arg(long)]
-    flat: bool,
+    no_hierarchical: bool,
     /// Print one JSON object; sizes in bytes.
     #[arg(long)]
     json: bool,
@@ -71,8 +71,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         ranks,
         ranks_per_node: per_node.min(ranks),
         workers: Workers::new(workers).keeping(keep),
-        schedule: args.schedule.schedule(),
-        flat: args.flat,
+        grad_reduce: args.grad_reduce.grad_reduce(),
+        flat: args.no_hierarchical,
         degrees: Degrees { cp: args.cp, tsp: args.tsp },
         device: args.device,
     };
@@ -110,7 +110,7 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
     let mut lines = vec![format!(
         "{:.1}M parameters | ranks {ranks}, machines {machines} | {} | {device}",
         *parameters as f64 / 1e6,
-        fleet.schedule.name(),
+        fleet.grad_reduce.name(),
     )];
     needs.phases.iter().for_each(|phase| lines.extend(phase_lines(phase, needs)));
     lines.push(format!(
@@ -128,9 +128,9 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
         size(checkpoint.copies)
     ));
     if *ranks > 1 {
-        let MirrorNeeds { largest_rank, sent } = needs.mirror;
+        let ReplicaNeeds { largest_rank, sent } = needs.replicas;
         lines.push(format!(
-            "with --mirror besides: {} in the rank that holds most, {} sent in each step",
+            "with --replicate besides: {} in the rank that holds most, {} sent in each step",
             size(largest_rank),
             size(sent)
         ));
@@ -138,7 +138,7 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
     lines.push(format!("ledger at the end: {}", size(needs.ledger_bytes)));
     if !needs.fits {
         lines.push(
-            "this does not fit: give --recompute, more ranks, smaller micro-batches, or --schedule streaming".to_owned(),
+            "this does not fit: give --recompute, more ranks, smaller micro-batches, or --grad-reduce bucketed".to_owned(),
         );
     }
     lines.join("\n") + "\n" + &without_labels(&needs.without_labels)

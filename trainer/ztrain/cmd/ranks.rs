@@ -8,7 +8,7 @@ use contract::{Fault, Result};
 use kernels::group::Transport;
 use trainer::World;
 use trainer::launch::{self, Launch, Launched, spawned_us};
-use trainer::mesh::{Degrees, Schedule};
+use trainer::mesh::{Degrees, GradReduce};
 
 use super::Speed;
 
@@ -22,10 +22,10 @@ pub(crate) struct Ranks {
     /// How long a rank waits for another before it names it and stops.
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
     rank_timeout: Duration,
-    /// Whether a rank adds whole subtrees of a run of micro-batches before it sends (fewest bytes), or they are dealt in turn and
-    /// sent at once (least memory).
-    #[arg(long, value_name = "HOW", value_enum, default_value = "subtree")]
-    schedule: How,
+    /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets that are
+    /// sent as soon as each micro-batch is computed (least memory).
+    #[arg(long, value_name = "HOW", value_enum, default_value = "whole")]
+    grad_reduce: How,
     /// How many ranks may share each micro-batch: each phase uses the most, up to N, that divide its `context_chunks` and the
     /// number of ranks; the others compute other micro-batches.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -35,16 +35,16 @@ pub(crate) struct Ranks {
     /// of ranks.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     tsp: u32,
-    /// Send from each rank to each other as if all were on one machine, instead of adding on each machine first.
+    /// Reduce gradients between all ranks at once instead of within each machine first.
     #[arg(long)]
-    flat: bool,
+    no_hierarchical: bool,
     /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open), through
     /// plain memory by Gloo, or the first where every rank has it.
     #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
     transport: By,
-    /// Take the ranks for so many on each machine, to try what crosses between them [default: as the launcher says].
+    /// Ranks on each machine, to try out what is sent between machines [default: as the launcher says].
     #[arg(long, value_name = "3,2", value_delimiter = ',')]
-    nodes: Vec<u32>,
+    ranks_per_node: Vec<u32>,
 }
 
 /// A number of processes of one machine.
@@ -53,7 +53,7 @@ fn processes(text: &str) -> std::result::Result<u32, &'static str> {
     number.ok_or("wanted a number of processes, 1 to 1024")
 }
 
-/// A schedule, by its name.
+/// A grad_reduce, by its name.
 #[derive(Clone, Copy, clap::ValueEnum)]
 pub(crate) enum How {
     Subtree,
@@ -62,10 +62,10 @@ pub(crate) enum How {
 
 impl How {
     /// What it names.
-    pub(crate) fn schedule(self) -> Schedule {
+    pub(crate) fn grad_reduce(self) -> GradReduce {
         match self {
-            How::Subtree => Schedule::Subtree,
-            How::Streaming => Schedule::Streaming,
+            How::Subtree => GradReduce::Whole,
+            How::Streaming => GradReduce::Bucketed,
         }
     }
 }
@@ -106,13 +106,13 @@ impl Ranks {
 
     /// Refuses machines that have not as many ranks as there are.
     fn refuse_nodes(&self, world: u32) -> Result<()> {
-        let ranks: u64 = self.nodes.iter().map(|count| u64::from(*count)).sum();
-        if self.nodes.is_empty() || ranks == u64::from(world) {
+        let ranks: u64 = self.ranks_per_node.iter().map(|count| u64::from(*count)).sum();
+        if self.ranks_per_node.is_empty() || ranks == u64::from(world) {
             return Ok(());
         }
-        let nodes: Vec<String> = self.nodes.iter().map(u32::to_string).collect();
+        let nodes: Vec<String> = self.ranks_per_node.iter().map(u32::to_string).collect();
         Err(Fault::usage("the machines do not have as many ranks as there are")
-            .at("--nodes")
+            .at("--ranks-per-node")
             .found(nodes.join(","))
             .wanted(match world {
                 1 => "1, or --nproc and a launcher for more ranks".to_owned(),
@@ -128,9 +128,11 @@ impl Ranks {
         if alone {
             self.refuse_nodes(1)?;
         }
-        if let (Some(Launched { place, .. }), false) = (&mut launched, self.nodes.is_empty()) {
+        if let (Some(Launched { place, .. }), false) =
+            (&mut launched, self.ranks_per_node.is_empty())
+        {
             self.refuse_nodes(place.world)?;
-            let ranks = (0u32..).zip(&self.nodes);
+            let ranks = (0u32..).zip(&self.ranks_per_node);
             let mut ranks = ranks.flat_map(|(node, count)| (0..*count).map(move |_| node));
             let node = ranks.nth(place.rank as usize);
             let none = || Fault::bug("a rank without a machine");
@@ -145,9 +147,9 @@ impl Ranks {
     }
 
     /// How the ranks deal micro-batches, and whether they pass over machines.
-    pub(crate) fn ways(&self) -> (Schedule, bool) {
-        let schedule = self.schedule.schedule();
-        (schedule, self.flat)
+    pub(crate) fn ways(&self) -> (GradReduce, bool) {
+        let grad_reduce = self.grad_reduce.grad_reduce();
+        (grad_reduce, self.no_hierarchical)
     }
 
     /// What this process computes with: the device first, then the other ranks if there are any. With `min_ranks` they can go on

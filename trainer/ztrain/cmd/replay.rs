@@ -129,7 +129,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 
 /// The run, opened by this rank.
 fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer> {
-    let (schedule, flat) = args.ranks.ways();
+    let (grad_reduce, flat) = args.ranks.ways();
     let (asked, changed) = (steps(args), args.changes.change().words().join(", "));
     let one = args.micro_batch.map_or("all".to_owned(), |number| number.to_string());
     let asked = vec![
@@ -140,10 +140,10 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
         args.keeping.words(),
         format!("--cp {}", args.ranks.degrees().cp),
         format!("--tsp {}", args.ranks.degrees().tsp),
-        format!("--schedule {}", schedule.name()),
-        format!("--flat {flat}"),
+        format!("--grad-reduce {}", grad_reduce.name()),
+        format!("--no-hierarchical {flat}"),
     ];
-    let together = Together { schedule, flat, degrees: args.ranks.degrees(), asked };
+    let together = Together { grad_reduce, flat, degrees: args.ranks.degrees(), asked };
     let replayer = Replayer::open_with(args.run.path(), &args.store, world, workers, together)?;
     replayer.refuse_memory()?;
     Ok(replayer.keeping(args.keeping.keep()))
@@ -308,12 +308,12 @@ fn print_replayed(
     if let Some(record) = &replayed.record {
         tell!(
             "  data {} | {} micro-batches | norm {:.6}{} | lr {:.3e} | state {}",
-            record.data,
+            record.batch_digest,
             record.micro_batches(),
             record.norm(),
             Skipped::note(record.skipped),
             record.lr(),
-            record.state
+            record.state_digest
         );
     }
     tell!("  {}", replayed.advice);

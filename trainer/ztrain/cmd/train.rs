@@ -11,7 +11,7 @@ use kernels::group::Transport;
 use loader::{Opened, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
-use trainer::checkpoint::{Retention, RingOptions};
+use trainer::checkpoint::{Retention, SnapshotOptions};
 use trainer::folder::{Holds, RunFolder};
 use trainer::launch::{self, Launch, Launched, Supervised, spawned_us};
 use trainer::validate::Validation;
@@ -33,13 +33,13 @@ pub(crate) struct Args {
     /// Steps between checkpoints; the last step always has one.
     #[arg(long, value_name = "STEPS", default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
     checkpoint_every: u64,
-    /// The newest checkpoints that stay.
+    /// Newest checkpoints that are kept.
     #[arg(long, value_name = "COUNT", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     keep: u64,
-    /// Keep no older ones than these; else some stay, about one for each doubling of their age.
+    /// Keep no older checkpoints; without it some are kept, about one for each doubling of age.
     #[arg(long)]
-    only_newest: bool,
-    /// Keep also each checkpoint whose step this divides; 0 for none.
+    keep_latest: bool,
+    /// Also keep every checkpoint whose step is a multiple of this; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
     /// How long the ranks may take to write a checkpoint, which they do beside the steps that follow.
@@ -51,30 +51,30 @@ pub(crate) struct Args {
     /// Compute every step again from the first where no checkpoint can be used; each is held against the ledger.
     #[arg(long)]
     restart: bool,
-    /// States kept in memory: when a loss jumps, the one before it is written down for `ztrain replay`.
+    /// Recent states kept in memory: when the loss jumps, the one before the jump is written down for `ztrain replay`.
     #[arg(long, value_name = "COUNT", default_value_t = 0)]
-    ring: usize,
-    /// Steps between two of them.
+    snapshots: usize,
+    /// Steps between two snapshots.
     #[arg(long, value_name = "STEPS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
-    ring_every: u64,
-    /// How many standard deviations above the losses before it a loss has jumped.
+    snapshot_every: u64,
+    /// Standard deviations above the mean of recent losses from which a loss counts as a jump.
     #[arg(long, value_name = "COUNT", default_value_t = 6.0, value_parser = above_zero)]
-    ring_spike: f64,
-    /// The newest of the states written down so that stay.
+    snapshot_on_spike: f64,
+    /// Newest snapshots on disk that are kept.
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
-    ring_keep: u64,
+    snapshot_keep: u64,
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
     #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
     audit: Option<Audit>,
     /// Stop after this step; the same command without it goes on.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
-    /// Steps between two looks at the loss on the store's held-out text; 0 for none.
+    /// Steps between validations, on the store's held-out text; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 50)]
     validate_every: u64,
-    /// Sequences of each source for it, spread evenly over its held-out text.
+    /// Validation sequences of each source, spread evenly over its held-out text.
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
-    validate_windows: u64,
+    validation_sequences: u64,
     /// No line for each step.
     #[arg(long)]
     quiet: bool,
@@ -88,7 +88,7 @@ pub(crate) struct Args {
     /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one: after a
     /// loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
     #[arg(long, help_heading = "Ranks (never bits)")]
-    mirror: bool,
+    replicate: bool,
     /// The name under which the process that starts this one holds the run's folder.
     #[arg(long, value_name = "NAME", hide = true)]
     group: Option<String>,
@@ -113,11 +113,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         let touched = supervised.as_ref().is_some_and(Supervised::touches_ranks);
         let min_ranks = args.min_ranks.or(touched.then_some(1));
         let stay = args.min_ranks.unwrap_or(count.div_ceil(2));
-        if args.mirror && min_ranks.is_none() {
+        if args.replicate && min_ranks.is_none() {
             return Err(Fault::usage("copies are for ranks that go on without others")
-                .at("--mirror")
+                .at("--replicate")
                 .found("no --min-ranks beside it")
-                .hint("give --min-ranks 1 as well, or leave --mirror out"));
+                .hint("give --min-ranks 1 as well, or leave --replicate out"));
         }
         // What is wrong with the curriculum is said once, and before anything starts.
         RunSpec::of_run(&Opened::open(curriculum)?, &args.folder()?)?;
@@ -185,9 +185,9 @@ fn as_rank(
         keep: Arc::clone(&requests.keep),
         ..options(args, curriculum, workers)
     };
-    if launched.is_none() && (args.min_ranks.is_some() || args.mirror) {
+    if launched.is_none() && (args.min_ranks.is_some() || args.replicate) {
         contract::note!(
-            "note: --min-ranks and --mirror are for several ranks; one has nobody to go on without it"
+            "note: --min-ranks and --replicate are for several ranks; one has nobody to go on without it"
         );
     }
     if launched.is_none() && args.ranks.transport() != Transport::Auto {
@@ -292,22 +292,26 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.workers = workers;
     exec.prefetch =
         PrefetchOptions { threads: args.speed.loader_threads, depth: args.speed.prefetch };
-    (exec.schedule, exec.flat) = args.ranks.ways();
+    (exec.grad_reduce, exec.flat) = args.ranks.ways();
     exec.degrees = args.ranks.degrees();
     exec.transport = args.ranks.transport();
     exec.min_ranks = args.min_ranks;
-    exec.mirror = args.mirror;
+    exec.replicate = args.replicate;
     exec.checkpoint_every = args.checkpoint_every;
-    let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.only_newest);
-    let pinned = args.ring_keep as usize;
+    let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.keep_latest);
+    let pinned = args.snapshot_keep as usize;
     exec.retention = Retention { newest, every, aged, pinned };
     exec.checkpoint_timeout = args.checkpoint_timeout;
     exec.checkpoints.clone_from(&args.checkpoints);
-    exec.ring = RingOptions { states: args.ring, every: args.ring_every, spike: args.ring_spike };
+    exec.snapshots = SnapshotOptions {
+        states: args.snapshots,
+        every: args.snapshot_every,
+        spike: args.snapshot_on_spike,
+    };
     exec.restart = args.restart;
     exec.stop_after = args.stop_after;
     exec.progress = !args.quiet;
-    exec.validation = Validation { every: args.validate_every, windows: args.validate_windows };
+    exec.validation = Validation { every: args.validate_every, windows: args.validation_sequences };
     exec
 }
 

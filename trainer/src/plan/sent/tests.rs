@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::mesh::team::{self, Line, Nodes};
-use crate::mesh::{Mesh, Schedule};
+use crate::mesh::{GradReduce, Mesh};
 
 /// Rank by rank, as they send.
 fn one_by_one(sending: &Sending<'_>) -> Result<SentInStep> {
@@ -63,8 +63,8 @@ proptest! {
     ) {
         let mesh = Mesh { dp, cp, tsp };
         let world = mesh.world() as usize;
-        let schedule = if streaming { Schedule::Streaming } else { Schedule::Subtree };
-        let parts = team::parts(schedule, dp, micro_batches).unwrap();
+        let grad_reduce = if streaming { GradReduce::Bucketed } else { GradReduce::Whole };
+        let parts = team::parts(grad_reduce, dp, micro_batches).unwrap();
         let (lengths, rest) = bytes.split_at(world);
         let (weights, rest) = rest.split_at(world);
         let shards: Vec<Vec<u64>> = rest.chunks(tsp as usize).take(world).map(<[u64]>::to_vec).collect();

@@ -14,8 +14,8 @@ fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
     let bits = |value: f64| format!("{:016x}", value.to_bits());
     let digest = "0".repeat(32);
     serde_json::from_value(json!({
-        "step": step, "phase": "a", "data": digest, "state": digest, "label_count": 100, "loss": loss,
-        "norm": bits(norm), "lr": bits(lr), "router": [[5, 5, 5, 5, 1], [5, 5, 5, 5, 1]],
+        "step": step, "phase": "a", "batch_digest": digest, "state_digest": digest, "label_count": 100, "loss": loss,
+        "norm": bits(norm), "lr": bits(lr), "tokens_per_expert": [[5, 5, 5, 5, 1], [5, 5, 5, 5, 1]],
         "sources": {}, "micro_batch_labels": [], "micro_batch_losses": "", "layer_gradient_norms": "", "layer_update_norms": "",
     }))
     .unwrap()
@@ -75,7 +75,7 @@ proptest! {
                 };
             }
             match kind {
-                4 if step >= at => seen.router[1] = vec![0, 19, 1, 0, 1],
+                4 if step >= at => seen.tokens_per_expert[1] = vec![0, 19, 1, 0, 1],
                 5 if step >= at => seen = self::seen(step, loss, norm, 3.0 * lr),
                 _ => (),
             }
@@ -206,7 +206,7 @@ fn a_router_that_was_never_even_is_told_once() {
     let steps = (1..=300).map(|step| {
         let mut seen = quiet(5, step);
         // Noise around an evenness of some 0.2.
-        seen.router[0] = vec![100, step % 7, 0, 0, 0];
+        seen.tokens_per_expert[0] = vec![100, step % 7, 0, 0, 0];
         seen
     });
     let found = found(steps);

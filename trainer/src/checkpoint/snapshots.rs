@@ -1,4 +1,4 @@
-//! A ring of recent states in memory: when a loss jumps, the one before it is written down, so that the step can be
+//! A snapshots of recent states in memory: when a loss jumps, the one before it is written down, so that the step can be
 //! replayed without computing its way from the last checkpoint.
 //!
 //! Invariant: what is written, and when, is a function of the run and of these options: every rank decides alike.
@@ -14,8 +14,8 @@ const LOSSES: (usize, usize) = (64, 8);
 
 /// What is kept in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RingOptions {
-    /// States at most; 0 for no ring. Each is as large as what a rank owns of a checkpoint.
+pub struct SnapshotOptions {
+    /// States at most; 0 for no snapshots. Each is as large as what a rank owns of a checkpoint.
     pub states: usize,
     /// Steps between them.
     pub every: u64,
@@ -24,16 +24,16 @@ pub struct RingOptions {
 }
 
 /// Recent states and losses.
-pub struct Ring {
-    options: RingOptions,
+pub struct Snapshots {
+    options: SnapshotOptions,
     states: VecDeque<Snapshot>,
     losses: VecDeque<f64>,
 }
 
-impl Ring {
+impl Snapshots {
     /// Empty.
-    pub fn new(options: RingOptions) -> Self {
-        Ring { options, states: VecDeque::new(), losses: VecDeque::new() }
+    pub fn new(options: SnapshotOptions) -> Self {
+        Snapshots { options, states: VecDeque::new(), losses: VecDeque::new() }
     }
 
     /// Takes note of the step after which the state is what `copy` copies. The state to write down, if its loss has jumped.
@@ -43,12 +43,12 @@ impl Ring {
         loss: f64,
         copy: impl FnOnce() -> Result<Snapshot>,
     ) -> Result<Option<Snapshot>> {
-        let RingOptions { states, every, .. } = self.options;
+        let SnapshotOptions { states, every, .. } = self.options;
         if states == 0 {
             return Ok(None);
         }
         let jumped = self.jumped(loss);
-        // The newest one lies before this step. It leaves the ring: one jump is written down once.
+        // The newest one lies before this step. It leaves the snapshots: one jump is written down once.
         let before = if jumped { self.states.pop_back() } else { None };
         if step.is_multiple_of(every.max(1)) {
             // First out, then in: there are never more than were asked for.
@@ -90,24 +90,24 @@ mod tests {
     proptest! {
         #[test]
         fn a_jump_gives_the_newest_state_before_it(states in 1usize..5, every in 1u64..6, jump in 9u64..60) {
-            let mut ring = Ring::new(RingOptions { states, every, spike: 6.0 });
+            let mut snapshots = Snapshots::new(SnapshotOptions { states, every, spike: 6.0 });
             for step in 1..=jump {
                 let loss = if step == jump { 9.0 } else { 3.0 + (step % 3) as f64 * 0.01 };
-                let found = ring.step(step, loss, || Ok(snapshot(step))).unwrap();
+                let found = snapshots.step(step, loss, || Ok(snapshot(step))).unwrap();
                 let found = found.map(|found| found.step());
                 let wanted = (step - 1) / every * every;
                 prop_assert_eq!(found, (step == jump && wanted > 0).then_some(wanted));
-                prop_assert!(ring.states.len() <= states);
+                prop_assert!(snapshots.states.len() <= states);
             }
-            prop_assert!(ring.step(jump + 1, 9.0, || Ok(snapshot(0))).unwrap().is_none(), "a jump is told once");
+            prop_assert!(snapshots.step(jump + 1, 9.0, || Ok(snapshot(0))).unwrap().is_none(), "a jump is told once");
         }
     }
 
     #[test]
     fn without_a_ring_nothing_is_copied() {
-        let mut ring = Ring::new(RingOptions { states: 0, every: 1, spike: -9.0 });
+        let mut snapshots = Snapshots::new(SnapshotOptions { states: 0, every: 1, spike: -9.0 });
         for step in 1..100 {
-            assert!(ring.step(step, step as f64, || panic!("it copied")).unwrap().is_none());
+            assert!(snapshots.step(step, step as f64, || panic!("it copied")).unwrap().is_none());
         }
     }
 }

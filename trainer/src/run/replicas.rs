@@ -34,7 +34,7 @@ use crate::state::{self, Owned, State};
 use crate::workers::Workers;
 
 /// The copies that a rank holds.
-pub(super) struct Mirror {
+pub(super) struct Replicas {
     asked: bool,
     kept: VecDeque<Kept>,
 }
@@ -48,10 +48,10 @@ struct Kept {
     pieces: Vec<(usize, Tensor)>,
 }
 
-impl Mirror {
+impl Replicas {
     /// Without copies yet; never any unless `asked` for.
     pub(super) fn new(asked: bool) -> Self {
-        Mirror { asked, kept: VecDeque::new() }
+        Replicas { asked, kept: VecDeque::new() }
     }
 
     /// Keeps what this rank owns of `state`, and what its partner does.
@@ -62,7 +62,7 @@ impl Mirror {
         }
         let (to, from) = Partners::new(group.nodes()).of(group.rank());
         let mine = pack(state)?;
-        let mut exchange = group.begin("the mirroring of the state").map_err(lost)?;
+        let mut exchange = group.begin("the replication of the state").map_err(lost)?;
         let length = owners.of(from).map(length).sum();
         let theirs = exchange.receive(0, from, Kind::Float, length).map_err(lost)?;
         exchange.send(0, to, &mine).map_err(lost)?;
