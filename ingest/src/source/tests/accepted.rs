@@ -1,4 +1,4 @@
-//! What is accepted and what is refused, as the table of `ingest/docs/inputs.md` says it.
+//! What is accepted and what is refused, as `ingest/docs/inputs.md` says it.
 
 use ::arrow::array::{FixedSizeBinaryArray, ListArray, NullArray};
 use ::arrow::buffer::OffsetBuffer;
