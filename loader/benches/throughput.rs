@@ -1,4 +1,4 @@
-//! How fast batches come: `cargo bench -p loader`. Every row says what it measured; `loader/README.md` keeps them.
+//! How fast batches come: `cargo bench -p loader`. Every row says what it measured; `loader/README.md` keeps the main ones.
 
 #![expect(clippy::unwrap_used, reason = "a failing benchmark may panic")]
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
