@@ -21,29 +21,30 @@ import time
 import zlib
 
 NAMES = ["chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome"]
-NO_BROWSER = 77
+NO_PROGRAM = 77
 
 
 def found():
     return os.environ.get("ZTRAIN_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def install():
+def install(name, found, packages):
+    """Installs packages of Debian for a test, where that is possible."""
     if found():
-        print("a browser is there:", found())
+        print(f"{name} is there:", found())
         return 0
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        print("no browser is there, and only root installs one, with apt-get")
-        return NO_BROWSER
+        print(f"{name} is not there, and only root installs it, with apt-get")
+        return NO_PROGRAM
     # Bounded, so that a machine without a network or with a busy package manager is not waited for.
     get = ["timeout", "240", "apt-get", "-qq", "-o", "DPkg::Lock::Timeout=30", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=10"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}}
-    wanted = get + ["install", "-y", "--no-install-recommends", "chromium", "fonts-dejavu-core"]
+    wanted = get + ["install", "-y", "--no-install-recommends", *packages]
     if subprocess.call(wanted, **quiet) != 0:
         subprocess.call(get + ["update"], **quiet)
         subprocess.call(wanted, **quiet)
-    print("installed Chromium" if found() else "apt-get does not install chromium")
-    return 0 if found() else NO_BROWSER
+    print(f"installed {name}" if found() else f"apt-get does not install {name}")
+    return 0 if found() else NO_PROGRAM
 
 
 class Browser:
@@ -338,7 +339,7 @@ def check(page):
     program = found()
     if not program:
         print("no browser is there (apt-get install chromium)")
-        return NO_BROWSER
+        return NO_PROGRAM
     browser, checks = Browser(program), Checks()
     try:
         browser.size(1280, 900)
@@ -386,7 +387,7 @@ def grow(url):
     program = found()
     if not program:
         print("no browser is there (apt-get install chromium)")
-        return NO_BROWSER
+        return NO_PROGRAM
     browser, checks = Browser(program), Checks()
     try:
         browser.size(1280, 900)
@@ -416,7 +417,7 @@ def shoot(page, folder):
     program = found()
     if not program:
         print("no browser is there (apt-get install chromium)")
-        return NO_BROWSER
+        return NO_PROGRAM
     browser = Browser(program)
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -448,7 +449,7 @@ def shoot(page, folder):
 if __name__ == "__main__":
     command = sys.argv[1:]
     if command == ["--install"]:
-        sys.exit(install())
+        sys.exit(install("Chromium", found, ["chromium", "fonts-dejavu-core"]))
     if len(command) == 2 and command[0] == "check":
         sys.exit(check(command[1]))
     if len(command) == 2 and command[0] == "grow":

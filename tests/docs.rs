@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use serde_json::Value;
+
 #[cfg(feature = "train")]
 use crate::support::ztrain_command;
 use crate::support::{Ran, zdata_command};
@@ -250,4 +252,172 @@ fn the_page_of_zdata_is_what_it_prints() {
 #[test]
 fn the_page_of_ztrain_is_what_it_prints() {
     is_the_reference("ztrain", "trainer/docs/commands.md", |args| unwrapped(ztrain_command(args)));
+}
+
+/// What a key's value may be, in words, by its part of a JSON Schema.
+fn type_of(schema: &Value, field: &Value) -> String {
+    let of = |field: &Value| type_of(schema, field);
+    if let Some(name) = field["$ref"].as_str() {
+        return of(&schema["$defs"][name.rsplit('/').next().unwrap()]);
+    }
+    for several in ["anyOf", "oneOf"] {
+        if let Some(kinds) = field[several].as_array() {
+            let kinds: Vec<_> = kinds.iter().map(of).filter(|kind| kind != "nothing").collect();
+            let constants = kinds.iter().all(|kind| kind.starts_with('`'));
+            return kinds.join(if constants { ", " } else { " or " });
+        }
+    }
+    if let Some(values) = field["enum"].as_array() {
+        return values.iter().map(|value| format!("`{value}`")).collect::<Vec<_>>().join(", ");
+    }
+    if !field["const"].is_null() {
+        return format!("`{}`", field["const"]);
+    }
+    let kind = match &field["type"] {
+        Value::Array(kinds) => kinds.iter().find(|kind| *kind != "null").unwrap().as_str(),
+        kind => kind.as_str(),
+    };
+    let least = field["minimum"].as_f64().filter(|least| *least > 0.0);
+    match (kind.unwrap_or("any"), least) {
+        ("integer", Some(least)) => format!("whole number >= {least}"),
+        ("integer", None) => "whole number".to_owned(),
+        ("string", _) => "text".to_owned(),
+        ("null", _) => "nothing".to_owned(),
+        ("array", _) if field["items"].is_null() => "list".to_owned(),
+        ("array", _) => match field["maxItems"].as_u64() {
+            Some(count) => format!("list of {count} {}s", of(&field["items"])),
+            None => format!("list of {}", of(&field["items"])),
+        },
+        ("object", _) if field["additionalProperties"].is_object() => {
+            format!("table of {}", of(&field["additionalProperties"]))
+        }
+        ("object", _) => "table".to_owned(),
+        (other, _) => other.to_owned(),
+    }
+}
+
+/// The table of a curriculum or corpus whose keys follow, by the name that it has there; `""`: the file itself.
+fn table_of<'a>(schema: &'a Value, name: &str) -> &'a Value {
+    let mut field = match name {
+        "" => schema,
+        name => &schema["properties"][name],
+    };
+    loop {
+        let kinds = field["anyOf"].as_array();
+        field = match field["$ref"].as_str() {
+            Some(name) => &schema["$defs"][name.rsplit('/').next().unwrap()],
+            None if field["properties"].is_object() => return field,
+            None if field["items"].is_object() => &field["items"],
+            None if kinds.is_some() => &kinds.unwrap()[0],
+            None => &field["additionalProperties"],
+        };
+        assert!(!field.is_null(), "the schema has no table {name}");
+    }
+}
+
+/// Rows of Markdown for the keys of a table.
+fn keys(schema: &Value, name: &str) -> String {
+    let table = table_of(schema, name);
+    let presets = table["presets"].as_object();
+    let required = table["required"].as_array().cloned().unwrap_or_default();
+    let fields = table["properties"].as_object().unwrap();
+    // Whether a key's table has a section of its own.
+    let is_section = |key: &str, kind: &str| {
+        name.is_empty() && kind.starts_with(['t', 'l']) && kind.contains("table") && key != "mix"
+    };
+    let digest = fields.values().any(|field| !field["digest"].is_null());
+    let mut columns = vec!["key".to_owned(), "type".to_owned()];
+    match presets {
+        // The smallest first.
+        Some(presets) => {
+            let mut names: Vec<&String> = presets.keys().collect();
+            names.sort_by_key(|name| presets[*name]["num_hidden_layers"].as_i64());
+            columns.extend(names.into_iter().map(|name| format!("`{name}`")));
+        }
+        None => columns.push("default".to_owned()),
+    }
+    columns.push("meaning".to_owned());
+    columns.extend(digest.then(|| "digest".to_owned()));
+    let row = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+    let mut text = row(&columns) + &"|---".repeat(columns.len()) + "|\n";
+    let typed = |value: &Value| match value {
+        Value::Null => String::new(),
+        value => format!("`{value}`").replace('|', "\\|"),
+    };
+    // What has to be there comes first.
+    let first = required.iter().filter_map(Value::as_str).map(|key| (key, &fields[key]));
+    let others = fields.iter().map(|(key, field)| (key.as_str(), field));
+    let others = others.filter(|(key, _)| !required.iter().any(|name| name == key));
+    for (key, field) in first.chain(others) {
+        let kind = type_of(schema, field);
+        if is_section(key, &kind) {
+            continue;
+        }
+        let mut cells = vec![format!("`{key}`"), kind];
+        match presets {
+            Some(presets) => cells.extend(columns[2..2 + presets.len()].iter().map(|column| {
+                let preset = &presets[column.trim_matches('`')];
+                if key == "preset" { typed(&field["default"]) } else { typed(&preset[key]) }
+            })),
+            None if required.iter().any(|name| name == key) => cells.push("required".to_owned()),
+            None => cells.push(typed(&field["default"])),
+        }
+        let meaning = field["description"].as_str().unwrap_or_default();
+        assert!(!meaning.is_empty(), "{name} {key} has no meaning");
+        // A choice is explained where its values are.
+        let choices = match field["$ref"].as_str().or(field["anyOf"][0]["$ref"].as_str()) {
+            Some(name) => &schema["$defs"][name.rsplit('/').next().unwrap()]["oneOf"],
+            None => &Value::Null,
+        };
+        let choices = choices.as_array().into_iter().flatten().map(|choice| {
+            let text = choice["description"].as_str().unwrap_or_default();
+            format!("`{}`: {}", choice["const"], text.trim_end_matches('.').to_owned())
+        });
+        let choices = choices.collect::<Vec<_>>().join("; ");
+        let choices = if choices.is_empty() { choices } else { format!(" {choices}.") };
+        cells.push(format!("{}{choices}", meaning.replace('\n', " ")).replace('|', "\\|"));
+        if digest {
+            cells.push(field["digest"].as_str().unwrap_or_default().to_owned());
+        }
+        text += &row(&cells);
+    }
+    text
+}
+
+/// The tables of keys on a page are what the types that parse them say.
+fn has_the_keys(page: &str, file: &str, schema: &Value) {
+    let path = root().join(page);
+    let before = std::fs::read_to_string(&path).unwrap();
+    let (mark, end) = (format!("<!-- keys: {file}"), "<!-- end -->");
+    let mut parts = before.split(&mark);
+    let mut found = parts.next().unwrap().to_owned();
+    let mut tables = 0;
+    for part in parts {
+        let (name, rest) = part.split_once(" -->").unwrap();
+        let (_, after) = rest.split_once(end).unwrap();
+        found += &format!("{mark}{name} -->\n{}{end}{after}", keys(schema, name.trim()));
+        tables += 1;
+    }
+    assert!(tables > 1, "{page} has {tables} tables of keys");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::write(&path, &found).unwrap();
+    }
+    let same = std::fs::read_to_string(&path).unwrap() == found;
+    assert!(
+        same,
+        "the keys of {page} are not those that are read: UPDATE_GOLDEN=1 writes them anew"
+    );
+}
+
+#[test]
+fn the_keys_of_a_corpus_are_those_that_are_read() {
+    let schema = unwrapped(zdata_command(&["schema", "corpus"]));
+    has_the_keys("ingest/docs/corpus.md", "corpus", &serde_json::from_str(&schema).unwrap());
+}
+
+#[cfg(feature = "train")]
+#[test]
+fn the_keys_of_a_curriculum_are_those_that_are_read() {
+    let schema = unwrapped(ztrain_command(&["schema"]));
+    has_the_keys("curricula/KEYS.md", "curriculum", &serde_json::from_str(&schema).unwrap());
 }

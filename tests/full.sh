@@ -14,4 +14,21 @@ crashes() {
   FULL=1 cargo test -p trainer --test it -- crashes::
 }
 
-for section in ${@:-verdicts crashes}; do "$section"; done
+# A run in each tracker, by its own package.
+trackers() {
+  FULL=1 cargo test --test it -- metrics:: --nocapture
+}
+
+# Every property with twenty times its cases, in a copy of the tree.
+cases() {
+  copy=$(mktemp -d)
+  trap 'rm -rf "$copy"' EXIT
+  git clone -q . "$copy/tree"
+  export CARGO_TARGET_DIR="$PWD/target"
+  cd "$copy/tree"
+  grep -rlE 'with_cases\([0-9]+\)|cases: [0-9]+,' --include=*.rs . \
+    | xargs sed -i -E 's/with_cases\(([0-9]+)\)/with_cases(\1 * 20)/; s/cases: ([0-9]+),/cases: \1 * 20,/'
+  for crate in mixer loader kernels trainer ingest; do cargo test -p "$crate" --lib --no-fail-fast; done
+}
+
+for section in ${@:-verdicts crashes trackers}; do "$section"; done

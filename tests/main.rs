@@ -38,6 +38,8 @@ mod losses;
 #[cfg(feature = "train")]
 mod memory;
 #[cfg(feature = "train")]
+mod metrics;
+#[cfg(feature = "train")]
 mod network;
 #[cfg(feature = "train")]
 mod own;

@@ -76,7 +76,7 @@ fn long_run(folder: &Path, steps: u64) {
     let (mut ledger, mut events) = (create("ledger.jsonl"), create("events.jsonl"));
     let identity = "ab".repeat(32);
     let head = json!({
-        "kind": "head", "format": 5, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
+        "kind": "head", "format": 6, "kernel_table": {"cpu": "made up", "libtorch": "2.11.0"},
         "curriculum": CURRICULUM.replace("HALF", &(steps / 2).to_string()), "stores": [identity], "tokenizer": identity,
         "levels": ["D", "L0"], "parameters": ["embed", "layers.0.a", "layers.1.a", "norm"],
     });
@@ -283,6 +283,35 @@ fn curves(told: &str) -> Value {
 /// A field of each curve of a plot.
 fn each<T>(plot: &Value, field: impl Fn(&Value) -> T) -> Vec<T> {
     plot.as_array().unwrap().iter().map(field).collect()
+}
+
+/// A real Prometheus takes the text as it stands, rude names included.
+#[test]
+fn the_live_page_is_scraped_too() {
+    let (_scratch, run) = made(2_000);
+    let told = watched(&run, |address| {
+        let target = address.trim_start_matches("http://").trim_end_matches('/');
+        let script = tests_folder().join("prometheus.py");
+        Command::new("python3").arg("-B").arg(script).args(["check", target]).output().unwrap()
+    });
+    let text = String::from_utf8_lossy(&told.stdout);
+    match told.status.code() {
+        Some(0) => {}
+        Some(77) => return skipped("a scrape by Prometheus", text.trim()),
+        code => panic!("{code:?}: {text}\n{}", String::from_utf8_lossy(&told.stderr)),
+    }
+    let found: Vec<(Value, f64)> = serde_json::from_str(&text).unwrap();
+    let value = |name: &str, label: [&str; 2]| {
+        let is_it = |metric: &Value| metric["__name__"] == name && metric[label[0]] == label[1];
+        found.iter().find(|(metric, _)| is_it(metric)).map(|(_, value)| *value)
+    };
+    let run = ["run", "a run's folder"];
+    assert_eq!(value("ztrain_step", run), Some(2_000.0));
+    assert_eq!(value("ztrain_starts_total", run), Some(2.0));
+    assert_eq!(value("ztrain_speed_memory", run), Some(4e8));
+    assert!(value("ztrain_loss", ["source", RUDE]).is_some(), "{text}");
+    assert!(value("ztrain_validation", ["source", "all"]).is_some());
+    assert!(value("ztrain_gradient_norm", ["layer", "layer 1"]).is_some());
 }
 
 #[test]

@@ -63,6 +63,8 @@ enum Command {
     Amend(cmd::amend::Args),
     /// Recompute every data digest of a run.
     VerifyRun(cmd::verify_run::Args),
+    /// Print the keys of a corpus file or of a curriculum as JSON Schema.
+    Schema(cmd::schema::Args),
     /// Print what a shell completes behind `zdata`.
     Completions(cmd::completions::Args),
     /// Print a page for `man`.
@@ -103,6 +105,7 @@ fn run(Cli { command, quiet }: Cli) -> Result<()> {
         Command::Where(args) => cmd::whereabouts::exec(args),
         Command::Amend(args) => cmd::amend::exec(args),
         Command::VerifyRun(args) => cmd::verify_run::exec(args, quiet),
+        Command::Schema(args) => cmd::schema::exec(&args),
         Command::Completions(args) => cmd::completions::exec(&args, Cli::command()),
         Command::Manual(args) => cmd::completions::manual(&args, Cli::command()),
     }

@@ -119,6 +119,14 @@ impl Plan {
         self.phases.last().map_or(0, |phase| phase.first_sample + phase.samples())
     }
 
+    /// Tokens of all steps up to `step`.
+    pub fn tokens_until(&self, step: u64) -> u64 {
+        let steps =
+            |phase: &PhasePlan| (step + 1).saturating_sub(phase.first_step).min(phase.steps);
+        let tokens = |phase: &PhasePlan| steps(phase) * phase.batch * u64::from(phase.seq_len);
+        self.phases.iter().map(tokens).sum()
+    }
+
     /// Step `step`.
     pub fn step(&self, step: u64) -> Result<StepSpec> {
         if step == 0 || step > self.steps() {

@@ -14,7 +14,7 @@ use tch::{Device, Kind};
 use crate::memory::{self, Demand, Holds, Ways};
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Team, share};
-use crate::model::{self, Dealt};
+use crate::model::Dealt;
 use crate::refusal::refused;
 use crate::sizing::numbers::numbers;
 use crate::spec::RunSpec;
@@ -216,16 +216,9 @@ pub fn step(
     enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
     let Team { degrees, flat, grad_reduce, .. } = *team;
-    let limit_here = store::memory::limit();
-    let demand = Demand {
-        degrees,
-        flat,
-        grad_reduce,
-        workers,
-        replicate: false,
-        copies: 0,
-        limit: limit_here,
-    };
+    let (replicate, copies, limit_here) = (false, 0, store::memory::limit());
+    let demand =
+        Demand { degrees, flat, grad_reduce, workers, replicate, copies, limit: limit_here };
     memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
@@ -264,7 +257,7 @@ pub fn step(
         table.exchanged(&stepped);
         let step = spec.plan.step(number)?;
         table.tokens += step.batch * u64::from(step.seq_len);
-        table.model_flops += model_flops(spec, number, &stepped.record.tokens_per_expert)?;
+        table.model_flops += stepped.model_flops;
         uneven(cx, number, &mut dealt)?;
     }
     table.uneven = if dealt[1] > 0.0 { dealt[0] / dealt[1] - 1.0 } else { 0.0 };
@@ -328,20 +321,6 @@ fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<(
         *mean += places.iter().sum::<u64>() as f64 / together as f64;
     }
     Ok(())
-}
-
-fn model_flops(spec: &RunSpec, number: u64, router: &[Vec<u64>]) -> Result<f64> {
-    let config = &spec.model_at(number)?.config;
-    let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
-    // All classes but the skip, which is last; none without a router.
-    let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
-    let routed: Vec<u64> = router.iter().map(experts).collect();
-    let pairs = batch.boundaries.iter().map(|starts| match config.document_mask {
-        true => model::causal_pairs(starts, batch.seq_len),
-        false => model::causal_pairs(&[0], batch.seq_len),
-    });
-    let tokens = batch.rows * u64::from(batch.seq_len);
-    Ok(model::flops(config, tokens, &routed, pairs.sum()))
 }
 
 /// The rate of large products with every worker at work, each with one math thread: the best of several. Of numbers as a model's:

@@ -12,8 +12,7 @@ use serde_json::{Value, json};
 use crate::chart::Chart;
 use crate::folder::{RunFolder, table_difference};
 use crate::fork::Origin;
-use crate::ledger::{Difference, Follower, Head, Ledger};
-use crate::report::Seen;
+use crate::ledger::{Difference, Follower, Head, Ledger, Seen};
 
 /// What a comparison found.
 #[derive(Clone, Debug, PartialEq)]

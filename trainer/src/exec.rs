@@ -50,6 +50,8 @@ pub struct ExecOptions {
     pub checkpoints: Option<Location>,
     /// States that stay in memory, for the step whose loss jumps.
     pub snapshots: SnapshotOptions,
+    /// A program that gets the curves of each step on its standard input, as a line of JSON.
+    pub metrics_exec: Option<String>,
     /// The step after which to stop, if before the curriculum's last.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
@@ -83,6 +85,7 @@ impl ExecOptions {
             restart: false,
             checkpoints: None,
             snapshots: SnapshotOptions { states: 0, every: 10, spike: 6.0 },
+            metrics_exec: None,
             stop_after: None,
             progress: true,
             memory: store::memory::limit(),

@@ -396,7 +396,7 @@ pub(crate) fn refuse(
             // What is easiest to leave out comes first.
             let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
-                "give {snapshots}--recompute, fewer --workers, smaller micro-batches, or more machines with --grad-reduce bucketed"
+                "give {snapshots}--recompute, fewer --workers, smaller micro-batches, more machines, or --grad-reduce bucketed"
             )));
         }
     }

@@ -62,6 +62,8 @@ enum Command {
     Export(cmd::export::Args),
     /// Take over such a folder as the start of a curriculum.
     Import(cmd::import::Args),
+    /// Print the keys of a curriculum as JSON Schema.
+    Schema(cmd::schema::Args),
     /// Print what a shell completes behind `ztrain`.
     Completions(cmd::completions::Args),
     /// Print a page for `man`.
@@ -106,6 +108,7 @@ fn run(Cli { command, train }: Cli) -> Result<u8> {
         Some(Command::Devices(args)) => cmd::devices::exec(args),
         Some(Command::Export(args)) => cmd::export::exec(args),
         Some(Command::Import(args)) => cmd::import::exec(args),
+        Some(Command::Schema(args)) => cmd::schema::exec(&args),
         Some(Command::Completions(args)) => cmd::completions::exec(&args, Cli::command()),
         Some(Command::Manual(args)) => cmd::completions::manual(&args, Cli::command()),
     }

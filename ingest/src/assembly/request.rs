@@ -75,7 +75,7 @@ fn changed(store: &Location, key: &str, old: impl ToString, new: impl ToString) 
         .found(new.to_string())
         .wanted(old.to_string())
         .hint(
-            "name another --out, or undo the change; with --cache-dir FOLDER at every build, parts that did not change are not made \
+            "name another --out, or undo the change; with --cache-dir FOLDER at every build, unchanged parts are not made \
              again",
         )
 }

@@ -18,13 +18,14 @@ mod steps;
 use std::collections::BTreeMap;
 
 use contract::{Class, Fault, Ratio, Result};
-use serde::Deserialize;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
 use settings::{File, Spanned, Value};
 use store::Location;
 
 pub(crate) use files::bracketed;
 pub(crate) use parse::check_name;
-pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS};
+pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, schema};
 pub(crate) use resolve::Inventory;
 pub use spec::Spec;
 #[cfg(test)]
@@ -36,7 +37,7 @@ use crate::source::Fields;
 pub use crate::source::SourceFile;
 
 /// What to do with a record that is not a document.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {
     /// Refuse the build, naming the record.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 use contract::{Fault, Ratio, Result, UNIT_TOKENS_MAX};
+use schemars::{JsonSchema, Schema, schema_for};
 use serde::Deserialize;
 use settings::{CORPUS, File, Spanned, Table, Value};
 use store::UNIT_TOKENS;
@@ -25,40 +26,107 @@ pub const MAX_DOCUMENT_BYTES: u64 = 1 << 30;
 /// What a message of a chat becomes, unless `message` says otherwise.
 const MESSAGE: &str = "<|{role}|>\n{content}\n";
 
-/// The file as serde reads it.
-#[derive(Deserialize)]
+/// Which documents become a store, and how.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Corpus")]
 struct Written {
+    /// Path of a Hugging Face `tokenizer.json`; a build needs it.
     tokenizer: Option<String>,
+    /// Tokens in a unit, which every `seq_len` must divide; at most 2^40.
+    #[schemars(with = "Option<NonZeroU64>", extend("default" = UNIT_TOKENS))]
     unit: Option<Spanned<NonZeroU64>>,
+    /// Share of documents held out for validation: a ratio, a decimal or 0, taken exactly.
+    #[schemars(with = "Option<Share>", extend("default" = "1/1000"))]
     validation: Option<Spanned<Value>>,
+    /// The token put before each document, by its string, such as `"<bos>"`.
+    #[schemars(with = "Option<String>", extend("default" = "none"))]
     begin: Option<Spanned<Value>>,
+    /// The token put after each document, by its string, such as `"<|endoftext|>"`.
+    #[schemars(with = "Option<String>", extend("default" = "none"))]
     end: Option<Spanned<Value>>,
+    /// Tokens after which a shard is cut; decides files, never the digest.
+    #[schemars(extend("default" = SHARD_TOKENS))]
     shard_tokens: Option<NonZeroU64>,
+    /// A longer document is dropped as `too large`.
+    #[schemars(extend("default" = MAX_DOCUMENT_BYTES))]
     max_document_bytes: Option<NonZeroU64>,
+    /// What happens at a record that is not a document.
     #[serde(default)]
     on_error: OnError,
+    /// The sources; at least one.
     #[serde(default)]
+    #[schemars(with = "Vec<WrittenSource>")]
     source: Vec<Spanned<WrittenSource>>,
+    /// Steps of preparation, in order.
     #[serde(default)]
+    #[schemars(with = "Vec<WrittenStep>")]
     prepare: Vec<Spanned<Table>>,
 }
 
-/// A `[[source]]` as serde reads it.
-#[derive(Deserialize)]
+/// Documents under one name, which a curriculum mixes.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Source")]
 struct WrittenSource {
+    /// Unique; also the name of the source's folder in the store.
+    #[schemars(with = "String")]
     name: Spanned<String>,
+    /// Globs, relative to the folder of the corpus file.
+    #[schemars(with = "Vec<String>")]
     files: Spanned<Vec<Spanned<String>>>,
+    /// What the files hold; without it their ending decides.
     format: Option<Format>,
+    /// Path of the text in a record: fields joined by dots.
+    #[schemars(with = "Option<String>", extend("default" = "text"))]
     text: Option<Spanned<String>>,
+    /// Path of the document's id; without it ids are `FILE#ROW` or `FILE#GROUP.ROW`.
+    #[schemars(with = "Option<String>")]
     id: Option<Spanned<String>>,
+    /// The text, built from fields: `"Q: {question}\nA: {answer}"`.
+    #[schemars(with = "Option<String>")]
     template: Option<Spanned<String>>,
+    /// Path of a list of messages.
+    #[schemars(with = "Option<String>")]
     chat: Option<Spanned<String>>,
+    /// The text of each message of a `chat`.
+    #[schemars(with = "Option<String>", extend("default" = MESSAGE))]
     message: Option<Spanned<String>>,
+    /// With `chat`, instead of `message`: a `tokenizer_config.json` or a `.jinja` file.
+    #[schemars(with = "Option<String>")]
     chat_template: Option<Spanned<String>>,
+    /// For a chat template: the day used as today, `"2024-07-26"`.
+    #[schemars(with = "Option<String>")]
     chat_date: Option<Spanned<Value>>,
+    /// For a chat template: path of a record's list of tools.
+    #[schemars(with = "Option<String>")]
     tools: Option<Spanned<String>>,
+}
+
+/// A `[[prepare]]`; its other keys are those of its step.
+#[derive(JsonSchema)]
+#[schemars(rename = "Step")]
+#[expect(dead_code, reason = "stands for a table that is read key by key")]
+struct WrittenStep {
+    /// The name of the step.
+    #[schemars(extend("enum" = steps::STEPS))]
+    step: String,
+    /// Names of the sources that it is for [default: all].
+    sources: Option<Vec<String>>,
+}
+
+/// A share: a number, or a ratio as text.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "stands for a value that is read as it is typed")]
+enum Share {
+    Number(f64),
+    Ratio(String),
+}
+
+/// The JSON Schema of a corpus file.
+pub fn schema() -> Schema {
+    schema_for!(Written)
 }
 
 impl Spec {

@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::{Class, Fault, Field, Framed, Identity, Result};
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use store::Location;
 use store::location::LocalFile;
@@ -36,7 +37,9 @@ pub(crate) use self::file::{Place, Stamp};
 use crate::disk::{Disk, Real};
 
 /// What a file holds, whatever it is compressed with.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// One JSON object per line, or one array of them in a file called so (plain, gzip or zstd).

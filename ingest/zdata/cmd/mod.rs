@@ -14,6 +14,7 @@ pub(crate) mod output;
 pub(crate) mod plan;
 pub(crate) mod publish;
 mod recorded;
+pub(crate) mod schema;
 pub(crate) mod task;
 pub(crate) mod tokenizer;
 pub(crate) mod verify;

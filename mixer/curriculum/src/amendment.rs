@@ -11,10 +11,11 @@ use std::num::NonZeroU64;
 use std::ops::Range;
 
 use contract::{Fault, Ratio, Result};
+use schemars::JsonSchema;
 use serde::Deserialize;
 use settings::{File, Spanned, Table};
 
-use super::mix::{SUM, mix_of, mix_text};
+use super::mix::{SUM, Weight, mix_of, mix_text};
 use super::numbers::{
     AutoClipChange, Numbers, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
 };
@@ -59,26 +60,49 @@ pub struct PhaseSegment {
     pub mix_key: String,
 }
 
-/// An amendment as it is written.
-#[derive(Deserialize)]
+/// What changes from a step on.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Amendment")]
 pub(super) struct AmendmentText {
+    /// The first step that changes; never decreases from one amendment to the next.
+    #[schemars(extend("digest" = "plan, run"))]
     step: NonZeroU64,
+    /// The whole mix from then to the end of the phase, as in a phase.
+    #[schemars(with = "Option<BTreeMap<String, Weight>>", extend("digest" = "plan, run"))]
     mix: Option<Spanned<Table>>,
+    /// By source, documents (their numbers in the source) that no step sees from then on.
     #[serde(default)]
+    #[schemars(extend("digest" = "plan, run"))]
     ban: BTreeMap<String, BTreeSet<u64>>,
+    /// Path of a further store, whose sources later mixes may name.
+    #[schemars(extend("digest" = "run, by `digest`"))]
     store: Option<String>,
+    /// Digest of that store.
+    #[schemars(extend("digest" = "run"))]
     digest: Option<String>,
+    /// Keys of `[optimizer]` from then on.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     optimizer: OptimizerChange,
+    /// Keys of `[schedule]` from then on.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     schedule: ScheduleChange,
+    /// Keys of `[skip_step]` from then on.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     skip_step: SkipStepChange,
+    /// Keys of `[auto_clip]` from then on.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     auto_clip: AutoClipChange,
+    /// Number format from then on.
+    #[schemars(extend("digest" = "run"))]
     dtype: Option<Dtype>,
+    /// Whether this one step changes nothing: neither weights nor moments nor balancing biases.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     skip: bool,
 }
 

@@ -22,7 +22,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use contract::ratio::{Ratio, gcd};
-use serde::{Deserialize, Deserializer, de};
+use schemars::JsonSchema;
+use serde::{Deserialize, Deserializer, Serialize, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
 pub use difference::Difference;
@@ -32,6 +33,7 @@ pub use numbers::{
     SkipStepChange,
 };
 pub use packing::Packing;
+pub use parse::schema;
 
 /// The largest sum of the integer weights of a phase: twice its product with a sample number fits 128 bits.
 pub const WEIGHT_MAX: u64 = 1 << 62;
@@ -67,7 +69,7 @@ pub struct Curriculum {
 }
 
 /// What the model computes in; master weights and sums are 32-bit floats either way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
     /// 32-bit floats.
@@ -78,7 +80,7 @@ pub enum Dtype {
 
 /// What a phase does with what an earlier `seq_len` left of the open group, where its windows are not whole numbers of the
 /// phase's sequences (where they are, they are split and served first).
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum RemainderRule {
     /// Served first, windows joined into longer sequences.
@@ -123,7 +125,7 @@ pub struct SourceSpec {
 }
 
 /// Which optimizer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerKind {
     /// Muon on matrices, AdamW on the rest.
@@ -133,7 +135,7 @@ pub enum OptimizerKind {
 }
 
 /// What Muon's Newton-Schulz iterates: the same in exact arithmetic, rounded otherwise.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum NewtonSchulzForm {
     /// The square of the shorter side alone (its Gram matrix), of a matrix at least twice as long one way as the other.
@@ -173,25 +175,34 @@ fn pair<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<[f64; 2], D::
 }
 
 /// `[optimizer]`.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(rename = "Optimizer")]
 pub struct OptimizerSpec {
-    /// Which one.
+    /// Which optimizer.
+    #[schemars(extend("digest" = "run"))]
     pub kind: OptimizerKind,
-    /// The peak learning rate.
+    /// Peak learning rate, at least 0.
+    #[schemars(extend("digest" = "run"))]
     pub lr: f64,
-    /// AdamW's two decays.
+    /// AdamW's two decays, in 0..1.
     #[serde(deserialize_with = "pair")]
+    #[schemars(extend("digest" = "run"))]
     pub betas: [f64; 2],
-    /// AdamW's epsilon.
+    /// AdamW's epsilon, above 0.
+    #[schemars(extend("digest" = "run"))]
     pub eps: f64,
-    /// Muon's momentum.
+    /// Muon's momentum, in 0..1.
+    #[schemars(extend("digest" = "run"))]
     pub momentum: f64,
-    /// Muon's.
+    /// What Muon's Newton-Schulz iterates. Rounding differs, so the bits differ.
+    #[schemars(extend("digest" = "run (where not `\"gram\"`)"))]
     pub newton_schulz: NewtonSchulzForm,
-    /// Decoupled weight decay.
+    /// Decoupled weight decay, at least 0.
+    #[schemars(extend("digest" = "run"))]
     pub weight_decay: f64,
-    /// The largest global gradient norm; 0 for no clipping.
+    /// Largest global gradient norm; 0 for no clipping.
+    #[schemars(extend("digest" = "run"))]
     pub clip: f64,
 }
 
@@ -209,19 +220,23 @@ pub struct ScheduleSpec {
 
 /// `[skip_step]`: a step whose loss or gradient norm lies more than `sigma` standard deviations above the mean of the
 /// `window` steps before it moves nothing. Steps are judged once half a window lies before them.
-#[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(rename = "SkipStep")]
 pub struct SkipStepSpec {
-    /// Steps that a step is measured against, at most.
+    /// Steps before a step that it is compared with, 4 to 65,536.
+    #[schemars(extend("digest" = "run"))]
     pub window: u64,
-    /// Standard deviations.
+    /// Standard deviations above their mean, at least 0.
+    #[schemars(extend("digest" = "run"))]
     pub sigma: f64,
-    /// What becomes of a step whose loss or gradient is not finite.
+    /// What happens to a step whose loss or gradient is not finite.
+    #[schemars(extend("digest" = "run"))]
     pub non_finite: NonFinite,
 }
 
 /// What becomes of a step whose loss or gradient is not finite.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum NonFinite {
     /// It ends the run before anything moves.
@@ -243,13 +258,16 @@ impl NonFinite {
 
 /// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half a
 /// window lies before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "AutoClip")]
 pub struct AutoClipSpec {
-    /// Steps that a norm is measured against, at most.
+    /// Steps whose norms the clip is computed from, 4 to 65,536.
     #[serde(default = "window")]
+    #[schemars(extend("digest" = "run"))]
     pub window: u64,
-    /// 1 to 100; by the nearest rank, so that it is one of the norms itself.
+    /// Which of the norms, by size: 1 to 100, by the nearest rank.
+    #[schemars(extend("digest" = "run"))]
     pub percentile: u64,
 }
 

@@ -4,9 +4,19 @@ use std::collections::BTreeMap;
 
 use contract::ratio::TOO_LONG;
 use contract::{Ratio, Result};
+use schemars::JsonSchema;
 use settings::{File, Spanned, Table, Value};
 
 use super::text::{inline, key};
+
+/// A weight of a mix.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "stands for a value that is read as it is typed")]
+pub(super) enum Weight {
+    Number(f64),
+    Ratio(String),
+}
 
 /// What weights have to be.
 pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";

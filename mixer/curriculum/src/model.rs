@@ -2,9 +2,11 @@
 //!
 //! Nothing here knows a key, so that a new field of the model changes the trainer alone.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use contract::{Digestible, Hasher, Result};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Deserialize;
 use settings::Value;
 
@@ -16,6 +18,16 @@ use super::text::{float, inline, key, quoted};
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(transparent)]
 pub struct ModelTable(pub BTreeMap<String, Value>);
+
+impl JsonSchema for ModelTable {
+    fn schema_name() -> Cow<'static, str> {
+        "Model".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"type": "object"})
+    }
+}
 
 impl Digestible for ModelTable {
     fn feed(&self, hasher: &mut Hasher) {

@@ -6,6 +6,7 @@
 //! asks for them: an amendment that asks first begins with empty ones.
 
 use contract::Result;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::places::{Places, check_numbers, check_windows};
@@ -58,7 +59,7 @@ pub struct NumbersChange {
 }
 
 /// `optimizer` of an amendment: the other keys of `[optimizer]` say what the moments mean, so they stay.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerChange {
     /// The peak learning rate.
@@ -68,7 +69,7 @@ pub struct OptimizerChange {
 }
 
 /// `schedule` of an amendment.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct ScheduleChange {
     /// Steps of warm-up, counted from the beginning of the run.
@@ -80,7 +81,7 @@ pub struct ScheduleChange {
 }
 
 /// `skip_step` of an amendment; a run without the section has its defaults for the keys that are not named.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct SkipStepChange {
     /// Steps that a step is measured against, at most.
@@ -92,7 +93,7 @@ pub struct SkipStepChange {
 }
 
 /// `auto_clip` of an amendment.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct AutoClipChange {
     /// Steps that a norm is measured against, at most.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use contract::Result;
 use contract::ratio::gcd;
+use schemars::JsonSchema;
 use serde::Deserialize;
 
 use super::places::Places;
@@ -29,21 +30,32 @@ pub struct Packing {
     pub documents: u32,
 }
 
-/// The table as it is written.
-#[derive(Deserialize)]
+/// How often a source may be read, and how its documents become sequences.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Source")]
 pub(super) struct SourceText {
+    /// How often the source may be read in the whole run; a run that needs more is refused before it starts.
+    #[schemars(extend("default" = 1, "digest" = "- (it only refuses)"))]
     max_epochs: Option<u64>,
+    /// How documents become sequences.
+    #[schemars(extend("default" = "concatenate", "digest" = "plan, run (where not `\"concatenate\"`)"))]
     packing: Option<PackingText>,
+    /// Lengths of sequences at which documents are packed (tokens, at most 2^24), each with a whole number as weight. Needed
+    /// with `"best-fit"`; every phase that has the source uses one of them as `seq_len`.
+    #[schemars(extend("digest" = "plan, run"))]
     lengths: Option<BTreeMap<String, u64>>,
+    /// Documents in a sequence, at most.
+    #[schemars(extend("default" = DOCUMENTS, "digest" = "plan, run"))]
     pack_documents: Option<u32>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
 enum PackingText {
-    #[serde(rename = "concatenate")]
+    /// The documents of a source are one text, cut into sequences.
     Concatenate,
-    #[serde(rename = "best-fit")]
+    /// Documents are packed so that few are cut and little is padded.
     BestFit,
 }
 

@@ -4,12 +4,13 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
 use contract::Result;
+use schemars::{JsonSchema, Schema, schema_for};
 use serde::Deserialize;
 use settings::{CURRICULUM, File, Spanned, Table, Value};
 use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
-use super::mix::{SUM, mix_of};
+use super::mix::{SUM, Weight, mix_of};
 use super::numbers::Numbers;
 use super::packing::SourceText;
 use super::places::{Places, check_numbers, check_windows};
@@ -21,49 +22,101 @@ use super::{
 /// The largest sample number times `seq_len`: far above any run, far below where integers end.
 const TOKENS_MAX: u64 = 1 << 62;
 
-/// The file as it is written.
-#[derive(Deserialize)]
+/// What a run trains on, and how: the data, the phases, the model, the optimizer.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Curriculum")]
 struct CurriculumText {
+    /// Stores, or files that describe stores without data (for planning); relative to this file. Names of sources are unique
+    /// over all of them.
+    #[schemars(with = "StoreText", extend("digest" = "-"))]
     store: Spanned<Value>,
+    /// Folder with the initial weights, as `ztrain import` writes it; relative to this file. `[model]` may then be empty; its
+    /// keys override those of the folder. Without it weights are random.
+    #[schemars(with = "Option<String>", extend("digest" = "run, by content"))]
     start: Option<Spanned<String>>,
+    /// Root of all random numbers: order of the text, initial weights.
     #[serde(default)]
+    #[schemars(extend("digest" = "plan, run"))]
     seed: u64,
+    /// Number format of the model's computation. Master weights and sums of gradients are f32.
+    #[schemars(extend("default" = "f32", "digest" = "run"))]
     dtype: Option<Dtype>,
+    /// The phases, in the order of the run; at least one.
     #[serde(default)]
     phase: Vec<PhaseText>,
+    /// Settings of single sources, by name.
     #[serde(default)]
     source: BTreeMap<String, SourceText>,
+    /// The model.
     #[serde(default)]
     model: ModelTable,
+    /// The optimizer.
     #[serde(default)]
     optimizer: OptimizerSpec,
+    /// The learning rate's schedule.
     #[serde(default)]
     schedule: ScheduleText,
+    /// Skip steps whose loss or gradient norm jumps; absent: no step is skipped.
     skip_step: Option<SkipStepSpec>,
+    /// Clip gradients by the norms of recent steps; absent: only `optimizer.clip` clips.
     auto_clip: Option<AutoClipSpec>,
+    /// What changes from a step on, after every step before it has been trained; `zdata amend` appends them.
     #[serde(default)]
     amendment: Vec<AmendmentText>,
 }
 
-#[derive(Deserialize)]
+/// `store`: one path, or a list.
+#[derive(JsonSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "stands for a value that is read with its place")]
+enum StoreText {
+    One(String),
+    Several(Vec<String>),
+}
+
+/// A part of the run with one mix, sequence length and batch size.
+#[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
+#[schemars(rename = "Phase")]
 struct PhaseText {
+    /// Unique; for people.
+    #[schemars(extend("digest" = "-"))]
     name: String,
+    /// Steps of the phase. Give `steps` or `tokens`.
+    #[schemars(extend("digest" = "plan, run"))]
     steps: Option<NonZeroU64>,
+    /// Tokens of the phase, rounded down to whole steps: `tokens / (seq_len x batch)`.
+    #[schemars(extend("digest" = "plan, run"))]
     tokens: Option<NonZeroU64>,
+    /// Tokens in a sequence; divides the unit (131,072 unless the store says otherwise) of each source in the mix.
+    #[schemars(extend("digest" = "plan, run"))]
     seq_len: NonZeroU64,
+    /// Sequences in a step.
+    #[schemars(extend("digest" = "plan, run"))]
     batch: NonZeroU64,
+    /// Sequences in a forward and backward pass; divides `batch`.
     #[serde(default = "one")]
+    #[schemars(extend("digest" = "plan, run"))]
     micro_batch: NonZeroU64,
+    /// Equal parts of every sequence of a micro-batch, which `--cp` shares between ranks; divides `seq_len`. Changes bits.
     #[serde(default = "one")]
+    #[schemars(extend("digest" = "plan, run (where not 1)"))]
     context_chunks: NonZeroU64,
+    /// Parts of the heads, of the experts' width and of the vocabulary, which `--tsp` shares between ranks. Changes bits.
     #[serde(default = "one")]
+    #[schemars(extend("digest" = "plan, run (where not 1)"))]
     weight_shards: NonZeroU64,
+    /// What becomes of text that a phase with another `seq_len` left in its open group.
     #[serde(default)]
+    #[schemars(extend("digest" = "plan, run (where not `\"join\"`)"))]
     remainder: RemainderRule,
+    /// Sources and their weights: integers, decimals or `"3/10"`, taken exactly, above zero. Only proportions count.
+    #[schemars(with = "BTreeMap<String, Weight>", extend("digest" = "plan, run"))]
     mix: Spanned<Table>,
+    /// Keys of `[model]` that differ during this phase, such as `rope_theta`; no shapes, no `preset`.
     #[serde(default)]
+    #[schemars(extend("digest" = "run"))]
     model: ModelTable,
 }
 
@@ -71,12 +124,25 @@ fn one() -> NonZeroU64 {
     NonZeroU64::MIN
 }
 
-#[derive(Default, Deserialize)]
+/// The learning rate: `lr x s / warmup_steps` up to `warmup_steps`, then half a cosine, then `final_lr`.
+#[derive(Default, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
+#[schemars(rename = "Schedule")]
 struct ScheduleText {
+    /// Steps of linear warm-up.
+    #[schemars(extend("default" = 0, "digest" = "run"))]
     warmup_steps: u64,
+    /// Steps of cosine decay after warm-up, down to `final_lr`; 0 keeps `lr`.
+    #[schemars(extend("default" = 0, "digest" = "run"))]
     decay_steps: u64,
+    /// The learning rate after decay; needed with `decay_steps`.
+    #[schemars(extend("digest" = "run"))]
     final_lr: Option<f64>,
+}
+
+/// The JSON Schema of a curriculum. The keys of `[model]` belong to the trainer: `ztrain schema` adds them.
+pub fn schema() -> Schema {
+    schema_for!(CurriculumText)
 }
 
 impl Curriculum {

@@ -55,14 +55,14 @@ impl StepRecord {
             sources: _,
             tokens_per_expert: _,
             micro_batch_grad_checksums: Packed(first),
-            grad_checksums,
+            grad_checksums: Packed(sums),
             norm,
             layer_gradient_norms,
-            clip_threshold,
+            clip_threshold: clip,
             skipped,
             lr,
             layer_update_norms,
-            weight_checksums,
+            weight_checksums: Packed(weights),
             state_digest,
             curriculum: _,
         } = self;
@@ -78,32 +78,21 @@ impl StepRecord {
             listed("gradient", first, other, micro_batch, hex)
         };
         let sum = || {
-            listed("summed gradient", &grad_checksums.0, &other.grad_checksums.0, tensor, hex)
+            listed("summed gradient", sums, &other.grad_checksums.0, tensor, hex)
                 .or_else(|| listed("gradient norm", &norm.0, &other.norm.0, none, float))
                 .or_else(|| {
                     let other = &other.layer_gradient_norms.0;
                     listed("gradient norm", &layer_gradient_norms.0, other, group, float)
                 })
                 .or_else(|| {
-                    single(
-                        "clip of the window",
-                        &threshold_text(clip_threshold),
-                        &threshold_text(&other.clip_threshold),
-                    )
+                    let [clip, other] = [clip, &other.clip_threshold].map(threshold_text);
+                    single("clip of the window", &clip, &other)
                 })
                 .or_else(|| single("skipping", &skip_of(skipped), &skip_of(&other.skipped)))
         };
         let update = || {
             listed("learning rate", &lr.0, &other.lr.0, none, float)
-                .or_else(|| {
-                    listed(
-                        "new weights",
-                        &weight_checksums.0,
-                        &other.weight_checksums.0,
-                        tensor,
-                        hex,
-                    )
-                })
+                .or_else(|| listed("new weights", weights, &other.weight_checksums.0, tensor, hex))
                 .or_else(|| {
                     let other = &other.layer_update_norms.0;
                     listed("update norm", &layer_update_norms.0, other, group, float)

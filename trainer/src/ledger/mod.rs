@@ -8,6 +8,7 @@ mod follow;
 mod index;
 mod layers;
 mod record;
+mod seen;
 
 pub use contract::{Packed, SourceSums};
 pub use difference::{Difference, Stage};
@@ -15,6 +16,7 @@ pub use file::Ledger;
 pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
 pub use record::{Checked, Head, StepRecord};
+pub use seen::Seen;
 
 /// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so. 5: a
 /// processor's instructions in the kernel table.

@@ -1,5 +1,6 @@
-//! `metrics/`: curves for TensorBoard, written while the run goes on. What they show is in the ledger or follows from it,
-//! but for the speeds; nothing here is read again by a run.
+//! Curves: for TensorBoard (`metrics/`), for a program of somebody else (`--metrics-exec`) and for whoever scrapes
+//! `ztrain watch`, all under the same names. What they show is in the ledger or follows from it, but for the speeds; nothing here
+//! is read again by a run.
 //!
 //! ```text
 //! loss/all   loss/NAME                     mean loss of a label, over the step and by source
@@ -8,27 +9,38 @@
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
 //! optimizer/clip_threshold optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
+//! data/tokens                              tokens of all steps so far
 //! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
+//! speed/tflops                             operations that the model defines, in units of 10^12 a second, of one rank
+//! speed/mfu                                the same as a share of what its device can do, where that is known
+//! speed/memory                             bytes that the process of rank 0 holds
 //! validation/all   validation/NAME         mean loss of a label on held-out text
 //! ```
 
+mod feed;
+pub mod open_metrics;
+mod peak;
 mod tensorboard;
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use contract::Result;
+use curriculum::Dtype;
+use serde_json::json;
 use store::disk;
 
-use crate::ledger::{self, LayerParameters, Packed, StepRecord};
+use crate::ledger::{self, Seen, StepRecord};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::validate::SourceLoss;
+use feed::Feed;
 use tensorboard::Writer;
 
 /// The curves of one process's part of a run.
 pub struct Metrics {
     writer: Writer,
+    feed: Option<Feed>,
     waited: Duration,
     stall: DataStall,
 }
@@ -75,7 +87,7 @@ impl Metrics {
     pub fn open(folder: &Path, step: u64) -> Result<Self> {
         disk::create_folder(folder)?;
         let (writer, waited) = (Writer::create(folder, step)?, Duration::ZERO);
-        Ok(Metrics { writer, waited, stall: DataStall::default() })
+        Ok(Metrics { writer, feed: None, waited, stall: DataStall::default() })
     }
 
     /// The next batch, and a note of how long it took to come.
@@ -96,53 +108,151 @@ impl Metrics {
         self.stall
     }
 
-    /// The curves of one step, which took `taken` in all.
-    pub fn step(
+    /// The curves of one step, and what of them stands in its event.
+    pub(crate) fn step(
         &mut self,
         spec: &RunSpec,
         record: &StepRecord,
-        tokens: u64,
-        taken: Duration,
+        speed: &StepSpeed,
+        again: bool,
     ) -> Result<()> {
-        let seconds = taken.as_secs_f64().max(1e-9);
-        self.stall.add(self.waited, taken);
-        let mut values = vec![
-            ("loss/all".to_owned(), record.loss),
-            ("optimizer/gradient_norm".to_owned(), record.norm()),
-            ("optimizer/lr".to_owned(), record.lr()),
-            ("speed/tokens_per_second".to_owned(), tokens as f64 / seconds),
-            ("speed/data_stall".to_owned(), share(self.waited, taken)),
-        ];
-        // A step without labels has no loss.
-        values.retain(|(_, value)| !value.is_nan());
-        if let Some(threshold) =
-            record.clip_threshold.as_ref().map(Packed::float).filter(|it| it.is_finite())
-        {
-            values.push(("optimizer/clip_threshold".to_owned(), threshold));
+        self.stall.add(self.waited, speed.taken);
+        let values = curves(&Seen::of(record), &layer_names(&spec.names()), Some(speed));
+        if let (Some(feed), false) = (&self.feed, again) {
+            feed.step(record.step, line(record.step, &values));
         }
-        if let Some(skipped) = record.skipped {
-            let skipped = if skipped == Skipped::No { 0.0 } else { 1.0 };
-            values.push(("optimizer/skipped".to_owned(), skipped));
-        }
-        let sources = record.sources.iter();
-        let losses = sources.filter_map(|(name, sums)| Some((name, sums.mean()?)));
-        values.extend(losses.map(|(name, loss)| (format!("loss/{name}"), loss)));
-        let layers = ledger::layers(&spec.names()).into_iter();
-        let norms = record.layer_gradient_norms.values().zip(record.layer_update_norms.values());
-        for (LayerParameters { name, .. }, (gradient, update)) in layers.zip(norms) {
-            values.push((format!("gradient_norm/{name}"), gradient));
-            values.push((format!("update_norm/{name}"), update));
-        }
-        values.extend(routers(&record.tokens_per_expert));
         self.writer.scalars(record.step, &values)
+    }
+
+    /// Sends every step that is recorded after `last` to a program as well.
+    pub(crate) fn feed(
+        &mut self,
+        command: &str,
+        root: &Path,
+        spec: &RunSpec,
+        last: u64,
+    ) -> Result<()> {
+        let layers = layer_names(&spec.names());
+        let of_record =
+            move |record: &StepRecord| line(record.step, &curves(&Seen::of(record), &layers, None));
+        self.feed = Some(Feed::start(command, root, last, of_record)?);
+        Ok(())
     }
 
     /// The losses on held-out text after `step`.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
         let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
-        self.writer.scalars(step, &named.chain([all]).collect::<Vec<_>>())
+        let values: Vec<_> = named.chain([all]).collect();
+        if let Some(feed) = &self.feed {
+            feed.line(line(step, &values));
+        }
+        self.writer.scalars(step, &values)
     }
+}
+
+/// How fast a step was.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct StepSpeed {
+    /// How long it took.
+    pub(crate) taken: Duration,
+    /// How long it waited for its batch.
+    pub(crate) waited: Duration,
+    /// Its tokens.
+    pub(crate) tokens: u64,
+    /// Tokens of all steps so far.
+    pub(crate) all_tokens: u64,
+    /// Operations of one rank.
+    pub(crate) flops: f64,
+    /// Operations in a second that its device can do, where that is known.
+    pub(crate) peak: Option<f64>,
+    /// Bytes that the process of rank 0 holds.
+    pub(crate) memory: u64,
+}
+
+impl StepSpeed {
+    fn seconds(&self) -> f64 {
+        self.taken.as_secs_f64().max(1e-9)
+    }
+
+    /// Tokens in a second.
+    pub(crate) fn rate(&self) -> f64 {
+        self.tokens as f64 / self.seconds()
+    }
+
+    /// Operations in a second, in units of 10^12.
+    pub(crate) fn tflops(&self) -> f64 {
+        self.flops / self.seconds() / 1e12
+    }
+
+    /// Model FLOPs utilisation.
+    pub(crate) fn mfu(&self) -> Option<f64> {
+        Some(1e12 * self.tflops() / self.peak?)
+    }
+
+    fn curves(&self) -> impl Iterator<Item = (&'static str, f64)> {
+        let mfu = self.mfu().map(|mfu| ("speed/mfu", mfu));
+        let all = [
+            ("data/tokens", self.all_tokens as f64),
+            ("speed/tokens_per_second", self.rate()),
+            ("speed/data_stall", share(self.waited, self.taken)),
+            ("speed/tflops", self.tflops()),
+            ("speed/memory", self.memory as f64),
+        ];
+        all.into_iter().chain(mfu)
+    }
+}
+
+/// Operations in a second of `device` in `dtype`, where they are known.
+pub(crate) fn peak(device: tch::Device, dtype: Dtype) -> Option<f64> {
+    let [name, _] = kernels::device::identity(device)?;
+    peak::of(&name?, dtype)
+}
+
+/// A line of JSON with curves.
+fn line(step: u64, values: &[(String, f64)]) -> String {
+    let finite = values.iter().filter(|(_, value)| value.is_finite());
+    let mut fields: serde_json::Map<_, _> =
+        finite.map(|(name, value)| (name.clone(), json!(value))).collect();
+    fields.insert("step".to_owned(), json!(step));
+    feed::json(&fields)
+}
+
+/// What the layers of a ledger's norms are called.
+fn layer_names(parameters: &[String]) -> Vec<String> {
+    ledger::layers(parameters).into_iter().map(|layer| layer.name).collect()
+}
+
+/// The curves of a step, which are numbers: without labels it has no loss.
+pub(crate) fn curves(
+    seen: &Seen,
+    layers: &[String],
+    speed: Option<&StepSpeed>,
+) -> Vec<(String, f64)> {
+    let mut values = vec![
+        ("loss/all".to_owned(), seen.loss),
+        ("optimizer/gradient_norm".to_owned(), seen.norm()),
+        ("optimizer/lr".to_owned(), seen.lr()),
+    ];
+    let speeds = speed.into_iter().flat_map(StepSpeed::curves);
+    values.extend(speeds.map(|(name, value)| (name.to_owned(), value)));
+    values.retain(|(_, value)| !value.is_nan());
+    if let Some(threshold) = seen.clip_threshold().filter(|it| it.is_finite()) {
+        values.push(("optimizer/clip_threshold".to_owned(), threshold));
+    }
+    if let Some(skipped) = seen.skipped {
+        let skipped = if skipped == Skipped::No { 0.0 } else { 1.0 };
+        values.push(("optimizer/skipped".to_owned(), skipped));
+    }
+    let losses = seen.sources.iter().filter_map(|(name, sums)| Some((name, sums.mean()?)));
+    values.extend(losses.map(|(name, loss)| (format!("loss/{name}"), loss)));
+    let norms = seen.layer_gradient_norms().into_iter().zip(seen.layer_update_norms());
+    for (name, (gradient, update)) in layers.iter().zip(norms) {
+        values.push((format!("gradient_norm/{name}"), gradient));
+        values.push((format!("update_norm/{name}"), update));
+    }
+    values.extend(routers(&seen.tokens_per_expert));
+    values
 }
 
 /// The curves of the routers; none where no layer has one.

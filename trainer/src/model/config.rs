@@ -4,13 +4,14 @@ use std::collections::BTreeMap;
 
 use contract::fault::nearest;
 use contract::{Digestible, Fault, Hasher, Result};
+use schemars::{JsonSchema, Schema, schema_for};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::kinds::{Attention, FeedForward, unfit};
 
 /// What the 17th router class, which has no expert, contributes to the stream.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Skip {
     /// Nothing: the meaning of Hugging Face's implementation.
@@ -30,7 +31,7 @@ impl Skip {
 }
 
 /// What the state of linear attention loses at each token.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Decay {
     /// Nothing.
@@ -51,7 +52,7 @@ impl Decay {
 }
 
 /// A ZAYA1 model. Names are those of Hugging Face's `ZayaConfig` where it has the field.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ZayaConfig {
     /// Rows of the embedding, which is also the output head.
@@ -111,6 +112,40 @@ pub struct ZayaConfig {
     pub feed_forward: Vec<FeedForward>,
     /// Of linear attention.
     pub linear_decay: Decay,
+}
+
+/// The JSON Schema of a curriculum with the keys of `[model]`, and by name (`presets`) what each preset gives them.
+pub fn curriculum_schema() -> Result<Schema> {
+    let bug = |what: &str| Fault::bug(format!("the schema of a model has no {what}"));
+    let mut model = schema_for!(ZayaConfig).to_value();
+    let kinds = model.as_object_mut().and_then(|model| model.remove("$defs"));
+    let model_object = model.as_object_mut().ok_or_else(|| bug("object"))?;
+    for key in ["$schema", "title", "required"] {
+        model_object.remove(key);
+    }
+    let fields = model_object.get_mut("properties").and_then(Value::as_object_mut);
+    let fields = fields.ok_or_else(|| bug("properties"))?;
+    for field in fields.values_mut().filter_map(Value::as_object_mut) {
+        field.remove("default");
+    }
+    fields.insert(
+        "preset".to_owned(),
+        json!({
+            "description": "The model whose values every key has that is not written here.",
+            "enum": PRESETS,
+            "default": PRESETS[0],
+        }),
+    );
+    let preset =
+        |name: &str| Some((name.to_owned(), serde_json::to_value(ZayaConfig::preset(name)?).ok()?));
+    model_object
+        .insert("presets".to_owned(), PRESETS.iter().filter_map(|name| preset(name)).collect());
+    let mut whole = curriculum::schema().to_value();
+    let all =
+        whole.get_mut("$defs").and_then(Value::as_object_mut).ok_or_else(|| bug("definitions"))?;
+    all.insert("Model".to_owned(), model);
+    all.extend(kinds.as_ref().and_then(Value::as_object).cloned().unwrap_or_default());
+    whole.try_into().map_err(|error: serde_json::Error| Fault::bug(error.to_string()))
 }
 
 /// Names of the presets, smallest first.

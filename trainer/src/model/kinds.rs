@@ -4,6 +4,7 @@
 //! then asks for the line in `layers/mod.rs` by which it is made.
 
 use contract::Fault;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -11,7 +12,7 @@ use serde_json::Value;
 macro_rules! kinds {
     ($(#[$what:meta])* $table:ident { $($(#[$doc:meta])* $kind:ident = $name:tt,)+ }) => {
         $(#[$what])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
         pub enum $table {
             $(
                 $(#[$doc])*

@@ -49,7 +49,7 @@ mod oracle;
 pub(crate) mod parity;
 
 pub use activity::LayerActivity;
-pub use config::{Decay, PRESETS, Skip, ZayaConfig};
+pub use config::{Decay, PRESETS, Skip, ZayaConfig, curriculum_schema};
 pub use cut::Cut;
 pub use fold::{Common, Fold, Folded};
 pub(crate) use gradients::Used;
@@ -70,6 +70,7 @@ use curriculum::Dtype;
 use grid::Grid;
 use kernels::ops::{self, Span, Table};
 use layer::Pass;
+use loader::Batch;
 use tch::{Kind, Tensor};
 use zaya::Zaya;
 
@@ -289,6 +290,23 @@ pub fn logits(
 /// optimizer are not counted, nor is recomputation.
 pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     Zaya::new(config).flops(config, tokens, routed, pairs)
+}
+
+/// (query, key) pairs that attention sees in the rows of a batch.
+pub(crate) fn pairs(config: &ZayaConfig, batch: &Batch) -> u64 {
+    let row = |starts: &Vec<u32>| match config.document_mask {
+        true => causal_pairs(starts, batch.seq_len),
+        false => causal_pairs(&[0], batch.seq_len),
+    };
+    batch.boundaries.iter().map(row).sum()
+}
+
+/// Operations of a step by its model: those of tokens that the router sent to experts (by layer and class, the skip last) and of
+/// `pairs`, forward and backward.
+pub(crate) fn step_flops(config: &ZayaConfig, tokens: u64, router: &[Vec<u64>], pairs: u64) -> f64 {
+    // None of a layer without a router.
+    let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
+    flops(config, tokens, &router.iter().map(experts).collect::<Vec<_>>(), pairs)
 }
 
 /// (query, key) pairs of documents that begin at `starts` in a row of `length` tokens.

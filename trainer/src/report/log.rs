@@ -41,6 +41,12 @@ pub struct Log {
     pub stall: Vec<f32>,
     /// Bytes of memory that the process of rank 0 held after the step.
     pub memory: Vec<f32>,
+    /// Operations in a second of a rank, in units of 10^12.
+    pub tflops: Vec<f32>,
+    /// The same as a share of what its device can do.
+    pub mfu: Vec<f32>,
+    /// Tokens of all steps so far, by the newest event.
+    pub tokens: Option<u64>,
     /// What happened, in the order of writing.
     pub happenings: Vec<Happening>,
     /// Losses on held-out text, by step.
@@ -126,6 +132,12 @@ struct Event {
     stall: f64,
     #[serde(default)]
     memory: Option<f64>,
+    #[serde(default)]
+    tflops: Option<f64>,
+    #[serde(default)]
+    mfu: Option<f64>,
+    #[serde(default)]
+    tokens: Option<u64>,
 }
 
 impl Happened {
@@ -151,6 +163,9 @@ impl Log {
             speed: Vec::new(),
             stall: Vec::new(),
             memory: Vec::new(),
+            tflops: Vec::new(),
+            mfu: Vec::new(),
+            tokens: None,
             happenings: Vec::new(),
             validation: BTreeMap::new(),
             unreadable: 0,
@@ -241,14 +256,18 @@ impl Log {
         let Some(index) = event.step.checked_sub(1).filter(|at| *at < self.most) else { return };
         let index = index as usize;
         let longer = (index + 1).max(self.seconds.len());
-        for column in [&mut self.seconds, &mut self.speed, &mut self.stall, &mut self.memory] {
+        let Log { seconds, speed, stall, memory, tflops, mfu, .. } = self;
+        for column in [seconds, speed, stall, memory, tflops, mfu] {
             column.resize(longer, f32::NAN);
         }
         let speed = event.tokens_per_second;
         self.seconds[index] = event.seconds as f32;
         self.speed[index] = speed as f32;
         self.stall[index] = (event.stall / event.seconds.max(1e-9)).min(1.0) as f32;
-        self.memory[index] = event.memory.map_or(f32::NAN, |memory| memory as f32);
+        let known = |value: Option<f64>| value.map_or(f32::NAN, |value| value as f32);
+        self.memory[index] = known(event.memory);
+        (self.tflops[index], self.mfu[index]) = (known(event.tflops), known(event.mfu));
+        self.tokens = event.tokens.or(self.tokens);
         let usual = self.speeds.median();
         // The first step of a process also opens its libraries.
         if let Some(usual) = usual.filter(|usual| speed < SLOW * usual && !self.fresh) {

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
-use super::seen::Seen;
+use crate::ledger::Seen;
 use crate::usual::{LENGTH, Window};
 
 /// Spreads from what was to be expected at which a value is odd. A spread that is estimated from 32 steps may be half of the true

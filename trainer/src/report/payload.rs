@@ -12,10 +12,10 @@ use curriculum::Curriculum;
 use serde_json::{Map, Value, json};
 
 use super::bins::{Bins, Fold, f32s, shares};
-use super::seen::Seen;
 use super::view::View;
 use super::{commands, explain_command, log};
 use crate::fork::Origin;
+use crate::ledger::Seen;
 
 /// Bytes that the loads of all experts take, at most.
 const LOADS: usize = 250_000;

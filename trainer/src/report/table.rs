@@ -10,9 +10,8 @@ use curriculum::Curriculum;
 use serde_json::{Value, json};
 
 use super::grouped;
-use super::seen::Seen;
 use crate::folder::RunFolder;
-use crate::ledger::{Ledger, SourceSums};
+use crate::ledger::{Ledger, Seen, SourceSums};
 
 /// The steps of a run, one at a time.
 pub struct Table {

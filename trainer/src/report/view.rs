@@ -10,12 +10,12 @@ use loader::open::no_run;
 use serde_json::Value;
 
 use super::bins::{Bins, Fold};
-use super::log::Log;
+use super::log::{Log, Validated};
 use super::odd::{Detector, OddStep, merged};
-use super::seen::Seen;
 use crate::folder::RunFolder;
-use crate::ledger::{Follower, Head, layers};
-use crate::metrics::entropy;
+use crate::ledger::{Follower, Head, Seen, layers};
+use crate::metrics::open_metrics::{self, Standing};
+use crate::metrics::{self, entropy};
 use crate::optim::guard::Skipped;
 
 /// Bins of what is drawn of each layer, at most.
@@ -60,6 +60,8 @@ pub struct View {
     pub(super) unevenness: Bins,
     pub(super) gradients: Bins,
     pub(super) updates: Bins,
+    /// The newest step.
+    pub(super) last: Option<Seen>,
     /// The lines of odd steps.
     pub(super) details: BTreeMap<u64, Seen>,
 }
@@ -95,6 +97,7 @@ impl View {
             unevenness: by_layer(Fold::Most),
             gradients: by_layer(Fold::Most),
             updates: by_layer(Fold::Most),
+            last: None,
             details: BTreeMap::new(),
         };
         view.refresh()?;
@@ -143,6 +146,41 @@ impl View {
     /// The last step of the ledger.
     pub fn last_step(&self) -> u64 {
         self.follower.step()
+    }
+
+    /// The newest values, in OpenMetrics text.
+    pub fn open_metrics(&self) -> String {
+        let at = (self.last_step() as usize).wrapping_sub(1);
+        let newest = |column: &[f32]| column.get(at).map(|value| f64::from(*value));
+        let Log { speed, stall, memory, tflops, mfu, tokens, validation, .. } = &self.log;
+        let speeds = [
+            ("speed/tokens_per_second", newest(speed)),
+            ("speed/data_stall", newest(stall)),
+            ("speed/memory", newest(memory)),
+            ("speed/tflops", newest(tflops)),
+            ("speed/mfu", newest(mfu)),
+            ("data/tokens", tokens.map(|tokens| tokens as f64)),
+        ];
+        let speeds = speeds.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?)));
+        let mut curves: Vec<_> = speeds.filter(|(_, value)| value.is_finite()).collect();
+        if let Some(seen) = &self.last {
+            curves.extend(metrics::curves(seen, &self.layer_names(), None));
+        }
+        if let Some((_, Validated { all, sources })) = validation.last_key_value() {
+            curves.push(("validation/all".to_owned(), *all));
+            curves.extend(sources.iter().map(|(name, loss)| (format!("validation/{name}"), *loss)));
+        }
+        let root = self.folder.root();
+        let name =
+            root.file_name().map_or_else(String::new, |it| it.to_string_lossy().into_owned());
+        let standing = Standing {
+            run: name,
+            step: self.last_step(),
+            starts: self.log.starts() as u64,
+            odd: self.odd().len() as u64,
+            running: self.log.running(),
+        };
+        open_metrics::text(&standing, &curves)
     }
 
     /// Odd steps, from the ledger and the events, in their order.
@@ -223,8 +261,9 @@ impl View {
         self.add_sources(&seen);
         self.add_layers(&seen);
         if self.detector.step(&seen) && self.details.len() < DETAILS {
-            self.details.insert(seen.step, seen);
+            self.details.insert(seen.step, seen.clone());
         }
+        self.last = Some(seen);
     }
 
     fn add_sources(&mut self, seen: &Seen) {

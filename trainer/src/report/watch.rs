@@ -4,6 +4,7 @@
 //! GET /                          the page, with everything so far
 //! GET /data?known=N&version=V    what is new to a page that has N steps; 204 where it has everything, 205 where
 //!                                its run was replaced by another, so that it loads itself again
+//! GET /metrics                   the newest values in OpenMetrics text, for Prometheus
 //! ```
 //!
 //! Whoever has no account on this machine gets no answer: the socket listens on 127.0.0.1, and a request whose `Host` is not
@@ -22,6 +23,7 @@ use contract::{Fault, Result};
 
 use super::page::{page, payload};
 use super::view::View;
+use crate::metrics::open_metrics;
 
 /// Bytes of a request that are read, at most.
 const REQUEST: u64 = 16 << 10;
@@ -133,7 +135,8 @@ impl Watch {
         let answer = match path {
             "/" => self.whole(),
             "/data" => self.news(query),
-            _ => return refused("404 Not Found", "there are / and /data"),
+            "/metrics" => self.metrics(),
+            _ => return refused("404 Not Found", "there are /, /data and /metrics"),
         };
         answer.unwrap_or_else(|fault| refused("500 Internal Server Error", &fault.to_string()))
     }
@@ -143,6 +146,12 @@ impl Watch {
         view.follow()?;
         let body = page(slice::from_ref(&*view), true)?;
         Ok(Answer { status: "200 OK", kind: "text/html", body })
+    }
+
+    fn metrics(&self) -> Result<Answer> {
+        let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
+        view.follow()?;
+        Ok(Answer { status: "200 OK", kind: open_metrics::KIND, body: view.open_metrics() })
     }
 
     fn news(&self, query: &str) -> Result<Answer> {

@@ -4,8 +4,8 @@
 //! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
 //!   computed, on rank 0; `keep` writes checkpoints, on every rank.
 //! - `recover` has the ranks that are left after a loss meet again: the run is opened anew with them, and goes on; from
-//!   memory, where `replicas` has copies of what the lost ranks owned. A rank that was started again is taken in likewise, between
-//!   two steps.
+//!   memory, where `replicas` has copies of what the lost ranks owned. A rank that was started again is taken in likewise,
+//!   between two steps.
 
 pub(crate) mod agree;
 pub(crate) mod keep;

@@ -26,7 +26,7 @@ use crate::hf::Start;
 use crate::ledger::RESTORE;
 use crate::mesh::words::{Reader, Writer};
 use crate::mesh::{Mesh, Team, copies, share};
-use crate::metrics::Metrics;
+use crate::metrics::{self, Metrics};
 use crate::progress::Progress;
 use crate::refusal::{lost, refused};
 use crate::shown::clock;
@@ -330,7 +330,7 @@ impl<'a> Opening<'a> {
     fn begin(self, from: u64) -> Result<Book<'a>> {
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
-        let metrics = Metrics::open(&open.folder.metrics(), from)?;
+        let mut metrics = Metrics::open(&open.folder.metrics(), from)?;
         let word = if from == 0 { "begins:" } else { "goes on:" };
         let (id, recorded) = (open.ledger.id(), open.ledger.last_step());
         progress.note(&format!("{word} {}", describe(spec, exec, world, id, from)));
@@ -370,7 +370,11 @@ impl<'a> Opening<'a> {
                 .map(|[name, uuid]| json!({"name": name, "uuid": uuid})),
         });
         events.write("start", fields)?;
-        Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0 })
+        if let Some(command) = &exec.metrics_exec {
+            metrics.feed(command, open.folder.root(), spec, recorded)?;
+        }
+        let peak = metrics::peak(world.device, spec.curriculum.dtype);
+        Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0, peak })
     }
 }
 

@@ -14,7 +14,7 @@ use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::{Ledger, StepRecord};
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, StepSpeed};
 use crate::progress::Progress;
 use crate::spec::RunSpec;
 use crate::state::State;
@@ -36,6 +36,8 @@ pub(super) struct Book<'a> {
     pub(super) recovery: Option<(Recovery, bool)>,
     /// Steps that were computed again since this process opened the folder.
     pub(super) again: u64,
+    /// Operations in a second that this rank's device can do, where that is known.
+    pub(super) peak: Option<f64>,
 }
 
 impl Recorder<'_> {
@@ -201,7 +203,8 @@ impl Book<'_> {
     }
 
     fn record(&mut self, stepped: &Stepped) -> Result<()> {
-        let Stepped { record, asked: _, sent, shared, folded, waited, ranks } = stepped;
+        let Stepped { record, asked: _, sent, shared, folded, waited, ranks, model_flops } =
+            stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {
             compare(&self.open.ledger, record, &self.open.folder)?;
@@ -215,12 +218,20 @@ impl Book<'_> {
         let step = self.spec.plan.step(record.step)?;
         let tokens = step.batch * u64::from(step.seq_len);
         let taken = self.progress.step(record, tokens, self.metrics.waited(), again);
-        self.metrics.step(self.spec, record, tokens, taken)?;
-        let rate = tokens as f64 / taken.as_secs_f64().max(1e-9);
+        let speed = StepSpeed {
+            taken,
+            waited: self.metrics.waited(),
+            tokens,
+            all_tokens: self.spec.plan.tokens_until(record.step),
+            flops: model_flops / f64::from(*ranks),
+            peak: self.peak,
+            memory: crate::memory::resident().0,
+        };
+        self.metrics.step(self.spec, record, &speed, again)?;
         let fields = json!({
             "step": record.step, "loss": record.loss, "seconds": seconds(taken),
-            "tokens_per_second": rate.round(), "again": again, "stall": seconds(self.metrics.waited()),
-            "memory": crate::memory::resident().0,
+            "tokens_per_second": speed.rate().round(), "again": again, "stall": seconds(speed.waited),
+            "memory": speed.memory, "tokens": speed.all_tokens, "tflops": speed.tflops(), "mfu": speed.mfu(),
         });
         self.events.write("step", fields)?;
         if *ranks == 1 {

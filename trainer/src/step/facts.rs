@@ -8,23 +8,27 @@ use super::{Context, MicroBatchSums};
 use crate::mesh::axes::Axis;
 use crate::mesh::team::Lines;
 use crate::mesh::words::{Reader, Writer};
+use crate::model;
 
 /// What is known of a step before its first micro-batch.
 pub(super) struct Head {
     pub(super) micro_batches: u64,
     pub(super) label_count: u64,
+    /// Pairs of a query and a key that its attention sees.
+    pub(super) pairs: u64,
     pub(super) data: Digest,
 }
 
 /// Labels and digests of the whole step. Ranks that are not at the same step are found out here.
 pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<Head> {
     let mut mine = Writer::default();
-    mine.word(batch.step).word(batch.label_count).word(batch.sequences.len() as u64);
+    let pairs = model::pairs(&cx.spec.model_at(batch.step)?.config, batch);
+    mine.word(batch.step).word(batch.label_count).word(pairs).word(batch.sequences.len() as u64);
     batch.sequences.iter().for_each(|digest| {
         mine.digest(*digest);
     });
     let heard = cx.team.tell("the gathering of labels", &mine)?;
-    let (mut labels, mut sequences) = (0, Vec::new());
+    let (mut labels, mut pairs, mut sequences) = (0, 0, Vec::new());
     for (rank, mut heard) in heard.readers().into_iter().enumerate() {
         let step = heard.word()?;
         if step != batch.step {
@@ -33,9 +37,12 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
                 batch.step
             )));
         }
-        let own = heard.word()?;
+        let own = [heard.word()?, heard.word()?];
         // Ranks that share micro-batches have read the same.
-        labels += if lines.mesh.place(Axis::Sharing, rank as u32) == 0 { own } else { 0 };
+        if lines.mesh.place(Axis::Sharing, rank as u32) == 0 {
+            labels += own[0];
+            pairs += own[1];
+        }
         let count = heard.word()?;
         let digests = (0..count).map(|_| heard.digest()).collect::<Result<Vec<_>>>()?;
         sequences
@@ -50,7 +57,7 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
     };
     let sequences: Vec<Vec<Digest>> = lines.in_order(micro_batches, sequences, same)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
-    Ok(Head { micro_batches, label_count: labels, data })
+    Ok(Head { micro_batches, label_count: labels, pairs, data })
 }
 
 /// What all ranks found of the micro-batches of a step.

@@ -88,6 +88,8 @@ pub struct Gradient {
     pub data: Digest,
     /// Labels in the step.
     pub label_count: u64,
+    /// Pairs of a query and a key in the step.
+    pub pairs: u64,
     /// Sum of token losses over the step.
     pub loss: f64,
     /// The summed gradient: this rank's pieces, in their order.
@@ -119,6 +121,8 @@ pub struct Stepped {
     pub record: StepRecord,
     /// Ranks that computed it.
     pub ranks: u32,
+    /// Operations that the model defines for it, forward and backward, on all ranks together.
+    pub model_flops: f64,
     /// What any rank was asked to do when it is done.
     pub asked: Asked,
     /// What all ranks together have sent, up to the last small exchange.
@@ -254,11 +258,12 @@ impl Computed {
         let norms = norm::norms(cx, owners, &mut heard)?;
         heard.into_iter().try_for_each(Reader::end)?;
         let facts::Losses { loss, micro_batches, router } = losses;
-        let facts::Head { label_count, data, .. } = head;
+        let facts::Head { label_count, pairs, data, .. } = head;
         Ok(Gradient {
             step,
             data,
             label_count,
+            pairs,
             loss,
             own,
             micro_batches,
@@ -293,7 +298,11 @@ pub(crate) fn complete(
     let record = apply::record(cx.spec, gradient, &decided, settled)?;
     let ranks = cx.team.group.world();
     let [shared, folded] = shared;
-    Ok(Stepped { record, ranks, asked, sent, shared, folded, waited })
+    let step = cx.spec.plan.step(gradient.step)?;
+    let tokens = step.batch * u64::from(step.seq_len);
+    let config = &cx.spec.model_at(gradient.step)?.config;
+    let model_flops = model::step_flops(config, tokens, &gradient.router, gradient.pairs);
+    Ok(Stepped { record, ranks, model_flops, asked, sent, shared, folded, waited })
 }
 
 /// Does `work` with a team of which this process is the only rank.

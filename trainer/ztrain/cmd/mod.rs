@@ -20,6 +20,7 @@ mod plan_cluster;
 pub(crate) mod ranks;
 pub(crate) mod replay;
 pub(crate) mod report;
+pub(crate) mod schema;
 pub(crate) mod show;
 pub(crate) mod spikes;
 pub(crate) mod supervise;

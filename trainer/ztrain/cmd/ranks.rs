@@ -56,16 +56,16 @@ fn processes(text: &str) -> std::result::Result<u32, &'static str> {
 /// A grad_reduce, by its name.
 #[derive(Clone, Copy, clap::ValueEnum)]
 pub(crate) enum How {
-    Subtree,
-    Streaming,
+    Whole,
+    Bucketed,
 }
 
 impl How {
     /// What it names.
     pub(crate) fn grad_reduce(self) -> GradReduce {
         match self {
-            How::Subtree => GradReduce::Whole,
-            How::Streaming => GradReduce::Bucketed,
+            How::Whole => GradReduce::Whole,
+            How::Bucketed => GradReduce::Bucketed,
         }
     }
 }

@@ -75,6 +75,10 @@ pub(crate) struct Args {
     /// Validation sequences of each source, spread evenly over its held-out text.
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
     validation_sequences: u64,
+    /// A program (by sh) that gets each step's curves as a line of JSON on its standard input, in the order of steps, once
+    /// each; it never holds training up.
+    #[arg(long, value_name = "PROGRAM")]
+    metrics_exec: Option<String>,
     /// No line for each step.
     #[arg(long)]
     quiet: bool,
@@ -297,6 +301,7 @@ fn options(args: &Args, curriculum: &Location, workers: Workers) -> ExecOptions 
     exec.transport = args.ranks.transport();
     exec.min_ranks = args.min_ranks;
     exec.replicate = args.replicate;
+    exec.metrics_exec = args.metrics_exec.clone();
     exec.checkpoint_every = args.checkpoint_every;
     let (newest, every, aged) = (args.keep as usize, args.keep_every, !args.keep_latest);
     let pinned = args.snapshot_keep as usize;

@@ -60,7 +60,7 @@ fn a_ledger_of_another_format_is_refused_with_what_to_do() {
     for opened in [appending, Ledger::read(&path).map(|_| ())] {
         let fault = opened.unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch);
-        for word in ["format 2", "format 5", "the version that began it"] {
+        for word in ["format 2", "format 6", "the version that began it"] {
             assert!(fault.to_string().contains(word), "{fault}");
         }
     }
@@ -282,7 +282,7 @@ fn a_loss_that_does_not_follow_from_its_parts_is_found() {
         change(&mut forged);
         ledger.append(&forged, None).unwrap();
         let (_, mut follower) = super::super::Follower::open(&path).unwrap();
-        let shown = follower.next_step::<crate::report::Seen>().map(|_| ());
+        let shown = follower.next_step::<crate::ledger::Seen>().map(|_| ());
         for answer in [ledger.record(1).map(|_| ()), shown] {
             let fault = answer.unwrap_err();
             assert_eq!(fault.class(), Class::Mismatch, "{fault}");

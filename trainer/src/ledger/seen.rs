@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use contract::{Digest, StepSums};
 use serde::Deserialize;
 
-use crate::ledger::{Checked, Packed, SourceSums};
+use super::{Checked, Packed, SourceSums, StepRecord};
 use crate::optim::guard::Skipped;
 
 /// A step as people see it.
@@ -35,6 +35,8 @@ pub struct Seen {
     pub sources: BTreeMap<String, SourceSums>,
     layer_gradient_norms: Packed,
     layer_update_norms: Packed,
+    #[serde(default)]
+    clip_threshold: Option<Packed>,
     /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
     #[serde(default)]
     pub skipped: Option<Skipped>,
@@ -62,6 +64,34 @@ impl Checked for Seen {
 }
 
 impl Seen {
+    /// What people see of a record.
+    pub(crate) fn of(record: &StepRecord) -> Seen {
+        Seen {
+            step: record.step,
+            phase: record.phase.clone(),
+            batch_digest: record.batch_digest,
+            state_digest: record.state_digest,
+            label_count: record.label_count,
+            micro_batch_labels: Vec::new(),
+            micro_batch_losses: Packed(Vec::new()),
+            loss: record.loss,
+            norm: record.norm.clone(),
+            lr: record.lr.clone(),
+            tokens_per_expert: record.tokens_per_expert.clone(),
+            sources: record.sources.clone(),
+            layer_gradient_norms: record.layer_gradient_norms.clone(),
+            layer_update_norms: record.layer_update_norms.clone(),
+            clip_threshold: record.clip_threshold.clone(),
+            skipped: record.skipped,
+            curriculum: record.curriculum.clone(),
+        }
+    }
+
+    /// The norm at which `[auto_clip]` clips.
+    pub(crate) fn clip_threshold(&self) -> Option<f64> {
+        self.clip_threshold.as_ref().map(Packed::float)
+    }
+
     /// The gradient norm of each layer, in the order of [`crate::ledger::layers()`].
     pub fn layer_gradient_norms(&self) -> Vec<f64> {
         self.layer_gradient_norms.values().collect()

@@ -1,0 +1,148 @@
+//! Fear: that a step reaches a tracker twice or never, or that a tracker holds training up.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::python::{provision, skipped, tests_folder};
+use crate::ranks::signal;
+use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_command};
+
+/// A run of 20 steps, begun nowhere yet.
+fn begun(scratch: &Scratch) -> [String; 6] {
+    let store = build(scratch, &corpus(scratch, 300, ""), "store");
+    let path = curriculum(scratch, &store, "run.toml", &[]);
+    let run = scratch.path("run");
+    ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "3"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(["--quiet".to_owned()])
+        .collect::<Vec<_>>()
+        .try_into()
+        .unwrap()
+}
+
+fn with<'a>(run: &'a [String; 6], more: &[&'a str]) -> Vec<&'a str> {
+    run.iter().map(String::as_str).chain(more.iter().copied()).collect()
+}
+
+/// The losses of the ledger, as people are shown them.
+fn losses(run: &Path) -> Vec<(u64, f64)> {
+    let shown = ztrain(&["show", "--run", arg(run), "--steps", "1..21", "--json"]).ok();
+    let lines = shown.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap())).collect()
+}
+
+/// What a program was sent of steps.
+fn sent(path: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    let lines = whole.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    lines.filter(|line| !line["loss/all"].is_null()).collect()
+}
+
+/// Ends a run for good while the program has what its mark says, and no more.
+fn killed_between_two_steps(mut command: Command, run: &Path, lines: &Path, after: usize) {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let start = Instant::now();
+    loop {
+        assert!(start.elapsed() < Duration::from_secs(120), "it sends nothing");
+        assert!(child.try_wait().unwrap().is_none(), "it was to be killed before its end");
+        std::thread::sleep(Duration::from_millis(5));
+        if sent(lines).len() < after {
+            continue;
+        }
+        signal("STOP", child.id());
+        // What it wrote before it was stopped arrives by itself.
+        std::thread::sleep(Duration::from_millis(50));
+        let mark = fs::read(run.join("metrics-exec.json")).unwrap_or_default();
+        let mark: Value = serde_json::from_slice(&mark).unwrap_or_default();
+        if mark["step"] == sent(lines).last().unwrap()["step"] {
+            break;
+        }
+        signal("CONT", child.id());
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn every_step_reaches_a_program_once() {
+    let scratch = Scratch::new();
+    let (run, folder, lines) = (begun(&scratch), scratch.path("run"), scratch.path("lines"));
+    ztrain(&with(&run, &["--stop-after", "5"])).ok();
+    let program = format!("cat >> '{}'", arg(&lines));
+    let exec = ["--metrics-exec", &program];
+    killed_between_two_steps(ztrain_command(&with(&run, &exec)), &folder, &lines, 8);
+    ztrain(&with(&run, &[&exec[..], &["--nproc", "2"]].concat())).ok();
+    let found = sent(&lines);
+    let pairs: Vec<_> = found
+        .iter()
+        .map(|line| (line["step"].as_u64().unwrap(), line["loss/all"].as_f64().unwrap()))
+        .collect();
+    assert_eq!(pairs, losses(&folder));
+    // Of those before it was there it has what the ledger says, of others also how fast they were.
+    assert!(found[2]["speed/tflops"].is_null() && found[2]["optimizer/lr"].is_f64());
+    let last = found.last().unwrap();
+    assert!(last["speed/tflops"].as_f64().unwrap() > 0.0, "{last}");
+    let plan = zdata(&["plan", &run[1], "--json"]).ok();
+    let plan: Value = serde_json::from_str(&plan).unwrap();
+    let tokens = plan["phases"].as_array().unwrap().iter();
+    let tokens: u64 = tokens.map(|phase| phase["tokens"].as_u64().unwrap()).sum();
+    assert_eq!(last["data/tokens"].as_f64(), Some(tokens as f64));
+}
+
+#[test]
+fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
+    let scratch = Scratch::new();
+    let run = begun(&scratch);
+    for (program, status) in [("read line; exit 7", "exit status: 7"), ("no-such-program", "127")] {
+        let _ = fs::remove_dir_all(scratch.path("run"));
+        let ran: Ran = ztrain(&with(&run, &["--metrics-exec", program]));
+        assert!(ran.err.contains("has ended") && ran.err.contains(status), "{}", ran.err);
+        assert!(ran.ok().starts_with("done after step 20"));
+    }
+}
+
+/// A run that goes on goes on in the same run of the tracker, by its own package.
+#[test]
+fn trackers_have_every_step_in_one_run() {
+    let full = std::env::var_os("FULL").is_some();
+    for (tracker, wanted) in [("mlflow", true), ("wandb", full)] {
+        if !wanted {
+            skipped("a run in W&B", "sh tests/full.sh trackers");
+            continue;
+        }
+        let python = match provision(&format!("{tracker}.txt")) {
+            Ok(python) => python,
+            Err(why) => {
+                skipped(&format!("a run in {tracker}"), &why);
+                continue;
+            }
+        };
+        let scratch = Scratch::new();
+        let (run, folder) = (begun(&scratch), scratch.path("run"));
+        let adapter = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let adapter = adapter.join(format!("trainer/python/to_{tracker}.py"));
+        let program = format!("'{}' '{}'", arg(&python), arg(&adapter));
+        for stop in ["8", "20"] {
+            let args = with(&run, &["--metrics-exec", &program, "--stop-after", stop]);
+            let mut command = ztrain_command(&args);
+            let ran = Ran::from(command.env("WANDB_MODE", "offline").output().unwrap());
+            assert!(!ran.err.contains("--metrics-exec"), "{}", ran.err);
+            ran.ok();
+        }
+        let script = tests_folder().join("trackers.py");
+        let mut asked = Command::new(&python);
+        let told =
+            Ran::from(asked.arg(script).args([tracker, arg(&folder)]).output().unwrap()).ok();
+        let mut told = told.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let pair = |one: &Value| (one[0].as_u64().unwrap(), one[1].as_f64().unwrap());
+        let steps: Vec<_> = told.next().unwrap().as_array().unwrap().iter().map(pair).collect();
+        assert_eq!(steps, losses(&folder), "{tracker}");
+        assert_eq!(told.next().unwrap().as_array().unwrap().len(), 1, "{tracker} has one run");
+    }
+}

@@ -1,0 +1,293 @@
+//! `--metrics-exec`: the curves of each step as a line of JSON for a program of somebody else.
+//!
+//! ```text
+//! step --> queue (bounded) --> thread --> standard input of `sh -c PROGRAM`
+//!                                 ^
+//!              ledger of the run -+  steps that the program has not had: of an earlier process, or that the queue dropped
+//! ```
+//!
+//! Training never waits for the program: the queue drops lines that do not fit, and the thread reads those steps from the ledger.
+//! `metrics-exec.json` has the last step that was sent, so a run that goes on sends each step once.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use contract::{Fault, Result, note};
+use serde::{Deserialize, Serialize};
+use store::disk::write_whole;
+
+use crate::folder::RunFolder;
+use crate::ledger::{Ledger, StepRecord};
+
+/// Bytes of lines that wait.
+const WAITING: usize = 16 << 20;
+
+/// How long the program may take for the lines that wait when the run ends, and to end itself.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a program that ended is not started again.
+const PAUSE: Duration = Duration::from_secs(5);
+
+/// Sends steps to a program.
+pub(crate) struct Feed {
+    shared: Arc<Shared>,
+    ended: Receiver<()>,
+}
+
+/// The file that says how far a program is.
+#[derive(Clone, Copy, Default, Serialize, Deserialize)]
+struct Mark {
+    step: u64,
+}
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<Queue>,
+    changed: Condvar,
+    program: Mutex<Option<Child>>,
+}
+
+#[derive(Default)]
+struct Queue {
+    lines: VecDeque<(u64, String)>,
+    bytes: usize,
+    /// The last step that was recorded.
+    last: u64,
+    ending: bool,
+}
+
+impl Feed {
+    /// Starts `command` by `sh` for the run at `root`, whose ledger ends with step `last`; `curves` writes the line of a step
+    /// that only the ledger has.
+    pub(crate) fn start(
+        command: &str,
+        root: &Path,
+        last: u64,
+        curves: impl Fn(&StepRecord) -> String + Send + 'static,
+    ) -> Result<Feed> {
+        let shared = Arc::new(Shared::default());
+        shared.lock().last = last;
+        let (done, ended) = channel();
+        let mut sender = Sender {
+            command: command.to_owned(),
+            root: root.to_owned(),
+            mark: root.join("metrics-exec.json"),
+            shared: Arc::clone(&shared),
+            curves: Box::new(curves),
+            input: None,
+            sent: 0,
+        };
+        sender.sent = sender.marked()?;
+        sender.start()?;
+        let work = move || {
+            sender.run();
+            let _ = done.send(());
+        };
+        thread::Builder::new().name("metrics".to_owned()).spawn(work).map_err(|error| {
+            Fault::machine(format!("the thread of --metrics-exec cannot be started: {error}"))
+        })?;
+        Ok(Feed { shared, ended })
+    }
+
+    /// Gives the line of a new step, or drops it where the program is far behind; the ledger has it.
+    pub(crate) fn step(&self, step: u64, line: String) {
+        let mut queue = self.shared.lock();
+        queue.last = step;
+        if queue.bytes + line.len() <= WAITING {
+            queue.bytes += line.len();
+            queue.lines.push_back((step, line));
+        }
+        self.shared.changed.notify_one();
+    }
+
+    /// Gives a line that belongs to no new step: it is sent if there is room.
+    pub(crate) fn line(&self, line: String) {
+        let mut queue = self.shared.lock();
+        if queue.bytes + line.len() <= WAITING {
+            queue.bytes += line.len();
+            queue.lines.push_back((0, line));
+        }
+        self.shared.changed.notify_one();
+    }
+}
+
+impl Drop for Feed {
+    /// Lets the program read what waits, and end.
+    fn drop(&mut self) {
+        self.shared.lock().ending = true;
+        self.shared.changed.notify_one();
+        if let Err(RecvTimeoutError::Timeout) = self.ended.recv_timeout(PATIENCE) {
+            note!(
+                "warning: the program of --metrics-exec had not read all in {} s and is ended; a run that goes on sends the rest",
+                PATIENCE.as_secs()
+            );
+            let _ = self.shared.program().as_mut().map(Child::kill);
+            let _ = self.ended.recv_timeout(PAUSE);
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn program(&self) -> MutexGuard<'_, Option<Child>> {
+        self.program.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread's side.
+struct Sender {
+    command: String,
+    root: PathBuf,
+    mark: PathBuf,
+    shared: Arc<Shared>,
+    curves: Box<dyn Fn(&StepRecord) -> String + Send>,
+    input: Option<ChildStdin>,
+    /// The last step that was written to a program.
+    sent: u64,
+}
+
+impl Sender {
+    fn marked(&self) -> Result<u64> {
+        let text = match std::fs::read(&self.mark) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
+            Err(error) => return Err(Fault::io("read", &self.mark, &error)),
+        };
+        let mark: Mark = serde_json::from_slice(&text).map_err(|error| {
+            Fault::data(format!("not a mark of --metrics-exec: {error}"))
+                .at(self.mark.display().to_string())
+                .wanted("{\"step\": N}, the last step that was sent")
+                .hint("remove it, and every step of the run is sent again")
+        })?;
+        Ok(mark.step)
+    }
+
+    /// Starts the program. It answers on standard error: results of ours are on standard output. A Ctrl-C is not for it: it ends
+    /// when its input does.
+    fn start(&mut self) -> Result<()> {
+        let fault = |error: io::Error| {
+            Fault::machine(format!("the program of --metrics-exec cannot be started: {error}"))
+                .found(&self.command)
+        };
+        let errors = File::from(io::stderr().as_fd().try_clone_to_owned().map_err(fault)?);
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(&self.command).env("ZTRAIN_RUN", &self.root);
+        command.stdin(Stdio::piped()).stdout(errors).process_group(0);
+        let mut child = command.spawn().map_err(fault)?;
+        self.input = child.stdin.take();
+        *self.shared.program() = Some(child);
+        Ok(())
+    }
+
+    fn run(&mut self) {
+        loop {
+            let (lines, last, ending) = self.wait();
+            let sent = self.send(lines, last);
+            if let Err(why) = &sent {
+                self.reap(&why.to_string());
+            }
+            if ending {
+                break;
+            }
+            if sent.is_err() {
+                thread::sleep(PAUSE);
+                if let Err(fault) = self.start() {
+                    note!("warning: {fault}");
+                }
+            }
+        }
+        // The end of its input is the end of the run.
+        self.input = None;
+        while self.shared.program().as_mut().is_some_and(|it| matches!(it.try_wait(), Ok(None))) {
+            thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// What there is to send, once there is something.
+    fn wait(&self) -> (VecDeque<(u64, String)>, u64, bool) {
+        let mut queue = self.shared.lock();
+        while queue.lines.is_empty() && queue.last <= self.sent && !queue.ending {
+            queue = self.shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        queue.bytes = 0;
+        (std::mem::take(&mut queue.lines), queue.last, queue.ending)
+    }
+
+    /// Writes lines, and steps that are missing among them, up to step `last`.
+    fn send(&mut self, lines: VecDeque<(u64, String)>, last: u64) -> Result<()> {
+        let before = self.sent;
+        let sent = lines
+            .into_iter()
+            .try_for_each(|(step, line)| match step {
+                0 => self.write(&line),
+                step if step <= self.sent => Ok(()),
+                step => {
+                    self.missing(step - 1)?;
+                    self.write(&line)?;
+                    self.sent = step;
+                    Ok(())
+                }
+            })
+            .and_then(|()| self.missing(last));
+        if self.sent > before {
+            self.put_mark()?;
+        }
+        sent
+    }
+
+    /// Writes the steps up to `until` that were not sent, from the ledger.
+    fn missing(&mut self, until: u64) -> Result<()> {
+        if self.sent >= until {
+            return Ok(());
+        }
+        let ledger = Ledger::read(&RunFolder::new(&self.root).ledger())?;
+        for step in self.sent + 1..=until.min(ledger.last_step()) {
+            let line = (self.curves)(&ledger.record(step)?);
+            self.write(&line)?;
+            self.sent = step;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, line: &str) -> Result<()> {
+        let ended = || Fault::machine("the program of --metrics-exec has ended");
+        let input = self.input.as_mut().ok_or_else(ended)?;
+        input.write_all(line.as_bytes()).map_err(|_| ended())
+    }
+
+    fn put_mark(&self) -> Result<()> {
+        write_whole(&self.mark, json(&Mark { step: self.sent }).as_bytes()).map(drop)
+    }
+
+    /// Takes leave of a program that ended, and says so.
+    fn reap(&mut self, why: &str) {
+        self.input = None;
+        let child = self.shared.program().take();
+        let status = child.map(|mut child| child.wait());
+        let how = match status {
+            Some(Ok(status)) => format!(" ({status})"),
+            _ => String::new(),
+        };
+        note!(
+            "warning: {why}{how} after step {}; the steps after it are sent to the next one",
+            self.sent
+        );
+    }
+}
+
+/// A line of JSON.
+pub(super) fn json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).unwrap_or_default() + "\n"
+}

@@ -1,0 +1,119 @@
+//! A run's newest values in OpenMetrics text, which Prometheus and others scrape from `ztrain watch`.
+//!
+//! A curve `GROUP/NAME` is the gauge `ztrain_GROUP_NAME`; where NAME is a source's or a layer's it is a label: losses by source,
+//! norms by layer. Source: OpenMetrics 1.0, section "Text Format".
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+/// What is answered as.
+pub const KIND: &str = "application/openmetrics-text; version=1.0.0";
+
+/// Groups whose names are those of a run: what the label is called.
+const LABELLED: [(&str, &str); 4] = [
+    ("loss", "source"),
+    ("validation", "source"),
+    ("gradient_norm", "layer"),
+    ("update_norm", "layer"),
+];
+
+/// What stands in the text of every run, besides its curves.
+pub(crate) struct Standing {
+    /// What the run is called.
+    pub(crate) run: String,
+    /// The newest step.
+    pub(crate) step: u64,
+    /// How often a process began to train.
+    pub(crate) starts: u64,
+    /// Odd steps.
+    pub(crate) odd: u64,
+    /// Whether a process has begun and not ended.
+    pub(crate) running: bool,
+}
+
+/// The text.
+pub(crate) fn text(standing: &Standing, curves: &[(String, f64)]) -> String {
+    let Standing { run, step, starts, odd, running } = standing;
+    let mut families: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
+    for (curve, value) in curves {
+        let Some((group, name)) = curve.split_once('/') else { continue };
+        // A count of what only grows is one.
+        if curve == "data/tokens" {
+            continue;
+        }
+        let label = LABELLED.iter().find(|(labelled, _)| *labelled == group);
+        let (family, label) = match label {
+            Some((group, label)) => {
+                ((*group).to_owned(), format!(",{label}=\"{}\"", escaped(name)))
+            }
+            None => (format!("{group}_{name}"), String::new()),
+        };
+        families.entry(family).or_default().push((label, *value));
+    }
+    let run = format!("run=\"{}\"", escaped(run));
+    let mut text = String::new();
+    let mut gauge = |family: &str, values: &[(String, f64)]| {
+        let _ = writeln!(text, "# TYPE ztrain_{family} gauge");
+        for (label, value) in values {
+            let _ = writeln!(text, "ztrain_{family}{{{run}{label}}} {value}");
+        }
+    };
+    for (family, values) in &families {
+        gauge(family, values);
+    }
+    let alone = |value: f64| [(String::new(), value)];
+    gauge("step", &alone(*step as f64));
+    gauge("running", &alone(f64::from(u8::from(*running))));
+    gauge("odd_steps", &alone(*odd as f64));
+    let tokens = curves.iter().find(|(name, _)| name == "data/tokens").map(|(_, value)| *value);
+    for (counter, value) in [("starts", Some(*starts as f64)), ("tokens", tokens)] {
+        if let Some(value) = value {
+            let _ = writeln!(text, "# TYPE ztrain_{counter} counter");
+            let _ = writeln!(text, "ztrain_{counter}_total{{{run}}} {value}");
+        }
+    }
+    text + "# EOF\n"
+}
+
+fn escaped(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn families_stand_together_and_names_are_escaped() {
+        let curves = [
+            ("loss/all", 2.5),
+            ("optimizer/lr", 1e-4),
+            ("loss/we\"b", 2.0),
+            ("data/tokens", 4096.0),
+            ("gradient_norm/layer 1", 0.5),
+        ];
+        let curves = curves.map(|(name, value)| (name.to_owned(), value));
+        let run = "a\\b".to_owned();
+        let standing = Standing { run, step: 3, starts: 2, odd: 0, running: true };
+        let wanted = "\
+            # TYPE ztrain_gradient_norm gauge\n\
+            ztrain_gradient_norm{run=\"a\\\\b\",layer=\"layer 1\"} 0.5\n\
+            # TYPE ztrain_loss gauge\n\
+            ztrain_loss{run=\"a\\\\b\",source=\"all\"} 2.5\n\
+            ztrain_loss{run=\"a\\\\b\",source=\"we\\\"b\"} 2\n\
+            # TYPE ztrain_optimizer_lr gauge\n\
+            ztrain_optimizer_lr{run=\"a\\\\b\"} 0.0001\n\
+            # TYPE ztrain_step gauge\n\
+            ztrain_step{run=\"a\\\\b\"} 3\n\
+            # TYPE ztrain_running gauge\n\
+            ztrain_running{run=\"a\\\\b\"} 1\n\
+            # TYPE ztrain_odd_steps gauge\n\
+            ztrain_odd_steps{run=\"a\\\\b\"} 0\n\
+            # TYPE ztrain_starts counter\n\
+            ztrain_starts_total{run=\"a\\\\b\"} 2\n\
+            # TYPE ztrain_tokens counter\n\
+            ztrain_tokens_total{run=\"a\\\\b\"} 4096\n\
+            # EOF\n";
+        assert_eq!(text(&standing, &curves), wanted);
+    }
+}
