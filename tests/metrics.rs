@@ -11,21 +11,17 @@ use crate::python::{provision, skipped, tests_folder};
 use crate::ranks::signal;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_command};
 
-/// A run of 20 steps, begun nowhere yet.
-fn begun(scratch: &Scratch) -> [String; 6] {
+/// The words of a command for a run of 20 steps, begun nowhere yet.
+fn begun(scratch: &Scratch) -> Vec<String> {
     let store = build(scratch, &corpus(scratch, 300, ""), "store");
     let path = curriculum(scratch, &store, "run.toml", &[]);
     let run = scratch.path("run");
-    ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "3"]
-        .map(str::to_owned)
-        .into_iter()
-        .chain(["--quiet".to_owned()])
-        .collect::<Vec<_>>()
-        .try_into()
-        .unwrap()
+    let words =
+        ["--curriculum", arg(&path), "--out", arg(&run), "--checkpoint-every", "3", "--quiet"];
+    words.map(str::to_owned).into()
 }
 
-fn with<'a>(run: &'a [String; 6], more: &[&'a str]) -> Vec<&'a str> {
+fn with<'a>(run: &'a [String], more: &[&'a str]) -> Vec<&'a str> {
     run.iter().map(String::as_str).chain(more.iter().copied()).collect()
 }
 
@@ -90,8 +86,13 @@ fn every_step_reaches_a_program_once() {
     assert!(last["speed/tflops"].as_f64().unwrap() > 0.0, "{last}");
     let plan = zdata(&["plan", &run[1], "--json"]).ok();
     let plan: Value = serde_json::from_str(&plan).unwrap();
-    let tokens = plan["phases"].as_array().unwrap().iter();
-    let tokens: u64 = tokens.map(|phase| phase["tokens"].as_u64().unwrap()).sum();
+    let positions = |phase: &Value| {
+        ["steps", "batch", "seq_len"]
+            .map(|key| phase[key].as_u64().unwrap())
+            .iter()
+            .product::<u64>()
+    };
+    let tokens: u64 = plan["phases"].as_array().unwrap().iter().map(positions).sum();
     assert_eq!(last["data/tokens"].as_f64(), Some(tokens as f64));
 }
 
@@ -99,11 +100,18 @@ fn every_step_reaches_a_program_once() {
 fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
     let scratch = Scratch::new();
     let run = begun(&scratch);
-    for (program, status) in [("read line; exit 7", "exit status: 7"), ("no-such-program", "127")] {
+    for (program, status, how) in [
+        ("read line; exec <&-; sleep 1; exit 7", "exit status: 7", "has ended"),
+        ("no-such-program", "exit status: 127", "--metrics-exec has"),
+        ("cat > /dev/null; exit 3", "exit status: 3", "has failed"),
+    ] {
         let _ = fs::remove_dir_all(scratch.path("run"));
         let ran: Ran = ztrain(&with(&run, &["--metrics-exec", program]));
-        assert!(ran.err.contains("has ended") && ran.err.contains(status), "{}", ran.err);
+        assert!(ran.err.contains(how) && ran.err.contains(status), "{}", ran.err);
         assert!(ran.ok().starts_with("done after step 20"));
+        // What it has read is not known, so all of it is sent again.
+        let mark = fs::read_to_string(scratch.path("run/metrics-exec.json")).unwrap();
+        assert_eq!(mark.trim(), "{\"step\":0}");
     }
 }
 

@@ -85,6 +85,7 @@ impl Feed {
             curves: Box::new(curves),
             input: None,
             sent: 0,
+            before: 0,
         };
         sender.sent = sender.marked()?;
         sender.start()?;
@@ -156,6 +157,8 @@ struct Sender {
     input: Option<ChildStdin>,
     /// The last step that was written to a program.
     sent: u64,
+    /// The last one that was written to the program before this one: what a program that fails has read is not known.
+    before: u64,
 }
 
 impl Sender {
@@ -186,7 +189,7 @@ impl Sender {
         command.arg("-c").arg(&self.command).env("ZTRAIN_RUN", &self.root);
         command.stdin(Stdio::piped()).stdout(errors).process_group(0);
         let mut child = command.spawn().map_err(fault)?;
-        self.input = child.stdin.take();
+        (self.input, self.before) = (child.stdin.take(), self.sent);
         *self.shared.program() = Some(child);
         Ok(())
     }
@@ -210,8 +213,15 @@ impl Sender {
         }
         // The end of its input is the end of the run.
         self.input = None;
-        while self.shared.program().as_mut().is_some_and(|it| matches!(it.try_wait(), Ok(None))) {
-            thread::sleep(Duration::from_millis(20));
+        let status = loop {
+            match self.shared.program().as_mut().map(Child::try_wait) {
+                Some(Ok(None)) => thread::sleep(Duration::from_millis(20)),
+                Some(Ok(status)) => break status,
+                Some(Err(_)) | None => break None,
+            }
+        };
+        if status.is_some_and(|status| !status.success()) {
+            self.reap("the program of --metrics-exec has failed");
         }
     }
 
@@ -271,19 +281,21 @@ impl Sender {
         write_whole(&self.mark, json(&Mark { step: self.sent }).as_bytes()).map(drop)
     }
 
-    /// Takes leave of a program that ended, and says so.
+    /// Takes leave of a program that ended, and says so. What a program has read that failed is not known: the next one gets
+    /// all of its steps again.
     fn reap(&mut self, why: &str) {
         self.input = None;
         let child = self.shared.program().take();
-        let status = child.map(|mut child| child.wait());
-        let how = match status {
-            Some(Ok(status)) => format!(" ({status})"),
-            _ => String::new(),
-        };
-        note!(
-            "warning: {why}{how} after step {}; the steps after it are sent to the next one",
-            self.sent
-        );
+        let status = child.and_then(|mut child| child.wait().ok());
+        if !status.is_some_and(|status| status.success()) {
+            self.sent = self.before;
+        }
+        let marked = self.put_mark();
+        let how = status.map_or_else(String::new, |status| format!(" ({status})"));
+        note!("warning: {why}{how}; the steps after step {} are sent to the next one", self.sent);
+        if let Err(fault) = marked {
+            note!("warning: {fault}");
+        }
     }
 }
 
