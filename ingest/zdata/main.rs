@@ -33,7 +33,7 @@ struct Cli {
 enum Command {
     /// Write a commented corpus file and curriculum for what lies in a folder.
     Init(cmd::init::Args),
-    /// Tokenize a corpus into a store; run it again after a kill and it goes on.
+    /// Tokenize a corpus into a store; run again after a kill, it continues.
     Build(cmd::build::Args),
     /// The pieces of a build that a scheduler runs.
     #[command(subcommand)]
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = flag::register(consts::SIGXFSZ, Arc::default());
     OrEnd::in_c_too();
-    // More memory than any machine has is refused, not the end; where nobody asked whether it could be had, Rust aborts.
+    // A request for more memory than the machine has is an error, not a crash; where it is not checked, Rust aborts.
     let _ = flag::register_conditional_shutdown(consts::SIGABRT, 6, Arc::new(true.into()));
     terminal::end(match Cli::try_parse() {
         // The default hook has said where; what is left is to end as every bug of ours does.

@@ -94,7 +94,7 @@ struct SourceRow {
     before: u64,
     /// Taken from the step on, without the amendment and with it.
     after: [u64; 2],
-    /// Gone through at the end of the run, without the amendment and with it.
+    /// Epochs at the end of the run, without the amendment and with it.
     epochs: [f64; 2],
 }
 
@@ -104,7 +104,7 @@ struct BanRow {
     source: String,
     document: u64,
     origin: String,
-    /// What steps from then on would have seen of it.
+    /// Tokens of it that later steps would have seen.
     tokens: u64,
     labels: u64,
 }
@@ -177,7 +177,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// The place of a fault in a line that only the amendment would have: nobody can look there.
+/// The place of a fault in a line that only the amendment would add, so that no file has it yet.
 fn of_no_line(fault: Fault, path: &Path, lines: usize) -> Fault {
     let within =
         fault.place().and_then(|place| place.strip_prefix(&format!("{}:", path.display())));
@@ -265,7 +265,7 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
     Ok(all)
 }
 
-/// A store as the curriculum at `path` names it: beside it by a relative path, by an absolute one elsewhere.
+/// A store as the curriculum at `path` names it: by a relative path in its own folder, else by an absolute one.
 fn added(store: &Location, path: &Path) -> Result<AddedStore> {
     let digest = Store::open(store)?.manifest().digest.to_string();
     let Location::Local(store) = store else {
@@ -472,7 +472,7 @@ mod tests {
         ran.unwrap();
         let mut seen = [0, 0];
         recording.each(60, |_| {
-            // The one file or the other, whole: then the same command goes on or says that it is done.
+            // One file or the other, whole: the same command then continues or reports that it is done.
             let found = fs::read_to_string(&path).unwrap();
             assert!(found == before || found == after, "{found}");
             seen[usize::from(found == after)] += 1;

@@ -1,4 +1,4 @@
-//! A run whose own curriculum is amended: what lies beside it.
+//! The run whose own curriculum (`run.toml`) is amended.
 
 use std::io::{Read as _, Seek as _, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ pub(super) fn held(path: &Path) -> Result<Option<Held>> {
     })
 }
 
-/// Refuses to amend a run's own curriculum of so many steps for a step that the ledger beside it has.
+/// Refuses to amend a run's own curriculum of so many steps at a step that the run's ledger already has.
 pub(super) fn refuse_recorded(path: &Path, step: u64, steps: u64) -> Result<()> {
     let Some(ledger) = ledger_beside(path) else { return Ok(()) };
     let recorded = last_step(&ledger).map_err(|error| Fault::io("read", &ledger, &error))?;

@@ -31,7 +31,7 @@ pub(crate) struct Args {
     /// Build nothing: read everything, and list the records that are not documents.
     #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "task_bytes", "sbatch"])]
     check: bool,
-    /// Gone: see `refuse_from`.
+    /// Refused: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
     from: Option<Location>,
     /// Threads that parse and encode [default: one for each core]; never changes a bit.
@@ -59,7 +59,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// Where the store goes; only a check has no such place.
+    /// The place of the store; only a check has none.
     fn out(&self) -> Result<&Location> {
         self.out.as_ref().ok_or_else(|| Fault::usage("--out is missing"))
     }

@@ -30,7 +30,7 @@ pub(crate) struct Args {
     /// A source and its files, or a folder of them, here or at s3://bucket/key; again for more.
     #[arg(long = "source", value_name = "NAME=PATH", value_parser = part)]
     sources: Vec<(String, Location)>,
-    /// The same, all of it held out for validation.
+    /// The same; every document is held out for validation.
     #[arg(long, value_name = "NAME=PATH", value_parser = part)]
     held_out: Vec<(String, Location)>,
     /// How a token is stored, where no header says it: uint16, uint32, int64 and so on.

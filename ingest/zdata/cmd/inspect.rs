@@ -28,7 +28,7 @@ pub(crate) struct Args {
     /// The corpus file that the store was built from: a sample reads its inputs again.
     #[arg(long, value_name = "CORPUS", value_parser = super::place(), requires = "sample")]
     corpus: Option<Location>,
-    /// What the sample is drawn by.
+    /// Seed of the sample.
     #[arg(long, default_value_t = 0, requires = "sample")]
     seed: u64,
 }

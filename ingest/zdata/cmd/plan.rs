@@ -47,7 +47,7 @@ struct Report {
     model_checked: bool,
     phases: Vec<PhaseRow>,
     sources: Vec<SourceRow>,
-    /// What amendments hide; nothing is known of it where stores are only described.
+    /// Documents that amendments hide; unknown where stores are only described.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     banned: Vec<BanRow>,
     /// Steps all of whose text is hidden: they move nothing.

@@ -1,5 +1,5 @@
-//! What a line of a ledger has to say although nobody computes the step again: by the curriculum and the lines before it (the
-//! learning rate, whether the step moved anything, the clip), and by the checkpoints, each of which knows the chain.
+//! Checks a ledger line without computing its step again: by the curriculum and the lines before it (the learning rate,
+//! whether the step changed anything, the clip), and by the checkpoints, each of which has the chain.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -54,10 +54,10 @@ pub(crate) enum Command {
         /// The folder of the parts.
         #[arg(long, value_parser = super::local(WORK))]
         cache_dir: PathBuf,
-        /// Days without use after which a part goes.
+        /// Remove parts that no build used for so many days.
         #[arg(long, value_name = "DAYS")]
         unused_days: u32,
-        /// Only say what would go.
+        /// Only print what would be removed.
         #[arg(long)]
         dry_run: bool,
     },

@@ -70,7 +70,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
     if !path.exists() {
         return Err(no_run(&args.run, "ledger.jsonl"));
     }
-    // Before the ledger is read: a run that goes on meanwhile keeps the next one only behind its lines.
+    // Before the ledger is read: a run that continues meanwhile writes its next checkpoint only after its lines.
     let kept = Witnesses::find(&args.run)?;
     let ledger = meanwhile("verify-run", "reading the ledger", || Ledger::read(&path, &kept))?;
     if ledger.torn {

@@ -25,15 +25,15 @@ pub(crate) struct Args {
 
 #[derive(clap::Subcommand)]
 enum What {
-    /// Where the time of a step goes, the model's operations, and the utilisation.
+    /// Measure a training step: time of each part, the model's operations, utilisation.
     Step(super::bench_step::Args),
-    /// Rates of matrix products over their size, ours beside libtorch's, and of attention.
+    /// Measure matrix products by size, ours and libtorch's, and attention.
     #[command(after_help = "Example: ztrain bench gemm --out cluster.toml --plot gemm.svg")]
     Gemm(super::bench_machine::GemmArgs),
-    /// Bandwidth of memory by operation: copy, scale, add, triad, the ledger's checksum, an addition of the tree.
+    /// Measure memory bandwidth by operation: copy, scale, add, triad, the ledger's checksum, an addition of the tree.
     #[command(after_help = "Example: ztrain bench memory --out cluster.toml --plot memory.svg")]
     Memory(super::bench_machine::MemoryArgs),
-    /// What a step computes between its products, operation by operation, ours beside libtorch's.
+    /// Measure the operations between matrix products, ours and libtorch's.
     #[command(
         after_help = "Example: ztrain bench kernels --curriculum phase1.toml --dtype bf16 --plot kernels.svg"
     )]

@@ -183,7 +183,7 @@ struct Timed {
 }
 
 impl Common {
-    /// What measures, and where it goes: found out before minutes of measuring.
+    /// Checks the device and the places of results before minutes of measuring.
     fn start(&self, out: Option<&Path>) -> Result<(Bench, Device, Results)> {
         let plot = self.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
         let cluster = out.map(ClusterFile::open).transpose()?;
@@ -195,7 +195,7 @@ impl Common {
     }
 }
 
-/// Where what was measured goes.
+/// The places of the results.
 struct Results {
     plot: Option<Drawing>,
     cluster: Option<ClusterFile>,

@@ -1,4 +1,4 @@
-//! `ztrain bench step`: where the time of a step goes.
+//! `ztrain bench step`: the time of each part of a step.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use super::Speed;
 use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
 
-/// With what libtorch begins a trace, beside spaces and ends of lines.
+/// The beginning of a trace by libtorch, without spaces and line ends.
 const TRACED: &str = "{\"schemaVersion\"";
 
 /// Arguments.
@@ -34,8 +34,8 @@ pub(crate) struct Args {
     /// Steps before them: connections are made, and memory is touched for the first time.
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     warm_up: u64,
-    /// Compute one more step under libtorch's profiler, and write what it saw into this file, for Perfetto or a browser; the
-    /// kernels, or operations on a CPU, that took most time are told.
+    /// Compute one more step under libtorch's profiler and write its trace to this file, for Perfetto or a browser; the
+    /// kernels (operations on a CPU) that took most time are printed.
     #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
     trace: Option<PathBuf>,
     /// Print the table as JSON.

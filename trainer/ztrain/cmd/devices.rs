@@ -60,7 +60,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         }
         Ok(_) => return Ok(0),
     };
-    // Beside JSON this is for people alone.
+    // Not with JSON: this is for people.
     match args.json {
         true => say(format_args!("no GPU: {none}")),
         false => tell!("no GPU: {none}"),

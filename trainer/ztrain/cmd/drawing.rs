@@ -22,8 +22,8 @@ pub(crate) struct Drawing {
 }
 
 impl Drawing {
-    /// The place that `flag` names: a new file in a folder that is there, or a page or plot, which is replaced. Any other file
-    /// holds something that nobody meant to lose, a ledger perhaps.
+    /// The place that `flag` names: a new file in an existing folder, or a page or plot, which is replaced. Any other file is
+    /// refused: it may be a ledger.
     pub(crate) fn at(flag: &'static str, path: &Path) -> Result<Drawing> {
         let there = fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0);
         if there && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {
@@ -59,7 +59,7 @@ impl Drawing {
         if there.is_dir() {
             return Err(Fault::usage("this is a folder").at(place).wanted("the name of a file"));
         }
-        // `/dev/stdout` may be a file, which is still not to be replaced under whoever holds it.
+        // `/dev/stdout` may be a file that another process has open, so it is not replaced.
         let stream =
             !there.is_file() || ["/dev", "/proc"].iter().any(|held| path.starts_with(held));
         let real = if stream { Ok(path.to_owned()) } else { fs::canonicalize(path) };
@@ -81,7 +81,7 @@ impl Drawing {
         let written = if *stream {
             let open = fs::OpenOptions::new().write(true).open(path);
             let written = open.and_then(|mut file| file.write_all(text.as_bytes()));
-            // A reader that has gone is not an error, as on standard output.
+            // A reader that closed the pipe is not an error, as on standard output.
             written.or_else(|error| match error.kind() {
                 ErrorKind::BrokenPipe => Ok(()),
                 _ => Err(error),
@@ -95,7 +95,7 @@ impl Drawing {
     }
 }
 
-/// Writes beside `path`, under a name that nobody else gives, and renames.
+/// Writes to a new name in the folder of `path`, and renames.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let scratch = disk::folder_of(path).join(format!(".{name}.{}.tmp", process::id()));

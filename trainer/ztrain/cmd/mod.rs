@@ -160,8 +160,8 @@ pub(crate) struct Speed {
 #[derive(clap::Args)]
 #[command(next_help_heading = "For the next question")]
 pub(crate) struct Keeping {
-    /// States before steps that were asked for stay in RUN/replays, the last so many: what is asked next about such a step begins
-    /// there. 0 keeps none. No run goes on from them.
+    /// Newest states before replayed steps that are kept in RUN/replays, so that the next question about such a step begins
+    /// there; 0 keeps none. No run continues from them.
     #[arg(long, value_name = "COUNT", default_value_t = 4)]
     keep_states: usize,
     /// GiB that they take together at most; one that is larger is not kept.
@@ -369,7 +369,7 @@ fn on_signals(
         if early {
             act();
         }
-        // Nobody closes it.
+        // The other end is never closed.
         while heard.read_exact(&mut [0]).is_ok() {
             act();
         }
@@ -397,8 +397,8 @@ fn hand_on() -> bool {
     any
 }
 
-/// Whether whoever started this program had it ignore SIGHUP. A shell has what runs behind it ignore SIGINT too, and means its
-/// own terminal's alone: that one is listened to.
+/// Whether the parent process made this program ignore SIGHUP. A shell also makes background programs ignore SIGINT, but
+/// only means its own terminal's, so SIGINT is still handled.
 fn is_ignored(signal: c_int) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -1,4 +1,4 @@
-//! `ztrain plan`: what a run will need, before any of it is allocated.
+//! `ztrain plan`: the needs of a run, before anything is allocated.
 
 use clap::builder::RangedU64ValueParser;
 use contract::words::{bytes as size, flops};

@@ -67,7 +67,7 @@ pub(crate) struct Args {
     /// Tell where the time went.
     #[arg(long)]
     timing: bool,
-    /// So many steps, from the step on, beside those of the run (not a replay).
+    /// Train K steps from this step on with the change, and show them next to the run's (not a replay).
     #[arg(long = "continue", value_name = "K", conflicts_with = "steps", help_heading = "What if")]
     #[arg(value_parser = clap::value_parser!(u64).range(1..))]
     go_on: Option<u64>,

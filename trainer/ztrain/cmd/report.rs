@@ -13,7 +13,7 @@ use super::drawing::Drawing;
 /// Arguments.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// The run's folder; more than one, and the others are drawn beside the first.
+    /// The run's folder; further ones are plotted next to the first.
     #[arg(value_parser = super::run(), required_unless_present = "named")]
     run: Vec<PathBuf>,
     /// The same, by its flag.

@@ -39,7 +39,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (rules, text) = read.unwrap_or_default();
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
-    // Between two attempts nobody else may take the folder.
+    // Between two attempts no other process may take the folder.
     let holds = args.train.hold()?;
     arguments.extend(train::of_group(&holds));
     let (launch, run) = (args.launch, args.train.folder()?);

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// What to train: data, phases, model, optimizer, schedule.
     #[arg(long, value_name = "FILE", required = true, value_parser = super::place())]
     curriculum: Option<Location>,
-    /// The run's folder [default: runs/NAME beside the working directory, NAME as in NAME.toml].
+    /// The run's folder [default: runs/NAME in the working directory, NAME as in NAME.toml].
     #[arg(long, value_name = "RUN", value_parser = super::local("name a folder; --checkpoints takes a place in a bucket"))]
     out: Option<PathBuf>,
     /// Steps between checkpoints; the last step always has one.
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// Also keep every checkpoint whose step is a multiple of this; 0 for none.
     #[arg(long, value_name = "STEPS", default_value_t = 0)]
     keep_every: u64,
-    /// How long the ranks may take to write a checkpoint, which they do beside the steps that follow.
+    /// How long the ranks may take to write a checkpoint, which they do during the following steps.
     #[arg(long, value_name = "SECONDS", default_value = "3600", value_parser = super::patience)]
     checkpoint_timeout: Duration,
     /// Where checkpoints lie, a folder or s3://bucket/key [default: in the run's folder; it remembers].
@@ -66,7 +66,7 @@ pub(crate) struct Args {
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
     #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
     audit: Option<Audit>,
-    /// Stop after this step; the same command without it goes on.
+    /// Stop after this step; the same command without this flag continues.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
     /// Steps between validations, on the store's held-out text; 0 for none.
@@ -161,7 +161,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 struct Told {
     /// Whether it was the one to notice.
     spoke_first: bool,
-    /// The rank that is gone, if it was that.
+    /// The rank that was lost, if that was the failure.
     missed: Option<u32>,
 }
 
@@ -221,7 +221,7 @@ fn as_rank(
         Ok(_) => (true, Ok(())),
         Err(fault) => (world.comm.spoke_first(), Err(fault)),
     };
-    // Ranks are numbered as launched unless they met again, and then they do not end for one that is gone.
+    // Ranks are numbered as launched unless they met again, and then they do not end for a lost one.
     let missed = world.comm.lost().and_then(|lost| lost.first().copied());
     Ok((Told { spoke_first, missed }, outcome))
 }

@@ -1,4 +1,4 @@
-//! The flags of a change that a run did not have, and what `ztrain replay` says of it.
+//! The flags of a change that a run did not have, and what `ztrain replay` reports about it.
 
 use std::ops::Range;
 use std::path::Path;
