@@ -69,7 +69,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
     let same = before.lines().zip(after.lines()).take_while(|(one, other)| one == other).count();
     assert_eq!(same, 4, "{after}");
     for source in ["web", "math"] {
-        // A source has one order; each run reads as much of it as its mix asks for.
+        // A source has one order; each run reads as many of its samples as the mix asks for.
         let (one, other) = (text(&plain, source, 1..13), text(&run, source, 1..13));
         let common = one.len().min(other.len());
         assert!(one[..common] == other[..common] && one.len() != other.len(), "{source}");

@@ -1,4 +1,4 @@
-//! Fear: that damage or a mistake goes undetected, or that its error message is useless.
+//! Fear: that damage or a mistake is not detected, or that its error message is useless.
 //!
 //! Every case checks the exit code and that the message names the place.
 

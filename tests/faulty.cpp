@@ -1,5 +1,5 @@
 // Simulates faulty hardware: preloaded before all other libraries, it corrupts a rank's results or kills it at a place
-// that a test chooses. The program does not know of it.
+// that a test chooses. The program takes no part.
 //
 // FAULTY has a line for each rank or list of ranks ("0+2"):
 //

@@ -1,7 +1,7 @@
 //! Fear: that a rank that computes wrongly, or dies at the worst moment, leaves a trace in the bits.
 //!
 //! The faults are real: a preloaded library (`faulty.cpp`, compiled here) flips bits in one rank's matmuls, makes its
-//! clock fail, or kills ranks at a named place. The program does not know of it.
+//! clock fail, or kills ranks at a named place. The program takes no part.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

@@ -148,7 +148,7 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
                 let loss = losses.iter().find(|loss| loss["generation"] == event["generation"]);
                 // If two of the four are lost, they may be a rank and the one with its replica.
                 let single = numbers(&loss.unwrap()["lost"]).len() == 1;
-                // A rank lost before the first replica is lost before the first step.
+                // If a rank is lost before the first replica is made, the run has no steps yet.
                 assert!(!single || again(&event) <= 1, "{out}: {event}");
                 recalled += usize::from(event["from"] == "memory");
             }

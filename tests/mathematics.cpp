@@ -1,6 +1,6 @@
 // Simulates another C library: preloaded before all other libraries, its `expf` returns one unit in the last place
 // above the right result. This affects the ranks in MATHEMATICS ("1", "0+2"), or every process if it is "all". The
-// program does not know of it.
+// program takes no part.
 
 #include <dlfcn.h>
 

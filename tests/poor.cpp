@@ -1,5 +1,5 @@
 // Simulates a file system with fewer features: preloaded before all other libraries, it refuses locks, hard links and
-// syncing of folders, as some network and cloud file systems do. The program does not know of it.
+// syncing of folders, as some network and cloud file systems do. The program takes no part.
 
 #include <errno.h>
 #include <sys/file.h>

@@ -1,4 +1,4 @@
-//! Fear: that a document is dropped silently, or that an edit of the steps goes unnoticed.
+//! Fear: that a document is dropped silently, or that an edit of the steps is not noticed.
 
 use std::fs;
 use std::path::{Path, PathBuf};

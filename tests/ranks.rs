@@ -298,7 +298,7 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
     assert!(verdict.contains("same bits"), "one rank replays what folded ones trained: {verdict}");
     let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "2", "--tsp", "2"]].concat()).ok();
     assert_eq!(several, verdict, "so do those that hold its weights for each other");
-    // Up to the step they hold shards of the weights, but the rank of the micro-batch needs all.
+    // From the checkpoint to the step they hold weight shards, and then one of them needs all weights.
     let part = ["replay", "--run", arg(&run), "--step", "6", "--micro-batch", "1"];
     let several = ztrain(&[&part[..], &["--nproc", "2", "--tsp", "2"]].concat()).ok();
     assert!(several.contains("same bits"), "{several}");

@@ -143,7 +143,7 @@ impl Rooms {
         }
     }
 
-    /// Removes and returns the pack with the least free space of at least `room`.
+    /// Removes and returns the pack with the least sufficient free space.
     fn take(&mut self, room: u32) -> Option<usize> {
         let room = self.at_least(room as usize)?;
         let Reverse(pack) = self.packs[room].pop()?;

@@ -328,7 +328,7 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
     outcome.unwrap();
 }
 
-/// A requested clip or number format overrides later amendments of it; other numbers of these amendments apply.
+/// A requested clip or number format overrides later amendments; their other numbers still apply.
 #[test]
 fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() {
     let scratch = Scratch::new();

@@ -276,7 +276,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
             line["lr"] = "3ff0000000000000".into()
         }),
         ("those of its layers make", &|line| line["norm"] = "3ff0000000000000".into()),
-        // As many tokens as the other routers counted, but one of them for another expert.
+        // As many tokens as the other routers counted, but one of them in another class.
         ("step 4 was computed again and its router counts of layer 1", &|line| {
             let counts = line["tokens_per_expert"][1].as_array_mut().unwrap();
             let mut numbers: Vec<u64> = counts.iter().map(|it| it.as_u64().unwrap()).collect();

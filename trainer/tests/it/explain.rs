@@ -439,7 +439,7 @@ fn comparing_names_the_first_step_and_quantity() {
     assert_eq!((answer.steps, &answer.difference), ([10, 4], &None));
     let told = answer.to_json()["notes"].to_string();
     assert!(told.contains("10 and 4 steps; the first 4"), "{told}");
-    // Nothing matches an empty folder.
+    // A ledger without steps has nothing to compare.
     let bare = scratch.path("bare");
     std::fs::create_dir(&bare).unwrap();
     let head = scratch.ledger("run").lines().next().unwrap().to_owned() + "\n";

@@ -53,7 +53,7 @@ fn a_run_begins_with_the_weights_of_another() {
         let path = started(&scratch, "next.toml", &format!("start-{step}"));
         let out = format!("next-{step}");
         scratch.run(&path, &out, stop_after(3)).unwrap();
-        // The loss of the old state on the new run's first batch is what the new run recorded.
+        // Losses and gradients of the old state on the new run's first batch are what the new run recorded.
         let spec = spec(&path);
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
         let workers = Workers::new(1);

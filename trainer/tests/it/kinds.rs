@@ -21,8 +21,7 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// Kinds of feed-forward, and how many experts each of the two layers counts: a list of kinds is repeated over the
-/// layers.
+/// Kinds of feed-forward, and the number of router classes of each of the two layers: a list is repeated over the layers.
 const PLAIN: [(&str, [usize; 2]); 3] =
     [("[\"mlp\", \"moe\"]", [0, 4]), ("[\"moe\", \"mlp\"]", [4, 0]), ("[\"mlp\"]", [0, 0])];
 

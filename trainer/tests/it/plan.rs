@@ -103,8 +103,7 @@ fn more_ranks_hold_less_each_and_send_more() {
 const SMALL: &str = "hidden_size = 16\nnum_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\nhead_dim = 8\n\
     moe_intermediate_size = 16\nnum_experts = 3\nrouter_hidden_size = 8\n";
 
-/// The largest model, 16,384 tokens per micro-batch, on one machine with eight ranks that send each layer's gradients
-/// at once.
+/// The largest model, 16,384 tokens per micro-batch, on one machine with eight ranks and bucketed gradient reduction.
 #[test]
 fn eight_ranks_hold_the_largest_model() {
     let scratch = Scratch::new();
@@ -132,7 +131,7 @@ fn eight_ranks_hold_the_largest_model() {
         let held = phase.memory.sum();
         assert!(held < most * 1_000_000_000, "{micro_batches}: {held} bytes: {:?}", phase.memory);
         // Each micro-batch's gradient in f32, from the rank that computed it to the seven other owners; new weights in
-        // bf16 (vectors in f32), from each owner to the seven others.
+        // bf16, except vectors, from each owner to the seven others.
         let (sent, parameters) = (phase.sent, needs.parameters as f64);
         let near = |found: u64, wanted: f64| (found as f64 / wanted - 1.0).abs() < 0.01;
         let gradients = 4.0 * parameters * 7.0 / 8.0 * micro_batches as f64;

@@ -199,7 +199,7 @@ impl Study {
     }
 }
 
-/// A run without forgotten text: a rate amended 15 steps before, three kinds of documents, and an ordinary step.
+/// After a rate that was amended some 15 steps before: three kinds of planted documents, and an ordinary step.
 #[test]
 fn an_old_change_heads_no_verdict() {
     let mut study = Study::new();
