@@ -21,7 +21,7 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// Kinds of feed-forward, and the number of router classes of each of the two layers: a list is repeated over the layers.
+/// Kinds of feed-forward (the list is repeated over the two layers), and the router classes of each layer.
 const PLAIN: [(&str, [usize; 2]); 3] =
     [("[\"mlp\", \"moe\"]", [0, 4]), ("[\"moe\", \"mlp\"]", [4, 0]), ("[\"mlp\"]", [0, 0])];
 
@@ -162,7 +162,7 @@ fn a_kind_that_nobody_knows_is_refused_with_its_key() {
     }
 }
 
-/// Neither in a later phase nor in the first, nor where all tensors stay as large as they are.
+/// Refused in a later phase and in the first, even if all tensors keep their sizes.
 #[test]
 fn no_phase_changes_the_shape_of_the_model() {
     let scratch = Scratch::new();

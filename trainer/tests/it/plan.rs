@@ -75,7 +75,8 @@ fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic
         let spec = RunSpec::new(&opened(batch)).unwrap();
         needs(&spec, &fleet(8, "cpu")).unwrap().phases[0].ledger_bytes
     };
-    // Labels of two digits, and two words of sixteen; counts of tokens by expert and labels of sources grow by six digits each.
+    // 35 per micro-batch: labels of two digits and two words of sixteen. Token counts by expert and labels by source
+    // grow by six digits each.
     let (short, long) = (line(2), line(2 << 20));
     let grown = long - short - 35 * ((1 << 20) - 1);
     assert!((6..=20 * 6).contains(&grown), "{short} {long}");
