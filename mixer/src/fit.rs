@@ -215,7 +215,7 @@ mod tests {
                 |pack: &Vec<Span>| length - pack.iter().map(|p| u64::from(p.tokens)).sum::<u64>();
             let fits =
                 packs.iter_mut().filter(|p| p.len() < most && room(p) >= u64::from(piece.tokens));
-            // The first of several equal ones, as `min_by_key` says.
+            // `min_by_key` returns the first of equal ones.
             match fits.min_by_key(|pack| room(pack)) {
                 Some(pack) => pack.push(piece),
                 None => packs.push(vec![piece]),

@@ -29,7 +29,7 @@ impl Span {
 /// token of the stream if that belongs to the same document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpec {
-    /// The global sample number: the one clock.
+    /// The global sample number, on which every position in the run is based.
     pub sample: u64,
     /// Index into [`crate::Plan::phases`].
     pub phase: usize,

@@ -1,4 +1,4 @@
-//! Amendments: changes from a step on, made after every earlier step has been trained.
+//! Amendments: changes from some step on, made after the steps before it have been trained.
 //!
 //! They are only appended to the file, so their steps never decrease. An amendment may change the mix of the phase that
 //! contains its step (until that phase ends), ban documents for the rest of the run, add a store for later mixes,

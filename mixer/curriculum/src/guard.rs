@@ -1,7 +1,7 @@
 //! Skipped steps, and a clip that follows recent gradient norms; both depend only on the step and the steps before it.
 //!
 //! ```text
-//! before     the losses and gradient norms of the last `window` steps, oldest first, whatever became of those steps;
+//! before     the losses and gradient norms of the last `window` steps, oldest first, skipped steps included;
 //!            a step without labels, or whose loss or gradient is not finite, is not among them
 //! mean, sd   sums oldest first, in f64; sd = sqrt(sum of squared deviations / (n - 1))
 //! skipped    loss - mean(losses) > sigma * sd(losses), or the same of the norm
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{AutoClipSpec, NonFinite, Numbers, SkipStepSpec};
 
-/// What the curriculum asks for.
+/// The curriculum's rules for skipping and clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Guard {
     /// Which steps are skipped.

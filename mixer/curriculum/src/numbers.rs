@@ -244,7 +244,7 @@ impl NumbersChange {
 
     /// Every amendable key with its value in canonical text: the only list of them.
     pub fn values(&self) -> [(&'static str, Option<String>); 11] {
-        // No `..`: a new key does not compile until it stands here.
+        // No `..`: a new key does not compile until it is listed here.
         let NumbersChange {
             optimizer: OptimizerChange { lr, clip },
             schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
