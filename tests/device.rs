@@ -436,7 +436,7 @@ fn products_of_experts_are_known_by_name() {
     with("run", "library").fails(4, &["ZTRAIN_GROUPED"]);
 }
 
-/// libtorch reports this error only as text; the allocator's own report is used.
+/// libtorch's wrapper reports only text, and its allocator counts what is allocated.
 #[test]
 fn a_gpu_without_memory_says_so() {
     let on_device = OnDevice::by_libtorch();
@@ -476,7 +476,7 @@ fn a_run_on_the_second_device_has_no_context_on_the_first() {
     }
 }
 
-/// The layers, experts and heads of `zaya1-nano` with an eighth of its width: the same parameters and as many launches.
+/// The layers, experts and heads of `zaya1-nano` with an eighth of its width: the same tensors and as many launches.
 #[test]
 fn operations_of_nano_are_bounded() {
     let scratch = Scratch::new();

@@ -5,7 +5,7 @@
 //
 // bits R N FILE    the next N matmuls of rank R each get one wrong bit, at a random element and mantissa position, so
 //                  that computing the same thing twice gives different errors
-// clock R 1 FILE   the clock of rank R fails once, in the thread that leads it: a bug that no program handles
+// clock R 1 FILE   the clock of rank R fails once, in the thread that leads it: no program expects that
 // kill R N TEXT    rank R is killed before it sends or writes data containing TEXT for the N-th time; opening, renaming
 //                  to and removing a file count as writing its name and " opened", " put" and " removed"
 //

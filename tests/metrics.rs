@@ -11,7 +11,7 @@ use crate::python::{provision, skipped, tests_folder};
 use crate::ranks::signal;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_command};
 
-/// Arguments of a run of 20 steps, not started yet.
+/// A run of 20 steps, begun nowhere yet.
 fn begun(scratch: &Scratch) -> [String; 6] {
     let store = build(scratch, &corpus(scratch, 300, ""), "store");
     let path = curriculum(scratch, &store, "run.toml", &[]);

@@ -124,8 +124,8 @@ impl Stores {
         })
     }
 
-    /// The training documents that `flag` names, as `ID`, or as `SOURCE:ID` if several sources have that id: their
-    /// source and numbers, if any. `only` restricts the search to one source.
+    /// The training documents that `asked`, the value of `flag`, names as `ID`, or as `SOURCE:ID` if several sources
+    /// have that id: their source and numbers, if any. `only` restricts the search to one source.
     pub fn named(
         &self,
         flag: &str,
