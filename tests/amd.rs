@@ -1,6 +1,7 @@
-//! Fear: that what holds on a GPU by NVIDIA's names does not on one by AMD's, which is where models are to be trained.
+//! Fear: that guarantees tested with NVIDIA's library names fail with AMD's, where models will be trained.
 //!
-//! On the pretended GPU as `libtorch_hip.so`, with the emulator as `libamdhip64.so` and `libhiprtc.so` (`pretended.rs`).
+//! Runs on the stand-in GPU as `libtorch_hip.so`, with the emulator as `libamdhip64.so` and `libhiprtc.so`
+//! (`pretended.rs`).
 
 use std::process::Stdio;
 
@@ -16,7 +17,7 @@ fn over(change: &[(&str, &str)]) -> OnDevice {
     OnDevice::by_ours_on_amd(Fixture { every: "1", ..Fixture::new(change) })
 }
 
-/// Computes a step of a run again.
+/// Replays a step of a run.
 fn replayed(on: &OnDevice, out: &str, step: &str) {
     let run = on.fixture.scratch.path(out);
     let args = ["replay", "--run", arg(&run), "--step", step, "--device", "cuda"];
@@ -27,7 +28,7 @@ fn replayed(on: &OnDevice, out: &str, step: &str) {
     assert_eq!(total(&on.report("replayed"), "races"), 0);
 }
 
-/// Two ranks on two devices leave the ledger of one.
+/// Two ranks on two devices write the same ledger as one.
 fn ranks(on: &OnDevice, transport: &str, last: &str) {
     let two = ["--nproc", "2", "--workers", "1", "--transport", transport, "--stop-after", last];
     let mut command = on.command(transport, &two);
@@ -63,7 +64,8 @@ fn a_run_goes_the_way_of_amds_libraries() {
     ranks(&on, "gloo", "3");
 }
 
-/// In bf16 experts are multiplied by our own kernels there: libtorch's grouped product asks the host for each expert's rows.
+/// In bf16 our own kernels multiply experts on AMD: libtorch's grouped matmul reads each expert's row counts on the
+/// host.
 #[test]
 fn in_bf16_the_host_is_asked_for_no_rows_of_experts() {
     let on = over(&BF16);
@@ -77,7 +79,7 @@ fn in_bf16_the_host_is_asked_for_no_rows_of_experts() {
 
     let mut command = on.command("library", &["--workers", "1", "--stop-after", "1"]);
     Ran::from(command.env("ZTRAIN_GROUPED", "library").output().unwrap()).ok();
-    // Two layers of four micro-batches have six products of experts each.
+    // Two layers and four micro-batches, with six expert matmuls each.
     assert!(reads("library") >= own / 2 + 48, "{own} reads in 2 steps, {}", reads("library"));
     assert!(!by_name(&on.report("library")).contains_key("grouped_bf16"));
 }

@@ -1,4 +1,4 @@
-//! Fear: that an amendment moves a step before it, repeats or loses text, or spoils the file that it is written to.
+//! Fear: that an amendment changes an earlier step, repeats or loses text, or damages the file that it is added to.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,7 +16,7 @@ fn digests(curriculum: &Path, steps: &str) -> String {
     zdata(&["digest", arg(curriculum), "--steps", steps]).ok()
 }
 
-/// The runs of tokens of a source that these steps take.
+/// The token ranges of a source that these steps read.
 fn text(curriculum: &Path, source: &str, steps: std::ops::Range<u64>) -> Vec<(u64, u64)> {
     let mut all = Vec::new();
     for step in steps {
@@ -30,7 +30,7 @@ fn text(curriculum: &Path, source: &str, steps: std::ops::Range<u64>) -> Vec<(u6
     all
 }
 
-/// Tokens that the second curriculum reads once more than the first, and those that only the first reads: of all that both read.
+/// Tokens that the second curriculum reads once more than the first, and tokens that only the first reads.
 fn again_and_left_out(plain: &Path, run: &Path) -> (usize, usize) {
     let read = |curriculum: &Path, source: &str| {
         let spans = text(curriculum, source, 1..21);
@@ -69,7 +69,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
     let same = before.lines().zip(after.lines()).take_while(|(one, other)| one == other).count();
     assert_eq!(same, 4, "{after}");
     for source in ["web", "math"] {
-        // One order of the source, of which each run takes as much as it is asked for.
+        // A source has one order; each run reads as many of its samples as the mix asks for.
         let (one, other) = (text(&plain, source, 1..13), text(&run, source, 1..13));
         let common = one.len().min(other.len());
         assert!(one[..common] == other[..common] && one.len() != other.len(), "{source}");
@@ -80,7 +80,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
     assert_eq!((&proof["repeated"], &proof["left_out"]), (&again.into(), &left_out.into()));
     assert!(left_out > 0, "{proof}");
 
-    // The worst document is gone from step 7 on, and every place of it is told.
+    // The worst document is banned from step 7 on, and all its appearances are reported.
     let seen = json(&["batch", arg(&run), "--step", "7"])["sequences"][0]["documents"][0].clone();
     let id = seen["id"].as_str().unwrap();
     let proof = json(&["amend", arg(&run), "--step", "7", "--ban", id]);
@@ -108,7 +108,7 @@ fn steps_before_stay_and_sources_go_on_where_they_were() {
     refused(&run, id);
 }
 
-/// Numbers: what they become is told, and no text changes with them.
+/// Amended numbers are reported, and change no text.
 fn numbers(run: &Path) {
     let set = ["--set", "optimizer.lr=5e-3", "--set", "dtype=bf16"];
     let proof = json(&[&["amend", arg(run), "--skip", "7"], &set[..]].concat());
@@ -124,7 +124,7 @@ fn numbers(run: &Path) {
     );
 }
 
-/// What cannot be amended, with the file untouched.
+/// Refused amendments leave the file untouched.
 fn refused(run: &Path, id: &str) {
     let before = fs::read_to_string(run).unwrap();
     let cases: [(&[&str], &str); 22] = [
@@ -156,7 +156,7 @@ fn refused(run: &Path, id: &str) {
     ];
     for (args, word) in cases {
         let told = zdata(&[&["amend", arg(run)], args].concat()).fails(2, &[word]);
-        // No place is a line that the file does not have.
+        // The reported line exists in the file.
         let lines = before.lines().count();
         let line = told.split("run.toml:").nth(1).and_then(|it| it.split(':').next()?.parse().ok());
         assert!(line.is_none_or(|line: usize| line <= lines), "{told}");
@@ -185,26 +185,26 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
         )
     };
     train(&["--stop-after", "3"]).ok();
-    // The run's own file is amended where it goes on by that file, which is said.
+    // Amending the run's own file is possible: the output says to continue with that file.
     let (own, begun) = (out.join("run.toml"), fs::read(out.join("run.toml")).unwrap());
     let said = zdata(&["amend", arg(&own), "--skip", "6"]);
     let next = format!("to go on: ztrain --curriculum {} --out {}", arg(&own), arg(&out));
     assert!(said.err.contains(&next), "{}", said.err);
     said.ok();
-    // The file that the run was begun with lacks it: nothing is taken back without a word.
+    // The original curriculum lacks the amendment: it is not dropped silently.
     let (amended, ledger) = (fs::read(&own).unwrap(), out.join("ledger.jsonl"));
     let before = fs::read(&ledger).unwrap();
     train(&[]).fails(2, &["run.toml", "amends step 6", "go on with `ztrain --curriculum"]);
     assert!(fs::read(&own).unwrap() == amended && fs::read(&ledger).unwrap() == before);
     fs::write(&own, begun).unwrap();
-    // A run that is under way has read its curriculum: it would never see what is written.
+    // An active run has read its curriculum and would miss the amendment.
     let lock = fs::File::open(out.join("lock")).unwrap();
     lock.lock().unwrap();
     let amend = ["amend", arg(&own), "--skip", "6"];
     zdata(&amend).fails(2, &["run.toml", "under way"]);
     zdata(&[&amend[..], &["--dry-run"]].concat()).ok();
     drop(lock);
-    // Another corpus with the same tokenizer, under other names.
+    // Another corpus with the same tokenizer and other source names.
     let text = fs::read_to_string(&corpus).unwrap();
     let more = scratch
         .write("more.toml", text.replace("\"web\"", "\"news\"").replace("\"math\"", "\"code\""));
@@ -218,7 +218,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     train(&[]).ok();
     zdata(&["verify-run", arg(&out)]).ok();
     ztrain(&["replay", "--run", arg(&out), "--step", "4"]).ok();
-    // The run's own curriculum, for a step that the ledger has; and one of its keys, edited by hand.
+    // The run's own curriculum: amended at a step already in the ledger, then edited by hand.
     let whole = fs::read_to_string(&own).unwrap();
     zdata(&["amend", arg(&own), "--step", "6", "--mix", "web=1"])
         .fails(2, &["trained already", "6 steps", "no step: every one"]);
@@ -231,7 +231,7 @@ fn a_run_takes_an_amendment_that_it_has_not_come_to() {
     train(&[]).fails(2, &["amendment.2", "step 5 on"]);
 }
 
-/// Numbers are told as they are typed; a document is named once however often it is given.
+/// Numbers are reported as typed; a document given twice is listed once.
 #[test]
 fn what_is_set_is_told_as_it_was_typed() {
     let scratch = Scratch::new();

@@ -1,7 +1,8 @@
-//! Fear: that a device computes with what another one has not sent yet, or that a step is written down whose transfers failed.
+//! Fear: that a device computes with data that another has not sent yet, or that a step is recorded although its
+//! transfers failed.
 //!
-//! Ranks on pretended GPUs (`device.rs`) with the stand-in of `transport.rs` between them. Where a transfer has failed, what is
-//! computed behind it is computed from NaNs.
+//! Ranks on stand-in GPUs (`device.rs`), connected by the stand-in library of `transport.rs`. After a failed transfer,
+//! later computation reads NaNs.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use crate::ranks::Fixture;
 use crate::support::{CUT, Ran, SHORT};
 use crate::transport::standin;
 
-/// Ranks with one worker each, whose tensors go from device to device.
+/// Ranks with one worker each and direct transfers between devices.
 fn carried(on: &OnDevice, out: &str, extra: &[&str]) -> Command {
     let ranks = ["--workers", "1", "--transport", "rccl"];
     let mut command = on.command(out, &[&ranks[..], extra].concat());
@@ -36,7 +37,7 @@ fn ranks_on_devices_leave_one_ledger_however_they_add() {
     }
 }
 
-/// By our own kernels too, which pack the new weights: in f32, and in bf16.
+/// The same with our own kernels, which pack the new weights, in f32 and bf16.
 #[test]
 fn ranks_with_our_own_kernels_leave_one_ledger() {
     let changes: [&[(&str, &str)]; 2] = [&[], &[("dtype = \"f32\"", "dtype = \"bf16\"")]];
@@ -51,7 +52,7 @@ fn ranks_with_our_own_kernels_leave_one_ledger() {
     }
 }
 
-/// What orders a computation behind the tensors it needs is an event each time, and no wait of the host.
+/// Computation is ordered after transfers by events, never by a wait of the host.
 #[test]
 fn streams_wait_for_what_comes_and_the_host_does_not() {
     let on = OnDevice::by_libtorch();
@@ -67,7 +68,7 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
     assert_eq!(counted("foreign_host_waits"), 0, "the host sleeps until something has come");
     assert_eq!(counted("races"), 0);
 
-    // So it is with lines of ranks that share micro-batches and shards of weights.
+    // The same holds for groups of ranks that share micro-batches and weight shards.
     let cut = OnDevice::by_libtorch_of(&[CUT]);
     for what in ["--cp", "--tsp"] {
         let mut command = carried(&cut, what, &["--nproc", "2", what, "2", "--stop-after", "2"]);
@@ -76,7 +77,7 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
         assert_eq!([counted("races"), counted("foreign_host_waits")], [0, 0], "{what}");
     }
 
-    // The host hears of no end by the communication thread, which looks at each: what is ordered is ordered by events.
+    // Even if the communication thread never sees a transfer end on the host, events alone keep the order.
     two("deaf", "look:0", "2").ok();
     assert_eq!(total(&on.report("deaf"), "races"), 0, "the host orders what events should");
     for fault in ["look:0,arrival:0", "look:0,arrival:1"] {
@@ -85,8 +86,8 @@ fn streams_wait_for_what_comes_and_the_host_does_not() {
     }
 }
 
-/// Two ranks with a fault in the library, which end as with any fault of the machine. Nothing but steps of `alone` is written
-/// down.
+/// Two ranks with a fault in the library: they end as with any fault of the environment, and record only steps of
+/// `alone`.
 fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
     let out = fault.replace(':', "-");
     let mut command = carried(on, &out, &["--nproc", "2", "--rank-timeout", patience]);
@@ -102,8 +103,8 @@ fn faulty(on: &OnDevice, fault: &str, patience: &str) -> Ran {
 fn a_step_whose_transfers_failed_is_not_written_down() {
     let on = OnDevice::by_libtorch_of(&SHORT);
     on.finish("alone", &["--workers", "1"]);
-    // The weights at the start have a round, and each step has two: its gradients, and the new weights at its end. Where one
-    // fails within the call nobody waits for it.
+    // The initial weights take one round. Each step takes two: its gradients, and the new weights at its end. If one
+    // fails within the call, no rank waits for it.
     let faults = (9..13).map(|round| ("wrong", round)).chain([("soon", 9), ("soon", 10)]);
     for (how, round) in faults {
         let ran = faulty(&on, &format!("{how}:1:{round}"), "60");
@@ -121,7 +122,7 @@ fn a_step_whose_transfers_failed_is_not_written_down() {
     assert!(start.elapsed() < Duration::from_secs(150), "nobody waits for the deadline");
     let said = faulty(&on, "stop:1:9", "3").fails(6, &["did not come within 3 s: rank 1"]);
     assert!(said.contains("last seen at step"), "{said}");
-    // Whoever computes sleeps in a call that nothing ends.
+    // The thread that computes is blocked in a call that never returns.
     let words = ["rank 1: ", "its device did not come back for another 6 s"];
     faulty(&on, "cling:1:9", "3").fails(6, &words);
 }

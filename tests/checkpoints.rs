@@ -1,6 +1,6 @@
-//! Fear: that a checkpoint which cannot be written ends more than the run at hand.
+//! Fear: that a checkpoint that cannot be written ends more than the present run.
 //!
-//! Real processes; what happens to the bytes is tested beside `trainer/src/checkpoint`.
+//! Uses real processes. The bytes of checkpoints are tested in `trainer/src/checkpoint`.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use crate::support::{
     Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, tree, ztrain,
 };
 
-/// A short run whose checkpoints lie in `place`.
+/// A short run with its checkpoints in `place`.
 fn kept_in(path: &Path, out: &Path, place: &Path, more: &[&str]) -> Ran {
     let mut args = vec!["--curriculum", arg(path), "--out", arg(out), "--checkpoints", arg(place)];
     args.extend(["--checkpoint-every", "3", "--quiet"]);
@@ -35,7 +35,7 @@ fn a_place_that_moved_is_known_again_and_one_that_is_gone_is_missed() {
     let said = kept_in(&path, &run, &moved, &["--stop-after", "9"]);
     assert!(said.err.contains("after step 6 of 20"), "{}", said.err);
     said.ok();
-    // It is remembered, and another run's word in it changes nothing about that.
+    // The run remembers the new place, even if its `owner` file names another run.
     let word = fs::read(moved.join("owner")).unwrap();
     fs::write(moved.join("owner"), "another run").unwrap();
     let again = ["--curriculum", arg(&path), "--out", arg(&run), "--quiet"];
@@ -71,7 +71,7 @@ fn of_a_run_and_its_copy_the_first_to_go_on_has_the_checkpoints() {
     said.ok();
 }
 
-/// The usual place has no word of its run in it, which may be training meanwhile.
+/// The default place has no `owner` file, and its run may be training meanwhile.
 #[test]
 fn no_run_takes_the_checkpoints_in_the_folder_of_another() {
     let scratch = Scratch::new();
@@ -94,13 +94,13 @@ fn no_run_takes_the_checkpoints_in_the_folder_of_another() {
     let said = kept_in(&other, &second, &run.join("more"), &[]);
     said.fails(2, &["run/more", "lies in the folder of another run", "a place outside"]);
     assert!(before == tree(&run), "nothing is written there");
-    // Moved away they are nobody else's either, and the run's own where it says so.
+    // Even if moved, they still belong to their run: another is refused, and it can use them itself.
     fs::rename(&usual, &moved).unwrap();
     kept_in(&other, &second, &moved, &["--restart"]).fails(2, &["moved", "another run"]);
     let said = kept_in(&path, &run, &moved, &["--stop-after", "9"]);
     assert!(said.err.contains("after step 6 of 20"), "{}", said.err);
     said.ok();
-    // Nor does a run begin in a place that one had before it in its folder.
+    // A run does not start in a folder whose default place another run uses.
     kept_in(&other, &second, &third.join("checkpoints"), &["--stop-after", "3"]).ok();
     plain(&path, &third, &[]).fails(2, &["third/checkpoints", "another run"]);
 }
@@ -117,7 +117,7 @@ fn what_somebody_wrote_into_a_run_by_hand_is_told_as_that() {
     let text = fs::read_to_string(&own).unwrap();
     let seed = text.lines().find(|line| line.starts_with("seed = ")).unwrap();
     fs::write(&own, text.replace(seed, "seed = 4711")).unwrap();
-    // And a crash left half a line.
+    // A crash left half a line.
     let torn = fs::read_to_string(&events).unwrap() + "{\"event\":\"ste";
     fs::write(&events, &torn).unwrap();
     let said = ztrain(&args);
@@ -147,7 +147,7 @@ fn a_place_that_cannot_be_taken_is_not_remembered() {
     assert!(place.join("step-3/manifest.json").exists());
 }
 
-/// A place for a run, or for its checkpoints, that is somebody's own.
+/// A folder for a run or its checkpoints that contains the user's files.
 #[test]
 fn nothing_of_others_is_written_over() {
     let scratch = Scratch::new();
@@ -156,7 +156,7 @@ fn nothing_of_others_is_written_over() {
     let before = tree(&store);
     kept_in(&path, &scratch.path("run"), &store, &[]).fails(2, &["--checkpoints", "holds a store"]);
     assert!(before == tree(&store), "a store is never altered");
-    // A curriculum of one's own that has the name of a run's.
+    // A user's curriculum with the name of a run's own copy.
     let own = fs::read_to_string(&path).unwrap() + "# mine\n";
     let mine = scratch.write("mine/run.toml", own.as_bytes());
     let begin = |out: &str, curriculum: &Path| {
@@ -173,7 +173,7 @@ fn nothing_of_others_is_written_over() {
     };
     begin("mine", &mine).fails(2, &["mine/run.toml", "in the way", "--out"]);
     assert_eq!(fs::read_to_string(&mine).unwrap(), own);
-    // A run that was killed before its ledger was there goes on; one that has lost it has no other written in its place.
+    // A run killed before its ledger existed continues; a run that lost its ledger does not get a new one.
     begin("killed", &path).ok();
     let ledger = scratch.path("killed/ledger.jsonl");
     fs::remove_file(&ledger).unwrap();
@@ -197,7 +197,7 @@ fn nothing_of_others_is_written_over() {
         .fails(3, &["lost its run.toml", "writes it anew"]);
 }
 
-/// A program can read every answer, and of a long run a step in K is replayed, each from the state that is nearest.
+/// All answers are machine-readable. `--every` replays every K-th step of a long run, each from the nearest state.
 #[test]
 fn answers_are_json_where_a_program_asks() {
     let scratch = Scratch::new();
@@ -229,10 +229,10 @@ fn answers_are_json_where_a_program_asks() {
     let every = ["replay", "--run", arg(&run), "--step", "3", "--every", "2"];
     ztrain(&every).fails(2, &["--every"]);
 
-    // Whole lines that are gone from the ledger's end break no chain; the checkpoints know of them.
+    // Lines missing at the ledger's end do not break its chain; the checkpoints reveal them.
     let verified = || crate::support::zdata(&["verify-run", arg(&run)]).ok();
     assert!(!verified().contains("no checkpoint"));
-    // Steps after the newest checkpoint are listed: a forged state digest there cannot be found.
+    // Steps after the newest checkpoint are listed: a forged state digest there would not be detected.
     let (last, aside) = (run.join("checkpoints/step-15"), scratch.path("step-15"));
     fs::rename(&last, &aside).unwrap();
     let said = verified();
@@ -244,7 +244,7 @@ fn answers_are_json_where_a_program_asks() {
         .fails(3, &["lines are missing", "steps up to 3", "step-15"]);
 }
 
-/// Reading them would never end.
+/// Reading them would block forever.
 #[test]
 fn pipes_in_a_run_are_refused() {
     let scratch = Scratch::new();
@@ -290,7 +290,7 @@ fn what_is_newer_than_the_ledger_does_not_push_out_what_is_new() {
     assert!(text == fs::read_to_string(run.join("ledger.jsonl")).unwrap());
 }
 
-/// The disk takes no file beyond some 0.5 to 1 MB: room for everything but a blob of the embedding.
+/// Files larger than some 0.5 to 1 MB cannot be written: this affects only a blob of the embedding.
 #[test]
 fn a_full_disk_ends_the_run_and_keeps_the_checkpoint_before() {
     let scratch = Scratch::new();
@@ -312,7 +312,7 @@ fn a_full_disk_ends_the_run_and_keeps_the_checkpoint_before() {
     run(args(&whole), &[]).ok();
     run(args(&full), &["--stop-after", "3"]).ok();
     for ranks in ["1", "2"] {
-        // Past the limit a write fails as on a full disk, once nobody is killed for it.
+        // With the signal ignored, a write past the limit fails as on a full disk.
         let output = Command::new("sh")
             .args(["-c", "trap '' XFSZ; ulimit -f 1000; exec \"$@\"", "sh"])
             .arg(env!("CARGO_BIN_EXE_ztrain"))

@@ -1,4 +1,4 @@
-//! Fear: that the programs are unkind to the person or script that calls them.
+//! Fear: that the programs are inconvenient for the person or script that calls them.
 
 use std::fs;
 
@@ -37,7 +37,7 @@ fn the_help_of_every_command_ends_with_examples() {
     assert!(seen > 13, "{told}");
 }
 
-/// A script that asked for silence reads standard error only where something is wrong.
+/// With `--quiet`, standard error is empty unless something is wrong.
 #[test]
 fn quiet_tells_only_answers_and_errors() {
     let scratch = Scratch::new();
@@ -101,7 +101,7 @@ fn ztrain_refuses_wrong_use_once_and_before_it_starts_anything() {
     assert!(!run.exists(), "nothing was begun");
     train(&file, &[]).fails(2, &["file", "name another path"]);
     ztrain(&["--curriculum", arg(&store)]).fails(2, &["store", "a curriculum is a file"]);
-    // More workers than there is work for are no threads.
+    // Workers beyond the available work start no threads.
     train(&run, &["--workers", "1000000", "--stop-after", "2"]).ok();
     let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(&run)], more].concat());
     replay(&["--step", "0"]).fails(2, &["--step", "0"]);
@@ -209,11 +209,11 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
         .fails(2, &["--cp", "context_chunks"]);
     ztrain(&["plan", arg(&path), "--tsp", "2", "--ranks", "2"])
         .fails(2, &["--tsp", "weight_shards"]);
-    // Where the curriculum lets ranks share, it is their number that does not.
+    // The curriculum allows sharing, but not for this number of ranks.
     let chunks = ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 2");
     let cut = curriculum(&scratch, &store, "cut.toml", &[short[0], short[1], chunks]);
     ztrain(&["plan", arg(&cut), "--cp", "2", "--ranks", "3"]).fails(2, &["--cp", "--nproc 2"]);
-    // A number format that changes within a phase cuts it.
+    // A change of number format splits a phase.
     let wider = [short[0], short[1], ("dtype = \"f32\"", "dtype = \"bf16\"")];
     let wider = curriculum(&scratch, &store, "wider.toml", &wider);
     let text =
@@ -240,7 +240,7 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
         assert_eq!(said.matches("error:").count(), 1, "{said}");
     }
 
-    // A limit on the size of files is what a full disk is: said, and nothing that was recorded is lost.
+    // A file size limit acts like a full disk: it is reported, and nothing recorded is lost.
     let limited = format!("ulimit -f 100; exec {} \"$@\"", env!("CARGO_BIN_EXE_ztrain"));
     let mut shell = std::process::Command::new("bash");
     let ran = Ran::from(shell.args(["-c", &limited, "sh"]).args(train).output().unwrap());
@@ -261,7 +261,7 @@ fn what_would_mislead_is_refused_and_what_is_missing_is_said() {
     ztrain(&[&export[..], &["--store", arg(&moved)]].concat()).ok();
 }
 
-/// What a script asks by the exit code is answered, whoever reads the words.
+/// The exit code is correct even if the output is not read.
 #[test]
 fn a_reader_that_leaves_early_changes_no_exit_code() {
     let scratch = Scratch::new();
@@ -314,7 +314,7 @@ fn a_full_output_is_the_machines_and_said_once() {
         let told = ran.fails(6, &["standard output"]);
         assert_eq!(told.matches("error:").count(), 1, "{args:?}: {told}");
     }
-    // What is done is not called undone.
+    // Work that succeeded is not reported as failed.
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
     let amend = ["amend", arg(&path), "--skip", "2"];
     let ran: Ran = zdata_command(&amend).stdout(full).output().unwrap().into();
@@ -334,7 +334,7 @@ fn an_answer_of_the_trainer_that_nobody_gets_is_an_error() {
     }
 }
 
-/// Nothing in it that a terminal obeys, and no line that begins with what a name says after a line break.
+/// The output has no terminal control characters, and no line that starts with text after a line break in a name.
 #[track_caller]
 fn assert_harmless(args: &[&str], told: &str) {
     let obeyed = |c: char| c.is_control() && !matches!(c, '\n' | '\t') || c == '\u{202e}';
@@ -343,7 +343,7 @@ fn assert_harmless(args: &[&str], told: &str) {
     assert_eq!(forged, None, "{args:?}: {told}");
 }
 
-/// The same of what is said of a run: its phases, and the documents of its steps.
+/// The same for output about a run: its phases and the documents of its steps.
 #[cfg(feature = "train")]
 #[test]
 fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
@@ -385,7 +385,7 @@ fn nothing_that_a_run_read_is_obeyed_by_a_terminal() {
         assert_eq!(code, Some(0), "{args:?}: {err}");
         assert_harmless(args, &format!("{out}{err}"));
     }
-    // No document at all is no question.
+    // Zero documents is not a valid request.
     ztrain(&["replay", "--run", run, "--steps", "3..5", "--attribute", "0"])
         .fails(2, &["--attribute", "'0'"]);
 }
@@ -404,7 +404,7 @@ fn nothing_that_a_corpus_says_is_obeyed_by_a_terminal() {
     let rude = "\"short \\u001b[7m\\nforged: phase\"";
     let changes = [("\"short\"", rude), ("steps = 8", "steps = 1")];
     let path = curriculum(&scratch, &store, "run.toml", &changes);
-    // What a person types is quoted as it was typed.
+    // The user's input is quoted as typed.
     let nowhere = format!("nowhere {}", id.trim_end_matches("\nforged: id"));
     for args in [
         vec!["inspect", arg(&store)],
@@ -441,12 +441,12 @@ fn a_batch_in_json_holds_what_the_model_reads() {
             ["token_ids", "labels", "loss_mask"].map(|key| numbers(&sequence[key]));
         assert_eq!((ids.len(), labels.len(), mask.len()), (64, 64, 64));
         assert_eq!(mask.iter().sum::<u64>(), sequence["label_count"].as_u64().unwrap());
-        // Inside a sequence the label is the next token; only that of the last place lies beyond.
+        // Within a sequence the label is the next token; only the last position's label is beyond the end.
         for place in (0..63).filter(|place| mask[*place] == 1) {
             assert_eq!(labels[place], ids[place + 1], "place {place}");
         }
     }
-    // A file in a store's place, and a store in a curriculum's: which file each command wants is said.
+    // A file instead of a store, or a store instead of a curriculum: the error says what the command expects.
     zdata(&["inspect", arg(&path)]).fails(2, &["a store is a folder", "zdata plan"]);
     zdata(&["plan", arg(&store)]).fails(2, &["this is a store", "curriculum"]);
 }
@@ -488,8 +488,8 @@ fn weights_are_shown_as_they_are_typed() {
     }
 }
 
-/// 128 units in groups of 8: a first phase takes 409,600 tokens of a group of 1,048,576 in pieces of 512; what it leaves is
-/// joined to 312 sequences of 2,048, or waits for the end of an epoch that never comes.
+/// 128 units in groups of 8: a first phase takes 409,600 tokens of a group of 1,048,576 in pieces of 512. What is left
+/// is joined into 312 sequences of 2,048, or deferred to the end of an epoch that is never reached.
 #[test]
 fn the_mixers_plan_says_what_share_of_a_phase_is_one_run_of_text() {
     let scratch = Scratch::new();

@@ -1,4 +1,4 @@
-//! Fear: that damage or a mistake goes unnoticed, or that its error helps nobody.
+//! Fear: that damage or a mistake is not detected, or that its error message is useless.
 //!
 //! Every case checks the exit code and that the message names the place.
 
@@ -9,7 +9,7 @@ use std::process::Command;
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, document, json_lines, tree, zdata};
 
-/// A corpus of one file beside a good tokenizer, built with `on_error` as given.
+/// A corpus of one file, next to a valid tokenizer, built with `on_error` as given.
 fn one_file(scratch: &Scratch, file: &str, bytes: &[u8], keys: &str) -> PathBuf {
     corpus(scratch, 30, "");
     scratch.write(file, bytes);
@@ -220,7 +220,7 @@ fn a_full_disk_stops_a_build_that_then_goes_on() {
     let corpus = corpus(&scratch, 1500, "");
     let whole = build(&scratch, &corpus, "whole");
     let store = scratch.path("store");
-    // A limit on file size is what a full disk is to the program: a write that fails.
+    // A file size limit makes a write fail, as a full disk does.
     let script = "trap '' XFSZ; ulimit -f 64; exec \"$0\" build \"$1\" --out \"$2\"";
     let program = env!("CARGO_BIN_EXE_zdata");
     let output = Command::new("sh")
@@ -262,7 +262,7 @@ mod training {
         let text = fs::read_to_string(&path).unwrap();
         fs::write(&path, text.replace("lr = 1e-2", "lr = 2e-2")).unwrap();
         ztrain(&["--curriculum", arg(&path), "--out", arg(&out)]).fails(2, &["lr", "step 1"]);
-        // A change to what comes later is no change to what was.
+        // Changing later steps does not affect earlier ones.
         fs::write(&path, text.replace("steps = 8", "steps = 2")).unwrap();
         ztrain(&["--curriculum", arg(&path), "--out", arg(&out)]).ok();
     }
@@ -335,7 +335,7 @@ mod training {
         ztrain(&["--curriculum", arg(&path), "--out", arg(&out)]).fails(4, &["ledger.jsonl"]);
     }
 
-    /// Another store is known by its digest before anything is made of it, whatever its sources are called.
+    /// Another store is refused by its digest before anything else, whatever its sources are called.
     #[test]
     fn a_store_that_moved_is_named_and_another_one_is_refused() {
         let scratch = Scratch::new();
@@ -363,7 +363,7 @@ mod training {
             command(&["--store", arg(&other)]).fails(4, &words);
             command(&["--store", arg(&moved), "--store", arg(&moved)]).fails(2, &["--store"]);
         }
-        // In the old place, where nobody has to name it.
+        // The same in the original place, without `--store`.
         fs::rename(&other, &store).unwrap();
         for command in [&verify as &dyn Fn(&[&str]) -> crate::support::Ran, &replay] {
             command(&[]).fails(4, &["its digest is not the run's", &found, &wanted]);
@@ -387,7 +387,7 @@ mod training {
     }
 }
 
-/// What a manifest says of files that are not there is not said as if they were.
+/// Facts in a manifest about missing files are not reported as facts.
 #[test]
 fn a_store_with_other_files_than_its_manifest_names_is_opened_by_nothing() {
     let scratch = Scratch::new();
@@ -403,7 +403,7 @@ fn a_store_with_other_files_than_its_manifest_names_is_opened_by_nothing() {
         &["where", run, "--doc", "doc-1-3"],
         &["amend", run, "--step", "5", "--mix", "web=1,math=1", "--dry-run"],
     ];
-    // What nobody named is nobody's matter.
+    // Files not in the manifest are ignored.
     scratch.write("store/web/train/notes.txt", "mine");
     for name in ["tokens-00000.arrow", "tokens-00000.sums", "documents-00000.parquet"] {
         let path = store.join("web/train").join(name);

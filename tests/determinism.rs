@@ -1,4 +1,4 @@
-//! Fear: that something which only decides speed, or the place of a file, reaches a bit.
+//! Fear: that something that should affect only speed, or a file's location, changes a bit.
 
 use std::fs;
 
@@ -75,7 +75,7 @@ fn what_comes_later_leaves_what_was_before() {
     assert_ne!(before, digests("d.toml", &[("seed = 11", "seed = 12")], "1..13"));
 }
 
-/// Which table of operations computes is an argument of the run: chosen at its start, recorded, and not to be changed.
+/// The table of operations is a property of the run: chosen at its start, recorded, and fixed.
 #[test]
 fn another_table_of_operations_is_another_run() {
     let scratch = Scratch::new();
@@ -97,14 +97,14 @@ fn another_table_of_operations_is_another_run() {
         let lines = ledger.lines().map(|line| serde_json::from_str(line).unwrap());
         lines.filter_map(|line: serde_json::Value| line["loss"].as_f64()).collect()
     };
-    // Other roundings, the same mathematics.
+    // Different rounding, the same mathematics.
     for (a, b) in losses("reference").iter().zip(losses("cpu")) {
         assert!((a - b).abs() < 1e-3, "{a} {b}");
     }
     assert_eq!(losses("reference").len(), 3);
 }
 
-/// The C library decides bits and has no release that could be asked for: what it answers is an argument of the run.
+/// The C library affects bits and has no version to query, so its results are recorded as a property of the run.
 #[test]
 fn another_mathematics_library_is_another_run() {
     let scratch = Scratch::new();

@@ -1,7 +1,8 @@
-//! Fear: that what is queued on a GPU runs before what it needs, or that the host asks the GPU at every turn.
+//! Fear: that work queued on a GPU runs before its inputs are ready, or that the host synchronizes with the GPU too
+//! often.
 //!
-//! The GPU is a stand-in (`pretended.rs`). So the whole program runs on a device in any CI, and what is said here is about order
-//! and number of operations; nothing about a real device's bits or speed.
+//! The GPU is a stand-in (`pretended.rs`), so the whole program runs on a device in any CI. These tests check the order
+//! and the number of operations, not a real device's bits or speed.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -68,7 +69,7 @@ fn devices_are_listed_with_what_is_promised_there() {
         assert_eq!(total(&report, what), 0, "whoever lists computes nothing and holds nothing");
     }
 
-    // Without a GPU it says what is missing, and that is no fault.
+    // Without a GPU it lists what is missing; that is not an error.
     let mut command = ztrain_command(&["devices"]);
     command.env("HOME", scratch.path("nobody")).env_remove("XDG_CACHE_HOME");
     for variable in ["VIRTUAL_ENV", "CONDA_PREFIX", "LIBTORCH", "LD_LIBRARY_PATH"] {
@@ -94,8 +95,8 @@ fn waits_that_are_lost_are_found() {
     }
 }
 
-/// The prefetcher's ring of buffers, in which its readers assemble batches: how deep it is changes no bit, and what is in it is
-/// written again when the copy out of it is over.
+/// The prefetcher's ring of buffers, in which readers assemble batches: its depth changes no bit, and a buffer is only
+/// rewritten after the copy from it has completed.
 #[test]
 fn a_buffer_is_filled_again_when_it_has_been_copied() {
     let on = OnDevice::by_libtorch();
@@ -104,13 +105,13 @@ fn a_buffer_is_filled_again_when_it_has_been_copied() {
     on.finish("apart", &["--workers", "1", "--prefetch", "1", "--stop-after", "8"]);
     let ledger = |out: &str| on.ledger(out);
     assert!(ledger("ahead") == ledger("apart"), "the ledgers differ");
-    // One copy for each batch, whatever its micro-batches are, and the balance of each of 2 layers.
+    // One copy per batch, whatever its micro-batches, and the balancing biases of each of 2 layers.
     on.finish("four", &[&ahead[..], &["--stop-after", "4"]].concat());
     let [four, eight] = ["four", "ahead"].map(|out| total(&on.report(out), "from_host"));
     assert!(eight - four <= 4 * 3, "{} uploads in 4 steps", eight - four);
 
-    // A step that was computed has waited for its copy. Where its only micro-batch does not, nothing but the look at the copy
-    // keeps the buffer, which is given back when the step is done, from being written too early.
+    // A computed step has waited for its copy. If its only micro-batch does not wait, the buffer is returned at the end
+    // of the step, and only the check of the copy prevents it from being rewritten too early.
     let whole = ("batch = 8\nmicro_batch = 2", "batch = 8\nmicro_batch = 8");
     let on = OnDevice::by_libtorch_of(&[whole]);
     let early = |fault: &str, time: u32| {
@@ -123,11 +124,12 @@ fn a_buffer_is_filled_again_when_it_has_been_copied() {
         ran.err.contains("the host wrote pinned memory that a copy")
     };
     assert!(!early("wait:1", 0));
-    // A reader that is slow today writes late enough all the same.
+    // A slow reader may write late enough by chance.
     assert!((0..6).any(|time| early("wait:1,host:0", time)));
 }
 
-/// A checkpoint leaves beside the step that follows: that one's end waits for the copies, and who writes them down too.
+/// A checkpoint is copied during the next step. The end of that step waits for the copies, and so does the thread that
+/// writes them.
 #[test]
 fn a_state_is_moved_and_written_down_when_it_has_been_copied() {
     let on = OnDevice::by_libtorch();
@@ -139,8 +141,8 @@ fn a_state_is_moved_and_written_down_when_it_has_been_copied() {
         files
     };
     on.finish("kept", &["--workers", "1", "--stop-after", "6"]);
-    // Nobody waits for the copies after step 3: neither the stream that computes, for which that would be its 17th wait, behind
-    // those of the 16 micro-batches so far, nor the thread that writes.
+    // Nothing waits for the copies after step 3: neither the compute stream, for which it would be the 17th wait, after
+    // those of 16 micro-batches, nor the thread that writes.
     let mut command = on.command("moved", &["--workers", "1", "--stop-after", "4"]);
     let ran = Ran::from(command.env("STANDIN_FAULT", "wait:17,host:0").output().unwrap());
     assert!(ran.err.contains("is written while it may be read by"), "{}", ran.err);
@@ -150,8 +152,8 @@ fn a_state_is_moved_and_written_down_when_it_has_been_copied() {
     assert!(blobs("kept", 6) != blobs("early", 6), "what was not there yet is written down");
 }
 
-/// The same by our own kernels; their table's name, with the digest of their source, stands in the ledger. In f32, in bf16, and
-/// where micro-batches are cut inside.
+/// The same with our own kernels, in f32, in bf16 and with cut micro-batches. The name of their table, with the digest
+/// of their source, is in the ledger.
 #[test]
 fn our_own_kernels_leave_one_ledger_too() {
     let cut = "micro_batch = 2\ncontext_chunks = 2\nweight_shards = 2";
@@ -164,11 +166,11 @@ fn our_own_kernels_leave_one_ledger_too() {
         let on = OnDevice::by_ours(Fixture::new(change));
         on.finish("plain", &["--workers", "1", "--stop-after", steps]);
         assert!(total(&on.report("plain"), "launches") > 500, "{change:?}");
-        // The driver refuses a thread without one: that of the process, and those that compute in each step.
+        // The driver needs a context in each thread: the main thread, and those that compute in each step.
         assert!(total(&on.report("plain"), "contexts") > 4, "{change:?}");
         let ledger = |out: &str| on.ledger(out);
         assert!(ledger("plain").contains("device 9, kernels "));
-        // A micro-batch that is computed twice is checked by itself, the others where they are added.
+        // A recomputed micro-batch is checked separately, the others when they are added.
         let two = ["--workers", "2", "--recompute", "--prefetch", "5", "--stop-after", "2"];
         on.finish("two", &[&two[..], &["--audit", "1/2"]].concat());
         on.finish("two", &["--workers", "1", "--stop-after", steps]);
@@ -180,8 +182,8 @@ fn our_own_kernels_leave_one_ledger_too() {
     }
 }
 
-/// What the rows of a table name has readers and writers: gradients that a library made in bf16, sums over bands, and what was
-/// made of them. The table itself is copied, which says nothing of its rows.
+/// Memory that rows of a table point to is tracked: gradients from a library in bf16, sums over bands, and results of
+/// both. The table itself is copied, which does not reveal its rows.
 #[test]
 fn what_finishes_gradients_is_seen_by_its_memory() {
     let on = OnDevice::by_ours(Fixture::new(&[("dtype = \"f32\"", "dtype = \"bf16\"")]));
@@ -189,7 +191,7 @@ fn what_finishes_gradients_is_seen_by_its_memory() {
     let said = Ran::from(command.env("STANDIN_FAULT", "finish:2,finish_add:1").output().unwrap());
     let said = said.err;
     let read = |by: &str, reader| format!("that {by} wrote is read by {reader} on");
-    // Bands, a library's product of experts with where their rows end, and one of matrices.
+    // Bands, a library's grouped matmul with its row ends, and a plain matmul.
     assert!(said.contains(&read("residual_norm_backward_bf16", "finish")), "{said}");
     for by in ["aten::_grouped_mm", "dispatch_places", "aten::mm", "finish"] {
         assert!(said.contains(&read(by, "finish_add")), "{by}: {said}");
@@ -199,7 +201,7 @@ fn what_finishes_gradients_is_seen_by_its_memory() {
     }
 }
 
-/// Two GPUs, and the stand-in of `transport.rs` for the library between them, which works on their streams.
+/// Two GPUs, connected by the stand-in library of `transport.rs`, which works on their streams.
 #[test]
 fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
     let on = OnDevice::by_libtorch_of(&SHORT);
@@ -218,7 +220,7 @@ fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
     assert!(total(&on.report("carried"), "launches") > 0, "nothing went from device to device");
     on.fixture.assert_same("alone", "carried");
 
-    // The stream between the devices no longer waits for the one that computes.
+    // With this fault the communication stream does not wait for the compute stream.
     let mut command = on.command("lost", &[&two[..], &["rccl", "--stop-after", "2"]].concat());
     ranks(&mut command);
     let ran = Ran::from(command.env("STANDIN_FAULT", "side:0").output().unwrap());
@@ -226,7 +228,7 @@ fn two_ranks_on_two_devices_leave_the_ledger_of_one() {
     assert!(total(&on.report("lost"), "races") > 0);
 }
 
-/// The lines of ranks that share micro-batches have a stream of their own between the devices.
+/// Groups of ranks that share micro-batches have their own communication stream.
 #[test]
 fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
     let on = OnDevice::by_libtorch_of(&[CUT]);
@@ -242,33 +244,34 @@ fn two_devices_that_share_micro_batches_leave_the_ledger_of_one() {
         total(&on.report(what), "launches")
     });
     let [context, folded, apart] = groups;
-    // Two ranks, 4 steps of 4 micro-batches, 2 layers: at least keys, values and their gradients, and two shards each way.
+    // Two ranks, 4 steps of 4 micro-batches, 2 layers: at least keys, values and their gradients, and two shards in
+    // each direction.
     let least = 2 * 4 * 4 * 2 * 4;
     assert!(context > apart + least && folded > context, "{groups:?} groups of transfers");
 }
 
-/// Operations and reads by the host that runs of one store ask a device for.
+/// Counts the operations and host reads of runs over one store.
 struct Counter {
     scratch: Scratch,
     store: PathBuf,
-    /// By our own kernels, or by libtorch alone.
+    /// Whether our own kernels run, or libtorch alone.
     own: bool,
     dtype: &'static str,
-    /// How micro-batches are cut inside.
+    /// The keys that cut micro-batches.
     cut: &'static str,
 }
 
-/// Operations, reads by the host, and operations by name.
+/// Operations and host reads in total, and operations by name.
 type Counted = BTreeMap<String, f64>;
 
-/// What `a` has more than `b`, by each of so many.
+/// The difference of `a` and `b`, divided by `by`.
 fn less(a: &Counted, b: &Counted, by: f64) -> Counted {
     let names = a.keys().chain(b.keys());
     let of = |counted: &Counted, name: &String| counted.get(name).copied().unwrap_or(0.0);
     names.map(|name| (name.clone(), (of(a, name) - of(b, name)) / by)).collect()
 }
 
-/// The names that come most often, with how often.
+/// The most frequent names with their counts.
 fn table(counted: &Counted) -> String {
     let mut rows: Vec<_> = counted.iter().filter(|(_, times)| times.abs() > 0.01).collect();
     rows.sort_by(|a, b| b.1.total_cmp(a.1));
@@ -280,7 +283,7 @@ impl Counter {
         let layers = format!("num_hidden_layers = {layers}");
         let batch = format!("batch = {}\nmicro_batch = 2\n{}", 2 * micro_batches, self.cut);
         let dtype = format!("dtype = \"{}\"", self.dtype);
-        // As nano has them.
+        // The values of the nano preset.
         let (experts, heads) = match layers.as_str() {
             "num_hidden_layers = 6" => ("num_experts = 8", "num_attention_heads = 4"),
             _ => ("num_experts = 4", "num_attention_heads = 2"),
@@ -312,14 +315,14 @@ impl Counter {
     }
 }
 
-/// A step of 2 layers and 4 micro-batches in its parts.
+/// The counts of a step of 2 layers and 4 micro-batches, by part.
 fn parts(own: bool, dtype: &'static str) -> [(&'static str, Counted); 4] {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
     let counter = Counter { scratch, store, own, dtype, cut: "" };
     let (short, long) = (counter.count(2, 4, 1), counter.count(2, 4, 2));
     let step = less(&long, &short, 1.0);
-    // What runs of equal length have besides their micro-batches cancels.
+    // The difference cancels everything but the micro-batches.
     let shallow = less(&counter.count(2, 8, 2), &long, 8.0);
     let deep = less(&counter.count(4, 8, 2), &counter.count(4, 4, 2), 8.0);
     let layer = less(&deep, &shallow, 2.0);
@@ -333,7 +336,7 @@ fn parts(own: bool, dtype: &'static str) -> [(&'static str, Counted); 4] {
     ]
 }
 
-/// Holds operations and reads by the host to what they may be.
+/// Asserts bounds on operations and host reads.
 #[track_caller]
 fn bounded(what: &str, counted: &Counted, bound: [f64; 2]) {
     let found = ["operations", "host_reads"].map(|name| counted[name]);
@@ -351,18 +354,18 @@ fn operations_of_a_step_are_bounded() {
     moves_once(&parts[3].1);
 }
 
-/// Whatever a step moves: one launch, and what the model reads rounded is rounded by it.
+/// The update is one launch, which also rounds the weights that the model reads.
 fn moves_once(step: &Counted) {
     for (name, times) in [("update_chunks", 1.0), ("nesterov", 1.0), ("round_blocks", 0.0)] {
         assert_eq!(step.get(name).copied().unwrap_or(0.0), times, "{name}");
     }
 }
 
-/// What bf16 rounds is rounded by the operation that makes it, as far as that is ours.
+/// Rounding to bf16 is fused into the operation that produces the value, if it is ours.
 #[test]
 fn operations_of_a_step_in_bf16_are_bounded() {
     let bounds = [[60.0, 0.0], [43.0, 0.0], [37.0, 2.0], [687.0, 2.0]];
-    // Gradients are checked where they are added, their sum where it is squared, and the state where it is moved.
+    // Gradients are checked when added, their sum when squared, and the state when updated.
     let parts = parts(true, "bf16");
     for ((what, counted), bound) in parts.iter().zip(bounds) {
         println!("{what}:\n{}", table(counted));
@@ -373,9 +376,9 @@ fn operations_of_a_step_in_bf16_are_bounded() {
     moves_once(&parts[3].1);
 }
 
-/// A step of 2 layers and 4 micro-batches that are cut inside: sums over chunks of a layer's gradients are made together, and a
-/// vocabulary in shards costs no launch more than its products. The share of a layer of each micro-batch is what runs of 2 steps
-/// with 4 layers have more, the optimizer's included.
+/// A step of 2 layers and 4 cut micro-batches: sums over chunks of a layer's gradients are computed together, and a
+/// sharded vocabulary adds no launches except its matmuls. The cost of a layer is the difference to runs of 2 steps
+/// with 4 layers, including the optimizer.
 #[test]
 fn operations_of_a_step_that_is_cut_are_bounded() {
     for (cut, a_layer, bound) in [
@@ -395,8 +398,8 @@ fn operations_of_a_step_that_is_cut_are_bounded() {
     }
 }
 
-/// What libtorch chooses by timing it is no choice that could be made again; on a processor nothing is chosen so. What AMD's
-/// library would choose by free compute units is pinned, unless somebody asks for it.
+/// libtorch's choices by timing are refused, since they cannot be reproduced; on a CPU there are none. AMD's library is
+/// pinned so that it does not choose by free compute units, unless the user asks for that.
 #[test]
 fn kernels_are_not_chosen_by_time() {
     let on = OnDevice::by_libtorch();
@@ -420,7 +423,7 @@ fn kernels_are_not_chosen_by_time() {
     Ran::from(command.env(tunable, "1").output().unwrap()).ok();
 }
 
-/// Whose products of experts are taken is asked in words that are known, and stands in the kernel table.
+/// The expert matmul is chosen by a known name, which is in the kernel table.
 #[test]
 fn products_of_experts_are_known_by_name() {
     let on = OnDevice::by_libtorch();
@@ -433,7 +436,7 @@ fn products_of_experts_are_known_by_name() {
     with("run", "library").fails(4, &["ZTRAIN_GROUPED"]);
 }
 
-/// libtorch's wrapper hands on words alone; its allocator counts.
+/// libtorch's wrapper reports only text, and its allocator counts what is allocated.
 #[test]
 fn a_gpu_without_memory_says_so() {
     let on_device = OnDevice::by_libtorch();
@@ -444,7 +447,7 @@ fn a_gpu_without_memory_says_so() {
     }
 }
 
-/// Before weights are drawn, of which there would be 0.35 billion. The driver of the stand-in says that a GPU has 1 GiB.
+/// Refused before the 0.35 billion weights are initialized. The stand-in's driver says that a GPU has 1 GiB.
 #[test]
 fn a_state_that_a_gpu_cannot_hold_is_refused_with_the_numbers() {
     let large =
@@ -457,8 +460,8 @@ fn a_state_that_a_gpu_cannot_hold_is_refused_with_the_numbers() {
     assert!(!large.fixture.scratch.path("large").exists(), "nothing was begun");
 }
 
-/// Whichever of its threads asks for something: those that read, compute, compute again, take the loss on held-out text, and
-/// write checkpoints begin at the first device.
+/// This holds for all threads: those that read, compute, recompute, validate and write checkpoints start at the first
+/// device.
 #[test]
 fn a_run_on_the_second_device_has_no_context_on_the_first() {
     let on = OnDevice::by_libtorch();
@@ -473,7 +476,7 @@ fn a_run_on_the_second_device_has_no_context_on_the_first() {
     }
 }
 
-/// The layers, experts and heads of `zaya1-nano`, in an eighth of its width: all of its parameters, and as many launches.
+/// The layers, experts and heads of `zaya1-nano` with an eighth of its width: the same tensors and as many launches.
 #[test]
 fn operations_of_nano_are_bounded() {
     let scratch = Scratch::new();
@@ -486,7 +489,7 @@ fn operations_of_nano_are_bounded() {
     bounded("norm, clip and optimizer of nano", &rest, [32.0, 2.0]);
 }
 
-/// Without a compiler for a GPU.
+/// Without a GPU compiler.
 #[test]
 fn operations_of_libtorch_alone_are_bounded() {
     let bounds = [[1120.0, 2.0], [160.0, 0.0], [8250.0, 2.0], [17500.0, 18.0]];
@@ -496,7 +499,7 @@ fn operations_of_libtorch_alone_are_bounded() {
     }
 }
 
-/// What is there and is no library says more than what is missing.
+/// A file that is not a library is reported as such, not as missing.
 #[test]
 fn a_gpu_half_that_is_damaged_is_called_so() {
     let on = OnDevice::by_libtorch();

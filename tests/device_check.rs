@@ -1,7 +1,7 @@
-//! Fear: that the check of a GPU tells nothing where it is stopped, calls right what was not looked at, or needs what the machine
-//! with the GPU has not.
+//! Fear: that the GPU check reports nothing when stopped, reports success for what it did not check, or needs what the
+//! machine with the GPU does not have.
 //!
-//! `tests/device.sh` on a pretended GPU, and on programs that are none.
+//! Runs `tests/device.sh` on a stand-in GPU, and on fake programs.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::pretended::{libtorch_cuda, pretend, total};
 use crate::support::{Ran, Scratch, arg};
 
-/// The script, with arguments.
+/// The script with these arguments.
 fn check(args: &[&str]) -> Command {
     let mut command = Command::new("sh");
     command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/device.sh")).args(args);
@@ -29,7 +29,7 @@ fn found(out: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(out.join("device.json")).unwrap()).unwrap()
 }
 
-/// The same on a pretended GPU, by libtorch's operators: our own kernels take ten times as long on the emulator.
+/// The same on a stand-in GPU with libtorch's operators: our own kernels are ten times slower on the emulator.
 fn pretended(args: &[&str], report: &Path) -> Ran {
     let mut command = check(args);
     pretend(&mut command, report);
@@ -37,7 +37,7 @@ fn pretended(args: &[&str], report: &Path) -> Ran {
     command.output().unwrap().into()
 }
 
-/// Each of its checks tells something, or says why it cannot.
+/// Each check reports a result, or why it cannot.
 #[test]
 fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
     let scratch = Scratch::new();
@@ -74,7 +74,7 @@ fn the_check_of_a_gpu_goes_to_its_end_on_a_pretended_one() {
     assert_eq!(total(&report, "races"), 0);
 }
 
-/// A GPU for which our kernels cannot be compiled is no GPU that computes by them. And several calls make one outcome.
+/// Falling back to libtorch because our kernels do not compile is a failure. Results of several calls are merged.
 #[test]
 fn what_falls_back_to_libtorch_is_wrong_and_calls_add_up() {
     let scratch = Scratch::new();
@@ -93,7 +93,7 @@ fn what_falls_back_to_libtorch_is_wrong_and_calls_add_up() {
     assert_eq!(checks["bits f32"]["outcome"], "WRONG", "{outcome}");
 }
 
-/// What one trained, another computes again, from what was copied alone.
+/// A run trained on one device is replayed on another from the copied files alone.
 #[test]
 fn runs_are_left_for_another_device() {
     let scratch = Scratch::new();
@@ -118,7 +118,7 @@ fn runs_are_left_for_another_device() {
     assert_eq!(ran.code, Some(1), "a run that is not there is no run that holds: {}", ran.out);
 }
 
-/// Programs that are none: what they say is made up, and they start only with a certain libtorch.
+/// Fake programs with made-up output, which start only with a certain libtorch.
 const ZTRAIN: &str = r#"#!/bin/sh
 case ":${LD_LIBRARY_PATH:-}:" in *"${NEEDED:-}"*) ;; *) echo "cannot open libtorch_cpu.so" >&2; exit 127 ;; esac
 case "$*" in
@@ -157,7 +157,7 @@ impl Fake {
         let out = self.scratch.path(out);
         let mut command = check(&[&[arg(programs), arg(&out)], args].concat());
         command.env("REACHED", self.scratch.path("reached")).env_remove("LD_LIBRARY_PATH");
-        // One that is stopped leaves its scratch folder.
+        // A stopped program leaves its scratch folder.
         command.env("PYTHONPATH", self.scratch.path("python")).env("TMPDIR", arg(&self.folder));
         command
     }
@@ -172,7 +172,7 @@ fn a_pack_starts_with_the_libtorch_that_is_there() {
     assert!(told.contains(arg(&pack)), "{told}");
     assert_eq!(std::fs::read_dir(&made).unwrap().count(), 1, "one file is all of it");
 
-    // It has no libtorch: said in a line, and written.
+    // Without libtorch: a one-line message, also in the report.
     let needed = "python/torch/lib";
     let run = |out: &str| {
         let mut command = fake.check(&pack, out, &["--only", "devices"]);
@@ -185,7 +185,7 @@ fn a_pack_starts_with_the_libtorch_that_is_there() {
     let told = outcome["told"].as_str().unwrap();
     assert!(told.contains("does not start") && told.lines().count() == 1, "{told}");
 
-    // A torch of this Python's, which is not opened for it.
+    // The torch of this Python, which is not opened for it.
     let torch = fake.scratch.path("python").join("torch");
     std::fs::create_dir_all(torch.join("lib")).unwrap();
     std::fs::write(torch.join("__init__.py"), "raise SystemExit('opened')\n").unwrap();
@@ -195,7 +195,7 @@ fn a_pack_starts_with_the_libtorch_that_is_there() {
     assert!(outcome["libtorch"].as_str().unwrap().contains(needed), "{outcome}");
     assert!(outcome["programs"]["ztrain"].is_string(), "{outcome}");
 
-    // The pack alone is enough, and its scripts.
+    // The release folder with its scripts is sufficient.
     let alone = fake.scratch.path("alone");
     std::fs::create_dir(&alone).unwrap();
     let unpack = Command::new("tar").arg("xf").arg(&pack).arg("-C").arg(&alone).status().unwrap();
@@ -239,7 +239,7 @@ fn other_operations_are_found_and_nobody_waits_for_ever() {
     };
     let other = run("other", "reference");
     assert!(other["told"].as_str().unwrap().contains("instead of 'device'"), "{other}");
-    // A run that does not come to where it is to be killed.
+    // A run that does not reach the step at which it is to be killed.
     let late = run("late", "device");
     assert!(late["told"].as_str().unwrap().contains("no time is left"), "{late}");
     assert!(late["seconds"].as_f64().unwrap() < 30.0, "{late}");
@@ -280,11 +280,11 @@ fn outcomes_of_one_device_are_merged() {
     let level = |out: &Path| found(out)["level"].as_str().unwrap().to_owned();
     let wrong = json!({"outcome": "WRONG", "told": "", "seconds": 1.5});
     let cases = [
-        // A check that was not made takes nothing away.
+        // A check that was not run does not lower the result.
         ("bandwidth", ok(json!({})), "D L0"),
         ("ranks", ok(table), "D L0 L1 L2 L3"),
         ("ranks", wrong.clone(), "D L0"),
-        // Two kernel tables are no proof.
+        // Different kernel tables prove nothing.
         ("bits bf16", ok(changed.clone()), "D"),
         ("ranks", ok(changed), "D"),
         ("hash", wrong.clone(), "D"),

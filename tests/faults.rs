@@ -1,6 +1,6 @@
-//! Fear: that a machine that runs out of something says so unclearly, or leaves another store behind.
+//! Fear: that running out of a resource is reported unclearly, or leaves a different store behind.
 //!
-//! Limits of the shell stand in for a machine without handles or without space: the failing call is the same.
+//! Shell limits stand in for a machine without file handles or disk space: the failing call is the same.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -12,14 +12,14 @@ use crate::support::{
     Ran, Scratch, arg, assert_same_tree, build, corpus, curriculum, json_lines, zdata,
 };
 
-/// A `zdata` command as a process under `ulimit`, to be run.
+/// A `zdata` command under `ulimit`.
 pub(crate) fn limited(limit: &str, args: &[&str]) -> Command {
     under(limit, env!("CARGO_BIN_EXE_zdata"), args)
 }
 
-/// The same of any program.
+/// The same for any program.
 pub(crate) fn under(limit: &str, program: &str, args: &[&str]) -> Command {
-    // A write beyond the limit on file size is an error, as on a full disk, and no signal.
+    // With the signal ignored, a write beyond the limit is an error, as on a full disk.
     let script = format!("trap '' XFSZ; ulimit {limit}; exec \"$0\" \"$@\"");
     let mut command = Command::new("sh");
     command.args(["-c", &script, program]).args(args);
@@ -31,7 +31,7 @@ fn ran(limit: &str, args: &[&str]) -> Ran {
     limited(limit, args).output().unwrap().into()
 }
 
-/// Whether a run under few handles did what it does under many; if not, it must have said what it lacked.
+/// Whether a run with few handles gave the same result as with many; if not, it must have reported what it lacked.
 fn enough(handles: u64, args: &[&str], wanted: &str) -> bool {
     let ran = ran(&format!("-n {handles}"), args);
     if ran.code == Some(0) {
@@ -43,7 +43,7 @@ fn enough(handles: u64, args: &[&str], wanted: &str) -> bool {
     false
 }
 
-/// Limits from the least under which a program starts at all.
+/// Handle limits, from the lowest at which a program starts.
 fn handles() -> impl Iterator<Item = u64> {
     let starts = |n: &u64| ran(&format!("-n {n}"), &["--version"]).code == Some(0);
     let least = (3..20).find(starts).unwrap();
@@ -59,7 +59,7 @@ fn without_memory_a_store_is_built_or_the_lack_is_said() {
     let starts =
         |megabytes: &u64| ran(&format!("-v {megabytes}000"), &["--version"]).code == Some(0);
     let least = (50..1000).step_by(10).find(starts).unwrap();
-    // The system and we each have words of their own for it.
+    // The system's message and ours differ.
     let lack = ["memory", "could not allocate", "cannot start a thread"];
     let mut told_of_it = 0;
     for megabytes in (least..).step_by(15) {
@@ -155,7 +155,8 @@ fn without_handles_nothing_is_called_damaged() {
     }
 }
 
-/// Runs a command into ever larger disks, and after each failure on a whole one: the same bytes as undisturbed.
+/// Runs a command on increasingly large disks, and after each failure on an unlimited one: the bytes must be as
+/// undisturbed.
 fn fills_up<const N: usize>(
     scratch: &Scratch,
     name: &str,

@@ -1,15 +1,15 @@
-// A machine that errs or ends: loaded before all other libraries, it spoils what a rank computes, or kills it at a place that a
-// test chooses. The program has no part in it.
+// Simulates faulty hardware: preloaded before all other libraries, it corrupts a rank's results or kills it at a place
+// that a test chooses. The program takes no part.
 //
 // FAULTY has a line for each rank or list of ranks ("0+2"):
 //
-// bits R N FILE    rank R's next N products of matrices have one wrong bit each, in an element and at a place of the mantissa that
-//                  are drawn anew for each: two computations of one thing err differently
-// clock R 1 FILE   rank R's clock refuses to say the time, once, to the thread that leads it: no program is ready for that
-// kill R N TEXT    rank R is killed before it sends or writes what contains TEXT for the N-th time; to open, rename to and
-//                  remove a file counts as to write its name and " opened", " put" and " removed"
+// bits R N FILE    the next N matmuls of rank R each get one wrong bit, at a random element and mantissa position, so
+//                  that computing the same thing twice gives different errors
+// clock R 1 FILE   the clock of rank R fails once, in the thread that leads it: no program expects that
+// kill R N TEXT    rank R is killed before it sends or writes data containing TEXT for the N-th time; opening, renaming
+//                  to and removing a file count as writing its name and " opened", " put" and " removed"
 //
-// The first two begin when FILE is there, which is removed: the test sees by that that it has happened.
+// The first two start once FILE exists, and remove it, so that the test knows they have happened.
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -35,7 +35,7 @@ enum class Kind { kNone, kBits, kClock, kKill };
 struct Fault {
   Kind kind = Kind::kNone;
   long count = 0;
-  // The file of the first two, the text of the third.
+  // FILE for the first two kinds, TEXT for the third.
   std::string what;
 };
 
@@ -48,7 +48,7 @@ bool has(const std::string& ranks, const char* rank) {
   return false;
 }
 
-// What this process is to suffer, if anything.
+// The fault of this process, if any.
 const Fault& fault() {
   static const Fault found = [] {
     const char* text = getenv("FAULTY");
@@ -78,7 +78,7 @@ Function real(const char* name) {
   return reinterpret_cast<Function>(dlsym(RTLD_NEXT, name));
 }
 
-// Whether the product at hand is to be spoiled.
+// Whether to corrupt the current matmul.
 bool begins() {
   if (fault().kind != Kind::kBits && fault().kind != Kind::kClock)
     return false;
@@ -97,7 +97,7 @@ uint64_t draw() {
   return word ^ (word >> 32);
 }
 
-// Flips one bit of a tensor of f32, by libtorch's interface for C.
+// Flips one bit of an f32 tensor, by libtorch's C interface.
 void spoil(const void* tensor) {
   using Ask = int32_t (*)(const void*, void*);
   static const Ask data_of = real<Ask>("aoti_torch_get_data_ptr");
@@ -110,7 +110,7 @@ void spoil(const void* tensor) {
   data[(word >> 8) % static_cast<uint64_t>(elements)] ^= 1u << (16 + word % 7);
 }
 
-// Ends this process where that is what it is to suffer at what it does now.
+// Kills this process if its fault matches what it does now.
 void passes(const void* said, size_t bytes) {
   static std::atomic<long> seen{0};
   const Fault& here = fault();
@@ -122,7 +122,7 @@ void passes(const std::string& said) {
   passes(said.data(), said.size());
 }
 
-// Whether a call comes from the program itself: libraries take a clock that refuses for one that says nothing.
+// Whether the program itself calls: libraries treat a failing clock as no answer.
 bool is_ours(const void* caller) {
   Dl_info from;
   return dladdr(caller, &from) != 0 && from.dli_fname && strstr(from.dli_fname, "ztrain");
@@ -174,7 +174,7 @@ void _ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff(const void* left, const 
   spoil(out);
 }
 
-// at::_ops::mm_out::call(Tensor const&, Tensor const&, Tensor&): where the machine has no AVX-512.
+// at::_ops::mm_out::call(Tensor const&, Tensor const&, Tensor&): used without AVX-512.
 void* _ZN2at4_ops6mm_out4callERKNS_6TensorES4_RS2_(const void* left, const void* right, void* out) {
   using Product = void* (*)(const void*, const void*, void*);
   static const Product product = real<Product>("_ZN2at4_ops6mm_out4callERKNS_6TensorES4_RS2_");

@@ -1,7 +1,7 @@
-//! Fear: that a rank which errs, or which ends at the worst of moments, leaves a trace in the bits.
+//! Fear: that a rank that computes wrongly, or dies at the worst moment, leaves a trace in the bits.
 //!
-//! The faults are real: a library that is loaded before all others (`faulty.cpp`, compiled here) flips bits of what one rank's
-//! products come to, has its clock refuse, or kills ranks at a place that is named. The program has no part in it.
+//! The faults are real: a preloaded library (`faulty.cpp`, compiled here) flips bits in one rank's matmuls, makes its
+//! clock fail, or kills ranks at a named place. The program takes no part.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,14 +14,14 @@ use crate::ranks::{Fixture, signal, until_lines};
 use crate::supervise::{Supervised, command, of_rank};
 use crate::support::{CUT, Ran, SHORT, arg, compiled};
 
-/// Changes of the curriculum: all products of matrices are those of micro-batches.
+/// Curriculum changes after which all matmuls belong to micro-batches.
 const CHANGES: [(&str, &str); 3] = [
     ("batch = 6", "batch = 12"),
     ("batch = 8", "batch = 16"),
     ("kind = \"muon\"", "kind = \"adamw\""),
 ];
 
-/// Has a command suffer these faults.
+/// Sets these faults for a command.
 fn suffer(command: &mut Command, faults: &str) {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     let library = LIBRARY.get_or_init(|| compiled("faulty.cpp", "faulty.so"));
@@ -33,14 +33,14 @@ fn fixture() -> Fixture {
     fixture_of(&[])
 }
 
-/// The same with more changes.
+/// The same with further changes.
 fn fixture_of(more: &[(&str, &str)]) -> Fixture {
     let fixture = Fixture::new(&[&CHANGES[..], more].concat());
     fixture.finish("alone", &["--nproc", "1"]);
     fixture
 }
 
-/// A line of the table of places: when it is tried, its name, and the ranks that end there.
+/// A line of the table of places: when it is tested, its name, and the ranks killed there.
 struct Place {
     when: &'static str,
     name: &'static str,
@@ -60,10 +60,10 @@ fn places() -> Vec<Place> {
 }
 
 impl Place {
-    /// Three ranks of which some end here, and the others finish the run.
+    /// Runs three ranks, of which some are killed here and the others finish the run.
     fn try_on(&self, fixture: &Fixture, out: &str, flags: &[&str]) {
         let ranks = ["--nproc", "3", "--min-ranks", "1", "--workers", "1"];
-        // An old checkpoint is removed before the run ends.
+        // So that an old checkpoint is removed before the run ends.
         let few = ["--keep", "2", "--keep-latest"];
         let mut command = fixture.run(out, &[&ranks[..], &few, flags].concat());
         let fault = |[ranks, count, text]: &[&str; 3]| format!("kill {ranks} {count} {text}");
@@ -106,7 +106,7 @@ fn the_table_of_places_is_whole() {
     assert!(count("plain") + count("replicate") >= 12);
 }
 
-/// A supervised run of three ranks, of which rank 1 suffers this from a moment on.
+/// A supervised run of three ranks, with this fault on rank 1 from some moment on.
 fn ready<'a>(
     fixture: &'a Fixture,
     (out, rules, fault): (&'static str, &str, &str),
@@ -121,7 +121,7 @@ fn ready<'a>(
     run
 }
 
-/// The same, and the moment has come.
+/// The same, with the fault already triggered.
 fn begin<'a>(
     fixture: &'a Fixture,
     what: (&'static str, &str, &str),
@@ -132,12 +132,12 @@ fn begin<'a>(
     run
 }
 
-/// The file that says when.
+/// The file that triggers the fault.
 fn moment(fixture: &Fixture, out: &str) -> PathBuf {
     fixture.scratch.path(&format!("{out}.go"))
 }
 
-/// A rank whose products have wrong bits is found in the very step, and the others compute that without it.
+/// A rank with wrong bits in its matmuls is found in the same step, and the others finish the step without it.
 #[test]
 fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
     let fixture = fixture();
@@ -163,7 +163,7 @@ fn a_rank_that_computes_a_micro_batch_otherwise_is_evicted() {
     }
 }
 
-/// What one of them gets wrong is in what the other one computes: neither is sent away for it.
+/// The error of one rank enters the other's computation: neither is evicted for it.
 #[test]
 fn of_ranks_that_share_micro_batches_none_is_blamed_alone() {
     let fixture = fixture_of(&[CUT]);
@@ -185,7 +185,7 @@ fn of_ranks_that_share_micro_batches_none_is_blamed_alone() {
     fixture.assert_same("alone", "shared");
 }
 
-/// After a loss ranks are numbered anew; people know them by the numbers that they were launched with.
+/// After a rank is lost, ranks are renumbered; messages use the numbers at launch.
 #[test]
 fn a_rank_is_named_as_it_was_launched() {
     let fixture = fixture();
@@ -203,7 +203,7 @@ fn a_rank_is_named_as_it_was_launched() {
     assert_eq!((numbers(&loss["lost"]), numbers(&loss["left"])), (vec![1], vec![2]));
 }
 
-/// Without an audit wrong bits get into the ledger: a step that is computed again, after a loss, does not fit them.
+/// Without an audit, wrong bits get into the ledger: a step recomputed after a lost rank then differs.
 #[test]
 fn a_step_that_comes_out_otherwise_is_tried_again_only_where_the_rules_say_so() {
     let mut fixture = fixture();
@@ -227,7 +227,7 @@ fn a_step_that_comes_out_otherwise_is_tried_again_only_where_the_rules_say_so() 
     }
 }
 
-/// What a program does that errs: it is told as a bug, the other ranks hear of it, and all end unless the rules say otherwise.
+/// A program error is reported as a bug and passed to the other ranks; all end unless the rules say otherwise.
 #[test]
 fn a_bug_of_one_rank_ends_all_unless_the_rules_say_otherwise() {
     let fixture = fixture();
@@ -243,7 +243,7 @@ fn a_bug_of_one_rank_ends_all_unless_the_rules_say_otherwise() {
     fixture.assert_same("alone", "retried");
 }
 
-/// Lines of the ledger so far.
+/// The number of ledger lines so far.
 fn lines(fixture: &Fixture, out: &str) -> usize {
     let path = fixture.scratch.path(out).join("ledger.jsonl");
     std::fs::read_to_string(path).unwrap().lines().count()

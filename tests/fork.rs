@@ -1,4 +1,4 @@
-//! Fear: that the commands which a counterfactual prints do something else than what was imagined.
+//! Fear: that the commands printed by a counterfactual do something else than was computed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,7 +11,7 @@ use crate::support::{
     ztrain_command, ztrain_on_a_full_disk,
 };
 
-/// What a replay prints of the worst documents is what `zdata batch` finds in the same rows.
+/// The text that a replay prints of the worst documents is what `zdata batch` finds in the same rows.
 fn the_text_is_what_the_batch_holds(run: &Path) {
     let json = |text: String| serde_json::from_str::<Value>(&text).unwrap();
     let replayed = ["replay", "--run", arg(run), "--step", "7", "--texts", "3"];
@@ -38,7 +38,7 @@ fn the_text_is_what_the_batch_holds(run: &Path) {
     }
 }
 
-/// What one word names in two sources is asked for, never dropped twice.
+/// An id in two sources is ambiguous: it is asked for, and the text is never dropped from both.
 #[test]
 fn an_id_that_two_sources_have_is_not_guessed() {
     let scratch = Scratch::new();
@@ -103,7 +103,7 @@ fn an_id_that_two_sources_have_is_not_guessed() {
     assert!(forked.contains("web = [") && !bans.concat().contains("math"), "{forked}");
 }
 
-/// What is asked for beyond a run is told as it was asked, and what has nothing before it is compared with nothing.
+/// Requests beyond the run's end are reported as asked, and a step without predecessors is compared with nothing.
 #[test]
 fn questions_beyond_a_run_are_told_as_they_were_asked() {
     let scratch = Scratch::new();
@@ -147,7 +147,7 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
         serde_json::from_str(&replay(&[&asked[..], &["--json"]].concat()).ok()).unwrap();
     assert_eq!(imagined["steps"].as_array().unwrap().len(), 4);
 
-    // The printed commands, by a shell that finds the programs.
+    // Runs the printed commands in a shell with the programs on its PATH.
     let bin = std::path::Path::new(env!("CARGO_BIN_EXE_ztrain")).parent().unwrap().to_owned();
     for (number, command) in imagined["next"].as_array().unwrap().iter().enumerate() {
         let command = command.as_str().unwrap().to_owned();
@@ -178,7 +178,7 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     for words in ["b was forked from a after step 6", "step 7 is the first to differ"] {
         assert!(compared.out.contains(words), "{}", compared.out);
     }
-    // Steps 7 to 12 differ: as many before are drawn with them, of both runs.
+    // Steps 7 to 12 differ: as many earlier steps are plotted, for both runs.
     let drawn = fs::read_to_string(&curves).unwrap();
     let points = drawn.split("points=\"").skip(1).map(|curve| curve.split('"').next().unwrap());
     let points: Vec<Vec<&str>> = points.map(|curve| curve.split(' ').collect()).collect();
@@ -192,15 +192,15 @@ fn what_was_imagined_is_done_by_the_commands_that_are_printed() {
     refusals(&run, &new, &scratch.path("x"));
 }
 
-/// What cannot be done is said, and by which flag.
+/// Impossible requests are refused, naming the flag.
 fn refusals(run: &Path, new: &Path, other: &Path) {
-    // Nor does a reader that leaves change what the exit code says.
+    // The exit code is correct even if the output is not read.
     for more in [&[][..], &["--json"], &["--plot", "/dev/stdout"]] {
         let ran = unread(ztrain_command(&[&["compare", arg(run), arg(new)], more].concat()));
         assert_eq!(ran.code, Some(4), "{more:?}: {}", ran.err);
     }
     let replay = |more: &[&str]| ztrain(&[&["replay", "--run", arg(run)], more].concat());
-    // A change that diverges is told up to where it does, and by the exit code.
+    // A change that diverges is reported up to that step, and by the exit code.
     let wild = replay(&["--step", "7", "--lr", "1e30", "--continue", "4"]);
     assert!(wild.out.contains("diverges with the change"), "{}", wild.out);
     assert!(!wild.out.contains("ztrain fork"), "{}", wild.out);

@@ -1,14 +1,14 @@
-//! Fear: that a data bit moves unnoticed between two versions of this project.
+//! Fear: that a data bit changes unnoticed between two versions of this project.
 //!
-//! The files under `tests/golden` freeze digests of a generated corpus. They belong to no machine: only data stands
-//! in them. `UPDATE_GOLDEN=1 cargo test --test it golden` writes them again; the commit then says `[bits]` and why.
+//! The files in `tests/golden` freeze digests of a generated corpus. They depend on no machine: they cover data only.
+//! `UPDATE_GOLDEN=1 cargo test --test it golden` rewrites them; the commit then says `[bits]` and why.
 
 use std::fs;
 use std::path::Path;
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, zdata};
 
-/// Compares `found` with the golden file, or writes it when told to.
+/// Compares `found` with the golden file, or writes the file if `UPDATE_GOLDEN` is set.
 #[track_caller]
 pub(crate) fn golden(name: &str, found: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);

@@ -1,4 +1,4 @@
-//! Fear: that an input is left out in silence, taken for something else, or waited for without end.
+//! Fear: that an input is silently skipped, taken for something else, or waited for forever.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt as _;
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, json_lines, zdata, zdata_command};
 
-/// A corpus of whatever `files` name, with a tokenizer.
+/// A corpus over the given `files`, with a tokenizer.
 fn of(scratch: &Scratch, files: &str, keys: &str) -> std::path::PathBuf {
     let head = "tokenizer = \"tokenizer.json\"\nend = \"<|endoftext|>\"\nvalidation = 0\n";
     let source = format!("[[source]]\nname = \"x\"\nfiles = [\"{files}\"]\n");
@@ -45,7 +45,7 @@ fn what_a_glob_names_is_read_or_refused() {
     zdata(&["inspect", arg(&scratch.path("x.toml"))]).fails(2, &["x.toml", "--check"]);
 }
 
-/// Stores, parts of builds and exports hold lists in JSON too, those of evaluation sets among them.
+/// Stores, partial builds and exports also contain JSON lists, including those of evaluation sets.
 #[test]
 fn what_builds_left_beside_the_text_is_no_text() {
     let scratch = Scratch::new();
@@ -68,7 +68,7 @@ fn what_builds_left_beside_the_text_is_no_text() {
     }
     assert!(again.contains("up to date"));
     assert!(built(&scratch.path("second")).ok().starts_with(&digest));
-    // A pattern that names such a folder means it.
+    // A pattern that names such a folder explicitly includes it.
     let list = of(&scratch, "first/x/*.jsonl", "");
     assert!(zdata(&["build", arg(&list), "--check"]).err.starts_with("1 file: "));
 }
@@ -149,7 +149,7 @@ fn a_fifo_in_a_store_keeps_nobody_waiting() {
     }
 }
 
-/// A run, or somebody else's folder, whose files became pipes.
+/// A run, or another user's folder, in which files were replaced by pipes.
 #[test]
 fn fifos_in_a_run_keep_nobody_waiting() {
     let scratch = Scratch::new();
@@ -168,7 +168,7 @@ fn fifos_in_a_run_keep_nobody_waiting() {
     );
 }
 
-/// What a command says that is refused, or ends well; panics where it waits.
+/// The output of a command that ends, with or without an error; panics if it hangs.
 fn ends(args: &[&str]) -> String {
     let mut command = zdata_command(args);
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -202,7 +202,7 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     let listed = zdata(&["inspect", arg(&out), "--dropped", "--json"]).ok();
     let first: serde_json::Value = serde_json::from_str(listed.lines().next().unwrap()).unwrap();
     assert_eq!((&first["file"], &first["row"]), (&"in/a.jsonl".into(), &6.into()));
-    // The list is a file of the store: damage to it is found.
+    // The list is a file of the store: damage to it is detected.
     let list = out.join("x/dropped.jsonl.zst");
     let bytes = fs::read(&list).unwrap();
     fs::write(&list, [&bytes[..9], b"!", &bytes[10..]].concat()).unwrap();
@@ -214,7 +214,7 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     zdata(&["build", arg(&skip), "--out", arg(&empty)])
         .fails(3, &["nothing is left of source \"x\"", "2 records", "1 malformed"]);
     assert!(!empty.join("manifest.json").exists());
-    // By tasks as well, which a scheduler merges; and where it was a rule that dropped everything.
+    // The same with tasks, which a scheduler merges, and when a rule dropped everything.
     let work = scratch.path("work");
     let told = zdata(&["task", "plan", arg(&skip), "--cache-dir", arg(&work)]).ok();
     let of = ["--cache-dir", arg(&work), "--plan", told.split_once("  ").unwrap().0];
@@ -279,7 +279,7 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     // One of the sources is a note of six bytes.
     zdata(&["plan", arg(&folder.join("curriculum.toml"))]).ok();
     zdata(&["init", arg(&folder)]).fails(2, &["corpus.toml", "never overwritten"]);
-    // What the globs that it writes would name, and no build could take.
+    // Files that the written globs would match, and that no build accepts.
     let odd = scratch.path("odd");
     fs::create_dir(&odd).unwrap();
     fs::copy(scratch.path("own/web/a.jsonl"), odd.join("a.jsonl")).unwrap();
@@ -288,8 +288,8 @@ fn a_folder_of_text_becomes_a_corpus_and_a_plan() {
     assert!(!odd.join("corpus.toml").exists());
 }
 
-/// The most memory that a process held, in bytes, as the kernel tells it while it runs. Its allocator gives back at once what is
-/// freed: by itself it waits 10 ms, so that what was held before would count or not as it comes.
+/// The peak memory of a process in bytes, as the kernel reports it while the process runs. Its allocator returns freed
+/// memory at once. By default it waits 10 ms, so memory freed earlier would count or not by chance.
 fn peak(mut command: Command) -> u64 {
     command.env("MIMALLOC_PURGE_DELAY", "0");
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -316,15 +316,15 @@ fn a_long_line_is_held_three_times_at_most() {
         let command = zdata_command(&["build", arg(&of(&scratch, name, "")), "--check"]);
         peak(command)
     };
-    // Looked at every 2 ms, a short run on a busy machine may have its most between two looks.
+    // Memory is sampled every 2 ms: on a busy machine, a short run may peak between two samples.
     let least = (0..3).map(|_| reading("short.jsonl", "short")).max().unwrap();
-    // Escapes at its ends: such a text cannot be a piece of its line.
+    // With escapes at its ends, the text cannot be a slice of its line.
     let long = format!("\\n{}\\n", "x".repeat((mib as usize) << 20));
     let held = reading("long.jsonl", &long) - least;
     assert!(held < (3 * mib + mib / 4) << 20, "{} MiB for a line of {mib} MiB", held >> 20);
 }
 
-/// A long name is for whoever chose it to mend, also where only what is added to it makes it too long.
+/// A name that is too long is an error of the user, even if only a suffix that is added makes it too long.
 #[test]
 fn a_name_that_is_too_long_is_wrong_use() {
     let scratch = Scratch::new();
@@ -355,7 +355,7 @@ fn a_dot_behind_a_folder_is_the_folder() {
     }
 }
 
-/// The pattern that a hint shows names the file.
+/// The pattern in a hint matches the file.
 #[test]
 fn a_name_of_wildcards_is_shown_in_brackets() {
     let scratch = Scratch::new();
@@ -377,7 +377,7 @@ fn a_name_of_wildcards_is_shown_in_brackets() {
     }
 }
 
-/// A mistyped `id` is not found out by a search for a document that has none.
+/// A mistyped `id` is reported without searching for a document that has none.
 #[test]
 fn a_source_without_the_ids_that_it_names_is_told_once() {
     let scratch = Scratch::new();

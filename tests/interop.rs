@@ -1,7 +1,7 @@
-//! Fear: that another project reads something else in our files than we do, or we in theirs.
+//! Fear: that another project reads our files differently, or we read theirs differently.
 //!
-//! The other projects' own packages are the judges (`peers.py`, installed once into the user's cache by pip). Where they
-//! cannot be had, each test says so in the log and is counted there; nothing else in this file needs Python.
+//! The other projects' own packages decide (`peers.py`, installed once into the user's cache by pip). If they cannot be
+//! installed, each test is skipped with a line in the log. Nothing else here needs Python.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,13 +20,13 @@ use crate::support::{
 
 const FORMATS: [&str; 4] = ["megatron", "datatrove", "olmo", "mds"];
 
-/// A Python that has the packages of `peers.txt`, or why there is none.
+/// A Python with the packages of `peers.txt`, or why there is none.
 fn python() -> Result<&'static Path, &'static str> {
     static PYTHON: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     PYTHON.get_or_init(|| provision("peers.txt")).as_deref().map_err(String::as_str)
 }
 
-/// Runs `peers.py`; `None`, and a line in the log, where Python or a package cannot be had.
+/// Runs `peers.py`; `None`, and a line in the log, if Python or a package is not available.
 fn peers(args: &[&str]) -> Option<Value> {
     let python = match python() {
         Ok(python) => python,
@@ -96,7 +96,7 @@ fn we_read_what_other_projects_write() {
         }
         let (format, compression) = written.split_once(':').unwrap_or((written, ""));
         if format == "mds" {
-            // Every sum of the package was written and held: none of them is unknown, and each is looked at.
+            // The package wrote checksums by all of its algorithms: we know and check each of them.
             let index = fs::read_to_string(folder.join("peer/index.json")).unwrap();
             let index: Value = serde_json::from_str(&index).unwrap();
             let packed = &index["shards"][0]["zip_data"];
@@ -126,7 +126,7 @@ fn pyarrow_opens_a_store() {
     let Some(found) = peers(&["open", arg(&store)]) else { return };
     let opened = Store::open(&store).unwrap();
     let (mut tokens, mut starts, mut ids) = (Vec::new(), Vec::new(), Vec::new());
-    // pyarrow's paths are sorted: math before web.
+    // pyarrow sorts paths: math before web.
     for source in [1, 0] {
         let stream = opened.stream(source, Split::Train);
         let record = stream.record();
@@ -166,7 +166,7 @@ fn an_imported_store_is_planned_and_batched() {
     zdata(&[&head[..], &named].concat()).ok();
     let told = zdata(&["inspect", arg(&back)]).ok();
     assert!(told.contains("imported from megatron") && told.contains("balance 0"), "{told}");
-    // The same tokens under the same names: every step has the digest it has with the store they came from.
+    // The same tokens under the same names: the digest of every step equals that with the original store.
     let digests = |store: &Path, name: &str| {
         let path = curriculum(&scratch, store, name, &[]);
         zdata(&["plan", arg(&path)]).ok();
@@ -241,7 +241,7 @@ fn a_killed_import_or_export_leaves_nothing_that_looks_whole() {
     }
 }
 
-/// Makes `whole` undisturbed, then others under fire, and compares.
+/// Makes `whole` undisturbed, then others interrupted by kills, and compares.
 fn killed<const N: usize>(
     scratch: &Scratch,
     whole: &Path,

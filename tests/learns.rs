@@ -1,4 +1,4 @@
-//! Fear: that everything is exact and nothing is learned.
+//! Fear: that everything is exact but nothing is learned.
 
 use std::fs;
 
@@ -23,7 +23,7 @@ fn a_tiny_model_learns_with_either_optimizer() {
         ztrain(&["--curriculum", arg(&path), "--out", arg(&run)]).ok();
         let losses = losses(&run);
         assert_eq!(losses.len(), 20);
-        // A uniform guess over 400 ids costs ln 400 = 5.99 nats; the words' own frequencies alone cost far less.
+        // A uniform guess over 400 ids costs ln 400 = 5.99 nats; word frequencies alone cost far less.
         assert!((5.5..6.5).contains(&losses[0]), "{kind}: {losses:?}");
         assert!(losses[19] < losses[0] - 1.0, "{kind}: {losses:?}");
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-/// `zdata` is for machines that have no libtorch: its sources name no crate that needs it, and what is built without the feature
+/// `zdata` is for machines without libtorch: its sources name no crate that needs it, and a build without the feature
 /// `train` depends on none.
 #[test]
 fn zdata_builds_without_libtorch() {

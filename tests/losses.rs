@@ -1,6 +1,6 @@
-//! Fear: that the loss of a rank ends a run that could go on, or leaves a trace in the bits of the one that does.
+//! Fear: that losing a rank ends a run that could continue, or leaves a trace in the bits of the rest.
 //!
-//! Real processes, killed with SIGKILL or held with SIGSTOP when they have come so far; none is started again.
+//! Uses real processes, killed by SIGKILL or halted by SIGSTOP at some step; none is restarted.
 
 use std::fs;
 use std::process::{Child, Stdio};
@@ -11,17 +11,17 @@ use serde_json::Value;
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
 use crate::support::{CUT, MIDDLING};
 
-/// What befalls a run.
+/// Ranks lost during a run.
 struct Case {
-    /// Ranks at the beginning.
+    /// Ranks at the start.
     count: usize,
-    /// What the command says besides.
+    /// Further flags of the command.
     flags: &'static [&'static str],
-    /// After so many lines of the ledger these ranks get that signal, by the numbers that they were launched with.
+    /// After this many ledger lines, these ranks (as numbered at launch) get this signal.
     losses: &'static [(usize, &'static [usize], &'static str)],
 }
 
-/// A loss within the first steps, in the middle, and about a checkpoint: rank 0, others, two at once.
+/// Losses in the first steps, in the middle, and around a checkpoint: of rank 0, of others, of two at once.
 const CASES: [Case; 6] = [
     Case { count: 2, flags: &[], losses: &[(2, &[0], "KILL")] },
     Case {
@@ -47,7 +47,7 @@ const CASES: [Case; 6] = [
     },
 ];
 
-/// Ends when the launcher does, whatever becomes of the test.
+/// Kills the launcher when dropped, however the test ends.
 struct Launched(Child);
 
 impl Drop for Launched {
@@ -57,7 +57,7 @@ impl Drop for Launched {
 }
 
 impl Case {
-    /// Goes through it, and holds what is left behind against the run `alone`.
+    /// Runs the case and compares the result with the run `alone`.
     fn try_on(&self, fixture: &Fixture, out: &str, more: &[&str]) {
         let count = self.count.to_string();
         let ranks = ["--nproc", &count, "--min-ranks", "1"];
@@ -85,7 +85,7 @@ impl Case {
         self.assert_told(fixture, out);
     }
 
-    /// Every loss stands in the events, with the ranks that were left, and each was overcome.
+    /// The events have every lost rank, the ranks that were left, and each recovery.
     fn assert_told(&self, fixture: &Fixture, out: &str) {
         let of = |name: &str| events(fixture, out, name);
         let (losses, recovered) = (of("loss"), of("recovered"));
@@ -104,7 +104,7 @@ impl Case {
     }
 }
 
-/// The processes that `launcher` has started and that have not ended.
+/// The processes started by `launcher` that are still running.
 fn children(launcher: &Child) -> Vec<u32> {
     let path = format!("/proc/{0}/task/{0}/children", launcher.id());
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -146,9 +146,9 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
             for event in events(&fixture, &out, "recovered") {
                 let losses = events(&fixture, &out, "loss");
                 let loss = losses.iter().find(|loss| loss["generation"] == event["generation"]);
-                // Two of the four may have been a rank and the one with its copies.
+                // If two of the four are lost, they may be a rank and the one with its replica.
                 let single = numbers(&loss.unwrap()["lost"]).len() == 1;
-                // A rank that is lost before the first copies are made leaves a run without steps.
+                // If a rank is lost before the first replica is made, the run has no steps yet.
                 assert!(!single || again(&event) <= 1, "{out}: {event}");
                 recalled += usize::from(event["from"] == "memory");
             }
@@ -157,8 +157,8 @@ fn with_copies_in_memory_no_step_before_the_running_one_is_computed_again() {
     }
 }
 
-/// Three ranks as srun would start them: rank 0 holds the store. It is lost, then the one that holds the next store.
-/// Those who are left hold all weights again, or fold them among fewer, by copies in memory.
+/// Three ranks as started by srun. Rank 0, which hosts the rendezvous store, is lost, then the rank that hosts the next
+/// store. The remaining ranks get all weights, or shard them among fewer ranks, from replicas in memory.
 #[test]
 fn so_do_ranks_that_hold_weights_for_each_other() {
     let fixture = Fixture::new(&[&MIDDLING[..], &[CUT]].concat());
@@ -229,7 +229,7 @@ fn too_few_ranks_end_and_the_same_command_goes_on() {
     fixture.assert_same("alone", "few");
 }
 
-/// A fault that every rank would meet again is no loss.
+/// An error that every rank would repeat is not a lost rank.
 #[test]
 fn what_is_wrong_with_the_run_itself_ends_all_ranks() {
     let fixture = Fixture::new(&[("lr = 1e-2", "lr = 1e38")]);

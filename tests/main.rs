@@ -1,7 +1,7 @@
-//! The integration tests of the house, one file for each thing one fears.
+//! The integration tests, one file for each thing that could go wrong.
 //!
-//! They run the real binaries on corpora that they generate, in scratch folders, and need no network, no GPU and
-//! nothing outside this repository.
+//! They run the real binaries on corpora that they generate in scratch folders, and need no network, no GPU and nothing
+//! outside this repository.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

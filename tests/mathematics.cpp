@@ -1,5 +1,6 @@
-// Another C library, as far as `expf` goes: loaded before all other libraries, it answers one unit in the last place above what is
-// right, for the ranks that MATHEMATICS lists ("1", "0+2"), or wherever it says "all". The program has no part in it.
+// Simulates another C library: preloaded before all other libraries, its `expf` returns one unit in the last place
+// above the right result. This affects the ranks in MATHEMATICS ("1", "0+2"), or every process if it is "all". The
+// program takes no part.
 
 #include <dlfcn.h>
 

@@ -1,13 +1,13 @@
-//! Fear: that the formula of memory, by which a run is refused or paid for, is not what a rank holds.
+//! Fear: that the memory formula, by which runs are refused and machines are sized, differs from what a rank uses.
 //!
-//! As processes of their own: what is counted is the process's.
+//! Each case runs in its own process, since memory is counted per process.
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
 
-/// How a run is computed.
+/// The configuration of a run.
 struct Case {
     name: &'static str,
-    /// Changes of the curriculum.
+    /// Changes to the curriculum.
     change: &'static [(&'static str, &'static str)],
     ranks: &'static [&'static str],
 }
@@ -20,7 +20,7 @@ const WIDE: [(&str, &str); 5] = [
     ("steps = 12", "steps = 2"),
 ];
 
-/// A micro-batch for each of eight ranks, and two for each of four: what streams is in flight beside what is computed.
+/// A micro-batch for each of eight ranks, or two for each of four, so that transfers overlap with computation.
 const EIGHT: (&str, &str) = ("batch = 8", "batch = 16");
 
 const BF16: (&str, &str) = ("dtype = \"f32\"", "dtype = \"bf16\"");

@@ -1,4 +1,4 @@
-//! Fear: that a step reaches a tracker twice or never, or that a tracker holds training up.
+//! Fear: that a step reaches a tracker twice or never, or that a tracker blocks training.
 
 use std::fs;
 use std::path::Path;
@@ -25,14 +25,14 @@ fn with<'a>(run: &'a [String], more: &[&'a str]) -> Vec<&'a str> {
     run.iter().map(String::as_str).chain(more.iter().copied()).collect()
 }
 
-/// The losses of the ledger, as people are shown them.
+/// The losses of the ledger, as shown to users.
 fn losses(run: &Path) -> Vec<(u64, f64)> {
     let shown = ztrain(&["show", "--run", arg(run), "--steps", "1..21", "--json"]).ok();
     let lines = shown.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     lines.map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap())).collect()
 }
 
-/// What a program was sent of steps.
+/// The steps that a program received.
 fn sent(path: &Path) -> Vec<Value> {
     let text = fs::read_to_string(path).unwrap_or_default();
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
@@ -40,7 +40,7 @@ fn sent(path: &Path) -> Vec<Value> {
     lines.filter(|line| !line["loss/all"].is_null()).collect()
 }
 
-/// Ends a run for good while the program has what its mark says, and no more.
+/// Kills a run once the program has received what its mark says, and no more.
 fn killed_between_two_steps(mut command: Command, run: &Path, lines: &Path, after: usize) {
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let start = Instant::now();
@@ -52,7 +52,7 @@ fn killed_between_two_steps(mut command: Command, run: &Path, lines: &Path, afte
             continue;
         }
         signal("STOP", child.id());
-        // What it wrote before it was stopped arrives by itself.
+        // What the program wrote before it stopped is still on its way.
         std::thread::sleep(Duration::from_millis(50));
         let mark = fs::read(run.join("metrics-exec.json")).unwrap_or_default();
         let mark: Value = serde_json::from_slice(&mark).unwrap_or_default();
@@ -80,7 +80,7 @@ fn every_step_reaches_a_program_once() {
         .map(|line| (line["step"].as_u64().unwrap(), line["loss/all"].as_f64().unwrap()))
         .collect();
     assert_eq!(pairs, losses(&folder));
-    // Of those before it was there it has what the ledger says, of others also how fast they were.
+    // For steps before the program was added it gets the ledger's values; for later ones also their speed.
     assert!(found[2]["speed/tflops"].is_null() && found[2]["optimizer/lr"].is_f64());
     let last = found.last().unwrap();
     assert!(last["speed/tflops"].as_f64().unwrap() > 0.0, "{last}");
@@ -115,7 +115,7 @@ fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
     }
 }
 
-/// A run that goes on goes on in the same run of the tracker, by its own package.
+/// A resumed run continues the same run of the tracker, through the tracker's own package.
 #[test]
 fn trackers_have_every_step_in_one_run() {
     let full = std::env::var_os("FULL").is_some();

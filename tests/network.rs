@@ -1,7 +1,7 @@
-//! Fear: that a network that loses, delays, reorders or parts changes a bit, or holds a run for ever.
+//! Fear: that a network that drops, delays, reorders or partitions changes a bit, or blocks a run forever.
 //!
-//! Ranks on machines of their own: network namespaces, joined by `network.py`, which does to packets what the test says.
-//! Where they cannot be made (they need root), each test says so in the log.
+//! Each rank is on its own machine: network namespaces, connected by `network.py`, which does to packets what the test
+//! says. They need root; without it, each test says so in the log.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -12,7 +12,7 @@ use crate::python::{skipped, tests_folder};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, arg};
 
-/// Machines and the network between them.
+/// Machines and the network that connects them.
 struct Network {
     child: Child,
     answers: BufReader<ChildStdout>,
@@ -22,7 +22,7 @@ struct Network {
 
 impl Drop for Network {
     fn drop(&mut self) {
-        // Its input ends, with it the machines; a killed one would leave them behind.
+        // The machines end when this input closes; killing the process would leave them behind.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
@@ -30,7 +30,7 @@ impl Drop for Network {
 
 impl Network {
     fn of(count: usize, letter: char) -> Option<Network> {
-        // A device's name has at most fifteen letters.
+        // A network device's name has at most fifteen letters.
         let prefix = format!("z{letter}{}", std::process::id());
         let mut command = Command::new("python3");
         command.arg(tests_folder().join("network.py")).args([&prefix, &count.to_string()]);
@@ -46,7 +46,7 @@ impl Network {
         Some(Network { child, answers, prefix, count })
     }
 
-    /// From now on, packets meet these faults.
+    /// Sets the faults that packets meet from now on.
     fn faults(&mut self, words: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{words}").unwrap();
         let mut line = String::new();
@@ -82,7 +82,7 @@ impl Network {
 }
 
 fn ended(ranks: Vec<Child>) -> Vec<Output> {
-    // All pipes at once: a rank that says much must not wait for one that has not ended.
+    // Reads all pipes concurrently: a rank with much output must not wait for another to end.
     let threads = ranks.into_iter().map(|rank| std::thread::spawn(|| rank.wait_with_output()));
     let threads: Vec<_> = threads.collect();
     threads.into_iter().map(|thread| thread.join().unwrap().unwrap()).collect()
@@ -102,7 +102,7 @@ fn a_bad_network_changes_no_bit() {
     fixture.finish("alone", &["--nproc", "1"]);
     network.faults("loss 10 delay 2 jitter 4");
     let mut ranks = network.start(&fixture, "far", &["--rank-timeout", "30"]);
-    // The network parts for a while, shorter than anyone's patience, and comes back.
+    // The network is partitioned for less than any timeout, then recovers.
     until_lines(&fixture.scratch.path("far"), 4, &mut ranks[0]);
     network.faults("cut 1");
     std::thread::sleep(Duration::from_secs(1));
@@ -121,11 +121,11 @@ fn a_network_that_parts_is_an_error_within_the_deadline_and_the_run_goes_on_afte
     network.faults("cut 2");
     let start = Instant::now();
     let outputs = ended(ranks);
-    // The deadline, and the grace that a rank gets which does not end by itself.
+    // The deadline, plus the grace period of a rank that does not exit by itself.
     assert!(start.elapsed() < Duration::from_secs(150), "{:?}", start.elapsed());
     for (rank, output) in outputs.into_iter().enumerate() {
         let said = Ran::from(output).fails(6, &["run the same command again"]);
-        // Each side misses the other.
+        // Each side reports the other as missing.
         let missed = if rank == 2 { "rank 0" } else { "rank 2" };
         assert!(said.contains(missed), "rank {rank}: {said}");
     }

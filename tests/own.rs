@@ -1,7 +1,7 @@
-//! Fear: that on a device our own kernels lose what libtorch's operators keep there, and that a run goes on where a kernel table
-//! should have stopped it, or stops beside another processor.
+//! Fear: that on a device our own kernels break guarantees that libtorch's operators keep. That a run continues
+//! although its kernel table changed, or stops because of another CPU.
 //!
-//! On the stand-in for a GPU (`device.rs`), with the emulator behind the interface of a driver.
+//! Runs on the stand-in GPU (`device.rs`), with the emulator as its driver.
 
 use std::process::{Command, Stdio};
 
@@ -11,7 +11,7 @@ use crate::pretended::{OnDevice, by_name, pretend, total};
 use crate::ranks::{Fixture, until_lines};
 use crate::support::{Ran, arg, ztrain_command};
 
-/// Killed and gone on, replayed, and by two ranks on two devices: one ledger.
+/// One ledger, whether killed and resumed, replayed, or run by two ranks on two devices.
 #[test]
 fn our_own_kernels_outlive_kills_and_ranks() {
     let on = OnDevice::by_ours(Fixture { every: "2", ..Fixture::new(&[]) });
@@ -48,8 +48,9 @@ fn our_own_kernels_outlive_kills_and_ranks() {
     assert!(on.ledger("plain") == on.ledger("two"), "the ledgers differ");
 }
 
-/// Attention by libtorch's kernels: workers, recomputation, going on and a replay leave one ledger, and its losses are those of
-/// our own kernels within what bf16 rounds; of whole micro-batches, and of parts of documents, whose sums libtorch makes in f32.
+/// Attention by libtorch's kernels: workers, recomputation, resuming and a replay give one ledger. Its losses equal
+/// those of our own kernels up to bf16 rounding, for whole micro-batches and for parts of documents, whose sums
+/// libtorch computes in f32.
 #[test]
 fn attention_by_the_library_is_one_run_too() {
     let cut = "micro_batch = 2\ncontext_chunks = 2\nweight_shards = 2";
@@ -88,7 +89,7 @@ fn attention_by_the_library_is_one_run_too() {
     }
 }
 
-/// The host's processor decides nothing there, and stands in the run's events; what the device and its libraries are does.
+/// On a device the host's CPU affects nothing and is only in the run's events. The device and its libraries are fixed.
 #[test]
 fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
     let on = OnDevice::by_libtorch();
@@ -117,14 +118,15 @@ fn a_run_on_a_device_stops_at_another_device_and_not_at_another_processor() {
         let mut command: Command = on.command("run", &["--stop-after", steps]);
         command.env(name, value).output().unwrap().into()
     };
-    // A variable that chooses kernels of a processor, and none here.
+    // A variable that chooses CPU kernels in general, but not with this value.
     with("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7", "3").ok();
     with("STANDIN_UNITS", "3", "4").fails(4, &["gpu.compute units", "\"3\"", "\"2\""]);
     with("NVIDIA_TF32_OVERRIDE", "1", "4").fails(4, &["NVIDIA_TF32_OVERRIDE"]);
     with("STANDIN_UNITS", "2", "4").ok();
 }
 
-/// Products of experts and attention are measured each way that there is, and what training takes is held against the fastest.
+/// Expert matmuls and attention are measured in each available way, and the way used in training is compared with the
+/// fastest.
 #[test]
 fn experts_and_attention_are_measured_each_way() {
     let on = OnDevice::by_ours(Fixture::new(&[]));
@@ -154,7 +156,7 @@ fn experts_and_attention_are_measured_each_way() {
     let attention: Vec<Value> = attention.map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(!attention.is_empty());
     for row in attention {
-        // A token that stands alone is none of the library's.
+        // The library does not handle sequences of single tokens.
         let several = row["dtype"] == "bf16" && row["attention"].as_i64() > Some(1);
         for way in ["own", "library"] {
             assert_eq!(
@@ -177,7 +179,7 @@ fn experts_and_attention_are_measured_each_way() {
     }
 }
 
-/// Muon's part of a step is its own there, too.
+/// Muon's part of a step is reported separately on a device, too.
 #[test]
 fn parts_of_the_optimizer_are_told_apart_on_a_device() {
     let on = OnDevice::by_libtorch();
@@ -195,7 +197,7 @@ fn parts_of_the_optimizer_are_told_apart_on_a_device() {
     }
 }
 
-/// What plans say of a device's memory is what its allocator gave, where matrices are turned in stacks.
+/// Planned device memory equals what its allocator gave, also when matrices are orthogonalized in stacks.
 #[test]
 fn a_device_holds_what_the_formula_says() {
     let vocabulary = [("num_hidden_layers = 2", "num_hidden_layers = 3\nvocab_size = 8192")];

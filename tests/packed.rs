@@ -1,4 +1,5 @@
-//! Fear: that a run over packed documents is other than one over a text that is cut: in its digests, its resume, its replay.
+//! Fear: that a run over packed documents differs from one over concatenated text in its digests, its resume or its
+//! replay.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,7 +15,7 @@ fn json(args: &[&str]) -> Value {
     serde_json::from_str(&zdata(&[args, &["--json"]].concat()).ok()).unwrap()
 }
 
-/// The small curriculum with the documents of `web` packed.
+/// The small curriculum, with the documents of `web` packed.
 fn packed(scratch: &Scratch, store: &Path, name: &str) -> PathBuf {
     let table = format!("[source.web]\n{PACKING}\n[source.math]");
     curriculum(scratch, store, name, &[("[source.math]", &table)])
@@ -58,12 +59,12 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
     }
     let text = zdata(&["plan", arg(&run)]).ok();
     assert!(text.contains("web, packed by best fit"), "{text}");
-    // Beside the store, not in it: the store is what it was.
+    // Next to the store, not in it: the store is unchanged.
     assert_eq!(tree(&store), before);
     assert_eq!(tree(&scratch.path("store.packs")).len(), 1);
     zdata(&["verify", arg(&store)]).ok();
 
-    // What a step shows, `where` finds, and the other way round.
+    // Everything that a step shows is found by `where`, and vice versa.
     let batch = json(&["batch", arg(&run), "--step", "3"]);
     let mut several = false;
     for row in batch["sequences"].as_array().unwrap().iter().filter(|row| row["source"] == "web") {
@@ -78,7 +79,7 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
     }
     assert!(several, "a sequence of several documents");
 
-    // Another seed is another order of the same packs; other lengths are other packs.
+    // Another seed is another order of the same packs; other lengths give other packs.
     let digests = |run: &Path| zdata(&["digest", arg(run), "--steps", "1..21"]).ok();
     let made = digests(&run);
     fs::remove_dir_all(scratch.path("store.packs")).unwrap();
@@ -88,7 +89,7 @@ fn packs_lie_beside_the_store_and_every_command_reads_them() {
     assert_ne!(digests(&run), digests(&other));
     assert_eq!(tree(&scratch.path("store.packs")).len(), 2);
 
-    // Where no file fits beside the store, the cache has them, and the text is the same.
+    // If no file can be written next to the store, the cache is used, with the same text.
     let wanted = digests(&run);
     fs::remove_dir_all(scratch.path("store.packs")).unwrap();
     scratch.write("store.packs", "mine");
@@ -131,7 +132,7 @@ fn what_cannot_be_packed_is_refused_before_anything_starts() {
     bytes[middle] ^= 1;
     fs::write(&kept, bytes).unwrap();
     zdata(&["plan", arg(&run)]).fails(3, &[arg(&kept), "digest", "remove it"]);
-    // What lies elsewhere is not read by way of a link: the packs are made in its place.
+    // A link to another file is not followed: the packs replace it.
     let other = scratch.write("other", "of nobody's business, and long enough");
     fs::remove_file(&kept).unwrap();
     std::os::unix::fs::symlink(&other, &kept).unwrap();
@@ -156,7 +157,7 @@ fn a_run_over_packs_is_resumed_replayed_and_explained() {
     let (whole, stopped) = (scratch.path("whole"), scratch.path("stopped"));
     train(&whole, &[]);
     train(&stopped, &["--stop-after", "13"]);
-    // The packs are made anew from the store: nothing of a run hangs on the file.
+    // The packs are recomputed from the store: a run does not depend on the file.
     fs::remove_dir_all(scratch.path("store.packs")).unwrap();
     train(&stopped, &["--nproc", "2"]);
     let steps = |folder: &Path| {
@@ -176,7 +177,7 @@ fn a_run_over_packs_is_resumed_replayed_and_explained() {
     .unwrap();
     assert!(!found["documents"].as_array().unwrap().is_empty());
     zdata(&["verify-run", arg(&whole)]).ok();
-    // Packing decides bits, so a run that has begun keeps it.
+    // Packing affects bits, so it is fixed once a run has begun.
     let edited =
         scratch.write("edited.toml", fs::read_to_string(&run).unwrap().replace(PACKING, ""));
     ztrain(&["--curriculum", arg(&edited), "--out", arg(&whole), "--quiet"])

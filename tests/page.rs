@@ -1,7 +1,7 @@
-//! Fear: that a run's page draws nothing, asks the network, obeys what a source is called, or chokes on a long run.
+//! Fear: that a run's page shows nothing, accesses the network, executes a source's name, or chokes on a long run.
 //!
-//! The run is made up (`long_run`): a ledger of 100,000 steps with its chain, events with kills and restarts. The page is looked
-//! at by a real browser where there is one (`browser.py`).
+//! The run is made up (`long_run`): a ledger of 100,000 steps with its chain, and events with kills and restarts. A
+//! real browser opens the page if there is one (`browser.py`).
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, BufWriter, Read as _, Write as _};
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use crate::python::{skipped, tests_folder};
 use crate::support::{Scratch, arg, ztrain, ztrain_command, ztrain_on_a_full_disk};
 
-/// A source whose name would be markup if a page believed it.
+/// A source whose name would be markup if a page did not escape it.
 const RUDE: &str = "</script><script>window.hit=1</script>";
 
 const CURRICULUM: &str = r#"store = ["aa"]
@@ -50,7 +50,7 @@ micro_batch = 2
 mix = { "</script><script>window.hit=1</script>" = 1, notes = 1, late = 1 }
 "#;
 
-/// Even in [0, 1).
+/// Uniform in [0, 1].
 fn even(step: u64, index: u64) -> f64 {
     draw(Key::from_seed(7).nth(step), Purpose::Generate, index) as f64 / u64::MAX as f64
 }
@@ -59,17 +59,18 @@ fn floats(values: &[f64]) -> String {
     values.iter().map(|value| format!("{:016x}", value.to_bits())).collect()
 }
 
-/// Whether a step has labels of the source `late`: a quarter, and another one after a gap.
+/// Whether a step has labels of the source `late`: in the second quarter, and in the fourth.
 fn is_late(step: u64, steps: u64) -> bool {
     (steps / 4 < step && step <= steps / 2) || step > 3 * steps / 4
 }
 
-/// Whether the events tell nothing of a step.
+/// Whether the events have nothing about a step.
 fn is_untold(step: u64, steps: u64) -> bool {
     steps / 10 < step && step <= steps / 8
 }
 
-/// What a run of so many steps would have left: the loss falls with noise, three steps are odd, one is skipped.
+/// Writes what a run of `steps` steps would leave: the loss falls with noise, three steps are anomalous, one is
+/// skipped.
 fn long_run(folder: &Path, steps: u64) {
     fs::create_dir_all(folder).unwrap();
     let create = |name: &str| BufWriter::new(fs::File::create(folder.join(name)).unwrap());
@@ -134,13 +135,13 @@ fn step_line(step: u64, steps: u64) -> Value {
     let sources: serde_json::Map<_, _> =
         sources.map(|(name, labels)| (name.to_owned(), source(labels))).collect();
     let expert = |index| 100 + (even(step, index) * 50.0) as u64;
-    // All routers see all tokens.
+    // All routers count all tokens.
     let counts = |at: u64| {
         let seven: Vec<u64> = (0..7).map(|index| expert(at + index)).collect();
         let last = 1_150 - seven.iter().sum::<u64>();
         seven.into_iter().chain([last, 0]).collect::<Vec<_>>()
     };
-    // A loss is what its sum makes, a norm what those of the layers do.
+    // The loss follows from its sum, and the norm from the layers' norms.
     let sum = loss * 1020.0;
     let loss = sum / 1020.0;
     let layers = [norm, norm / 2.0, norm / 3.0, 0.1];
@@ -166,8 +167,8 @@ fn page(run: &Path, out: &Path) -> u64 {
     fs::metadata(out).unwrap().len()
 }
 
-/// Bytes that a command reads from its start to its end: what the kernel counted is there until the process is waited for.
-/// `None` where the kernel does not tell.
+/// The bytes that a command reads in total: the kernel's count is available until the process is waited for. `None` if
+/// the kernel has none.
 fn bytes_read(args: &[&str]) -> Option<u64> {
     let mut child = ztrain_command(args).stdout(Stdio::null()).spawn().unwrap();
     let told = |name: &str| fs::read_to_string(format!("/proc/{}/{name}", child.id())).ok();
@@ -184,7 +185,7 @@ fn bytes_read(args: &[&str]) -> Option<u64> {
     read?.lines().find_map(|line| line.strip_prefix("rchar: "))?.parse().ok()
 }
 
-/// Looks at a page in a browser; `None` where there is none.
+/// Opens a page in a browser; `None` if there is none.
 fn looked_at(page: &str) -> Option<String> {
     let script = tests_folder().join("browser.py");
     let output = Command::new("python3").arg(script).arg("check").arg(page).output().unwrap();
@@ -213,7 +214,7 @@ fn the_page_of_a_long_run_is_small_soon_written_and_fluid() {
     let read = bytes_read(&["report", "--run", arg(&run), "--out", arg(&out)]);
     let bytes = fs::metadata(&out).unwrap().len();
     assert!(bytes < 3_600_000, "{bytes} bytes");
-    // How long it takes follows from what is read: each line once. A clock would measure what else the machine does.
+    // The time follows from the bytes read: each line once. A clock would also measure other processes.
     let there =
         ["ledger.jsonl", "events.jsonl"].map(|name| fs::metadata(run.join(name)).unwrap().len());
     let there = there.iter().sum::<u64>();
@@ -263,7 +264,7 @@ fn what_a_source_is_called_is_text() {
     );
 }
 
-/// Shows a run live to `look`, which is told where.
+/// Serves a run's live page while `look` runs; `look` gets its address.
 fn watched<T>(run: &Path, look: impl FnOnce(&str) -> T + std::panic::UnwindSafe) -> T {
     let mut command = ztrain_command(&["watch", "--run", arg(run), "--port", "0"]);
     let mut server = command.stdout(Stdio::piped()).spawn().unwrap();
@@ -275,7 +276,7 @@ fn watched<T>(run: &Path, look: impl FnOnce(&str) -> T + std::panic::UnwindSafe)
     told.unwrap()
 }
 
-/// The curves that a browser drew.
+/// The curves shown by the browser.
 fn curves(told: &str) -> Value {
     serde_json::from_str::<Value>(told.lines().last().unwrap()).unwrap()["curves"].take()
 }
@@ -285,7 +286,7 @@ fn each<T>(plot: &Value, field: impl Fn(&Value) -> T) -> Vec<T> {
     plot.as_array().unwrap().iter().map(field).collect()
 }
 
-/// A real Prometheus takes the text as it stands, rude names included.
+/// A real Prometheus accepts the text unchanged, hostile names included.
 #[test]
 fn the_live_page_is_scraped_too() {
     let (_scratch, run) = made(2_000);
@@ -318,7 +319,7 @@ fn the_live_page_is_scraped_too() {
 fn the_live_page_is_drawn_too() {
     let (_scratch, run) = made(2_000);
     let Some(told) = watched(&run, looked_at) else { return };
-    // A source that is away for a while, steps that no event tells of: a curve has a point for what was measured, and no other.
+    // A source that is absent for a while, and steps without events: a curve has points only for what was measured.
     let curves = curves(&told);
     let points = |plot: &str| each(&curves[plot], |one| one["points"].as_u64().unwrap());
     assert_eq!(points("loss"), [2_000, 2_000]);
@@ -353,7 +354,7 @@ fn a_fork_is_drawn_as_its_parent_as_far_as_it_is_one() {
     }
 }
 
-/// A page that is opened before the first step has what a run has later, without being loaded again.
+/// A page opened before the first step gets the run's later data without a reload.
 #[test]
 fn the_live_page_grows_with_the_run() {
     let (scratch, whole) = made(2_000);
@@ -404,7 +405,7 @@ fn two_runs_are_drawn_together_and_what_is_no_run_is_said() {
     ztrain(&["report", "--run", arg(&run)]).fails(2, &["explained"]);
 }
 
-/// What stands there is the old page, whole, until the new one is.
+/// The old page stays complete until the new one is.
 #[test]
 fn a_full_disk_keeps_the_page_that_is_there() {
     let scratch = Scratch::new();

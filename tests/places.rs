@@ -1,7 +1,7 @@
-//! Fear: that a place in a bucket works in some commands and by luck, and that the others say something strange.
+//! Fear: that an object-store URL works only in some commands, and that the others fail with a confusing message.
 //!
-//! Every argument that takes a place is given one in a bucket. Either the command does what it does with a place on this
-//! machine, byte for byte, or it refuses at once: exit 2, the argument, what was found, what is wanted, what to do.
+//! Every argument that takes a location is given one in a bucket. Either the command does the same as with a local
+//! path, byte for byte, or it refuses at once: exit 2, the argument, what was found, what is expected, what to do.
 
 use std::fs;
 use std::path::Path;
@@ -11,13 +11,13 @@ use contract::Digest;
 use crate::remote::Bucket;
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, zdata_command};
 
-/// A corpus, its store and a curriculum, on this machine and as `s3://bucket/` plus the same names.
+/// A corpus, its store and a curriculum, locally and at `s3://bucket/` under the same names.
 struct Twins {
     scratch: Scratch,
     bucket: Bucket,
 }
 
-/// The URL of a file that is served.
+/// The URL of a served file.
 fn url(name: &str) -> String {
     format!("s3://bucket/{name}")
 }
@@ -27,13 +27,13 @@ impl Twins {
         Twins::harmed(|_| ())
     }
 
-    /// The same after something was done to the store.
+    /// The same after `harm` changed the store.
     fn harmed(harm: impl FnOnce(&Path)) -> Option<Self> {
         let scratch = Scratch::new();
         let corpus = corpus(&scratch, 60, "shard_tokens = 16384");
         let store = build(&scratch, &corpus, "store");
         curriculum(&scratch, &store, "run.toml", &[]);
-        // A curriculum says where its store lies from its own folder on, wherever that is.
+        // The curriculum names its store relative to its own folder.
         let text = fs::read_to_string(scratch.path("run.toml")).unwrap();
         scratch.write("run.toml", text.replace(arg(&store), "store"));
         harm(&store);
@@ -59,12 +59,12 @@ impl Twins {
     }
 }
 
-/// What a command says, without the place at which it was asked.
+/// A command's output without the location it was asked about.
 fn said(ran: Ran, root: &str) -> String {
     ran.ok().replace(root, "")
 }
 
-/// `@name` stands for a file here, and for the same file in the bucket.
+/// `@name` is replaced by a local path, and by the same name in the bucket.
 const ANSWERS: &[&[&str]] = &[
     &["inspect", "@store"],
     &["inspect", "@store", "--json"],
@@ -88,7 +88,7 @@ fn what_is_asked_of_a_bucket_is_answered_as_it_is_here() {
     }
 }
 
-/// Whatever opens a store holds its files against its manifest first, in a bucket as here.
+/// Every command that opens a store first compares its files with its manifest, in a bucket as locally.
 #[test]
 fn a_store_in_a_bucket_that_lacks_a_file_or_a_piece_of_one_is_refused() {
     let name = "starts-00000.arrow";
@@ -106,7 +106,7 @@ fn a_store_in_a_bucket_that_lacks_a_file_or_a_piece_of_one_is_refused() {
     }
 }
 
-/// What a command makes here of places in the bucket is what it makes of places here.
+/// Local results from inputs in a bucket equal those from local inputs.
 #[test]
 fn what_is_made_of_a_bucket_is_what_is_made_here() {
     let Some(twins) = Twins::new() else { return };
@@ -127,7 +127,7 @@ fn what_is_made_of_a_bucket_is_what_is_made_here() {
             }
         }
     }
-    // Another store for the curriculum, and the tokenizer of an import.
+    // Adds another store to the curriculum, and imports with a remote tokenizer.
     let (text, more) = (fs::read_to_string(twins.scratch.path("run.toml")).unwrap(), url("store"));
     let run = twins.scratch.write("amended.toml", text);
     let told = twins.remote(&["amend", arg(&run), "--step", "5", "--store", &more, "--dry-run"]);
@@ -144,7 +144,7 @@ fn what_is_made_of_a_bucket_is_what_is_made_here() {
     assert_eq!(digest(&here, "imported-1"), digest(&url("tokenizer.json"), "imported-2"));
 }
 
-/// Exports into the bucket, and imports from there: the same files, the same store.
+/// Exports to the bucket and imports from it give the same files and the same store.
 #[test]
 fn other_projects_files_in_a_bucket_are_those_here() {
     let Some(twins) = Twins::new() else { return };
@@ -154,12 +154,12 @@ fn other_projects_files_in_a_bucket_are_those_here() {
         let there = url(&format!("there {peer}"));
         let export = ["export", "@store", "--format", peer, "--out"];
         let wanted = twins.local(&[&export[..], &[arg(&here), "--json"]].concat()).ok();
-        // Made once; a second time it is there already, and another export is refused.
+        // The second time it exists already, and another export is refused.
         for _ in 0..2 {
             let found = twins.local(&[&export[..], &[&there, "--json"]].concat()).ok();
             assert_eq!(found, wanted, "{peer}");
         }
-        // What a run leaves that is killed at its very end goes with the next one.
+        // Leftovers of a run killed at its very end are removed by the next.
         let builds = twins.scratch.path("cache/builds");
         let left = builds.join(Digest::of_bytes(there.as_bytes()).to_string());
         twins.local(&[&export[..], &[arg(&left), "--json"]].concat()).ok();
@@ -180,7 +180,7 @@ fn other_projects_files_in_a_bucket_are_those_here() {
         assert_eq!(found, wanted, "{peer}");
         assert!(inspected.contains(&format!("{there}/web/train")), "{peer}: {inspected}");
     }
-    // What is wrong with an object is said of the object.
+    // An error in an object names the object.
     let source = format!("web={}", url("there olmo/web/train/part-0-00000.npy"));
     let store = twins.scratch.path("wrong");
     let head = ["import", arg(&store), "--format", "megatron", "--tokenizer", &tokenizer];
@@ -188,7 +188,7 @@ fn other_projects_files_in_a_bucket_are_those_here() {
     told.fails(3, &["s3://bucket/there olmo/web/train"]);
 }
 
-/// A store in the bucket that an amendment adds: named in the file, known by its digest, and planned from its step on.
+/// An amendment adds a store in the bucket: named in the file, identified by its digest, and planned from its step on.
 #[test]
 fn a_store_in_a_bucket_is_added_by_an_amendment() {
     let Some(twins) = Twins::new() else { return };
@@ -211,7 +211,7 @@ fn a_store_in_a_bucket_is_added_by_an_amendment() {
     assert!(!seen("4").contains("web-2") && seen("5").contains("web-2"));
 }
 
-/// The files below a place, by name; a file is its own only one.
+/// The files below a path, by name; a file is its own only entry.
 fn tree(place: &Path) -> Vec<(String, Vec<u8>)> {
     if place.is_file() {
         return vec![(String::new(), fs::read(place).unwrap())];
@@ -228,7 +228,7 @@ fn tree(place: &Path) -> Vec<(String, Vec<u8>)> {
     files
 }
 
-/// A record that is not a document is found where it lies, and not where its copy does.
+/// An invalid record is reported at its location, not at that of its cached copy.
 #[test]
 fn what_is_wrong_with_an_object_is_said_of_the_object() {
     let scratch = Scratch::new();
@@ -247,7 +247,7 @@ fn what_is_wrong_with_an_object_is_said_of_the_object() {
     }
 }
 
-/// What is made in the bucket: a tokenizer and a store.
+/// Outputs made in the bucket: a tokenizer and a store.
 #[test]
 fn what_is_made_in_a_bucket_is_made_once() {
     let Some(twins) = Twins::new() else { return };
@@ -269,10 +269,10 @@ fn what_is_made_in_a_bucket_is_made_once() {
     assert_eq!(built, digest(twins.remote(&["verify", &store])));
 }
 
-/// The name of some plan.
+/// A valid plan name.
 const PLAN: &str = "plan-00000000000000000000000000000000";
 
-/// Arguments that a place in a bucket cannot be, each with the name under which it is refused.
+/// Arguments that cannot be in a bucket, each with the name in its error.
 const REFUSED: &[(&[&str], &str)] = &[
     (&["init", "@corpora"], "<FOLDER>"),
     (&["build", "corpus.toml", "--out", "x", "--cache-dir", "@work"], "--cache-dir"),
@@ -309,7 +309,7 @@ fn a_place_that_a_command_cannot_take_is_refused_clearly() {
     }
 }
 
-/// What no place is called, in every argument that takes one.
+/// Names that are not valid locations, in every argument that takes one.
 #[test]
 fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
     let scratch = Scratch::new();
@@ -350,7 +350,7 @@ fn a_name_that_no_place_has_is_refused_before_anything_is_asked() {
     }
 }
 
-/// A mistake in the environment is nobody's bug: it is named before a request is made.
+/// A wrong environment variable is not reported as a bug: it is named before any request is made.
 #[test]
 fn a_wrong_setting_of_the_environment_is_named() {
     let scratch = Scratch::new();
@@ -373,7 +373,7 @@ fn a_wrong_setting_of_the_environment_is_named() {
     ran.fails(6, &["/proc/nope", "ZDATA_CACHE"]);
 }
 
-/// Keys with all that a key may hold, and relative names that lead up and down from a file in a bucket.
+/// Keys with every allowed character, and relative names that lead up and down from a file in a bucket.
 #[test]
 fn relative_names_start_beside_the_file_that_says_them() {
     let scratch = Scratch::new();
@@ -397,7 +397,7 @@ fn relative_names_start_beside_the_file_that_says_them() {
     let at = |name: &str| url(&format!("a b/100%/d%20e+f/{name}"));
     let store = at("st ore");
     let told = bucket.zdata(&["build", &at("corpus.toml"), "--out", &store]).ok();
-    // A store is what is in it, not what its inputs are called.
+    // A store's digest depends on its content, not on the names of its inputs.
     assert_eq!(told[..64], wanted[..64]);
     assert_eq!(told[..64], bucket.zdata(&["verify", &store]).ok()[..64]);
     bucket
@@ -413,7 +413,7 @@ mod training {
     use super::*;
     use crate::support::{ztrain, ztrain_command};
 
-    /// The curriculum, its store beside it, and the checkpoints: all in the bucket.
+    /// The curriculum, the store next to it, and the checkpoints are all in the bucket.
     #[test]
     fn a_run_of_a_curriculum_in_a_bucket_is_the_run_of_the_one_here() {
         let Some(twins) = Twins::new() else { return };
@@ -474,7 +474,7 @@ mod training {
     }
 }
 
-/// What is made gets a place of its own: not one in a store, nor one that a file or a store has.
+/// Outputs get a location of their own: neither inside a store, nor where a file or a store exists.
 #[test]
 fn nothing_is_made_inside_of_a_store() {
     let Some(twins) = Twins::new() else { return };

@@ -1,5 +1,5 @@
-// A file system that knows less than others: loaded before all other libraries, it refuses locks, second names of files and the
-// syncing of folders, as those of some networks and clouds do. The program has no part in it.
+// Simulates a file system with fewer features: preloaded before all other libraries, it refuses locks, hard links and
+// syncing of folders, as some network and cloud file systems do. The program takes no part.
 
 #include <errno.h>
 #include <sys/file.h>

@@ -1,6 +1,6 @@
-//! Fear: that a file system which knows no locks, no second names of files or no syncing of folders takes no store.
+//! Fear: that no store can be written to a file system without locks, hard links or syncing of folders.
 //!
-//! The refusals are real: a library that is loaded before all others (`poor.cpp`, compiled here) answers as such a file system.
+//! The refusals are real: a preloaded library (`poor.cpp`, compiled here) answers like such a file system.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -45,7 +45,7 @@ fn a_poor_file_system_takes_every_store_and_one_writer() {
     let left: Vec<_> = left.filter(|name| name.to_string_lossy().contains(".lock")).collect();
     assert!(left.is_empty(), "{left:?}");
 
-    // Another process of this machine holds the place, and then has ended.
+    // Another process of this machine holds the place, and then ends.
     let place = scratch.path("held");
     let line = |process: u32| {
         let word = |path: &str| fs::read_to_string(path).unwrap().trim().to_owned();

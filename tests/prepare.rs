@@ -1,4 +1,4 @@
-//! Fear: that a document disappears without a word, or that an edit of the steps is not noticed.
+//! Fear: that a document is dropped silently, or that an edit of the steps is not noticed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use crate::support::{
     Scratch, arg, assert_same_tree, build, corpus, document, json_lines, zdata, zdata_command,
 };
 
-/// Every kind of step; copies, near copies, chats and an evaluation set to work on.
+/// Input for every kind of step: duplicates, near-duplicates, chats and an evaluation set.
 pub(crate) fn prepared(scratch: &Scratch) -> PathBuf {
     let plain = corpus(scratch, 150, "");
     let line = |id: String, text: String| json!({"id": id, "text": text}).to_string() + "\n";
@@ -22,7 +22,7 @@ pub(crate) fn prepared(scratch: &Scratch) -> PathBuf {
             if i % 2 == 0 { text } else { text.replacen("river", "brook", 1) + " e\u{301}\r\n" };
         line(format!("copy-{i}"), text)
     });
-    // A source of which nothing is left would be refused.
+    // Without this document the source would be empty and refused.
     let own = "This page is about the one thing that none of the others has to say, and so it stays to the end.";
     let own = line("own".to_owned(), own.to_owned());
     scratch.write("raw/copies.jsonl", copies.chain([own]).collect::<String>());
@@ -111,7 +111,7 @@ fn every_dropped_record_has_a_reason_and_the_accounting_balances() {
     }
     let steps = ["length", "exact-duplicates", "near-duplicates", "decontaminate"];
     assert!(steps.iter().all(|step| reasons.contains(*step)), "{reasons:?}");
-    // Evaluation items were taken from the first source: these very documents are gone, and the list says why.
+    // Evaluation items were taken from the first source: exactly these documents are removed, and the list says why.
     let hits = fs::read_to_string(store.join("web/contaminated.jsonl")).unwrap();
     let items: Vec<Value> = hits.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     for item in [1, 2, 4] {
@@ -128,7 +128,7 @@ fn every_dropped_record_has_a_reason_and_the_accounting_balances() {
         assert!(told.contains(word), "no {word:?} in {told}");
     }
     zdata(&["verify", arg(&store)]).ok();
-    // Nothing of chat is longer than its context.
+    // No chat is longer than its context.
     let sample =
         zdata(&["inspect", arg(&store), "--sample", "1000", "--corpus", arg(&path), "--json"]).ok();
     let sample: Vec<Value> =
@@ -184,7 +184,7 @@ fn a_killed_build_with_steps_ends_with_the_same_bytes() {
         let store = scratch.path(&format!("killed-{index}"));
         let command = ["build", arg(&path), "--out", arg(&store), "--workers", "2"];
         for _ in 0..3 {
-            // Scan and build alike: the moments are spread over both.
+            // Kills are spread over scan and build.
             fire.kill(zdata_command(&command));
         }
         zdata(&command).ok();

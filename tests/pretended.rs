@@ -1,7 +1,7 @@
-//! A GPU that is not there, for tests of whole programs: stand-ins (`kernels/device/standin`, `kernels/device/emulator`) compiled
+//! A stand-in GPU for tests of whole programs: libraries (`kernels/device/standin`, `kernels/device/emulator`) compiled
 //! here against the libtorch in use, under the names of either vendor's libraries.
 //!
-//! It computes on the CPU, keeps vector clocks for streams and events, and counts.
+//! It computes on the CPU, keeps vector clocks for streams and events, and counts operations.
 
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -14,12 +14,12 @@ use serde_json::Value;
 use crate::ranks::Fixture;
 use crate::support::Ran;
 
-/// Where kernels and stand-ins have their source.
+/// The source folder of kernels and stand-ins.
 fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/device")
 }
 
-/// By whose names a GPU goes.
+/// The vendor whose library names are used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Vendor {
     Nvidia,
@@ -27,7 +27,7 @@ pub(crate) enum Vendor {
 }
 
 impl Vendor {
-    /// The folder in which the stand-in lies as the GPU half of libtorch; its name says from what it was made.
+    /// The folder with the stand-in for libtorch's GPU library; its name is a digest of its sources.
     fn half(self) -> &'static Path {
         static FOLDERS: [OnceLock<PathBuf>; 2] = [OnceLock::new(), OnceLock::new()];
         let (name, flag) = match self {
@@ -47,7 +47,7 @@ impl Vendor {
         })
     }
 
-    /// The folder in which the emulator lies under the names of a compiler's and a driver's library, which run our own kernels.
+    /// The folder with the emulator under the names of a compiler's and a driver's library, which run our own kernels.
     fn driver(self) -> &'static Path {
         static FOLDERS: [OnceLock<PathBuf>; 2] = [OnceLock::new(), OnceLock::new()];
         let names = match self {
@@ -62,30 +62,30 @@ impl Vendor {
         })
     }
 
-    /// Makes a command's `--device cuda` the stand-in, which tells in `report` what it was asked for; our own kernels run on the
+    /// Makes `--device cuda` of a command the stand-in, which counts operations in `report`. Our own kernels run on the
     /// emulator.
     pub(crate) fn pretend(self, command: &mut Command, report: &Path) {
         let folders = [self.half(), self.driver()];
         command.env("LD_LIBRARY_PATH", std::env::join_paths(folders).unwrap());
         command.env("STANDIN_REPORT", report).env("XDG_CACHE_HOME", self.driver());
         if self == Vendor::Nvidia {
-            // As a GPU does for whose architecture libtorch has a grouped product: this one has no architecture.
+            // As on a GPU whose architecture has a grouped matmul in libtorch: the stand-in has no architecture.
             command.env("ZTRAIN_GROUPED", "library");
         }
     }
 }
 
-/// The folder in which the stand-in lies as `libtorch_cuda.so`.
+/// The folder with the stand-in as `libtorch_cuda.so`.
 pub(crate) fn libtorch_cuda() -> &'static Path {
     Vendor::Nvidia.half()
 }
 
-/// A GPU by NVIDIA's names.
+/// A stand-in GPU under NVIDIA's names.
 pub(crate) fn pretend(command: &mut Command, report: &Path) {
     Vendor::Nvidia.pretend(command, report);
 }
 
-/// A folder with a library under these names, compiled unless it is there, out of the files in `folders` and what is at `from`.
+/// A folder with a library under these names, compiled if missing from the files in `folders` and at `from`.
 fn made(
     folders: &[&str],
     from: &Path,
@@ -119,7 +119,7 @@ fn made(
     folder
 }
 
-/// What the processes that used a stand-in said at their ends, added up by name.
+/// The counter `name`, summed over the processes that used a stand-in.
 pub(crate) fn total(report: &Path, name: &str) -> u64 {
     let text = std::fs::read_to_string(report).unwrap();
     assert!(!text.is_empty(), "nobody used the stand-in");
@@ -127,8 +127,8 @@ pub(crate) fn total(report: &Path, name: &str) -> u64 {
     lines.map(|line| line[name].as_u64().unwrap()).sum()
 }
 
-/// On which devices each process had a context in the end, a bit a device, in ascending order; without those that had none. A
-/// real one takes hundreds of megabytes.
+/// The devices on which each process had a context when it ended, as a bit mask, ascending; without processes that had
+/// none. A real context takes hundreds of megabytes.
 pub(crate) fn contexts(report: &Path) -> Vec<u64> {
     let text = std::fs::read_to_string(report).unwrap();
     let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -138,7 +138,7 @@ pub(crate) fn contexts(report: &Path) -> Vec<u64> {
     found
 }
 
-/// What they were asked for, each operation by its name, added up.
+/// Counts of operations by name, summed over processes.
 pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
     let text = std::fs::read_to_string(report).unwrap();
     let mut found = BTreeMap::new();
@@ -150,12 +150,13 @@ pub(crate) fn by_name(report: &Path) -> BTreeMap<String, f64> {
     found
 }
 
-/// A small run on the stand-in, by libtorch's operators alone, which take a tenth of the emulator's time, or by our own kernels.
+/// A small run on the stand-in: by libtorch's operators alone, which are ten times faster than the emulator, or by our
+/// own kernels.
 pub(crate) struct OnDevice {
     pub(crate) fixture: Fixture,
     own: bool,
     vendor: Vendor,
-    /// Variables by which kernels are chosen.
+    /// Variables that choose kernels.
     environment: &'static [(&'static str, &'static str)],
 }
 
@@ -164,7 +165,7 @@ impl OnDevice {
         OnDevice::by_libtorch_of(&[])
     }
 
-    /// With this changed in the curriculum.
+    /// With this change of the curriculum.
     pub(crate) fn by_libtorch_of(change: &[(&str, &str)]) -> Self {
         OnDevice { own: false, ..OnDevice::by_ours(Fixture::new(change)) }
     }
@@ -195,7 +196,7 @@ impl OnDevice {
         self.command_on("cuda", out, &[&["--validate-every", "0"][..], extra].concat())
     }
 
-    /// On this device, with whatever a run does by itself.
+    /// A command on this device with all features of a run.
     pub(crate) fn command_on(&self, device: &str, out: &str, extra: &[&str]) -> Command {
         let args = [&["--device", device, "--quiet"][..], extra].concat();
         let mut command = self.fixture.run(out, &args);
@@ -207,7 +208,7 @@ impl OnDevice {
         command
     }
 
-    /// A replay under the same choices.
+    /// A replay with the same variables.
     pub(crate) fn replay(&self, extra: &[&str]) -> Command {
         let mut command =
             crate::support::ztrain_command(&[&["replay", "--device", "cuda"], extra].concat());
@@ -216,25 +217,25 @@ impl OnDevice {
         command
     }
 
-    /// Runs to the end, or as far as `extra` says, and asserts that everything waited for what it needs.
+    /// Runs to the end, or as far as `extra` says, and asserts that there are no races.
     #[track_caller]
     pub(crate) fn finish(&self, out: &str, extra: &[&str]) {
         let ran = Ran::from(self.command(out, extra).output().unwrap());
         assert!(!ran.err.contains("stand-in:"), "{}", ran.err);
         assert!(!ran.err.contains("Warning"), "libtorch warns: {}", ran.err);
-        // Without a compiler for a GPU libtorch computes all, which is said.
+        // Without a GPU compiler libtorch computes everything, and the output says so.
         assert_eq!(!self.own, ran.err.contains("no kernels of our own on Cuda("), "{}", ran.err);
         ran.ok();
         assert_eq!(total(&self.report(out), "races"), 0);
     }
 
-    /// Whether a run of two steps shows a race with a fault. A single wait is not missed where a thread of the host has happened
-    /// to wait for the same, so it may be lost several times.
+    /// Whether a fault causes a race in a run of two steps. Tried several times: a host thread may happen to wait for
+    /// the same event, which hides a missing wait.
     pub(crate) fn shows(&self, fault: &str, extra: &[&str]) -> bool {
         (0..8).any(|turn| self.races(&format!("lost-{turn}"), fault, extra) > 0)
     }
 
-    /// How many races a run of two steps shows with a fault.
+    /// The number of races of a run of two steps with a fault.
     pub(crate) fn races(&self, name: &str, fault: &str, extra: &[&str]) -> u64 {
         let out = format!("{name}-{}", fault.replace(':', "-"));
         let mut command = self.command(&out, &[&["--stop-after", "2"], extra].concat());

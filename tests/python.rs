@@ -1,18 +1,18 @@
-//! Pythons with other projects' packages, installed once into the user's cache by pip.
+//! Python environments with other projects' packages, installed once into the user's cache by pip.
 //!
-//! Where one cannot be had, whoever wanted it says so in the log and goes on without.
+//! If one is not available, the test that needs it says so in the log and is skipped.
 
 use std::fs;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where `list` lies.
+/// The folder with the lists of packages.
 pub(crate) fn tests_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests")
 }
 
-/// A Python that has the packages of `list`, a file in this folder; or why there is none.
+/// A Python with the packages of `list`, a file in this folder; or why there is none.
 pub(crate) fn provision(list: &str) -> Result<PathBuf, String> {
     let list = tests_folder().join(list);
     let wanted = fs::read(&list).unwrap();
@@ -25,7 +25,7 @@ pub(crate) fn provision(list: &str) -> Result<PathBuf, String> {
         return Ok(python);
     }
     fs::create_dir_all(&cache).map_err(|error| error.to_string())?;
-    // Made beside its place and renamed there: two test runs at once do no harm, nor does one that is killed.
+    // Built in a temporary folder and renamed, so concurrent or killed test runs do no harm.
     let scratch = tempfile::tempdir_in(&cache).map_err(|error| error.to_string())?;
     let fresh = scratch.path().join("venv");
     ran(Command::new("python3").args(["-m", "venv"]).arg(&fresh))?;
@@ -45,7 +45,7 @@ fn ran(command: &mut Command) -> Result<(), String> {
     if output.status.success() { Ok(()) } else { Err(format!("{command:?}: {last}")) }
 }
 
-/// Says past the test runner's capture that something was not tested: it stands in every log.
+/// Logs a skipped test past the test runner's capture, so that every log has it.
 #[expect(clippy::explicit_write, reason = "the runner captures eprintln!")]
 pub(crate) fn skipped(what: &str, why: &str) {
     writeln!(std::io::stderr(), "1 test of {what} skipped: {why}").unwrap();

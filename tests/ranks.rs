@@ -1,6 +1,6 @@
-//! Fear: that a rank that dies, hangs or never comes takes the run with it, or leaves a trace in the bits.
+//! Fear: that a rank that dies, hangs or never starts ends the run, or leaves a trace in the bits.
 //!
-//! Real processes: the launcher and its ranks, killed with SIGKILL or held with SIGSTOP.
+//! Uses real processes: the launcher and its ranks, killed by SIGKILL or halted by SIGSTOP.
 
 use std::fs;
 use std::path::Path;
@@ -18,13 +18,13 @@ pub(crate) fn signal(name: &str, process: u32) {
     assert!(status.unwrap().success());
 }
 
-/// The processes that `launcher` started, by rank.
+/// The processes started by `launcher`, by rank.
 pub(crate) fn ranks_of(launcher: &Child, count: usize) -> Vec<u32> {
     children_of(launcher.id(), count)
 }
 
-/// The processes that another one started, in the order of their start, once there are so many and each is its own program: until
-/// then it has the handlers of the one that starts it.
+/// The children of a process in start order, once there are `count` and each has executed its own program: until then
+/// it has its parent's signal handlers.
 pub(crate) fn children_of(process: u32, count: usize) -> Vec<u32> {
     let environment = |id: u32| fs::read(format!("/proc/{id}/environ")).unwrap_or_default();
     let start = Instant::now();
@@ -39,14 +39,14 @@ pub(crate) fn children_of(process: u32, count: usize) -> Vec<u32> {
     }
 }
 
-/// The processes that `process` has started and that are there at this moment.
+/// The present children of `process`.
 pub(crate) fn children_now(process: u32) -> Vec<u32> {
     let text = fs::read_to_string(format!("/proc/{process}/task/{process}/children"));
     let text = text.unwrap_or_default();
     text.split_whitespace().map(|id| id.parse().unwrap()).collect()
 }
 
-/// A run's folder and the place of its checkpoints may be called anything; ranks tell each other such a name byte by byte.
+/// Names of a run's folder and its checkpoints may be any bytes; ranks exchange them unchanged.
 #[test]
 fn places_whose_names_are_no_text_are_found_again() {
     use std::ffi::OsStr;
@@ -77,7 +77,7 @@ fn places_whose_names_are_no_text_are_found_again() {
     assert_eq!(said["step_counts"], serde_json::json!([fixture.steps]));
 }
 
-/// Between a loss and the next step nobody else may take the folder, or amend what those who are left go on with.
+/// Between a lost rank and the next step, no other run may take the folder, and no amendment may change it.
 #[test]
 fn ranks_that_meet_again_keep_their_folder() {
     let fixture = Fixture::new(&[]);
@@ -87,7 +87,7 @@ fn ranks_that_meet_again_keep_their_folder() {
     let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let ranks = ranks_of(&launcher, 3);
     until_lines(&run, 4, &mut launcher);
-    // Whether or not rank 1 has heard of the loss: it waits for rank 2, and cannot go on before this test says so.
+    // Whether or not rank 1 knows of the loss: it waits for rank 2, and cannot continue until this test allows it.
     signal("STOP", ranks[2]);
     signal("KILL", ranks[0]);
     let curriculum = run.join("run.toml");
@@ -102,7 +102,7 @@ fn ranks_that_meet_again_keep_their_folder() {
     fixture.assert_same("alone", "run");
 }
 
-/// Ctrl-C in a terminal reaches ranks and launcher, which asks the ranks to stop as well.
+/// Ctrl-C in a terminal reaches both ranks and launcher, and the launcher asks the ranks to stop as well.
 #[test]
 fn a_stop_by_the_launcher_and_by_the_terminal_is_one() {
     let fixture = Fixture::new(&[]);
@@ -110,7 +110,7 @@ fn a_stop_by_the_launcher_and_by_the_terminal_is_one() {
     let mut launcher = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let ranks = ranks_of(&launcher, 2);
     until_lines(&fixture.scratch.path("run"), 4, &mut launcher);
-    // It arrives at all of them before any does something about it.
+    // All receive it before any reacts.
     let all = [&[launcher.id()], &ranks[..]].concat();
     for name in ["STOP", "INT", "CONT"] {
         all.iter().for_each(|process| signal(name, *process));
@@ -132,19 +132,19 @@ pub(crate) fn until_lines(run: &Path, lines: usize, launcher: &mut Child) {
 pub(crate) struct Fixture {
     pub(crate) scratch: Scratch,
     pub(crate) steps: u64,
-    /// The library that moves the ranks' tensors, if not Gloo.
+    /// The library that transfers tensors between ranks, if not Gloo.
     pub(crate) library: Option<std::path::PathBuf>,
-    /// By how many milliseconds that library comes late, at most.
+    /// The maximum delay of that library in milliseconds.
     pub(crate) delay: Option<&'static str>,
-    /// How many ranks may share a micro-batch while some are killed, as flags.
+    /// Flags for ranks that share micro-batches while some are killed.
     pub(crate) shared: &'static [&'static str],
-    /// Steps from one checkpoint to the next, as a flag has it.
+    /// Steps between checkpoints, as a flag's value.
     pub(crate) every: &'static str,
     pub(crate) curriculum: std::path::PathBuf,
 }
 
 impl Fixture {
-    /// With this changed in the curriculum.
+    /// With this change of the curriculum.
     pub(crate) fn new(change: &[(&str, &str)]) -> Self {
         let scratch = Scratch::new();
         let store = build(&scratch, &corpus(&scratch, 300, ""), "store");
@@ -159,7 +159,7 @@ impl Fixture {
         self.run_by(&[], out, extra)
     }
 
-    /// The same by another command than training.
+    /// The same with another command than training.
     pub(crate) fn run_by(&self, command: &[&str], out: &str, extra: &[&str]) -> Command {
         let out = self.scratch.path(out);
         let mut args = command.to_vec();
@@ -198,8 +198,8 @@ impl Fixture {
     }
 }
 
-/// Starts a run again and again, each time with other ranks, machines and schedule, and kills a rank, or the launcher, at
-/// another moment.
+/// Starts a run repeatedly with other ranks, nodes and gradient reduction, and kills a rank or the launcher at another
+/// moment each time.
 pub(crate) fn kill_in_turn(fixture: &Fixture, kills: &[(usize, Option<usize>, &str)]) {
     for (index, (count, victim, nodes)) in kills.iter().copied().enumerate() {
         let how = ["bucketed", "whole"][index % 2];
@@ -266,7 +266,7 @@ fn so_do_they_in_bf16() {
     fixture.assert_same("alone", "killed");
 }
 
-/// Whoever is killed, the others of its line wait in the middle of a layer.
+/// Whichever rank is killed, the others of its group wait in the middle of a layer.
 #[test]
 fn so_do_ranks_that_share_micro_batches() {
     let mut fixture = Fixture::new(&[&MIDDLING[..], &[CUT]].concat());
@@ -283,7 +283,7 @@ fn so_do_ranks_that_share_micro_batches() {
     assert_eq!(several, verdict, "so do those that share, and one of them says it");
 }
 
-/// Whoever is killed, the others wait for the shards of weights that it held.
+/// Whichever rank is killed, the others wait for the weight shards that it held.
 #[test]
 fn so_do_ranks_that_hold_weights_for_each_other() {
     let mut fixture = Fixture::new(&[&SHORT[..], &[CUT]].concat());
@@ -298,7 +298,7 @@ fn so_do_ranks_that_hold_weights_for_each_other() {
     assert!(verdict.contains("same bits"), "one rank replays what folded ones trained: {verdict}");
     let several = ztrain(&[&step[..], &["--nproc", "4", "--cp", "2", "--tsp", "2"]].concat()).ok();
     assert_eq!(several, verdict, "so do those that hold its weights for each other");
-    // On the way from a checkpoint they hold parts of weights, and one of them needs all.
+    // From the checkpoint to the step they hold weight shards, and then one of them needs all weights.
     let part = ["replay", "--run", arg(&run), "--step", "6", "--micro-batch", "1"];
     let several = ztrain(&[&part[..], &["--nproc", "2", "--tsp", "2"]].concat()).ok();
     assert!(several.contains("same bits"), "{several}");
@@ -347,7 +347,7 @@ fn a_rank_that_hangs_is_named_within_the_deadline() {
     hold_one(&Fixture::new(&[]));
 }
 
-/// Holds one of three ranks for ever.
+/// Halts one of three ranks permanently.
 pub(crate) fn hold_one(fixture: &Fixture) {
     let mut command = fixture.run("held", &["--nproc", "3", "--rank-timeout", "2"]);
     command.stdout(Stdio::null()).stderr(Stdio::piped());
@@ -374,7 +374,7 @@ fn a_run_that_was_stopped_longer_than_ranks_wait_goes_on() {
     until_lines(&fixture.scratch.path("paused"), 4, &mut launcher);
     let all = [&[launcher.id()], &ranks[..]].concat();
     all.iter().for_each(|process| signal("STOP", *process));
-    // Time itself is what is waited for here.
+    // This waits for time itself to pass.
     std::thread::sleep(Duration::from_millis(4500));
     all.iter().for_each(|process| signal("CONT", *process));
     let ended = launcher.wait_with_output().unwrap();
@@ -385,7 +385,7 @@ fn a_run_that_was_stopped_longer_than_ranks_wait_goes_on() {
 
 #[test]
 fn a_signal_ends_the_step_and_two_end_the_process() {
-    // Steps that last long enough to be met.
+    // Steps long enough to be interrupted.
     let fixture = Fixture::new(&[("batch = 6", "batch = 36"), ("batch = 8", "batch = 64")]);
     fixture.finish("alone", &["--nproc", "1"]);
     for count in ["1", "3"] {
@@ -397,7 +397,7 @@ fn a_signal_ends_the_step_and_two_end_the_process() {
             command.stdout(Stdio::piped()).stderr(Stdio::null());
             let mut process = command.spawn().unwrap();
             until_lines(&run, lines + 1, &mut process);
-            // Both arrive before it does anything more.
+            // Both arrive before it does anything else.
             ["STOP"]
                 .iter()
                 .chain(signals)
@@ -442,7 +442,7 @@ fn collectives_are_measured_and_right() {
     let said = ztrain(&[&args[..], &rest].concat()).ok();
     let mut rows: Vec<serde_json::Value> =
         said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    // Between the same work on all ranks somebody waits, and a plan reads for how long.
+    // Ranks with equal work still wait for each other, and a plan reads how long.
     let uneven = rows.pop().unwrap()["uneven"].as_f64().unwrap();
     let kept = fs::read_to_string(&cluster).unwrap();
     assert!(uneven > 0.0 && kept.contains(&format!("\nuneven = {uneven:.3}")), "{uneven}: {kept}");

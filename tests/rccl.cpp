@@ -1,23 +1,25 @@
 // A stand-in for RCCL and NCCL: their C interface over plain memory, between processes or threads of one machine.
 //
-// It keeps what makes the real ones hard to use:
-// - Transfers are queued on a stream, which works them through in order; a call returns before they are done.
-// - A send is done when its receive is: nothing is sent before the other side has come to the receive.
+// It keeps what makes the real libraries hard to use:
+// - Transfers are queued on a stream, which executes them in order; a call returns before they are done.
+// - A send completes with its receive: nothing is sent before the other side has reached the receive.
 // - Transfers of one group make progress together; outside a group each is a group of its own.
 // - Joining waits for every rank, without a deadline.
-// - A peer that is gone is not noticed: its transfers stay where they are until the communicator is given up.
-// - A communicator is for one thread at a time: two are the end of the process.
-// - What would add numbers up ends the process.
+// - A lost peer is not detected: its transfers block until the communicator is aborted.
+// - A communicator is for one thread at a time: a second thread aborts the process.
+// - Reductions abort the process.
 //
-// Beyond the interface: hostStreamCreate, -Destroy, -Mark and -Passed, which stand for a device's runtime library. Where
-// the stand-in for a GPU is in the process (kernels/device/standin), streams are that one's: it hears what a group reads and
-// writes, and when it has begun and ended.
-// For the tests: STANDIN_FAULT=kill:R:N or stop:R:N does that to rank R in the middle of its N-th group;
-// STANDIN_FAULT=block:R:N has rank R's N-th ncclGroupEnd not return before the communicator is given up,
-// STANDIN_FAULT=wrong:R:N has rank R's N-th group end in an error, its tensors not moved, after a while in which others run into
-// it, STANDIN_FAULT=soon:R:N before the call returns, STANDIN_FAULT=cling:R:N like the first, and its device does not come back when the
-// communicator is given up. STANDIN_FAULT=join:R:0 has rank R never come to join. STANDIN_DELAY=M has each group of each rank begin
-// up to M milliseconds late, drawn by rank and group.
+// Beyond the interface: hostStreamCreate, -Destroy, -Mark and -Passed, which stand for a device's runtime library. If
+// the stand-in for a GPU is loaded (kernels/device/standin), its streams are used. It is informed what a group reads
+// and writes, and when it begins and ends.
+// For the tests, STANDIN_FAULT has one of these, for the N-th group of rank R:
+//   kill:R:N, stop:R:N   kills or halts the rank in the middle of the group
+//   block:R:N            ncclGroupEnd does not return until the communicator is aborted
+//   wrong:R:N            the group ends in an error without moving its tensors, after a delay in which others reach it
+//   soon:R:N             the same, before the call returns
+//   cling:R:N            like wrong, and the device does not return even when the communicator is aborted
+//   join:R:0             the rank never joins
+// STANDIN_DELAY=M delays each group of each rank by up to M milliseconds, sampled by rank and group.
 
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -54,23 +56,23 @@ struct Transfer {
   size_t bytes;
 };
 
-// A message is a header and, if it carries data, as many bytes. Without data it says: the receive of so many bytes is here.
+// A message is a header and, if `carries` is set, as many bytes. Without data it announces a receive of that size.
 struct Header {
   uint64_t carries;
   uint64_t bytes;
 };
 
-// One direction of each: what goes out, what comes in.
+// The state of the connection to one peer, in both directions.
 struct Wire {
   int socket = -1;
   std::deque<Transfer> sends, receives;
-  std::deque<uint64_t> asked;       // receives that the other side has come to
-  std::vector<char> out;            // headers on their way
+  std::deque<uint64_t> asked; // receives announced by the other side
+  std::vector<char> out; // headers to send
   const char* payload = nullptr;    // data that follows `out`
   size_t payload_left = 0;
   size_t header_got = 0;
   Header header{};
-  size_t got = 0;                   // of the receive under way
+  size_t got = 0; // of the current receive
 };
 
 struct Group {
@@ -89,7 +91,7 @@ struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
-  uint64_t came = 0, done = 0;      // what was ever queued, and of that what is done
+  uint64_t came = 0, done = 0; // operations ever queued, and how many of them are done
   bool end = false;
   std::thread thread;
 
@@ -133,14 +135,14 @@ struct Stream {
   }
 };
 
-// What the tests want to go wrong here, if it is this rank's turn.
+// Whether the tests ask for this fault now on this rank.
 bool fault(const char* what, const Comm& comm, int number) {
   const char* asked = std::getenv("STANDIN_FAULT");
   const std::string mine = std::string(what) + ":" + std::to_string(comm.rank) + ":" + std::to_string(number);
   return asked != nullptr && mine == asked;
 }
 
-// Comes late, if the test wants that.
+// Sleeps if the tests ask for a delay.
 void nap(const Comm& comm, int number) {
   const char* most = std::getenv("STANDIN_DELAY");
   if (most == nullptr) return;
@@ -148,7 +150,7 @@ void nap(const Comm& comm, int number) {
   std::this_thread::sleep_for(std::chrono::microseconds(draw() % (1000 * std::atoi(most) + 1)));
 }
 
-// Only one thread may be inside.
+// Aborts if two threads are inside.
 struct Guard {
   Comm& comm;
   explicit Guard(Comm& comm) : comm(comm) {
@@ -173,7 +175,7 @@ void begin(Wire& wire, const Group& group, int peer) {
   }
 }
 
-// Writes what can be written; false where the other side is gone, which nobody is told.
+// Writes as much as the socket takes. If the other side is lost, it fails silently.
 void write_some(Comm& comm, Wire& wire) {
   if (wire.out.empty() && wire.payload_left == 0 && !wire.sends.empty() && !wire.asked.empty()) {
     const Transfer send = wire.sends.front();
@@ -227,14 +229,14 @@ void read_some(Comm& comm, Wire& wire, bool& gone) {
   wire.receives.pop_front();
 }
 
-// Works a group through: all of its transfers together, until the last is done or the communicator is given up.
+// Executes a group: all of its transfers together, until the last is done or the communicator is aborted.
 void run(Comm& comm, const Group& group, int number) {
   const bool soon = fault("soon", comm, number);
   if (soon || fault("wrong", comm, number) || fault("cling", comm, number)) {
-    // Whoever computes has the time to run into it.
+    // Gives compute streams the time to reach the group.
     if (!soon) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     comm.error = kSystem;
-    // The kernel stays until the communicator is given up.
+    // The kernel blocks until the communicator is aborted.
     while (!comm.aborted || fault("cling", comm, number)) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     return;
   }
@@ -266,12 +268,12 @@ void run(Comm& comm, const Group& group, int number) {
     }
     if (moved > 0 && fault("kill", comm, number)) ::raise(SIGKILL);
     if (moved > 0 && fault("stop", comm, number)) ::raise(SIGSTOP);
-    // Whoever is gone stays gone, and nobody hears of it: this would only spin.
+    // A lost peer stays lost, unreported: without a pause this would spin.
     if (lost) std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }
 
-// The stand-in for a GPU, if it is here.
+// The stand-in for a GPU, if loaded.
 struct Gpu {
   void (*launch)(void* stream, const char* name, size_t count, const void* const* data, const int* write);
   void (*begin)(void* stream);
@@ -293,11 +295,11 @@ const Gpu* gpu() {
   return one.launch == nullptr ? nullptr : &one;
 }
 
-// The thread that works a stream through.
+// The thread that executes a stream.
 Stream* worker_of(void* stream) {
   if (gpu() == nullptr) return static_cast<Stream*>(stream);
   static std::mutex mutex;
-  // Never freed: a stream of a device lives as long as the process.
+  // Never freed: a device's stream lives as long as the process.
   static auto* const workers = new std::map<void*, Stream*>;
   const std::lock_guard<std::mutex> lock(mutex);
   Stream*& worker = (*workers)[stream];
@@ -310,7 +312,7 @@ struct Queued {
   void* stream;
   Group group;
 
-  // Tells the stand-in for a GPU what is queued.
+  // Informs the stand-in for a GPU of what is queued.
   void tell(const Gpu& gpu) const {
     std::vector<const void*> data;
     std::vector<int> write;
@@ -361,7 +363,7 @@ void launch() {
 sockaddr_un address(const char* id, int rank, socklen_t& length) {
   sockaddr_un place{};
   place.sun_family = AF_UNIX;
-  // The name begins with a zero byte: it lives in no folder.
+  // The name begins with a zero byte, so the socket is in no folder.
   const int name = std::snprintf(place.sun_path + 1, sizeof(place.sun_path) - 1, "standin-%.32s-%d", id, rank);
   length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name);
   return place;
@@ -438,7 +440,7 @@ int ncclCommGetAsyncError(void* handle, int* error) {
   return kOk;
 }
 
-// Freed by neither: a call that was under way may still look at it.
+// Freed by neither: a concurrent call may still use it.
 int ncclCommAbort(void* handle) {
   Comm& comm = *static_cast<Comm*>(handle);
   comm.aborted = true;
@@ -488,7 +490,7 @@ int ncclRecv(void* data, size_t count, int type, int peer, void* handle, void* s
   return queue(data, count, type, peer, handle, stream, false);
 }
 
-// Sums are never asked of such a library: their order would be its own. Whoever does ends.
+// Never called on such a library: its order of summation would be its own. Calling it aborts.
 #define NO_SUMS(name)                                                     \
   int name() {                                                            \
     std::fprintf(stderr, "stand-in: " #name " adds up in an order of its own\n"); \

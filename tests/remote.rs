@@ -1,7 +1,7 @@
-//! Fear: that a network between us and the data changes a byte, loses a store, or makes two of one.
+//! Fear: that a network between us and the data changes a byte, loses a store, or duplicates one.
 //!
-//! Against a real S3 server process (`s3.py`, in a Python of its own), through a proxy that refuses, stalls, cuts and
-//! forgets. Where the server cannot be had, each test says so in the log.
+//! Uses a real S3 server process (`s3.py`, in its own Python), through a proxy that refuses, stalls, cuts and drops
+//! answers. If the server is not available, each test says so in the log.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,45 +22,45 @@ use crate::support::{
     Ran, Scratch, arg, build, corpus, curriculum, json_lines, tree, zdata, zdata_command,
 };
 
-/// What the proxy does to a request.
+/// How the proxy treats a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Trouble {
-    /// Nothing.
+    /// Passes it on.
     None,
-    /// 503, without asking the server.
+    /// Answers 503 without asking the server.
     Refuse,
-    /// No answer for longer than anyone waits.
+    /// Does not answer for longer than any timeout.
     Stall,
-    /// The server does it, and the answer is lost.
+    /// The server executes it, but the answer is lost.
     Forget,
-    /// The server does it, and half of the answer is lost.
+    /// The server executes it, but half of the answer is lost.
     Cut,
 }
 
-/// How often each was done.
+/// How often each was applied.
 #[derive(Default)]
 struct Counts([AtomicU64; 5]);
 
-/// A server, and a proxy before it.
+/// A server with a proxy in front.
 pub(crate) struct Bucket {
     child: Child,
     proxy: u16,
     counts: Arc<Counts>,
     cache: std::path::PathBuf,
-    /// Seconds that a command waits for an answer: a busy machine takes its time, but one that is kept back is given up.
+    /// Seconds that a command waits for an answer: enough for a busy machine, but not for a stalled request.
     timeout: &'static str,
 }
 
 impl Drop for Bucket {
     fn drop(&mut self) {
-        // It ends by itself when its input does; a test that fails shall not wait for it.
+        // The server exits when its input closes; a failing test must not wait for that.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Bucket {
-    /// Serves the files of `folder`, with so many troubles in a thousand requests.
+    /// Serves the files of `folder`, with trouble in `per_mille` of a thousand requests.
     pub(crate) fn serve(scratch: &Scratch, folder: &Path, per_mille: u64) -> Option<Bucket> {
         let python = match provision("s3.txt") {
             Ok(python) => python,
@@ -85,7 +85,7 @@ impl Bucket {
                 std::thread::spawn(move || {
                     let trouble = trouble(number, per_mille);
                     shared.0[trouble as usize].fetch_add(1, Ordering::Relaxed);
-                    // A client that has had enough is part of the game.
+                    // Clients may give up: ignore errors.
                     let _ = relay(client, server, trouble);
                 });
             }
@@ -98,7 +98,7 @@ impl Bucket {
         self.reached_by(zdata_command(args))
     }
 
-    /// A command that knows where the server is.
+    /// A command with the server's address in its environment.
     pub(crate) fn reached_by(&self, mut command: Command) -> Command {
         command
             .env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{}", self.proxy))
@@ -114,13 +114,13 @@ impl Bucket {
         self.command(args).output().unwrap().into()
     }
 
-    /// What lies below `place`, by its name from there on, as the server itself tells it.
+    /// The objects below `place`, by relative name, as the server itself lists them.
     fn objects(&self, place: &str) -> BTreeMap<String, Vec<u8>> {
-        // What a killed process had asked for may be done after its end: then what was listed is gone.
+        // Requests of a killed process may complete after its end: an object listed may then be removed, so try again.
         (0..100).find_map(|_| self.listed(place)).unwrap()
     }
 
-    /// The same, unless something goes meanwhile.
+    /// The same; `None` if an object is removed meanwhile.
     fn listed(&self, place: &str) -> Option<BTreeMap<String, Vec<u8>>> {
         let list = self.get(&format!("/bucket?list-type=2&prefix={place}/"))?;
         let list = String::from_utf8(list).unwrap();
@@ -133,7 +133,8 @@ impl Bucket {
         keys.map(read).collect()
     }
 
-    /// The body of the answer to a request, which the server takes from anyone who says a name; `None` where there is nothing.
+    /// The body of the answer to a request, which the server accepts without checking the signature; `None` if nothing
+    /// exists.
     fn get(&self, path: &str) -> Option<Vec<u8>> {
         let mut stream = TcpStream::connect(("127.0.0.1", self.proxy)).unwrap();
         let name = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0";
@@ -162,7 +163,7 @@ fn trouble(number: u64, per_mille: u64) -> Trouble {
     if lot % 1000 < per_mille { kinds[(lot / 1000 % 8) as usize] } else { None }
 }
 
-/// Passes one request on and its answer back; every connection carries one.
+/// Passes one request on and its answer back; every connection has one request.
 fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Result<()> {
     let mut reader = BufReader::new(client.try_clone()?);
     let (mut head, mut length, mut line) = (String::new(), 0, String::new());
@@ -195,8 +196,8 @@ fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Resul
         }
         _ => {}
     }
-    // S3 checks the condition of a completion and completes in one; this server does other things in between. So it gets
-    // one completion at a time.
+    // S3 checks the condition of a completion and completes atomically; this server does other things in between. So it
+    // gets one completion at a time.
     static COMPLETION: Mutex<()> = Mutex::new(());
     let completes = head.starts_with("POST ") && head.contains("uploadId=");
     let _one = completes.then(|| COMPLETION.lock().unwrap_or_else(PoisonError::into_inner));
@@ -214,12 +215,12 @@ fn relay(mut client: TcpStream, server: u16, trouble: Trouble) -> std::io::Resul
 
 const URL: &str = "s3://bucket/stores/small";
 
-/// A corpus on the disk and the same one in the bucket.
+/// The same corpus on disk and in the bucket.
 fn twins(scratch: &Scratch, documents: u64) -> (std::path::PathBuf, std::path::PathBuf) {
     let near = corpus(scratch, documents, "shard_tokens = 16384");
     let text = fs::read_to_string(&near).unwrap().replace("\"raw/", "\"s3://bucket/raw/");
     let far = scratch.write("far.toml", text);
-    // The bucket holds what stands below this folder.
+    // The bucket serves this folder.
     fs::create_dir_all(scratch.path("served")).unwrap();
     fs::rename(scratch.path("raw"), scratch.path("served/raw")).unwrap();
     std::os::unix::fs::symlink(scratch.path("served/raw"), scratch.path("raw")).unwrap();
@@ -245,7 +246,7 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     let there = curriculum(&scratch, Path::new(URL), "there.toml", &[]);
     let steps = |path: &Path| bucket.zdata(&["digest", arg(path), "--steps", "1..21"]).ok();
     assert_eq!(steps(&here), steps(&there));
-    // Documents that are packed: beside a store of the disk, in the cache of one in a bucket, the same text.
+    // Packed documents: packs are next to a local store, or in the cache for a store in a bucket. The text is the same.
     let packing =
         "[source.web]\npacking = \"best-fit\"\nlengths = { 64 = 2, 128 = 1 }\n[source.math]";
     let packed = |name, store| curriculum(&scratch, store, name, &[("[source.math]", packing)]);
@@ -255,7 +256,7 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
     assert!(scratch.path("store.packs").is_dir());
     let batch = bucket.zdata(&["batch", arg(&there), "--step", "2"]).ok();
     assert!(batch.contains("s3://bucket/raw/web-"), "{batch}");
-    // The commands that read inputs again, and builds that use the parts of earlier ones.
+    // Commands that read inputs again, and builds that reuse parts of earlier ones.
     let trained = scratch.path("trained.json");
     let train = ["--vocab", "400", "--out", arg(&trained)];
     bucket.zdata(&[&["tokenizer", "train", arg(&far)][..], &train].concat()).ok();
@@ -279,7 +280,7 @@ fn a_store_in_a_bucket_is_the_store_on_the_disk() {
 fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let scratch = Scratch::new();
     let (_, far) = twins(&scratch, 60);
-    // What lies in the bucket before it is served.
+    // Objects that exist before the bucket is used.
     for (place, name) in [("begun", "tokens-00009.arrow"), ("left", "tokens-00000.arrow.0f.part")] {
         let folder = scratch.path("served/stores").join(place).join("web/train");
         fs::create_dir_all(&folder).unwrap();
@@ -291,10 +292,10 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let other = fs::read_to_string(&far).unwrap().replace("1/50", "1/7") + more;
     let other = scratch.write("other.toml", other);
     bucket.zdata(&["build", arg(&other), "--out", URL]).fails(2, &["validation"]);
-    // A place of other things is none for a store, as it is with a folder.
+    // A prefix with other objects is refused, as a folder with other files is.
     bucket.zdata(&["build", arg(&far), "--out", "s3://bucket/raw"]).fails(2, &["something else"]);
     assert!(!scratch.path("served/raw/manifest.json").exists());
-    // Nothing of another one is put beside its files, those neither that it lacks.
+    // No file of another store is added to an existing one, not even a missing one.
     let local = build_far_inputs(&bucket, &other, &scratch.path("other"));
     let place = URL.strip_prefix("s3://bucket/").unwrap();
     let before = bucket.objects(place);
@@ -303,18 +304,18 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     assert!(bucket.objects(place) == before, "{:?}", bucket.objects(place).keys());
     bucket.zdata(&["verify", URL]).ok();
     bucket.zdata(&["verify", arg(&local)]).ok();
-    // One that is damaged is not put where nothing is ever replaced.
+    // A damaged store is not published: what is published is never replaced.
     let damaged = build_far_inputs(&bucket, &other, &scratch.path("damaged"));
     let sums = damaged.join("web/train/tokens-00000.sums");
     fs::write(&sums, [&fs::read(&sums).unwrap()[..], b"x"].concat()).unwrap();
     let place = "s3://bucket/stores/damaged";
     bucket.zdata(&["publish", arg(&damaged), place]).fails(3, &["damaged", arg(&sums)]);
     bucket.zdata(&["publish", arg(&local), place]).ok();
-    // A name that such a store might have had is none that this one has; what an upload left is.
+    // An object whose name is not in this store's manifest blocks it; the leftovers of an upload do not.
     let place = "s3://bucket/stores/begun";
     bucket.zdata(&["publish", arg(&local), place]).fails(2, &["something else", "tokens-00009"]);
     bucket.zdata(&["publish", arg(&local), "s3://bucket/stores/left"]).ok();
-    // The same store again is no other store.
+    // Publishing an identical store succeeds.
     let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
     bucket.zdata(&["publish", arg(&same), URL]).ok();
     for (pattern, word) in [
@@ -359,7 +360,7 @@ fn what_preparation_wrote_goes_into_the_bucket_too() {
     let told = bucket.zdata(&["build", arg(&corpus), "--out", URL]).ok();
     assert_eq!(told[..64], bucket.zdata(&["verify", URL]).ok()[..64]);
     assert!(fs::read_dir(bucket.cache.join("builds")).unwrap().next().is_none());
-    // What a build leaves that is killed at its very end goes with the next one; another store stays.
+    // Leftovers of a build killed at its very end are removed by the next build; another store is kept.
     let left = bucket.cache.join("builds").join(Digest::of_bytes(URL.as_bytes()).to_string());
     for (corpus, stays) in [(&corpus, false), (&scratch.path("corpus.toml"), true)] {
         zdata(&["build", arg(corpus), "--out", arg(&left)]).ok();
@@ -398,7 +399,8 @@ fn a_killed_build_into_a_bucket_goes_on_and_is_no_store_before() {
     }
 }
 
-/// Small stores in many files, and ones with a file that goes in parts: of those a kill leaves objects beside their place.
+/// Small stores of many files, and stores with a multipart upload: a kill leaves such parts as objects next to the
+/// store.
 #[test]
 fn a_killed_publication_goes_on_and_is_no_store_before() {
     let scratch = Scratch::new();
@@ -420,7 +422,7 @@ fn a_killed_publication_goes_on_and_is_no_store_before() {
             for _ in 0..3 {
                 fire.kill(publish(&place));
                 let left = bucket.objects(&place);
-                // The manifest comes last, and each file appears whole.
+                // The manifest is written last, and each file appears complete.
                 let is_store = left.contains_key("manifest.json");
                 assert!(!is_store || whole.keys().all(|name| left.contains_key(name)), "{place}");
                 for (name, bytes) in left.iter().filter(|(name, _)| !name.ends_with(".part")) {
@@ -433,7 +435,7 @@ fn a_killed_publication_goes_on_and_is_no_store_before() {
     }
 }
 
-/// Two stores of one long document in a file of more than 16 MiB, which goes in parts; they differ in one token.
+/// Two stores of one long document in a file of more than 16 MiB, uploaded in parts; they differ in one token.
 fn large_twins(scratch: &Scratch) -> [std::path::PathBuf; 2] {
     corpus(scratch, 20, "");
     ["a", "b"].map(|name| {
@@ -526,7 +528,7 @@ fn copies_are_kept_within_their_bound() {
         .map(|f| f.unwrap().metadata().unwrap().len())
         .sum();
     assert!(all > 2 * limit, "the inputs are too small to show anything: {all}");
-    // The one in use stays, however large it is.
+    // The file in use is kept, however large it is.
     assert!(bytes.iter().sum::<u64>() <= limit.max(*bytes.iter().max().unwrap()), "{bytes:?}");
 }
 
@@ -537,7 +539,7 @@ mod training {
 
     const PLACE: &str = "s3://bucket/runs/a";
 
-    /// Text from a bucket and checkpoints into it, through troubles, kills and other numbers of ranks.
+    /// Text and checkpoints in a bucket, through network trouble, kills and changing numbers of ranks.
     #[test]
     fn a_run_that_lives_in_a_bucket_is_the_run_on_the_disk() {
         let scratch = Scratch::new();
@@ -558,7 +560,7 @@ mod training {
         let far = ["--curriculum", arg(&there), "--out", arg(&run)];
         let far = [&far[..], &every].concat();
         ran(&far, &["--checkpoints", PLACE, "--stop-after", "4"]).ok();
-        // From here on the folder knows the place. Another run is refused there, and this one elsewhere.
+        // The run's folder now records the location. Another run is refused there, and this run elsewhere.
         let other = scratch.path("other");
         let twice = ["--curriculum", arg(&there), "--out", arg(&other), "--checkpoints", PLACE];
         ran(&twice, &[]).fails(2, &["another run keeps its checkpoints here", PLACE]);
@@ -580,8 +582,8 @@ mod training {
         );
         let verdict = ran(&["replay", "--run", arg(&run), "--step", "20"], &[]).ok();
         assert!(verdict.contains("same bits"), "{verdict}");
-        // A fork takes the newest checkpoint out of the bucket into its own folder, and goes on from there; changed in nothing,
-        // it is the run.
+        // A fork copies the newest checkpoint from the bucket into its own folder and continues from it; without
+        // changes it equals the run.
         let fork = scratch.path("fork");
         let told = ran(&["fork", arg(&run), "--step", "19", "--out", arg(&fork)], &[]).ok();
         assert!(told.contains("checkpoints: step-18\n"), "{told}");

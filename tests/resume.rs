@@ -1,7 +1,7 @@
 //! Fear: that a kill leaves a trace.
 //!
-//! Each test kills a real process with SIGKILL at moments spread over its life, runs the same command again until it
-//! ends, and compares every byte with an undisturbed one. `ZSTACK_KILLS` sets how many (default 4).
+//! Each test kills a real process with SIGKILL at moments spread over its life, reruns the same command until it ends,
+//! and compares every byte with an undisturbed run. `ZSTACK_KILLS` sets how many kills (default 4).
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,11 +21,11 @@ pub(crate) fn kills() -> u64 {
     std::env::var("ZSTACK_KILLS").map_or(4, |text| text.parse().unwrap())
 }
 
-/// Rounds of kills, each at a moment drawn from the first nine tenths of a process's life.
+/// Rounds of kills, each at a moment sampled from the first nine tenths of a process's life.
 ///
-/// How long that life is, only the last processes can tell: machines are noisy, and what an earlier kill left makes
-/// the next one shorter. A kill that came too late shortens the guess, one that hit lengthens it again; and the rounds
-/// go on until one has hit, because kills that all come too late test nothing.
+/// The length of that life is estimated from the last processes: machines are noisy, and an earlier kill leaves less
+/// work. A kill that came too late shortens the estimate, one that hit lengthens it again. Rounds continue until one
+/// has hit, because kills that all come too late test nothing.
 pub(crate) struct Fire {
     name: String,
     whole: Duration,
@@ -37,19 +37,19 @@ pub(crate) struct Fire {
 }
 
 impl Fire {
-    /// Kills of processes that live about `whole`, their moments drawn from number `first` on.
+    /// Kills processes that live about `whole`; the sequence of random moments starts at number `first`.
     pub(crate) fn new(whole: Duration, first: u64) -> Fire {
         let name = std::thread::current().name().unwrap_or("kills").to_owned();
         Fire { name, whole, guess: whole, drawn: first, rounds: 0, kills: 0, hits: 0 }
     }
 
-    /// The same, reported under `name` where one test kills several kinds of process.
+    /// The same, reported under `name` if one test kills several kinds of process.
     pub(crate) fn named(mut self, name: &str) -> Fire {
         self.name = format!("{}, {name}", self.name);
         self
     }
 
-    /// The number of the next round: `wanted` rounds, and more as long as none was hit.
+    /// The number of the next round: `wanted` rounds, and more until one has hit.
     pub(crate) fn round(&mut self, wanted: u64) -> Option<u64> {
         if self.rounds >= wanted && self.hits > 0 {
             return None;
@@ -59,7 +59,7 @@ impl Fire {
         Some(self.rounds - 1)
     }
 
-    /// Starts `command` and kills it at the next moment.
+    /// Starts `command` and kills it at the next sampled moment.
     pub(crate) fn kill(&mut self, mut command: Command) {
         let per_mille = draw(Key::from_seed(5), Purpose::Generate, self.drawn) % 900;
         self.drawn += 1;
@@ -97,7 +97,7 @@ fn a_killed_build_ends_with_the_same_bytes() {
         let store = scratch.path(&format!("killed-{index}"));
         let command = build_into(arg(&store));
         let command = command.each_ref().map(String::as_str);
-        // Three kills in a row: the second build of a folder has to survive what the first one left, too.
+        // Three kills in a row: later builds also have to cope with what earlier ones left.
         for _ in 0..3 {
             fire.kill(zdata_command(&command));
             if !store.join("manifest.json").exists() && store.exists() {
@@ -110,8 +110,8 @@ fn a_killed_build_ends_with_the_same_bytes() {
     }
 }
 
-/// Rounds of three kills of `command` in a folder of its own, and a run to its end, which `end` judges; the folder has to hold
-/// then what an undisturbed one does. `check` looks at what each kill left.
+/// Rounds of three kills of `command` in its own folder, then a run to its end, which `end` judges. The folder then has
+/// to equal an undisturbed one. `check` inspects what each kill left.
 fn kill_in_folders(
     scratch: &Scratch,
     begin: impl Fn(&Path),
@@ -143,7 +143,7 @@ fn kill_in_folders(
     }
 }
 
-/// Every file that has its name for good is the one of the undisturbed folder: nothing is half written.
+/// Every file with a final name equals that of the undisturbed folder: nothing is half written.
 fn assert_whole(undisturbed: &Path, left: BTreeMap<String, Vec<u8>>) {
     let wanted = tree(undisturbed);
     for (name, bytes) in left.into_iter().filter(|(name, _)| !name.ends_with(disk::PART)) {
@@ -151,7 +151,7 @@ fn assert_whole(undisturbed: &Path, left: BTreeMap<String, Vec<u8>>) {
     }
 }
 
-/// The same, of all that lies in a folder.
+/// The same for everything in a folder.
 fn whole(undisturbed: &Path, killed: &Path) {
     assert_whole(undisturbed, tree(killed));
 }
@@ -181,13 +181,13 @@ fn a_killed_init_ends_with_the_same_bytes() {
     let command = |folder: &Path| vec!["init".to_owned(), arg(folder).to_owned()];
     let end = |ran: Ran| match ran.code {
         Some(0) => {}
-        // The kill came when both were written.
+        // Both files existed when the kill came.
         _ => drop(ran.fails(2, &["corpus.toml", "there already"])),
     };
     kill_in_folders(&scratch, begin, command, whole, end);
 }
 
-/// An amendment is one file, and the packs beside the store of a source whose documents are packed.
+/// An amendment writes one file, and the packs next to the store of a source with packed documents.
 #[test]
 fn a_killed_amendment_ends_with_the_same_bytes() {
     let scratch = Scratch::new();
@@ -216,7 +216,7 @@ fn a_killed_amendment_ends_with_the_same_bytes() {
         if left["run.toml"] == before {
             left.remove("run.toml");
         }
-        // Packs have a name of their writer's own until the last moment; whoever opens packs next clears it away.
+        // Packs have a temporary name until the last moment; the next command that opens packs removes such files.
         left.retain(|name, _| {
             name.rsplit_once(".packs.").is_none_or(|(_, drawn)| drawn.len() != 16)
         });
@@ -224,7 +224,7 @@ fn a_killed_amendment_ends_with_the_same_bytes() {
     };
     let end = |ran: Ran| match ran.code {
         Some(0) => {}
-        // The kill came when the amendment was written.
+        // The amendment was written when the kill came.
         _ => drop(ran.fails(2, &["run.toml", "at one step"])),
     };
     kill_in_folders(&scratch, begin, command, check, end);
@@ -283,7 +283,7 @@ mod training {
         zdata(&["verify-run", arg(&undisturbed)]).ok();
     }
 
-    /// A polite signal: the step at hand ends, its state is kept, the exit code is 0, and the same command goes on.
+    /// On SIGTERM the present step ends, its state is saved, the exit code is 0, and the same command continues.
     #[test]
     fn a_signal_ends_a_run_cleanly_and_the_same_command_goes_on() {
         let scratch = Scratch::new();
@@ -330,8 +330,8 @@ mod training {
         assert!(events.contains("\"event\":\"validation\""), "{events}");
     }
 
-    /// Wherever memory ends, in libtorch, in C++ under it or in our own code: a message and a code, and never a signal. How far a
-    /// run of so little memory comes is a matter of luck.
+    /// Wherever memory runs out, in libtorch, in C++ below it or in our own code, there is a message and an exit code,
+    /// never a signal. How far a run with so little memory gets is a matter of chance.
     #[test]
     fn a_process_with_hardly_any_memory_is_not_killed_by_it() {
         let scratch = Scratch::new();
@@ -354,14 +354,14 @@ mod training {
                 .into();
             if ran.code != Some(0) {
                 let told = ran.fails(6, &[]);
-                // A thread wants memory too, which the system says in its own words.
+                // A thread needs memory too, which the system reports in its own words.
                 let lack = ["memory", "cannot start a thread"];
                 assert!(lack.iter().any(|lack| told.contains(lack)), "{mebibytes} MiB: {told}");
             }
         }
     }
 
-    /// A micro-batch of half a million tokens, in a process that may have three gigabytes.
+    /// A micro-batch of half a million tokens, in a process limited to three gigabytes.
     #[test]
     fn a_run_that_finds_no_memory_says_where_and_goes_on() {
         let scratch = Scratch::new();
@@ -381,7 +381,7 @@ mod training {
             6,
             &["step 3, micro-batch 0: there is not enough memory", "can't allocate memory"],
         );
-        // With leaves that fit, the run goes on where it stopped, as one that never failed.
+        // With micro-batches that fit, the run continues where it stopped, as if it never failed.
         let fits =
             curriculum(&scratch, &store, "run.toml", &[epochs, steps, ("steps = 8", "steps = 2")]);
         ztrain(&["--curriculum", arg(&fits), "--out", arg(&run)]).ok();

@@ -1,8 +1,8 @@
-//! Fear: that a buffer is written again while a device still reads it, or while the host still has it; that a thread that has to
-//! do with one device takes memory of another.
+//! Fear: that a buffer is rewritten while a device or the host still reads it; that a thread for one device takes
+//! memory of another.
 //!
-//! The ring of `kernels::device` by itself, on the stand-in of `device.rs`: the test starts its own program a second time, which
-//! takes, sends and drops buffers there.
+//! Tests the ring of `kernels::device` alone, on the stand-in of `device.rs`: the test starts its own program a second
+//! time, which takes, sends and drops buffers.
 
 use std::process::Command;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use tch::{Device, Kind, Tensor};
 use crate::pretended::{contexts, pretend, total};
 use crate::support::{Ran, Scratch};
 
-/// Says to the test that it is the process on the stand-in.
+/// Marks the process on the stand-in.
 const ROLE: &str = "TEST_OF_THE_RING";
 
-/// A buffer that is full of `value`.
+/// A buffer filled with `value`.
 fn written(stager: &Stager, value: u8) -> Buffer {
     let mut buffer = stager.buffers().take(300, 1000).unwrap();
     let (flags, words) = buffer.parts_mut().unwrap();
@@ -25,7 +25,7 @@ fn written(stager: &Stager, value: u8) -> Buffer {
     buffer
 }
 
-/// Goes round the ring.
+/// Uses the buffers of the ring in turn.
 fn at_work() {
     let stager = Stager::new(kernels::device::open("cuda").unwrap()).unwrap();
     let place = |buffer: &Buffer| buffer.parts().1.as_ptr();
@@ -43,13 +43,13 @@ fn at_work() {
         (flags.sum(Kind::Float).double_value(&[]), words.max().int64_value(&[])),
         (300.0, 1)
     );
-    // Whoever writes a buffer that he has sent waits as well, and what was sent stays.
+    // Writing a buffer that was sent waits for its copy, and the sent data stays as it was.
     let sent = stager.send(&mut third, 500).unwrap();
     third.parts_mut().unwrap().1.fill(4);
     let words = sent.arrive().unwrap().1;
     assert_eq!((words.numel(), words.min().int64_value(&[])), (500, 3));
     drop((second, third));
-    // Two threads write, a third sends, what was sent is dropped in another order.
+    // Two threads write, a third sends, and sent buffers are dropped in another order.
     std::thread::scope(|scope| {
         let (full, take) = std::sync::mpsc::sync_channel(2);
         for thread in 0..2 {
@@ -76,13 +76,13 @@ fn at_work() {
     });
 }
 
-/// Does `work` on a thread that has been at no device.
+/// Runs `work` on a new thread that has not used a device.
 fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     std::thread::scope(|scope| scope.spawn(work).join().unwrap())
 }
 
-/// Takes a buffer to the second device and its words back, each step of that on another thread; on the first something is made if
-/// so asked.
+/// Copies a buffer to the second device and its words back, each step on another thread. If `both`, also allocates on
+/// the first device.
 fn at_the_second(both: bool) {
     let device = kernels::device::open("cuda:1").unwrap();
     let stager = apart(|| Stager::new(device).unwrap());
@@ -149,7 +149,7 @@ fn a_buffer_is_free_when_it_was_copied_and_dropped() {
     };
     let (races, copies, said) = ran("none:0");
     assert_eq!((races, copies), (0, 2 + 100), "one copy each: {said}");
-    // Without a look at the copy a buffer is given back too early.
+    // Without the check of the copy, a buffer is returned too early.
     for fault in ["host:1", "host:2", "host:0"] {
         let (races, _, said) = ran(fault);
         assert!(

@@ -1,4 +1,4 @@
-//! Fear: that what the benches write is not what a plan reads.
+//! Fear: that a plan does not read what the benchmarks write.
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
 
@@ -29,7 +29,7 @@ fn a_machine_is_measured_and_planned_on() {
             && rows.iter().any(|row| row["name"] == "width less 1")
     );
     assert!(std::fs::read_to_string(&plot).unwrap().contains("90 % of peak"));
-    // Half a description says what measures the other half.
+    // If half of a description is missing, the error names the benchmark that measures it.
     ztrain(&plan).fails(2, &["no [memory]", "ztrain bench memory"]);
     let memory = ["bench", "memory", "--to", "256K", "--seconds", "0.01", "--out", arg(&cluster)];
     assert!(ztrain(&memory).ok().contains("triad"));

@@ -1,6 +1,6 @@
-//! Fear: that the table of where the time goes does not add up.
+//! Fear: that the table of where the time is spent does not add up.
 //!
-//! As processes of their own: the watches are the process's, and other tests would be on them.
+//! Uses separate processes: timers are per process, and other tests would count too.
 
 use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
 
@@ -69,12 +69,12 @@ fn a_traced_step_tells_where_its_time_went() {
     assert!(named(&trace["parts"], "products by a library"), "{trace}");
     let all: f64 = trace["parts"].as_array().unwrap().iter().map(seconds).sum();
     assert!((all - trace["busy"].as_f64().unwrap()).abs() < 1e-9, "{trace}");
-    // Two workers have at most twice the time of the step.
+    // Two workers spend at most twice the step's time.
     assert!(all > 0.0 && all < 2.0 * trace["seconds"].as_f64().unwrap(), "{trace}");
     let kept: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert!(!kept["traceEvents"].as_array().unwrap().is_empty());
 
-    // A trace is written over, nothing else is; and the traced step is one of the curriculum.
+    // A trace may be overwritten, other files not; and the traced step has to be in the curriculum.
     let shown = ztrain(&command).ok();
     for word in ["a traced step", "products by a library", "calls"] {
         assert!(shown.contains(word), "no {word:?} in: {shown}");

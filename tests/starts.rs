@@ -1,4 +1,4 @@
-//! Fear: that what befalls a run while it starts is taken for something else, or ends what would have gone on.
+//! Fear: that an event during a run's start is misreported, or ends a run that could have continued.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
 use crate::support::Ran;
 
-/// Waits until a process keeps a request to stop, or listens to it: before, it has not loaded its libraries.
+/// Waits until a process blocks or handles a request to stop: until then it has not loaded its libraries.
 fn until_it_is_up(process: u32) {
     const TERM: u64 = 1 << 14;
     let start = Instant::now();
-    // Whatever starts it has the tests' own mask, which keeps them too.
+    // The process that starts it has the tests' own mask, which blocks them too.
     let is_it =
         || fs::read_to_string(format!("/proc/{process}/comm")).is_ok_and(|name| name == "ztrain\n");
     let is_up = || {
@@ -26,7 +26,7 @@ fn until_it_is_up(process: u32) {
     }
 }
 
-/// The same command where SIGHUP is ignored, as under `nohup`, or is not, as in a terminal, however the tests are run themselves.
+/// The same command with SIGHUP ignored, as under `nohup`, or not, as in a terminal, however the tests are run.
 fn hung_up(run: &Command, ignored: bool) -> Command {
     let handler = if ignored { "SIG_IGN" } else { "SIG_DFL" };
     let script = format!(
@@ -65,7 +65,7 @@ fn a_run_that_is_asked_to_stop_as_it_starts_ends_well() {
     }
 }
 
-/// More steps than are computed before a request comes.
+/// More steps than are computed before a request arrives.
 const LONG: [(&str, &str); 2] = [
     ("steps = 12", "steps = 4000"),
     (
@@ -86,11 +86,11 @@ fn so_do_all_ranks_where_one_is_asked() {
     assert!(said.starts_with("stopped after step "), "{said}");
 }
 
-/// Held-out text may take longer than whoever asks has patience: it is broken off; the state that was to be looked at is kept.
+/// Validation may take longer than the time until a scheduler kills the run: it is aborted, and the state is saved.
 #[test]
 fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
     let mut fixture = Fixture::new(&[]);
-    // Half of the text is held out: minutes of it.
+    // Half of the text is held out, which takes minutes.
     let scratch = &fixture.scratch;
     let text = fs::read_to_string(scratch.path("corpus.toml")).unwrap();
     let text = text.replace("validation = \"1/50\"", "validation = \"1/2\"");
@@ -112,7 +112,7 @@ fn a_run_that_is_asked_to_stop_while_it_looks_at_held_out_text_breaks_off() {
     }
 }
 
-/// The same command where SIGUSR1 has come already, and waits.
+/// The same command with a SIGUSR1 already pending.
 fn asked_before(run: &Command) -> Command {
     let script = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]); \
                   os.kill(os.getpid(), signal.SIGUSR1); os.execv(sys.argv[1], sys.argv[1:])";
@@ -121,7 +121,7 @@ fn asked_before(run: &Command) -> Command {
     command
 }
 
-/// A request that comes before the program listens is kept until it does, and by a launcher until there are ranks.
+/// A request that arrives before the program handles it stays pending; a launcher keeps it until there are ranks.
 #[test]
 fn a_run_that_is_asked_to_keep_its_state_as_it_starts_keeps_an_early_one() {
     let fixture = Fixture { every: "100000", ..Fixture::new(&[]) };
@@ -138,7 +138,7 @@ fn a_run_that_is_asked_to_keep_its_state_as_it_starts_keeps_an_early_one() {
     }
 }
 
-/// SIGUSR1 keeps the state and goes on, SIGUSR2 ends the run in good order: alone, and through our launcher.
+/// SIGUSR1 saves the state and continues, SIGUSR2 ends the run cleanly: in one process, and through our launcher.
 #[test]
 fn signals_that_slurm_sends_before_its_limit_are_heard() {
     let fixture = Fixture { every: "100000", ..Fixture::new(&LONG) };
@@ -157,7 +157,7 @@ fn signals_that_slurm_sends_before_its_limit_are_heard() {
             assert!(run.try_wait().unwrap().is_none(), "it ended before it kept a state");
             std::thread::sleep(Duration::from_millis(5));
         }
-        // It goes on: there are steps behind the one that was kept.
+        // It continues: there are steps after the saved one.
         let lines = fs::read_to_string(folder.join("ledger.jsonl")).unwrap().lines().count();
         until_lines(&folder, lines + 2, &mut run);
         signal("USR2", run.id());
@@ -169,7 +169,7 @@ fn signals_that_slurm_sends_before_its_limit_are_heard() {
     }
 }
 
-/// What only reads has nothing to keep: it ends with its launcher.
+/// A read-only command has nothing to save: it ends with its launcher.
 #[test]
 fn ranks_of_a_replay_end_when_it_is_asked_to_stop() {
     let fixture = Fixture::new(&[]);
@@ -186,7 +186,7 @@ fn ranks_of_a_replay_end_when_it_is_asked_to_stop() {
     assert_ne!(ran.code, Some(0), "{ran:?}");
 }
 
-/// The ranks need files to reach the store, and so does whoever holds it to hear them.
+/// Ranks need file handles to reach the rendezvous store, and so does the rank that hosts it, to accept them.
 #[test]
 fn where_there_are_too_few_files_ranks_are_no_strangers() {
     let fixture = Fixture::new(&[]);
@@ -205,8 +205,8 @@ fn where_there_are_too_few_files_ranks_are_no_strangers() {
     }
 }
 
-/// libtorch's way to oneDNN takes no product where that is kept from AVX-512: then it is MKL's, and another table of kernels.
-/// libtorch believes what it is told, and dies of the first instruction that is not there.
+/// If oneDNN may not use AVX-512, libtorch does not use it for matmuls: MKL computes them, and the kernel table
+/// differs. libtorch trusts a forced capability, and crashes at the first unsupported instruction.
 #[cfg(target_arch = "x86_64")]
 #[test]
 fn a_processor_is_not_asked_for_what_it_cannot_do() {
@@ -229,7 +229,7 @@ fn a_run_whose_onednn_is_kept_from_the_processor_trains() {
     }
 }
 
-/// The others have not met yet, and those who are left meet without it.
+/// The ranks have not met yet, and the remaining ones meet without it.
 #[test]
 fn a_rank_that_is_lost_before_the_ranks_have_met_is_done_without() {
     let fixture = Fixture::new(&[]);

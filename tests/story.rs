@@ -1,4 +1,4 @@
-//! Fear: that the story of `trainer/docs/story.md` no longer holds: `story.sh`, with a shorter run.
+//! Fear: that the story of `trainer/docs/story.md` no longer holds: runs `story.sh` with a shorter run.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,7 +14,7 @@ fn planted_trouble_is_found_explained_and_banned() {
     let mut story = Command::new("sh");
     story.arg(tests_folder().join("story.sh")).args([arg(bin), arg(&work), "140"]);
     let told = Ran::from(story.output().unwrap()).ok();
-    // Each claim of the script ends it where it does not hold.
+    // The script stops at the first claim that does not hold.
     assert_eq!(told.matches("  holds: ").count(), 7, "{told}");
     for command in [
         "ztrain spikes",

@@ -1,4 +1,4 @@
-//! Fear: that whoever reaches the ports of a run takes part in it, or that its key becomes known.
+//! Fear: that a process that reaches the ports of a run can take part in it, or that its key leaks.
 
 use std::fs;
 use std::io::Write as _;
@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::ranks::{Fixture, ranks_of, until_lines};
 use crate::support::Ran;
 
-/// One of two ranks that are started by hand, with these variables besides.
+/// One of two ranks started by hand, with these additional variables.
 fn rank(fixture: &Fixture, rank: &str, port: u16, more: &[(&str, &str)]) -> Child {
     let mut command = fixture.run("by-hand", &["--rank-timeout", "4"]);
     command.envs([("RANK", rank), ("WORLD_SIZE", "2"), ("LOCAL_RANK", rank)]);

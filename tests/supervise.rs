@@ -1,7 +1,7 @@
-//! Fear: that a supervisor does not notice, does something else than its rules say, or leaves a trace in the bits.
+//! Fear: that a supervisor misses a failure, breaks its rules, or leaves a trace in the bits.
 //!
-//! Each fault is a real one: processes killed, held or slowed down, a loss that is not finite, files that may not grow. What
-//! a machine or a program does that errs is in `faulty.rs`.
+//! Each fault is real: processes killed, halted or slowed down, a loss that is not finite, files that cannot grow.
+//! Faulty machines and program errors are in `faulty.rs`.
 
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -14,7 +14,7 @@ use crate::python::{skipped, tests_folder};
 use crate::ranks::{Fixture, children_now, children_of, signal, until_lines};
 use crate::support::{Ran, arg, ztrain};
 
-/// Changes of the curriculum that make a run of some seconds: a rank that is started again comes in time.
+/// Curriculum changes for a run of some seconds: a restarted rank rejoins in time.
 const LONG: [(&str, &str); 5] = [
     ("batch = 6", "batch = 12"),
     ("batch = 8", "batch = 16"),
@@ -23,7 +23,7 @@ const LONG: [(&str, &str); 5] = [
     ("moe_intermediate_size = 32", "moe_intermediate_size = 128"),
 ];
 
-/// A supervised run that ends with the test.
+/// A supervised run that is killed when the test ends.
 pub(crate) struct Supervised<'a> {
     fixture: &'a Fixture,
     out: &'static str,
@@ -41,17 +41,17 @@ impl<'a> Supervised<'a> {
         Supervised::of(fixture, out, command(fixture, out, rules, extra))
     }
 
-    /// Of this very command.
+    /// A supervised run of this command.
     pub(crate) fn of(fixture: &'a Fixture, out: &'static str, mut command: Command) -> Self {
         Supervised { fixture, out, guard: command.spawn().unwrap() }
     }
 
-    /// Waits until so many steps are recorded, less one.
+    /// Waits until the ledger has `lines` lines (its head and the steps).
     pub(crate) fn until(&mut self, lines: usize) {
         until_lines(&self.fixture.scratch.path(self.out), lines, &mut self.guard);
     }
 
-    /// Waits until it says or does something, for a minute.
+    /// Waits up to a minute until the run says or does something.
     fn until_it(&mut self, what: &str, does: impl Fn(&Self) -> bool) {
         let start = Instant::now();
         while !does(self) {
@@ -60,7 +60,7 @@ impl<'a> Supervised<'a> {
         }
     }
 
-    /// The process that starts the ranks.
+    /// The process that started the ranks.
     fn launcher(&self) -> u32 {
         children_of(self.guard.id(), 1)[0]
     }
@@ -69,14 +69,14 @@ impl<'a> Supervised<'a> {
         children_of(self.launcher(), count)
     }
 
-    /// Its end: the exit code and what it said.
+    /// Waits for the end: the exit code and the output.
     pub(crate) fn end(&mut self) -> (Option<i32>, String) {
         let (code, said) = self.whole_end();
         assert!(!said.contains("panicked"), "{said}");
         (code, said)
     }
 
-    /// The same of a run in which something may panic.
+    /// The same for a run in which something may panic.
     pub(crate) fn whole_end(&mut self) -> (Option<i32>, String) {
         let start = Instant::now();
         while self.guard.try_wait().unwrap().is_none() {
@@ -90,7 +90,7 @@ impl<'a> Supervised<'a> {
         fs::read_to_string(self.fixture.scratch.path(&format!("{}.err", self.out))).unwrap()
     }
 
-    /// What the supervisor did: cause, rank, action.
+    /// The supervisor's actions: cause, rank, action.
     pub(crate) fn done(&self) -> Vec<(String, Option<u64>, String)> {
         let text = |value: &Value| value.as_str().unwrap().to_owned();
         let all = events(self.fixture, self.out, "supervisor");
@@ -99,7 +99,7 @@ impl<'a> Supervised<'a> {
             .collect()
     }
 
-    /// Ends well, as the run `alone` did.
+    /// Asserts that it ends well, with the same result as the run `alone`.
     pub(crate) fn assert_same(&mut self) -> String {
         let (code, said) = self.end();
         assert_eq!(code, Some(0), "{said}");
@@ -108,7 +108,7 @@ impl<'a> Supervised<'a> {
     }
 }
 
-/// `ztrain supervise` by these rules, of the run `out`.
+/// `ztrain supervise` with these rules, for the run `out`.
 pub(crate) fn command(fixture: &Fixture, out: &str, rules: &str, extra: &[&str]) -> Command {
     let file = fixture.scratch.write(&format!("{out}.toml"), rules);
     let mut command = fixture.run_by(&["supervise", "--rules", arg(&file)], out, extra);
@@ -121,8 +121,8 @@ pub(crate) fn of_rank(cause: &str, rank: u64, action: &str) -> (String, Option<u
     (cause.to_owned(), Some(rank), action.to_owned())
 }
 
-/// Killed: started again, while the others go on, and taken in, each rank as often as the rules say. The second time one is done
-/// without, until it is offered its place again.
+/// A killed rank is restarted while the others continue, and rejoins, as often as the rules allow. The second time, the
+/// run continues without it until it can rejoin.
 #[test]
 fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
     let fixture = Fixture::new(&LONG);
@@ -146,7 +146,7 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
         assert_eq!(run.done(), wanted, "{said}");
         let ranks = events(&fixture, out, "ranks");
         let worlds: Vec<u64> = ranks.iter().map(|one| one["world"].as_u64().unwrap()).collect();
-        // Two go on alone after each loss, unless the third is back before they have met.
+        // Two ranks continue after each loss, unless the third is back before they have met.
         let whole = worlds.iter().filter(|world| **world == 3).count();
         assert_eq!((whole, worlds.last()), (4, Some(&3)), "{worlds:?}: {said}");
         assert!(worlds.iter().all(|world| [2, 3].contains(world)), "{worlds:?}: {said}");
@@ -157,7 +157,7 @@ fn a_rank_that_is_killed_is_started_again_and_joins_the_others() {
     }
 }
 
-/// Kills the process of a rank, and waits until that rank has joined so often, and all have ended a new step since.
+/// Kills a rank's process, and waits until that rank has joined `times` times and all have finished a new step.
 fn kill_and_await(run: &mut Supervised<'_>, process: u32, rank: u64, times: usize) {
     signal("KILL", process);
     let (fixture, out) = (run.fixture, run.out);
@@ -175,7 +175,7 @@ fn kill_and_await(run: &mut Supervised<'_>, process: u32, rank: u64, times: usiz
     }
 }
 
-/// At least half of the ranks stay, unless another number is asked for.
+/// At least half of the ranks have to remain, unless another number is set.
 #[test]
 fn a_run_is_not_shrunk_below_half_of_its_ranks_unasked() {
     let fixture = Fixture::new(&LONG);
@@ -191,7 +191,7 @@ fn a_run_is_not_shrunk_below_half_of_its_ranks_unasked() {
     assert_eq!(run.done(), [of_rank("crash", 2, "evict"), of_rank("crash", 1, "stop")], "{said}");
 }
 
-/// Two are killed at once, and come back, be it before the others have met: both are told as lost, and as come.
+/// Two are killed at once and come back, possibly before the others have met: both are reported as lost, and as joined.
 #[test]
 fn ranks_that_are_killed_at_once_are_all_told() {
     let fixture = Fixture::new(&LONG);
@@ -200,7 +200,7 @@ fn ranks_that_are_killed_at_once_are_all_told() {
     let mut run = Supervised::begin(&fixture, "pair", rules, &["--nproc", "3"]);
     let ranks = run.ranks(3);
     run.until(4);
-    // Those who are under way have read the curriculum: an amendment is for whoever starts the run again.
+    // Running ranks have read the curriculum: an amendment applies only when the run is started again.
     let amended = fs::read_to_string(&fixture.curriculum).unwrap();
     let amended = amended + "\n[[amendment]]\nstep = 20\nskip = true\n";
     fs::write(&fixture.curriculum, amended).unwrap();
@@ -214,7 +214,7 @@ fn ranks_that_are_killed_at_once_are_all_told() {
     }
 }
 
-/// Killed as it starts: nothing of the run is there yet, and the others have not met.
+/// Killed at the start: nothing of the run exists yet, and the others have not met.
 #[test]
 fn a_rank_that_is_killed_as_a_run_starts_is_started_again() {
     let fixture = Fixture::new(&[]);
@@ -227,7 +227,7 @@ fn a_rank_that_is_killed_as_a_run_starts_is_started_again() {
     assert!(said.contains("): restart"), "{said}");
 }
 
-/// Held: nobody else would notice before `--rank-timeout`.
+/// Halted: otherwise unnoticed until `--rank-timeout`.
 #[test]
 fn a_rank_that_hangs_is_ended_and_started_again() {
     let fixture = Fixture::new(&LONG);
@@ -241,7 +241,7 @@ fn a_rank_that_hangs_is_ended_and_started_again() {
     assert_eq!(run.done(), [of_rank("hang", 2, "restart")]);
 }
 
-/// Slowed down: noted, or done without.
+/// Slowed down: logged, or evicted.
 #[test]
 fn a_straggler_is_found_and_dealt_with_as_the_rules_say() {
     let fixture = Fixture::new(&LONG);
@@ -270,7 +270,7 @@ fn a_straggler_is_found_and_dealt_with_as_the_rules_say() {
     }
 }
 
-/// The launcher killed, or held: all ranks end with it, and all are started again.
+/// The launcher is killed or halted: all ranks end with it, and all are restarted.
 #[test]
 fn a_launcher_that_is_gone_or_held_is_started_again() {
     let fixture = Fixture::new(&LONG);
@@ -290,7 +290,7 @@ fn a_launcher_that_is_gone_or_held_is_started_again() {
     }
 }
 
-/// The supervisor killed: the run ends in good order, with a checkpoint, and goes on under another one.
+/// The supervisor is killed: the run ends cleanly with a checkpoint, and continues under another supervisor.
 #[test]
 fn a_run_whose_supervisor_is_gone_ends_in_good_order() {
     let fixture = Fixture::new(&LONG);
@@ -315,7 +315,8 @@ fn a_run_whose_supervisor_is_gone_ends_in_good_order() {
     Supervised::begin(&fixture, "orphan", "", &["--nproc", "3"]).assert_same();
 }
 
-/// A rank alone, killed: the machine is waited for; then the user stops the run, and nothing is started again.
+/// A single rank is killed: the supervisor waits for the machine. Then the user stops the run, and nothing is
+/// restarted.
 #[test]
 fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
     let fixture = Fixture::new(&LONG);
@@ -339,8 +340,8 @@ fn a_run_waits_for_what_its_rules_name_and_stops_when_asked() {
     fixture.assert_same("alone", "waits");
 }
 
-/// The ranks' processes that run now, the shells of a rule apart: such a one is its parent's image, arguments
-/// included, until it becomes a shell.
+/// The running processes of ranks, without the shells of a rule: such a shell is first a copy of its parent, arguments
+/// included.
 fn children_of_now(process: u32) -> Vec<u32> {
     let arguments = |id: u32| fs::read(format!("/proc/{id}/cmdline")).unwrap_or_default();
     let is_ours = |id: &u32| {
@@ -350,13 +351,13 @@ fn children_of_now(process: u32) -> Vec<u32> {
     children_now(process).into_iter().filter(is_ours).collect()
 }
 
-/// Files that may not grow: there is room later.
+/// Files cannot grow, until space is freed.
 #[test]
 fn a_full_disk_is_waited_for() {
     let fixture = Fixture::new(&[]);
     fixture.finish("alone", &["--nproc", "1"]);
     let inner = command(&fixture, "full", "[[disk]]\ndo = \"wait\"\npause = 0.1\n", &[]);
-    // The soft limit can be raised again, as somebody would who makes room.
+    // The soft limit can be raised later, like freeing disk space.
     let script = "ulimit -S -f 2; exec \"$0\" \"$@\"";
     let mut outer = Command::new("bash");
     outer.args(["-c", script]).arg(inner.get_program()).args(inner.get_args());
@@ -375,7 +376,7 @@ fn a_full_disk_is_waited_for() {
     run.assert_same();
 }
 
-/// What the run would meet again ends it, unless somebody wants to see that.
+/// An error that would recur ends the run, unless the rules ask to try again.
 #[test]
 fn a_run_that_diverges_is_tried_again_only_where_the_rules_say_so() {
     let fixture = Fixture::new(&[("lr = 1e-2", "lr = 1e38")]);
@@ -398,7 +399,7 @@ fn a_run_that_diverges_is_tried_again_only_where_the_rules_say_so() {
     }
 }
 
-/// Under another launcher: what it starts is tried again, and the job given back to Slurm without the machine at fault.
+/// Under another launcher: what it starts is tried again, and the job is returned to Slurm without the faulty machine.
 #[test]
 fn another_launcher_is_supervised_and_a_job_is_given_back() {
     let fixture = Fixture::new(&LONG);
@@ -429,7 +430,7 @@ fn another_launcher_is_supervised_and_a_job_is_given_back() {
     fixture.assert_same("alone", "launched");
 }
 
-/// Slurm itself has other names for machines than they have, and takes no change of a job that runs.
+/// In Slurm itself machines have names other than their host names, and a running job cannot be changed.
 #[test]
 fn a_real_slurm_runs_a_job_again_without_the_machine_at_fault() {
     let fixture = Fixture::new(&LONG);
@@ -465,12 +466,12 @@ fn what_cannot_be_supervised_is_refused_before_anything_starts() {
     assert!(!fixture.scratch.path("x").exists());
 }
 
-/// Nothing is tried again, or called done, where nothing began; a folder that another run has is left alone.
+/// Nothing is tried again, or reported as done, if nothing began; a folder with another run is left alone.
 #[test]
 fn what_never_began_is_neither_done_nor_tried_again() {
     let fixture = Fixture::new(&LONG);
     for (number, line) in ["true", "no-such-launcher", "false"].iter().enumerate() {
-        // A folder in a folder that is not there.
+        // A folder inside a missing folder.
         let out = format!("none-{number}/deeper/run");
         let none = fixture.run_by(&["supervise", "--launch", line], &out, &[]).output().unwrap();
         let said = Ran::from(none).fails(2, &["before any rank began", "--launch", line]);

@@ -1,7 +1,7 @@
-//! Fear: that a build by many machines is another build.
+//! Fear: that a build by many machines gives another result.
 //!
-//! Tasks run in any order, twice, killed on the way; the store has every byte of the one built here. `slurm.sh` does the
-//! same under a real Slurm; where there is none, its test says so in the log.
+//! Tasks run in any order, twice, and are killed; the store has to equal a local build byte for byte. `slurm.sh` does
+//! the same under a real Slurm; without one, its test says so in the log.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -18,7 +18,7 @@ use crate::support::{
     Ran, Scratch, arg, assert_same_tree, build, corpus, json_lines, zdata, zdata_command,
 };
 
-/// A plan of tasks of one file each.
+/// A plan with one task per file.
 struct Planned {
     work: PathBuf,
     name: String,
@@ -34,7 +34,7 @@ impl Planned {
         Planned { name: name.to_owned(), tasks: tasks.parse().unwrap(), work }
     }
 
-    /// The words of a command.
+    /// The arguments of a command.
     fn words<'a>(&'a self, verb: &'a str, more: &[&'a str]) -> Vec<&'a str> {
         [&["task", verb, "--cache-dir", arg(&self.work), "--plan", &self.name], more].concat()
     }
@@ -51,7 +51,7 @@ impl Planned {
         self.work.join(&self.name)
     }
 
-    /// Runs every task in a drawn order: killed, run, and now and then run again, when the second result is compared.
+    /// Runs every task in a random order: killed, run, and sometimes run again, when the second result is compared.
     fn under_fire(&self, verb: &str) {
         let order = Permutation::new(Key::from_seed(3), self.tasks);
         let mut fire = Fire::new(std::time::Duration::from_millis(200), 0);
@@ -72,7 +72,7 @@ fn many_files(scratch: &Scratch) -> PathBuf {
     for file in 2..7 {
         scratch.write(&format!("raw/web-{file}.jsonl"), json_lines(10 + file, 30 * file));
     }
-    // A source whose last file is empty, and a document that is none.
+    // A source whose last file is empty, and an empty document.
     scratch.write("raw/web-7.jsonl", "{\"text\": \"\"}\n");
     corpus
 }
@@ -129,13 +129,13 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     assert_eq!(conflicts().len(), 1);
     let out = scratch.path("out");
     plan.merge(&out).fails(4, &["two results"]);
-    // The second was right: the first goes, and its task is run again.
+    // The second result was right: the first is removed, and its task is run again.
     fs::remove_file(receipt(2)).unwrap();
     fs::remove_file(&conflicts()[0]).unwrap();
     run(2).ok();
     plan.merge(&out).ok();
     assert_same_tree(&build(&scratch, &corpus, "local"), &out);
-    // A bit that flips in a part is found before anything is committed.
+    // A flipped bit in a part is detected before anything is committed.
     let said: serde_json::Value = serde_json::from_slice(&fs::read(receipt(0)).unwrap()).unwrap();
     let part = work.join(format!("parts/{}.bin", said["part"].as_str().unwrap()));
     let mut bytes = fs::read(&part).unwrap();
@@ -147,7 +147,7 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     assert!(matches!(told.code, Some(3 | 4)), "{told:?}");
     let name = part.file_name().unwrap().to_str().unwrap();
     assert!(told.err.contains(name) && !bad.exists(), "{told:?}");
-    // Another corpus is another plan, and its tasks are not these: they do what was planned, wherever they run.
+    // Editing the corpus makes another plan. Tasks of this plan still do what was planned, wherever they run.
     let text = fs::read_to_string(&corpus).unwrap();
     fs::write(&corpus, text.replace("1/50", "1/7")).unwrap();
     assert!(run(0).ok().contains("again"));
@@ -253,14 +253,14 @@ fn after_an_edit_only_what_changed_is_made_again() {
     prune(&["--unused-days", "0"]).ok();
     assert_eq!(parts(), 0);
     prune(&[]).fails(2, &["--unused-days"]);
-    // The build has ended, and its plan with it.
+    // The build has ended and removed its plan.
     let plan = format!("build-{}", "0".repeat(32));
     let run = ["task", "run", "--cache-dir", arg(&work), "--index", "0", "--plan"];
     zdata(&[&run[..], &[&plan]].concat()).fails(3, &["no such plan", "task plan"]);
     zdata(&[&run[..], &["0"]].concat()).fails(2, &["--plan", "plan-DIGEST"]);
 }
 
-/// What somebody else has in a folder stays, and what one plan did is never another one's.
+/// Other files in a folder are kept, and results of one plan are never used by another.
 #[test]
 fn a_folder_of_parts_is_known_by_its_marker_and_a_plan_by_its_name() {
     let scratch = Scratch::new();
@@ -294,7 +294,7 @@ fn a_folder_of_parts_is_known_by_its_marker_and_a_plan_by_its_name() {
     assert_ne!(digest(&one)[..64], digest(&two)[..64]);
 }
 
-/// What a job of Slurm ends with is what the build ends with: here a merge that finds a source with nothing left.
+/// A Slurm job's exit code becomes the build's: here a merge finds a source with nothing left.
 #[test]
 fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     let scratch = Scratch::new();
@@ -317,7 +317,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     };
     let [local, cluster, none] = ["local", "cluster", "none"].map(|name| scratch.path(name));
     zdata(&["build", arg(&corpus), "--out", arg(&local)]).ok();
-    // What somebody else put where the parts would go stays, and so does the build.
+    // Another file in the folder for parts is kept, and the build is refused.
     let mine = scratch.write("cluster.work/mine", "mine");
     slurm(&corpus, &cluster).fails(2, &["in the way", "mine", "--cache-dir"]);
     assert!(mine.exists() && !cluster.exists());
@@ -326,7 +326,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     assert_same_tree(&local, &cluster);
     let work = scratch.path("cluster.work");
     assert!(!work.exists());
-    // Parts that a kill at the very end left are cleared, by whoever finds the store whole.
+    // Parts left by a kill at the very end are removed by the next command that finds the store complete.
     let other = scratch.path("other");
     zdata(&["build", arg(&corpus), "--out", arg(&other), "--cache-dir", arg(&work)]).ok();
     assert!(work.join("parts").exists());
@@ -335,7 +335,7 @@ fn an_error_of_a_job_is_an_error_of_its_kind_here() {
     let here = zdata(&["build", arg(&strict), "--out", arg(&none)]).fails(3, &["math"]);
     let there = slurm(&strict, &none).fails(3, &["zdata-merge failed", "merge.log", "math"]);
     assert!(!here.contains("zdata-merge") && there.contains("run the same command again"));
-    // Whoever waits for more than two seconds hears for what.
+    // After a wait of more than two seconds, the output says for what.
     let slow = slurm(&corpus, &scratch.path("slow"));
     assert!(slow.err.contains("encode: waiting for job 7, 2 s so far"), "{slow:?}");
     slow.ok();

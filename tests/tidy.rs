@@ -1,4 +1,5 @@
-//! Fear: that the house rules rot. Each rule of `.github/ARCHITECTURE.md` that a machine can check is a test here.
+//! Fear: that code drifts from the project's rules. Each rule of `.github/ARCHITECTURE.md` that a program can check is
+//! a test here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Every file under `folder` with one of the endings, sorted, build output left out.
+/// Every file under `folder` with one of the endings, sorted, without build output.
 pub(crate) fn files(folder: &Path, endings: &[&str]) -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut entries: Vec<_> =
@@ -39,7 +40,7 @@ fn sources() -> Vec<(String, String)> {
     all
 }
 
-/// Panics with every offence at once.
+/// Panics with all offences.
 pub(crate) fn forbid(rule: &str, offences: Vec<String>) {
     assert!(offences.is_empty(), "{rule}:\n  {}", offences.join("\n  "));
 }
@@ -95,7 +96,7 @@ fn members_use_each_other_in_one_direction() {
     forbid("an arrow that `.github/ARCHITECTURE.md` does not have", offences);
 }
 
-/// Where each crate's modules begin.
+/// The folders of each crate's modules.
 const CRATES: [&str; 14] = [
     "ingest/src",
     "ingest/zdata",
@@ -113,14 +114,14 @@ const CRATES: [&str; 14] = [
     "trainer/ztrain",
 ];
 
-/// One crate's files as a tree of modules: what each is called, reads and hands on, tests left out.
+/// One crate's files as a tree of modules: the name of each, what it reads and re-exports, without tests.
 #[derive(Default)]
 struct Modules {
-    /// The module's path below the crate's root, and the words of its file.
+    /// By module path below the crate's root: the tokens of its file.
     words: BTreeMap<Vec<String>, Vec<String>>,
-    /// By module, the names that a `use` in it makes, with what they stand for.
+    /// By module: the names defined by its `use` items, with their paths.
     made: BTreeMap<Vec<String>, BTreeMap<String, Vec<String>>>,
-    /// Every path that stands in a module, from the crate's root on.
+    /// Every path in a module, from the crate's root.
     paths: Vec<(Vec<String>, Vec<String>)>,
 }
 
@@ -149,7 +150,7 @@ impl Modules {
         modules
     }
 
-    /// Notes every path of a module that begins at the crate's root, at itself or above itself.
+    /// Records every path of a module that starts at the crate's root, at itself or above.
     fn read(&mut self, module: &[String], words: &[String]) {
         let mut at = 0;
         while at < words.len() {
@@ -170,7 +171,7 @@ impl Modules {
         }
     }
 
-    /// Notes the paths of one tree of a `use`, and returns where it ends.
+    /// Records the paths of one `use` tree and returns where it ends.
     fn read_use(
         &mut self,
         module: &[String],
@@ -210,7 +211,7 @@ impl Modules {
         at
     }
 
-    /// A path as it is written, from the crate's root on; empty where it leads out of the crate.
+    /// A path made absolute from the crate's root; empty if it leads out of the crate.
     fn whole(&self, module: &[String], path: &[String]) -> Vec<String> {
         let above = path.iter().take_while(|word| *word == "super").count();
         let child = path.first().is_some_and(|first| {
@@ -227,7 +228,7 @@ impl Modules {
         }
     }
 
-    /// The modules through which a path leads: the one that it names, and those whose name that one hands on.
+    /// The modules used by a path: the one that it names, and those whose item that one re-exports.
     fn through(&self, path: &[String]) -> Vec<Vec<String>> {
         let (mut found, mut path) = (Vec::new(), path.to_vec());
         loop {
@@ -248,7 +249,7 @@ impl Modules {
         }
     }
 
-    /// What the modules of one folder use of each other, and where.
+    /// What the modules of one folder use from each other, and where.
     fn among(&self, folder: &[String]) -> BTreeMap<(String, String), BTreeSet<String>> {
         let mut uses: BTreeMap<_, BTreeSet<String>> = BTreeMap::new();
         for (module, path) in &self.paths {
@@ -268,7 +269,7 @@ impl Modules {
     }
 }
 
-/// A file's code without its comments and test code, and the names of the modules that are tests alone.
+/// A file's code without comments and test code, and the names of test-only modules.
 fn without_tests(text: &str) -> (String, Vec<String>) {
     let (mut code, mut tests) = (String::new(), Vec::new());
     let mut lines = text.lines();
@@ -290,7 +291,7 @@ fn without_tests(text: &str) -> (String, Vec<String>) {
     (code, tests)
 }
 
-/// Names, `::` and every other sign for itself.
+/// Splits code into names, `::` and single other characters.
 fn words_of(code: &str) -> Vec<String> {
     let mut words = Vec::new();
     let mut rest = code.trim_start();
@@ -307,7 +308,7 @@ fn words_of(code: &str) -> Vec<String> {
     words
 }
 
-/// The largest sets of modules each of which uses every other, directly or by way of others.
+/// The maximal sets of modules that all use each other, directly or indirectly.
 fn circles(uses: &BTreeMap<(String, String), BTreeSet<String>>) -> BTreeSet<BTreeSet<String>> {
     let mut reaches: BTreeSet<(String, String)> = uses.keys().cloned().collect();
     let names: BTreeSet<String> = uses.keys().map(|(from, _)| from.clone()).collect();
@@ -328,7 +329,7 @@ fn circles(uses: &BTreeMap<(String, String), BTreeSet<String>>) -> BTreeSet<BTre
     names.iter().map(turned).filter(|circle| circle.len() > 1).collect()
 }
 
-/// Who reads a crate reads one module after the other: that needs an order, which a circle has not.
+/// A crate can be read one module after the other only if there are no cycles.
 #[test]
 fn modules_use_each_other_in_one_direction() {
     let mut offences = Vec::new();
@@ -395,7 +396,7 @@ fn the_mixer_sees_no_files_threads_or_clock() {
     forbid("the mixer is arithmetic", offences);
 }
 
-/// Sums have the order of the tree; a library's own would move with sizes, channels and releases.
+/// Sums have the order of the reduction tree; a library's order would change with sizes, channels and releases.
 #[test]
 fn no_library_adds_up_across_ranks() {
     let sums = ["Reduce", "reduce_scatter", "allreduce"];
@@ -444,7 +445,8 @@ fn the_data_side_writes_through_one_door() {
         "fs::remove_",
         "fs::hard_link(",
     ];
-    // The double puts what a crash left; the cache makes copies again; `init` makes texts for people.
+    // Exceptions: the crash simulation writes what a crash left, the cache re-creates copies, and `init` writes files
+    // for users.
     let doors =
         ["ingest/store/src/disk", "ingest/storage/src/crash", "ingest/storage/src/cache.rs"];
     let exempt = |name: &str| {
@@ -489,7 +491,7 @@ fn files_fit_in_the_head() {
     forbid("at most 600 lines of 130 columns", offences);
 }
 
-/// Whether a line opens an item that is a function.
+/// Whether a line starts a function.
 fn opens_function(line: &str) -> bool {
     let before = line.trim_start().split_once("fn ").map(|(before, _)| before);
     let word = |word: &str| {
@@ -511,7 +513,7 @@ fn functions_fit_on_a_screen() {
             if !opens_function(line) || line.trim_end().ends_with(['}', ';']) {
                 continue;
             }
-            // A declaration of a trait over several lines has no body.
+            // A trait's declaration over several lines has no body.
             let indent = " ".repeat(line.len() - line.trim_start().len());
             let (end, close) = (format!("{indent})"), format!("{indent}}}"));
             let signature = lines[start..].iter().find(|line| line.starts_with(&end));

@@ -1,8 +1,8 @@
-//! Fear: that tensors that go from device to device change a bit, or that a rank waits for ever for one that is lost.
+//! Fear: that transfers between devices change a bit, or that a rank waits forever for a lost one.
 //!
-//! Without GPUs the library is a stand-in (`rccl.cpp`, compiled here), which moves plain memory and is as hard to use as the
-//! real ones: the calls, their order and their deadlines are tried, not their speed. Where two GPUs are at hand the real
-//! library is tried too.
+//! Without GPUs the library is a stand-in (`rccl.cpp`, compiled here), which copies plain memory and is as hard to use
+//! as the real ones: it tests the calls, their order and their deadlines, not their speed. With two GPUs the real
+//! library is tested too.
 
 use std::path::{Path, PathBuf};
 use std::process::{Output, Stdio};
@@ -20,7 +20,7 @@ pub(crate) fn standin() -> &'static Path {
     LIBRARY.get_or_init(|| compiled("rccl.cpp", "rccl-standin.so"))
 }
 
-/// A fixture whose ranks take the stand-in.
+/// A fixture whose ranks use the stand-in.
 fn carried(change: &[(&str, &str)]) -> Fixture {
     let mut fixture = Fixture::new(change);
     fixture.library = Some(standin().to_owned());
@@ -52,8 +52,8 @@ fn carried_tensors_leave_the_ledger_of_one_rank() {
     }
 }
 
-/// What a layer needs of the ranks that share its micro-batch, and shards of weights, go from device to device as well, beside
-/// gradients, and whoever comes late.
+/// Transfers within a layer, between ranks that share its micro-batch, and of weight shards use the library too, along
+/// with gradients and with delays.
 #[test]
 fn lines_within_a_micro_batch_are_carried_too() {
     let mut fixture = carried(&[&SHORT[..], &[CUT]].concat());
@@ -85,7 +85,7 @@ fn ranks_that_are_killed_while_they_carry_go_on() {
     fixture.assert_same("alone", "killed");
 }
 
-/// Starts three ranks with a fault in the library, and returns how that ended, within ten seconds more than the deadline.
+/// Starts three ranks with a fault in the library, and returns how they ended, within ten seconds after the deadline.
 fn with_fault(fixture: &Fixture, fault: &str, patience: u64) -> Output {
     let patience = patience.to_string();
     let mut command = fixture.run(fault, &["--nproc", "3", "--rank-timeout", &patience]);

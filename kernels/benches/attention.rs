@@ -1,5 +1,5 @@
-//! Rates of attention on one core over half of the square, ours beside libtorch's kernel, in turns:
-//! `cargo bench -p kernels --bench attention`.
+//! Attention rates on one core over the causal half of the square, ours and libtorch's kernel alternating: `cargo bench
+//! -p kernels --bench attention`.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -8,17 +8,18 @@ use std::time::Instant;
 use kernels::ops::{Attention, AttentionGrads, CPU, Span};
 use tch::{Device, Kind, Tensor};
 
-/// Query heads, key heads and their width.
+/// Query heads, key heads, head width.
 const SHAPE: [i64; 3] = [4, 2, 64];
 
-/// Seconds of the fastest of some calls.
+/// Keeps the fastest time of several calls, in seconds.
 fn fastest(best: &mut f64, call: impl FnOnce()) {
     let begin = Instant::now();
     call();
     *best = best.min(begin.elapsed().as_secs_f64());
 }
 
-/// Queries, keys, values and the gradient of the heads: `[K, H / K, N, d]`, keys and values by a stride of 0.
+/// Queries, keys, values and the gradient of the heads in libtorch's layout: `[K, H / K, N, d]`, keys and values with a
+/// stride of 0.
 fn as_libtorch_wants(by: Attention, grad: &Tensor) -> [Tensor; 4] {
     let [heads, keys, width] = by.shape;
     let (group, tokens) = (heads / keys, grad.size()[0]);

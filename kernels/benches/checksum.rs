@@ -4,7 +4,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-/// Nanoseconds this thread has spent on a core: what a shared machine cannot blur.
+/// CPU time of this thread in nanoseconds, unaffected by other processes.
 fn core_nanoseconds() -> u64 {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     text.split(' ').next().and_then(|first| first.parse().ok()).unwrap_or(0)

@@ -1,4 +1,5 @@
-//! Newton-Schulz of one matrix on one thread: the CPU's table, the same steps by the library's products, and the reference.
+//! Newton-Schulz of one matrix on one thread: the CPU's table, the same steps with the library's matmuls, and the
+//! reference.
 //! `cargo bench -p kernels --bench newton_schulz`
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
@@ -23,10 +24,10 @@ fn main() -> Result<()> {
     );
     for (rows, columns) in [(256, 256), (256, 512), (512, 512), (512, 1024), (1024, 1024)] {
         let matrix = Tensor::randn([rows, columns], (Kind::Float, Device::Cpu));
-        // Long enough for a clock that ticks every few milliseconds.
+        // Long enough for a clock with a resolution of a few milliseconds.
         let turns = (1 << 28) / (rows * rows * columns) + 1;
         let (mut best, mut rate) = ([f64::MAX; 3], 0f64);
-        // In turns, and the best of some: what else the machine does is shared by all.
+        // Alternating, and the best of several: load from other processes affects all alike.
         for _ in 0..5 {
             best[0] = best[0].min(milliseconds(turns, || CPU.newton_schulz(&matrix, QUINTIC))?);
             best[1] = best[1].min(milliseconds(turns, || by_library(&matrix))?);
@@ -44,7 +45,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Of this thread's time on a core: others may use the machine.
+/// CPU time of this thread: other processes may use the machine.
 fn milliseconds(turns: i64, work: impl Fn() -> Result<Tensor>) -> Result<f64> {
     let start = core_nanoseconds();
     for _ in 0..turns {
@@ -58,7 +59,7 @@ fn core_nanoseconds() -> u64 {
     text.split_whitespace().next().and_then(|number| number.parse().ok()).unwrap_or_default()
 }
 
-/// Symmetric products in blocks of the library's, and the short side alone where the matrix is twice as wide as high.
+/// Symmetric matmuls in blocks by the library, and the Gram form if the matrix is twice as wide as high.
 fn by_library(matrix: &Tensor) -> Result<Tensor> {
     let (rows, columns) = (matrix.size()[0], matrix.size()[1]);
     let mut x = matrix / (matrix.norm() + f64::from(QUINTIC.eps));
@@ -93,7 +94,7 @@ fn by_library(matrix: &Tensor) -> Result<Tensor> {
     all.map_or_else(|| Ok(x.shallow_clone()), |all| product::of(&all, &x))
 }
 
-/// What stands below the diagonal blocks is copied, not computed.
+/// Blocks below the diagonal are copied, not computed.
 fn symmetric(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
     let rows = out.size()[0];
     if rows <= 128 {

@@ -1,4 +1,5 @@
-//! How fast batches come: `cargo bench -p loader`. Every row says what it measured; `loader/README.md` keeps the main ones.
+//! Throughput of batches: `cargo bench -p loader`. Each row names its measurement; `loader/README.md` lists the main
+//! ones.
 
 #![expect(clippy::unwrap_used, reason = "a failing benchmark may panic")]
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
@@ -78,7 +79,7 @@ fn plan_over(stores: &Stores, path: &Path, steps: u64) -> Plan {
     support::plan(&text, stores)
 }
 
-/// The best of several turns, in seconds of the wall clock.
+/// The best of several runs, in seconds of wall clock.
 fn best(turns: u32, mut work: impl FnMut()) -> f64 {
     let mut time = || {
         let begin = Instant::now();
@@ -88,8 +89,8 @@ fn best(turns: u32, mut work: impl FnMut()) -> f64 {
     (0..turns).map(|_| time()).min().unwrap_or(Duration::MAX).as_secs_f64()
 }
 
-/// The best of several turns, in seconds that this thread spent on a core: what other work on the machine takes away
-/// does not count. (From the kernel's own book-keeping; the wall clock where there is none.)
+/// The best of several runs, in seconds of CPU time of this thread, so other processes do not count. (From the kernel's
+/// accounting; wall clock if it has none.)
 fn best_core(turns: u32, mut work: impl FnMut()) -> f64 {
     let spent = || -> Option<u64> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
@@ -106,7 +107,7 @@ fn best_core(turns: u32, mut work: impl FnMut()) -> f64 {
     (0..turns).map(|_| time()).min().unwrap_or(Duration::MAX).as_secs_f64()
 }
 
-/// What the machine allows: copying and hashing.
+/// The machine's limits: copying and hashing.
 fn limits() {
     let from = vec![1u8; 256 << 20];
     let mut to = vec![0u8; 256 << 20];
@@ -171,7 +172,7 @@ fn assembly(path: &Path) {
     }
 }
 
-/// What the warm time is spent on.
+/// How the time with a warm page cache is spent.
 fn parts(plan: &Plan, stores: &Stores, path: &Path, steps: u64) {
     let samples = steps * ROWS;
     let tokens = (samples * u64::from(SEQ_LEN)) as f64;
@@ -223,7 +224,7 @@ fn parts(plan: &Plan, stores: &Stores, path: &Path, steps: u64) {
     row("reading and checking blocks in order", rate(stream.record().tokens, cold), "M tokens/s");
 }
 
-/// From nothing open to the first batch, over 1,000 shards.
+/// Time to the first batch with nothing open, over 1,000 shards.
 fn first_batch() {
     let dir = scratch();
     generate(dir.path(), 1000, 80_000, 600);
@@ -250,7 +251,7 @@ fn first_batch() {
     }
 }
 
-/// A described store of 10^13 tokens: any step in the same time.
+/// A store stub of 10^13 tokens: every step takes the same time.
 fn planning() {
     let (tokens, documents) = (10_000_000_000_000, 10_000_000_000);
     let facts = [SourceFacts { name: "web".to_owned(), tokens, documents, unit: 131_072 }];

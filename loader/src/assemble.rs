@@ -1,4 +1,4 @@
-//! One row of a batch from one sample.
+//! Fills one row of a batch from one sample.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use store::StreamReader;
 
 use crate::memory::ColumnsMut;
 
-/// A row to be filled: four slices of `seq_len`. What they hold is of no account: every value is written.
+/// The row to fill: four slices of `seq_len`. Their initial content does not matter: every value is written.
 pub(crate) struct Row<'a> {
     pub(crate) tokens: &'a mut [i32],
     pub(crate) labels: &'a mut [i32],
@@ -16,7 +16,7 @@ pub(crate) struct Row<'a> {
     pub(crate) mask: &'a mut [u8],
 }
 
-/// Buffers that rows share.
+/// Buffers reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
     ids: Vec<i32>,
@@ -24,7 +24,7 @@ pub(crate) struct Scratch {
 }
 
 impl<'a> Row<'a> {
-    /// The row at these places of a batch's columns.
+    /// The row at this range of a batch's columns.
     pub(crate) fn of(columns: &'a mut ColumnsMut<'_>, at: Range<usize>) -> Row<'a> {
         Row {
             tokens: &mut columns.tokens[at.clone()],
@@ -34,7 +34,7 @@ impl<'a> Row<'a> {
         }
     }
 
-    /// Fills the row with `spec`'s text from `stream` and returns where its documents begin.
+    /// Fills the row with the text of `spec` from `stream`; returns where its documents begin.
     pub(crate) fn fill(
         &mut self,
         stream: &StreamReader,
@@ -58,7 +58,7 @@ impl<'a> Row<'a> {
             at += span.tokens as usize;
         }
         if at < self.tokens.len() {
-            boundaries.push(at as u32); // Padding is a span of its own: no text attends to it.
+            boundaries.push(at as u32); // Padding is a document of its own: no text attends to it.
             self.tokens[at..].fill(0);
             self.labels[at..].fill(0);
             self.mask[at..].fill(0);
@@ -70,7 +70,7 @@ impl<'a> Row<'a> {
         Ok(boundaries)
     }
 
-    /// Takes out a run of text: what is left cannot tell what it was, only how long.
+    /// Erases a range of text: only its length remains visible.
     pub(crate) fn blank(&mut self, place: &Range<u32>) {
         let place = place.start as usize..place.end as usize;
         self.tokens[place.clone()].fill(0);
@@ -78,8 +78,8 @@ impl<'a> Row<'a> {
         self.mask[place].fill(0);
     }
 
-    /// Puts one span at `at`. Its first token is a boundary even where a document goes on: what came before is not
-    /// in view.
+    /// Writes one span at `at`. Its first token is a boundary even within a document: the text before it is not in the
+    /// sequence.
     fn add(
         &mut self,
         stream: &StreamReader,
@@ -94,7 +94,7 @@ impl<'a> Row<'a> {
         starts.clear();
         stream.starts_in(start + 1..end + 1, starts)?;
         starts.dedup();
-        // The token after the last one is its label, unless a document ends between them.
+        // The label of the last token is the token after the span, unless a document ends between them.
         let goes_on = end < stream.record().tokens && starts.last() != Some(&end);
         ids.clear();
         stream.read_ids(start..end + u64::from(goes_on), ids)?;
@@ -108,7 +108,7 @@ impl<'a> Row<'a> {
         boundaries.push(at as u32);
         for &document in starts.iter() {
             let first = at + (document - start) as usize;
-            // A document's first token is nobody's label.
+            // A document's first token is not a label.
             (self.labels[first - 1], self.mask[first - 1]) = (0, 0);
             if document < end {
                 boundaries.push(first as u32);
@@ -117,7 +117,7 @@ impl<'a> Row<'a> {
         Ok(())
     }
 
-    /// Positions count from 0 at every boundary.
+    /// Counts positions from 0 at every boundary.
     fn count_positions(&mut self, boundaries: &[u32]) {
         let ends = boundaries.iter().skip(1).copied().chain([self.positions.len() as u32]);
         for (&from, to) in boundaries.iter().zip(ends) {

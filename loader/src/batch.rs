@@ -1,4 +1,4 @@
-//! A step's batch, or a rank's part of it.
+//! The batch of a step, or a rank's part.
 
 use std::ops::Range;
 
@@ -17,7 +17,7 @@ pub struct Batch {
     pub step: u64,
     /// The global sample number of the first row here.
     pub first_sample: u64,
-    /// Rows in a micro-batch; a rank's rows are whole micro-batches, not always neighbours.
+    /// Rows in a micro-batch. A rank's rows are whole micro-batches, not always consecutive ones.
     pub micro_batch: u64,
     /// Rows here.
     pub rows: u64,
@@ -25,50 +25,50 @@ pub struct Batch {
     pub seq_len: u32,
     /// `rows * seq_len` of each column.
     memory: Held,
-    /// Per row: where a document, or what is in view of it, begins. The first is 0; padding has its own.
+    /// For each row: where documents begin, or the part of one in this row. The first is 0; padding has its own.
     pub boundaries: Vec<Vec<u32>>,
-    /// Per row: what it is.
+    /// For each row: its sample.
     pub samples: Vec<SampleSpec>,
-    /// Per row: the digest of its tokens, positions, boundaries and mask.
+    /// For each row: the digest of its tokens, positions, boundaries and mask.
     pub sequences: Vec<Digest>,
-    /// Labels that count, over all rows here.
+    /// Labels with mask 1, over all rows here.
     pub label_count: u64,
 }
 
 impl Batch {
-    /// The digest of the rows here, in order. For [`RankSlice::WHOLE`] this is the step's digest; ranks join theirs,
-    /// in the order of micro-batches, with [`step_digest`].
+    /// The digest of the rows here, in order. For [`RankSlice::WHOLE`] this is the step's digest; ranks combine theirs,
+    /// in the order of micro-batches, by [`step_digest`].
     pub fn digest(&self) -> Digest {
         step_digest([self.sequences.as_slice()])
     }
 
-    /// Its columns, row after row.
+    /// The columns, row after row.
     pub fn columns(&self) -> Columns<'_> {
         self.memory.columns()
     }
 
-    /// The same, to be written; an error where a device still reads them and cannot be waited for. No digest follows.
+    /// The same, writable; an error if a device still reads them and waiting fails. Digests are not updated.
     pub fn columns_mut(&mut self) -> Result<ColumnsMut<'_>> {
         self.memory.columns_mut()
     }
 
-    /// The memory in which the columns lie, where it is an `M`: that of whoever brought it.
+    /// The memory of the columns if its type is `M`, the type that the caller passed in.
     pub fn memory_mut<M: Memory>(&mut self) -> Option<&mut M> {
         self.memory.as_mut()
     }
 
-    /// The rows' part of `column`: `row(batch.columns().tokens, 3)`.
+    /// The part of `column` that belongs to `row`: `row(batch.columns().tokens, 3)`.
     pub fn row<'a, T>(&self, column: &'a [T], row: u64) -> &'a [T] {
         let width = self.seq_len as usize;
         &column[row as usize * width..(row as usize + 1) * width]
     }
 
-    /// Hides a run of text of a row, as an amendment that bans its document does; returns how many labels it had.
+    /// Hides a range of a row, as an amendment that bans its document does; returns how many labels it had.
     pub fn hide(&mut self, row: u64, place: Range<u32>) -> Result<u64> {
         self.without_labels(row, |row| row.blank(&place))
     }
 
-    /// Takes the labels of a run of text of a row; what it says stays, for others that see it. Returns how many it had.
+    /// Masks the labels of a range of a row; the text stays visible to other tokens. Returns how many labels it had.
     pub fn unlabel(&mut self, row: u64, place: Range<u32>) -> Result<u64> {
         self.without_labels(row, |row| row.mask[place.start as usize..place.end as usize].fill(0))
     }
@@ -86,7 +86,7 @@ impl Batch {
         Ok(hidden)
     }
 
-    /// Fills `memory` with the batch that `head` describes.
+    /// Fills `memory` with the batch described by `head`.
     pub(crate) fn assemble<'a>(
         head: Head,
         stores: &Stores,
@@ -123,14 +123,14 @@ impl Batch {
     }
 }
 
-/// What a batch is, before it is filled.
+/// The description of a batch to fill.
 pub(crate) struct Head {
     pub(crate) step: u64,
     pub(crate) first_sample: u64,
     pub(crate) micro_batch: u64,
     pub(crate) seq_len: u32,
     pub(crate) split: Split,
-    /// All of `seq_len` tokens.
+    /// All with `seq_len` tokens.
     pub(crate) samples: Vec<SampleSpec>,
 }
 
@@ -141,12 +141,12 @@ impl Head {
     }
 }
 
-/// The part of step `step` that is `slice`'s.
+/// The rows of `slice` in step `step`.
 pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
     batch_in(plan, stores, step, slice, |tokens| Ok(stores.memory(tokens)))
 }
 
-/// The same in memory that `memory` gives for so many tokens.
+/// The same, in memory that `memory` allocates for a number of tokens.
 pub fn batch_in(
     plan: &Plan,
     stores: &Stores,
@@ -157,7 +157,7 @@ pub fn batch_in(
     rows_in(plan, stores, step, slice.rows(&plan.step(step)?), memory)
 }
 
-/// Rows `rows` of step `step`, counted from 0: to look at a few.
+/// Rows `rows` of step `step`, numbered from 0: for inspection.
 pub fn rows(
     plan: &Plan,
     stores: &Stores,
@@ -167,7 +167,7 @@ pub fn rows(
     rows_in(plan, stores, step, rows, |tokens| Ok(stores.memory(tokens)))
 }
 
-/// A step in sum.
+/// The summary of a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepSummary {
     /// The step, counted from 1.
@@ -178,17 +178,17 @@ pub struct StepSummary {
     pub rows: Vec<RowLabels>,
 }
 
-/// What a sequence adds to its step's labels.
+/// The labels of one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowLabels {
-    /// The source, as the plan numbers it.
+    /// The index of its source in the plan.
     pub source: usize,
     /// Its labels.
     pub labels: u64,
 }
 
-/// Sums up step `step`, of which at most `held` tokens are in memory at a time, or one row: however large a step is, it is summed
-/// in little. `memory` gives memory for so many tokens.
+/// Summarizes step `step` with at most `held` tokens (at least one row) in memory at a time, however large the step is.
+/// `memory` allocates for a number of tokens.
 pub fn summary_of(
     plan: &Plan,
     stores: &Stores,
@@ -231,7 +231,7 @@ fn rows_in(
     Batch::assemble(head, stores, memory, |sample| plan.sources()[sample.source].name.as_str())
 }
 
-/// A step's digest from the digests of its sequences, in order, in whatever parts the ranks hold them.
+/// A step's digest from the digests of its sequences, in order, however ranks share them.
 pub fn step_digest<'a>(parts: impl IntoIterator<Item = &'a [Digest]> + Clone) -> Digest {
     let count = parts.clone().into_iter().map(|part| part.len() as u64).sum();
     let mut hasher = Hasher::new();

@@ -10,14 +10,14 @@ use store::{DocumentRecord, Split};
 
 use crate::Stores;
 
-/// A run of tokens of one document in a sequence.
+/// A run of tokens of one document within a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where it stands in the sequence.
+    /// Its range in the sequence.
     pub place: Range<u32>,
-    /// Its tokens, counted in the source's training stream.
+    /// Its tokens, as numbered in the source's training stream.
     pub tokens: Range<u64>,
-    /// The document, counted in the stream.
+    /// The document's number in the stream.
     pub document: u64,
     /// The document's provenance.
     pub record: Arc<DocumentRecord>,
@@ -26,14 +26,14 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// Its tokens, counted in the document.
+    /// Its tokens, as numbered in the document.
     pub fn in_document(&self) -> Range<u64> {
         let first = self.record.first_token;
         self.tokens.start - first..self.tokens.end - first
     }
 }
 
-/// The pieces of each sample, in reading order; padding is none. Each provenance file is opened once.
+/// The pieces of each sample in reading order, without padding. Opens each provenance file once.
 pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Vec<Vec<Piece>>> {
     let unknown = Arc::new(DocumentRecord {
         id: String::new(),
@@ -69,10 +69,10 @@ pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Ve
     Ok(found.collect())
 }
 
-/// Place in the sequence, tokens of the stream, document.
+/// Range in the sequence, tokens of the stream, document.
 type Cut = (Range<u32>, Range<u64>, u64);
 
-/// Cuts a sample where documents begin and where text is joined.
+/// Splits a sample where documents begin and where spans join.
 fn cut(plan: &Plan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<Cut>> {
     let stream = stores.stream(&plan.sources()[sample.source].name, Split::Train)?;
     let (mut found, mut starts, mut place) = (Vec::new(), Vec::new(), 0);
@@ -92,7 +92,7 @@ fn cut(plan: &Plan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<Cut>> {
     Ok(found)
 }
 
-/// Rising numbers as ranges.
+/// Groups ascending numbers into ranges.
 fn runs(numbers: impl Iterator<Item = u64>) -> Vec<Range<u64>> {
     let mut runs: Vec<Range<u64>> = Vec::new();
     for number in numbers {

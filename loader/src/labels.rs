@@ -1,4 +1,4 @@
-//! Steps that train on nothing: an amendment bans all that they would have read.
+//! Steps without labels: amendments ban all of their text.
 
 use std::collections::BTreeSet;
 
@@ -7,10 +7,10 @@ use mixer::{Plan, SampleSpec};
 
 use crate::{Opened, RankSlice, batch};
 
-/// Text between banned documents that is longer than this has labels, unless its documents are single tokens.
+/// A visible run longer than this must contain labels, unless its documents are single tokens.
 const SHORT: u32 = 64;
 
-/// The steps none of whose tokens is a label, ascending. Text is read only of steps of which the plan leaves it open.
+/// The steps without any label, ascending. Reads text only of steps that the plan alone cannot decide.
 pub fn steps_without_labels(opened: &Opened) -> Result<Vec<u64>> {
     let plan = &opened.plan;
     let mut steps = BTreeSet::new();
@@ -35,7 +35,7 @@ pub fn steps_without_labels(opened: &Opened) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// A line on steps without labels, where there are any.
+/// A line about steps without labels; empty if there are none.
 pub fn without_labels(steps: &[u64]) -> String {
     let shown: Vec<String> = steps.iter().take(8).map(u64::to_string).collect();
     let more = if shown.len() < steps.len() { ", ..." } else { "" };
@@ -50,7 +50,7 @@ pub fn without_labels(steps: &[u64]) -> String {
     }
 }
 
-/// The longest run of text in a step that no ban hides, as far as it matters: a long one ends the search.
+/// The longest run of visible text in a step; stops searching once it exceeds [`SHORT`].
 fn longest_shown(plan: &Plan, step: u64) -> Result<u32> {
     let (spec, mut longest) = (plan.step(step)?, 0);
     for sample in spec.first_sample..spec.first_sample + spec.batch {
@@ -62,7 +62,7 @@ fn longest_shown(plan: &Plan, step: u64) -> Result<u32> {
     Ok(longest)
 }
 
-/// The same of a sample.
+/// The longest run of visible text in a sample.
 fn shown(sample: &SampleSpec) -> u32 {
     let end = sample.spans.iter().map(|span| span.tokens).sum::<u32>();
     let starts = [0].into_iter().chain(sample.banned.iter().map(|place| place.end));

@@ -1,13 +1,13 @@
-//! (plan, step, rank slice) to batch, and the prefetcher that keeps a device fed.
+//! Turns (plan, step, rank slice) into a batch, and prefetches batches for a device.
 //!
 //! ```text
 //! Plan --step--> SampleSpec* --Stores--> rows: tokens, labels, positions, boundaries, mask --> digest
 //! ```
 //!
 //! Invariant: a batch is a function of the plan, the store's content, the step and the rank slice. Threads, prefetch
-//! depth, open files, shard cuts and what was read before decide only how fast it comes.
+//! depth, open files, shard boundaries and earlier reads affect only speed.
 //! Invariant: boundaries come from the store's document starts, never from a token's value.
-//! Invariant: the only threads of the data path start in `prefetch.rs`.
+//! Invariant: all threads of the data path start in `prefetch.rs`.
 
 #![forbid(unsafe_code)]
 

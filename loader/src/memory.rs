@@ -1,9 +1,9 @@
-//! The memory in which batches lie: whoever wants a batch may bring it, and it is used again.
+//! The memory of batches: callers may supply it, and it is reused.
 //!
-//! A batch of a million tokens is 13 MB. Fresh from the system it costs more in page faults than all the rest of its
-//! assembly; so memory goes back to where it came from when its batch is dropped, on whatever thread that happens, and
-//! there is as much as is in flight. Who feeds a device brings memory that the device reads by itself, so that a batch is
-//! written once and copied by nobody.
+//! A batch of a million tokens is 13 MB. Fresh from the system, its page faults cost more than the rest of its
+//! assembly. So memory returns to its pool when its batch is dropped, on whatever thread, and the pool only holds what
+//! was in flight. A trainer supplies memory that its device reads directly, so a batch is written once and never copied
+//! on the host.
 
 use std::any::Any;
 use std::fmt;
@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use contract::{Fault, Result};
 
-/// Batches whose memory waits to be used again, per pool: more than a prefetcher of sensible depth ever has in flight.
+/// Buffers that wait in a pool for reuse: more than a prefetcher of sensible depth has in flight.
 const WAITING: usize = 64;
 
 /// The columns of a batch, row after row.
@@ -19,7 +19,7 @@ const WAITING: usize = 64;
 pub struct Columns<'a> {
     /// Token ids; 0 in padding.
     pub tokens: &'a [i32],
-    /// The token that follows each one in its document, be it in this row or past its end; 0 where there is none.
+    /// The next token of the same document, in this row or past its end; 0 if there is none.
     pub labels: &'a [i32],
     /// Positions, from 0 at every boundary.
     pub positions: &'a [i32],
@@ -27,7 +27,7 @@ pub struct Columns<'a> {
     pub mask: &'a [u8],
 }
 
-/// The same, to be written.
+/// The same, writable.
 #[derive(Debug)]
 pub struct ColumnsMut<'a> {
     /// See [`Columns`].
@@ -40,20 +40,20 @@ pub struct ColumnsMut<'a> {
     pub mask: &'a mut [u8],
 }
 
-/// Memory for one batch. What it holds at first is of no account: every value is written.
+/// Memory for one batch. Its initial content does not matter: every value is written.
 pub trait Memory: Any + Send + Sync {
-    /// Its columns, each as long as it was asked for.
+    /// Its columns, each of the requested length.
     fn columns(&self) -> Columns<'_>;
 
-    /// The same, to be written; where something still reads them, once that is done.
+    /// The same, writable; waits until nothing reads them any more.
     fn columns_mut(&mut self) -> Result<ColumnsMut<'_>>;
 }
 
-/// The memory that a batch has, whatever it is. A copy of it is plain memory of its own.
+/// The memory of a batch, of any type. Cloning copies it to plain memory.
 pub(crate) struct Held(Box<dyn Memory>);
 
 impl Held {
-    /// Memory for `tokens` tokens, if that is what `memory` is.
+    /// Takes `memory` for a batch; an error if its columns do not have `tokens` tokens.
     pub(crate) fn new(memory: Box<dyn Memory>, tokens: usize) -> Result<Held> {
         let Columns { tokens: ids, labels, positions, mask } = memory.columns();
         let lengths = [ids.len(), labels.len(), positions.len(), mask.len()];
@@ -72,7 +72,7 @@ impl Held {
         self.0.columns_mut()
     }
 
-    /// The memory itself, where it is an `M`.
+    /// The memory itself if its type is `M`.
     pub(crate) fn as_mut<M: Memory>(&mut self) -> Option<&mut M> {
         let memory: &mut dyn Any = &mut *self.0;
         memory.downcast_mut()
@@ -101,7 +101,7 @@ impl fmt::Debug for Held {
     }
 }
 
-/// Plain memory, which comes back.
+/// Plain memory, which returns to its pool when dropped.
 struct Pooled {
     /// Tokens, labels and positions, one after the other.
     words: Vec<i32>,
@@ -109,7 +109,7 @@ struct Pooled {
     pool: Arc<Pool>,
 }
 
-/// Where plain memory waits.
+/// Plain memory that waits for reuse.
 #[derive(Default)]
 pub(crate) struct Pool(Mutex<Vec<(Vec<i32>, Vec<u8>)>>);
 
@@ -124,7 +124,7 @@ impl Pool {
     }
 }
 
-/// Makes a list so long; what it holds stays as it is.
+/// Sets a list's length and keeps what it holds.
 fn resize<T: Clone + Default>(values: &mut Vec<T>, length: usize) {
     values.truncate(length);
     values.resize(length, T::default());

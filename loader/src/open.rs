@@ -1,4 +1,4 @@
-//! From a curriculum file to its plan and its stores: what every command begins with.
+//! Opens a curriculum file with its plan and stores, as every command does first.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,21 +13,21 @@ use store::{DocumentRecord, Location, Split};
 
 use crate::{Stores, packs};
 
-/// A curriculum with its plan and, unless it only describes them, its stores.
+/// A curriculum with its plan and its stores (none if it names store stubs).
 pub struct Opened {
-    /// Where it stands.
+    /// Its location.
     pub file: Location,
     /// Its text, as read.
     pub source: String,
-    /// What it says.
+    /// The parsed curriculum.
     pub curriculum: Curriculum,
-    /// What it reads.
+    /// The plan.
     pub plan: Arc<Plan>,
     stores: Option<Arc<Stores>>,
 }
 
 impl Opened {
-    /// Reads the curriculum `file`, opens what it names as `store` (relative to its folder), and plans.
+    /// Reads the curriculum `file`, opens its stores (paths relative to its folder), and plans.
     pub fn open(file: impl Into<Location>) -> Result<Self> {
         let file = file.into();
         let is_folder = match &file {
@@ -45,12 +45,12 @@ impl Opened {
         Opened::open_text(file, text)
     }
 
-    /// The same of a text that would stand in `file`.
+    /// The same for text that would be in `file`.
     pub fn open_text(file: impl Into<Location>, text: String) -> Result<Self> {
         let file = file.into();
         let curriculum = Curriculum::parse(&text, &file.to_string())?;
         let folder = file.folder();
-        // Those of the beginning first: theirs are the numbers that a run knows.
+        // The run's first stores come first: a run knows sources by their numbers.
         let added = || curriculum.amendments.iter().filter_map(|one| one.store.as_ref());
         let named = curriculum.stores.iter().chain(added().map(|store| &store.path));
         let place = || curriculum.place("store");
@@ -64,7 +64,7 @@ impl Opened {
                 None => folders.push(store),
             }
         }
-        // A description stands in for a store where only planning is asked for: with one of them there is no text.
+        // A store stub is for planning only: with one of them, no text can be read.
         let described = !facts.is_empty();
         let stores = if folders.is_empty() {
             None
@@ -94,9 +94,9 @@ impl Opened {
         Ok(Opened { file, source: text, curriculum, plan, stores })
     }
 
-    /// The curriculum of the run in `root`. Its stores lie at `moved` now, those of amendments last, or where it says if `moved`
-    /// is empty; `begun` are the digests of those that the run began with. Another store is refused before anything is made of
-    /// it: whatever its sources are called, it is not what the run was trained from.
+    /// Opens the curriculum of the run in `root`. `moved` are the present locations of its stores, those of amendments
+    /// last; if empty, the curriculum's own paths are used. `begun` are the digests of the stores that the run began
+    /// with. Any other store is refused first: it is not what the run was trained on, whatever its sources are called.
     pub fn of_run(root: &Path, moved: &[Location], begun: &[Identity]) -> Result<Self> {
         let path = root.join("run.toml");
         if !path.exists() {
@@ -133,17 +133,17 @@ impl Opened {
             .to_string();
             check_store_of_run(place, &digest, now.is_some())?;
         }
-        // Where nothing moved, faults point to the lines that are there.
+        // If nothing moved, errors refer to lines of the file.
         let source = if moved.is_empty() { source } else { curriculum.canonical() };
         Opened::open_text(file, source)
     }
 
-    /// The stores; `None` where the curriculum describes one instead of naming it.
+    /// The stores; `None` if the curriculum names a store stub.
     pub fn text(&self) -> Option<&Arc<Stores>> {
         self.stores.as_ref()
     }
 
-    /// The stores, for whoever needs text.
+    /// The stores, for commands that need text; an error for a store stub.
     pub fn stores(&self) -> Result<&Arc<Stores>> {
         self.stores.as_ref().ok_or_else(|| {
             Fault::usage("this needs a store, and the curriculum only describes one")
@@ -154,7 +154,7 @@ impl Opened {
     }
 }
 
-/// Says that a folder is no run's, since it has no `file`, or that a run has lost it.
+/// The error for a folder that is not a run because it has no `file`, or for a run that lost it.
 pub fn no_run(root: &Path, file: &str) -> Fault {
     if ["run.toml", "ledger.jsonl"].iter().all(|it| *it == file || root.join(it).is_file()) {
         return Fault::data(format!("this run has lost its {file}"))
@@ -169,7 +169,7 @@ pub fn no_run(root: &Path, file: &str) -> Fault {
         .hint("name the folder that `ztrain --curriculum` wrote, its --out")
 }
 
-/// Refuses a store at `place` that is not the one with `digest`; `said` tells whether a person said that it is there.
+/// Refuses a store at `place` whose digest is not `digest`; `said`: whether the user named this place.
 fn check_store_of_run(place: &str, digest: &str, said: bool) -> Result<()> {
     let store = storage::locate(place)?;
     let gone = |path: &Path| !path.exists();
@@ -198,7 +198,7 @@ fn check_store_of_run(place: &str, digest: &str, said: bool) -> Result<()> {
     .hint(hint))
 }
 
-/// Holds the stores that amendments add against their digests, and keeps their sources out of the steps before.
+/// Checks the digests of stores that amendments add, and refuses their sources in earlier steps.
 fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<()> {
     let added = curriculum.amendments.iter().enumerate();
     let added = added.filter_map(|(number, one)| Some((number + 1, one.step, one.store.as_ref()?)));
@@ -228,13 +228,13 @@ fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<
     Ok(())
 }
 
-/// The text of a file that a person wrote. Bytes that are not text are the file's mistake, not the machine's.
+/// Reads a file written by a person. Invalid UTF-8 is an error in the file, not in the environment.
 fn text(file: &Location) -> Result<String> {
     let bytes = file.read().map_err(|error| file.fault("read", &error))?;
     Ok(File::from_bytes(file.to_string(), bytes)?.text().to_owned())
 }
 
-/// The facts of a described store, if `store` is a file and not a store's folder.
+/// The facts of a store stub, if `store` is a file and not a store's folder.
 fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
     if !store.is_file()? {
         return Ok(None);
@@ -253,7 +253,7 @@ fn description(store: &Location) -> Result<Option<Vec<SourceFacts>>> {
     }
 }
 
-/// What is wrong with a run's own curriculum: whoever asks for the run has not written that.
+/// Turns an error in a run's own copy of the curriculum into an error of data: the user did not write that file.
 fn damaged(fault: Fault) -> Fault {
     match fault.class() {
         Class::Usage => fault.of(Class::Data).hint(

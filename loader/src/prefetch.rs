@@ -1,24 +1,24 @@
-//! Batches ahead of time, in order.
+//! Prefetches batches, in order.
 //!
 //! ```text
 //! reader threads --(one slot per step, handed out in step order)--> last stage, a thread of its own --> `next`
 //! ```
 //!
-//! A reader takes the next step's number and a slot in the order queue at one stroke, so that the queue's order is the
-//! steps' order whatever the readers' pace. The queue's bound is the depth: a full queue stops the readers.
+//! A reader takes the next step number and a slot in the order queue under one lock, so the queue has step order
+//! however fast the readers are. The queue is bounded by the depth: a full queue blocks the readers.
 //!
-//! A reader assembles its batch straight into memory that the caller brings (a buffer of a ring, pinned for a GPU) and gives it
-//! to a closure, which all readers call at once: a trainer checks there what a device shall have. The ring may make a reader wait
-//! for a copy, never for another reader.
+//! A reader assembles its batch directly in memory that the caller supplies (such as a pinned buffer of a ring), and
+//! passes it to a closure that all readers call concurrently: a trainer checks there what it is about to copy to a
+//! device. The ring may make a reader wait for a copy, never for another reader.
 //!
-//! The last stage is a closure on its own thread, because putting a batch on a device needs state that lives with one
-//! thread. It starts a copy of the batch's memory on a side stream, records an event behind it, and hands on the device
-//! tensors with that event; the compute stream waits for the event, not the CPU, and the memory is handed out again only after
-//! its event has passed and its batch is dropped. The closure sees what the readers made in step order, one at a time, and is
-//! dropped on its thread.
+//! The last stage is a closure on its own thread, because copying a batch to a device needs state that belongs to one
+//! thread. It starts a copy of the batch's memory on a side stream, records an event after it, and passes on the device
+//! tensors with that event. The compute stream waits for the event, the CPU does not. The memory is reused only after
+//! its event has completed and its batch is dropped. The closure sees the readers' results in step order, one at a
+//! time, and is dropped on its thread.
 //!
-//! A fault is delivered at its step, after all steps before it, and ends the stream. Dropping the prefetcher at any
-//! moment stops and joins all its threads.
+//! An error is delivered at its step, after all earlier steps, and ends the stream. Dropping the prefetcher at any time
+//! stops and joins all its threads.
 
 use std::io;
 use std::ops::Range;
@@ -31,12 +31,12 @@ use mixer::Plan;
 
 use crate::{Batch, Memory, RankSlice, StepSummary, Stores, batch_in, summary_of};
 
-/// How fast, never what: nothing here has a digest.
+/// Settings that affect only speed, so none has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefetchOptions {
-    /// Threads that read and assemble; at least one runs.
+    /// Threads that read and assemble; at least one is started.
     pub threads: usize,
-    /// Batches that may wait, assembled or in the making, before the last stage; at least one.
+    /// Batches waiting for the last stage, finished or not; at least one.
     pub depth: usize,
 }
 
@@ -46,30 +46,30 @@ impl Default for PrefetchOptions {
     }
 }
 
-/// What is read ahead.
+/// What to prefetch.
 pub struct Ahead {
-    /// Says which text a step is.
+    /// The plan.
     pub plan: Arc<Plan>,
-    /// Have it.
+    /// The stores with its text.
     pub stores: Arc<Stores>,
     /// The steps, half-open.
     pub steps: Range<u64>,
-    /// How fast.
+    /// Threads and depth.
     pub options: PrefetchOptions,
 }
 
-/// Delivers what the last stage made of each step's batch, in order.
+/// Delivers the last stage's result for each step's batch, in order.
 pub struct Prefetcher<T> {
     ready: Option<Receiver<Result<T>>>,
     left: u64,
     threads: Vec<JoinHandle<()>>,
 }
 
-/// A step's slot: its batch comes through here.
+/// A step's slot, which receives its batch.
 type Slot<B> = Receiver<Result<B>>;
 
 impl<T: Send + 'static> Prefetcher<T> {
-    /// Starts reading the batches of `steps` (half-open) for `slice`; `last` makes of each what `next` returns.
+    /// Starts prefetching the batches of `steps` (half-open) for `slice`; `next` returns what `last` makes of each.
     pub fn start(
         plan: Arc<Plan>,
         stores: Arc<Stores>,
@@ -84,8 +84,8 @@ impl<T: Send + 'static> Prefetcher<T> {
         Prefetcher::by_step(ahead, move |_| Ok(slice), memory, Ok, last)
     }
 
-    /// The same where the part of a step that is read depends on the step, `memory` gives each batch memory for so many tokens,
-    /// and the readers make of each batch what `check` says before `last` gets it.
+    /// The same with a slice that depends on the step. `memory` allocates for a number of tokens. Readers apply `check`
+    /// to each batch before `last`.
     pub fn by_step<B: Send + 'static>(
         ahead: Ahead,
         slice: impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static,
@@ -98,7 +98,7 @@ impl<T: Send + 'static> Prefetcher<T> {
         Prefetcher::over(steps, options, make, last, begin)
     }
 
-    /// The same over any function from a step to its batch, on threads that `begin` gives.
+    /// The same for any function from a step to its batch, on threads that `begin` starts.
     fn over<B: Send + 'static>(
         steps: Range<u64>,
         options: PrefetchOptions,
@@ -118,7 +118,7 @@ impl<T: Send + 'static> Prefetcher<T> {
             prefetcher.threads.push(thread);
             Ok(())
         };
-        // The last stage first: where a reader cannot be started, the others wait for nobody but it.
+        // The last stage starts first: if a reader cannot be started, the others only wait for this stage.
         spawn("loader-last".to_owned(), Box::new(move || finish(&slots, &done, last)))?;
         for number in 0..options.threads.max(1) {
             let (next, make) = (Arc::clone(&next), Arc::clone(&make));
@@ -129,7 +129,7 @@ impl<T: Send + 'static> Prefetcher<T> {
 }
 
 impl Prefetcher<StepSummary> {
-    /// Each of the steps in sum, of which a reader holds at most `held` tokens at a time, or one row.
+    /// The summary of each step. A reader holds at most `held` tokens at a time (at least one row).
     pub fn summaries(ahead: Ahead, held: u64) -> Result<Self> {
         let Ahead { plan, stores, steps, options } = ahead;
         let make = move |step| {
@@ -140,22 +140,22 @@ impl Prefetcher<StepSummary> {
     }
 }
 
-/// What a thread does.
+/// The body of a thread.
 type Work = Box<dyn FnOnce() + Send>;
 
-/// A thread of the system's.
+/// Starts a thread of the operating system.
 fn begin(name: String, work: Work) -> io::Result<JoinHandle<()>> {
     thread::Builder::new().name(name).spawn(work)
 }
 
-/// A reader: takes the next step with its slot until there is none, or nobody listens.
+/// A reader: takes the next step and its slot until no step is left or the receiver is dropped.
 fn read<B>(
     next: &Mutex<(Range<u64>, Sender<Slot<B>>)>,
     make: &(impl Fn(u64) -> Result<B> + ?Sized),
 ) {
     loop {
         let (step, sender) = {
-            // Held while the queue is full: the others could do nothing but wait behind this one.
+            // The lock is held while the queue is full: other readers could only wait for it as well.
             let mut next = next.lock().unwrap_or_else(PoisonError::into_inner);
             let Some(step) = next.0.next() else { return };
             let (sender, slot) = bounded(1);
@@ -166,21 +166,21 @@ fn read<B>(
         };
         let made = make(step);
         let failed = made.is_err();
-        // The slot is gone if the stream ended meanwhile: then nobody wants this batch.
+        // Sending fails if the stream has ended meanwhile: the batch is not needed any more.
         if sender.send(made).is_err() || failed {
             return;
         }
     }
 }
 
-/// The last stage: slots in order, each through the closure, until a fault or the end.
+/// The last stage: applies the closure to the slots in order, until an error or the end.
 fn finish<B, T>(
     slots: &Receiver<Slot<B>>,
     done: &Sender<Result<T>>,
     mut last: impl FnMut(B) -> Result<T>,
 ) {
     for slot in slots {
-        // A reader that panicked drops its slot: say so at its step instead of waiting for ever.
+        // A reader that panicked drops its slot: report an error at its step instead of waiting forever.
         let made = slot.recv().unwrap_or_else(|_| Err(Fault::bug("a loader thread panicked")));
         let value = made.and_then(&mut last);
         let failed = value.is_err();
@@ -209,10 +209,10 @@ impl<T> Iterator for Prefetcher<T> {
 
 impl<T> Drop for Prefetcher<T> {
     fn drop(&mut self) {
-        // With its receiver gone the last stage stops, with the slots gone the readers do.
+        // The last stage stops once its receiver is dropped, the readers once the slots are dropped.
         self.ready = None;
         for thread in self.threads.drain(..) {
-            // A thread's panic was delivered as a fault at its step.
+            // A thread's panic was delivered as an error at its step.
             let _ = thread.join();
         }
     }
@@ -228,7 +228,7 @@ mod tests {
 
     use super::*;
 
-    /// Makes a step's value slowly, by a different delay each.
+    /// Returns a step's value after a delay that varies by step.
     fn slow(step: u64) -> Result<u64> {
         thread::sleep(Duration::from_micros(
             draw(Key::from_seed(1), Purpose::Generate, step) % 300,
@@ -266,7 +266,7 @@ mod tests {
             prop_assert_eq!(stream.next(), None);
         }
 
-        /// Dropped at any moment, all threads end, and with them what their closures held.
+        /// However early it is dropped, all threads end and drop their closures.
         #[test]
         fn dropping_joins_every_thread(threads in 1usize..5, depth in 1usize..5, taken in 0usize..12) {
             let token = Arc::new(());
@@ -286,7 +286,7 @@ mod tests {
             prop_assert_eq!(Arc::strong_count(&token), 1);
         }
 
-        /// No more is made ahead than was asked for.
+        /// No more batches are made ahead than the depth allows.
         #[test]
         fn depth_bounds_what_waits(threads in 1usize..5, depth in 1usize..5) {
             let made = Arc::new(AtomicU64::new(0));
@@ -297,13 +297,13 @@ mod tests {
             for taken in 1..20 {
                 prop_assert!(stream.next().is_some());
                 thread::sleep(Duration::from_micros(200));
-                // Beside the queue: one batch in the last stage, one behind it, one in each reader's hands.
+                // Not counting the queue: one batch in the last stage, one that waits to be taken, one in each reader.
                 prop_assert!(made.load(Ordering::Relaxed) <= taken + (depth + threads + 2) as u64);
             }
         }
     }
 
-    /// Readers that are there already fill the queue meanwhile.
+    /// The readers already started fill the queue meanwhile.
     #[test]
     fn where_a_thread_cannot_be_had_the_others_end() {
         for given in 0..4 {

@@ -1,16 +1,17 @@
-//! Which part of a step is a rank's.
+//! Which part of a step belongs to a rank.
 
 use std::ops::Range;
 
 use contract::{Fault, Result};
 use mixer::StepSpec;
 
-/// Rank `rank` of `world`: some of a step's micro-batches, whole ones.
+/// Rank `rank` of `world`: its micro-batches of a step.
 ///
-/// Of `count` micro-batches, rank `r` has those from `r * count / world` to `(r + 1) * count / world`, rounded down: a run. So
-/// the ranks' parts, joined in rank order, are the step, sizes differ by at most one micro-batch, the world need not divide
-/// anything, and a world larger than their number leaves some ranks idle. Dealt in turn ([`RankSlice::in_turn`]),
-/// rank `r` has `r`, `r + world`, `r + 2 world`, ...: as many as in a run, the longer parts first.
+/// Of `count` micro-batches, rank `r` has those from `r * count / world` to `(r + 1) * count / world`, rounded down: a
+/// contiguous run. So the ranks' parts, in rank order, make up the step; sizes differ by at most one micro-batch;
+/// `world` does not have to divide `count`; and if it is larger, some ranks are idle. Round-robin
+/// ([`RankSlice::in_turn`]), rank `r` has `r`, `r + world`, `r + 2 world`, ...: as many as in a run, the larger parts
+/// first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankSlice {
     rank: u32,
@@ -22,7 +23,7 @@ impl RankSlice {
     /// The whole step.
     pub const WHOLE: RankSlice = RankSlice { rank: 0, world: 1, in_turn: false };
 
-    /// The run of `rank`, counted from 0, among `world`.
+    /// The run of `rank`, numbered from 0, among `world`.
     pub fn new(rank: u32, world: u32) -> Result<Self> {
         if rank < world {
             return Ok(RankSlice { rank, world, in_turn: false });
@@ -32,13 +33,13 @@ impl RankSlice {
             .wanted("ranks are counted from 0"))
     }
 
-    /// The same rank where micro-batches are dealt in turn.
+    /// The same rank with round-robin assignment.
     pub fn in_turn(self) -> Self {
         RankSlice { in_turn: true, ..self }
     }
 
-    /// This rank's micro-batches of a step that has `count`, in rounds: in each, the parts of all ranks, joined in rank
-    /// order, are a run that follows the one before. A run is one round; dealt in turn, each turn is a round.
+    /// This rank's micro-batches of a step with `count`, in rounds. In each round, the parts of all ranks, in rank
+    /// order, are a run that follows the previous round's. A run is one round; round-robin has a round per turn.
     pub fn rounds(self, count: u64) -> Vec<Range<u64>> {
         let (rank, world) = (u64::from(self.rank), u64::from(self.world));
         if !self.in_turn {

@@ -1,4 +1,4 @@
-//! The stores of a curriculum, as one.
+//! All stores of a curriculum, as one.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use store::{Location, Split, Store, StreamReader, TokenizerRecord, read::ReadCac
 
 use crate::memory::{Memory, Pool};
 
-/// Several stores with one tokenizer, source names unique.
+/// Several stores with one tokenizer and unique source names.
 pub struct Stores {
     stores: Vec<Store>,
     by_name: BTreeMap<String, usize>,
@@ -17,7 +17,7 @@ pub struct Stores {
     pool: Arc<Pool>,
 }
 
-/// One source, wherever it lies.
+/// One source, in whichever store.
 struct Source {
     store: usize,
     facts: SourceFacts,
@@ -25,7 +25,7 @@ struct Source {
     validation: StreamReader,
 }
 
-/// What of a tokenizer has to be the same in all stores of a curriculum.
+/// The properties of a tokenizer that must be equal in all stores of a curriculum, as text.
 fn in_words(tokenizer: &TokenizerRecord) -> String {
     let token = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
     let (begin, end) = (token(tokenizer.begin), token(tokenizer.end));
@@ -33,7 +33,7 @@ fn in_words(tokenizer: &TokenizerRecord) -> String {
 }
 
 impl Stores {
-    /// Opens the stores in these folders, which share one bounded cache of open files.
+    /// Opens the stores in these folders, with a shared bounded cache of open files.
     pub fn open<P: Clone + Into<Location>>(places: &[P]) -> Result<Self> {
         Stores::open_with(places, ReadCache::sized_by_the_process())
     }
@@ -53,7 +53,7 @@ impl Stores {
         Ok(all)
     }
 
-    /// No store at all, for a plan over described ones: it has no source, so that nothing can be read from it.
+    /// No stores, for a plan over store stubs: there is no source, so nothing can be read.
     pub fn none() -> Self {
         let (stores, by_name, sources) = (Vec::new(), BTreeMap::new(), Vec::new());
         Stores { stores, by_name, sources, pool: Arc::default() }
@@ -102,7 +102,7 @@ impl Stores {
         Ok(())
     }
 
-    /// What planning needs to know of each source.
+    /// The facts of each source, for planning.
     pub fn facts(&self) -> Vec<SourceFacts> {
         self.sources.iter().map(|source| source.facts.clone()).collect()
     }
@@ -124,8 +124,8 @@ impl Stores {
         })
     }
 
-    /// The documents of training text that `flag` asks for, by `ID`, or by `SOURCE:ID` where several sources have one: their
-    /// source and their numbers, if there are any. Where `only` names a source, those of others are not meant.
+    /// The training documents that `asked`, the value of `flag`, names as `ID`, or as `SOURCE:ID` if several sources
+    /// have that id: their source and numbers, if any. `only` restricts the search to one source.
     pub fn named(
         &self,
         flag: &str,
@@ -149,14 +149,14 @@ impl Stores {
         Ok(found.pop())
     }
 
-    /// Where the store of a source lies.
+    /// The location of the store that has a source.
     pub(crate) fn root_of(&self, source: &str) -> Result<&Location> {
         self.stream(source, Split::Train)?; // Which says what is wrong with the name, if anything is.
         let number = self.number(source).unwrap_or_default();
         Ok(self.stores[self.sources[number].store].root())
     }
 
-    /// Plain memory for a batch of so many tokens, used again once it is dropped.
+    /// Plain memory for a batch of `tokens` tokens, reused after it is dropped.
     pub(crate) fn memory(&self, tokens: usize) -> Box<dyn Memory> {
         self.pool.take(tokens)
     }

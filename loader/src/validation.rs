@@ -1,6 +1,6 @@
 //! The held-out split, window after window, as batches: for a validation loss.
 //!
-//! No plan and no chance: window `w` of a source is its tokens from `w * seq_len` on, the last one padded.
+//! There is no plan and no shuffling: window `w` of a source is its tokens from `w * seq_len` on, the last one padded.
 
 use contract::{Fault, Result};
 use mixer::{SampleSpec, Span};

@@ -1,6 +1,6 @@
 //! What planning costs: 1,000 sources of 10^13 tokens together, 1.1 million steps, two phases of different length.
 //!
-//! `cargo bench -p mixer`. Each row is the mean over many questions at one place of the run.
+//! `cargo bench -p mixer`. Each row is the mean over many queries at one place of the run.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 
@@ -72,7 +72,7 @@ fn questions(plan: &Plan, step: u64) {
     });
 }
 
-/// Asks for a fifth of a second and prints the mean time of one of `each` answers.
+/// Runs `ask` for a fifth of a second and prints the mean time of one of its `each` answers.
 fn row(name: &str, each: u64, mut ask: impl FnMut()) {
     ask();
     let (started, mut asked) = (Instant::now(), 0);
@@ -83,7 +83,7 @@ fn row(name: &str, each: u64, mut ask: impl FnMut()) {
     println!("{name:<44} {:>10.3} us", started.elapsed().as_secs_f64() * 1e6 / asked as f64);
 }
 
-/// Resident memory in KiB, where the system tells.
+/// Resident memory in KiB, if the system reports it.
 fn resident() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));

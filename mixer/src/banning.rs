@@ -1,4 +1,4 @@
-//! What is banned from a plan, and what that takes out of it.
+//! Which documents a plan bans, and how much text a ban hides.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,7 +10,7 @@ use crate::plan::Plan;
 use crate::sample::{names, unknown};
 use curriculum::Curriculum;
 
-/// Those of a curriculum whose phases are planned.
+/// The bans of a curriculum whose phases are planned.
 pub(crate) fn banned(curriculum: &Curriculum, plan: &Plan) -> Result<Bans> {
     let mut all = Vec::new();
     for (number, amendment) in curriculum.amendments.iter().enumerate() {
@@ -38,13 +38,13 @@ pub(crate) fn banned(curriculum: &Curriculum, plan: &Plan) -> Result<Bans> {
 }
 
 impl Plan {
-    /// The documents that are banned, in the order of the amendments.
+    /// The banned documents, in the order of the amendments.
     pub fn bans(&self) -> &[Ban] {
         &self.bans.all
     }
 
-    /// Learns from `tokens` which tokens of its source each of some documents (rising) is: only a store knows. From then on
-    /// no sample shows them.
+    /// Looks up the tokens of each banned document: `tokens` maps a source's document numbers (ascending) to token
+    /// ranges, which only a store knows. From then on no sample shows them.
     pub fn place_bans(
         &mut self,
         tokens: impl Fn(&str, &[u64]) -> Result<Vec<Range<u64>>>,
@@ -70,7 +70,7 @@ impl Plan {
         Ok(())
     }
 
-    /// What a ban takes out of the run: tokens, and labels among them. A document's last token has no label.
+    /// How much text a ban hides over the run: tokens, and labels among them. A document's last token has no label.
     pub fn hidden_by(&self, ban: &Ban) -> Result<(u64, u64)> {
         let visits = self.visits(ban.source, ban.tokens.clone())?.into_iter();
         let visits = visits.filter(|visit| visit.sample >= ban.first_sample);

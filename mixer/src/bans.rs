@@ -1,4 +1,4 @@
-//! Documents that no step sees any more, from an amendment on. They keep their places, so that nothing else moves.
+//! Documents banned from some step on. Their positions stay occupied, so no other text moves.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -7,10 +7,10 @@ use contract::Hasher;
 
 use crate::sample::{SourceFacts, Span};
 
-/// A document that is banned.
+/// A banned document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ban {
-    /// From this step on.
+    /// The first step that does not show it.
     pub step: u64,
     /// The first global sample number of that step.
     pub first_sample: u64,
@@ -18,20 +18,20 @@ pub struct Ban {
     pub source: usize,
     /// Its number in the source's training stream.
     pub document: u64,
-    /// Its tokens there, once [`crate::Plan::place_bans`] was told; nothing is hidden before.
+    /// Its tokens there, filled in by [`crate::Plan::place_bans`]; until then nothing is hidden.
     pub tokens: Range<u64>,
 }
 
-/// All of them.
+/// All bans of a plan.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Bans {
     pub(crate) all: Vec<Ban>,
-    /// By source the tokens of each, rising, with the first sample that does not see them.
+    /// By source: each ban's tokens, ascending, and the first sample that hides them.
     pub(crate) by_source: BTreeMap<usize, Vec<(Range<u64>, u64)>>,
 }
 
 impl Bans {
-    /// Where in sample `sample`, whose text is `spans` of `source`, banned text stands.
+    /// The banned ranges in sample `sample`, whose text is `spans` of `source`.
     pub(crate) fn places(&self, source: usize, sample: u64, spans: &[Span]) -> Vec<Range<u32>> {
         let mut places: Vec<Range<u32>> = Vec::new();
         let Some(banned) = self.by_source.get(&source) else { return places };
@@ -53,7 +53,7 @@ impl Bans {
         places
     }
 
-    /// What of them decides steps up to `step`: nothing where there is none.
+    /// Hashes the bans that affect steps up to `step`; adds nothing if there is none.
     pub(crate) fn feed(&self, step: u64, sources: &[SourceFacts], hasher: &mut Hasher) {
         let begun = || self.all.iter().filter(|ban| ban.step <= step);
         let count = begun().count() as u64;

@@ -1,4 +1,4 @@
-//! A store described in a few lines of TOML, where only planning is asked for.
+//! A store stub: a store described in a few lines of TOML, sufficient for planning.
 //!
 //! ```toml
 //! [[source]]
@@ -13,14 +13,14 @@ use settings::{File, Spanned, Table};
 
 use crate::sample::SourceFacts;
 
-/// The file as it is written.
+/// The file as written.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Described {
     source: Vec<Spanned<SourceFacts>>,
 }
 
-/// Reads a description; `None` if the text has no `[[source]]`, and so describes nothing.
+/// Reads a store stub; `None` if the text has no `[[source]]`.
 pub fn described_store(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>>> {
     let file = File::new(name, text);
     if !file.parse::<Table>()?.contains_key("source") {

@@ -1,6 +1,6 @@
-//! The plan digest up to a step: only what decides the steps up to it.
+//! The plan digest up to a step: covers only what affects the steps up to it.
 //!
-//! Lengthening a phase, adding a later one, or a source that is not used by then, leaves it unchanged.
+//! It does not change if a phase is lengthened, a later phase is added, or a source is added that is not used by then.
 
 use contract::{Digest, Digestible, Fault, Hasher, Result};
 use curriculum::RemainderRule;
@@ -8,11 +8,11 @@ use curriculum::RemainderRule;
 use crate::plan::{PhasePlan, Plan};
 use crate::sample::SourceFacts;
 
-/// The version of the rules by which a curriculum becomes a plan: a run goes on under that which it began with.
-/// 2: groups of at most a sixteenth of their source; windows that are left are split one by one where they can be.
+/// The version of the rules that turn a curriculum into a plan. A run can only continue under the version that it began
+/// with. 2: a group is at most a sixteenth of its source; windows of a remainder are split one by one where possible.
 pub const PLAN_VERSION: u32 = 2;
 
-/// Refuses a run that was begun under another version of the plan.
+/// Refuses a run that began under another version.
 pub fn check_version(begun: u32) -> Result<()> {
     if begun == PLAN_VERSION {
         return Ok(());
@@ -23,14 +23,14 @@ pub fn check_version(begun: u32) -> Result<()> {
         .hint("use the release that began it, or train it anew with another --out"))
 }
 
-/// A plan as far as `step`.
+/// The part of a plan up to `step`.
 struct Until<'a> {
     plan: &'a Plan,
     step: u64,
 }
 
 impl Plan {
-    /// The digest of what decides steps 1 to `step`; later steps than the plan has add nothing.
+    /// The digest of everything that affects steps 1 to `step`; steps after the plan's last add nothing.
     pub fn digest_through(&self, step: u64) -> Digest {
         Digest::of(&Until { plan: self, step })
     }
@@ -54,7 +54,7 @@ impl Digestible for Until<'_> {
                 used[part.source] |= count > 0;
             }
         }
-        // A source that has served nothing yet has decided nothing yet.
+        // A source that has served nothing yet affects no step so far.
         let mut facts: Vec<&SourceFacts> =
             sources.iter().zip(used).filter_map(|(facts, used)| used.then_some(facts)).collect();
         facts.sort_by(|a, b| a.name.cmp(&b.name));
@@ -69,8 +69,7 @@ impl Digestible for Until<'_> {
     }
 }
 
-/// The first `steps` steps of a phase. Its name decides nothing; where it begins and what it takes follows from the
-/// rest.
+/// Hashes the first `steps` steps of a phase. Its name affects nothing; its start and its cursors follow from the rest.
 fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &mut Hasher) {
     let PhasePlan {
         name: _,
@@ -92,7 +91,7 @@ fn feed_phase(phase: &PhasePlan, steps: u64, sources: &[SourceFacts], hasher: &m
     for part in uses {
         hasher.str(&sources[part.source].name).u64(part.weight);
     }
-    // An uncut micro-batch is what there was before there was a cut: it feeds nothing.
+    // Uncut micro-batches add nothing: digests stay those from before cuts existed.
     if (*context_chunks, *weight_shards) != (1, 1) {
         hasher.tag("cut.v1").u64(*context_chunks).u64(*weight_shards);
     }

@@ -1,12 +1,12 @@
-//! Best-fit packing: which documents stand together in a sequence, so that few are cut and little is padded.
+//! Best-fit packing: combines documents into sequences so that few are cut and little is padded.
 //!
-//! A document of at least `length` tokens first gives as many sequences of its own as it fills; what is left of it, or a
-//! shorter document whole, is a piece. Pieces are taken by size, the largest first, equal ones in the order of the stream,
-//! and each goes to the pack with the least room that still holds it, among those of equal room to the one that was begun
-//! first; if none holds it, it begins one (best-fit-decreasing). A pack with the most pieces it may have takes no more.
+//! A document of at least `length` tokens first gives as many full sequences as it fills. Its remainder, or a shorter
+//! document as a whole, is a piece. Pieces are placed by decreasing size, equal sizes in stream order. Each is added to
+//! the pack with the least free space that still fits it (the oldest of equals), or starts a new pack if none fits
+//! (best-fit-decreasing). A pack with the maximum number of pieces takes no more.
 //!
-//! Documents are packed [`BLOCK`] at a time, so that memory and time are bounded; each block leaves some packs half full, and
-//! a block is so large that these are less than a fiftieth of all (a test).
+//! Documents are packed [`BLOCK`] at a time, which bounds memory and time. Each block leaves some packs partly empty; a
+//! block is so large that these are less than a fiftieth of all (a test).
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,16 +19,16 @@ use crate::sample::Span;
 /// Documents that are packed together.
 pub const BLOCK: usize = 1 << 20;
 
-/// At which of its lengths (their number, in rising order) a source packs each of its documents: a keyed draw by the
-/// document's number, so that it depends on nothing else.
+/// At which of its lengths (by index, ascending) a source packs each document: sampled by a keyed hash of the
+/// document's number, so it depends on nothing else.
 pub struct Lengths {
     key: Key,
-    /// The sums of the weights up to each length.
+    /// The cumulative weights of the lengths.
     sums: Vec<u64>,
 }
 
 impl Lengths {
-    /// Those of the source `name`.
+    /// The lengths of source `name`.
     pub fn new(name: &str, packing: &Packing) -> Self {
         let weights = packing.lengths.values();
         let sums = weights.scan(0, |sum, weight| {
@@ -38,7 +38,7 @@ impl Lengths {
         Lengths { key: Key::from_seed(0).child("lengths").child(name), sums: sums.collect() }
     }
 
-    /// That of document number `document` of the source's training stream.
+    /// The length at which document `document` of the source's training stream is packed.
     pub fn of(&self, document: u64) -> usize {
         let all = self.sums.last().copied().unwrap_or_default();
         let drawn = (u128::from(draw(self.key, Purpose::Length, document)) * u128::from(all)) >> 64;
@@ -46,29 +46,29 @@ impl Lengths {
     }
 }
 
-/// What documents at one length are packed into: a row of spans for each pack, in the order of the stream.
+/// The packs of one length: a list of spans for each pack, in stream order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Fitted {
-    /// Full, and one run of tokens.
+    /// Full packs of one contiguous span.
     pub contiguous: Vec<Span>,
-    /// Full, of several pieces.
+    /// Full packs of several pieces.
     pub joined: Vec<Vec<Span>>,
-    /// With room left.
+    /// Packs with free space left.
     pub padded: Vec<Vec<Span>>,
     /// Documents that were packed.
     pub documents: u64,
-    /// Documents that are longer than a sequence.
+    /// Documents longer than a sequence.
     pub cut: u64,
 }
 
-/// A pack that may take more.
+/// A pack with free space.
 struct Open {
     pieces: Vec<Span>,
     room: u32,
 }
 
 impl Fitted {
-    /// Packs one more block of documents, each a run of tokens of its stream.
+    /// Packs one more block of documents, each a range of tokens of its stream.
     ///
     /// # Panics
     /// If `length` or `most` is 0.
@@ -96,7 +96,7 @@ impl Fitted {
     }
 }
 
-/// The packs of pieces that are shorter than `length`, the largest first.
+/// Packs pieces that are shorter than `length` and sorted by decreasing size.
 fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<Open> {
     let mut packs: Vec<Open> = Vec::new();
     let mut by_room = Rooms::new(length);
@@ -115,16 +115,17 @@ fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<Open> {
     packs
 }
 
-/// Packs by the room they have: finds the least room that is enough in a few steps, whatever the length.
+/// Packs indexed by free space: finds the least sufficient free space in a few steps, whatever the length.
 struct Rooms {
-    /// For each room the numbers of the packs that have it, the lowest on top.
+    /// For each amount of free space, the numbers of the packs that have it, the lowest on top.
     packs: Vec<BinaryHeap<Reverse<usize>>>,
-    /// A bit for each room that some pack has, a bit for each word of those with a bit, and so on up to one word.
+    /// A tree of bitmaps: a bit for each amount of free space that some pack has, a bit for each nonzero word of those,
+    /// and so on up to a single word.
     levels: Vec<Vec<u64>>,
 }
 
 impl Rooms {
-    /// No packs; rooms are below `length`.
+    /// No packs; free space is below `length`.
     fn new(length: u32) -> Self {
         let mut levels = vec![vec![0u64; (length as usize).div_ceil(64)]];
         while let Some(last) = levels.last().filter(|last| last.len() > 1) {
@@ -142,7 +143,7 @@ impl Rooms {
         }
     }
 
-    /// Takes the pack out that has the least room from `room` on.
+    /// Removes and returns the pack with the least sufficient free space.
     fn take(&mut self, room: u32) -> Option<usize> {
         let room = self.at_least(room as usize)?;
         let Reverse(pack) = self.packs[room].pop()?;
@@ -159,7 +160,8 @@ impl Rooms {
         Some(pack)
     }
 
-    /// The least room from `from` on that some pack has: up the levels until a word has a later bit, then down again.
+    /// The least free space of at least `from` that some pack has: walks up the levels to a word with a later bit, then
+    /// down.
     fn at_least(&self, from: usize) -> Option<usize> {
         let mut from = from;
         for (up, level) in self.levels.iter().enumerate() {
@@ -184,7 +186,7 @@ mod tests {
 
     use super::*;
 
-    /// Documents one after the other.
+    /// Contiguous documents of these sizes.
     fn documents(sizes: &[u64]) -> Vec<(u64, u64)> {
         let begin = |at: &mut u64, size: &u64| {
             let start = *at;
@@ -194,7 +196,7 @@ mod tests {
         sizes.iter().scan(0, begin).collect()
     }
 
-    /// Best-fit-decreasing as one would write it down: every pack is looked at for every piece.
+    /// Straightforward best-fit-decreasing: checks every pack for every piece.
     fn naive(documents: &[(u64, u64)], length: u64, most: usize) -> (Vec<Span>, Vec<Vec<Span>>) {
         let (mut single, mut pieces) = (Vec::new(), Vec::new());
         for &(mut start, mut tokens) in documents {
@@ -213,7 +215,7 @@ mod tests {
                 |pack: &Vec<Span>| length - pack.iter().map(|p| u64::from(p.tokens)).sum::<u64>();
             let fits =
                 packs.iter_mut().filter(|p| p.len() < most && room(p) >= u64::from(piece.tokens));
-            // The first of several equal ones, as `min_by_key` says.
+            // `min_by_key` returns the first of equal ones.
             match fits.min_by_key(|pack| room(pack)) {
                 Some(pack) => pack.push(piece),
                 None => packs.push(vec![piece]),
@@ -281,7 +283,7 @@ mod tests {
 
     #[test]
     fn blocks_cost_less_than_a_fiftieth_of_the_packs() {
-        // As many short documents as web text has, and a long tail.
+        // A size distribution like web text: many short documents and a long tail.
         let key = Key::from_seed(7);
         let size = |number: u64| {
             let share = draw(key, Purpose::Generate, number) as f64 / 2f64.powi(64);

@@ -1,25 +1,25 @@
-//! Curriculum to plan: which text is sample number `i`. Everything here is arithmetic with inverses.
+//! Curriculum to plan: which text sample number `i` shows. Everything is arithmetic that can be inverted.
 //!
 //! ```text
 //! step -> samples -> phase -> source, ordinal -> epoch, group, window -> tokens       Plan::step, Plan::sample
 //!                                                 tokens -> every (sample, offset)    Plan::visits
 //! ```
 //!
-//! - [`curriculum`]: the file, read with a place for every mistake; its canonical text; what an edit changes.
+//! - [`curriculum`]: parses the file, reports mistakes with their place, writes canonical text, compares edits.
 //! - [`mixing`]: which source sample `j` of a phase comes from: exact at every prefix, in O(depth).
-//! - [`order`]: the order in which a source is gone through, across phases and lengths.
+//! - [`order`]: the order in which a source is read, across phases and sequence lengths.
 //! - [`plan`]: the two together.
 //!
-//! Invariant: no I/O, no threads, no clock, and no float decides which text is read.
-//! Invariant: what a plan holds grows with phases x sources, never with tokens, samples or steps.
+//! Invariant: no I/O, no threads, no clock, and no float affects which text is read.
+//! Invariant: the size of a plan grows with phases x sources, never with tokens, samples or steps.
 //!
-//! An amendment of a mix from step S cuts a phase into two segments at S, and an [`order::Cursor`] is all that the second
-//! knows of the first; a banned document keeps its place, and only its text is gone from samples from S on.
+//! An amendment of a mix at step S cuts a phase into two segments. Only an [`order::Cursor`] is passed from the first
+//! to the second. A banned document keeps its position; only its text is hidden in samples from S on.
 //!
-//! A source whose documents are packed permutes packs where others permute windows, which is why a sample has several
-//! [`Span`]s; what a pack holds is a table beside the store ([`PackTable`]), made by [`fit`]. Ramps will fit without another
-//! clock: a ramp of weights or batch gives a phase other closed forms of the same four questions ([`mixing::Mixing`]: pick,
-//! count, nth; [`Plan::step`]).
+//! A source with packed documents permutes packs instead of windows, so a sample has several [`Span`]s. The content of
+//! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights or batch size can be added
+//! without another clock: it gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count,
+//! nth; [`Plan::step`]).
 
 #![forbid(unsafe_code)]
 

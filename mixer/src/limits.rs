@@ -1,4 +1,4 @@
-//! No repeats beyond `max_epochs`: refused before the run starts, with the step at which it would happen.
+//! Refuses repeats beyond `max_epochs` before the run starts, naming the first step that would repeat.
 
 use contract::{Fault, Result};
 
@@ -6,7 +6,7 @@ use crate::packing::Segment;
 use crate::plan::{PhasePlan, Plan, SourceUse};
 use curriculum::Curriculum;
 
-/// A source that runs out.
+/// A source with too little text.
 struct Shortfall {
     /// The first sample that would repeat it, and its step.
     sample: u64,
@@ -70,7 +70,7 @@ fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shor
         ))
 }
 
-/// Where documents are packed: the packs of the phase's length that the run takes by the end of the phase, and all there are.
+/// For packed documents: the packs of the phase's length used by the end of the phase, and how many exist.
 fn packs_needed(plan: &Plan, short: &Shortfall) -> Option<(u64, u64)> {
     let part = plan.phases[short.phase].uses.iter().find(|part| part.source == short.source)?;
     match &part.segment {

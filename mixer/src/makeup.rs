@@ -1,22 +1,22 @@
-//! What the sequences of a phase are made of: how many are one run of text, joined from several, or padded.
+//! How the sequences of a phase are composed: how many are contiguous text, joined, or padded.
 
 use std::ops::AddAssign;
 
 use serde::Serialize;
 
-/// Sequences, by what they are made of; each is counted once.
+/// Sequences by composition; each is counted once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Makeup {
-    /// Full, and one run of neighbouring tokens.
+    /// Full, and one run of contiguous tokens.
     pub contiguous: u64,
-    /// Full, but made of several runs.
+    /// Full, of several runs.
     pub joined: u64,
     /// With padding at the end.
     pub padded: u64,
 }
 
 impl Makeup {
-    /// `samples` sequences, of which so many are joined and padded.
+    /// `samples` sequences, of which `joined` are joined and `padded` are padded.
     pub(crate) fn of(samples: u64, joined: u64, padded: u64) -> Self {
         Makeup { contiguous: samples - joined - padded, joined, padded }
     }

@@ -1,10 +1,10 @@
 //! Which source sample number `j` of a phase comes from, exactly and without a table.
 //!
-//! A Huffman tree over the integer weights. A node of weight `T` whose left child weighs `a` sends
-//! `floor((2 n a + T) / 2 T)` of its first `n` samples to the left, that is `n a / T` rounded, and the rest to the
+//! A Huffman tree over the integer weights. A node of weight `T` whose left child weighs `a` sends `(2 n a + T) / 2 T`,
+//! rounded down, of its first `n` samples to the left (that is `n a / T`, rounded to nearest), and the rest to the
 //! right.
-//! Both counts are monotone and grow by at most one a sample, so "where does sample `j` go" and "which is the `k`-th
-//! sample of this child" are one division each, and a source is found, counted or inverted along one path.
+//! Both counts are monotone and grow by at most one per sample. So "which child gets sample `j`" and "which is the
+//! `k`-th sample of this child" are one division each, and a source is found, counted or inverted along one path.
 //!
 //! **Bound.** Rounding adds at most 1/2 at each node, and a deviation shrinks by child / parent on the way down, so a
 //! source of weight `w0` whose ancestors weigh `w1 < w2 < ... < wd` deviates by at most
@@ -22,7 +22,7 @@ pub use curriculum::WEIGHT_MAX;
 pub struct Mixing {
     weights: Vec<u64>,
     nodes: Vec<Node>,
-    /// The parent of each source, then of each node, and whether it is the left child; none for the root.
+    /// The parent of each source, then of each node, and whether it is the left child; `None` for the root.
     parents: Vec<Option<(usize, bool)>>,
 }
 
@@ -71,7 +71,7 @@ impl Mixing {
         &self.weights
     }
 
-    /// The source of sample `j`, and how many of its samples came before.
+    /// The source of sample `j`, and how many samples of that source precede it.
     pub fn pick(&self, j: u64) -> (usize, u64) {
         let (mut at, mut ordinal) = (self.parents.len() - 1, j);
         while let Some(index) = at.checked_sub(self.weights.len()) {
@@ -109,7 +109,7 @@ impl Mixing {
         counts
     }
 
-    /// The number of the sample that is sample `ordinal` of `source`: the inverse of [`Self::pick`].
+    /// The sample that is number `ordinal` of `source`: the inverse of [`Self::pick`].
     pub fn nth(&self, source: usize, ordinal: u64) -> u64 {
         let (mut at, mut ordinal) = (source, ordinal);
         while let Some((node, is_left)) = self.parents[at] {
@@ -131,7 +131,7 @@ impl Node {
         (left as u64, scaled - left * twice_total + twice_left >= twice_total)
     }
 
-    /// Which of this node's samples is sample `k` of its left or right child.
+    /// The number among this node's samples of sample `k` of its left or right child.
     fn join(&self, k: u64, is_left: bool) -> u64 {
         let scaled = u128::from(self.total) * (2 * u128::from(k) + 1);
         let sample = if is_left {
@@ -139,7 +139,7 @@ impl Node {
         } else {
             scaled / (2 * u128::from(self.total - self.left_weight))
         };
-        // Samples of a phase are numbered below 2^63, and this is one of them if `k` was one of the child's.
+        // Samples of a phase are numbered below 2^63, and this is one of them if `k` is a sample of the child.
         sample as u64
     }
 }

@@ -1,18 +1,18 @@
-//! The order in which one source is gone through, whatever the phases: epochs, groups, windows, remainders.
+//! The order in which one source is read, whatever the phases: epochs, groups, windows, remainders.
 //!
 //! ```text
 //! epoch    the source's units (the last one may be partial), permuted under (seed, name, epoch)
-//! group    permuted units in a row: 1,024, or fewer where they would be more than a sixteenth of the source (the last
-//!          group may hold fewer yet)
+//! group    consecutive permuted units: 1,024, or fewer so that they are at most a sixteenth of the source (the last
+//!          group may be smaller)
 //! window   a unit cut into pieces of `seq_len` tokens; a group's windows are permuted under (seed, name, epoch, group)
 //! ```
 //!
-//! Invariant: an epoch is used up before the next one begins. So every token is served once before any is served twice,
-//! also where `seq_len` changes: what a change leaves of the open group is a [`Remainder`], which is served before the
-//! epoch ends (`segment.rs` says when).
+//! Invariant: an epoch is used up before the next begins. So every token is served once before any is served twice,
+//! even if `seq_len` changes: what a change leaves of the open group is a [`Remainder`], served before the epoch ends
+//! (`segment.rs` defines when).
 //!
-//! Nothing here is proportional to the source: the one partial unit and its one short window are where their inverse
-//! permutations say, and everything else is division.
+//! Nothing here is proportional to the source's size: the partial unit and its short window are found by inverse
+//! permutations, and everything else is division.
 
 use contract::{Key, Permutation};
 
@@ -21,11 +21,11 @@ use crate::sample::Span;
 /// Units in a group, at most.
 pub const GROUP_UNITS: u64 = 1024;
 
-/// A group is at most this part of its source, unless a single unit is more: what a change of `seq_len` finds open is
-/// then a small part of the text, however small the source.
+/// A group is at most this fraction of its source, unless a single unit is more. So a change of `seq_len` finds only a
+/// small part of the text in the open group, however small the source.
 pub const GROUPS_LEAST: u64 = 16;
 
-/// The order of one source: how it is gone through.
+/// The order in which one source is read.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceOrder {
     key: Key,
@@ -41,33 +41,33 @@ pub(crate) struct SourceOrder {
     group_units: u64,
 }
 
-/// Where a source stands: everything that its past has left behind.
+/// The position of a source: all state left by earlier steps.
 ///
-/// Of this epoch all groups before `next` are served, but for what `open` and `deferred` say.
+/// All groups of this epoch before `next` are served, except for `open` and `deferred`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
-    /// How many times the source has been gone through.
+    /// Epochs completed.
     pub epoch: u64,
-    /// The group of this epoch that is opened next.
+    /// The next group of this epoch to open.
     pub next: u64,
-    /// What is left of the group that was opened last.
+    /// What is left of the group opened last.
     pub open: Option<Remainder>,
-    /// What is left of earlier groups, in the order in which it was put off: at most one for each change of `seq_len`.
+    /// What is left of earlier groups, in the order of deferral: at most one per change of `seq_len`.
     pub deferred: Vec<Remainder>,
-    /// Where documents are packed: at each declared length, packs that were served, all epochs together. Else nothing.
+    /// For packed documents: packs served at each declared length, over all epochs. Else empty.
     pub packs: Vec<u64>,
 }
 
-/// What is left of a group: all but its first `served` windows and `offset` tokens of the next.
+/// What is left of a group: everything after its first `served` windows and `offset` tokens of the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remainder {
     /// The group.
     pub group: u64,
     /// The `seq_len` at which it was cut.
     pub cut: u32,
-    /// Windows that were served, at least one.
+    /// Windows served, at least one.
     pub served: u64,
-    /// Tokens of the next window that were served, at another `seq_len`; fewer than it has.
+    /// Tokens served of the next window, at another `seq_len`; fewer than it has.
     pub offset: u64,
 }
 
@@ -76,22 +76,22 @@ pub(crate) struct Epoch<'a> {
     source: &'a SourceOrder,
     key: Key,
     units: Permutation,
-    /// Where the partial unit stands in permuted order.
+    /// The slot of the partial unit in permuted order.
     tail_slot: Option<u64>,
 }
 
-/// One group of an epoch, cut at one `seq_len`.
+/// One group of an epoch, cut into windows of one `seq_len`.
 pub(crate) struct Group<'a> {
     epoch: &'a Epoch<'a>,
-    /// The length at which it is cut.
+    /// The length of its windows.
     pub(crate) seq_len: u64,
     first_slot: u64,
-    /// Tokens here.
+    /// Tokens in the group.
     pub(crate) tokens: u64,
     /// The slot of this group that holds the partial unit.
     tail_slot: Option<u64>,
     windows: Permutation,
-    /// The short window's place in permuted order, and how many tokens it lacks.
+    /// The short window's place in permuted order, and how many tokens it is short of `seq_len`.
     pub(crate) short: Option<(u64, u64)>,
 }
 
@@ -127,7 +127,7 @@ impl SourceOrder {
         Epoch { source: self, key, units, tail_slot }
     }
 
-    /// Tokens served on the way from the very beginning to `cursor`.
+    /// Tokens served from the start of the run to `cursor`.
     pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
         let epoch = self.epoch(cursor.epoch);
         let opened = cursor.epoch * self.tokens + epoch.tokens_before(cursor.next);
@@ -140,18 +140,18 @@ impl SourceOrder {
 }
 
 impl Epoch<'_> {
-    /// Windows that a group of whole units has.
+    /// Windows of a group of whole units.
     fn group_windows(&self, seq_len: u32) -> u64 {
         self.source.group_units * (self.source.unit / u64::from(seq_len))
     }
 
-    /// Windows that the partial unit has fewer than a whole one.
+    /// How many windows fewer the partial unit has than a whole one.
     fn missing_windows(&self, seq_len: u32) -> u64 {
         let seq_len = u64::from(seq_len);
         self.source.unit / seq_len - self.source.tail.div_ceil(seq_len)
     }
 
-    /// Windows before `group`; all of the epoch's behind the last one.
+    /// Windows before `group`; past the last group, all windows of the epoch.
     pub(crate) fn windows_before(&self, group: u64, seq_len: u32) -> u64 {
         let whole = group * self.group_windows(seq_len);
         let before = match self.tail_slot {
@@ -165,7 +165,7 @@ impl Epoch<'_> {
         slot / self.source.group_units
     }
 
-    /// The group of window `index` of the epoch, and the window's number in it.
+    /// The group that contains window `index` of the epoch, and the window's number in it.
     pub(crate) fn group_of_window(&self, index: u64, seq_len: u32) -> (u64, u64) {
         let full = self.group_windows(seq_len);
         let group = match self.tail_slot {
@@ -193,20 +193,20 @@ impl Epoch<'_> {
         }
     }
 
-    /// The window of the epoch that is shorter than the others at `seq_len`, if one is.
+    /// The epoch's one window shorter than `seq_len`, if there is one.
     pub(crate) fn short_window(&self, seq_len: u32) -> Option<u64> {
         let group = self.group_of_slot(self.tail_slot?);
         let (place, _) = self.group(group, seq_len).short?;
         Some(self.windows_before(group, seq_len) + place)
     }
 
-    /// The group and slot in which `unit` stands.
+    /// The group and slot of `unit`.
     pub(crate) fn slot_of_unit(&self, unit: u64) -> (u64, u64) {
         let slot = self.units.inverse(unit);
         (self.group_of_slot(slot), slot % self.source.group_units)
     }
 
-    /// One group, cut at `seq_len`.
+    /// One group, cut into windows of `seq_len`.
     pub(crate) fn group(&self, group: u64, seq_len: u32) -> Group<'_> {
         let first_slot = group * self.source.group_units;
         let count = self.windows_before(group + 1, seq_len) - self.windows_before(group, seq_len);
@@ -226,7 +226,7 @@ impl Epoch<'_> {
 }
 
 impl Group<'_> {
-    /// The text of the window served as number `place` of this group.
+    /// The text of the window served at `place` in this group.
     pub(crate) fn window(&self, place: u64) -> Span {
         let window = self.windows.forward(place);
         let SourceOrder { unit, tail, .. } = *self.epoch.source;
@@ -243,7 +243,7 @@ impl Group<'_> {
         Span::new(start, tokens)
     }
 
-    /// Where window `inside` of the unit at `slot` is served.
+    /// The place at which window `inside` of the unit at `slot` is served.
     pub(crate) fn place(&self, slot: u64, inside: u64) -> u64 {
         let SourceOrder { unit, tail, .. } = *self.epoch.source;
         let (whole, partial) = (unit / self.seq_len, tail.div_ceil(self.seq_len));
@@ -254,7 +254,7 @@ impl Group<'_> {
         self.windows.inverse(slot * whole + inside - missing)
     }
 
-    /// Its windows.
+    /// The group's windows.
     pub(crate) fn windows(&self) -> u64 {
         self.windows.len()
     }
@@ -267,7 +267,7 @@ impl Group<'_> {
         }
     }
 
-    /// The window in which token number `token` of this group stands, and its offset there.
+    /// The window that contains token number `token` of this group, and the offset in it.
     pub(crate) fn place_of_token(&self, token: u64) -> (u64, u64) {
         match self.short {
             Some((short, missing)) if token >= (short + 1) * self.seq_len - missing => {
@@ -277,7 +277,7 @@ impl Group<'_> {
         }
     }
 
-    /// Tokens `from..to` of this group, in the order in which it is served; each joint is a cut between windows.
+    /// Tokens `from..to` of this group in serving order, as spans split at window boundaries.
     pub(crate) fn text(&self, from: u64, to: u64) -> Vec<Span> {
         let (mut place, mut skip) = self.place_of_token(from);
         let mut left = to - from;

@@ -1,4 +1,4 @@
-//! A source is one text that is cut into windows, or documents that are packed: what a plan asks of either.
+//! A source is either one text cut into windows, or packed documents: one interface to both.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::packs::{PackOrder, PackSegment, PackTable};
 use crate::sample::{SourceFacts, Span};
 use crate::segment::SourceSegment;
 
-/// The order in which a source is gone through.
+/// The order in which a source is read.
 #[derive(Clone, Debug)]
 pub(crate) enum Order {
     Windows(SourceOrder),
@@ -26,7 +26,7 @@ pub(crate) enum Segment {
 }
 
 impl Order {
-    /// The order of a source under `seed`; with `packs`, by them.
+    /// The order of a source under `seed`; by `packs`, if given.
     pub(crate) fn new(seed: u64, facts: &SourceFacts, packs: Option<&Arc<dyn PackTable>>) -> Self {
         let SourceFacts { name, tokens, documents: _, unit } = facts;
         match packs {
@@ -35,7 +35,7 @@ impl Order {
         }
     }
 
-    /// The segment that begins at `start`; a source that is packed at other lengths alone was refused before.
+    /// The segment that begins at `start`. A source not packed at the phase's length has been refused before.
     pub(crate) fn segment(&self, start: Cursor, phase: &Phase) -> Result<Segment> {
         Ok(match self {
             Order::Windows(order) => {
@@ -51,7 +51,7 @@ impl Order {
         })
     }
 
-    /// Tokens served on the way from the very beginning to `cursor`.
+    /// Tokens served from the start of the run to `cursor`.
     pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
         match self {
             Order::Windows(order) => order.tokens_before(cursor),
@@ -59,7 +59,7 @@ impl Order {
         }
     }
 
-    /// Epochs that have begun on the way there.
+    /// Epochs begun up to `cursor`.
     pub(crate) fn epochs_begun(&self, cursor: &Cursor) -> u64 {
         match self {
             Order::Windows(_) => cursor.epoch + u64::from(cursor.next > 0),
@@ -69,7 +69,7 @@ impl Order {
 }
 
 impl Segment {
-    /// Where the source stood when the segment began.
+    /// The source's position when the segment began.
     pub(crate) fn start(&self) -> &Cursor {
         match self {
             Segment::Windows(_, segment) => &segment.start,
@@ -85,7 +85,7 @@ impl Segment {
         }
     }
 
-    /// Where the source stands after `samples` samples.
+    /// The source's position after `samples` samples.
     pub(crate) fn after(&self, samples: u64) -> Cursor {
         match self {
             Segment::Windows(order, segment) => segment.after(order, samples),
@@ -93,7 +93,7 @@ impl Segment {
         }
     }
 
-    /// How many samples the phase can take before the source would begin its epoch number `epochs` (from 0).
+    /// How many samples the phase can take before epoch number `epochs` (from 0) of the source would begin.
     pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
         match self {
             Segment::Windows(_, segment) => segment.samples_within(epochs),
@@ -101,7 +101,7 @@ impl Segment {
         }
     }
 
-    /// What the first `samples` samples are made of.
+    /// The composition of the first `samples` samples.
     pub(crate) fn makeup(&self, samples: u64) -> Makeup {
         match self {
             Segment::Windows(order, segment) => segment.makeup(order, samples),

@@ -1,8 +1,8 @@
-//! The order of a source whose documents are packed: at each declared length its packs, permuted anew in each epoch.
+//! The order of a source with packed documents: the packs of each declared length, permuted anew in each epoch.
 //!
-//! What a pack holds is a table beside the store, made once ([`crate::fit`]) and read through [`PackTable`]; here it is a
-//! number below how many there are. Packs of one length know nothing of those of another, since no document is in both: so a
-//! length has epochs of its own, and a change of `seq_len` leaves nothing over.
+//! The content of packs is in a table next to the store, made once ([`crate::fit`]) and read through [`PackTable`].
+//! Here a pack is only a number. No document is packed at two lengths, so each length has epochs of its own, and a
+//! change of `seq_len` leaves no remainder.
 
 use std::fmt::Debug;
 use std::ops::Range;
@@ -14,63 +14,63 @@ use crate::makeup::Makeup;
 use crate::order::Cursor;
 use crate::sample::Span;
 
-/// The packs of a source, wherever they are kept.
+/// The packs of a source, wherever they are stored.
 pub trait PackTable: Debug + Send + Sync {
-    /// The digest of all that is in it.
+    /// The digest of the whole table.
     fn digest(&self) -> Digest;
-    /// What there is of each declared length, in rising order.
+    /// The packs of each declared length, in ascending order of length.
     fn lengths(&self) -> &[PackedLength];
-    /// The text of a pack of length number `length`.
+    /// The text of pack `pack` of length number `length`.
     fn spans(&self, length: usize, pack: u64) -> Result<Vec<Span>>;
-    /// Where tokens of the stream stand, each of them once.
+    /// The places of tokens of the stream, each token once.
     fn places(&self, tokens: Range<u64>) -> Result<Vec<PackPlace>>;
 }
 
-/// The packs of one length: those that are full and one run of text first, then those that are full of several pieces, then
-/// those with room left.
+/// The packs of one length: first the full ones of contiguous text, then the full ones of several pieces, then those
+/// with free space.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PackedLength {
     /// Tokens in a sequence.
     pub seq_len: u32,
-    /// Packs that are one run of text.
+    /// Full packs of contiguous text.
     pub contiguous: u64,
-    /// Packs that are full, of several pieces.
+    /// Full packs of several pieces.
     pub joined: u64,
-    /// Of each pack with room left, how much.
+    /// Padding in each pack that is not full.
     pub lacking: Vec<u32>,
-    /// Documents that are packed at this length.
+    /// Documents packed at this length.
     pub documents: u64,
-    /// Those of them that are longer than a sequence, and so cut.
+    /// How many of them are longer than a sequence, and so are cut.
     pub cut: u64,
 }
 
-/// Neighbouring tokens in a pack.
+/// A run of contiguous tokens in a pack.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackPlace {
-    /// Which of the lengths.
+    /// Index of the length.
     pub length: usize,
     /// The pack.
     pub pack: u64,
-    /// Where in it the first of the tokens stands.
+    /// The offset in the pack of the first of the tokens.
     pub offset: u32,
     /// The tokens, counted in the stream.
     pub tokens: Range<u64>,
 }
 
-/// The order of a source that is packed.
+/// The order of a source with packed documents.
 #[derive(Clone, Debug)]
 pub(crate) struct PackOrder {
     key: Key,
     table: Arc<dyn PackTable>,
 }
 
-/// A source that is packed during one segment of a phase.
+/// A source with packed documents during one segment of a phase.
 #[derive(Clone, Debug)]
 pub(crate) struct PackSegment {
     order: PackOrder,
-    /// Which of the lengths is the phase's.
+    /// Index of the phase's length.
     length: usize,
-    /// Where the source stood when the segment began.
+    /// The source's position when the segment began.
     pub(crate) start: Cursor,
 }
 
@@ -80,13 +80,13 @@ impl PackedLength {
         self.contiguous + self.joined + self.lacking.len() as u64
     }
 
-    /// Tokens in them.
+    /// Tokens in them, without padding.
     pub fn tokens(&self) -> u64 {
         let lacking: u64 = self.lacking.iter().map(|tokens| u64::from(*tokens)).sum();
         self.packs() * u64::from(self.seq_len) - lacking
     }
 
-    /// The room that is left in a pack.
+    /// The padding of a pack.
     fn lacking(&self, pack: u64) -> u64 {
         match pack.checked_sub(self.contiguous + self.joined) {
             Some(padded) => u64::from(self.lacking[padded as usize]),
@@ -101,7 +101,7 @@ impl PackOrder {
         PackOrder { key: Key::from_seed(seed).child("packs").child(name), table }
     }
 
-    /// Which of the lengths this is.
+    /// The index of length `seq_len`.
     pub(crate) fn length(&self, seq_len: u32) -> Option<usize> {
         self.table.lengths().iter().position(|length| length.seq_len == seq_len)
     }
@@ -112,12 +112,12 @@ impl PackOrder {
         Permutation::new(key, self.table.lengths()[length].packs())
     }
 
-    /// Tokens in the first `packs` packs of a length, as they are served.
+    /// Tokens in the first `packs` packs served of a length.
     fn tokens(&self, length: usize, packs: u64) -> u64 {
         let of = &self.table.lengths()[length];
         let (epoch, rest) = (packs / of.packs(), packs % of.packs());
         let permutation = self.permutation(length, epoch);
-        // Whichever is fewer: the packs that are served, or those that lack something.
+        // Iterates over the shorter list: the packs served, or the packs with padding.
         let lacking: u64 = if rest <= of.lacking.len() as u64 {
             (0..rest).map(|place| of.lacking(permutation.forward(place))).sum()
         } else {
@@ -128,19 +128,19 @@ impl PackOrder {
         epoch * of.tokens() + rest * u64::from(of.seq_len) - lacking
     }
 
-    /// Tokens served on the way from the very beginning to `cursor`.
+    /// Tokens served from the start of the run to `cursor`.
     pub(crate) fn tokens_before(&self, cursor: &Cursor) -> u64 {
         let served = cursor.packs.iter().enumerate().filter(|(_, packs)| **packs > 0);
         served.map(|(length, packs)| self.tokens(length, *packs)).sum()
     }
 
-    /// Epochs that have begun, of the length of which most have.
+    /// Epochs begun: the maximum over the lengths.
     pub(crate) fn epochs_begun(&self, cursor: &Cursor) -> u64 {
         let begun = |(packs, of): (&u64, &PackedLength)| packs.div_ceil(of.packs().max(1));
         cursor.packs.iter().zip(self.table.lengths()).map(begun).max().unwrap_or(0)
     }
 
-    /// The segment that begins at `start` with sequences of length number `length`, which has packs.
+    /// The segment that begins at `start` with sequences of length number `length`, which must have packs.
     pub(crate) fn segment(&self, mut start: Cursor, length: usize) -> PackSegment {
         start.packs.resize(self.table.lengths().len(), 0);
         PackSegment { order: self.clone(), length, start }
@@ -148,12 +148,12 @@ impl PackOrder {
 }
 
 impl PackSegment {
-    /// What there is at the phase's length.
+    /// The packs of the phase's length.
     pub(crate) fn size(&self) -> &PackedLength {
         &self.order.table.lengths()[self.length]
     }
 
-    /// Packs of the phase's length that were served before.
+    /// Packs of the phase's length served before the segment.
     pub(crate) fn served(&self) -> u64 {
         self.start.packs[self.length]
     }
@@ -166,19 +166,19 @@ impl PackSegment {
         Ok((epoch, self.order.table.spans(self.length, pack)?))
     }
 
-    /// Where the source stands after `samples` samples.
+    /// The source's position after `samples` samples.
     pub(crate) fn after(&self, samples: u64) -> Cursor {
         let mut cursor = self.start.clone();
         cursor.packs[self.length] += samples;
         cursor
     }
 
-    /// How many samples the phase can take before an epoch number `epochs` (from 0) of its length would begin.
+    /// How many samples the phase can take before epoch number `epochs` (from 0) of its length would begin.
     pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
         epochs.saturating_mul(self.size().packs()).saturating_sub(self.served())
     }
 
-    /// What the first `samples` samples are made of.
+    /// The composition of the first `samples` samples.
     pub(crate) fn makeup(&self, samples: u64) -> Makeup {
         let count = |packs: Range<u64>| {
             self.count(&packs, self.served() + samples) - self.count(&packs, self.served())
@@ -188,7 +188,7 @@ impl PackSegment {
         Makeup::of(samples, count(joined..padded), count(padded..of.packs()))
     }
 
-    /// How many of the first `served` packs of all epochs are among `packs`.
+    /// How many of the first `served` packs served, over all epochs, are among `packs`.
     fn count(&self, packs: &Range<u64>, served: u64) -> u64 {
         let all = self.size().packs();
         let (epoch, rest) = (served / all, served % all);
@@ -201,7 +201,7 @@ impl PackSegment {
         epoch * (packs.end - packs.start) + inside as u64
     }
 
-    /// Every sample of the first `samples` in which some of these tokens stand, with where: the inverse of [`Self::text`].
+    /// All places of these tokens among the first `samples` samples: the inverse of [`Self::text`].
     pub(crate) fn visits(&self, tokens: Range<u64>, samples: u64) -> Result<Vec<(u64, PackPlace)>> {
         let mut found = Vec::new();
         let (first, packs) = (self.served(), self.size().packs());

@@ -1,7 +1,7 @@
 //! The plan: step -> samples -> phase -> source and ordinal -> text, every arrow with its inverse.
 //!
-//! What a plan holds is one [`PhasePlan`] for each phase and one [`SourceUse`] for each source of a phase: where the
-//! source stood, how many samples it gives, where it stands afterwards. Everything else is computed when asked.
+//! A plan stores one [`PhasePlan`] per phase and one [`SourceUse`] per source of a phase: the source's position before,
+//! its samples, its position after. Everything else is computed on demand.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -26,14 +26,14 @@ pub struct Plan {
     pub(crate) seed: u64,
     pub(crate) phases: Vec<PhasePlan>,
     pub(crate) sources: Vec<SourceFacts>,
-    /// One for each source that some phase uses.
+    /// One order for each source that some phase uses.
     pub(crate) orders: Vec<Option<Order>>,
-    /// Of the sources whose documents are packed, by name.
+    /// By name: the packs of the sources with packed documents.
     pub(crate) packs: PackTables,
     pub(crate) bans: Bans,
 }
 
-/// One segment of the run, resolved: a phase, or a part of one between amendments of its mix.
+/// One segment of the run, resolved: a phase, or the part of one between amendments of its mix.
 #[derive(Clone, Debug)]
 pub struct PhasePlan {
     /// The phase's name.
@@ -50,23 +50,23 @@ pub struct PhasePlan {
     pub batch: u64,
     /// Sequences in a micro-batch.
     pub micro_batch: u64,
-    /// Parts of every sequence inside a micro-batch.
+    /// Parts into which each sequence is cut inside a micro-batch.
     pub context_chunks: u64,
-    /// Parts of the model's widths inside a micro-batch.
+    /// Parts into which the model's widths are cut inside a micro-batch.
     pub weight_shards: u64,
     /// Tokens in a sequence.
     pub seq_len: u32,
-    /// What becomes of groups that are open at another length.
+    /// How groups opened at another length are served.
     pub remainder: RemainderRule,
-    /// What each source of the mix gives, in the order of the sources' names.
+    /// The use of each source of the mix, in the order of the sources' names.
     pub uses: Vec<SourceUse>,
-    /// Which source each sample comes from; numbered as `uses`.
+    /// Which source each sample comes from; indexes `uses`.
     pub mixing: Mixing,
-    /// What faults know its mix by.
+    /// The key of its mix, for errors.
     pub mix_key: String,
 }
 
-/// What a source gives to a phase.
+/// How a phase uses a source.
 #[derive(Clone, Debug)]
 pub struct SourceUse {
     /// Index into [`Plan::sources`].
@@ -75,36 +75,36 @@ pub struct SourceUse {
     pub weight: u64,
     /// Its samples.
     pub samples: u64,
-    /// Its tokens, padding left out.
+    /// Its tokens, without padding.
     pub tokens: u64,
-    /// Tokens that had been taken from it in the whole run before the phase, repeats included.
+    /// Tokens that the run has read from it before the phase, repeats included.
     pub tokens_before: u64,
-    /// Where it stands when the phase ends.
+    /// Its position when the phase ends.
     pub after: Cursor,
     pub(crate) segment: Segment,
 }
 
-/// Where a source stands before a step.
+/// A source's state before a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Standing {
-    /// The place in its order.
+    /// The position in its order.
     pub cursor: Cursor,
-    /// Tokens that the run has taken from it, repeats included.
+    /// Tokens that the run has read from it, repeats included.
     pub tokens: u64,
 }
 
 impl Plan {
-    /// The phases in order, in segments where their mix is amended.
+    /// The phases in order, split into segments where their mix is amended.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
     }
 
-    /// The sources, in the order given; also those that no phase uses.
+    /// The sources, in the order given, unused ones included.
     pub fn sources(&self) -> &[SourceFacts] {
         &self.sources
     }
 
-    /// The packs of a source (index into [`Plan::sources`]); `None` where its documents are one text, which is cut.
+    /// The packs of a source (index into [`Plan::sources`]); `None` if its documents are concatenated and cut.
     pub fn packs(&self, source: usize) -> Option<&dyn PackTable> {
         self.packs.get(&self.sources[source].name).map(AsRef::as_ref)
     }
@@ -159,7 +159,7 @@ impl Plan {
         Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, spans, banned })
     }
 
-    /// Where a source (index into [`Plan::sources`]) stands before step `step`.
+    /// The state of a source (index into [`Plan::sources`]) before step `step`.
     pub fn standing(&self, source: usize, step: u64) -> Standing {
         let mut cursor = Cursor::default();
         for phase in self.phases.iter().filter(|phase| phase.first_step < step) {
@@ -173,7 +173,7 @@ impl Plan {
         Standing { cursor, tokens }
     }
 
-    /// What a source's sequences in a phase are made of; `phase` and `entry` index [`Plan::phases`] and its `uses`.
+    /// The composition of a source's sequences in a phase; `phase` and `entry` index [`Plan::phases`] and its `uses`.
     pub fn makeup(&self, phase: usize, entry: usize) -> Makeup {
         let SourceUse { segment, samples, .. } = &self.phases[phase].uses[entry];
         segment.makeup(*samples)

@@ -1,4 +1,4 @@
-//! From a curriculum to its plan: segment by segment, and refused where it cannot run.
+//! Builds a plan from a curriculum segment by segment, and refuses what cannot run.
 
 use contract::{Fault, Result, UNIT_TOKENS_MAX};
 
@@ -14,12 +14,12 @@ use crate::sample::{SourceFacts, names, unknown};
 use curriculum::{Curriculum, Phase, PhaseSegment};
 
 impl Plan {
-    /// Plans `curriculum` over sources of which none is packed, and refuses what cannot run.
+    /// Plans `curriculum` over sources without packed documents; an error if it cannot run.
     pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<Plan> {
         Plan::with_packs(curriculum, facts, PackTables::new())
     }
 
-    /// The same with the packs of those sources that the curriculum packs.
+    /// The same, with the packs of the sources that the curriculum packs.
     pub fn with_packs(
         curriculum: &Curriculum,
         facts: &[SourceFacts],
@@ -44,7 +44,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Plans one segment of a phase and moves the cursors of its sources.
+    /// Plans one segment of a phase and advances the cursors of its sources.
     fn segment_plan(
         &mut self,
         curriculum: &Curriculum,
@@ -87,7 +87,7 @@ impl Plan {
         })
     }
 
-    /// The source that a mix names, checked.
+    /// The source that a mix names; an error if it cannot be used.
     fn source_of(
         &self,
         curriculum: &Curriculum,
@@ -138,7 +138,7 @@ impl Plan {
     }
 }
 
-/// Checks that sources are told apart, that their size fits, and that limits name some source.
+/// Checks that source names are unique, that their size fits, and that limits name existing sources.
 fn check_sources(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<()> {
     let store = || curriculum.place("store");
     let mut names: Vec<&str> = names(facts).collect();

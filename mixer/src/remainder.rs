@@ -1,36 +1,36 @@
 //! What is left of a group when `seq_len` changes, cut anew.
 //!
-//! Where its windows are a whole number of new sequences each, they are split one by one: still contiguous text, in the
-//! order in which the windows were to come. Elsewhere they are joined: the windows in their order are one long text
-//! without padding, each joint a boundary, and that is cut, the last sequence padded.
+//! If each of its windows is a whole number of new sequences, the windows are split one by one: still contiguous text,
+//! in the order of the windows. Otherwise the windows are concatenated without padding and cut anew. Each joint is a
+//! document boundary, and the last sequence is padded.
 
 use crate::makeup::Makeup;
 use crate::order::{Group, Remainder};
 use crate::sample::Span;
 
-/// A remainder as a part of a segment.
+/// A remainder within a segment.
 #[derive(Clone, Debug)]
 pub(crate) struct Part {
     /// What is left when the segment begins.
     pub(crate) left: Remainder,
-    /// The segment's first sample of it.
+    /// The first of the segment's samples that reads it.
     pub(crate) first: u64,
-    /// Samples that it gives.
+    /// How many samples it gives.
     pub(crate) samples: u64,
-    /// Windows are split one by one, not joined.
+    /// Whether windows are split one by one, not joined.
     split: bool,
-    /// Where it begins among the group's tokens as they are served, padding inside included.
+    /// Its start in the group's tokens in serving order, counting inner padding.
     pub(crate) origin: u64,
     seq_len: u64,
 }
 
-/// Whether windows of a remainder are a whole number of sequences each, from where it begins on.
+/// Whether the remainder splits into whole sequences: `seq_len` divides its windows and its offset.
 pub(crate) fn fits(left: &Remainder, seq_len: u32) -> bool {
     left.cut.is_multiple_of(seq_len) && left.offset.is_multiple_of(u64::from(seq_len))
 }
 
 impl Part {
-    /// `left` of `group` at `seq_len`; its first sample is the segment's sample `first`.
+    /// The part for `left` of `group` at `seq_len`; its first sample is the segment's sample `first`.
     pub(crate) fn new(group: &Group, left: Remainder, seq_len: u32, first: u64) -> Self {
         let split = fits(&left, seq_len);
         let seq_len = u64::from(seq_len);
@@ -41,17 +41,17 @@ impl Part {
         part
     }
 
-    /// How many of the segment's first `samples` samples are of this part.
+    /// How many of the segment's first `samples` samples are in this part.
     fn taken(&self, samples: u64) -> u64 {
         samples.saturating_sub(self.first).min(self.samples)
     }
 
-    /// Sequences that the group's short window lacks when windows are split.
+    /// How many sequences fewer the group's short window gives when windows are split.
     fn missing(&self, lacking: u64) -> u64 {
         lacking / self.seq_len
     }
 
-    /// Where the group's window `place` begins among its tokens as they are served.
+    /// The start of the group's window `place` in its tokens in serving order.
     pub(crate) fn coordinate(&self, group: &Group, place: u64) -> u64 {
         match group.short {
             Some((short, lacking)) if self.split && short < place => {
@@ -100,7 +100,7 @@ impl Part {
         Some(Remainder { served, offset, ..self.left })
     }
 
-    /// What its sequences among the segment's first `samples` are made of.
+    /// The composition of its sequences among the segment's first `samples`.
     pub(crate) fn makeup(&self, group: &Group, samples: u64) -> Makeup {
         let taken = self.taken(samples);
         if self.split {
@@ -116,19 +116,19 @@ impl Part {
         Makeup::of(taken, self.joined(group, full), taken - full)
     }
 
-    /// How many of the first `full` sequences have a joint inside: by counting joints, each of which is inside of one
-    /// sequence or between two.
+    /// How many of the first `full` sequences contain a joint. Counts joints: each is inside one sequence or between
+    /// two.
     fn joined(&self, group: &Group, full: u64) -> u64 {
         if full == 0 || self.seq_len > group.seq_len {
-            // Longer than any window: none is without a joint.
+            // Longer than any window: every sequence has a joint.
             return full;
         }
         let end = self.origin + full * self.seq_len;
-        // Joints below `end` are where windows begin, from the second on.
+        // Joints below `end` are the starts of windows, from the second on.
         let first = self.left.served + 1;
         let (last, inside) = group.place_of_token(end);
         let last = (if inside == 0 { last } else { last + 1 }).max(first);
-        // Two rows of joints, each of one stride: before and behind the short window.
+        // Before and after the short window, joints are equally spaced.
         let behind = group.short.map_or(last, |(short, _)| (short + 1).clamp(first, last));
         let inside = |from: u64, to: u64| {
             let at = group.tokens_before(from) - self.origin;
@@ -138,7 +138,7 @@ impl Part {
         joints - self.twice(group, first..last)
     }
 
-    /// One if the short window lies inside of one sequence with both its ends.
+    /// 1 if both ends of the short window are inside the same sequence (its two joints count once).
     fn twice(&self, group: &Group, joints: std::ops::Range<u64>) -> u64 {
         let Some((short, _)) = group.short else { return 0 };
         if !joints.contains(&short) || !joints.contains(&(short + 1)) {
@@ -151,8 +151,8 @@ impl Part {
     }
 }
 
-/// How many of `from`, `from + stride`, ... (`count` of them) are multiples of `of`: they come at one distance, of at most
-/// `of` strides.
+/// How many of `from`, `from + stride`, ... (`count` terms) are multiples of `of`. Multiples repeat with a period of at
+/// most `of` terms.
 fn multiples(from: u64, stride: u64, count: u64, of: u64) -> u64 {
     let period = of / contract::ratio::gcd(stride, of);
     match (0..period.min(count)).find(|i| (from + i * stride).is_multiple_of(of)) {

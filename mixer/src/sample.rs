@@ -1,4 +1,4 @@
-//! What the plan answers with: which text a sample is, and where it stands.
+//! The answers of a plan: which text a sample shows, and from where.
 
 use contract::Fault;
 use std::ops::Range;
@@ -6,12 +6,12 @@ use std::ops::Range;
 use contract::UNIT_TOKENS;
 use serde::Deserialize;
 
-/// A run of tokens that are neighbours in their stream.
+/// A run of contiguous tokens of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Span {
-    /// First token, counted in the source's training stream.
+    /// First token, as numbered in the source's training stream.
     pub start: u64,
-    /// How many tokens, at least one.
+    /// Number of tokens, at least one.
     pub tokens: u32,
 }
 
@@ -24,12 +24,12 @@ impl Span {
 
 /// Global sample number `sample`, resolved.
 ///
-/// Its spans, in order, hold at most `seq_len` tokens together; the rest is padding at the end. A joint between two
-/// spans is a document boundary, even where the text happens to go on. The label of a span's last token is the
-/// next token of the stream, if that belongs to the same document.
+/// Its spans, in order, have at most `seq_len` tokens in total; the rest is padding at the end. A joint between two
+/// spans is a document boundary, even if the text happens to continue. The label of a span's last token is the next
+/// token of the stream if that belongs to the same document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SampleSpec {
-    /// The global sample number: the one clock.
+    /// The global sample number, on which every position in the run is based.
     pub sample: u64,
     /// Index into [`crate::Plan::phases`].
     pub phase: usize,
@@ -37,13 +37,13 @@ pub struct SampleSpec {
     pub source: usize,
     /// Number of this sample among the phase's samples of this source.
     pub ordinal: u64,
-    /// How many times the source had been gone through before (from 0).
+    /// Epochs of the source completed before it.
     pub epoch: u64,
     /// Tokens in the sequence, padding included.
     pub seq_len: u32,
     /// The text.
     pub spans: Vec<Span>,
-    /// Where in the sequence the text is that no step sees any more: rising, apart.
+    /// The ranges of the sequence that amendments ban, ascending and disjoint.
     pub banned: Vec<Range<u32>>,
 }
 
@@ -64,7 +64,7 @@ pub struct StepSpec {
     pub seq_len: u32,
 }
 
-/// What planning needs to know of a source: a store's manifest tells it, or a description does.
+/// What planning needs to know of a source, from a store's manifest or a store stub.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceFacts {
@@ -88,7 +88,7 @@ pub(crate) fn names(facts: &[SourceFacts]) -> impl Iterator<Item = &str> {
     facts.iter().map(|facts| facts.name.as_str())
 }
 
-/// What is said of a name that no source has; `known` are those of all.
+/// The error for a name that no source has; `known` are all sources' names.
 pub fn unknown<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Fault {
     Fault::usage(format!("no store has a source {name:?}")).one_of(name, known)
 }

@@ -1,14 +1,14 @@
-//! One source during one segment of a phase: where it starts, which text its `k`-th sample is, and where it stands afterwards.
+//! One source during one segment of a phase: its position before, the text of its `k`-th sample, its position after.
 //!
 //! ```text
-//! first    what was put off and fits this `seq_len` again, then what is left of the open group
-//! windows  of the groups that no one has opened yet, at this `seq_len`
-//! late     before the epoch ends, what was put off and does not fit
+//! first    deferred remainders that fit this `seq_len`, then what is left of the open group
+//! windows  of the groups not opened yet, at this `seq_len`
+//! late     before the epoch ends, deferred remainders that do not fit
 //!          and then epoch after epoch of windows
 //! ```
 //!
-//! What is left of the open group is late, not first, where it does not fit and the phase says `remainder = "defer"`. Every
-//! row is a closed form of `k`; there are as many remainders as there were changes of `seq_len` in the epoch, at most.
+//! If what is left of the open group does not fit and the phase says `remainder = "defer"`, it is late instead of
+//! first. Every row is a closed form of `k`. There are at most as many remainders as changes of `seq_len` in the epoch.
 
 use std::ops::Range;
 
@@ -19,19 +19,19 @@ use crate::order::{Cursor, Remainder, SourceOrder};
 use crate::remainder::{Part, fits};
 use crate::sample::Span;
 
-/// A source's part of a segment.
+/// A source during a segment.
 #[derive(Clone, Debug)]
 pub(crate) struct SourceSegment {
     pub(crate) seq_len: u32,
-    /// Where the source stood when the segment began.
+    /// The source's position when the segment began.
     pub(crate) start: Cursor,
-    /// Remainders that are served at once.
+    /// Remainders served first.
     first: Vec<Part>,
-    /// Whether the last of them is the open group's.
+    /// Whether the last of them is what is left of the open group.
     opens: bool,
-    /// Where windows begin in the epoch.
+    /// The first window to serve in the epoch.
     first_window: u64,
-    /// Remainders that are served when the epoch has no more windows.
+    /// Remainders served when the epoch has no more windows.
     late: Vec<Part>,
     /// Windows of an epoch.
     pub(crate) windows: u64,
@@ -39,7 +39,7 @@ pub(crate) struct SourceSegment {
 
 /// A sample of a segment, before its text is looked up.
 enum Position<'a> {
-    /// Number `ordinal` of a remainder.
+    /// Sample number `ordinal` of a remainder.
     Part { part: &'a Part, ordinal: u64 },
     /// A window of an epoch.
     Window { epoch: u64, window: u64 },
@@ -77,7 +77,7 @@ impl SourceSegment {
         SourceSegment { seq_len, start, first, opens, first_window, late, windows }
     }
 
-    /// The remainders, in the order in which they are served.
+    /// The remainders in serving order.
     pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
         self.first.iter().chain(&self.late)
     }
@@ -87,13 +87,14 @@ impl SourceSegment {
         end_of(&self.first).unwrap_or(0)
     }
 
-    /// Samples until the epoch ends in which the segment begins.
+    /// Samples until the end of the epoch in which the segment begins.
     fn epoch_end(&self) -> u64 {
         let windows = self.windows_begin() + self.windows - self.first_window;
         end_of(&self.late).unwrap_or(windows)
     }
 
-    /// Of the first `samples` samples the windows of the epoch in which the segment begins, and those of later ones.
+    /// How many of the first `samples` samples are windows of the epoch in which the segment begins, and of later
+    /// epochs.
     pub(crate) fn windows_taken(&self, samples: u64) -> (u64, u64) {
         let first = samples.saturating_sub(self.windows_begin());
         let later = samples.saturating_sub(self.epoch_end());
@@ -133,7 +134,7 @@ impl SourceSegment {
         }
     }
 
-    /// Where the source stands after `samples` samples.
+    /// The source's position after `samples` samples.
     pub(crate) fn after(&self, order: &SourceOrder, samples: u64) -> Cursor {
         if samples == 0 {
             return self.start.clone();
@@ -157,7 +158,7 @@ impl SourceSegment {
         cursor
     }
 
-    /// Where the source stands if an epoch is served up to a window.
+    /// The source's position once an epoch is served up to a window.
     fn at_window(&self, order: &SourceOrder, epoch: u64, window: u64) -> Cursor {
         let (mut next, mut open) = (order.groups(), None);
         if window < self.windows {
@@ -168,7 +169,7 @@ impl SourceSegment {
         Cursor { epoch, next, open, ..Cursor::default() }
     }
 
-    /// How many samples the phase can take before the source would begin its epoch number `epochs` (from 0).
+    /// How many samples the phase can take before epoch number `epochs` (from 0) of the source would begin.
     pub(crate) fn samples_within(&self, epochs: u64) -> u64 {
         match epochs.checked_sub(self.start.epoch + 1) {
             None => 0,
@@ -176,7 +177,7 @@ impl SourceSegment {
         }
     }
 
-    /// Which sample of the phase a window of an epoch is: the inverse of [`Position::Window`].
+    /// Which of the phase's samples is a given window of an epoch: the inverse of [`Position::Window`].
     pub(crate) fn ordinal_of_window(&self, epoch: u64, window: u64) -> Option<u64> {
         match epoch.checked_sub(self.start.epoch)? {
             0 => Some(self.windows_begin() + window.checked_sub(self.first_window)?),
@@ -185,13 +186,13 @@ impl SourceSegment {
     }
 }
 
-/// The sample behind the last of some parts.
+/// The number after the last sample of these parts.
 fn end_of(parts: &[Part]) -> Option<u64> {
     parts.last().map(|part| part.first + part.samples)
 }
 
 impl SourceSegment {
-    /// What the first `samples` samples are made of.
+    /// The composition of the first `samples` samples.
     pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Makeup {
         let epoch = order.epoch(self.start.epoch);
         let mut all = Makeup::default();

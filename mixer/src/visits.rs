@@ -1,4 +1,4 @@
-//! The inverse of the plan: where a piece of a source's text is seen, over the whole run.
+//! The inverse of the plan: where a range of a source's text appears, over the whole run.
 
 use std::ops::Range;
 
@@ -11,20 +11,20 @@ use crate::plan::{PhasePlan, Plan, SourceUse};
 use crate::remainder::Part;
 use crate::segment::SourceSegment;
 
-/// Neighbouring tokens of a source at one place of one sample.
+/// A run of contiguous tokens of a source within one sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Visit {
     /// The global sample number.
     pub sample: u64,
-    /// Where in the sequence the first of these tokens stands.
+    /// The position in the sequence of the first of these tokens.
     pub offset_in_sequence: u32,
-    /// The first of these tokens, counted in the source's training stream.
+    /// The first of these tokens, as numbered in the source's training stream.
     pub token: u64,
-    /// How many.
+    /// Number of tokens.
     pub tokens: u32,
 }
 
-/// Asks one segment of the run for one range of tokens.
+/// Searches one segment of the run for one range of tokens.
 struct Search<'a> {
     phase: &'a PhasePlan,
     entry: usize,
@@ -34,8 +34,7 @@ struct Search<'a> {
 }
 
 impl Plan {
-    /// Every place at which tokens `tokens` of `source` are seen, in the order of the run: the inverse of
-    /// [`Plan::sample`].
+    /// Every appearance of tokens `tokens` of `source`, in the order of the run: the inverse of [`Plan::sample`].
     pub fn visits(&self, source: usize, tokens: Range<u64>) -> Result<Vec<Visit>> {
         let Some(facts) = self.sources.get(source) else { return Ok(Vec::new()) };
         let tokens = tokens.start..tokens.end.min(facts.tokens);
@@ -80,7 +79,7 @@ impl Search<'_> {
         }
     }
 
-    /// Tokens `inside` of one unit (its number, its tokens) in one epoch (its number, its order).
+    /// Finds tokens `inside` of one unit (number, tokens) in one epoch (number, order).
     fn unit(
         &mut self,
         segment: &SourceSegment,
@@ -115,7 +114,7 @@ impl Search<'_> {
         }
     }
 
-    /// `tokens` of a remainder, which stand at `at` of its group as it is served.
+    /// Finds `tokens` of a remainder, which start at `at` of its group in serving order.
     fn remainder(&mut self, part: &Part, at: u64, tokens: Range<u64>) {
         let seq_len = u64::from(self.phase.seq_len);
         let mut token = (tokens.start + part.origin.saturating_sub(at)).min(tokens.end);

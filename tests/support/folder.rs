@@ -1,4 +1,4 @@
-//! A folder as a value, for every test crate of the workspace that compares two of them.
+//! A folder's content as a value, for every test crate of the workspace that compares folders.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,4 +1,4 @@
-//! What every test here needs: a scratch folder, a generated corpus, and the two programs as processes.
+//! Shared helpers of these tests: a scratch folder, a generated corpus, and the two programs as processes.
 
 mod folder;
 
@@ -12,7 +12,7 @@ pub(crate) use folder::tree;
 
 use crate::python::tests_folder;
 
-/// A scratch folder that is gone afterwards.
+/// A scratch folder, removed when dropped.
 pub(crate) struct Scratch(tempfile::TempDir);
 
 impl Scratch {
@@ -56,7 +56,7 @@ impl Ran {
         self.out
     }
 
-    /// Standard error of a failure with that exit code, which must mention every word: an error names its place.
+    /// Standard error of a failure with that exit code, which has to contain every word: an error names its place.
     #[track_caller]
     pub(crate) fn fails(self, code: i32, words: &[&str]) -> String {
         assert_eq!(self.code, Some(code), "stdout: {}\nstderr: {}", self.out, self.err);
@@ -82,7 +82,7 @@ pub(crate) fn zdata(args: &[&str]) -> Ran {
     zdata_command(args).output().unwrap().into()
 }
 
-/// The same where nobody reads standard output.
+/// Runs a command whose standard output is closed.
 pub(crate) fn unread(mut command: Command) -> Ran {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
@@ -99,8 +99,7 @@ pub(crate) fn ztrain(args: &[&str]) -> Ran {
     ztrain_command(args).output().unwrap().into()
 }
 
-/// The same where every file is full after some blocks: past the limit a write fails as on a full disk, once nobody is killed
-/// for it.
+/// The same on a full disk, simulated by a file size limit: with the signal ignored, a write past it fails.
 #[cfg(feature = "train")]
 pub(crate) fn ztrain_on_a_full_disk(args: &[&str]) -> Ran {
     let script = "trap '' XFSZ; ulimit -f 2; exec \"$@\"";
@@ -242,11 +241,11 @@ pub(crate) fn curriculum(
 pub(crate) const CUT: (&str, &str) =
     ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2");
 
-/// Changes of the curriculum that leave it ten steps, of both phases.
+/// Curriculum changes that leave ten steps, of both phases.
 pub(crate) const SHORT: [(&str, &str); 2] =
     [("steps = 12", "steps = 6"), ("\nsteps = 8", "\nsteps = 4")];
 
-/// Fourteen.
+/// Curriculum changes that leave fourteen steps.
 pub(crate) const MIDDLING: [(&str, &str); 2] =
     [("\nsteps = 8", "\nsteps = 6"), ("steps = 12", "steps = 8")];
 

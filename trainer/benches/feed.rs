@@ -1,6 +1,6 @@
-//! What a batch costs the host between its assembly and its device, a token: `cargo bench -p trainer --bench feed`.
+//! The host's cost per token from an assembled batch to its device: `cargo bench -p trainer --bench feed`.
 //!
-//! Beside it what it cost when readers wrote every batch a second time, in words of 64 bits, for a device to copy.
+//! For comparison, the former cost: readers wrote each batch a second time, in 64-bit words, for a device to copy.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -16,11 +16,11 @@ const ROWS: usize = 256;
 const SEQ_LEN: usize = 4096;
 const TOKENS: usize = ROWS * SEQ_LEN;
 const DOCUMENT: usize = 600;
-/// How often a turn does its work: the kernel's books are kept some times a hundredth of a second.
+/// Repetitions per measurement: the kernel updates CPU times only every few hundredths of a second.
 const TIMES: usize = 32;
 
-/// The best of several turns, in nanoseconds a token that this thread spent on a core; by the clock on the wall where the kernel
-/// keeps no books.
+/// The best of several measurements, in nanoseconds of this thread's CPU time per token; wall clock if the kernel has
+/// no CPU times.
 fn best(mut work: impl FnMut()) -> f64 {
     let spent = || -> Option<u64> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
@@ -35,7 +35,7 @@ fn best(mut work: impl FnMut()) -> f64 {
     (0..9).map(turn).min().unwrap_or(0) as f64 / (TIMES * TOKENS) as f64
 }
 
-/// The micro-batches of a batch, a row each.
+/// The micro-batches of a batch, one row each.
 fn micro_batches<'a>(
     columns: Columns<'a>,
     boundaries: &'a [Vec<u32>],
@@ -54,7 +54,7 @@ fn micro_batches<'a>(
     })
 }
 
-/// A micro-batch once more: as words of 64 bits, the mask as two f32 a word.
+/// Writes a micro-batch a second time: as 64-bit words, with two f32 of the mask per word.
 fn write_again(micro_batch: &MicroBatchInput<'_>, words: &mut [i64]) {
     let (tokens, words) = words.split_at_mut(SEQ_LEN);
     let (labels, words) = words.split_at_mut(SEQ_LEN);

@@ -1,7 +1,7 @@
 //! Tokens per second of one micro-batch, forward and backward:
 //! `cargo bench -p trainer --bench micro_batch [-- PRESET ROWS SEQ_LEN DOCUMENT]`.
 //!
-//! One thread first, then as many workers as there are cores, each computing micro-batches of its own.
+//! First on one thread, then on as many workers as there are cores, each with its own micro-batches.
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
@@ -22,7 +22,7 @@ struct MicroBatch {
 }
 
 impl MicroBatch {
-    /// Tokens that no predictor knows, in documents of `document` tokens.
+    /// Random tokens, in documents of `document` tokens.
     fn new(config: &ZayaConfig, rows: usize, seq_len: usize, document: usize) -> MicroBatch {
         let key = contract::Key::from_seed(1);
         let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
@@ -52,7 +52,7 @@ impl MicroBatch {
     }
 }
 
-/// Nanoseconds this thread has spent on a core: what a shared machine cannot blur.
+/// CPU time of this thread in nanoseconds, unaffected by other processes.
 fn core_nanoseconds() -> u64 {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
     text.split(' ').next().and_then(|first| first.parse().ok()).unwrap_or(0)

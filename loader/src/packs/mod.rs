@@ -1,8 +1,9 @@
-//! The packs of a source: made once, from where its documents begin, and kept beside the store.
+//! The packs of a source: computed once from its document starts, and stored next to the store.
 //!
-//! `STORE.packs/KEY.packs`, where the key says of what text and by which settings; beside a store in a bucket, or one whose
-//! folder takes no files, in the cache (`ZDATA_CACHE`). What is kept is never believed without its digest, and whoever finds
-//! none makes it: so a lost file costs a moment, and several ranks that make the same one at once write the same bytes.
+//! The file is `STORE.packs/KEY.packs`, where the key is a digest of the text and the settings. For a store in a bucket
+//! or in a read-only folder, it is in the cache (`ZDATA_CACHE`). A file is only used if its digest matches, and is
+//! recomputed if missing. So a lost file costs a moment, and ranks that write the same file concurrently write the same
+//! bytes.
 
 mod table;
 
@@ -18,13 +19,13 @@ use store::{Location, Split, StreamReader, disk};
 use self::table::Table;
 use crate::Stores;
 
-/// The version of the rules by which documents become packs, and of the file that keeps them.
+/// The version of the packing rules and of the file format.
 const VERSION: u64 = 1;
 
-/// Tokens of a stream whose document starts are read at a time.
+/// How many tokens' document starts are read at a time.
 const READ_TOKENS: u64 = 1 << 26;
 
-/// The packs of all sources that a curriculum packs and some phase reads.
+/// The packs of all sources that the curriculum packs and some phase reads.
 pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTables> {
     let mut tables = PackTables::new();
     for (source, spec) in &curriculum.sources {
@@ -41,7 +42,7 @@ pub(crate) fn tables(curriculum: &Curriculum, stores: &Stores) -> Result<PackTab
     Ok(tables)
 }
 
-/// The packs of one source: read, or made and kept.
+/// The packs of one source: read from the file, or computed and written.
 fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn PackTable>> {
     let stream = stores.stream(source, Split::Train)?;
     let key = key(source, packing, stream.record().digest);
@@ -50,7 +51,7 @@ fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn Pack
     for folder in &folders {
         table::clear(folder);
         let path = folder.join(&name);
-        // A link may lead to anything.
+        // Not a link: it may lead anywhere.
         if path.symlink_metadata().is_ok_and(|found| found.is_file()) {
             return Ok(Arc::new(Table::open(&path, key)?));
         }
@@ -69,7 +70,7 @@ fn open(source: &str, packing: &Packing, stores: &Stores) -> Result<Arc<dyn Pack
     Err(fault.hint("make room beside the store, or name a folder that takes files as ZDATA_CACHE"))
 }
 
-/// What packs are made from, and how.
+/// The digest of what the packs depend on.
 fn key(source: &str, packing: &Packing, stream: Digest) -> Digest {
     let Packing { lengths, documents } = packing;
     let mut hasher = Hasher::new();
@@ -81,10 +82,10 @@ fn key(source: &str, packing: &Packing, stream: Digest) -> Digest {
     hasher.finish()
 }
 
-/// Where the packs of a store may lie, the best place first.
+/// Where the packs of a store may be stored, the preferred folder first.
 fn folders(store: &Location) -> Vec<PathBuf> {
     let beside = |path: &Path| {
-        // A store named as `.` has no name to lie beside.
+        // A store named as `.` has no name to derive the folder from.
         let path = std::fs::canonicalize(path).ok()?;
         path.file_name()?;
         Some(disk::beside(&path, ".packs"))
@@ -96,7 +97,7 @@ fn folders(store: &Location) -> Vec<PathBuf> {
     beside.into_iter().chain(storage::kept("packs")).collect()
 }
 
-/// Packs all documents of a stream: what each length gets, in rising order.
+/// Packs all documents of a stream; the packs of each length, in ascending order.
 fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<Fitted>> {
     let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
     let draws = Lengths::new(source, packing);
@@ -116,7 +117,7 @@ fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<
         starts.clear();
         stream.starts_in(from..all.min(from + READ_TOKENS), &mut starts)?;
         for start in &starts {
-            // Two documents that begin at one token: the first of them is empty, and no sequence shows it.
+            // If two documents begin at the same token, the first is empty and appears in no sequence.
             if let Some(begun) = begun.replace(*start) {
                 take(begun, *start);
             }

@@ -1,17 +1,17 @@
-//! The file that keeps the packs of a source.
+//! The file format of a source's packs.
 //!
 //! ```text
 //! head      magic (`zpacks 1`), key, number of lengths; of each length: tokens, packs of each kind, pieces, documents,
 //!           documents cut
 //! of each length
-//!   ends    of each pack: how many pieces it and all before it have          u64
-//!   lacking of each pack with room left: how much                            u32
-//!   pieces  pack after pack: first token, tokens                             u64, u32
-//!   places  the same pieces by their first token: it, pack, offset, tokens   u64, u64, u32, u32
+//!   ends    for each pack: the number of pieces up to its end                 u64
+//!   lacking for each pack with padding: how much                              u32
+//!   pieces  pack after pack: first token, tokens                              u64, u32
+//!   places  the pieces by first token: first token, pack, offset, tokens      u64, u64, u32, u32
 //! digest    xxh3-128 over the tag `packs.file` and the xxh3-64 of each MiB before
 //! ```
 //!
-//! Numbers are little-endian. All but `lacking` stays in the file: a pack costs two small reads.
+//! Numbers are little-endian. Only `lacking` is held in memory: reading a pack takes two small reads.
 
 use std::fs::File;
 use std::io;
@@ -26,10 +26,10 @@ use mixer::{PackPlace, PackTable, PackedLength, Span};
 use store::disk::{self, Whole};
 use store::regular;
 
-/// What the file begins with.
+/// The file's first word.
 const MAGIC: u64 = u64::from_le_bytes(*b"zpacks 1");
 
-/// Bytes that are summed together.
+/// Bytes per block of the digest.
 const BLOCK_BYTES: usize = 1 << 20;
 
 const END_BYTES: u64 = 8;
@@ -51,7 +51,7 @@ pub(super) struct Table {
     layouts: Vec<Layout>,
 }
 
-/// Where the columns of a length begin.
+/// The offsets of a length's columns.
 #[derive(Clone, Copy, Debug)]
 struct Layout {
     ends: u64,
@@ -64,7 +64,8 @@ struct Layout {
 }
 
 impl Layout {
-    /// The columns behind `at` of so many packs, of which `padded` have room left, and so many pieces.
+    /// The layout from offset `at`, for `packs` packs (`padded` of them with padding) and `count` pieces; `None` on
+    /// overflow.
     fn new(at: u64, packs: u64, padded: u64, count: u64) -> Option<Self> {
         let after = |at: u64, count: u64, bytes: u64| at.checked_add(count.checked_mul(bytes)?);
         let lacking = after(at, packs, END_BYTES)?;
@@ -75,7 +76,7 @@ impl Layout {
     }
 }
 
-/// The digest of a file's bytes, in whatever parts they come.
+/// Computes the digest of a file written in arbitrary parts.
 struct Summed {
     hasher: Hasher,
     block: Vec<u8>,
@@ -110,7 +111,7 @@ impl Summed {
     }
 }
 
-/// Writes the packs of all lengths into `folder` as `name`, whole or not at all; returns where.
+/// Writes the packs of all lengths into `folder` as `name`, atomically; returns the path.
 pub(super) fn write(
     folder: &Path,
     name: &str,
@@ -119,9 +120,9 @@ pub(super) fn write(
     packs: &[Fitted],
 ) -> Result<PathBuf> {
     disk::create_folder(folder)?;
-    // Shared by all who write, so that nobody clears away what is not whole yet; where no locks work, nobody clears.
+    // Writers share this lock, so that no cleanup removes a partial file. Without working locks there is no cleanup.
     let _shared = File::open(folder).inspect(|folder| drop(folder.lock_shared()));
-    // Another rank may be at the same file: each writes one of its own, and the last name stands for equal bytes.
+    // Another rank may write the same file. Each writes its own, and renames it over equal bytes.
     let own = folder.join(format!("{name}.{:016x}", chance()));
     let path = folder.join(name);
     let mut file = Whole::create(&own)?;
@@ -155,15 +156,14 @@ pub(super) fn write(
     Ok(path)
 }
 
-/// Removes what crashes left of files of packs that were not whole yet, unless somebody writes one now. Where that cannot be
-/// done they stay, and harm nobody.
+/// Removes partial files that crashes left, unless a writer is active. If that fails, they stay and do no harm.
 pub(super) fn clear(folder: &Path) {
     let Ok(there) = disk::entries(folder) else { return };
     let pieces: Vec<_> = there.into_iter().filter(|path| is_piece(path)).collect();
     if pieces.is_empty() {
         return;
     }
-    // Whoever writes shares it: what was there before, and is still, has no writer any more.
+    // Writers share this lock: if it can be taken exclusively, the files listed before have no writer any more.
     let Ok(alone) = File::open(folder) else { return };
     if !disk::hold(&alone).unwrap_or(false) {
         return;
@@ -173,7 +173,7 @@ pub(super) fn clear(folder: &Path) {
     }
 }
 
-/// Whether a file is called as one is that [`write`] has not ended yet.
+/// Whether a file is named like a partial file of [`write`].
 fn is_piece(path: &Path) -> bool {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let name = name.strip_suffix(disk::PART).unwrap_or(name);
@@ -182,13 +182,13 @@ fn is_piece(path: &Path) -> bool {
     name.rsplit_once('.').is_some_and(|(whole, drawn)| whole.ends_with(".packs") && is_drawn(drawn))
 }
 
-/// 64 bits that no other process has: for the name of a file that is not whole yet, and nothing else.
+/// 64 random bits, unique to this process, for the name of a partial file.
 fn chance() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one(std::process::id())
 }
 
-/// The columns of one length.
+/// Writes the columns of one length.
 fn columns(length: u32, packs: &Fitted, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
     let Fitted { contiguous, joined, padded, documents: _, cut: _ } = packs;
     let all = || {
@@ -225,7 +225,7 @@ fn columns(length: u32, packs: &Fitted, put: &mut impl FnMut(&[u8]) -> Result<()
 }
 
 impl Table {
-    /// Opens a file of packs, which has to be one of `key`, and checks its digest.
+    /// Opens the file with the packs of `key` and checks its digest.
     pub(super) fn open(path: &Path, key: Digest) -> Result<Self> {
         let unread = |error: &io::Error| Fault::io("read", path, error);
         let file = regular::open(path).map_err(|error| unread(&error))?;
@@ -257,7 +257,7 @@ impl Table {
             let lacking = bytes_at(&file, path, layout.lacking, padded as usize * 4)?;
             let lacking =
                 lacking.as_chunks().0.iter().map(|lacks| u32::from_le_bytes(*lacks)).collect();
-            let seq_len = seq_len as u32; // The digest holds: it was one.
+            let seq_len = seq_len as u32; // The digest matches, so it is a u32.
             start = layout.end;
             lengths.push(PackedLength { seq_len, contiguous, joined, lacking, documents, cut });
             layouts.push(layout);
@@ -269,7 +269,7 @@ impl Table {
         Ok(u64::from_le_bytes(at(&self.file, &self.path, layout.ends + pack * END_BYTES)?))
     }
 
-    /// The place of piece number `index` by first token: it, its tokens, pack, offset.
+    /// Piece number `index` in order of first token: its tokens, pack, offset.
     fn place(&self, layout: &Layout, index: u64) -> Result<(Range<u64>, u64, u32)> {
         let from = layout.places + index * PLACE_BYTES;
         let row: [u8; PLACE_BYTES as usize] = at(&self.file, &self.path, from)?;
@@ -308,7 +308,7 @@ impl PackTable for Table {
     fn places(&self, tokens: Range<u64>) -> Result<Vec<PackPlace>> {
         let mut found = Vec::new();
         for (length, layout) in self.layouts.iter().enumerate() {
-            // The first piece that ends behind the first token.
+            // The first piece that ends after the first token.
             let (mut low, mut high) = (0, layout.count);
             while low < high {
                 let middle = low + (high - low) / 2;
@@ -375,7 +375,7 @@ mod tests {
 
     use super::*;
 
-    /// A file under the name of packs is whole at any moment, and who finds none makes the same one.
+    /// A file with its final name is always complete, and a missing one is recomputed identically.
     #[test]
     fn packs_survive_crashes() {
         let bench = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Fear: that a banned document is still heard, or that hiding it moves anything else.
+//! Fear: that a banned document is still visible to the model, or that hiding it moves anything else.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
 
 const NAMES: [&str; 2] = ["a", "b"];
 
-/// A curriculum of three phases over the store in `dir`, with `amendments` behind.
+/// A curriculum of three phases over the store in `dir`, followed by `amendments`.
 fn open(dir: &Path, packed: bool, amendments: &str) -> Result<Opened> {
     let phases = [
         PhaseText(9, 16, 3, 1, "a = 2, b = 1"),
@@ -32,8 +32,8 @@ fn step(opened: &Opened, step: u64) -> Batch {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 16, ..ProptestConfig::default() })]
 
-    /// From its step on nothing of a banned document's text reaches a batch: two stores that differ in that text alone
-    /// give the same batches. Everything else stays where it is, and every label is accounted for.
+    /// From its ban on, no text of the document reaches a batch: two stores that differ only in that text give the same
+    /// batches. Everything else stays in place, and every label is accounted for.
     #[test]
     fn a_banned_document_cannot_be_heard(
         lengths in prop::collection::vec(prop::collection::vec(1u64..90, 3..20), 2),

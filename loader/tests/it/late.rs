@@ -1,4 +1,4 @@
-//! A source of more than 2^33 tokens, of which only the end is there: planned, found and read.
+//! A source of more than 2^33 tokens, of which only the end exists: it can be planned, searched and read.
 
 use contract::{Class, Digest};
 use loader::explain::pieces;
@@ -8,7 +8,7 @@ use store::{BLOCK_TOKENS, FileRecord, ShardRecord, SourceRecord, Split, StreamRe
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 
-/// Tokens of the first document, and of the stream before what is there.
+/// Tokens of the first document, which is missing.
 const FIRST: u64 = (1 << 33) + 77;
 const UNIT: u64 = 1 << 16;
 const LENGTHS: [u64; 4] = [50_000, 1, 20_000, 200_000];
@@ -18,7 +18,7 @@ fn token(place: u64) -> u32 {
     (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 & 0xffff) as u32
 }
 
-/// A shard that is claimed, with files of its sizes that hold nothing: one document of `FIRST` tokens.
+/// The record of a shard that does not exist: one document of `FIRST` tokens, in empty files of the right sizes.
 fn claimed(folder: &std::path::Path) -> ShardRecord {
     let file = |name: &str, bytes| {
         std::fs::File::create(folder.join(name)).unwrap().set_len(bytes).unwrap();
@@ -71,7 +71,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
     let stores = Stores::open(&[dir.path()]).unwrap();
     let end = FIRST + LENGTHS.iter().sum::<u64>();
     assert_eq!(stores.facts()[0].tokens, end);
-    // One epoch, one sequence a step: so that a step is there if its sequence is.
+    // One epoch, one sequence per step, so that a step exists if its sequence exists.
     let steps = end / u64::from(SEQ_LEN);
     let text = curriculum(&[dir.path()], &["web"], &[PhaseText(steps, SEQ_LEN, 1, 1, "web = 1")]);
     let plan = plan(&text, &stores);
@@ -119,7 +119,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
     assert!(seen.iter().all(|count| *count <= 1), "a token was seen twice in one epoch");
     let there = seen.iter().filter(|count| **count == 1).count();
     assert!(there as u64 > (end - FIRST) * 9 / 10, "{there} tokens were seen");
-    // What is not there is a fault that names the file, wherever in 2^33 tokens it lies.
+    // Reading missing text is an error that names the file, wherever in 2^33 tokens it is.
     let far = plan.visits(0, (1 << 32) + 5..(1 << 32) + 6).unwrap()[0];
     let step = plan.step_of(far.sample).unwrap();
     let fault = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap_err();

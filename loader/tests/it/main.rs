@@ -1,4 +1,4 @@
-//! The loader against naive programs, damage, and every way of being fast.
+//! Compares the loader with naive programs, on damaged files, and under every setting of speed.
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 #![expect(clippy::print_stdout, reason = "a test that runs itself again answers there")]

@@ -1,4 +1,4 @@
-//! Two thousand shards, and 256 file handles for the whole process.
+//! Two thousand shards with 256 file handles for the whole process.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,12 +15,12 @@ const SHARDS: u64 = 2_000;
 const TOKENS: u64 = 8;
 const STORE: &str = "LOADER_TEST_MANY_SHARDS";
 
-/// The token at a place of the stream, so that a reader needs no list to compare with.
+/// The token at a position of the stream, so that a reader can check it without a list.
 fn token(place: u64) -> u32 {
     (place.wrapping_mul(0x9e37_79b9) >> 7 & 0xffff) as u32
 }
 
-/// The test runs itself again under the limit, with the store's folder in its environment.
+/// Runs this test again under the limit, with the store's folder in its environment.
 #[test]
 fn thousands_of_shards_need_few_files() {
     if let Some(store) = std::env::var_os(STORE) {

@@ -1,4 +1,4 @@
-//! Batches against the most obvious program: one token at a time, over plain vectors.
+//! Compares batches with the most obvious program: one token at a time, over plain vectors.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use loader::{Batch, RankSlice, Stores, batch, step_digest, validation};
 use mixer::{Plan, SampleSpec, Span};
 use proptest::prelude::*;
 
-/// A stream as plain vectors: each token, and the number of its document.
+/// A stream as plain vectors: each token, and the number of the document that it belongs to.
 pub(crate) struct Plain {
     pub(crate) tokens: Vec<u32>,
     pub(crate) document: Vec<usize>,
@@ -58,7 +58,7 @@ fn naive_row(plain: &Plain, spans: &[Span], seq_len: u32) -> Row {
     row
 }
 
-/// The bytes that the digest's definition names, written out.
+/// Writes out the bytes that define the digest.
 fn naive_digest(Row(tokens, _, positions, mask, boundaries): &Row) -> Digest {
     let mut bytes = Vec::new();
     let mut part = |count: usize, part: Vec<u8>| {
@@ -118,7 +118,7 @@ fn texts() -> impl Strategy<Value = Vec<Text>> {
 
 fn open_all(texts: &[Text], wide: bool, unit: u64) -> (tempfile::TempDir, Stores) {
     let dir = scratch();
-    // One store for each source: several stores act as one.
+    // One store per source: several stores act as one.
     let paths: Vec<_> =
         texts.iter().map(|text| dir.path().join(format!("store-{}", text.name))).collect();
     for (text, path) in texts.iter().zip(&paths) {
@@ -144,8 +144,8 @@ fn three_phases(texts: &[Text]) -> String {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Every row of every step equals the naive one, padding, joints and changes of length included; and any world's
-    /// parts, joined, are the step.
+    /// Every row of every step equals the naive one, including padding, joints and changes of length. The ranks' parts
+    /// of any world make up the step.
     #[test]
     fn batches_are_those_of_the_naive_program(texts in texts(), wide: bool) {
         let (_dir, stores) = open_all(&texts, wide, 256);
@@ -162,7 +162,7 @@ proptest! {
         }
     }
 
-    /// The held-out split: all of it, once, in order.
+    /// The held-out split is read once, completely and in order.
     #[test]
     fn validation_windows_are_the_split(texts in texts(), seq_len in 1u32..300, rows in 1u64..9) {
         let (_dir, stores) = open_all(&texts, false, 256);
@@ -182,8 +182,8 @@ proptest! {
         }
     }
 
-    /// Each adjacent pair of tokens inside a document is a label exactly once in each whole epoch, across cuts of
-    /// windows and units and a change of length; the pair across two documents never is.
+    /// Each adjacent pair of tokens inside a document is a label exactly once per whole epoch, across cuts of windows
+    /// and units and a change of length. The pair across two documents never is.
     #[test]
     fn every_pair_is_a_label_once_in_an_epoch(texts in texts()) {
         let (_dir, stores) = open_all(&texts[..1], false, 256);

@@ -1,4 +1,4 @@
-//! Speed decides nothing: threads, depth, open files and what was read before leave no trace in a batch.
+//! Settings of speed affect nothing: threads, depth, open files and earlier reads leave no trace in a batch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -49,7 +49,7 @@ proptest! {
         let options = PrefetchOptions { threads, depth };
         let stream = Prefetcher::start(Arc::clone(&plan), stores, from..21, slice, options, Ok).unwrap();
         let found: Vec<Batch> = stream.map(Result::unwrap).collect();
-        // Backwards, from a store just opened: no step depends on another one having been read.
+        // Backwards, from a freshly opened store: no step depends on earlier reads.
         let (plan, stores) = world(dir.path(), ReadCache::new(1));
         let mut wanted: Vec<Batch> =
             (from..21).rev().map(|step| batch(&plan, &stores, step, slice).unwrap()).collect();
@@ -58,7 +58,8 @@ proptest! {
     }
 }
 
-/// Memory as a device might have it: columns apart from each other, the mask first, and rubbish in it; it counts itself.
+/// Memory as a device might have it: separate columns, the mask first, garbage as initial content. Counts its
+/// instances.
 struct Apart {
     words: Vec<i32>,
     mask: Vec<u8>,
@@ -96,8 +97,8 @@ impl Drop for Apart {
     }
 }
 
-/// Readers write each batch once, into memory that the caller brings, and what they make of it is made on their threads and comes
-/// to the last stage in the order of steps.
+/// Readers write each batch once, into memory that the caller supplies. They run the check on their own threads, and
+/// its results reach the last stage in step order.
 #[test]
 fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
     let dir = scratch();
@@ -147,13 +148,13 @@ fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
     assert_eq!((found, alive.load(Ordering::Relaxed)), (steps, 0));
 }
 
-/// A step is summed in little memory, and its digest is that of the whole batch.
+/// Summarizing a step needs little memory, and its digest equals that of the whole batch.
 #[test]
 fn a_digest_holds_only_so_many_tokens() {
     let dir = scratch();
     write_store(dir.path(), &two_sources(), 2, 512);
     let (plan, stores) = world(dir.path(), ReadCache::new(8));
-    // Steps 12 and 13 are of rows of 64 and of 256 tokens.
+    // Steps 12 and 13 have rows of 64 and of 256 tokens.
     for step in [1, 12, 13, 20] {
         let wanted = batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest();
         for held in [0, 64, 200, 512, u64::MAX] {
@@ -201,7 +202,7 @@ fn damage_comes_at_its_step_and_names_its_place() {
     write_store(dir.path(), &two_sources(), 2, 512);
     let shard = dir.path().join("math/train/tokens-00003.arrow");
     let mut bytes = std::fs::read(&shard).unwrap();
-    bytes[400] ^= 1; // Values begin at byte 384 and go on for over a kilobyte.
+    bytes[400] ^= 1; // Values begin at byte 384 and are over a kilobyte long.
     std::fs::write(&shard, bytes).unwrap();
     let (plan, stores) = world(dir.path(), ReadCache::new(8));
     let good = |step| batch(&plan, &stores, step, RankSlice::WHOLE);
@@ -233,7 +234,7 @@ fn stores_that_cannot_act_as_one_are_refused() {
     assert!(fault.to_string().contains("\"web\""), "{fault}");
     assert_eq!(refused(&[]).class(), Class::Usage);
     let other = Text { name: "other".to_owned(), ..two_sources().remove(0) };
-    write_store(b.path(), &[other], 4, 512); // A wider vocabulary, and so another tokenizer in earnest.
+    write_store(b.path(), &[other], 4, 512); // A larger vocabulary, and thus really another tokenizer.
     std::fs::write(b.path().join("tokenizer.json"), "{} ").unwrap();
     let mut manifest = store::open::manifest(b.path()).unwrap();
     manifest.tokenizer.sha256 = contract::Identity::of_bytes(b"{} ");

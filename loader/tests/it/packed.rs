@@ -1,5 +1,5 @@
-//! Fear: that a packed document is lost, seen twice, cut where it fits, or joined to another; that packs are believed when
-//! their file is damaged.
+//! Fear: that a packed document is lost, seen twice, cut although it fits, or joined to another; that a damaged file of
+//! packs is used.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -26,7 +26,7 @@ fn open(store: &Path, seed: u64) -> Result<Opened> {
     Opened::open_text(store.with_file_name("run.toml"), text)
 }
 
-/// A store in a folder of its own, so that packs can lie beside it.
+/// A store in a folder of its own, so that packs can be stored next to it.
 fn store(lengths: &[u64]) -> (tempfile::TempDir, PathBuf, Vec<Text>) {
     let texts = vec![Text::generate("a", lengths, 60_000), Text::generate("b", &[500], 60_000)];
     let dir = scratch();
@@ -36,7 +36,7 @@ fn store(lengths: &[u64]) -> (tempfile::TempDir, PathBuf, Vec<Text>) {
     (dir, path, texts)
 }
 
-/// The only file of packs beside a store.
+/// The only file of packs next to a store.
 fn kept(store: &Path) -> PathBuf {
     let mut names =
         fs::read_dir(store.with_file_name("store.packs")).unwrap().map(|it| it.unwrap().path());
@@ -58,7 +58,7 @@ proptest! {
         let opened = opened.unwrap();
         let (plan, stores) = (&opened.plan, opened.stores().unwrap());
         let plain: Vec<Plain> = texts.iter().map(|text| Plain::new(&text.train)).collect();
-        // Of each length and epoch: how often each document's tokens were seen.
+        // By length and epoch: how often each document's tokens were seen.
         let mut seen: BTreeMap<(u32, u64), BTreeMap<u64, u64>> = BTreeMap::new();
         for step in 1..=plan.steps() {
             let found = batch(plan, stores, step, RankSlice::WHOLE).unwrap();
@@ -114,7 +114,7 @@ fn packs_are_kept_and_never_believed_without_their_digest() {
     fs::remove_file(&file).unwrap();
     assert_eq!(digest().unwrap(), made, "made again");
     assert_eq!(fs::read(kept(&path)).unwrap(), bytes, "by the same bytes");
-    // Another seed orders the same packs anew.
+    // Another seed permutes the same packs differently.
     assert_ne!(
         open(&path, 2).unwrap().plan.sample(0).unwrap(),
         open(&path, 1).unwrap().plan.sample(0).unwrap()
@@ -132,7 +132,7 @@ fn packs_are_kept_and_never_believed_without_their_digest() {
         fs::write(&file, &bytes[..length]).unwrap();
         assert_eq!(digest().unwrap_err().class(), Class::Data, "cut to {length}");
     }
-    // Whole, but another source's: its name lies.
+    // A complete file, but of another source: its name does not match its key.
     fs::write(&file, &bytes).unwrap();
     let (_other_dir, other, _) = store(&lengths[..150]);
     open(&other, 1).unwrap();

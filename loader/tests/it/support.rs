@@ -1,4 +1,4 @@
-//! Generated stores and curricula for tests and benchmarks, written by the real writer.
+//! Generates stores and curricula for tests and benchmarks, by the real writer.
 
 use std::fs;
 use std::path::Path;
@@ -11,21 +11,21 @@ use store::write::{ShardWriter, StreamHead};
 use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
 use tempfile::TempDir;
 
-/// A source to be written.
+/// A source to write.
 #[derive(Clone, Debug)]
 pub(crate) struct Text {
     /// Its name.
     pub(crate) name: String,
-    /// The documents trained on.
+    /// The training documents.
     pub(crate) train: Vec<Vec<u32>>,
-    /// The documents held out.
+    /// The held-out documents.
     pub(crate) validation: Vec<Vec<u32>>,
-    /// A shard ends with the document that reaches so many tokens.
+    /// A shard ends with the document that reaches this many tokens.
     pub(crate) shard_tokens: u64,
 }
 
 impl Text {
-    /// Documents of these lengths with tokens by chance; `limit` is above every id.
+    /// Documents of these lengths with random tokens; `limit` is above every id.
     pub(crate) fn generate(name: &str, lengths: &[u64], limit: u64) -> Self {
         let document = |(number, length): (usize, &u64)| {
             let key = Key::from_seed(1).child(name).nth(number as u64);
@@ -36,7 +36,7 @@ impl Text {
     }
 }
 
-/// A scratch folder in memory where there is such a place: writers flush every file, which a disk does slowly.
+/// A scratch folder in memory if possible: writers sync every file, which is slow on a disk.
 pub(crate) fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }
@@ -56,7 +56,7 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
     commit_store(dir, sources.collect(), token_bytes, unit);
 }
 
-/// Makes the folder a store of these sources.
+/// Writes the manifest that makes the folder a store of these sources.
 pub(crate) fn commit_store(
     dir: &Path,
     mut sources: Vec<SourceRecord>,
@@ -96,7 +96,7 @@ fn vocab(token_bytes: u32) -> u32 {
     if token_bytes == 2 { 1 << 16 } else { 1 << 20 }
 }
 
-/// What a stream's writer needs to know, with its folder made.
+/// The head for a stream's writer; creates the stream's folder.
 pub(crate) fn head(dir: &Path, source: &str, split: Split, token_bytes: u32) -> StreamHead {
     let folder = stream_folder(dir, source, split);
     fs::create_dir_all(&folder).unwrap();
@@ -143,7 +143,7 @@ pub(crate) struct PhaseText<'a>(
     pub(crate) &'a str,
 );
 
-/// The text of a curriculum over `stores`; every source may be gone through 1,000 times.
+/// The text of a curriculum over `stores`; every source may be read 1,000 times.
 pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText]) -> String {
     let stores: Vec<String> =
         stores.iter().map(|path| format!("{:?}", path.display().to_string())).collect();

@@ -1,8 +1,9 @@
-//! Amendments: what changes from a step on, when every step before it has been trained.
+//! Amendments: changes from some step on, made after the steps before it have been trained.
 //!
-//! They only ever grow at the end of the file, so their steps never fall. One may change the mix of the phase that its
-//! step lies in (up to that phase's end), ban documents for the rest of the run, add a store for mixes from then on,
-//! change the learning rate, its schedule, the clips, which steps are skipped and the number format, and let its own step
+//! They are only appended to the file, so their steps never decrease. An amendment may change the mix of the phase that
+//! contains its step (until that phase ends), ban documents for the rest of the run, add a store for later mixes,
+//! change the learning rate, its schedule, the clips, the skip rules and the number format, and make its own step
+//! update nothing.
 //! move nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,37 +27,37 @@ use super::{Curriculum, Dtype, Phase};
 /// One amendment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Amendment {
-    /// The first step that it changes.
+    /// The first step that it affects.
     pub step: u64,
-    /// The mix from then to the end of the phase; empty where it stays.
+    /// The mix from that step to the end of the phase; empty if unchanged.
     pub mix: BTreeMap<String, Ratio>,
-    /// By source the numbers of documents, counted in its training stream, that no step sees any more.
+    /// By source: document numbers in its training stream that no later step reads.
     pub ban: BTreeMap<String, BTreeSet<u64>>,
-    /// A further store.
+    /// An additional store.
     pub store: Option<AddedStore>,
-    /// Learning rate, schedule, clips, rules of skipping and number format from then on.
+    /// Learning rate, schedule, clips, skip rules and number format from that step on.
     pub numbers: NumbersChange,
-    /// Whether this one step moves nothing: neither weights nor moments nor balance.
+    /// Whether this one step updates nothing: neither weights nor moments nor balancing biases.
     pub skip: bool,
 }
 
-/// A store that is there from an amendment on.
+/// A store that an amendment adds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AddedStore {
     /// Its path, as in [`Curriculum::stores`].
     pub path: String,
-    /// Its digest, by which it is known whatever its path.
+    /// Its digest, which identifies it whatever its path.
     pub digest: String,
 }
 
-/// Consecutive steps with one mix: a phase, or a part of one between two amendments.
+/// Consecutive steps with one mix: a phase, or the part of a phase between two amendments.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PhaseSegment {
     /// Index of the phase.
     pub phase: usize,
-    /// The phase as it is here: its own steps and mix.
+    /// The phase with this segment's own steps and mix.
     pub spec: Phase,
-    /// What [`Curriculum::place`] knows its mix by.
+    /// The key of its mix for [`Curriculum::place`].
     pub mix_key: String,
 }
 
@@ -107,16 +108,16 @@ pub(super) struct AmendmentText {
 }
 
 impl AmendmentText {
-    /// The first step that it changes.
+    /// The first step that it affects.
     pub(super) fn step(&self) -> u64 {
         self.step.get()
     }
 }
 
 impl Curriculum {
-    /// Takes amendments in, in the order of their steps, each behind those of its step. What they make needless of later
-    /// ones goes: the ban of a document that is banned by then, a mix or a number that is there by then. The text has to
-    /// be read again before it is used: that is where they are checked.
+    /// Inserts amendments by step, each after existing ones of the same step. Removes from later amendments what is
+    /// then redundant: bans of documents already banned, and mixes or numbers already in force. The resulting text has
+    /// to be parsed again before use: only parsing validates it.
     pub fn amend(&mut self, amendments: Vec<Amendment>) {
         let mut amendments = amendments;
         amendments.sort_by_key(|amendment| amendment.step);
@@ -133,7 +134,7 @@ impl Curriculum {
         self.amendments.retain(|amendment| !amendment.is_empty());
     }
 
-    /// Takes out of the amendments from number `from` on what is so already when they come.
+    /// Removes bans and numbers from the amendments from number `from` on that are already in force at their step.
     fn drop_needless(&mut self, from: usize) {
         for number in from..self.amendments.len() {
             let mut before = self.clone();
@@ -155,7 +156,7 @@ impl Curriculum {
         }
     }
 
-    /// The same of mixes.
+    /// Does the same for mixes.
     fn drop_needless_mixes(&mut self, from: usize) {
         for number in from..self.amendments.len() {
             let mut before = self.clone();
@@ -174,8 +175,8 @@ impl Curriculum {
         }
     }
 
-    /// Leaves `source` out of every mix that one of `steps` has, from the first of them on to the end of its phase or the next
-    /// amendment of it. Tells whether any had it; refused where one of them has no other source.
+    /// Removes `source` from every mix of `steps`, from the first such step to the end of its phase or the next
+    /// amendment of its mix. Returns whether any mix had it; an error if it is the only source of one of them.
     pub fn drop_source(&mut self, source: &str, steps: Range<u64>) -> Result<bool> {
         let (mut amendments, mut first) = (Vec::new(), 1);
         for segment in self.segments() {
@@ -200,7 +201,7 @@ impl Curriculum {
         Ok(any)
     }
 
-    /// The phases, cut into segments where an amendment changes their mix.
+    /// The phases, split into segments where an amendment changes their mix.
     pub fn segments(&self) -> Vec<PhaseSegment> {
         let (mut segments, mut first) = (Vec::new(), 1);
         for (phase, spec) in self.phases.iter().enumerate() {
@@ -230,7 +231,7 @@ impl Curriculum {
     }
 }
 
-/// The amendments of a run that has these phases, and begins by these numbers.
+/// The amendments of a run with these phases and these initial numbers.
 pub(super) fn amendments(
     file: &File,
     places: &Places,
@@ -327,7 +328,7 @@ fn check_mix(before: &Phase, mix: &BTreeMap<String, Ratio>) -> Result<()> {
     Ok(())
 }
 
-/// Whether two phases take the same share of the same sources.
+/// Whether two phases have the same sources with the same shares.
 fn same_mix(one: &Phase, other: &Phase) -> bool {
     one.mix.keys().eq(other.mix.keys()) && one.weights() == other.weights()
 }
@@ -349,7 +350,7 @@ impl Amendment {
         mix.is_empty() && ban.is_empty() && store.is_none() && numbers.is_empty() && !skip
     }
 
-    /// Its canonical text, which may be put behind any curriculum's; refused if its weights are too fine for each other.
+    /// Its canonical text, which can be appended to any curriculum. An error if its weights have no integer form.
     pub fn text(&self) -> Result<String> {
         if !self.mix.is_empty() && super::whole_weights(&self.mix).is_none() {
             return Err(Fault::usage("these weights are too fine for each other").wanted(SUM));
@@ -376,7 +377,7 @@ impl Amendment {
             out.line("ban", inline(pairs.collect()));
         }
         if let Some(AddedStore { path, digest }) = store {
-            // One that is only told of has no path.
+            // `meaning` clears the path.
             if !path.is_empty() {
                 out.line("store", quoted(path));
             }
@@ -388,7 +389,7 @@ impl Amendment {
         }
     }
 
-    /// What it means, whatever the path of its store and the spelling of its weights.
+    /// Its canonical text without the path of its store, so that equal amendments compare equal.
     pub(super) fn meaning(&self) -> String {
         let mut same = self.clone();
         if let Some(store) = &mut same.store {

@@ -1,7 +1,7 @@
-//! One text for one meaning.
+//! Canonical text: equal meaning, equal text.
 //!
-//! Every key stands there with its default filled in, tables and sources in a fixed order, weights as integers without
-//! a common divisor, `tokens` as steps. The text is itself a curriculum with the same meaning.
+//! Every key is written with its default filled in, tables and sources in a fixed order, weights as integers without a
+//! common divisor, `tokens` as steps. The text is itself a curriculum with the same meaning.
 
 use super::mix::mix_text;
 use super::text::{Text, float, inline, key, quoted};
@@ -11,7 +11,7 @@ use super::{
 };
 
 impl Curriculum {
-    /// The canonical text: two curricula mean the same if, and only if, they share it.
+    /// The canonical text. Two curricula mean the same if and only if it is equal.
     pub fn canonical(&self) -> String {
         // No `..`: a new field does not compile until it is written here.
         let Curriculum {
@@ -49,7 +49,7 @@ impl Curriculum {
         if *decay_steps > 0 {
             out.line("final_lr", float(*final_lr));
         }
-        // Off unless they stand there, so that a curriculum without them keeps its text.
+        // Written only if set, so that curricula without them keep their text.
         if let Some(SkipStepSpec { window, sigma, non_finite }) = skip_step {
             out.head("[skip_step]");
             out.line("window", window);
@@ -71,7 +71,7 @@ impl Curriculum {
 }
 
 fn source_text(name: &str, spec: &SourceSpec, out: &mut Text) {
-    // The default, spelled out, means what its absence means.
+    // A spelled-out default means the same as an absent key.
     if *spec == SourceSpec::default() {
         return;
     }
@@ -96,7 +96,7 @@ fn optimizer_text(optimizer: &OptimizerSpec, out: &mut Text) {
     out.line("betas", format!("[{}, {}]", float(betas[0]), float(betas[1])));
     out.line("eps", float(*eps));
     out.line("momentum", float(*momentum));
-    // As before there was such a key.
+    // Omitted at the default, so that curricula older than this key keep their text.
     if *newton_schulz != NewtonSchulzForm::default() {
         out.line("newton_schulz", quoted(newton_schulz.name()));
     }
@@ -123,7 +123,7 @@ fn phase_text(phase: &Phase, out: &mut Text) {
     out.line("seq_len", seq_len);
     out.line("batch", batch);
     out.line("micro_batch", micro_batch);
-    // Uncut unless they say so, as before there were such keys.
+    // Omitted at 1, so that curricula older than these keys keep their text.
     for (key, parts) in [("context_chunks", context_chunks), ("weight_shards", weight_shards)] {
         if *parts != 1 {
             out.line(key, parts);

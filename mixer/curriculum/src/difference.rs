@@ -6,17 +6,17 @@ use std::fmt;
 use super::text::float;
 use super::{Amendment, Curriculum, ModelTable, OptimizerSpec, Phase, ScheduleSpec, model};
 
-/// Where one of the two has no such amendment.
+/// Shown where one of the two curricula has no such amendment.
 const NO_AMENDMENT: &str = "no amendment";
 
-/// One key whose value differs in a way that reaches a step.
+/// One key whose value differs such that some step changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
     /// The key (`optimizer.lr`, `phase.NAME.mix.SOURCE`).
     pub key: String,
-    /// What the other curriculum says.
+    /// The value in the other curriculum.
     pub found: String,
-    /// What this one says.
+    /// The value in this curriculum.
     pub wanted: String,
     /// The first step that it would change.
     pub first_step: u64,
@@ -35,10 +35,10 @@ impl fmt::Display for Difference {
 }
 
 impl Curriculum {
-    /// What `other` (an edit) changes against `self` (what the run began with), by the first step that it reaches.
+    /// What `other` (the edit) changes against `self` (what the run began with), sorted by the first step affected.
     ///
-    /// Names of phases, `max_epochs` and the paths of stores change no step and never appear: a limit either refuses
-    /// the plan or has no effect, and a store and a start are known by their digests.
+    /// Phase names, `max_epochs` and store paths change no step and never appear: a limit either refuses the plan or
+    /// has no effect, and stores and initial weights are identified by their digests.
     pub fn difference(&self, other: &Curriculum) -> Vec<Difference> {
         let Curriculum {
             stores: _,
@@ -131,7 +131,7 @@ fn schedule_difference(one: &Curriculum, other: &ScheduleSpec, list: &mut List) 
     if let Some(decays) = first_decay(one, &edited) {
         list.compare("schedule.decay_steps", other.decay_steps, decay_steps, decays);
     }
-    // Where only one of them decays, its keys are told of by now.
+    // If only one of them decays, `schedule.decay_steps` has been listed already.
     if *decay_steps > 0 && other.decay_steps > 0 {
         let edited = with(ScheduleSpec { final_lr: other.final_lr, ..one.schedule.clone() });
         if let Some(decays) = first_decay(one, &edited) {
@@ -140,8 +140,8 @@ fn schedule_difference(one: &Curriculum, other: &ScheduleSpec, list: &mut List) 
     }
 }
 
-/// The first step that decays by one of two curricula as it does not by the other, as amendments leave their schedules: they
-/// differ in what is said of decay in `[schedule]`, and in nothing else.
+/// The first step at which the two decay schedules differ, amendments included. The curricula may differ only in the
+/// decay keys of `[schedule]`.
 fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
     let steps: u64 = one.phases.iter().map(|phase| phase.steps).sum();
     let amended = one.amendments.iter().map(|amendment| amendment.step);
@@ -151,13 +151,13 @@ fn first_decay(one: &Curriculum, other: &Curriculum) -> Option<u64> {
         let [one, other] = [one, other].map(|of| of.numbers_at(start).schedule);
         let decay =
             |of: &ScheduleSpec| (of.decay_steps, (of.decay_steps > 0).then_some(of.final_lr));
-        // The rate of step `warmup_steps` is the peak either way, but for its last bit.
+        // At step `warmup_steps` both rates are the peak, up to rounding.
         let decays = start.max(one.warmup_steps);
         (decay(&one) != decay(&other) && decays < end).then_some(decays)
     })
 }
 
-/// A window reaches back to the first step.
+/// Changed windows affect every step from the first on.
 fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
     let changed = one.numbers_at(0).changed(&other.numbers_at(0)).into_iter();
     let windows = changed.filter(|it| {
@@ -166,7 +166,7 @@ fn window_differences(one: &Curriculum, other: &Curriculum, list: &mut List) {
     windows.for_each(|it| list.compare(it.key, it.becomes, it.was, 1));
 }
 
-/// How a source is packed matters from the first step that has it in its mix.
+/// A source's packing matters from the first step whose mix has the source.
 fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: &mut List) {
     let begins = |of: &Curriculum| {
         let segments = of.segments();
@@ -182,7 +182,7 @@ fn packing_difference(source: &str, one: &Curriculum, other: &Curriculum, list: 
     }
 }
 
-/// Phases are compared in order; from the first one whose end moves, everything has moved.
+/// Phases are compared in order; after the first whose end differs, every later step differs.
 fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
     let (mut first, mut first_other) = (1, 1);
     for (phase, other) in phases.iter().zip(others) {
@@ -200,7 +200,7 @@ fn phase_differences(phases: &[Phase], others: &[Phase], list: &mut List) {
     }
 }
 
-/// Amendments are paired by their steps, in which both lists ascend, and called by their number where they are.
+/// Amendments are paired by step (both lists are ascending) and named by their number.
 fn amendment_differences(amendments: &[Amendment], others: &[Amendment], list: &mut List) {
     let (mut at, mut there) = (0, 0);
     loop {
@@ -237,7 +237,7 @@ fn phase_difference(phase: &Phase, other: &Phase, first_step: u64, list: &mut Li
     list.compare(&key("weight_shards"), other.weight_shards, weight_shards, first_step);
     list.compare(&key("remainder"), other.remainder.name(), remainder.name(), first_step);
     model_difference(&key("model"), model, &other.model, first_step, list);
-    // Weights that are the same once scaled decide the same.
+    // Weights with equal proportions give the same mix.
     if mix.keys().eq(other.mix.keys()) && phase.weights() == other.weights() {
         return;
     }
@@ -276,7 +276,7 @@ mod tests {
         }
     }
 
-    /// One that comes between others of which one changes as well.
+    /// An amendment is inserted between others, one of which changes too.
     #[test]
     fn amendments_are_told_by_their_steps() {
         let (before, mut after) = (skipping(&[5, 13, 20]), skipping(&[5, 9, 13, 20]));

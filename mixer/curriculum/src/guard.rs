@@ -1,48 +1,48 @@
-//! Steps that move nothing, and a clip that follows the norms: both decided by the step and by those just before.
+//! Skipped steps, and a clip that follows recent gradient norms; both depend only on the step and the steps before it.
 //!
 //! ```text
-//! before     the losses and gradient norms of the last `window` steps, oldest first, whatever became of those steps;
+//! before     the losses and gradient norms of the last `window` steps, oldest first, skipped steps included;
 //!            a step without labels, or whose loss or gradient is not finite, is not among them
 //! mean, sd   sums oldest first, in f64; sd = sqrt(sum of squared deviations / (n - 1))
 //! skipped    loss - mean(losses) > sigma * sd(losses), or the same of the norm
 //! threshold  the k-th smallest of the norms before, k = ceil(percentile * n / 100)
 //! ```
 //!
-//! Nothing is judged before `window / 2` steps (at least 2) lie before it. Every number stands in the ledger, so the
-//! windows are a function of the ledger alone; no sum is carried from step to step, since its rounding would depend on
-//! where it began. (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.) Training decides by this,
-//! and so does a check of the ledger.
+//! No step is judged until `window / 2` steps (at least 2) precede it. Every number is in the ledger, so the windows
+//! are a function of the ledger alone. No running sum is kept: its rounding would depend on where it began.
+//! (`SkipStepOptimizer` of OLMo-core; AutoClip, arXiv 2007.14469, over a window.) Training and the ledger's
+//! verification both use this code.
 
 use contract::Packed;
 use serde::{Deserialize, Serialize};
 
 use super::{AutoClipSpec, NonFinite, Numbers, SkipStepSpec};
 
-/// What the curriculum asks for.
+/// The curriculum's rules for skipping and clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Guard {
     /// Which steps are skipped.
     pub skip: Option<SkipStepSpec>,
-    /// How long a gradient may be.
+    /// The percentile clip.
     pub clip: Option<AutoClipSpec>,
 }
 
-/// What a step came to before anything moves.
+/// What is measured of a step before the update.
 #[derive(Clone, Copy, Debug)]
 pub struct StepMeasure {
     /// Its labels.
     pub labels: u64,
-    /// The mean loss of a label; not a number where there is none.
+    /// The mean loss per label; NaN without labels.
     pub loss: f64,
     /// The gradient norm before clipping.
     pub norm: f64,
 }
 
-/// The part of the state that decides it.
+/// The part of the training state on which these decisions depend.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Windows {
-    /// Steps so far that moved nothing without an amendment: the moments have moved that much less often.
+    /// Steps so far that were skipped without an amendment: Adam's bias correction must not count them.
     pub skipped: u64,
     /// Mean losses of the last steps, oldest first, as the bits of f64.
     pub losses: Packed,
@@ -54,28 +54,28 @@ pub struct Windows {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Skipped {
-    /// It was not.
+    /// It was not skipped.
     No,
     /// For its loss.
     Loss,
     /// For its gradient norm; its loss was in bounds.
     Norm,
-    /// Because an amendment says so.
+    /// An amendment skips this step.
     Amended,
-    /// Because none of its tokens is a label.
+    /// No token of the step is a label.
     NoLabels,
-    /// Because its loss or its gradient is not finite, and `[skip_step]` says to skip such a step.
+    /// Its loss or gradient is not finite, and `[skip_step]` skips such steps.
     NonFinite,
 }
 
 impl Skipped {
-    /// Behind the numbers of a step, where it moved nothing.
+    /// Text to append to the numbers of a skipped step.
     pub fn note(skipped: Option<Skipped>) -> String {
         let skipped = skipped.filter(|skipped| *skipped != Skipped::No);
         skipped.map_or_else(String::new, |skipped| format!(" | {}", skipped.words()))
     }
 
-    /// For people.
+    /// A description for people.
     pub fn words(self) -> &'static str {
         match self {
             Skipped::No => "not skipped",
@@ -88,23 +88,22 @@ impl Skipped {
     }
 }
 
-/// What is done with a step.
+/// The decision on a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Decision {
-    /// Whether it is skipped; `None` where no step is judged, and nothing else skips this one.
+    /// Whether it is skipped; `None` if no rule judges steps and nothing else skips this one.
     pub skipped: Option<Skipped>,
-    /// The longest gradient of this step by the norms before; `None` without `[auto_clip]`, infinite while nothing is
-    /// judged.
+    /// The clip threshold by the preceding norms; `None` without `[auto_clip]`, infinite until enough steps precede.
     pub longest: Option<f64>,
 }
 
 impl Guard {
-    /// What these numbers ask for.
+    /// The rules in these numbers.
     pub fn of(numbers: &Numbers) -> Self {
         Guard { skip: numbers.skip_step, clip: numbers.auto_clip }
     }
 
-    /// The windows before the first step; `None` where the curriculum asks for nothing.
+    /// Empty windows, before the first step; `None` if the curriculum has no rules.
     pub fn windows(&self) -> Option<Windows> {
         (self.skip.is_some() || self.clip.is_some()).then(Windows::default)
     }
@@ -114,9 +113,9 @@ impl Guard {
         self.skip.is_some_and(|skip| skip.non_finite == NonFinite::Skip)
     }
 
-    /// Decides on a step, and takes note of its loss and norm. `amended`: it is to move nothing whatever they are.
+    /// Decides on a step and records its loss and norm. `amended`: an amendment skips the step, whatever they are.
     ///
-    /// There are windows from the first step on that is judged, or that moves nothing without an amendment.
+    /// Creates the windows at the first step that is judged or is skipped without an amendment.
     pub fn decide(
         &self,
         windows: &mut Option<Windows>,
@@ -137,7 +136,7 @@ impl Guard {
         };
         let longest = self.clip.map(|clip| longest(clip, norms));
         let decision = Decision { skipped, longest };
-        // The curriculum knows how often it was amended so.
+        // Amended skips are not counted: the curriculum lists them.
         let counted = !amended && !decision.moves();
         if windows.is_none() && counted {
             *windows = Some(Windows::default());
@@ -159,12 +158,12 @@ impl Guard {
 }
 
 impl Decision {
-    /// Whether weights, moments and balance move.
+    /// Whether weights, moments and balancing biases are updated.
     pub fn moves(&self) -> bool {
         matches!(self.skipped, None | Some(Skipped::No))
     }
 
-    /// What the gradient is clipped at, where the curriculum's own clip is `clip` (0: none). Norms of 0 bound nothing.
+    /// The norm to clip at, if the curriculum's fixed clip is `clip` (0: none). Thresholds of 0 are ignored.
     pub fn clip(&self, clip: f64) -> f64 {
         let bounds = |longest: f64| longest > 0.0 && longest.is_finite();
         match self.longest {
@@ -180,7 +179,7 @@ fn push(window: &mut Packed, value: f64, length: u64) {
     window.0.drain(..excess);
 }
 
-/// The last `window` of what is kept, once there is enough of it to judge by.
+/// The last `window` values, once there are enough to judge by.
 fn before(window: u64, kept: &[u64]) -> Option<Vec<f64>> {
     let from = kept.len().saturating_sub(window as usize);
     let found: Vec<f64> = kept[from..].iter().map(|bits| f64::from_bits(*bits)).collect();
@@ -229,8 +228,8 @@ mod tests {
         StepMeasure { labels: 7, loss, norm }
     }
 
-    /// Steps that say nothing of loss and norm move nothing and leave the windows alone, so that no norm of theirs becomes the
-    /// clip; a clip of 0 would be none.
+    /// Steps without a finite loss and norm update nothing and are not added to the windows. Otherwise their norm could
+    /// become the clip, and a clip of 0 means none.
     #[test]
     fn what_is_not_measured_is_not_remembered() {
         let clip = Some(AutoClipSpec { window: 4, percentile: 50 });
@@ -254,7 +253,7 @@ mod tests {
         let after = windows.unwrap();
         assert_eq!((&after.losses, &after.norms), (&before.losses, &before.norms));
         assert_eq!(after.skipped, 27);
-        // Where every gradient before was 0, the curriculum's own clip holds.
+        // If every earlier gradient was 0, the curriculum's fixed clip applies.
         let mut zeros = guard.windows();
         for _ in 0..4 {
             guard.decide(&mut zeros, step_of(1.0, 0.0), false);
@@ -263,7 +262,8 @@ mod tests {
         assert_eq!((found.longest, found.clip(1.0), found.clip(0.0)), (Some(0.0), 1.0, 0.0));
     }
 
-    /// A run that asks for nothing has windows from the first step without labels on, since the moments have to know of it.
+    /// A run without rules has windows from the first step without labels on: the moments need the count of skipped
+    /// steps.
     #[test]
     fn steps_that_move_nothing_are_counted_in_any_run() {
         let (guard, mut windows) = (Guard::default(), None);
@@ -279,7 +279,7 @@ mod tests {
     }
 
     proptest! {
-        /// The windows against the whole history, gone through anew for each step with other formulas.
+        /// Compares the windows with the whole history, recomputed for each step by other formulas.
         #[test]
         fn decisions_are_those_of_the_whole_history(
             steps in prop::collection::vec((0.1..9.0f64, 0.1..9.0f64, 0u8..12), 1..80),
@@ -291,7 +291,7 @@ mod tests {
             let guard = Guard { skip, clip };
             let mut state = guard.windows();
             prop_assert_eq!(state.is_some(), parts.0 || parts.1);
-            // Now and then a spike.
+            // An occasional spike.
             let spiked = |(loss, norm, kind): &(f64, f64, u8)| match kind {
                 0 => (loss * 50.0, *norm),
                 1 => (*loss, norm * 50.0),
@@ -310,7 +310,7 @@ mod tests {
                 if parts.0 && last(windows.0).len() as u64 >= (windows.0 / 2).max(2) {
                     let by_loss = z(*loss, last(windows.0).iter().map(|of| of.0).collect());
                     let by_norm = z(*norm, last(windows.0).iter().map(|of| of.1).collect());
-                    // Nobody can tell the two sides of the bound apart with other roundings.
+                    // Too close to the bound: other roundings may fall on either side.
                     if (by_loss - sigma).abs() > 1e-6 && (by_norm - sigma).abs() > 1e-6 {
                         let wanted = match (by_loss > sigma, by_norm > sigma) {
                             (true, _) => Skipped::Loss,
@@ -342,7 +342,7 @@ mod tests {
             prop_assert_eq!(state.map_or(0, |state| state.skipped), skipped);
         }
 
-        /// What is kept decides: the history before it does not show.
+        /// Only the window decides: earlier history has no effect.
         #[test]
         fn a_window_forgets(
             early in prop::collection::vec(0.1..9.0f64, 0..40),

@@ -1,7 +1,7 @@
-//! The curriculum: the one file that says what is trained. `curricula/KEYS.md` is the reference of its keys.
+//! The curriculum: the one file that defines what is trained. `curricula/KEYS.md` is the reference of its keys.
 //!
-//! Whatever decides a bit stands here; whatever only decides speed (ranks, workers, threads, device) is a flag and
-//! never does. Weights are exact ratios, taken from the text as typed.
+//! Everything that affects a bit is a key here. What affects only speed (ranks, workers, threads, device) is a flag.
+//! Weights are exact ratios, parsed from the text as typed.
 
 #![forbid(unsafe_code)]
 
@@ -43,27 +43,27 @@ pub const WEIGHT_MAX: u64 = 1 << 62;
 pub struct Curriculum {
     /// Stores, or descriptions of stores, as written: relative paths start at the curriculum's folder.
     pub stores: Vec<String>,
-    /// The weights that the run begins with, as written: the folder of a start, relative to the curriculum's. `None`: drawn.
+    /// The initial weights, as written: a folder relative to the curriculum's. `None`: random initialization.
     pub start: Option<String>,
-    /// The root of every draw.
+    /// The root of all random numbers.
     pub seed: u64,
-    /// What the model computes in.
+    /// The number format of the model's computation.
     pub dtype: Dtype,
     /// The phases, in order.
     pub phases: Vec<Phase>,
-    /// What is said of single sources; [`Curriculum::max_epochs`] knows the default.
+    /// Settings of single sources; [`Curriculum::max_epochs`] fills in the default.
     pub sources: BTreeMap<String, SourceSpec>,
-    /// The model: what the trainer makes of these values is its own affair.
+    /// The model's keys, which only the trainer interprets.
     pub model: ModelTable,
     /// The optimizer.
     pub optimizer: OptimizerSpec,
     /// The learning rate's schedule.
     pub schedule: ScheduleSpec,
-    /// Which steps are skipped; `None`: none is.
+    /// The rule for skipping steps; `None`: no step is skipped.
     pub skip_step: Option<SkipStepSpec>,
-    /// A clip that follows the norms of the steps before; `None`: only [`OptimizerSpec::clip`] clips.
+    /// The clip by a percentile of recent norms; `None`: only [`OptimizerSpec::clip`] clips.
     pub auto_clip: Option<AutoClipSpec>,
-    /// What changes from some step on, in the order of their steps.
+    /// The amendments, in the order of their steps.
     pub amendments: Vec<Amendment>,
     places: places::Places,
 }
@@ -93,7 +93,7 @@ pub enum RemainderRule {
 /// A phase: constant mix, sequence length and batch.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Phase {
-    /// Its name, unique; names things for people and decides nothing.
+    /// Its unique name; only for people.
     pub name: String,
     /// Steps, at least one.
     pub steps: u64,
@@ -107,20 +107,20 @@ pub struct Phase {
     pub context_chunks: u64,
     /// Parts into which the widths of the model are cut inside a micro-batch.
     pub weight_shards: u64,
-    /// What becomes of text that is left of a group which was opened at another `seq_len`.
+    /// How text is served that another `seq_len` left in the open group.
     pub remainder: RemainderRule,
     /// The sources and their weights, all above zero.
     pub mix: BTreeMap<String, Ratio>,
-    /// What of the model differs during this phase (`rope_theta` where the sequences grow).
+    /// The model keys that differ during this phase (`rope_theta` for longer sequences).
     pub model: ModelTable,
 }
 
 /// `[source.NAME]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceSpec {
-    /// How many times the source may be gone through in the whole run.
+    /// How many epochs of the source the whole run may read.
     pub max_epochs: u64,
-    /// How its documents become sequences; `None`: they are one text, which is cut.
+    /// How its documents become sequences; `None`: concatenated and cut.
     pub packing: Option<Packing>,
 }
 
@@ -147,7 +147,7 @@ pub enum NewtonSchulzForm {
     Bf16,
 }
 
-/// Two numbers and no more: of an array that is longer than what is read of it, the rest would be dropped without a word.
+/// Parses exactly two numbers. serde would silently ignore further elements of a longer array.
 fn pair<'de, D: Deserializer<'de>>(text: D) -> std::result::Result<[f64; 2], D::Error> {
     struct Pair;
 
@@ -272,43 +272,44 @@ pub struct AutoClipSpec {
 }
 
 impl Curriculum {
-    /// How many times `source` may be gone through: as stated, or once.
+    /// How many epochs of `source` the run may read: as stated, or 1.
     pub fn max_epochs(&self, source: &str) -> u64 {
         self.sources.get(source).map_or(SourceSpec::default().max_epochs, |spec| spec.max_epochs)
     }
 
-    /// How the documents of `source` are packed; `None`: they are one text, which is cut.
+    /// How the documents of `source` are packed; `None`: concatenated and cut.
     pub fn packing(&self, source: &str) -> Option<&Packing> {
         self.sources.get(source)?.packing.as_ref()
     }
 
-    /// The model as it is during a phase (index into `phases`): `[model]`, and what the phase says on top.
+    /// The model during a phase (index into `phases`): `[model]`, overridden by the phase's keys.
     pub fn model_at(&self, phase: usize) -> ModelTable {
         let mut model = self.model.clone();
         model.0.extend(self.phases[phase].model.0.clone());
         model
     }
 
-    /// Takes the model's tables out, `[model]` first, then those of the phases: an identity hashes them by their values.
+    /// Removes the model's tables and returns them, `[model]` first, then the phases': an identity hashes them by
+    /// value.
     pub fn take_models(&mut self) -> Vec<ModelTable> {
         let phases = self.phases.iter_mut().map(|phase| &mut phase.model);
         std::iter::once(&mut self.model).chain(phases).map(std::mem::take).collect()
     }
 
-    /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), or of the section it belongs to, or the
-    /// file: the place that a fault about this key names.
+    /// `file:line:column` of a key (`model.head_dim`, `phase.NAME.mix.SOURCE`), else of its section, else the file; for
+    /// error messages.
     pub fn place(&self, key: &str) -> String {
         self.places.place(key)
     }
 
-    /// The value of a key as typed, where it stands in the file: `0.70`, `"3/10"`.
+    /// The value of a key as typed in the file: `0.70`, `"3/10"`.
     pub fn typed(&self, key: &str) -> Option<&str> {
         self.places.typed(key)
     }
 }
 
 impl Default for SourceSpec {
-    /// Once: repeating text is a decision, so it is written down.
+    /// Once: repeating text has to be asked for explicitly.
     fn default() -> Self {
         SourceSpec { max_epochs: 1, packing: None }
     }
@@ -376,15 +377,16 @@ impl Default for SkipStepSpec {
     }
 }
 
-/// The steps of the windows of `[skip_step]` and `[auto_clip]`, unless they say so.
+/// The default window of `[skip_step]` and `[auto_clip]`.
 fn window() -> u64 {
     128
 }
 
 impl Phase {
-    /// The weights as integers without a common divisor, in the order of the sources' names: what decides.
+    /// The weights as integers without a common divisor, in the order of the sources' names. Only these affect the
+    /// plan.
     ///
-    /// `None` if they are so fine, or so far apart, that their sum does not fit.
+    /// `None` if they are so fine or so far apart that their sum does not fit.
     pub fn weights(&self) -> Option<Vec<u64>> {
         whole_weights(&self.mix)
     }

@@ -18,7 +18,7 @@ pub(super) enum Weight {
     Ratio(String),
 }
 
-/// What weights have to be.
+/// The limit on weights, for error messages.
 pub(super) const SUM: &str = "as integers without a common divisor they sum to at most 2^62";
 
 /// The weights of a mix, exactly as typed.

@@ -1,6 +1,6 @@
-//! `[model]`, and what a phase says on top of it: values that only the trainer understands.
+//! `[model]` and a phase's overrides: values that only the trainer interprets.
 //!
-//! Nothing here knows a key, so that a new field of the model changes the trainer alone.
+//! No key is known here, so a new field of the model changes the trainer alone.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -13,8 +13,8 @@ use settings::Value;
 use super::places::Places;
 use super::text::{float, inline, key, quoted};
 
-/// A table of the model, in which no date stands. It has a digest of its own, over typed values: `1e4` and `10_000.0` are one,
-/// `10_000` is another.
+/// A table of model keys without dates. Its digest is over typed values: `1e4` and `10_000.0` are equal, `10_000`
+/// differs.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(transparent)]
 pub struct ModelTable(pub BTreeMap<String, Value>);
@@ -36,7 +36,7 @@ impl Digestible for ModelTable {
     }
 }
 
-/// The pairs in the order of their keys, whatever the order of the map that held them.
+/// Hashes the pairs in key order, whatever the order of their map.
 fn feed_table<'a>(pairs: impl Iterator<Item = (&'a String, &'a Value)>, hasher: &mut Hasher) {
     let pairs: BTreeMap<_, _> = pairs.collect();
     hasher.u64(pairs.len() as u64);
@@ -52,7 +52,7 @@ fn feed_value(value: &Value, hasher: &mut Hasher) {
         Value::Integer(number) => hasher.tag("integer").u64(number.cast_unsigned()),
         Value::Float(number) => hasher.tag("float").u64(number.to_bits()),
         Value::Boolean(truth) => hasher.tag("truth").u64(u64::from(*truth)),
-        // Refused where a curriculum is read: its text is another library's affair.
+        // Parsing refuses dates: their text would depend on the TOML library.
         Value::Datetime(_) => hasher.tag("date"),
         Value::Array(values) => {
             hasher.tag("list").u64(values.len() as u64);
@@ -68,7 +68,7 @@ fn feed_value(value: &Value, hasher: &mut Hasher) {
 }
 
 impl ModelTable {
-    /// Refuses a date, which no key of a model is: it would be decided by a library what its digest is of.
+    /// Refuses dates. No model key is one, and their digest would depend on the TOML library.
     pub(super) fn check(&self, places: &Places, path: &str) -> Result<()> {
         let dated = self.0.iter().find(|(_, value)| has_date(value));
         dated.map_or(Ok(()), |(key, value)| {
@@ -88,7 +88,7 @@ fn has_date(value: &Value) -> bool {
     }
 }
 
-/// The one text of a value.
+/// The canonical text of a value.
 pub(super) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => quoted(text),

@@ -1,9 +1,9 @@
-//! The numbers that a step is trained by: those of `[optimizer]`, `[schedule]`, `[skip_step]`, `[auto_clip]` and `dtype`, and
-//! what amendments change of them.
+//! The numbers of a step: those of `[optimizer]`, `[schedule]`, `[skip_step]`, `[auto_clip]` and `dtype`, and how
+//! amendments change them.
 //!
-//! From its step on an amended key counts as if it had stood in its table from the beginning: a rate is a function of the
-//! step's number and of these keys, never of the step that they came with. Windows are filled from the first step on that
-//! asks for them: an amendment that asks first begins with empty ones.
+//! From its step on, an amended key counts as if it had that value from the beginning: a rate is a function of the step
+//! number and these keys, not of the step of the amendment. Windows are filled from the first step that needs them: an
+//! amendment that introduces them begins with empty ones.
 
 use contract::Result;
 use schemars::JsonSchema;
@@ -31,30 +31,30 @@ pub struct Numbers {
     pub dtype: Dtype,
 }
 
-/// A number that is not what it was; `not set` where the run does not have it.
+/// A number that changed; `not set` where the run does not have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct ChangedNumber {
     /// Its key, as `zdata amend --set` takes it.
     pub key: &'static str,
-    /// What it was.
+    /// Its old value.
     pub was: String,
-    /// What it becomes.
+    /// Its new value.
     pub becomes: String,
 }
 
-/// What an amendment changes of them; `None` where a key stays.
+/// The numbers that an amendment changes; `None` if a key is unchanged.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct NumbersChange {
-    /// Of `[optimizer]`.
+    /// Keys of `[optimizer]`.
     pub optimizer: OptimizerChange,
-    /// Of `[schedule]`.
+    /// Keys of `[schedule]`.
     pub schedule: ScheduleChange,
-    /// Of `[skip_step]`.
+    /// Keys of `[skip_step]`.
     pub skip_step: SkipStepChange,
-    /// Of `[auto_clip]`.
+    /// Keys of `[auto_clip]`.
     pub auto_clip: AutoClipChange,
-    /// What the model computes in.
+    /// The number format of the model's computation.
     pub dtype: Option<Dtype>,
 }
 
@@ -103,7 +103,7 @@ pub struct AutoClipChange {
 }
 
 impl Curriculum {
-    /// The numbers that `step` is trained by.
+    /// The numbers in force at `step`.
     pub fn numbers_at(&self, step: u64) -> Numbers {
         let mut numbers = Numbers {
             optimizer: self.optimizer.clone(),
@@ -119,13 +119,13 @@ impl Curriculum {
 }
 
 impl Numbers {
-    /// The learning rate by step, if these numbers held from the beginning.
+    /// The learning rate by step if these numbers applied from the beginning.
     pub fn rates(&self) -> Schedule {
         let ScheduleSpec { warmup_steps, decay_steps, final_lr } = self.schedule;
         Schedule { peak: self.optimizer.lr, warmup_steps, decay_steps, last: final_lr }
     }
 
-    /// Which of the keys that amendments may change `later` has otherwise.
+    /// The amendable keys whose values differ in `later`.
     pub fn changed(&self, later: &Numbers) -> Vec<ChangedNumber> {
         let shown = |value: Option<String>| match value {
             Some(value) => value.trim_matches('"').to_owned(),
@@ -140,7 +140,7 @@ impl Numbers {
         all.map(number).collect()
     }
 
-    /// What an amendment would say that brought all of them.
+    /// All amendable numbers, as an amendment would set them.
     fn amendable(&self) -> NumbersChange {
         let Numbers { optimizer, schedule, skip_step: skip, auto_clip: clip, dtype } = self;
         let ScheduleSpec { warmup_steps, decay_steps, final_lr } = *schedule;
@@ -149,7 +149,7 @@ impl Numbers {
             schedule: ScheduleChange {
                 warmup_steps: Some(warmup_steps),
                 decay_steps: Some(decay_steps),
-                // A rate after decay that never comes has no number.
+                // Without decay, the final rate has no effect.
                 final_lr: (decay_steps > 0).then_some(final_lr),
             },
             skip_step: SkipStepChange {
@@ -165,7 +165,7 @@ impl Numbers {
         }
     }
 
-    /// Takes what an amendment changes.
+    /// Applies an amendment's changes.
     pub fn change(&mut self, change: &NumbersChange) {
         let NumbersChange { optimizer, schedule, skip_step, auto_clip, dtype } = change;
         let OptimizerChange { lr, clip } = *optimizer;
@@ -200,7 +200,7 @@ impl NumbersChange {
         *self == NumbersChange::default()
     }
 
-    /// Refuses what `before`, the numbers that it changes, cannot become. `path` is the amendment's.
+    /// Refuses changes that `before`, the numbers in force, does not allow. `path` is the amendment's.
     pub(super) fn check(&self, places: &Places, path: &str, before: &Numbers) -> Result<()> {
         let NumbersChange { optimizer, schedule, skip_step: _, auto_clip, dtype: _ } = self;
         let key = |name: &str| format!("{path}.{name}");
@@ -236,15 +236,15 @@ impl NumbersChange {
         }
     }
 
-    /// A key to point at.
+    /// A key for error messages.
     fn first_key(&self) -> &'static str {
         let named = self.values().into_iter().find(|(_, value)| value.is_some());
         table_of(named.unwrap_or_default().0)
     }
 
-    /// Every key that amendments may change, with its value in canonical text: the one table of them.
+    /// Every amendable key with its value in canonical text: the only list of them.
     pub fn values(&self) -> [(&'static str, Option<String>); 11] {
-        // No `..`: a new key does not compile until it stands here.
+        // No `..`: a new key does not compile until it is listed here.
         let NumbersChange {
             optimizer: OptimizerChange { lr, clip },
             schedule: ScheduleChange { warmup_steps, decay_steps, final_lr },
@@ -287,7 +287,7 @@ impl NumbersChange {
     }
 }
 
-/// The table that a key stands in; of one that stands alone the key.
+/// The table of a key; the key itself if it is in none.
 fn table_of(key: &str) -> &str {
     key.split('.').next().unwrap_or(key)
 }

@@ -1,4 +1,4 @@
-//! `[source.NAME]`: how often a source may be gone through, and how its documents become sequences.
+//! `[source.NAME]`: how many epochs of a source may be read, and how its documents become sequences.
 
 use std::collections::BTreeMap;
 
@@ -11,20 +11,21 @@ use super::places::Places;
 use super::text::inline;
 use super::{SourceSpec, WEIGHT_MAX};
 
-/// The most documents in a pack, unless the curriculum says so.
+/// Default maximum of documents in a pack.
 const DOCUMENTS: u32 = 256;
 
-/// The longest sequence that documents are packed into: packing keeps a list for each room that a pack may have left.
+/// The longest sequence that documents are packed into: the packer keeps one list for each possible amount of free
+/// space.
 const LENGTH_MAX: u32 = 1 << 24;
 
-/// `packing = "best-fit"`: documents are not cut where they fit, and put together so that little is padded.
+/// `packing = "best-fit"`: documents that fit are not cut, and are combined so that little is padded.
 ///
-/// Each document is packed at one of the declared lengths, drawn by its number with these weights: so a phase of one length
-/// never takes what a phase of another has taken. A length that is added gives every document another draw, which is why
-/// lengths are declared rather than read off the phases: a phase that is planned later changes no step before it.
+/// Each document is packed at one of the declared lengths, sampled by its number with these weights, so phases of
+/// different lengths never share documents. Adding a length resamples every document. So lengths are declared, not
+/// collected from the phases: a phase planned later changes no earlier step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Packing {
-    /// The lengths of sequences, tokens, each with its weight: above zero, without a common divisor.
+    /// Sequence lengths in tokens, each with its weight: above zero, without a common divisor.
     pub lengths: BTreeMap<u32, u64>,
     /// The most documents in a pack, at least 1.
     pub documents: u32,
@@ -60,7 +61,7 @@ enum PackingText {
 }
 
 impl SourceText {
-    /// What it says of source `name`.
+    /// The settings of source `name`.
     pub(super) fn spec(self, name: &str, places: &Places) -> Result<SourceSpec> {
         let SourceText { max_epochs, packing, lengths, pack_documents } = self;
         let key = |key: &str| format!("source.{name}.{key}");
@@ -119,13 +120,13 @@ impl SourceText {
 }
 
 impl Packing {
-    /// The lengths and their weights, as they are written.
+    /// The lengths and weights as text.
     pub(super) fn lengths_text(&self) -> String {
         let pair = |(length, weight): (&u32, &u64)| format!("{length} = {weight}");
         inline(self.lengths.iter().map(pair).collect())
     }
 
-    /// What it decides, on one line.
+    /// All settings that affect the plan, on one line.
     pub(super) fn meaning(&self) -> String {
         format!("best-fit, lengths = {}, pack_documents = {}", self.lengths_text(), self.documents)
     }
@@ -135,7 +136,7 @@ impl Packing {
 mod tests {
     use crate::Curriculum;
 
-    /// Packing keeps a list for each room that a pack may have left: 100 GB for the largest number.
+    /// The packer keeps one list for each possible amount of free space: 100 GB for the largest number.
     #[test]
     fn a_length_has_a_bound() {
         let phase = "[[phase]]\nname = \"a\"\nsteps = 1\nseq_len = 8\nbatch = 1\nmix = { x = 1 }\n";

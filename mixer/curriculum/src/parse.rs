@@ -1,4 +1,4 @@
-//! From the curriculum's text to its meaning, with a place for every mistake.
+//! Parses a curriculum; every mistake is reported with its place.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -19,7 +19,7 @@ use super::{
     SkipStepSpec,
 };
 
-/// The largest sample number times `seq_len`: far above any run, far below where integers end.
+/// The largest sample number times `seq_len`: far above any run, far below integer overflow.
 const TOKENS_MAX: u64 = 1 << 62;
 
 /// What a run trains on, and how: the data, the phases, the model, the optimizer.
@@ -146,7 +146,7 @@ pub fn schema() -> Schema {
 }
 
 impl Curriculum {
-    /// Reads a curriculum; `name` is what faults call it.
+    /// Reads a curriculum; `name` is its name in errors.
     pub fn parse(text: &str, name: &str) -> Result<Curriculum> {
         let file = File::new(name, text);
         file.check_kind(CURRICULUM)?;
@@ -201,12 +201,12 @@ struct AmendmentsText {
 }
 
 impl Curriculum {
-    /// The amendments of a text that holds nothing else, as they would amend this curriculum; `name` is what faults call it.
+    /// The amendments in a text that holds nothing else, checked against this curriculum; `name` is its name in errors.
     pub fn read_amendments(&self, text: &str, name: &str) -> Result<Vec<Amendment>> {
         let file = File::new(name, text);
         let raw: AmendmentsText = file.parse()?;
         let places = Places::of(&file);
-        // What a step has before the first of them.
+        // The numbers in force before the first of them.
         let first = raw.amendment.iter().map(AmendmentText::step).min().unwrap_or(1);
         let numbers = self.numbers_at(first);
         let found = amendments(&file, &places, &self.phases, numbers, raw.amendment)?;
@@ -218,7 +218,7 @@ impl Curriculum {
     }
 }
 
-/// Refuses a key by which an earlier version knew what has another name now.
+/// Refuses a key that has been renamed since an earlier version.
 fn renamed(file: &File) -> Result<()> {
     let root = DeTable::parse_recoverable(file.text()).0.into_inner();
     let phases = root.get("phase").and_then(|phases| phases.get_ref().as_array());
@@ -330,7 +330,7 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
     let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
         *optimizer;
     let ([first, second], all) = (betas, f64::INFINITY);
-    // A weight that never had a gradient would be divided by it alone.
+    // A weight that never had a gradient would be divided by epsilon alone.
     if eps as f32 == 0.0 {
         return Err(places.out_of_range("optimizer.eps").wanted("a number above 0, also in f32"));
     }

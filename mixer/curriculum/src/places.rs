@@ -1,4 +1,4 @@
-//! Where every key of a curriculum stands, for faults that come after the file was read.
+//! Where each key of a curriculum is in the file, for errors found after parsing.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use toml::de::{DeTable, DeValue};
 
 use super::{AutoClipSpec, SkipStepSpec};
 
-/// The spans of keys and values by path; a table of a list is known by its `name`, or else by its number from 1.
+/// The spans of keys and values by path; a table in a list is identified by its `name`, else by its number from 1.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     file: File,
@@ -17,7 +17,7 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// The places of `file`; what is not valid TOML has none.
+    /// Indexes `file`; empty if it is not valid TOML.
     pub(super) fn of(file: &File) -> Self {
         let mut places = Places { file: file.clone(), spans: BTreeMap::new() };
         places.walk("", DeTable::parse_recoverable(file.text()).0.get_ref());
@@ -68,26 +68,26 @@ impl Places {
         self.spans.get(key).map(|[_, value]| self.file.typed(value.clone()))
     }
 
-    /// A fault about `key`.
+    /// An error about `key`.
     pub(super) fn fault(&self, key: &str, what: impl Into<String>) -> Fault {
         Fault::usage(what).at(self.place(key))
     }
 
-    /// The fault of a value that `key` cannot have, which is shown as typed.
+    /// The error for a value out of range, shown as typed.
     pub(super) fn out_of_range(&self, key: &str) -> Fault {
         let name = key.rsplit('.').next().unwrap_or_default();
         let typed = self.typed(key).unwrap_or_default();
         self.fault(key, format!("`{name}` is out of range")).found(typed)
     }
 
-    /// The fault of a table without one of its keys.
+    /// The error for a table that lacks a required key.
     pub(super) fn missing(&self, table: &str, key: &str, wanted: &str) -> Fault {
         let kind = table.split('.').next().unwrap_or_default();
         self.fault(table, format!("[{kind}] has no `{key}`")).wanted(wanted)
     }
 }
 
-/// Refuses numbers outside of zero to below a limit.
+/// Refuses numbers below zero, or not below their limit.
 pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
     let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
     match numbers.iter().find(outside) {
@@ -102,7 +102,7 @@ pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Re
     }
 }
 
-/// Refuses windows that a run cannot have; `above` stands before their sections' names.
+/// Refuses invalid windows; `above` is the prefix of their sections' names.
 pub(super) fn check_windows(
     places: &Places,
     above: &str,
@@ -124,7 +124,7 @@ pub(super) fn check_windows(
     Ok(())
 }
 
-/// Windows are part of every checkpoint, so they stay small.
+/// Windows are saved in every checkpoint, so they have to be small.
 fn check_window(places: &Places, key: &str, window: u64) -> Result<()> {
     match window {
         4..=65_536 => Ok(()),

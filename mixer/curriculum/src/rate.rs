@@ -1,4 +1,4 @@
-//! The learning rate of a step: linear warm-up, then half a cosine down to a floor.
+//! The learning rate of a step: linear warm-up, then half a cosine down to a final rate.
 //!
 //! ```text
 //! step <= warmup                    lr * step / warmup
@@ -6,9 +6,9 @@
 //! later                             final
 //! ```
 //!
-//! Never derived from phase lengths: a longer phase leaves every step before unchanged. Only additions,
-//! multiplications and divisions are used, whose results IEEE 754 fixes; a `cos` or `powi` of the system's mathematics
-//! library would tie the bits of a run to its release.
+//! Never derived from phase lengths: a longer phase leaves every earlier step unchanged. Only additions,
+//! multiplications and divisions are used, whose results IEEE 754 fixes. A `cos` or `powi` of the system's math library
+//! would make a run's bits depend on its version.
 
 /// A schedule.
 #[derive(Clone, Copy, Debug, PartialEq)]

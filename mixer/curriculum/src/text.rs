@@ -1,4 +1,4 @@
-//! How single things are spelled in the canonical text.
+//! Formatting of single values in the canonical text.
 
 use std::fmt::Write as _;
 
@@ -24,7 +24,7 @@ pub(super) fn float(value: f64) -> String {
     if value.is_nan() { "nan".to_owned() } else { format!("{value:e}") }
 }
 
-/// A basic string, spelled here and nowhere else: no library's taste may move an identity.
+/// A basic string. Formatted here, since a library could change its output and thereby an identity.
 pub(super) fn quoted(text: &str) -> String {
     let mut out = String::from('"');
     for letter in text.chars() {

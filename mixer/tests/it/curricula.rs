@@ -1,4 +1,4 @@
-//! The shipped recipe: it plans, it is one run that grows, and it says what the published one says.
+//! The shipped recipe: it plans, later phases extend earlier runs, and its numbers match the published ones.
 
 use std::path::Path;
 
@@ -35,7 +35,7 @@ fn the_recipe_is_one_run_that_grows() {
     }
 }
 
-/// What the papers give: tokens, lengths, tokens a step, learning rates, the midtraining mix.
+/// The numbers in the papers: tokens, lengths, tokens per step, learning rates, the midtraining mix.
 #[test]
 fn the_recipe_says_what_is_published() {
     let (curriculum, plan) = plan("phase3.toml");

@@ -1,4 +1,4 @@
-//! The curriculum file: what it means, what it refuses and where it points, and what an edit changes.
+//! The curriculum file: its meaning, its errors and their places, and what an edit changes.
 
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
@@ -104,7 +104,7 @@ fn every_key_arrives() {
     assert_eq!(long.weights(), Some(vec![1, 1_000_000]));
 }
 
-/// Every mistake names its line, what was found, and helps.
+/// Every error names its line and what was found, and gives a hint.
 #[test]
 fn mistakes_are_named() {
     let cases: &[(&str, &str, &[&str])] = &[
@@ -177,7 +177,7 @@ fn mistakes_are_named() {
     assert!(bare.to_string().contains("phase"));
 }
 
-/// Mistakes that only the sources can show.
+/// Errors that need the sources to be found.
 #[test]
 fn mistakes_against_the_sources_are_named() {
     let cases: &[(&str, &str, &[&str])] = &[
@@ -257,7 +257,7 @@ fn one_meaning_has_one_text() {
     }
 }
 
-/// What stands behind a curriculum that skips steps, clips and is amended.
+/// Appended to a curriculum: skip rules, a clip and amendments.
 const MORE: &str = r#"
 [skip_step]
 sigma = 5
@@ -341,7 +341,7 @@ fn windows_and_amendments_arrive() {
     assert!(told.contains("no document 9") && told.contains("c.toml:"), "{told}");
 }
 
-/// Amended numbers, behind [`WHOLE`].
+/// Amended numbers, appended to [`WHOLE`].
 const NUMBERS: &str = r#"
 [[amendment]]
 step = 3
@@ -370,7 +370,7 @@ fn amended_numbers_hold_from_their_step_on() {
     assert_eq!(parse(&c.canonical()).amendments, c.amendments);
     let keys: Vec<_> = plain.difference(&c).into_iter().map(|it| (it.key, it.first_step)).collect();
     assert_eq!(keys, [("amendment.1".to_owned(), 3), ("amendment.2".to_owned(), 13)]);
-    // No text changes with them: the plan is the one without.
+    // Numbers change no text: the plan is the same without them.
     let plan = |of: &Curriculum| Plan::new(of, &facts(10_000, 10_000)).unwrap().digest_through(14);
     assert_eq!(plan(&c), plan(&plain));
 
@@ -415,7 +415,7 @@ fn what_is_taken_in_makes_later_amendments_needless() {
     assert_eq!(told, [(2, 2), (10, 1), (2, 1)], "one mix to the end of each phase");
     let alone = c.drop_source("web", 3..21).unwrap_err().to_string();
     assert!(alone.contains("only source"), "{alone}");
-    // Of a file by itself.
+    // The same amendments, read from a file of their own.
     let base = parse(WHOLE);
     let read = base.read_amendments(NUMBERS, "a.toml").unwrap();
     assert_eq!(read, parse(&(WHOLE.to_owned() + NUMBERS)).amendments);
@@ -445,7 +445,8 @@ fn odd_names_survive_the_canonical_text() {
     assert_eq!(again.max_epochs("a b"), 2);
 }
 
-/// The canonical cut decides bits, so it has a digest; uncut is what there was before there was a cut.
+/// The cut of a micro-batch affects bits, so it has a digest. Uncut micro-batches keep the digest from before cuts
+/// existed.
 #[test]
 fn the_cut_of_a_micro_batch_enters_the_plan_digest() {
     let digest = |to: &str| {
@@ -465,7 +466,7 @@ fn the_cut_of_a_micro_batch_enters_the_plan_digest() {
     }
 }
 
-/// Tables of the model pass through, whatever they say: only the trainer knows its keys.
+/// Model keys pass through uninterpreted: only the trainer knows them.
 #[test]
 fn the_models_table_passes_through() {
     let odd = edited("rope_theta = 1e4", "a.\"b c\" = [1, 2.5, [true]]\nd = { e = \"f\", g = {} }");
@@ -567,7 +568,7 @@ fn stores_can_be_described() {
 }
 
 proptest! {
-    /// No text makes the parser panic, and whatever it accepts has a canonical text of the same meaning.
+    /// No text makes the parser panic, and all accepted text has a canonical text of the same meaning.
     #[test]
     fn no_text_breaks_the_parser(cut in 0usize..WHOLE.len(), keep in 0usize..40, noise in "[\\PC\n]{0,6}") {
         let mut text = WHOLE.to_owned();
@@ -581,7 +582,7 @@ proptest! {
     }
 }
 
-/// A start decides what a run begins with, so it is part of the meaning; where it lies decides nothing.
+/// Initial weights are part of the meaning; the path to them is not.
 #[test]
 fn a_start_is_named_by_a_path_that_an_edit_may_move() {
     let with = |line: &str| Curriculum::parse(&format!("{line}\n{WHOLE}"), "c.toml");

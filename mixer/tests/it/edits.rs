@@ -1,5 +1,5 @@
-//! What an edit of a curriculum reaches, against all that each step follows from: whatever an amendment or a second edit makes
-//! of it, no step before the first one that is told of becomes another.
+//! Which steps an edit of a curriculum affects, compared with everything that each step depends on. Whatever the
+//! amendments or the edit, no step before the first reported one changes.
 
 use mixer::Curriculum;
 use proptest::prelude::*;
@@ -12,9 +12,9 @@ struct Drawn {
     warmup: u64,
     decay: u64,
     last: u64,
-    /// By source: 0 where its documents are one text, or the weight of the longer one of two lengths.
+    /// By source: 0 if its documents are concatenated, else the weight of the longer of two lengths.
     packings: [u64; 3],
-    /// Steps, and by source its weight.
+    /// Steps, and each source's weight.
     phases: [(u64, [u64; 3]); 2],
     amendments: Vec<Amended>,
 }
@@ -50,7 +50,7 @@ fn decay(decay: u64, last: u64) -> String {
 }
 
 impl Drawn {
-    /// `None` where it is refused: an amendment that changes nothing, or names the rate of a decay that is none.
+    /// `None` if it is invalid: an amendment that changes nothing, or sets the final rate without decay.
     fn curriculum(&self) -> Option<Curriculum> {
         let mut text = "store = \"s\"\nseed = 1\n[model]\npreset = \"zaya1-nano\"\n".to_owned();
         for (source, weight) in SOURCES.iter().zip(self.packings).filter(|(_, weight)| *weight > 0)
@@ -84,7 +84,7 @@ impl Drawn {
     }
 }
 
-/// All that a step follows from, but for the steps before it; `None` after the end.
+/// Everything that a step depends on except earlier steps; `None` after the end.
 fn follows_from(curriculum: &Curriculum, step: u64) -> Option<String> {
     let mut before = 0;
     let segment = curriculum.segments().into_iter().find(|segment| {
@@ -110,7 +110,7 @@ fn follows_from(curriculum: &Curriculum, step: u64) -> Option<String> {
     ))
 }
 
-/// The first step that is not the same in both.
+/// The first step that differs between the two.
 fn first_other(one: &Curriculum, other: &Curriculum) -> Option<u64> {
     (1..40).find(|step| follows_from(one, *step) != follows_from(other, *step))
 }
@@ -150,7 +150,7 @@ fn drawn() -> impl Strategy<Value = Drawn> {
     )
 }
 
-/// The same curriculum with other values in some places.
+/// The curriculum with values of `other` in the given places.
 fn with(one: &Drawn, other: &Drawn, places: u32) -> Drawn {
     let mut edited = one.clone();
     let taken = |place: u32| places >> place & 1 == 1;
@@ -194,7 +194,7 @@ proptest! {
         }
     }
 
-    /// An edit is not refused for steps that it leaves alone: one key whose effect amendments may hide.
+    /// An edit is not refused because of steps that it does not affect: one key, whose effect amendments may hide.
     #[test]
     fn the_first_step_of_one_edit_is_told_exactly(one in drawn(), other in drawn(), place in 1u32..6) {
         let edited = with(&one, &other, 1 << place);
@@ -204,7 +204,7 @@ proptest! {
     }
 }
 
-/// How many of those that are drawn are curricula at all: a test of none would hold as well.
+/// Enough of the sampled curricula are valid: otherwise the tests above would prove nothing.
 #[test]
 fn most_of_what_is_drawn_is_a_curriculum() {
     use proptest::strategy::ValueTree;

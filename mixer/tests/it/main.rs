@@ -1,4 +1,4 @@
-//! The curriculum file and the plan, in one program: each further test program would be linked by itself.
+//! Tests of the curriculum file and the plan, in one program: each further one would be linked separately.
 
 #![expect(clippy::unwrap_used, reason = "a failing test may panic")]
 

@@ -1,4 +1,4 @@
-//! Mixing: exact at every prefix, its questions agree with each other, and no weight is too small to be honoured.
+//! Mixing is exact at every prefix, its queries agree, and no weight is too small to count.
 
 use mixer::mixing::{Mixing, WEIGHT_MAX};
 use proptest::prelude::*;
@@ -10,7 +10,7 @@ fn deviation(mixing: &Mixing, source: usize, n: u64, count: u64) -> u128 {
     (u128::from(count) * total).abs_diff(due).saturating_mul(100).div_ceil(total)
 }
 
-/// Walks the first `samples` samples one by one and checks everything that is promised of them.
+/// Checks every guarantee for each of the first `samples` samples.
 fn walk(weights: &[u64], samples: u64) -> Result<u128, TestCaseError> {
     let mixing = Mixing::new(weights);
     let mut given = vec![0u64; weights.len()];
@@ -33,7 +33,7 @@ fn walk(weights: &[u64], samples: u64) -> Result<u128, TestCaseError> {
     Ok(worst)
 }
 
-/// Weights as people and machines write them: equal, decimal, powers, and one in a million.
+/// Weights as people and programs write them: equal, decimal, powers, and one in a million.
 fn weights() -> impl Strategy<Value = Vec<u64>> {
     prop_oneof![
         prop::collection::vec(1u64..10, 1..60),
@@ -103,7 +103,7 @@ fn a_thousand_sources_stay_exact() {
 
 #[test]
 fn the_measure_sees_a_wrong_count() {
-    // What truncating instead of rounding, twice in a row, would do to a source of weight 1/4 after 7 samples.
+    // What two truncations in a row, instead of rounding, would give a source of weight 1/4 after 7 samples.
     let mixing = Mixing::new(&[1, 1, 1, 1]);
     assert!(deviation(&mixing, 0, 7, 1) <= 168);
     assert!(deviation(&mixing, 0, 7, 4) > 168);

@@ -1,4 +1,4 @@
-//! Fear: that an amendment reaches a step that was trained before it, or is lost on the way of a run.
+//! Fear: that an amendment affects a step trained before it, or is lost during a run.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
-/// Another mix in the middle of the second phase, and some documents that are gone from then on.
+/// Another mix in the middle of the second phase, and some documents banned shortly after.
 const AMENDMENTS: &str = "\n[[amendment]]\nstep = 8\nmix = { web = 5, math = 2 }\n\n\
     [[amendment]]\nstep = 9\nban = { web = [3, 40, 41, 77, 90, 101, 111], math = [5, 9, 60, 61, 100] }\n";
 
@@ -81,7 +81,7 @@ fn an_amended_run_has_the_same_bits_in_parts_on_ranks_and_in_a_replay() {
     assert!(silent > 0, "none of the banned documents was met: the test looks at nothing");
 }
 
-/// What a replay says would have been without a document is what an amendment makes of it.
+/// A replay's counterfactual without a document equals a run amended with its ban.
 #[test]
 fn a_ban_is_the_counterfactual_come_true() {
     let scratch = Scratch::new();
@@ -125,7 +125,7 @@ fn a_store_is_added_and_known_by_its_content() {
     amended("web = 1, news = 2", &digest);
     assert_eq!(scratch.run(&path, "run", |_| ()).unwrap().step, 10);
     assert_eq!(scratch.run(&path, "whole", |_| ()).unwrap().step, 10);
-    // Line 0 holds the curriculum that each began with, and step 9 of one of them what is in force since.
+    // Line 0 has the curriculum at the start, and step 9 of one of them the one in force since then.
     let body = |line: String| line.split(",\"chain\"").next().unwrap().to_owned();
     let steps = |out: &str| -> Vec<String> {
         let steps = lines(&scratch, out).into_iter().skip(1);
@@ -149,8 +149,8 @@ fn a_store_is_added_and_known_by_its_content() {
     assert!(fault.class() == Class::Usage && fault.to_string().contains("\"code\""), "{fault}");
 }
 
-/// The numbers that an amendment changes, and what stands in the ledger of each step of a straight run by another program:
-/// the rates by their formula, the rest by the weights that move or stay.
+/// The numbers that an amendment changes, compared with the ledger of an uninterrupted run: the rates by their formula,
+/// the rest by which weights change.
 #[test]
 fn numbers_change_from_their_step_on_and_no_step_before() {
     let scratch = Scratch::new();
@@ -160,7 +160,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
         [[amendment]]\nstep = 7\noptimizer = { lr = 4e-3, clip = 1e-2 }\n\
         schedule = { decay_steps = 10, final_lr = 2e-3 }\n\n\
         [[amendment]]\nstep = 9\ndtype = \"bf16\"\noptimizer = { clip = 0 }\n";
-    // Taken in the middle, and known from the beginning: the same bits.
+    // Amending in the middle gives the same bits as amending from the beginning.
     scratch.run(&path, "taken", stop_after(4)).unwrap();
     scratch.write("run.toml", &(CURRICULUM.to_owned() + amended));
     scratch.train("taken");
@@ -179,7 +179,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
             assert_eq!(taken[key], whole[key], "{key} of step {}", whole["step"]);
         }
     }
-    // What decides a step's text is not among them.
+    // Amended numbers do not affect a step's text.
     assert!(
         plain.iter().zip(&whole).all(|(one, other)| one["batch_digest"] == other["batch_digest"])
     );
@@ -203,7 +203,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
         let wanted = if number < 3.0 { peak * number / 3.0 } else { decayed };
         assert!((float(step, "lr") - wanted).abs() < 1e-12, "step {number}: {wanted}");
     }
-    // A run that has recorded the step refuses, with the key.
+    // A run that has recorded the step refuses the change and names the key.
     scratch.run(&path, "late", stop_after(7)).unwrap();
     let other = amended.replace("final_lr = 2e-3", "final_lr = 1e-3");
     scratch.write("run.toml", &(CURRICULUM.to_owned() + &other));
@@ -213,7 +213,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
         fault.to_string().contains("amendment.2") && fault.to_string().contains("step 7 on"),
         "{fault}"
     );
-    // And every step comes back.
+    // Every step can be replayed.
     let mut replayer =
         Replayer::open(&scratch.path("whole"), &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(4).unwrap();
@@ -223,7 +223,7 @@ fn numbers_change_from_their_step_on_and_no_step_before() {
     }
 }
 
-/// Whatever is imagined of some steps is what a run does that is amended so.
+/// Every counterfactual equals a run with the same amendment.
 #[test]
 fn every_change_is_imagined_as_an_amendment_makes_it() {
     let scratch = Scratch::new();
@@ -259,7 +259,7 @@ fn every_change_is_imagined_as_an_amendment_makes_it() {
         scratch.run(&path, &out, |_| ()).unwrap();
         let amended = lines(&scratch, &out);
         if change.fp32 {
-            // What others own was held rounded, and is needed in f32 from there on.
+            // Weights owned by other ranks were held rounded, and are needed in f32 from then on.
             let ranks = train_with(&scratch, "ranks", 3, |_, _| ());
             assert!(ranks.iter().all(Result::is_ok));
             assert_same(&scratch, &out, "ranks");
@@ -275,7 +275,7 @@ fn every_change_is_imagined_as_an_amendment_makes_it() {
     }
 }
 
-/// What an amendment may say of rates.
+/// Amendments of rates.
 fn of_rates() -> impl Strategy<Value = String> {
     let rate = || prop_oneof![3 => 1e-5..0.1f64, 1 => Just(0.0)];
     prop_oneof![
@@ -287,7 +287,8 @@ fn of_rates() -> impl Strategy<Value = String> {
     ]
 }
 
-/// Every later rate is to what the run recorded as the rate that was asked for is, whatever amendments come in between.
+/// Every later rate has the same ratio to the recorded rate as the requested one has, whatever the amendments in
+/// between.
 #[test]
 fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
     let scratch = Scratch::new();
@@ -312,7 +313,7 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
         for step in 1..=10 {
             let wanted = match step {
                 _ if step < first => rate(&spec, step),
-                // Nothing can be in proportion to zero: the rate that was asked for stays.
+                // Nothing is in proportion to zero: the requested rate stays.
                 _ if was == 0.0 => asked,
                 _ => rate(&spec, step) * (asked / was),
             };
@@ -327,7 +328,7 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
     outcome.unwrap();
 }
 
-/// What later amendments say of a clip or a number format gives way to what is asked for, and what else they say does not.
+/// A requested clip or number format overrides later amendments; their other numbers still apply.
 #[test]
 fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() {
     let scratch = Scratch::new();
@@ -349,7 +350,7 @@ fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() 
     }
 }
 
-/// Where a phase that no step of a question lies in could not do without a source, only a fork has to mind.
+/// If a phase cannot do without a source, this matters to a fork, but not to a request about steps outside that phase.
 #[test]
 fn a_source_is_missed_only_in_the_steps_that_are_computed() {
     let scratch = Scratch::new();

@@ -1,4 +1,4 @@
-//! Fear: that bf16 or recomputation leaves the contract that f32 keeps.
+//! Fear: that bf16 or recomputation breaks guarantees that hold in f32.
 
 use std::fs;
 
@@ -31,7 +31,7 @@ fn workers_ranks_parts_and_recomputation_do_not_show_in_bf16() {
     assert_same(&scratch, "whole", "workers");
     for world in [2, 3] {
         let out = format!("ranks-{world}");
-        // One rank recomputes, the others do not.
+        // One rank recomputes activations, the others do not.
         for outcome in train_with(&scratch, &out, world, |rank, exec| {
             if rank == 1 {
                 recomputing(2)(exec);
@@ -43,7 +43,7 @@ fn workers_ranks_parts_and_recomputation_do_not_show_in_bf16() {
     }
     scratch.run(&path, "parts", stop_after(4)).unwrap();
     scratch.run(&path, "parts", stop_after(8)).unwrap();
-    // As a kill leaves it: steps without a checkpoint, the last line torn.
+    // The state after a kill: steps without a checkpoint, the last line truncated.
     let ledger = scratch.ledger("parts");
     fs::write(scratch.path("parts/ledger.jsonl"), &ledger[..ledger.len() - 300]).unwrap();
     assert_eq!(scratch.run(&path, "parts", recomputing(1)).unwrap(), whole);

@@ -1,4 +1,4 @@
-//! Fear: that ranks which share the chunks of a micro-batch leave a trace in the bits.
+//! Fear: that ranks that share the chunks of a micro-batch leave a trace in the bits.
 
 use contract::Class;
 use loader::Opened;
@@ -19,7 +19,8 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// Trains `run.toml` in `out` with `world` ranks of which up to `cp` share a micro-batch; the same ledger as in `alone`.
+/// Trains `run.toml` in `out` with `world` ranks, up to `cp` of them per micro-batch, and expects the ledger of
+/// `alone`.
 fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
     let out = format!("{world}-ranks-{cp}-share");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees.cp = cp) {
@@ -28,7 +29,8 @@ fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
     assert_same(scratch, "alone", &out);
 }
 
-/// Documents cross chunks of 8 and of 4 tokens, weights are cut into shards besides; 3 and 5 micro-batches leave some lines idle.
+/// Documents cross chunks of 8 and of 4 tokens, and weights are sharded as well; with 3 and 5 micro-batches some groups
+/// are idle.
 #[test]
 fn ranks_that_share_micro_batches_write_the_ledger_of_one() {
     for (dtype, degrees) in [("f32", [(6, 2), (4, 4)]), ("bf16", [(2, 2), (8, 4)])] {
@@ -38,7 +40,7 @@ fn ranks_that_share_micro_batches_write_the_ledger_of_one() {
     }
 }
 
-/// The ranks that a phase without chunks cannot use in sharing take micro-batches of their own there.
+/// In a phase without chunks, ranks that shared micro-batches compute their own instead.
 #[test]
 fn phases_may_be_cut_otherwise() {
     let scratch = Scratch::new();
@@ -51,7 +53,8 @@ fn phases_may_be_cut_otherwise() {
     assert_shared(&scratch, alone, (4, 4));
 }
 
-/// States of linear attention travel from chunk to chunk: one ledger for every degree, recomputation or not.
+/// States of linear attention are passed from chunk to chunk: one ledger for every degree, with or without
+/// recomputation.
 #[test]
 fn linear_layers_have_one_ledger_for_every_degree() {
     for (dtype, degrees) in [("f32", (4, 4)), ("bf16", (4, 2))] {
@@ -81,7 +84,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
     }
 }
 
-/// What one degree began another goes on with; recomputation, both schedules, machines, an audit on the way.
+/// A run continues under another degree, with recomputation, either gradient reduction, and an audit.
 #[test]
 fn a_run_goes_on_under_another_degree() {
     let scratch = cut("bf16");
@@ -107,7 +110,7 @@ fn a_run_goes_on_under_another_degree() {
     assert_same(&scratch, "alone", "parts");
 }
 
-/// Step 8 has five micro-batches of 16 chunks: two pairs of ranks, of which the second one computes the last three.
+/// Step 8 has five micro-batches of 16 chunks, for two pairs of ranks: the second pair computes the last three.
 #[test]
 fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     let scratch = cut("f32");
@@ -130,7 +133,7 @@ fn what_shared_ranks_have_otherwise_is_laid_to_all_of_them() {
     assert!(found.words.contains(whose), "{}", found.words);
 }
 
-/// Each rank holds its chunks, and of gradients its slice; what travels along a layer does not shrink.
+/// Each rank holds its own chunks and its slice of gradients; transfers along a layer do not shrink.
 #[test]
 fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     let scratch = Scratch::new();
@@ -149,7 +152,7 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     assert_eq!([one.context, two.context, four.context], [1, 2, 4]);
     assert_eq!([one.uneven, two.uneven, four.uneven], [0.0; 3]);
     assert_eq!((one.shared, one.memory.weights), (0, four.memory.weights));
-    // Two workers where nobody shares, one where somebody does.
+    // Two workers if no ranks share, one if they do.
     assert!(two.memory.activations < one.memory.activations / 2 && one.shared < two.shared);
     assert!(four.memory.activations < two.memory.activations && two.shared < four.shared);
     assert!(four.memory.received + four.memory.sent < one.memory.received + one.memory.sent);
@@ -168,8 +171,8 @@ fn a_degree_that_no_phase_allows_is_refused() {
     }
 }
 
-/// What was sent between ranks that share micro-batches is what `ztrain plan` says, one document a sequence; no more where
-/// documents are short.
+/// Bytes sent between ranks that share micro-batches equal `ztrain plan` with one document per sequence, and are at
+/// most that with shorter documents.
 #[test]
 fn what_is_sent_is_what_is_planned() {
     let scratch = Scratch::new();
@@ -216,7 +219,7 @@ fn what_is_sent_is_what_is_planned() {
     }
 }
 
-/// What the ranks of `out` that share micro-batches sent each other in a step.
+/// Bytes that ranks sharing micro-batches sent each other in a step of `out`.
 fn shared(scratch: &Scratch, out: &str, step: u64) -> u64 {
     let events = std::fs::read_to_string(scratch.path(out).join("events.jsonl")).unwrap();
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());

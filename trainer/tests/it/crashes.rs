@@ -1,11 +1,11 @@
-//! Fear: that a loss of power takes steps on which a checkpoint relies, or leaves a run that does not go on.
+//! Fear: that a power loss removes steps that a checkpoint relies on, or leaves a run that cannot continue.
 
 use storage::crash::Recording;
 
 use crate::support::{Scratch, stop_after};
 
-/// Ledger, checkpoints and what else a run writes, from its beginning and when it is gone on with: whatever was synced and
-/// whatever was lost, the same command trains to the end, and every line is that of a run that nothing befell.
+/// Power is lost at any write of ledger, checkpoints or other files of a run, from its start or after a resume.
+/// Whatever was synced or lost, the same command trains to the end, and every line equals that of an undisturbed run.
 #[test]
 fn a_run_goes_on_after_any_loss_of_power() {
     let undisturbed = Scratch::new();
@@ -27,7 +27,7 @@ fn a_run_goes_on_after_any_loss_of_power() {
             assert_eq!(trained.unwrap_or_else(|fault| panic!("{}: {fault}", state.told)).step, 10);
             assert!(scratch.ledger("run") == whole, "{}", state.told);
         });
-        // The next part begins where nothing was lost.
+        // The next part starts from an intact run.
         std::fs::remove_dir_all(scratch.path("run")).unwrap();
         scratch.run(&path, "run", stop_after(steps)).unwrap();
     }

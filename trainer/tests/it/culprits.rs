@@ -1,5 +1,5 @@
-//! Fear: that a step is explained by anything but what is wrong with it. Trouble is planted, and has to be named by a command
-//! that is told nothing but the step.
+//! Fear: that a step is explained by something other than its real cause. Problems are planted, and a command has to
+//! name them from the step number alone.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use trainer::workers::Workers;
 use crate::ranks::train_with;
 use crate::support::{CURRICULUM, Scratch, VOCAB, stop_after, table};
 
-/// A curriculum of one phase in which the model learns its easy text, with `changes` to its text.
+/// A curriculum of one phase, edited by `changes`, in which the model learns its easy text.
 fn curriculum(scratch: &Scratch, changes: &[(&str, &str)]) -> PathBuf {
     let (head, _) = CURRICULUM.split_once("[[phase]]").unwrap();
     let mut text = format!(
@@ -47,7 +47,7 @@ fn subjects(found: &Explanation) -> Vec<Subject> {
     found.findings.iter().map(|finding| finding.subject).collect()
 }
 
-/// The documents with most labels in a step, and how many tokens each has in all.
+/// The documents with the most labels in a step, and the total tokens of each.
 fn longest(scratch: &Scratch, run: &str, step: u64, count: usize) -> Vec<(String, u64)> {
     let mut replayer = open(scratch, run);
     let mut state = replayer.state_after(step - 1).unwrap();
@@ -57,7 +57,7 @@ fn longest(scratch: &Scratch, run: &str, step: u64, count: usize) -> Vec<(String
     documents.into_iter().map(|document| (document.id, document.tokens)).collect()
 }
 
-/// Text of a document, which the planted one replaces: as many tokens, drawn by its id.
+/// A document's planted text: as many tokens, sampled by its id.
 fn random(id: &str) -> Vec<u32> {
     let key = Key::from_seed(77).child(id);
     (0..60).map(|place| draw(key, Purpose::Generate, place) as u32 % VOCAB).collect()
@@ -67,7 +67,7 @@ fn repeated(id: &str) -> Vec<u32> {
     vec![random(id)[0]; 60]
 }
 
-/// What the generator writes, in another order.
+/// The generator's text in another order.
 fn shuffled(id: &str) -> Vec<u32> {
     let order = random(id);
     let mut words: Vec<(u32, u32)> =
@@ -100,12 +100,12 @@ fn three_poisoned_documents_are_named_first() {
     assert_eq!(subjects(&found)[0], Subject::Documents, "{}", found.sentence);
     assert!(named.iter().all(|id| found.sentence.contains(id)), "{}", found.sentence);
     assert!(found.sentence.starts_with("3 documents of sources"), "{}", found.sentence);
-    // A repetition is cheap to predict: by its loss alone it would come last of the three, by its gradient it is first.
+    // A repetition is easy to predict: it is last of the three by loss, and first by gradient.
     let (first, others) = found.documents[..3].split_first().unwrap();
     assert_eq!(first.document.id, named[1], "{found}");
     assert!(others.iter().all(|one| one.document.mean > first.document.mean), "{found}");
     assert_eq!(found.verdict, Verdict::SameBits);
-    // Gradients of documents add up to the step's, and removing the worst helps what it should.
+    // The documents' gradients add up to the step's, and removing the worst helps as it should.
     assert!(found.unexplained.gradient.abs() < 1e-4, "{:?}", found.unexplained);
     let all = found.removals.last().unwrap();
     assert_eq!((found.removals.len(), all.documents.len()), (6, 5));
@@ -119,7 +119,7 @@ fn three_poisoned_documents_are_named_first() {
             (&one.document.id, one.document.labels)
         );
     }
-    // What to type next names the run, the documents, and where a store has gone.
+    // The suggested commands name the run, the documents, and the store's new location.
     let [replay, fork] = &found.next[..] else { panic!("{:?}", found.next) };
     let root = scratch.path("run");
     for next in [replay, fork] {
@@ -136,13 +136,13 @@ fn three_poisoned_documents_are_named_first() {
     let (next, flag) = (explain(&mut moved, request).unwrap().next, change::moved(&stores));
     assert!(flag.ends_with("moved store'"), "{flag}");
     assert!(next.len() == 2 && next.iter().all(|next| next.contains(&flag)), "{next:?}");
-    // The same documents, and nothing else, stand out in JSON.
+    // JSON highlights exactly the same documents.
     let json = serde_json::to_value(&found).unwrap();
     assert_eq!(json["documents"][0]["id"], found.documents[0].document.id.as_str());
 }
 
-/// A rate that an amendment brought, and its step, are named where a later step diverges by it: no document is, since it would
-/// without every one of them.
+/// If a rate set by an amendment makes a later step diverge, the rate and its step are named. No document is: the step
+/// would diverge without any one of them.
 #[test]
 fn a_step_that_diverges_is_explained_by_what_was_changed() {
     let scratch = Scratch::new();
@@ -162,7 +162,7 @@ fn a_step_that_diverges_is_explained_by_what_was_changed() {
     assert!(!quiet.contains("routers"), "nobody looked at them: {}", found.sentence);
 }
 
-/// What several ranks have trained one process explains, in the same words and numbers as what one has.
+/// One process explains a run of several ranks, with the same words and numbers as a run of one rank.
 #[test]
 fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {
     let scratch = Scratch::new();
@@ -174,16 +174,16 @@ fn a_run_of_several_ranks_is_explained_as_one_of_one_is() {
     let [mut one, mut two] = ["one", "two"].map(|run| explained(&scratch, run, 11, 3));
     assert_eq!((one.verdict, one.documents.len() > 3), (Verdict::SameBits, true));
     for found in [&mut one, &mut two] {
-        // What is no part of the steps: where the run lies, and how fast it was.
+        // Not part of the steps: the run's location and its speed.
         (found.next, found.speed) = (Vec::new(), None);
     }
     let [one, two] = [one, two].map(|found| serde_json::to_value(found).unwrap());
     assert!(one == two, "{one:#}\n{two:#}");
 }
 
-/// With the state at hand, an explanation passes the text through the model so often and no more: the step; its documents, each
-/// by itself, padded where its parts are not of one length; once forward for the layers and once for the next step; and two
-/// steps for each removal.
+/// With the state available, an explanation passes the text through the model only this often: the step; each of its
+/// documents separately, padded if its parts differ in length; one forward pass for the layers and one for the next
+/// step; two steps per removal.
 #[test]
 fn an_explanation_computes_three_steps_and_two_for_each_removal() {
     let scratch = Scratch::new();
@@ -207,7 +207,7 @@ fn an_explanation_computes_three_steps_and_two_for_each_removal() {
     }
 }
 
-/// A rate that rises twenty-fold from one step to the next is named at the step that suffers.
+/// A rate that rises twenty-fold between two steps is named at the step that suffers.
 #[test]
 fn a_learning_rate_jump_is_named() {
     let scratch = Scratch::new();
@@ -227,12 +227,12 @@ fn a_learning_rate_jump_is_named() {
         found.changes.iter().any(|change| change.kind == Kind::Amendment && change.step == 13),
         "{found}"
     );
-    // The step before it is past nothing but the warm-up.
+    // The step before only follows the warm-up.
     let quiet = explained(&scratch, "run", 11, 0);
     assert!(!subjects(&quiet).contains(&Subject::LearningRate), "{}", quiet.sentence);
 }
 
-/// Two phases that differ in one thing: `second` is put into the later one, which begins with step 13.
+/// Two phases that differ in one thing: `second` is added to the later one, which begins at step 13.
 fn two_phases(scratch: &Scratch, mix: &str, second: &str) -> PathBuf {
     let phases = format!(
         "steps = 12\nseq_len = 64\nbatch = 8\nmicro_batch = 2\nmix = {{ web = 1, math = 1 }}\n\n\
@@ -259,7 +259,7 @@ fn a_router_collapse_is_named() {
     let scratch = Scratch::new();
     let text = two_phases(&scratch, "{ web = 1, math = 1 }", "model = { balance_lr = 50.0 }\n");
     let text = std::fs::read_to_string(text).unwrap();
-    // Weights of this size tell the tokens apart from the start, so that every expert has some.
+    // Weights of this size separate the tokens from the start, so that every expert gets some.
     let apart = "num_experts = 3\nbalance_lr = 0.0\ninitializer_range = 0.5";
     let path = scratch.write("run.toml", &text.replace("num_experts = 3", apart));
     scratch.run(&path, "run", stop_after(16)).unwrap();
@@ -287,7 +287,7 @@ fn an_exploding_temperature_is_named() {
     let found = explained(&scratch, "hot", 4, 1);
     assert!(subjects(&found).contains(&Subject::Temperature), "{found}");
     assert!(found.sentence.contains("temperature of attention in layer 1"), "{}", found.sentence);
-    // The largest logit that was there is below the one that could be, in every layer, and hot in the hot one.
+    // In every layer, the largest logit is below the largest possible one; in the hot layer it is large.
     for (there, could) in found.activities.iter().zip(&found.temperatures) {
         assert!(there.largest_logit.unwrap() <= could.largest_logit * 1.001, "{found}");
         assert!(
@@ -299,7 +299,7 @@ fn an_exploding_temperature_is_named() {
     assert!(!subjects(&explained(&scratch, "run", 4, 0)).contains(&Subject::Temperature));
 }
 
-/// A run whose memory loses one bit of a weight between two steps, and goes on with it.
+/// A run whose memory flips one bit of a weight between two steps, and that continues with it.
 #[test]
 fn a_flipped_bit_in_a_weight_is_named() {
     let scratch = Scratch::new();

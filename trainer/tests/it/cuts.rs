@@ -1,4 +1,4 @@
-//! Fear: that a micro-batch cut inside has bits that depend on who computes it.
+//! Fear: that the bits of a cut micro-batch depend on which ranks compute it.
 
 use trainer::model::Keep;
 use trainer::workers::Workers;
@@ -53,7 +53,7 @@ fn workers_ranks_parts_and_recomputation_do_not_show_in_a_cut() {
     }
 }
 
-/// Text and order are those of the run without cuts; the numbers are near, and not the same.
+/// Text and order equal the run without cuts; the numbers are close, but not equal.
 #[test]
 fn a_cut_changes_rounding_and_nothing_else() {
     let (plain, cut) = (Scratch::new(), cut("f32"));

@@ -1,4 +1,4 @@
-//! Fear: that damage is trained on, or that it costs more than it must.
+//! Fear: that damaged data is trained on, or that damage costs more than necessary.
 
 use std::fs;
 use std::path::Path;
@@ -15,7 +15,7 @@ fn flip(path: &Path) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Rewrites the body of one ledger line and chains everything after it anew: a wrong number with a right chain.
+/// Changes one ledger line and recomputes the chain after it: a wrong number with a valid chain.
 pub(crate) fn forge(path: &Path, step: usize, change: impl Fn(&mut serde_json::Value)) {
     let text = fs::read_to_string(path).unwrap();
     let (mut before, mut forged, mut out) = (Digest::default(), Digest::default(), String::new());
@@ -27,7 +27,7 @@ pub(crate) fn forge(path: &Path, step: usize, change: impl Fn(&mut serde_json::V
             change(&mut value);
             let mut forged = value.to_string();
             if !loss.is_null() && value["loss"] == loss {
-                // Read and written once more, a number may lose its last digit.
+                // Parsing and printing a number may change its last digit.
                 forged.replace_range(loss_in(&forged), &body[loss_in(&body)]);
             }
             body = forged;
@@ -39,13 +39,13 @@ pub(crate) fn forge(path: &Path, step: usize, change: impl Fn(&mut serde_json::V
     fs::write(path, out).unwrap();
 }
 
-/// Where in a line its loss stands.
+/// The range of a line that holds its loss.
 fn loss_in(line: &str) -> std::ops::Range<usize> {
     let first = line.find("\"loss\":").unwrap() + "\"loss\":".len();
     first..first + line[first..].find([',', '}']).unwrap()
 }
 
-/// A head without the version of the plan is of the first: its steps read other text than this plan says.
+/// A ledger head without a plan version has version 1: its steps read other text than the present plan.
 #[test]
 fn a_run_whose_text_was_put_in_order_by_other_rules_is_refused() {
     let scratch = Scratch::new();
@@ -100,7 +100,7 @@ fn ranks_pass_over_damage_together() {
     let scratch = Scratch::new();
     scratch.train("whole");
     scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
-    // The last blob of the moments belongs to one rank of five: the others read nothing of it.
+    // The last blob of the moments belongs to one rank of five: the others do not read it.
     let files = files(&scratch.path("run/checkpoints/step-8"));
     let is_moments = |path: &&std::path::PathBuf| path.to_str().unwrap().contains("/moments-");
     flip(files.iter().rfind(is_moments).unwrap());
@@ -138,13 +138,13 @@ fn without_any_good_checkpoint_a_run_stops_until_it_is_told_to_begin_again() {
     assert!(scratch.path("run/checkpoints/damaged-step-4").exists());
 }
 
-/// A folder without checkpoints looks like that of a run that had none yet; events.jsonl knows better.
+/// A folder without checkpoints looks like that of a run that had none yet, but events.jsonl lists them.
 #[test]
 fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
     fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
-    // A line that cannot be read hides none behind it.
+    // A line that cannot be parsed does not hide later ones.
     let events = scratch.path("run/events.jsonl");
     let spoilt = [b"\xff\xfe\n", fs::read(&events).unwrap().as_slice()].concat();
     fs::write(&events, spoilt).unwrap();
@@ -158,7 +158,8 @@ fn a_run_whose_checkpoints_are_gone_does_not_begin_again_by_itself() {
     scratch.run(&scratch.path("run.toml"), "run", |exec| exec.restart = true).unwrap();
 }
 
-/// A manifest is put last, so files without one look like what a kill left; events.jsonl knows better here as well.
+/// The manifest is written last, so a checkpoint without one looks like the leftover of a kill, but events.jsonl lists
+/// it.
 #[test]
 fn a_checkpoint_whose_manifest_is_gone_is_set_aside_and_never_removed_by_a_refusal() {
     let scratch = Scratch::new();
@@ -185,7 +186,7 @@ fn a_checkpoint_whose_manifest_is_gone_is_set_aside_and_never_removed_by_a_refus
     for step in [2, 6] {
         fs::rename(aside(step), place(step, "").join("manifest.json")).unwrap();
     }
-    // What a kill left half written is nobody's.
+    // A half-written leftover of a kill may be removed.
     fs::create_dir_all(place(7, "")).unwrap();
     let weights = |folder: &Path| files(folder).into_iter().next().unwrap();
     fs::copy(
@@ -201,7 +202,7 @@ fn a_checkpoint_whose_manifest_is_gone_is_set_aside_and_never_removed_by_a_refus
     assert!(events.contains("its manifest is missing"), "{events}");
 }
 
-/// The ledger says what was trained: its copy for people is written anew, whatever became of it.
+/// The ledger defines what was trained: the readable copy of the curriculum is rewritten whatever it contains.
 #[test]
 fn a_run_goes_on_whatever_its_curriculum_for_people_has_become() {
     let scratch = Scratch::new();
@@ -275,7 +276,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
             line["lr"] = "3ff0000000000000".into()
         }),
         ("those of its layers make", &|line| line["norm"] = "3ff0000000000000".into()),
-        // As many tokens as the other routers counted, one of them in another class.
+        // As many tokens as the other routers counted, but one of them in another class.
         ("step 4 was computed again and its router counts of layer 1", &|line| {
             let counts = line["tokens_per_expert"][1].as_array_mut().unwrap();
             let mut numbers: Vec<u64> = counts.iter().map(|it| it.as_u64().unwrap()).collect();
@@ -292,7 +293,7 @@ fn a_recorded_step_that_comes_out_differently_stops_the_run() {
     ];
     for (words, change) in cases {
         fs::write(&ledger, &whole["ledger.jsonl"]).unwrap();
-        // Checkpoints know the true chain, so only those before the forged step are still taken: step 3.
+        // Checkpoints record the true chain, so only those before the forged step are accepted: step 3.
         forge(&ledger, 4, change);
         fs::create_dir_all(scratch.path("run/checkpoints/step-5")).unwrap();
         let fault = scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap_err();

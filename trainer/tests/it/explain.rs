@@ -1,4 +1,4 @@
-//! Fear: that a replay says "same bits" too easily, or explains a step by the wrong documents.
+//! Fear: that a replay reports "same bits" too easily, or explains a step by the wrong documents.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
     Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(2)).unwrap()
 }
 
-/// Whether a step would have been as it was, up to the last digit that JSON may lose of a loss.
+/// Whether a step is unchanged, up to the last digit of the loss in JSON.
 fn same(step: &Imagined) -> bool {
     let (loss, norm) = step.was.unwrap();
     (loss - step.would_be.0).abs() < 1e-12 && norm == step.would_be.1
@@ -87,11 +87,11 @@ fn a_wrong_number_in_the_ledger_is_the_runs_own() {
     assert!(fault.to_string().contains("step 4"), "{fault}");
 }
 
-/// A machine that computes as this one does, and then gets one bit of what it computed wrong.
+/// A machine that computes correctly at first, and then gets one bit wrong.
 struct Failing {
-    /// How often it is right before it fails for the first time.
+    /// How many results are correct before the first failure.
     right: usize,
-    /// Whether it makes the same mistake each time.
+    /// Whether the error is the same each time.
     steady: bool,
     answers: Cell<usize>,
 }
@@ -101,7 +101,7 @@ impl Failing {
         Box::new(Failing { right, steady, answers: Cell::new(0) })
     }
 
-    /// Which bit is wrong in this answer.
+    /// Which bit of this result is wrong.
     fn wrong_bit(&self) -> Option<u32> {
         let answer = self.answers.replace(self.answers.get() + 1);
         let wrong = if self.steady { 0 } else { answer as u32 % 20 };
@@ -148,7 +148,7 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     let scratch = Scratch::new();
     scratch.train("run");
     let cases = [
-        // Wrong each time in another place; wrong each time in the same place; never wrong.
+        // Wrong in different places, wrong in the same place, never wrong.
         (Failing::new(0, false), Verdict::NotRepeatable),
         (Failing::new(0, true), Verdict::RunHit),
         (Failing::new(usize::MAX, false), Verdict::SameBits),
@@ -169,14 +169,14 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
         assert_eq!(replayed.difference.map(|found| found.quantity), quantity);
         assert!(!replayed.documents.is_empty());
     }
-    // On the way to the step that was asked for, it is an error with the same words.
+    // On the way to the requested step it is an error with the same words.
     let fault = open(&scratch, "run").computed_by(Failing::new(1, false)).state_after(8);
     let fault = fault.map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Mismatch);
     for word in ["step 8", "not repeatably"] {
         assert!(fault.to_string().contains(word), "{fault}");
     }
-    // Nothing to compare with: an odd answer is no verdict on the machine.
+    // Without a record to compare with, an error of the machine gives no verdict.
     scratch.run(&scratch.path("run.toml"), "part", stop_after(3)).unwrap();
     let mut replayer = open(&scratch, "part");
     let mut state = replayer.state_after(3).unwrap();
@@ -185,7 +185,7 @@ fn a_machine_that_errs_is_told_from_one_that_is_other() {
     assert_eq!(replayer.step(&mut state, Detail::Sums).unwrap().verdict, Verdict::NotRecorded);
 }
 
-/// A run whose memory lost a bit of a weight, seen from a machine that computes rightly; and from one with other kernels.
+/// A run in whose memory a weight's bit flipped, seen from a correct machine, and from one with other kernels.
 #[test]
 fn what_differs_first_decides_what_a_replay_says() {
     let scratch = Scratch::new();
@@ -241,7 +241,7 @@ fn a_store_that_moved_is_named() {
     let two = [scratch.path("moved"), scratch.path("moved")];
     assert_eq!(open(&two).map(|_| ()).unwrap_err().class(), Class::Usage);
     scratch.write_other_store("other", ["web", "math"], 9);
-    // Whether its sources are called alike or not: it is known by its digest.
+    // A store is identified by its digest, whether its sources have the same names or not.
     scratch.write_other_store("strange", ["news", "code"], 9);
     for other in ["other", "strange"] {
         let fault = open(&[scratch.path(other)]).map(|_| ()).unwrap_err();
@@ -259,7 +259,7 @@ fn a_store_that_moved_is_named() {
 fn what_a_step_does_not_have_is_refused_before_anything_is_computed() {
     let scratch = Scratch::new();
     scratch.train("run");
-    // Without checkpoints a state would have to be computed, by a machine that errs.
+    // Without checkpoints the state has to be computed, on a faulty machine.
     std::fs::remove_dir_all(scratch.path("run/checkpoints")).unwrap();
     let open = || open(&scratch, "run").computed_by(Failing::new(0, true));
     let change = dropping(&["web-1", "nobody"]);
@@ -315,7 +315,7 @@ fn what_would_have_been_without_a_document() {
     assert!(same(&imagined[0]) && !same(&imagined[1]), "a rate reaches the next step only");
 }
 
-/// Each document is left out as an amendment leaves it out, and the next step is taken by the run's own batch.
+/// Each document is left out as by an amendment, and the next step uses the run's own batch.
 #[test]
 fn documents_are_left_out_of_a_window_exactly() {
     let scratch = Scratch::new();
@@ -335,7 +335,7 @@ fn documents_are_left_out_of_a_window_exactly() {
     for one in &found.documents {
         let imagined = imagine(&mut open(&scratch, "run"), 6..9, &dropping(&[&one.id])).unwrap();
         assert_eq!(imagined.steps[0].dropped_labels, one.labels);
-        // Where the target has nothing of the document, its loss is that of the step after the window.
+        // If the target has none of the document's text, its loss is that of the step after the window.
         if imagined.steps[2].dropped_labels == 0 {
             let would = imagined.steps[2].would_be.0 - found.loss;
             assert!((would - one.actual).abs() < 1e-12, "{one:?}: {would}");
@@ -356,8 +356,8 @@ fn documents_are_left_out_of_a_window_exactly() {
     assert_eq!(fault.class(), Class::Usage, "no step follows this window");
 }
 
-/// The parts of a step's gradient, taken one document at a time, are the whole of it: found from what is predicted. Also where
-/// documents of a row see each other.
+/// The parts of a step's gradient from single documents add up to the whole, derived from the predictions. This holds
+/// even if the documents of a row attend to each other.
 #[test]
 fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     let scratch = Scratch::new();
@@ -382,8 +382,8 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     }
 }
 
-/// Where a step hardly moves the weights, the target's gradient before it is the one after it: then what the products of
-/// gradients say and what is predicted differ by the count of labels alone.
+/// If a step hardly changes the weights, the target's gradient is the same before and after. Then dot products of
+/// gradients and predictions differ only by the number of labels.
 #[test]
 fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
     let scratch = Scratch::new();
@@ -439,7 +439,7 @@ fn comparing_names_the_first_step_and_quantity() {
     assert_eq!((answer.steps, &answer.difference), ([10, 4], &None));
     let told = answer.to_json()["notes"].to_string();
     assert!(told.contains("10 and 4 steps; the first 4"), "{told}");
-    // Nothing is equal to nothing.
+    // A ledger without steps has nothing to compare.
     let bare = scratch.path("bare");
     std::fs::create_dir(&bare).unwrap();
     let head = scratch.ledger("run").lines().next().unwrap().to_owned() + "\n";

@@ -1,4 +1,5 @@
-//! Fear: that ranks which hold weights for each other leave a trace in the bits, or hold and send more than they should.
+//! Fear: that ranks that hold weight shards for each other leave a trace in the bits, or hold and send more than they
+//! should.
 
 use contract::Class;
 use loader::Opened;
@@ -18,7 +19,7 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// A scratch folder whose `run.toml` cuts the weights of its phases into two and four shards, with further changes.
+/// A scratch folder whose `run.toml` shards the weights of its phases into two and four, with further changes.
 fn folded(changes: &[(&str, &str)]) -> Scratch {
     let scratch = Scratch::new();
     let cuts = [
@@ -29,10 +30,10 @@ fn folded(changes: &[(&str, &str)]) -> Scratch {
     scratch
 }
 
-/// What of the curriculum is replaced, and by what.
+/// A replacement in the curriculum.
 type Change = (&'static str, &'static str);
 
-/// How many ranks there are, and their degrees along `cp` and `tsp`.
+/// The number of ranks, and the degrees `cp` and `tsp`.
 type Ranks = (u32, u32, u32);
 
 const BF16: Change = ("dtype = \"f32\"", "dtype = \"bf16\"");
@@ -40,7 +41,7 @@ const ADAMW: Change = ("kind = \"muon\"", "kind = \"adamw\"");
 const PLAIN: Change = ("[model]\n", "[model]\nfeed_forward = [\"mlp\", \"moe\"]\n");
 const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
 
-/// Trains `run.toml` with `world` ranks of which up to so many share micro-batches: the same ledger as in `alone`.
+/// Trains `run.toml` with `world` ranks of these degrees, and expects the ledger of `alone`.
 fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
     let out = format!("{world}-ranks-cp-{cp}-tsp-{tsp}");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees = Degrees { cp, tsp }) {
@@ -49,7 +50,8 @@ fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
     assert_same(scratch, "alone", &out);
 }
 
-/// Every rank's weights are folded otherwise in the second phase; lines with nothing to compute, documents across chunks.
+/// The second phase shards every rank's weights differently; some groups have nothing to compute; documents cross
+/// chunks.
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
     let cases: [(&[Change], &[Ranks]); 6] = [
@@ -67,7 +69,7 @@ fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
     }
 }
 
-/// The ranks that a phase cannot use in folding share its sequences, or take micro-batches of their own there.
+/// Ranks that a phase cannot use for weight shards share its sequences, or compute micro-batches of their own.
 #[test]
 fn phases_may_be_folded_or_not() {
     let scratch = Scratch::new();
@@ -86,7 +88,8 @@ fn phases_may_be_folded_or_not() {
     assert_same(&scratch, "other", "back");
 }
 
-/// What one degree began another goes on with: recomputation, both schedules, an audit on the way; one device replays it.
+/// A run continues under another degree, with recomputation, either gradient reduction, and an audit; one device
+/// replays it.
 #[test]
 fn a_folded_run_goes_on_under_another_degree() {
     let scratch = folded(&[BF16]);
@@ -117,7 +120,7 @@ fn a_folded_run_goes_on_under_another_degree() {
     assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }
 
-/// The ranks that hold weights for rank 0 take the loss on held-out text with it.
+/// The ranks that hold weights for rank 0 compute the validation loss with it.
 #[test]
 fn the_validation_loss_of_folded_weights_is_that_of_whole_ones() {
     let scratch = folded(&[]);
@@ -139,7 +142,7 @@ fn the_validation_loss_of_folded_weights_is_that_of_whole_ones() {
 #[test]
 fn a_degree_that_no_phase_can_fold_is_refused() {
     let scratch = Scratch::new();
-    // Five micro-batches of one chunk, or shards that the chunks do not follow.
+    // Five micro-batches of one chunk, or shards that do not match the chunks.
     for cut in ["weight_shards = 2", "context_chunks = 2\nweight_shards = 3"] {
         scratch.edited("run.toml", &[("micro_batch = 1", &format!("micro_batch = 1\n{cut}"))]);
         let tsp = |_, exec: &mut ExecOptions| exec.degrees = Degrees { cp: 1, tsp: 2 };
@@ -156,7 +159,7 @@ fn a_degree_that_no_phase_can_fold_is_refused() {
     }
 }
 
-/// Bytes of shards are those of the plan, recomputation counted; so are all others.
+/// Bytes sent for shards equal the plan, recomputation included, and so do all others.
 #[test]
 fn shards_that_are_sent_are_those_that_are_planned() {
     let unmasked = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
@@ -183,7 +186,7 @@ fn shards_that_are_sent_are_those_that_are_planned() {
             assert!(phase.folded > 0);
             assert_eq!(bytes("bytes_folded"), phase.folded, "{out}, step {step}");
             assert_eq!(bytes("bytes_shared"), phase.shared, "{out}, step {step}");
-            // Besides what ranks tell each other, a few kilobytes.
+            // Besides these, ranks exchange only a few kilobytes.
             let known = phase.folded + phase.shared + phase.sent.sum();
             let small = bytes("bytes").checked_sub(known);
             assert!(small.is_some_and(|small| small < 1 << 16), "{out}, step {step}: {small:?}");
@@ -191,7 +194,7 @@ fn shards_that_are_sent_are_those_that_are_planned() {
     }
 }
 
-/// Of the weights that are cut a rank holds its part; the others, of which the embedding is one, stay whole.
+/// A rank holds its shard of the weights that are sharded; the others, such as the embedding, stay whole.
 #[test]
 fn weights_fall_with_the_degree() {
     let scratch = folded(&[]);
@@ -209,7 +212,7 @@ fn weights_fall_with_the_degree() {
     let [whole, two, four] = held.map(|holds| holds.weights);
     println!("experts {experts}, attention {attention}: {whole}, {two}, {four}");
     assert_eq!(whole - two, (experts + attention) / 2);
-    // Two key heads are two shards: of four ranks two hold one each, the others none.
+    // Two key heads are two shards: of four ranks, two hold one each.
     let others = whole - experts - attention + experts / 4;
     assert!([others, others + attention / 2].contains(&four), "{four}");
     assert_eq!(held.map(|holds| holds.masters > 0), [false, true, true]);
@@ -242,7 +245,7 @@ fn events(scratch: &Scratch, out: &str, kind: &str) -> Vec<Value> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever runs the numbers of a parameter come in, the places hold each of them once, where the shard has it.
+    /// However the numbers of a parameter are split into runs, the places contain each number once, where its shard is.
     #[test]
     fn places_hold_every_number_once(
         (degree, each) in (2u32..5, 1u64..3), ends in prop::collection::vec(0.0f64..1.0, 0..6),

@@ -1,4 +1,4 @@
-//! Fear: that a fork is not the run that it shares its steps with, or not the one that it says it becomes.
+//! Fear: that a fork differs from the run whose steps it shares, or from what it says it becomes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -28,7 +28,7 @@ fn forked(scratch: &Scratch, step: u64, out: &str, change: &Change) -> Result<Fo
     fork(&Request { run: &run, step, out: &out, stores: &[], change, amend: None }, &table())
 }
 
-/// Goes on with a fork.
+/// Continues a fork.
 fn go_on(scratch: &Scratch, out: &str) {
     let curriculum = scratch.path(out).join("run.toml");
     assert_eq!(scratch.run(&curriculum, out, keep_all).unwrap().step, 10);
@@ -42,7 +42,7 @@ fn lines(scratch: &Scratch, out: &str) -> Vec<String> {
     scratch.ledger(out).lines().map(str::to_owned).collect()
 }
 
-/// What a step computed: its line without the chain and the curriculum that it may hold.
+/// The results of a step: its line without the chain and a curriculum.
 fn computed(line: &str) -> BTreeMap<String, Value> {
     let mut line: BTreeMap<String, Value> = serde_json::from_str(line).unwrap();
     line.remove("chain");
@@ -66,7 +66,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     let before = scratch.tree("run");
     let worst = documents(&scratch, 6)[0].clone();
     let change = dropping(&[&worst]);
-    // Between two checkpoints: steps 4 and 5 are computed again.
+    // Between two checkpoints: steps 4 and 5 are recomputed.
     let made = forked(&scratch, 5, "fork", &change).unwrap();
     assert_eq!((made.step, made.steps, made.checkpoints), (5, 10, vec![3]));
     assert!(made.changes[0].contains("amendment.1") && made.changes[0].contains("step 6"));
@@ -79,7 +79,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     let at: Value = serde_json::from_str(&new[6]).unwrap();
     assert!(at["curriculum"].as_str().unwrap().contains("[[amendment]]\nstep = 6"));
     assert!(new[7..].iter().all(|line| !line.contains("\"curriculum\"")));
-    // A straight run by the same text, on other ranks: the same from the first step to the last.
+    // An uninterrupted run with the same text, on other ranks, is the same from the first step to the last.
     let own = fs::read_to_string(scratch.path("fork/run.toml")).unwrap();
     scratch.write("run.toml", &own);
     train_with(&scratch, "straight", 3, |_, _| ());
@@ -88,7 +88,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
         assert_eq!(computed(&new[step]), computed(&straight[step]), "step {step}");
         assert_eq!(computed(&new[step]) == computed(&run[step]), step < 6, "step {step}");
     }
-    // What was imagined of the old run is what the new one recorded.
+    // The counterfactual of the old run equals what the new run recorded.
     let open = |run: &str| {
         Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(2)).unwrap()
     };
@@ -107,7 +107,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     let answer = compare(&scratch.path("run"), &scratch.path("fork")).unwrap();
     assert_eq!(answer.difference.unwrap().0, 6);
     assert_eq!(answer.notes, ["b was forked from a after step 5"]);
-    // A fork of the fork, from the state that it begins with.
+    // A fork of the fork, from its first state.
     let request = Request {
         run: &scratch.path("fork"),
         step: 7,
@@ -123,7 +123,7 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     assert!(notes[0].ends_with("fork after step 7"), "{notes:?}");
 }
 
-/// Of who computed the shared steps, and by which edits, a fork's events say what the run's do.
+/// A fork's events say the same as the run's about the machines of the shared steps, and the edits.
 #[test]
 fn a_fork_knows_who_computed_what_it_shares() {
     let scratch = Scratch::new();
@@ -145,7 +145,7 @@ fn a_fork_knows_who_computed_what_it_shares() {
     }
 }
 
-/// What a look finds out is found out before a command is named that could not run.
+/// Every check runs before a command is suggested that could not run.
 #[test]
 fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {
     let scratch = Scratch::new();
@@ -166,7 +166,7 @@ fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {
     assert!(events.contains("\"event\":\"forked\""), "{events}");
 }
 
-/// Where no checkpoint of the shared steps is left, they are computed again; nothing is missed that the fork never had.
+/// If no checkpoint of the shared steps is left, they are recomputed; files that the fork never had are not missed.
 #[test]
 fn a_fork_from_before_the_oldest_checkpoint_goes_on() {
     let scratch = Scratch::new();
@@ -174,7 +174,7 @@ fn a_fork_from_before_the_oldest_checkpoint_goes_on() {
         exec.retention = Retention { newest: 1, every: 0, aged: false, pinned: 8 };
     };
     scratch.run(&scratch.path("run.toml"), "run", newest).unwrap();
-    // Events are no evidence, and one line of them may be spoilt.
+    // Events prove nothing, so one of their lines may be damaged.
     let events = scratch.path("run/events.jsonl");
     let spoilt = [b"\xff\xfe\n", fs::read(&events).unwrap().as_slice()].concat();
     fs::write(&events, spoilt).unwrap();
@@ -221,8 +221,8 @@ fn forks_from_any_step_and_with_every_change_are_straight_runs() {
     }
 }
 
-/// Whatever a kill or a loss of power leaves while a fork is made: nothing by its name, or all of it. The run that is forked is
-/// as it was, and the same command makes the fork where there is none.
+/// Whatever a kill or a power loss leaves while a fork is made, the fork does not exist or is complete. The forked run
+/// is unchanged, and the same command makes a missing fork.
 #[test]
 fn a_crash_leaves_no_fork_or_a_whole_one() {
     let scratch = Scratch::new();
@@ -248,7 +248,8 @@ fn a_crash_leaves_no_fork_or_a_whole_one() {
     assert!(none > 10 && some > 0, "{none} {some}");
 }
 
-/// A fork is made as `fork.partial`. What stands there that no fork left is somebody's: notes, a run, a fork that was trained.
+/// A fork is built in `fork.partial`. Content there that no fork left belongs to the user: notes, a run, a trained
+/// fork.
 #[test]
 fn a_folder_in_the_way_that_no_fork_left_stays_as_it_is() {
     let scratch = Scratch::new();
@@ -306,7 +307,7 @@ fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     let fault = fork(&Request { run: Path::new("nowhere"), amend: None, ..request }, &table());
     assert!(fault.unwrap_err().to_string().contains("not a run"));
 
-    // What a kill left, at any point: where it was forked from, another ledger, half a checkpoint, a file of nobody.
+    // Leftovers of a kill at any point: the origin, another ledger, half a checkpoint, an unrelated file.
     fs::create_dir_all(scratch.path("fork.partial/checkpoints/step-3")).unwrap();
     for (name, text) in [
         ("forked.json", ""),

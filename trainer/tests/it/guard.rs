@@ -1,5 +1,5 @@
-//! Fear: that a spike moves the weights, or that the windows which find it out are lost, shared or counted differently
-//! somewhere on the way of a run.
+//! Fear: that a spike changes the weights, or that the windows that detect it are lost, shared or counted differently
+//! somewhere in a run.
 
 use serde_json::Value;
 use tch::Device;
@@ -17,13 +17,13 @@ use crate::support::{Scratch, stop_after, table};
 const WINDOW: usize = 8;
 const SIGMA: f64 = 4.0;
 
-/// The step of one sequence where all others have six, at a rate that moves next to nothing: its gradient is noise.
+/// A step of one sequence among steps of six, at a rate close to zero: its gradient is noise.
 const SPIKE: usize = 7;
 
 const SECTIONS: &str =
     "[skip_step]\nwindow = 8\nsigma = 4\n\n[auto_clip]\nwindow = 8\npercentile = 40\n\n";
 
-/// Ten steps, one of them a spike; `sections` go before the phases.
+/// Ten steps, one of them a spike; `sections` are inserted before the phases.
 fn spiked(scratch: &Scratch, name: &str, sections: &str) -> std::path::PathBuf {
     let phase = |name: &str, steps: usize, batch: u64| {
         format!(
@@ -47,7 +47,7 @@ fn float(step: &Value, key: &str) -> f64 {
     f64::from_bits(u64::from_str_radix(step[key].as_str().unwrap(), 16).unwrap())
 }
 
-/// What the ledger says of each step, judged anew from what it says of the steps before.
+/// Recomputes each step's decision from the ledger's numbers of the steps before.
 fn check_decisions(steps: &[Value]) {
     for (index, step) in steps.iter().enumerate() {
         let before = &steps[index.saturating_sub(WINDOW)..index];
@@ -98,7 +98,7 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
         let still = still.bytes().all(|digit| digit == b'0');
         assert_eq!(still, guarded[step - 1]["skipped"] != "no", "norms of updates, step {step}");
     }
-    // Without the sections a step takes what comes, and the ledger has no word of them.
+    // Without the sections every step is taken, and the ledger does not mention them.
     let plain = spiked(&scratch, "plain.toml", "");
     scratch.run(&plain, "plain", |_| ()).unwrap();
     let free = steps(&scratch, "plain");
@@ -109,14 +109,14 @@ fn a_planted_spike_is_skipped_and_moves_nothing() {
     );
     let answer = compare(&scratch.path("run"), &scratch.path("plain")).unwrap();
     assert_eq!(answer.difference.unwrap().1.quantity, "clip of the window");
-    // The windows began with the run: they cannot be changed later.
+    // The windows started with the run, so the rule cannot be changed later.
     spiked(&scratch, "run.toml", &SECTIONS.replace("sigma = 4", "sigma = 5"));
     let fault = scratch.run(&curriculum, "run", |_| ()).unwrap_err();
     assert!(fault.to_string().contains("skip_step.sigma"), "{fault}");
 }
 
-/// Without a schedule and with a source of its own a skipped step changes nothing for the others: the run goes on as one
-/// that never had it, whose moments are corrected by the steps that moved them.
+/// Without a schedule, and with a source of its own, a skipped step does not affect the others: the run equals one
+/// without the step, since bias correction counts only steps that updated the moments.
 #[test]
 fn a_skipped_step_is_as_if_it_had_not_been() {
     let scratch = Scratch::new();
@@ -179,7 +179,7 @@ fn windows_survive_stops_ranks_and_replays() {
         let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
     }
-    // What would have been is judged by the same windows, and says what became of it.
+    // Counterfactual steps are judged by the same windows, and report the decision.
     let change = Change { lr: Some(1e-4), ..Change::default() };
     let imagined = imagine(&mut open(), SPIKE as u64..SPIKE as u64 + 2, &change).unwrap().steps;
     assert!(
@@ -192,7 +192,7 @@ fn windows_survive_stops_ranks_and_replays() {
     );
 }
 
-/// Six steps of text between which two have none: all of their documents are banned.
+/// Six steps with text, and steps between them with none: all of their documents are banned.
 fn silenced(scratch: &Scratch, name: &str, sections: &str, silent: usize) -> std::path::PathBuf {
     let changes = [
         ("lr = 1e-2", "lr = 1e-3"),
@@ -226,7 +226,7 @@ fn silenced(scratch: &Scratch, name: &str, sections: &str, silent: usize) -> std
     path
 }
 
-/// A step all of whose text is banned moves nothing, neither by momentum nor by decay, and leaves the windows as they were.
+/// A step whose text is all banned changes nothing, neither by momentum nor by decay, and leaves the windows unchanged.
 #[test]
 fn a_step_without_labels_moves_nothing() {
     for sections in ["", "[auto_clip]\nwindow = 4\npercentile = 40\n\n"] {
@@ -246,7 +246,7 @@ fn a_step_without_labels_moves_nothing() {
                 assert_eq!(one[key], other[key], "{key} of step {}", one["step"]);
             }
         }
-        // What it left is counted in checkpoints, by ranks, and in a replay.
+        // Its count of skipped steps is kept in checkpoints, on all ranks, and in a replay.
         for last in [4, 5, 6] {
             scratch.run(&path, "parts", stop_after(last)).unwrap();
         }
@@ -264,7 +264,7 @@ fn a_step_without_labels_moves_nothing() {
     }
 }
 
-/// A loss that is not finite ends a run, until an amendment passes the step, or all such steps.
+/// A loss that is not finite ends a run, until an amendment skips the step, or all such steps.
 #[test]
 fn a_loss_that_is_not_finite_is_passed_where_the_curriculum_says_so() {
     let scratch = Scratch::new();
@@ -301,7 +301,7 @@ fn a_loss_that_is_not_finite_is_passed_where_the_curriculum_says_so() {
     assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
 }
 
-/// Rules that an amendment brings hold from its step on, with windows that begin there.
+/// Rules from an amendment apply from its step on, with windows that begin there.
 #[test]
 fn rules_of_skipping_and_clipping_are_amended() {
     let scratch = Scratch::new();

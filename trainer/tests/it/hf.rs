@@ -1,4 +1,5 @@
-//! Fear: that a model changes on its way to Hugging Face or back, or that a run forgets where its weights came from.
+//! Fear: that a model changes when exported to or imported from Hugging Face, or that a run forgets the origin of its
+//! weights.
 
 use std::fs;
 use std::io::Write as _;
@@ -20,7 +21,7 @@ use trainer::workers::Workers;
 
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
-/// The state of `run` after `step`, exported to `hf-STEP` and taken over as `start-STEP`.
+/// Exports the state of `run` after `step` to `hf-STEP` and imports it as `start-STEP`.
 fn through(scratch: &Scratch, step: u64) -> State {
     let path = scratch.path("run");
     let mut replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2)).unwrap();
@@ -32,7 +33,7 @@ fn through(scratch: &Scratch, step: u64) -> State {
     state
 }
 
-/// The curriculum with a start; its model follows from the start alone.
+/// The curriculum with initial weights; its model comes from that folder alone.
 fn started(scratch: &Scratch, name: &str, start: &str) -> std::path::PathBuf {
     let (head, rest) = CURRICULUM.split_once("[model]").unwrap();
     let (_, rest) = rest.split_once("[optimizer]").unwrap();
@@ -52,7 +53,7 @@ fn a_run_begins_with_the_weights_of_another() {
         let path = started(&scratch, "next.toml", &format!("start-{step}"));
         let out = format!("next-{step}");
         scratch.run(&path, &out, stop_after(3)).unwrap();
-        // What the old state would compute on the new run's first batch is what the new run wrote down.
+        // Losses and gradients of the old state on the new run's first batch are what the new run recorded.
         let spec = spec(&path);
         let batch = loader::batch(&spec.plan, &spec.data, 1, RankSlice::WHOLE).unwrap();
         let workers = Workers::new(1);
@@ -84,32 +85,32 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     through(&scratch, 6);
     let path = started(&scratch, "next.toml", "start-6");
     scratch.run(&path, "next", stop_after(2)).unwrap();
-    // Moved, it is the same.
+    // The same after the folder was moved.
     fs::rename(scratch.path("start-6"), scratch.path("moved")).unwrap();
     let moved = started(&scratch, "next.toml", "moved");
     scratch.run(&moved, "next", stop_after(4)).unwrap();
     scratch.run(&moved, "whole", stop_after(4)).unwrap();
     assert!(scratch.ledger("next") == scratch.ledger("whole"));
-    // Another one, or none, is another run.
+    // Other initial weights, or none, make another run.
     for path in [started(&scratch, "next.toml", "start-5"), scratch.path("run.toml")] {
         let fault = scratch.run(&path, "next", |_| ()).unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch, "{fault}");
         assert!(fault.to_string().contains("weights at the start"), "{fault}");
     }
-    // One without a tokenizer would mean anything by its tokens.
+    // Without a tokenizer the meaning of token ids is unknown.
     fs::remove_file(scratch.path("hf-6/tokenizer.json")).unwrap();
     import(&scratch.path("hf-6"), &scratch.path("bare")).unwrap();
     let bare = started(&scratch, "bare.toml", "bare");
     let fault = scratch.run(&bare, "bare-run", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
     assert!(fault.to_string().contains("without a tokenizer"), "{fault}");
-    // A model that its weights do not fit.
+    // A model whose shapes do not fit the weights.
     let edit =
         [("store =", "start = \"moved\"\nstore ="), ("hidden_size = 16", "hidden_size = 24")];
     let fault = scratch.run(&scratch.edited("other.toml", &edit), "other", |_| ()).unwrap_err();
     assert_eq!(fault.class(), Class::Usage);
     assert!(fault.to_string().contains("other parameters"), "{fault}");
-    // One flipped bit is found before a step is computed.
+    // A flipped bit is detected before any step is computed.
     let weights = scratch.path("moved/model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let middle = bytes.len() / 2;
@@ -125,7 +126,7 @@ fn a_start_is_known_by_its_content_and_not_by_its_place() {
     assert_eq!(fault.class(), Class::Usage);
 }
 
-/// A run that has checkpoints needs no start, and says what became of it; what reads it says where it has to be.
+/// A run with checkpoints does not need its initial weights; commands that read them report their path if missing.
 #[test]
 fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     let scratch = Scratch::new();
@@ -140,7 +141,7 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     let open =
         |run: &str| Replayer::open(&scratch.path(run), &table(), Device::Cpu, Workers::new(1));
     open("next").unwrap().state_at(3).unwrap();
-    // From the first step on it is read, and missed by its name.
+    // Replaying from the first step needs them: if missing, the error names them.
     let all = scratch.path("next/checkpoints");
     fs::rename(&all, scratch.path("kept")).unwrap();
     for fault in [
@@ -157,11 +158,11 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     assert!(!scratch.path("fresh").exists());
     let _ = fs::remove_dir_all(&all);
     fs::rename(scratch.path("kept"), &all).unwrap();
-    // Another name for it is no other run, and stands in the run's curriculum from then on.
+    // Another path to the same content is the same run, and the run's curriculum then has the new path.
     scratch.run(&started(&scratch, "next.toml", "moved"), "next", stop_after(6)).unwrap();
     assert!(scratch.ledger("next") == scratch.ledger("whole"));
     open("next").unwrap().state_at(1).unwrap();
-    // A configuration that was edited is not that of the content, there and in what the run keeps of it.
+    // An edited configuration is detected, in the folder and in the run's copy.
     for (file, run) in [("moved/start.json", "fresh"), ("next/start.kept.json", "next")] {
         let text = fs::read_to_string(scratch.path(file)).unwrap();
         let edited = text.replacen("\"rms_norm_eps\": 0.00001", "\"rms_norm_eps\": 0.00002", 1);
@@ -177,7 +178,7 @@ fn a_start_that_is_gone_or_changed_blocks_only_what_reads_it() {
     }
 }
 
-/// transformers is a gigabyte, so that it is used where it is: `ZTRAIN_PYTHON` (or `python3`) decides.
+/// transformers is a gigabyte, so it is not installed: `ZTRAIN_PYTHON` (or `python3`) is used.
 #[test]
 fn transformers_computes_what_we_compute() {
     let scratch = Scratch::new();
@@ -210,7 +211,7 @@ fn transformers_computes_what_we_compute() {
         .arg(script)
         .args(["hf-10", "ids.json", "logits"].map(|name| scratch.path(name)))
         .output();
-    // Past the test runner's capture: a check that was not made says so in every log.
+    // Written past the test runner's capture, so that every log mentions a skipped check.
     let mut log = std::io::stderr();
     let said = |output: &std::process::Output| {
         String::from_utf8_lossy(&output.stdout).into_owned()

@@ -1,4 +1,4 @@
-//! Fear: that a flipped bit is blamed on the wrong parameter, element or rank.
+//! Fear: that a flipped bit is attributed to the wrong parameter, element or rank.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -23,7 +23,7 @@ use trainer::workers::Workers;
 use crate::ranks::{on_ranks, train_with};
 use crate::support::{Scratch, table};
 
-/// The step before which a bit flips: five micro-batches, of which the second of two ranks computes the last three.
+/// A bit flips before this step. It has five micro-batches; the second of two ranks computes the last three.
 const STEP: u64 = 7;
 
 fn spec(scratch: &Scratch) -> RunSpec {
@@ -38,23 +38,22 @@ fn begun() -> Scratch {
     scratch
 }
 
-/// What goes wrong on a rank: with its state before the first step, with its batches once they are in memory, with what is
-/// recorded of a step.
+/// Faults on a rank: in its state before the first step, in its batches in memory, in a step's record.
 struct Harm<'a> {
     state: &'a (dyn Fn(u32, &mut State) + Sync),
     text: &'a (dyn Fn(u32, &mut Batch) + Sync),
     record: &'a (dyn Fn(&mut StepRecord) + Sync),
 }
 
-/// Nothing does.
+/// No fault.
 const NONE: Harm<'_> = Harm { state: &|_, _| (), text: &|_, _| (), record: &|_| () };
 
-/// Goes on to step `last` by so many ranks, whose state `harm` changes before the first of these steps.
+/// Trains to step `last` with `ranks` ranks; `harm` changes their state before the first of these steps.
 fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut State) + Sync) {
     harmed_by(scratch, ranks, last, Harm { state: &harm, ..NONE });
 }
 
-/// Goes on to step `last` by so many ranks, as a run does: ledger, events, and a checkpoint after the last.
+/// Trains to step `last` with `ranks` ranks like a run: ledger, events, and a checkpoint after the last.
 fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
     let checkpoints = Checkpoints::new(scratch.path("run/checkpoints").as_path());
     let layout = Layout::new(&spec(scratch), Device::Cpu);
@@ -116,14 +115,14 @@ fn flip(tensor: &Tensor, element: i64, bit: u32) {
     let _ = tch::no_grad(|| place.fill_(f64::from(wrong)));
 }
 
-/// A matrix that a rank of two owns, and its number among those of the rank.
+/// A matrix owned by `rank` of two ranks, and its index among the pieces of that rank.
 fn owned(scratch: &Scratch, rank: u32) -> (usize, Piece) {
     let owners = Ownership::new(&spec(scratch), rank, 2);
     let mut own = owners.own().cloned().enumerate();
     own.find(|(_, piece)| !piece.rule.has_second_moment() && piece.shape.len() == 2).unwrap()
 }
 
-/// The largest weight of a piece, which is below an eighth: one bit makes it sixteen times as large.
+/// The element of a piece with the largest weight, which is below an eighth: flipping one bit multiplies it by sixteen.
 fn largest(scratch: &Scratch, piece: &Piece) -> i64 {
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(1)).unwrap();
@@ -148,7 +147,7 @@ fn name(scratch: &Scratch, piece: &Piece) -> String {
     spec(scratch).names()[piece.tensor].clone()
 }
 
-/// What lies between 1/128 and 1/8 becomes sixteen times as large by it.
+/// Flipping this bit multiplies values between 1/128 and 1/8 by sixteen.
 const BIT: u32 = 25;
 
 #[test]
@@ -199,7 +198,7 @@ fn a_bit_of_a_copy_is_found_on_its_rank_and_said_to_be_gone() {
 #[test]
 fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
     let scratch = begun();
-    // Its digest was taken before the bit flipped, so the text is the run's: what was computed from it is not.
+    // The batch digest was computed before the bit flipped, so the text matches the run, but the results do not.
     let text = |rank, batch: &mut Batch| {
         if rank == 1 {
             let second = batch.micro_batch as usize * batch.seq_len as usize;
@@ -217,7 +216,7 @@ fn a_bit_of_what_a_micro_batch_computes_with_is_found_in_it() {
 #[test]
 fn a_bit_of_a_gradient_is_found_in_its_micro_batch() {
     let scratch = begun();
-    // A loss that is the run's and a gradient that is not: what the checksum of a hit gradient would be.
+    // The recorded loss is right and the gradient's checksum is wrong, as with a bit flip in the gradient.
     let record = |record: &mut StepRecord| record.micro_batch_grad_checksums.0[1] ^= 1;
     harmed_by(&scratch, 2, STEP, Harm { record: &record, ..NONE });
     let found = narrowed(&scratch);
@@ -237,7 +236,7 @@ fn a_bit_of_a_moment_is_found_on_its_owner() {
             }
         });
         let found = narrowed(&scratch);
-        // The ledger alone tells the parameter and its owner.
+        // The ledger alone identifies the parameter and its owner.
         assert_eq!(found.weights, [name(&scratch, &piece)], "{}", found.words);
         assert_eq!(found.rank, Some(0), "{}", found.words);
         assert!(found.words.contains("rank 0 of 2 owned that"), "{}", found.words);

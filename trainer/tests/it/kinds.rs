@@ -1,4 +1,5 @@
-//! Fear: that a layer without a router breaks what counts on one: a step, its record, a checkpoint, a plan, an explanation.
+//! Fear: that a layer without a router breaks code that expects one: a step, its record, a checkpoint, a plan, an
+//! explanation.
 
 use contract::Class;
 use loader::Opened;
@@ -20,7 +21,7 @@ use crate::ranks::train_with;
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, stop_after, table};
 
-/// Kinds of feed-forward, and how many classes each layer then counts: a list of two or of one for two layers.
+/// Kinds of feed-forward (the list is repeated over the two layers), and the router classes of each layer.
 const PLAIN: [(&str, [usize; 2]); 3] =
     [("[\"mlp\", \"moe\"]", [0, 4]), ("[\"moe\", \"mlp\"]", [4, 0]), ("[\"mlp\"]", [0, 0])];
 
@@ -41,7 +42,7 @@ fn steps(scratch: &Scratch, out: &str) -> Vec<Value> {
     scratch.ledger(out).lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Whole steps, forward, backward and update, through a checkpoint and among ranks; then each of them once more.
+/// Complete steps: forward, backward and update, through a checkpoint and on several ranks; then replays of each.
 #[test]
 fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
     for (kinds, classes) in PLAIN {
@@ -92,7 +93,7 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
     }
 }
 
-/// Who looks at counts finds those that there are.
+/// Commands that show expert counts handle layers without them.
 #[test]
 fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
     for (kinds, classes) in PLAIN {
@@ -118,7 +119,8 @@ fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
         assert!(off < 0.05, "{kinds}: {lines} bytes, planned {}", needs.ledger_bytes);
         let measured = |cx: step::Context<'_>| bench::step(cx, Device::Cpu, 1, 1, None);
         let by_bench = step::alone(&spec, Workers::new(1), measured).unwrap();
-        // Documents end within sequences, and some tokens may skip: less than the plan says, which counts neither.
+        // Documents end within sequences, and tokens may skip experts: less than planned, since the plan counts
+        // neither.
         let (found, most) = (by_bench.model_flops, needs.phases[0].model_flops);
         assert!(found > most / 2.0 && found <= most, "{kinds}: {found} of {most}");
         let view = View::open(&scratch.path("run")).unwrap();
@@ -160,7 +162,7 @@ fn a_kind_that_nobody_knows_is_refused_with_its_key() {
     }
 }
 
-/// Neither in a later phase nor in the first, nor where all tensors stay as large as they are.
+/// Refused in a later phase and in the first, even if all tensors keep their sizes.
 #[test]
 fn no_phase_changes_the_shape_of_the_model() {
     let scratch = Scratch::new();

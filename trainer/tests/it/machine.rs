@@ -1,4 +1,4 @@
-//! Fear: that what libtorch refuses ends in a panic, and that nobody learns where.
+//! Fear: that an error of libtorch ends in a panic, or does not say where it happened.
 
 use contract::Class;
 use loader::{Opened, RankSlice};
@@ -19,7 +19,7 @@ fn a_micro_batch_that_cannot_be_computed_says_which_and_why() {
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let owners = Ownership::new(&spec, 0, 1);
     let mut state = State::begin(&spec, Device::Cpu, owners, Workers::new(2)).unwrap();
-    // The query projection of the first layer loses a column: no product with it has a shape.
+    // The first layer's query projection loses a column, so every matmul with it fails.
     let broken = spec.parameters.iter().position(|one| one.name.contains("q_proj.weight")).unwrap();
     state.weights[broken] = state.weights[broken].narrow(1, 0, 15).contiguous();
     let batch = loader::batch(&spec.plan, &spec.data, 7, RankSlice::WHOLE).unwrap();

@@ -1,4 +1,4 @@
-//! The trainer as a whole, on a generated store and a tiny model: what one fears, file by file.
+//! Tests of the whole trainer on a generated store and a tiny model; each file covers one thing that could go wrong.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,4 +1,4 @@
-//! Fear: that what a run is said to need is not what it takes.
+//! Fear: that the planned resources of a run differ from what it takes.
 
 use loader::Opened;
 use trainer::mesh::{Degrees, GradReduce};
@@ -25,7 +25,7 @@ fn spec(scratch: &Scratch) -> RunSpec {
     RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
-/// Bytes of the tensors in a safetensors file: all that follows its header.
+/// Bytes of tensor data in a safetensors file: everything after its header.
 fn payload(bytes: &[u8]) -> u64 {
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap());
     bytes.len() as u64 - 8 - header
@@ -41,7 +41,7 @@ fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
     let (manifests, blobs): (Vec<_>, Vec<_>) =
         blobs.partition(|(path, _)| path.ends_with("manifest.json"));
     assert_eq!((manifests.len() + blobs.len()) as u64, needs.checkpoint.files);
-    // Sizes of blobs in it have headers besides: digits.
+    // The number of digits of blob sizes varies.
     let manifest = manifests[0].1.len() as u64;
     assert!(manifest.abs_diff(needs.checkpoint.manifest) < manifest / 50, "{manifest}: {needs:?}");
     let bytes: u64 = blobs.iter().map(|(_, bytes)| payload(bytes)).sum();
@@ -49,13 +49,13 @@ fn a_checkpoint_and_the_ledger_are_as_large_as_planned() {
     assert!(
         needs.checkpoint.largest_part < bytes && 3 * needs.checkpoint.largest_part >= bytes / 2
     );
-    // Digits of decimal numbers differ in number from step to step.
+    // The number of digits varies from step to step.
     let lines: u64 = scratch.ledger("run").lines().skip(1).map(|line| line.len() as u64 + 1).sum();
     let off = lines.abs_diff(needs.ledger_bytes) as f64 / lines as f64;
     assert!(off < 0.05, "{lines} bytes, planned {}", needs.ledger_bytes);
 }
 
-/// A number too many in a curriculum once took all memory of the machine.
+/// A number with too many digits in a curriculum once used all memory of the machine.
 #[test]
 fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic() {
     let scratch = Scratch::new();
@@ -75,7 +75,8 @@ fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic
         let spec = RunSpec::new(&opened(batch)).unwrap();
         needs(&spec, &fleet(8, "cpu")).unwrap().phases[0].ledger_bytes
     };
-    // Labels of two digits, and two words of sixteen; counts of tokens by expert and labels of sources grow by six digits each.
+    // 35 per micro-batch: labels of two digits and two words of sixteen. Token counts by expert and labels by source
+    // grow by six digits each.
     let (short, long) = (line(2), line(2 << 20));
     let grown = long - short - 35 * ((1 << 20) - 1);
     assert!((6..=20 * 6).contains(&grown), "{short} {long}");
@@ -92,18 +93,18 @@ fn more_ranks_hold_less_each_and_send_more() {
     assert!(two.phases[0].memory.moments < one.phases[0].memory.moments);
     assert!(four.phases[0].memory.moments < two.phases[0].memory.moments);
     assert_eq!(one.checkpoint.bytes, four.checkpoint.bytes);
-    // Nothing but the routers' balance is not copied; ranks of one machine have all of the state together.
+    // Only the routers' balance is not copied; the ranks of one machine together hold the whole state.
     let [alone, shared] = [&one, &four].map(|needs| needs.checkpoint.copies);
     assert_eq!((alone, alone), (shared, one.checkpoint.largest_part));
     assert!(alone < one.checkpoint.bytes && 100 * alone > 99 * one.checkpoint.bytes);
     assert!(one.fits && four.fits, "a model of some thousand numbers");
 }
 
-/// What makes the model of the fixture small.
+/// The keys that make the fixture's model small.
 const SMALL: &str = "hidden_size = 16\nnum_hidden_layers = 2\nnum_attention_heads = 2\nnum_key_value_heads = 2\nhead_dim = 8\n\
     moe_intermediate_size = 16\nnum_experts = 3\nrouter_hidden_size = 8\n";
 
-/// The largest model, 16,384 tokens in a micro-batch, on one machine of eight ranks that send what each layer has at once.
+/// The largest model, 16,384 tokens per micro-batch, on one machine with eight ranks and bucketed gradient reduction.
 #[test]
 fn eight_ranks_hold_the_largest_model() {
     let scratch = Scratch::new();
@@ -130,8 +131,8 @@ fn eight_ranks_hold_the_largest_model() {
         assert_eq!(phase.batch / phase.micro_batch, micro_batches);
         let held = phase.memory.sum();
         assert!(held < most * 1_000_000_000, "{micro_batches}: {held} bytes: {:?}", phase.memory);
-        // Each micro-batch's gradient in f32 from the rank that has it to the seven others that own it; new weights in bf16, but
-        // for vectors, from their owners to seven others.
+        // Each micro-batch's gradient in f32, from the rank that computed it to the seven other owners; new weights in
+        // bf16, except vectors, from each owner to the seven others.
         let (sent, parameters) = (phase.sent, needs.parameters as f64);
         let near = |found: u64, wanted: f64| (found as f64 / wanted - 1.0).abs() < 0.01;
         let gradients = 4.0 * parameters * 7.0 / 8.0 * micro_batches as f64;
@@ -141,7 +142,7 @@ fn eight_ranks_hold_the_largest_model() {
     }
 }
 
-/// ZAYA1-8B on 64 ranks and on 1,024, as it would be written: from the formulas alone.
+/// ZAYA1-8B on 64 ranks and on 1,024, computed by the formulas alone.
 #[test]
 fn no_rank_writes_more_than_tens_of_files_of_a_large_model() {
     let scratch = Scratch::new();
@@ -151,7 +152,7 @@ fn no_rank_writes_more_than_tens_of_files_of_a_large_model() {
     for (ranks, files) in [(64, 36), (1024, 6)] {
         let found = needs(&spec, &fleet(ranks, "mi300x")).unwrap().checkpoint;
         assert!(found.most_files <= files && found.most_files > 1, "{ranks} ranks: {found:?}");
-        // What is read before it is known which of 70 GB are needed.
+        // This is read before it is known which of the 70 GB are needed.
         assert!(found.manifest < 4_000_000 && found.bytes > 60_000_000_000, "{found:?}");
     }
 }

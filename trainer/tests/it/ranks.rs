@@ -1,6 +1,6 @@
 //! Fear: that the number of ranks leaves a trace in the bits.
 //!
-//! Ranks are threads here, each with a group of its own over the loopback: the same code as in processes of their own.
+//! Ranks are threads here, each with its own process group over loopback: the same code as in separate processes.
 
 use std::ops::Range;
 use std::thread;
@@ -47,7 +47,7 @@ fn an_audit_decides_no_bit() {
     assert!(scratch.ledger("whole") == scratch.ledger("ranks"));
 }
 
-/// The same with so many ranks on each of several machines.
+/// The same with a number of ranks on each of several machines.
 fn train_on(
     scratch: &Scratch,
     out: &str,
@@ -63,7 +63,7 @@ fn train_on(
     })
 }
 
-/// Does `work` as each of so many ranks on each of several machines.
+/// Runs `work` on each rank of several machines.
 pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sync) -> Vec<T> {
     let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
     let (table, work, port, world) = (table(), &work, store.port(), machines.iter().sum());
@@ -89,7 +89,7 @@ pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sy
 fn any_number_of_ranks_writes_one_ledger() {
     let scratch = Scratch::new();
     let alone = scratch.train("alone");
-    // 3 and 5 micro-batches: 4 and 8 ranks leave some idle, 2 cut a tree that is no power of two.
+    // 3 and 5 micro-batches: 4 and 8 ranks leave some idle, and 2 ranks split a tree whose size is not a power of two.
     for machines in [&[1][..], &[2], &[3], &[2, 2], &[3, 2], &[3, 1, 4]] {
         for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
             let out = format!("ranks-{machines:?}-{}", grad_reduce.name());
@@ -117,9 +117,9 @@ fn weights_travel_rounded_in_bf16() {
     crossed(&scratch, "bf16", &[&[3, 2][..]]);
 }
 
-/// Trains in `dtype` on these machines, and counts what crosses between them.
+/// Trains in `dtype` on these machines, and counts the bytes sent between them.
 fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
-    // 16 leaves a step, so that 4 and 8 ranks have whole subtrees.
+    // 16 micro-batches per step, so that 4 and 8 ranks have whole subtrees.
     let many = [
         ("batch = 6\nmicro_batch = 2", "batch = 16\nmicro_batch = 1"),
         ("batch = 5", "batch = 16"),
@@ -141,7 +141,7 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
                     assert_eq!(outcome.unwrap(), alone, "{out}");
                 }
                 assert_eq!(scratch.ledger("alone"), scratch.ledger(&out), "{out}");
-                // Labels, losses and checksums go to everybody either way.
+                // Labels, losses and checksums are sent to all ranks in either case.
                 let large = crossing(&spec, machines, grad_reduce, flat);
                 let counted = between_nodes(scratch, &out);
                 assert_eq!(planned(&spec, machines, grad_reduce, flat), large, "{out}: as planned");
@@ -156,7 +156,7 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
     }
 }
 
-/// What `ztrain plan` says of the same. It plans for machines with as many ranks each, the last one with fewer at most.
+/// The same by `ztrain plan`, which assumes equal machines, the last one possibly with fewer ranks.
 fn planned(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: bool) -> u64 {
     let fleet = Fleet {
         ranks: machines.iter().sum(),
@@ -170,13 +170,13 @@ fn planned(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: bool
     needs(spec, &fleet).unwrap().phases[0].sent.between_machines()
 }
 
-/// The bytes of gradients and weights that cross between machines in a step of 16 micro-batches: each block of a rank, or of a
-/// machine, to every owner elsewhere; the new weights of each owner to every rank, or machine, elsewhere.
+/// The bytes of gradients and weights sent between machines in a step of 16 micro-batches: each block of a rank, or of
+/// a machine, to every owner on other machines; each owner's new weights to every other rank, or machine.
 fn crossing(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: bool) -> u64 {
     let world: u32 = machines.iter().sum();
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
-    // New weights travel as the model reads them: the operands of large products rounded.
+    // New weights are sent as the model reads them: rounded if they are operands of large matmuls.
     let rounded = |piece: &&Piece| {
         spec.curriculum.dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products
     };
@@ -211,7 +211,7 @@ fn crossing(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: boo
     bytes
 }
 
-/// What all ranks of `out` sent to other machines in its second step.
+/// Bytes that all ranks of `out` sent to other machines in its second step.
 fn between_nodes(scratch: &Scratch, out: &str) -> u64 {
     let events = std::fs::read_to_string(scratch.path(out).join("events.jsonl")).unwrap();
     let events = events.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -226,7 +226,7 @@ fn a_run_goes_on_with_other_numbers_of_ranks() {
     for (machines, last) in [(&[2, 1][..], 2), (&[1], 4), (&[3, 2], 7), (&[2], 10)] {
         let part = train_on(&scratch, "parts", machines, |_, exec| {
             exec.stop_after = Some(last);
-            // Another way each time: what one grad_reduce began, the other goes on with.
+            // Alternates: each `grad_reduce` continues what the other began.
             exec.grad_reduce = if last % 3 == 1 { GradReduce::Bucketed } else { GradReduce::Whole };
         });
         assert!(part.iter().all(|outcome| outcome.as_ref().unwrap().step == last));
@@ -238,7 +238,7 @@ fn a_run_goes_on_with_other_numbers_of_ranks() {
 #[test]
 fn a_tensor_may_have_several_owners() {
     let scratch = Scratch::new();
-    // An embedding of more than one elementwise piece, and experts that fill a chunk of the norm alone or in pairs.
+    // An embedding of several elementwise pieces, and experts that fill a chunk of the norm alone or in pairs.
     let wide = [
         ("moe_intermediate_size = 16", "moe_intermediate_size = 2048\nvocab_size = 33000"),
         ("steps = 6", "steps = 1"),

@@ -1,4 +1,4 @@
-//! Fear: that a run goes on as another one, or that two become one.
+//! Fear: that a run continues as a different one, or that two runs become one.
 
 use std::fs::{self, OpenOptions};
 use std::time::Duration;
@@ -31,7 +31,7 @@ fn an_edit_is_refused_from_the_step_that_it_changes_on() {
         assert_eq!(fault.class(), Class::Usage, "{fault}");
         assert!(fault.to_string().contains(key) && fault.to_string().contains(step), "{fault}");
     }
-    // What comes later may change, and says so.
+    // Later steps may change, which is reported.
     scratch.edited("run.toml", &[("steps = 4", "steps = 2")]);
     assert_eq!(scratch.run(&path, "run", |_| ()).unwrap().step, 8);
     let events = fs::read_to_string(scratch.path("run/events.jsonl")).unwrap();
@@ -50,7 +50,7 @@ fn what_a_phase_is_called_decides_nothing() {
     let scratch = Scratch::new();
     let path = scratch.path("run.toml");
     scratch.run(&path, "run", stop_after(5)).unwrap();
-    // Steps 4 and 5 are recorded, and have to be computed again.
+    // Steps 4 and 5 are recorded, but have to be recomputed.
     fs::remove_dir_all(scratch.path("run/checkpoints/step-5")).unwrap();
     scratch.edited("run.toml", &[("\"short\"", "\"first\""), ("\"long\"", "\"second\"")]);
     assert_eq!(scratch.run(&path, "run", |_| ()).unwrap().step, 10);
@@ -64,7 +64,7 @@ fn what_a_phase_is_called_decides_nothing() {
     }
 }
 
-/// Both files that a person can edit say the same, and the ledger says otherwise.
+/// Both files that the user can edit agree, but the ledger differs.
 #[test]
 fn the_runs_own_curriculum_is_held_against_the_ledger() {
     let scratch = Scratch::new();
@@ -108,7 +108,7 @@ fn a_store_that_changed_is_refused() {
     assert!(fault.to_string().contains("content of a store"), "{fault}");
 }
 
-/// The stores are there, and as they were: what is wrong is the list.
+/// The stores exist and are unchanged: the list is wrong.
 #[test]
 fn stores_in_another_order_or_one_more_are_called_that() {
     let scratch = Scratch::new();
@@ -144,7 +144,7 @@ fn another_kernel_table_is_refused_by_name() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(2)).unwrap();
     let mut other = table();
-    // Not this processor's, whichever it is.
+    // A capability different from this processor's.
     let name = if other.cpu_capability == "AVX2" { "AVX512" } else { "AVX2" };
     other.cpu_capability = name.to_owned();
     let opened = Opened::open(scratch.path("run.toml")).unwrap();
@@ -172,7 +172,7 @@ fn what_does_not_fit_into_memory_is_refused_with_the_numbers() {
     assert!(!scratch.path("run").exists(), "nothing was begun");
 }
 
-/// Of workers that nobody asked for there are as many as fit.
+/// If the number of workers is not set, as many are used as fit into memory.
 #[test]
 fn workers_are_as_few_as_memory_asks_for() {
     let scratch = Scratch::new();
@@ -192,7 +192,7 @@ fn workers_are_as_few_as_memory_asks_for() {
     scratch.run(&scratch.path("run.toml"), "run", few).unwrap();
 }
 
-/// No machine has 10 TB; where the refusal is missing libtorch is asked for them.
+/// No machine has 10 TB. If this check were missing, libtorch would try to allocate them.
 #[test]
 fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well() {
     let scratch = Scratch::new();
@@ -224,7 +224,7 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     }
 }
 
-/// What takes the memory is what the answer advises against.
+/// The error names the flag that needs the memory.
 #[test]
 fn states_that_do_not_fit_into_memory_are_refused_by_their_flag() {
     let scratch = Scratch::new();
@@ -282,7 +282,7 @@ fn a_state_that_could_not_be_kept_is_not_said_to_be() {
         ("warmup_steps = 3", "warmup_steps = 0"),
     ];
     let path = scratch.edited("wild.toml", &wild);
-    // A file stands where the folder of the checkpoint would be.
+    // A file is where the checkpoint's folder would be.
     fs::create_dir_all(scratch.path("run/checkpoints")).unwrap();
     fs::write(scratch.path("run/checkpoints/step-1"), "").unwrap();
     let fault = scratch.run(&path, "run", |_| ()).unwrap_err();

@@ -1,5 +1,4 @@
-//! Fear: that what a replay leaves for the next question is taken for what it is not, and that several ranks replay anything
-//! but what one does.
+//! Fear: that a state kept by a replay is used wrongly later, and that several ranks replay differently from one.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -32,7 +31,7 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
     open_by(scratch, run, &table()).keeping(KEEP)
 }
 
-/// A machine that computes nothing: whoever asks it has to have the state.
+/// A machine that cannot compute: the state has to exist already.
 struct Idle;
 
 impl Executor for Idle {
@@ -41,14 +40,14 @@ impl Executor for Idle {
     }
 }
 
-/// The digest of the state after `step`, which has to be there without a step being computed.
+/// The digest of the state after `step`, which has to be available without computing a step.
 fn at_hand(replayer: Replayer, step: u64) -> Result<String> {
     let mut replayer = replayer.computed_by(Box::new(Idle));
     let state = replayer.state_after(step)?;
     state.sums(Workers::new(1)).map(|sums| sums.digest.to_string())
 }
 
-/// The folders of the states that are kept.
+/// The folders of the kept states.
 fn kept(scratch: &Scratch, run: &str) -> Vec<PathBuf> {
     let folders = |folder: PathBuf| -> Vec<PathBuf> {
         let entries = fs::read_dir(folder).into_iter().flatten();
@@ -60,7 +59,7 @@ fn kept(scratch: &Scratch, run: &str) -> Vec<PathBuf> {
     all
 }
 
-/// The files of a run but those that replays left.
+/// The files of a run, except those left by replays.
 fn own(scratch: &Scratch, run: &str) -> BTreeMap<String, Vec<u8>> {
     let mut files = scratch.tree(run);
     files.retain(|name, _| !name.starts_with("replays/"));
@@ -85,7 +84,7 @@ fn the_second_question_about_a_step_computes_nothing_on_the_way() {
     first.state_after(8).unwrap();
     assert_eq!(first.warnings, Vec::<String>::new());
     assert_eq!(at_hand(open(&scratch, "run"), 8).unwrap(), recorded_state(&scratch, "run", 8));
-    // Step 9 is that of a checkpoint: there is nothing to keep.
+    // Step 9 has a checkpoint, so nothing is kept.
     open(&scratch, "run").state_after(9).unwrap();
     assert_eq!(kept(&scratch, "run").len(), 1);
     assert!(before == own(&scratch, "run"), "what the run wrote was changed");
@@ -126,7 +125,7 @@ fn a_kept_state_that_is_stale_foreign_or_damaged_is_never_used() {
         let mut replayer = open(&scratch, "run");
         replayer.state_after(8).unwrap();
         assert!(replayer.warnings[0].contains("passed over: checkpoint step-8"), "it says so");
-        // And the right one stands there again.
+        // The correct state is there again.
         assert_eq!(at_hand(open(&scratch, "run"), 8).unwrap(), recorded_state(&scratch, "run", 8));
     }
     let mut later = table();
@@ -158,14 +157,14 @@ fn kept_states_are_bounded_in_number_and_bytes() {
         .sum();
     assert!(keeping(Keep { states: 9, bytes: size * 3 / 2 }, 7).is_empty());
     assert_eq!(names(), ["step-7"], "two are more than half as much again");
-    // Its numbers fit, its files are a little more.
+    // The state's numbers fit into this limit, its files are slightly larger.
     assert!(keeping(Keep { states: 9, bytes: size - 1 }, 5).is_empty());
     assert_eq!(names(), ["step-5"], "the newest one stays");
     let warnings = keeping(Keep { states: 9, bytes: 1000 }, 8);
     assert!(warnings[0].contains("state after step 8 is not kept"), "{warnings:?}");
     assert!(keeping(Keep { states: 0, ..KEEP }, 8).is_empty(), "nobody asked for it");
     assert_eq!(names(), ["step-5"]);
-    // Where nothing can be written the answer is the same, and it is said.
+    // If nothing can be written, the answer is the same, with a message.
     fs::remove_dir_all(scratch.path("run/replays")).unwrap();
     fs::write(scratch.path("run/replays"), "in the way").unwrap();
     let warnings = keeping(KEEP, 8);
@@ -248,7 +247,7 @@ fn ranks_that_see_or_are_asked_other_things_are_refused() {
             as_rank(&scratch, run(rank), world, asked(rank)).map(|replayer| replayer.recorded())
         })
     };
-    // A ledger that another rank sees shorter is one that is being written.
+    // A ledger that one rank sees shorter than another is still being written.
     let shorter = opened(|rank| ["run", "part"][rank as usize], |_| "step 3");
     assert_eq!(shorter.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [5, 5]);
     let asked = opened(|_| "run", |rank| ["step 3", "step 4"][rank as usize]);

@@ -1,4 +1,4 @@
-//! Fear: that what people are shown of a run is not what the run did.
+//! Fear: that reports about a run differ from what it did.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -47,7 +47,7 @@ fn the_table_says_what_the_ledger_says() {
     assert!(Table::open(&scratch.path("none"), None, 1).is_err());
 }
 
-/// An edit is told where it begins to matter, and what an earlier one said is not told again.
+/// An edit is reported where it takes effect; earlier reported edits are not repeated.
 #[test]
 fn changes_of_the_curriculum_are_told_once() {
     let scratch = Scratch::new();
@@ -78,7 +78,7 @@ fn changes_of_the_curriculum_are_told_once() {
     }
 }
 
-/// The chain is right, and the loss is a lie.
+/// The chain is valid, but the loss is forged.
 #[test]
 fn a_forged_loss_is_not_shown() {
     let scratch = Scratch::new();
@@ -110,7 +110,7 @@ fn a_page_has_the_run_its_stop_and_its_going_on() {
     assert_eq!(count(Happened::Checkpoint), 5, "after 3, 4, 6, 9 and 10");
     assert_eq!(view.log().memory.len(), 10);
     assert!(view.log().memory.iter().all(|bytes| *bytes > 1e6 || cfg!(not(target_os = "linux"))));
-    // What was read at once and what was read while it grew are the same.
+    // Reading everything at once gives the same as reading while the file grows.
     let whole = View::open(&root).unwrap();
     let told: Value = serde_json::from_str(&payload(&whole, 0).unwrap()).unwrap();
     assert_eq!(told, serde_json::from_str::<Value>(&payload(&view, 0).unwrap()).unwrap());
@@ -124,7 +124,7 @@ fn a_page_has_the_run_its_stop_and_its_going_on() {
     assert!(page.contains("connect-src 'none'") && page.starts_with("<!doctype html>"));
 }
 
-/// Asks for a target as `host`: the status and the body.
+/// Sends a request as `host`; returns the status and the body.
 fn ask(address: SocketAddr, host: &str, target: &str) -> (u16, String) {
     let mut stream = TcpStream::connect(address).unwrap();
     write!(stream, "GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n").unwrap();
@@ -134,7 +134,7 @@ fn ask(address: SocketAddr, host: &str, target: &str) -> (u16, String) {
     (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
 }
 
-/// Sets its flag however the test ends, so that the server does.
+/// Sets its flag when dropped, so that the server stops however the test ends.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -170,7 +170,7 @@ fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
         assert_eq!((status, &told["first"], &told["steps"]), (200, &5.into(), &10.into()));
         let column = told["columns"]["loss"].as_str().unwrap().len();
         assert_eq!(column, (6 * 4usize).div_ceil(3) * 4, "six steps in base64");
-        // Another run in the same place is not the same run grown on, and none is not one that stands still.
+        // Another run in the same place is not a continuation, and a missing run is not an idle one.
         let version = told["version"].as_str().unwrap();
         let later = format!("/data?known=10&version={version}");
         std::fs::remove_dir_all(scratch.path("run")).unwrap();

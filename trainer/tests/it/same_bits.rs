@@ -47,7 +47,7 @@ fn a_run_in_parts_is_the_whole_run() {
     }
     assert_eq!(scratch.train("parts"), whole);
     assert_same(&scratch, "whole", "parts");
-    // Another command on a finished run finds nothing to do.
+    // The same command on a finished run finds nothing to do.
     assert_eq!(scratch.train("parts"), whole);
     assert_same(&scratch, "whole", "parts");
 }
@@ -62,7 +62,7 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
     {
         let out = format!("killed-{index}");
         scratch.run(&scratch.path("run.toml"), &out, stop_after(8)).unwrap();
-        // A kill may tear the last line anywhere, and leave a checkpoint half written.
+        // A kill may truncate the last line anywhere, and leave a checkpoint half written.
         let path = scratch.path(&out).join("ledger.jsonl");
         let torn = &ledger[..cut];
         if torn.len() < scratch.ledger(&out).len() {
@@ -78,7 +78,7 @@ fn what_a_kill_loses_is_computed_again_with_the_same_bits() {
     }
 }
 
-/// Checkpoints beside a ledger that knows none of their steps: nobody can say what they belong to.
+/// Checkpoints next to a ledger with none of their steps: it is unknown what they belong to.
 #[test]
 fn a_lost_ledger_stops_a_run_until_it_is_told_to_begin_again() {
     let scratch = Scratch::new();
@@ -116,7 +116,7 @@ fn checkpoints_stay_as_told() {
 fn a_state_before_a_jump_comes_out_of_memory() {
     let scratch = Scratch::new();
     scratch.train("plain");
-    // Every loss is a jump against one that lies a hundred deviations lower, once there are eight.
+    // Every loss counts as a spike, since the threshold is a hundred deviations below the mean, once there are eight.
     let change = |exec: &mut trainer::ExecOptions| {
         exec.snapshots = SnapshotOptions { states: 2, every: 2, spike: -100.0 };
         (exec.checkpoint_every, exec.retention) =
@@ -129,7 +129,7 @@ fn a_state_before_a_jump_comes_out_of_memory() {
         tree.into_iter().filter(|(name, _)| name.starts_with("checkpoints")).collect::<Vec<_>>()
     };
     assert!(kept("ring").iter().any(|(name, _)| name == "checkpoints/step-8/manifest.json"));
-    // A run that goes on from that state alone ends with the same bytes.
+    // A run resumed from that state alone ends with the same bytes.
     fs::remove_dir_all(scratch.path("ring/checkpoints/step-10")).unwrap();
     scratch.run(&scratch.path("run.toml"), "ring", change).unwrap();
     assert_same(&scratch, "plain", "ring");
@@ -151,7 +151,7 @@ fn the_model_learns_and_the_balance_moves() {
     let loss = |step: usize| steps[step]["loss"].as_f64().unwrap();
     assert!((loss(0) - 50f64.ln()).abs() < 0.2, "{}", loss(0));
     assert!(loss(9) < loss(0) - 0.2, "{} to {}", loss(0), loss(9));
-    // Every token of the step was counted in every layer: 6 rows of 32 tokens.
+    // Every layer counted every token of the step: 6 rows of 32 tokens.
     for layer in steps[0]["tokens_per_expert"].as_array().unwrap() {
         let total: u64 =
             layer.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();

@@ -1,4 +1,4 @@
-//! Fear: that a plan says nothing of what would go wrong.
+//! Fear: that a plan does not warn of a problem.
 
 use loader::Opened;
 use trainer::RunSpec;
@@ -104,7 +104,7 @@ fn who_is_faster_than_others_waits_for_them() {
     let computed = even.seconds - sent.iter().map(|name| part(&even, name)).sum::<f64>();
     let more = part(&uneven, wait) - part(&even, wait);
     assert!((more / computed - 0.1).abs() < 1e-9, "{more} of {computed}");
-    // Who waits for the slowest does not wait for what travels meanwhile.
+    // Waiting for the slowest rank does not add to waiting for overlapped transfers.
     assert_eq!((even.hidden, part(&even, blocks)), (0.0, even.gradients));
     assert_eq!((much.hidden, part(&much, blocks)), (much.gradients, 0.0));
     assert!((uneven.hidden - more.min(uneven.gradients)).abs() < 1e-9);
@@ -114,7 +114,7 @@ fn who_is_faster_than_others_waits_for_them() {
     assert_eq!(left, right, "one rank waits for nobody");
 }
 
-/// The third phase with sequences cut into chunks, and fewer of them in a step than ranks.
+/// The third phase with sequences cut into chunks, and fewer sequences per step than ranks.
 fn long() -> RunSpec {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula/phase3.toml");
     let text = std::fs::read_to_string(&path).unwrap();
@@ -140,13 +140,13 @@ fn sharing_pays_where_ranks_would_be_idle() {
     let third = &alone[2].0;
     assert_eq!(third.idle_ranks, 8);
     assert_eq!(of(1, 1).seconds, third.seconds, "nobody shares");
-    // Half of them had nothing to do; what they now wait for each other is less than what they take over.
+    // Half of the ranks had nothing to do. What they now wait for each other is less than the work they take over.
     let [two, four] = [of(2, 1), of(4, 1)];
     assert!(two.seconds < third.seconds && two.seconds > third.seconds / 2.0, "{all:?}");
     assert!(two.memory < of(1, 1).memory && of(2, 2).memory < four.memory, "{all:?}");
-    // Twice as many as there is work for wait for each other, and compute no less in all.
+    // With twice as many ranks as there is work for, they wait for each other and compute no less in total.
     assert!(four.seconds > two.seconds, "{all:?}");
-    // Phases without chunks stand alone.
+    // In phases without chunks, ranks share nothing.
     assert!(all.iter().filter(|one| one.phase != "midtrain-32k").all(|one| one.cp * one.tsp == 1));
     let free = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
         latency_s: 0.0,

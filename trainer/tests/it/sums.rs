@@ -1,5 +1,5 @@
-//! Fear: that the sums and norms of a ledger line are not what they are called. Each is computed a second time here, from
-//! whole tensors and documents, in f64.
+//! Fear: that the sums and norms of a ledger line are not what their names say. Each is recomputed here from whole
+//! tensors and documents, in f64.
 
 use tch::{Device, Kind, Tensor};
 use trainer::ledger::{Packed, layers};
@@ -14,7 +14,7 @@ fn squares(tensor: &Tensor) -> f64 {
     tensor.to_kind(Kind::Double).square().sum(Kind::Double).double_value(&[])
 }
 
-/// Holds packed norms by layer against sums of squares by tensor.
+/// Compares packed norms by layer with sums of squares by tensor.
 fn assert_norms(found: &Packed, squares: &[f64], names: &[String], precise: f64) {
     let layers = layers(names);
     assert_eq!(found.0.len(), layers.len());
@@ -24,7 +24,7 @@ fn assert_norms(found: &Packed, squares: &[f64], names: &[String], precise: f64)
     }
 }
 
-/// The gradient that one rank makes of the step after `state`, as sums of squares by tensor.
+/// The gradient of the step after `state`, computed on one rank, as sums of squares by tensor.
 fn gradient(replayer: &Replayer, state: &State) -> Vec<f64> {
     let (spec, step) = (replayer.spec(), state.step + 1);
     let batch = loader::batch(&spec.plan, &spec.data, step, loader::RankSlice::WHOLE).unwrap();

@@ -20,12 +20,12 @@ use crate::folder::tree;
 
 pub(crate) const VOCAB: u32 = 50;
 
-/// What the documents of a generated store are.
+/// The documents of a generated store.
 #[derive(Clone)]
 pub(crate) struct Text {
-    /// How many of each source are trained on.
+    /// Training documents per source.
     pub(crate) documents: u64,
-    /// Of a hundred tokens of each source, how many are any token at all.
+    /// By source, the percentage of random tokens.
     pub(crate) noise: [u64; 2],
     /// Documents that begin with other tokens, by id.
     pub(crate) planted: BTreeMap<String, Vec<u32>>,
@@ -36,7 +36,7 @@ pub(crate) struct Scratch(TempDir);
 
 impl Scratch {
     pub(crate) fn new() -> Self {
-        // In memory where there is such a place: checkpoints flush every file, which a disk does slowly.
+        // In memory if possible: checkpoints sync every file, which is slow on a disk.
         let folder = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
         let scratch = Scratch(folder);
         scratch.write_store(1);
@@ -67,17 +67,17 @@ impl Scratch {
         self.write_other_store("store", ["web", "math"], seed);
     }
 
-    /// The usual store, in which some documents to train on, by id, begin with other tokens.
+    /// The usual store, in which some training documents begin with other tokens, by id.
     pub(crate) fn write_planted(&self, folder: &str, planted: &BTreeMap<String, Vec<u32>>) {
         self.write_text(folder, &Text { planted: planted.clone(), ..Text::easy() });
     }
 
-    /// A store of such text.
+    /// A store with this text.
     pub(crate) fn write_text(&self, folder: &str, text: &Text) {
         self.write_any_store(folder, ["web", "math"], 1, text);
     }
 
-    /// A store of these sources.
+    /// A store with these sources.
     pub(crate) fn write_other_store(&self, folder: &str, names: [&str; 2], seed: u64) {
         self.write_any_store(folder, names, seed, &Text::easy());
     }
@@ -129,10 +129,10 @@ impl Scratch {
         fs::read_to_string(self.path(out).join("ledger.jsonl")).unwrap()
     }
 
-    /// Every file under a run's folder but its events, by relative path.
+    /// Every file in a run's folder except its events, by relative path.
     pub(crate) fn tree(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
         let mut files = tree(&self.path(out));
-        // Of what a run holds, only its states and its ledger follow from its curriculum.
+        // Only a run's states and ledger follow from its curriculum.
         for other in ["events.jsonl", "lock", "lock.writer"] {
             files.remove(other);
         }
@@ -153,13 +153,13 @@ pub(crate) fn stop_after(step: u64) -> impl Fn(&mut ExecOptions) {
 }
 
 impl Text {
-    /// 120 documents that are learned whole.
+    /// 120 documents that can be learned completely.
     fn easy() -> Text {
         Text { documents: 120, noise: [0, 0], planted: BTreeMap::new() }
     }
 }
 
-/// A source of such documents, and 9 that are held out.
+/// A source with such documents, and 9 held-out ones.
 fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> SourceRecord {
     let key = Key::from_seed(seed).child(name);
     let train = (key, text.documents, noise);
@@ -184,7 +184,7 @@ fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> So
     }
 }
 
-/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, but for what is noise.
+/// Documents of 2 to 60 tokens that are easy to learn: each token follows from the one before, except for noise.
 fn stream(
     root: &Path,
     name: &str,
@@ -230,7 +230,8 @@ fn stream(
     stream
 }
 
-/// Ten steps in two phases of different mix, length, batch and micro-batch; three and five of them, so neither a power of two.
+/// Ten steps in two phases of different mix, length, batch and micro-batch, with three and five micro-batches per step,
+/// neither a power of two.
 pub(crate) const CURRICULUM: &str = r#"store = "store"
 seed = 11
 dtype = "f32"

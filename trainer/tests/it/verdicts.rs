@@ -1,7 +1,8 @@
-//! Fear: that what heads a verdict has nothing to do with the step. Trouble of many kinds is planted in runs with a history and
-//! text that is never learned whole; ordinary steps of runs in which something was changed long before have to have no head.
+//! Fear: that a verdict is headed by something unrelated to the step. Many kinds of problems are planted in runs with a
+//! history and with text that cannot be learned completely. Ordinary steps of runs in which something changed long
+//! before must have no head.
 //!
-//! Four cases run here; all of them by `tests/full.sh verdicts`, which prints a table.
+//! Four cases run here; `tests/full.sh verdicts` runs all and prints a table.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,21 +19,21 @@ use trainer::workers::Workers;
 
 use crate::support::{CURRICULUM, Scratch, Text, VOCAB, table};
 
-/// Whether all cases are asked for: they take minutes.
+/// Whether to run all cases, which takes minutes.
 fn is_full() -> bool {
     std::env::var_os("FULL").is_some()
 }
 
-/// What has to be the head of a verdict.
+/// The expected head of a verdict.
 enum Wanted {
-    /// These documents, and no other finding before them.
+    /// These documents, with no other finding before them.
     Documents(Vec<String>),
     Subject(Subject),
     /// No head at all.
     Nothing,
 }
 
-/// A step whose verdict is known.
+/// A step with a known verdict.
 struct Case {
     kind: &'static str,
     run: String,
@@ -46,7 +47,7 @@ struct Study {
     cases: Vec<Case>,
 }
 
-/// A phase of so many steps.
+/// A phase with this many steps.
 fn phase(name: &str, steps: u64, mix: &str, more: &str) -> String {
     let batch = if more.contains("batch") { "" } else { "batch = 8\nmicro_batch = 2\n" };
     format!(
@@ -56,13 +57,13 @@ fn phase(name: &str, steps: u64, mix: &str, more: &str) -> String {
 
 const EVEN: &str = "web = 1, math = 1";
 
-/// As many tokens as a document has at most, drawn by its id.
+/// As many tokens as a document has at most, sampled by its id.
 fn drawn(id: &str) -> Vec<u32> {
     let key = Key::from_seed(77).child(id);
     (0..60).map(|place| draw(key, Purpose::Generate, place) as u32 % VOCAB).collect()
 }
 
-/// The tokens of a planted document, by what it is.
+/// The tokens of a planted document, by kind.
 fn planted(what: &str, id: &str) -> Vec<u32> {
     let drawn = drawn(id);
     let by = |of: fn(u32) -> u32| (0..60).map(|place| (drawn[0] + of(place)) % VOCAB).collect();
@@ -103,7 +104,7 @@ impl Study {
         self.scratch.write_text(&format!("{run}-store"), &text);
     }
 
-    /// Trains until the run's end, or until it diverges.
+    /// Trains to the run's end, or until it diverges.
     fn train(&self, path: &Path, run: &str, until: u64) {
         let outcome = self.scratch.run(path, run, |exec| {
             (exec.checkpoint_every, exec.stop_after) = (1, Some(until));
@@ -122,7 +123,7 @@ impl Study {
         explain(&mut self.open(run), Request { step, window: 64, top: 8, tokens: 1 }).unwrap()
     }
 
-    /// The documents with most labels in a step.
+    /// The documents with the most labels in a step.
     fn longest(&self, run: &str, step: u64, count: usize) -> Vec<String> {
         let mut replayer = self.open(run);
         let mut state = replayer.state_after(step - 1).unwrap();
@@ -135,7 +136,7 @@ impl Study {
         self.cases.push(Case { kind, run: run.to_owned(), step, wanted });
     }
 
-    /// A run of this curriculum, and one in which documents are planted at some steps: what they are, and how many.
+    /// Runs this curriculum, and again with documents planted at some steps: their kind, and how many.
     fn plant(
         &mut self,
         (kind, run): (&'static str, &str),
@@ -155,7 +156,7 @@ impl Study {
         self.train(path, run, last);
     }
 
-    /// Whether each case has the head that it should, a line for each kind: kind, cases, held, and what did not.
+    /// The result by kind of case: how many there are, how many are right, and which are not.
     fn told(&self) -> BTreeMap<&'static str, (usize, Vec<String>)> {
         let mut kinds: BTreeMap<&'static str, (usize, Vec<String>)> = BTreeMap::new();
         for Case { kind, run, step, wanted } in &self.cases {
@@ -198,7 +199,7 @@ impl Study {
     }
 }
 
-/// A run that forgot nothing: a rate that was amended 15 steps before, three kinds of documents, and an ordinary step.
+/// After a rate that was amended some 15 steps before: three kinds of planted documents, and an ordinary step.
 #[test]
 fn an_old_change_heads_no_verdict() {
     let mut study = Study::new();
@@ -265,7 +266,7 @@ fn ordinary_steps_have_no_head() {
     assert!(*all == 200 && failed.len() <= 4, "{} of {all}", failed.len());
 }
 
-/// Documents in a plain run, after an old rate and after an old mixture.
+/// Documents in a plain run, after an old change of rate, and after an old change of mixture.
 fn documents(study: &mut Study) {
     let whole = phase("all", 110, EVEN, "");
     for (kind, run, what, seed) in [
@@ -291,7 +292,7 @@ fn documents(study: &mut Study) {
     study.plant(("a document 37 steps after a mixture", "mix"), &path, &steps);
 }
 
-/// What was changed right before a step.
+/// Changes right before a step.
 fn changes(study: &mut Study) {
     let amended = |step: u64, lr: &str| {
         format!(
@@ -341,7 +342,7 @@ fn changes(study: &mut Study) {
     }
 }
 
-/// What a machine did: a bit, and slow steps.
+/// Faults of a machine: a bit, and slow steps.
 fn machines(study: &mut Study) {
     let path = study.curriculum("slow", 41, &[], &phase("all", 110, EVEN, ""));
     study.train(&path, "slow", 66);
@@ -351,7 +352,7 @@ fn machines(study: &mut Study) {
         let mut event: Value = serde_json::from_str(line).unwrap();
         let step = event["step"].as_u64().unwrap_or(0);
         if event["event"] == "step" {
-            // As on a machine that does nothing else, but for three of them.
+            // As on an otherwise idle machine, except for three steps.
             let seconds = if [50, 55, 60].contains(&step) { 1.0 } else { 0.1 };
             (event["seconds"], event["tokens_per_second"]) =
                 (seconds.into(), (512.0 / seconds).into());

@@ -1,4 +1,4 @@
-//! Fear: that what one looks at while a run goes on is not what the run computed.
+//! Fear: that what is shown while a run is active differs from what it computed.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +18,7 @@ use trainer::workers::Workers;
 use crate::ranks::train_with;
 use crate::support::{Scratch, stop_after, table, workers};
 
-/// One number of a curve.
+/// One point of a curve.
 #[derive(Debug, PartialEq)]
 struct Point {
     step: u64,
@@ -57,7 +57,7 @@ fn fields(mut bytes: &[u8]) -> Vec<(u64, u64, Vec<u8>)> {
     found
 }
 
-/// CRC-32C bit by bit, by its polynomial, then masked as the format wants.
+/// CRC-32C bit by bit from its polynomial, then masked as the format requires.
 fn sum(bytes: &[u8]) -> u32 {
     let mut sum = u32::MAX;
     for bit in bytes.iter().flat_map(|byte| (0..8).map(move |bit| u32::from(byte >> bit & 1))) {
@@ -68,7 +68,7 @@ fn sum(bytes: &[u8]) -> u32 {
     sum.rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// What a reader makes of a run's curves: files in the order of names, each start of a session voiding later steps.
+/// The curves as a reader sees them: files in order of name, and each start of a session discards later steps.
 fn curves(scratch: &Scratch, run: &str) -> Vec<Point> {
     let mut files: Vec<_> = fs::read_dir(scratch.path(run).join("metrics"))
         .unwrap()
@@ -117,7 +117,7 @@ fn at(points: &[Point], tag: &str) -> BTreeMap<u64, f32> {
 fn curves_show_what_the_ledger_says_also_across_stops() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(5)).unwrap();
-    // The newest checkpoint is lost, so that steps 4 and 5 are computed and drawn again.
+    // The newest checkpoint is lost, so steps 4 and 5 are recomputed and their points written again.
     fs::remove_dir_all(scratch.path("run/checkpoints/step-5")).unwrap();
     scratch.train("run");
     let points = curves(&scratch, "run");
@@ -161,7 +161,7 @@ fn losses_by_source_are_those_of_its_documents() {
     }
 }
 
-/// Every validation in a run's events: step, source ("all" too), bits, labels, mean.
+/// Every validation in a run's events: step, source (or "all"), bits, labels, mean.
 fn validations(scratch: &Scratch, run: &str) -> BTreeMap<(u64, String), (String, u64, f64)> {
     let text = fs::read_to_string(scratch.path(run).join("events.jsonl")).unwrap();
     let mut found = BTreeMap::new();
@@ -197,14 +197,14 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
     let found = validations(&scratch, "run");
     let steps: Vec<u64> = found.keys().map(|(step, _)| *step).collect();
     assert_eq!(steps, [4, 4, 4, 8, 8, 8, 10, 10, 10]);
-    // Workers and stops do not show; a stop only adds a look at the step it stops after.
+    // Workers and stops have no effect, except that a stop adds a validation at its step.
     scratch.run(&scratch.path("run.toml"), "parts", change(1, Some(5))).unwrap();
     fs::remove_dir_all(scratch.path("parts/checkpoints/step-5")).unwrap();
     scratch.run(&scratch.path("run.toml"), "parts", change(3, None)).unwrap();
     let mut parts = validations(&scratch, "parts");
     parts.retain(|(step, _), _| *step != 5);
     assert_eq!(parts, found);
-    // And it decides nothing.
+    // Validation does not affect training.
     scratch.run(&scratch.path("run.toml"), "none", |exec| exec.validation.every = 0).unwrap();
     assert!(scratch.ledger("none") == scratch.ledger("run"));
     assert!(validations(&scratch, "none").is_empty());
@@ -215,7 +215,7 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
     }
 }
 
-/// Every window by itself, through the forward and backward pass of training.
+/// Evaluates every window separately, through training's forward and backward pass.
 fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, f64)>) {
     let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
@@ -271,12 +271,12 @@ fn few_windows_are_spread_and_never_twice() {
     let labels: Vec<u64> = (1..=20).map(|windows| take(windows)[0].labels).collect();
     assert!(labels.is_sorted(), "{labels:?}");
     assert!(labels[0] < labels[19] && labels[19] <= whole[0].labels);
-    // Each number of windows that covers the text is the whole text once.
+    // Every count of windows that covers the text is the whole text once.
     let windows = validation::windows(&spec.data, "web", 32).unwrap();
     assert_eq!(take(windows)[0], whole[0]);
 }
 
-/// How a step is cut into micro-batches is an argument of training alone.
+/// The cut of a step into micro-batches matters only to training.
 #[test]
 fn micro_batches_do_not_show_in_the_loss_on_held_out_text() {
     let scratch = Scratch::new();
@@ -296,7 +296,7 @@ fn micro_batches_do_not_show_in_the_loss_on_held_out_text() {
     assert!(taken.iter().all(|one| *one == taken[0]), "{taken:?}");
 }
 
-/// Many ranks draw the same curves, and take the same loss on held-out text.
+/// Several ranks write the same curves and the same validation loss.
 #[test]
 fn ranks_do_not_show_in_what_one_looks_at() {
     let scratch = Scratch::new();

@@ -1,8 +1,8 @@
-//! Amendments against the naive program: mixes that change in the middle of a phase, documents that are banned.
+//! Amendments compared with the naive program: mixes that change within a phase, and banned documents.
 
 use super::*;
 
-/// An amendment of the mix: a step, counted in the run, and weights.
+/// An amendment of the mix: a step of the run, and weights.
 fn amendment_text(step: u64, weights: &[u32]) -> String {
     let named = ["a", "b", "c"].iter().zip(weights).filter(|(_, weight)| **weight > 0);
     let mix: Vec<String> = named.map(|(name, weight)| format!("{name} = {weight}")).collect();
@@ -12,7 +12,7 @@ fn amendment_text(step: u64, weights: &[u32]) -> String {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// From an amendment on another mix is served, and every source goes on where it was; what came before stays.
+    /// From an amendment on another mix is served, and every source continues at its position. Earlier samples stay.
     #[test]
     fn amended_mixes_are_the_simulation(
         seed in 0u64..1 << 40,
@@ -32,7 +32,7 @@ proptest! {
         let mut text = plain.clone();
         for (step, weights) in amended {
             let one = amendment_text(step, &weights);
-            // A mix that has no weights, or that is there already, is refused: the amendment does not stand.
+            // A mix without weights, or the same as before, is refused: that amendment is skipped.
             let Ok(curriculum) = Curriculum::parse(&(text.clone() + &one), "c.toml") else { continue };
             let unamended = Plan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &facts).unwrap();
             text += &one;
@@ -42,7 +42,7 @@ proptest! {
             for source in 0..3 {
                 prop_assert_eq!(plan.standing(source, step), unamended.standing(source, step));
             }
-            // Whole text, not digests: samples before are the same, whichever part of a phase they are in.
+            // Whole samples, not digests: earlier ones are the same, even if their phase was split.
             for sample in 0..plan.step(step).unwrap().first_sample {
                 prop_assert_eq!(plan.sample(sample).unwrap(), unamended.sample(sample).unwrap());
             }
@@ -63,7 +63,7 @@ proptest! {
         }
     }
 
-    /// A banned document is hidden in every sample from its step on, in none before, and nothing else is.
+    /// A banned document is hidden in every sample from its step on and in none before; nothing else is hidden.
     #[test]
     fn banned_text_is_hidden_from_its_step_on(
         tokens in prop::collection::vec(tokens_draw(), 3),
@@ -71,7 +71,7 @@ proptest! {
         bans in prop::collection::vec((any::<prop::sample::Index>(), 0u64..4000), 1..6),
         length in 1u64..40,
     ) {
-        // Documents of one length, cut off at the end.
+        // Documents of one length, the last one shorter.
         let sources: Vec<SourceFacts> = facts(&tokens)
             .into_iter().map(|facts| SourceFacts { documents: facts.tokens.div_ceil(length), ..facts }).collect();
         let steps: u64 = phases.iter().map(|phase| phase.steps).sum();

@@ -1,4 +1,4 @@
-//! Long phases after short ones: how much of what they read is one run of text.
+//! Long phases after short ones: how much of their text is contiguous.
 
 use super::*;
 
@@ -16,7 +16,8 @@ fn planned(seed: u64, phases: &[PhaseDraw], tokens: u64) -> (Plan, Vec<SampleSpe
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Of a source of at least 16 units a longer phase finds at most a sixteenth open, wherever the shorter one ended.
+    /// With at least 16 units, a longer phase finds at most a sixteenth of the source open, wherever the shorter one
+    /// ended.
     #[test]
     fn a_long_phase_joins_at_most_a_sixteenth(
         seed in any::<u32>(),
@@ -34,7 +35,7 @@ proptest! {
         prop_assert!(plan.makeup(1, 0).joined <= units / 16);
     }
 
-    /// Under `defer` nothing is joined before the epoch has no other text; and no text is lost or repeated.
+    /// With `defer`, nothing is joined until the epoch has no other text; no text is lost or repeated.
     #[test]
     fn deferred_text_waits_for_the_end_of_the_epoch(
         seed in any::<u32>(),
@@ -52,13 +53,13 @@ proptest! {
         for (at, sample) in samples.iter().enumerate().filter(|(_, s)| s.spans.len() > 1) {
             let before = samples[..at].iter().filter(|s| s.epoch == sample.epoch);
             let seen: u64 = before.flat_map(|s| &s.spans).map(|s| u64::from(s.tokens)).sum();
-            // All that was put off: a group for each change of length.
+            // All deferred text: at most one group per change of length.
             let most = (tokens / 16).max(12) * lengths.len() as u64;
             prop_assert!(tokens - seen <= most, "joined with {} of {} tokens to come", tokens - seen, tokens);
         }
     }
 
-    /// Text that was put off comes back unjoined as soon as its length does.
+    /// Deferred text is served unjoined as soon as a phase of its length begins.
     #[test]
     fn deferred_text_comes_back_where_it_fits(seed in any::<u32>(), units in 16u64..200, steps in 1u64..5) {
         let phases = [alone(4, steps, true), alone(6, 2, true), alone(2, 2, true)];
@@ -67,11 +68,11 @@ proptest! {
         let group = units / 16 * 12;
         let left = (group - steps * 4 % group) % group;
         let opened: Vec<u64> = of(0).map(|span| span.start / 12).collect();
-        // Nothing of the group that is open at 4 is read at 6.
+        // No text of the group opened at 4 is read at 6.
         if left > 0 {
             prop_assert!(of(1).all(|span| !opened.contains(&(span.start / 12))));
         }
-        // At 2 the windows of 4 come back first, each split in two.
+        // At 2, the windows of 4 are served first, each split in two.
         if left >= 4 {
             let text: Vec<&Span> = of(2).collect();
             prop_assert_eq!(text[0].start + 2, text[1].start);

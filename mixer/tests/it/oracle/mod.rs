@@ -1,7 +1,7 @@
-//! The plan against a naive program of the same rules: lists instead of closed forms, one sample after the other.
+//! Compares the plan with a naive program of the same rules: lists instead of closed forms, one sample after the other.
 //!
-//! Only the keyed permutation and its keys are shared with the plan; they have tests of their own. Everything else
-//! is written again here in the most obvious way.
+//! They share only the keyed permutation and its keys, which have their own tests. Everything else is written again
+//! here in the most obvious way.
 
 mod amendments;
 mod long;
@@ -14,12 +14,12 @@ use curriculum::Phase;
 use mixer::{Curriculum, Makeup, Plan, RemainderRule, SampleSpec, SourceFacts, Span, Visit};
 use proptest::prelude::*;
 
-/// A source as lists: what is left of groups that were opened, and the groups that were not.
+/// A source as lists: what is left of opened groups, and the groups not opened yet.
 struct Queue {
     key: Key,
     tokens: u64,
     unit: u64,
-    /// Epochs that have begun.
+    /// Epochs begun.
     begun: u64,
     groups: VecDeque<(u64, Vec<u64>)>,
     open: Option<Left>,
@@ -27,7 +27,7 @@ struct Queue {
     phase: Option<usize>,
 }
 
-/// Windows of a group that are to come, and how much of the first of them is gone.
+/// The remaining windows of a group, and how many tokens of the first have been served.
 struct Left {
     cut: u32,
     windows: VecDeque<Span>,
@@ -39,7 +39,7 @@ impl Left {
         self.cut.is_multiple_of(seq_len) && self.gone.is_multiple_of(seq_len)
     }
 
-    /// The next `seq_len` tokens: of one window where windows are split, else of as many as it takes.
+    /// The next `seq_len` tokens: from one window if windows are split, else from as many as needed.
     fn next(&mut self, seq_len: u32) -> Vec<Span> {
         let fits = self.fits(seq_len);
         let (mut room, mut text) = (seq_len, Vec::new());
@@ -122,7 +122,7 @@ impl Queue {
     }
 }
 
-/// A mixing tree that counts what it has sent where.
+/// A mixing tree that counts how many samples it has sent each way.
 enum Tree {
     Source(usize),
     Node {
@@ -161,7 +161,7 @@ impl Tree {
             Tree::Source(source) => *source,
             Tree::Node { left, right, left_weight, total, sent, sent_left } => {
                 *sent += 1;
-                // The nearest whole number to sent x weight / total, halves upwards.
+                // sent x weight / total, rounded to nearest, halves up.
                 let due = (2 * *sent * *left_weight + *total) / (2 * *total);
                 if due > *sent_left {
                     *sent_left += 1;
@@ -174,7 +174,7 @@ impl Tree {
     }
 }
 
-/// Every sample of the run, by simulation.
+/// Simulates every sample of the run.
 fn simulate(curriculum: &Curriculum, facts: &[SourceFacts]) -> Vec<SampleSpec> {
     let mut queues: Vec<Queue> = facts.iter().map(|f| Queue::new(curriculum.seed, f)).collect();
     let (mut samples, mut part, mut number) = (Vec::new(), 0, 0);
@@ -247,7 +247,7 @@ fn tokens_draw() -> impl Strategy<Value = u64> {
     prop_oneof![1u64..40, 1u64..3000, 12_000u64..26_000, Just(12_288u64), Just(12_289u64)]
 }
 
-/// A curriculum over sources `a`, `b`, `c` with as many epochs as it likes.
+/// A curriculum over sources `a`, `b`, `c` without a limit on epochs.
 fn curriculum_text(seed: u64, phases: &[PhaseDraw]) -> String {
     limited_text(seed, phases, [1_000_000; 3])
 }
@@ -274,7 +274,7 @@ fn limited_text(seed: u64, phases: &[PhaseDraw], max_epochs: [u64; 3]) -> String
 }
 
 fn facts(tokens: &[u64]) -> Vec<SourceFacts> {
-    // Not in the order of their names: the order of stores decides nothing.
+    // Not in name order: the order of stores must not matter.
     [("c", 2), ("a", 0), ("b", 1)]
         .iter()
         .map(|&(name, i)| SourceFacts {
@@ -286,7 +286,8 @@ fn facts(tokens: &[u64]) -> Vec<SourceFacts> {
         .collect()
 }
 
-/// Each token of a source once in each epoch before any twice; the open epoch has none twice.
+/// Checks that each epoch has each token of a source once, complete before the next begins; the last epoch has none
+/// twice.
 fn covers(samples: &[SampleSpec], facts: &[SourceFacts]) -> Result<(), TestCaseError> {
     for (source, facts) in facts.iter().enumerate() {
         let of_source: Vec<&SampleSpec> =
@@ -353,7 +354,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
 
-    /// A run is refused if, and only if, a source runs out, with the first step that would repeat it.
+    /// A run is refused if and only if a source runs out, naming the first step that would repeat it.
     #[test]
     fn repeats_are_refused_with_their_step(
         tokens in prop::collection::vec(tokens_draw(), 3),
@@ -384,7 +385,7 @@ proptest! {
         }
     }
 
-    /// What comes later, or is not used yet, reaches no digest; what is used does.
+    /// Later or unused parts change no digest; used parts do.
     #[test]
     fn digests_follow_effect(
         tokens in prop::collection::vec(tokens_draw(), 3),
@@ -421,11 +422,12 @@ proptest! {
             let edit = plan(edit, &sources);
             prop_assert_eq!(edit.digest_through(first_of_last - 1), whole.digest_through(first_of_last - 1));
             let used = phases[last].weights.iter().filter(|&&weight| weight > 0).count();
-            // One source has all the weight whatever its weight is, and a cut phase is the same while it lasts.
+            // A single source has the whole weight, whatever its number; and a shortened phase is the same while it
+            // lasts.
             let same = (kind == 0 && used == 1 && phases[last].weights[0] > 0) || kind == 3;
             prop_assert_eq!(edit.digest_through(first_of_last) == whole.digest_through(first_of_last), same);
         }
-        // Samples decide: two plans with one digest give the same samples as far as it reaches.
+        // Equal digests mean equal samples up to that step.
         let end = if step == 0 { 0 } else { whole.step(step).unwrap().first_sample + whole.step(step).unwrap().batch };
         let long = plan(&longer, &sources);
         for sample in 0..end {
@@ -437,8 +439,8 @@ proptest! {
     }
 }
 
-/// Every window of three groups, wherever the partial unit falls: the few windows just behind its group are where a
-/// wrong count would show, and random runs seldom stop there.
+/// Checks every window of three groups, wherever the partial unit is. A wrong count would show in the few windows right
+/// after its group, where random runs seldom stop.
 #[test]
 fn windows_behind_the_partial_unit_are_found() {
     for seed in 0..6 {
@@ -458,7 +460,7 @@ fn windows_behind_the_partial_unit_are_found() {
     }
 }
 
-/// What the plan says of each phase and source, against the samples.
+/// Compares the plan's totals for each phase and source with the samples.
 fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError> {
     let mut taken: BTreeMap<usize, u64> = BTreeMap::new();
     for (index, phase) in plan.phases().iter().enumerate() {
@@ -483,7 +485,7 @@ fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError
     Ok(())
 }
 
-/// What samples are made of, one by one.
+/// The composition of samples, counted one by one.
 fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Makeup {
     let mut all = Makeup::default();
     for SampleSpec { spans, seq_len, .. } in samples {
@@ -512,7 +514,7 @@ fn steps_agree(plan: &Plan) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// `visits`, token by token, against a walk over every sample.
+/// Compares `visits`, token by token, with a scan of every sample.
 fn visits_agree(
     plan: &Plan,
     samples: &[SampleSpec],

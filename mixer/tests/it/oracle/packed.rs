@@ -1,4 +1,4 @@
-//! Sources that are packed, against lists of packs in permuted order.
+//! Packed sources compared with lists of packs in permuted order.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,7 +11,7 @@ use mixer::{
 };
 use proptest::prelude::*;
 
-/// Packs as lists: of each length those of one run, those of several, those with room left.
+/// Packs as lists: for each length the contiguous ones, the joined ones, those with free space.
 #[derive(Debug)]
 struct Lists {
     lengths: Vec<PackedLength>,
@@ -19,7 +19,7 @@ struct Lists {
 }
 
 impl Lists {
-    /// Cuts a stream into packs of such lengths: what rule made them is no matter here.
+    /// Cuts a stream into packs of these lengths by an arbitrary rule.
     fn new(tokens: u64, cuts: &[(usize, u32, u32)], lengths: &[u32]) -> Self {
         let mut kinds = vec![[Vec::new(), Vec::new(), Vec::new()]; lengths.len()];
         let mut at = 0;
@@ -178,7 +178,7 @@ proptest! {
         prop_assert_eq!(all.iter().map(|visit| u64::from(visit.tokens)).sum::<u64>(), taken);
         let begun = served.iter().zip(&lists.packs).map(|(served, packs)| served.div_ceil(packs.len() as u64));
         prop_assert_eq!(plan.epochs_needed(0), begun.max().unwrap());
-        // The plan knows where it was cut, and the packs are part of its digest.
+        // The plan depends on where documents are cut, and the packs are part of its digest.
         let unpacked = text(&phases).replace("packing = \"best-fit\"\nlengths = { 6 = 1, 12 = 2 }\n", "");
         let unpacked = Curriculum::parse(&unpacked, "test.toml").unwrap();
         let unpacked = Plan::new(&unpacked, &facts(tokens)).unwrap();
