@@ -142,7 +142,7 @@ fn notes(left: &Head, right: &Head) -> Vec<String> {
     notes
 }
 
-/// The keys in which two curricula differ, as far as that changes a step.
+/// The keys in which two curricula differ and which affect a step.
 fn curricula(a: &str, b: &str) -> String {
     const TOLD: usize = 3;
     let parsed = [("a", a), ("b", b)].map(|(place, text)| Curriculum::parse(text, place).ok());

@@ -60,9 +60,9 @@ pub struct ExecOptions {
     pub memory: u64,
     /// The run's folder.
     pub out: PathBuf,
-    /// Set by a signal: stop after the current step.
+    /// Set from outside to stop after the current step.
     pub stop: Arc<AtomicBool>,
-    /// Set by a signal: save the state after the current step and continue; reset once handled.
+    /// Set from outside to save the state after the current step and continue; reset once handled.
     pub keep: Arc<AtomicBool>,
 }
 
