@@ -4,8 +4,8 @@
 //! run.toml        the curriculum in canonical form, stores by absolute path
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
 //! checkpoints/    step-N, committed by its manifest   lock            held by every process of the run
-//! metrics/        curves for TensorBoard              checkpoints.at  where checkpoints are if not here, and their owner key
-//! forked.json     which run it was forked from, if any               lock.writer     held by the process that writes here
+//! metrics/        curves for TensorBoard              checkpoints.at  place of checkpoints elsewhere, and its key
+//! forked.json     the run it was forked from, if any  lock.writer     held by the process that writes here
 //! replays/        states before replayed steps; runs never continue from them
 //! ```
 

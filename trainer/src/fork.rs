@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! ledger.jsonl   the first N + 1 lines of the other run, byte for byte (line 0 is its identity)
-//! run.toml       its curriculum, amended from step N + 1 on; that step's line will contain the text, chained as any other
+//! run.toml       its curriculum, amended from step N + 1 on; that step's ledger line will contain the text
 //! checkpoints/   those up to step N, by links            events.jsonl   its events up to step N
 //! metrics/       its curves; those of later steps are dropped when the new run continues
 //! forked.json    which run, its location, and after which step

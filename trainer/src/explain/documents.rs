@@ -38,7 +38,7 @@ use crate::workers::Workers;
 pub struct DocumentGradient {
     /// The sum of squares of its own gradient.
     pub squares: f64,
-    /// Its product with the step's gradient.
+    /// Its dot product with the step's gradient.
     pub dot: f64,
 }
 
@@ -48,7 +48,7 @@ pub struct DocumentEvidence {
     /// Its origin and its loss.
     #[serde(flatten)]
     pub document: DocumentLoss,
-    /// Its loss, less what as many labels of its source cost in the steps before, in nats.
+    /// Its loss, minus what as many labels of its source cost in the steps before, in nats.
     pub excess: f64,
     /// The norm of its gradient.
     pub gradient_norm: f64,

@@ -71,8 +71,8 @@ pub struct Unexplained {
     pub excess: f64,
     /// The same without the top documents.
     pub excess_left: f64,
-    /// The step's gradient minus the sum of its documents', as a fraction of it along its direction: rounding error, if
-    /// every label belongs to a document.
+    /// The step's gradient minus the sum of its documents', projected on the former and relative to it: rounding error,
+    /// if every label belongs to a document.
     pub gradient: f64,
     /// The same minus the sum of the top documents.
     pub gradient_left: f64,

@@ -16,7 +16,7 @@ const FAR: f64 = 4.5;
 /// The same where both loss and gradient norm are that far, which rarely happens by chance.
 const FAR_TOGETHER: f64 = 3.0;
 
-/// The minimum spread of a loss, as a fraction of it.
+/// The minimum spread of a loss, as a fraction of the loss.
 const LOSS_FLOOR: f64 = 5e-3;
 
 /// The minimum spread of the logarithm of a norm.

@@ -31,7 +31,7 @@ pub struct SpeedEvidence {
 }
 
 impl SpeedEvidence {
-    /// The speed of a step; `None` if there is no event of it.
+    /// The speed of a step; `None` if the events do not contain it.
     pub(super) fn read(folder: &RunFolder, step: u64) -> Result<Option<SpeedEvidence>> {
         let mut log = Log::new(&folder.events(), &folder.ledger());
         log.refresh()?;
