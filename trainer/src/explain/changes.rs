@@ -92,7 +92,7 @@ const SHARE: f64 = 0.02;
 struct Known {
     step: u64,
     lr: f64,
-    /// Why it was skipped, if that is recorded.
+    /// Whether it was skipped, and why; if that is recorded.
     skipped: Option<Skipped>,
     /// Whether an accepted edit took effect with it.
     edited: bool,

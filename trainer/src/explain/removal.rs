@@ -28,7 +28,7 @@ pub struct Removal {
     pub loss: f64,
     /// The gradient norm without them; `None` if the step still diverges.
     pub norm: Option<f64>,
-    /// Why the step would have been skipped; `None` if it would not.
+    /// Whether the step would have been skipped, and why; `None` where the curriculum skips no step.
     pub skipped: Option<Skipped>,
     /// The mean loss of the next step afterwards; `None` if there is no next step.
     pub next_loss: Option<f64>,

@@ -1,7 +1,7 @@
 //! `ztrain supervise`: starts the whole command of a run, and restarts it according to the rules.
 //!
 //! ```text
-//! guard            `ztrain supervise`: holds the folder, and detects how the command ended and whether it makes progress
+//! guard            `ztrain supervise`: holds the folder, detects how the command ended and whether it makes progress
 //!   launcher       `ztrain --nproc N`: starts the ranks, serves their store; restarts and evicts single ranks
 //!     ranks        train
 //! ```

@@ -38,7 +38,7 @@ pub(super) struct Rank {
     ended: Option<ExitStatus>,
     /// Why the launcher ended it, if it did.
     evicted: Option<&'static str>,
-    /// What the rules say about it, where the launcher ended it for that.
+    /// The rule that made the launcher end it.
     sentence: Option<Rule>,
     /// Whether its end was handled.
     judged: bool,
