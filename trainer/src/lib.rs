@@ -1,15 +1,15 @@
 //! Training: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
 //!
-//! - [`spec`] is what is trained (hashed), [`exec`] how fast (not hashed). [`run`] is the training loop, [`folder`] its output.
-//! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], a fixed tree adds them, [`optim`] updates the
-//!   [`state`]; on one rank or on many, with the same bits.
+//! - [`spec`] is what is trained (hashed), [`exec`] how fast (not hashed). [`run`] is the training loop, [`folder`] its folder.
+//! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], a fixed tree adds them, [`optim`] updates
+//!   the [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] decides which micro-batches are computed twice.
 //! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
-//! - [`replay`] recomputes past steps, [`explain`] finds what was unusual about one; [`compare`] finds where two runs diverge.
+//! - [`replay`] recomputes past steps, [`explain`] explains one; [`compare`] finds where two runs diverge.
 //! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains; [`chart`] plots it.
-//! - [`plan`] predicts what a run will need before anything is allocated, [`sizing`] how fast it will be and on which machines.
+//! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines.
 //! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
-//! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] writes
+//! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
 //!   curves, [`validate`] computes the validation loss, [`progress`] prints a line for each step.
 //! - [`report`] shows a run to people: a table, odd steps with their causes, a page.
 //!
