@@ -1,6 +1,6 @@
 //! Training: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
 //!
-//! - [`spec`] is what is trained (hashed), [`exec`] how fast (not hashed). [`run`] is the training loop, [`folder`] its folder.
+//! - [`spec`] is what is trained (hashed), [`exec`] how fast (not hashed). [`run`] is the loop, [`folder`] its folder.
 //! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], a fixed tree adds them, [`optim`] updates
 //!   the [`state`]; on one rank or on many, with the same bits.
 //! - [`audit`] decides which micro-batches are computed twice.

@@ -3,14 +3,14 @@
 //!
 //! ```text
 //! window    steps A .. B - 1, computed from the true state before A with the data, rates and optimizer of the run
-//! target    mean loss of the batch of step B, as the run reads it, with the state after the window: no step has trained on it
-//! actual    target without some documents of step A, minus target with all; they are masked in every step of the window
-//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A by plain gradient descent
+//! target    mean loss of the batch of step B, as the run reads it, with the state after the window (not trained on it)
+//! actual    target without some documents of step A, minus target with all; they are masked in the whole window
+//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A by plain SGD
 //!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
 //!           grad target at the state after the window, g_d at the state before it
 //! dot       +lr <grad target, sum of g_d> / D, both gradients at the state before A: as methods with one checkpoint do
-//! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents;
-//!           also that of actual and dot
+//! LDS       Spearman's rank correlation of actual and predicted over random subsets of half of the documents; also that
+//!           of actual and dot
 //! ```
 
 use std::ops::Range;
@@ -81,13 +81,13 @@ pub struct Attributed {
 /// Some documents left out together.
 #[derive(Clone, Debug, Serialize)]
 pub struct Subset {
-    /// Ids of those that were left out.
+    /// Ids of the documents left out.
     pub dropped: Vec<String>,
-    /// How the target changes without them, by computing the window.
+    /// The change of the target without them, by retraining the window.
     pub actual: f64,
     /// The same by the prediction.
     pub predicted: f64,
-    /// The same by the product of gradients at the state before the window.
+    /// The same by the dot product of gradients at the state before the window.
     pub dot: f64,
 }
 

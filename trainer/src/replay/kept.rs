@@ -2,7 +2,7 @@
 //! not recompute the steps before it.
 //!
 //! ```text
-//! RUN/replays/TABLE/step-N/     a checkpoint of the state after step N; TABLE is the digest of the kernel table of this machine
+//! RUN/replays/TABLE/step-N/     checkpoint of the state after step N; TABLE is the digest of the kernel table
 //! RUN/replays/lock              held by the replay that writes one
 //! ```
 //!
