@@ -3,8 +3,8 @@
 //! ```text
 //! slope   (median of the later half - median of the earlier half) / the distance between their middles
 //! usual   the median of the last 64 values, each extrapolated along the slope to the current step
-//! spread  the standard deviation, for normal noise: 1.4826 x the median distance from the usual, or from each value to the
-//!         next over the root of two if that is less: on a curve the first counts the trend as noise
+//! spread  the standard deviation, for normal noise: 1.4826 x the median distance from the usual, or from each value to
+//!         the next over the root of two if that is less: on a curve the first counts the trend as noise
 //! level   the median of the last 24 values
 //! score   (value - usual) / max(spread, least), or by the level if that is nearer; 0 between the two
 //! ```

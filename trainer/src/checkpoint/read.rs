@@ -26,7 +26,7 @@ pub struct Want {
     pub set: Set,
     /// The tensor's name.
     pub name: String,
-    /// Which box of it.
+    /// Which box of the tensor.
     pub region: Region,
     /// The destination, on any device.
     pub into: Tensor,

@@ -1,7 +1,7 @@
 //! Boxes: rectangular parts of a tensor, so that one layout can read what another one wrote.
 //!
 //! ```text
-//! a tensor [4, 6]        elements 8 .. 22 of it, three boxes       offsets  lengths
+//! a tensor [4, 6]        its elements 8 .. 22, three boxes          offsets  lengths
 //! . . . . . .
 //! . . a a a a            a                                         [1, 2]   [1, 4]
 //! b b b b b b            b                                         [2, 0]   [1, 6]
@@ -88,7 +88,7 @@ pub(crate) fn tile(shape: &[i64], boxes: &[Region]) -> bool {
     let apart = |(index, one): (usize, &Region)| {
         boxes[..index].iter().all(|other| one.intersect(other).is_none())
     };
-    // Disjoint boxes inside the tensor with its total volume cover all of it.
+    // Disjoint boxes inside the tensor with its total volume leave no hole.
     boxes.iter().all(|region| region.fits(shape))
         && volume() == whole
         && boxes.iter().enumerate().all(apart)

@@ -27,7 +27,7 @@ const F32: usize = 4;
 /// A host copy of what one writer owns of a state, which later updates do not change. A device may still be copying it.
 pub struct Snapshot {
     step: u64,
-    /// Each with the sets copied of it: weight, first moment and, if it has one, second moment.
+    /// Each piece with its copied sets: weight, first moment and, if it has one, second moment.
     pieces: Vec<(Piece, &'static [Set])>,
     /// The values of all pieces, set by set; f32.
     copies: Copies,

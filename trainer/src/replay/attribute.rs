@@ -9,8 +9,8 @@
 //!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
 //!           grad target at the state after the window, g_d at the state before it
 //! dot       +lr <grad target, sum of g_d> / D, both gradients at the state before A: as methods with one checkpoint do
-//! LDS       Spearman's rank correlation of actual and predicted over random subsets of half of the documents; also that
-//!           of actual and dot
+//! LDS       Spearman's rank correlation of actual and predicted over random subsets of half of the documents; also of
+//!           actual and dot
 //! ```
 
 use std::ops::Range;

@@ -38,7 +38,7 @@ pub struct DocumentLoss {
     pub group: Option<u32>,
     /// Its byte range in that file, decompressed, if known.
     pub bytes: Option<(u64, u64)>,
-    /// The sequences of the step that hold a part of it.
+    /// The sequences of the step that contain a part of the document.
     pub sequences: Vec<u64>,
     /// The positions of its parts in the batch.
     #[serde(skip)]

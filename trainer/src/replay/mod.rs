@@ -4,8 +4,8 @@
 //!   [`narrow`] and [`hit`] find what was wrong in the run; `together` coordinates several ranks.
 //! - [`documents`], [`whatif`] and [`attribute`] answer further questions.
 //!
-//! One rank is a special case of many, as in training. Invariant: a replay writes nothing that a run reads, and locks
-//! nothing of it, so a run may be replayed while it continues.
+//! One rank is a special case of many, as in training. Invariant: a replay writes nothing that a run reads and takes
+//! none of its locks, so a run may be replayed while it continues.
 
 pub mod attribute;
 pub mod documents;

@@ -1,5 +1,5 @@
 //! Narrows down where a recorded step differs from its replay: micro-batches, parameters and layers, and the rank that
-//! computed them. `hit` goes further if the run left a checkpoint.
+//! computed them. `hit` finds the element if the run left a checkpoint.
 
 use contract::Result;
 use loader::Batch;

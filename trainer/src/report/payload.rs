@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! first, steps                       the first step of the columns (1, or the first new one), and the ledger's last
-//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; known where speed is
+//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; with speed
 //! memory, router, layers, sources    bins of `width` steps, lane by lane within a bin
 //! phases, plan, skipped, curricula, happenings, validation, odd, lines, explained
 //! ```

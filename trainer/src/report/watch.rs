@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! GET /                          the page, with everything so far
-//! GET /data?known=N&version=V    updates for a page that has N steps; 204 if there are none, 205 if the run was replaced
-//!                                by another, so that the page reloads
+//! GET /data?known=N&version=V    updates for a page that has N steps; 204 if there are none, 205 if the run was
+//!                                replaced by another, so that the page reloads
 //! GET /metrics                   the newest values in OpenMetrics text, for Prometheus
 //! ```
 //!

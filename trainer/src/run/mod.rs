@@ -2,10 +2,10 @@
 //! of many.
 //!
 //! - [`world`] is the ranks, kernels and device of a run; `agree` compares the ranks before training.
-//! - `open` takes the run's folder and finds the step to resume from, `restore` reads the state; `record` writes the results,
-//!   on rank 0; `keep` writes checkpoints, on every rank.
-//! - `recover` lets the remaining ranks meet again after a loss: they reopen the run and continue, from memory if `replicas`
-//!   has copies of what the lost ranks owned. A restarted rank joins in the same way, between two steps.
+//! - `open` takes the run's folder and finds the step to resume from, `restore` reads the state; `record` writes the
+//!   results, on rank 0; `keep` writes checkpoints, on every rank.
+//! - `recover` lets the remaining ranks meet again after a loss: they reopen the run and continue, from memory if
+//!   `replicas` has copies of what the lost ranks owned. A restarted rank joins in the same way, between two steps.
 
 pub(crate) mod agree;
 pub(crate) mod keep;

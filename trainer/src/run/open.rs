@@ -135,8 +135,7 @@ fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<
     world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
 }
 
-/// Says what became of the start of a run that goes on after `step` without it: only the way from its beginning reads
-/// it.
+/// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
 fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
     let folder = start.folder().display();
     let what = match start.folder().exists() {

@@ -272,8 +272,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// For any lost ranks, a state is chosen exactly if the others have all of it, and every piece from a rank that
-        /// has it.
+        /// For any lost ranks, a state is chosen exactly if the others have every piece, and each piece from a rank
+        /// that has it.
         #[test]
         fn what_is_chosen_is_whole(
             world in 2usize..6,
