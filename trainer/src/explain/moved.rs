@@ -106,8 +106,7 @@ impl Moved {
     }
 }
 
-/// The ratio of an update to the median of those before: of this step or of the one before, whichever is farther from
-/// 1.
+/// The ratio of an update to the median of those before: of this step or of the one before, the farther from 1.
 fn update(history: &[StepRecord], record: Option<&StepRecord>) -> Option<f64> {
     let of = |record: &StepRecord| {
         let Packed(norms) = &record.layer_update_norms;

@@ -53,8 +53,7 @@ impl<T: PartialEq> Pulse<T> {
     }
 }
 
-/// The one rank that the others wait for: it has begun fewer exchanges than each of them. `None` if there is no such
-/// rank.
+/// The one rank that the others wait for: it has begun fewer exchanges than each of them. `None` if there is none.
 pub(super) fn behind(seen: &Seen) -> Option<u32> {
     let begun = |at: &Option<Whereabouts>| at.as_ref().map_or(0, |at| at.begun[0]);
     let least = seen.iter().map(|(_, at)| begun(at)).min()?;
