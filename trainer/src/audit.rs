@@ -1,13 +1,13 @@
-//! Micro-batches computed twice while training: a machine that does not compute the same twice is found by itself.
+//! Computes some micro-batches twice during training, so that a machine that computes wrongly is found.
 //!
-//! Which ones is drawn by their numbers, so that the same are checked whoever computes them. Nothing depends on it: a run
-//! that is audited writes the ledger of one that is not.
+//! They are sampled by their numbers, so the same ones are checked on any ranks. The results do not change: an audited
+//! run writes the same ledger as one without audit.
 
 use std::str::FromStr;
 
 use contract::{Fault, Key, Purpose, Result, Symptom, draw};
 
-/// Which part of all micro-batches is computed twice.
+/// The fraction of micro-batches that are computed twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Audit {
     part: u32,
@@ -17,7 +17,7 @@ pub struct Audit {
 impl FromStr for Audit {
     type Err = String;
 
-    /// Reads "1/1000".
+    /// Parses "1/1000".
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let wrong =
             || format!("wanted a part of all micro-batches, such as 1/1000 or 1/1, found {text:?}");
@@ -37,7 +37,7 @@ impl Audit {
     }
 }
 
-/// What a micro-batch came to: its loss and the checksum of its gradient.
+/// The result of a micro-batch: its loss and the checksum of its gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Outcome {
     /// Sum of its token losses.
@@ -46,10 +46,10 @@ pub(crate) struct Outcome {
     pub(crate) gradient: u64,
 }
 
-/// Refuses to go on where a micro-batch of `rank` came out otherwise the second time.
+/// Stops the run if the second computation of a micro-batch of `rank` differs from the first.
 ///
-/// Of ranks that share it each computes from what the others made, so what one got wrong comes out otherwise on all of them, or
-/// on another one alone: nobody is told apart.
+/// Ranks that share a micro-batch compute from each other's values: an error of one may show on all of them, or on a
+/// different one. So the error does not say which machine is at fault.
 pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32, shared: bool) -> Result<()> {
     let losses = [first.loss, second.loss].map(f64::to_bits);
     let ([one, other], what) = match losses[0] == losses[1] {

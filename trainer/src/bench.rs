@@ -1,5 +1,5 @@
-//! What a step costs: its parts, the model's operations, and how near they come to the matrix products that this machine
-//! can do, measured in the same run.
+//! Measures what a step costs: its parts, the model's FLOPs, and how close they come to the matmul rate of this
+//! machine, which is measured in the same run.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -25,16 +25,16 @@ use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
 use crate::trace::Trace;
 use crate::workers::Workers;
 
-/// Rows of the square products whose rate is the limit: large enough to be at it, small enough for a cache.
+/// Rows of the square matmuls that measure the peak rate: large enough to reach it, small enough for a cache.
 const SQUARE: i64 = 768;
 
-/// The most rows of them on a device, which takes larger ones as long as they are done sooner than this, in seconds.
+/// The most rows on a device, where the size grows as long as a matmul takes less than this many seconds.
 const LARGEST: (i64, f64) = (12_288, 2e-3);
 
-/// After so long no further look at the rate is taken: bf16 products of a processor without instructions for them take seconds.
+/// The rate is not measured again after this time: bf16 matmuls take seconds on a CPU without instructions for them.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The outcome of a measurement.
+/// The result of a measurement.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepTable {
     /// Micro-batches computed at once by a rank.
@@ -45,50 +45,50 @@ pub struct StepTable {
     pub steps: u64,
     /// Tokens in all of them.
     pub tokens: u64,
-    /// Wall time of all of them, the batches left out: a run reads them beside the step before.
+    /// Their wall time, without reading batches, which a run prefetches during the step before.
     pub seconds: f64,
-    /// Name and seconds on all workers together.
+    /// Name and seconds of each part, summed over all workers.
     pub parts: Vec<(String, f64)>,
-    /// Each of the steps: others may use the machine for a while, which medians show less than means.
+    /// Each step: another process may use the machine for a while, which affects medians less than means.
     pub by_step: Vec<OneStep>,
-    /// Seconds in which a worker had nothing to do, or something that is in no part.
+    /// Seconds in which a worker was idle, or did something that belongs to no part.
     pub idle: f64,
-    /// Seconds of the parts that only check bits.
+    /// Seconds of the parts that only compute checksums.
     pub exactness: f64,
-    /// Operations that the model defines, forward and backward.
+    /// FLOPs of the model, forward and backward.
     pub model_flops: f64,
-    /// Where ranks share micro-batches: how much more attention the one with most of each computes than their mean, of the
-    /// documents that are there; 0 is none.
+    /// Where ranks share micro-batches: how much more attention the busiest rank of each computes than their mean, for
+    /// the documents of these batches; 0 is balanced.
     pub uneven: f64,
-    /// What the products compute in.
+    /// The number format of the matmuls.
     pub dtype: &'static str,
-    /// Operations in a second that all workers together reach in large products of that kind.
+    /// Operations per second that all workers together reach in large matmuls of that format.
     pub limit: f64,
-    /// What ranks exchanged in all steps, if there are several.
+    /// What the ranks exchanged in all steps, if there is more than one.
     pub exchanged: Option<Exchanged>,
-    /// What each rank holds.
+    /// Memory of each rank.
     pub memory: Vec<RankMemory>,
-    /// Where the time of one more step went by libtorch's profiler, of rank 0, if that was asked for.
+    /// Where rank 0 spent the time of one more step by libtorch's profiler, if requested.
     pub trace: Option<Trace>,
 }
 
-/// A step that was measured.
+/// A measured step.
 #[derive(Clone, Debug, Serialize)]
 pub struct OneStep {
-    /// Wall time, the batch left out.
+    /// Wall time, without reading the batch.
     pub seconds: f64,
-    /// Seconds of each part on all workers together, in the order of [`StepTable::parts`].
+    /// Seconds of each part, summed over all workers, in the order of [`StepTable::parts`].
     pub parts: Vec<f64>,
 }
 
-/// What all ranks of a step exchanged.
+/// What all ranks exchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Exchanged {
-    /// Bytes from any rank to any other.
+    /// Bytes sent from any rank to any other.
     pub bytes: u64,
-    /// Those of them that went from one machine to another.
+    /// Those of them that were sent between machines.
     pub bytes_between_nodes: u64,
-    /// Seconds for which the slowest rank waited for blocks when all micro-batches had been computed.
+    /// Seconds for which the slowest rank waited for blocks after all micro-batches had been computed.
     pub waited_for_blocks: f64,
 }
 
@@ -97,16 +97,16 @@ pub struct Exchanged {
 pub struct RankMemory {
     /// The rank.
     pub rank: u32,
-    /// What it holds by formula.
+    /// Its memory by formula.
     pub formula: Holds,
     /// Its resident size before it had any weights.
     pub before: u64,
-    /// Its largest resident size.
+    /// Its peak resident size.
     pub most: u64,
-    /// The most bytes of tensors that were alive in main memory in the steps measured; 0 where they were not counted
+    /// Peak bytes of live tensors in main memory during the measured steps; 0 where they were not counted
     /// ([`kernels::memory`]).
     pub tensors: u64,
-    /// The most bytes of tensors that were alive on its device in the steps measured; 0 on a CPU.
+    /// Peak bytes of live tensors on its device during the measured steps; 0 on a CPU.
     pub on_device: u64,
 }
 
@@ -134,28 +134,28 @@ impl StepTable {
         self.parts = named.map(|((_, name), spent)| ((*name).to_owned(), *spent)).collect();
     }
 
-    /// Wall time of the step in the middle.
+    /// Median wall time of a step.
     pub fn median_seconds(&self) -> f64 {
         median(self.by_step.iter().map(|step| step.seconds))
     }
 
-    /// Seconds of the part at `index` of [`StepTable::parts`] in the step in the middle of all by that part.
+    /// Median seconds of the part at `index` of [`StepTable::parts`].
     pub fn median_of(&self, index: usize) -> f64 {
         median(self.by_step.iter().filter_map(|step| step.parts.get(index).copied()))
     }
 
-    /// Tokens in a second.
+    /// Tokens per second.
     pub fn rate(&self) -> f64 {
         self.tokens as f64 / self.seconds
     }
 
-    /// The model's operations over what the limit would have allowed in the same time.
+    /// The model's operations divided by those that the limit allows in the same time.
     pub fn utilisation(&self) -> f64 {
         self.model_flops / (self.seconds * self.limit)
     }
 }
 
-/// The number in the middle; of an even count the mean of the two there.
+/// The median; of an even count, the mean of the middle two.
 fn median(numbers: impl Iterator<Item = f64>) -> f64 {
     let mut all: Vec<f64> = numbers.collect();
     all.sort_by(f64::total_cmp);
@@ -165,7 +165,7 @@ fn median(numbers: impl Iterator<Item = f64>) -> f64 {
     }
 }
 
-/// Computes step `number`: what it came to, and the seconds that it took.
+/// Computes step `number`: returns its outcome and the seconds that it took.
 fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f64)> {
     let batch = {
         let _watch = part(Part::Batch);
@@ -191,7 +191,7 @@ fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> 
     ))
 }
 
-/// Computes step `number` under libtorch's profiler, where this is rank 0, and writes all that it saw into `file`.
+/// Computes step `number` under libtorch's profiler on rank 0, and writes the whole trace into `file`.
 fn traced(cx: Context<'_>, state: &mut State, number: u64, file: &Path) -> Result<Option<Trace>> {
     if cx.team.group.rank() > 0 {
         timed(cx, state, number)?;
@@ -203,8 +203,8 @@ fn traced(cx: Context<'_>, state: &mut State, number: u64, file: &Path) -> Resul
     Ok(Some(Trace::of(&events, outcome?.1)))
 }
 
-/// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one of a team, and tells what this rank saw;
-/// then one more under libtorch's profiler, where `trace` names a file for what that sees. Nothing else is written.
+/// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one rank of a team, and returns what
+/// this rank measured. If `trace` names a file, one more step runs under libtorch's profiler. Nothing else is written.
 pub fn step(
     cx: Context<'_>,
     device: Device,
@@ -265,7 +265,7 @@ pub fn step(
     let on_device = kernels::memory::most_on(device).map_err(refused)?;
     let sizes = [before, most, tensors, on_device];
     table.memory = memory_of_all(cx, state.owners.pieces(), warm_up + 1, sizes)?;
-    // The machine may be shared: the better of two looks is nearer to what it can do.
+    // The machine may be shared: the better of two measurements is closer to its peak.
     table.limit = f64::from(world) * table.limit.max(limit(device, workers, dtype)?);
     table.split();
     if let Some(file) = trace {
@@ -274,8 +274,8 @@ pub fn step(
     Ok(table)
 }
 
-/// What each rank holds by formula from step `first` on, and its sizes, which each tells the others: before, at most, of tensors,
-/// and on its device.
+/// The memory of each rank by formula from step `first` on, with the `sizes` that the ranks exchange: resident size
+/// before and at most, bytes of tensors in main memory and on the device.
 fn memory_of_all(
     cx: Context<'_>,
     pieces: &[Piece],
@@ -290,7 +290,7 @@ fn memory_of_all(
     let heard = team.tell("the sizes of ranks", &mine)?;
     let Team { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
-    // Of a processor none is counted.
+    // A CPU counts none.
     let on_device = sizes[3] > 0;
     let ways = Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
@@ -303,7 +303,7 @@ fn memory_of_all(
     (0..).zip(heard.readers()).map(of).collect()
 }
 
-/// Adds what a step's micro-batches have of pairs of a query and a key: those of the rank with most of each, and their mean.
+/// Adds the query-key pairs of a step's micro-batches: those of the busiest rank of each, and the mean over ranks.
 fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<()> {
     let Context { spec, team, .. } = cx;
     let model = spec.model_at(number)?;
@@ -323,8 +323,8 @@ fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<(
     Ok(())
 }
 
-/// The rate of large products with every worker at work, each with one math thread: the best of several. Of numbers as a model's:
-/// a device multiplies equal ones at a higher clock, since fewer of its wires change.
+/// The rate of large matmuls with every worker busy, each with one math thread: the best of several measurements. The
+/// values are distributed as in a model: on constant ones a device clocks higher, since fewer of its wires switch.
 fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
     let kind = if dtype == Dtype::Bf16 { Kind::BFloat16 } else { Kind::Float };
     let count = workers.count() as u64;
@@ -335,14 +335,14 @@ fn limit(device: Device, workers: Workers, dtype: Dtype) -> Result<f64> {
             let operand = |by| numbers(&[size, size], by, kind, device).map_err(refused);
             let (left, right) = (operand(0.7)?, operand(0.9)?);
             let out = left.f_empty_like().map_err(refused)?;
-            // What was queued before is no part of it.
+            // Waits for earlier work, which must not be timed.
             let _ = right.f_double_value(&[0, 0]).map_err(refused)?;
             let (begin, mut products) = (Instant::now(), 0);
             while products < 4 && (device != Device::Cpu || begin.elapsed() < LOOK / 4) {
                 kernels::product::into(&out, &left, &right).map_err(refused)?;
                 products += 1;
             }
-            // Reading a number waits for the device.
+            // Reading a value waits for the device.
             let _ = out.f_double_value(&[0, 0]).map_err(refused)?;
             Ok(begin.elapsed().as_secs_f64() / f64::from(products))
         };

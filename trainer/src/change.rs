@@ -1,6 +1,6 @@
-//! A change that a run did not have: imagined by a replay, made by a fork.
+//! A counterfactual change to a run: replays simulate it, forks train with it.
 //!
-//! Both make it an amendment of the run's curriculum, so that a fork does what was imagined, bit for bit.
+//! Both turn it into an amendment of the run's curriculum, so a fork computes what the replay did, bit for bit.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -12,34 +12,35 @@ use store::Location;
 
 use crate::spec::RunSpec;
 
-/// What is changed, from a step on.
+/// What changes from a step on.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Change {
-    /// Documents whose text is hidden, `ID` or `SOURCE:ID`; everything else keeps its place.
+    /// Documents whose text is masked, `ID` or `SOURCE:ID`; everything else keeps its position.
     pub drop_documents: Vec<String>,
-    /// Sources that are left out of every mix; text of the others takes their place.
+    /// Sources that are removed from every mix; text of the others takes their place.
     pub drop_sources: Vec<String>,
-    /// The learning rate of the first step; all later ones in the same proportion to what they were.
+    /// The learning rate of the first step; later ones are scaled by the same factor.
     pub lr: Option<f64>,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: Option<f64>,
     /// Whether a bf16 run computes in f32.
     pub fp32: bool,
-    /// Whether the first step moves nothing.
+    /// Whether the first step is skipped: it updates nothing.
     pub skip: bool,
 }
 
-/// By source the numbers of documents, counted in its training stream.
+/// Numbers of documents by source, counted in its training stream.
 pub type Documents = BTreeMap<String, BTreeSet<u64>>;
 
 impl Change {
-    /// Whether `asked` names the document with this id of `source`: `ID`, or `SOURCE:ID` where several sources have one.
+    /// Whether `asked` names the document `id` of `source`: `ID`, or `SOURCE:ID` where several sources have that id.
     pub(crate) fn drops(asked: &str, source: &str, id: &str) -> bool {
         let of_source = asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
         asked == id || of_source == Some(id)
     }
 
-    /// Refuses what names documents of several sources; `found` are the sources that each word was found in.
+    /// Refuses an argument that names documents of several sources; `found` maps each argument to the sources that have
+    /// it.
     pub(crate) fn refuse_ambiguous(found: &BTreeMap<&str, BTreeSet<&str>>) -> Result<()> {
         let Some((asked, sources)) = found.iter().find(|(_, sources)| sources.len() > 1) else {
             return Ok(());
@@ -53,8 +54,8 @@ impl Change {
         *self != Change::default()
     }
 
-    /// The curriculum of `spec` with this change from the first of `steps` on; `documents` are the numbers of those that are
-    /// dropped. Sources are left out of the mixes that these steps have.
+    /// The curriculum of `spec` with this change from the first of `steps` on; `documents` are the numbers of the
+    /// dropped documents. Sources are removed from the mixes of these steps.
     pub fn amended(
         &self,
         spec: &RunSpec,
@@ -66,7 +67,7 @@ impl Change {
         if let Some(lr) = self.lr {
             scale_later(&mut curriculum, step, lr / rate_at(spec, step));
         }
-        // What is asked for holds in all of the steps, whatever the run says further on.
+        // The change applies to all of these steps, so later amendments must not undo it.
         for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
             let NumbersChange { optimizer, dtype, .. } = &mut later.numbers;
             optimizer.clip = optimizer.clip.filter(|_| self.clip.is_none());
@@ -102,7 +103,7 @@ impl Change {
             let now = spec.settings_at(step).schedule;
             let rate = rate_at(spec, step);
             if rate > 0.0 {
-                // One factor on peak and floor keeps the shape.
+                // One factor on the peak and the final rate keeps the shape.
                 let peak = now.peak * (lr / rate);
                 if !peak.is_finite() {
                     let what = "with later steps in proportion the highest rate would be infinite";
@@ -113,7 +114,7 @@ impl Change {
                 optimizer.lr = Some(peak);
                 schedule.final_lr = (now.decay_steps > 0).then_some(now.last * (lr / rate));
             } else {
-                // Nothing that could be scaled: the rate stays from here on.
+                // A rate of 0 cannot be scaled: the new rate is constant from here on.
                 optimizer.lr = Some(lr);
                 (schedule.warmup_steps, schedule.decay_steps) = (Some(0), Some(0));
             }
@@ -125,7 +126,7 @@ impl Change {
         Ok(NumbersChange { optimizer, schedule, dtype, ..NumbersChange::default() })
     }
 
-    /// The change, for people: one phrase for each part.
+    /// The change for people: one phrase for each part.
     pub fn words(&self) -> Vec<String> {
         let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
         let documents = drop_documents.iter().map(|id| format!("without document {id:?}"));
@@ -163,8 +164,9 @@ pub(crate) fn rate_at(spec: &RunSpec, step: u64) -> f64 {
     spec.settings_at(step).schedule.rate(step)
 }
 
-/// Multiplies what amendments behind `step` say of the rate by `factor`, as that amendment itself does with what is in force.
-/// Where the rate was 0 nothing is in proportion to it, and the factor not finite: then the new rate stays, and they say nothing.
+/// Multiplies the rates of amendments after `step` by `factor`, as the change does with the rate in force. Where that
+/// rate was 0, the factor is not finite: then the new rate stays constant, and the rates of these amendments are
+/// dropped.
 fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
     for later in curriculum.amendments.iter_mut().filter(|one| one.step > step) {
         let NumbersChange { optimizer, schedule, .. } = &mut later.numbers;
@@ -178,13 +180,13 @@ fn scale_later(curriculum: &mut Curriculum, step: u64, factor: f64) {
     }
 }
 
-/// A flag with its value, after a blank, as a shell takes it: a value that looks like a flag is tied to its own.
+/// A flag with its value, quoted for a shell and with a blank before it; a value that begins with `-` is joined by `=`.
 pub fn flag(name: &str, value: &str) -> String {
     let between = if value.starts_with('-') { '=' } else { ' ' };
     format!(" {name}{between}{}", shell::word(value))
 }
 
-/// The flags that say where a run's stores are now, for a shell; none where they did not move.
+/// The flags that say where a run's stores are now, for a shell; empty if they did not move.
 pub fn moved(stores: &[Location]) -> String {
     stores.iter().map(|store| flag("--store", &store.to_string())).collect()
 }
@@ -198,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    /// Text with what shells and terminals mind.
+    /// Text with characters that are special for shells and terminals.
     fn word() -> impl Strategy<Value = String> {
         let minded = prop::sample::select(vec![
             '\'', '"', '\\', '$', '`', '!', '-', ' ', '\n', '\t', '\u{1b}', '\u{7}', '\u{9b}',
@@ -213,7 +215,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// bash is the shell of whoever pastes a command; what it shows on the way obeys nothing in it.
+        /// Users paste these commands into bash: quoted text must come back unchanged and run nothing.
         #[test]
         fn a_shell_gives_back_what_a_terminal_may_show(words in prop::collection::vec(word(), 1..8)) {
             let line: String = words.iter().map(|word| flag("--drop-doc", word)).collect();

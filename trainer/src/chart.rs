@@ -1,4 +1,4 @@
-//! A picture of some curves, as SVG: for a bench's numbers, and for a run beside what it would have been.
+//! A chart of curves as SVG, for the numbers of a bench and for a run next to its replay with a change.
 
 use contract::terminal::name;
 
@@ -7,7 +7,7 @@ const COLORS: [&str; 9] = [
     "#1f78b4",
 ];
 
-/// Width and height of a picture, the margin around its curves, and the width of their names.
+/// Width and height of a chart, the margin around its curves, and the width of their names.
 const SIZE: (f64, f64) = (760.0, 420.0);
 const EDGE: f64 = 60.0;
 const NAMES: f64 = 200.0;
@@ -15,16 +15,16 @@ const NAMES: f64 = 200.0;
 /// Curves over common axes.
 #[derive(Clone, Debug, Default)]
 pub struct Chart {
-    /// What it shows.
+    /// Its title.
     pub title: String,
     /// Whether both axes are logarithmic.
     pub log: bool,
-    /// Name and points of each curve; a point that is no finite number is a gap.
+    /// Name and points of each curve; a point that is not finite is a gap.
     pub curves: Vec<(String, Vec<(f64, f64)>)>,
 }
 
 impl Chart {
-    /// The picture, a whole SVG file.
+    /// The chart as a complete SVG file.
     pub fn svg(&self) -> String {
         let placed = |value: f64| if self.log { value.max(1e-9).log10() } else { value };
         let shown = |place: f64| if self.log { 10f64.powf(place) } else { place };
@@ -79,8 +79,8 @@ impl Chart {
     }
 }
 
-/// Places of a curve from left to right: where more lie beside each other than are seen apart, the first, highest, lowest
-/// and last of each half pixel.
+/// The points of a curve from left to right. Where more than four share half a pixel, only the first, highest, lowest
+/// and last of them are kept.
 fn thinned(places: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let column = |place: &(f64, f64)| (place.0 * 2.0).floor();
     let mut kept = Vec::new();
@@ -108,7 +108,7 @@ fn tick(text: &str, (x, y): (f64, f64), anchor: &str) -> String {
     )
 }
 
-/// A number beside an axis: four digits.
+/// A tick label of four digits.
 fn label(value: f64) -> String {
     match value.abs() {
         size if size == 0.0 || (1e-3..1e6).contains(&size) => {
@@ -123,7 +123,7 @@ fn label(value: f64) -> String {
     }
 }
 
-/// Text within SVG.
+/// Escapes text for SVG.
 fn escaped(text: &str) -> String {
     name(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
@@ -134,7 +134,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Every finite point is drawn, inside of the picture, in the order of its values.
+        /// Every finite point is plotted, inside the picture, in the order of its values.
         #[test]
         fn points_keep_their_order(
             values in prop::collection::vec(1e-3..1e9f64, 2..30), log: bool, spoiled: bool,
@@ -163,7 +163,7 @@ mod tests {
     }
 
     proptest! {
-        /// However many points there are, the picture stays small and shows the highest and the lowest.
+        /// With any number of points, the picture stays small and shows the highest and the lowest.
         #[test]
         fn long_curves_keep_their_ends_and_extremes(values in prop::collection::vec(0.0..1e3f64, 1..20_000)) {
             let places: Vec<(f64, f64)> =

@@ -1,4 +1,4 @@
-//! Where two runs part: the first step, and in it the first quantity in the order of computing.
+//! Finds where two runs diverge: the first step, and in it the first quantity in the order of computation.
 
 use std::fmt;
 use std::path::Path;
@@ -14,18 +14,18 @@ use crate::folder::{RunFolder, table_difference};
 use crate::fork::Origin;
 use crate::ledger::{Difference, Follower, Head, Ledger, Seen};
 
-/// What a comparison found.
+/// The result of a comparison.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Answer {
     /// Steps recorded by each run.
     pub steps: [u64; 2],
-    /// What differs between the heads, for people: it explains a difference, and is none by itself.
+    /// Differences between the heads, for people: they may explain a difference, but are none themselves.
     pub notes: Vec<String>,
     /// The first step that differs, and its first quantity.
     pub difference: Option<(u64, Difference)>,
 }
 
-/// Compares the runs in two folders on the steps that both have.
+/// Compares the runs in two folders over the steps that both have.
 pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
     let open = |root: &Path| {
         let path = RunFolder::new(root).ledger();
@@ -58,7 +58,7 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
     Ok(Answer { steps, notes, difference: None })
 }
 
-/// A picture of the losses of two runs; of runs that differ the steps from where they part on, and as many before.
+/// A chart of the losses of two runs. If they differ, from the first different step on, and as many steps before it.
 pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
     let last = answer.steps[0].max(answer.steps[1]);
     let from = answer.difference.as_ref().map_or(1, |(parted, _)| {
@@ -73,7 +73,7 @@ pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
     })
 }
 
-/// Steps and their losses, from a step on.
+/// Steps from `from` on, and their losses.
 fn losses(root: &Path, from: u64) -> Result<Vec<(f64, f64)>> {
     let (_, mut follower) = Follower::open(&RunFolder::new(root).ledger())?;
     let mut points = Vec::new();
@@ -93,7 +93,7 @@ struct Side<'a> {
 }
 
 impl Side<'_> {
-    /// What this run was forked from, if it was, and what that has to do with the other one.
+    /// The run that this one was forked from, if any, and how that relates to the other one.
     fn origin(&self, other: &Side<'_>) -> Result<Option<String>> {
         let (name, theirs) = (self.name, other.name);
         let Some(Origin { of, step, chain }) = Origin::read(self.root)? else { return Ok(None) };
@@ -110,10 +110,10 @@ impl Side<'_> {
 }
 
 fn notes(left: &Head, right: &Head) -> Vec<String> {
-    // No `..`: a new field of the head must be looked at.
+    // No `..`: every new field of the head must be considered.
     let Head {
         kind: _,
-        // Another one is refused where the ledger is opened.
+        // The ledger is refused when it is opened if this differs.
         format: _,
         kernel_table,
         plan,
@@ -142,7 +142,7 @@ fn notes(left: &Head, right: &Head) -> Vec<String> {
     notes
 }
 
-/// The keys in which two curricula differ, as far as that changes a step.
+/// The keys in which two curricula differ and which affect a step.
 fn curricula(a: &str, b: &str) -> String {
     const TOLD: usize = 3;
     let parsed = [("a", a), ("b", b)].map(|(place, text)| Curriculum::parse(text, place).ok());

@@ -1,4 +1,4 @@
-//! `events.jsonl`: where and when. Ranks, devices, times and restarts go here and nowhere else; nothing is chained.
+//! `events.jsonl`: ranks, devices, times and restarts are recorded here and nowhere else; it has no checksum chain.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
@@ -13,13 +13,13 @@ use store::regular;
 
 use crate::mesh::{Degrees, GradReduce};
 
-/// The events of a run, appended to.
+/// The events of a run, for appending.
 pub struct Events {
     log: Log,
 }
 
 impl Events {
-    /// Opens the file, making it if need be. A line that a crash left half written ends there: it must not swallow the next.
+    /// Opens or creates the file. Ends a line that a crash left incomplete, so that it does not swallow the next one.
     pub fn open(path: &Path) -> Result<Self> {
         let opened = || {
             let log = Log::open(path)?;
@@ -35,7 +35,7 @@ impl Events {
         opened().map(|log| Events { log }).map_err(|error| Fault::io("open", path, &error))
     }
 
-    /// Writes one event: `fields` (an object) with its name and the time, in seconds since 1970.
+    /// Writes one event: its name, the time in seconds since 1970, and `fields` (an object).
     pub fn write(&mut self, event: &str, fields: Value) -> Result<()> {
         let mut line = json!({"time": now(), "event": event});
         if let (Value::Object(line), Value::Object(fields)) = (&mut line, fields) {
@@ -46,14 +46,14 @@ impl Events {
     }
 }
 
-/// The events at `path`, one after the other; lines that cannot be read are passed over. `None` where there is no file.
+/// The events at `path`, in order, without lines that cannot be parsed. `None` if there is no file.
 fn each(path: &Path) -> Option<impl Iterator<Item = Value>> {
     let lines =
         BufReader::new(regular::open(path).ok()?).split(b'\n').map_while(std::result::Result::ok);
     Some(lines.filter_map(|line| serde_json::from_slice(&line).ok()))
 }
 
-/// The text of the events at `path`, none where there is no file. What is not UTF-8 in it spoils its own line alone.
+/// The text of the events at `path`, empty if there is no file. Bytes that are not UTF-8 spoil only their own line.
 pub(crate) fn read(path: &Path) -> Result<String> {
     match regular::read(path) {
         Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
@@ -62,7 +62,7 @@ pub(crate) fn read(path: &Path) -> Result<String> {
     }
 }
 
-/// Seconds that a step took lately, by the events at `path`: the median of the last ones; `None` where there are none.
+/// Recent seconds per step by the events at `path`: the median of the last steps; `None` if there are none.
 pub(crate) fn pace(path: &Path) -> Option<f64> {
     let mut file = regular::open(path).ok()?;
     let end = file.seek(SeekFrom::End(0)).ok()?;
@@ -70,7 +70,7 @@ pub(crate) fn pace(path: &Path) -> Option<f64> {
     let mut bytes = Vec::new();
     file.take(TAIL).read_to_end(&mut bytes).ok()?;
     let text = String::from_utf8_lossy(&bytes);
-    // The first line may be cut.
+    // The first line may be incomplete.
     let events = text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let steps = events.filter(|event| event["event"] == "step");
     let mut seconds: Vec<f64> = steps.filter_map(|event| event["seconds"].as_f64()).collect();
@@ -85,12 +85,12 @@ pub(crate) struct Ranks {
     pub(crate) world: u32,
     /// How many could share a micro-batch.
     pub(crate) degrees: Degrees,
-    /// How they dealt micro-batches.
+    /// How they distributed micro-batches.
     pub(crate) grad_reduce: GradReduce,
 }
 
-/// The ranks by which `step` was recorded, by the events at `path`; `None` where these do not say. Who computed it once more
-/// later does not count.
+/// The ranks that recorded `step`, by the events at `path`; `None` if these do not say. A later recomputation does not
+/// count.
 pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     let mut now = None;
     let number = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
@@ -106,7 +106,7 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
             Some("ranks") => {
                 let bucketed = event["grad_reduce"] == GradReduce::Bucketed.name();
                 let grad_reduce = if bucketed { GradReduce::Bucketed } else { GradReduce::Whole };
-                // Not written before ranks could share.
+                // Older files, from before ranks could share micro-batches, have no such fields.
                 let [cp, tsp] = ["cp", "tsp"].map(|axis| number(&event[axis]).unwrap_or(1));
                 let degrees = Degrees { cp, tsp };
                 now = number(&event["world"]).map(|world| Ranks { world, degrees, grad_reduce });
@@ -118,7 +118,7 @@ pub(crate) fn ranks_at(path: &Path, step: u64) -> Option<Ranks> {
     None
 }
 
-/// The checkpoints that the events at `path` know of, without those that were to be computed again.
+/// The checkpoints by the events at `path`, without those after a step from which the run was restarted.
 pub(crate) fn checkpoints(path: &Path) -> BTreeSet<u64> {
     let mut known = BTreeSet::new();
     for event in each(path).into_iter().flatten() {
@@ -131,8 +131,7 @@ pub(crate) fn checkpoints(path: &Path) -> BTreeSet<u64> {
     known
 }
 
-/// The newest checkpoint that the events at `path` know of since the run last began at its beginning; `None` where they know of
-/// none.
+/// The newest checkpoint by the events at `path` since the run last started from step 0; `None` if there is none.
 pub(crate) fn kept(path: &Path) -> Option<u64> {
     let mut newest = None;
     for event in each(path)? {
@@ -145,7 +144,7 @@ pub(crate) fn kept(path: &Path) -> Option<u64> {
     newest
 }
 
-/// Bytes at the end of the events that [`pace`] looks at.
+/// [`pace`] reads this many bytes from the end of the file.
 const TAIL: u64 = 1 << 15;
 
 /// Seconds since 1970, to the millisecond.
@@ -196,7 +195,7 @@ mod tests {
         assert_eq!(said("checkpoint", json!({"step": 3})), Some(3));
         assert_eq!(said("start", json!({"from_step": 3})), Some(3));
         assert_eq!(said("checkpoint", json!({"step": 6})), Some(6));
-        // Somebody gave --restart, and the run was killed before its first checkpoint.
+        // The run was started with --restart and killed before its first checkpoint.
         assert_eq!(said("start", json!({"from_step": 0})), None);
     }
 

@@ -1,4 +1,4 @@
-//! How fast, never what: nothing here has a digest, and no value of it can change a bit.
+//! Options for speed, place and patience. They have no digest: no value here can change a result.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,59 +15,59 @@ use crate::mesh::{Degrees, GradReduce};
 use crate::validate::Validation;
 use crate::workers::Workers;
 
-/// Everything that only decides speed, place and patience.
+/// Execution options.
 #[derive(Clone, Debug)]
 pub struct ExecOptions {
-    /// Micro-batches computed at once.
+    /// Number of micro-batches computed at once.
     pub workers: Workers,
-    /// Reader threads and batches that wait.
+    /// Reader threads and prefetched batches.
     pub prefetch: PrefetchOptions,
-    /// When the loss on held-out text is taken: it is told, and decides nothing.
+    /// When the validation loss is computed; it is only reported.
     pub validation: Validation,
-    /// How many ranks may share the sequences of a micro-batch, and hold its weights for each other: each phase uses the most
-    /// that its cut allows.
+    /// How many ranks may share the sequences of a micro-batch, and shard weights for each other: each phase uses the
+    /// largest degree that its shape allows.
     pub degrees: Degrees,
-    /// How several ranks deal the micro-batches of a step and bring their gradients together.
+    /// How ranks distribute the micro-batches of a step and reduce gradients.
     pub grad_reduce: GradReduce,
-    /// Whether several ranks send to each other as if all were on one machine.
+    /// Whether ranks communicate as if all were on one machine.
     pub flat: bool,
-    /// After the loss of a rank the others go on if so many are left; `None`: they end.
+    /// After a rank is lost, the others continue if at least this many are left; `None`: they stop.
     pub min_ranks: Option<u32>,
-    /// Whether what each rank owns of the state is also kept by another one, so that after a loss nothing before the step at
-    /// hand is computed again.
+    /// Whether another rank holds a replica of what each rank owns of the state, so that after the loss of a rank only
+    /// the current step is recomputed.
     pub replicate: bool,
-    /// How tensors travel between several ranks.
+    /// The transport of tensors between ranks.
     pub transport: Transport,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// Which checkpoints stay.
+    /// Which checkpoints are kept.
     pub retention: Retention,
-    /// How long the ranks may take to write one, after which the run ends.
+    /// How long the ranks may take to write a checkpoint before the run stops.
     pub checkpoint_timeout: Duration,
-    /// Whether steps are computed again from the first one where no checkpoint can be used.
+    /// Whether to recompute from the first step if no checkpoint can be used.
     pub restart: bool,
-    /// Where checkpoints lie if not in the run's folder: another folder, or `s3://bucket/key`.
+    /// Where checkpoints are stored if not in the run's folder: another folder, or `s3://bucket/key`.
     pub checkpoints: Option<Location>,
-    /// States that stay in memory, for the step whose loss jumps.
+    /// States kept in memory, to be written when a loss jumps.
     pub snapshots: SnapshotOptions,
-    /// A program that gets the curves of each step on its standard input, as a line of JSON.
+    /// A program that receives the metrics of each step on its standard input, one line of JSON each.
     pub metrics_exec: Option<String>,
-    /// The step after which to stop, if before the curriculum's last.
+    /// The step to stop after, if before the last of the curriculum.
     pub stop_after: Option<u64>,
     /// Whether a line is printed for every step.
     pub progress: bool,
-    /// Bytes of memory that the ranks of this machine may hold together.
+    /// Memory limit in bytes for all ranks of this machine together.
     pub memory: u64,
     /// The run's folder.
     pub out: PathBuf,
-    /// Set from outside to stop after the step at hand.
+    /// Set from outside to stop after the current step.
     pub stop: Arc<AtomicBool>,
-    /// Set from outside to keep the state after it, and to go on; taken back when that is heard.
+    /// Set from outside to save the state after the current step and continue; reset once handled.
     pub keep: Arc<AtomicBool>,
 }
 
 impl ExecOptions {
-    /// Everything by default, in the folder `out`.
+    /// The defaults, for the run in the folder `out`.
     pub fn new(out: PathBuf) -> Self {
         ExecOptions {
             workers: Workers::available(),
@@ -95,7 +95,7 @@ impl ExecOptions {
         }
     }
 
-    /// What the steps of training ask of memory: a copy of the state is being written down, and some recent ones stay.
+    /// The memory demand of training: one copy of the state while a checkpoint is written, and one for each snapshot.
     pub(crate) fn demand(&self) -> Demand {
         let ExecOptions { degrees, flat, grad_reduce, workers, replicate, memory: limit, .. } =
             *self;
@@ -103,7 +103,7 @@ impl ExecOptions {
         Demand { degrees, flat, grad_reduce, workers, replicate, copies, limit }
     }
 
-    /// Whether somebody asked to stop.
+    /// Whether a stop was requested.
     pub fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }

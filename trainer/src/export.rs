@@ -1,4 +1,4 @@
-//! A state of a run as a folder for other programs.
+//! Exports a state of a run for other programs.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use crate::hf::export::{self, Exported, Model};
 use crate::spec::RunSpec;
 use crate::state::State;
 
-/// Writes the weights of `state` for `transformers`, with the model as it was in the state's last step.
+/// Writes the weights of `state` for `transformers`, with the model configuration of the state's last step.
 pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> {
     let config = &spec.model_at(state.step.max(1))?.config;
     let record = &spec.data.stores()[0].manifest().tokenizer;

@@ -1,12 +1,12 @@
-//! A run's folder: who may write to it, what it was begun with, and whether it may go on.
+//! A run's folder: who may write to it, what it contains, and whether the run may continue.
 //!
 //! ```text
 //! run.toml        the curriculum in canonical form, stores by absolute path
 //! ledger.jsonl    what was computed, chained          events.jsonl    where and when
 //! checkpoints/    step-N, committed by its manifest   lock            held by every process of the run
-//! metrics/        curves for TensorBoard              checkpoints.at  where they lie if not here, and as whose
-//! forked.json     which run it shares its first steps with, if any   lock.writer     held by the one that writes here
-//! replays/        states before steps that were replayed; no run goes on from them
+//! metrics/        curves for TensorBoard              checkpoints.at  place of checkpoints elsewhere, and its key
+//! forked.json     the run it was forked from, if any  lock.writer     held by the process that writes here
+//! replays/        states before replayed steps; runs never continue from them
 //! ```
 
 mod lock;
@@ -29,7 +29,7 @@ use crate::spec::RunSpec;
 pub use self::lock::Holds;
 pub(crate) use self::lock::{try_lock, was_taken};
 
-/// The file that says where checkpoints lie if not in the run's folder.
+/// The file with the place of the checkpoints, if they are not in the run's folder.
 const ELSEWHERE: &str = "checkpoints.at";
 
 /// Paths in a run's folder.
@@ -38,7 +38,7 @@ pub struct RunFolder {
     root: PathBuf,
 }
 
-/// A folder that this process alone writes to.
+/// A run's folder that only this process writes to.
 pub struct OpenRun {
     /// Its paths.
     pub folder: RunFolder,
@@ -46,25 +46,26 @@ pub struct OpenRun {
     pub ledger: Ledger,
     /// What an accepted edit of the curriculum changed, for the events.
     pub edits: Vec<String>,
-    /// What `run.toml` said of recorded steps and they were not trained by: somebody has changed it by hand.
+    /// Settings of recorded steps in `run.toml` that differ from what these were trained with: the file was edited by
+    /// hand.
     pub by_hand: Vec<String>,
-    /// The first step that the curriculum changes against the ledger's, if there is one.
+    /// The first step for which the curriculum differs from the ledger's, if any.
     pub changes_from: Option<u64>,
-    /// No other process of this run writes in the folder meanwhile.
+    /// Prevents other processes of this run from writing in the folder.
     _writing: Writing,
 }
 
 impl OpenRun {
-    /// Takes the place of this run's checkpoints, `wanted` or the one it has. A place serves one run: it is given a word
-    /// that only this folder knows, and refused where another word stands. By that word a place that was moved is known
-    /// again, and one that is not there (a disk that is not mounted) is not taken for an empty one; a run without
-    /// recorded steps has nothing to lose anywhere.
+    /// Takes possession of the place of this run's checkpoints, `wanted` or the current one. A place serves one run:
+    /// its owner file holds a key that only this folder knows; a place with another key is refused. The key also
+    /// identifies a place that was moved, and a missing place (such as an unmounted disk) is not taken for an empty
+    /// one. A run without recorded steps has nothing to lose and may use any place.
     ///
-    /// In a folder of this machine the word is a new one each time, and the place is locked: of a run's folder and its copy
-    /// the first that goes on has the checkpoints, and the other is refused.
+    /// In a local folder the key is renewed each time, and the place is locked: of a run's folder and its copy, the
+    /// first to continue gets the checkpoints, and the other is refused.
     ///
-    /// The folder `checkpoints` of a run is that run's without a word; elsewhere checkpoints that nobody's word claims are this
-    /// run's if its ledger has one of them.
+    /// The folder `checkpoints` of a run belongs to it without a key. Elsewhere, checkpoints without a key are this
+    /// run's if its ledger contains one of them.
     pub(crate) fn take_checkpoints(
         &self,
         wanted: Option<&Location>,
@@ -120,13 +121,13 @@ impl OpenRun {
         let words = found.map_or_else(|| folder.word(), |(_, words)| words);
         folder.know(&place, &words)?;
         checkpoints.claim(&words).inspect_err(|fault| {
-            // The next command may name another place. What a bucket did without an answer is not known, so its word stays.
+            // The next command may name another place. If a bucket did not answer, the key may be there, so it is kept.
             if new && (fault.class() == Class::Usage || !place.is_remote()) {
                 let _ = disk::remove(&folder.root.join(ELSEWHERE));
             }
         })?;
         if !place.is_remote() {
-            // Whenever this ends, the folder knows the word that stands there.
+            // Written before and after: the folder knows the current key whenever this is interrupted.
             let word = folder.word();
             folder.know(&place, &format!("{words} {word}"))?;
             checkpoints.hand_over(&word)?;
@@ -135,12 +136,12 @@ impl OpenRun {
         Ok(checkpoints)
     }
 
-    /// Refuses a place where no word stands and that may not become this run's.
+    /// Refuses a place without a key that must not become this run's.
     fn may_claim(&self, place: &Location, checkpoints: &Checkpoints) -> Result<()> {
         if let Location::Local(path) = place
             && let Some(parent) = path.parent().filter(|parent| was_taken(parent))
         {
-            // A run writes there without a word.
+            // A run uses its own subfolder without a key.
             let real = |path: &Path| {
                 path.canonicalize().map_err(|error| Fault::io("resolve", path, &error))
             };
@@ -174,7 +175,7 @@ impl RunFolder {
         RunFolder { root: root.to_owned() }
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn root(&self) -> &Path {
         &self.root
     }
@@ -189,7 +190,7 @@ impl RunFolder {
         self.root.join("ledger.jsonl")
     }
 
-    /// The ledger, read; refuses a folder that is no run's.
+    /// Reads the ledger; refuses a folder that is not a run's.
     pub(crate) fn read_ledger(&self) -> Result<Ledger> {
         let path = self.ledger();
         if path.exists() { Ledger::read(&path) } else { Err(no_run(&self.root, "ledger.jsonl")) }
@@ -200,33 +201,33 @@ impl RunFolder {
         self.root.join("events.jsonl")
     }
 
-    /// The curves.
+    /// The folder of TensorBoard curves.
     pub fn metrics(&self) -> PathBuf {
         self.root.join("metrics")
     }
 
-    /// What was saved of steps that were explained.
+    /// The folder of saved explanations.
     pub fn explained(&self) -> PathBuf {
         self.root.join("explained")
     }
 
-    /// States before steps that were replayed.
+    /// The folder of states before replayed steps.
     pub fn replays(&self) -> PathBuf {
         self.root.join("replays")
     }
 
-    /// The page of the run, unless another file is named.
+    /// The default path of the run's report.
     pub fn report(&self) -> PathBuf {
         self.root.join("report.html")
     }
 
-    /// The checkpoints, wherever they lie.
+    /// The checkpoints, in this folder or elsewhere.
     pub fn checkpoints(&self) -> Result<Checkpoints> {
         let elsewhere = self.elsewhere()?;
         Ok(Checkpoints::new(elsewhere.map_or_else(|| self.inside(), |(place, _)| place)))
     }
 
-    /// The same for whoever cannot do without: refused where they are gone, as a disk that is not mounted.
+    /// The same, but refused if their place is missing, as on a disk that is not mounted.
     pub fn found_checkpoints(&self) -> Result<Checkpoints> {
         let Some((place, _)) = self.elsewhere()? else { return self.checkpoints() };
         let checkpoints = Checkpoints::new(place.clone());
@@ -237,7 +238,7 @@ impl RunFolder {
         Location::Local(self.root.join("checkpoints"))
     }
 
-    /// The place of checkpoints that do not lie in this folder, and the words of which one stands there.
+    /// The place of checkpoints outside this folder, and the keys of which it holds one.
     fn elsewhere(&self) -> Result<Option<(Location, String)>> {
         let path = self.root.join(ELSEWHERE);
         let text = match fs::read(&path) {
@@ -245,7 +246,7 @@ impl RunFolder {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Fault::io("read", &path, &error)),
         };
-        // The name of a place may be of any bytes, and hold an end of a line.
+        // The path may contain any bytes, even a newline.
         let text = text.trim_ascii_end();
         let lines = text.iter().rposition(|byte| *byte == b'\n').map(|at| text.split_at(at));
         match lines.and_then(|(place, words)| Some((place, str::from_utf8(&words[1..]).ok()?))) {
@@ -257,7 +258,7 @@ impl RunFolder {
         }
     }
 
-    /// Writes down where the checkpoints lie, and the words, with spaces between them, of which one stands there.
+    /// Records the place of the checkpoints and, separated by spaces, the keys of which it holds one.
     fn know(&self, place: &Location, words: &str) -> Result<()> {
         let text = [&storage::written(place), format!("\n{words}\n").as_bytes()].concat();
         let path = self.root.join(ELSEWHERE);
@@ -278,13 +279,13 @@ impl RunFolder {
             ))
     }
 
-    /// A word that no other folder has.
+    /// A key that is unique to this folder.
     fn word(&self) -> String {
         let (root, now) = (std::path::absolute(&self.root), events::now());
         Digest::of_bytes(format!("{root:?} {now} {}", std::process::id()).as_bytes()).to_string()
     }
 
-    /// Holds the folder with the other processes of this run, once no other run has it.
+    /// Takes the folder for the processes of this run, once no other run holds it.
     pub fn take(&self, holds: &Holds, patience: Duration) -> Result<()> {
         if self.root.join(MANIFEST).exists() {
             return Err(Fault::usage("this folder holds a store, which is never altered")
@@ -294,8 +295,9 @@ impl RunFolder {
         holds.take_folder(&self.root, patience)
     }
 
-    /// Takes the folder for `spec`: begins a run in it, or goes on with the one that is there if it is the same. Another
-    /// process that has it is waited for with `patience`; a run whose ledger is gone begins anew only by `restart`.
+    /// Takes the folder for `spec`: begins a run in it, or continues its run if that is the same one. Waits up to
+    /// `patience` for another process that holds it. If the ledger of a run is missing, it begins again only with
+    /// `restart`.
     pub fn open(
         &self,
         spec: &RunSpec,
@@ -336,7 +338,7 @@ impl RunFolder {
         })
     }
 
-    /// Refuses a folder without a ledger whose `run.toml` no run has written: it is somebody's own.
+    /// Refuses a folder without a ledger whose `run.toml` was not written by a run: it belongs to a user.
     fn refuse_foreign(&self) -> Result<()> {
         let path = self.curriculum();
         let text = match fs::read_to_string(&path) {
@@ -355,7 +357,7 @@ impl RunFolder {
             .hint("name another folder with --out, or give the file another name"))
     }
 
-    /// Refuses a folder whose run has checkpoints and no ledger: a new ledger would be that of another run.
+    /// Refuses a folder with checkpoints and no ledger: a new ledger would not match them.
     fn refuse_bereft(&self) -> Result<()> {
         let Some(step) = events::kept(&self.events()) else { return Ok(()) };
         Err(Fault::data("this run's ledger is gone")
@@ -364,9 +366,9 @@ impl RunFolder {
             .hint(RESTORE))
     }
 
-    /// What the curriculum changes against the one that `run.toml` has, for people. The ledger agrees with the curriculum by
-    /// now: what it changes of `recorded` steps, first, was never trained. An amendment of later steps that the folder's own file
-    /// has is not taken back without a word.
+    /// The differences between the curriculum and that of `run.toml`, for people. The curriculum already agrees with
+    /// the ledger, so differences in `recorded` steps (the first list) are edits of `run.toml` that were never trained.
+    /// An amendment of later steps in `run.toml` is not dropped silently.
     fn edits(&self, spec: &RunSpec, ledger: Option<u64>) -> Result<(Vec<String>, Vec<String>)> {
         let path = self.curriculum();
         if !path.exists() {
@@ -375,7 +377,7 @@ impl RunFolder {
         let text = fs::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
         let text = String::from_utf8_lossy(&text);
         let Ok(last) = Curriculum::parse(&text, &path.display().to_string()) else {
-            // Nothing depends on it: the ledger says what was trained, and the file is about to be written anew.
+            // Safe to ignore: the ledger records what was trained, and the file is about to be rewritten.
             let found = "its text, which is not a curriculum,".to_owned();
             return Ok((vec![found], Vec::new()));
         };
@@ -402,7 +404,7 @@ impl RunFolder {
         ))
     }
 
-    /// Writes `run.toml`: the curriculum that stands in `source`, with whole paths.
+    /// Writes `run.toml`: the curriculum from `source`, with absolute paths.
     pub(crate) fn write_curriculum(&self, spec: &RunSpec, source: &Location) -> Result<()> {
         let mut resolved = spec.curriculum.clone();
         let folder = source.folder();
@@ -415,13 +417,13 @@ impl RunFolder {
                     let whole = whole.map_err(|error| Fault::io("resolve", &path, &error))?;
                     text_of(&whole)?
                 }
-                // It has one name everywhere.
+                // An object's name is already absolute.
                 object => object.to_string(),
             };
         }
         if let Some(start) = &spec.start {
             let path = start.folder();
-            // One that is gone keeps its name.
+            // A path that no longer exists is only made absolute.
             let path = path.canonicalize().or_else(|_| std::path::absolute(path));
             let path = path.map_err(|error| Fault::io("resolve", start.folder(), &error))?;
             resolved.start = Some(text_of(&path)?);
@@ -431,7 +433,7 @@ impl RunFolder {
     }
 }
 
-/// A path as a curriculum names it.
+/// A path as written in a curriculum.
 fn text_of(path: &Path) -> Result<String> {
     path.to_str().map(str::to_owned).ok_or_else(|| {
         Fault::usage("this path is not UTF-8, and a curriculum is")
@@ -440,8 +442,8 @@ fn text_of(path: &Path) -> Result<String> {
     })
 }
 
-/// Holds a curriculum against the one that the ledger's steps were trained by: refused where it reaches one of them, else the
-/// first step that it changes.
+/// Compares a curriculum with the one that the ledger's steps were trained with: refused if it changes one of them,
+/// else returns the first step that it changes.
 fn accept(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Option<u64>> {
     let (recorded, differences) = (ledger.last_step(), differences(ledger, spec, path)?);
     match differences.first() {
@@ -457,7 +459,7 @@ fn accept(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Option<u64>> {
     }
 }
 
-/// Refuses to explain recorded steps by another curriculum than the one that they were trained by.
+/// Refuses a curriculum that differs from the one that the recorded steps were trained with.
 pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<()> {
     let (recorded, differences) = (ledger.last_step(), differences(ledger, spec, path)?);
     match differences.first().filter(|first| first.first_step <= recorded) {
@@ -476,13 +478,13 @@ pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -
     }
 }
 
-/// What a curriculum changes against the ledger's, by the first step that it reaches.
+/// The differences between a curriculum and the ledger's, by the first step that each affects.
 fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Difference>> {
     let place = format!("the curriculum in {}", path.display());
     Ok(Curriculum::parse(ledger.curriculum(), &place)?.difference(&spec.curriculum))
 }
 
-/// Writes a file that is whole at any moment, unless it says so already.
+/// Writes a file atomically, unless it has this content already.
 fn write_whole(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|before| before == text) {
         return Ok(());
@@ -507,7 +509,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
     })
 }
 
-/// Refuses to go on with other data, other kernels or another model than the ledger began with.
+/// Refuses to continue with other data, other kernels or another model than the ledger's.
 fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     compare_content(begun, now, path)?;
     if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
@@ -531,7 +533,7 @@ fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
     fault.at(path.display().to_string()).found(found).wanted(wanted)
 }
 
-/// Refuses other data or another model than the ledger began with.
+/// Refuses other data or another model than the ledger's.
 pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
     let mismatch =
         |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));

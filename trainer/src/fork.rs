@@ -1,16 +1,16 @@
-//! A new run that shares everything up to a step with another, and differs from there.
+//! Creates a new run that shares all steps up to one with another run, and differs from there.
 //!
 //! ```text
-//! ledger.jsonl   the first N + 1 lines of the other run, byte for byte: its line 0, so its name
-//! run.toml       its curriculum, amended from step N + 1 on; that step's line will hold the text, chained to those before
-//! checkpoints/   those up to step N, by links            events.jsonl   what it says of steps up to N
-//! metrics/       its curves: those of later steps are undone when the new run goes on
-//! forked.json    which run, where it was, and after which step
+//! ledger.jsonl   the first N + 1 lines of the other run, byte for byte (line 0 is its identity)
+//! run.toml       its curriculum, amended from step N + 1 on; that step's ledger line will contain the text
+//! checkpoints/   those up to step N, by links            events.jsonl   its events up to step N
+//! metrics/       its curves; those of later steps are dropped when the new run continues
+//! forked.json    which run, its location, and after which step
 //! ```
 //!
-//! It is made beside its place, under the name `NEW.partial`, and renamed when it is whole and on the disk: neither a kill nor a
-//! loss of power leaves anything that looks like a run and is none, and the same command begins anew. Every act goes through
-//! `store::disk`, where a test sees what a crash may leave of it. The other run may go on meanwhile; nothing of it is written.
+//! It is made as `NEW.partial` and renamed once it is complete and on disk: a kill or a power loss leaves no incomplete
+//! run, and the same command starts over. All disk operations use `store::disk`, so that tests can simulate crashes.
+//! The other run may continue meanwhile; the fork writes nothing there.
 
 use std::fs;
 use std::io::{self, Read};
@@ -32,52 +32,52 @@ use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head};
 use crate::ledger::Ledger;
 use crate::spec::RunSpec;
 
-/// The file of a fork that says what it was forked from.
+/// The file in which a fork records its origin.
 const FORKED: &str = "forked.json";
 
-/// What is asked for.
+/// The fork to make.
 pub struct Request<'a> {
-    /// The run that is forked.
+    /// The run to fork.
     pub run: &'a Path,
-    /// Its last step that is shared.
+    /// The last shared step.
     pub step: u64,
     /// The folder of the new run, which must not exist.
     pub out: &'a Path,
     /// Where the run's stores are now, if they were moved.
     pub stores: &'a [Location],
-    /// What is changed from the next step on.
+    /// The change from the next step on.
     pub change: &'a Change,
-    /// A file of further amendments.
+    /// A file with further amendments.
     pub amend: Option<&'a Path>,
 }
 
-/// What was made.
+/// The fork that was made.
 #[derive(Clone, Debug, Serialize)]
 pub struct Forked {
-    /// The last step that is shared.
+    /// The last shared step.
     pub step: u64,
     /// The last step of the new run's curriculum.
     pub steps: u64,
-    /// The steps of the checkpoints that are shared, ascending.
+    /// The steps of the shared checkpoints, ascending.
     pub checkpoints: Vec<u64>,
-    /// What the new run's curriculum changes, for people.
+    /// The changes of the new run's curriculum, for people.
     pub changes: Vec<String>,
 }
 
-/// Where a run comes from.
+/// The origin of a fork.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Origin {
-    /// The folder of the run that was forked, as it was called then; what is not UTF-8 of its name is replaced.
+    /// The folder of the original run at that time; invalid UTF-8 is replaced.
     pub of: String,
-    /// The last step that is shared.
+    /// The last shared step.
     pub step: u64,
-    /// The ledger's chain after it: by that the run is known again wherever it lies.
+    /// The ledger's chain after that step, which identifies the run wherever it is.
     pub chain: Digest,
 }
 
 impl Origin {
-    /// That of the run in `root`; `None` where it was not forked.
+    /// The origin of the run in `root`; `None` if it is not a fork.
     pub fn read(root: &Path) -> Result<Option<Origin>> {
         let path = root.join(FORKED);
         let text = match fs::read_to_string(&path) {
@@ -92,7 +92,7 @@ impl Origin {
     }
 }
 
-/// Makes the new run.
+/// Makes the fork.
 pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     let Request { run, step, out, stores, change, amend } = *request;
     if fs::symlink_metadata(out).is_ok() {
@@ -113,12 +113,12 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     let old = Old::open(run, stores, table)?;
     old.check(step)?;
     let curriculum = amended(&old.spec, step, change, amend)?;
-    // What stands in the file is what is trained: what cannot be is refused here, with its line.
+    // Parsed from the text that will be trained, so that errors are reported here, with their line.
     let opened = Opened::open_text(old.folder.curriculum(), curriculum.canonical())?;
     let spec = RunSpec::new(&opened)?;
     let (scratch, _lock) = scratch(out)?;
     let new = RunFolder::new(&scratch);
-    // First, and lasting: whatever else a crash leaves beside it is known for what a fork left.
+    // First and synced: if anything is left after a crash, this file marks it as an incomplete fork.
     old.write_origin(step, &scratch)?;
     disk::sync_folder(&scratch)?;
     old.ledger.copy_through(step, &new.ledger())?;
@@ -136,7 +136,7 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     Ok(Forked { step, steps: spec.plan.steps(), checkpoints, changes })
 }
 
-/// The run that is forked.
+/// The original run.
 struct Old {
     folder: RunFolder,
     spec: RunSpec,
@@ -153,7 +153,7 @@ impl Old {
         Ok(Old { folder, spec, ledger })
     }
 
-    /// Refuses a step that cannot be the last one shared.
+    /// Refuses a step that cannot be the last shared one.
     fn check(&self, step: u64) -> Result<()> {
         let (recorded, steps) = (self.ledger.last_step(), self.spec.plan.steps());
         let last = recorded.min(steps - 1);
@@ -178,7 +178,7 @@ impl Old {
     }
 }
 
-/// A new file, its bytes on the disk.
+/// Writes a new file and syncs it.
 fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
     let fault = |error: io::Error| Fault::io("write", path, &error);
     let mut file = Output::create(path)?;
@@ -186,7 +186,7 @@ fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
     file.sync().map_err(fault)
 }
 
-/// The curriculum of the new run: that of the old one, amended from the step after `step` on.
+/// The curriculum of the new run: the old one, amended from the step after `step` on.
 fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> Result<Curriculum> {
     let mut curriculum = match change.is_some() {
         false => spec.curriculum.clone(),
@@ -208,14 +208,14 @@ fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> 
     }
     let folder = Location::from(path).folder();
     for store in amendments.iter_mut().filter_map(|amendment| amendment.store.as_mut()) {
-        // Named from the file that names it.
+        // The path is relative to the amendments' file.
         store.path = storage::resolve(&folder, &store.path)?.absolute()?.to_string();
     }
     curriculum.amend(amendments);
     Ok(curriculum)
 }
 
-/// The numbers of the documents with these ids, each of one source.
+/// The numbers of the documents with these ids; an id must be unique to one source.
 fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
     let mut found = Documents::new();
     for id in ids {
@@ -230,8 +230,8 @@ fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
     Ok(found)
 }
 
-/// A folder beside `out`, held by this process. What a fork that was killed left there is removed but for [`FORKED`], by which
-/// such a folder is known; anything else that stands there is somebody's.
+/// A locked folder next to `out`. The leftovers of a killed fork in it are removed, except for [`FORKED`], which
+/// identifies them; any other content is refused.
 fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
     let scratch = disk::beside(out, ".partial");
     disk::create_folder(&scratch)?;
@@ -248,7 +248,7 @@ fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
     Ok((scratch, held))
 }
 
-/// Shares the checkpoints up to `step`; of those in a bucket the newest alone, which is a copy.
+/// Links the checkpoints up to `step`; from a bucket, only the newest is copied.
 fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
     let (from, to) = (old.folder.found_checkpoints()?, new.checkpoints()?);
     let mut steps = from.steps()?;
@@ -264,7 +264,7 @@ fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> 
         });
         match looked.and_then(|()| from.share(at, &to)) {
             Ok(()) => shared.push(at),
-            // The run goes on, and its retention was quicker.
+            // The original run continues, and its retention has removed this one.
             Err(_) if !from.steps()?.contains(&at) => Checkpoints::clean(&to)?,
             Err(fault) if fault.class() == Class::Data => {
                 note!("warning: checkpoint step-{at} is not shared: {fault}");
@@ -276,8 +276,8 @@ fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> 
     Ok(shared)
 }
 
-/// Copies the events that are about steps up to `step`, of checkpoints those that the fork has: one that events know of and that
-/// is nowhere is missed. What names no step is about the one before it: who computed, what was edited.
+/// Copies the events of steps up to `step`. Events of checkpoints that the fork lacks are omitted, since a missing
+/// checkpoint is an error. An event without a step (ranks, edits) belongs to the step before it.
 fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result<()> {
     let (text, mut about) = (events::read(from)?, 0);
     let shared = |line: &&str| {
@@ -287,7 +287,7 @@ fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result
         about <= step && (event["event"] != "checkpoint" || checkpoints.contains(&about))
     };
     let kept: String = text.lines().filter(shared).map(|line| line.to_owned() + "\n").collect();
-    // The process that trained the shared steps is none of the fork's.
+    // Ends the process of the original run, which is not one of the fork's.
     let last = kept.lines().last().and_then(|line| serde_json::from_str::<Value>(line).ok());
     let time = last.map_or(json!(0), |last| last["time"].clone());
     let of = disk::folder_of(from).display().to_string();
@@ -295,7 +295,7 @@ fn copy_events(from: &Path, step: u64, checkpoints: &[u64], to: &Path) -> Result
     write(to, &mut format!("{kept}{forked}\n").as_bytes())
 }
 
-/// Copies the files of a folder, if it is there. Links would be written to by a run that goes on.
+/// Copies the files of a folder, if it exists. Links would be modified when either run continues.
 fn copy_files(from: &Path, to: &Path) -> Result<()> {
     if !from.is_dir() {
         return Ok(());

@@ -1,20 +1,20 @@
-//! Weights, moved: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
+//! Training: the ZAYA1 model, its optimizers, the ledger, checkpoints and replay.
 //!
-//! - [`spec`] is what is trained (hashed), [`exec`] how fast (no hash). [`run`] is the loop, [`folder`] what it leaves.
-//! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], the fixed tree adds them, [`optim`] moves the
-//!   [`state`]; on one rank or on many, with the same bits.
-//! - [`audit`] says which micro-batches are computed twice.
-//! - [`launch`] starts ranks and finds their place, [`mesh`] says who does what.
-//! - [`replay`] computes past steps again, [`explain`] says what was odd about one; [`compare`] finds where two runs part.
-//! - [`change`] is what a counterfactual imagines and [`fork`] makes true, [`chart`] its picture.
-//! - [`plan`] tells what a run will need before any of it is allocated, [`sizing`] how fast it will be and on what.
-//! - [`hf`] is Hugging Face's `zaya`, in and out; [`mod@export`] hands a run's state to it.
-//! - [`ledger`] holds what was computed, [`events`] where and when, [`checkpoint`] the state itself; [`metrics`] draws
-//!   curves, [`validate`] takes the loss on held-out text, [`progress`] speaks to whoever waits.
-//! - [`report`] shows a run to people: a table, odd steps with their reason, a page.
+//! - [`spec`] is what is trained (hashed), [`exec`] how fast (not hashed). [`run`] is the loop, [`folder`] its folder.
+//! - [`step`] is one step: [`model`] computes micro-batches on [`workers`], a fixed tree adds them, [`optim`] updates
+//!   the [`state`]; on one rank or on many, with the same bits.
+//! - [`audit`] decides which micro-batches are computed twice.
+//! - [`launch`] starts ranks and finds their places, [`mesh`] distributes the work over them.
+//! - [`replay`] recomputes past steps, [`explain`] explains one; [`compare`] finds where two runs diverge.
+//! - [`change`] is a counterfactual, which [`replay`] simulates and [`fork`] trains; [`chart`] plots it.
+//! - [`plan`] predicts what a run will need before it allocates, [`sizing`] how fast it will be and on which machines.
+//! - [`hf`] imports and exports Hugging Face's `zaya`; [`mod@export`] exports a run's state.
+//! - [`ledger`] records what was computed, [`events`] where and when, [`checkpoint`] the state; [`metrics`] writes
+//!   curves, [`validate`] computes the validation loss, [`progress`] prints a line for each step.
+//! - [`report`] shows a run to people: a table, odd steps with their causes, a page.
 //!
-//! Invariant: step N is a function of the run and N. Workers, threads, prefetch, checkpoints, kills and dates are not
-//! among its arguments.
+//! Invariant: step N is a function of the run and N. It does not depend on workers, threads, prefetching, checkpoints,
+//! kills or dates.
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
-//! What a person sees while a run goes on: one line for each step, on standard error.
+//! The lines that a run prints on standard error, one for each step.
 //!
-//! Everything left of the data rate is the same in two equal runs.
+//! The part before the speed is identical in two equal runs.
 
 use std::time::{Duration, Instant};
 
@@ -13,27 +13,27 @@ use crate::optim::guard::Skipped;
 use crate::shown::{clock, rate};
 use crate::validate::SourceLoss;
 
-/// Prints the lines of one process's part of a run.
+/// Prints the lines of one process of a run.
 pub struct Progress {
     steps: u64,
     shown: bool,
     last: Instant,
-    /// Seconds per step, averaged over the last ones.
+    /// Seconds per step, as a moving average.
     pace: Option<f64>,
 }
 
 impl Progress {
-    /// A run of `steps` steps in all; silent unless `shown`.
+    /// For a run of `steps` steps in total; silent unless `shown`.
     pub fn new(steps: u64, shown: bool) -> Self {
         Progress { steps, shown, last: Instant::now(), pace: None }
     }
 
-    /// Says something that is no step.
+    /// Prints a note.
     pub fn note(&self, text: &str) {
         contract::note!("{text}");
     }
 
-    /// The loss on held-out text. The time it took is no step's.
+    /// Prints the validation loss. Its time does not count for any step.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) {
         if self.shown {
             contract::note!("{}", validation_line(step, sources));
@@ -41,7 +41,7 @@ impl Progress {
         self.last = Instant::now();
     }
 
-    /// One step is done, with `tokens` tokens, whose batch was `waited` for; returns how long it took.
+    /// Prints a finished step with `tokens` tokens, whose batch was `waited` for; returns its duration.
     pub fn step(
         &mut self,
         record: &StepRecord,
@@ -68,7 +68,7 @@ impl Progress {
         taken
     }
 
-    /// The run ends here, or this process's part of it: how long it has waited for batches.
+    /// Ends this process of the run: prints how long it waited for batches.
     pub fn end(&self, stall: &DataStall) {
         if self.shown && stall.steps > 0 {
             contract::note!("{}", stall_line(stall));
@@ -76,7 +76,7 @@ impl Progress {
     }
 }
 
-/// All steps of this process but the first, beside which nothing was read ahead.
+/// The stalls of all steps but the first, whose batch is never prefetched.
 fn stall_line(stall: &DataStall) -> String {
     let DataStall { steps, first, taken, .. } = stall;
     format!(
@@ -88,7 +88,7 @@ fn stall_line(stall: &DataStall) -> String {
     )
 }
 
-/// The losses on held-out text, all of them first.
+/// The validation losses, the mean over all sources first.
 fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
     let mut line =
         format!("validation after step {step} | loss {:.6}", SourceLoss::over(sources).mean());
@@ -98,7 +98,7 @@ fn validation_line(step: u64, sources: &[SourceLoss]) -> String {
     line
 }
 
-/// The part of a step's line that is a function of the run.
+/// The part of a step's line that depends only on the run.
 fn line(record: &StepRecord, steps: u64) -> String {
     let skipped = Skipped::note(record.skipped);
     format!(

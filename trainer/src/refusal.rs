@@ -1,7 +1,8 @@
-//! What libtorch refuses, as a fault of the machine.
+//! Turns errors of libtorch into faults of the machine.
 //!
-//! Errors are known by their type, and want of memory by what the allocator refused. Where libtorch's wrapper panics for want of
-//! memory, that is caught where the work began, so that the process ends in order. Any other panic is a bug of ours.
+//! Errors are identified by their type, and out-of-memory by what the allocator refused. Where libtorch's wrapper
+//! panics when out of memory, the panic is caught where the work began, so that the process ends cleanly. Any other
+//! panic is a bug.
 
 use std::any::Any;
 use std::panic::{self, AssertUnwindSafe};
@@ -12,12 +13,12 @@ use kernels::{Error, want};
 use tch::Tensor;
 use tch::kind::Element;
 
-/// Runs `work`; a panic becomes a fault, so that whoever waits for it learns of it.
+/// Runs `work` and turns a panic into a fault, which is passed to the waiting caller.
 pub fn caught<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     panic::catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| Err(fault(&*panic)))
 }
 
-/// The numbers of a tensor that has one dimension.
+/// The values of a one-dimensional tensor.
 pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
     Vec::try_from(tensor).map_err(|error| match Error::from(error) {
         Error::Torch(error) => Fault::bug(format!("a tensor cannot be read: {error}")),
@@ -25,7 +26,7 @@ pub(crate) fn values<T: Element + Copy>(tensor: &Tensor) -> Result<Vec<T>> {
     })
 }
 
-/// A rank that cannot be reached is the machine's fault; the run itself is well.
+/// The fault if a rank cannot be reached: the machine is at fault, not the run.
 pub fn lost(error: Error) -> Fault {
     let again =
         "run the same command again, with as many ranks as you like: it goes on where it stopped";
@@ -45,7 +46,7 @@ pub fn lost(error: Error) -> Fault {
     }
 }
 
-/// What to say about a panic.
+/// The fault for a panic.
 pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     let said = text(panic).lines().next().unwrap_or_default();
     match want::was_refused() {
@@ -54,7 +55,7 @@ pub(crate) fn fault(panic: &(dyn Any + Send)) -> Fault {
     }
 }
 
-/// An error of the kernels, or of libtorch under them, as a fault, for `map_err`.
+/// Turns an error of the kernels or of libtorch into a fault, for `map_err`.
 pub(crate) fn refused(error: impl Into<Error>) -> Fault {
     let error = error.into();
     match &error {
@@ -76,14 +77,14 @@ fn no_memory(said: &str) -> Fault {
 }
 
 fn not_computed(said: &str) -> Fault {
-    // What libtorch says ends in a stack trace.
+    // libtorch's message ends with a stack trace.
     Fault::machine("libtorch could not compute this")
         .found(said.lines().next().unwrap_or(said))
         .hint("if it happens again at the same place it is a bug of ours: please report it with this message")
 }
 
-/// Keeps the panics that become such faults from writing a message of their own. Called once, at the start of a
-/// program; every other panic speaks as before.
+/// Silences the default message of panics that become such faults; other panics print as before. Called once, when a
+/// program starts.
 pub fn speak_once() {
     let speak = panic::take_hook();
     panic::set_hook(Box::new(move |info| {

@@ -1,4 +1,4 @@
-//! Rates and times in few signs, for people.
+//! Short formats of rates and times, for people.
 
 use std::time::Duration;
 

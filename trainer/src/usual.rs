@@ -1,95 +1,94 @@
-//! What a quantity usually is: the trend and the noise of the steps just before.
+//! The usual value of a quantity: the trend and the noise of the steps just before.
 //!
 //! ```text
 //! slope   (median of the later half - median of the earlier half) / the distance between their middles
-//! usual   the median of the last 64 values, each moved along the slope to the step that is judged
-//! spread  the standard deviation, if the noise were normal: 1.4826 x the median distance from the usual, or from each value to
-//!         the next over the root of two where that is less: on a curve the first counts the trend as noise
+//! usual   the median of the last 64 values, each extrapolated along the slope to the current step
+//! spread  the standard deviation, for normal noise: 1.4826 x the median distance from the usual, or from each value to
+//!         the next over the root of two if that is less: on a curve the first counts the trend as noise
 //! level   the median of the last 24 values
-//! score   (value - usual) / max(spread, floor), or by the level where that is nearer; 0 between the two
+//! score   (value - usual) / max(spread, least), or by the level if that is nearer; 0 between the two
 //! ```
 //!
-//! Once the window is full, trend and noise are those of up to eight steps before the step that is judged: they hardly change
-//! faster, and a run of 10^6 steps is looked at in seconds.
+//! Once the window is full, trend and noise are computed only every eight steps: they hardly change faster, and a run
+//! of 10^6 steps is read in seconds.
 //!
-//! Where something was changed (a phase, an amendment), what came before counts until eight values have come since, and no
-//! longer: what is usual afterwards is what has been since. Fewer than 32 values tell their spread less well: it counts for more
-//! then, and for no less than before the change.
+//! After a change (a phase, an amendment), earlier values are used until there are eight new ones, and are dropped
+//! then. The spread of fewer than 32 values is uncertain: it is increased, and is at least that from before the change.
 //!
-//! A median does not move for a spike, so one spike does not hide the next; a loss that falls as it did is not odd, nor is one
-//! that stops falling.
+//! A median is robust against spikes, so one spike does not hide the next. A loss that keeps falling is not odd, nor is
+//! one that stops falling.
 
 use std::collections::VecDeque;
 use std::f64::consts::SQRT_2;
 
 use serde::Serialize;
 
-/// Values that a value is measured against, at most.
+/// The maximum number of values to compare with.
 pub(crate) const LENGTH: usize = 64;
 
-/// Nothing is judged before so many values.
+/// Fewer values are not judged by.
 const LEAST: usize = 32;
 
-/// Except after a change, or for whoever asks about one step.
+/// Except after a change, or if a single step is explained.
 pub(crate) const FEW: usize = 8;
 
-/// A normal distribution's standard deviation over its median distance from the median.
+/// A normal distribution's standard deviation divided by its median absolute deviation.
 const NORMAL: f64 = 1.4826;
 
-/// Values that make the level.
+/// The number of values for the level.
 const LATELY: usize = 24;
 
-/// Steps for which what was found of a full window is used.
+/// The trend of a full window is reused for this many steps.
 const FRESH: u64 = 8;
 
-/// The values just before, oldest first.
+/// The previous values, oldest first.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Window {
     values: VecDeque<f64>,
-    /// Whether so few as eight values are judged by.
+    /// Whether eight values are enough.
     few: bool,
-    /// Values since something was changed, until what came before is forgotten.
+    /// Number of values since a change, until earlier ones are dropped.
     since: Option<usize>,
-    /// The least spread, by what came before a change.
+    /// The minimum spread, from before a change.
     noise: f64,
-    /// Values that came so far.
+    /// Number of values so far.
     came: u64,
-    /// What was found, and how many values had come by then.
+    /// The last trend, and the number of values at that time.
     trend: Option<(u64, Trend)>,
     median: Option<(u64, f64)>,
 }
 
-/// What some values led to expect.
+/// The trend of some values.
 #[derive(Clone, Copy, Debug)]
 struct Trend {
-    /// What was to be expected of the next value.
+    /// The expected next value.
     next: f64,
     slope: f64,
     level: f64,
     spread: f64,
 }
 
-/// Where a value lies among those before it.
+/// The position of a value relative to those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Position {
-    /// What was to be expected.
+    /// The expected value.
     pub usual: f64,
-    /// Spreads above it, or below if negative.
+    /// The distance from it in spreads, negative if below.
     pub score: f64,
 }
 
 impl Window {
-    /// One that judges by so few as eight values.
+    /// A window that judges by as few as eight values.
     pub(crate) fn of_few() -> Window {
         Window { few: true, ..Window::default() }
     }
 
-    /// Something is changed from the next value on.
+    /// Records a change from the next value on.
     pub(crate) fn change(&mut self) {
         self.since = Some(0);
     }
 
-    /// Takes note of a value; what is not a number leaves no trace.
+    /// Adds a value; ignores values that are not finite.
     pub(crate) fn push(&mut self, value: f64) {
         if !value.is_finite() {
             return;
@@ -107,14 +106,14 @@ impl Window {
         self.came += 1;
     }
 
-    /// The median of the values, or of those up to eight steps before, once there are enough of them.
+    /// The median of the values, or of those up to eight steps before, if there are enough.
     pub(crate) fn median(&mut self) -> Option<f64> {
         let found = self.fresh(self.median, || median(self.values.iter().copied()));
         self.median = found;
         found.map(|(_, median)| median)
     }
 
-    /// Where `value` lies, the next after those here, where a spread is no less than `floor`; `None` while there are too few.
+    /// The position of `value`, the next one, with this minimum spread; `None` if there are too few values.
     pub(crate) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
         self.trend = self.fresh(self.trend, || self.found());
         let (at, Trend { next, slope, level, spread }) = self.trend?;
@@ -134,7 +133,7 @@ impl Window {
         Some(Position { usual, score })
     }
 
-    /// What was found already, as long as that is used, or is found now; `None` while there are too few values.
+    /// The cached result while it is fresh, else a new one; `None` if there are too few values.
     fn fresh<T>(&self, known: Option<(u64, T)>, find: impl FnOnce() -> T) -> Option<(u64, T)> {
         let full = self.values.len() == LENGTH;
         let enough = self.values.len() >= if self.few { FEW } else { LEAST };
@@ -142,7 +141,7 @@ impl Window {
         still.or_else(|| enough.then(|| (self.came, find())))
     }
 
-    /// Drops what came before a change: all but the last values, of which one is about to come.
+    /// Drops the values before a change: keeps only the last ones, to which the next is about to be added.
     fn forget(&mut self) {
         let since = self.values.split_off(self.values.len().saturating_sub(FEW - 1));
         if self.values.len() >= FEW {
@@ -168,7 +167,7 @@ impl Window {
     }
 }
 
-/// The median of some values, of which there is at least one.
+/// The median of at least one value.
 fn median(values: impl Iterator<Item = f64>) -> f64 {
     let mut values: Vec<f64> = values.collect();
     let half = values.len() / 2;
@@ -187,7 +186,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// By the definition: sorted, the one in the middle, or the mean of the two.
+        /// By definition: the middle of the sorted values, or the mean of the middle two.
         #[test]
         fn a_median_is_that_of_the_sorted_values(values in prop::collection::vec(-9i32..9, 1..70)) {
             let values: Vec<f64> = values.into_iter().map(f64::from).collect();
@@ -209,7 +208,7 @@ mod tests {
                 (below + usize::from(*one < found), above + usize::from(*one > found))
             });
             prop_assert!(below <= last.len() / 2 && above <= last.len() / 2);
-            // One more value is judged by the same trend, eight more by another.
+            // The next value is judged by the same trend, one after eight more by another.
             let before = window.position(1e6, 1e-9).unwrap();
             window.push(1e6);
             prop_assert!((window.position(1e6, 1e-9).unwrap().usual - before.usual).abs() < 1e3);
@@ -230,7 +229,7 @@ mod tests {
         }
     }
 
-    /// What a phase brought is not odd once eight of its steps have come, and what is odd among those is.
+    /// A shift at a phase is no longer odd after eight of its steps, and an odd value among those is found.
     #[test]
     fn what_came_before_a_change_is_forgotten() {
         let mut window = Window::default();

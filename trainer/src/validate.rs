@@ -1,8 +1,8 @@
-//! The loss on held-out text: a function of weights, text, `seq_len`, chunks, shards, number format and kernel table, and of
-//! nothing else. Each sequence is a forward of its own, so that no `micro_batch` decides the shapes in which it is computed.
+//! The validation loss: a function of weights, text, `seq_len`, chunks, shards, number format and kernel table only.
+//! Each sequence has its own forward pass, so `micro_batch` does not affect the shapes of the computation.
 //!
-//! How often it is taken and over how many windows is a flag, since it decides nothing about the run; so its place is
-//! `events.jsonl`, not the ledger. Taken again after a kill it has the same bits.
+//! The interval and the number of windows are flags, since they do not affect the run; so the results are in
+//! `events.jsonl`, not in the ledger. Computed again after a kill, they have the same bits.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -21,16 +21,16 @@ use crate::state::State;
 use crate::step::{Context, FrozenModel, Weights, rows};
 use crate::waiting::Waiting;
 
-/// When, and over how much.
+/// The interval and size of validation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Validation {
-    /// Steps between two; 0 for none.
+    /// Steps between two validations; 0 for none.
     pub every: u64,
-    /// Windows of each source, spread evenly over its held-out text; all of them where there are fewer.
+    /// Windows per source, spread evenly over its held-out text; all windows if there are fewer.
     pub windows: u64,
 }
 
-/// What one source costs.
+/// The loss of one source.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SourceLoss {
     /// The source's name.
@@ -42,12 +42,12 @@ pub struct SourceLoss {
 }
 
 impl SourceLoss {
-    /// Mean loss of a label.
+    /// Mean loss per label.
     pub fn mean(&self) -> f64 {
         self.loss / self.labels.max(1) as f64
     }
 
-    /// All of them as one: every label weighs the same.
+    /// The total over sources: every label has the same weight.
     pub fn over(sources: &[SourceLoss]) -> SourceLoss {
         let (loss, labels) = sources
             .iter()
@@ -63,14 +63,14 @@ impl SourceLoss {
 }
 
 impl Validation {
-    /// Whether it is taken after `step`, when the run's last is `last`.
+    /// Whether to validate after `step`, if the run's last step is `last`.
     pub(crate) fn is_due(&self, step: u64, last: u64) -> bool {
         self.every > 0 && (step == last || step.is_multiple_of(self.every))
     }
 
-    /// Takes it as one of the ranks of `cx`, which deal the text among them: each computes its share by itself, or with those who
-    /// hold weights for it, and hears of the others'. Sources in the order of the plan, those without held-out text left out.
-    /// `None` where one of the ranks was `asked` to stop before it was done.
+    /// Validates on the ranks of `cx`, which divide the text among them: each computes its share, alone or with the
+    /// ranks that shard weights for it, and receives the other losses. The sources are in the order of the plan,
+    /// without those that have no held-out text. `None` if a rank was `asked` to stop before the end.
     pub fn take(
         &self,
         cx: Context<'_>,
@@ -90,7 +90,7 @@ impl Validation {
         let what = format!("validation after step {}", state.step);
         let waiting = Mutex::new(Waiting::new(what, left.len() as u64));
         let mut mine = Vec::new();
-        // In rounds, between which the ranks hear whether one of them was asked to stop.
+        // In rounds: in between, the ranks exchange whether one of them was asked to stop.
         loop {
             let together = lines.mesh.tsp > 1;
             let round = if together { 1 } else { cx.workers.count() };
@@ -122,7 +122,7 @@ impl Validation {
         Ok(Some(sums))
     }
 
-    /// What it is taken over after `step`.
+    /// The windows to validate on after `step`.
     fn windows_of(&self, spec: &RunSpec, step: u64) -> Result<Vec<Window>> {
         let seq_len = spec.plan.step(step.max(1))?.seq_len;
         let mut all = Vec::new();
@@ -135,15 +135,15 @@ impl Validation {
     }
 }
 
-/// How far all ranks together are.
+/// The progress of all ranks together.
 enum Progress {
     Left,
     Done,
-    /// One of them was asked to stop.
+    /// A rank was asked to stop.
     Stopped,
 }
 
-/// Tells the other ranks whether this one was asked to stop, and how many windows it has left, and hears the same of them.
+/// Exchanges with the other ranks whether they were asked to stop, and how many windows they have left.
 fn progress(team: &Team<'_>, asked: bool, left: usize) -> Result<Progress> {
     let mut words = Writer::default();
     words.word(u64::from(asked)).word(left as u64);
@@ -168,14 +168,14 @@ struct Window {
     number: u64,
 }
 
-/// What it costs.
+/// Its loss.
 #[derive(Clone, Copy)]
 struct Loss {
     loss: f64,
     labels: u64,
 }
 
-/// The losses of numbered windows, with weights that are whole or that `how` says how to get.
+/// The losses of numbered windows; `how` gathers weights that are sharded.
 fn computed(
     Context { spec, team, workers }: Context<'_>,
     state: &State,
@@ -187,7 +187,7 @@ fn computed(
     let model = FrozenModel::at(spec, at.step, state, workers)?;
     workers.map(windows, |(index, Window { source, number }): (usize, Window)| {
         let place = || format!("validation of {source} after step {step}, window {number}");
-        // Held-out text may take longer than a rank is waited for, or watched without a sign of life.
+        // Validation may take longer than the timeouts for other ranks and for progress.
         team.group.reached(&place());
         team.group.check().map_err(lost)?;
         let batch = validation::batch(&spec.data, &source, at.seq_len, number, 1)?;
@@ -196,7 +196,7 @@ fn computed(
             model::losses(how, model.config(), weights, biases, &input)
         };
         let loss = model.read(compute, place)?;
-        // One voice is enough: shares are alike.
+        // Only rank 0 prints progress: all shares are about equal.
         if team.group.rank() == 0 {
             waiting.lock().unwrap_or_else(PoisonError::into_inner).one();
         }
@@ -204,7 +204,7 @@ fn computed(
     })
 }
 
-/// The same, with those who hold weights for this rank, all at once.
+/// The same, together with the ranks that shard weights for this one.
 fn computed_together(
     cx: Context<'_>,
     state: &State,
@@ -219,7 +219,7 @@ fn computed_together(
         line: sharing.as_ref().map(|line| line as &dyn Line),
         folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
     };
-    // What they exchange has one order.
+    // One worker, since the exchanges must have one order.
     let found =
         computed(Context { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
     for line in [sharing, folded].into_iter().flatten() {
@@ -229,7 +229,7 @@ fn computed_together(
     Ok(found)
 }
 
-/// The losses of all `windows`, of which `mine` are this rank's.
+/// The losses of all `windows`; `mine` are this rank's.
 fn told(team: &Team<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
     let mut words = Writer::default();
     words.word(mine.len() as u64);
@@ -244,7 +244,7 @@ fn told(team: &Team<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<L
             let unknown = || Fault::bug("a rank computed held-out text that there is not");
             let place = usize::try_from(index).ok().and_then(|index| all.get_mut(index));
             let before = place.ok_or_else(unknown)?.replace(Loss { loss, labels });
-            // Those who hold weights for each other have all computed it.
+            // Ranks that shard weights for each other have all computed it.
             if before.is_some_and(|before: Loss| before.loss.to_bits() != loss.to_bits()) {
                 let what = "ranks that hold weights for each other found different losses";
                 return Err(Fault::mismatch(what).at("validation"));
@@ -256,7 +256,7 @@ fn told(team: &Team<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<L
     all.ok_or_else(|| Fault::bug("nobody computed some of the held-out text"))
 }
 
-/// At most `wanted` of `total` windows, spread evenly: each stands where its share of the text begins.
+/// At most `wanted` of `total` windows, spread evenly: each is the first of its share of the text.
 fn spread(total: u64, wanted: u64) -> impl Iterator<Item = u64> {
     let wanted = wanted.min(total);
     (0..wanted).map(move |index| index + index * (total - wanted) / wanted)

@@ -1,6 +1,6 @@
-//! How far something is that takes longer than two seconds, and how much time is left.
+//! Progress and remaining time of work that takes longer than two seconds.
 //!
-//! The clock here decides nothing but when to speak.
+//! The clock only decides when to print.
 
 use std::time::{Duration, Instant};
 
@@ -8,30 +8,30 @@ use contract::note;
 
 use crate::shown::clock;
 
-/// What takes less says nothing.
+/// Shorter work prints nothing.
 pub(crate) const SILENCE: Duration = Duration::from_secs(2);
 
-/// Time between two lines.
+/// The time between two lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// Counts what is done and tells it on standard error.
+/// Counts what is done, and prints it to standard error.
 pub(crate) struct Waiting {
     what: String,
     total: u64,
     done: u64,
     begun: Instant,
-    /// When to speak next.
+    /// When to print next.
     next: Instant,
 }
 
 impl Waiting {
-    /// For `total` things, which `what` names.
+    /// For `total` items, which `what` names.
     pub(crate) fn new(what: impl Into<String>, total: u64) -> Self {
         let begun = Instant::now();
         Waiting { what: what.into(), total, done: 0, begun, next: begun + SILENCE }
     }
 
-    /// One more is done. Speaks, if it is time.
+    /// Counts one more, and prints if it is time.
     pub(crate) fn one(&mut self) {
         self.done += 1;
         let now = Instant::now();
@@ -44,7 +44,7 @@ impl Waiting {
     }
 }
 
-/// The time that is left when `done` of `total` took this long.
+/// The remaining time if `done` of `total` took this long.
 fn left(taken: Duration, done: u64, total: u64) -> Duration {
     let rest = total.saturating_sub(done) as f64 / done.max(1) as f64;
     Duration::from_secs_f64((taken.as_secs_f64() * rest).min(1e9))
@@ -60,7 +60,7 @@ mod tests {
         assert_eq!(left(taken, 10, 40), Duration::from_secs(90));
         assert_eq!(left(taken, 40, 40), Duration::ZERO);
         assert_eq!(left(taken, 50, 40), Duration::ZERO);
-        // However long: a number that a clock can show.
+        // Even the longest time must have a format.
         assert!(!clock(left(Duration::from_secs(u64::MAX / 4), 1, u64::MAX)).is_empty());
     }
 }

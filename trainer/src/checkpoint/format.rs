@@ -1,4 +1,5 @@
-//! What a checkpoint holds, independent of the layout that wrote it. `trainer/docs/formats.md` has the folder.
+//! The contents of a checkpoint, independent of the layout that wrote it. `trainer/docs/formats.md` describes the
+//! folder.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +16,7 @@ use crate::state::ownership::Piece;
 /// The version of the format.
 pub(super) const FORMAT: u32 = 2;
 
-/// The version of the manifest in `bytes`, if that is another than this program's.
+/// The version of the manifest in `bytes`, if it is not this program's.
 pub(super) fn other_format(bytes: &[u8]) -> Option<u32> {
     #[derive(Deserialize)]
     struct Format {
@@ -25,16 +26,16 @@ pub(super) fn other_format(bytes: &[u8]) -> Option<u32> {
     (found != FORMAT).then_some(found)
 }
 
-/// The name of the manifest, which makes the files beside it a checkpoint.
+/// The name of the manifest, which turns the files next to it into a checkpoint.
 pub(super) const MANIFEST: &str = "manifest.json";
 
-/// The file that keeps a checkpoint from being removed.
+/// The marker file that protects a checkpoint from removal.
 pub(super) const PINNED: &str = "pinned";
 
-/// The blob of the routers' balance: small, and known to every rank.
+/// The blob of the router balancing state: small, and known to every rank.
 pub(super) const BALANCE: &str = "balance.safetensors";
 
-/// Whether a checkpoint has files of this name. Whatever else lies beside them is not ours, and never removed.
+/// Whether a checkpoint has files of this name. Other files in its folder are not ours and are never removed.
 pub(super) fn is_file(name: &str) -> bool {
     let blob = |set: &str| {
         let number = name.strip_prefix(set).and_then(|rest| rest.strip_suffix(".safetensors"));
@@ -43,7 +44,7 @@ pub(super) fn is_file(name: &str) -> bool {
     [MANIFEST, BALANCE, PINNED].contains(&name) || blob("weights-") || blob("moments-")
 }
 
-/// What of a state a tensor is.
+/// Which part of the state a tensor belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Set {
@@ -51,7 +52,7 @@ pub enum Set {
     Weights,
     /// First moments (AdamW), momenta (Muon).
     First,
-    /// Second moments, where AdamW rules.
+    /// Second moments of AdamW.
     Second,
 }
 
@@ -66,7 +67,7 @@ impl Set {
         }
     }
 
-    /// The blob in which a piece's part of this set lies.
+    /// The blob that holds this set of a piece.
     pub(super) fn blob(self, bundle: usize) -> String {
         match self {
             Set::Weights => format!("weights-{bundle:05}.safetensors"),
@@ -75,22 +76,23 @@ impl Set {
     }
 }
 
-/// `manifest.json`. No time, device, path or number of ranks enters it.
+/// `manifest.json`. It contains no time, device, path or number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
     /// Version of the format.
     pub format: u32,
-    /// The step whose outcome this is.
+    /// The step after which this is the state.
     pub step: u64,
     /// The state digest, as in the ledger.
     pub state: Digest,
-    /// The ledger's chain after this step: which run this belongs to.
+    /// The ledger's chain after this step: identifies the run.
     pub chain: Digest,
-    /// The losses and norms that decide on skipping and clipping, and how many steps moved nothing; where there are such.
+    /// Recent losses and norms that decide on skipping and clipping, and the number of skipped steps; if the run uses
+    /// them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub windows: Option<Windows>,
-    /// The files, in the order in which boxes number them.
+    /// The files; boxes refer to them by index.
     pub blobs: Vec<BlobRecord>,
     /// The tensors, set by set in canonical order.
     pub tensors: Vec<TensorRecord>,
@@ -110,11 +112,11 @@ pub struct BlobRecord {
     pub digest: Digest,
 }
 
-/// One tensor and where its elements lie.
+/// One tensor and the boxes that hold its elements.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorRecord {
-    /// What of the state it is.
+    /// Its part of the state.
     pub set: Set,
     /// The parameter's name, as in Hugging Face transformers.
     pub name: String,
@@ -122,7 +124,7 @@ pub struct TensorRecord {
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<i64>,
-    /// Its boxes, which hold each element once.
+    /// Its boxes, which hold each element exactly once.
     pub boxes: Vec<BoxRecord>,
 }
 
@@ -130,11 +132,11 @@ pub struct TensorRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BoxRecord {
-    /// Where it begins in the tensor, by dimension.
+    /// Its offset in the tensor, by dimension.
     pub offsets: Vec<i64>,
     /// Its shape.
     pub lengths: Vec<i64>,
-    /// The number of its blob.
+    /// The index of its blob.
     pub blob: usize,
 }
 
@@ -144,12 +146,12 @@ impl BoxRecord {
     }
 }
 
-/// The balances that there are, with the numbers of their layers: one without a router has nothing to keep.
+/// The balances of layers that have a router, with the layers' numbers.
 pub(super) fn balances(all: &[Balance]) -> impl Iterator<Item = (i64, &Balance)> {
     (0..).zip(all).filter(|(_, balance)| !balance.is_empty())
 }
 
-/// What of a layer's balance belongs to a set.
+/// The values of a layer's balance that belong to a set.
 pub(super) fn values(balance: &Balance, set: Set) -> &[f32] {
     match set {
         Set::Weights => &balance.bias,
@@ -164,8 +166,8 @@ pub(super) fn key(set: Set, tensor: &str, offsets: &[i64]) -> String {
     format!("{}/{tensor}@{}", set.name(), offsets.join(","))
 }
 
-/// Every tensor of a state of this layout, in the order of the manifest: set, name, shape; and the number of the
-/// parameter, which the balance has not.
+/// Every tensor of a state of this layout, in the order of the manifest: set, name, shape, and the number of the
+/// parameter (`None` for balances).
 pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usize>)> {
     let mut found = Vec::new();
     for set in Set::ALL {
@@ -183,7 +185,7 @@ pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usi
     found
 }
 
-/// Bytes of the manifest of a state of this layout after `step`, cut into `pieces`, without windows.
+/// Size in bytes of the manifest after `step` for a state of this layout, cut into `pieces`, without windows.
 pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Result<u64> {
     let mut sizes: BTreeMap<String, u64> = BTreeMap::new();
     for piece in pieces {
@@ -205,8 +207,8 @@ pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Re
 }
 
 impl Manifest {
-    /// The manifest after a step, with the windows there: the state has the digest `state`, cut into `pieces` that lie in
-    /// `blobs`.
+    /// The manifest after a step, with the windows of that step. The state has the digest `state` and is cut into
+    /// `pieces`, which are stored in `blobs`.
     pub(super) fn new(
         (step, windows): (u64, Option<Windows>),
         (state, chain): (Digest, Digest),
@@ -245,7 +247,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The file: a line for each blob and each tensor.
+    /// The text of the file: one line for each blob and each tensor.
     pub(super) fn text(&self) -> Result<String> {
         let Manifest { format, step, state, chain, windows, blobs, tensors, sum } = self;
         let lines = |values: Vec<serde_json::Result<String>>| -> Result<String> {
@@ -266,7 +268,7 @@ impl Manifest {
         ))
     }
 
-    /// Reads one. Every byte of the file is what [`Manifest::text`] writes, or it is refused.
+    /// Parses a manifest. A file that [`Manifest::text`] would not write byte for byte is refused.
     pub(super) fn parse(bytes: &[u8]) -> std::result::Result<Self, String> {
         let manifest: Manifest =
             serde_json::from_slice(bytes).map_err(|error| error.to_string())?;

@@ -1,7 +1,7 @@
-//! Where the files of checkpoints lie: a folder of this machine, or a place in a bucket.
+//! Where checkpoint files are stored: a local folder, or a prefix in a bucket.
 //!
-//! Both promise the same: a file appears whole under its name and is durable when [`Medium::put`] returns. So a
-//! checkpoint is committed by its manifest, which is put last, and undone by removing that first.
+//! Both guarantee that a file appears under its name only when complete, and is durable when [`Medium::put`] returns.
+//! So putting the manifest last commits a checkpoint, and removing it first revokes it.
 
 use std::fmt::Debug;
 use std::fs;
@@ -13,25 +13,25 @@ use store::disk::{self, Whole};
 use store::location::Object;
 use store::{FileRecord, Location};
 
-/// A place for files, named `step-7/manifest.json`.
+/// A storage for files named like `step-7/manifest.json`.
 pub(super) trait Medium: Debug + Send + Sync {
-    /// Puts a file there, which is these parts one after the other, and tells what it is. One with the same content may be
-    /// there already.
+    /// Writes a file, the concatenation of `parts`, and returns its record. A file with the same content may exist
+    /// already.
     fn put(&self, name: &str, parts: &[&[u8]]) -> Result<FileRecord>;
 
     /// The bytes of a file.
     fn get(&self, name: &str) -> Result<Vec<u8>>;
 
-    /// Every file there, half written ones included.
+    /// Lists all files, including incomplete ones.
     fn list(&self) -> Result<Vec<String>>;
 
     /// Removes a file, if it is there.
     fn remove(&self, name: &str) -> Result<()>;
 
-    /// Gives a file another name, in whose place there is none.
+    /// Renames a file; there must be no file of the new name.
     fn rename(&self, from: &str, to: &str) -> Result<()>;
 
-    /// How people find a file.
+    /// The location of a file, for people.
     fn location(&self, name: &str) -> Location;
 }
 
@@ -65,7 +65,7 @@ impl Medium for Folder {
         disk::create_folder(folder)?;
         let mut file = Whole::create(&path)?;
         parts.iter().try_for_each(|part| file.put(part))?;
-        // What the disk gives back is what was meant, or the checkpoint is not made.
+        // Reads the file back: if the disk returns other bytes, the checkpoint is not committed.
         file.prove()?;
         let record = file.commit()?;
         disk::sync_folder(folder)?;
@@ -75,7 +75,7 @@ impl Medium for Folder {
     fn get(&self, name: &str) -> Result<Vec<u8>> {
         let path = self.path(name);
         let fault = |error: &io::Error| Fault::io("read", &path, error);
-        // A pipe would be waited for, and a device read for ever.
+        // Reading a pipe would block, and reading a device would never end.
         if !fs::metadata(&path).map_err(|error| fault(&error))?.is_file() {
             return Err(Fault::data(
                 "this is not a regular file, as all files of a checkpoint are",
@@ -89,7 +89,7 @@ impl Medium for Folder {
     fn list(&self) -> Result<Vec<String>> {
         let mut found = Vec::new();
         for step in entries(&self.0)? {
-            // Whatever else lies here is not ours.
+            // Other entries are not ours.
             let mut files = entries(&self.0.join(&step))?;
             files.retain(|file| self.0.join(&step).join(file).is_file());
             found.extend(files.into_iter().map(|file| format!("{step}/{file}")));
@@ -119,7 +119,7 @@ impl Medium for Folder {
     }
 }
 
-/// The names in a folder; none if it is no folder.
+/// The names in a folder; empty if it is not a folder.
 fn entries(folder: &Path) -> Result<Vec<String>> {
     if !folder.is_dir() {
         return Ok(Vec::new());
@@ -133,7 +133,7 @@ fn entries(folder: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// A place in a bucket: objects are whole or not there, and never replaced.
+/// A prefix in a bucket: objects appear complete or not at all, and are never overwritten.
 #[derive(Debug)]
 pub(super) struct Bucket(pub(super) Object);
 

@@ -1,9 +1,10 @@
-//! Checkpoints: the state after a step, as boxes of tensors in checked blobs, committed by a manifest that is put last.
+//! Checkpoints: the state after a step, stored as boxes of tensors in checksummed blobs and committed by a manifest
+//! that is written last.
 //!
-//! Whoever owns a piece of the state writes it, and nothing is exchanged for that; whoever wants a box reads it out of
-//! the boxes that there are, whatever layout cut them.
+//! The owner of each piece of the state writes it, without exchange between ranks. A reader may ask for any box,
+//! however the writers' layout cut the tensors.
 //!
-//! Invariant: what is on the disk is independent of workers and ranks, and a function of the run alone.
+//! Invariant: the files are independent of workers and ranks, and a function of the run alone.
 
 mod format;
 mod medium;
@@ -40,30 +41,30 @@ use crate::spec::RunSpec;
 use crate::state::ownership::Piece;
 use medium::Medium;
 
-/// What a state looks like: decided by the run, not by what is on the disk.
+/// The shape of a state, which follows from the run and not from the files.
 #[derive(Clone)]
 pub struct Layout {
     /// The parameters in canonical order.
     pub parameters: Vec<ParamSpec>,
     /// How each is updated, which decides what moments it has.
     pub rules: Vec<Rule>,
-    /// Balance before the first step, by layer: as large as it will always be.
+    /// The balance before the first step, by layer; its size never changes.
     pub balance: Vec<Balance>,
-    /// Where tensors belong.
+    /// The device of the tensors.
     pub device: Device,
-    /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
+    /// Ascending steps, each with the number format that the model computes in from then on.
     pub dtypes: Vec<(u64, Dtype)>,
 }
 
 impl Layout {
-    /// That of a run on this device.
+    /// The layout of a run on this device.
     pub fn new(spec: &RunSpec, device: Device) -> Self {
         let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
         let (balance, dtypes) = (spec.balance(), spec.dtypes());
         Layout { parameters, rules, balance, device, dtypes }
     }
 
-    /// What the model computed in, in `step`; before the first step what it will.
+    /// The number format of `step`; before the first step, that of the first.
     pub(crate) fn dtype_after(&self, step: u64) -> Dtype {
         let before = self.dtypes.iter().rev().find(|(first, _)| *first <= step.max(1));
         before.map_or(Dtype::F32, |(_, dtype)| *dtype)
@@ -76,16 +77,16 @@ pub struct Checkpoints {
     medium: Arc<dyn Medium>,
 }
 
-/// Which checkpoints stay.
+/// Which checkpoints are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Retention {
-    /// The newest so many.
+    /// This many of the newest.
     pub newest: usize,
-    /// And every one whose step this divides; 0 for none.
+    /// And every one whose step is a multiple of this; 0 for none.
     pub every: u64,
-    /// And some older ones, ever fewer the older they are.
+    /// And some older ones, at intervals that grow with age.
     pub aged: bool,
-    /// The newest so many of those that are kept beside these, for a step whose loss jumped.
+    /// This many of the newest pinned ones, which were written because a loss jumped; they do not count as `newest`.
     pub pinned: usize,
 }
 
@@ -96,11 +97,12 @@ impl Default for Retention {
 }
 
 impl Retention {
-    /// Of checkpoints of these steps, ascending, those that go.
+    /// Of checkpoints of these ascending steps, the ones to remove.
     ///
-    /// With `aged` an old one goes if without it the next older one (or the beginning) is at most twice as old as the next
-    /// newer one. So the way from a checkpoint to any step behind it is never longer than from that step to the newest
-    /// one, or than checkpoints are apart; and at most two stay for each doubling of age.
+    /// With `aged`, an old one is removed if without it the next older one (or the beginning) is at most twice as old
+    /// as the next newer one. So replaying any step from the checkpoint before it never takes more steps than lie
+    /// between that step and the newest checkpoint, or between two checkpoints in a row; and at most two are kept for
+    /// each doubling of age.
     pub fn gone(&self, steps: &[u64]) -> Vec<u64> {
         let old = steps.len().saturating_sub(self.newest.max(1));
         let (Some(last), Some(mut newer)) = (steps.last(), steps.get(old)) else {
@@ -120,11 +122,11 @@ impl Retention {
     }
 }
 
-/// What a search for a usable checkpoint found.
+/// The result of a search for a usable checkpoint.
 pub struct Found<T> {
-    /// What was read of the newest usable one; `None`: begin at the beginning.
+    /// What was read from the newest usable one; `None`: start from the beginning.
     pub state: Option<T>,
-    /// What was passed over on the way, newest first: the step and what is wrong with it.
+    /// Newer ones that could not be used, newest first: the step and what is wrong with it.
     pub passed: Vec<(u64, Fault)>,
 }
 
@@ -139,34 +141,34 @@ impl Checkpoints {
         self.medium.location("")
     }
 
-    /// Takes the place for the run that knows one of `words`; refused where another word stands.
+    /// Claims the place for the run that has one of the keys in `words`; refused if it holds another key.
     pub(crate) fn claim(&self, words: &str) -> Result<()> {
         match self.owner()? {
             Some(found) if is_one_of(&found, words) => Ok(()),
             Some(_) => Err(self.of_another_run()),
-            // Nobody's: of two that come at once, a bucket takes the first.
+            // Has no owner yet. If two runs claim it at once, a bucket accepts the first.
             None => self.hand_over(words.split(' ').next().unwrap_or_default()),
         }
     }
 
-    /// The refusal of a place that is another run's.
+    /// The refusal of a place that belongs to another run.
     pub(crate) fn of_another_run(&self) -> Fault {
         Fault::usage("another run keeps its checkpoints here").at(self.place().to_string()).hint(
             "give every run a place of its own with --checkpoints; the copy of a run needs a copy of this place, made with it",
         )
     }
 
-    /// From now on this word stands there.
+    /// Makes the run with this key the owner.
     pub(crate) fn hand_over(&self, word: &str) -> Result<()> {
         self.medium.put(OWNER, &[word.as_bytes()]).map(drop)
     }
 
-    /// Whether the place is that of the run that knows `words`.
+    /// Whether the place belongs to the run that has one of the keys in `words`.
     pub(crate) fn knows(&self, words: &str) -> Result<bool> {
         Ok(self.owner()?.is_some_and(|found| is_one_of(&found, words)))
     }
 
-    /// Whether the place is any run's.
+    /// Whether the place belongs to any run.
     pub(crate) fn has_owner(&self) -> Result<bool> {
         Ok(self.owner()?.is_some())
     }
@@ -184,7 +186,7 @@ impl Checkpoints {
         self.medium.location(&format!("step-{step}"))
     }
 
-    /// Whether the place is a store's, which is never altered.
+    /// Whether the place is a store, which must not be altered.
     pub(crate) fn is_a_store(&self) -> Result<bool> {
         let files = [open::MANIFEST, open::MANIFEST_SUM].map(|file| self.medium.get(file));
         match files.into_iter().collect::<Result<Vec<_>>>() {
@@ -194,7 +196,7 @@ impl Checkpoints {
         }
     }
 
-    /// The steps that have one, ascending.
+    /// The steps that have a checkpoint, ascending.
     pub fn steps(&self) -> Result<Vec<u64>> {
         let files = self.medium.list()?;
         let committed = files
@@ -204,7 +206,8 @@ impl Checkpoints {
         Ok(steps.into_iter().collect())
     }
 
-    /// Steps of which there are files and no manifest: a kill left them half written or half removed, or somebody took it away.
+    /// Steps with files but no manifest: a kill left them half written or half removed, or someone removed the
+    /// manifest.
     pub(crate) fn without_manifest(&self) -> Result<BTreeSet<u64>> {
         let (committed, files) = (self.steps()?, self.medium.list()?);
         let whole = files.iter().filter_map(|file| step_of(file));
@@ -212,7 +215,7 @@ impl Checkpoints {
         Ok(left.map(|(step, _)| step).collect())
     }
 
-    /// Removes what a kill left half written or half removed.
+    /// Removes checkpoints that a kill left half written or half removed.
     pub fn clean(&self) -> Result<()> {
         let (committed, files) = (self.steps()?, self.medium.list()?);
         let left = files.iter().filter(|file| {
@@ -225,13 +228,13 @@ impl Checkpoints {
         left.map(String::as_str).try_for_each(|file| self.medium.remove(file))
     }
 
-    /// Writes what one writer owns. Nothing counts before [`Checkpoints::commit`].
+    /// Writes the blobs of one writer. They become part of a checkpoint with [`Checkpoints::commit`].
     pub fn write(&self, layout: &Layout, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
         write::blobs(self.medium.as_ref(), layout, snapshot)
     }
 
-    /// Makes what the writers wrote a checkpoint: `snapshot` is any one of theirs, `digests` are those of its state and of
-    /// the ledger's chain after it, `pieces` are everybody's, `blobs` their records.
+    /// Commits a checkpoint from what the writers wrote. `snapshot` is that of any writer, `digests` are those of the
+    /// state and of the ledger's chain after the step, `pieces` and `blobs` those of all writers.
     pub fn commit(
         &self,
         snapshot: &Snapshot,
@@ -253,8 +256,8 @@ impl Checkpoints {
         Reader::open(self.medium.as_ref(), step)
     }
 
-    /// What `read` makes of the newest checkpoint up to step `last` that is whole and, by the ledger's `chain`, of this
-    /// run.
+    /// Calls `read` for the newest checkpoint up to step `last` that is intact and, by the ledger's `chain`, belongs to
+    /// this run.
     pub fn newest<T>(
         &self,
         last: u64,
@@ -264,7 +267,7 @@ impl Checkpoints {
         Checkpoints::newest_of(&[self], last, chain, read)
     }
 
-    /// The same over several places; of two checkpoints of one step that of the earlier place comes first.
+    /// The same over several places; if two have a checkpoint of the same step, the earlier place is preferred.
     pub(crate) fn newest_of<T>(
         places: &[&Checkpoints],
         last: u64,
@@ -285,7 +288,7 @@ impl Checkpoints {
             });
             match found {
                 Ok(state) => return Ok(Found { state: Some(state), passed }),
-                // A machine that cannot read says nothing about the bytes.
+                // A machine that cannot read does not mean that the bytes are damaged.
                 Err(fault) if fault.class() == Class::Data => passed.push((step, fault)),
                 Err(fault) => return Err(fault),
             }
@@ -293,11 +296,11 @@ impl Checkpoints {
         Ok(Found { state: None, passed })
     }
 
-    /// Renames a damaged checkpoint, so that nobody counts on it and somebody can look at it.
+    /// Renames a damaged checkpoint: it is not used any more, and can still be inspected.
     pub(crate) fn set_aside(&self, step: u64) -> Result<()> {
         let files = self.medium.list()?;
         let old = format!("damaged-{}", name(step, ""));
-        // Where the manifest is gone it may have been moved by one that was killed at this.
+        // Without a manifest: an earlier call may have been killed after it renamed the manifest.
         let whole = files.contains(&name(step, format::MANIFEST));
         files
             .iter()
@@ -308,12 +311,12 @@ impl Checkpoints {
             .try_for_each(|file| self.medium.rename(file, &format!("damaged-{file}")))
     }
 
-    /// Lets the checkpoint of `step` stay beside those that the retention counts.
+    /// Marks the checkpoint of `step` as pinned: it is kept in addition to the newest ones.
     pub(crate) fn pin(&self, step: u64) -> Result<()> {
         self.medium.put(&name(step, format::PINNED), &[]).map(drop)
     }
 
-    /// The steps of those.
+    /// The steps of pinned checkpoints.
     pub(crate) fn pinned(&self) -> Result<BTreeSet<u64>> {
         let files = self.medium.list()?;
         let pinned = files.iter().filter_map(|file| step_of(file));
@@ -323,22 +326,22 @@ impl Checkpoints {
     /// Removes the checkpoints that `retention` does not keep.
     pub fn retain(&self, retention: Retention) -> Result<()> {
         let (mut steps, pinned) = (self.steps()?, self.pinned()?);
-        // A pinned one stays beside the newest, not in place of one.
+        // Pinned ones are kept in addition to the newest.
         steps.retain(|step| !pinned.contains(step));
         let old = pinned.len().saturating_sub(retention.pinned);
         let gone = retention.gone(&steps).into_iter().chain(pinned.into_iter().take(old));
         gone.collect::<Vec<_>>().into_iter().try_for_each(|step| self.remove(step))
     }
 
-    /// Removes the checkpoint of `step`, whole or half.
+    /// Removes the checkpoint of `step`, complete or not.
     pub(crate) fn remove(&self, step: u64) -> Result<()> {
         self.first_manifest(step)?.iter().try_for_each(|file| self.medium.remove(file))
     }
 
-    /// Puts the checkpoint of `step` into another place as well: by links where both are folders of one file system, else by
-    /// copies. A file of a checkpoint is never written again, so a link is as good as a copy.
+    /// Puts the checkpoint of `step` into another place as well: by hard links where both are folders on one file
+    /// system, else by copies. Checkpoint files are never modified, so a link is as safe as a copy.
     pub(crate) fn share(&self, step: u64, to: &Checkpoints) -> Result<()> {
-        // The manifest last: a kill in between leaves none that counts.
+        // The manifest last: a kill in between leaves no valid checkpoint.
         for file in self.first_manifest(step)?.iter().rev() {
             let places = (self.medium.location(file), to.medium.location(file));
             let linked = match &places {
@@ -352,7 +355,7 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The files of a checkpoint in the order in which it is undone: a kill in between leaves none that counts.
+    /// The files of a checkpoint, manifest first, so that a kill during their removal leaves no valid checkpoint.
     fn first_manifest(&self, step: u64) -> Result<Vec<String>> {
         let (folder, manifest) = (name(step, ""), name(step, format::MANIFEST));
         let mut files = self.medium.list()?;
@@ -362,16 +365,16 @@ impl Checkpoints {
     }
 }
 
-/// Gives a file another name as well; `false` where the file system cannot.
+/// Hard-links a file; `false` where the file system cannot.
 fn link(from: &Path, to: &Path) -> Result<bool> {
     disk::create_folder(disk::folder_of(to))?;
     Ok(disk::link(from, to).is_ok())
 }
 
-/// The file that says whose checkpoints these are, where they lie outside of the run's folder.
+/// The file that names the run which owns these checkpoints, where they are outside the run's folder.
 const OWNER: &str = "owner";
 
-/// Whether a word stands in a list with spaces between its words.
+/// Whether `words`, separated by spaces, contain this word.
 fn is_one_of(word: &[u8], words: &str) -> bool {
     words.split(' ').any(|one| one.as_bytes() == word)
 }
@@ -381,7 +384,7 @@ fn name(step: u64, file: &str) -> String {
     format!("step-{step}/{file}")
 }
 
-/// The step and the file that a name means.
+/// Splits a name into step and file.
 fn step_of(name: &str) -> Option<(u64, &str)> {
     let (step, file) = name.strip_prefix("step-")?.split_once('/')?;
     Some((step.parse().ok()?, file))

@@ -1,5 +1,5 @@
-//! Reading: each layout asks for its boxes, and gets them out of whatever boxes were written. Every byte of a blob is
-//! checked before a number of it is used.
+//! Reads checkpoints: each layout asks for its boxes, however the writers' layout cut the tensors. Every byte of a blob
+//! is checked before any of its values is used.
 
 use std::collections::BTreeMap;
 
@@ -20,22 +20,22 @@ use crate::state::ownership::{self, Ownership, Piece};
 use crate::state::{self, Owned, State};
 use crate::workers::Workers;
 
-/// A box that is wanted, and the tensor of its shape that it is copied into.
+/// A box to read, and the tensor of its shape to copy it into.
 pub struct Want {
-    /// What of the state.
+    /// The part of the state.
     pub set: Set,
     /// The tensor's name.
     pub name: String,
-    /// Which part of it.
+    /// Which box of the tensor.
     pub region: Region,
-    /// Where it goes, on any device.
+    /// The destination, on any device.
     pub into: Tensor,
 }
 
-/// What is said of a checkpoint that this program cannot read, though it may be whole.
+/// The error for a checkpoint of another format, which may be intact.
 pub(crate) const OTHER_VERSION: &str = "this checkpoint was written by another version";
 
-/// And what to do then.
+/// And the hint.
 pub(crate) const GO_ON: &str = "go on with, replay or export it with the version that wrote it";
 
 /// A checkpoint whose manifest has been checked.
@@ -44,7 +44,7 @@ pub struct Reader<'a> {
     manifest: Manifest,
 }
 
-/// A part of a stored box, and where it goes.
+/// A part of a stored box, and its destination.
 struct Copy {
     key: String,
     stored: Region,
@@ -76,22 +76,22 @@ impl<'a> Reader<'a> {
         Ok(Reader { medium, manifest })
     }
 
-    /// What it says of itself.
+    /// The manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// Where it lies.
+    /// The location of this checkpoint.
     pub(crate) fn location(&self) -> Location {
         self.medium.location(&format!("step-{}", self.manifest.step))
     }
 
-    /// Where it lies beside others.
+    /// The location of all checkpoints.
     pub(crate) fn place(&self) -> Location {
         self.medium.location("")
     }
 
-    /// Refuses the checkpoint of another run than the one whose ledger has this chain after its step.
+    /// Refuses the checkpoint of another run: `chain` is that of this run's ledger after the step.
     pub(crate) fn of_run(&self, chain: Option<Digest>) -> Result<()> {
         match chain == Some(self.manifest.chain) {
             true => Ok(()),
@@ -100,7 +100,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Refuses one of whose files a look tells that they are not what was written; no byte of them is read.
+    /// Refuses a checkpoint with files that are missing or have the wrong size; reads no file.
     pub(crate) fn has_its_files(&self) -> Result<()> {
         for blob in &self.manifest.blobs {
             let place = self.medium.location(&name(self.manifest.step, &blob.name));
@@ -128,7 +128,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Fills everything that is wanted. A blob is read once, and only if something of it is wanted.
+    /// Fills all `wants`. Each blob is read at most once, and only if it is needed.
     pub fn fill(&self, wants: Vec<Want>, workers: Workers) -> Result<()> {
         let mut stored: BTreeMap<(Set, &str), Vec<(Region, &BoxRecord)>> = BTreeMap::new();
         for tensor in &self.manifest.tensors {
@@ -156,7 +156,7 @@ impl<'a> Reader<'a> {
         workers.map(by_blob.into_iter().collect(), copies).map(drop)
     }
 
-    /// Reads one blob, checks it, and copies what is wanted of it.
+    /// Reads one blob, checks it, and copies the requested parts.
     fn blob(&self, blob: &BlobRecord, copies: Vec<Copy>) -> Result<()> {
         let file = name(self.manifest.step, &blob.name);
         let place = self.medium.location(&file);
@@ -186,7 +186,7 @@ impl<'a> Reader<'a> {
         Ok(())
     }
 
-    /// The balance, which every rank has whole.
+    /// The balance of all layers, which every rank holds completely.
     pub fn balance(&self, layout: &Layout, workers: Workers) -> Result<Vec<Balance>> {
         let (mut wants, mut found) = (Vec::new(), Vec::new());
         for (layer, balance) in format::balances(&layout.balance) {
@@ -211,8 +211,8 @@ impl<'a> Reader<'a> {
         Ok(all)
     }
 
-    /// What `owners` gives this rank of the state: all weights as the model read them, and what it holds of its own pieces. The
-    /// state as a whole is checked when all ranks have read theirs.
+    /// The state of one rank: all weights in the number format of the model, and the optimizer state of its own pieces.
+    /// The digest of the state is checked once all ranks have read their parts.
     pub fn part(&self, layout: &Layout, owners: &Ownership, workers: Workers) -> Result<State> {
         self.compare(layout)?;
         let empty = |shape: &[i64]| Ok(Tensor::f_empty(shape, (Kind::Float, layout.device))?);
@@ -244,7 +244,7 @@ impl<'a> Reader<'a> {
         Ok(State { step, weights, fold, balance, windows, owners, owned, departures })
     }
 
-    /// The whole state, after checking all of it.
+    /// The complete state, checked.
     pub fn whole(&self, layout: &Layout, workers: Workers) -> Result<State> {
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
         let state = self.part(layout, &Ownership::cut(pieces, 0), workers)?;
@@ -252,7 +252,7 @@ impl<'a> Reader<'a> {
         Ok(state)
     }
 
-    /// Refuses a state whose digest is not the one that was written.
+    /// Refuses a state with another digest than the one written.
     pub fn check(&self, found: Digest) -> Result<()> {
         if found == self.manifest.state {
             return Ok(());
@@ -262,7 +262,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// What is wanted for `piece`, whose elements `into` holds, box by box.
+/// The boxes of `piece` to read; `into` holds its elements in order.
 fn run(set: Set, parameter: &ParamSpec, piece: &Piece, into: &Tensor) -> Vec<Want> {
     let (flat, mut at) = (into.view([-1]), 0);
     let regions = Region::run(&parameter.shape, piece.first, piece.length()).into_iter();
@@ -286,7 +286,7 @@ mod tests {
     use super::super::Checkpoints;
     use super::super::tests::{layout, newest, save};
 
-    /// Files that came from a bucket with wrong bytes are fetched once more before the checkpoint is called damaged.
+    /// A blob from a bucket that arrives with wrong bytes is fetched again before the checkpoint is called damaged.
     #[test]
     fn a_copy_that_came_wrongly_is_no_damage() {
         let checkpoints = Checkpoints::new(Memory::spoiled().holding("s3://b/kept"));

@@ -1,29 +1,29 @@
-//! Boxes: rectangular parts of a tensor, by which one layout finds what another one wrote.
+//! Boxes: rectangular parts of a tensor, so that one layout can read what another one wrote.
 //!
 //! ```text
-//! a tensor [4, 6]        elements 8 .. 22 of it, three boxes       offsets  lengths
+//! a tensor [4, 6]        its elements 8 .. 22, three boxes          offsets  lengths
 //! . . . . . .
 //! . . a a a a            a                                         [1, 2]   [1, 4]
 //! b b b b b b            b                                         [2, 0]   [1, 6]
 //! c c c c . .            c                                         [3, 0]   [1, 4]
 //! ```
 //!
-//! Invariant: the boxes of a run of elements are few (two for each dimension at most), in order, and each is contiguous
-//! in the tensor, so that the run is its boxes one after the other.
+//! Invariant: a run of elements is few boxes (at most two per dimension), in order and each contiguous in the tensor,
+//! so that the run is their concatenation.
 
 use tch::Tensor;
 
-/// A box in a tensor: in each dimension where it begins and how long it is.
+/// A box in a tensor: an offset and a length for each dimension.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Region {
-    /// Where it begins.
+    /// Offsets.
     pub offsets: Vec<i64>,
-    /// How long it is.
+    /// Lengths.
     pub lengths: Vec<i64>,
 }
 
 impl Region {
-    /// All of a tensor of this shape.
+    /// The box that covers a tensor of this shape.
     pub fn whole(shape: &[i64]) -> Self {
         Region { offsets: vec![0; shape.len()], lengths: shape.to_vec() }
     }
@@ -38,12 +38,12 @@ impl Region {
         found
     }
 
-    /// Its elements.
+    /// Number of elements.
     pub(crate) fn volume(&self) -> i64 {
         self.lengths.iter().product()
     }
 
-    /// Whether it lies in a tensor of this shape and holds anything.
+    /// Whether it lies within a tensor of this shape and is not empty.
     pub fn fits(&self, shape: &[i64]) -> bool {
         let inside = |((offset, length), whole): ((&i64, &i64), &i64)| {
             *offset >= 0
@@ -55,7 +55,7 @@ impl Region {
             && self.offsets.iter().zip(&self.lengths).zip(shape).all(inside)
     }
 
-    /// What it has in common with a box of the same tensor.
+    /// Its intersection with a box of the same tensor.
     pub(crate) fn intersect(&self, other: &Region) -> Option<Region> {
         let mut common = Region { offsets: Vec::new(), lengths: Vec::new() };
         let sides = self.offsets.iter().zip(&self.lengths);
@@ -70,7 +70,7 @@ impl Region {
         Some(common)
     }
 
-    /// The part `inner` of a tensor that holds this box, as an alias.
+    /// The view of `inner` in a tensor that holds this box.
     pub fn part(&self, inner: &Region, tensor: &Tensor) -> Tensor {
         let mut part = tensor.shallow_clone();
         for (dimension, (own, offset)) in self.offsets.iter().zip(&inner.offsets).enumerate() {
@@ -80,21 +80,21 @@ impl Region {
     }
 }
 
-/// Whether boxes cover a tensor of this shape, each element once.
+/// Whether boxes cover a tensor of this shape, each element exactly once.
 pub(crate) fn tile(shape: &[i64], boxes: &[Region]) -> bool {
     let whole: i128 = shape.iter().map(|length| i128::from(*length)).product();
-    // Of boxes that do not fit, whoever wrote them, no number can be relied on.
+    // Checked first: the volumes of boxes that do not fit (from a damaged manifest) mean nothing.
     let volume = || boxes.iter().map(|region| i128::from(region.volume())).sum::<i128>();
     let apart = |(index, one): (usize, &Region)| {
         boxes[..index].iter().all(|other| one.intersect(other).is_none())
     };
-    // Boxes inside that share nothing and have the volume of the whole leave no hole.
+    // Disjoint boxes inside the tensor with its total volume leave no hole.
     boxes.iter().all(|region| region.fits(shape))
         && volume() == whole
         && boxes.iter().enumerate().all(apart)
 }
 
-/// Appends the boxes of `first .. end` of a tensor of this shape that lies at `at` of a larger one.
+/// Appends the boxes of elements `first .. end` of a tensor of this shape, which lies at `at` in a larger one.
 fn cut(shape: &[i64], first: i64, end: i64, at: &Region, found: &mut Vec<Region>) {
     let Some((_, inner)) = shape.split_first() else {
         found.push(at.clone());

@@ -1,7 +1,7 @@
-//! Writes checkpoints beside the computation: the run waits for the copy of its state, not for the disk.
+//! Writes checkpoints in the background: training waits for the copy of the state, not for the disk.
 //!
-//! One at a time: where the disk is slower than the interval, the run waits for it at the next checkpoint. What went
-//! wrong is told at the next step.
+//! One at a time: if writing takes longer than the interval, training waits for it at the next checkpoint. Errors are
+//! reported at the next step.
 
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -13,13 +13,13 @@ use contract::{Digest, Fault, Result};
 pub struct Written {
     /// Its step.
     pub step: u64,
-    /// Its state.
+    /// The digest of its state.
     pub state: Digest,
-    /// How long the run stood still for it.
+    /// How long training waited for it.
     pub stall: Duration,
     /// How long it took to write.
     pub writing: Duration,
-    /// Why older ones that are not needed any more could not be removed.
+    /// Why older checkpoints could not be removed.
     pub left: Option<Fault>,
 }
 
@@ -27,17 +27,17 @@ pub struct Written {
 #[derive(Default)]
 pub struct Saver(Option<JoinHandle<Result<Written>>>);
 
-/// Between two looks whether it is written.
+/// The polling interval of [`Saver::is_busy`].
 const LOOK: Duration = Duration::from_millis(2);
 
 impl Saver {
-    /// Nothing to write yet.
+    /// With nothing to write.
     pub fn new() -> Self {
         Saver(None)
     }
 
-    /// Starts `write`, which commits the state `state` after `step`, and says why it could not remove older ones. The one before
-    /// must have ended.
+    /// Starts `write`, which commits the state `state` after `step` and returns why it could not remove older
+    /// checkpoints. The previous one must have ended.
     pub fn start(
         &mut self,
         (step, state, stall): (u64, Digest, Duration),
@@ -56,7 +56,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Whether something is still being written, after a wait for it of at most `turn`.
+    /// Whether a checkpoint is still being written after waiting for at most `turn`.
     pub fn is_busy(&self, turn: Duration) -> bool {
         let (start, busy) =
             (Instant::now(), || self.0.as_ref().is_some_and(|it| !it.is_finished()));
@@ -66,12 +66,12 @@ impl Saver {
         busy()
     }
 
-    /// What has been written, if something is done.
+    /// The checkpoint that was written, if one is done.
     pub fn done(&mut self) -> Result<Option<Written>> {
         if self.0.as_ref().is_some_and(JoinHandle::is_finished) { self.wait() } else { Ok(None) }
     }
 
-    /// Waits for what is being written.
+    /// Waits for the checkpoint that is being written.
     pub fn wait(&mut self) -> Result<Option<Written>> {
         let Some(thread) = self.0.take() else { return Ok(None) };
         let joined = thread.join();
@@ -81,7 +81,7 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
-        // A run that stops for another reason still keeps what it had begun to keep; that reason is its answer.
+        // A run that stops for another reason still finishes its checkpoint, and returns that other reason.
         if let Err(why) = self.wait() {
             contract::note!("warning: the checkpoint that was being written was not kept: {why}");
         }

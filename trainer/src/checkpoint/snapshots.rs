@@ -1,7 +1,7 @@
-//! A snapshots of recent states in memory: when a loss jumps, the one before it is written down, so that the step can be
-//! replayed without computing its way from the last checkpoint.
+//! Snapshots of recent states in memory: when a loss jumps, the one before it is written to disk, so that the step can
+//! be replayed without recomputing from the last checkpoint.
 //!
-//! Invariant: what is written, and when, is a function of the run and of these options: every rank decides alike.
+//! Invariant: what is written and when is a function of the run and of these options, so all ranks decide alike.
 
 use std::collections::VecDeque;
 
@@ -9,17 +9,17 @@ use contract::Result;
 
 use super::Snapshot;
 
-/// Losses that a jump is measured against, at most and at least.
+/// Losses that a jump is measured against: at most, and at least.
 const LOSSES: (usize, usize) = (64, 8);
 
-/// What is kept in memory.
+/// Which states are kept in memory.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SnapshotOptions {
-    /// States at most; 0 for no snapshots. Each is as large as what a rank owns of a checkpoint.
+    /// The maximum number of states; 0 for no snapshots. Each is as large as this rank's part of a checkpoint.
     pub states: usize,
     /// Steps between them.
     pub every: u64,
-    /// How many standard deviations above the mean of the losses before it a loss has jumped.
+    /// A loss jumps if it exceeds the mean of the losses before it by this many standard deviations.
     pub spike: f64,
 }
 
@@ -31,12 +31,12 @@ pub struct Snapshots {
 }
 
 impl Snapshots {
-    /// Empty.
+    /// With no states yet.
     pub fn new(options: SnapshotOptions) -> Self {
         Snapshots { options, states: VecDeque::new(), losses: VecDeque::new() }
     }
 
-    /// Takes note of the step after which the state is what `copy` copies. The state to write down, if its loss has jumped.
+    /// Records the step whose state `copy` copies. Returns the state to write to disk if its loss has jumped.
     pub fn step(
         &mut self,
         step: u64,
@@ -48,10 +48,10 @@ impl Snapshots {
             return Ok(None);
         }
         let jumped = self.jumped(loss);
-        // The newest one lies before this step. It leaves the snapshots: one jump is written down once.
+        // The newest one is from before this step. It is taken, so that one jump is written once.
         let before = if jumped { self.states.pop_back() } else { None };
         if step.is_multiple_of(every.max(1)) {
-            // First out, then in: there are never more than were asked for.
+            // Removes before it adds: there are never more than requested.
             while self.states.len() >= states {
                 self.states.pop_front();
             }
@@ -67,7 +67,7 @@ impl Snapshots {
         let deviation = (self.losses.iter().map(square).sum::<f64>() / count).sqrt();
         let jumped = self.losses.len() >= LOSSES.1 && loss > mean + self.options.spike * deviation;
         if jumped {
-            // What follows a jump is measured against what follows it.
+            // Later losses are compared only with losses since the jump.
             self.losses.clear();
         }
         self.losses.push_back(loss);

@@ -1,4 +1,4 @@
-//! Fear: that whatever goes wrong while a checkpoint is written costs more than that checkpoint, or that damage is read.
+//! Whatever fails while a checkpoint is written costs at most that checkpoint, and damage is never read.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -54,7 +54,7 @@ pub(crate) fn layout_in(dtype: Dtype) -> Layout {
     Layout { parameters, rules, balance, device: Device::Cpu, dtypes: vec![(0, dtype)] }
 }
 
-/// A state by whole tensors.
+/// A state as complete tensors.
 pub(crate) struct Whole {
     pub(crate) weights: Vec<Tensor>,
     pub(crate) first: Vec<Tensor>,
@@ -64,7 +64,7 @@ pub(crate) struct Whole {
 }
 
 impl Whole {
-    /// What `rank` holds of it after `step`, where these are the pieces.
+    /// The part of `rank` after `step`, where the state is cut into `pieces`.
     pub(crate) fn cut(&self, step: u64, pieces: &[Piece], rank: u32) -> State {
         let Whole { weights, first, second, balance, windows } = self;
         let owners = Ownership::cut(pieces.to_vec(), rank);
@@ -81,18 +81,18 @@ impl Whole {
     }
 }
 
-/// A state of it that one rank owns.
+/// A state of this layout with one owner.
 fn state(layout: &Layout, step: u64) -> State {
     let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
     whole(layout, step).cut(step, &pieces, 0)
 }
 
-/// The digest of a state of it.
+/// The digest of that state.
 pub(crate) fn digest_of(layout: &Layout, step: u64) -> Digest {
     digest(&state(layout, step))
 }
 
-/// A state of it: any bits, numbers or not.
+/// That state as complete tensors: any bits, including NaN.
 pub(crate) fn whole(layout: &Layout, step: u64) -> Whole {
     let mut number = 0;
     let mut values = |count: i64| -> Vec<f32> {
@@ -133,7 +133,7 @@ pub(super) fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Res
     checkpoints.commit(&snapshot, (digest(&state), CHAIN), layout, state.owners.pieces(), blobs)
 }
 
-/// The newest state, which must be the one that was saved, and what was passed over.
+/// Reads the newest state, which must be one that was saved; also returns the steps that were passed over.
 pub(super) fn newest(
     checkpoints: &Checkpoints,
     layout: &Layout,
@@ -146,29 +146,29 @@ pub(super) fn newest(
     (found.map(|found| found.step), passed)
 }
 
-/// A folder that fails from one operation on.
+/// A folder that fails after some operations.
 #[derive(Debug)]
 struct Broken {
     inner: Folder,
-    /// Operations that still work.
+    /// Operations that still succeed.
     left: AtomicUsize,
     how: How,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum How {
-    /// The process is gone before the operation.
+    /// The process is killed before the operation.
     Killed,
-    /// It is gone in the middle: half of a file stands under its name, as no sound disk would leave it.
+    /// The process is killed in the middle: half of a file has the final name, which no correct disk does.
     Torn,
-    /// The same, and the half stands where a sound disk leaves it.
+    /// The same, but the half has the temporary name.
     Half,
-    /// There is no room.
+    /// The disk is full.
     Full,
 }
 
 impl Broken {
-    /// Whether the operation works; if not, `half` is what it leaves. Whoever asked gives up then.
+    /// Whether the operation succeeds; if not, calls `half` to leave a partial file. The caller gives up then.
     fn works(&self, half: impl FnOnce()) -> Result<()> {
         let spend = |left: usize| left.checked_sub(1);
         if self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok() {
@@ -216,7 +216,7 @@ impl Medium for Broken {
     }
 }
 
-/// Every operation of a checkpoint and of the retention after it is cut once, in every way.
+/// Every operation of a checkpoint and its retention fails once, in every way.
 #[test]
 fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
     let (layout, retention) = (layout(), Retention { newest: 1, every: 0, aged: false, pinned: 8 });
@@ -231,14 +231,14 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
         good.clean().unwrap();
         let (found, passed) = newest(&good, &layout);
         assert!(found == Some(3) || found == Some(6), "{how:?} {left}: {found:?}");
-        // Only a disk that lies shows a checkpoint that is none.
+        // Only an incorrect disk leaves an invalid checkpoint.
         assert!(passed.is_empty() || how == How::Torn, "{how:?} {left}: {passed:?}");
         passed.iter().for_each(|(step, _)| good.set_aside(*step).unwrap());
         let files = good.medium.list().unwrap();
         assert!(!files.iter().any(|file| file.ends_with(disk::PART)), "{files:?}");
         let whole = found == Some(6) && good.steps().unwrap() == [6];
         assert!(outcome.is_err() || whole, "{how:?} {left}: {found:?}");
-        // Whatever was left, the next process computes the same again and keeps it.
+        // Whatever was left, the next process computes the same step again and saves it.
         save(&good, &layout, 6).unwrap();
         good.retain(retention).unwrap();
         assert_eq!(newest(&good, &layout), (Some(6), Vec::new()), "{how:?} {left}");
@@ -251,7 +251,7 @@ fn a_kill_in_any_phase_leaves_the_state_before_or_the_new_one() {
     }
 }
 
-/// A place in which nothing can be removed.
+/// A folder from which nothing can be removed.
 #[derive(Debug)]
 struct Lasting(Folder);
 
@@ -332,7 +332,7 @@ fn files_of_others_stay_in_any_folder() {
     assert!(others.iter().all(|path| path.exists()));
 }
 
-/// A pipe would be waited for, a device read for ever, and a folder is the fault of no command line.
+/// Reading a pipe would block, and reading a device would never end. A folder is not the fault of any argument.
 #[test]
 fn what_is_no_file_is_passed_over() {
     let layout = layout();
@@ -431,7 +431,7 @@ fn a_manifest_with_any_byte_changed_is_none() {
     }
 }
 
-/// One that adds up, but names a file that is not of its folder.
+/// A manifest with a valid checksum that names a file outside its folder.
 #[test]
 fn a_manifest_that_leads_elsewhere_is_none() {
     let layout = layout();
@@ -448,7 +448,7 @@ fn a_manifest_that_leads_elsewhere_is_none() {
     }
 }
 
-/// Who opens a checkpoint reads its manifest; who wants a tensor of it, the files that hold it, and no others.
+/// Opening a checkpoint reads only its manifest; reading a tensor reads only the files that hold it.
 #[test]
 fn nothing_is_read_but_what_is_wanted() {
     let layout = layout();
@@ -495,7 +495,7 @@ fn writers_that_leave_something_out_commit_nothing() {
     assert!(checkpoints.steps().unwrap().is_empty());
 }
 
-/// Boxes that a layout asks for: runs of elements, cut anywhere.
+/// Runs of elements that a layout asks for, cut anywhere.
 fn runs(length: i64, cuts: &[prop::sample::Index]) -> Vec<(i64, i64)> {
     let mut bounds: Vec<i64> = cuts.iter().map(|cut| cut.index(length as usize) as i64).collect();
     bounds.extend([0, length]);
@@ -504,7 +504,7 @@ fn runs(length: i64, cuts: &[prop::sample::Index]) -> Vec<(i64, i64)> {
     bounds.windows(2).map(|pair| (pair[0], pair[1] - pair[0])).collect()
 }
 
-/// The pieces of a layout that cuts every tensor anywhere, in bundles that end anywhere, of which each has some owner.
+/// The pieces of a layout that cuts every tensor anywhere, in buckets that end anywhere, each with some owner.
 pub(crate) fn pieces_of(
     layout: &Layout,
     cuts: &[prop::sample::Index],
@@ -525,7 +525,7 @@ pub(crate) fn pieces_of(
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
-    /// Any cut and any number of writers makes a checkpoint from which any box can be read.
+    /// Any cut by any number of writers makes a checkpoint from which any box can be read.
     #[test]
     fn any_box_is_read_out_of_any_boxes(
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 1..9),
@@ -571,7 +571,7 @@ proptest! {
 }
 
 proptest! {
-    /// Checkpoints come at any steps, and go by age: no way back is longer than the step is old, and few stay.
+    /// Checkpoints of any steps are thinned out by age: no gap is longer than the age of its end, and few are kept.
     #[test]
     fn old_checkpoints_are_thinned_out_by_age(
         gaps in prop::collection::vec(1u64..60, 1..400), newest in 1usize..5,

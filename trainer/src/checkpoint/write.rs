@@ -1,4 +1,4 @@
-//! Writing: a copy of what a writer owns, as blobs with their sums; the manifest last.
+//! Writes checkpoints: a copy of the pieces that a writer owns, as checksummed blobs; the manifest is written last.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -24,19 +24,19 @@ use crate::state::{Owned, State};
 /// Bytes of an element.
 const F32: usize = 4;
 
-/// A copy on the host of what one writer owns of a state: nothing moves it any more. A device may still be making it.
+/// A host copy of what one writer owns of a state, which later updates do not change. A device may still be copying it.
 pub struct Snapshot {
     step: u64,
-    /// Each with the sets that are copied of it: weight, first moment and, where there is one, second.
+    /// Each piece with its copied sets: weight, first moment and, if it has one, second moment.
     pieces: Vec<(Piece, &'static [Set])>,
-    /// Of all pieces, set by set; f32.
+    /// The values of all pieces, set by set; f32.
     copies: Copies,
     balance: Vec<Balance>,
     windows: Option<Windows>,
 }
 
 impl Snapshot {
-    /// Copies what this rank owns of `state`, and waits until it is copied.
+    /// Copies what this rank owns of `state`, and waits for the copy.
     pub fn of(state: &State) -> Result<Self> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
         let snapshot = Snapshot::beside(state, &*Unloader::kept(device).map_err(refused)?)?;
@@ -44,10 +44,10 @@ impl Snapshot {
         Ok(snapshot)
     }
 
-    /// The same without waiting: a device copies beside what follows, into pinned memory, and whoever moves the state there holds
-    /// until it has. Rank 0 owns the balance; the windows, which every rank has, go into the manifest.
+    /// The same without waiting: a device copies into pinned memory while training continues, and the next update of
+    /// the state waits for it. Rank 0 owns the balance; the windows, which every rank has, are stored in the manifest.
     pub fn beside(state: &State, unloader: &Unloader) -> Result<Self> {
-        // No `..`: whatever is added to the state has to be written.
+        // No `..`: every new field of the state must be written.
         let State { step, weights: _, fold: _, balance, windows, owners, owned: _, departures } =
             state;
         let (mut tensors, mut pieces) = (Vec::new(), Vec::new());
@@ -61,29 +61,29 @@ impl Snapshot {
         Ok(Snapshot { step: *step, pieces, copies, balance, windows: windows.clone() })
     }
 
-    /// Waits until all of it is here.
+    /// Waits until the copy is complete.
     fn arrive(&self) -> Result<()> {
         self.copies.wait().map_err(refused)
     }
 
-    /// One that holds nothing.
+    /// An empty one.
     #[cfg(test)]
     pub(super) fn empty(step: u64) -> Self {
         let (pieces, copies) = (Vec::new(), Copies::default());
         Snapshot { step, pieces, copies, balance: Vec::new(), windows: None }
     }
 
-    /// The step whose outcome this is.
+    /// The step after which this is the state.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The windows after it.
+    /// The windows after that step.
     pub(super) fn windows(&self) -> Option<Windows> {
         self.windows.clone()
     }
 
-    /// The blobs that this writer writes, with what they hold, by its name. Waits until all of it is here.
+    /// The blobs of this writer by name, with their entries. Waits until the copy is complete.
     fn blobs(&self, layout: &Layout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
         let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
         let sets =
@@ -111,7 +111,7 @@ impl Snapshot {
     }
 }
 
-/// Puts the blobs of a snapshot where they belong.
+/// Writes the blobs of a snapshot.
 pub(super) fn blobs(
     medium: &dyn Medium,
     layout: &Layout,
@@ -120,7 +120,7 @@ pub(super) fn blobs(
     let put = |(blob, entries): (String, Vec<Entry>)| {
         let head = head(&entries)
             .map_err(|error| Fault::bug(format!("the blob {blob} cannot be written: {error}")))?;
-        // Nothing is put together in memory, which would take as long as the way to the disk.
+        // The parts are not concatenated in memory, which would take as long as writing them.
         let bodies = entries.iter().map(|entry| &*entry.bytes);
         let parts: Vec<&[u8]> = [head.as_slice()].into_iter().chain(bodies).collect();
         let record = medium.put(&name(snapshot.step, &blob), &parts)?;
@@ -130,7 +130,7 @@ pub(super) fn blobs(
     snapshot.blobs(layout)?.into_iter().map(put).collect()
 }
 
-/// What comes before the values of a safetensors file that are those of `entries`, one after the other.
+/// The header of a safetensors file whose values are those of `entries`, in this order.
 fn head(entries: &[Entry]) -> std::result::Result<Vec<u8>, SafeTensorError> {
     let mut end = 0;
     let info = |Entry { key, shape, bytes }: &Entry| {
@@ -144,7 +144,7 @@ fn head(entries: &[Entry]) -> std::result::Result<Vec<u8>, SafeTensorError> {
     Ok([&(text.len() as u64).to_le_bytes(), text.as_slice()].concat())
 }
 
-/// One box in a blob.
+/// A box in a blob.
 struct Entry<'a> {
     key: String,
     shape: Vec<usize>,

@@ -1,4 +1,4 @@
-//! What was changed in the steps up to the one that is explained: by the curriculum, by whoever ran it, by the machine.
+//! What changed in the steps up to the explained one: by the curriculum, by users, or by the machine.
 
 use std::collections::BTreeMap;
 
@@ -16,28 +16,28 @@ use crate::model::Cut;
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 
-/// Of what kind a change is.
+/// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// The learning rate, other than by its warm-up or decay.
+    /// The learning rate jumped, other than by its warm-up or decay.
     LearningRate,
-    /// What part of the samples is of which source.
+    /// The share of the samples of a source.
     Mixture,
     /// The phase's name, the length of its sequences, its batch or micro-batch.
     Phase,
-    /// An edit of the curriculum that came into force.
+    /// An edit of the curriculum took effect.
     Amendment,
     /// The kernel table.
     Kernels,
     /// The number of ranks, or how they exchange.
     Ranks,
-    /// Steps that moved nothing.
+    /// Skipped steps.
     Skipped,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Kind; 7] = [
         Kind::LearningRate,
         Kind::Mixture,
@@ -48,7 +48,8 @@ impl Kind {
         Kind::Skipped,
     ];
 
-    /// Whether it may move what a step learns. Who computes a step moves no bit of it, and what was skipped is as it was.
+    /// Whether it can change what a step learns. Ranks and kernels do not change results, and a skipped step updates
+    /// nothing.
     pub(super) fn moves(self) -> bool {
         match self {
             Kind::LearningRate | Kind::Mixture | Kind::Phase | Kind::Amendment => true,
@@ -70,30 +71,30 @@ impl Kind {
     }
 }
 
-/// Something that was changed.
+/// A change.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Change {
-    /// Of what kind.
+    /// Its kind.
     pub kind: Kind,
-    /// The first step with it.
+    /// The first step that it affects.
     pub step: u64,
-    /// What was changed, for people.
+    /// A description for people.
     pub what: String,
 }
 
-/// A rate that rises by more than this is a jump, unless it rises as it did a step before.
+/// The rate jumps if it rises by more than this factor, unless it rose by as much in the step before.
 const JUMP: f64 = 1.5;
 
-/// A source's part of the samples that changes by more than this is another mixture.
+/// The mixture changes if the share of a source changes by more than this.
 const SHARE: f64 = 0.02;
 
 /// What is known of a step before it is computed.
 struct Known {
     step: u64,
     lr: f64,
-    /// Whether it moved the weights, where that is written down.
+    /// Whether it was skipped, and why; if that is recorded.
     skipped: Option<Skipped>,
-    /// Whether an accepted edit came into force with it.
+    /// Whether an accepted edit took effect with it.
     edited: bool,
 }
 
@@ -104,8 +105,8 @@ impl From<&StepRecord> for Known {
     }
 }
 
-/// All that was changed from the oldest step of `history` to `step`, oldest first; `record` is what is written of that one. A
-/// step that diverges has none, and the plan says what it would have been.
+/// All changes from the oldest step of `history` to `step`, oldest first. `record` is that of `step`; a step that
+/// diverges has none, so its values are taken from the plan.
 pub(super) fn changes(
     spec: &RunSpec,
     folder: &RunFolder,
@@ -146,13 +147,13 @@ pub(super) fn changes(
     Ok(found)
 }
 
-/// The last step at which something was changed that may move what a step learns; 0 where nothing was.
+/// The last step with a change that can affect what a step learns; 0 if there is none.
 pub(super) fn last(changes: &[Change]) -> u64 {
     let moving = changes.iter().filter(|change| change.kind.moves());
     moving.map(|change| change.step).max().unwrap_or(0)
 }
 
-/// A number as people write it: a very large or small one by its power of ten.
+/// A number for people: very large and small ones with an exponent.
 pub(super) fn number(value: f64) -> String {
     match value.abs() {
         0.0 | 1e-3..1e6 => value.to_string(),
@@ -160,7 +161,7 @@ pub(super) fn number(value: f64) -> String {
     }
 }
 
-/// What an amendment says, for people; `changed` are the numbers that are others with it.
+/// An amendment in words; `changed` are the settings that it changes.
 fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
     let Amendment { step: _, mix, ban, store, numbers: _, skip } = amendment;
     let mut parts: Vec<String> = Vec::new();
@@ -185,8 +186,8 @@ fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
     parts.join("; ")
 }
 
-/// Jumps of the learning rate, which was `before` ahead of these steps. Warm-up rises by equal amounts, so what rises by no more
-/// than it did before is none.
+/// Jumps of the learning rate; `before` is the rate of the step before these. A warm-up rises by equal amounts, so a
+/// rise no larger than the one before is not a jump.
 fn rates(records: &[Known], before: f64) -> Vec<Change> {
     let mut found = Vec::new();
     let mut risen = records.first().map_or(0.0, |first| first.lr - before);
@@ -204,7 +205,7 @@ fn rates(records: &[Known], before: f64) -> Vec<Change> {
     found
 }
 
-/// What the curriculum changes between two steps in a row.
+/// Changes by the curriculum between two consecutive steps.
 fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
     let (old, new) = (spec.plan.step(before)?, spec.plan.step(step)?);
     if old.phase == new.phase {
@@ -252,7 +253,7 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
     Ok(found)
 }
 
-/// The part of the samples of each source that a phase plans.
+/// The planned share of the samples of each source in a phase.
 fn shares<'a>(spec: &'a RunSpec, phase: &mixer::PhasePlan) -> BTreeMap<&'a str, f64> {
     let all: u64 = phase.uses.iter().map(|used| used.weight).sum();
     let share = |used: &mixer::SourceUse| {
@@ -262,7 +263,7 @@ fn shares<'a>(spec: &'a RunSpec, phase: &mixer::PhasePlan) -> BTreeMap<&'a str, 
     phase.uses.iter().map(share).collect()
 }
 
-/// Who computed a step, as the events say.
+/// The ranks and kernels that computed a step, by the events.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Computed {
     ranks: u64,
@@ -271,8 +272,8 @@ struct Computed {
     device: String,
 }
 
-/// Changes of ranks and kernels, by the events. Lines that cannot be read are passed over: events are not chained, and say
-/// nothing that decides a bit.
+/// Changes of ranks and kernels, by the events. Lines that cannot be parsed are skipped: events are not chained, and no
+/// result depends on them.
 fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
     let text = events::read(&folder.events())?;
     let (mut now, mut last, mut found) = (Computed::default(), None::<Computed>, Vec::new());
@@ -345,7 +346,7 @@ mod tests {
         kind = \"adamw\"\nlr = 1e-3\n[schedule]\ndecay_steps = 5\nfinal_lr = 1e-4\n[skip_step]\n[auto_clip]\npercentile = 10\n\
         [[phase]]\nname = \"all\"\nsteps = 60\nseq_len = 64\nbatch = 4\nmicro_batch = 2\nmix = { web = 1 }\n";
 
-    /// What is said of the last amendment of a curriculum with these.
+    /// The description of the last amendment of a curriculum with `amendments`.
     fn told(amendments: &str) -> String {
         let curriculum = Curriculum::parse(&format!("{TEXT}{amendments}"), "a test").unwrap();
         let amendment = curriculum.amendments.last().unwrap();
@@ -365,7 +366,7 @@ mod tests {
         }
     }
 
-    /// Whatever an amendment may change is called by its key.
+    /// Every setting that an amendment may change is described by its key.
     #[test]
     fn every_number_that_may_be_amended_is_told() {
         for (key, _) in NumbersChange::default().values() {

@@ -1,15 +1,15 @@
-//! The documents of a step by what each has in its loss and in its gradient.
+//! The documents of a step, each with its share of the loss and of the gradient.
 //!
 //! ```text
 //! g_d      gradient of (sum of token losses of document d) / D, D the labels of the step
 //! G        the step's gradient, which is the sum of all g_d
 //! share    <g_d, G> / |G|^2: what d has in the step's gradient; over all documents they add up to 1
-//! excess   loss of d, less what as many labels of its source cost in the steps before
+//! excess   loss of d, minus what as many labels of its source cost in the steps before
 //! ```
 //!
-//! Documents do not see each other, so `g_d` needs only d's own rows: one forward and one backward pass over what stands
-//! between the boundaries around it. Each tensor's gradient is reduced to its squares and its product with the step's the
-//! moment a layer hands it over, and dropped: no second gradient of all weights is ever held.
+//! Documents do not attend to each other, so `g_d` needs only d's own rows: one forward and one backward pass over its
+//! tokens. Each tensor's gradient is reduced to its sum of squares and its dot product with the step's as soon as a
+//! layer emits it, and then dropped, so that a second gradient of all weights is never stored.
 
 use std::ops::Range;
 
@@ -33,42 +33,42 @@ use crate::state::ownership::Piece;
 use crate::step::{FrozenModel, Weights, rows};
 use crate::workers::Workers;
 
-/// What a document has in a step's gradient.
+/// A document's contribution to the gradient of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct DocumentGradient {
     /// The sum of squares of its own gradient.
     pub squares: f64,
-    /// Its product with the step's gradient.
+    /// Its dot product with the step's gradient.
     pub dot: f64,
 }
 
-/// A document of the step, and what speaks against it.
+/// A document of the step, with the evidence against it.
 #[derive(Clone, Debug, Serialize)]
 pub struct DocumentEvidence {
-    /// Where it is from, and its loss.
+    /// Its origin and its loss.
     #[serde(flatten)]
     pub document: DocumentLoss,
-    /// Its loss, less what as many labels of its source cost in the steps before, in nats.
+    /// Its loss, minus what as many labels of its source cost in the steps before, in nats.
     pub excess: f64,
     /// The norm of its gradient.
     pub gradient_norm: f64,
     /// The cosine of its gradient and the step's.
     pub alignment: f64,
-    /// What it has in the step's gradient: its product with it over its square. 1 over all documents.
+    /// Its share of the step's gradient: the dot product of both, divided by the square of the step's. They sum to 1.
     pub gradient_share: f64,
-    /// By which documents are ranked: its part of all that is odd in losses, either sign, plus its part of the squares of all
-    /// documents' gradients. 2 over all documents.
+    /// The ranking key: its share of all documents' absolute excess losses plus its share of the squares of all
+    /// documents' gradients. They sum to 2.
     pub score: f64,
 }
 
-/// The gradient of a step whose state one rank holds: its pieces, in canonical order.
+/// The gradient of a step in pieces, in canonical order, all on one rank.
 #[derive(Clone, Copy)]
 pub(super) struct StepGradient<'a> {
     pub(super) pieces: &'a [Piece],
     pub(super) own: &'a [Tensor],
 }
 
-/// Reduces each gradient to its squares and its product with the step's.
+/// Reduces each gradient to its sum of squares and its dot product with the step's.
 struct Against<'a> {
     ops: Table,
     pieces: &'a [Piece],
@@ -82,7 +82,7 @@ impl Sink for Against<'_> {
         let (index, gradient) = (id.index(), gradient.wide().map_err(refused)?);
         self.squares[index] = norm::squares(self.ops, &gradient)?;
         if self.squares[index] == 0.0 {
-            // Experts that no token of the document reached, most of them.
+            // Usually experts to which no token of the document was routed.
             return Ok(());
         }
         let of_tensor = self.pieces.iter().zip(self.step);
@@ -94,7 +94,7 @@ impl Sink for Against<'_> {
     }
 }
 
-/// The product of two tensors: chunk by chunk in f32, their sum in f64, and no third tensor.
+/// The dot product of two tensors: in f32 by chunk, summed in f64, without a third tensor.
 fn product(one: &Tensor, other: &Tensor) -> std::result::Result<f64, tch::TchError> {
     let (one, other) = (one.f_reshape([-1])?, other.f_reshape([-1])?);
     let (length, mut sum) = (one.size()[0], 0.0);
@@ -106,7 +106,7 @@ fn product(one: &Tensor, other: &Tensor) -> std::result::Result<f64, tch::TchErr
     Ok(sum)
 }
 
-/// The rows of one document by themselves, each as long as the longest.
+/// The spans of one document by themselves, padded to the longest.
 struct Isolated {
     tokens: Vec<i32>,
     labels: Vec<i32>,
@@ -117,8 +117,8 @@ struct Isolated {
 }
 
 impl Isolated {
-    /// What stands between the boundaries around the `places` of a document, with only its labels counted. Where the model
-    /// lets documents see each other, it is the whole row.
+    /// The spans between the boundaries around the `places` of a document, with only its labels counted. Where the
+    /// model lets documents attend to each other, a span is the whole row.
     fn of(batch: &MicroBatchInput<'_>, places: &[Place], documents_apart: bool) -> Isolated {
         let around = |place: &Place| match documents_apart {
             true => {
@@ -155,7 +155,7 @@ impl Isolated {
         self.mask.extend(own);
         let inside = batch.boundaries[row].iter().filter(|at| span.contains(at));
         let mut boundaries: Vec<u32> = inside.map(|at| at - span.start).collect();
-        // What fills a row up is a document of its own without labels, as padding is.
+        // Padding is a document of its own without labels, as in training.
         let padding = self.tokens.len()..whole;
         if !padding.is_empty() {
             boundaries.push(span.len() as u32);
@@ -175,14 +175,14 @@ impl Isolated {
     }
 }
 
-/// From the boundary at or before `place` to the one at or after its end.
+/// From the last boundary at or before the start of `place` to the first at or after its end.
 fn around(boundaries: &[u32], place: &Range<u32>, seq_len: u32) -> Range<u32> {
     let from = boundaries.iter().rev().find(|at| **at <= place.start).copied().unwrap_or(0);
     let to = boundaries.iter().find(|at| **at >= place.end).copied().unwrap_or(seq_len);
     from..to
 }
 
-/// The gradient of each of `documents`, against the step's, and the tokens that were computed for them.
+/// The gradient of each of `documents` compared with the step's, and the number of tokens computed for them.
 pub(super) fn gradients(
     spec: &RunSpec,
     state: &State,
@@ -224,8 +224,8 @@ pub(super) fn gradients(
     Ok((gradients, tokens.into_iter().sum()))
 }
 
-/// Puts the documents in order, worst first. `cost` is what a label of a source cost before; `squares` those of the step's
-/// gradient.
+/// Sorts documents, worst first. `cost` is what a label of a source cost before; `squares` is the sum of squares of the
+/// step's gradient.
 pub(super) fn rank(
     documents: Vec<DocumentLoss>,
     gradients: &[DocumentGradient],
@@ -244,7 +244,7 @@ pub(super) fn rank(
                 0.0
             }
         }
-        // What is not a number is worst of all.
+        // A score that is not finite is the worst.
         false => f64::INFINITY,
     };
     let evidence = |(document, gradient): (DocumentLoss, &DocumentGradient)| {
@@ -269,8 +269,8 @@ fn finite(value: f64) -> f64 {
     if value.is_finite() { value } else { 0.0 }
 }
 
-/// How many of the first documents stand apart from the rest: those before the widest gap in score, if they have at least a
-/// quarter of it; at most `most`, and never more than half of all.
+/// How many of the first documents stand out: those before the widest gap in score, if they have at least a quarter of
+/// the total; at most `most`, and at most half of all.
 pub(super) fn culprits(ranked: &[DocumentEvidence], most: usize) -> usize {
     let wild = ranked.iter().take_while(|one| one.score.is_infinite()).count();
     if wild > 0 {
@@ -283,7 +283,7 @@ pub(super) fn culprits(ranked: &[DocumentEvidence], most: usize) -> usize {
     widest.filter(|count| gap(*count) >= GAP && of_them(*count) >= 0.5).unwrap_or(0)
 }
 
-/// A gap is this wide or no gap.
+/// The minimum ratio of scores that counts as a gap.
 const GAP: f64 = 2.0;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Documents by themselves have the gradients that they have among others, and together the step's.
+//! Documents by themselves have the same gradients as in their rows, and these sum to the step's.
 
 use super::*;
 use crate::model::{self, ZayaConfig};
@@ -69,7 +69,7 @@ impl Rows {
         }
     }
 
-    /// One document for each stretch between boundaries; the last of the first row goes on in the last row's first.
+    /// One document between each two boundaries; the last of the first row continues at the start of the last row.
     fn documents(&self) -> Vec<Vec<Place>> {
         let mut found = Vec::new();
         for (row, starts) in self.boundaries.iter().enumerate() {
@@ -123,7 +123,7 @@ proptest! {
                 let own = columns.map(|column| place.row as usize * WIDTH + column);
                 own.for_each(|at| mask[at] = rows.mask[at]);
             }
-            // Among others: the whole rows, every other label masked.
+            // In their rows: the whole rows, with all other labels masked.
             let wanted = gradient(&MicroBatchInput { mask: &mask, ..whole }, label_count);
             for documents_apart in [true, false] {
                 let alone = Isolated::of(&whole, &places, documents_apart);
@@ -137,7 +137,7 @@ proptest! {
         prop_assert!(apart(&sum, &step) <= 1e-5 * length(&step), "documents add up to the step");
     }
 
-    /// Scores share out what is odd: both signs of the loss count, and so does the gradient.
+    /// The score counts excess losses of both signs and gradients.
     #[test]
     fn scores_add_up_and_a_cheap_document_with_a_long_gradient_comes_first(
         losses in prop::collection::vec(0.1..6.0f64, 4..12),

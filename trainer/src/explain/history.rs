@@ -1,14 +1,14 @@
-//! The steps before the one that is explained, as the ledger has them.
+//! The steps before the explained one, from the ledger.
 
 use contract::Result;
 
 use crate::ledger::{Ledger, StepRecord};
 use crate::usual::FEW;
 
-/// Steps by which a source's cost is known: a loss falls.
+/// Steps over which the cost of a source is averaged: few, since losses fall.
 const COST: usize = 32;
 
-/// Steps that are lately.
+/// The number of steps that count as recent.
 const LATELY: usize = 16;
 
 /// The last steps before one, oldest first.
@@ -26,14 +26,14 @@ impl History {
         })
     }
 
-    /// Those from a step on, once there are enough to judge by; else all.
+    /// The steps from `first` on, if there are enough to judge by; else all.
     pub(super) fn since(&self, first: u64) -> &[StepRecord] {
         let since = &self.records[self.records.partition_point(|record| record.step < first)..];
         if since.len() < FEW { &self.records } else { since }
     }
 
-    /// What a label of `source` cost, in nats; of a source without labels there, what any label did. `None` before the first
-    /// step.
+    /// What a label of `source` cost, in nats; if the source had no labels, the cost of any label. `None` before the
+    /// first step.
     pub(super) fn cost(&self, source: &str) -> Option<f64> {
         let sums = |wanted: Option<&str>| {
             let all = self.records.iter().rev().take(COST).flat_map(|record| &record.sources);
@@ -51,13 +51,13 @@ impl History {
         median(self.records.iter().filter_map(quantity).collect())
     }
 
-    /// The same over the last of them.
+    /// The same over the most recent steps.
     pub(super) fn lately(&self, quantity: impl Fn(&StepRecord) -> Option<f64>) -> Option<f64> {
         median(self.records.iter().rev().take(LATELY).filter_map(quantity).collect())
     }
 }
 
-/// The median: the lower one of two.
+/// The median; of an even count, the lower of the middle two.
 pub(super) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     values.get(values.len().saturating_sub(1) / 2).copied()

@@ -1,4 +1,4 @@
-//! The layers of the model at the step: norms against those of the steps before, routers, temperatures.
+//! The layers of the model at a step: norms compared with those of the steps before, routers, temperatures.
 
 use contract::Result;
 use kernels::tree;
@@ -25,7 +25,7 @@ pub struct Norm {
 }
 
 impl Norm {
-    /// How many times the median it is.
+    /// Its ratio to the median.
     pub fn times(&self) -> Option<f64> {
         self.median.filter(|median| *median > 0.0).map(|median| self.norm / median)
     }
@@ -42,20 +42,20 @@ pub struct LayerEvidence {
     pub gradient: Norm,
     /// Of its update: new weights minus old ones.
     pub update: Norm,
-    /// The update that led to these weights, that of the step before, against the steps before it.
+    /// The update of the step before, which led to these weights, compared with the steps before that.
     pub update_before: Option<Norm>,
 }
 
-/// What goes through a layer, as a root mean square over the tokens and widths of the step.
+/// Activations of a layer, as root mean squares over the tokens and dimensions of the step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct ActivityEvidence {
     /// The layer.
     pub layer: usize,
-    /// Of the residual that enters.
+    /// Of the residual at its input.
     pub residual: f64,
-    /// Of what its attention adds.
+    /// Of the output of its attention.
     pub attention: f64,
-    /// Of what its feed-forward adds.
+    /// Of the output of its feed-forward.
     pub feed_forward: f64,
     /// The largest logit of its attention.
     pub largest_logit: Option<f64>,
@@ -66,11 +66,11 @@ pub struct ActivityEvidence {
 pub struct RouterEvidence {
     /// The layer.
     pub layer: usize,
-    /// The part of the tokens that each class got, the skip last.
+    /// The share of the tokens of each class, the skip class last.
     pub load: Vec<f64>,
-    /// Evenness of the load over the experts: 1 even, 0 all to one.
+    /// Normalized entropy of the load over the experts: 1 if even, 0 if one expert gets all tokens.
     pub entropy: f64,
-    /// Its median over the last sixteen steps before.
+    /// Its median over the last sixteen steps.
     pub median: Option<f64>,
 }
 
@@ -79,15 +79,15 @@ pub struct RouterEvidence {
 pub struct TemperatureEvidence {
     /// The layer.
     pub layer: usize,
-    /// The largest of its heads', by magnitude.
+    /// The largest of its heads, by magnitude.
     pub temperature: f64,
-    /// The largest logit that it allows: queries and keys are normed, so none is larger than the temperature times the root
-    /// of the head's dimension.
+    /// The largest logit that it allows: queries and keys are normalized, so a logit is at most the temperature times
+    /// the square root of the head dimension.
     pub largest_logit: f64,
 }
 
-/// Every layer's norms in `record`, the step after `before`; a step that has none, since it diverges, has no gradient and no
-/// update that could be told.
+/// The norms of every layer in `record`, the step after `before`. A step that diverges has no record, so gradient and
+/// update are unknown.
 pub(super) fn layers(
     spec: &RunSpec,
     before: &State,
@@ -125,7 +125,7 @@ pub(super) fn layers(
     Ok(ledger::layers(&spec.names()).into_iter().enumerate().map(layer).collect())
 }
 
-/// What goes through the layers when the step is computed, by one more forward pass.
+/// The activations of the layers at the step, from one more forward pass.
 pub(super) fn activities(
     spec: &RunSpec,
     before: &State,
@@ -153,11 +153,11 @@ pub(super) fn activities(
     Ok(all.into_iter().enumerate().map(evidence).collect())
 }
 
-/// Every router's load, by what the ledger counts; layers without one are left out.
+/// The load of every router, from the ledger's counts; layers without a router are omitted.
 pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvidence> {
     let router = |(layer, counts): (usize, &Vec<u64>)| {
         let total: u64 = counts.iter().sum();
-        // Added to zero, the entropy of a single expert loses its sign.
+        // Adding zero turns the -0.0 of a single expert into 0.0.
         let before = |record: &StepRecord| {
             record.tokens_per_expert.get(layer).map(|counts| entropy(counts) + 0.0)
         };
@@ -173,7 +173,7 @@ pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvide
     there.map(router).collect()
 }
 
-/// The temperatures of every attention, of the weights that the step was computed with.
+/// The temperatures of every attention, in the weights before the step.
 pub(super) fn temperatures(
     spec: &RunSpec,
     config: &ZayaConfig,
@@ -181,7 +181,7 @@ pub(super) fn temperatures(
 ) -> Vec<TemperatureEvidence> {
     let named = spec.parameters.iter().zip(&before.weights);
     let evidence = |(parameter, weight): (&ParamSpec, &tch::Tensor)| {
-        // Other kinds of attention have none.
+        // Other kinds of attention have no temperature.
         let layer = parameter
             .name
             .strip_suffix(TEMPERATURE)?
@@ -194,5 +194,5 @@ pub(super) fn temperatures(
     named.filter_map(evidence).collect()
 }
 
-/// How the temperatures' names end.
+/// The suffix of the temperatures' names.
 const TEMPERATURE: &str = "qk_norm.temp";

@@ -1,17 +1,17 @@
-//! A step explained: one sentence, then the evidence for it.
+//! Explains a step: one sentence, then the evidence for it.
 //!
 //! ```text
-//! replay       the step computed again and compared: bits                          replay::narrow
+//! replay       recomputes the step and compares bits                               replay::narrow
 //! documents    excess loss, gradient and alignment of each; the worst first       documents, tokens
 //! removal      the step without the worst of them, exactly                        removal
-//! moved        how far loss, norm and updates lie from usual; how fast it was      moved, speed
-//! layers       norms against the steps before, routers, temperatures              layers
+//! moved        how far loss, norm, updates and speed are from usual               moved, speed
+//! layers       norms compared with the steps before, routers, temperatures        layers
 //! changes      what the curriculum, the ranks and the machine changed             changes
-//! verdict      what of all this stands out, causes before symptoms                verdict
+//! verdict      what stands out of all this, causes before symptoms                verdict
 //! ```
 //!
-//! Invariant: nothing in the run's folder is written, and every number is computed from the run: by the replayed step, by
-//! its ledger, or by a counterfactual that is marked as one.
+//! Invariant: nothing in the run's folder is written. Every number is computed from the run: by replaying the step,
+//! from its ledger, or by a counterfactual, which is labelled as such.
 
 mod changes;
 mod documents;
@@ -51,53 +51,53 @@ use documents::StepGradient;
 use history::History;
 use removal::Without;
 
-/// What is to be explained, and how far.
+/// The step to explain, and how much to compute.
 #[derive(Clone, Copy, Debug)]
 pub struct Request {
     /// The step.
     pub step: u64,
-    /// Steps before it that it is held against.
+    /// The number of steps before it to compare with.
     pub window: u64,
-    /// Documents that are removed, and whose worst tokens are shown.
+    /// Documents to remove, and to show the worst tokens of.
     pub top: usize,
-    /// Worst tokens of each.
+    /// Worst tokens to show of each.
     pub tokens: usize,
 }
 
-/// What the documents that were named leave unexplained.
+/// The part of the loss and the gradient that the named documents do not explain.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct Unexplained {
-    /// The step's loss less what as many labels of each source cost before, in nats over the whole step.
+    /// The step's loss minus what as many labels of each source cost before, in nats over the whole step.
     pub excess: f64,
-    /// What is left of it without the top documents.
+    /// The same without the top documents.
     pub excess_left: f64,
-    /// The step's gradient less the sum of its documents', as a part of it by its own direction: rounding, where every label
-    /// belongs to a document.
+    /// The step's gradient minus the sum of its documents', projected on the former and relative to it: rounding error,
+    /// if every label belongs to a document.
     pub gradient: f64,
-    /// What the top documents leave of the gradient, in the same way.
+    /// The same minus the sum of the top documents.
     pub gradient_left: f64,
 }
 
-/// A step explained.
+/// The explanation of a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct Explanation {
     /// The step.
     pub step: u64,
     /// One sentence.
     pub sentence: String,
-    /// What was found: what stands out, causes first, then what is context alone.
+    /// The findings: what stands out, causes first; then context.
     pub findings: Vec<Finding>,
-    /// How far it lies from what is usual.
+    /// How far the step is from usual.
     pub moved: Moved,
-    /// How fast it was computed, where the events tell.
+    /// How fast it was computed, if the events say.
     pub speed: Option<SpeedEvidence>,
-    /// What the replay says of its bits.
+    /// The result of the replay: whether its bits match.
     pub verdict: Verdict,
     /// What that means.
     pub advice: String,
-    /// Where its bits part from the ledger.
+    /// Where its bits differ from the ledger.
     pub bits: Option<Narrowed>,
-    /// Why the step cannot be completed, where it diverges.
+    /// Why the step cannot be completed, if it diverges.
     pub diverged: Option<String>,
     /// The mean loss of a label.
     pub loss: f64,
@@ -107,31 +107,31 @@ pub struct Explanation {
     pub norm: f64,
     /// Its median over the steps before.
     pub norm_before: Option<f64>,
-    /// The mean loss of the next step, by the weights that this one left; `None` where there is none.
+    /// The mean loss of the next step with the weights after this one; `None` if there is no next step.
     pub next_loss: Option<f64>,
-    /// Steps before it that it was held against.
+    /// The number of steps before it that it was compared with.
     pub window: u64,
-    /// Documents that were asked for at most.
+    /// The requested number of top documents.
     pub top: usize,
     /// Every document of the step, worst first.
     pub documents: Vec<DocumentEvidence>,
     /// The worst tokens of each of the top documents.
     pub tokens: Vec<Vec<WorstToken>>,
-    /// The step without each of the top documents, and without all of them: counterfactuals.
+    /// Counterfactuals: the step without each of the top documents, and without all of them.
     pub removals: Vec<Removal>,
-    /// What the top documents leave unexplained.
+    /// What the top documents do not explain.
     pub unexplained: Unexplained,
     /// Norms by layer.
     pub layers: Vec<LayerEvidence>,
     /// Routers by layer.
     pub routers: Vec<RouterEvidence>,
-    /// What goes through each layer when the step is computed.
+    /// Activations by layer.
     pub activities: Vec<ActivityEvidence>,
     /// Temperatures of attention by layer.
     pub temperatures: Vec<TemperatureEvidence>,
-    /// What was changed in the window.
+    /// Changes in the window.
     pub changes: Vec<Change>,
-    /// Commands that go on from here, where documents are named: what if they had not been there, and a run without them.
+    /// Commands to continue with if documents are named: a replay and a fork without them.
     pub next: Vec<String>,
 }
 
@@ -207,7 +207,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
     Ok(explanation)
 }
 
-/// The gradient of each document, against the step's.
+/// The gradient of each document, compared with the step's.
 fn gradients(
     replayer: &Replayer,
     before: &State,
@@ -223,8 +223,8 @@ fn gradients(
 }
 
 impl Explanation {
-    /// Adds what follows from the ledger. What the run wrote down of a step that is not computed alike is what is to be
-    /// explained; of one that diverges nothing is written, and the steps before it tell how it came to that.
+    /// Adds what follows from the ledger. The run's own record is used first, also where the replay differs, since it
+    /// is what has to be explained. A diverged step has no record, so only the steps before it show the cause.
     fn by_the_ledger(
         &mut self,
         replayer: &Replayer,
@@ -247,7 +247,7 @@ impl Explanation {
 }
 
 impl Explanation {
-    /// How many of the first documents stand apart; none where the step diverges without them, too.
+    /// How many of the first documents stand out; 0 if the step diverges without them, too.
     fn culprits(&self) -> usize {
         let in_vain = |all: &Removal| self.diverged.is_some() && all.norm.is_none();
         match self.removals.last().is_some_and(in_vain) {
@@ -257,10 +257,10 @@ impl Explanation {
     }
 }
 
-/// What to type next about the documents that stand apart.
+/// The commands to run next about the documents that stand out.
 fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
     let count = found.culprits();
-    // Ids by file and row are each source's own, and another one may well have the same.
+    // Ids by file and row are unique only within a source.
     let drop = |one: &DocumentEvidence| match by_row(&one.document.id) {
         true => flag("--drop-doc", &format!("{}:{}", one.document.source, one.document.id)),
         false => flag("--drop-doc", &one.document.id),
@@ -277,7 +277,7 @@ fn next_commands(found: &Explanation, replayer: &Replayer) -> Vec<String> {
     ]
 }
 
-/// Whether an id is what a store gives documents without one: `FILE#ROW`.
+/// Whether an id was generated by a store for a document without one: `FILE#ROW`.
 fn by_row(id: &str) -> bool {
     id.split_once('#')
         .is_some_and(|parts| [parts.0, parts.1].iter().all(|part| part.parse::<u64>().is_ok()))
@@ -290,7 +290,7 @@ fn squares(gradient: &[Tensor], workers: crate::workers::Workers) -> Result<f64>
     Ok(tree::total(squares))
 }
 
-/// The step without each of the top documents that has labels, and without all of these.
+/// The step without each of the top documents that have labels, and without all of them.
 fn removals(without: Without<'_>, named: &[DocumentEvidence]) -> Result<Vec<Removal>> {
     let named: Vec<&DocumentEvidence> =
         named.iter().filter(|one| one.document.labels > 0).collect();

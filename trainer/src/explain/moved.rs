@@ -1,4 +1,4 @@
-//! How far a step lies from what the steps before it led to expect, by the measure of `report`'s odd steps (`usual`).
+//! How far a step is from what the steps before it predict, by the same measure as odd steps in `report` (`usual`).
 
 use std::collections::BTreeMap;
 
@@ -10,43 +10,43 @@ use crate::ledger::{Packed, StepRecord};
 use crate::optim::guard::Skipped;
 use crate::usual::{Position, Window};
 
-/// Spreads from which on something has moved.
+/// The distance in spreads from which a value counts as moved.
 const FAR: f64 = 4.5;
 
-/// Spreads from which on loss and gradient norm have moved where both lie that far, by chance they seldom do at once.
+/// The same where both loss and gradient norm are that far, which rarely happens by chance.
 const FAR_TOGETHER: f64 = 3.0;
 
-/// The least spread of a loss, as a share of it.
+/// The minimum spread of a loss, as a fraction of the loss.
 const LOSS_FLOOR: f64 = 5e-3;
 
-/// The least spread of the logarithm of a norm.
+/// The minimum spread of the logarithm of a norm.
 const NORM_FLOOR: f64 = 0.08;
 
-/// An update this many times what it was before, or this part of it, has moved.
+/// An update has moved if its ratio to those before is above this, or below the inverse.
 const UPDATE: f64 = 1.45;
 
-/// A source with less than this part of the labels says little by its mean.
+/// The mean loss of a source with a smaller share of the labels says little.
 const PART: f64 = 0.05;
 
-/// How far a step lies from usual; what cannot be told, with so few steps before it, is `None`.
+/// How far a step is from usual; `None` where there are too few steps before it.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Moved {
     /// Its loss.
     pub loss: Option<Position>,
     /// The loss of its sources.
     pub sources: BTreeMap<String, Position>,
-    /// Its gradient norm, by the logarithm.
+    /// The logarithm of its gradient norm.
     pub norm: Option<Position>,
-    /// The larger change of the weights, by this step or by the one before, in medians of those before.
+    /// The update of the weights by this step or by the one before, whichever is larger, relative to the median before.
     pub update: Option<f64>,
     /// Its learning rate, and that of the step before.
     pub rates: [f64; 2],
-    /// Why it moved nothing, where it did not.
+    /// Why it was skipped, if it was.
     pub skipped: Option<Skipped>,
 }
 
 impl Moved {
-    /// Of a step with this loss, norm and record, where there is one.
+    /// For a step with this loss and norm, and its record if there is one.
     pub(super) fn of(
         history: &History,
         changes: &[Change],
@@ -77,7 +77,7 @@ impl Moved {
             let Some(mean) = sum.mean().filter(|_| share > PART) else { continue };
             let found = position(mean, LOSS_FLOOR * mean.abs(), &of);
             if let (Some(found), Some(usually)) = (found, usually) {
-                // The mean of fewer labels spreads wider.
+                // The mean of fewer labels is noisier.
                 let score = found.score * (labels / usually.max(1.0)).sqrt().min(1.0);
                 sources.insert(name.clone(), Position { score, ..found });
             }
@@ -92,7 +92,7 @@ impl Moved {
         }
     }
 
-    /// Whether loss or gradient norm lie where they usually do not; taken for granted where that cannot be told.
+    /// Whether loss or gradient norm are unusual; true if that is unknown.
     pub(super) fn learned(&self) -> bool {
         let [Some(loss), Some(norm)] = [&self.loss, &self.norm] else { return true };
         let losses = self.sources.values().chain([loss]).map(|one| one.score.abs());
@@ -100,13 +100,13 @@ impl Moved {
         loss.max(norm) > FAR || loss.min(norm) > FAR_TOGETHER
     }
 
-    /// The same of the updates.
+    /// The same for the updates.
     pub(super) fn updated(&self) -> bool {
         self.update.is_none_or(|times| !(1.0 / UPDATE..=UPDATE).contains(&times))
     }
 }
 
-/// How far the update of the step, or of the one before, lies from the median of those before: what is farther, as a ratio.
+/// The ratio of an update to the median of those before: of this step or of the one before, the farther from 1.
 fn update(history: &[StepRecord], record: Option<&StepRecord>) -> Option<f64> {
     let of = |record: &StepRecord| {
         let Packed(norms) = &record.layer_update_norms;

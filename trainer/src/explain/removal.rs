@@ -1,7 +1,7 @@
-//! Exact removal: the step computed again without some of its documents, and what that changes.
+//! Exact removal: recomputes the step without some of its documents, to show the difference.
 //!
-//! Positions stay; the document's labels are masked and its keys hidden, as a ban does, and the label count is computed
-//! again. Nothing here is a replay.
+//! Positions stay; the labels of these documents are masked and their keys hidden, as a ban does, and labels are
+//! counted again. The result is a counterfactual, not a replay.
 
 use contract::Result;
 use kernels::tree;
@@ -22,30 +22,30 @@ use crate::workers::Workers;
 pub struct Removal {
     /// The documents' ids.
     pub documents: Vec<String>,
-    /// Labels that did not count.
+    /// The number of labels that were masked.
     pub labels: u64,
     /// The mean loss of a label without them.
     pub loss: f64,
-    /// The gradient norm without them; `None` where the step diverges without them, too.
+    /// The gradient norm without them; `None` if the step still diverges.
     pub norm: Option<f64>,
-    /// Whether the step would have been skipped; `None` where the curriculum skips no step.
+    /// Whether the step would have been skipped, and why; `None` where the curriculum skips no step.
     pub skipped: Option<Skipped>,
-    /// The mean loss of the next step after it; `None` where there is no next step.
+    /// The mean loss of the next step afterwards; `None` if there is no next step.
     pub next_loss: Option<f64>,
 }
 
-/// The step after a state, to be computed without some of its documents.
+/// The step after a state, to recompute without some of its documents.
 #[derive(Clone, Copy)]
 pub(super) struct Without<'a> {
     pub(super) replayer: &'a Replayer,
     pub(super) before: &'a State,
     pub(super) batch: &'a Batch,
-    /// The next step's text, if there is one.
+    /// The batch of the next step, if there is one.
     pub(super) next: Option<&'a Batch>,
 }
 
 impl Without<'_> {
-    /// The step without `documents`.
+    /// Computes the step without `documents`.
     pub(super) fn remove(&self, documents: &[&DocumentEvidence]) -> Result<Removal> {
         let Without { replayer, before, batch, next } = *self;
         let (spec, workers) = (replayer.spec(), replayer.workers());
@@ -57,7 +57,7 @@ impl Without<'_> {
         let (gradient, outcome) = replayer.compute(spec, &mut state, &batch, Detail::Sums)?;
         replayer.passed(tokens(&batch), true);
         let loss = gradient.mean();
-        // It errs only where the step diverges.
+        // The only error is that the step diverges.
         let record = outcome.ok();
         let (norm, skipped) = record.map_or((None, None), |one| (Some(one.norm()), one.skipped));
         let next = next.filter(|_| norm.is_some());
@@ -68,7 +68,7 @@ impl Without<'_> {
     }
 }
 
-/// The mean loss of a label of `batch` with the weights of `state`: forward only.
+/// The mean loss per label of `batch` with the weights of `state`, by a forward pass.
 pub(super) fn loss_of(
     spec: &RunSpec,
     state: &State,

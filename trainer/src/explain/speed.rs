@@ -1,4 +1,4 @@
-//! How fast the step was computed, by the events: what a run waited for is no part of any bit, and the reason of slow steps.
+//! How fast the step was computed, by the events. Waiting never changes results, but explains slow steps.
 
 use contract::Result;
 use serde::Serialize;
@@ -7,31 +7,31 @@ use super::history::median;
 use crate::folder::RunFolder;
 use crate::report::{Log, SLOW};
 
-/// Steps before it that a step's speed is held against.
+/// The number of steps before it to compare with.
 const BEFORE: usize = 64;
 
-/// Fewer say nothing.
+/// With fewer, nothing is reported.
 const LEAST: usize = 8;
 
 /// How fast a step was computed.
 #[derive(Clone, Debug, Serialize)]
 pub struct SpeedEvidence {
-    /// Seconds that it took.
+    /// Its duration in seconds.
     pub seconds: f64,
     /// The median of the steps before.
     pub seconds_before: Option<f64>,
-    /// Tokens in a second.
+    /// Tokens per second.
     pub tokens_per_second: f64,
     /// The median of the steps before.
     pub tokens_per_second_before: Option<f64>,
-    /// The part of its time in which it waited for its batch.
+    /// The fraction of its time spent waiting for its batch.
     pub waiting: f64,
-    /// What happened to the run just before it, or with it.
+    /// Events of the run with this step or just before it.
     pub here: Vec<String>,
 }
 
 impl SpeedEvidence {
-    /// Of a step; `None` where no event tells of it.
+    /// The speed of a step; `None` if the events do not contain it.
     pub(super) fn read(folder: &RunFolder, step: u64) -> Result<Option<SpeedEvidence>> {
         let mut log = Log::new(&folder.events(), &folder.ledger());
         log.refresh()?;
@@ -57,7 +57,7 @@ impl SpeedEvidence {
         }))
     }
 
-    /// Whether the step was slow, by the measure of `report`'s odd steps.
+    /// Whether the step was slow, by the same measure as odd steps in `report`.
     pub(super) fn is_slow(&self) -> bool {
         self.tokens_per_second_before.is_some_and(|usual| self.tokens_per_second < SLOW * usual)
     }

@@ -69,7 +69,7 @@ impl Explanation {
         if let Some(next) = self.next_loss {
             writeln!(out, "  next step      loss {next:.4}")?;
         }
-        // What rounds to nothing has no sign.
+        // Values that round to zero are shown without a sign.
         let nats = |nats: f64| if nats.abs() < 0.005 { 0.0 } else { nats };
         let left = &self.unexplained;
         let named = self.tokens.len();
@@ -250,7 +250,7 @@ fn place(one: &DocumentEvidence) -> String {
     format!("{}:{group}{}{bytes}", terminal::name(&document.file), document.row)
 }
 
-/// An id within a line; a very long one by its ends. The commands to type have it whole.
+/// A shortened id: very long ones show only both ends. The commands contain it in full.
 pub(super) fn short(id: &str) -> String {
     const ENDS: usize = 48;
     let shown: Vec<char> = terminal::name(id).chars().collect();

@@ -1,4 +1,4 @@
-//! The worst tokens of a document, in its text.
+//! The worst tokens of a document, with their context.
 
 use contract::{Fault, Result};
 use loader::Batch;
@@ -7,25 +7,25 @@ use serde::Serialize;
 use crate::replay::documents::DocumentLoss;
 use crate::replay::texts::Decoder;
 
-/// Tokens shown on either side of one.
+/// Tokens of context on either side.
 const CONTEXT: usize = 12;
 
-/// A token that the model did not expect.
+/// A token with a high loss.
 #[derive(Clone, Debug, Serialize)]
 pub struct WorstToken {
-    /// Its place in the document, in tokens.
+    /// Its position in the document, in tokens.
     pub token: u64,
-    /// The row of the batch in which it was to be predicted.
+    /// The row of the batch in which it is a label.
     pub row: u64,
     /// Its id.
     pub id: u32,
     /// Its loss, in nats.
     pub loss: f32,
-    /// The text before it, its own, and the text after it, as far as the row has them.
+    /// The text before it, its own text, and the text after it, within the row.
     pub text: [String; 3],
 }
 
-/// The `count` tokens of `document` with the highest loss, worst first; `losses` has a number for each token of the batch.
+/// The `count` tokens of `document` with the highest loss, worst first; `losses` has one value per token of the batch.
 pub(super) fn worst(
     batch: &Batch,
     document: &DocumentLoss,
@@ -41,7 +41,7 @@ pub(super) fn worst(
         let labelled = columns.clone().filter(|column| batch.columns().mask[row + column] != 0);
         found.extend(labelled.map(|column| (losses[row + column], index, column)));
     }
-    // What is not a number is worst; equal ones in the order of the text.
+    // NaN is the worst; equal losses are in the order of the text.
     let key = |loss: f32| if loss.is_nan() { f32::INFINITY } else { loss };
     found.sort_by(|a, b| key(b.0).total_cmp(&key(a.0)).then((a.1, a.2).cmp(&(b.1, b.2))));
     let token = |(loss, index, column): (f32, usize, usize)| {

@@ -10,17 +10,17 @@ use crate::replay::Verdict;
 use crate::replay::narrow::joined;
 use crate::usual::FEW;
 
-/// Of what a finding is.
+/// The subject of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Subject {
-    /// The bits differ: the machine, the software or the stores.
+    /// Different bits: the machine, the software or the stores.
     Bits,
     /// The learning rate.
     LearningRate,
     /// The mixture of sources.
     Mixture,
-    /// A router that sends its tokens to few experts.
+    /// A router that sends its tokens to a few experts.
     Router,
     /// A temperature of attention.
     Temperature,
@@ -28,30 +28,30 @@ pub enum Subject {
     Update,
     /// Documents of the step.
     Documents,
-    /// Anything else that was changed.
+    /// Any other change.
     Changed,
-    /// What was as odd all through the steps before.
+    /// Something that was as unusual in all of the steps before.
     Lasting,
-    /// It moved nothing.
+    /// The step was skipped.
     Skipped,
-    /// Loss or gradient norm, where no reason is found.
+    /// Loss or gradient norm without a known cause.
     Symptom,
-    /// The time that it took.
+    /// Its duration.
     Speed,
 }
 
-/// Something that was found.
+/// A finding.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// Of what.
+    /// Its subject.
     pub subject: Subject,
     /// In words.
     pub words: String,
-    /// Whether it is no reason of what the step is: it was so before, or what it moves is as it was.
+    /// Whether it explains nothing: it was so before, or what it affects has not changed.
     pub context: bool,
 }
 
-/// What can be looked at and found unchanged, by its subject.
+/// Subjects that can be examined and found unchanged.
 const LOOKED_AT: [(Subject, &str); 6] = [
     (Subject::LearningRate, "learning rate"),
     (Subject::Mixture, "mixture"),
@@ -61,40 +61,41 @@ const LOOKED_AT: [(Subject, &str); 6] = [
     (Subject::Bits, "bits"),
 ];
 
-/// A router whose evenness is below this has collapsed long since.
+/// A router with a lower entropy has collapsed, now or earlier.
 const EVEN: f64 = 0.35;
 
-/// One that lost this much of it has collapsed now.
+/// One that lost this much entropy collapsed recently.
 const LOST: f64 = 0.3;
 
-/// Logits above this leave nothing of the softmax but its largest entry (the bound of MuonClip, arXiv 2507.20534).
+/// With logits above this, softmax keeps only the largest entry (the bound of MuonClip, arXiv 2507.20534).
 const LOGIT: f64 = 100.0;
 
 /// An update this many times the median is a spike.
 const SPIKE: f64 = 4.0;
 
-/// Spreads from which on a symptom is told.
+/// The distance in spreads from which a symptom is reported.
 const WORTH: f64 = 3.0;
 
-/// A rate above this moves any weight by more than weights are: every optimizer here moves them by about its rate.
+/// Every optimizer here changes a weight by about the rate: a larger rate exceeds the weights themselves.
 const WILD: f64 = 1.0;
 
-/// Documents with this part of the squares of all gradients are the step's gradient.
+/// Documents with this share of the squares of all gradients dominate the step.
 const MOST: f64 = 0.5;
 
-/// And make it so many times as long as usual, where it is by no measure of noise that it has moved.
+/// And make the gradient this much longer than usual, where the norm has not moved by the noise measure.
 const LONGER: f64 = 1.5;
 
-/// So many documents at most, each with so many times the score of the next, stand out in any step.
+/// A few documents, at most this many and each with this many times the score of the next, stand out even in a usual
+/// step.
 const FEW_DOCUMENTS: usize = 3;
 const APART: f64 = 3.3;
 
-/// What stands in the way of a sentence's head: the lower, the nearer to it.
+/// The order of findings: the lowest leads the sentence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Place {
     Bits,
     Rate,
-    /// Documents that are most of the gradient, where nothing was changed at this very step.
+    /// Documents that dominate the gradient, where nothing changed at this very step.
     Dominant,
     Changed,
     Router,
@@ -104,11 +105,11 @@ enum Place {
     Skipped,
     Symptom,
     Speed,
-    /// No reason of anything: what else is so.
+    /// Not a cause of anything.
     Context,
 }
 
-/// All that was found: what stands out, causes first, then what is context alone.
+/// All findings: what stands out, causes first; then context.
 pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     let moved = found.diverged.is_some() || found.moved.learned();
     let or_context = |leads: bool, place| if leads { place } else { Place::Context };
@@ -176,8 +177,8 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     all.into_iter().map(finding).collect()
 }
 
-/// Whether a change is a reason of what the step is: it came lately, and what it moves has moved since. A rate that makes a run
-/// diverge may have done so for a while.
+/// Whether a change is a cause: it is recent, and what it affects has moved since. A learning rate that makes a run
+/// diverge may be older.
 fn leads(change: &Change, found: &Explanation, moved: bool) -> bool {
     let lately = found.step - change.step < FEW as u64;
     match change.kind {
@@ -198,11 +199,11 @@ fn subject(change: &Change) -> Subject {
     }
 }
 
-/// One sentence.
+/// The verdict in one sentence.
 pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
     let seen = |subject| match subject {
         Subject::Bits => found.verdict != Verdict::NotRecorded,
-        // Everything else is held against the steps before.
+        // All other subjects are compared with the steps before.
         _ if found.window == 0 => false,
         Subject::Router => !found.routers.is_empty(),
         Subject::Temperature => !found.temperatures.is_empty(),
@@ -246,7 +247,7 @@ pub(super) fn sentence(findings: &[Finding], found: &Explanation) -> String {
     sentence
 }
 
-/// What is not as it was, where no reason is found.
+/// What is unusual without a known cause.
 fn symptom(found: &Explanation) -> Option<String> {
     let far = |name: String, value: f64, usual: f64, score: f64| {
         (score, format!("{name} {value:.4} against a usual {usual:.4} ({score:+.0} spreads)"))
@@ -284,7 +285,7 @@ fn bits(found: &Explanation) -> Option<String> {
     }
 }
 
-/// The worst of some routers, in words.
+/// The worst of these routers, in words.
 fn router(collapsed: &[&RouterEvidence]) -> Option<String> {
     let worst = collapsed.iter().min_by(|a, b| a.entropy.total_cmp(&b.entropy))?;
     let experts = &worst.load[..worst.load.len().saturating_sub(1)];
@@ -325,14 +326,14 @@ fn update(found: &Explanation) -> Option<String> {
     Some(format!("the update of the step before was {times} times its median in {}", layer.name))
 }
 
-/// Whether a few documents lie so far from all others that they stand out in a step that is as usual.
+/// Whether a few documents stand out so far that they matter even in a usual step.
 fn is_apart(found: &Explanation) -> bool {
     let count = found.culprits();
     let next = found.documents.get(count).map_or(0.0, |one| one.score);
     (1..=FEW_DOCUMENTS).contains(&count) && found.documents[count - 1].score > APART * next
 }
 
-/// The documents that stand apart: their part of the squares of all gradients, and words.
+/// The documents that stand out: their share of the squares of all gradients, and a description.
 fn culprits(found: &Explanation) -> Option<(f64, String)> {
     let count = found.culprits();
     let named = &found.documents[..count];
@@ -351,7 +352,7 @@ fn culprits(found: &Explanation) -> Option<(f64, String)> {
     let all: f64 = found.documents.iter().map(squares).sum();
     let share = named.iter().map(squares).sum::<f64>() / all.max(f64::MIN_POSITIVE);
     let excess: f64 = named.iter().map(|one| one.excess).sum();
-    // Where others are cheaper than usual, these may have more than all of it.
+    // If other documents cost less than usual, these may have more than the whole excess.
     let of_excess = match excess > 0.0 && excess <= found.unexplained.excess {
         true => {
             format!("{:.0} % of the excess loss and ", 100.0 * excess / found.unexplained.excess)

@@ -1,4 +1,4 @@
-//! Locks of folders, which the operating system drops with the process that has them, however it ends.
+//! Locks of folders, which the operating system releases when the process ends, however that happens.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -8,27 +8,27 @@ use contract::{Fault, Result, Symptom};
 use store::Location;
 use store::disk::{self, Held, Log, Writing};
 
-/// The file that every process of a run holds.
+/// The lock of a run's folder, shared by every process of the run.
 const LOCK: &str = "lock";
 
-/// The same in a place for checkpoints, which may be a run's folder too.
+/// The lock of a place for checkpoints, which may be a run's folder too.
 const PLACE_LOCK: &str = "owner.lock";
 
-/// How long a process of the same run may still write, after whose end this one was started.
+/// How long to wait for the previous process of the same run to stop writing.
 const PREDECESSOR: Duration = Duration::from_secs(10);
 
-/// What the processes of a run hold together, each for itself: the run's folder, and the place of its checkpoints if that is
-/// another one. So both are theirs until the last one ends, whichever ends first.
+/// The locks that each process of a run shares: the run's folder, and the place of its checkpoints if that is
+/// elsewhere. So both stay locked until the last process ends, in any order.
 #[derive(Debug, Default)]
 pub struct Holds {
-    /// The name that they have in common.
+    /// The group name that these processes share.
     group: OnceLock<String>,
     folder: OnceLock<Held>,
     place: OnceLock<Held>,
 }
 
 impl Holds {
-    /// Of a process that was started by another one of this group; `None`: of the first process of a group.
+    /// For a process that was started by another one of this group; `None` for the first process of a group.
     pub fn of(group: Option<String>) -> Holds {
         let group = group.map(OnceLock::from).unwrap_or_default();
         Holds { group, ..Holds::default() }
@@ -39,17 +39,18 @@ impl Holds {
         self.group.get_or_init(disk::draw_group)
     }
 
-    /// Holds the run's folder `root`, once nobody else does.
+    /// Takes the run's folder `root`, once it is free.
     pub(super) fn take_folder(&self, root: &Path, patience: Duration) -> Result<()> {
         take(&self.folder, self.group(), &root.join(LOCK), patience)
     }
 
-    /// The same of a place for checkpoints.
+    /// The same for a place for checkpoints.
     pub(super) fn take_place(&self, root: &Path, patience: Duration) -> Result<()> {
         take(&self.place, self.group(), &root.join(PLACE_LOCK), patience)
     }
 
-    /// Holds, with the rank that has taken them, what this rank sees of the run's folder and of the checkpoints.
+    /// Joins the group of the rank that took the locks, for the folder and the checkpoints as far as this rank's
+    /// machine sees them.
     pub(crate) fn join(&self, group: &str, root: &Path, place: &Location) -> Result<()> {
         let group = self.group.get_or_init(|| group.to_owned());
         join(&self.folder, group, &root.join(LOCK))?;
@@ -59,12 +60,12 @@ impl Holds {
         }
     }
 
-    /// Holds the run's folder with the process that started this one, where this machine sees it.
+    /// Joins the lock of the process that started this one on the run's folder, if this machine sees it.
     pub fn follow(&self, root: &Path) -> Result<()> {
         self.group.get().map_or(Ok(()), |group| join(&self.folder, group, &root.join(LOCK)))
     }
 
-    /// The right to write in the run's folder, once no other rank has it any more.
+    /// Takes the right to write in the run's folder, once no other rank has it.
     pub(super) fn write(&self, patience: Duration) -> Result<Writing> {
         let held = self.folder.get().ok_or_else(|| Fault::bug("the run's folder is not held"))?;
         held.write(patience.max(PREDECESSOR))?.ok_or_else(|| {
@@ -73,7 +74,7 @@ impl Holds {
         })
     }
 
-    /// Refuses to go on where another run has taken the folder, or the place of the checkpoints.
+    /// Stops if another run has taken the folder or the place of the checkpoints.
     pub(crate) fn check(&self) -> Result<()> {
         let is_lost = |held: &OnceLock<Held>| held.get().is_some_and(Held::is_lost);
         if !is_lost(&self.folder) && !is_lost(&self.place) {
@@ -84,7 +85,7 @@ impl Holds {
             .sign_of(Symptom::InUse))
     }
 
-    /// Ends in good order.
+    /// Releases the locks.
     pub fn let_go(self) {
         let held = [self.place, self.folder].into_iter().filter_map(OnceLock::into_inner);
         held.for_each(Held::let_go);
@@ -102,7 +103,7 @@ fn take(held: &OnceLock<Held>, group: &str, path: &Path, patience: Duration) -> 
             .hint("wait for it, stop it, or name another folder with --out or --checkpoints")
             .sign_of(Symptom::InUse)
     })?;
-    // Only this thread takes it.
+    // Only this thread sets it.
     let _ = held.set(taken);
     Ok(())
 }
@@ -116,7 +117,7 @@ fn join(held: &OnceLock<Held>, group: &str, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Takes a folder for this process alone; `None` where another process has it.
+/// Locks a folder for this process alone; `None` if another process holds it.
 pub(crate) fn try_lock(root: &Path) -> Result<Option<Log>> {
     let path = root.join(LOCK);
     let file = Log::open(&path).map_err(|error| Fault::io("open", &path, &error))?;
@@ -124,7 +125,7 @@ pub(crate) fn try_lock(root: &Path) -> Result<Option<Log>> {
     Ok(free.then_some(file))
 }
 
-/// Whether a run has taken this folder at some time: the lock's file stays.
+/// Whether a run ever used this folder: the lock file stays.
 pub(crate) fn was_taken(root: &Path) -> bool {
     root.join(LOCK).exists()
 }

@@ -1,4 +1,4 @@
-//! `config.json`: two layouts, and what released files say that is not so.
+//! `config.json`: two layouts, and the errors of released files.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use store::manifest::TokenizerRecord;
 
 use crate::model::{Skip, ZayaConfig};
 
-/// Who wrote a folder.
+/// The software that wrote a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Layout {
     /// `transformers`: a layer is an attention and its experts.
     Transformers,
-    /// Zyphra's first releases (ZAYA1-base): attention and experts are layers of their own, in turns.
+    /// Zyphra's first releases (ZAYA1-base): attention and experts are alternating layers.
     Zyphra,
 }
 
@@ -34,13 +34,13 @@ impl Layout {
 pub struct Described {
     /// The model.
     pub config: ZayaConfig,
-    /// Who wrote it.
+    /// The layout of its tensors.
     pub layout: Layout,
-    /// Fields that were read against their word, and why.
+    /// Fields that were not taken literally, and why.
     pub notes: Vec<String>,
 }
 
-/// Fields with the same name and meaning here and there.
+/// Fields with the same name and meaning as ours.
 const SHARED: [&str; 18] = [
     "vocab_size",
     "hidden_size",
@@ -82,7 +82,7 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
         "rope_parameters": {"hybrid": rope, "hybrid_sliding": rope},
         "layer_types": vec!["hybrid"; config.num_hidden_layers as usize],
         "sliding_window": null, "attention_dropout": 0.0, "use_cache": true,
-        // A padding row would lose the input side of its gradient there; no token of ours is one.
+        // A padding row of the embedding would get no gradient there; none of our tokens is padding.
         "pad_token_id": null, "bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end,
     });
     if let Value::Object(rest) = rest {
@@ -91,7 +91,7 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
     Value::Object(fields)
 }
 
-/// What the text of a `config.json` describes; `place` names it in faults.
+/// Parses the text of a `config.json`; `place` names it in errors.
 pub fn read(text: &str, place: &str) -> Result<Described> {
     let fields: Map<String, Value> = serde_json::from_str(text)
         .map_err(|error| Fault::data(format!("this is not a JSON object: {error}")).at(place))?;
@@ -126,7 +126,7 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// A field that is there and says something.
+    /// A field, if it is there and not null.
     fn get(&self, key: &str) -> Option<&Value> {
         self.fields.get(key).filter(|value| !value.is_null())
     }
@@ -145,7 +145,7 @@ impl Reader<'_> {
         text.map(Some).ok_or_else(|| self.refuse(key, "text", "the field has the wrong kind"))
     }
 
-    /// A number, or the largest of a list: lists by layer hold 0 where a layer has no such thing.
+    /// A number, or the largest of a list: per-layer lists hold 0 for layers that lack the thing.
     fn largest(&self, key: &str) -> Result<Option<i64>> {
         let largest = match self.get(key) {
             None => return Ok(None),
@@ -234,7 +234,8 @@ impl Reader<'_> {
         Ok(found)
     }
 
-    /// Layers as ours (an attention and its experts), and experts of each: `zaya_layers` wins over the numbers beside it.
+    /// The number of our layers (an attention and its experts) and of experts of each; `zaya_layers` overrides the
+    /// other fields.
     fn halves(&mut self) -> Result<(i64, Option<i64>)> {
         let Some(value) = self.get("zaya_layers") else {
             let halves = self.largest("num_hidden_layers")?.unwrap_or(80);
@@ -255,7 +256,7 @@ impl Reader<'_> {
         Ok((layers, experts))
     }
 
-    /// Says that one field was believed over another.
+    /// Notes that one field overrides another.
     fn note(&mut self, stale: &str, believed: &str, value: i64) {
         if let Some(other) = self.get(stale).filter(|other| other.as_i64() != Some(value)) {
             self.notes
@@ -263,8 +264,8 @@ impl Reader<'_> {
         }
     }
 
-    /// Rotary embedding: by layer type, or flat, or beside everything else. A `rope_type` next to the layer types is a
-    /// slip of released files and means nothing.
+    /// Rotary embedding parameters: by layer type, in one object, or at the top level. A `rope_type` next to the layer
+    /// types is a mistake of released files and is ignored.
     fn rope(&mut self, found: &mut Found) -> Result<()> {
         let nested = self.get("rope_parameters").and_then(Value::as_object);
         let inner = nested.map(|all| {

@@ -1,4 +1,4 @@
-//! A model as a folder that `transformers` opens as `ZayaForCausalLM`.
+//! Exports a model as a folder that `transformers` opens as `ZayaForCausalLM`.
 //!
 //! ```text
 //! config.json   generation_config.json   model.safetensors (or parts with an index), f32
@@ -18,26 +18,26 @@ use super::{config, files::commit};
 use crate::model::{self, ParamSpec, Skip, ZayaConfig};
 use crate::optim::balance::Balance;
 
-/// What was written.
+/// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exported {
     /// Tensors, balancing biases included.
     pub tensors: usize,
-    /// Bytes of all weight files.
+    /// Total size of the weight files.
     pub bytes: u64,
 }
 
-/// What is written of a model beside its weights.
+/// A model without its weights.
 pub(crate) struct Model<'a> {
     pub(crate) config: &'a ZayaConfig,
     pub(crate) parameters: &'a [ParamSpec],
     pub(crate) balance: &'a [Balance],
     pub(crate) record: &'a TokenizerRecord,
-    /// The file itself.
+    /// The tokenizer file.
     pub(crate) tokenizer: &'a [u8],
 }
 
-/// Writes a model into the folder `target`, once it is certain that it can be expressed there.
+/// Writes a model into the folder `target`, if `transformers` can express it.
 pub(crate) fn write(
     target: &Path,
     model: &Model<'_>,
@@ -55,8 +55,8 @@ pub(crate) fn write(
     })
 }
 
-/// `transformers` gives a token on the skip class nothing, and knows the layers of ZAYA1 alone: such a model would be another
-/// one there.
+/// In `transformers`, the skip class always outputs zeros, and all layers are those of ZAYA1. Another model would
+/// compute something else there.
 fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
     let fault = |key: &str| {
         Fault::usage("transformers cannot express this model").at(format!("[model] {key}"))
@@ -90,7 +90,7 @@ pub(super) fn named(
     weights.chain(biases).collect()
 }
 
-/// Weights and both configurations.
+/// Writes the weights and both configurations.
 pub(super) fn model_files(
     folder: &Path,
     config: &ZayaConfig,
@@ -103,7 +103,7 @@ pub(super) fn model_files(
     files::write(folder, tensors)
 }
 
-/// What `AutoTokenizer` needs besides `tokenizer.json`.
+/// The `tokenizer_config.json` that `AutoTokenizer` needs.
 fn tokenizer_config(tokenizer: &[u8], record: &TokenizerRecord, length: i64) -> Value {
     let tokenizer: Value = serde_json::from_slice(tokenizer).unwrap_or_default();
     let text = |id: Option<u32>| {

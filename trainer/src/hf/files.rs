@@ -1,4 +1,4 @@
-//! The tensors of a folder: safetensors, whole or in parts with an index.
+//! The tensors of a folder: safetensors, in one file or in parts with an index.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,10 +16,10 @@ use tch::{Kind, Tensor};
 
 use crate::refusal::refused;
 
-/// A part is closed before it grows beyond this, as `transformers` does.
+/// The maximum size of a part, as in `transformers`.
 const PART_BYTES: u64 = 5_000_000_000;
 
-/// One file that was written.
+/// A written file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Written {
@@ -66,7 +66,7 @@ impl View for &Named {
     }
 }
 
-/// Writes tensors as `model.safetensors`, or as parts with their index.
+/// Writes tensors as `model.safetensors`, or as parts with an index.
 pub(super) fn write(folder: &Path, tensors: &[Named]) -> Result<Vec<Written>> {
     write_parts(folder, tensors, PART_BYTES)
 }
@@ -105,11 +105,11 @@ pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Resul
 )]
 fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
     let path = folder.join(&name);
-    // The library makes a file that its owner alone may read; weights are as open as what stands beside them.
+    // The library restricts the file to its owner; it gets the permissions of the files next to it.
     let plain = File::create(&path).and_then(|file| file.metadata());
     let plain = plain.map_err(|error| Fault::io("create", &path, &error))?.permissions();
     let named = part.iter().map(|tensor| (tensor.name.as_str(), *tensor));
-    // `transformers` wants to be told that torch's layout is meant.
+    // `transformers` requires this entry: torch's layout.
     let metadata = std::collections::HashMap::from([("format".to_owned(), "pt".to_owned())]);
     safetensors::serialize_to_file(named, Some(metadata), &path).map_err(|error| match error {
         SafeTensorError::IoError(error) => Fault::io("write", &path, &error),
@@ -134,7 +134,7 @@ fn sync(path: &Path) -> Result<()> {
         .map_err(|error| Fault::io("flush", path, &error))
 }
 
-/// Makes `target` out of what `fill` puts into a folder beside it: whole or not at all.
+/// Creates `target` atomically: `fill` writes into a temporary folder next to it, which is then renamed.
 pub(super) fn commit<T>(target: &Path, fill: impl FnOnce(&Path) -> Result<T>) -> Result<T> {
     if target.exists() {
         return Err(Fault::usage("there is something at this place already")
@@ -147,7 +147,7 @@ pub(super) fn commit<T>(target: &Path, fill: impl FnOnce(&Path) -> Result<T>) ->
     Ok(made)
 }
 
-/// The files that hold a folder's tensors, each with the names that an index says of it; a file alone has no index.
+/// The files that hold a folder's tensors, each with the names of its tensors in the index; a single file has no index.
 pub(super) fn parts(folder: &Path) -> Result<BTreeMap<String, Option<BTreeSet<String>>>> {
     let whole = folder.join("model.safetensors");
     let path = folder.join("model.safetensors.index.json");
@@ -178,7 +178,7 @@ pub(super) fn parts(folder: &Path) -> Result<BTreeMap<String, Option<BTreeSet<St
     Ok(parts)
 }
 
-/// Whether this is the name of a file and nothing else: it leads to no other folder.
+/// Whether this is a plain file name, which cannot lead to another folder.
 pub(super) fn is_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let first = parts.next();
@@ -186,7 +186,7 @@ pub(super) fn is_name(name: &str) -> bool {
     plain && parts.next().is_none() && !name.contains(['\\', '\0'])
 }
 
-/// Refuses tensors in which a number is not finite: nothing can be trained from them.
+/// Refuses tensors with values that are not finite: they cannot be trained from.
 pub(super) fn refuse_non_finite(path: &Path, name: &str, tensor: &Tensor) -> Result<()> {
     let finite = tensor.f_isfinite().and_then(|finite| finite.f_all());
     let finite = finite.map_err(refused)?;
@@ -199,7 +199,7 @@ pub(super) fn refuse_non_finite(path: &Path, name: &str, tensor: &Tensor) -> Res
         .hint("the model was written after it had diverged, or its file is damaged: take an earlier one"))
 }
 
-/// Hands every tensor of one file to `take`, as f32.
+/// Passes every tensor of one file to `take`, as f32.
 pub(super) fn read(
     path: &Path,
     bytes: &[u8],

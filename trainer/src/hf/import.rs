@@ -1,4 +1,4 @@
-//! A folder of Hugging Face's as the start of a run: every tensor in its place, none left over, none missing.
+//! Imports a Hugging Face folder as the start of a run: every tensor must be there, and no other.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,14 +14,14 @@ use super::start::{self, Start};
 use crate::model::{self, ZayaConfig};
 use crate::refusal::values;
 
-/// What was taken over.
+/// The result of an import.
 #[derive(Clone, Debug)]
 pub struct Imported {
     /// The start that was written.
     pub start: Start,
-    /// Who wrote the folder.
+    /// The layout of the folder.
     pub layout: Layout,
-    /// Fields that were read against their word.
+    /// Fields that were not taken literally.
     pub notes: Vec<String>,
     /// Tensors, balancing biases included.
     pub tensors: usize,
@@ -44,7 +44,7 @@ pub fn import(source: &Path, target: &Path) -> Result<Imported> {
     Ok(Imported { start, layout, notes, tensors })
 }
 
-/// All tensors of the folder under our names.
+/// All tensors of the folder by our names.
 fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tensor>> {
     let places = Places::new(&described.config);
     let mut found = BTreeMap::new();
@@ -103,10 +103,10 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
     Ok(found)
 }
 
-/// The head, which a model with one matrix for both may spell out.
+/// The output head, which some folders store even if it is tied to the embedding.
 const HEAD: &str = "lm_head.weight";
 
-/// Weights in canonical order and biases by layer.
+/// Weights in canonical order, and biases by layer.
 fn assemble(
     source: &Path,
     config: &ZayaConfig,
@@ -147,7 +147,7 @@ fn assemble(
     }
 }
 
-/// The fault of a file that does not hold what its index says.
+/// The error for a file that does not hold what its index lists.
 fn not_as_listed(path: &Path, what: &str) -> Fault {
     Fault::data(format!("the index and the files of this model disagree: {what}"))
         .at(path.display().to_string())

@@ -1,15 +1,15 @@
-//! Hugging Face's `zaya`, in and out.
+//! Import and export of Hugging Face's `zaya`.
 //!
 //! ```text
-//! config   config.json to our configuration and back, the quirks of released files included
-//! names    Zyphra's older names of tensors, where attention and experts are layers of their own
-//! files    the tensors of such a folder, read and written
+//! config   converts between config.json and our configuration, including the errors of released files
+//! names    Zyphra's older tensor names, where attention and experts are separate layers
+//! files    reads and writes the tensors of such a folder
 //! export   a model as a folder that `transformers` opens       import   such a folder as the start of a run
-//! start    what an import leaves: the folder that a curriculum's `start` names
+//! start    the result of an import: the folder that a curriculum's `start` names
 //! ```
 //!
-//! Our names are Hugging Face's, so that nothing is renamed on the way out. Nothing here computes: numbers are copied, and
-//! widened to f32 where a folder holds narrower ones.
+//! Our names are Hugging Face's, so an export renames nothing. Nothing is computed here: values are copied, and
+//! converted to f32 if a folder has a narrower format.
 
 pub mod config;
 pub mod export;

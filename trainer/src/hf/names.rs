@@ -1,24 +1,25 @@
-//! Zyphra's older names: layer 2i is an attention, layer 2i + 1 its experts, and each layer scales the residual that enters
-//! it, where ours scales the one that leaves the sublayer before. Each parameter is declared with its name there.
+//! Zyphra's older names: layer 2i is an attention, and layer 2i + 1 its experts. There each layer scales the residual
+//! at its input, while ours scales it at the output of the sublayer before. Each parameter is declared with its name
+//! there.
 
 use std::collections::BTreeMap;
 
 use crate::model::{self, ParamSpec, Role, ZayaConfig};
 
-/// Where a tensor of the older layout belongs.
+/// The meaning of a tensor name in the older layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
-    /// It is a parameter of this name.
+    /// A whole parameter.
     Whole(String),
-    /// It is one expert's part of a parameter.
+    /// One expert of a parameter.
     Expert(String, usize),
 }
 
-/// The place of every tensor of the older layout.
+/// All tensor names of the older layout.
 pub(super) struct Places(BTreeMap<String, Place>);
 
 impl Places {
-    /// Those of a model.
+    /// The names for a model.
     pub(super) fn new(config: &ZayaConfig) -> Places {
         let mut places = BTreeMap::new();
         for ParamSpec { name, zyphra, role, shape, .. } in model::parameters(config) {
@@ -37,13 +38,13 @@ impl Places {
                 format!("model.layers.{}.zaya_block.router.balancing_biases", 2 * layer + 1);
             places.insert(theirs, Place::Whole(model::balance_name(layer)));
         }
-        // Some folders have the final norm under the newer name.
+        // Some folders use the newer name for the final norm.
         let norm = "model.norm.weight".to_owned();
         places.insert(norm.clone(), Place::Whole(norm));
         Places(places)
     }
 
-    /// Where `name` belongs; `None` if nothing there has this name.
+    /// The meaning of `name`; `None` if there is no such tensor.
     pub(super) fn of(&self, name: &str) -> Option<Place> {
         self.0.get(name).cloned()
     }

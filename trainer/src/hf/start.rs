@@ -1,12 +1,12 @@
-//! A start: the weights that a run begins with instead of drawn ones.
+//! A start: the weights that a run begins with instead of random ones.
 //!
 //! ```text
 //! start.json    configuration, digests of weights and content, each file's size and digest; written last
 //! config.json, model.safetensors, tokenizer.json    as `transformers` reads them
 //! ```
 //!
-//! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) enters the run's
-//! identity; the folder's place never does. A run keeps a copy of `start.json`, which is all that it needs while it has
+//! A curriculum's `start` names such a folder. The content digest (configuration, weights, biases) is part of the run's
+//! identity; the folder's path is not. A run keeps a copy of `start.json`, which is all it needs once it has
 //! checkpoints.
 
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ const FORMAT: u32 = 2;
 /// Its manifest.
 const MANIFEST: &str = "start.json";
 
-/// The copy that a run keeps of it.
+/// The run's copy of the manifest.
 const KEPT: &str = "start.kept.json";
 
 /// A start on disk.
@@ -50,14 +50,14 @@ struct Manifest {
     content: Digest,
     /// Over weights and biases.
     weights: Digest,
-    /// SHA-256 of the tokenizer beside them, if there is one.
+    /// SHA-256 of the tokenizer in the folder, if there is one.
     tokenizer: Option<Identity>,
     config: ZayaConfig,
     files: Vec<Written>,
 }
 
 impl Start {
-    /// Opens the start in `folder`; its weights are read and checked by [`Start::read`].
+    /// Opens the start in `folder`; [`Start::read`] reads and checks the weights.
     pub fn open(folder: &Path) -> Result<Start> {
         let path = folder.join(MANIFEST);
         if !folder.exists() {
@@ -71,7 +71,8 @@ impl Start {
         Start::described(&path, folder)
     }
 
-    /// The start that a run keeps the description of, and that is not in `folder` any more; `None` where it keeps none.
+    /// The start by the run's copy of its manifest, if `folder` no longer exists; `None` if there is no need or no
+    /// copy.
     pub(crate) fn kept(run: &Path, folder: &Path) -> Result<Option<Start>> {
         let path = run.join(KEPT);
         match !folder.join(MANIFEST).exists() && path.exists() {
@@ -80,7 +81,7 @@ impl Start {
         }
     }
 
-    /// Keeps its description in a run's folder.
+    /// Copies its manifest into a run's folder.
     pub(crate) fn keep(&self, run: &Path) -> Result<()> {
         files::text(run, KEPT, &self.manifest.value()?)
     }
@@ -104,7 +105,7 @@ impl Start {
         Ok(Start { folder: folder.to_owned(), manifest })
     }
 
-    /// The first of its files that is not what was written: every byte is read.
+    /// The first of its files that has changed; reads every byte.
     pub(crate) fn changed(&self) -> Result<Option<PathBuf>> {
         for file in &self.manifest.files {
             let path = self.folder.join(&file.name);
@@ -120,7 +121,7 @@ impl Start {
         Ok(None)
     }
 
-    /// The model.
+    /// The configuration of the model.
     pub fn config(&self) -> &ZayaConfig {
         &self.manifest.config
     }
@@ -130,14 +131,14 @@ impl Start {
         self.manifest.content
     }
 
-    /// Where it lies.
+    /// Its folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Gives every weight to `take`, with its place in canonical order, and answers with biases by layer. A weight is in memory
-    /// while it is given, and one file beside it: a rank keeps what it owns. Every byte is checked, the last of them after all
-    /// were given.
+    /// Passes every weight to `take`, with its index in canonical order, and returns the biases by layer. Only one
+    /// weight and one file are in memory at a time, since a rank keeps only what it owns. The digest of all weights is
+    /// checked after the last one was passed.
     pub fn read(
         &self,
         mut take: impl FnMut(usize, &Tensor) -> Result<()>,
@@ -186,7 +187,7 @@ impl Start {
         Ok(biases)
     }
 
-    /// Refuses a start whose tokens mean something else than the store's.
+    /// Refuses a start whose tokens differ in meaning from the store's.
     pub(crate) fn compare_tokenizer(
         &self,
         stores: &[u8],
@@ -215,10 +216,10 @@ impl Start {
     }
 }
 
-/// What the tokens of a `tokenizer.json` mean, as far as two can be held against each other.
+/// The tokens of a `tokenizer.json`, as far as two files can be compared.
 struct Vocabulary {
     model: serde_json::Value,
-    /// Those that stand beside the model's, by number.
+    /// Added tokens, by id.
     added: BTreeMap<u64, String>,
 }
 
@@ -234,7 +235,7 @@ impl Vocabulary {
         Vocabulary { model: model.cloned().unwrap_or_default(), added }
     }
 
-    /// Whether no number means something else. Tokens beside the model's that the other does not have are in none of its text.
+    /// Whether no id has another meaning in `other`. Added tokens that `other` lacks do not occur in its text.
     fn is_that_of(&self, other: &Vocabulary) -> bool {
         let same = |(id, text): (&u64, &String)| other.added.get(id).is_none_or(|it| it == text);
         self.model == other.model && self.added.iter().all(same)
@@ -257,7 +258,7 @@ pub(super) fn write(
     tokenizer: Option<&[u8]>,
 ) -> Result<Start> {
     let manifest = files::commit(target, |folder| {
-        // What the tokens mean is not known here; only the number of them is.
+        // The meaning of the tokens is unknown here, only their number.
         let record = TokenizerRecord {
             sha256: Identity::of_bytes(tokenizer.unwrap_or_default()),
             vocab: config.vocab_size as u32,
@@ -289,12 +290,12 @@ pub(super) fn write(
     Ok(Start { folder: target.to_owned(), manifest })
 }
 
-/// What the content digest has of the weight at a place in canonical order.
+/// The checksum of a weight at an index in canonical order, as it enters the weights' digest.
 fn sum(place: usize, weight: &Tensor) -> Result<u64> {
     checksum::tensor(weight, place as u64).map_err(refused)
 }
 
-/// The content digest, which follows from the manifest alone: a configuration that was edited is found without the weights.
+/// The content digest. It follows from the manifest alone, so an edited configuration is found without reading weights.
 fn content(config: &ZayaConfig, weights: Digest) -> Digest {
     let mut hasher = Hasher::new();
     hasher.tag("start.v2");

@@ -1,4 +1,4 @@
-//! Out and in again on the parity fixtures, whose tensors, names and logits `transformers` made.
+//! Export and import of the parity fixtures, whose tensors, names and logits come from `transformers`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -48,7 +48,7 @@ fn read(start: &Start) -> (Vec<Tensor>, Vec<Vec<f32>>) {
     (weights.into_values().collect(), biases)
 }
 
-/// Asserts that a start holds the fixture's weights, bit for bit, and computes its logits.
+/// Asserts that a start has the fixture's weights, bit for bit, and computes its logits.
 fn same(fixture: &Fixture, imported: &Imported, expected: &[Tensor]) {
     let (weights, biases) = read(&imported.start);
     assert_eq!(weights, expected);
@@ -103,7 +103,7 @@ fn out_and_in_again_is_the_same_model() {
         assert_eq!(imported.start.config(), &fixture.config);
         assert_eq!((imported.layout, imported.notes.len()), (Layout::Transformers, 0));
         same(&fixture, &imported, &fixture.params());
-        // In parts, with an index, and with the head spelled out.
+        // In parts, with an index and an explicit output head.
         let parts = scratch.path().join("parts");
         fs::create_dir(&parts).unwrap();
         fs::copy(source.join("config.json"), parts.join("config.json")).unwrap();
@@ -117,8 +117,8 @@ fn out_and_in_again_is_the_same_model() {
     }
 }
 
-/// An index names files beside it, and each tensor where it is; nothing outside of the folder is read. What is not a number is
-/// no weight.
+/// An index must name files in its own folder and list each tensor in its file; nothing outside the folder is read.
+/// Weights must be finite.
 #[test]
 fn an_index_that_leads_elsewhere_or_says_other_things_than_its_files_is_refused() {
     let fixture = Fixture::read("wide");
@@ -164,7 +164,7 @@ fn an_index_that_leads_elsewhere_or_says_other_things_than_its_files_is_refused(
     refused(&|_| (), &format!("{name} has numbers that are not finite"));
 }
 
-/// The name that Zyphra's layout gives to one of ours, written from the list of its modules, and the layer it is in.
+/// Zyphra's name for one of ours, written independently from its list of modules, and its layer.
 fn zyphra_name(name: &str, layers: i64) -> String {
     let Some(rest) = name.strip_prefix("model.layers.") else {
         let name = name.replace("model.input_", "model.layers.0.res_scale.");
@@ -202,7 +202,7 @@ fn zyphra_name(name: &str, layers: i64) -> String {
     format!("model.layers.{half}.{rest}")
 }
 
-/// `config.json` as ZAYA1-base was released, in the size of the fixture: what is stale there is stale here.
+/// `config.json` as released with ZAYA1-base, in the size of the fixture, with the same stale fields.
 fn zyphra_config(config: &ZayaConfig) -> Value {
     let layers = config.num_hidden_layers as usize;
     let turns = |first: Value, second: Value| vec![[first, second]; layers].concat();
@@ -287,7 +287,7 @@ fn zyphras_layout_and_its_stale_numbers_are_understood() {
         expected[0] = expected[0].to_kind(Kind::BFloat16).to_kind(Kind::Float);
         let (weights, _) = read(&imported.start);
         assert_eq!(weights, expected);
-        // The embedding lost bits on the way; with its own the logits are those of transformers.
+        // The embedding was rounded to bf16; with the original one, the logits are those of transformers.
         let config = ZayaConfig { skip: Skip::Zero, ..imported.start.config().clone() };
         let whole: Vec<_> =
             fixture.params()[..1].iter().chain(&weights[1..]).map(Tensor::copy).collect();
@@ -313,7 +313,7 @@ fn a_part_of_a_model_is_refused_by_the_tensors_name() {
         assert!(fault.to_string().contains(word), "{fault}");
         assert!(!target.exists(), "nothing is left of a start that failed");
     }
-    // Tensors that the index does not name, among them some that stand in two files.
+    // Tensors that are not in the index, some of them in two files.
     write_zyphra(&fixture, &source, "");
     let parts = ["a.safetensors", "b.safetensors"];
     for part in parts {
@@ -324,7 +324,7 @@ fn a_part_of_a_model_is_refused_by_the_tensors_name() {
     fs::write(source.join("model.safetensors.index.json"), index).unwrap();
     let fault = import(&source, &target).unwrap_err().to_string();
     assert!(fault.contains("index and the files of this model disagree"), "{fault}");
-    // A tensor that the configuration has no place for: one layer less than there are tensors.
+    // More tensors than the configuration has layers for.
     let whole = scratch.path().join("whole");
     fs::create_dir(&whole).unwrap();
     write(&fixture, &whole);
@@ -366,7 +366,7 @@ fn a_model_that_is_computed_otherwise_is_refused_with_the_key() {
         let fault = edited(ours.clone(), key, to).unwrap_err();
         assert!(fault.to_string().contains("config.json"), "{fault}");
     }
-    // A released file has a `rope_type` beside the layer types, where it means nothing; older ones are flat.
+    // A released file has a `rope_type` next to the layer types, which means nothing; older files are flat.
     let mut slip = ours.clone();
     slip["rope_parameters"]["rope_type"] = "default".into();
     assert_eq!(config::read(&slip.to_string(), "config.json").unwrap().config, wide);

@@ -1,5 +1,5 @@
-//! How processes ended, in their own words: each leaves a line for whoever supervises the run, since an exit code does not
-//! tell a full disk from a lost network.
+//! Exit reports: each process appends a line for the supervisor of the run, since an exit code does not distinguish a
+//! full disk from a lost network.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -13,35 +13,35 @@ use serde::{Deserialize, Serialize};
 
 use super::rules::Cause;
 
-/// Names the file, for every process that a supervisor starts.
+/// The environment variable with the file's name, for every process that a supervisor starts.
 pub(super) const VARIABLE: &str = "ZTRAIN_LAST_WORDS";
 
-/// One process's end.
+/// The exit report of a process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct End {
-    /// The rank, as launched; that of which the launcher speaks.
+    /// The rank, as launched. In a report of the launcher: the rank that it is about.
     pub(super) rank: Option<u32>,
-    /// Whether it is the launcher that speaks.
+    /// Whether the launcher wrote it.
     pub(super) launcher: bool,
-    /// What befell it; `None` for what would be met again.
+    /// The cause; `None` for one that would recur.
     pub(super) cause: Option<Cause>,
-    /// The machine.
+    /// The host.
     pub(super) host: String,
-    /// For people.
+    /// A description for people.
     pub(super) what: String,
-    /// The rank whose loss this one met, as launched, if it is that which it ended for.
+    /// The rank, as launched, whose loss made this one exit, if that was the reason.
     #[serde(default)]
     pub(super) missed: Option<u32>,
 }
 
-/// Where a rank began: one that is killed leaves no other word.
+/// A start note: where a rank started. A killed rank leaves nothing else.
 #[derive(Debug, Serialize, Deserialize)]
 struct Begin {
     begins: u32,
     host: String,
 }
 
-/// The file of a supervised run.
+/// The file of exit reports of a supervised run.
 #[derive(Clone, Debug)]
 pub(super) struct Ends(PathBuf);
 
@@ -51,19 +51,19 @@ impl Ends {
         std::env::var_os(VARIABLE).map(|path| Ends(path.into()))
     }
 
-    /// Begins a file that nobody else has, for its owner alone.
+    /// Creates a new file that only its owner can read.
     pub(super) fn begin(path: &Path) -> std::io::Result<Ends> {
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
         Ok(Ends(path.to_owned()))
     }
 
-    /// Forgets what was left so far.
+    /// Removes all reports.
     pub(super) fn clear(&self) {
-        // Old words beside new ones are only less clear.
+        // Old reports next to new ones are merely less clear.
         let _ = OpenOptions::new().write(true).truncate(true).open(&self.0);
     }
 
-    /// Adds a line, in one write. Best effort: the exit code says the rest.
+    /// Appends a line with one write. Errors are ignored: the exit code is enough.
     pub(super) fn leave(&self, end: &impl Serialize) {
         let Ok(line) = serde_json::to_string(end) else { return };
         if let Ok(mut file) = OpenOptions::new().append(true).open(&self.0) {
@@ -71,35 +71,35 @@ impl Ends {
         }
     }
 
-    /// What was left so far, oldest first.
+    /// The reports so far, oldest first.
     pub(super) fn read(&self) -> Vec<End> {
         self.lines()
     }
 
-    /// The machine on which a rank began last.
+    /// The host on which a rank last started.
     pub(super) fn host_of(&self, rank: u32) -> Option<String> {
         let all: Vec<Begin> = self.lines();
         all.into_iter().rev().find(|one| one.begins == rank).map(|one| one.host)
     }
 
-    /// Lines of one kind.
+    /// The lines of one kind.
     fn lines<T: DeserializeOwned>(&self) -> Vec<T> {
         let text = std::fs::read_to_string(&self.0).unwrap_or_default();
         text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
 }
 
-/// Tells a supervisor on which machine this rank, as launched, begins.
+/// Records for the supervisor on which host this rank, as launched, starts.
 pub fn first_words(rank: u32) {
     if let Some(ends) = Ends::of_environment() {
         ends.leave(&Begin { begins: rank, host: super::place::host_name() });
     }
 }
 
-/// Leaves this process's last words, where a supervisor reads them: those of this rank, and of the one that it misses if it ends
-/// for that. Of those that end because another one did, nobody learns anything.
+/// Writes this process's exit report for the supervisor: with this rank and, if it exits because another rank was lost,
+/// that one (`missed`). Processes that only exit because another one did write none.
 pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spoke_first: bool) {
-    // A rank without which the others go on leaves its words before it tells these, not when it ends.
+    // A rank that the others continue without reports before it notifies them, not when it exits.
     static LEFT: AtomicBool = AtomicBool::new(false);
     let Some(ends) = Ends::of_environment().filter(|_| spoke_first) else { return };
     if LEFT.swap(true, Ordering::Relaxed) {
@@ -110,19 +110,19 @@ pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spo
     ends.leave(&End { rank, launcher: false, cause, host, what, missed });
 }
 
-/// What starts the ranks of a supervised run.
+/// The process that starts the ranks of a supervised run.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Starter {
-    /// Nothing: the command is the one rank.
+    /// None: the command is the only rank.
     Nobody,
     /// Our launcher, on this machine.
     Ours,
-    /// Another one, on any machines.
+    /// Another launcher, on any machines.
     Another,
 }
 
-/// What befell a run that ended with `code`, or by a signal, and left these words; by `starter` its ranks were started. The
-/// launcher knows best, then who spoke last.
+/// The cause of a run's end, from its exit `code` (`None`: a signal) and exit reports. The launcher's report takes
+/// precedence, then the first that names a cause other than a lost rank.
 pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
     let of_launcher = ends.iter().rev().find(|end| end.launcher);
     if let Some(end) = of_launcher.filter(|_| code.is_some()) {
@@ -132,7 +132,7 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
         rank: None,
         launcher: false,
         cause,
-        // Ranks of another launcher may be anywhere: what befalls them is not held against the supervisor's own machine.
+        // Ranks of another launcher may run anywhere, so the supervisor's machine is not blamed.
         host: if starter == Starter::Another { String::new() } else { super::place::host_name() },
         what: what.to_owned(),
         missed: None,
@@ -141,7 +141,7 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
         let cause = if starter == Starter::Ours { Cause::Launcher } else { Cause::Crash };
         return unknown(Some(cause), "it was ended from outside");
     };
-    // Who met the run's own fault knows more than those who missed that one.
+    // A report of the original fault says more than those of ranks that were lost or missed another.
     let tells = |end: &&End| end.cause.is_none() || end.cause != Some(Cause::Crash);
     let machine = Class::Machine.exit_code();
     let end = ends.iter().find(tells).or(ends.last()).cloned();
@@ -176,14 +176,14 @@ mod tests {
         assert_eq!(verdict(&lost, Some(6), Starter::Ours), lost[1]);
         let told = [&lost[..], &[end(2, true, Some(Cause::Hang))]].concat();
         assert_eq!(verdict(&told, Some(6), Starter::Ours), told[3]);
-        // One that was killed has not said anything of its own end.
+        // A launcher that was killed has not reported its own end.
         assert_eq!(verdict(&told, None, Starter::Ours).cause, Some(Cause::Launcher));
         assert_eq!(verdict(&[], None, Starter::Nobody).cause, crash);
         assert_eq!(verdict(&[], Some(5), Starter::Nobody).cause, Some(Cause::Diverged));
         assert_eq!(verdict(&[], Some(2), Starter::Nobody).cause, None);
     }
 
-    /// One rank a machine, by another launcher: the supervisor's own machine is at fault for nothing that nobody explains.
+    /// With another launcher, the supervisor's machine is not blamed for an unexplained loss.
     #[test]
     fn a_loss_that_nobody_explains_is_held_against_no_machine_of_another_launcher() {
         for code in [None, Some(6), Some(137)] {
@@ -202,7 +202,7 @@ mod tests {
         let ends = Ends::begin(&path).unwrap();
         let all = [end(0, false, None), end(3, true, Some(Cause::Audit))];
         all.iter().for_each(|end| ends.leave(end));
-        // A line that a crash has torn.
+        // A crash left an incomplete line.
         OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"ra").unwrap();
         assert_eq!(ends.read(), all);
     }

@@ -1,13 +1,13 @@
-//! `ztrain supervise`: starts a run's whole command, and again where the rules say so.
+//! `ztrain supervise`: starts the whole command of a run, and restarts it according to the rules.
 //!
 //! ```text
-//! guard            `ztrain supervise`: computes nothing; holds the folder, knows how the command ended, and whether it moves
-//!   launcher       `ztrain --nproc N`: starts the ranks, holds their store; restarts and evicts single ranks
+//! guard            `ztrain supervise`: holds the folder, detects how the command ended and whether it makes progress
+//!   launcher       `ztrain --nproc N`: starts the ranks, serves their store; restarts and evicts single ranks
 //!     ranks        train
 //! ```
 //!
-//! With `--launch` the command is started by srun or another launcher in the place of ours; single ranks are not seen then.
-//! If the guard is gone the run ends in good order, and the same command goes on with it; one by another launcher goes on alone.
+//! With `--launch`, srun or another launcher replaces ours; single ranks are not visible then. If the guard dies, a run
+//! by our launcher stops cleanly, and the same command continues it; a run by another launcher continues unsupervised.
 
 use std::ffi::OsString;
 use std::io::{BufRead as _, ErrorKind, Write as _};
@@ -34,25 +34,25 @@ use super::watch::{Pulse, system_says};
 use crate::folder::RunFolder;
 use crate::refusal::lost;
 
-/// The text of the rules, for the launcher and for a rank alone; empty for those by default.
+/// The environment variable with the text of the rules, for the launcher or a single rank; empty for the defaults.
 const RULES: &str = "ZTRAIN_SUPERVISED";
 
-/// Between two looks at the command.
+/// The polling interval for the command.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Between two tries of what is waited for, where no rule says another time.
+/// The time between two attempts while waiting, if no rule has another.
 const TRY: Duration = Duration::from_secs(10);
 
-/// What another launcher gets to end its ranks.
+/// The time that another launcher gets to end its ranks.
 const GRACE: Duration = Duration::from_secs(10);
 
-/// The most bytes that are written to see whether a disk has room for a checkpoint.
+/// At most this many bytes are written to test whether a disk can hold a checkpoint.
 const ROOM: u64 = 1 << 30;
 
-/// What a step writes, and more.
+/// More than a step writes.
 const LITTLE: u64 = 1 << 20;
 
-/// What a supervisor has asked a launcher for.
+/// What a launcher does for its supervisor.
 #[derive(Clone, Debug)]
 pub struct Supervised {
     rules: Rules,
@@ -61,7 +61,7 @@ pub struct Supervised {
 }
 
 impl Supervised {
-    /// What stands in the environment, for the run in the folder `run`; `None` where nobody supervises this process.
+    /// Reads it from the environment, for the run in the folder `run`; `None` if this process has no supervisor.
     pub fn of_environment(run: &Path) -> Result<Option<Supervised>> {
         let Some(text) = std::env::var_os(RULES).filter(|_| !super::spawned_us()) else {
             return Ok(None);
@@ -71,7 +71,7 @@ impl Supervised {
         Ok(Some(Supervised { rules, ends, events: run.join("events.jsonl") }))
     }
 
-    /// Does what the supervisor says on standard input: a request to stop, or its end.
+    /// Obeys the supervisor's standard input: a request to stop, or its end.
     pub fn follow(&self, stop: &Arc<AtomicBool>) -> Result<()> {
         let stop = Arc::clone(stop);
         in_background(move || {
@@ -83,50 +83,50 @@ impl Supervised {
         })
     }
 
-    /// Whether something is to be done about single ranks, which takes others that can go on.
+    /// Whether any rule concerns single ranks, for which the others must be able to continue.
     pub fn touches_ranks(&self) -> bool {
         self.rules.touch_ranks()
     }
 
-    /// Begins to watch over ranks of which so many stay, whatever the rules say.
+    /// Begins to supervise ranks, of which evictions leave at least `stay`.
     pub(super) fn begin(self, stay: u32) -> Supervision {
         Supervision::new(self.rules, stay, self.ends, self.events)
     }
 }
 
-/// A run to be supervised.
+/// A run to supervise.
 #[derive(Clone, Debug)]
 pub struct Guard {
-    /// What is done about what.
+    /// The rules.
     pub rules: Rules,
-    /// The text of the file in which that stands; empty where there is none.
+    /// The text of their file; empty if there is none.
     pub text: String,
     /// The arguments of `ztrain`.
     pub arguments: Vec<OsString>,
-    /// What starts the ranks in the place of `--nproc`: a line for the shell, before the command.
+    /// What starts the ranks instead of `--nproc`: a shell line that precedes the command.
     pub launch: Option<String>,
     /// The run's folder.
     pub run: PathBuf,
-    /// How many ranks `--nproc` starts.
+    /// The number of ranks that `--nproc` starts.
     pub ranks: u32,
 }
 
-/// How an attempt ended, and what may have been wrong about it.
+/// How an attempt ended.
 struct Attempt {
     status: ExitStatus,
-    /// Whether it did not move and was ended for that.
+    /// Whether it was killed because it made no progress.
     hung: bool,
-    /// Whether anything was written of it.
+    /// Whether it wrote any event.
     began: bool,
 }
 
 impl Guard {
-    /// Starts the command until it is done, until `stop` is set, or until the rules say to stop. The exit code is the command's.
+    /// Runs the command until it is done, `stop` is set, or the rules say to stop. The exit code is the command's.
     pub fn run(&self, stop: &AtomicBool) -> Result<u8> {
         let words = self.words()?;
         let ends = Ends::begin(&words).map_err(|error| Fault::io("write", &words, &error))?;
         let outcome = self.attempts(&words, &ends, stop);
-        // Nobody reads it any more.
+        // No process reads it any more.
         let _ = std::fs::remove_file(&words);
         outcome
     }
@@ -164,8 +164,8 @@ impl Guard {
         }
     }
 
-    /// What befell an attempt that failed, and its exit code; `None` where it would befall every other one, or nothing has begun
-    /// and a process says why.
+    /// The cause of a failed attempt, and its exit code. `None` if the cause would recur in every attempt, or if
+    /// nothing has begun and a process reports why.
     fn judge(
         &self,
         attempt: &Attempt,
@@ -180,7 +180,7 @@ impl Guard {
         };
         let (words, ends) = (ends, ends.read());
         let mut end = verdict(&ends, status.code().and_then(|code| code.try_into().ok()), starter);
-        // Who met the loss is well; the rank that is gone says nothing.
+        // The reporting rank is healthy; the lost one could not report.
         if let Some(missed) = end.missed {
             let host = words.host_of(missed).unwrap_or_default();
             (end.rank, end.host) = (Some(missed), host);
@@ -192,12 +192,12 @@ impl Guard {
         if self.launch.is_some() && !began && !explained && status.code().is_some() {
             return Err(self.nothing(status));
         }
-        // A full disk may be what lets nothing begin.
+        // A full disk may prevent any start.
         let cause = end.cause.filter(|cause| began || !explained || *cause == Cause::Disk);
         Ok(cause.map(|cause| (end, cause, code_of(status))))
     }
 
-    /// Another launcher has ended, and no rank has begun.
+    /// The error if another launcher ended before any rank began.
     fn nothing(&self, status: ExitStatus) -> Fault {
         Fault::usage("the command ended before any rank began")
             .at("--launch")
@@ -208,7 +208,7 @@ impl Guard {
     /// Runs the command once.
     fn attempt(&self, words: &Path, stop: &AtomicBool) -> Result<Attempt> {
         let mut child = self.start(words)?;
-        // A launcher of ours looks at its ranks itself, and needs its time for it.
+        // Our launcher detects hung ranks itself, so it gets more time.
         let times = if self.ranks > 1 && self.launch.is_none() { 2.0 } else { 1.0 };
         let patience = Duration::from_secs_f64(times * self.rules.hang_seconds);
         let mut pulse = Pulse::new(patience, Instant::now());
@@ -219,7 +219,7 @@ impl Guard {
             let ended = ended.map_err(|error| Fault::machine(format!("cannot wait: {error}")))?;
             if let Some(status) = ended {
                 if self.launch.is_some() {
-                    // No rank outlives what started it.
+                    // No rank may outlive its launcher.
                     signal("KILL", &child);
                 }
                 let (hung, began) = (hung.is_some(), self.written() != before);
@@ -230,13 +230,13 @@ impl Guard {
                 self.ask_to_stop(&mut child);
             }
             let written = self.written();
-            // A rank alone may compute for long between two events.
+            // A single rank may compute for a long time between two events.
             let spent = self.launch.is_none().then(|| spent(child.id()));
             if pulse.is_missed((written, spent), Instant::now()) && hung.is_none() {
                 hung = Some(Instant::now());
                 contract::note!("supervisor: nothing happens any more: the command is ended");
                 match self.launch.is_some() {
-                    // Its ranks may be elsewhere: it has to tell them.
+                    // Its ranks may be on other machines: only the launcher can end them.
                     true => signal("TERM", &child),
                     // Its ranks end with it.
                     false => drop(child.kill()),
@@ -257,7 +257,7 @@ impl Guard {
             Some(line) => {
                 let mut command = Command::new("sh");
                 command.args(["-c", &format!("{line} \"$@\""), "sh"]).arg(&program);
-                // What it starts is asked to stop, and ended, with it.
+                // Lets signals reach the processes that it starts.
                 command.process_group(0);
                 command
             }
@@ -272,16 +272,16 @@ impl Guard {
 
     fn ask_to_stop(&self, child: &mut Child) {
         match &mut child.stdin {
-            // One that has ended meanwhile needs no word.
+            // If the process has ended already, the error does not matter.
             Some(input) => drop(input.write_all(b"stop\n")),
-            // Other launchers hand a signal on.
+            // Other launchers forward signals.
             None => signal("TERM", child),
         }
     }
 
-    /// Where processes leave their last words: beside the run's folder where ranks may be on other machines.
+    /// The file for exit reports: next to the run's folder if ranks may be on other machines.
     fn words(&self) -> Result<PathBuf> {
-        // A name that nobody else has.
+        // A unique name.
         let drawn = RunKey::draw().map_err(lost)?;
         let name = format!("ztrain-{}.words", drawn.get(..16).unwrap_or(&drawn));
         if self.launch.is_none() {
@@ -297,19 +297,19 @@ impl Guard {
         self.run.join("events.jsonl")
     }
 
-    /// Bytes of events.
+    /// The size of the events file.
     fn written(&self) -> u64 {
         std::fs::metadata(self.events()).map_or(0, |file| file.len())
     }
 
-    /// Waits until what was missing is there.
+    /// Waits until what was missing is available.
     fn wait(&self, rule: &Rule, stop: &AtomicBool) {
         let time = if rule.pause().is_zero() { TRY } else { rule.pause() };
         loop {
             pause(time, stop);
             let there = match &rule.until {
                 Some(line) => succeeds(line, stop),
-                // Whatever else is in the way, who begins again says it.
+                // Any other error is left for the next attempt to report.
                 None => !self.has_room().is_err_and(|error| is_full(&error)),
             };
             if there || stop.load(Ordering::Relaxed) {
@@ -318,14 +318,15 @@ impl Guard {
         }
     }
 
-    /// Tries to write a little where the run lies, and as much as its largest checkpoint takes where checkpoints do.
+    /// Tries to write a little in the run's folder, and as much as the largest checkpoint takes where checkpoints are
+    /// stored.
     fn has_room(&self) -> std::io::Result<()> {
         takes(&self.run, LITTLE)?;
         let kept = RunFolder::new(&self.run).checkpoints().ok().map(|kept| kept.place());
-        // A bucket says so when it is written to.
+        // A bucket reports this when it is written to.
         let Some(Location::Local(place)) = kept else { return Ok(()) };
         let mut needed = LITTLE;
-        // There may be none yet.
+        // There may be no checkpoint yet.
         let inside = |folder: &Path| {
             let entries = std::fs::read_dir(folder).into_iter().flatten();
             entries.filter_map(std::result::Result::ok)
@@ -343,7 +344,8 @@ fn is_full(error: &std::io::Error) -> bool {
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
 }
 
-/// Writes so many bytes into a folder, or where it is to be made, in a file that is gone whatever becomes of this process.
+/// Tries to write this many bytes into a folder, or its nearest existing parent, in an unlinked file that cannot
+/// outlive this process.
 fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
     let there = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let path = there.join(format!(".room-{}", std::process::id()));
@@ -354,12 +356,12 @@ fn takes(folder: &Path, bytes: u64) -> std::io::Result<()> {
     file.sync_all()
 }
 
-/// The time that a process has computed so far, as the system writes it; nothing of one that has ended.
+/// The CPU time of a process, as the system prints it; empty if it has ended.
 fn spent(process: u32) -> String {
     system_says(process).into_iter().skip(11).take(2).collect::<Vec<_>>().join(" ")
 }
 
-/// Whether a line for the shell succeeds before the run is to stop.
+/// Whether a shell line succeeds before `stop` is set.
 fn succeeds(line: &str, stop: &AtomicBool) -> bool {
     let mut command = Command::new("sh");
     let started = command.args(["-c", line]).stdin(Stdio::null()).process_group(0).spawn();
@@ -377,7 +379,7 @@ fn succeeds(line: &str, stop: &AtomicBool) -> bool {
     }
 }
 
-/// Sends a signal to a command of a process group of its own, and to what it has started. One that has ended hears nothing.
+/// Sends a signal to the process group of a command. Does nothing if that has ended.
 fn signal(name: &str, child: &Child) {
     let group = format!("-{}", child.id());
     let mut command = Command::new("kill");
@@ -385,13 +387,14 @@ fn signal(name: &str, child: &Child) {
     let _ = command.status();
 }
 
-/// The exit code of a command, or that of a lost machine.
+/// The exit code of a command; that of a lost machine if a signal ended it.
 fn code_of(status: ExitStatus) -> u8 {
     let code = status.code().and_then(|code| u8::try_from(code).ok());
     code.unwrap_or(Class::Machine.exit_code())
 }
 
-/// The same of one that was asked to stop, as is said: it may have been ended by that, before it listened.
+/// The same for a command that was asked to stop; also prints if the signal ended it before it could handle the
+/// request.
 fn stopped(status: ExitStatus) -> u8 {
     if status.code().is_none() {
         contract::note!("supervisor: stopped as asked, at once; the same command goes on");
@@ -400,7 +403,7 @@ fn stopped(status: ExitStatus) -> u8 {
     code_of(status)
 }
 
-/// Whether the guard can do this; single ranks are the launcher's.
+/// Whether the guard can do this; actions on single ranks are the launcher's.
 fn possible(action: Action) -> bool {
     match action {
         Action::Note | Action::Restart | Action::Evict => false,
@@ -416,7 +419,7 @@ fn pause(time: Duration, stop: &AtomicBool) {
     }
 }
 
-/// Gives the job back to Slurm, to be run without the machine at fault, unless nobody knows which that is.
+/// Requeues the Slurm job, and excludes the machine at fault if it is known.
 fn requeue(end: &End) -> Result<()> {
     let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
     let cannot = |(line, why): (String, String)| {
@@ -428,7 +431,7 @@ fn requeue(end: &End) -> Result<()> {
     if end.rank.is_none() || end.host.is_empty() {
         return scontrol(&["requeue", &job]).map(|_| ()).map_err(cannot);
     }
-    // Only a job that waits can be changed, and one that waits may be started: so it is held meanwhile.
+    // Only a pending job can be updated, and a pending one may start at any time: so it is held meanwhile.
     let told = scontrol(&["show", "job", &job]).map_err(cannot)?;
     let before = told.split_whitespace().find_map(|word| word.strip_prefix("ExcNodeList="));
     let before = before.filter(|list| *list != "(null)" && !list.is_empty());
@@ -443,10 +446,10 @@ fn requeue(end: &End) -> Result<()> {
     Ok(())
 }
 
-/// How long Slurm is asked again: it ends a job that is given back, this process too, with some time for it.
+/// How long to retry: Slurm ends a requeued job, including this process, after a grace time.
 const INSISTING: Duration = Duration::from_secs(15);
 
-/// Asks Slurm until it does so: the end of the job that was just asked for may hit what asks, too.
+/// Retries until Slurm complies: the end of the requeued job may kill `scontrol`, too.
 fn insist(arguments: &[&str]) -> std::result::Result<String, (String, String)> {
     let start = Instant::now();
     loop {
@@ -457,7 +460,7 @@ fn insist(arguments: &[&str]) -> std::result::Result<String, (String, String)> {
     }
 }
 
-/// What `scontrol` says; else the command, and why it did not.
+/// The output of `scontrol`; else the command, and why it failed.
 fn scontrol(arguments: &[&str]) -> std::result::Result<String, (String, String)> {
     let ran = Command::new("scontrol").args(arguments).stdin(Stdio::null()).output();
     let cannot = |why: String| (format!("scontrol {}", arguments.join(" ")), why);
@@ -472,7 +475,7 @@ fn scontrol(arguments: &[&str]) -> std::result::Result<String, (String, String)>
 mod tests {
     use super::*;
 
-    /// What was full may be where the run's folder was to be made, and a look that was killed leaves a file.
+    /// The run's folder may not exist yet, and an earlier test that was killed leaves a file.
     #[test]
     fn room_is_looked_for_where_a_folder_will_be_and_as_often_as_asked() {
         let place = tempfile::tempdir().unwrap();

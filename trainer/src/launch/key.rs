@@ -1,13 +1,13 @@
-//! The secret of a run: where ranks find it.
+//! The secret key of a run: where ranks find it.
 //!
 //! ```text
-//! --nproc                  one that is drawn for this start, in the environment of the ranks
+//! --nproc                  a random key for each start, in the environment of the ranks
 //! ZTRAIN_RUN_KEY           the text itself
-//! ZTRAIN_RUN_KEY_FILE      the name of a file that holds it, which nobody but its owner may read
-//! neither                  none on one machine, by the loopback; a refusal elsewhere
+//! ZTRAIN_RUN_KEY_FILE      the name of a file that contains it and that only its owner can read
+//! neither                  no key on one machine, over loopback; an error elsewhere
 //! ```
 //!
-//! It is never printed, and written nowhere.
+//! It is never printed or written to disk.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -16,19 +16,19 @@ use std::os::unix::fs::MetadataExt as _;
 use contract::{Fault, Result};
 use kernels::group::{RunKey, is_loopback};
 
-/// Holds the key.
+/// The variable with the key.
 pub(super) const KEY: &str = "ZTRAIN_RUN_KEY";
 
-/// Names the file that does.
+/// The variable with the name of the key file.
 pub(super) const KEY_FILE: &str = "ZTRAIN_RUN_KEY_FILE";
 
 /// Shorter keys can be guessed.
 const SHORTEST: usize = 16;
 
-/// What is longer is no key, but another file.
+/// A longer file is not a key.
 const LONGEST: u64 = 4096;
 
-/// How a key is made.
+/// How to make a key.
 const HINT: &str = "make one with `(umask 077; head -c 32 /dev/urandom | base64 > run.key)`, where all ranks see it or \
      copied to each machine, and export ZTRAIN_RUN_KEY_FILE with its name";
 
@@ -50,7 +50,7 @@ pub(super) fn run_key(variable: &impl Fn(&str) -> Option<String>, host: &str) ->
     };
     let text = text.trim();
     if text.len() < SHORTEST {
-        // Not even a wrong key is shown.
+        // Not even a rejected key is shown.
         return Err(Fault::usage("the run's key is too short")
             .at(name)
             .found(format!("{} bytes", text.len()))
@@ -60,7 +60,7 @@ pub(super) fn run_key(variable: &impl Fn(&str) -> Option<String>, host: &str) ->
     Ok(RunKey::of(text))
 }
 
-/// What the file at `path` holds, if its owner alone may read it.
+/// Reads the file at `path`, which only its owner may be able to read.
 fn read(path: &str) -> Result<String> {
     let failed = |error: std::io::Error| {
         Fault::usage(format!("cannot read the run's key: {error}")).at(path).hint(HINT)

@@ -1,14 +1,14 @@
-//! How ranks come to be: what a launcher leaves in the environment, and our own launcher on one machine.
+//! Starting ranks: what a launcher puts into the environment, and our own launcher for one machine.
 //!
 //! - [`mod@place`] finds a rank's place in what torchrun, srun, mpirun or `--nproc` left in the environment.
-//! - `key` finds the secret that the run's ranks prove to each other.
-//! - [`mod@spawn`] is `--nproc`: it starts this program once for each rank; `supervise` watches over the ranks until they end.
-//! - [`guard`] is `ztrain supervise`: it starts the whole command, by `--nproc` or another launcher, and again where [`rules`]
-//!   say so; `watch` finds ranks that hang or are slow, `ends` is what processes leave word of, `happened` tells people.
+//! - `key` finds the secret by which the ranks of a run authenticate to each other.
+//! - [`mod@spawn`] is `--nproc`: it starts this program once per rank; `supervise` monitors the ranks until they end.
+//! - [`guard`] is `ztrain supervise`: it starts the whole command, with `--nproc` or another launcher, and restarts it
+//!   as [`rules`] say; `watch` detects hung and slow ranks, `ends` has the exit reports, `happened` informs people.
 //!
-//! A rank's standard input is its tie to our launcher: "stop" asks it to stop, and its end tells it that the launcher is
-//! gone, however that ended. So no rank outlives its launcher, and nobody needs to send a signal to anybody. The launcher's own
-//! is its tie to the supervisor in the same way, but a run without a supervisor ends in good order.
+//! Our launcher controls a rank through its standard input: "stop" asks it to stop, and end of file means that the
+//! launcher has died in any way. So no rank outlives its launcher, and no signals are needed. The supervisor controls
+//! the launcher in the same way, but a run whose supervisor dies stops cleanly.
 
 mod background;
 mod ends;

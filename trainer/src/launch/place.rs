@@ -1,4 +1,4 @@
-//! A rank's place, from what its launcher left in the environment.
+//! Finds a rank's place in the environment that its launcher set.
 //!
 //! ```text
 //! torchrun, --nproc   RANK, WORLD_SIZE, LOCAL_RANK; they meet at MASTER_ADDR, MASTER_PORT
@@ -6,13 +6,13 @@
 //! mpirun              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK; on this machine, if all ranks are on it
 //! ```
 //!
-//! A rank's device is the one of its local number, or the only one that the launcher shows it (`*_VISIBLE_DEVICES`).
-//! A rank's machine is GROUP_RANK under torchrun, SLURM_NODEID under srun, and else the machine's name.
+//! A rank uses the device of its local rank, or the only visible one (`*_VISIBLE_DEVICES`). The name of its node is
+//! GROUP_RANK under torchrun, SLURM_NODEID under srun, and the host name otherwise.
 //!
-//! Where torchrun itself listens at `MASTER_PORT` the ranks meet at the port after it: its store asks nobody for a secret.
+//! If torchrun itself listens at `MASTER_PORT`, the ranks meet at the next port: its store has no authentication.
 //!
-//! `MASTER_ADDR` and `MASTER_PORT` win wherever they are set. A shell in a Slurm allocation is no rank: only srun sets
-//! the number of a step's tasks.
+//! `MASTER_ADDR` and `MASTER_PORT` always take precedence. A shell in a Slurm allocation is not a rank: only srun sets
+//! the number of tasks of a step.
 
 use contract::{Fault, Result};
 use kernels::group::Place;
@@ -27,36 +27,36 @@ pub fn spawned_us() -> bool {
     std::env::var_os(LAUNCHER).is_some()
 }
 
-/// A rank and the ranks beside it on its machine.
+/// A rank, and the number of ranks on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
-    /// Its place among all.
+    /// Its place among all ranks.
     pub place: Place,
-    /// Its number on this machine, from 0: the device it takes.
+    /// Its number on this machine, from 0, which selects its device.
     pub local_rank: u32,
     /// Ranks on this machine.
     pub local_world: u32,
-    /// Whether the launcher shows this rank a single device, as `srun --gpus-per-task=1` does.
+    /// Whether this rank sees a single device, as with `srun --gpus-per-task=1`.
     pub one_device: bool,
 }
 
 impl Launched {
-    /// What `--device cuda` means for this rank: the device of its number on the machine, or the only one that it sees.
+    /// The meaning of `--device cuda` for this rank: the device of its local rank, or the only one that it sees.
     pub fn device(&self) -> String {
         format!("cuda:{}", if self.one_device { 0 } else { self.local_rank })
     }
 }
 
-/// Where launchers write down which devices a rank sees.
+/// Variables in which launchers list the visible devices.
 const VISIBLE: [&str; 3] = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
 
-/// More ranks than anybody has GPUs: as many are taken for a slip.
+/// A larger number of ranks is taken for a mistake.
 const RANKS_MAX: u32 = 1 << 20;
 
-/// torchrun's own port.
+/// The default port of torchrun.
 const PORT: u16 = 29500;
 
-/// The place of this process, if a launcher gave it one among others. `variable` reads the environment.
+/// The place of this process, if a launcher started it. `variable` reads the environment.
 pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launched>> {
     let number = |name: &str| -> Result<Option<u32>> {
         let Some(text) = variable(name) else { return Ok(None) };
@@ -77,7 +77,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
             "OMPI_COMM_WORLD_SIZE",
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
-            // Open MPI numbers no machines.
+            // Open MPI does not number nodes.
             "",
         ],
     ];
@@ -116,7 +116,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
             node: variable(node_name).unwrap_or_else(host_name),
         };
         let visible = VISIBLE.iter().find_map(|name| variable(name));
-        // An empty list hides all of them, and then there is nothing to choose.
+        // An empty list hides all devices, which leaves no choice.
         let one_device = visible.is_some_and(|list| !list.is_empty() && !list.contains(','));
         let local_world = local_world.unwrap_or(1);
         return Ok(Some(Launched { place, local_rank, local_world, one_device }));
@@ -124,7 +124,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
     no_half(&variable).map(|()| None)
 }
 
-/// Refuses half of what a launcher says. Slurm's is none: it sets the rank of a batch script as well.
+/// Refuses incomplete variables of a launcher. Slurm is exempt: it sets the rank of a batch script as well.
 fn no_half(variable: &impl Fn(&str) -> Option<String>) -> Result<()> {
     for [rank, world] in [["RANK", "WORLD_SIZE"], ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]]
     {
@@ -141,7 +141,7 @@ fn no_half(variable: &impl Fn(&str) -> Option<String>) -> Result<()> {
     Ok(())
 }
 
-/// Where the ranks meet.
+/// The address where the ranks meet.
 fn store(
     variable: &impl Fn(&str) -> Option<String>,
     rank_name: &str,
@@ -176,8 +176,7 @@ fn store(
         .hint("export MASTER_ADDR and MASTER_PORT, or start the ranks with torchrun or --nproc"))
 }
 
-/// The name of this machine, for a task of Slurm that which Slurm has for it; the same nothing on all machines where it cannot be
-/// read.
+/// The name of this machine; in a Slurm task, Slurm's name for it. Empty on all machines if it cannot be read.
 pub(super) fn host_name() -> String {
     if let Ok(node) = std::env::var("SLURMD_NODENAME") {
         return node;
@@ -186,13 +185,13 @@ pub(super) fn host_name() -> String {
     name.map(|name| name.trim().to_owned()).unwrap_or_default()
 }
 
-/// Keeps this launch apart from the one before, where the launcher's store outlives it.
+/// A name that separates this launch from an earlier one, since the launcher's store may outlive it.
 pub(super) fn name(variable: &impl Fn(&str) -> Option<String>) -> String {
     let part = |name: &str| variable(name).unwrap_or_else(|| "0".to_owned());
     format!("ztrain/{}/{}/", part("TORCHELASTIC_RUN_ID"), part("TORCHELASTIC_RESTART_COUNT"))
 }
 
-/// The first machine of a Slurm list: "gpu07" of "gpu[07-09,12],login1".
+/// The first host of a Slurm list: "gpu07" of "gpu[07-09,12],login1".
 fn first_host(list: &str) -> Option<String> {
     let first = list.split(',').next()?;
     let Some((prefix, rest)) = first.split_once('[') else {

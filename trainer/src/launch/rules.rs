@@ -1,17 +1,17 @@
-//! What a supervisor does about what befalls a run: a small file, read once.
+//! The rules of a supervisor: what to do about each kind of failure. A small file, read once.
 //!
 //! ```toml
-//! hang_seconds = 600                                       # a sign of life is missed after so long
+//! hang_seconds = 600                                       # no progress for this long is a hang
 //! slow = { times = 1.5, score = 6.0, steps = 10 }          # when a rank is a straggler
 //!
 //! [[crash]]                                                # the first entry that is not used up decides
 //! do = "restart"
-//! times = 3                                                # at most so often for the same rank ...
-//! within = 3600                                            # ... in so many seconds
+//! times = 3                                                # at most this often for the same rank ...
+//! within = 3600                                            # ... in this many seconds
 //!
 //! [[crash]]
 //! do = "evict"
-//! again = 600                                              # after so many seconds it is offered a place again
+//! again = 600                                              # restart it after this many seconds, to rejoin
 //! ```
 
 use std::time::{Duration, Instant};
@@ -21,34 +21,34 @@ use serde::{Deserialize, Serialize};
 use settings::{File, Spanned, Value};
 use store::Location;
 
-/// How a Rust program ends that panics outside what looks after it.
+/// The exit code of a Rust program after an uncaught panic.
 const PANIC: u8 = 101;
 
-/// What befell a run.
+/// The cause of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Cause {
-    /// A process was ended from outside, or by its machine.
+    /// A process was killed from outside, or by its machine.
     Crash,
-    /// A rank lives and does not come further.
+    /// A rank is alive but makes no progress.
     Hang,
     /// A rank computes much longer than the others.
     Straggler,
     /// Losses or gradients are not finite (exit 5).
     Diverged,
-    /// A step that was computed again came out otherwise (exit 4).
+    /// A recomputed step has a different result (exit 4).
     Mismatch,
-    /// A machine did not compute the same twice (`--audit`).
+    /// A machine computed a micro-batch twice with different results (`--audit`).
     Audit,
-    /// Nothing more can be written.
+    /// A disk is full.
     Disk,
-    /// The process that starts the ranks and holds their store is gone, or held.
+    /// The process that starts the ranks and serves their store was killed or stopped.
     Launcher,
     /// A bug of ours (exit 1).
     Bug,
 }
 
-/// All of them, with their names in the file.
+/// All causes, with their names in the file.
 pub(crate) const CAUSES: [(Cause, &str); 9] = [
     (Cause::Crash, "crash"),
     (Cause::Hang, "hang"),
@@ -67,7 +67,7 @@ impl Cause {
         CAUSES.iter().find(|(cause, _)| *cause == self).map_or("?", |(_, name)| name)
     }
 
-    /// What a process that ended with `fault` met; `None` for what would be met again, whatever anybody does.
+    /// The cause for a process that ended with `fault`; `None` for one that would recur in any case.
     pub fn of(fault: &Fault) -> Option<Cause> {
         match fault.symptom() {
             Some(Symptom::DiskFull) => Some(Cause::Disk),
@@ -77,7 +77,7 @@ impl Cause {
         }
     }
 
-    /// The same where only its exit code is known.
+    /// The same if only its exit code is known.
     pub(crate) fn of_code(code: u8) -> Option<Cause> {
         let is = |class: Class| class.exit_code() == code;
         match () {
@@ -90,23 +90,23 @@ impl Cause {
     }
 }
 
-/// What is done about it.
+/// The action taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Action {
-    /// It is written down, and nothing is done.
+    /// Records the failure only.
     Note,
-    /// The rank's process is started again, and joins the others, who go on meanwhile.
+    /// Restarts the rank's process, which joins the others while they continue.
     Restart,
-    /// The rank is ended, and the others go on without it.
+    /// Ends the rank; the others continue without it.
     Evict,
-    /// All ranks end, and all are started again.
+    /// Ends and restarts all ranks.
     Retry,
-    /// All ranks end; all are started again once `until` succeeds, or, for a full disk, once there is room.
+    /// Ends all ranks, and restarts them once `until` succeeds or, for a full disk, once there is space.
     Wait,
-    /// The job is given back to Slurm, without the machine at fault where that is known.
+    /// Requeues the Slurm job, excluding the machine at fault if it is known.
     Requeue,
-    /// The run ends, with the exit code of what befell it.
+    /// Ends the run with the exit code of the failure.
     Stop,
 }
 
@@ -124,30 +124,31 @@ impl Action {
         }
     }
 
-    /// Whether it concerns a single rank, while the others go on.
+    /// Whether it concerns a single rank while the others continue.
     pub(crate) fn is_of_one_rank(self) -> bool {
         matches!(self, Action::Note | Action::Restart | Action::Evict)
     }
 }
 
-/// One thing to do about a cause.
+/// One action for a cause.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// What.
+    /// The action.
     #[serde(rename = "do")]
     pub action: Action,
-    /// How often at most in `within`, for the same rank, or machine where all ranks are concerned; without it always.
+    /// The maximum number of uses in `within` for the same rank, or the same machine if all ranks are concerned;
+    /// default: unlimited.
     pub times: Option<u32>,
-    /// Seconds.
+    /// The period for `times` in seconds.
     #[serde(default = "hour")]
     pub within: f64,
-    /// Seconds before it is done.
+    /// Seconds to wait before the action.
     #[serde(default)]
     pub pause: f64,
-    /// Seconds after which an evicted rank is started again, twice as many after each further eviction; without it never.
+    /// Seconds after which an evicted rank is restarted, doubled after each further eviction; default: never.
     pub again: Option<f64>,
-    /// What has to succeed before the ranks are started again, asked every `pause` seconds: a line for the shell.
+    /// A shell line that must succeed before the ranks are restarted, run every `pause` seconds.
     pub until: Option<String>,
 }
 
@@ -156,31 +157,31 @@ fn hour() -> f64 {
 }
 
 impl Rule {
-    /// Always this.
+    /// An unlimited rule.
     const fn always(action: Action) -> Self {
         Rule { action, times: None, within: 3600.0, pause: 0.0, again: None, until: None }
     }
 
-    /// So often in an hour.
+    /// At most this often in an hour.
     fn often(action: Action, times: u32) -> Self {
         Rule { times: Some(times), ..Rule::always(action) }
     }
 
-    /// The time before it is done.
+    /// The time to wait before the action.
     pub fn pause(&self) -> Duration {
         Duration::from_secs_f64(self.pause)
     }
 }
 
-/// When a rank is a straggler: in each of the last `steps` steps.
+/// When a rank is a straggler; all conditions hold in each of the last `steps` steps.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Slow {
-    /// It computed longer than the median rank by this factor.
+    /// It computed this many times as long as the median rank.
     pub times: f64,
-    /// And by so many standard deviations of the ranks, estimated by the median distance from the median.
+    /// And longer by this many standard deviations over ranks, estimated from the median absolute deviation.
     pub score: f64,
-    /// In so many steps one after the other.
+    /// The number of consecutive steps.
     pub steps: usize,
 }
 
@@ -190,14 +191,14 @@ impl Default for Slow {
     }
 }
 
-/// Bytes of a file of rules, which travels in the environment.
+/// The maximum size of a rules file, which is passed in the environment.
 const MOST: usize = 1 << 16;
 
-/// What is done about what.
+/// The rules for all causes.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rules {
-    /// Seconds in which a run has to show that it lives.
+    /// Seconds without progress after which a run counts as hung.
     pub hang_seconds: f64,
     /// When a rank is a straggler.
     pub slow: Slow,
@@ -213,7 +214,7 @@ pub struct Rules {
 }
 
 impl Default for Rules {
-    /// What is done where no file says otherwise. Nothing that a run would meet again is tried again.
+    /// The default rules. Failures that would recur are not retried.
     fn default() -> Self {
         let lost = || {
             let retry = Rule { pause: 5.0, ..Rule::often(Action::Retry, 5) };
@@ -237,7 +238,8 @@ impl Default for Rules {
 }
 
 impl Rules {
-    /// Reads a file; what it does not mention stays as it is by default. Its text comes with it, for whoever is to have the same.
+    /// Reads a file; what it does not mention has its default. Also returns the text, to be passed on to other
+    /// processes.
     pub fn read(place: &Location) -> Result<(Rules, String)> {
         let bytes = place.read().map_err(|error| place.fault("read", &error))?;
         let file = File::from_bytes(place.to_string(), bytes)?;
@@ -249,7 +251,7 @@ impl Rules {
         Ok((Rules::parse(&file)?, file.text().to_owned()))
     }
 
-    /// Reads a text.
+    /// Parses a text.
     pub fn parse(file: &File) -> Result<Rules> {
         let rules: Rules = file.parse()?;
         let spanned: std::collections::BTreeMap<String, Spanned<Value>> = file.parse()?;
@@ -293,7 +295,7 @@ impl Rules {
         Ok(rules)
     }
 
-    /// What is to be done about a cause, in this order.
+    /// The rules for a cause, in order.
     pub fn about(&self, cause: Cause) -> &[Rule] {
         match cause {
             Cause::Crash => &self.crash,
@@ -308,29 +310,29 @@ impl Rules {
         }
     }
 
-    /// Whether something is to be done about single ranks, which takes others that can go on.
+    /// Whether any rule concerns single ranks, for which the others must be able to continue.
     pub fn touch_ranks(&self) -> bool {
         let mut all = CAUSES.iter().flat_map(|(cause, _)| self.about(*cause));
         all.any(|rule| matches!(rule.action, Action::Restart | Action::Evict))
     }
 }
 
-/// Whom a rule is used for: what happens to one rank says nothing of another one.
+/// The subject of a rule's counts: failures of one rank do not count for another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Culprit {
     /// A rank, as launched.
     Rank(Option<u32>),
-    /// A machine, by its name; empty where nobody knows which.
+    /// A machine by name; empty if unknown.
     Machine(String),
 }
 
-/// What was done so far.
+/// The actions taken so far.
 #[derive(Clone, Debug, Default)]
 pub struct History(Vec<(Cause, usize, Culprit, Instant)>);
 
 impl History {
-    /// What to do about `cause` now, of what is `possible`: the first rule that is not used up for the culprit. Nothing else is
-    /// left: stop.
+    /// The action for `cause` now: the first rule that is `possible` and not used up for the culprit, and recorded as
+    /// used. If there is none, stop.
     pub(crate) fn choose(
         &mut self,
         rules: &Rules,
@@ -413,7 +415,7 @@ mod tests {
                 assert_eq!(choose(rank), (Action::Restart, None), "rank {rank}");
             }
         }
-        // What fails again and again is offered a place ever more seldom.
+        // A rank that keeps failing is restarted less and less often.
         for seconds in [600.0, 1200.0, 2400.0] {
             assert_eq!(choose(4), (Action::Evict, Some(seconds)));
         }
@@ -421,8 +423,8 @@ mod tests {
     }
 
     proptest! {
-        /// However causes come: no rule is used more often in its time than it allows, and one is passed over only if it is used
-        /// up or impossible.
+        /// For any sequence of causes, no rule is used more often in its period than it allows, and one is skipped only
+        /// if it is used up or impossible.
         #[test]
         fn rules_are_used_as_often_as_they_allow(
             times in prop::collection::vec(0u32..4, 1..4),

@@ -1,4 +1,4 @@
-//! `--nproc N`: this program, started N times on this machine, with the store in which the ranks meet.
+//! `--nproc N`: starts this program N times on this machine, and serves the store in which the ranks meet.
 
 use std::ffi::OsString;
 use std::io::BufRead as _;
@@ -18,33 +18,34 @@ use super::place::{self, LAUNCHER, Launched, spawned_us};
 use super::supervise::{Elastic, Launcher, Rank};
 use crate::refusal::lost;
 
-/// Set for a rank that is started again, to join the others.
+/// Set for a restarted rank that has to join the others.
 const AGAIN: &str = "ZTRAIN_STARTED_AGAIN";
 
-/// However short the patience later, the first meeting of the ranks that we start gets this much: they start one after the
-/// other, on a machine that may have few cores.
+/// The minimum timeout for the first meeting of the ranks that we start: they start one after the other, on a machine
+/// that may have few cores.
 const START: Duration = Duration::from_secs(60);
 
-/// Memory that a rank has for itself before it holds anything of a run: the program with its libraries takes no less.
+/// The minimum memory of a rank before it loads anything of a run: that of the program with its libraries.
 const LEAST: u64 = 64 << 20;
 
-/// Which ranks are started, and what may become of them.
+/// The ranks to start, and how failures are handled.
 #[derive(Clone, Debug)]
 pub struct Launch {
-    /// How many.
+    /// The number of ranks.
     pub count: u32,
-    /// After the loss of a rank the others go on if so many are left; `None`: they end.
+    /// After a rank is lost, the others continue if at least this many are left; `None`: they stop.
     pub min_ranks: Option<u32>,
-    /// So many are left at least by a supervisor's evictions.
+    /// Evictions by a supervisor leave at least this many.
     pub stay: u32,
-    /// What the supervisor has asked for, if there is one.
+    /// The supervisor's requests, if there is one.
     pub supervised: Option<Supervised>,
-    /// Further arguments of each rank.
+    /// Additional arguments of each rank.
     pub arguments: Vec<OsString>,
 }
 
-/// Starts `launch.count` ranks of this very command and waits for them; once `stop` is set they are asked to stop. When one
-/// fails the others are ended, unless enough are left to go on. The exit code is that of the rank that knows most.
+/// Starts `launch.count` ranks of the same command and waits for them; asks them to stop once `stop` is set. If one
+/// fails, the others are ended, unless enough are left to continue. The exit code is the most specific one of the
+/// ranks.
 pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     let Launch { count, min_ranks, stay, supervised, arguments } = launch;
     refuse_too_many(*count, store::memory::limit())?;
@@ -67,7 +68,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
         ]);
         command.env("MASTER_ADDR", "127.0.0.1").env_remove("TORCHELASTIC_USE_AGENT_STORE");
         command.env(LAUNCHER, std::process::id().to_string());
-        // An environment is for its owner's eyes alone, unlike the arguments of a command.
+        // The environment is readable only by the user, unlike arguments.
         command.env(KEY, &secret).env_remove(KEY_FILE);
         if again {
             command.env(AGAIN, "1");
@@ -85,8 +86,8 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     Launcher { ranks, elastic, supervision, store: &store, start: &start, stop }.run()
 }
 
-/// Refuses ranks whose programs alone are more than the machine can hold: what each trains with is refused by itself, once it is
-/// there.
+/// Refuses a number of ranks whose programs alone exceed the memory of the machine. The memory for training is checked
+/// by each rank later.
 fn refuse_too_many(ranks: u32, memory: u64) -> Result<()> {
     let most = memory / LEAST;
     if u64::from(ranks) <= most {
@@ -99,12 +100,12 @@ fn refuse_too_many(ranks: u32, memory: u64) -> Result<()> {
         .hint("give fewer: ranks on one machine that has no devices gain nothing over --workers"))
 }
 
-/// Whether this process stands in for a rank that was lost, and joins the others.
+/// Whether this process replaces a lost rank, and has to join the others.
 pub fn started_again() -> bool {
     std::env::var_os(AGAIN).is_some()
 }
 
-/// Joins ranks that are under way, in the place of one that was lost: comes back with their next meeting.
+/// Joins running ranks in place of a lost one: returns when they have met again.
 pub fn rejoin(
     launched: &Launched,
     least: u32,
@@ -116,7 +117,7 @@ pub fn rejoin(
     connected(rendezvous, least, timeout)
 }
 
-/// Connects a generation, or the next one that can be.
+/// Connects the current generation, or the next one that succeeds.
 fn connected(
     mut rendezvous: Rendezvous,
     least: u32,
@@ -126,14 +127,14 @@ fn connected(
     loop {
         match rendezvous.group(timeout, &tell) {
             Ok(group) => return Ok((group, rendezvous)),
-            // Another rank was lost meanwhile.
+            // Another rank was lost in the meantime.
             Err(_) => rendezvous.agree(&[], least, timeout).map_err(lost)?,
         }
     }
 }
 
-/// Meets those who are left where ranks that we have started could not [`meet`] for `fault`, since one of them was lost before;
-/// else hands the fault back.
+/// If ranks of our launcher failed to [`meet`] with `fault` because one of them was lost before, lets those that are
+/// left meet; else returns the fault.
 pub fn meet_without(
     launched: &Launched,
     least: u32,
@@ -150,7 +151,7 @@ pub fn meet_without(
     connected(rendezvous, least, timeout)
 }
 
-/// Meets the other ranks, of which each is awaited for `timeout`. `stop` is set when our launcher asks this rank to stop.
+/// Meets the other ranks, waiting for each up to `timeout`. `stop` is set when our launcher asks this rank to stop.
 pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> Result<Group> {
     if spawned_us() {
         follow_launcher(Arc::clone(stop))?;
@@ -162,12 +163,12 @@ pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> R
     Ok(group)
 }
 
-/// Where the ranks of `group`, which were launched so, meet again if some are lost.
+/// The rendezvous where the ranks of `group` meet again if some are lost.
 pub fn rendezvous(launched: &Launched, group: &Group) -> Result<Rendezvous> {
     Rendezvous::open(&launched.place, group, group.timeout()).map_err(lost)
 }
 
-/// Does what the launcher says, until it says nothing more.
+/// Obeys the launcher's standard input until it ends.
 fn follow_launcher(stop: Arc<AtomicBool>) -> Result<()> {
     in_background(move || {
         for line in std::io::stdin().lock().lines() {

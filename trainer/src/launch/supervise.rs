@@ -1,6 +1,6 @@
-//! The launcher while its ranks run: hands on a request to stop, and ends what is left when a rank fails. Where ranks may go on
-//! without each other it tells them who has ended, and ends those whom the others went on without. Under a supervisor it does
-//! what the rules say about single ranks, and leaves word of why it ends where they say otherwise.
+//! The launcher while its ranks run: it forwards a request to stop, and ends the remaining ranks when one fails. If
+//! ranks may continue without each other, it tells them which ranks have ended, and ends those that the others continue
+//! without. Under a supervisor it applies the rules for single ranks, and writes an exit report when they require more.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -19,49 +19,49 @@ use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
 use super::watch::{Pace, Pulse, Seen, behind, system_says};
 use crate::refusal::lost;
 
-/// Between two looks at the ranks.
+/// The polling interval for the ranks' processes.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Between two looks at who the ranks are that go on, and how far they are.
+/// The polling interval for the members and the progress of the ranks.
 const ROLL: Duration = Duration::from_millis(200);
 
-/// How long one that knows more than a rank which ended without a word is waited for.
+/// How long to wait for another rank's report after a rank ended without one.
 const SILENCE: Duration = Duration::from_secs(2);
 
-/// What the other ranks get to say what happened, once one has failed: on busy cores they notice late.
+/// The time that the other ranks get to report and end after one has failed: on busy cores they notice it late.
 const GRACE: Duration = Duration::from_secs(6);
 
-/// A rank that was started.
+/// A started rank.
 pub(super) struct Rank {
     rank: u32,
     child: Child,
     ended: Option<ExitStatus>,
-    /// Why the launcher itself has ended it.
+    /// Why the launcher ended it, if it did.
     evicted: Option<&'static str>,
-    /// What the rules say about it, where the launcher ended it for that.
+    /// The rule that made the launcher end it.
     sentence: Option<Rule>,
-    /// Whether its end was dealt with.
+    /// Whether its end was handled.
     judged: bool,
-    /// When it is to be started again.
+    /// When to restart it.
     again: Option<Instant>,
-    /// Whether it was started again, and the others have not taken it in yet.
+    /// Whether it was restarted and has not joined the others yet.
     joins: bool,
-    /// How many last words there were when it was started.
+    /// The number of exit reports when it was started.
     words: usize,
     /// When it ended.
     at: Option<Instant>,
 }
 
 impl Rank {
-    /// One that runs.
+    /// A running rank.
     pub(super) fn new(rank: u32, child: Child) -> Self {
         let (ended, evicted, sentence, again) = (None, None, None, None);
         let (judged, joins, words, at) = (false, false, 0, None);
         Rank { rank, child, ended, evicted, sentence, judged, again, joins, words, at }
     }
 
-    /// Whether it is lost, and not stopped by what would stop every other rank as well: it was ended from outside, or by its
-    /// machine.
+    /// Whether it was lost: killed from outside or by its machine, and not ended by a fault that would stop every other
+    /// rank as well.
     fn is_lost(&self) -> bool {
         let machine = i32::from(Class::Machine.exit_code());
         self.ended.is_some_and(|status| status.code().is_none_or(|code| code == machine))
@@ -71,24 +71,24 @@ impl Rank {
         self.ended.is_some_and(|status| !status.success())
     }
 
-    /// Whether it ended by itself without a word: then another one knows more, if that ends as well.
+    /// Whether it ended by itself without a report: if another rank ends too, that one knows more.
     fn is_silent(&self, ends: &Ends) -> bool {
         let code = self.ended.and_then(|status| status.code());
         let lost = code == Some(i32::from(Class::Machine.exit_code()));
         lost && self.evicted.is_none() && self.said(ends).is_none()
     }
 
-    /// Its last words.
+    /// Its exit report.
     fn said(&self, ends: &Ends) -> Option<End> {
         let of_this = |end: &End| end.rank == Some(self.rank) && !end.launcher;
         ends.read().into_iter().skip(self.words).find(of_this)
     }
 
-    /// What befell it, and that for people: its own last words know best.
+    /// The cause of its end, and a description. Its own exit report takes precedence.
     fn befallen(&self, ends: &Ends) -> (Option<Cause>, String) {
         let how = self.ended.map(|status| format!("its process ended ({status})"));
         let how = how.unwrap_or_default();
-        // One that is ended because the others went on without it may have said why they did.
+        // A rank that was ended because the others continued without it may have reported why they did.
         let said = self.said(ends);
         let said = said.filter(|end| self.evicted.is_none() || end.cause != Some(Cause::Crash));
         if let Some(end) = said {
@@ -104,39 +104,39 @@ impl Rank {
     fn end(&mut self, why: &'static str) {
         if self.ended.is_none() && self.evicted.is_none() {
             self.evicted = Some(why);
-            // One that has ended meanwhile is seen at the next look.
+            // If it has ended in the meantime, the next poll finds it.
             let _ = self.child.kill();
         }
     }
 }
 
-/// Ranks that may go on without each other.
+/// Ranks that may continue without each other.
 pub(super) struct Elastic {
     agent: Agent,
-    /// How many have to be left; `None`: all of them.
+    /// The minimum number that must be left; `None`: all.
     least: Option<u32>,
 }
 
 impl Elastic {
-    /// At least so many.
+    /// With this minimum.
     pub(super) fn new(agent: Agent, least: Option<u32>) -> Self {
         Elastic { agent, least }
     }
 
-    /// Whether what is lost so far may be lost.
+    /// Whether the run may continue after the losses so far.
     fn allows(&self, ranks: &[Rank]) -> bool {
         let other = ranks.iter().any(|rank| rank.failed() && !rank.is_lost());
         !other && self.least.is_some_and(|least| left(ranks) >= u64::from(least))
     }
 
-    /// Tells the others of a rank that has ended.
+    /// Tells the others that a rank has ended.
     fn ended(&mut self, rank: &Rank, status: ExitStatus) -> Result<()> {
         self.agent
             .ended(rank.rank, status.success(), &format!("its process ended ({status})"))
             .map_err(lost)
     }
 
-    /// Ends the ranks whom the others went on without.
+    /// Ends the ranks that the others continued without.
     fn evict(&mut self, ranks: &mut [Rank]) -> Result<()> {
         let members = self.agent.members().map_err(lost)?.to_vec();
         for rank in ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
@@ -150,23 +150,23 @@ impl Elastic {
     }
 }
 
-/// What a supervisor has the launcher do.
+/// The state of a supervised launcher.
 pub(super) struct Supervision {
     rules: Rules,
     history: History,
-    /// How many ranks are left at least by evictions.
+    /// Evictions leave at least this many ranks.
     stay: u32,
     ends: Ends,
     /// The run's events.
     events: PathBuf,
-    /// Bytes of them when the ranks were started.
+    /// Their size when the ranks were started.
     before: u64,
     pulse: Pulse<(Seen, u64)>,
     pace: Pace,
 }
 
 impl Supervision {
-    /// By these rules, for the run with these events, of which so many ranks stay.
+    /// Supervises with these rules the run with these events.
     pub(super) fn new(rules: Rules, stay: u32, ends: Ends, events: PathBuf) -> Self {
         let patience = Duration::from_secs_f64(rules.hang_seconds);
         let (pulse, pace) = (Pulse::new(patience, Instant::now()), Pace::new(rules.slow));
@@ -174,7 +174,8 @@ impl Supervision {
         Supervision { rules, history: History::default(), stay, ends, events, before, pulse, pace }
     }
 
-    /// What to do about one rank, or all of them, where `left` go on without it and `may_lose` says whether they can.
+    /// The rule for one rank, or for all. `left` ranks would be left without it, and `may_lose` is whether they can
+    /// continue.
     fn choose(&mut self, (cause, rank): (Cause, Option<u32>), left: u64, may_lose: bool) -> Rule {
         let Supervision { rules, history, stay, .. } = self;
         let possible = |action: Action| match action {
@@ -184,7 +185,7 @@ impl Supervision {
         };
         let culprit = Culprit::Rank(rank);
         let rule = history.choose(rules, (cause, &culprit), possible, Instant::now());
-        // Nothing is lost by one that is only slow: where nothing else can be done about it the run goes on.
+        // A rank that is only slow loses nothing: if no other action is possible, the run continues.
         match (cause, rule.action) {
             (Cause::Straggler, Action::Stop) if !rules.about(cause).contains(&rule) => {
                 Rule { action: Action::Note, ..rule }
@@ -207,7 +208,8 @@ pub(super) struct Launcher<'a> {
 }
 
 impl Launcher<'_> {
-    /// Waits for all; when one fails, the others get a moment to end by themselves, unless they may go on without it.
+    /// Waits for all ranks. When one fails, the others get a moment to end by themselves, unless they may continue
+    /// without it.
     pub(super) fn run(mut self) -> Result<u8> {
         let (mut failed, mut asked, mut looked): (Option<Instant>, _, _) =
             (None, false, Instant::now());
@@ -215,13 +217,13 @@ impl Launcher<'_> {
             if self.stop.load(Ordering::Relaxed) && !asked {
                 asked = true;
                 for rank in &mut self.ranks {
-                    // A rank that is gone already needs no word.
+                    // If the rank has ended already, the error does not matter.
                     let _ = rank.child.stdin.as_mut().map(|input| input.write_all(b"stop\n"));
                 }
             }
             self.look()?;
             self.store.check().map_err(|error| {
-                // They would wait for an answer, and blame the network.
+                // They would wait for an answer, and report a network error.
                 self.ranks.iter_mut().for_each(|rank| rank.end("nobody hears it"));
                 lost(error)
             })?;
@@ -246,12 +248,12 @@ impl Launcher<'_> {
         Ok(if self.endures() { 0 } else { exit_code(&self.ranks) })
     }
 
-    /// Whether what is lost so far may be lost.
+    /// Whether the run may continue after the losses so far.
     fn endures(&self) -> bool {
         self.elastic.as_ref().is_some_and(|elastic| elastic.allows(&self.ranks))
     }
 
-    /// Looks which ranks have ended.
+    /// Polls which ranks have ended.
     fn look(&mut self) -> Result<()> {
         for rank in self.ranks.iter_mut().filter(|rank| rank.ended.is_none()) {
             let ended = rank.child.try_wait().map_err(|error| {
@@ -275,13 +277,13 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Looks at who goes on, and how: `ending` where no more is to be done about it.
+    /// Polls which ranks continue, and their progress; if `ending`, applies no more rules.
     fn roll(&mut self, ending: bool) -> Result<()> {
         let Some(elastic) = &mut self.elastic else { return Ok(()) };
         elastic.evict(&mut self.ranks)?;
         let came = |rank: &Rank| !rank.joins && rank.ended.is_none();
         if !self.ranks.iter().any(came) {
-            // Nobody is left to join.
+            // There is no rank left to join.
             let joining = self.ranks.iter_mut().filter(|rank| rank.joins);
             joining.for_each(|rank| {
                 rank.judged = true;
@@ -313,10 +315,10 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Does what the rules say about a rank that runs; `None`: about all of them, of which nobody knows which it is.
+    /// Applies the rules to a running rank; `None`: to all, if the one at fault is unknown.
     fn sentence(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         let index = rank.and_then(|rank| self.ranks.iter().position(|one| one.rank == rank));
-        // It counts as lost from now on.
+        // From now on it counts as lost.
         let left = left(&self.ranks).saturating_sub(1);
         let least = self.elastic.as_ref().and_then(|elastic| elastic.least);
         let may_lose = index.is_some() && least.is_some_and(|least| left >= u64::from(least));
@@ -340,7 +342,7 @@ impl Launcher<'_> {
         }
     }
 
-    /// Deals with ranks that have ended.
+    /// Applies the rules to ranks that have ended.
     fn judge(&mut self) -> Result<()> {
         for index in 0..self.ranks.len() {
             let (endures, left) = (self.endures(), left(&self.ranks));
@@ -356,7 +358,7 @@ impl Launcher<'_> {
             rank.judged = true;
             let number = rank.rank;
             let (cause, what) = rank.befallen(&supervision.ends);
-            // Of what ended by itself before anything began nothing is tried again.
+            // A rank that reports a fault before training begins is not restarted, except for a full disk.
             let began =
                 supervision.events.metadata().map_or(0, |file| file.len()) > supervision.before;
             let silent = rank.said(&supervision.ends).is_none();
@@ -374,7 +376,7 @@ impl Launcher<'_> {
                     }
                     rule
                 }
-                // What every rank would meet: they end by themselves.
+                // Every rank would meet this fault: they end by themselves.
                 (None, None) => {
                     self.supervision = None;
                     return Ok(());
@@ -382,7 +384,8 @@ impl Launcher<'_> {
             };
             match rule.action {
                 Action::Restart => rank.again = Some(Instant::now() + rule.pause()),
-                // Whether its machine answers shows when it is started: one that does not come disturbs nobody.
+                // Whether its machine works shows when the rank is started: if it does not come, the others are not
+                // disturbed.
                 Action::Evict => {
                     let again = rule.again.map(Duration::from_secs_f64);
                     rank.again = again.map(|again| Instant::now() + again);
@@ -397,18 +400,18 @@ impl Launcher<'_> {
         Ok(())
     }
 
-    /// Ends all ranks, and leaves word why.
+    /// Ends all ranks, and reports why.
     fn give_up(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         if let Some(Supervision { ends, .. }) = &self.supervision {
             let (host, what) = (host_name(), what.to_owned());
             ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what, missed: None });
         }
         self.ranks.iter_mut().for_each(|rank| rank.end("all ranks end, by the supervisor's rules"));
-        // Nobody goes on without the others, and nothing more is to be done here.
+        // No rank continues without the others, and no more rules apply.
         (self.elastic, self.supervision) = (None, None);
     }
 
-    /// Starts ranks again whose time has come.
+    /// Restarts ranks that are due.
     fn start_again(&mut self) -> Result<()> {
         let Some(elastic) = &mut self.elastic else { return Ok(()) };
         for rank in &mut self.ranks {
@@ -422,18 +425,18 @@ impl Launcher<'_> {
     }
 }
 
-/// How many ranks compute.
+/// The number of ranks that compute.
 fn left(ranks: &[Rank]) -> u64 {
     ranks.iter().filter(|rank| !rank.failed() && !rank.joins).count() as u64
 }
 
-/// Whether a process is stopped, or waits for a device that does not answer.
+/// Whether a process is stopped, or blocked in uninterruptible I/O.
 fn is_held(process: u32) -> bool {
     let state = system_says(process).into_iter().next();
     state.is_some_and(|state| ["T", "t", "D"].contains(&state.as_str()))
 }
 
-/// The code of the rank that knows most: those that only lost another one say "machine".
+/// The most specific exit code: ranks that only lost another one exit with "machine".
 fn exit_code(ranks: &[Rank]) -> u8 {
     let lost = Class::Machine.exit_code();
     let code = |rank: &Rank| {

@@ -1,4 +1,4 @@
-//! What the launcher sees of its ranks while they run: who does not come further, and who is slower than the others.
+//! Monitors running ranks for the launcher: which one makes no progress, and which one is slower than the others.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -7,37 +7,37 @@ use kernels::group::Whereabouts;
 
 use super::rules::Slow;
 
-/// What the system says of a process, from its state on (the third field of /proc/PID/stat); nothing of one that has ended.
+/// The fields of /proc/PID/stat from the process state (the third) on; empty if the process has ended.
 pub(super) fn system_says(process: u32) -> Vec<String> {
     let text = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name of the program, which may hold anything, ends with the last bracket.
+    // The program's name may contain anything, and ends at the last bracket.
     let after = text.rsplit(')').next().unwrap_or_default();
     after.split_whitespace().map(str::to_owned).collect()
 }
 
-/// Where each rank is, by the numbers that they were launched with.
+/// The progress of each rank, by its number as launched.
 pub(super) type Seen = Vec<(u32, Option<Whereabouts>)>;
 
-/// Notices a run in which nothing moves.
+/// Detects a run without progress.
 #[derive(Debug)]
 pub(super) struct Pulse<T> {
     seen: Option<T>,
     since: Instant,
     patience: Duration,
-    /// Whether it has moved at all.
+    /// Whether there was any progress yet.
     moved: bool,
 }
 
-/// Before anything has moved programs start and read what they go on from: this may take a while on a busy machine.
+/// The minimum patience before the first progress: on a busy machine, starting and loading may take a while.
 const START: Duration = Duration::from_secs(60);
 
 impl<T: PartialEq> Pulse<T> {
-    /// One that is missed after `patience`.
+    /// With this patience.
     pub(super) fn new(patience: Duration, now: Instant) -> Self {
         Pulse { seen: None, since: now, patience, moved: false }
     }
 
-    /// Takes a look; whether nothing has changed for so long.
+    /// Records an observation; returns whether nothing has changed for too long.
     pub(super) fn is_missed(&mut self, seen: T, now: Instant) -> bool {
         if self.seen.as_ref() != Some(&seen) {
             self.moved |= self.seen.is_some();
@@ -47,13 +47,13 @@ impl<T: PartialEq> Pulse<T> {
         now.saturating_duration_since(self.since) > patience
     }
 
-    /// From here on it is missed anew.
+    /// Restarts the measurement.
     pub(super) fn again(&mut self, now: Instant) {
         (self.seen, self.since) = (None, now);
     }
 }
 
-/// The one rank that the others wait for: it has begun fewer exchanges than all of them. `None` where that does not tell.
+/// The one rank that the others wait for: it has begun fewer exchanges than each of them. `None` if there is none.
 pub(super) fn behind(seen: &Seen) -> Option<u32> {
     let begun = |at: &Option<Whereabouts>| at.as_ref().map_or(0, |at| at.begun[0]);
     let least = seen.iter().map(|(_, at)| begun(at)).min()?;
@@ -62,19 +62,19 @@ pub(super) fn behind(seen: &Seen) -> Option<u32> {
     (behind.next().is_none() && seen.len() > 1).then_some(first)
 }
 
-/// Notices a rank that computes longer than the others, step after step.
+/// Detects a rank that computes longer than the others, step after step.
 #[derive(Debug)]
 pub(super) struct Pace {
     slow: Slow,
-    /// Seconds of each rank, by step, of steps that not all ranks have been seen to end.
+    /// Seconds of each rank, for steps that not all ranks have finished.
     steps: BTreeMap<u64, BTreeMap<u32, f64>>,
-    /// The last step that was judged.
+    /// The last step that was evaluated.
     judged: u64,
-    /// In how many steps in a row each rank was the slow one.
+    /// For how many consecutive steps each rank has been slow.
     count: BTreeMap<u32, usize>,
 }
 
-/// A straggler, and how its time compares.
+/// A straggler, with its times.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Straggler {
     pub(super) rank: u32,
@@ -84,12 +84,13 @@ pub(super) struct Straggler {
 }
 
 impl Pace {
-    /// Nobody is slow yet.
+    /// With no observations yet.
     pub(super) fn new(slow: Slow) -> Self {
         Pace { slow, steps: BTreeMap::new(), judged: 0, count: BTreeMap::new() }
     }
 
-    /// Takes a look; who has just become a straggler. A step is judged once all ranks have been seen to end it.
+    /// Records an observation; returns a rank that has just become a straggler. A step is evaluated once all ranks
+    /// finished it.
     pub(super) fn look(&mut self, seen: &Seen) -> Option<Straggler> {
         for (rank, at) in seen {
             for (step, time) in at.iter().flat_map(|at| &at.computed) {
@@ -107,7 +108,7 @@ impl Pace {
         found
     }
 
-    /// The first step of which the times of all ranks are known.
+    /// The first step with the times of all ranks.
     fn complete(&self, seen: &Seen) -> Option<(u64, BTreeMap<u32, f64>)> {
         let all = |times: &BTreeMap<u32, f64>| {
             seen.len() > 1 && seen.iter().all(|(rank, _)| times.contains_key(rank))
@@ -119,7 +120,8 @@ impl Pace {
     fn judge(&mut self, times: &BTreeMap<u32, f64>) -> Option<Straggler> {
         let usual = median(times.values().copied().collect());
         let apart = median(times.values().map(|time| (time - usual).abs()).collect());
-        // The median distance of a normal distribution is 0.6745 of its standard deviation; a thousandth of the time is noise.
+        // A normal distribution's median absolute deviation is 0.6745 standard deviations; a thousandth of the time is
+        // noise.
         let deviation = (apart / 0.6745).max(1e-3 * usual);
         self.count.retain(|rank, _| times.contains_key(rank));
         let mut found = None;
@@ -136,7 +138,7 @@ impl Pace {
     }
 }
 
-/// The lower one of the two in the middle, where there are two: half of the ranks are not slow.
+/// The median, the lower of the middle two: half of the ranks are not slow.
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
@@ -160,7 +162,7 @@ mod tests {
         let start = Instant::now();
         let mut pulse = Pulse::new(Duration::from_secs(5), start);
         let mut look = |seen, seconds| pulse.is_missed(seen, start + Duration::from_secs(seconds));
-        // Before it has moved at all it has time to start.
+        // Before the first progress it has time to start.
         assert!(!look(1, 0) && !look(1, 60));
         assert!(!look(2, 61) && !look(2, 66) && look(2, 67));
         assert!(!look(3, 70) && !look(3, 75) && look(3, 76));
@@ -176,7 +178,7 @@ mod tests {
             prop_assert_eq!(behind(&seen), alone.then(|| last[0] as u32));
         }
 
-        /// One rank is slow by a factor, from some step on; times of the others differ by a few percent.
+        /// One rank is slow by a factor from some step on; the times of the others vary by a few percent.
         #[test]
         fn a_straggler_is_found_after_its_steps_and_nobody_else(
             ranks in 2u32..9,
@@ -195,7 +197,7 @@ mod tests {
                 };
                 let seen = (0..ranks).map(|rank| (rank, at(step, step, time(rank)))).collect();
                 found.extend(pace.look(&seen).map(|one| (step, one.rank)));
-                // The same step is judged once.
+                // A step is evaluated only once.
                 prop_assert_eq!(pace.look(&seen), None);
             }
             let wanted = (factor >= 2.0).then_some((from + steps as u64, 0));

@@ -1,4 +1,4 @@
-//! Where two lines part: the first quantity that differs, in the order in which a step computes them.
+//! The first quantity in which two ledger lines differ, in the order in which a step computes them.
 
 use std::collections::BTreeMap;
 
@@ -9,17 +9,17 @@ use super::record::StepRecord;
 use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
 
-/// Where in a step a quantity is made.
+/// The stage of a step that computes a quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// Which step it is, and what it reads.
+    /// The step's number and its batch.
     Data,
-    /// From the weights at its start to the losses.
+    /// From the weights to the losses.
     Forward,
-    /// Back from the losses to the gradient of a micro-batch.
+    /// From the losses to the gradient of a micro-batch.
     Backward,
-    /// The addition of gradients, their norm, and what follows from it.
+    /// Gradient reduction, the norm, and clipping.
     Sum,
     /// The new weights and moments.
     Update,
@@ -28,9 +28,9 @@ pub enum Stage {
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Difference {
-    /// Which ("gradient of micro-batch 3").
+    /// Its name ("gradient of micro-batch 3").
     pub quantity: String,
-    /// Where in the step it is made.
+    /// The stage that computes it.
     pub stage: Stage,
     /// Its value on the left.
     pub left: String,
@@ -39,10 +39,11 @@ pub struct Difference {
 }
 
 impl StepRecord {
-    /// Where this record and `other` part first; `parameters` names the tensors.
+    /// The first difference between this record and `other`; `parameters` names the tensors.
     pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
-        // A new quantity must take its place in this order; what is read and what the forward pass makes is compared below.
-        // `loss` follows from `micro_batch_losses`; what a phase is called and when an edit was accepted decide nothing.
+        // A new field must be placed in this order; those of the batch and the forward pass are compared below. `loss`
+        // follows from `micro_batch_losses`; the phase's name and the step at which an edit was accepted do not affect
+        // results.
         let StepRecord {
             kind: _,
             step: _,
@@ -110,7 +111,7 @@ impl StepRecord {
             .or_else(|| update().map(at(Stage::Update)))
     }
 
-    /// In what the step read.
+    /// Differences in the batch.
     fn data_difference(&self, other: &StepRecord) -> Differs {
         let labels = |source: &SourceSums| source.labels.to_string();
         None.or_else(|| single("step", &self.step, &other.step))
@@ -128,7 +129,7 @@ impl StepRecord {
             .or_else(|| by_source("labels", &self.sources, &other.sources, labels))
     }
 
-    /// In what its forward pass made.
+    /// Differences in the forward pass.
     fn forward_difference(&self, other: &StepRecord) -> Differs {
         let layer = |index: usize| format!("of layer {index}");
         let text = |value: &Vec<u64>| format!("{value:?}");
@@ -153,7 +154,7 @@ fn micro_batch(index: usize) -> String {
     format!("of micro-batch {index}")
 }
 
-/// The bits of an f64.
+/// An f64 with its bits.
 fn float(value: &u64) -> String {
     format!("{:e} (bits {value:016x})", f64::from_bits(*value))
 }
@@ -172,14 +173,14 @@ fn skip_of(skipped: &Option<Skipped>) -> String {
     }
 }
 
-/// A quantity that differs, and both of its values.
+/// The name of a quantity that differs, and both values.
 type Differs = Option<(String, String, String)>;
 
 fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> Differs {
     (left != right).then(|| (quantity.to_owned(), left.to_string(), right.to_string()))
 }
 
-/// The first source of which `show` differs, or that one side lacks.
+/// The first source for which `show` differs, or that one side lacks.
 fn by_source(
     quantity: &str,
     left: &BTreeMap<String, SourceSums>,
@@ -223,7 +224,7 @@ mod tests {
         assert_eq!(left.difference(&left.clone(), &parameters), None);
         let differs = |change: &dyn Fn(&mut StepRecord)| {
             let mut right = left.clone();
-            // What comes later differs as well, as it would.
+            // Later quantities differ as a consequence.
             right.state_digest = Digest(0);
             change(&mut right);
             left.difference(&right, &parameters).unwrap().quantity

@@ -1,6 +1,6 @@
-//! `ledger.jsonl` on disk: appended to, never rewritten; a torn last line is cut before anything follows it.
+//! `ledger.jsonl` on disk: lines are only appended; an incomplete last line is cut before that.
 //!
-//! Opening it reads line 0, and the lines after the newest mark of its index: a run of a million steps is opened as fast as
+//! Opening reads line 0 and the lines after the newest mark of its index, so a run of a million steps opens as fast as
 //! one of a thousand. `zdata verify-run` checks every line.
 
 use std::borrow::Cow;
@@ -21,31 +21,31 @@ use crate::events;
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 16;
 
-/// An open ledger. Place and chain are held of the lines after its newest mark; earlier ones are looked up.
+/// An open ledger. Lines after its newest mark are held by offset and chain; earlier ones are looked up.
 pub struct Ledger {
     source: Source,
     head: Head,
     /// Line 0.
     head_line: Line,
-    /// The lines after the step `tail.first - 1`, until the end.
+    /// The lines after step `tail.first - 1`.
     tail: Lines,
-    /// The curriculum in force at the end, and where it stands.
+    /// The curriculum in force at the end, and the line that holds it.
     curriculum: String,
     in_force: InForce,
     index: Index,
-    /// The earlier lines that were looked up last.
+    /// The earlier lines that were looked up most recently.
     looked_up: Mutex<Option<Lines>>,
 }
 
-/// The file. It is read at places, never at a cursor: threads may read at once.
+/// The file. It is read by offset, without a cursor, so threads may read at once.
 pub(super) struct Source {
     log: Log,
-    /// Bytes that were read of it since it was opened.
+    /// Bytes read since it was opened.
     #[cfg(test)]
     read: std::sync::atomic::AtomicU64,
 }
 
-/// Some lines in a row.
+/// Consecutive lines.
 struct Lines {
     /// The step of the first of them.
     first: u64,
@@ -77,20 +77,20 @@ impl Lines {
     }
 }
 
-/// How a ledger is opened.
+/// The purpose for which a ledger is opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum For {
-    /// To append to it: a torn last line is cut, the index kept up.
+    /// For appending: an incomplete last line is cut, and the index is maintained.
     Appending,
-    /// To read from it: a torn last line is passed over, nothing is written.
+    /// For reading: an incomplete last line is ignored, and nothing is written.
     Reading,
-    /// The same, and every line is checked.
+    /// The same, but every line is checked.
     Checking,
 }
 
 impl Ledger {
-    /// Opens the ledger at `path` to append to it. What a kill or a loss of power left at its end is cut; `None` if not even the
-    /// head is whole.
+    /// Opens the ledger at `path` for appending, and cuts what a kill or a power loss left incomplete at its end.
+    /// `None` if not even the head is complete.
     pub fn open(path: &Path) -> Result<Option<Ledger>> {
         if !path.exists() {
             return Ok(None);
@@ -103,7 +103,7 @@ impl Ledger {
         Ok(Some(ledger))
     }
 
-    /// Opens the ledger at `path` to read it; a torn last line is passed over.
+    /// Opens the ledger at `path` for reading; an incomplete last line is ignored.
     pub fn read(path: &Path) -> Result<Ledger> {
         Ledger::to_read(path, For::Reading)
     }
@@ -113,7 +113,7 @@ impl Ledger {
         Ledger::to_read(path, For::Checking)
     }
 
-    /// Refuses zeros in a line that was on the disk before a checkpoint was kept: no loss of power has left them.
+    /// Refuses zeros in a line that was synced before a checkpoint: a power loss cannot have caused them.
     fn nothing_relies_on_what_is_torn(&self) -> Result<()> {
         let (path, step) = (self.source.path(), self.last_step());
         let mut next = Vec::new();
@@ -134,7 +134,7 @@ impl Ledger {
         Ledger::of(log, aim)?.ok_or_else(|| empty(path))
     }
 
-    /// A new ledger with its head; anything there (a torn head) is replaced.
+    /// Creates a ledger with its head; replaces an incomplete one.
     pub fn create(path: &Path, head: Head) -> Result<Ledger> {
         Index::remove(path)?;
         let opened = Log::open(path).and_then(|log| log.cut(0).map(|()| log));
@@ -160,7 +160,7 @@ impl Ledger {
             index.cut(0)?;
         }
         let newest = match aim {
-            // What follows a wrong mark is made again with it.
+            // Marks after a wrong one are rewritten, too.
             For::Appending => source.last_in_order(&index, &from),
             For::Reading | For::Checking => {
                 let fits = |mark: &Mark| source.fits(mark, &from) && source.holds(mark, &from);
@@ -194,17 +194,18 @@ impl Ledger {
         &self.head
     }
 
-    /// What the run is called: it follows from line 0, so that no later edit changes it.
+    /// The run's identity: the chain of line 0, which no later edit changes.
     pub fn id(&self) -> Digest {
         self.head_line.chain
     }
 
-    /// The curriculum in force at the last step, in canonical form: that of line 0, or of the last step that says another.
+    /// The curriculum in force at the last step, in canonical form: that of line 0, or of the last step that has
+    /// another.
     pub fn curriculum(&self) -> &str {
         &self.curriculum
     }
 
-    /// The curriculum that was in force at `step`, 0 for that of line 0.
+    /// The curriculum in force at `step`; for 0, that of line 0.
     pub(crate) fn curriculum_at(&self, step: u64) -> Result<String> {
         let text = text_digest(&self.head.curriculum);
         let in_force = InForce { before: Line::default(), text };
@@ -223,7 +224,7 @@ impl Ledger {
         Ok(curriculum)
     }
 
-    /// The last step recorded; 0 if none is.
+    /// The last recorded step; 0 if there is none.
     pub fn last_step(&self) -> u64 {
         self.tail.last_step()
     }
@@ -236,7 +237,7 @@ impl Ledger {
         self.line(step).ok().map(|line| line.chain)
     }
 
-    /// The line of `step`, 0 the head.
+    /// The line of `step`; for 0, the head.
     fn line(&self, step: u64) -> Result<Line> {
         if let Some(line) = self.tail.line(step) {
             return Ok(line);
@@ -245,7 +246,7 @@ impl Ledger {
         if let Some(line) = looked_up.as_ref().and_then(|lines| lines.line(step)) {
             return Ok(line);
         }
-        // Read again: an index may be cut by a run that goes on.
+        // Opened again: a run that continues may cut the index.
         let begin = Mark {
             step: 0,
             line: self.head_line,
@@ -266,12 +267,12 @@ impl Ledger {
         })
     }
 
-    /// The record of `step`, whose loss follows from what else it says.
+    /// The record of `step`; its loss is checked against the rest.
     pub fn record(&self, step: u64) -> Result<StepRecord> {
         self.step_as(step)
     }
 
-    /// What the line of `step` says of the fields that `T` asks for, checked.
+    /// The fields of `T` in the line of `step`, checked.
     pub(crate) fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
         let path = self.source.path();
         if step == 0 || step > self.last_step() {
@@ -286,7 +287,7 @@ impl Ledger {
         said(path, step as usize, &body)
     }
 
-    /// Appends the record of the step after the last; with the curriculum in force from it on, if that is another.
+    /// Appends the record of the next step; with the curriculum in force from it on, if that has changed.
     pub fn append(&mut self, record: &StepRecord, curriculum: Option<String>) -> Result<()> {
         let step = self.last_step() + 1;
         if record.step != step {
@@ -314,7 +315,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Copies the lines up to that of `step` to a new file, and waits until they are on the disk.
+    /// Copies the lines up to that of `step` to a new file, and syncs it.
     pub(crate) fn copy_through(&self, step: u64, to: &Path) -> Result<()> {
         let (end, fault) =
             (self.line(step)?.end, |error| Fault::io("copy the ledger to", to, &error));
@@ -323,13 +324,13 @@ impl Ledger {
         copy.sync().map_err(fault)
     }
 
-    /// Waits until everything is on the disk: before a checkpoint that relies on it is committed.
+    /// Syncs the file: required before a checkpoint that relies on it is committed.
     pub fn sync(&self) -> Result<()> {
         self.source.log.sync().map_err(self.source.fault("flush"))
     }
 }
 
-/// A reader of the file, at a place.
+/// A reader of the file, at an offset.
 struct At<'a> {
     source: &'a Source,
     place: u64,
@@ -363,12 +364,12 @@ impl Source {
         move |error| Fault::io(&what, &path, &error)
     }
 
-    /// A reader from a place on.
+    /// A reader from an offset on.
     fn reader(&self, place: u64) -> BufReader<At<'_>> {
         BufReader::with_capacity(BUFFER, At { source: self, place })
     }
 
-    /// The body of line 0, if that is whole.
+    /// The body of line 0, if it is complete.
     fn first(&self) -> Result<Option<(String, Line)>> {
         let mut bytes = Vec::new();
         let read = self.reader(0).read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
@@ -378,14 +379,15 @@ impl Source {
         Ok(Some((body, Line { end: read as u64, chain })))
     }
 
-    /// Line 0, if that is whole.
+    /// Line 0, if it is complete.
     pub(super) fn head(&self) -> Result<Option<(Head, Line)>> {
         let Some((body, line)) = self.first()? else { return Ok(None) };
         check_format(self.path(), &body)?;
         Ok(Some((from_json(self.path(), 0, &body)?, line)))
     }
 
-    /// The body of the line from the end of `before` to `end` and the chain after it, if it continues the chain.
+    /// The body of the line from the end of `before` to `end`, and the chain after it; `None` if it does not continue
+    /// the chain.
     fn body(&self, before: Line, end: u64) -> Result<Option<(String, Digest)>> {
         let mut bytes = vec![0; end.saturating_sub(before.end) as usize];
         let mut at = At { source: self, place: before.end };
@@ -393,7 +395,7 @@ impl Source {
         Ok(bytes.strip_suffix(b"\n").and_then(|line| opened(before.chain, line)))
     }
 
-    /// Whether the ledger that begins as `begin` says has the line of a mark.
+    /// Whether the ledger that begins as `begin` says contains the line of `mark`.
     fn fits(&self, mark: &Mark, begin: &Mark) -> bool {
         let ends = format!("\"chain\":\"{}\"}}\n", mark.line.chain);
         let Some(place) = mark.line.end.checked_sub(ends.len() as u64) else { return false };
@@ -402,12 +404,12 @@ impl Source {
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
     }
 
-    /// Whether the curriculum that was in force at a mark stands where it says.
+    /// Whether the line that the mark names contains the curriculum in force.
     fn holds(&self, mark: &Mark, begin: &Mark) -> bool {
         mark.in_force == begin.in_force || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
     }
 
-    /// The last mark before the first that is wrong.
+    /// The last mark before the first wrong one.
     fn last_in_order(&self, index: &Index, begin: &Mark) -> Option<Mark> {
         let mut last: Option<Mark> = None;
         for number in 1..=index.count() {
@@ -423,7 +425,7 @@ impl Source {
         last
     }
 
-    /// The curriculum of the line that holds it; `None` where that is line 0.
+    /// The curriculum in the line that holds it; `None` if that is line 0.
     fn curriculum(&self, in_force: &InForce) -> Result<Option<String>> {
         if in_force.before == Line::default() {
             return Ok(None);
@@ -442,8 +444,8 @@ impl Source {
         text.filter(|text| text_digest(text) == in_force.text).map(Some).ok_or_else(changed)
     }
 
-    /// Reads up to `most` lines after the last of `lines` and adds them; `each` hears of step, line before, line, and the
-    /// curriculum where it is another from there on.
+    /// Reads up to `most` lines after `lines` and adds them. Calls `each` with the step, the line before, the line, and
+    /// the curriculum if it changes there.
     fn scan(
         &self,
         lines: &mut Lines,
@@ -484,12 +486,12 @@ impl Source {
     }
 }
 
-/// Whether these are of one file, whatever its names.
+/// Whether these are the same file, by any name.
 pub(super) fn of_one(left: &Metadata, right: &Metadata) -> bool {
     (left.dev(), left.ino()) == (right.dev(), right.ino())
 }
 
-/// Whether the file under this name is another one than `held`, or there is none any more.
+/// Whether `path` is another file than `held`, or does not exist any more.
 fn is_another(path: &Path, held: &File) -> std::io::Result<bool> {
     let held = held.metadata()?;
     match fs::metadata(path) {
@@ -499,7 +501,7 @@ fn is_another(path: &Path, held: &File) -> std::io::Result<bool> {
     }
 }
 
-/// Refuses a ledger whose lines say other things than this version writes.
+/// Refuses a ledger of another format version.
 fn check_format(path: &Path, body: &str) -> Result<()> {
     #[derive(serde::Deserialize)]
     struct Format {
@@ -515,7 +517,7 @@ fn check_format(path: &Path, body: &str) -> Result<()> {
     }
 }
 
-/// The fields that are read of every line.
+/// The fields that are read from every line.
 #[derive(serde::Deserialize)]
 struct Said {
     step: u64,
@@ -531,7 +533,7 @@ fn text_digest(text: &str) -> Digest {
     Digest::of_bytes(text.as_bytes())
 }
 
-/// Says that there is no run in a ledger yet.
+/// The error for a ledger without a run.
 pub(super) fn empty(path: &Path) -> Fault {
     let beside = |name: &str| path.with_file_name(name).exists();
     let begun = beside("checkpoints") || beside("checkpoints.at");
@@ -552,7 +554,7 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
         .map_err(|error| Fault::bug(format!("a ledger line cannot be written: {error}")))
 }
 
-/// What the line of a step says, once it follows from the rest of the line.
+/// The content of a step's line, checked against the rest of the line.
 pub(super) fn said<T: Checked>(path: &Path, number: usize, body: &str) -> Result<T> {
     let said: T = from_json(path, number, body)?;
     said.checked().map_err(|what| broken(path, number, &what))

@@ -1,6 +1,7 @@
-//! Reads a ledger from its first step to its end, and on as it grows: each line once, in order, its chain and numbers checked.
+//! Reads a ledger from its first step to its end, and follows it as it grows: each line once, in order, its chain and
+//! numbers checked.
 //!
-//! Only one line is held, so that a ledger of a million steps costs no more memory than one of ten.
+//! Only one line is in memory, so a ledger of a million steps needs no more than one of ten.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
@@ -16,7 +17,7 @@ use store::regular;
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
 
-/// A place in a ledger that may still grow.
+/// A position in a ledger that may still grow.
 pub struct Follower {
     path: PathBuf,
     reader: BufReader<File>,
@@ -36,8 +37,7 @@ impl Follower {
         Ok((head, Follower { path: path.to_owned(), reader, last, step: 0, text: Vec::new() }))
     }
 
-    /// Whether the file under this name is another one by now, or was cut below what has been read. A fault where there is
-    /// none any more.
+    /// Whether the file was replaced, or cut below what has been read. An error if it does not exist any more.
     pub fn replaced(&self) -> Result<bool> {
         let fault = |error| Fault::io("look at", &self.path, &error);
         let now = fs::metadata(&self.path).map_err(fault)?;
@@ -45,13 +45,13 @@ impl Follower {
         Ok(!of_one(&now, &held) || now.len() < self.last.end)
     }
 
-    /// The last step that was read; 0 before the first.
+    /// The last step read; 0 before the first.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// What the next line says, of the fields that `T` asks for; `None` at the end, or where the last line is still being
-    /// written: then a later call reads it.
+    /// The fields of `T` in the next line. `None` at the end, also if the last line is still being written: a later
+    /// call returns it.
     pub fn next_step<T: Checked>(&mut self) -> Result<Option<T>> {
         let Follower { path, reader, last, step, text } = self;
         let fault = |error| Fault::io("read", path, &error);

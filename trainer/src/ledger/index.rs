@@ -1,7 +1,8 @@
-//! `ledger.index`: where every thousandth line of the ledger ends, so that nobody reads a million lines to find one.
+//! `ledger.index`: the end of every thousandth line of the ledger, so that a line is found without reading a million
+//! others.
 //!
-//! It follows from the ledger alone, and is never believed by itself: a mark counts only where line 0 has the chain that it
-//! names, and the line that ends there has its chain. Without a mark that counts all lines are read.
+//! It follows from the ledger, and is never trusted by itself: a mark is valid only if line 0 has the chain that it
+//! names, and the line that ends there has its chain. Without a valid mark all lines are read.
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -13,13 +14,13 @@ use store::disk::{self, Log};
 /// Steps between two marks.
 pub(crate) const SPACING: u64 = 1000;
 
-/// Bytes of a mark: two numbers of 20 digits, two digests, and the place of a curriculum, each with what parts them.
+/// Bytes of a mark: two numbers of 20 digits, two digests, and the position of a curriculum, each with a separator.
 const WIDTH: usize = 3 * 21 + 4 * 33;
 
 /// A line of the ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Line {
-    /// Where it ends.
+    /// Its end offset.
     pub(super) end: u64,
     /// The chain after it.
     pub(super) chain: Digest,
@@ -30,11 +31,11 @@ pub(super) struct Line {
 pub(super) struct InForce {
     /// The end of the line before it.
     pub(super) before: Line,
-    /// Of its text.
+    /// The digest of its text.
     pub(super) text: Digest,
 }
 
-/// What is known at a step.
+/// The state of the ledger at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Mark {
     /// The step.
@@ -43,7 +44,7 @@ pub(super) struct Mark {
     pub(super) line: Line,
     /// The chain after line 0.
     pub(super) head: Digest,
-    /// The curriculum that it was trained by.
+    /// The curriculum that it was trained with.
     pub(super) in_force: InForce,
 }
 
@@ -70,18 +71,18 @@ impl Mark {
     }
 }
 
-/// The marks of a ledger, read one by one where they are asked for.
+/// The marks of a ledger, read on demand.
 #[derive(Debug)]
 pub(super) struct Index {
     path: PathBuf,
-    /// `None` where there is none yet.
+    /// `None` if there is no file yet.
     log: Option<Log>,
     count: u64,
     writes: bool,
 }
 
 impl Index {
-    /// That of the ledger at `ledger`. What cannot be read is not there.
+    /// The index of the ledger at `ledger`; a file that cannot be read counts as missing.
     pub(super) fn open(ledger: &Path, writes: bool) -> Index {
         let path = ledger.with_extension("index");
         let open = if writes { Log::open } else { Log::read };
@@ -91,7 +92,7 @@ impl Index {
         Index { path, log, count: bytes / WIDTH as u64, writes }
     }
 
-    /// How many marks there are.
+    /// The number of marks.
     pub(super) fn count(&self) -> u64 {
         self.count
     }
@@ -105,7 +106,7 @@ impl Index {
         (mark.step == number * SPACING).then_some(mark)
     }
 
-    /// Forgets every mark after the first `count`.
+    /// Drops all marks after the first `count`.
     pub(super) fn cut(&mut self, count: u64) -> Result<()> {
         self.count = self.count.min(count);
         match &self.log {
@@ -117,7 +118,7 @@ impl Index {
         }
     }
 
-    /// Adds the mark that follows.
+    /// Appends the next mark.
     pub(super) fn push(&mut self, mark: &Mark) -> Result<()> {
         if !self.writes || mark.step != (self.count + 1) * SPACING {
             return Ok(());
@@ -133,7 +134,7 @@ impl Index {
         Ok(())
     }
 
-    /// Removes the index of a ledger that begins anew.
+    /// Removes the index, for a new ledger.
     pub(super) fn remove(ledger: &Path) -> Result<()> {
         disk::remove(&ledger.with_extension("index"))
     }

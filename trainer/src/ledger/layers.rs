@@ -1,18 +1,18 @@
-//! The layers by which a ledger line gives norms: they follow from the names of the parameters.
+//! The layers for which a ledger line has norms, derived from the names of the parameters.
 
 use std::ops::Range;
 
-/// A layer of the model, or what stands before or after all of them.
+/// A layer of the model, or the parameters before or after all layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerParameters {
     /// "embedding", "layer 0", "layer 1", ..., "final norm".
     pub name: String,
-    /// Its parameters, by their places in the canonical order.
+    /// Its parameters, by index in canonical order.
     pub parameters: Range<usize>,
 }
 
-/// The layers of the parameters with these names, in canonical order: what stands before the first numbered layer is the
-/// embedding, what follows the last one the final norm.
+/// Groups parameter names in canonical order by layer: those before the first numbered layer are the embedding, those
+/// after the last one the final norm.
 pub fn layers(parameters: &[String]) -> Vec<LayerParameters> {
     let mut found: Vec<LayerParameters> = Vec::new();
     let mut numbered = false;
@@ -32,7 +32,7 @@ pub fn layers(parameters: &[String]) -> Vec<LayerParameters> {
     found
 }
 
-/// The layer that a parameter's name puts it in.
+/// The layer number in a parameter's name.
 fn number(parameter: &str) -> Option<u64> {
     let (_, rest) = parameter.split_once("layers.")?;
     rest.split('.').next()?.parse().ok()

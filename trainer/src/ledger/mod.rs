@@ -1,6 +1,6 @@
-//! The ledger: what a run computed, as a function of the run alone, one chained line for each step.
+//! The ledger: what a run computed, as a function of the run alone, with one chained line per step.
 //!
-//! Invariant: no rank, device, time or path enters it; those go to `events.jsonl`, which is not chained.
+//! Invariant: it contains no rank, device, time or path; those are in `events.jsonl`, which is not chained.
 
 mod difference;
 mod file;
@@ -22,6 +22,6 @@ pub use seen::Seen;
 /// processor's instructions in the kernel table.
 pub const FORMAT: u32 = 6;
 
-/// What to do where a run has lost what it goes on by.
+/// The hint if a run has lost its ledger or checkpoints.
 pub(crate) const RESTORE: &str = "restore ledger.jsonl and the checkpoints from a copy; or train with --restart: every step is \
                                   computed again from the first, and held against the ledger where there is one";

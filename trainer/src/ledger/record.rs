@@ -1,4 +1,4 @@
-//! What a ledger line holds, and what of it has to follow from the rest.
+//! The content of a ledger line, and its consistency checks.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use serde::{Deserialize, Serialize};
 use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
 
-/// What is read of a step's line.
+/// The fields read from a step's line.
 pub trait Checked: DeserializeOwned {
-    /// The same, once its numbers follow from each other; else says which does not.
+    /// Checks that its numbers are consistent; else returns which one is not.
     fn checked(self) -> Result<Self, String>;
 }
 
-/// Line 0: what everything after it is a function of.
+/// Line 0: the inputs of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Head {
@@ -25,18 +25,19 @@ pub struct Head {
     pub format: u32,
     /// Instruction set, library versions, kernels, math threads.
     pub kernel_table: serde_json::Value,
-    /// The rules by which the curriculum becomes text, [`mixer::PLAN_VERSION`]; a head that does not say has the first.
+    /// The version of the rules that turn the curriculum into text, [`mixer::PLAN_VERSION`]; a head without it has the
+    /// first.
     #[serde(default = "first_plan")]
     pub plan: u32,
-    /// The curriculum as the run began with it, in canonical form.
+    /// The curriculum with which the run began, in canonical form.
     pub curriculum: String,
     /// The digests of the stores, in the order of the curriculum.
     pub stores: Vec<Identity>,
     /// SHA-256 of the tokenizer.
     pub tokenizer: Identity,
-    /// What is promised ("D", "L0", "L1", "L2", "L3"), as in `trainer/docs/determinism.md`.
+    /// The determinism levels ("D", "L0", "L1", "L2", "L3"), as in `trainer/docs/determinism.md`.
     pub levels: Vec<String>,
-    /// The parameters, in canonical order: the packed arrays of every step follow it.
+    /// The parameters, in canonical order, which is that of the packed arrays of every step.
     pub parameters: Vec<String>,
 }
 
@@ -56,19 +57,19 @@ pub struct StepRecord {
     pub phase: String,
     /// The batch digest.
     pub batch_digest: Digest,
-    /// Labels in the step: what the sum of losses is divided by.
+    /// Labels in the step: the divisor of the summed losses.
     pub label_count: u64,
-    /// The mean loss in nats for each label, for people: its bits follow from `micro_batch_losses`. Not a number (`null`) where
-    /// it is not finite, or the step has no label.
+    /// The mean loss per label in nats, for people: its bits follow from `micro_batch_losses`. NaN (`null`) if it is
+    /// not finite, or the step has no label.
     #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
     /// Labels of each micro-batch.
     pub micro_batch_labels: Vec<u64>,
     /// Sum of token losses of each micro-batch, as the bits of an f64.
     pub micro_batch_losses: Packed,
-    /// Labels and losses of each source that has rows in the step, by its name.
+    /// Labels and losses of each source with rows in the step, by name.
     pub sources: BTreeMap<String, SourceSums>,
-    /// Tokens that each layer's router sent to each class, over the whole batch; nothing of a layer without a router.
+    /// Tokens that each layer's router sent to each class, over the whole batch; empty for a layer without a router.
     pub tokens_per_expert: Vec<Vec<u64>>,
     /// Checksum of each micro-batch's gradient.
     pub micro_batch_grad_checksums: Packed,
@@ -81,30 +82,29 @@ pub struct StepRecord {
     /// The norm at which `[auto_clip]` clips the gradient, as the bits of an f64; absent without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub clip_threshold: Option<Packed>,
-    /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
+    /// Whether the step was skipped, and why; without `[skip_step]`, present only if it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<Skipped>,
     /// The learning rate, as the bits of an f64.
     pub lr: Packed,
-    /// By layer, the norm of new weights minus old ones, as the bits of f64: zeros where the step was skipped.
+    /// The norm of new weights minus old ones by layer, as the bits of f64: zeros if the step was skipped.
     pub layer_update_norms: Packed,
     /// Checksum of each new weight.
     pub weight_checksums: Packed,
     /// Digest of the whole state after the step: weights, moments, balancing biases, windows.
     pub state_digest: Digest,
-    /// The curriculum in force from this step on, in canonical form, where it is another than before: an accepted edit has
-    /// reached the run.
+    /// The curriculum in force from this step on, in canonical form, if it has changed: an accepted edit took effect.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub curriculum: Option<String>,
 }
 
 impl StepRecord {
-    /// Its micro-batches.
+    /// The number of its micro-batches.
     pub fn micro_batches(&self) -> usize {
         self.micro_batch_labels.len()
     }
 
-    /// Says what does not follow from the rest of a record that was read.
+    /// Returns which field of a record is inconsistent with the rest.
     fn check(&self) -> Result<(), String> {
         let sums = StepSums {
             label_count: self.label_count,
@@ -144,7 +144,7 @@ pub(crate) mod tests {
     use super::*;
 
     proptest! {
-        /// What is written is what was computed; what one number says against the others is found.
+        /// A record is read back as it was written; a number that is inconsistent with the others is found.
         #[test]
         fn a_record_follows_from_its_parts(seed: u64, part in 0usize..5) {
             let text = serde_json::to_string(&record(3, seed)).unwrap();
@@ -164,7 +164,7 @@ pub(crate) mod tests {
     }
 
     proptest! {
-        /// What is checked is added as training adds it.
+        /// The check adds losses in the same tree as training.
         #[test]
         fn the_tree_of_a_check_is_that_of_training(values in prop::collection::vec(-1e9..1e9f64, 1..40)) {
             let wanted = tree::total(values.iter().copied());
@@ -172,7 +172,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// A record whose every quantity follows from `seed`.
+    /// A record in which every quantity depends on `seed`.
     pub(crate) fn record(step: u64, seed: u64) -> StepRecord {
         let word = |index: u64| {
             contract::draw(

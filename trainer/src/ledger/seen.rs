@@ -1,4 +1,4 @@
-//! What people are shown of a ledger's line: a few of its fields. Checksums, most of its bytes, are passed over.
+//! The fields of a ledger line that people are shown. Checksums, most of its bytes, are not parsed.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::{Checked, Packed, SourceSums, StepRecord};
 use crate::optim::guard::Skipped;
 
-/// A step as people see it.
+/// A step as shown to people.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Seen {
     /// Its number, from 1.
@@ -21,26 +21,26 @@ pub struct Seen {
     pub state_digest: Digest,
     /// Labels.
     pub label_count: u64,
-    /// Held until the line is checked.
+    /// Kept until the line is checked.
     micro_batch_labels: Vec<u64>,
     micro_batch_losses: Packed,
-    /// Mean loss of a label, in nats; not a number where there is none.
+    /// Mean loss per label, in nats; NaN without labels.
     #[serde(deserialize_with = "contract::read_number")]
     pub loss: f64,
     norm: Packed,
     lr: Packed,
-    /// Tokens that each layer's router sent to each class, the skip last; nothing of a layer without a router.
+    /// Tokens that each layer's router sent to each class, the skip class last; empty for a layer without a router.
     pub tokens_per_expert: Vec<Vec<u64>>,
-    /// Labels and losses of each source that the step has rows of, by name.
+    /// Labels and losses of each source with rows in the step, by name.
     pub sources: BTreeMap<String, SourceSums>,
     layer_gradient_norms: Packed,
     layer_update_norms: Packed,
     #[serde(default)]
     clip_threshold: Option<Packed>,
-    /// Whether the step moved nothing, and why; without `[skip_step]` only where it moved nothing.
+    /// Whether the step was skipped, and why; without `[skip_step]`, present only if it was.
     #[serde(default)]
     pub skipped: Option<Skipped>,
-    /// The curriculum from here on, where it is another than before.
+    /// The curriculum from this step on, if it has changed.
     #[serde(default)]
     pub curriculum: Option<String>,
 }
@@ -64,7 +64,7 @@ impl Checked for Seen {
 }
 
 impl Seen {
-    /// What people see of a record.
+    /// The shown fields of a record.
     pub(crate) fn of(record: &StepRecord) -> Seen {
         Seen {
             step: record.step,
@@ -97,7 +97,7 @@ impl Seen {
         self.layer_gradient_norms.values().collect()
     }
 
-    /// The norm of each layer's change of weights.
+    /// The norm of each layer's update.
     pub fn layer_update_norms(&self) -> Vec<f64> {
         self.layer_update_norms.values().collect()
     }
@@ -112,7 +112,7 @@ impl Seen {
         self.lr.float()
     }
 
-    /// Why it moved nothing, if it did not.
+    /// Why it was skipped, if it was.
     pub fn skipped(&self) -> Option<Skipped> {
         self.skipped.filter(|skipped| *skipped != Skipped::No)
     }

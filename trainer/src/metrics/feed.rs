@@ -1,13 +1,13 @@
-//! `--metrics-exec`: the curves of each step as a line of JSON for a program of somebody else.
+//! `--metrics-exec`: sends the curves of each step to a user's program, as a line of JSON.
 //!
 //! ```text
 //! step --> queue (bounded) --> thread --> standard input of `sh -c PROGRAM`
 //!                                 ^
-//!              ledger of the run -+  steps that the program has not had: of an earlier process, or that the queue dropped
+//!              ledger of the run -+  steps not sent yet: those of an earlier process, or dropped by the queue
 //! ```
 //!
-//! Training never waits for the program: the queue drops lines that do not fit, and the thread reads those steps from the ledger.
-//! `metrics-exec.json` has the last step that was sent, so a run that goes on sends each step once.
+//! Training never waits for the program: the queue drops lines that do not fit, and the thread reads those steps from
+//! the ledger. `metrics-exec.json` has the last step sent, so a run that continues sends each step once.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -28,13 +28,13 @@ use store::disk::write_whole;
 use crate::folder::RunFolder;
 use crate::ledger::{Ledger, StepRecord};
 
-/// Bytes of lines that wait.
+/// The maximum size of queued lines in bytes.
 const WAITING: usize = 16 << 20;
 
-/// How long the program may take for the lines that wait when the run ends, and to end itself.
+/// When the run ends, how long the program may take to read the queued lines and exit.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// How long a program that ended is not started again.
+/// How long to wait before the program is restarted after it ended.
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// Sends steps to a program.
@@ -43,7 +43,7 @@ pub(crate) struct Feed {
     ended: Receiver<()>,
 }
 
-/// The file that says how far a program is.
+/// The file with the progress of a program.
 #[derive(Clone, Copy, Default, Serialize, Deserialize)]
 struct Mark {
     step: u64,
@@ -60,14 +60,14 @@ struct Shared {
 struct Queue {
     lines: VecDeque<(u64, String)>,
     bytes: usize,
-    /// The last step that was recorded.
+    /// The last recorded step.
     last: u64,
     ending: bool,
 }
 
 impl Feed {
-    /// Starts `command` by `sh` for the run at `root`, whose ledger ends with step `last`; `curves` writes the line of a step
-    /// that only the ledger has.
+    /// Starts `command` by `sh` for the run at `root`, whose ledger ends with step `last`; `curves` makes the line of a
+    /// step that is read from the ledger.
     pub(crate) fn start(
         command: &str,
         root: &Path,
@@ -99,7 +99,7 @@ impl Feed {
         Ok(Feed { shared, ended })
     }
 
-    /// Gives the line of a new step, or drops it where the program is far behind; the ledger has it.
+    /// Queues the line of a new step, or drops it if the program is far behind; the ledger has it.
     pub(crate) fn step(&self, step: u64, line: String) {
         let mut queue = self.shared.lock();
         queue.last = step;
@@ -110,7 +110,7 @@ impl Feed {
         self.shared.changed.notify_one();
     }
 
-    /// Gives a line that belongs to no new step: it is sent if there is room.
+    /// Queues a line that belongs to no new step, or drops it if the queue is full.
     pub(crate) fn line(&self, line: String) {
         let mut queue = self.shared.lock();
         if queue.bytes + line.len() <= WAITING {
@@ -122,7 +122,7 @@ impl Feed {
 }
 
 impl Drop for Feed {
-    /// Lets the program read what waits, and end.
+    /// Lets the program read the queued lines and exit.
     fn drop(&mut self) {
         self.shared.lock().ending = true;
         self.shared.changed.notify_one();
@@ -147,7 +147,7 @@ impl Shared {
     }
 }
 
-/// The thread's side.
+/// The state of the thread.
 struct Sender {
     command: String,
     root: PathBuf,
@@ -155,9 +155,9 @@ struct Sender {
     shared: Arc<Shared>,
     curves: Box<dyn Fn(&StepRecord) -> String + Send>,
     input: Option<ChildStdin>,
-    /// The last step that was written to a program.
+    /// The last step that was sent.
     sent: u64,
-    /// The last one that was written to the program before this one: what a program that fails has read is not known.
+    /// The value of `sent` when this program was started, to resume from if it fails.
     before: u64,
 }
 
@@ -177,8 +177,8 @@ impl Sender {
         Ok(mark.step)
     }
 
-    /// Starts the program. It answers on standard error: results of ours are on standard output. A Ctrl-C is not for it: it ends
-    /// when its input does.
+    /// Starts the program. Its output is sent to standard error, since ours is on standard output. Ctrl-C does not
+    /// reach it: it exits when its input ends.
     fn start(&mut self) -> Result<()> {
         let fault = |error: io::Error| {
             Fault::machine(format!("the program of --metrics-exec cannot be started: {error}"))
@@ -211,7 +211,7 @@ impl Sender {
                 }
             }
         }
-        // The end of its input is the end of the run.
+        // Closing its input tells the program that the run has ended.
         self.input = None;
         let status = loop {
             match self.shared.program().as_mut().map(Child::try_wait) {
@@ -225,7 +225,7 @@ impl Sender {
         }
     }
 
-    /// What there is to send, once there is something.
+    /// Waits for something to send, and returns it.
     fn wait(&self) -> (VecDeque<(u64, String)>, u64, bool) {
         let mut queue = self.shared.lock();
         while queue.lines.is_empty() && queue.last <= self.sent && !queue.ending {
@@ -235,7 +235,7 @@ impl Sender {
         (std::mem::take(&mut queue.lines), queue.last, queue.ending)
     }
 
-    /// Writes lines, and steps that are missing among them, up to step `last`.
+    /// Sends lines, and steps missing between them, up to step `last`.
     fn send(&mut self, lines: VecDeque<(u64, String)>, last: u64) -> Result<()> {
         let before = self.sent;
         let sent = lines
@@ -257,7 +257,7 @@ impl Sender {
         sent
     }
 
-    /// Writes the steps up to `until` that were not sent, from the ledger.
+    /// Sends the steps up to `until` that were not sent yet, from the ledger.
     fn missing(&mut self, until: u64) -> Result<()> {
         if self.sent >= until {
             return Ok(());
@@ -281,8 +281,8 @@ impl Sender {
         write_whole(&self.mark, json(&Mark { step: self.sent }).as_bytes()).map(drop)
     }
 
-    /// Takes leave of a program that ended, and says so. What a program has read that failed is not known: the next one gets
-    /// all of its steps again.
+    /// Cleans up after a program that ended, and warns. How much a failed program has read is unknown, so the next one
+    /// gets all steps since the failed one was started.
     fn reap(&mut self, why: &str) {
         self.input = None;
         let child = self.shared.program().take();

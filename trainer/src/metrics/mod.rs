@@ -1,6 +1,5 @@
-//! Curves: for TensorBoard (`metrics/`), for a program of somebody else (`--metrics-exec`) and for whoever scrapes
-//! `ztrain watch`, all under the same names. What they show is in the ledger or follows from it, but for the speeds; nothing here
-//! is read again by a run.
+//! Curves for TensorBoard (`metrics/`), for a user's program (`--metrics-exec`) and for scrapers of `ztrain watch`,
+//! under the same names. All values except speeds are in the ledger or follow from it; a run never reads them.
 //!
 //! ```text
 //! loss/all   loss/NAME                     mean loss of a label, over the step and by source
@@ -45,17 +44,17 @@ pub struct Metrics {
     stall: DataStall,
 }
 
-/// How long the steps of a process have waited for their batches. Nobody reads ahead of the first one, which says nothing about
-/// the others.
+/// How long the steps of a process have waited for their batches. The first step is separate: its batch is never
+/// prefetched.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DataStall {
-    /// Steps.
+    /// Number of steps.
     pub steps: u64,
-    /// What the first one waited.
+    /// Wait of the first step.
     pub first: Duration,
-    /// What all others waited.
+    /// Total wait of all others.
     pub waited: Duration,
-    /// How long all others took.
+    /// Total duration of all others.
     pub taken: Duration,
 }
 
@@ -71,26 +70,26 @@ impl DataStall {
         self.steps += 1;
     }
 
-    /// The share of their time in which all steps but the first waited.
+    /// The fraction of their time that all steps but the first waited.
     pub fn share(&self) -> f64 {
         share(self.waited, self.taken)
     }
 }
 
-/// The share of `taken` that was `waited`.
+/// The fraction of `taken` that was `waited`.
 pub(crate) fn share(waited: Duration, taken: Duration) -> f64 {
     (waited.as_secs_f64() / taken.as_secs_f64().max(1e-9)).min(1.0)
 }
 
 impl Metrics {
-    /// Begins a file in `folder`; what other files there say of steps after `step` is void from now on.
+    /// Creates a file in `folder`, which supersedes other files there for steps after `step`.
     pub fn open(folder: &Path, step: u64) -> Result<Self> {
         disk::create_folder(folder)?;
         let (writer, waited) = (Writer::create(folder, step)?, Duration::ZERO);
         Ok(Metrics { writer, feed: None, waited, stall: DataStall::default() })
     }
 
-    /// The next batch, and a note of how long it took to come.
+    /// The next batch; measures how long it took.
     pub fn wait<T>(&mut self, next: impl FnOnce() -> Option<T>) -> Option<T> {
         let begin = Instant::now();
         let batch = next();
@@ -98,17 +97,17 @@ impl Metrics {
         batch
     }
 
-    /// How long the batch at hand was waited for.
+    /// How long the current batch was waited for.
     pub fn waited(&self) -> Duration {
         self.waited
     }
 
-    /// How long batches were waited for since the process began.
+    /// How long batches were waited for since the process started.
     pub fn stall(&self) -> DataStall {
         self.stall
     }
 
-    /// The curves of one step, and what of them stands in its event.
+    /// Writes the curves of one step.
     pub(crate) fn step(
         &mut self,
         spec: &RunSpec,
@@ -124,7 +123,7 @@ impl Metrics {
         self.writer.scalars(record.step, &values)
     }
 
-    /// Sends every step that is recorded after `last` to a program as well.
+    /// Also sends every step recorded after `last` to a program.
     pub(crate) fn feed(
         &mut self,
         command: &str,
@@ -139,7 +138,7 @@ impl Metrics {
         Ok(())
     }
 
-    /// The losses on held-out text after `step`.
+    /// Writes the validation losses after `step`.
     pub fn validation(&mut self, step: u64, sources: &[SourceLoss]) -> Result<()> {
         let named = sources.iter().map(|one| (format!("validation/{}", one.source), one.mean()));
         let all = ("validation/all".to_owned(), SourceLoss::over(sources).mean());
@@ -151,22 +150,22 @@ impl Metrics {
     }
 }
 
-/// How fast a step was.
+/// The speed of a step.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct StepSpeed {
-    /// How long it took.
+    /// Its duration.
     pub(crate) taken: Duration,
     /// How long it waited for its batch.
     pub(crate) waited: Duration,
-    /// Its tokens.
+    /// Its number of tokens.
     pub(crate) tokens: u64,
     /// Tokens of all steps so far.
     pub(crate) all_tokens: u64,
-    /// Operations of one rank.
+    /// FLOPs of one rank.
     pub(crate) flops: f64,
-    /// Operations in a second that its device can do, where that is known.
+    /// Peak FLOP/s of its device, if known.
     pub(crate) peak: Option<f64>,
-    /// Bytes that the process of rank 0 holds.
+    /// Memory of the process of rank 0 in bytes.
     pub(crate) memory: u64,
 }
 
@@ -175,12 +174,12 @@ impl StepSpeed {
         self.taken.as_secs_f64().max(1e-9)
     }
 
-    /// Tokens in a second.
+    /// Tokens per second.
     pub(crate) fn rate(&self) -> f64 {
         self.tokens as f64 / self.seconds()
     }
 
-    /// Operations in a second, in units of 10^12.
+    /// TFLOP/s.
     pub(crate) fn tflops(&self) -> f64 {
         self.flops / self.seconds() / 1e12
     }
@@ -203,13 +202,13 @@ impl StepSpeed {
     }
 }
 
-/// Operations in a second of `device` in `dtype`, where they are known.
+/// Peak FLOP/s of `device` in `dtype`, if known.
 pub(crate) fn peak(device: tch::Device, dtype: Dtype) -> Option<f64> {
     let [name, _] = kernels::device::identity(device)?;
     peak::of(&name?, dtype)
 }
 
-/// A line of JSON with curves.
+/// Curves as a line of JSON.
 fn line(step: u64, values: &[(String, f64)]) -> String {
     let finite = values.iter().filter(|(_, value)| value.is_finite());
     let mut fields: serde_json::Map<_, _> =
@@ -218,12 +217,12 @@ fn line(step: u64, values: &[(String, f64)]) -> String {
     feed::json(&fields)
 }
 
-/// What the layers of a ledger's norms are called.
+/// The names of the layers in a ledger's norms.
 fn layer_names(parameters: &[String]) -> Vec<String> {
     ledger::layers(parameters).into_iter().map(|layer| layer.name).collect()
 }
 
-/// The curves of a step, which are numbers: without labels it has no loss.
+/// The curves of a step; without labels it has no loss.
 pub(crate) fn curves(
     seen: &Seen,
     layers: &[String],
@@ -255,7 +254,7 @@ pub(crate) fn curves(
     values
 }
 
-/// The curves of the routers; none where no layer has one.
+/// The curves of the routers; empty if no layer has one.
 fn routers(counts: &[Vec<u64>]) -> Vec<(String, f64)> {
     let routers: Vec<&[u64]> =
         counts.iter().map(Vec::as_slice).filter(|counts| !counts.is_empty()).collect();
@@ -271,7 +270,8 @@ fn routers(counts: &[Vec<u64>]) -> Vec<(String, f64)> {
     curves.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// Entropy of the load over the experts (the last class is the skip), over that of an even one; 1 for a single expert.
+/// Entropy of the load over the experts (without the skip class, which is last), relative to that of an even load; 1
+/// for a single expert.
 pub(crate) fn entropy(counts: &[u64]) -> f64 {
     let experts = &counts[..counts.len().saturating_sub(1)];
     let total: u64 = experts.iter().sum();
@@ -297,7 +297,7 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 mod tests {
     use super::*;
 
-    /// Curves are of the layers that have a router.
+    /// Curves average only over layers with a router.
     #[test]
     fn layers_without_a_router_are_no_even_ones() {
         assert!(routers(&[vec![], vec![]]).is_empty());

@@ -1,15 +1,15 @@
-//! A run's newest values in OpenMetrics text, which Prometheus and others scrape from `ztrain watch`.
+//! A run's newest values as OpenMetrics text, for Prometheus and others to scrape from `ztrain watch`.
 //!
-//! A curve `GROUP/NAME` is the gauge `ztrain_GROUP_NAME`; where NAME is a source's or a layer's it is a label: losses by source,
-//! norms by layer. Source: OpenMetrics 1.0, section "Text Format".
+//! A curve `GROUP/NAME` is the gauge `ztrain_GROUP_NAME`. For losses by source and norms by layer, NAME is a label
+//! instead. Source: OpenMetrics 1.0, section "Text Format".
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
-/// What is answered as.
+/// The content type.
 pub const KIND: &str = "application/openmetrics-text; version=1.0.0";
 
-/// Groups whose names are those of a run: what the label is called.
+/// Groups whose names depend on the run, with the label for them.
 const LABELLED: [(&str, &str); 4] = [
     ("loss", "source"),
     ("validation", "source"),
@@ -17,17 +17,17 @@ const LABELLED: [(&str, &str); 4] = [
     ("update_norm", "layer"),
 ];
 
-/// What stands in the text of every run, besides its curves.
+/// The status of a run, shown next to its curves.
 pub(crate) struct Standing {
-    /// What the run is called.
+    /// The run's name.
     pub(crate) run: String,
     /// The newest step.
     pub(crate) step: u64,
-    /// How often a process began to train.
+    /// How often a process started training.
     pub(crate) starts: u64,
-    /// Odd steps.
+    /// Number of odd steps.
     pub(crate) odd: u64,
-    /// Whether a process has begun and not ended.
+    /// Whether a process has started and not ended.
     pub(crate) running: bool,
 }
 
@@ -37,7 +37,7 @@ pub(crate) fn text(standing: &Standing, curves: &[(String, f64)]) -> String {
     let mut families: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
     for (curve, value) in curves {
         let Some((group, name)) = curve.split_once('/') else { continue };
-        // A count of what only grows is one.
+        // It only grows, so it is a counter.
         if curve == "data/tokens" {
             continue;
         }

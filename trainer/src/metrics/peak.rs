@@ -1,9 +1,9 @@
-//! What a device could compute at most, by the datasheets of its vendor: MFU is a share of this.
+//! Peak FLOP/s of devices by their datasheets, the base of MFU.
 
 use curriculum::Dtype;
 
-/// Dense operations in a second, without sparsity, in units of 10^12: of bf16 by matrix units, of f32 by vector units. The f32
-/// here never uses TF32, whose bits differ.
+/// Dense TFLOP/s, without sparsity: bf16 by matrix units, f32 by vector units. The f32 here never uses TF32, whose bits
+/// differ.
 const PEAKS: [(&str, [f64; 2]); 9] = [
     ("A100", [312.0, 19.5]),
     ("B200", [2250.0, 80.0]),
@@ -16,7 +16,7 @@ const PEAKS: [(&str, [f64; 2]); 9] = [
     ("MI325X", [1307.4, 163.4]),
 ];
 
-/// Operations in a second of the device that calls itself `name`; `None` where it is not known.
+/// Peak FLOP/s of the device with this `name`; `None` if it is unknown.
 pub(super) fn of(name: &str, dtype: Dtype) -> Option<f64> {
     let (_, [bf16, f32]) = PEAKS.iter().find(|(known, _)| name.contains(known))?;
     Some(1e12 * if dtype == Dtype::Bf16 { bf16 } else { f32 })

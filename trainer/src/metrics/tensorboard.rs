@@ -1,4 +1,4 @@
-//! TensorBoard's event files: records of protocol-buffer messages, each with its length and two sums.
+//! TensorBoard's event files: records of protocol-buffer messages, each with its length and two checksums.
 //!
 //! ```text
 //! record   length u64 | masked crc32c of the length u32 | message | masked crc32c of the message u32     little-endian
@@ -6,8 +6,8 @@
 //! Summary  1 Value (repeated): 1 tag text, 2 simple_value float
 //! ```
 //!
-//! A file begins with its version and a session's start: readers drop what earlier files say of later steps, so that a run
-//! that goes on after a kill has one curve.
+//! A file begins with its version and a session start: readers then drop later steps of earlier files, so that a run
+//! that continues after a kill has one curve.
 
 use std::path::Path;
 
@@ -16,22 +16,22 @@ use store::disk::Log;
 
 use crate::events;
 
-/// How the names of event files begin.
+/// The prefix of event file names.
 const NAME: &str = "events.out.tfevents.";
 
 /// `SessionLog.status` of a start.
 const START: u64 = 1;
 
-/// A file that is appended to.
+/// A file for appending.
 pub(super) struct Writer {
     log: Log,
 }
 
 impl Writer {
-    /// A new file in `folder` for steps after `step`.
+    /// Creates a file in `folder` for steps after `step`.
     pub(super) fn create(folder: &Path, step: u64) -> Result<Writer> {
         let now = events::now();
-        // Readers take files in the order of their names, which is to be that of writing, whatever a clock says by now.
+        // Readers sort files by name, so names must ascend even if the clock was set back.
         let time = newest(folder)?.map_or(now, |newest| now.max(newest + 0.001));
         let name = format!("{NAME}{time:015.3}.{}", std::process::id());
         let path = folder.join(name);
@@ -48,7 +48,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Numbers of one step, in one event.
+    /// Writes scalars of one step, in one event.
     pub(super) fn scalars(&mut self, step: u64, values: &[(String, f64)]) -> Result<()> {
         let mut summary = Message::default();
         for (tag, value) in values {
@@ -62,7 +62,7 @@ impl Writer {
         self.append(&event)
     }
 
-    /// In one call to the system, so that a kill leaves at most one torn record, which readers pass over.
+    /// Writes in one system call, so that a kill leaves at most one incomplete record, which readers skip.
     fn append(&mut self, message: &Message) -> Result<()> {
         let length = (message.0.len() as u64).to_le_bytes();
         let sum = |bytes: &[u8]| masked(crc32c(bytes)).to_le_bytes();
@@ -85,7 +85,7 @@ fn newest(folder: &Path) -> Result<Option<f64>> {
     Ok(newest)
 }
 
-/// A protocol-buffer message in the making.
+/// A protocol-buffer message being built.
 #[derive(Default)]
 struct Message(Vec<u8>);
 
@@ -127,7 +127,7 @@ impl Message {
     }
 }
 
-/// The format's way to keep a sum of bytes that hold sums from being a likely value.
+/// TFRecord's CRC masking, which keeps a checksum of bytes that contain checksums from being a likely value.
 fn masked(sum: u32) -> u32 {
     sum.rotate_right(15).wrapping_add(0xa282_ead8)
 }
@@ -159,7 +159,7 @@ const fn table() -> [u32; 256] {
 mod tests {
     use super::*;
 
-    /// A clock that was set back, or that ran ahead for a while.
+    /// The clock was set back, or was ahead for a while.
     #[test]
     fn a_later_file_has_a_later_name() {
         let folder = tempfile::tempdir().unwrap();

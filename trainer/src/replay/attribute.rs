@@ -1,16 +1,16 @@
-//! Which documents of a step made a later loss: left out one by one and in subsets, by training a window of steps anew, and
-//! beside that what a first-order prediction from gradients says.
+//! Attributes a later loss to the documents of a step: retrains a window of steps without single documents and subsets,
+//! and compares with a first-order prediction from gradients.
 //!
 //! ```text
 //! window    steps A .. B - 1, computed from the true state before A with the data, rates and optimizer of the run
-//! target    mean loss of the batch of step B, as the run reads it, with the state after the window: no step has trained on it
-//! actual    target without some documents of step A, less target with all; they are hidden in every step of the window
-//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A as plain descent takes it
+//! target    mean loss of the batch of step B, as the run reads it, with the state after the window (not trained on it)
+//! actual    target without some documents of step A, minus target with all; they are masked in the whole window
+//! predicted -lr <grad target, (sum of g - sum of g_d) / (D - sum of n_d) - sum of g / D>: step A by plain SGD
 //!           g_d, n_d, D: gradient of a document's summed loss and its labels in step A, labels of the step;
 //!           grad target at the state after the window, g_d at the state before it
-//! dot       +lr <grad target, sum of g_d> / D, both gradients at the state before A: what methods that know one checkpoint say
-//! LDS       Spearman's rank correlation of actual and predicted over random subsets that leave out half of the documents; the
-//!           same of actual and dot beside it
+//! dot       +lr <grad target, sum of g_d> / D, both gradients at the state before A: as methods with one checkpoint do
+//! LDS       Spearman's rank correlation of actual and predicted over random subsets of half of the documents; also of
+//!           actual and dot
 //! ```
 
 use std::ops::Range;
@@ -29,16 +29,16 @@ use crate::step::Detail;
 use crate::waiting::Waiting;
 use curriculum::Amendment;
 
-/// How much is computed.
+/// How much to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Effort {
-    /// Documents of the window's first step, those with most labels first.
+    /// Number of documents of the window's first step, those with most labels first.
     pub documents: usize,
-    /// Random subsets for the LDS.
+    /// Number of random subsets for the LDS.
     pub subsets: u64,
 }
 
-/// What came out.
+/// The result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Attribution {
     /// The first step of the window.
@@ -47,15 +47,15 @@ pub struct Attribution {
     pub target: u64,
     /// The target with all documents.
     pub loss: f64,
-    /// What the prediction says of the first step as a whole: how the target changes by it.
+    /// The predicted change of the target by the first step as a whole.
     pub predicted_step: f64,
-    /// The documents, by what leaving them out does to the target: those that raised it most first.
+    /// The documents, sorted by the effect of leaving them out: those that raised the target most first.
     pub documents: Vec<Attributed>,
     /// The subsets.
     pub subsets: Vec<Subset>,
     /// Spearman's rank correlation over the subsets; `None` for less than two, or where one side does not vary.
     pub lds: Option<f64>,
-    /// The same of the products of gradients at the state before the window.
+    /// The same for the dot products of gradients at the state before the window.
     pub lds_dot: Option<f64>,
 }
 
@@ -70,24 +70,24 @@ pub struct Attributed {
     pub document: u64,
     /// Its labels in the window's first step.
     pub labels: u64,
-    /// How the target changes without it, by computing the window.
+    /// The change of the target without it, by retraining the window.
     pub actual: f64,
     /// The same by the prediction.
     pub predicted: f64,
-    /// The same by the product of gradients at the state before the window.
+    /// The same by the dot product of gradients at the state before the window.
     pub dot: f64,
 }
 
 /// Some documents left out together.
 #[derive(Clone, Debug, Serialize)]
 pub struct Subset {
-    /// Ids of those that were left out.
+    /// Ids of the documents left out.
     pub dropped: Vec<String>,
-    /// How the target changes without them, by computing the window.
+    /// The change of the target without them, by retraining the window.
     pub actual: f64,
     /// The same by the prediction.
     pub predicted: f64,
-    /// The same by the product of gradients at the state before the window.
+    /// The same by the dot product of gradients at the state before the window.
     pub dot: f64,
 }
 
@@ -97,7 +97,7 @@ struct Candidate {
     document: u64,
     id: String,
     labels: u64,
-    /// Product of the target's gradient with that of its summed loss.
+    /// Dot product of the target's gradient with that of its summed loss.
     product: f64,
     /// The same with the target's gradient at the state before the window.
     before: f64,
@@ -175,7 +175,7 @@ pub fn attribute(
     Ok(Attribution { first, target, loss, predicted_step, documents, subsets, lds, lds_dot })
 }
 
-/// The LDS of the prediction and that of the products of gradients.
+/// The LDS of the prediction, and that of the dot products of gradients.
 fn correlations(subsets: &[Subset]) -> (Option<f64>, Option<f64>) {
     let of: [fn(&Subset) -> f64; 3] = [|one| one.actual, |one| one.predicted, |one| one.dot];
     let [actual, predicted, dot] = of.map(|of| subsets.iter().map(of).collect::<Vec<f64>>());
@@ -189,7 +189,7 @@ struct Own {
 }
 
 impl Own {
-    /// The product of the gradient of its summed loss with another gradient.
+    /// The dot product of the gradient of its summed loss with another gradient.
     fn product(&self, slope: &[Tensor]) -> Result<f64> {
         Ok(product(slope, &self.mean)? * self.labels as f64)
     }
@@ -210,7 +210,7 @@ fn own_gradient(
 struct Whole {
     lr: f64,
     labels: u64,
-    /// Product of the target's gradient with that of the step's summed loss.
+    /// Dot product of the target's gradient with that of the step's summed loss.
     product: f64,
 }
 
@@ -222,7 +222,7 @@ impl Whole {
         -self.lr * (rest / labels.max(1) as f64 - self.product / self.labels.max(1) as f64)
     }
 
-    /// What the products of gradients at the state before the window say of it.
+    /// The same by the dot products of gradients at the state before the window.
     fn dot(&self, dropped: &[&Candidate]) -> f64 {
         let sum = dropped.iter().map(|one| one.before).sum::<f64>();
         self.lr * sum / self.labels.max(1) as f64
@@ -291,7 +291,8 @@ fn gradient(replayer: &Replayer, state: &State, batch: &Batch) -> Result<Vec<Ten
     loss_and_gradient(replayer, state, batch).map(|(_, gradient)| gradient)
 }
 
-/// A batch in which one document alone has labels. What others say stays where documents see each other.
+/// A batch in which only one document has labels. The other tokens stay, for models where documents attend to each
+/// other.
 fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Batch> {
     let spec = replayer.spec();
     let apart = spec.model_at(batch.step)?.config.document_mask;
@@ -309,7 +310,7 @@ fn alone(replayer: &Replayer, batch: &Batch, candidate: &Candidate) -> Result<Ba
     Ok(alone)
 }
 
-/// The product of two gradients, tensor by tensor in f64.
+/// The dot product of two gradients, tensor by tensor in f64.
 fn product(one: &[Tensor], other: &[Tensor]) -> Result<f64> {
     let dot = |(one, other): (&Tensor, &Tensor)| {
         let product = one.f_mul(other).and_then(|product| product.f_sum(Kind::Double));
@@ -319,7 +320,7 @@ fn product(one: &[Tensor], other: &[Tensor]) -> Result<f64> {
     one.iter().zip(other).map(dot).sum()
 }
 
-/// A random half of the documents: those with the smallest draws.
+/// A random half of the documents: those with the smallest random numbers.
 fn half(candidates: &[Candidate], seed: u64, number: u64) -> Vec<&Candidate> {
     let key = Key::from_seed(seed).child("attribution").nth(number);
     let mut drawn: Vec<(u64, &Candidate)> = candidates
@@ -331,7 +332,8 @@ fn half(candidates: &[Candidate], seed: u64, number: u64) -> Vec<&Candidate> {
     drawn.into_iter().take(candidates.len() / 2).map(|(_, one)| one).collect()
 }
 
-/// Spearman's rank correlation: Pearson's of the ranks, equal values sharing the mean of theirs. `None` where a side is constant.
+/// Spearman's rank correlation: Pearson's of the ranks, equal values sharing the mean of theirs. `None` where a side is
+/// constant.
 fn spearman(one: &[f64], other: &[f64]) -> Option<f64> {
     let (one, other) = (ranks(one), ranks(other));
     let mean = (one.len() as f64 + 1.0) / 2.0;
@@ -358,7 +360,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Without ties it is the textbook's 1 - 6 sum d^2 / n (n^2 - 1), whatever grows with the values.
+        /// Without ties, it is 1 - 6 sum d^2 / n (n^2 - 1), and invariant under monotone transforms.
         #[test]
         fn a_rank_correlation_is_that_of_the_textbook(
             order in Just((0..12u32).collect::<Vec<_>>()).prop_shuffle(),

@@ -1,4 +1,4 @@
-//! Which documents a step's loss came from.
+//! The documents that a step's loss came from.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use store::{DocumentRecord, Split};
 
 use crate::spec::RunSpec;
 
-/// Where a part of a document stands in a batch.
+/// The position of a part of a document in a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The row.
@@ -23,7 +23,7 @@ pub struct Place {
     pub first_token: u64,
 }
 
-/// One document of a step and its part in the loss.
+/// One document of a step, and its share of the loss.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DocumentLoss {
     /// The source's name.
@@ -36,11 +36,11 @@ pub struct DocumentLoss {
     pub row: u64,
     /// Row group or record batch of columnar input.
     pub group: Option<u32>,
-    /// Its bytes in that file, decompressed, where they are known.
+    /// Its byte range in that file, decompressed, if known.
     pub bytes: Option<(u64, u64)>,
-    /// The sequences of the step that hold a part of it.
+    /// The sequences of the step that contain a part of the document.
     pub sequences: Vec<u64>,
-    /// Where its parts stand in the batch.
+    /// The positions of its parts in the batch.
     #[serde(skip)]
     pub places: Vec<Place>,
     /// Its tokens in this step.
@@ -53,7 +53,7 @@ pub struct DocumentLoss {
     pub mean: f64,
 }
 
-/// Documents of `rows` with their part in the loss, worst first. `losses` holds a number for each token of these rows.
+/// Documents of `rows` with their losses, worst first. `losses` has one value for each token of these rows.
 pub fn rank(
     spec: &RunSpec,
     batch: &Batch,
@@ -97,13 +97,13 @@ pub fn rank(
     Ok(ranked)
 }
 
-/// What is not a number is worst of all.
+/// NaN is the worst.
 fn worse(a: f64, b: f64) -> Ordering {
     let key = |value: f64| if value.is_nan() { f64::INFINITY } else { value };
     key(b).total_cmp(&key(a))
 }
 
-/// A document without its losses yet.
+/// A document without its losses.
 fn describe(spec: &RunSpec, source: usize, record: &DocumentRecord) -> Result<DocumentLoss> {
     let name = &spec.plan.sources()[source].name;
     let stream = spec.data.stream(name, Split::Train)?;

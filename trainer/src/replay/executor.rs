@@ -1,8 +1,7 @@
-//! Who computes the micro-batches of a replay: this machine, or whoever stands in its place.
+//! Computes the micro-batches of a replay: on this machine, or on a substitute.
 //!
-//! The verdict compares what an executor answers with the ledger, and with its own second answer. That second answer
-//! is what tells a changed kernel from a failing machine, so it has to be possible to put a failing one in: the tests do.
-//! The program always computes on this machine.
+//! The verdict compares an executor's results with the ledger, and with its own second results, which tell a changed
+//! kernel from a failing machine. So tests substitute a failing executor; the program always computes on this machine.
 
 use contract::Result;
 use loader::Batch;
@@ -12,9 +11,9 @@ use crate::state::State;
 use crate::step::{self, Computed, Context, Detail, MicroBatchSums, micro_batch};
 use crate::workers::Workers;
 
-/// Computes micro-batches, and nothing that decides whether they are right.
+/// Computes micro-batches, without judging the results.
 pub trait Executor {
-    /// What the micro-batches of the step after `state` come to, of which `batch` is this rank's part.
+    /// Computes all micro-batches of the step after `state`; `batch` is this rank's part.
     fn compute(
         &self,
         cx: Context<'_>,
@@ -26,7 +25,7 @@ pub trait Executor {
         step::compute(cx, state, batch, &micro_batches, detail)
     }
 
-    /// One micro-batch of it.
+    /// Computes one micro-batch of that step.
     fn micro_batch(
         &self,
         spec: &RunSpec,
@@ -39,7 +38,7 @@ pub trait Executor {
     }
 }
 
-/// The machine that this process runs on.
+/// Computes on this machine.
 pub struct ThisMachine;
 
 impl Executor for ThisMachine {}

@@ -1,8 +1,8 @@
-//! The element that a flipped bit hit, from a checkpoint that the run left behind it.
+//! Finds the element that a bit flip hit, from the next checkpoint of the run.
 //!
-//! A hit before the forward pass spreads to everything within a step; the element itself still lies farther off than all
-//! that followed from it. The suspicion is proven by putting the bit into the true state: a micro-batch then has the loss
-//! and the gradient that the ledger has.
+//! A flip before the forward pass affects everything within a step, but the element itself still differs more than all
+//! that followed from it. The proof is to flip the bit in the true state: then a micro-batch has the loss and the
+//! gradient that the ledger has.
 
 use contract::Result;
 use loader::Batch;
@@ -17,33 +17,34 @@ use crate::state::State;
 use crate::state::ownership::{Ownership, Piece};
 use crate::step::Detail;
 
-/// An element of the state that was hit.
+/// The element of the state that was hit.
 #[derive(Clone, Debug, Serialize)]
 pub struct Hit {
     /// The parameter.
     pub parameter: String,
-    /// Its weights, or which of its moments.
+    /// Its weight, or one of its moments.
     pub set: Set,
-    /// The element, counted in the tensor.
+    /// The index of the element in the tensor.
     pub element: i64,
-    /// The rank that owned it, where events.jsonl says how many there were.
+    /// The rank that owned it, if events.jsonl says how many ranks there were.
     pub owner: Option<u32>,
-    /// The step of the checkpoint that told it.
+    /// The step of the checkpoint that shows it.
     pub checkpoint: u64,
-    /// How many times farther off it is than anything in other parameters; `None` where those are as they should be.
+    /// How many times more it differs than anything in other parameters; `None` if those do not differ.
     pub times: Option<f64>,
-    /// The bit, from 0, of a weight that was hit before the forward pass: with it, a micro-batch is what the ledger says.
+    /// The flipped bit, from 0, of a weight that was hit before the forward pass: with it, a micro-batch matches the
+    /// ledger.
     pub bit: Option<u32>,
 }
 
-/// What there is to find it by.
+/// The evidence to find it by.
 #[derive(Clone, Copy)]
 pub(super) struct Traces<'a> {
-    /// Where the two part first.
+    /// The first stage that differs.
     pub(super) stage: Stage,
     /// Micro-batches whose loss differs.
     pub(super) losses: &'a [usize],
-    /// How many ranks trained the step, if that is known.
+    /// The number of ranks that trained the step, if known.
     pub(super) ranks: Option<u32>,
     pub(super) written: &'a StepRecord,
     pub(super) before: &'a State,
@@ -51,13 +52,13 @@ pub(super) struct Traces<'a> {
     pub(super) batch: &'a Batch,
 }
 
-/// Steps behind the hit within which a checkpoint is looked at.
+/// A checkpoint is used only if it is within this many steps after the hit.
 const NEAR: u64 = 64;
 
-/// An element this many times farther off than anything in other parameters stands out.
+/// An element stands out if it differs this many times more than anything in other parameters.
 const STANDS_OUT: f64 = 4.0;
 
-/// The farthest element of a tensor.
+/// The element of a tensor that differs most.
 struct Farthest<'a> {
     piece: &'a Piece,
     set: Set,
@@ -65,7 +66,7 @@ struct Farthest<'a> {
     distance: f64,
 }
 
-/// Looks for the element; words say what was found, or what could tell.
+/// Finds the element; the text says what was found, or what could show it.
 pub(super) fn find(
     replayer: &Replayer,
     traces: Traces<'_>,
@@ -130,7 +131,7 @@ pub(super) fn find(
     Ok((Some(hit), words))
 }
 
-/// The first checkpoint of the run that holds what the ledger says after `step`, if it is near.
+/// The first checkpoint of the run from `step` on that matches the ledger, if it is near.
 fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
     let checkpoints = replayer.folder.checkpoints()?;
     let near = step..=replayer.recorded.min(step + NEAR);
@@ -143,7 +144,7 @@ fn checkpoint_after(replayer: &Replayer, step: u64) -> Result<Option<u64>> {
     Ok(None)
 }
 
-/// What the state after `step` would have been without the hit; `None` where it diverges on the way.
+/// The state after `step` without the hit; `None` if it diverges on the way.
 fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<State>> {
     let mut state = after.copy()?;
     while state.step < step {
@@ -156,7 +157,7 @@ fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<St
     Ok(Some(state))
 }
 
-/// The farthest element of each piece and set that differs at all.
+/// The element that differs most, for each piece and set with a difference.
 fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<Farthest<'a>>> {
     let mut all = Vec::new();
     for ((piece, weight, moments), (_, other, others)) in ours.own().zip(theirs.own()) {
@@ -176,7 +177,7 @@ fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<Farthest<'a>>> {
     Ok(all)
 }
 
-/// The element in which two tensors are farthest apart, and how far; what is no number is farthest of all.
+/// The element in which two tensors differ most, and by how much; NaN is the largest.
 fn farthest(own: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch::TchError> {
     let apart = other.f_sub(own)?.f_abs()?.f_reshape([-1])?;
     let element = apart.f_argmax(None, false)?.f_int64_value(&[])?;
@@ -184,7 +185,7 @@ fn farthest(own: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch
     Ok((element, if distance.is_nan() { f64::INFINITY } else { distance }))
 }
 
-/// Of an update that came out otherwise, with all else as it should be: the moment that was hit moves the weight too.
+/// For a difference in the update only: the moment that was hit changes the weight, too.
 fn directly<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
     let of = |set: Set| {
         let of_set = all.iter().filter(move |one| one.set == set);
@@ -196,7 +197,7 @@ fn directly<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
     (!other).then_some((Farthest { piece, set, element, distance }, None))
 }
 
-/// The weight that is much farther off than any of another parameter.
+/// The weight that differs much more than any of other parameters.
 fn standing_out<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
     let weights = || all.iter().filter(|one| one.set == Set::Weights);
     let found = weights().max_by(|a, b| a.distance.total_cmp(&b.distance))?;
@@ -208,7 +209,7 @@ fn standing_out<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)>
     stands.then_some((Farthest { piece, set, element, distance }, times))
 }
 
-/// The bit of a weight with which a micro-batch that differs comes out as the ledger says.
+/// The bit of a weight with which a differing micro-batch matches the ledger.
 fn prove(
     replayer: &Replayer,
     traces: Traces<'_>,
@@ -216,15 +217,15 @@ fn prove(
     distance: f64,
 ) -> Result<Option<u32>> {
     let Traces { losses, written, before, batch, .. } = traces;
-    // A bit that fell in the middle of the step is there in the last of them.
+    // If the bit flipped in the middle of the step, the last of them is affected.
     let Some(micro_batch) = losses.last().copied() else { return Ok(None) };
     let flipped = before.copy()?;
-    // Under bf16 only its owner has the number whose bit it was.
+    // In bf16, only the owner has the f32 value that was hit.
     let Some(right) = flipped.weight(tensor, element) else { return Ok(None) };
     for bit in (0..32).rev() {
         let wrong = f32::from_bits(right.to_bits() ^ (1 << bit));
         let moved = f64::from((wrong - right).abs());
-        // Later steps move it on, a little.
+        // Later steps change it further, a little.
         if !(distance / 8.0..=distance * 8.0).contains(&moved) {
             continue;
         }
@@ -253,7 +254,7 @@ fn owner(owners: &Ownership, tensor: usize, element: i64) -> Option<u32> {
 }
 
 impl Hit {
-    /// For people.
+    /// A description for people.
     fn words(&self, ranks: Option<u32>) -> String {
         let Hit { parameter, set, element, owner, checkpoint, times: _, bit } = self;
         let what = match set {

@@ -1,13 +1,13 @@
-//! States before steps that were replayed. They stay beside the run, so that the next question about such a step does not
-//! compute its way there again.
+//! States before replayed steps. They are kept in the run's folder, so that the next question about such a step does
+//! not recompute the steps before it.
 //!
 //! ```text
-//! RUN/replays/TABLE/step-N/     a checkpoint of the state after step N; TABLE is the digest of the kernel table that computed it
-//! RUN/replays/lock              held by the replay that keeps one
+//! RUN/replays/TABLE/step-N/     checkpoint of the state after step N; TABLE is the digest of the kernel table
+//! RUN/replays/lock              held by the replay that writes one
 //! ```
 //!
-//! Invariant: a state is kept and read only as one that the ledger knows, by the chain after its step and by its digest; a
-//! run never goes on from it.
+//! Invariant: a state is kept and read only if it matches the ledger, by the chain after its step and by its digest; a
+//! run never continues from it.
 
 use std::cmp::Reverse;
 use std::fs;
@@ -24,27 +24,27 @@ use crate::folder::{self, RunFolder};
 use crate::run::keep::written_by_all;
 use crate::state::State;
 
-/// How many states stay.
+/// How many states are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Keep {
-    /// So many at most, the last written ones; 0: none is written.
+    /// The maximum number; the most recently written are kept. 0: none is written.
     pub states: usize,
-    /// And so many bytes together; a larger one is not kept.
+    /// The maximum total size in bytes; a larger state is not kept.
     pub bytes: u64,
 }
 
-/// The place of a run's kept states.
+/// The kept states of a run.
 pub(super) struct Kept {
-    /// Of all kernel tables.
+    /// Folder for all kernel tables.
     root: PathBuf,
-    /// Of this machine's.
+    /// Folder for this machine's kernel table.
     table: PathBuf,
     checkpoints: Checkpoints,
     keep: Keep,
 }
 
 impl Kept {
-    /// Those of the run in `folder` that machines of this kernel table computed.
+    /// Those of the run in `folder` that were computed with this kernel table.
     pub(super) fn new(folder: &RunFolder, table: &KernelTable, keep: Keep) -> Kept {
         let root = folder.replays();
         let table = root.join(Digest::of_bytes(table.fingerprint().as_bytes()).to_string());
@@ -52,7 +52,7 @@ impl Kept {
         Kept { root, table, checkpoints, keep }
     }
 
-    /// Where they lie.
+    /// The checkpoints that hold them.
     pub(super) fn checkpoints(&self) -> &Checkpoints {
         &self.checkpoints
     }
@@ -62,8 +62,8 @@ impl Kept {
         self.keep.states > 0
     }
 
-    /// Keeps the state that all ranks hold together, whose digest and the ledger's chain after it are `digests`, and lets go
-    /// of those before it that are too many.
+    /// Keeps the state that all ranks hold together, and removes older ones over the limits. `digests` are those of the
+    /// state and of the ledger's chain after it.
     pub(super) fn put(
         &self,
         comm: &Group,
@@ -79,7 +79,7 @@ impl Kept {
                 .wanted(format!("at most {}", self.keep.bytes)));
         }
         let lock = if comm.rank() == 0 { self.prepare(state.step).map(Some) } else { Ok(None) };
-        // Nobody writes before rank 0 has the place.
+        // No rank may write before rank 0 has the lock.
         written_by_all(comm, &lock.as_ref().map(|_| Vec::new()).map_err(Clone::clone))?;
         let (snapshot, pieces) = (Snapshot::of(state)?, state.owners.pieces());
         let blobs = written_by_all(comm, &self.checkpoints.write(layout, &snapshot))?;
@@ -90,7 +90,7 @@ impl Kept {
         Ok(())
     }
 
-    /// Takes the place for a state of `step`, without what a kill or damage has left there.
+    /// Locks the folder for a state of `step`, and removes what a kill or damage has left there.
     fn prepare(&self, step: u64) -> Result<Log> {
         disk::create_folder(&self.root)?;
         let busy = || Fault::machine("another replay of this run keeps one at this moment");
@@ -100,7 +100,7 @@ impl Kept {
         Ok(lock)
     }
 
-    /// Removes what is too much, those that were written first before others; never the one of `step`.
+    /// Removes states over the limits, the oldest first; never the one of `step`.
     fn thin_out(&self, step: u64) -> Result<()> {
         let mut all = Vec::new();
         for table in disk::entries(&self.root)?.into_iter().filter(|path| path.is_dir()) {
@@ -117,7 +117,7 @@ impl Kept {
             (states, sum) = (states + 1, sum + bytes);
             if !newest && (states > self.keep.states || sum > self.keep.bytes) {
                 Checkpoints::new(Location::Local(table.clone())).remove(at)?;
-                // Only where it was the last one there.
+                // Removed only if this was the last one.
                 disk::remove_if_empty(&table);
             }
         }
@@ -125,13 +125,13 @@ impl Kept {
     }
 }
 
-/// The bytes of a whole state, its small parts left out.
+/// The size of a state in bytes, without its small parts.
 fn size(state: &State) -> u64 {
     let of = |rule: crate::optim::Rule| if rule.has_second_moment() { 12 } else { 8 };
     state.owners.pieces().iter().map(|piece| piece.length() as u64 * of(piece.rule)).sum()
 }
 
-/// When the last file of a folder was written, and the bytes of all of them.
+/// The time of the last write to a folder's files, and their total size.
 fn written(folder: &Path) -> Result<(std::time::SystemTime, u64)> {
     let fault = |error| Fault::io("list", folder, &error);
     let (mut last, mut bytes) = (std::time::UNIX_EPOCH, 0);

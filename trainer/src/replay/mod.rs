@@ -1,11 +1,11 @@
-//! Replay: a past step computed again, compared with the ledger quantity by quantity, and explained by its documents.
+//! Replay: recomputes a past step, compares each quantity with the ledger, and lists the documents behind its loss.
 //!
-//! - `way` makes the state before a step, `kept` lets it stay for the next question; `verdict` says what came out, and
-//!   [`narrow`] and [`hit`] what of the run was hit; `together` is about several ranks.
-//! - [`documents`], [`whatif`] and [`attribute`] are questions that follow.
+//! - `way` computes the state before a step, `kept` stores it for later questions; `verdict` states the result, and
+//!   [`narrow`] and [`hit`] find what was wrong in the run; `together` coordinates several ranks.
+//! - [`documents`], [`whatif`] and [`attribute`] answer further questions.
 //!
-//! One rank is the degenerate case of many, as in training. Invariant: nothing that a run reads is written, nothing of it is
-//! locked: a run may be replayed while it goes on.
+//! One rank is a special case of many, as in training. Invariant: a replay writes nothing that a run reads and takes
+//! none of its locks, so a run may be replayed while it continues.
 
 pub mod attribute;
 pub mod documents;
@@ -57,50 +57,51 @@ pub struct Replayed {
     pub step: u64,
     /// The micro-batch, if only one was computed.
     pub micro_batch: Option<u64>,
-    /// What came out.
+    /// The result.
     pub verdict: Verdict,
-    /// The first quantity that differs: the ledger on the left.
+    /// The first quantity that differs; the ledger is on the left.
     pub difference: Option<Difference>,
-    /// Where it was hit, as far as the ledger, the events and the run's checkpoints tell; where both sides were computed.
+    /// What was wrong in the run, as far as the ledger, the events and the run's checkpoints show; if both sides have a
+    /// record.
     pub narrowed: Option<Narrowed>,
     /// What to look at next.
     pub advice: String,
-    /// Why the step could not be completed, where it diverged again.
+    /// Why the step could not be completed, if it diverged.
     pub diverged: Option<String>,
     /// The mean loss of a label.
     pub loss: f64,
     /// The record, if the step could be completed.
     pub record: Option<StepRecord>,
-    /// Its documents, worst first; none but on rank 0.
+    /// Its documents, worst first; only on rank 0.
     pub documents: Vec<DocumentLoss>,
 }
 
-/// A replayed step, and what it was computed from.
+/// A replayed step with its inputs and gradient.
 pub(crate) struct WithGradient {
-    /// What the replay says, with all documents.
+    /// The result, with all documents.
     pub(crate) replayed: Replayed,
-    /// The step's text.
+    /// The step's batch.
     pub(crate) batch: Batch,
-    /// The summed gradient, before clipping: its pieces in canonical order.
+    /// The summed gradient before clipping: its pieces in canonical order.
     pub(crate) gradient: Vec<Tensor>,
     /// The loss of each token of the batch.
     pub(crate) token_losses: Vec<f32>,
 }
 
-/// How several ranks replay together; no value of it changes a bit.
+/// How several ranks replay together; no value here changes results.
 #[derive(Clone, Debug, Default)]
 pub struct Together {
-    /// How they deal micro-batches.
+    /// How they distribute micro-batches.
     pub grad_reduce: GradReduce,
-    /// Whether they send to each other as if all were on one machine.
+    /// Whether they communicate as if all were on one machine.
     pub flat: bool,
     /// How many may share a micro-batch.
     pub degrees: Degrees,
-    /// What they are asked, as flags: it has to be the same on all of them.
+    /// The request as flags, which must be the same on all ranks.
     pub asked: Vec<String>,
 }
 
-/// A run opened to be replayed, by one rank or as one of several.
+/// A run opened for replay, by one rank or as one of several.
 pub struct Replayer {
     spec: RunSpec,
     folder: RunFolder,
@@ -115,14 +116,14 @@ pub struct Replayer {
     executor: Box<dyn Executor>,
     kept: Kept,
     times: RefCell<Times>,
-    /// What differs between the ledger's kernel table and this machine's.
+    /// How this machine's kernel table differs from the ledger's.
     pub kernels: Option<String>,
-    /// Checkpoints that were passed over, and states that are not kept, with the reason.
+    /// Checkpoints that were skipped and states that were not kept, with the reason.
     pub warnings: Vec<String>,
 }
 
 impl Replayer {
-    /// Opens the run in `root` to be replayed by one rank, without touching it.
+    /// Opens the run in `root` for replay by one rank, without modifying it.
     pub fn open(
         root: &Path,
         table: &KernelTable,
@@ -133,8 +134,8 @@ impl Replayer {
         Replayer::open_with(root, &[], &world, workers, Together::default())
     }
 
-    /// Opens it as one of the ranks of `world`, which have met; with `stores` for the places of the curriculum's stores if there
-    /// are any. All ranks see the same folder.
+    /// Opens it as one of the ranks of `world`, which have met; `stores` replace the locations of the curriculum's
+    /// stores, if given. All ranks see the same folder.
     pub fn open_with(
         root: &Path,
         stores: &[Location],
@@ -171,27 +172,27 @@ impl Replayer {
         })
     }
 
-    /// The same run, its micro-batches computed by somebody else.
+    /// Replaces the executor of its micro-batches.
     pub fn computed_by(self, executor: Box<dyn Executor>) -> Self {
         Replayer { executor, ..self }
     }
 
-    /// The same run; states before steps that are asked for stay in its folder as `keep` says.
+    /// Keeps states before requested steps in the run's folder, as `keep` says.
     pub fn keeping(self, keep: Keep) -> Self {
         Replayer { kept: Kept::new(&self.folder, &self.world.runtime, keep), ..self }
     }
 
-    /// What is trained.
+    /// The specification of the run.
     pub fn spec(&self) -> &RunSpec {
         &self.spec
     }
 
-    /// What was recorded.
+    /// The run's ledger.
     pub(crate) fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Where it was.
+    /// The run's folder.
     pub(crate) fn folder(&self) -> &RunFolder {
         &self.folder
     }
@@ -201,22 +202,22 @@ impl Replayer {
         &self.stores
     }
 
-    /// Who computes here.
+    /// The workers of this rank.
     pub(crate) fn workers(&self) -> Workers {
         self.workers
     }
 
-    /// Steps in the ledger.
+    /// The number of steps in the ledger.
     pub fn recorded(&self) -> u64 {
         self.recorded
     }
 
-    /// Where the time went so far.
+    /// Times by part so far.
     pub fn times(&self) -> Times {
         self.times.borrow().clone()
     }
 
-    /// Does `work`, and counts its time to `part`.
+    /// Runs `work`, and adds its time to `part`.
     pub(crate) fn timed<T>(&self, part: &'static str, work: impl FnOnce() -> T) -> T {
         let watch = Watch::start();
         let outcome = work();
@@ -224,21 +225,22 @@ impl Replayer {
         outcome
     }
 
-    /// Counts tokens that went through the model, backward too or only forward.
+    /// Counts tokens of a forward pass, or also of a backward pass.
     pub(crate) fn passed(&self, tokens: u64, backward: bool) {
         let mut times = self.times.borrow_mut();
         times.forward_tokens += tokens;
         times.backward_tokens += if backward { tokens } else { 0 };
     }
 
-    /// Computes the step after `state` as the run did, compares it, and moves the state.
+    /// Computes the step after `state` as the run did, compares it, and updates the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
         let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
         let before = Before::Copied(Box::new(state.copy()?));
         self.replayed(state, &batch, detail, before, |_| ())
     }
 
-    /// The same from `before`, of which `state` is a copy; with all that it was computed from. A rank that is alone does it.
+    /// The same from `before`, of which `state` is a copy; also returns the inputs and the gradient. For a single rank
+    /// only.
     pub(crate) fn step_with_gradient(
         &self,
         before: &State,
@@ -257,7 +259,7 @@ impl Replayer {
         Ok(WithGradient { replayed, batch, gradient, token_losses })
     }
 
-    /// Computes the step after `state`, of which `batch` is this rank's part; `look` sees its gradient before anything moves.
+    /// Computes the step after `state`; `batch` is this rank's part. Calls `look` with the gradient before the update.
     fn replayed(
         &self,
         state: &mut State,
@@ -300,7 +302,8 @@ impl Replayer {
         Ok(Replayed { narrowed, diverged, loss, record, documents, ..found })
     }
 
-    /// Has every rank hold all weights of `state`, as the step after it reads them: one is about to compute by itself.
+    /// Gathers all weights of `state` on every rank, in the format of the next step, so that one rank can compute
+    /// alone.
     pub fn hold_whole(&self, state: &mut State) -> Result<()> {
         let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
         match state.hold_as(&self.spec.parameters, (dtype, Fold::default()), self.workers)? {
@@ -309,7 +312,7 @@ impl Replayer {
         }
     }
 
-    /// Computes one micro-batch of the step after `state`, and compares that. A rank does it by itself, from whole weights.
+    /// Computes one micro-batch of the step after `state`, and compares it. One rank does it alone, with all weights.
     pub fn micro_batch(&self, state: &State, micro_batch: u64) -> Result<Replayed> {
         let step = state.step + 1;
         self.check_micro_batch(step, micro_batch)?;
@@ -341,7 +344,7 @@ impl Replayer {
         Ok(Replayed { micro_batch: Some(micro_batch), loss, documents, ..found })
     }
 
-    /// What is said of a step that came out so, before its losses and documents.
+    /// The result of a step, without its losses and documents.
     fn found(&self, step: u64, verdict: Verdict, difference: Option<Difference>) -> Replayed {
         Replayed {
             step,
@@ -357,7 +360,7 @@ impl Replayer {
         }
     }
 
-    /// Refuses a micro-batch that a step does not have: before the state is made that it would be computed from.
+    /// Refuses a micro-batch that a step does not have, before the state for it is computed.
     pub fn check_micro_batch(&self, step: u64, micro_batch: u64) -> Result<()> {
         let step = self.spec.plan.step(step)?;
         let micro_batches = step.batch / step.micro_batch;
@@ -368,12 +371,12 @@ impl Replayer {
         }
     }
 
-    /// The whole text of a step.
+    /// The complete batch of a step.
     pub(crate) fn batch(&self, step: u64) -> Result<Batch> {
         loader::batch(&self.spec.plan, &self.spec.data, step, RankSlice::WHOLE)
     }
 
-    /// This rank's part of the text of a step of `spec`.
+    /// This rank's part of the batch of a step of `spec`.
     pub(crate) fn part(&self, spec: &RunSpec, step: u64) -> Result<Batch> {
         let slice = self.team()?.lines(spec.model_at(step)?.cut)?.slice()?;
         loader::batch(&spec.plan, &spec.data, step, slice)
@@ -384,7 +387,7 @@ impl Replayer {
         Team::new(&self.world.comm, degrees, grad_reduce, flat)
     }
 
-    /// The gradient of a step as `spec` says, and the record unless the step diverges.
+    /// Computes the step after `state` by `spec`: its gradient, and its record unless it diverges.
     pub(crate) fn compute(
         &self,
         spec: &RunSpec,
@@ -395,7 +398,7 @@ impl Replayer {
         self.compute_and_look(spec, state, batch, detail, |_| ())
     }
 
-    /// The same; `look` sees the gradient before anything moves.
+    /// The same; calls `look` with the gradient before the update.
     fn compute_and_look(
         &self,
         spec: &RunSpec,
@@ -416,14 +419,14 @@ impl Replayer {
         }
     }
 
-    /// The gradient of a batch at a state; nothing moves.
+    /// The gradient of a batch at a state, without an update.
     fn gradient(&self, state: &State, batch: &Batch) -> Result<Gradient> {
         let team = self.team()?;
         let cx = Context { spec: &self.spec, team: &team, workers: self.workers };
         self.executor.compute(cx, state, batch, Detail::Sums)?.read(cx, &state.owners)
     }
 
-    /// The state before `step`; `None` where the way there comes out otherwise than the first time.
+    /// The state before `step`; `None` if recomputing it gives another result than the first time.
     fn state_before(&self, before: Before<'_>, step: u64) -> Result<Option<State>> {
         match before {
             Before::Copied(state) => Ok(Some(*state)),
@@ -432,7 +435,7 @@ impl Replayer {
         }
     }
 
-    /// Computes a step that came out differently once more.
+    /// Recomputes a step that differs, to see whether the difference repeats.
     fn again(
         &self,
         before: Option<&State>,
@@ -440,7 +443,7 @@ impl Replayer {
         first: Option<&StepRecord>,
         difference: &Difference,
     ) -> Result<Verdict> {
-        // Where the way here came out otherwise than the first time, no step is needed to know.
+        // If the state itself was not reproduced, the step need not be computed.
         let Some(before) = before else { return Ok(Verdict::NotRepeatable) };
         let mut before = before.copy()?;
         let (_, outcome) = self.compute(&self.spec, &mut before, batch, Detail::Sums)?;
@@ -469,7 +472,7 @@ impl Replayer {
         })
     }
 
-    /// The documents of a whole step, of which `part` is this rank's, from the loss of each token; rank 0 alone knows them.
+    /// The documents of a whole step, by the loss of each token; `part` is this rank's part. Only rank 0 has them.
     fn documents(&self, part: &Batch, losses: &[f32]) -> Result<Vec<DocumentLoss>> {
         match (self.world.comm.rank(), self.world.comm.world()) {
             (0, 1) => documents::rank(&self.spec, part, 0..part.rows, losses),
@@ -481,18 +484,18 @@ impl Replayer {
         }
     }
 
-    /// Where the run lies.
+    /// The run's folder.
     pub fn root(&self) -> PathBuf {
         self.folder.root().to_owned()
     }
 }
 
-/// The tokens of a batch.
+/// The number of tokens in a batch.
 pub(crate) fn tokens(batch: &Batch) -> u64 {
     batch.rows * u64::from(batch.seq_len)
 }
 
-/// Where a micro-batch parts from the ledger.
+/// The difference between a micro-batch and the ledger.
 fn micro_batch_difference(
     written: &StepRecord,
     micro_batch: u64,

@@ -1,5 +1,5 @@
-//! Where the bits of a recorded step part from those of its replay: which micro-batches, which parameters, which layers, and
-//! by the ranks of that time which rank. `hit` looks further, where the run left a checkpoint.
+//! Narrows down where a recorded step differs from its replay: micro-batches, parameters and layers, and the rank that
+//! computed them. `hit` finds the element if the run left a checkpoint.
 
 use contract::Result;
 use loader::Batch;
@@ -15,7 +15,7 @@ use crate::mesh::team::parts;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 
-/// What differs between a ledger line and the same step computed again.
+/// The differences between a ledger line and the recomputed step.
 #[derive(Clone, Debug, Serialize)]
 pub struct Narrowed {
     /// The first quantity that differs, in the order in which a step computes them.
@@ -28,18 +28,18 @@ pub struct Narrowed {
     pub summed: Vec<String>,
     /// Parameters whose new weights differ, by name.
     pub weights: Vec<String>,
-    /// How many ranks trained the step; `None` where events.jsonl does not say.
+    /// The number of ranks that trained the step; `None` if events.jsonl does not say.
     pub ranks: Option<u32>,
-    /// The rank that computed or owned all that differs first, where it is a single one.
+    /// The rank that computed or owned all that differs first, if it is a single one.
     pub rank: Option<u32>,
-    /// The element that was hit, where a checkpoint of the run tells it.
+    /// The element that was hit, if a checkpoint of the run shows it.
     pub hit: Option<Hit>,
-    /// What that means, for people.
+    /// The conclusion, for people.
     pub words: String,
 }
 
 impl Replayer {
-    /// Narrows down what the run had otherwise than the replay from `before` to `after`, of the step whose text `batch` is.
+    /// Narrows down the difference between the run and the replay from `before` to `after`; `batch` is the step's.
     pub(super) fn narrow(
         &self,
         first: &Difference,
@@ -61,7 +61,7 @@ impl Replayer {
             let (stage, losses, ranks) = (first.stage, &*found.losses, found.ranks);
             let from =
                 hit::Traces { stage, losses, ranks, written: &written, before, after, batch };
-            // A checkpoint that cannot be read takes nothing from what is known without it.
+            // A checkpoint that cannot be read does not invalidate the rest.
             let (hit, words) = hit::find(self, from, pieces.as_ref()).unwrap_or_else(|fault| {
                 let why = fault.to_string().replace('\n', "; ");
                 (None, format!("no checkpoint behind it could be looked at: {why}"))
@@ -76,12 +76,12 @@ impl Replayer {
     }
 }
 
-/// Who had which part of a step.
+/// The assignment of a step's work to ranks.
 #[derive(Clone, Copy)]
 struct Parts<'a> {
     parameters: &'a [String],
     ranks: Option<Ranks>,
-    /// How they lay.
+    /// Their mesh.
     mesh: Option<Mesh>,
     owners: Option<&'a Ownership>,
 }
@@ -156,15 +156,15 @@ fn narrow(
     }
 }
 
-/// The places in which two lists differ.
+/// The indices at which two lists differ.
 fn differ(left: &[u64], right: &[u64]) -> Vec<usize> {
     let pairs = left.iter().zip(right).enumerate();
     pairs.filter(|(_, (left, right))| left != right).map(|(index, _)| index).collect()
 }
 
 impl Parts<'_> {
-    /// The rank that computed these micro-batches of so many, and what to say of it. Of ranks that shared them none is named: a
-    /// ledger says nothing of chunks.
+    /// The rank that computed these of `micro_batches` micro-batches, and a description. Of ranks that shared them none
+    /// is named, since a ledger does not record chunks.
     fn computed(self, differing: &[usize], micro_batches: usize) -> (Option<u32>, String) {
         let (Some(Ranks { world, grad_reduce, .. }), Some(mesh)) = (self.ranks, self.mesh) else {
             return (None, unknown());
@@ -198,7 +198,7 @@ impl Parts<'_> {
         }
     }
 
-    /// The rank that owned these parameters, and what to say of it.
+    /// The rank that owned these parameters, and a description.
     fn owned(self, tensors: &[usize]) -> (Option<u32>, String) {
         let (Some(owners), Some(Ranks { world, .. })) = (self.owners, self.ranks) else {
             return (None, unknown());
@@ -223,7 +223,7 @@ fn unknown() -> String {
     "; events.jsonl does not say which ranks computed it".to_owned()
 }
 
-/// What the routers' counts bound: what was hit lies before the first that differs.
+/// The first layer with different router counts: the hit is in it or before.
 fn routers(stage: Stage, written: &StepRecord, again: &StepRecord) -> String {
     let mut layers = written.tokens_per_expert.iter().zip(&again.tokens_per_expert);
     match layers.position(|(left, right)| left != right).filter(|_| stage == Stage::Forward) {

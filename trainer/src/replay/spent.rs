@@ -1,29 +1,29 @@
-//! Where the time of a replay goes: seconds of the wall, and of the processors that this process had.
+//! Times of a replay: wall time, and CPU time of this process.
 //!
-//! Told and never used: no outcome depends on a clock.
+//! They are only reported: no result depends on a clock.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
 use serde::Serialize;
 
-/// Time that something took.
+/// A duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Spent {
-    /// Seconds on the wall.
+    /// Wall time in seconds.
     pub wall: f64,
-    /// Seconds of all processors together, in hundredths; 0 where the system does not say.
+    /// CPU time in seconds, to the hundredth; 0 if the system does not say.
     pub processor: f64,
 }
 
-/// Times by part, and what was computed in them.
+/// Times by part, with the number of tokens computed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Times {
-    /// Each part's.
+    /// By part.
     parts: BTreeMap<&'static str, Spent>,
-    /// Tokens that went forward through the model on this rank, the way to the state before the step left out.
+    /// Tokens in forward passes on this rank, without the steps that lead to the state.
     pub forward_tokens: u64,
-    /// Tokens of these that went backward too.
+    /// Those of them with a backward pass.
     pub backward_tokens: u64,
 }
 
@@ -35,7 +35,7 @@ impl Times {
         sum.processor += spent.processor;
     }
 
-    /// Of a part.
+    /// The time of a part.
     pub fn of(&self, part: &str) -> Spent {
         self.parts.get(part).copied().unwrap_or_default()
     }
@@ -56,7 +56,7 @@ impl Times {
     }
 }
 
-/// A watch that runs.
+/// A running stopwatch.
 pub(crate) struct Watch {
     begun: Instant,
     processor: f64,
@@ -68,13 +68,13 @@ impl Watch {
         Watch { begun: Instant::now(), processor: processor() }
     }
 
-    /// What it says.
+    /// The time since it was started.
     pub(crate) fn read(&self) -> Spent {
         Spent { wall: self.begun.elapsed().as_secs_f64(), processor: processor() - self.processor }
     }
 }
 
-/// Seconds that this process had of processors: Linux counts hundredths, in fields 14 and 15 behind the name in parentheses.
+/// CPU time of this process in seconds: Linux counts hundredths, in fields 14 and 15, after the name in parentheses.
 fn processor() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields);

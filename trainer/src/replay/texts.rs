@@ -9,7 +9,7 @@ use super::documents::{DocumentLoss, Place};
 use super::{Replayed, Replayer};
 use crate::spec::RunSpec;
 
-/// A part of a document, as a row of a batch has it.
+/// A part of a document in a row of a batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Part {
     /// The row.
@@ -22,11 +22,11 @@ pub struct Part {
     pub text: String,
 }
 
-/// Turns tokens into text.
+/// Decodes tokens.
 pub(crate) struct Decoder(Option<Tokenizer>);
 
 impl Decoder {
-    /// By the tokenizer of the run's store. One that cannot be read leaves the numbers of tokens.
+    /// With the tokenizer of the run's store. If that cannot be read, tokens are shown as numbers.
     pub(crate) fn of(spec: &RunSpec) -> Result<Decoder> {
         Ok(Decoder(Tokenizer::from_bytes(spec.data.tokenizer()?).ok()))
     }
@@ -52,7 +52,7 @@ impl Decoder {
 }
 
 impl Replayer {
-    /// The text of the first `count` documents of a replayed step, each in the parts that its rows have of it.
+    /// The text of the first `count` documents of a replayed step, each as the parts in its rows.
     pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<Part>>> {
         let (batch, decoder) = (self.batch(replayed.step)?, Decoder::of(&self.spec)?);
         let of = |document: &DocumentLoss| {

@@ -1,4 +1,5 @@
-//! Several ranks at one replay: they see one run and are asked one thing, and share what only some of them have.
+//! Replays by several ranks: they must see the same run and get the same request; they exchange what only some of them
+//! have.
 
 use contract::{Fault, Result};
 use kernels::group::Transport;
@@ -12,13 +13,13 @@ use crate::run::{World, agree as agreement};
 use crate::spec::RunSpec;
 use crate::step::Gradient;
 
-/// Agrees with the other ranks how tensors travel: before a run is opened.
+/// Agrees with the other ranks on the transport of tensors, before a run is opened.
 pub fn meet(world: &mut World, transport: Transport) -> Result<()> {
     world.comm.choose_transport(world.device, transport).map_err(lost).map(drop)
 }
 
-/// Refuses ranks that see another run or are asked something else than rank 0. The last step that all of them see recorded:
-/// the run may go on meanwhile.
+/// Refuses ranks that see another run or have another request than rank 0. Returns the last step that all of them see
+/// in the ledger, since the run may continue meanwhile.
 pub(super) fn agree(
     spec: &RunSpec,
     ledger: &Ledger,
@@ -47,7 +48,7 @@ pub(super) fn agree(
 }
 
 impl Replayer {
-    /// The loss of each token of a step, in the order of its micro-batches, whoever computed them.
+    /// The loss of each token of a step, in the order of its micro-batches, from all ranks.
     pub(super) fn token_losses(&self, gradient: &Gradient) -> Result<Vec<f32>> {
         let own = gradient.micro_batches.iter().flat_map(|one| one.token_losses.iter().copied());
         if self.world.comm.world() == 1 {
@@ -76,7 +77,7 @@ impl Replayer {
         Ok(lines.in_order(micro_batches, said, |one, _| Ok(one))?.concat())
     }
 
-    /// Refuses to compute steps for which this machine has not the memory, before a state is read.
+    /// Refuses a step that exceeds the memory of this machine, before a state is read.
     pub fn refuse_memory(&self) -> Result<()> {
         let (Together { grad_reduce, flat, degrees, .. }, world) = (&self.together, &self.world);
         let demand = Demand {
@@ -85,7 +86,7 @@ impl Replayer {
             grad_reduce: *grad_reduce,
             workers: self.workers,
             replicate: false,
-            // The state before a step stays until what came out is compared.
+            // The state before a step is kept until the result is compared.
             copies: 1,
             limit: store::memory::limit(),
         };
@@ -93,17 +94,17 @@ impl Replayer {
         memory::refuse(&self.spec, demand, ranks, world.device)
     }
 
-    /// Whether this rank tells people what came out.
+    /// Whether this rank prints the results.
     pub fn speaks(&self) -> bool {
         self.world.comm.rank() == 0
     }
 
-    /// Waits until every rank is done: until rank 0 has said everything, none may end.
+    /// Waits until all ranks are done: none may end before rank 0 has printed everything.
     pub fn end(&self) -> Result<()> {
         self.world.comm.barrier("the end").map_err(lost)
     }
 
-    /// Refuses several ranks for what one computes by itself.
+    /// Refuses several ranks for a computation that one rank does alone.
     pub(crate) fn refuse_ranks(&self, what: &str) -> Result<()> {
         match self.world.comm.world() {
             1 => Ok(()),

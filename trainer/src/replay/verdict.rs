@@ -1,27 +1,27 @@
-//! What a replay says of a step, in words.
+//! The verdict of a replay.
 
 use serde::Serialize;
 
 use crate::ledger::{Difference, Stage};
 
-/// What a replay says about a step.
+/// The verdict about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// Every quantity as in the ledger: if the loss is odd, look at the data.
+    /// Every quantity matches the ledger: if the loss is unusual, look at the data.
     SameBits,
-    /// Different, and the same again when repeated, where kernel tables or data differ: they made the difference.
+    /// It differs, repeatably, and kernel tables or data differ: these are the cause.
     Repeatable,
-    /// Different, and the same again when repeated, although everything is as it was: what the run computed was wrong.
+    /// It differs, repeatably, although kernels and data are the same: the run computed it wrongly.
     RunHit,
-    /// Different each time: the machine.
+    /// It differs each time: the machine is at fault.
     NotRepeatable,
-    /// The ledger does not have this step: there is nothing to compare with.
+    /// The step is not in the ledger: there is nothing to compare with.
     NotRecorded,
 }
 
 impl Verdict {
-    /// Of a difference that is `same` when the step is computed once more; `kernels` says how kernel tables differ, if they do.
+    /// The verdict on a difference; `same` is whether it repeats, and `kernels` how kernel tables differ, if they do.
     pub(super) fn of(same: bool, difference: &Difference, kernels: Option<&str>) -> Verdict {
         match (same, kernels, difference.stage) {
             (false, _, _) => Verdict::NotRepeatable,
@@ -40,7 +40,7 @@ impl Verdict {
         }
     }
 
-    /// What to look at next.
+    /// The advice on what to look at next.
     pub fn advice(self) -> &'static str {
         match self {
             Verdict::SameBits => {
@@ -57,7 +57,7 @@ impl Verdict {
         }
     }
 
-    /// The same, by what differs first.
+    /// The same, depending on what differs first.
     pub(super) fn advice_on(
         self,
         difference: Option<&Difference>,

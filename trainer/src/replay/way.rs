@@ -1,4 +1,4 @@
-//! The state before a step: from the nearest that is kept, then step by step as the run computed it.
+//! The state before a step: loads the nearest checkpoint, then recomputes the steps after it.
 
 use std::time::Duration;
 
@@ -15,19 +15,19 @@ use crate::state::ownership::Ownership;
 use crate::step::Detail;
 use crate::waiting::{self, Waiting};
 
-/// Where the state before a step is taken from, should the step have to be computed once more.
+/// The source of the state before a step, in case the step has to be recomputed.
 pub(super) enum Before<'a> {
-    /// A copy that was made for it.
+    /// A copy made for that.
     Copied(Box<State>),
-    /// One that is there anyway.
+    /// A state that exists anyway.
     Given(&'a State),
-    /// It is computed again: on a long way, no step's state is copied for a case that never comes.
+    /// It is recomputed: over many steps, copying each state for a rare case would cost more.
     Anew,
 }
 
 impl Replayer {
-    /// The state after `step`: from the nearest checkpoint, then by computing, each step checked against the ledger. It stays
-    /// for the next question, if that was asked for.
+    /// The state after `step`: from the nearest checkpoint, then by recomputing, with each step checked against the
+    /// ledger. It is kept for the next question, if requested.
     pub fn state_after(&mut self, step: u64) -> Result<State> {
         let (last, recorded) = (self.spec.plan.steps(), self.recorded);
         if step >= last || step > recorded {
@@ -47,7 +47,7 @@ impl Replayer {
         Ok(state)
     }
 
-    /// The same for any recorded step, the last one included: nothing follows it here, and nothing is kept.
+    /// The same for any recorded step, including the last one; the state is not kept.
     pub fn state_at(&mut self, step: u64) -> Result<State> {
         let recorded = self.recorded;
         if step > recorded {
@@ -58,7 +58,7 @@ impl Replayer {
         self.state_and_way(step).map(|(state, _)| state)
     }
 
-    /// The state after `step`, and how many steps were computed for it.
+    /// The state after `step`, and how many steps were recomputed for it.
     fn state_and_way(&mut self, step: u64) -> Result<(State, u64)> {
         let (mut state, passed) = self.timed("load", || self.nearest(step))?;
         self.warnings.extend(passed);
@@ -67,7 +67,7 @@ impl Replayer {
         Ok((state, step - from))
     }
 
-    /// Computes the steps after `state` up to `step`, each as the ledger says it.
+    /// Recomputes the steps after `state` up to `step`; each must match the ledger.
     fn walk(&self, state: &mut State, step: u64) -> Result<()> {
         let speaks = self.world.comm.rank() == 0;
         if speaks {
@@ -86,7 +86,7 @@ impl Replayer {
         Ok(())
     }
 
-    /// The state after `step` once more, whose way was right the first time; `None` where it is not now.
+    /// Recomputes the state after `step`, which was reproduced the first time; `None` if it is not now.
     pub(super) fn anew(&self, step: u64) -> Result<Option<State>> {
         let (mut state, _) = self.nearest(step)?;
         while state.step < step {
@@ -99,8 +99,7 @@ impl Replayer {
         Ok(Some(state))
     }
 
-    /// The newest state up to `step` that is there, of the run's checkpoints and of those that replays left; and what was
-    /// passed over.
+    /// The newest state up to `step` among the run's checkpoints and the states kept by replays; also what was skipped.
     fn nearest(&self, step: u64) -> Result<(State, Vec<String>)> {
         let (comm, device) = (&self.world.comm, self.world.device);
         let layout = Layout::new(&self.spec, device);
@@ -132,7 +131,7 @@ impl Replayer {
         Ok((state, passed))
     }
 
-    /// Refuses a checkpoint whose state is not the one that the ledger says.
+    /// Refuses a checkpoint whose state does not match the ledger.
     fn fits(&self, reader: &checkpoint::Reader<'_>) -> Result<()> {
         let (at, found) = (reader.manifest().step, reader.manifest().state);
         let written = self.ledger.record(at)?.state_digest;
@@ -145,7 +144,7 @@ impl Replayer {
             .wanted(written))
     }
 
-    /// Keeps a state that was computed as the ledger says.
+    /// Keeps a state that matches the ledger.
     fn keep(&self, state: &State) -> Result<()> {
         let layout = Layout::new(&self.spec, self.world.device);
         let chain = self.ledger.chain_at(state.step);
@@ -154,7 +153,7 @@ impl Replayer {
         self.kept.put(&self.world.comm, &layout, state, digests)
     }
 
-    /// Says from where the state after `step` is computed, if by the pace of the run that takes a while.
+    /// Prints where the recomputation for the state after `step` starts, if it takes a while at the run's speed.
     fn say_way(&self, from: u64, step: u64) {
         let pace = events::pace(&self.folder.events()).unwrap_or(0.0);
         let time = Duration::from_secs_f64((pace * (step - from) as f64).clamp(0.0, 1e9));
@@ -172,7 +171,7 @@ impl Replayer {
         );
     }
 
-    /// The fault of a step on the way that is not what the ledger says.
+    /// The error for a step on the way that does not match the ledger.
     pub(super) fn on_the_way(&self, next: &Replayed) -> Fault {
         let quantity = next.difference.as_ref().map_or("outcome", |found| &found.quantity);
         let fault = Fault::mismatch(format!(

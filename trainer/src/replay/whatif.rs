@@ -1,8 +1,8 @@
-//! Counterfactuals: a few steps computed with something changed, beside those of the run. Marked as such everywhere: this is
-//! not a replay.
+//! Counterfactuals: computes a few steps with a change, next to those of the run. The output marks them as such: this
+//! is not a replay.
 //!
-//! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before makes it come true. What a
-//! phase that none of the steps reaches would say to it is not asked.
+//! A change is an amendment from the first of the steps on, so `ztrain fork` from the step before trains with it.
+//! Phases after these steps are not checked against it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -22,29 +22,29 @@ use crate::waiting::Waiting;
 /// Loss and gradient norm of a step.
 pub type LossAndNorm = (f64, f64);
 
-/// A step as it was and as it would have been.
+/// A step of the run, and with the change.
 #[derive(Clone, Debug, Serialize)]
 pub struct Imagined {
     /// The step.
     pub step: u64,
-    /// Labels of what was dropped in the step as it was.
+    /// Labels of the step that the change drops.
     pub dropped_labels: u64,
-    /// Mean loss and gradient norm of the run: of its ledger, and computed here behind its end; `None` where it diverged.
+    /// Mean loss and gradient norm of the run: from its ledger, or computed here after its end; `None` if it diverged.
     pub was: Option<LossAndNorm>,
     /// Mean loss and gradient norm with the change.
     pub would_be: LossAndNorm,
-    /// Whether it would have been skipped, and why; `None` where the curriculum skips no step.
+    /// Whether the changed step is skipped, and why; `None` where the curriculum skips no step.
     pub skipped: Option<Skipped>,
 }
 
-/// Some steps with a change.
+/// The steps with a change.
 #[derive(Clone, Debug, Serialize)]
 pub struct Answer {
-    /// The steps, up to the last that could be computed.
+    /// The steps, up to the last that could be completed.
     pub steps: Vec<Imagined>,
-    /// Why the step after the last one could not be completed, where it diverged.
+    /// Why the next step could not be completed, if it diverged.
     pub diverged: Option<String>,
-    /// Why no fork can go on so, where a later phase cannot do without what is dropped.
+    /// Why a fork is impossible, if a later phase needs what is dropped.
     pub no_fork: Option<String>,
 }
 
@@ -55,7 +55,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     let curriculum = change.amended(spec, steps.clone(), documents.clone())?;
     let on = change.amended(spec, steps.start..spec.plan.steps() + 1, documents);
     let no_fork = on.err().map(|fault| fault.to_string());
-    // What is computed is what stands in a file once it is read.
+    // Parsed from the text that a fork would train.
     let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let amended = RunSpec::new(&amended)?;
     let mut state = replayer.state_after(steps.start - 1)?;
@@ -82,9 +82,9 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     Ok(answer)
 }
 
-/// The run itself, step by step: read where it was recorded, computed behind the end of its ledger.
+/// The run itself: from its ledger, or computed after the ledger's end.
 struct Original {
-    /// Its state, where it has to be computed.
+    /// Its state, if steps must be computed.
     state: Option<State>,
 }
 
@@ -94,7 +94,7 @@ impl Original {
         Ok(Original { state: computed.then(|| before.copy()).transpose()? })
     }
 
-    /// Loss and norm of `step`; `None` from where the run diverged.
+    /// Loss and norm of `step`; `None` once the run has diverged.
     fn step(&mut self, replayer: &Replayer, step: u64) -> Result<Option<LossAndNorm>> {
         if step <= replayer.recorded() {
             let record = replayer.ledger.record(step)?;
@@ -120,13 +120,13 @@ impl Original {
     }
 }
 
-/// The numbers of the documents with these ids; refuses one that has no label in any of the steps, before the state is
-/// made that they would be computed from.
+/// The numbers of the documents with these ids. Refuses one without labels in all of the steps, before the state for
+/// them is computed.
 fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<Documents> {
     let mut found = Documents::new();
     let mut sources: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let all = replayer.spec().plan.sources();
-    // All steps are looked at: what another source has under the same id may come later.
+    // All steps are searched: another source may have the same id in a later one.
     for step in steps.take_while(|_| !ids.is_empty()) {
         let batch = replayer.batch(step)?;
         each_piece(replayer, &batch, |source, piece, labels| {
@@ -150,7 +150,7 @@ fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Res
         .hint("the replay of a step lists the ids of its documents"))
 }
 
-/// The labels that the step as it was has of what is dropped.
+/// The labels of the original step that the change drops.
 fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64> {
     let Change { drop_documents, drop_sources, .. } = change;
     if drop_documents.is_empty() && drop_sources.is_empty() {
@@ -167,7 +167,7 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64
     Ok(dropped)
 }
 
-/// Goes through a batch piece by piece: source, piece, labels.
+/// Iterates over a batch piece by piece: source, piece, labels.
 pub(super) fn each_piece(
     replayer: &Replayer,
     batch: &Batch,

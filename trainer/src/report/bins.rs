@@ -1,54 +1,55 @@
-//! Columns of a page: numbers of many steps in few bytes.
+//! Columns of a page: values of many steps in few bytes.
 //!
-//! What a click shows is kept of each step (f32). What is only looked at from afar is kept of bins of consecutive steps: when
-//! there are too many, every two become one, so that a run of any length is read once and held in bounded memory.
+//! Values shown on a click are stored for each step (f32). Values seen only in overview are stored in bins of
+//! consecutive steps: when there are too many bins, each two are merged, so that a run of any length is read once in
+//! bounded memory.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use serde_json::{Value, json};
 
-/// How the values of two steps become one.
+/// How the values of two steps are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fold {
     /// Their sum.
     Sum,
-    /// The larger.
+    /// The maximum.
     Most,
 }
 
-/// Values of several lanes (layers, sources) by bins of as many steps.
+/// Values of several lanes (layers, sources) in bins of equally many steps.
 #[derive(Clone, Debug)]
 pub(super) struct Bins {
     fold: Fold,
-    /// Bins, at most; even.
+    /// The maximum number of bins; even.
     most: usize,
     lanes: usize,
-    /// Steps in a bin.
+    /// Steps per bin.
     width: u64,
-    /// Steps so far.
+    /// Number of steps so far.
     steps: u64,
     /// Bin by bin, lane by lane.
     values: Vec<f64>,
 }
 
 impl Bins {
-    /// Of no step yet; at least two bins.
+    /// Without steps; with at most `most` bins, at least two.
     pub(super) fn new(fold: Fold, most: usize) -> Bins {
         let most = most.max(2).next_multiple_of(2);
         Bins { fold, most, lanes: 0, width: 1, steps: 0, values: Vec::new() }
     }
 
-    /// Steps in a bin.
+    /// Steps per bin.
     pub(super) fn width(&self) -> u64 {
         self.width
     }
 
-    /// Lanes.
+    /// The number of lanes.
     pub(super) fn lanes(&self) -> usize {
         self.lanes
     }
 
-    /// Bins.
+    /// The number of bins.
     pub(super) fn count(&self) -> usize {
         self.values.len() / self.lanes.max(1)
     }
@@ -58,7 +59,8 @@ impl Bins {
         &self.values
     }
 
-    /// The values of the next step, none of them below zero. A lane that a later step brings had zeros before.
+    /// Adds the values of the next step, which are not negative. Lanes that are new in this step get zeros for earlier
+    /// ones.
     pub(super) fn push(&mut self, values: &[f64]) {
         let lanes = values.len().max(1);
         if lanes > self.lanes {
@@ -77,7 +79,7 @@ impl Bins {
         self.steps += 1;
     }
 
-    /// The same in bins that are so much wider that there are no more than `most`.
+    /// The same with bins merged until there are at most `most`.
     pub(super) fn at_most(&self, most: usize) -> Bins {
         let mut bins = self.clone();
         while bins.count() > most.max(1) {
@@ -116,12 +118,12 @@ impl Fold {
     }
 }
 
-/// Numbers as a page reads them: base64 of f32, little-endian.
+/// Numbers in the page's format: base64 of f32, little-endian.
 pub(super) fn f32s(values: impl Iterator<Item = f32>) -> Value {
     json!(STANDARD.encode(values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()))
 }
 
-/// Shares from 0 to 1 as base64 of bytes: 255 is 1.
+/// Fractions from 0 to 1 as base64 of bytes: 255 is 1.
 pub(super) fn shares(values: impl Iterator<Item = f64>) -> Value {
     let byte = |value: f64| (value.clamp(0.0, 1.0) * 255.0).round() as u8;
     json!(STANDARD.encode(values.map(byte).collect::<Vec<u8>>()))
@@ -137,7 +139,7 @@ mod tests {
         fn a_bin_is_the_fold_of_its_steps(values in prop::collection::vec(0u32..1000, 1..300), most in 2usize..40, sum: bool) {
             let fold = if sum { Fold::Sum } else { Fold::Most };
             let mut bins = Bins::new(fold, most);
-            // The second lane comes with the fourth step.
+            // The second lane appears in the fourth step.
             for (index, value) in values.iter().enumerate() {
                 let value = f64::from(*value);
                 if index < 3 { bins.push(&[value]) } else { bins.push(&[value, 2.0 * value]) }

@@ -1,7 +1,7 @@
-//! `events.jsonl` as people see it: speeds by step, and what happened to the run on its way.
+//! `events.jsonl` as shown to people: speeds by step, and what happened to the run.
 //!
-//! Events are not chained and a kill may tear a line in the middle of the file: a line that cannot be read is counted and
-//! passed over, a torn last one is read once it is whole.
+//! Events are not chained, and a kill may leave an incomplete line in the middle of the file: such lines are counted
+//! and skipped. An incomplete last line is read once it is complete.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,104 +19,104 @@ use crate::usual::Window;
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
 
-/// A line of the ledger has more bytes: several hundred.
+/// Less than the length of any ledger line.
 const LINE: u64 = 128;
 
-/// A step is slow below this share of the usual speed.
+/// A step is slow below this fraction of the usual speed.
 pub(crate) const SLOW: f64 = 0.3;
 
-/// The events of a run, as far as they were read.
+/// The events of a run, as far as they have been read.
 pub struct Log {
     path: PathBuf,
     ledger: PathBuf,
-    /// Steps that it may have.
+    /// The maximum number of steps of the ledger.
     most: u64,
     reader: Option<BufReader<File>>,
     place: u64,
-    /// Seconds of each step, from step 1 on; not a number where none are known.
+    /// Seconds of each step, from step 1 on; NaN if unknown.
     pub seconds: Vec<f32>,
     /// Tokens per second.
     pub speed: Vec<f32>,
-    /// The share of the step's time in which it waited for its batch.
+    /// The fraction of the step's time spent waiting for its batch.
     pub stall: Vec<f32>,
-    /// Bytes of memory that the process of rank 0 held after the step.
+    /// Memory of the process of rank 0 after the step, in bytes.
     pub memory: Vec<f32>,
-    /// Operations in a second of a rank, in units of 10^12.
+    /// TFLOP/s of a rank.
     pub tflops: Vec<f32>,
-    /// The same as a share of what its device can do.
+    /// The same as a fraction of its device's peak.
     pub mfu: Vec<f32>,
     /// Tokens of all steps so far, by the newest event.
     pub tokens: Option<u64>,
-    /// What happened, in the order of writing.
+    /// What happened, in the order of the file.
     pub happenings: Vec<Happening>,
-    /// Losses on held-out text, by step.
+    /// Validation losses by step.
     pub validation: BTreeMap<u64, Validated>,
-    /// Lines that could not be read.
+    /// The number of lines that could not be parsed.
     pub unreadable: u64,
     speeds: Window,
     odd: Vec<OddStep>,
-    /// The last step of the process that runs; `None` after its end.
+    /// The last step of the running process; `None` after its end.
     running: Option<u64>,
     fresh: bool,
 }
 
-/// Something that happened to a run.
+/// A notable event of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Happening {
-    /// What.
+    /// Its kind.
     pub kind: Happened,
-    /// After which step.
+    /// The step after which it happened.
     pub step: u64,
     /// Seconds since 1970.
     pub time: f64,
-    /// For people.
+    /// A description for people.
     pub words: String,
 }
 
-/// What happened.
+/// The kind of a notable event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Happened {
-    /// A process began to train.
+    /// A process started training.
     Start,
-    /// The process before ended without a word.
+    /// The previous process ended without an event.
     Killed,
-    /// It ended in order.
+    /// It ended normally.
     Stop,
-    /// A state was kept.
+    /// A checkpoint was written.
     Checkpoint,
     /// A checkpoint could not be used.
     Damaged,
     /// The curriculum was edited.
     Edit,
-    /// It ended in a fault.
+    /// It ended with a fault.
     Fault,
-    /// A jump of the loss wrote a snapshot down.
+    /// A snapshot was written because the loss jumped.
     Spike,
-    /// How many ranks train.
+    /// The number of ranks.
     Ranks,
-    /// Ranks were lost, and the others went on.
+    /// Ranks were lost, and the others continued.
     Loss,
-    /// They have ended a new step.
+    /// They completed a new step.
     Recovered,
-    /// Ranks that were started again were taken in.
+    /// Restarted ranks joined.
     Joined,
-    /// A supervisor did something.
+    /// An action of a supervisor.
     Supervisor,
     /// Connections without the run's key were refused.
     Strangers,
 }
 
-/// The loss on held-out text after a step.
+/// The validation loss after a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Validated {
-    /// Mean loss of a label, over all sources.
+    /// Mean loss per label, over all sources.
     pub all: f64,
     /// The same by source.
     pub sources: BTreeMap<String, f64>,
 }
 
-/// A line whose fields are read only where they are needed.
+/// An event whose other fields are parsed only when needed.
 #[derive(Deserialize)]
 struct Event {
     event: String,
@@ -141,7 +141,7 @@ struct Event {
 }
 
 impl Happened {
-    /// Whether it may be the reason of what is odd at the same step.
+    /// Whether it may explain what is odd at the same step.
     pub(super) fn is_context(self) -> bool {
         !matches!(
             self,
@@ -151,7 +151,7 @@ impl Happened {
 }
 
 impl Log {
-    /// The events at `path`, none read yet; a run without that file has none. `ledger` is that of the run.
+    /// The events at `path`, none read yet; a missing file counts as empty. `ledger` is that of the run.
     pub fn new(path: &Path, ledger: &Path) -> Log {
         Log {
             path: path.to_owned(),
@@ -176,27 +176,27 @@ impl Log {
         }
     }
 
-    /// Steps that were slow, or did not end.
+    /// Steps that were slow, or were not completed.
     pub fn odd(&self) -> &[OddStep] {
         &self.odd
     }
 
-    /// Whether a process has begun and not ended, as far as the events say: it trains, or was killed.
+    /// Whether a process has started and not ended, by the events: it trains, or was killed.
     pub(crate) fn running(&self) -> bool {
         self.running.is_some()
     }
 
-    /// Bytes that were read.
+    /// Number of bytes read.
     pub(super) fn bytes(&self) -> u64 {
         self.place
     }
 
-    /// How often a process began to train.
+    /// How often a process started training.
     pub fn starts(&self) -> usize {
         self.happenings.iter().filter(|one| one.kind == Happened::Start).count()
     }
 
-    /// Reads what was written since; the number of lines.
+    /// Reads new events; returns the number of lines.
     pub fn refresh(&mut self) -> Result<u64> {
         let path = self.path.clone();
         let recorded = || std::fs::metadata(&self.ledger).map_or(0, |file| file.len());
@@ -252,7 +252,7 @@ impl Log {
     }
 
     fn step(&mut self, event: &Event) {
-        // What the ledger cannot have is no step of this run, and may be beyond all memory.
+        // A step beyond the ledger is not one of this run, and might exceed all memory.
         let Some(index) = event.step.checked_sub(1).filter(|at| *at < self.most) else { return };
         let index = index as usize;
         let longer = (index + 1).max(self.seconds.len());
@@ -269,7 +269,7 @@ impl Log {
         (self.tflops[index], self.mfu[index]) = (known(event.tflops), known(event.mfu));
         self.tokens = event.tokens.or(self.tokens);
         let usual = self.speeds.median();
-        // The first step of a process also opens its libraries.
+        // In the first step of a process, libraries are loaded, too.
         if let Some(usual) = usual.filter(|usual| speed < SLOW * usual && !self.fresh) {
             let words = format!("{speed:.0} tokens/s, usually {usual:.0}: {:.2} s", event.seconds);
             let (value, usual) = (Some(speed), Some(usual));
@@ -292,7 +292,7 @@ impl Log {
         self.validation.insert(step, Validated { all, sources });
     }
 
-    /// What an event means, and its words; it may be told in two.
+    /// The kind and description of an event. Some events add a second entry.
     fn happened(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
         let (step, text) = (event.step, |key: &str| fields[key].as_str().unwrap_or("?").to_owned());
         Some(match event.event.as_str() {
@@ -340,17 +340,17 @@ impl Log {
         })
     }
 
-    /// The same of what happened to ranks.
+    /// The same for events about ranks.
     fn of_ranks(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
         let text = |key: &str| fields[key].as_str().unwrap_or("?").to_owned();
         Some(match event.event.as_str() {
             "loss" => {
-                // Those that are left speak for the process that does not any more.
+                // From here on, the remaining ranks write the events.
                 self.running = None;
                 (Happened::Loss, format!("lost ranks: {}", listed(&fields["lost"])))
             }
             "joined" => {
-                // Those that were there speak for the process that does not any more.
+                // From here on, the enlarged group of ranks writes the events.
                 self.running = None;
                 (Happened::Joined, format!("ranks that joined: {}", listed(&fields["joined"])))
             }
@@ -383,7 +383,7 @@ impl Log {
         })
     }
 
-    /// A process begins: what became of the one before, if that did not say.
+    /// Handles the start of a process; if the previous one has no end event, adds that it was killed.
     fn started(&mut self, time: f64, fields: &Value) -> String {
         let (from, recorded) = (number(fields, "from_step"), number(fields, "recorded"));
         if let Some(last) = self.running {

@@ -1,4 +1,4 @@
-//! A run, shown to people: the ledger as a table, odd steps with their reason, a page of curves that explains itself.
+//! Shows a run to people: the ledger as a table, odd steps with their causes, a page of curves.
 //!
 //! ```text
 //! ledger.jsonl --Follower--> seen --> odd (window)      events.jsonl --> log
@@ -6,7 +6,7 @@
 //!                               view: a run as far as it was read
 //! ```
 //!
-//! Everything here only reads: a run that goes on is looked at while it is written.
+//! Everything here only reads, so a run can be viewed while it is running.
 
 mod bins;
 mod log;
@@ -31,12 +31,12 @@ pub use table::Table;
 pub use view::View;
 pub use watch::Watch;
 
-/// The command that explains a step of the run at `root`, to be typed as it stands.
+/// The command that explains a step of the run at `root`, quoted for a shell.
 pub fn explain_command(root: &Path, step: impl std::fmt::Display) -> String {
     format!("ztrain explain --run {} --step {step}", shell::path(root))
 }
 
-/// The commands that look at a step of the run at `root`, each with what it tells; `{}` stands for the step.
+/// The commands that inspect a step of the run at `root`, each with its purpose; `{}` stands for the step.
 fn commands(root: &Path) -> Vec<(&'static str, String)> {
     let curriculum = shell::path(&RunFolder::new(root).curriculum());
     vec![
@@ -45,7 +45,7 @@ fn commands(root: &Path) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// An integer with its thousands set apart: "48,113".
+/// An integer with thousands separators: "48,113".
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();

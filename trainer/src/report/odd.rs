@@ -1,8 +1,8 @@
-//! Odd steps, found by themselves, each with the reason: a loss (of a source, too) or a gradient norm far from those before it
-//! (either way), a router whose load has collapsed, a learning rate that jumps, a step that was skipped, one that did not end.
+//! Finds odd steps, each with the reason: a loss (also of one source) or a gradient norm far from those before (in
+//! either direction), a collapsed router, a jump of the learning rate, a skipped step, or one that was not completed.
 //!
-//! Every step is looked at once, in order, against at most [`window::LENGTH`] steps before it; nothing is held of the rest.
-//! Odd steps in a row are one finding, named by its first.
+//! Every step is read once, in order, and compared with at most [`window::LENGTH`] steps before it; no more are stored.
+//! Consecutive odd steps are one finding, named by the first.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -11,58 +11,58 @@ use serde::Serialize;
 use crate::ledger::Seen;
 use crate::usual::{LENGTH, Window};
 
-/// Spreads from what was to be expected at which a value is odd. A spread that is estimated from 32 steps may be half of the true
-/// one, and noise has heavier tails than a normal distribution.
+/// A value is odd from this distance in spreads. A spread estimated from 32 steps may be half of the true one, and
+/// noise has heavier tails than a normal distribution.
 const FAR: f64 = 8.0;
 
-/// Spreads at which a loss and a gradient norm are odd where both are: by chance they seldom are at once.
+/// The same where both loss and gradient norm are odd: by chance that is rare.
 const FAR_TOGETHER: f64 = 5.0;
 
-/// A source with less than this part of a step's labels is not looked at by itself.
+/// A source with a smaller share of a step's labels is not checked by itself.
 const PART: f64 = 0.05;
 
-/// Spreads from which on a value is worth a look where nothing is odd.
+/// If nothing is odd, values are worth showing from this distance in spreads.
 const NEAR: f64 = 4.0;
 
-/// Steps that are kept of those.
+/// How many of those are stored.
 const NEAREST: usize = 3;
 
-/// The least spread of a loss, as a share of it: noise below that is no noise of training.
+/// The minimum spread of a loss, as a fraction: training noise is never smaller.
 const LOSS_FLOOR: f64 = 2e-3;
 
-/// The least spread of the logarithm of a gradient norm.
+/// The minimum spread of the logarithm of a gradient norm.
 const NORM_FLOOR: f64 = 0.05;
 
-/// Steps between two odd ones of the same finding, at most.
+/// The maximum distance in steps of two odd ones of the same finding.
 const GAP: u64 = 3;
 
-/// A load collapses where its evenness falls below this share of what it was.
+/// A load collapses if its entropy falls below this fraction of what it was.
 const COLLAPSED: f64 = 0.6;
 
-/// And was no less than this before: what is uneven already cannot collapse.
+/// And if it was at least this before: a load that is already uneven cannot collapse.
 const EVEN: f64 = 0.5;
 
-/// A load is uneven all the time where the mean of its evenness over a window lies below this.
+/// A load is permanently uneven if its mean entropy over a window is below this.
 const UNEVEN: f64 = 0.3;
 
-/// Findings that are kept, at most: a run whose every third step is odd needs no list of them.
+/// The maximum number of findings: in a run where every third step is odd, a list of them is useless.
 pub(super) const MOST: usize = 10_000;
 
-/// One finding: a step, or several in a row.
+/// One finding: a step, or several consecutive ones.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OddStep {
-    /// The first of them.
+    /// The first step.
     pub step: u64,
-    /// The last of them.
+    /// The last step.
     pub last: u64,
-    /// What is odd, in the order in which it was found.
+    /// Reasons, in the order in which they were found.
     pub reasons: Vec<Reason>,
-    /// What else happened there: a new phase, an amendment, a start of the process.
+    /// Other events there: a new phase, an amendment, a start of the process.
     pub context: Vec<String>,
 }
 
 impl OddStep {
-    /// The step to look at: where what is farthest from usual lies. How fast a step was computed says nothing about it.
+    /// The step to explain: that of the value farthest from usual. Slow steps do not count.
     pub fn farthest(&self) -> u64 {
         let far = |one: &&Reason| match one.kind {
             Kind::Stopped | Kind::NotFinite | Kind::Skipped => f64::INFINITY,
@@ -73,34 +73,34 @@ impl OddStep {
     }
 }
 
-/// What is odd.
+/// A reason why a step is odd.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Reason {
-    /// Of what kind.
+    /// Its kind.
     pub kind: Kind,
-    /// The step of the value: of the farthest one where there are several.
+    /// The step of the value, the farthest one if there are several.
     pub step: u64,
-    /// The value that is farthest from usual, where there is one.
+    /// The value that is farthest from usual, if there is one.
     pub value: Option<f64>,
-    /// What it was before.
+    /// The usual value.
     pub usual: Option<f64>,
-    /// How far that is, in spreads of the values before; negative below.
+    /// The distance in spreads of the values before; negative if below.
     pub score: Option<f64>,
     /// The layer, for a router.
     pub layer: Option<usize>,
-    /// For people.
+    /// A description for people.
     pub words: String,
 }
 
-/// Of what kind a reason is.
+/// The kind of a reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
-    /// The step did not end: it diverged, or the machine failed.
+    /// The step was not completed: it diverged, or the machine failed.
     Stopped,
     /// A value that is not finite.
     NotFinite,
-    /// The step moved nothing.
+    /// The step was skipped.
     Skipped,
     /// The loss.
     Loss,
@@ -112,32 +112,32 @@ pub enum Kind {
     Router,
     /// The learning rate.
     LearningRate,
-    /// The time that the step took.
+    /// The duration of the step.
     Slow,
 }
 
-/// Looks at every step in turn.
+/// Checks every step in order.
 #[derive(Default)]
 pub(super) struct Detector {
     loss: Window,
     norm: Window,
-    /// Of each source the loss and the labels.
+    /// Loss and labels of each source.
     sources: BTreeMap<String, [Window; 2]>,
     layers: Vec<Load>,
     phase: String,
-    /// The rates of the last two steps, the older first.
+    /// The rates of the last two steps, the older one first.
     rates: VecDeque<f64>,
     found: Vec<OddStep>,
-    /// The farthest of what is not odd, the farthest first.
+    /// Values that are far but not odd, the farthest first.
     near: Vec<Reason>,
 }
 
-/// The evenness of a layer's load over the last steps.
+/// The entropy of a layer's load over the last steps.
 #[derive(Clone, Debug, Default)]
 struct Load {
     last: VecDeque<f64>,
     sum: f64,
-    /// Whether it was said that it is uneven.
+    /// Whether it was already reported as uneven.
     told: bool,
 }
 
@@ -147,7 +147,7 @@ impl Detector {
         &self.found
     }
 
-    /// What lies farthest from usual without being odd, by step.
+    /// The farthest values that are not odd, by step.
     pub(super) fn near(&self) -> Vec<OddStep> {
         let mut reasons = self.near.clone();
         reasons.sort_by_key(|reason| reason.step);
@@ -162,7 +162,7 @@ impl Detector {
         near
     }
 
-    /// Looks at a step; whether it is odd.
+    /// Checks a step; returns whether it is odd.
     pub(super) fn step(&mut self, seen: &Seen) -> bool {
         let mut reasons = Vec::new();
         if let Some(skipped) = seen.skipped() {
@@ -173,7 +173,7 @@ impl Detector {
             let windows = self.sources.values_mut().flatten();
             [&mut self.loss, &mut self.norm].into_iter().chain(windows).for_each(Window::change);
         }
-        // A step without labels has no loss, and a gradient of 0.
+        // A step without labels has no loss, and a zero gradient.
         if seen.label_count > 0 {
             let learned = [self.loss(seen), self.source(seen), self.norm(seen)].into_iter();
             reasons.extend(self.far(learned.flatten().collect()));
@@ -187,7 +187,7 @@ impl Detector {
         odd
     }
 
-    /// What else a step brings.
+    /// Other events of a step.
     fn context(&mut self, seen: &Seen) -> Vec<String> {
         let mut context = Vec::new();
         if self.phase != seen.phase {
@@ -215,7 +215,7 @@ impl Detector {
         Reason::value(Kind::Loss, seen.step, [loss, usual, found.score], words)
     }
 
-    /// The source whose loss lies farthest from its own.
+    /// The source whose loss is farthest from its usual one.
     fn source(&mut self, seen: &Seen) -> Option<Reason> {
         let mut farthest: Option<Reason> = None;
         for (name, sum) in &seen.sources {
@@ -230,7 +230,7 @@ impl Detector {
             losses.push(loss);
             counts.push(labels);
             let (Some(found), Some(usually)) = (found, usually) else { continue };
-            // The mean of fewer labels spreads wider.
+            // The mean of fewer labels is noisier.
             let score = found.score * (labels / usually.max(1.0)).sqrt().min(1.0);
             if farthest.as_ref().is_none_or(|one| one.score.unwrap_or(0.0).abs() < score.abs()) {
                 let (usual, by) = (found.usual, loss - found.usual);
@@ -246,7 +246,7 @@ impl Detector {
         farthest
     }
 
-    /// Norms are compared by their ratio.
+    /// Checks the norm by its ratio to the usual one.
     fn norm(&mut self, seen: &Seen) -> Option<Reason> {
         let norm = seen.norm();
         if !norm.is_finite() {
@@ -266,10 +266,10 @@ impl Detector {
         Reason::value(Kind::Norm, seen.step, [norm, usual, found.score], words)
     }
 
-    /// What of all this is odd: what lies that far, or loss and norm together. Of what nearly is, note is taken.
+    /// The values that are odd: those far enough, or both loss and norm together. Records those that nearly are.
     fn far(&mut self, all: Vec<Reason>) -> Vec<Reason> {
         let far = |reason: &Reason| match reason.score {
-            // What is not finite.
+            // Not finite.
             None => f64::INFINITY,
             Some(score) => score.abs(),
         };
@@ -280,7 +280,7 @@ impl Detector {
         let together = of(true).min(of(false)) > FAR_TOGETHER;
         let bound = if together { FAR_TOGETHER } else { FAR };
         let (mut odd, near): (Vec<_>, Vec<_>) = all.into_iter().partition(|one| far(one) > bound);
-        // What the whole loss tells, its sources need not.
+        // If the whole loss is odd, its sources are not listed.
         let whole = odd.iter().any(|one| matches!(one.kind, Kind::Loss | Kind::NotFinite));
         odd.retain(|one| !(whole && one.kind == Kind::Source));
         if odd.is_empty() {
@@ -301,7 +301,8 @@ impl Detector {
         self.near.truncate(NEAREST);
     }
 
-    /// A rate that changes by more than a tenth, and far more than between the two steps before: no schedule does.
+    /// Detects a rate that changes by more than a tenth, and far more than between the two steps before, as no schedule
+    /// does.
     fn rate(&mut self, seen: &Seen) -> Option<Reason> {
         let rate = seen.lr();
         let before: Vec<f64> = self.rates.iter().copied().collect();
@@ -330,7 +331,7 @@ impl Detector {
 }
 
 impl Load {
-    /// Says so where the load collapses, or was uneven for a whole window: once, until it is even again.
+    /// Reports a load that collapses, or was uneven for a whole window: once, until it is even again.
     fn step(&mut self, step: u64, layer: usize, counts: &[u64]) -> Option<Reason> {
         let value = crate::metrics::entropy(counts).max(0.0);
         let usual = self.sum / self.last.len().max(1) as f64;
@@ -373,7 +374,7 @@ impl Load {
 }
 
 impl Reason {
-    /// One of a value, what it usually is, and how far it lies from there; `None` where that is nowhere near odd.
+    /// A reason with a value, the usual value, and the distance; `None` if that is far from odd.
     fn value(
         kind: Kind,
         step: u64,
@@ -386,12 +387,12 @@ impl Reason {
         is_near.then(|| Reason { kind, step, value, usual, score, layer: None, words: words() })
     }
 
-    /// One without numbers.
+    /// A reason without numbers.
     pub(super) fn words(kind: Kind, step: u64, words: String) -> Reason {
         Reason { kind, step, value: None, usual: None, score: None, layer: None, words }
     }
 
-    /// Whether `other` is a farther value of the same thing.
+    /// Whether `other` is a farther value of the same quantity.
     fn is_of(&self, other: &Reason) -> bool {
         self.kind == other.kind
             && self.layer == other.layer
@@ -400,7 +401,7 @@ impl Reason {
     }
 }
 
-/// Adds a finding behind the others, or to the last one where it goes on with that.
+/// Appends a finding, or merges it into the last one if it continues that.
 pub(super) fn add(found: &mut Vec<OddStep>, next: OddStep) {
     let Some(last) = found.last_mut().filter(|last| next.step <= last.last + GAP) else {
         if found.len() < MOST {

@@ -1,7 +1,8 @@
-//! The page: one HTML file with everything in it, which asks no network for anything.
+//! The page: one HTML file with everything in it, which loads nothing from the network.
 //!
-//! Texts of others (names of sources, documents, faults) reach it as JSON alone, in which `<` is spelled out, and are put on it
-//! as text, never as markup. A policy in its head forbids every request but those of a live page to where it came from.
+//! Foreign texts (names of sources, documents, faults) enter it only as JSON, in which `<` is escaped, and are
+//! displayed as text, never as markup. A Content-Security-Policy forbids all requests except those of a live page to
+//! its own server.
 
 use std::borrow::Cow;
 
@@ -24,12 +25,12 @@ const SCRIPT: [&str; 4] = [
     include_str!("assets/main.js"),
 ];
 
-/// What a live page asks for: everything that is small, and the columns of the steps after `known`.
+/// The update for a live page: everything small, and the columns of the steps after `known`.
 pub fn payload(view: &View, known: u64) -> Result<String> {
     Ok(plain(run(view, known.min(view.last_step()))?.to_string()))
 }
 
-/// The page of the first run, others drawn beside it; one that is `live` asks where it came from for what is new.
+/// The page of the first run, with the others plotted next to it; a `live` page polls its server for updates.
 pub fn page(views: &[View], live: bool) -> Result<String> {
     let runs = views.iter().map(|view| run(view, 0)).collect::<Result<Vec<Value>>>()?;
     let name = runs.first().and_then(|run| run["name"].as_str()).unwrap_or("run");
@@ -48,7 +49,7 @@ pub fn page(views: &[View], live: bool) -> Result<String> {
     Ok(filled(FRAME, &parts))
 }
 
-/// A frame with its marks filled in, each once, in their order; what is filled in is not looked at again.
+/// Replaces each mark of a frame once, in order; inserted text is not searched again.
 fn filled(frame: &str, parts: &[(&str, &str)]) -> String {
     let length = parts.iter().map(|(_, text)| text.len()).sum::<usize>();
     let (mut page, mut rest) = (String::with_capacity(frame.len() + length), frame);
@@ -61,7 +62,7 @@ fn filled(frame: &str, parts: &[(&str, &str)]) -> String {
     page + rest
 }
 
-/// JSON whose texts turn no direction: what a terminal would obey is spelled out here as there.
+/// Escapes characters in JSON that change the text direction or control a terminal, as they are escaped elsewhere.
 fn plain(json: String) -> String {
     if matches!(spelled(&json), Cow::Borrowed(_)) {
         return json;
@@ -70,14 +71,14 @@ fn plain(json: String) -> String {
     for c in json.chars() {
         match spelled(c.encode_utf8(&mut [0; 4])) {
             Cow::Borrowed(same) => out.push_str(same),
-            // A backslash in JSON is two.
+            // A backslash in JSON is doubled.
             Cow::Owned(text) => out.extend(["\\", text.as_str()]),
         }
     }
     out
 }
 
-/// Text within markup.
+/// Escapes text for markup.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

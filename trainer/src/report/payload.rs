@@ -1,8 +1,8 @@
-//! What a page is told of a run, as one JSON object. Its numbers are columns (`bins`), its texts are plain.
+//! The data of a run for its page, as one JSON object. Numbers are in columns (`bins`), texts are plain.
 //!
 //! ```text
-//! first, steps                       the first step of the columns (1, or where a live page goes on), and the ledger's last
-//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; known where speed is
+//! first, steps                       the first step of the columns (1, or the first new one), and the ledger's last
+//! columns: loss, norm, lr, speed     f32 of each step        columns: stall   bytes, 255 is the whole step; with speed
 //! memory, router, layers, sources    bins of `width` steps, lane by lane within a bin
 //! phases, plan, skipped, curricula, happenings, validation, odd, lines, explained
 //! ```
@@ -17,19 +17,19 @@ use super::{commands, explain_command, log};
 use crate::fork::Origin;
 use crate::ledger::Seen;
 
-/// Bytes that the loads of all experts take, at most.
+/// The maximum size of all expert loads in bytes.
 const LOADS: usize = 250_000;
 
-/// Numbers of a map by layer, at most.
+/// The maximum number of values in a heat map by layer.
 const LAYER_NUMBERS: usize = 24_000;
 
-/// Happenings of one kind that are told one by one, at most: of more only the last ones.
+/// The maximum number of listed events of one kind: only the last ones are.
 const HAPPENINGS: usize = 2_000;
 
-/// Odd steps that are told, at most: the first ones.
+/// The maximum number of listed odd steps: the first ones.
 const ODD: usize = 1_000;
 
-/// What a page is told that has `known` steps already.
+/// The data for a page that already has `known` steps.
 pub(super) fn run(view: &View, known: u64) -> Result<Value> {
     let steps = view.last_step();
     let curriculum = view.curriculum()?;
@@ -86,7 +86,7 @@ fn head(view: &View) -> Value {
 fn columns(view: &View, known: usize) -> Value {
     let log = view.log();
     let rest = |column: &[f32]| f32s(column.iter().skip(known).copied());
-    // Events may know of fewer steps than the ledger, or of more, where a step was recorded a moment ago.
+    // Events may have fewer steps than the ledger, or more if a step was recorded just now.
     let steps = view.last_step() as usize;
     let known_to_log = |column: &[f32]| {
         let padded = column.iter().copied().chain(std::iter::repeat(f32::NAN));
@@ -99,7 +99,7 @@ fn columns(view: &View, known: usize) -> Value {
     })
 }
 
-/// The largest of each bin; nothing where no step says it.
+/// The maximum of each bin; null if no step has a value.
 fn memory(view: &View) -> Value {
     let memory = &view.log().memory;
     if memory.iter().all(|bytes| !bytes.is_finite()) {
@@ -107,12 +107,12 @@ fn memory(view: &View) -> Value {
     }
     let mut bins = Bins::new(Fold::Most, 1024);
     memory.iter().for_each(|bytes| bins.push(&[f64::from(bytes.max(0.0))]));
-    // A bin in which no step says it is a gap.
+    // A bin without any value is a gap.
     let known = |bytes: &f64| if *bytes > 0.0 { *bytes as f32 } else { f32::NAN };
     json!({"width": bins.width(), "bytes": f32s(bins.values().iter().map(known))})
 }
 
-/// The share of a layer's tokens that each class has.
+/// The share of a layer's tokens in each class.
 fn router(view: &View) -> Value {
     let all: usize = view.classes.iter().sum();
     if all == 0 {
@@ -153,7 +153,7 @@ fn layers(view: &View) -> Value {
     })
 }
 
-/// Mean loss of a label and share of the labels, by source.
+/// Mean loss per label and share of the labels, by source.
 fn sources(view: &View) -> Value {
     let count = view.sources.len();
     if count == 0 {
@@ -173,7 +173,7 @@ fn sources(view: &View) -> Value {
     json!({"names": view.sources, "width": bins.width(), "loss": losses, "share": seen})
 }
 
-/// What the curriculum plans, in parts of constant mixture: first step, phase, tokens of a step, share by source.
+/// The plan of the curriculum, in parts of constant mixture: first step, phase, tokens per step, share by source.
 fn plan(curriculum: &Curriculum) -> Vec<Value> {
     let mut first = 1;
     let segments = curriculum.segments().into_iter().map(|segment| {
@@ -192,7 +192,7 @@ fn plan(curriculum: &Curriculum) -> Vec<Value> {
     segments.collect()
 }
 
-/// The curriculum at the start, and what changed later.
+/// The curriculum at the start, and its later changes.
 fn curricula(view: &View) -> Vec<Value> {
     let mut before: Option<Curriculum> = None;
     let told = view.curricula.iter().map(|(step, text)| {
@@ -229,7 +229,7 @@ fn validation(log: &log::Log) -> Value {
     })
 }
 
-/// The whole lines of odd steps.
+/// The complete lines of odd steps.
 fn lines(view: &View) -> Map<String, Value> {
     let line = |seen: &Seen| {
         let sources = seen

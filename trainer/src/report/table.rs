@@ -1,4 +1,4 @@
-//! The ledger as a table: a line for each step, and between them where a phase begins or the curriculum changes.
+//! The ledger as a table: a line for each step, with notes where a phase begins or the curriculum changes.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -17,20 +17,20 @@ use crate::ledger::{Ledger, Seen, SourceSums};
 pub struct Table {
     ledger: Ledger,
     steps: Range<u64>,
-    /// The curriculum at the step before.
+    /// The curriculum of the previous step.
     in_force: Curriculum,
     phase: Option<String>,
     widths: Widths,
 }
 
-/// Columns that depend on the run.
+/// Widths of columns that depend on the run.
 struct Widths {
     step: usize,
     phase: usize,
 }
 
 impl Table {
-    /// The steps of the run at `root` that are in the ledger: `steps`, or the last `last` without.
+    /// The steps of the run at `root` in the ledger: `steps`, or the last `last` without these.
     pub fn open(root: &Path, steps: Option<Range<u64>>, last: u64) -> Result<Table> {
         let folder = RunFolder::new(root);
         let (ledger, path) = (folder.read_ledger()?, folder.ledger());
@@ -56,7 +56,7 @@ impl Table {
         Ok(Table { ledger, steps, in_force, phase: None, widths })
     }
 
-    /// The heads of the columns.
+    /// The column headings.
     pub fn heads(&self) -> String {
         let Widths { step, phase } = self.widths;
         format!(
@@ -81,7 +81,7 @@ impl Table {
         Ok(Some(Row { seen, notes }))
     }
 
-    /// What the curriculum `text` says from `step` on else than the one before it.
+    /// What the curriculum `text` changes from `step` on.
     fn changes(&mut self, step: u64, text: &str) -> Result<Vec<String>> {
         let now = Curriculum::parse(text, &format!("the curriculum of step {step}"))?;
         let mut changes = self.in_force.difference(&now);

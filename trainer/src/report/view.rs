@@ -1,4 +1,4 @@
-//! A run as it is shown: its ledger and its events, read once from the beginning, and on as they grow.
+//! A run for display: its ledger and its events, read once from the beginning, then followed.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,45 +18,45 @@ use crate::metrics::open_metrics::{self, Standing};
 use crate::metrics::{self, entropy};
 use crate::optim::guard::Skipped;
 
-/// Bins of what is drawn of each layer, at most.
+/// The maximum number of bins for plots by layer.
 const LAYER_BINS: usize = 1024;
 
-/// Numbers that are kept of sources, at most, however many sources there are.
+/// The maximum number of values for all sources together.
 const SOURCE_NUMBERS: usize = 200_000;
 
-/// Bins of sources, at most, before it is known how many of them a page may hold.
+/// The maximum number of bins by source, before the number of sources is known.
 const SOURCE_BINS: usize = 1 << 16;
 
-/// Odd steps whose line is kept whole, at most.
+/// The maximum number of odd steps whose line is stored.
 const DETAILS: usize = 2_000;
 
-/// A run as it is shown.
+/// A run for display.
 pub struct View {
     folder: RunFolder,
     head: Head,
     follower: Follower,
     log: Log,
-    /// How often another ledger was found in its place.
+    /// How often the ledger was replaced by another.
     replaced: u64,
     detector: Detector,
     pub(super) loss: Vec<f32>,
     pub(super) norm: Vec<f32>,
     pub(super) lr: Vec<f32>,
-    /// Where a phase begins: the step and its name.
+    /// The first step and the name of each phase.
     pub(super) phases: Vec<(u64, String)>,
-    /// Labels of a step from a step on.
+    /// Labels per step, each from a step on.
     pub(super) labels: Vec<(u64, u64)>,
     pub(super) skipped: Vec<(u64, Skipped)>,
     /// The curricula in force, each with its first step.
     pub(super) curricula: Vec<(u64, String)>,
     pub(super) sources: Vec<String>,
-    /// Two lanes for each source: labels, sum of their losses.
+    /// Two lanes per source: labels, and sum of their losses.
     pub(super) by_source: Bins,
     /// Tokens by layer and class, layer by layer.
     pub(super) router: Bins,
     /// Classes of each layer, the skip included.
     pub(super) classes: Vec<usize>,
-    /// By layer how uneven its load is: 1 less the entropy.
+    /// The unevenness of each layer's load: 1 minus its entropy.
     pub(super) unevenness: Bins,
     pub(super) gradients: Bins,
     pub(super) updates: Bins,
@@ -67,7 +67,7 @@ pub struct View {
 }
 
 impl View {
-    /// Reads the run in a folder; nothing in it is written.
+    /// Reads the run in a folder, without writing to it.
     pub fn open(root: &Path) -> Result<View> {
         let folder = RunFolder::new(root);
         if !folder.ledger().exists() {
@@ -104,7 +104,7 @@ impl View {
         Ok(view)
     }
 
-    /// Reads what was written since, or all of it anew where the run was replaced by another.
+    /// Reads new lines, or starts over if the run was replaced by another.
     pub fn follow(&mut self) -> Result<()> {
         if self.follower.replaced()? {
             *self = View { replaced: self.replaced + 1, ..View::open(self.folder.root())? };
@@ -113,7 +113,7 @@ impl View {
         self.refresh().map(drop)
     }
 
-    /// Reads what was written since; whether anything was.
+    /// Reads new lines; returns whether there were any.
     pub fn refresh(&mut self) -> Result<bool> {
         let before = self.follower.step();
         while let Some(seen) = self.follower.next_step::<Seen>()? {
@@ -123,12 +123,12 @@ impl View {
         Ok(self.follower.step() > before || events > 0)
     }
 
-    /// What changes whenever there is something new; before the first `-`, which of the runs that were in this place.
+    /// Changes whenever there is new data; the part before the first `-` counts replacements of the run.
     pub(super) fn version(&self) -> String {
         format!("{}-{}-{}", self.replaced, self.last_step(), self.log.bytes())
     }
 
-    /// Where the run lies.
+    /// The run's folder.
     pub fn folder(&self) -> &RunFolder {
         &self.folder
     }
@@ -148,7 +148,7 @@ impl View {
         self.follower.step()
     }
 
-    /// The newest values, in OpenMetrics text.
+    /// The newest values as OpenMetrics text.
     pub fn open_metrics(&self) -> String {
         let at = (self.last_step() as usize).wrapping_sub(1);
         let newest = |column: &[f32]| column.get(at).map(|value| f64::from(*value));
@@ -183,7 +183,7 @@ impl View {
         open_metrics::text(&standing, &curves)
     }
 
-    /// Odd steps, from the ledger and the events, in their order.
+    /// Odd steps, from the ledger and the events, in order.
     pub fn odd(&self) -> Vec<OddStep> {
         let mut found = merged(self.detector.found(), self.log.odd());
         for one in &mut found {
@@ -195,17 +195,17 @@ impl View {
         found
     }
 
-    /// Steps of the ledger that are nearly odd, the three values farthest from usual, in their order.
+    /// Steps of the ledger that are nearly odd, in order: the three values farthest from usual.
     pub fn near(&self) -> Vec<OddStep> {
         self.detector.near()
     }
 
-    /// What the layers of [`Seen::layer_gradient_norms`] are called.
+    /// The names of the layers in [`Seen::layer_gradient_norms`].
     pub(super) fn layer_names(&self) -> Vec<String> {
         layers(&self.head.parameters).into_iter().map(|layer| layer.name).collect()
     }
 
-    /// Bins of sources that a page holds, at most.
+    /// The maximum number of bins by source.
     pub(super) fn source_bins(&self) -> usize {
         (SOURCE_NUMBERS / (2 * self.sources.len().max(1))).max(256)
     }
@@ -216,7 +216,7 @@ impl View {
         Curriculum::parse(text, &format!("the curriculum in {}", self.folder.ledger().display()))
     }
 
-    /// What was saved of steps that were explained, by step: the files `explained/step-N.json` of the run's folder.
+    /// Saved explanations by step: the files `explained/step-N.json` of the run's folder.
     pub fn explained(&self) -> Result<BTreeMap<u64, Value>> {
         let folder = self.folder.explained();
         let mut found = BTreeMap::new();

@@ -1,14 +1,15 @@
-//! The same page, live: served on loopback alone, asked now and then for what is new.
+//! Serves the live page on loopback; it polls for updates.
 //!
 //! ```text
 //! GET /                          the page, with everything so far
-//! GET /data?known=N&version=V    what is new to a page that has N steps; 204 where it has everything, 205 where
-//!                                its run was replaced by another, so that it loads itself again
+//! GET /data?known=N&version=V    updates for a page that has N steps; 204 if there are none, 205 if the run was
+//!                                replaced by another, so that the page reloads
 //! GET /metrics                   the newest values in OpenMetrics text, for Prometheus
 //! ```
 //!
-//! Whoever has no account on this machine gets no answer: the socket listens on 127.0.0.1, and a request whose `Host` is not
-//! this machine is refused, since any page in a browser here could otherwise ask under a name of its own.
+//! Only users of this machine get an answer: the socket listens on 127.0.0.1, and a request whose `Host` is not this
+//! machine is refused, since any web page in a browser here could otherwise send requests under its own name (DNS
+//! rebinding).
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -25,22 +26,22 @@ use super::page::{page, payload};
 use super::view::View;
 use crate::metrics::open_metrics;
 
-/// Bytes of a request that are read, at most.
+/// The maximum size of a request in bytes.
 const REQUEST: u64 = 16 << 10;
 
-/// Requests that are answered at once, at most.
+/// The maximum number of simultaneous requests.
 const AT_ONCE: usize = 16;
 
-/// How long a reader may take.
+/// The timeout of a client.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A run's page, served.
+/// The server of a run's page.
 pub struct Watch {
     listener: TcpListener,
     view: Mutex<View>,
 }
 
-/// An answer.
+/// An HTTP response.
 struct Answer {
     status: &'static str,
     kind: &'static str,
@@ -61,13 +62,13 @@ impl Watch {
         Ok(Watch { listener, view })
     }
 
-    /// Where it listens.
+    /// The address it listens on.
     pub fn address(&self) -> Result<SocketAddr> {
         let address = self.listener.local_addr();
         address.map_err(|error| Fault::machine(format!("the socket has no address: {error}")))
     }
 
-    /// Answers until `stop` is set.
+    /// Serves until `stop` is set.
     pub fn serve(&self, stop: &AtomicBool) -> Result<()> {
         let port = self.address()?.port();
         let busy = AtomicUsize::new(0);
@@ -78,7 +79,7 @@ impl Watch {
                         busy.fetch_add(1, Ordering::Relaxed);
                         let busy = &busy;
                         let answer = move || {
-                            // A reader that went away is not waited for, and no trouble of the run's.
+                            // A client that disconnected is not an error.
                             let _ = self.answer(stream, port);
                             busy.fetch_sub(1, Ordering::Relaxed);
                         };
@@ -175,7 +176,7 @@ impl Watch {
     }
 }
 
-/// Whether a request was made to this machine by one of its own names.
+/// Whether the `Host` of a request is one of this machine's own names.
 fn is_ours(head: &str, port: u16) -> bool {
     let hosts: Vec<&str> = head
         .lines()

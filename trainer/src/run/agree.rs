@@ -1,4 +1,5 @@
-//! Before anything begins: all ranks train one thing in one way, have the memory for it, and know how tensors travel.
+//! Checks before training that all ranks train the same run in the same way and have the memory, and agrees on a
+//! transport.
 
 use contract::{Digest, Fault, Result, counted};
 use kernels::group::Chosen;
@@ -15,8 +16,8 @@ use crate::model::Cut;
 use crate::refusal::lost;
 use crate::spec::{PhaseModel, RunSpec};
 
-/// Holds this rank against the others, and agrees with them how tensors travel. Those who are left after a loss share
-/// micro-batches as their number allows, or not at all.
+/// Compares this rank with the others, and agrees with them on a transport. After a loss, the remaining ranks share
+/// micro-batches as far as their number allows.
 pub(super) fn join(
     spec: &RunSpec,
     exec: &ExecOptions,
@@ -38,8 +39,8 @@ pub(super) fn join(
     })
 }
 
-/// Takes as many workers as there is memory for, of those that `exec` has, and says so. A run that does not fit with one is
-/// refused with its numbers later.
+/// Reduces the workers of `exec` to as many as fit into memory, and prints a note. If not even one fits, the run is
+/// refused later, with its numbers.
 pub fn fit_workers(exec: &mut ExecOptions, opened: &Opened, world: &World) -> Result<()> {
     let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
     let fits = |count: usize| {
@@ -72,14 +73,14 @@ pub(super) fn meshes(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<(&str,
     phases.collect()
 }
 
-/// Refuses a number of ranks that share micro-batches where no phase lets them.
+/// Refuses `--cp` or `--tsp` if no phase can use them with this number of ranks.
 pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<()> {
     let (meshes, Degrees { cp, tsp }) = (meshes(spec, world, degrees), degrees);
     let listed = |of: fn(&PhaseModel) -> u64| {
         spec.models.iter().map(|model| of(model).to_string()).collect::<Vec<_>>().join(", ")
     };
     let chunks = listed(|model| model.cut.chunks);
-    // Where the curriculum lets as many as were asked for share, it is the number of ranks that does not.
+    // If the curriculum allows these degrees, the number of ranks is the problem.
     let enough = cp * tsp;
     let could = |along: fn(Mesh) -> u32| {
         spec.models.iter().any(|model| along(Mesh::of(enough, degrees, model.cut)) > 1)
@@ -119,7 +120,7 @@ pub fn refuse_unshared(spec: &RunSpec, world: u32, degrees: Degrees) -> Result<(
         )))
 }
 
-/// What to say of phases that have not a micro-batch for each rank, or cannot be shared as widely as asked.
+/// Notes on phases that have fewer micro-batches than ranks, or cannot be shared as widely as requested.
 pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
     let few = meshes(spec, world, degrees).into_iter().zip(spec.plan.phases());
     let few = few.flat_map(|((name, mesh), phase)| {
@@ -161,7 +162,7 @@ pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
     few.collect()
 }
 
-/// Refuses ranks that would compute something else, otherwise, or by other options than rank 0.
+/// Refuses ranks that train another run, with other kernels, or with other options than rank 0.
 pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<()> {
     let mut mine = Writer::default();
     mine.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
@@ -184,7 +185,7 @@ pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<
             Err(kind(what).found(found).wanted(wanted).hint(hint))
         };
         if other.0 != first.0 {
-            // Every rank has seen that, and tells what it trains.
+            // Every rank has found this, and sends its specification.
             let text = spec.canonical();
             let texts = world.comm.all_gather("the first meeting", text.as_bytes());
             let texts = texts.map_err(lost)?;
@@ -211,8 +212,8 @@ pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<
     Ok(())
 }
 
-/// The first part in which the runs of two ranks differ: its name, what stands there, and what rank 0 has. Where their texts do
-/// not tell it is the run, by its digests.
+/// The first difference between the runs of two ranks: its name, its value, and that of rank 0. If the texts are equal,
+/// the digests of the runs.
 fn component(first: &str, other: &str, [found, wanted]: [String; 2]) -> [String; 3] {
     let parse = |text: &str| Curriculum::parse(text, "a rank's curriculum");
     if let (Ok(first), Ok(other)) = (parse(first), parse(other))
@@ -230,7 +231,7 @@ fn component(first: &str, other: &str, [found, wanted]: [String; 2]) -> [String;
     }
 }
 
-/// The options that every rank has to share, as a person gives them.
+/// The options that must be the same on every rank, as flags.
 fn options(exec: &ExecOptions) -> Vec<String> {
     let SnapshotOptions { states, every, spike } = exec.snapshots;
     let stop = exec.stop_after.map_or_else(|| "none".to_owned(), |step| step.to_string());
@@ -256,7 +257,7 @@ fn options(exec: &ExecOptions) -> Vec<String> {
     ]
 }
 
-/// The first entry in which the lines of two kernel tables differ.
+/// The first entry in which two kernel tables differ.
 fn parted<'a>(one: &'a str, other: &'a str) -> (&'a str, &'a str) {
     let mut entries = one.split("; ").zip(other.split("; "));
     entries.find(|(one, other)| one != other).unwrap_or((one, other))

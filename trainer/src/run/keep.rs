@@ -1,5 +1,5 @@
-//! Checkpoints of a run: each rank writes the pieces that it owns, beside the steps that follow; rank 0 commits them when it has
-//! heard from all. What lies on the disk then is the same whoever wrote it.
+//! Checkpoints of a run: each rank writes the pieces that it owns while training continues; rank 0 commits them when
+//! all have reported. The files do not depend on the number of ranks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,38 +17,39 @@ use crate::refusal::lost;
 use crate::state::State;
 use crate::state::ownership::Piece;
 
-/// What a rank keeps its part of the state with.
+/// Saves a rank's part of the state.
 pub(super) struct Keeper<'a> {
     comm: &'a Group,
     layout: Arc<Layout>,
     checkpoints: Checkpoints,
     retention: Retention,
-    /// The last step that is kept, or will be when the saver is done.
+    /// The last step that is saved, or will be when the saver is done.
     kept: u64,
     saver: Saver,
-    /// What copies it off the device, beside the steps that follow.
+    /// Copies the state off the device while training continues.
     unloader: Unloader,
-    /// Its part of recent states.
+    /// This rank's part of recent states.
     snapshots: Snapshots,
-    /// Whether the loss of a rank may be survived.
+    /// Whether the run may survive the loss of a rank.
     elastic: bool,
     /// How long the ranks may take to write.
     timeout: Duration,
 }
 
-/// Work for the saver; what it says is why older checkpoints could not be removed.
+/// Work for the saver; returns why older checkpoints could not be removed.
 type Work = Box<dyn FnOnce() -> Result<Option<Fault>> + Send>;
 
-/// Ranks that wait for each other's writing meet so often at least, however long they would wait for a rank that says nothing.
+/// While ranks wait for each other's writing, they exchange messages at least this often, however long the timeout of a
+/// rank is.
 const TURN: Duration = Duration::from_secs(1);
 
-/// What a rank says at such a meeting.
+/// The messages of a rank in this exchange.
 const IDLE: u8 = 0;
 const BUSY: u8 = 1;
 const LATE: u8 = 2;
 
 impl<'a> Keeper<'a> {
-    /// Of a run whose state after step `kept` is on the disk.
+    /// For a run whose state after step `kept` is on disk.
     pub(super) fn new(
         comm: &'a Group,
         layout: Arc<Layout>,
@@ -74,8 +75,8 @@ impl<'a> Keeper<'a> {
         })
     }
 
-    /// Takes note of a step: tells of what has been written meanwhile, and if its loss has jumped, all ranks write down what
-    /// they have of the state before.
+    /// Handles a finished step: records a checkpoint that was written meanwhile and, if the loss has jumped, all ranks
+    /// write their snapshots of the state before.
     pub(super) fn remember(
         &mut self,
         state: &State,
@@ -91,7 +92,7 @@ impl<'a> Keeper<'a> {
         recorder.jumped(record.step, step)
     }
 
-    /// Keeps the state, whose digest is this, beside the steps that follow.
+    /// Saves the state, which has this digest, while training continues.
     pub(super) fn keep(
         &mut self,
         state: &State,
@@ -103,7 +104,7 @@ impl<'a> Keeper<'a> {
             return Ok(());
         }
         let start = Instant::now();
-        // One copy at a time: this one may only be made when the one before is written.
+        // Only one copy at a time: the previous one must have been written.
         self.finish(recorder)?;
         let digests = recorder.digests(step)?;
         let snapshot = Snapshot::beside(state, &self.unloader)?;
@@ -116,7 +117,7 @@ impl<'a> Keeper<'a> {
         Ok(())
     }
 
-    /// Rank 0 writes its part, hears from all others, and commits.
+    /// Rank 0: writes its part, waits for the reports of all others, and commits.
     fn lead(
         &self,
         snapshot: Snapshot,
@@ -134,17 +135,17 @@ impl<'a> Keeper<'a> {
                     blobs.extend(heard(&store, &key(snapshot.step(), rank), rank, patience)?);
                 }
             }
-            // Of one that is to stay the retention has to know before it sees it.
+            // Before the commit, so that the retention knows that it must be kept.
             if pinned {
                 checkpoints.pin(snapshot.step())?;
             }
             checkpoints.commit(&snapshot, digests, &layout, &pieces, blobs)?;
-            // What is kept is kept, whether what is old may go or not.
+            // The checkpoint is valid even if old ones could not be removed.
             Ok(checkpoints.retain(retention).err())
         })
     }
 
-    /// Another rank writes its part, and says so to rank 0.
+    /// Another rank: writes its part, and reports to rank 0.
     fn follow(&self, snapshot: Snapshot) -> Result<Work> {
         let (checkpoints, layout) = (self.checkpoints.clone(), Arc::clone(&self.layout));
         let store = self.comm.store().ok_or_else(|| Fault::bug("a rank alone is not rank 0"))?;
@@ -156,8 +157,8 @@ impl<'a> Keeper<'a> {
         }))
     }
 
-    /// Waits until every rank has written what it writes. They meet meanwhile, so that nobody takes one whose disk or bucket is
-    /// slow for lost; after a time of its own the run ends.
+    /// Waits until every rank has written its part. They exchange messages meanwhile, so that a rank with a slow disk
+    /// or bucket is not taken for lost; the run stops after a separate timeout.
     pub(super) fn finish(&mut self, recorder: &mut Recorder<'_>) -> Result<()> {
         let (start, turn) = (Instant::now(), TURN.min(self.comm.timeout() / 4));
         while self.comm.world() > 1 {
@@ -179,7 +180,7 @@ impl<'a> Keeper<'a> {
         recorder.written(self.saver.wait()?)
     }
 
-    /// Keeps a state at once, all ranks together.
+    /// Saves a state and waits for it, on all ranks.
     fn keep_now(
         &mut self,
         snapshot: Snapshot,
@@ -200,8 +201,8 @@ impl<'a> Keeper<'a> {
         self.finish(recorder)
     }
 
-    /// The step after `state` failed. A run that diverges does so on every rank, before anything moved: together they keep
-    /// what there is.
+    /// The step after `state` failed. If it diverged, it did so on every rank before the update, so they save the state
+    /// together.
     pub(super) fn failed(
         &mut self,
         fault: Fault,
@@ -209,12 +210,12 @@ impl<'a> Keeper<'a> {
         recorder: &mut Recorder<'_>,
     ) -> Fault {
         if self.elastic && self.comm.lost().is_some() {
-            // Those who are left write down what they make of it.
+            // The remaining ranks record the loss.
             return fault;
         }
         recorder.fault(state.step + 1, &fault);
         if fault.class() != Class::Diverged {
-            // What was being written is kept or not, whatever became of the step.
+            // The checkpoint being written may still succeed.
             if let Err(why) = self.saver.wait().and_then(|written| recorder.written(written)) {
                 recorder.not_kept(self.kept, &why);
             }
@@ -229,13 +230,13 @@ impl<'a> Keeper<'a> {
         if self.comm.rank() == 0 {
             self.comm.report(&fault.to_string());
         }
-        // Of two faults the first one matters.
+        // The first fault is the one to report.
         let _ = self.comm.barrier("the end");
         fault
     }
 }
 
-/// What all ranks wrote of a state, each having `written` its part; what went wrong on one of them went wrong on all.
+/// The blobs of all ranks, each of which passes what it has `written`; an error on one rank is returned on all.
 pub(crate) fn written_by_all(
     comm: &Group,
     written: &Result<Vec<BlobRecord>>,
@@ -248,12 +249,12 @@ pub(crate) fn written_by_all(
     Ok(blobs)
 }
 
-/// Where a rank leaves word of what it wrote.
+/// The store key for a rank's report.
 fn key(step: u64, rank: u32) -> String {
     format!("checkpoint/{step}/{rank}")
 }
 
-/// What a rank wrote, in a word to rank 0.
+/// A rank's report to rank 0.
 fn word(written: &Result<Vec<BlobRecord>>) -> String {
     let word = match written {
         Ok(blobs) => json!({ "blobs": blobs }),
@@ -262,7 +263,7 @@ fn word(written: &Result<Vec<BlobRecord>>) -> String {
     word.to_string()
 }
 
-/// The same, read.
+/// Parses a report.
 fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
     let unread = |error| Fault::bug(format!("rank {rank} wrote what rank 0 cannot read: {error}"));
     let mut word: serde_json::Value = serde_json::from_str(word).map_err(unread)?;
@@ -273,7 +274,7 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
     serde_json::from_value(word["blobs"].take()).map_err(unread)
 }
 
-/// What a rank wrote of a checkpoint, by its own word.
+/// Waits for the report of a rank.
 fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
     match store.wait(key, patience).map_err(lost)? {
         Some(word) => {

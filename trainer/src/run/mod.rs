@@ -1,11 +1,11 @@
-//! The run: open or resume, then step after step until the end, a signal or a fault. One rank is the degenerate case of many.
+//! The training loop: opens or resumes a run, and steps until the end, a signal or a fault. One rank is a special case
+//! of many.
 //!
-//! - [`world`] is what a run computes with; `agree` holds the ranks together before anything begins.
-//! - `open` takes the run's folder and finds where to go on, `restore` reads the state there; `record` writes down what is
-//!   computed, on rank 0; `keep` writes checkpoints, on every rank.
-//! - `recover` has the ranks that are left after a loss meet again: the run is opened anew with them, and goes on; from
-//!   memory, where `replicas` has copies of what the lost ranks owned. A rank that was started again is taken in likewise,
-//!   between two steps.
+//! - [`world`] is the ranks, kernels and device of a run; `agree` compares the ranks before training.
+//! - `open` takes the run's folder and finds the step to resume from, `restore` reads the state; `record` writes the
+//!   results, on rank 0; `keep` writes checkpoints, on every rank.
+//! - `recover` lets the remaining ranks meet again after a loss: they reopen the run and continue, from memory if
+//!   `replicas` has copies of what the lost ranks owned. A restarted rank joins in the same way, between two steps.
 
 pub(crate) mod agree;
 pub(crate) mod keep;
@@ -48,11 +48,11 @@ pub struct Outcome {
     pub state: Option<Digest>,
 }
 
-/// Trains what `opened` says, from wherever the folder stands, until its last step, as one of the ranks of `world`.
+/// Trains the run `opened` from the state of its folder to its last step, as one of the ranks of `world`.
 pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
     let (mut recovery, mut replicas) = (recover::joined(world)?, Replicas::new(exec.replicate));
     loop {
-        // A bug that ends this thread is told as one: the others hear of it, and the process says so when it ends.
+        // A panic becomes a fault: the other ranks are notified, and the process reports it when it ends.
         let ended = caught(|| run(opened, exec, world, &mut replicas, recovery.take()));
         recovery = Some(match ended {
             Ok(Ended::Done(outcome)) => {
@@ -65,11 +65,11 @@ pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<O
     }
 }
 
-/// Why ranks stop computing.
+/// Why the training loop ended.
 enum Ended {
-    /// The run is where it was to come.
+    /// The run is complete, or was asked to stop.
     Done(Outcome),
-    /// A rank that was started again waits to be taken in.
+    /// A restarted rank waits to join.
     Joined,
 }
 
@@ -91,7 +91,7 @@ fn run(
     if let Some(digest) =
         digest.filter(|_| from_memory && checkpoint_is_due(&spec, exec, state.step))
     {
-        // It may have been lost half written.
+        // The ranks may have been lost while writing it.
         keeper.keep(&state, digest, &mut recorder)?;
     }
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
@@ -116,10 +116,10 @@ fn run(
         recorder.strangers(world)?;
         digest = Some(stepped.record.state_digest);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
-        // Before the state is kept: a run that goes on behind it would not come back for this.
+        // Before the checkpoint: a run that resumes from it would not validate this step again.
         let Asked { mut stop, join, keep } = stepped.asked;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
-            // Whoever asks to stop does not wait for it.
+            // A requested stop does not wait for validation.
             stop = stop || !recorder.validate(context, exec, &state)?;
         }
         if stop || join || keep || checkpoint_is_due(&spec, exec, state.step) {
@@ -135,23 +135,23 @@ fn run(
     }
     keeper.finish(&mut recorder)?;
     recorder.finish(state.step)?;
-    // Nobody says done before rank 0 has written everything.
+    // No rank may finish before rank 0 has written everything.
     world.comm.barrier("the end").map_err(lost)?;
     Ok(Ended::Done(Outcome { step: state.step, steps: spec.plan.steps(), state: digest }))
 }
 
-/// The step after which this process stops by itself.
+/// The step after which this process stops.
 fn last_step(spec: &RunSpec, exec: &ExecOptions) -> u64 {
     let last = spec.plan.steps();
     exec.stop_after.map_or(last, |stop| last.min(stop))
 }
 
-/// Whether the state after `step` is to be kept.
+/// Whether the state after `step` has to be saved.
 fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
     step == last_step(spec, exec) || step.is_multiple_of(exec.checkpoint_every.max(1))
 }
 
-/// This rank's part of each step: who shares micro-batches may change with the phase.
+/// This rank's part of each step; which ranks share micro-batches may depend on the phase.
 fn slices(
     spec: &Arc<RunSpec>,
     team: &Team<'_>,
@@ -164,7 +164,7 @@ fn slices(
     }
 }
 
-/// Where the prefetcher's readers assemble a batch: in a buffer of the device's ring.
+/// The allocator for batches: buffers of the device's ring.
 fn memory(
     stager: &Stager,
 ) -> impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + use<> + 'static {
@@ -172,7 +172,7 @@ fn memory(
     move |tokens| Ok(Box::new(BatchBuffer::take(&buffers, tokens)?))
 }
 
-/// What they do with it then.
+/// The check of each batch.
 fn checking(
     spec: &Arc<RunSpec>,
 ) -> impl Fn(Batch) -> Result<(Batch, Vec<CheckedMicroBatch>)> + Send + Sync + use<> + 'static {

@@ -1,4 +1,4 @@
-//! Where a run goes on: rank 0 takes the folder and looks for the newest checkpoint that every rank can read.
+//! Finds the step to resume from: rank 0 takes the folder and searches the newest checkpoint that every rank can read.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -36,24 +36,24 @@ use crate::state::ownership::{Ownership, Piece};
 use crate::step;
 use crate::waiting::SILENCE;
 
-/// A run that has begun, or goes on.
+/// An opened run, new or resumed.
 pub(super) struct Begun<'a> {
     pub(super) state: State,
     /// The state's digest; `None` before the first step.
     pub(super) digest: Option<Digest>,
     pub(super) recorder: Recorder<'a>,
     pub(super) keeper: Keeper<'a>,
-    /// Whether the state was put together from what ranks had in memory.
+    /// Whether the state was restored from the memory of the ranks.
     pub(super) from_memory: bool,
 }
 
-/// What there is of the ranks before, if some of them were lost.
+/// What remains after ranks were lost or joined.
 pub(super) struct After<'a> {
     pub(super) recovery: Option<Recovery>,
     pub(super) replicas: &'a Replicas,
 }
 
-/// Opens the run's folder, and reads this rank's part of the state there.
+/// Opens the run's folder, and reads this rank's part of the state.
 pub(super) fn open<'a>(
     spec: &'a RunSpec,
     opened: &Opened,
@@ -73,7 +73,7 @@ pub(super) fn open<'a>(
     };
     let (mut from_memory, mut drawn) = (true, None);
     let (found, book, checkpoints) = if comm.rank() == 0 {
-        // A start that cannot be read leaves no folder of a run that never began.
+        // Read first: if the start is unreadable, no run's folder is created.
         if spec.start.is_some() && !RunFolder::new(&exec.out).ledger().exists() {
             drawn = Some(State::begin(spec, world.device, owners.clone(), exec.workers)?);
         }
@@ -82,7 +82,7 @@ pub(super) fn open<'a>(
         let found = match recall(opening.open.ledger.last_step(), &checkpoints.place())? {
             Some(found) => {
                 opening.compare(&found)?;
-                // The others write as soon as they know.
+                // The other ranks write as soon as they have the choice.
                 opening.put_in_order()?;
                 reading.choose(found.0.step, &checkpoints.place())?;
                 Some(found)
@@ -125,8 +125,8 @@ pub(super) fn open<'a>(
     Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
 }
 
-/// Every rank holds what rank 0 has taken, as far as it sees it: the loss of a rank leaves neither the folder nor the `place` of
-/// the checkpoints to others.
+/// Every rank joins rank 0's locks, as far as its machine sees the files: after the loss of a rank, no other run can
+/// take the folder or the `place` of the checkpoints.
 fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<()> {
     let mut own = Writer::default();
     own.text(world.holds.group()).place(place);
@@ -135,7 +135,7 @@ fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<
     world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
 }
 
-/// Says what became of the start of a run that goes on after `step` without it: only the way from its beginning reads it.
+/// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
 fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
     let folder = start.folder().display();
     let what = match start.folder().exists() {
@@ -152,7 +152,7 @@ fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
     Ok(())
 }
 
-/// Writes down who the ranks are.
+/// Records the ranks.
 fn say_ranks(
     book: &mut Book<'_>,
     team: &Team<'_>,
@@ -178,7 +178,7 @@ fn say_ranks(
     Ok(())
 }
 
-/// A run's folder that was taken, before it is known where the run goes on.
+/// A run's folder that was taken, before the step to resume from is known.
 struct Opening<'a> {
     spec: &'a RunSpec,
     exec: &'a ExecOptions,
@@ -187,11 +187,11 @@ struct Opening<'a> {
     checkpoints: Checkpoints,
     events: Events,
     progress: Progress,
-    /// Checkpoints of steps that the ledger does not have.
+    /// Checkpoints of steps that are not in the ledger.
     beyond: Passed,
 }
 
-/// Checkpoints that cannot be used: steps, and why.
+/// Checkpoints that cannot be used: steps and reasons.
 type Passed = Vec<(u64, Fault)>;
 
 impl<'a> Opening<'a> {
@@ -204,7 +204,7 @@ impl<'a> Opening<'a> {
         recovery: Option<&Recovery>,
     ) -> Result<Self> {
         let folder = RunFolder::new(&exec.out);
-        // A rank that hangs may hold the folder until somebody ends it.
+        // A hung rank may hold the folder until it is killed.
         let patience = recovery.map_or(Duration::ZERO, |recovery| recovery.patience);
         let how = (&world.holds, patience, exec.restart);
         let open = folder.open(spec, &opened.file, &world.runtime, how)?;
@@ -222,7 +222,7 @@ impl<'a> Opening<'a> {
         Ok(Opening { spec, exec, world, open, checkpoints, events, progress, beyond })
     }
 
-    /// Holds a state that was put together from memory against the ledger.
+    /// Compares a state that was restored from memory with the ledger.
     fn compare(&self, (state, digest): &Restored) -> Result<()> {
         if state.step == 0 {
             return Ok(());
@@ -252,8 +252,8 @@ impl<'a> Opening<'a> {
         )
     }
 
-    /// Says what was passed over, and takes it out of the way: the retention must not take it for the newest. Where nothing
-    /// else is left, everything stays as it is, and the run stops unless it was told to begin again.
+    /// Warns about checkpoints that cannot be used, and renames them, so that the retention does not count them as the
+    /// newest. If there is no other state, nothing is renamed and the run stops, except with `--restart`.
     fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
         let mut passed = std::mem::take(&mut self.beyond);
         passed.extend(found.passed);
@@ -293,8 +293,8 @@ impl<'a> Opening<'a> {
         Ok(found.state)
     }
 
-    /// Removes what a kill left half written or half removed: now that nothing is refused any more. A checkpoint that events know
-    /// of and that the retention keeps was neither.
+    /// Removes incomplete checkpoints, now that the run can no longer be refused. A checkpoint that the events know and
+    /// the retention keeps was complete, so it is damaged instead.
     fn put_in_order(&mut self) -> Result<()> {
         let mut lost = self.checkpoints.without_manifest()?;
         if !lost.is_empty() {
@@ -310,7 +310,7 @@ impl<'a> Opening<'a> {
             let place = self.checkpoints.location(step).to_string();
             self.pass_over(step, &Fault::data("its manifest is missing").at(place))?;
         }
-        // Whatever lies there is written over, or stays as it is and counts for nothing.
+        // Leftovers are overwritten later, or ignored.
         if let Err(why) = self.checkpoints.clean() {
             self.progress
                 .note(&format!("warning: half written checkpoints stay, and take room: {why}"));
@@ -326,7 +326,7 @@ impl<'a> Opening<'a> {
         self.checkpoints.set_aside(step)
     }
 
-    /// Begins, or goes on after step `from`.
+    /// Starts the run, or resumes it after step `from`.
     fn begin(self, from: u64) -> Result<Book<'a>> {
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
@@ -360,7 +360,7 @@ impl<'a> Opening<'a> {
             progress.note(&format!("accepted edit of the curriculum: {edit}"));
             events.write("edit", json!({"edit": edit, "recorded": recorded}))?;
         }
-        // No argument of what a GPU computes, so it stands here alone.
+        // Only recorded here: results on a GPU do not depend on it.
         let processor = kernels::runtime::processor().map_err(refused)?;
         let fields = json!({
             "from_step": from, "recorded": recorded, "run": id,
@@ -378,7 +378,7 @@ impl<'a> Opening<'a> {
     }
 }
 
-/// A device as --device names it.
+/// A device by its name in --device.
 fn device_name(device: Device) -> String {
     match device {
         Device::Cuda(number) => format!("cuda:{number}"),

@@ -1,4 +1,4 @@
-//! What a run writes down as it goes: the ledger, events, curves, and lines for whoever watches. Rank 0 alone does.
+//! Records a run on rank 0: the ledger, events, curves, and lines for people.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -21,10 +21,10 @@ use crate::state::State;
 use crate::step::{Context, Stepped};
 use crate::validate::SourceLoss;
 
-/// Writes on rank 0; on every other rank there is nothing to write.
+/// Writes on rank 0; does nothing on other ranks.
 pub(super) struct Recorder<'a>(pub(super) Option<Book<'a>>);
 
-/// The run's folder, as rank 0 has it open.
+/// The run's folder, opened by rank 0.
 pub(super) struct Book<'a> {
     pub(super) spec: &'a RunSpec,
     pub(super) exec: &'a ExecOptions,
@@ -32,16 +32,16 @@ pub(super) struct Book<'a> {
     pub(super) events: Events,
     pub(super) metrics: Metrics,
     pub(super) progress: Progress,
-    /// A loss after which no new step has been written yet, and whether the state came from memory.
+    /// A recovery after which no new step has been recorded yet, and whether the state came from memory.
     pub(super) recovery: Option<(Recovery, bool)>,
-    /// Steps that were computed again since this process opened the folder.
+    /// Number of steps recomputed since this process opened the folder.
     pub(super) again: u64,
-    /// Operations in a second that this rank's device can do, where that is known.
+    /// Peak FLOP/s of this rank's device, if known.
     pub(super) peak: Option<f64>,
 }
 
 impl Recorder<'_> {
-    /// The next batch, and a note of how long it took to come.
+    /// The next batch; measures how long it took.
     pub(super) fn wait<T>(&mut self, next: impl FnOnce() -> Option<T>) -> Option<T> {
         match &mut self.0 {
             Some(book) => book.metrics.wait(next),
@@ -49,13 +49,13 @@ impl Recorder<'_> {
         }
     }
 
-    /// Writes the step down, or checks it against what was written before.
+    /// Records the step, or compares it with the existing record.
     pub(super) fn record(&mut self, stepped: &Stepped) -> Result<()> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
-    /// Takes the loss on held-out text with the state, all ranks together. Whether it was finished: one of them may be asked to
-    /// stop meanwhile.
+    /// Computes the validation loss, all ranks together. Returns whether it was completed: a rank may be asked to stop
+    /// meanwhile.
     pub(super) fn validate(
         &mut self,
         cx: Context<'_>,
@@ -74,7 +74,7 @@ impl Recorder<'_> {
         Ok(sources.is_some())
     }
 
-    /// Writes down a checkpoint that is on the disk.
+    /// Records a checkpoint that was written.
     pub(super) fn written(&mut self, written: Option<Written>) -> Result<()> {
         let Some(Written { step, state, stall, writing, left }) = written else { return Ok(()) };
         self.event("checkpoint", json!({
@@ -83,19 +83,19 @@ impl Recorder<'_> {
         left.map_or(Ok(()), |why| self.left(step, &why))
     }
 
-    /// Says that the checkpoint of `step` is kept, and older ones that nobody needs could not be removed.
+    /// Records that the checkpoint of `step` was written, but older ones could not be removed.
     fn left(&mut self, step: u64, why: &Fault) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
         book.progress.note(&format!("warning: old checkpoints stay, and take room: {why}"));
         self.event("not removed", json!({"step": step, "fault": why.to_string()}))
     }
 
-    /// Writes down who came to the ranks' stores without the run's key since the last time; a line for people at the first.
+    /// Records new connections to the ranks' stores without the run's key; prints a line for the first.
     pub(super) fn strangers(&mut self, world: &World) -> Result<()> {
         world.rendezvous.iter().for_each(Rendezvous::tell_of_strangers);
         let Some(book) = &mut self.0 else { return Ok(()) };
         let strangers = world.comm.strangers();
-        // After a loss it may be another store, which has a count of its own.
+        // After a loss it may be another store, with its own count.
         let before = world.strangers.swap(strangers.refused, Ordering::Relaxed);
         if strangers.refused == before {
             return Ok(());
@@ -109,13 +109,13 @@ impl Recorder<'_> {
         book.events.write("strangers", fields)
     }
 
-    /// Writes down where this run's parts are.
+    /// Writes an event.
     pub(super) fn event(&mut self, event: &str, fields: serde_json::Value) -> Result<()> {
         self.0.as_mut().map_or(Ok(()), |book| book.events.write(event, fields))
     }
 
-    /// The digest of the state after `step`, and the ledger's chain; `None` on the other ranks. The ledger reaches the disk
-    /// first: a checkpoint never knows of steps that a power cut can take from the ledger.
+    /// The digest of the state after `step`, and the ledger's chain; `None` on the other ranks. Syncs the ledger first,
+    /// so that a checkpoint never contains steps that a power loss can remove from the ledger.
     pub(super) fn digests(&self, step: u64) -> Result<Option<(Digest, Digest)>> {
         let Some(Book { open: OpenRun { ledger, .. }, .. }) = &self.0 else { return Ok(None) };
         ledger.sync()?;
@@ -124,7 +124,7 @@ impl Recorder<'_> {
         Ok(Some((ledger.record(step)?.state_digest, chain)))
     }
 
-    /// The loss of `step` has jumped, and the state after `before` is kept for whoever replays it.
+    /// Records that the loss of `step` jumped, and that the state after `before` was saved for a replay.
     pub(super) fn jumped(&mut self, step: u64, before: u64) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
         book.events.write("spike", json!({"step": step, "kept": before}))?;
@@ -135,12 +135,12 @@ impl Recorder<'_> {
         Ok(())
     }
 
-    /// Writes down that `step` failed. The fault at hand matters more than a second one while writing about it.
+    /// Records that `step` failed. Errors while writing are ignored: the original fault matters more.
     pub(super) fn fault(&mut self, step: u64, fault: &Fault) {
         let _ = self.event("fault", json!({"step": step, "fault": fault.to_string()}));
     }
 
-    /// Says how to look at the step after `last`, which diverged, and whether the state before it was kept.
+    /// Adds hints about the diverged step after `last`, and whether the state before it was saved.
     pub(super) fn diverged(&mut self, fault: Fault, last: u64, kept: Result<()>) -> Fault {
         let Some(book) = &mut self.0 else { return fault };
         let (step, replay) = (last + 1, book.replay(last + 1));
@@ -159,14 +159,14 @@ impl Recorder<'_> {
         }
     }
 
-    /// Notes that the state after `step` could not be kept, for a run that ends by another fault.
+    /// Records that the state after `step` could not be saved, in a run that ends with another fault.
     pub(super) fn not_kept(&mut self, step: u64, why: &Fault) {
         let Some(book) = &mut self.0 else { return };
         book.not_kept(step, why);
         book.progress.note(&format!("warning: the state after step {step} was not kept: {why}"));
     }
 
-    /// Says how the run ended.
+    /// Records the end of the run.
     pub(super) fn finish(&mut self, step: u64) -> Result<()> {
         let Some(book) = &mut self.0 else { return Ok(()) };
         let stall = book.metrics.stall();
@@ -182,12 +182,12 @@ impl Recorder<'_> {
 }
 
 impl Book<'_> {
-    /// Where this cannot be written either, the fault that ends the run says why.
+    /// Errors here are ignored: the fault that ends the run is reported.
     fn not_kept(&mut self, step: u64, why: &Fault) {
         let _ = self.events.write("not kept", json!({"step": step, "fault": why.to_string()}));
     }
 
-    /// Writes down how long a loss has held the run up, once it is where it was.
+    /// Records how long a recovery took, once the run is where it was.
     fn recovered(&mut self, step: u64) -> Result<()> {
         let Some((Recovery { since, generation, .. }, from_memory)) = self.recovery.take() else {
             return Ok(());
@@ -259,18 +259,18 @@ impl Book<'_> {
             .write("validation", json!({"step": step, "all": all.to_json(), "sources": by_source}))
     }
 
-    /// The command that explains `step`.
+    /// The command that replays `step`.
     fn replay(&self, step: u64) -> String {
         format!("`ztrain replay --run {} --step {step}`", shell::path(self.open.folder.root()))
     }
 }
 
-/// Seconds for an event: to a tenth of a millisecond.
+/// Seconds for an event, rounded to a tenth of a millisecond.
 fn seconds(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e4).round() / 1e4
 }
 
-/// Checks a recomputed step against the ledger.
+/// Compares a recomputed step with the ledger.
 fn compare(ledger: &Ledger, record: &StepRecord, folder: &RunFolder) -> Result<()> {
     let written = ledger.record(record.step)?;
     match written.difference(record, &ledger.head().parameters) {

@@ -1,4 +1,4 @@
-//! After a loss: the ranks that are left meet again, in the same processes, and go on as a run of fewer ranks.
+//! After a loss, the remaining ranks meet again in the same processes, and continue as a run of fewer ranks.
 
 use std::time::{Duration, Instant};
 
@@ -12,44 +12,44 @@ use crate::exec::ExecOptions;
 use crate::launch::last_words;
 use crate::refusal::lost;
 
-/// How often within [`WHILE`] ranks meet anew although nobody was lost, before they give up: the network may be at fault.
+/// How often within [`WHILE`] ranks meet again although none was lost before they give up: the network may be at fault.
 const IN_VAIN: usize = 3;
 
 /// See [`IN_VAIN`].
 const WHILE: Duration = Duration::from_secs(3600);
 
-/// Why ranks meet anew where none was lost.
+/// The reason if ranks meet again and none was lost.
 const JOINS: &str = "a rank that was started again joins";
 
-/// What a rank that was started again knows of a loss that was before its time.
+/// The reason that a restarted rank gives for an earlier loss.
 const BEFORE: &str =
     "told by a rank that was started again since: the output of those that were there says why";
 
-/// A loss that was survived, or the coming of a rank that was started again.
+/// A survived loss, or the arrival of a restarted rank.
 pub(super) struct Recovery {
     /// When this rank noticed.
     pub(super) since: Instant,
-    /// Why the ranks before stopped.
+    /// Why the previous group of ranks stopped.
     pub(super) reason: String,
-    /// The ranks that are gone, as they were launched, those among them that have come again, and those that were started again.
+    /// The lost ranks, as launched (including those that have rejoined), and the ranks that joined.
     pub(super) change: Change,
-    /// All that go on.
+    /// All ranks that continue.
     pub(super) members: Vec<u32>,
     /// How often ranks have met so far.
     pub(super) generation: u64,
-    /// How long a rank is waited for.
+    /// How long to wait for a rank.
     pub(super) patience: Duration,
 }
 
 impl Recovery {
-    /// Writes down which ranks are gone after `step`, the last one recorded, and who goes on.
+    /// Records which ranks were lost after `step`, the last recorded one, and which continue.
     pub(super) fn tell(&self, events: &mut Events, step: u64) -> Result<()> {
         let Recovery { since, reason, change, members, generation, patience: _ } = self;
         let Change { lost, joined } = change;
         let left: Vec<u32> = members.iter().copied().filter(|it| !joined.contains(it)).collect();
         let seconds = since.elapsed().as_secs_f64();
         let named = |ranks: &[u32]| ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
-        // A meeting in which nobody came and nobody was missing was called for a loss.
+        // If no rank joined and none is missing, ranks met because of a suspected loss.
         if !lost.is_empty() || joined.is_empty() {
             let fields = json!({
                 "step": step, "lost": lost, "left": left, "generation": generation, "because": reason,
@@ -74,13 +74,13 @@ impl Recovery {
     }
 }
 
-/// Meets the others together with a rank that was started again and waits for that; all that was computed is on the disk.
+/// Meets the other ranks and a restarted rank that waits to join; all results are on disk.
 pub(super) fn admit(world: &mut World, exec: &ExecOptions) -> Result<Recovery> {
     let fault = Fault::machine(JOINS);
     meet_again(world, exec.min_ranks.unwrap_or(1), Vec::new(), fault)
 }
 
-/// What a rank that was started again and has met the others knows of the reason: it may be the one that writes things down.
+/// What a restarted rank that has met the others knows of the reason; it may have become rank 0, which records it.
 pub(super) fn joined(world: &mut World) -> Result<Option<Recovery>> {
     let Some(rendezvous) = world.rendezvous.as_mut().filter(|_| world.joins) else {
         return Ok(None);
@@ -92,17 +92,17 @@ pub(super) fn joined(world: &mut World) -> Result<Option<Recovery>> {
     Ok(Some(Recovery { since, reason, change, members, generation, patience }))
 }
 
-/// Why ranks stopped, without what a person would do about it.
+/// Why ranks stopped, without hints for people.
 fn reason(fault: &Fault) -> String {
     let text = fault.to_string();
     let lines = text.lines().filter(|line| !line.trim_start().starts_with("hint:"));
     lines.map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
-/// Meets those who are left after `fault`, if that was the loss of a rank and may be survived; else hands it back, and tells the
-/// others.
+/// Meets the remaining ranks if `fault` was the loss of a rank and the run may continue; else returns the fault and
+/// reports it to the others.
 pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Result<Recovery> {
-    // Out of tensors that did not come whole anything may have been found.
+    // Any fault may result from tensors that were not received completely.
     let found = fault.class() != Class::Machine || fault.symptom() == Some(Symptom::Untrusted);
     let trouble = if found { world.comm.trouble() } else { None };
     let fault = trouble.map_or(fault, lost);
@@ -112,12 +112,12 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
         (exec.min_ranks, lost_ranks, world.rendezvous.is_some())
     else {
         match (exec.min_ranks, fault.symptom()) {
-            // The others can do without this machine, and may end this process as soon as they hear of it.
+            // The others continue without this machine, and may end this process as soon as they are notified.
             (Some(_), Some(Symptom::Untrusted)) => {
                 last_words((Some(world.comm.launched_as()), None), &fault, true);
                 world.comm.give_up(&fault.to_string());
             }
-            // They would only see a connection close.
+            // Otherwise they would see only a closed connection.
             _ => world.comm.report(&fault.to_string()),
         }
         return Err(fault);
@@ -128,7 +128,7 @@ pub(super) fn recover(world: &mut World, exec: &ExecOptions, fault: Fault) -> Re
     meet_again(world, least, blamed, fault)
 }
 
-/// Meets those who are left, and who has come anew. `blamed` are the ranks that are lost, as far as it is known.
+/// Meets the remaining ranks and those that join. `blamed` are the ranks known to be lost.
 fn meet_again(
     world: &mut World,
     least: u32,
@@ -140,13 +140,13 @@ fn meet_again(
     let before = rendezvous.members().len();
     let tell = |word: &str| contract::note!("{word}");
     for _ in 0..before + IN_VAIN {
-        // Closes its connections: whoever still waits for this rank hears of the loss.
+        // Closes its connections, so that ranks that still wait for this one notice the loss.
         world.comm = kernels::group::Group::alone();
         let agreed = rendezvous.agree(&blamed, least, patience);
         agreed.map_err(|error| lost(error).found(fault.what()))?;
         blamed.clear();
         let Ok(comm) = rendezvous.group(patience, &tell) else { continue };
-        // A store that is lost by now shows in the next meeting.
+        // If the store is lost by now, the next meeting notices it.
         let Ok(change) = rendezvous.stands() else { continue };
         world.comm = comm;
         world.in_vain.retain(|at| at.elapsed() < WHILE);

@@ -1,17 +1,17 @@
-//! Copies in memory of the state after the last steps: each rank keeps what it owns, and the same of one other rank, on
-//! another machine where there is one. After a loss the state is put together from those who are left, so that no step before
-//! the running one is computed again.
+//! Replicas in memory of the state after the last steps: each rank keeps a copy of what it owns, and of what one other
+//! rank owns, on another machine if there is one. After a loss the state is restored from the remaining ranks, so that
+//! only the current step is recomputed.
 //!
 //! ```text
-//! keep      after a step: a copy of what this rank owns, also sent to its partner           rank to rank, one message
-//! choice    which steps each has copies of, of which pieces                                 everybody to everybody, small
-//! restore   each piece from whoever has it to its new owner, then all weights to everybody  rank to rank
+//! keep      after a step: copies what this rank owns, and sends it to its partner           rank to rank, one message
+//! choice    which pieces of which steps each rank has copies of                             all-gather, small
+//! restore   each piece is sent to its new owner, then all weights to all ranks              rank to rank
 //! ```
 //!
-//! The copies of the step before stay until the next ones are complete: a rank may be lost while they travel. Pieces are a
-//! function of the parameters alone, so a copy is as good among fewer ranks as it was among more.
+//! The copies of the previous step are kept until the next ones are complete, since a rank may be lost during the
+//! exchange. Pieces depend only on the parameters, so the copies are valid for any number of ranks.
 //!
-//! Invariant: a rank that has ended step N + 1 knows that every rank has complete copies of step N.
+//! Invariant: when a rank completes step N + 1, every rank has complete copies of step N.
 
 use std::collections::VecDeque;
 
@@ -33,28 +33,28 @@ use crate::state::ownership::{Ownership, Piece};
 use crate::state::{self, Owned, State};
 use crate::workers::Workers;
 
-/// The copies that a rank holds.
+/// The copies held by a rank.
 pub(super) struct Replicas {
     asked: bool,
     kept: VecDeque<Kept>,
 }
 
-/// What is kept of a state.
+/// The copy of a state.
 struct Kept {
     step: u64,
     balance: Vec<Balance>,
     windows: Option<Windows>,
-    /// By index in canonical order, ascending; each with its numbers as [`pack`] puts them.
+    /// By index in canonical order, ascending; each with its values as packed by [`pack`].
     pieces: Vec<(usize, Tensor)>,
 }
 
 impl Replicas {
-    /// Without copies yet; never any unless `asked` for.
+    /// Without copies; [`Replicas::keep`] makes them only if `asked`.
     pub(super) fn new(asked: bool) -> Self {
         Replicas { asked, kept: VecDeque::new() }
     }
 
-    /// Keeps what this rank owns of `state`, and what its partner does.
+    /// Keeps copies of what this rank owns of `state`, and of what its partner owns.
     pub(super) fn keep(&mut self, team: &Team<'_>, state: &State) -> Result<()> {
         let (group, owners) = (team.group, &state.owners);
         if !self.asked || group.world() == 1 {
@@ -69,13 +69,13 @@ impl Replicas {
         exchange.close(0).map_err(lost)?;
         let theirs = theirs.wait().map_err(lost)?;
         exchange.finish().map_err(lost)?;
-        // What is kept is believed when it is needed: after a loss.
+        // A replica is trusted after a rank is lost, so make sure that it has arrived completely.
         group.settled().map_err(lost)?;
         let mut pieces = cut(owners, group.rank(), &mine);
         pieces.extend(cut(owners, from, &theirs));
         pieces.sort_by_key(|(index, _)| *index);
         let State { step, balance, windows, .. } = state;
-        // What lies ahead was never written down.
+        // Later steps were never recorded.
         self.kept.retain(|kept| kept.step <= *step);
         let (balance, windows) = (balance.clone(), windows.clone());
         self.kept.push_back(Kept { step: *step, balance, windows, pieces });
@@ -85,8 +85,8 @@ impl Replicas {
         Ok(())
     }
 
-    /// The newest state up to step `last`, which rank 0 alone has to know, of which these ranks have copies of every piece
-    /// together; with its digest. `None` where something of each is lost.
+    /// The newest state up to step `last` for which these ranks have copies of every piece, with its digest. Only rank
+    /// 0 needs to know `last`. `None` if every step misses a piece.
     pub(super) fn restore(
         &self,
         team: &Team<'_>,
@@ -124,7 +124,7 @@ impl Replicas {
         Ok(Some((state, digest)))
     }
 
-    /// The step to go on after, and who hands over each piece of its state: the same on every rank.
+    /// The step to continue from, and the sender of each piece: the same on every rank.
     fn choose(&self, group: &Group, pieces: usize, last: u64) -> Result<Option<(u64, Vec<u32>)>> {
         let mut mine = Writer::default();
         mine.word(last).word(self.kept.len() as u64);
@@ -142,7 +142,7 @@ impl Replicas {
         Ok(chosen(&held, pieces))
     }
 
-    /// Sends what others own from now on, and takes what this rank does: of each of its pieces the numbers, in their order.
+    /// Sends pieces to their new owners, and receives those of this rank: the values of each, in order.
     fn hand_over(
         &self,
         group: &Group,
@@ -189,8 +189,7 @@ impl Replicas {
     }
 }
 
-/// What a rank says that it has: the last step that it knows to be written down, and of each step that it has copies of the
-/// pieces.
+/// What a rank has: the last step that it knows to be recorded, and the steps that it has copies of, with their pieces.
 type Held = (u64, Vec<(u64, Vec<usize>)>);
 
 fn read(words: &mut Reader<'_>) -> Result<Held> {
@@ -203,8 +202,8 @@ fn read(words: &mut Reader<'_>) -> Result<Held> {
     Ok((last, kept.collect::<Result<_>>()?))
 }
 
-/// The newest step of which all ranks have copies and together have every piece, up to the last one that rank 0 knows to be
-/// written down; and the first rank that has each piece of it.
+/// The newest step of which all ranks have copies and together have every piece, up to the last one that rank 0 knows
+/// to be recorded; and the first rank that has each piece.
 fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
     let (last, first) = held.first()?;
     let mut steps: Vec<u64> = first.iter().map(|(step, _)| *step).collect();
@@ -212,7 +211,7 @@ fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
     steps.into_iter().filter(|step| step <= last).find_map(|step| {
         let mut holders = vec![None; pieces];
         for (rank, (_, kept)) in (0..).zip(held) {
-            // Balance and windows are each rank's own copies.
+            // Every rank needs its own copy of balance and windows.
             kept.iter().find(|(of, _)| *of == step)?;
             let of_step = kept.iter().filter(|(of, _)| *of == step);
             for index in of_step.flat_map(|(_, pieces)| pieces) {
@@ -224,7 +223,7 @@ fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
     })
 }
 
-/// The pieces of this rank: weights in f32, first moments, second ones, piece after piece.
+/// Packs this rank's pieces: f32 weights, first moments, second moments, piece after piece.
 fn pack(state: &State) -> Result<Tensor> {
     let mut parts = Vec::new();
     for (_, weight, owned) in state.own() {
@@ -235,7 +234,7 @@ fn pack(state: &State) -> Result<Tensor> {
     tree::joined(&parts, (Kind::Float, device)).map_err(refused)
 }
 
-/// The pieces of `rank`, by index, as aliases of what it has packed.
+/// The pieces of `rank` by index, as views of its packed values.
 fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
     let mut at = 0;
     let own = owners.pieces().iter().enumerate().filter(|(_, piece)| piece.owner == rank);
@@ -246,7 +245,7 @@ fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
     own.map(one).collect()
 }
 
-/// Puts a copy of a piece back where it belongs; `weight` is the tensor that the model reads.
+/// Unpacks a piece; `weight` is the tensor that the model reads.
 fn unpack(piece: &Piece, packed: &Tensor, weight: &Tensor) -> kernels::Result<Owned> {
     let part = |number: i64| {
         let flat = packed.f_narrow(0, number * piece.length(), piece.length())?;
@@ -273,7 +272,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Whoever is lost: a state is chosen just where those who are left have all of it, and every piece from one who has it.
+        /// For any lost ranks, a state is chosen exactly if the others have every piece, and each piece from a rank
+        /// that has it.
         #[test]
         fn what_is_chosen_is_whole(
             world in 2usize..6,
@@ -287,7 +287,7 @@ mod tests {
                 let from = (rank + world - 1) % world;
                 (0..pieces).filter(|index| [rank, from].contains(&(owners[*index] % world))).collect()
             };
-            // Some ranks have come further by a step.
+            // Some ranks are one step ahead.
             let kept = |rank: usize| {
                 let newest = if ahead[rank] { 6 } else { 5 };
                 vec![(newest - 1, holds(rank)), (newest, holds(rank))]

@@ -1,10 +1,10 @@
-//! How ranks go on from a checkpoint: rank 0 chooses one, each rank reads what its layout needs, and all of them together
-//! find out whether it is whole.
+//! Resumes from a checkpoint: rank 0 chooses one, each rank reads its part, and all of them together check that it is
+//! intact.
 //!
 //! ```text
-//! choice    step and place of a checkpoint, or step 0: the beginning           rank 0 to everybody
+//! choice    step and place of a checkpoint, or step 0: the beginning           rank 0 to all ranks
 //! reading   all weights and the moments of its own pieces                      each rank by itself
-//! verdict   checksums of its part, or what is wrong with it                    everybody to everybody, small
+//! verdict   checksums of its part, or its error                                all-gather, small
 //! ```
 
 use std::path::PathBuf;
@@ -21,29 +21,29 @@ use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 
-/// What every rank reads a checkpoint with.
+/// What a rank needs to read a checkpoint.
 pub(crate) struct Reading<'a> {
     /// The ranks.
     pub(crate) comm: &'a Group,
-    /// The state as a whole.
+    /// The layout of the complete state.
     pub(crate) layout: &'a Layout,
-    /// Who owns what.
+    /// The owners of its pieces.
     pub(crate) owners: &'a Ownership,
-    /// Who checks.
+    /// The workers that compute checksums.
     pub(crate) workers: Workers,
 }
 
-/// The place that a rank other than 0 says, which nobody reads.
+/// The place sent by ranks other than 0, which is ignored.
 pub(super) fn nowhere() -> Location {
     Location::Local(PathBuf::new())
 }
 
-/// A state that was read, and its digest.
+/// A restored state, and its digest.
 pub(crate) type Restored = (State, Digest);
 
 impl Reading<'_> {
-    /// As rank 0: goes from the newest checkpoint of some places, that of the run first, back to the first that `fits` and
-    /// that every rank can read.
+    /// On rank 0: tries checkpoints from the newest down, the run's place first, until one `fits` and every rank can
+    /// read it.
     pub(crate) fn lead(
         &self,
         places: &[&Checkpoints],
@@ -62,8 +62,8 @@ impl Reading<'_> {
         Ok(found)
     }
 
-    /// As another rank: reads what rank 0 chooses until all agree; `None` means the beginning. Also tells where rank 0
-    /// keeps checkpoints.
+    /// On other ranks: reads what rank 0 chooses until all agree; `None` means the beginning. Also returns rank 0's
+    /// place of checkpoints.
     pub(crate) fn follow(&self) -> Result<(Option<Restored>, Checkpoints)> {
         loop {
             let (step, place) = self.choose(0, &nowhere())?;
@@ -73,7 +73,7 @@ impl Reading<'_> {
             }
             let opened = checkpoints.open(step);
             let opened = opened.as_ref().map_err(|fault| {
-                // Rank 0 has read it: a place that shows other things to other ranks is no damage.
+                // Rank 0 has read it: if other ranks see something else at this place, the checkpoint is not damaged.
                 Fault::machine("this rank does not see the checkpoint that rank 0 sees")
                     .found(fault)
                     .hint("a run's folder has to be the same on every rank: share it, or name a bucket with --checkpoints")
@@ -86,7 +86,7 @@ impl Reading<'_> {
         }
     }
 
-    /// Hears rank 0's choice: a step, and where it keeps checkpoints.
+    /// Receives rank 0's choice: a step, and its place of checkpoints.
     pub(super) fn choose(&self, step: u64, place: &Location) -> Result<(u64, Location)> {
         let mut mine = Writer::default();
         mine.word(step).place(place);
@@ -96,7 +96,7 @@ impl Reading<'_> {
         Ok((heard.word()?, heard.place()?))
     }
 
-    /// Reads this rank's part and hears how the others fared. What is wrong anywhere is wrong everywhere.
+    /// Reads this rank's part and exchanges the result. An error on any rank is returned on all.
     fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Restored> {
         let read = opened.and_then(|reader| {
             let state = reader.part(self.layout, self.owners, self.workers)?;
@@ -117,10 +117,10 @@ impl Reading<'_> {
                 faults.push((class == u64::from(Class::Data.exit_code()), rank, heard.text()?));
             }
         }
-        // What is not the data's fault comes first: it must not cost a checkpoint its name.
+        // Errors other than damaged data take precedence: they must not mark the checkpoint as damaged.
         if let Some((data, rank, text)) = faults.into_iter().min() {
             let told = if data { Fault::data(text) } else { Fault::machine(text) };
-            // The rank itself says it in its own words.
+            // That rank itself returns its original error.
             let own = read.err().filter(|_| rank == self.comm.rank() as usize);
             return Err(own.unwrap_or_else(|| told.at(format!("rank {rank}"))));
         }
@@ -141,7 +141,7 @@ mod tests {
     use proptest::sample::Index;
     use tempfile::TempDir;
 
-    /// How some ranks share the state: cuts of every tensor, ends of bundles, owners.
+    /// How ranks share the state: cuts of every tensor, ends of buckets, owners.
     fn shares() -> impl Strategy<Value = (Vec<Index>, Vec<bool>, Vec<u32>, u32)> {
         prop::sample::select(vec![1u32, 2, 3, 5, 7]).prop_flat_map(|world| {
             let cuts = prop::collection::vec(any::<Index>(), 1..9);
@@ -153,7 +153,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Some ranks write, others read, and neither share alike: what they hold together is the state, bit for bit.
+        /// If some ranks write and others read with another layout, the readers together have the state, bit for bit.
         #[test]
         fn any_layout_reads_what_any_other_wrote(writers in shares(), readers in shares(), narrow: bool) {
             let dtype = if narrow { Dtype::Bf16 } else { Dtype::F32 };
@@ -188,7 +188,7 @@ mod tests {
                 let wanted = layout.parameters.iter().zip(&all.weights);
                 for (found, (parameter, wanted)) in state.weights.iter().zip(wanted) {
                     prop_assert_eq!(found.kind(), parameter.kind(dtype));
-                    // Any bits are a weight here, and what is no number stays none.
+                    // Weights may have any bits here, and NaN stays NaN.
                     let wanted = wanted.to_kind(found.kind());
                     let same = wanted.eq_tensor(found).logical_or(&wanted.isnan().logical_and(&found.isnan()));
                     prop_assert!(same.all().int64_value(&[]) == 1, "every rank has all weights");

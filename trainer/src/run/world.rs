@@ -1,5 +1,4 @@
-//! What a run computes with. It is built at start, and nothing in it outlives it: after a loss another one can be built in the
-//! same process.
+//! The ranks, kernels and device of a run. Built at start; after a loss, another one can be built in the same process.
 
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -10,26 +9,26 @@ use tch::Device;
 
 use crate::folder::Holds;
 
-/// The ranks, and what this one is.
+/// The ranks, and this rank's device and kernels.
 #[derive(Debug)]
 pub struct World {
-    /// How ranks exchange bytes; a rank may be alone.
+    /// The process group; a rank may be alone.
     pub comm: Group,
-    /// What computes here.
+    /// The kernels of this rank.
     pub runtime: KernelTable,
-    /// Where tensors live.
+    /// The device of tensors.
     pub device: Device,
-    /// Where the ranks that are left meet after a loss, if that is asked for.
+    /// Where the remaining ranks meet after a loss, if that is requested.
     pub(super) rendezvous: Option<Rendezvous>,
-    /// Connections to the ranks' store that were refused, as far as it is written down.
+    /// Number of refused connections to the ranks' store that have been recorded.
     pub(super) strangers: AtomicU64,
-    /// When they met although nobody was lost.
+    /// When ranks met although none was lost.
     pub(super) in_vain: Vec<Instant>,
-    /// How long another rank is waited for, also by one that is alone for a while.
+    /// The timeout for other ranks, also for a rank that is temporarily alone.
     pub(super) patience: Duration,
-    /// Whether this rank was started again, and joins others that are under way.
+    /// Whether this rank was restarted, and joins running ones.
     pub(super) joins: bool,
-    /// What it holds of the run's folder, whatever becomes of the other ranks.
+    /// Its locks on the run's folder, which do not depend on other ranks.
     pub(super) holds: Holds,
 }
 
@@ -46,22 +45,22 @@ impl World {
         World { rendezvous: Some(rendezvous), ..self }
     }
 
-    /// The same, of which this one has just come to the others, in the place of one that was lost.
+    /// The same, where this rank has just joined the others in place of a lost one.
     pub fn joined(self, rendezvous: Rendezvous, patience: Duration) -> Self {
         World { rendezvous: Some(rendezvous), patience, joins: true, ..self }
     }
 
-    /// The same, which holds this.
+    /// The same with these locks.
     pub fn holding(self, holds: Holds) -> Self {
         World { holds, ..self }
     }
 
-    /// Whether a rank that was started again waits to be taken in.
+    /// Whether a restarted rank waits to join.
     pub(super) fn is_awaited(&self) -> bool {
         self.rendezvous.as_ref().is_some_and(Rendezvous::is_awaited)
     }
 
-    /// One rank.
+    /// A single rank.
     pub fn alone(device: Device, runtime: KernelTable) -> Self {
         World::new(Group::alone(), device, runtime)
     }

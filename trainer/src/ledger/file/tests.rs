@@ -1,4 +1,4 @@
-//! What a ledger on a disk promises: records that come back, damage that is found, an opening that stays cheap.
+//! Ledgers on disk: records are read back, damage is found, and opening stays cheap.
 
 use super::super::record::tests::record;
 use std::path::PathBuf;
@@ -46,7 +46,7 @@ fn records_come_back_and_appending_goes_on() {
     );
 }
 
-/// Lines of another version lack what this one reads: refused by their number, before anything else is read of them.
+/// Another format is refused by its number, before any other field is read, since its lines may lack fields.
 #[test]
 fn a_ledger_of_another_format_is_refused_with_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
@@ -88,8 +88,8 @@ fn a_torn_last_line_is_cut_at_any_byte() {
     }
 }
 
-/// Power is lost: of what was appended since the ledger was synced a part has not come to the disk, and what follows may have.
-/// Below a checkpoint no line can look so: that is damage, and stays to be looked at.
+/// After a power loss, parts of what was appended since the last sync are missing (zeros), though later parts may be
+/// there. Below a checkpoint no line can look so: that is damage, and is kept for inspection.
 #[test]
 fn zeros_where_power_was_lost_are_cut_unless_a_checkpoint_relies_on_them() {
     let folder = tempfile::tempdir().unwrap();
@@ -146,7 +146,7 @@ fn a_changed_line_is_refused_with_its_number() {
     }
 }
 
-/// A ledger of `steps` short lines that is not written through [`Ledger::append`] for speed; its index is.
+/// A ledger of `steps` short lines, written without [`Ledger::append`] for speed; its index is real.
 fn long(folder: &Path, steps: u64) -> PathBuf {
     let path = folder.join("ledger.jsonl");
     let (head, mut out) = (to_json(&head()).unwrap(), Vec::new());
@@ -205,7 +205,7 @@ fn an_index_is_never_believed_by_itself() {
         std::fs::write(&index, &damaged).unwrap();
         same();
     }
-    // Who reads looks at no earlier mark until it is asked for; who appends makes it good again.
+    // Reading checks earlier marks only when they are used; opening for appending repairs them.
     damaged.copy_from_slice(&good);
     damaged[50] ^= 1;
     std::fs::write(&index, &damaged).unwrap();
@@ -224,7 +224,7 @@ fn an_index_is_never_believed_by_itself() {
     same();
     std::fs::remove_file(&index).unwrap();
     same();
-    // A ledger that was cut behind its last marks, as from a backup, and another one in its place.
+    // A ledger that was cut before its last marks, as by restoring a backup, and another ledger in its place.
     let cut = whole.len() / 2;
     std::fs::write(&path, &whole[..cut]).unwrap();
     let ledger = Ledger::open(&path).unwrap().unwrap();
@@ -250,7 +250,7 @@ fn the_curriculum_in_force_is_known_wherever_it_stands() {
     let ledger = Ledger::open(&path).unwrap().unwrap();
     assert_eq!((ledger.curriculum(), ledger.id()), ("from step 1500", id));
     assert_eq!(ledger.record(7).unwrap().curriculum.as_deref(), Some("from step 7"));
-    // Who only reads believes no mark of the index either, wherever it is damaged.
+    // Reading does not trust any mark of the index either, wherever it is damaged.
     let index = path.with_extension("index");
     let good = std::fs::read(&index).unwrap();
     for at in 0..good.len() {
@@ -328,7 +328,7 @@ fn a_follower_finds_a_changed_line() {
     assert_eq!(fault.class(), Class::Mismatch);
 }
 
-/// What goes on would tear the run in two: its ledger there, its checkpoints here.
+/// Continuing would split the run between two folders: its ledger in one, its checkpoints in the other.
 #[test]
 fn a_ledger_that_was_moved_takes_no_step() {
     let scratch = tempfile::tempdir().unwrap();

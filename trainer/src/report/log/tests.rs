@@ -1,4 +1,4 @@
-//! Events as a run writes them, torn ones among them.
+//! Events as written by a run, including incomplete ones.
 
 use std::io::Write as _;
 
@@ -11,7 +11,7 @@ fn step(step: u64, speed: f64) -> Value {
     json!({"step": step, "seconds": 2.0, "stall": 0.5, "tokens_per_second": speed, "memory": 1024})
 }
 
-/// Beside a ledger of a hundred steps at most.
+/// A log next to a ledger of at most a hundred steps.
 fn log_of(path: &Path) -> Log {
     let ledger = path.with_file_name("ledger.jsonl");
     std::fs::write(&ledger, [b' '; 100 * LINE as usize]).unwrap();
@@ -62,7 +62,7 @@ fn a_torn_line_is_read_once_it_is_whole_and_one_in_the_middle_is_counted() {
     assert_eq!((log.refresh().unwrap(), log.seconds.len()), (0, 0));
     file.write_all(format!("{rest}\n{{\"event\": \"st\n").as_bytes()).unwrap();
     assert_eq!((log.refresh().unwrap(), log.seconds.len(), log.unreadable), (2, 1, 1));
-    // Numbers that no run writes.
+    // Values that no run writes.
     for (number, seconds) in [(0u64, 1.0), (u64::MAX, 1.0), (1 << 32, 1.0), (101, 1.0), (2, -1e300)]
     {
         let line = json!({"event": "step", "step": number, "seconds": seconds, "stall": 1e300});

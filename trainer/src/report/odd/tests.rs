@@ -1,4 +1,4 @@
-//! What is odd and what is not: noise, trends and schedules on one side, planted trouble on the other.
+//! Noise, trends and schedules are not odd; injected trouble is.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use serde_json::json;
 use super::*;
 use crate::ledger::{Packed, SourceSums};
 
-/// A step with two even layers.
+/// A step with two evenly loaded layers.
 fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
     let bits = |value: f64| format!("{:016x}", value.to_bits());
     let digest = "0".repeat(32);
@@ -21,14 +21,14 @@ fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
     .unwrap()
 }
 
-/// Noise of standard deviation 1, about normal: the sum of twelve even draws.
+/// Noise of standard deviation 1, approximately normal: the sum of twelve uniform random numbers.
 fn noise(seed: u64, step: u64) -> f64 {
     let key = Key::from_seed(seed).nth(step);
     let even = |index| draw(key, Purpose::Generate, index) as f64 / u64::MAX as f64;
     (0..12).map(even).sum::<f64>() - 6.0
 }
 
-/// A quiet run: the loss falls with noise, the norm has some, the rate warms up and decays by a cosine.
+/// A normal run: the loss falls with noise, the norm is noisy, the rate warms up and decays by a cosine.
 fn quiet(seed: u64, step: u64) -> Seen {
     let time = step as f64;
     let loss = 3.0 + 6.0 * (-time / 80.0).exp() + 0.05 * noise(seed, step);
@@ -45,7 +45,7 @@ fn found(steps: impl IntoIterator<Item = Seen>) -> Vec<OddStep> {
     detector.found().to_vec()
 }
 
-/// Runs of noise. Rarely a step lies so far off by chance that it is odd, and rightly called so: none of these has one.
+/// Seeds of normal runs. In rare seeds, a step is odd by chance, and rightly reported: none of these has one.
 const QUIET: Range<u64> = 0..200;
 
 #[test]
@@ -59,7 +59,7 @@ fn a_quiet_run_has_no_odd_step() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// Whatever is planted in a quiet run is found where it is, and nothing else.
+    /// Trouble injected into a normal run is found at its step, and nothing else is.
     #[test]
     fn planted_trouble_is_found_with_its_kind(seed in QUIET, at in 40u64..590, kind in 0usize..6) {
         let plant = |step: u64| {
@@ -136,7 +136,7 @@ fn what_else_happens_there_is_said() {
     assert!(found[0].context[0].contains("phase b begins"), "{found:?}");
 }
 
-/// A shift that a phase brings is found where it is, and what is odd among its first steps by itself.
+/// A shift at the start of a phase is found there, and an odd value soon after it is found separately.
 #[test]
 fn what_is_odd_soon_after_a_phase_begins_is_found() {
     let steps = (1..=400).map(|step| {
@@ -164,7 +164,7 @@ fn a_phase_that_moves_nothing_has_no_odd_step() {
     }
 }
 
-/// A tenth of the labels twice as dear is little in the whole loss, and much in its own.
+/// If a tenth of the labels cost twice as much, the total loss changes little, but that of their source much.
 #[test]
 fn a_source_is_odd_where_the_whole_loss_is_not() {
     let steps = (1..=200).map(|step| {
@@ -205,7 +205,7 @@ fn loss_and_norm_that_are_both_nearly_odd_are_odd() {
 fn a_router_that_was_never_even_is_told_once() {
     let steps = (1..=300).map(|step| {
         let mut seen = quiet(5, step);
-        // Noise around an evenness of some 0.2.
+        // Noise around an entropy of about 0.2.
         seen.tokens_per_expert[0] = vec![100, step % 7, 0, 0, 0];
         seen
     });
