@@ -6,16 +6,16 @@
 //! another thread is anywhere in another axis.
 //!
 //! Why this cannot deadlock:
-//! - A transfer is identified by its two ends and its tag, which contains the axis and the number of the exchange on it.
-//!   No two transfers under way share this identity, so transfers cannot be confused, whichever arrives first.
-//! - Gloo sends a tensor once the receiver has posted its buffer. A send that waits for this blocks no other send: there
-//!   is no queue in which a transfer of one axis could block one of another. So a transfer ends as soon as both ends have
-//!   begun it; a rank that waits for it can be delayed by the other end only.
+//! - A transfer is identified by its two ends and its tag, which contains the axis and the number of the exchange on
+//!   it. No two transfers under way share this identity, so transfers cannot be confused, whichever arrives first.
+//! - Gloo sends a tensor once the receiver has posted its buffer. A send that waits for this blocks no other send:
+//!   there is no queue in which a transfer of one axis could block one of another. So a transfer ends as soon as both
+//!   ends have begun it; a rank that waits for it can be delayed by the other end only.
 //! - Every rank runs the same program: steps, micro-batches in turn within a step, layers within those. An exchange
-//!   inside a layer waits for what its line does in the same turn; one of gradients waits, at turn n, only for blocks of
-//!   turns before n. Assume some waits never end and take the earliest in this order. Its other end has passed, or still
-//!   computes, everything before it; it cannot be stuck there, as that would be an earlier wait that does not end. So it
-//!   begins the transfer, and the wait ends.
+//!   inside a layer waits for what its line does in the same turn; one of gradients waits, at turn n, only for blocks
+//!   of turns before n. Assume some waits never end and take the earliest in this order. Its other end has passed, or
+//!   still computes, everything before it; it cannot be stuck there, as that would be an earlier wait that does not
+//!   end. So it begins the transfer, and the wait ends.
 //!
 //! With RCCL each line has its own communicator, communication thread and stream, so the same holds for rounds (see
 //! `comm_thread`): rounds of one line never wait for rounds of another. A round is queued only after all of its ranks

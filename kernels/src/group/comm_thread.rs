@@ -1,25 +1,26 @@
 //! Moves tensors between the devices of ranks with RCCL or NCCL; ranks get the communicator's id through the group.
 //!
 //! Properties of these libraries, and what follows:
-//! - A send completes with its receive: two ranks that each queue a send before the receive deadlock. So transfers come in
-//!   rounds. A round is one group call, within which the library advances all transfers together.
-//! - Work on a stream runs in order. Both ends put a transfer into the round of the same number, and every rank closes its
-//!   rounds in ascending order. Of all unfinished rounds take one with the smallest number (of the oldest exchange): all
-//!   that its ranks have queued before is done, so it is first on the stream of each of them, and runs. Before a rank
-//!   closes a round it may only wait for arrivals of rounds with smaller numbers; by induction none is stuck.
-//! - A group call holds at most 2,048 transfers. The library refuses a rank that exchanges directly with more than 1,023
-//!   others; between machines transfers pass through node leaders, which stays far below.
+//! - A send completes with its receive: two ranks that each queue a send before the receive deadlock. So transfers come
+//!   in rounds. A round is one group call, within which the library advances all transfers together.
+//! - Work on a stream runs in order. Both ends put a transfer into the round of the same number, and every rank closes
+//!   its rounds in ascending order. Of all unfinished rounds take one with the smallest number (of the oldest
+//!   exchange): all that its ranks have queued before is done, so it is first on the stream of each of them, and runs.
+//!   Before a rank closes a round it may only wait for arrivals of rounds with smaller numbers; by induction none is
+//!   stuck.
+//! - A group call holds at most 2,048 transfers. The library refuses a rank that exchanges directly with more than
+//!   1,023 others; between machines transfers pass through node leaders, which stays far below.
 //! - Calls may block, and a communicator may be used by one thread at a time. So one thread, the communication thread,
 //!   makes all calls but one, and computing threads never block in one. Another thread polls the rounds under way, and
 //!   asks the library for errors while the first is in no call (see `comm_loop`).
-//! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So the
-//!   ranks of a round first tell each other over Gloo that they have reached it: a rank that is lost before is noticed
-//!   there, at once and by name. After that the end of the round is polled against the deadline, together with errors of
-//!   the library and reasons that other ranks left, and the communicator is given up if necessary. If the call itself
-//!   hangs, a thread that waits for the round gives it up.
-//! - The library does not report a rank that is lost within a round. So each rank keeps a receive from the next rank open
-//!   over Gloo, which fails when that rank's connections close ([`watch`]): one rank notices at once, and the reason that
-//!   it leaves in the store ends the others.
+//! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
+//!   the ranks of a round first tell each other over Gloo that they have reached it: a rank that is lost before is
+//!   noticed there, at once and by name. After that the end of the round is polled against the deadline, together with
+//!   errors of the library and reasons that other ranks left, and the communicator is given up if necessary. If the
+//!   call itself hangs, a thread that waits for the round gives it up.
+//! - The library does not report a rank that is lost within a round. So each rank keeps a receive from the next rank
+//!   open over Gloo, which fails when that rank's connections close ([`watch`]): one rank notices at once, and the
+//!   reason that it leaves in the store ends the others.
 //! - Giving up a communicator may hang as well, so waits for it are short ([`PARTING`]).
 //!
 //! **Events instead of host waits.** After each round the communication thread records an event on its stream. A thread
@@ -41,15 +42,15 @@
 //! - The communication thread records a failure before it gives the communicator up. A number computed after a failed
 //!   round is read later than that, and the reader gets the failure from its next call of an exchange or of
 //!   `Group::check`.
-//! - Before a rank sends anything to all others ([`super::Group::all_gather`]) it waits until every round that its stream
-//!   waits for has passed without an error of the library ([`CommThread::settled`]). What it sends was read after those
-//!   rounds, so this takes no longer than one poll. A step's record is made of such messages; the last are the checksums
-//!   of the new state, read after all rounds of the step. A rank with a failure does not send them, and without them no
-//!   rank can write a record.
+//! - Before a rank sends anything to all others ([`super::Group::all_gather`]) it waits until every round that its
+//!   stream waits for has passed without an error of the library ([`CommThread::settled`]). What it sends was read
+//!   after those rounds, so this takes no longer than one poll. A step's record is made of such messages; the last are
+//!   the checksums of the new state, read after all rounds of the step. A rank with a failure does not send them, and
+//!   without them no rank can write a record.
 //! - A fault found in numbers from a failed round (a loss that is not finite, a micro-batch whose checksums differ) is
 //!   reported as the failure of the round ([`super::Group::trouble`]).
-//! - If the library does not release the stream, a thread may sleep forever in a read of the device: if the exchanges are
-//!   not given up within two more deadlines, the communication thread ends the process.
+//! - If the library does not release the stream, a thread may sleep forever in a read of the device: if the exchanges
+//!   are not given up within two more deadlines, the communication thread ends the process.
 //!
 //! **Where the host waits.** Over Gloo and over streams of host memory, which have no events: until the bytes have
 //! arrived. Otherwise: for a round to be queued, and in [`CommThread::settled`] for what has been read already.
