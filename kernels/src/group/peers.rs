@@ -328,8 +328,8 @@ impl Peers {
 
     /// The error when time runs out in something that `partners` share with this rank. Suspects are the ranks that have
     /// not come as far as this exchange, or else the partners. But a suspect may itself be waiting for some other rank.
-    /// So each rank that times out writes this into the store. Of the ranks that do not, the suspects are missing, or if
-    /// there are none, all.
+    /// So each rank that times out writes this into the store. Of the ranks that do not, the suspects are missing, or
+    /// all if there are no suspects among them.
     pub(super) fn stalled(&self, what: &str, id: ExchangeId, partners: &[u32]) -> Error {
         if let Some(word) = self.word() {
             return word.error();

@@ -11,7 +11,7 @@
 //!
 //! ```text
 //! S_i = g S_(i-1) + k_i v_i^T      o_i = S_i^T q_i        forward, from the first token of a document
-//! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i      backward, from its last token
+//! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i     backward, from the last
 //! ```
 //!
 //! Within a block of 128 tokens, all pairs of a query and a key are computed; the state carries over between blocks.
