@@ -7,7 +7,7 @@
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 4096;
 
-/// Prefetches the memory [`AHEAD`] bytes after the start of `block`, if it is within the data.
+/// Prefetches the memory [`AHEAD`] bytes after the start of `block`; harmless beyond the data.
 #[cfg_attr(target_arch = "x86_64", expect(unsafe_code, reason = "an instruction"))]
 #[inline(always)]
 pub(crate) fn ask<T, const N: usize>(block: &[T; N]) {

@@ -1,7 +1,7 @@
 //! Order-free, position-dependent sums over the bits of a tensor, computable in any layout and on any device.
 //!
-//! `sum over i of bits(x_i) * weight(i, salt)`, wrapping in 64 bits. Addition of integers commutes, so shards, devices and
-//! threads may add in any order. Every weight is odd: a change of a single element always changes the sum.
+//! `sum over i of bits(x_i) * weight(i, salt)`, wrapping in 64 bits. Addition of integers commutes, so shards, devices
+//! and threads may add in any order. Every weight is odd: a change of a single element always changes the sum.
 //!
 //! ```text
 //! h  = (i + (i >> 32) * 0xC2B2AE3D + salt_low + salt_high * 0x27D4EB2F)   mod 2^32

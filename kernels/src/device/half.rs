@@ -171,7 +171,7 @@ impl Places<'_> {
         Looked { folders, passed }
     }
 
-    /// The version that a torch folder states, and whether it is our release, built for CUDA like our CPU half.
+    /// The version that a torch folder states, and whether it fits: our release, but no Python package for ROCm.
     fn stated(&self, torch: &Path) -> (String, bool) {
         let read = |name| std::fs::read_to_string(torch.join(name)).unwrap_or_default();
         let python = read("version.py");

@@ -103,7 +103,7 @@ fn labelled(losses: &Tensor, mask: &Tensor) -> Result<Tensor> {
 
 /// Logits of some tokens, shard by shard of the vocabulary.
 struct Logits {
-    /// The tokens (classes) of each shard, and its logits, `[n, v]`, f32.
+    /// The vocabulary range of each shard, and its logits, `[n, v]`, f32.
     shards: Vec<(Range<i64>, Tensor)>,
     /// `[n, 1]`: the logarithm of the sum of all exponentials.
     log_sum: Tensor,

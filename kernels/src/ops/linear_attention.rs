@@ -35,7 +35,7 @@ pub struct Recurrence {
     rates: Vec<f64>,
     /// `[K, BLOCK + 1]`: powers of the rates, from 0 on.
     powers: Tensor,
-    /// `[K, 1, BLOCK, BLOCK]`: weight of a key for a query, 0 for later keys.
+    /// `[K, 1, BLOCK, BLOCK]`: decay of a key for a query, 0 for later keys.
     seen: Tensor,
 }
 

@@ -238,8 +238,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         made.collect()
     }
 
-    /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
-    /// sum f32.
+    /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others
+    /// and the sum f32.
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
 
     /// [`Ops::residual`] followed by [`Ops::rms_norm`], in the kind of `branch`: the sum, the norm, and its factors.

@@ -144,7 +144,7 @@ impl Panels {
         }
     }
 
-    /// `self += left right` in the first rows: `left` is a panel with as many columns as `rows` has rows of `right`.
+    /// `self += left right` in the first rows: `left` is a panel with a column for each of `rows`, the rows of `right`.
     pub(super) fn add(&mut self, left: &[f32], right: &Panels, rows: &Range<usize>) {
         let (instructions, height) = (Instructions::here(), self.height());
         for (panel, out) in self.values.chunks_exact_mut(height * WIDE).enumerate() {

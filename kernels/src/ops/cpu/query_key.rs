@@ -1,7 +1,7 @@
-//! Queries and keys by head: means of both added to each, unit length, a temperature for keys, and rotation.
+//! Queries and keys by head: means of both added to each, normalization, a temperature for keys, and rotary embedding.
 //!
-//! H query heads in K groups of H / K, then K key heads: G = H + K heads of d dimensions. `[N, G d]` is by token, `[G, N, d]`
-//! by head.
+//! H query heads in K groups of H / K, then K key heads: G = H + K heads of d dimensions. `[N, G d]` is by token,
+//! `[G, N, d]` by head.
 
 use tch::{Kind, Tensor};
 

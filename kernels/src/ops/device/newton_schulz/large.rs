@@ -86,7 +86,7 @@ fn stacked(queue: &Queue, given: &[&Tensor], [rows, columns]: [i64; 2]) -> Resul
     Ok(stack)
 }
 
-/// Iterates each matrix of a stack in place of its layout: `X P` for matrices with more rows than columns.
+/// The iteration of each matrix of a stack, without a transposition: `X P` if it has more rows than columns.
 fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let (rows, columns) = (stack.size()[1], stack.size()[2]);
     let tall = rows > columns;
