@@ -79,7 +79,7 @@ impl Unloader {
         let mut copies = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let mut copy = ptr::null_mut();
-            // SAFETY: stream and tensor are alive; the out-pointer outlives the call and is filled exactly if it succeeds.
+            // SAFETY: stream and tensor live; the out-pointer outlives the call and is filled exactly if it succeeds.
             guarded("copy to the host", unsafe {
                 shim_fetch(side.handle, tensor.as_ptr(), &raw mut copy)
             })?;

@@ -2,7 +2,7 @@
 //! with one copy.
 //!
 //! ```text
-//! readers: take a buffer, write it --(in step order)--> send: on a side stream one copy, two conversions, then an event
+//! readers: take a buffer, write it --(in step order)--> send: one copy on a side stream, two conversions, an event
 //!     ^                                                   |                          |
 //!     +-- the event has passed and the host is done with  +        the computing stream waits for the event
 //!         the buffer: it is free

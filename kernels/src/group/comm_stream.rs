@@ -83,7 +83,7 @@ pub(super) struct Round {
 }
 
 impl Round {
-    /// Of the exchange `id`.
+    /// An empty round of the exchange `id`.
     pub(super) fn new(what: &str, id: ExchangeId) -> Self {
         let (sends, receives, ticket) = (Vec::new(), Vec::new(), Arc::default());
         Round { what: what.to_owned(), id, sends, receives, ready: None, ticket }
@@ -158,7 +158,7 @@ impl CommStream {
     }
 }
 
-/// What the library has refused.
+/// The error for a refusal of the library.
 pub(super) fn refused(reason: impl Into<String>) -> Error {
     Error::Foreign { call: "move tensors between devices", reason: reason.into() }
 }

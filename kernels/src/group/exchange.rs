@@ -33,7 +33,7 @@ pub struct Exchange<'a> {
     pub(super) sends: VecDeque<(u32, Move<'a>)>,
     /// How many sends were begun.
     begun: usize,
-    /// Rounds that more may be added to.
+    /// Rounds to which transfers may still be added.
     open: BTreeMap<u64, Round>,
     /// Every round below this is closed.
     closed: u64,
