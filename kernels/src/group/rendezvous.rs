@@ -3,7 +3,7 @@
 //! ```text
 //! generation 0        all ranks that were launched
 //! generation g + 1    those of generation g that came to its meeting before that was closed
-//! |
+//!
 //! here/RANK           the generation to whose meeting the rank has come last
 //! ended/RANK          written by its launcher when the process ends, and how: the rank is not waited for
 //! ready/RANK          address of that rank's standby store, see below
