@@ -1,4 +1,4 @@
-//! Compiles the C++ shim, and gives the tests of this crate libtorch's run path.
+//! Compiles the C++ shim, and sets libtorch's run path for the tests of this crate.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +21,7 @@ fn main() {
     );
     println!("cargo:rustc-link-arg=-Wl,-rpath,{}", lib.display());
     println!("cargo:rustc-link-lib=dl");
-    // Clippy links nothing, and has a build of its own: what it would compile here nobody could use.
+    // Clippy does not link and has its own build directory, so compiling the shim for it would be wasted.
     println!("cargo:rerun-if-env-changed=RUSTC_WORKSPACE_WRAPPER");
     let wrapper = std::env::var_os("RUSTC_WORKSPACE_WRAPPER").map(PathBuf::from);
     if wrapper
@@ -35,12 +35,12 @@ fn main() {
         .files(SOURCES)
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        // c10d names types of Gloo, whose headers no libtorch ships.
+        // c10d uses types of Gloo, whose headers no libtorch ships.
         .include("shim/gloo")
         .flag("-std=c++17")
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1")
         .warnings(false)
-        // The same machine code in every profile: a debug build must not compute other bits than a release build.
+        // The same machine code in every profile: debug and release builds must compute the same bits.
         .opt_level(2)
         .compile("ztrain_shim");
 }

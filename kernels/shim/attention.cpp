@@ -1,4 +1,4 @@
-// The way there of libtorch's attention over documents, which tch does not wrap.
+// The forward pass of libtorch's attention over documents, which tch does not wrap.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_flash_attention_forward.h>
@@ -7,8 +7,8 @@
 
 extern "C" {
 
-// Of queries, keys and values [tokens, heads, d] and the ends of documents among queries and keys (i32), with the longest of
-// either: heads, their log-sums, and two tensors that the way back wants.
+// Takes queries, keys and values [tokens, heads, d], the ends of documents among queries and keys (i32), and the
+// longest of each. Returns the output, its log-sums, and two tensors for the backward pass.
 int shim_flash_attention(const at::Tensor* const* operands, const int64_t* longest, double scale, at::Tensor** out) {
   return shim_guard([=] {
     const auto at = [=](int i) -> const at::Tensor& { return *operands[i]; };

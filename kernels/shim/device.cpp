@@ -1,5 +1,5 @@
-// Devices: the GPU half of libtorch is opened at run time, streams and events go through its device-generic interface,
-// so nothing here needs CUDA or HIP headers. HIP builds of libtorch answer to the name `cuda`.
+// Devices: the GPU half of libtorch is opened at run time, and streams and events use its device-generic interface, so
+// nothing here needs CUDA or HIP headers. HIP builds of libtorch use the name `cuda`, too.
 
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
@@ -25,13 +25,13 @@ constexpr auto kGpu = c10::DeviceType::CUDA;
 
 c10::Device gpu(int index) { return c10::Device(kGpu, static_cast<c10::DeviceIndex>(index)); }
 
-// One stream beside the one that computes.
+// A stream next to the computing one.
 struct Side {
   c10::Stream stream;
 };
 
-// Runs `body` with `stream` as the current one. On the way back a device without a context gets none: `setDevice` would make one
-// on a thread's first device, whichever this process computes on.
+// Runs `body` with `stream` as the current one. The restore must not create a context on another device: `setDevice`
+// would create one on the thread's first device, even if this process computes on another.
 template <typename Body>
 void on_stream(const c10::Stream& stream, Body&& body) {
   const c10::impl::VirtualGuardImpl guard(kGpu);
@@ -51,30 +51,31 @@ void on_stream(const c10::Stream& stream, Body&& body) {
 // The GPU half of libtorch, once it has been opened.
 std::atomic<void*> half{nullptr};
 
-// A function of the GPU half or of a library that it uses; of any in the process where it was there from the start. Null where
-// none has it.
+// A function of the GPU half or of a library that it uses; of any library in the process if the half was there from the
+// start. Null if it does not exist.
 template <typename Function>
 Function loaded(const char* name) {
   void* const opened = half;
   return reinterpret_cast<Function>(dlsym(opened == nullptr ? RTLD_DEFAULT : opened, name));
 }
 
-// Whether the GPU half is AMD's: its runtime library is looked for first. libtorch's CPU half may bring NVIDIA's along, for its
-// profiler; NVIDIA's half brings nothing of AMD's.
+// Whether the GPU half is AMD's: checks for its runtime library first, because libtorch's CPU half may load NVIDIA's
+// for its profiler, while NVIDIA's half loads nothing of AMD's.
 bool of_amd() {
   static const bool amd = loaded<int (*)(int)>("hipSetDevice") != nullptr;
   return amd;
 }
 
-// The function that one vendor calls so, or the other.
+// The function with the name that the present vendor uses.
 template <typename Function>
 Function of_vendor(const char* nvidia, const char* amd) {
   return loaded<Function>(of_amd() ? amd : nvidia);
 }
 
-// A driver loads and launches for a thread that has a device's context alone. libtorch's own choice makes none where the device
-// is chosen already, as the first one is on every thread, so the runtime library is asked each time. Since CUDA 12 its choice
-// makes the context; before that memory did, and to free none of it does.
+// A driver loads and launches only for a thread that has a device's context. libtorch's own selection creates none if
+// the device is selected already, as the first one is on every thread, so the runtime library is called each time.
+// Since CUDA 12 its selection creates the context; before, allocating or freeing memory does, even freeing a null
+// pointer.
 void enter_context(int index) {
   static const auto choose = of_vendor<int (*)(int)>("cudaSetDevice", "hipSetDevice");
   static const auto free_none = of_vendor<int (*)(void*)>("cudaFree", "hipFree");
@@ -86,26 +87,26 @@ void enter_context(int index) {
   entered = index;
 }
 
-// What is said of a GPU, a line `name=value` each.
+// Properties of a GPU, one line `name=value` each.
 class Lines {
  public:
   void add(const char* name, const std::string& value) { text_ += std::string(name) + "=" + value + "\n"; }
   void add(const char* name, int value) { add(name, std::to_string(value)); }
   const std::string& text() const { return text_; }
 
-  // A number of a device, which the vendors number in their own ways.
+  // A numeric attribute of a device; the vendors have different numbers for attributes.
   void attribute(const char* name, int index, int nvidia, int amd) {
     const auto ask = of_vendor<int (*)(int*, int, int)>("cudaDeviceGetAttribute", "hipDeviceGetAttribute");
     int value = 0;
     if (ask != nullptr && ask(&value, of_amd() ? amd : nvidia, index) == 0) add(name, value);
   }
-  // A release in one number, as one of two functions says it.
+  // A release as a single number, from the present vendor's function.
   void release(const char* name, const char* nvidia, const char* amd) {
     const auto ask = of_vendor<int (*)(int*)>(nvidia, amd);
     int value = 0;
     if (ask != nullptr && ask(&value) == 0) add(name, value);
   }
-  // A release in three parts, asked for one by one as NVIDIA's libraries have it.
+  // A release in three parts, queried one by one as in NVIDIA's libraries.
   void property(const char* name, const char* function) {
     const auto ask = loaded<int (*)(int, int*)>(function);
     int parts[3] = {};
@@ -123,12 +124,12 @@ class Lines {
 
 extern "C" {
 
-// The folder that the loaded libtorch_cpu.so came from.
+// The folder of the loaded libtorch_cpu.so.
 int shim_libtorch_folder() {
   return shim_guard([] {
     shim_say("");
     Dl_info info;
-    // Any function of the library does; a data symbol could be a copy in the program.
+    // Any function of the library works; a data symbol could be a copy in the program.
     if (dladdr(reinterpret_cast<void*>(&at::globalContext), &info) == 0 || info.dli_fname == nullptr) return;
     const std::string path(info.dli_fname);
     const auto slash = path.rfind('/');
@@ -136,10 +137,10 @@ int shim_libtorch_folder() {
   });
 }
 
-// Opens the GPU half of libtorch for good, its symbols visible to those opened after it.
+// Opens the GPU half of libtorch permanently, with its symbols visible to libraries opened later.
 int shim_open_library(const char* path) {
   return shim_guard([=] {
-    // Its initialisers may throw.
+    // Its initializers may throw.
     if (void* const opened = dlopen(path, RTLD_NOW | RTLD_GLOBAL)) {
       half = opened;
       return;
@@ -149,7 +150,7 @@ int shim_open_library(const char* path) {
   });
 }
 
-// Whether some library has registered the GPU. Unlike at::hasCUDA() this may be asked before one is opened.
+// Whether a library has registered the GPU. Unlike at::hasCUDA() this may be called before one is opened.
 int shim_gpu_registered(int* out) {
   return shim_guard([=] { *out = c10::impl::hasDeviceGuardImpl(kGpu); });
 }
@@ -167,7 +168,7 @@ int shim_gpu_context_exists(int* out) {
       [=] { *out = c10::impl::hasDeviceGuardImpl(kGpu) && at::detail::getCUDAHooks().hasPrimaryContext(0); });
 }
 
-// Architecture or name of a GPU, asked of the runtime library that is loaded by now; empty if it does not say.
+// Architecture or name of a GPU, from the loaded runtime library; empty if it does not report one.
 int shim_gpu_architecture(int index) {
   return shim_guard([=] {
     shim_say("");
@@ -187,8 +188,9 @@ int shim_gpu_architecture(int index) {
   });
 }
 
-// What decides bits on GPU `index` beside its architecture, as far as driver, runtime and libraries say it: libraries choose their
-// kernels by the number of compute units and by the memory, and have other kernels in other releases.
+// Properties of GPU `index`, besides its architecture, that affect bits, as far as driver, runtime and libraries report
+// them: libraries choose their kernels by the number of compute units and by the memory, and kernels differ between
+// releases.
 int shim_gpu_table(int index) {
   return shim_guard([=] {
     Lines lines;
@@ -206,7 +208,7 @@ int shim_gpu_table(int index) {
     char text[256] = {};
     const auto rocblas = loaded<int (*)(char*, size_t)>("rocblas_get_version_string");
     if (rocblas != nullptr && rocblas(text, sizeof(text) - 1) == 0) lines.add("rocBLAS", text);
-    // It says its release to who has a handle.
+    // Querying its release requires a handle.
     void* handle = nullptr;
     const auto create = loaded<int (*)(void**)>("hipblasLtCreate");
     const auto version = loaded<int (*)(void*, int*)>("hipblasLtGetVersion");
@@ -235,15 +237,15 @@ int shim_side_stream(int index, void** out) {
 
 void shim_side_stream_free(void* side) { delete static_cast<Side*>(side); }
 
-// The stream as the vendor's own libraries know it.
+// The stream's handle for the vendor's own libraries.
 int shim_side_handle(void* side, void** out) {
   return shim_guard([&] { *out = static_cast<Side*>(side)->stream.native_handle(); });
 }
 
-// Whoever records, awaits or frees an event has entered its GPU: libtorch puts the thread's device back by `setDevice`, which
-// makes a context on any other one that the thread was at.
+// Callers that record, wait for or free an event have entered its GPU: libtorch restores the thread's device by
+// `setDevice`, which would create a context on any other device that the thread was at.
 
-// Marks what is queued so far on the current stream of GPU `index`.
+// Records an event after what is queued on the current stream of GPU `index`.
 int shim_mark(int index, void** event) {
   return shim_guard([&] {
     const c10::impl::VirtualGuardImpl guard(kGpu);
@@ -253,12 +255,12 @@ int shim_mark(int index, void** event) {
   });
 }
 
-// Makes the side stream wait for a mark.
+// Makes the side stream wait for an event.
 int shim_side_after(void* side, void* event) {
   return shim_guard([&] { static_cast<c10::Event*>(event)->block(static_cast<Side*>(side)->stream); });
 }
 
-// What the calling thread calls of the vendor's own libraries is for GPU `index`, whose context is the thread's own from here on.
+// Selects GPU `index`, and creates its context, for the calling thread's calls of the vendor's own libraries.
 int shim_enter_gpu(int index) {
   return shim_guard([&] {
     c10::impl::VirtualGuardImpl(kGpu).setDevice(gpu(index));
@@ -266,7 +268,7 @@ int shim_enter_gpu(int index) {
   });
 }
 
-// Memory of the host for so many bytes, zeros at first, which GPU `index` reads without the processor.
+// Pinned host memory of so many bytes, initially zero, which GPU `index` can read directly.
 int shim_pinned(int index, int64_t bytes, at::Tensor** out) {
   return shim_guard([=] {
     const c10::OptionalDeviceGuard guard(gpu(index));
@@ -274,7 +276,8 @@ int shim_pinned(int index, int64_t bytes, at::Tensor** out) {
   });
 }
 
-// Copies a tensor of a GPU into pinned memory on the side stream; its own memory is not handed out again before that is done.
+// Copies a tensor of a GPU into pinned memory on the side stream; the tensor's memory is not reused before the copy is
+// done.
 int shim_fetch(void* side, const at::Tensor* from, at::Tensor** out) {
   return shim_guard([=] {
     const c10::Stream stream = static_cast<Side*>(side)->stream;
@@ -289,7 +292,7 @@ int shim_fetch(void* side, const at::Tensor* from, at::Tensor** out) {
   });
 }
 
-// Marks what is queued so far on the side stream.
+// Records an event after what is queued on the side stream.
 int shim_mark_side(void* side, void** event) {
   return shim_guard([&] {
     auto mark = std::make_unique<c10::Event>(kGpu);
@@ -305,8 +308,8 @@ int shim_hold(int index, void* event) {
   });
 }
 
-// Moves flags of 8 bits, and words of 32 behind them, out of memory of the host: by one copy on the side stream, where there is
-// one. There they become f32 and words of 64 bits, in one piece of memory; `event` marks the end of it.
+// Copies 8-bit flags, and the 32-bit words after them, from host memory: in one copy on the side stream, if there is
+// one. Converts them to f32 and 64-bit words in one allocation; `event` marks the end of the conversion.
 int shim_stage(void* side, const at::Tensor* memory, const int64_t* counts, at::Tensor** out, void** event) {
   return shim_guard([&] {
     const int64_t flags = counts[0], words = counts[1];
@@ -340,7 +343,7 @@ int shim_stage(void* side, const at::Tensor* memory, const int64_t* counts, at::
   });
 }
 
-// Words in the memory of GPU `index`, copied through a pinned buffer on the current stream: the host waits for nothing.
+// Copies words to the memory of GPU `index` through a pinned buffer on the current stream; the host does not wait.
 int shim_upload(int index, const int64_t* words, int64_t count, at::Tensor** out) {
   return shim_guard([&] {
     const auto options = at::TensorOptions(at::kLong);
@@ -350,7 +353,7 @@ int shim_upload(int index, const int64_t* words, int64_t count, at::Tensor** out
   });
 }
 
-// Bytes that a product may use beside its operands, as libtorch's GPU half reads them off the environment; 0 where it does not say.
+// Size of the workspace that a matmul may use, as libtorch's GPU half reads it from the environment; 0 if unknown.
 int shim_workspace(size_t* out) {
   return shim_guard([=] {
     using Ask = size_t (*)();
@@ -359,7 +362,7 @@ int shim_workspace(size_t* out) {
   });
 }
 
-// Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor too.
+// Makes the current stream wait for the copy, and tells the allocator that this stream uses the tensor, too.
 int shim_await(void* event, const at::Tensor* tensor) {
   return shim_guard([&] {
     const c10::impl::VirtualGuardImpl guard(kGpu);
@@ -369,12 +372,12 @@ int shim_await(void* event, const at::Tensor* tensor) {
   });
 }
 
-// 1 where the device has come to the event, else 0.
+// 1 if the device has reached the event, otherwise 0.
 int shim_event_over(void* event, int* out) {
   return shim_guard([&] { *out = static_cast<c10::Event*>(event)->query(); });
 }
 
-// The host waits until the device has come to the event.
+// Blocks the host until the device has reached the event.
 int shim_event_wait(void* event) {
   return shim_guard([&] { static_cast<c10::Event*>(event)->synchronize(); });
 }

@@ -1,5 +1,6 @@
-// Ranks: libtorch's own Gloo process group. Bytes move here and nothing is added, but for the benchmark's sums. Every call that waits takes a deadline in milliseconds.
-// Every function that can throw returns a code of `shim.h`; texts are answered through `shim_text`.
+// Ranks: libtorch's own Gloo process group. Only bytes move here; nothing is added, except in the benchmark's
+// collectives. Every call that waits takes a deadline in milliseconds. Every function that can throw returns a code of
+// `shim.h`; texts are returned through `shim_text`.
 
 #define USE_DISTRIBUTED
 #define USE_C10D_GLOO
@@ -22,11 +23,11 @@
 
 #include "shim.h"
 
-// The caller's store; `bridge.rs` has the same. Each call returns a code of `shim.h`.
+// The caller's store, as in `bridge.rs`. Each call returns a code of `shim.h`.
 struct StoreCalls {
   void* owner;
   int (*set)(void* owner, const char* key, std::size_t key_length, const std::uint8_t* value, std::size_t length);
-  // Hands the value to `shim_bytes` with the sink, once there is one.
+  // Waits until there is a value, and passes it to `shim_bytes` with the sink.
   int (*wait)(void* owner, const char* key, std::size_t key_length, void* sink);
   void (*free)(void* owner);
 };
@@ -36,7 +37,8 @@ namespace {
 using std::chrono::milliseconds;
 using Bytes = std::vector<std::uint8_t>;
 
-// The caller's store, as far as Gloo asks for one to connect the ranks. How long a value is waited for is the caller's affair.
+// Gloo's interface to the caller's store, with what it needs to connect the ranks. The caller decides how long to wait
+// for a value.
 class CallersStore final : public c10d::Store {
  public:
   explicit CallersStore(const StoreCalls& calls) : calls_(calls) {}
@@ -82,9 +84,9 @@ struct Moving {
   c10::intrusive_ptr<c10d::Work> work;
 };
 
-// Time as this process has lived it. One that was stopped and goes on (a suspended job, a machine that slept or had no
-// turn for it) has let nobody wait meanwhile: the others on its machine stood still too, and their answers come now. So
-// time counts while this thread gets its turns, and a pause counts for one turn that came late.
+// The time in which this process was running. A process that was stopped and continues (a suspended job, a machine that
+// slept or had no CPU time for it) was not waiting meanwhile: the other processes of its machine were stopped, too, and
+// their answers arrive now. So time counts while this thread is scheduled, and a pause counts as one late wakeup.
 class Lived {
  public:
   // Never freed: its thread runs until the process ends.
@@ -98,10 +100,10 @@ class Lived {
     return std::chrono::duration_cast<milliseconds>(advance());
   }
 
-  // Waits until the work is done; throws ShimLate where that takes longer than `timeout`.
+  // Waits until the work is done; throws ShimLate if that takes longer than `timeout`.
   void wait(c10d::Work& work, milliseconds timeout) {
     const auto entry = enter(work, timeout);
-    // Whether it was this clock that gave the work up.
+    // Whether this clock aborted the work.
     const auto leave = [&] {
       const std::lock_guard<std::mutex> lock(mutex_);
       const bool late = entry->late;
@@ -111,7 +113,7 @@ class Lived {
     bool done = false;
     std::exception_ptr failure;
     try {
-      // Gloo's own deadline goes by the clock on the wall, and cannot be looked at in between.
+      // Gloo's own deadline uses the wall clock and cannot be polled, so it is practically infinite here.
       done = work.wait(std::chrono::hours(24 * 365));
     } catch (...) {
       failure = std::current_exception();
@@ -143,7 +145,8 @@ class Lived {
         for (auto& wait : waits_) {
           if (wait.until > now) continue;
           wait.late = true;
-          // Whoever waits finds out above; aborting once more does nothing. A work that cannot be given up is waited for.
+          // The waiting thread reports it above; another abort does nothing. If a work cannot be aborted, the wait
+          // continues.
           try {
             wait.work->abort();
           } catch (...) {
@@ -177,20 +180,20 @@ c10d::ProcessGroupGloo& gloo_of(void* group) { return *static_cast<Peers*>(group
 
 extern "C" {
 
-// A value for whoever asked for it in `StoreCalls::wait`.
+// Stores a value in the sink of `StoreCalls::wait`.
 int shim_bytes(void* sink, const std::uint8_t* bytes, std::size_t length) {
   return shim_guard([&] { static_cast<Bytes*>(sink)->assign(bytes, bytes + length); });
 }
 
-// Connects every rank with every other. An interface name wins over a host name; with neither, libtorch chooses.
+// Connects every rank with every other. An interface takes precedence over a host; without either, libtorch chooses.
 int shim_group_open(StoreCalls calls, int rank, int world, const char* interface, const char* host, int64_t timeout,
                     void** out) {
   return shim_guard([&] {
     const auto store = c10::make_intrusive<CallersStore>(calls);
-    // What fails comes back as an error that names a rank; c10d's log would only put stack traces around it.
+    // Failures are returned as errors that name a rank; c10d's log would only add stack traces.
     if (std::getenv("TORCH_CPP_LOG_LEVEL") == nullptr) FLAGS_caffe2_log_level = c10::GLOG_FATAL;
     auto options = c10d::ProcessGroupGloo::Options::create(milliseconds(timeout));
-    // These threads serve libtorch's own collectives only; what we use runs on the device's thread.
+    // These threads serve only libtorch's own collectives; our transfers run on the device's thread.
     options->threads = 1;
     if (*interface != 0) {
       options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(interface));
@@ -222,7 +225,7 @@ int shim_recv(void* group, const at::Tensor* tensor, int from, int tag, void** o
   });
 }
 
-// `timeout` is of the time that this process lives.
+// `timeout` counts the time in which this process runs.
 int shim_work_wait(void* work, int64_t timeout) {
   return shim_guard([&] {
     auto& moving = *static_cast<Moving*>(work)->work;
@@ -230,7 +233,7 @@ int shim_work_wait(void* work, int64_t timeout) {
   });
 }
 
-// Milliseconds that this process has lived since the first call.
+// Milliseconds for which this process was running since the first call.
 int shim_lived(int64_t* out) {
   return shim_guard([=] { *out = Lived::clock().now().count(); });
 }
@@ -257,7 +260,7 @@ int shim_collective(void* group, int which, const at::Tensor* input, const at::T
   });
 }
 
-// Ends the process at once, running nothing of what is registered for its end: other threads still compute.
+// Ends the process at once, without exit handlers: other threads still compute.
 void shim_vanish(int code) { _exit(code); }
 
 } // extern "C"

@@ -1,5 +1,5 @@
-// Memory that foreign code asks for: what was refused is known by thread, and on request the bytes of tensors are counted that are
-// alive in main memory, and the most that were.
+// Memory of foreign code: notes failed allocations by thread, and on request counts the bytes of live tensors in main
+// memory, and their maximum.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
@@ -30,10 +30,10 @@ void alive(int64_t bytes) {
 
 c10::Allocator* inner = nullptr;
 
-// Whether this thread was refused memory and nobody has asked yet.
+// Whether an allocation has failed on this thread since the flag was last read.
 thread_local bool was_refused = false;
 
-// libtorch's allocator throws what libtorch throws for everything, and its wrapper hands on nothing but words.
+// libtorch's allocator throws its general error, and its wrapper passes on only the text.
 struct Listening final : c10::Allocator {
   explicit Listening(c10::Allocator* own) : own(own) {}
 
@@ -53,8 +53,8 @@ struct Listening final : c10::Allocator {
   c10::Allocator* own;
 };
 
-// How often libtorch's allocator had no memory of a GPU to give; 0 without one. A process computes on one of them, but not every
-// thread of it has chosen that one, so all are asked.
+// How often libtorch's GPU allocator ran out of memory; 0 without a GPU. A process computes on one GPU, but not every
+// thread has selected it, so all are queried.
 int64_t gpu_refusals() noexcept {
   constexpr auto kGpu = c10::DeviceType::CUDA;
   try {
@@ -65,28 +65,28 @@ int64_t gpu_refusals() noexcept {
     for (c10::DeviceIndex index = 0; index < count; ++index) refusals += allocator->getDeviceStats(index).num_ooms;
     return refusals;
   } catch (...) {
-    // An allocator that has not begun has refused nothing.
+    // An allocator that is not initialized has no failures.
     return 0;
   }
 }
 
-// Of those, what this thread has been told of.
+// The number of those that this thread has reported.
 thread_local int64_t told = 0;
 
-// What `new` does where there is no memory, and a mark.
+// The default action of `new` without memory, and a flag.
 void refuse() {
   was_refused = true;
   throw std::bad_alloc();
 }
 
-// Before there can be a tensor.
+// Runs before any tensor can exist.
 [[maybe_unused]] const bool listening = [] {
   c10::SetCPUAllocator(new Listening(c10::GetCPUAllocator()));
   std::set_new_handler(refuse);
   return true;
 }();
 
-// Before each tensor's memory stands how much it is. As many bytes as libtorch aligns memory to.
+// Each tensor's memory is preceded by its size, in a header of libtorch's alignment.
 constexpr size_t kHead = 64;
 
 void release(void* data) {
@@ -116,23 +116,23 @@ struct Counting final : c10::Allocator {
 
 }  // namespace
 
-// mimalloc asks for the handler by this name, and has an answer of its own that says there is none, upon which it ends the process.
-// This one is stronger.
+// mimalloc looks the handler up by this name. Its own weak definition returns none, after which it ends the process;
+// this strong definition overrides it.
 std::new_handler shim_new_handler() noexcept __asm__("_ZSt15get_new_handlerv");
 std::new_handler shim_new_handler() noexcept { return refuse; }
 
-// 1 where this thread was refused memory since it asked last.
+// 1 if an allocation has failed on this thread since the last call.
 extern "C" int shim_was_refused() {
   const int64_t refusals = gpu_refusals();
   const bool by_gpu = std::exchange(told, refusals) < refusals;
   return std::exchange(was_refused, false) || by_gpu;
 }
 
-// The same, of which nothing is forgotten.
+// The same without resetting the flag.
 extern "C" int shim_is_refused() { return was_refused || told < gpu_refusals(); }
 
-// 1 where the system has nothing left that is worth the name. oneDNN gets memory for its code and its scratch by ways of its own, and
-// where it gets none it says no more than that it could not.
+// 1 if the system has practically no memory left. oneDNN allocates its code and scratch space in its own ways, and on
+// failure does not report lack of memory as the reason.
 extern "C" int shim_nothing_left() {
   constexpr size_t kWorth = size_t{64} << 20;
   void* const place = mmap(nullptr, kWorth, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -141,7 +141,7 @@ extern "C" int shim_nothing_left() {
   return 0;
 }
 
-// Counts what is allocated from here on. Never taken back: a tensor outlives whoever counts.
+// Counts allocations from here on. Never undone: a tensor may outlive its counter.
 extern "C" int shim_count_memory() {
   return shim_guard([] {
     static std::once_flag once;
@@ -156,7 +156,7 @@ extern "C" int64_t shim_live_bytes() { return live.load(std::memory_order_relaxe
 
 extern "C" int64_t shim_most_bytes() { return most.load(std::memory_order_relaxed); }
 
-// The most bytes of tensors that were alive on GPU `index` at a time, by the statistics of libtorch's allocator.
+// The maximum of live tensor bytes on GPU `index`, from the statistics of libtorch's allocator.
 extern "C" int shim_most_bytes_on(int index, int64_t* out) {
   return shim_guard([=] {
     auto* allocator = c10::getDeviceAllocator(c10::DeviceType::CUDA);
@@ -164,12 +164,12 @@ extern "C" int shim_most_bytes_on(int index, int64_t* out) {
   });
 }
 
-// Forgets the most that was alive there before.
+// Resets that maximum.
 extern "C" int shim_most_anew_on(int index) {
   return shim_guard([=] {
     c10::getDeviceAllocator(c10::DeviceType::CUDA)->resetPeakStats(static_cast<c10::DeviceIndex>(index));
   });
 }
 
-// Forgets the most that was alive before.
+// Resets the maximum.
 extern "C" void shim_most_anew() { most.store(live.load(std::memory_order_relaxed)); }

@@ -1,5 +1,5 @@
-// Products of matrices. Those of f32 go through oneDNN, whose kernels use AVX-512 on every processor that has it; MKL's, to which
-// libtorch gives such products, do so on some.
+// Matmuls. Those of f32 use oneDNN, whose kernels use AVX-512 on every processor that has it; the kernels of MKL,
+// libtorch's choice for f32, do so only on some.
 
 #include <ATen/Context.h>
 #include <ATen/Version.h>
@@ -23,7 +23,7 @@ __attribute__((weak)) void mkldnn_matmul(
 
 namespace {
 
-// oneDNN is asked for nothing that it does not know: where it makes no product, it got no memory for its code.
+// oneDNN only gets calls that it supports, so if a matmul fails, it had no memory for its code.
 template <typename Body>
 void knowing(Body&& body) {
 #if __has_include(<oneapi/dnnl/dnnl_common.hpp>)
@@ -37,8 +37,8 @@ void knowing(Body&& body) {
 #endif
 }
 
-// Whether oneDNN makes such a product. What it may use of the processor is the user's to bound (ONEDNN_MAX_CPU_ISA), and
-// libtorch's function refuses below AVX-512, also where nothing is bf16. Want of memory is no answer.
+// Whether oneDNN supports such a matmul. Users can limit its instruction set (ONEDNN_MAX_CPU_ISA), and libtorch's
+// function refuses below AVX-512, even without bf16. Lack of memory is not an answer.
 bool makes_products() {
   const auto square = at::ones({2, 2}, at::kFloat);
   auto out = at::empty({2, 2}, at::kFloat);
@@ -56,7 +56,7 @@ bool makes_products() {
 
 extern "C" {
 
-// 1 where products of f32 matrices go through oneDNN: it is there and makes them, and libtorch itself computes with AVX-512.
+// 1 if f32 matmuls use oneDNN: it is available and supports them, and libtorch itself computes with AVX-512.
 int shim_onednn_products(int* out) {
   return shim_guard([=] {
     *out = at::native::mkldnn_matmul != nullptr && at::hasMKLDNN() && at::globalContext().userEnabledMkldnn() &&

@@ -1,5 +1,5 @@
-// libtorch's profiler: what was computed between two calls, by every thread of the process and on its GPU.
-// Every function returns a code of `shim.h`; the events are answered through `shim_text`.
+// libtorch's profiler: what ran between two calls, on every thread of the process and on its GPU. Every function
+// returns a code of `shim.h`; the events are returned through `shim_text`.
 
 #include <torch/csrc/autograd/profiler_kineto.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 using torch::profiler::impl::ActivityType;
 
-// Whatever opens a GPU of libtorch's answers to CUDA, ROCm's half too.
+// The activity of any GPU is called CUDA in libtorch, also for ROCm.
 std::set<ActivityType> activities(int on_device) {
   if (on_device == 0) return {ActivityType::CPU};
   return {ActivityType::CPU, ActivityType::CUDA};
@@ -20,11 +20,11 @@ std::set<ActivityType> activities(int on_device) {
 
 }  // namespace
 
-// Begins to look.
+// Starts profiling.
 extern "C" int shim_profile(int on_device) {
   return shim_guard([=] {
     torch::profiler::impl::ExperimentalConfig more;
-    // Micro-batches are computed by threads that are started later.
+    // Micro-batches run on threads that are started later.
     more.profile_all_threads = true;
     const torch::profiler::impl::ProfilerConfig config(
         torch::profiler::impl::ProfilerState::KINETO, false, false, false, false, false, more);
@@ -33,8 +33,8 @@ extern "C" int shim_profile(int on_device) {
   });
 }
 
-// Ends it, and writes all of it into `path` as browsers and Perfetto read it. The answer has a line for each event: whether it
-// ran on a device, its thread or stream, when it began, nanoseconds, name.
+// Stops profiling and writes everything to `path`, in a format for browsers and Perfetto. The text has a line for each
+// event: whether it ran on a device, its thread or stream, start, nanoseconds, name.
 extern "C" int shim_profiled(const char* path) {
   return shim_guard([=] {
     auto found = torch::autograd::profiler::disableProfiler();

@@ -1,4 +1,4 @@
-// What the files of the shim share. C++ exceptions stop here: none may cross into Rust.
+// Shared by the files of the shim. C++ exceptions stop here: none may cross into Rust.
 
 #pragma once
 
@@ -9,28 +9,28 @@
 #include <stdexcept>
 #include <string>
 
-// How a call ended; `shim.rs` has the same numbers. Every function that can throw returns one of them, and leaves what
-// was said for `shim_text`.
+// Return codes, as in `shim.rs`. Every function that can throw returns one of them, and leaves its message for
+// `shim_text`.
 constexpr int kDone = 0;
 constexpr int kFailed = 1;
 constexpr int kNoMemory = 2;
 constexpr int kLate = 3;
 
-// Thrown where a deadline has passed.
+// Thrown when a deadline has passed.
 struct ShimLate : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// 1 where this thread was refused memory since it asked last.
+// 1 if an allocation has failed on this thread since the last call.
 extern "C" int shim_was_refused();
 
-// 1 where the system has nothing left that is worth the name.
+// 1 if the system has practically no memory left.
 extern "C" int shim_nothing_left();
 
-// Keeps a text for this thread until the next one.
+// Stores a text for this thread until the next one.
 void shim_say(const std::string& text);
 
-// Ends a call that failed.
+// Ends a failed call.
 int shim_fail(int code, const char* reason) noexcept;
 
 template <typename Body>

@@ -1,5 +1,5 @@
-// Signals that ask something of a program, kept from its first moment on until it listens to them: libtorch registers its
-// operations before `main`, which takes longer than all else of a start, and whoever is asked meanwhile would be ended.
+// Blocks signals from process start until the program handles them: libtorch registers its operations before `main`,
+// which takes most of the startup time, and a signal during it would end the process.
 
 #include <signal.h>
 
@@ -11,7 +11,8 @@ constexpr int SIGNALS[] = {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2};
 
 extern "C" {
 
-// Keeps them from this thread, and from what it starts: a mask outlives fork and exec. Says which ones were kept before, a bit each.
+// Blocks them for this thread and its child processes: a mask survives fork and exec. Returns those that were blocked
+// before as a bit mask.
 unsigned shim_keep_signals() {
   sigset_t signals, before;
   sigemptyset(&signals);
@@ -23,7 +24,7 @@ unsigned shim_keep_signals() {
   return kept;
 }
 
-// Lets all but those through to this thread: those that have come meanwhile come now.
+// Unblocks all but those for this thread; pending signals are delivered now.
 void shim_hear_signals(unsigned kept) {
   sigset_t signals;
   sigemptyset(&signals);
@@ -32,7 +33,7 @@ void shim_hear_signals(unsigned kept) {
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
 }
 
-// Run before the constructors of any library. Only a program in which these functions are called has this file in it.
+// Runs before the constructors of any library. This file is linked only into a program that calls these functions.
 #if defined(__ELF__)
 static void keep_first() { shim_keep_signals(); }
 __attribute__((section(".preinit_array"), used)) void (*const first)() = keep_first;

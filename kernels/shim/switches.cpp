@@ -1,5 +1,5 @@
-// The switches of libtorch that decide bits, and a reader for each: setting is not believed, it is read back.
-// Every function returns a code of `shim.h`; what it answers goes through an out-pointer or `shim_text`.
+// The switches of libtorch that affect bits, and a reader for each: every setting is read back. Every function returns
+// a code of `shim.h`; results are returned through an out-pointer or `shim_text`.
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -53,8 +53,8 @@ int read_switch(const std::string& wanted) {
 }
 
 #if defined(__x86_64__)
-// What oneDNN and MKL choose between beside the model of a processor: its host may keep instructions from a guest, and the system
-// the registers that go with them.
+// What oneDNN and MKL consider besides the model of a processor: a hypervisor may hide instructions from its guest, and
+// the operating system the registers for them.
 std::string extensions() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   std::string found;
@@ -129,7 +129,7 @@ int shim_fail(int code, const char* reason) noexcept {
 
 extern "C" {
 
-// What the last call on this thread has said.
+// The text of the last call on this thread.
 const char* shim_text() { return answer.c_str(); }
 
 // Process-wide switches. `interop` can only be set before the first parallel work: libtorch itself throws later.
@@ -137,7 +137,7 @@ int shim_set_switches() {
   return shim_guard([] {
     auto& context = at::globalContext();
     context.setDeterministicAlgorithms(true, /*warn_only=*/false);
-    // Filling fresh memory costs a pass over every output and hides nothing here: no operator we call reads it.
+    // Filling new memory would cost a pass over every output and is not needed here: no operator we call reads it.
     context.setDeterministicFillUninitializedMemory(false);
     context.setDeterministicCuDNN(true);
     context.setDeterministicMkldnn(true);
@@ -161,7 +161,7 @@ int shim_interop_threads(int* out) {
   return shim_guard([=] { *out = static_cast<int>(at::get_num_interop_threads()); });
 }
 
-// What belongs to a thread: the number of math threads it may start and how it treats denormal numbers.
+// Settings of a thread: its number of math threads, and the treatment of denormal numbers.
 int shim_enter_thread(int threads) {
   return shim_guard([=] {
     at::set_num_threads(threads);
@@ -173,7 +173,7 @@ int shim_threads(int* out) {
   return shim_guard([=] { *out = at::get_num_threads(); });
 }
 
-// 1 where denormal numbers are flushed to zero, 0 where they are kept, -1 where this cannot be read.
+// 1 if denormal numbers are flushed to zero, 0 if they are kept, -1 if this cannot be read.
 int shim_flushes_denormals() {
 #if defined(__x86_64__)
   return (_mm_getcsr() & (kFlushToZero | kDenormalsAreZero)) != 0;

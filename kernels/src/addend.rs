@@ -1,7 +1,7 @@
-//! What is added in a tree for a parameter: a gradient as a library made it on a device, or a sum.
+//! Operands of the tree of additions, one per parameter: a gradient as a library computed it on a device, or a sum.
 //!
-//! On a device with our kernels a gradient of bf16 stays as it is until it meets another one: then both are widened, added and
-//! checked by one pass over them. Same bits as tensors of f32 that are added by [`tree::Sum`].
+//! On a device with our kernels a bf16 gradient is kept until it is added to another one: then one pass converts, adds
+//! and checksums both. The bits are those of f32 tensors added by [`tree::Sum`].
 
 use std::ops::Range;
 
@@ -16,15 +16,15 @@ use crate::{Error, Result, tree};
 /// Numbers of a parameter that are added to others.
 #[derive(Debug)]
 pub struct Addend {
-    /// f32; of a gradient also bf16.
+    /// f32; a gradient may also be bf16.
     numbers: Tensor,
-    /// Where the rows of each expert end: one without rows has zeros, whatever stands there.
+    /// Where the rows of each expert end: an expert without rows counts as zeros, whatever its memory holds.
     ends: Option<Tensor>,
-    /// What its checksum is added to when it is read, and the salt.
+    /// The total to which its checksum is added when it is read, and the salt.
     asked: Option<(Total, u64)>,
 }
 
-/// Of many parameters, in one order.
+/// Of many parameters, in a fixed order.
 #[derive(Debug)]
 pub struct Addends(pub Vec<Addend>);
 
@@ -37,7 +37,7 @@ impl From<Tensor> for Addend {
 impl TryFrom<Gradient> for Addend {
     type Error = Gradient;
 
-    /// Not of sums over bands, which are to be finished first.
+    /// Fails for sums over bands, which must be finished first.
     fn try_from(gradient: Gradient) -> std::result::Result<Self, Gradient> {
         match gradient {
             Gradient::Made(made) => Ok(made.into()),
@@ -50,12 +50,12 @@ impl TryFrom<Gradient> for Addend {
 }
 
 impl Addend {
-    /// Where it is.
+    /// Its device.
     pub fn device(&self) -> Device {
         self.numbers.device()
     }
 
-    /// Adds its checksum, as f32, to `total`: on a device not before it is read for something else, with those of others.
+    /// Adds its checksum, as f32, to `total`: on a device later, when it is read anyway, together with others.
     pub fn counted(self, total: &Total, salt: u64) -> Result<Addend> {
         let asked = Some((total.clone(), salt));
         if queue(Some(&self)).is_some() {
@@ -69,7 +69,7 @@ impl Addend {
         Ok(wide.into())
     }
 
-    /// In f32.
+    /// Converts it to f32.
     pub fn wide(self) -> Result<Tensor> {
         let mut all = wide(vec![self])?;
         Ok(all.swap_remove(0))
@@ -81,7 +81,7 @@ impl Addend {
         Side { tensor: numbers, ends: ends.as_ref(), asked }
     }
 
-    /// Where what becomes of it may go: its own memory, unless that is too narrow.
+    /// Memory for a result: its own, unless that is bf16.
     fn room(&self, queue: &Queue) -> Result<Tensor> {
         match self.numbers.kind() {
             Kind::Float => Ok(self.numbers.shallow_clone()),
@@ -94,13 +94,13 @@ impl Addend {
     }
 }
 
-/// A row of what is made by one launch.
+/// One row of a launch.
 struct Row<'a> {
     left: &'a Addend,
     right: Option<&'a Addend>,
-    /// Where the sum goes.
+    /// Where to write the sum.
     out: Option<&'a Tensor>,
-    /// Which numbers.
+    /// The range of numbers.
     range: Range<i64>,
 }
 
@@ -110,7 +110,7 @@ impl<'a> Row<'a> {
     }
 }
 
-/// Makes them, and adds checksums to what has asked for them.
+/// Computes the rows, and adds requested checksums to their totals.
 fn make(queue: &Queue, rows: &[Row]) -> Result<()> {
     let table = rows.iter().map(|Row { left, right, out, range }| Addition {
         left: left.side(),
@@ -130,13 +130,13 @@ fn make(queue: &Queue, rows: &[Row]) -> Result<()> {
     Ok(())
 }
 
-/// The kernels of the device of the first one, if it is on one that has some.
+/// The queue for the device of the first one, if our kernels run there.
 fn queue(one: Option<&Addend>) -> Option<Queue> {
     let device = one.map(Addend::device).filter(|device| *device != Device::Cpu);
     device.and_then(|device| Queue::of(device).ok())
 }
 
-/// All of them in f32, and checked: on a device by one launch.
+/// Converts all of them to f32, with their checksums: on a device in one launch.
 pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
     match queue(all.first()) {
         Some(queue) => wide_on(&queue, &all),
@@ -155,7 +155,7 @@ fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
     Ok(out)
 }
 
-/// The same ones, with their checksums added to what has asked for them.
+/// Returns them unchanged, after adding their checksums to the totals that requested them.
 pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
     if let Some(queue) = queue(all.first()) {
         let asked = all.iter().filter(|one| one.asked.is_some());
@@ -168,7 +168,7 @@ pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
     Ok(all)
 }
 
-/// Adds the checksums of f32 that were asked for, without kernels of ours: those of one sum by one call.
+/// Adds requested checksums of f32 without our kernels: those of one total in one call.
 fn settle(all: &[&Addend]) -> Result<()> {
     let asked = all.iter().filter_map(|one| Some((&one.numbers, one.asked.as_ref()?)));
     let asked: Vec<_> = asked.collect();
@@ -208,8 +208,8 @@ fn add_on(queue: &Queue, pairs: &[(Addend, Addend)]) -> Result<Vec<Addend>> {
     Ok(out.into_iter().map(Addend::from).collect())
 }
 
-/// Copies numbers of some to where others are sent from, f32, as many as the range has: on a device by one launch. One whose
-/// checksum was asked for is copied whole by one call.
+/// Copies ranges of numbers, f32, into buffers to send: on a device in one launch. An addend with a requested checksum
+/// is copied whole, in one call.
 pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
     if let Some(queue) = queue(parts.first().map(|(one, ..)| *one)) {
         return copy_on(&queue, parts);
@@ -248,7 +248,7 @@ mod tests {
 
     const SALT: u64 = 0x1234_5678_9abc_def1;
 
-    /// Gradients of experts as a device has them, and as they are to be read: an expert without rows has NaN in the first and
+    /// Gradients of experts as on a device, and as they should read: an expert without rows has NaN in the first and
     /// zeros in the second.
     fn experts(shape: [i64; 3], counts: &[i64], seed: i64, kind: Kind) -> (Addend, Tensor) {
         let made = Tensor::arange(shape.iter().product::<i64>(), (Kind::Float, Device::Cpu));
@@ -273,7 +273,7 @@ mod tests {
         checksum::slice(values, 0, SALT).unwrap()
     }
 
-    /// Leaves that wait as they were made come to the bits and the checksums of those that are widened first.
+    /// Adding unconverted leaves gives the bits and the checksums of converting them first.
     #[test]
     fn leaves_are_added_as_if_they_had_been_widened() {
         let queue = queue(Device::Cpu).unwrap();
@@ -286,7 +286,7 @@ mod tests {
             let wanted = leaves.each_ref().map(|(_, whole)| whole.copy());
             let small = Tensor::from_slice(&[-0.0f32, 1.0, -0.0]);
             let [a, b, c] = leaves.map(|(leaf, _)| leaf);
-            // The same launch adds a pair whose checksums are not asked for.
+            // The same launch adds a pair without requested checksums.
             let pairs =
                 [(asks(a, &totals[0]), asks(b, &totals[1])), (plain(&small), plain(&small))];
             let mut sums = add_on(&queue, &pairs).unwrap();
@@ -301,7 +301,7 @@ mod tests {
         }
     }
 
-    /// A leaf that is not added to another is widened whole, or in pieces into the memory from which it is sent.
+    /// A leaf without a partner is converted whole, or in pieces into the send buffer.
     #[test]
     fn a_leaf_alone_is_counted_once() {
         let queue = queue(Device::Cpu).unwrap();

@@ -1,7 +1,7 @@
 //! Order-free, position-dependent sums over the bits of a tensor, computable in any layout and on any device.
 //!
-//! `sum over i of bits(x_i) * weight(i, salt)`, wrapping in 64 bits. Addition of integers commutes, so shards, devices and
-//! threads may add in any order. Every weight is odd: a change of a single element always changes the sum.
+//! `sum over i of bits(x_i) * weight(i, salt)`, wrapping in 64 bits. Addition of integers commutes, so shards, devices
+//! and threads may add in any order. Every weight is odd: a change of a single element always changes the sum.
 //!
 //! ```text
 //! h  = (i + (i >> 32) * 0xC2B2AE3D + salt_low + salt_high * 0x27D4EB2F)   mod 2^32
@@ -9,7 +9,7 @@
 //! h  = h * 0x85EBCA77 mod 2^32;   h ^= h >> 13
 //! weight(i, salt) = h | 1
 //! ```
-//! All of it is 32-bit arithmetic, so that a CPU can do eight elements at once; products are 64 bits wide.
+//! All arithmetic is 32-bit, so that a CPU can process eight elements at once; products are 64 bits wide.
 
 #![expect(unsafe_code, reason = "reads the elements of a contiguous CPU tensor in place")]
 
@@ -32,20 +32,18 @@ pub fn tensor(tensor: &Tensor, salt: u64) -> Result<u64> {
     slice(tensor, 0, salt)
 }
 
-/// The part that a slice adds to the checksum of its tensor, if its first element has number `first` there.
+/// The contribution of a slice to the checksum of its tensor, where its first element has number `first`.
 ///
-/// # Errors
-/// Where its device refuses, or memory ends.
+/// # Errors If its device refuses, or memory runs out.
 pub fn slice(tensor: &Tensor, first: u64, salt: u64) -> Result<u64> {
     let here = tensor.detach().f_to_device(Device::Cpu)?.f_contiguous()?;
     Ok(on_cpu(&here, first, salt))
 }
 
-/// The same of many slices, of one device, as a tensor of their bits, i64, where the slices are: on a GPU the host waits for
-/// nothing. There it takes two launches, or, where our kernels cannot be compiled, some twenty operators for each.
+/// The same for many slices on one device, as a tensor of bits, i64, on that device: on a GPU the host does not wait.
+/// It takes two launches there, or, if our kernels cannot be compiled, some twenty operators for each slice.
 ///
-/// # Errors
-/// Where the device refuses, or memory ends.
+/// # Errors If the device refuses, or memory runs out.
 pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
     let whole = slices.iter().map(|(tensor, ..)| Ok(tensor.detach().f_contiguous()?));
     let whole = whole.collect::<Result<Vec<Tensor>>>()?;
@@ -69,7 +67,7 @@ pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
     Ok(Tensor::f_stack(&with().map(one).collect::<Result<Vec<_>>>()?, 0)?)
 }
 
-/// A sum of checksums that grows, and may stay on a device until somebody wants to know it. Clones are the same sum.
+/// A running sum of checksums, whose terms may stay on a device until it is read. Clones are the same sum.
 #[derive(Clone, Debug, Default)]
 pub struct Total(Arc<Mutex<(u64, Vec<Tensor>)>>);
 
@@ -92,7 +90,7 @@ impl Total {
         Ok(())
     }
 
-    /// Adds checksums, i64, that stay where they are.
+    /// Adds checksums, i64, which stay on their device.
     pub(crate) fn push(&self, there: Tensor) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).1.push(there);
     }
@@ -102,16 +100,15 @@ impl Total {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// What is known of it, and, i64 on a device, what has to be added to that.
+    /// The part of the sum on the host, and the i64 tensors on devices that have to be added to it.
     pub fn parts(&self) -> (u64, Vec<Tensor>) {
         let own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         (own.0, own.1.iter().map(Tensor::shallow_clone).collect())
     }
 
-    /// The sum; of a device the host waits for it.
+    /// The sum; the host waits for devices.
     ///
-    /// # Errors
-    /// Where something went wrong there.
+    /// # Errors If a device reports a failure.
     pub fn read(&self) -> Result<u64> {
         let add = |sum: u64, there: &Tensor| -> Result<u64> {
             let all = Vec::<i64>::try_from(there)?.into_iter().map(i64::cast_unsigned);
@@ -130,7 +127,7 @@ fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     let data = tensor.data_ptr();
     match width(tensor.kind()) {
         // SAFETY: a contiguous CPU tensor of `count` elements of this width, kept alive by `tensor`, aligned by the
-        // allocator (or by its element type), and written by nobody: the caller holds it by shared reference.
+        // allocator (or by its element type), and not written: the caller holds it by shared reference.
         1 => sum(unsafe { std::slice::from_raw_parts(data.cast::<u8>(), count) }, first, salt),
         // SAFETY: as above.
         2 => sum(unsafe { std::slice::from_raw_parts(data.cast::<u16>(), count) }, first, salt),
@@ -141,7 +138,7 @@ fn on_cpu(tensor: &Tensor, first: u64, salt: u64) -> u64 {
     }
 }
 
-/// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference of the fast path.
+/// The same sum in tensor operators, for devices whose memory we cannot read, and as the reference for the fast path.
 fn by_operators(tensor: &Tensor, first: u64, salt: u64) -> Result<Tensor> {
     let flat = tensor.f_reshape([-1])?;
     let mut total = Tensor::f_zeros([1], (Kind::Int64, flat.device()))?;
@@ -168,7 +165,7 @@ fn piece_by_operators(bits: &Tensor, first: u64, salt: u64) -> Result<Tensor> {
     Ok(bits.f_mul(&h.f_bitwise_or(1)?)?.f_sum(Kind::Int64)?)
 }
 
-/// The bits of each element as an unsigned number in 64.
+/// The bits of each element as an unsigned number in 64 bits.
 fn integers(flat: &Tensor) -> Result<Tensor> {
     let (same_width, mask) = match width(flat.kind()) {
         1 => (Kind::Uint8, None),
@@ -202,7 +199,7 @@ mod tests {
         super::slice(tensor, first, salt).unwrap()
     }
 
-    /// The formula of the head of this file, one element at a time.
+    /// The formula at the top of this file, one element at a time.
     fn weight(index: u64, salt: u64) -> u64 {
         let modulus = 1u64 << 32;
         let product = |a: u64, b: u32| (a % modulus) * u64::from(b) % modulus;

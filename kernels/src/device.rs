@@ -1,12 +1,12 @@
-//! Where tensors live, and how a batch gets there.
+//! Devices, and how a batch gets there.
 //!
-//! We link the CPU half of libtorch only. A GPU's half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
-//! when `--device cuda` asks for it (`half`); then it registers itself. A GPU fetches a batch from pinned memory on a stream of
-//! its own, and an event makes the computing stream wait.
+//! We link the CPU half of libtorch only. The GPU half (`libtorch_cuda.so`, `libtorch_hip.so`) is opened at run time
+//! when `--device cuda` asks for it (`half`), and then registers itself. Batches are copied to a GPU from pinned memory
+//! on a separate stream; the computing stream waits for an event.
 //!
-//! Our own kernels (`device/`) are compiled for a GPU where it is first used, by its vendor's run-time compiler.
+//! Our own kernels (`device/`) are compiled for a GPU at first use, by its vendor's run-time compiler.
 //!
-//! The tests run what runs on a GPU on a stand-in for one (`device/standin`); docs/proof.md says on which GPUs it ran.
+//! Tests run the GPU code on a stand-in (`device/standin`); docs/proof.md lists the GPUs on which it ran.
 
 #![expect(unsafe_code, reason = "opens libraries and hands memory, streams and events to C++")]
 
@@ -56,7 +56,7 @@ unsafe extern "C" {
     fn shim_event_free(event: *mut c_void);
 }
 
-/// The device that `--device` names: `cpu`, `cuda` (which is `cuda:0`) or `cuda:1`. Opens its library if need be.
+/// The device that `--device` names: `cpu`, `cuda` (same as `cuda:0`) or `cuda:1`. Opens its library if necessary.
 pub fn open(name: &str) -> Result<Device> {
     let refuse = |reason: String| Error::NoDevice { device: name.to_owned(), reason };
     let index = match name.split_once(':') {
@@ -75,13 +75,13 @@ pub fn open(name: &str) -> Result<Device> {
     }
 }
 
-/// How many GPUs the driver shows; none where the GPU half of libtorch is not open.
+/// Number of GPUs that the driver reports; 0 if the GPU half of libtorch is not open.
 fn count() -> Result<i32> {
     // SAFETY: asks the registered implementation for a number; the out-pointer outlives the call.
     number("count the devices", |out| unsafe { shim_gpu_count(out) })
 }
 
-/// Architecture of a device for the kernel table; empty for a CPU, whose instruction set stands there already.
+/// Architecture of a device for the kernel table; empty for a CPU, whose instruction set the table has already.
 pub fn architecture(device: Device) -> Result<String> {
     let Device::Cuda(index) = device else { return Ok(String::new()) };
     // SAFETY: a plain number in.
@@ -89,10 +89,10 @@ pub fn architecture(device: Device) -> Result<String> {
     Ok(said())
 }
 
-/// What decides bits on a device beside its architecture, by name, for the kernel table: compute units and memory, releases of
-/// driver, runtime and libraries. What nobody says is left out; nothing for a CPU.
+/// Properties of a device, besides its architecture, that affect bits, by name, for the kernel table: compute units,
+/// memory, releases of driver, runtime and libraries. Unavailable ones are left out; empty for a CPU.
 ///
-/// NCCL and RCCL are not among it, for they move bytes and add nothing up.
+/// NCCL and RCCL are not included: they only move bytes and add nothing.
 pub(crate) fn table(device: Device) -> Result<BTreeMap<String, String>> {
     let Device::Cuda(index) = device else { return Ok(BTreeMap::new()) };
     // SAFETY: a plain number in.
@@ -102,7 +102,7 @@ pub(crate) fn table(device: Device) -> Result<BTreeMap<String, String>> {
     Ok(pairs.map(|(name, value)| (name.to_owned(), value.to_owned())).collect())
 }
 
-/// A stream of a GPU beside the one that computes.
+/// A stream of a GPU next to the computing one.
 #[derive(Debug)]
 pub(crate) struct SideStream {
     handle: *mut c_void,
@@ -129,7 +129,7 @@ impl SideStream {
         Ok(SideStream { handle, device })
     }
 
-    /// The stream as the vendor's own libraries know it.
+    /// The stream's handle for the vendor's own libraries.
     pub(crate) fn raw(&self) -> Result<*mut c_void> {
         let mut raw = ptr::null_mut();
         // SAFETY: the stream is alive and the out-pointer outlives the call.
@@ -137,14 +137,14 @@ impl SideStream {
         Ok(raw)
     }
 
-    /// What is queued from here on waits for the mark.
+    /// Makes everything queued from here on wait for the event.
     pub(crate) fn after(&self, mark: &Event) -> Result<()> {
         enter(self.device)?;
         // SAFETY: both handles are alive; the shim only queues a wait.
         guarded("make a stream wait", unsafe { shim_side_after(self.handle, mark.handle) })
     }
 
-    /// Marks what was queued on it so far.
+    /// Records an event after everything queued so far.
     pub(crate) fn mark(&self) -> Result<Event> {
         enter(self.device)?;
         let mut handle = ptr::null_mut();
@@ -154,7 +154,8 @@ impl SideStream {
     }
 }
 
-/// Marks what the calling thread has queued on `device` so far; nothing on a CPU, which has done it.
+/// Records an event after everything that the calling thread has queued on `device`; `None` on a CPU, which works
+/// synchronously.
 pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
     let Device::Cuda(index) = device else { return Ok(None) };
     enter(device)?;
@@ -164,24 +165,25 @@ pub(crate) fn mark(device: Device) -> Result<Option<Event>> {
     Ok(Some(Event { handle, device }))
 }
 
-/// What the calling thread calls of a vendor's own libraries is for `device`, of which it has a context from here on.
-/// Every thread that loads, launches, sends, or has to do with a stream or an event enters first; cheap when repeated.
+/// Selects `device`, and creates its context, for the calling thread's calls of the vendor's own libraries. Every
+/// thread that loads, launches, sends, or uses a stream or event calls this first; repeated calls are cheap.
 ///
-/// A thread that has not entered is at the first GPU. Where it works on another one, whoever puts its own back makes a context on
-/// the first, as libtorch does around events: hundreds of megabytes of another rank's GPU.
+/// A thread that has not called it is at the first GPU. When such a thread uses another GPU, code that restores the
+/// previous device, as libtorch's does around events, creates a context on the first: hundreds of megabytes on another
+/// rank's GPU.
 pub(crate) fn enter(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in, this thread's own setting touched, no exception out.
     guarded("choose a device", unsafe { shim_enter_gpu(index as c_int) })
 }
 
-/// Takes the size of a product's workspace out of the environment again, where it is the one that libtorch takes by itself.
+/// Removes the variable for the matmul workspace from the environment if its value equals libtorch's default.
 ///
-/// libtorch (2.11) reads the variable by a regular expression before every product, which is some 50 us of the host each, more
-/// than many a product takes. The size is asked for with the variable and without, so that no bit can depend on it.
+/// libtorch (2.11) parses the variable with a regular expression before every matmul, which takes about 50 us of host
+/// time, more than many matmuls take. The size is read with and without the variable, so that no bit can depend on the
+/// removal.
 ///
-/// # Errors
-/// Where libtorch does not understand the variable.
+/// # Errors If libtorch cannot parse the variable.
 pub(crate) fn settle_workspace(variable: &str) -> Result<()> {
     settle(variable, || {
         let mut bytes = 0;
@@ -190,11 +192,11 @@ pub(crate) fn settle_workspace(variable: &str) -> Result<()> {
     })
 }
 
-/// Takes a variable out of the environment where `ask` gives the same without it; 0 says nothing.
+/// Removes a variable from the environment if `ask` returns the same without it; 0 means unknown.
 fn settle(variable: &str, ask: impl Fn() -> Result<usize>) -> Result<()> {
     let Some(value) = std::env::var_os(variable) else { return Ok(()) };
     let asked = ask()?;
-    // SAFETY: as where it was set: first thing in a process. What a driver has started by now reads other variables.
+    // SAFETY: as where it was set: at process start. Threads that a driver has started by now read other variables.
     unsafe { std::env::remove_var(variable) };
     if asked == 0 || ask()? != asked {
         // SAFETY: as above.
@@ -203,23 +205,24 @@ fn settle(variable: &str, ask: impl Fn() -> Result<usize>) -> Result<()> {
     Ok(())
 }
 
-/// Words in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.
+/// Copies words to the memory of `device`, ordered before what the calling thread queues there; the host does not wait.
 pub(crate) fn upload(device: Device, words: &[i64]) -> Result<Tensor> {
     let Device::Cuda(index) = device else { return Ok(Tensor::f_from_slice(words)?) };
     enter(device)?;
     let (mut tensor, count) = (ptr::null_mut(), words.len() as i64);
-    // SAFETY: the call reads `count` words before it returns; the out-pointer outlives it and is filled exactly if it succeeds.
+    // SAFETY: the call reads `count` words before it returns; the out-pointer outlives it and is filled exactly if it
+    // succeeds.
     guarded("upload a table", unsafe {
         shim_upload(index as c_int, words.as_ptr(), count, &raw mut tensor)
     })?;
-    // SAFETY: a new tensor that nobody else owns.
+    // SAFETY: a new tensor with no other owner.
     Ok(unsafe { Tensor::from_ptr(tensor) })
 }
 
-/// Numbers in the memory of `device`, for what the calling thread queues there; a GPU fetches them by itself.
+/// Copies integers to the memory of `device`, ordered before what the calling thread queues there; the host does not
+/// wait.
 ///
-/// # Errors
-/// Where the device refuses, or memory ends.
+/// # Errors If the device refuses or memory runs out.
 pub fn integers(device: Device, numbers: &[i64]) -> Result<Tensor> {
     match numbers {
         [] => Ok(Tensor::f_empty([0], (tch::Kind::Int64, device))?),
@@ -227,7 +230,7 @@ pub fn integers(device: Device, numbers: &[i64]) -> Result<Tensor> {
     }
 }
 
-/// The same of f32.
+/// The same for f32.
 ///
 /// # Errors
 /// As [`integers`].
@@ -241,23 +244,23 @@ pub fn floats(device: Device, numbers: &[f32]) -> Result<Tensor> {
     Ok(integers(device, &words)?.f_view_dtype(tch::Kind::Float)?.f_narrow(0, 0, numbers)?)
 }
 
-/// A place in what a stream works through.
+/// A position in the work of a stream.
 #[derive(Debug)]
 pub(crate) struct Event {
     handle: *mut c_void,
-    /// Whose stream it is a place in.
+    /// The device of the stream.
     device: Device,
 }
 
 // SAFETY: a handle of libtorch, usable from any thread, owned by one value.
 unsafe impl Send for Event {}
-// SAFETY: it was recorded before it came here. Waiting for it and looking at it change nothing of it, and vendors allow both from
-// any number of threads.
+// SAFETY: it was recorded before this value was made. Waiting for it and querying it do not modify it, and vendors
+// allow both from any number of threads.
 unsafe impl Sync for Event {}
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // Where that fails it is freed from wherever this thread is.
+        // If this fails, the event is freed from whichever device this thread is at.
         let _ = enter(self.device);
         // SAFETY: made by a function of the shim, freed once.
         unsafe { shim_event_free(self.handle) }
@@ -265,7 +268,7 @@ impl Drop for Event {
 }
 
 impl Event {
-    /// Whether a device has come to it.
+    /// Whether the device has reached it.
     pub(crate) fn is_over(&self) -> Result<bool> {
         enter(self.device)?;
         // SAFETY: the event is alive and the out-pointer outlives the call.
@@ -273,8 +276,8 @@ impl Event {
         Ok(number("look at an event", over)? != 0)
     }
 
-    /// What the calling thread queues on `device` from here on waits for it; the host does not, and neither does a CPU, which has
-    /// no events.
+    /// Makes what the calling thread queues on `device` from here on wait for the event. The host does not wait, and
+    /// neither does a CPU, which has no events.
     pub(crate) fn hold(&self, device: Device) -> Result<()> {
         let Device::Cuda(index) = device else { return Ok(()) };
         enter(device)?;
@@ -282,7 +285,7 @@ impl Event {
         guarded("wait for an event", unsafe { shim_hold(index as c_int, self.handle) })
     }
 
-    /// The calling thread sleeps until a device has come to it.
+    /// Blocks the calling thread until the device has reached the event.
     pub(crate) fn wait(&self) -> Result<()> {
         enter(self.device)?;
         // SAFETY: the event is alive.
@@ -301,7 +304,7 @@ mod tests {
         for name in ["gpu", "cuda:x", "cuda:-1", "cpu:0", ""] {
             assert!(matches!(open(name), Err(Error::NoDevice { .. })), "{name}");
         }
-        // Where a GPU is at hand this opens it; everywhere else the reason names what is missing, the library or the GPU.
+        // With a usable GPU this opens it; otherwise the reason names what is missing, the library or the GPU.
         match open("cuda") {
             Ok(device) => {
                 println!("a GPU is at hand: {}", architecture(device).unwrap());
@@ -312,7 +315,7 @@ mod tests {
                 assert_eq!(words.sum(tch::Kind::Int64).int64_value(&[]), 6);
             }
             Err(error) => {
-                // Past the test runner's capture: a skipped GPU test says so in every log.
+                // Written past the test runner's capture, so that every log reports the skipped GPU test.
                 writeln!(std::io::stderr(), "1 GPU test skipped: {error}").unwrap();
                 let error = error.to_string();
                 assert!(error.contains("libtorch") || error.contains("no device"), "{error}");

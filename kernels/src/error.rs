@@ -1,22 +1,22 @@
-//! What can go wrong between us and foreign code.
+//! Errors at the boundary to foreign code.
 
 use std::io::{self, ErrorKind};
 
 use crate::want;
 
-/// The result of anything that leaves our own code.
+/// The result of anything that calls foreign code.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A refusal of libtorch, of a device library, or of this crate on their behalf.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Parallel work or a device context existed before the switches were set: they may not be in force.
+    /// Parallel work or a device context existed before the switches were set, so they may have no effect.
     #[error("{what} is in use already, so the determinism switches come too late to take effect")]
     TooLate {
         /// What exists already.
         what: &'static str,
     },
-    /// A switch was set, and reads back differently.
+    /// A switch was set, but reads back differently.
     #[error("the switch {switch} is not in force: it reads {found}, wanted {wanted}")]
     NotInForce {
         /// Its name.
@@ -26,10 +26,10 @@ pub enum Error {
         /// What it has to read.
         wanted: i32,
     },
-    /// The device asked for cannot be had on this machine.
+    /// The requested device cannot be used on this machine.
     #[error("device {device:?} cannot be used: {reason}")]
     NoDevice {
-        /// As it was asked for.
+        /// As requested.
         device: String,
         /// Why not.
         reason: String,
@@ -37,67 +37,67 @@ pub enum Error {
     /// A foreign function could not get the memory that it needs.
     #[error("{call}: there is not enough memory: {reason}")]
     NoMemory {
-        /// What was called.
+        /// The call.
         call: &'static str,
-        /// What it said.
+        /// Its message.
         reason: String,
     },
-    /// The system gives this process no more of something, be it files, threads or memory.
+    /// The system refuses this process more files, threads or memory.
     #[error("{call}: {error}")]
     Short {
-        /// What it was wanted for.
+        /// The purpose.
         call: &'static str,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
     /// A deadline has passed.
     #[error("{call}: the time ran out")]
     Late {
-        /// What was waited for.
+        /// What was awaited.
         call: &'static str,
     },
     /// A foreign function failed.
     #[error("{call}: {reason}")]
     Foreign {
-        /// What was called.
+        /// The call.
         call: &'static str,
-        /// What it said.
+        /// Its message.
         reason: String,
     },
     /// A rank could not be reached, and this rank was the first to notice.
     #[error("{what}")]
     Missing {
-        /// Which, where it was last seen, and what it was missed in.
+        /// The rank, where it was last seen, and the exchange that missed it.
         what: String,
     },
     /// One end of a connection does not have the run's key.
     #[error("{what}")]
     Stranger {
-        /// Where, and what it did.
+        /// The address, and what it did.
         what: String,
     },
-    /// Ranks were started in a way that cannot work: the same commands would end like this again.
+    /// Ranks were started in a way that cannot work: the same commands would fail again.
     #[error("{what}")]
     Mistaken {
-        /// Which ranks, and what of them does not fit together.
+        /// The ranks, and what is inconsistent.
         what: String,
     },
-    /// Another rank left word of why the ranks stop.
+    /// Another rank reported why the ranks stop.
     #[error("{what}")]
     Reported {
-        /// Its word.
+        /// Its report.
         what: String,
     },
-    /// An operand that an operation does not promise to take: a bug of whoever called it.
+    /// An operand that an operation does not support: a bug of the caller.
     #[error("{operation}: {operand} is {found}, wanted {wanted}")]
     Operand {
-        /// Which operation.
+        /// The operation.
         operation: &'static str,
-        /// Which of its operands.
+        /// The operand.
         operand: &'static str,
-        /// What it was given.
+        /// What was passed.
         found: String,
-        /// What it takes.
+        /// What is required.
         wanted: String,
     },
     /// libtorch failed.
@@ -109,7 +109,7 @@ impl From<tch::TchError> for Error {
     fn from(error: tch::TchError) -> Self {
         match want::was_refused() || want::nothing_left() {
             true => {
-                // What libtorch says ends in a stack trace.
+                // libtorch's messages end in a stack trace.
                 let reason = error.to_string().lines().next().unwrap_or_default().to_owned();
                 Error::NoMemory { call: "libtorch", reason }
             }
@@ -118,9 +118,9 @@ impl From<tch::TchError> for Error {
     }
 }
 
-/// Whether the system had no file or memory left to give: then the other end is not at fault.
+/// Whether the system is out of files or memory: then the other end is not at fault.
 pub(crate) fn is_short(error: &io::Error) -> bool {
-    // By the system's numbers: the standard library names none of them.
+    // By the system's error codes: the standard library has no names for them.
     const ENFILE: i32 = 23;
     const EMFILE: i32 = 24;
     const ENOBUFS: i32 = 105;
@@ -136,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    /// As oneDNN does, of which this test knows no way to let it alone have no memory.
+    /// An error like oneDNN's, which this test cannot deprive of memory selectively.
     #[test]
     fn what_fails_where_no_memory_is_left_failed_for_that() {
         const CHILD: &str = "TEST_OF_WANT";
@@ -156,7 +156,7 @@ mod tests {
             return;
         }
         drop(fails());
-        // Only their first pages are ever touched, which is why there are few.
+        // Only their first pages are ever touched, so these are few.
         let mut all = Vec::new();
         loop {
             let mut some = Vec::<u8>::new();

@@ -1,7 +1,7 @@
-//! Who a ROCm device is, by HIP's own word: for the log of where a run was, never for what decides its bits.
+//! Identity of a ROCm device, as HIP reports it: for the log of where a run was; it never affects bits.
 //!
-//! Only with the feature `hip`, because `hip-sys` needs ROCm's headers and `libamdhip64` when it is built. It does not
-//! touch `hipDeviceProp_t`, whose layout differs between ROCm 5, which the bindings describe, and ROCm 6.
+//! Requires the feature `hip`, because `hip-sys` needs ROCm's headers and `libamdhip64` at build time. It avoids
+//! `hipDeviceProp_t`, whose layout differs between ROCm 5, for which the bindings are, and ROCm 6.
 
 #![expect(unsafe_code, reason = "calls HIP")]
 
@@ -16,13 +16,13 @@ use crate::{Error, Result};
 pub struct Identity {
     /// Its product name.
     pub name: String,
-    /// Its unique number, in hexadecimal digits.
+    /// Its UUID, in hexadecimal digits.
     pub uuid: String,
     /// Release of the HIP runtime, as HIP encodes it.
     pub runtime: i32,
 }
 
-/// How many devices the driver shows.
+/// Number of devices that the driver reports.
 pub fn count() -> Result<i32> {
     let mut count = 0;
     // SAFETY: the out-pointer outlives the call.
@@ -33,7 +33,7 @@ pub fn count() -> Result<i32> {
 /// The identity of device `index`.
 pub fn identity(index: i32) -> Result<Identity> {
     let mut name = [0; 256];
-    // SAFETY: HIP writes at most as many bytes as it is told, of which the last stays zero.
+    // SAFETY: HIP writes at most the number of bytes passed, so the last byte stays zero.
     let answer =
         unsafe { hiprt::hipDeviceGetName(name.as_mut_ptr(), name.len() as c_int - 1, index) };
     checked("hipDeviceGetName", answer)?;
@@ -43,7 +43,7 @@ pub fn identity(index: i32) -> Result<Identity> {
     let mut runtime = 0;
     // SAFETY: the out-pointer outlives the call.
     checked("hipRuntimeGetVersion", unsafe { hiprt::hipRuntimeGetVersion(&raw mut runtime) })?;
-    // SAFETY: zero-terminated, as said above.
+    // SAFETY: zero-terminated, as explained above.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let uuid = uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
     Ok(Identity { name, uuid, runtime })

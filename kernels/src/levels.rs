@@ -1,14 +1,14 @@
-//! What is promised where: levels of determinism by kernel table, from the committed `levels.md`.
+//! Levels of determinism by kernel table, from the committed `levels.md`.
 
 use sha2::{Digest as _, Sha256};
 
 use crate::runtime::KernelTable;
 
-/// All levels, as in `trainer/docs/determinism.md`: bits of the data; bits of training on one machine kind; on any number of
-/// ranks; one rank replays what many trained; any number of ranks share micro-batches.
+/// All levels, as in `trainer/docs/determinism.md`: bits of the data; bits of training on one kind of machine; on any
+/// number of ranks; one rank replays a run of many; any number of ranks share micro-batches.
 pub const ALL: [&str; 5] = ["D", "L0", "L1", "L2", "L3"];
 
-/// What has been shown on GPUs.
+/// The levels that were verified on GPUs.
 const SHOWN: &str = include_str!("../levels.md");
 
 /// A row of the table.
@@ -21,13 +21,13 @@ struct Row<'a> {
 }
 
 impl KernelTable {
-    /// By which `levels.md` names it: 16 hexadecimal digits, of the SHA-256 of its fingerprint.
+    /// Its name in `levels.md`: 16 hexadecimal digits of the SHA-256 of its fingerprint.
     pub fn digest(&self) -> String {
         let sum = Sha256::digest(self.fingerprint().as_bytes());
         sum.iter().take(8).map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The levels that hold under it: on a GPU those of the data alone, unless a check has shown more.
+    /// The levels that hold with it: on a GPU only that of the data, unless more were verified.
     pub fn levels(&self) -> Vec<&'static str> {
         match self.device.as_str() {
             "cpu" => ALL.to_vec(),
@@ -36,12 +36,12 @@ impl KernelTable {
     }
 }
 
-/// The levels that have been shown with this libtorch on a GPU of this architecture under some kernel table.
+/// The levels that were verified with this libtorch on a GPU of this architecture, with any kernel table.
 pub fn of_gpus(architecture: &str, libtorch: &str) -> Vec<&'static str> {
     shown(SHOWN, |row| row.architecture == architecture && row.libtorch == libtorch)
 }
 
-/// The data's, and all that rows like that show.
+/// The level of the data, and all levels of matching rows.
 fn shown(text: &str, like: impl Fn(&Row) -> bool) -> Vec<&'static str> {
     let found: Vec<_> = rows(text).filter(like).collect();
     let held = |level: &&str| {
@@ -79,7 +79,7 @@ mod tests {
         assert_eq!(shown(TEXT, |row| row.architecture == "gfx942"), ["D", "L0", "L1"]);
     }
 
-    /// A row that were not understood would be left out in silence.
+    /// A row that cannot be parsed would be ignored silently.
     #[test]
     fn every_committed_row_is_understood() {
         let lines = SHOWN.lines().filter(|line| line.starts_with("| `"));

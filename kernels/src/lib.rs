@@ -1,27 +1,27 @@
-//! All that is unsafe or foreign: libtorch's switches and devices, the fixed tree of additions, checksums.
+//! All unsafe and foreign code: libtorch's switches and devices, the fixed tree of additions, checksums.
 //!
 //! ```text
 //! runtime   determinism switches, set and read back; the kernel table
-//! shim      how calls of the C++ shim end; thread  one that computes
-//! levels    which levels of determinism have been shown under which kernel table
+//! shim      results of C++ shim calls; thread  a computing thread
+//! levels    levels of determinism verified with each kernel table
 //! device    CPU, or a GPU whose library is opened at run time; staging of batches
 //! group     ranks that exchange bytes, with deadlines; between GPUs by RCCL or NCCL, opened at run time
-//! memory    bytes of tensors that are alive, counted
-//! probe     what the mathematics library answers
+//! memory    counts bytes of live tensors
+//! probe     digest of the mathematics library's results
 //! profile   what ran between two moments, by libtorch's profiler
-//! product   matrix products, by the library that has the better kernels here
-//! record    numbers that stay where they are until the host reads them, all at once
+//! product   matmuls, by the library that has the better kernels here
+//! record    numbers that stay on their device until the host reads them, all at once
 //! tree      the one order in which leaves are added
-//! addend    what is added in a tree for a parameter: a gradient as it was made, or a sum
+//! addend    an operand of the tree for a parameter: an unconverted gradient, or a sum
 //! ops       the table of operations: kernels for the CPU, and the reference in libtorch
 //! checksum  order-free sums over bits, for any layout; sums  their arithmetic
 //! share     tensors read by several threads at once
-//! signals   those that ask a program to stop, kept until it listens
-//! want      want of memory in foreign code; in ours it is met in `allocator`, beside this crate
+//! signals   keeps signals that stop a program until it handles them
+//! want      lack of memory in foreign code; for our own code see the crate `allocator`
 //! ```
 //!
-//! Invariant: this crate depends on no other member of the workspace, and no other member says `unsafe`.
-//! Invariant: nothing here knows what a model, a batch or a step is.
+//! Invariant: this crate depends on no other member of the workspace, and no other member uses `unsafe`. Invariant:
+//! nothing here knows models, batches or steps.
 
 pub mod addend;
 mod ahead;

@@ -1,6 +1,6 @@
-//! Bytes of tensors that are alive in main memory or on a GPU, and the most that were: what a formula of memory is held against.
+//! Counts bytes of live tensors in main memory or on a GPU, and their maximum: to verify a formula for memory.
 //!
-//! Nothing in main memory is counted before [`count`] is called, and a training run never calls it. A GPU's allocator counts by
+//! Main memory is not counted before [`count`] is called, which a training run never does. A GPU's allocator counts by
 //! itself.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
@@ -22,36 +22,35 @@ unsafe extern "C" {
     fn shim_most_anew_on(index: c_int) -> c_int;
 }
 
-/// Counts, from here to the end of the process, the tensors that libtorch allocates in main memory.
+/// Counts, from now to the end of the process, the tensors that libtorch allocates in main memory.
 ///
-/// # Errors
-/// Where libtorch refuses another allocator, or memory ends.
+/// # Errors If libtorch refuses another allocator, or memory runs out.
 pub fn count() -> Result<()> {
     // SAFETY: takes no argument; the allocator that it sets stays for the life of the process.
     guarded("count tensors", unsafe { shim_count_memory() })
 }
 
-/// Bytes that are alive.
+/// Bytes of live tensors.
 #[cfg(test)]
 fn live() -> u64 {
     // SAFETY: reads a number.
     unsafe { shim_live_bytes() }.max(0).cast_unsigned()
 }
 
-/// The most bytes that were alive at a time since [`anew`] was called last.
+/// The maximum of live bytes since the last call of [`anew`].
 pub fn most() -> u64 {
     // SAFETY: reads a number.
     unsafe { shim_most_bytes() }.max(0).cast_unsigned()
 }
 
-/// Forgets the most that was alive before.
+/// Resets the maximum.
 pub fn anew() {
     // SAFETY: writes a number.
     unsafe { shim_most_anew() }
 }
 
-/// The most bytes that were alive at a time on a GPU since [`anew_on`] was called last, as libtorch's allocator there counts
-/// them; 0 for a CPU.
+/// The maximum of live bytes on a GPU since the last call of [`anew_on`], as counted by libtorch's allocator there; 0
+/// for a CPU.
 pub fn most_on(device: Device) -> Result<u64> {
     let Device::Cuda(index) = device else { return Ok(0) };
     let mut bytes = 0;
@@ -62,7 +61,7 @@ pub fn most_on(device: Device) -> Result<u64> {
     Ok(bytes.max(0).cast_unsigned())
 }
 
-/// Forgets the most that was alive there before.
+/// Resets the maximum there.
 pub fn anew_on(device: Device) -> Result<()> {
     let Device::Cuda(index) = device else { return Ok(()) };
     // SAFETY: a plain number in.
@@ -74,7 +73,7 @@ mod tests {
     use super::*;
     use tch::{Device, Kind, Tensor};
 
-    /// Other tests allocate beside this one, but nothing as large. Nothing is written, so the system hands out no pages.
+    /// Other tests allocate concurrently, but nothing as large. Nothing is written, so the system commits no pages.
     #[test]
     fn a_tensor_is_counted_as_long_as_it_lives() {
         const LARGE: i64 = 3 << 30;

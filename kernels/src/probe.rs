@@ -1,9 +1,8 @@
-//! What the mathematics library of this machine answers, as a digest: libtorch computes with it, no release stands in any
-//! table of ours, and a library of another release, or one that is put before it, changes bits without a word.
+//! A digest of results of this machine's mathematics library. libtorch computes with it, but none of our tables has its
+//! release; another release, or a library that is preloaded, changes bits silently.
 //!
-//! Asked are the C library's functions themselves, and libtorch's operators that are made of them, in vectors and in the rests
-//! of vectors, over one set of inputs; and products of matrices, whose kernels libraries choose by whatever they see of the
-//! processor.
+//! Probes the C library's functions directly, libtorch's operators that use them, in full vectors and remainders, over
+//! one set of inputs; and matmuls, whose kernels the libraries choose by properties of the processor.
 
 #![expect(unsafe_code, reason = "calls the C library's functions, as libtorch does")]
 
@@ -34,10 +33,10 @@ unsafe extern "C" {
     safe fn erf(x: f64) -> f64;
 }
 
-/// Numbers of a set: no multiple of a vector, so that every operator has a rest.
+/// Numbers in a set: not a multiple of a vector, so that every operator has a remainder.
 const COUNT: i64 = 2053;
 
-/// The digest of all answers, in hexadecimal digits.
+/// The digest of all results, in hexadecimal digits.
 pub(crate) fn digest() -> crate::Result<String> {
     let (small, large) = inputs();
     let mut sum = 0u64;
@@ -50,7 +49,7 @@ pub(crate) fn digest() -> crate::Result<String> {
     let singles: [extern "C" fn(f32) -> f32; 10] =
         [expf, exp2f, expm1f, sinf, cosf, tanhf, erff, logf, log2f, log1pf];
     for (index, function) in singles.into_iter().enumerate() {
-        // A logarithm is asked of what has one.
+        // Functions that need positive numbers get those.
         let inputs = if index < 7 { &small } else { &large };
         let answers: Vec<f32> = inputs.iter().map(|x| function(*x as f32)).collect();
         take(&Tensor::f_from_slice(&answers)?)?;
@@ -74,7 +73,7 @@ pub(crate) fn digest() -> crate::Result<String> {
     Ok(format!("{sum:016x}"))
 }
 
-/// Products of so many elements that another order of additions shows, as the model asks for them.
+/// Matmuls like the model's, with enough elements to reveal another order of additions.
 fn products() -> crate::Result<Vec<Tensor>> {
     const ROWS: i64 = 96;
     const INNER: i64 = 509;
@@ -95,7 +94,7 @@ fn products() -> crate::Result<Vec<Tensor>> {
     ])
 }
 
-/// What libtorch's operators make of numbers around zero, and of positive ones.
+/// Results of libtorch's operators for numbers around zero, and for positive ones.
 fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, TchError> {
     let rows = small.f_narrow(0, 0, 13 * 157)?.f_reshape([13, 157])?;
     Ok(vec![
@@ -116,7 +115,7 @@ fn operators(small: &Tensor, large: &Tensor, kind: Kind) -> Result<Vec<Tensor>, 
     ])
 }
 
-/// Numbers from -90 to 90, and positive ones of many sizes: from additions, multiplications and divisions alone.
+/// Numbers from -90 to 90, and positive ones of many magnitudes: from additions, multiplications and divisions only.
 fn inputs() -> (Vec<f64>, Vec<f64>) {
     let mut drawn = drawn();
     let small = drawn.by_ref().take(COUNT as usize).map(|number| (number - 0.5) * 180.0).collect();
@@ -124,7 +123,7 @@ fn inputs() -> (Vec<f64>, Vec<f64>) {
     (small, (0..COUNT).zip(drawn).map(large).collect())
 }
 
-/// Numbers from 0 to 1.
+/// Pseudorandom numbers from 0 to 1.
 fn drawn() -> impl Iterator<Item = f64> {
     let mut word = 1u64;
     std::iter::repeat_with(move || {
@@ -146,7 +145,7 @@ mod tests {
         other[1234] = f32::from_bits(other[1234].to_bits() ^ 1);
         let sum = |values: &[f32]| checksum::tensor(&Tensor::from_slice(values), 1).unwrap();
         assert_ne!(sum(&answers), sum(&other));
-        // Checked against the standard library, which asks the same functions.
+        // Compared to the standard library, which calls the same functions.
         assert!(small.iter().zip(&answers).all(|(x, y)| (*x as f32).exp() == *y));
     }
 }

@@ -1,7 +1,7 @@
-//! Products of matrices, by whichever library has the better kernels for this processor.
+//! Matmuls by the library that has the better kernels for this processor.
 //!
-//! libtorch gives f32 products on a CPU to MKL, which has no AVX-512 kernels for processors that are not Intel's; oneDNN,
-//! which libtorch uses for bf16 anyway, has. The choice is one of the process, and stands in the kernel table.
+//! libtorch uses MKL for f32 matmuls on a CPU, which has no AVX-512 kernels for processors other than Intel's; oneDNN,
+//! which libtorch uses for bf16 anyway, has. The choice is per process and part of the kernel table.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -25,21 +25,20 @@ unsafe extern "C" {
     ) -> c_int;
 }
 
-/// Whether products of f32 matrices on this CPU go through oneDNN: where that is kept from AVX-512 they do not.
+/// Whether f32 matmuls on this CPU use oneDNN; they do not if oneDNN is barred from AVX-512.
 pub fn by_onednn() -> Result<bool> {
     static CHOICE: OnceLock<bool> = OnceLock::new();
     if let Some(choice) = CHOICE.get() {
         return Ok(*choice);
     }
-    // SAFETY: reads what libtorch found out about the processor, and tries it, into an out-pointer that outlives the call.
+    // SAFETY: queries libtorch about the processor, tries a matmul, and writes an out-pointer that outlives the call.
     let found = number("ask for oneDNN", |out| unsafe { shim_onednn_products(out) })?;
     Ok(*CHOICE.get_or_init(|| found == 1))
 }
 
 /// `out = left right`, all of one kind, matrices or batches of them.
 ///
-/// # Errors
-/// Where shapes or kinds do not fit, or memory ends.
+/// # Errors If shapes or kinds do not fit, or memory runs out.
 pub fn into(out: &Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
     product(out, left, right, false)
 }
@@ -52,7 +51,7 @@ pub fn add(out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()> {
     product(out, left, right, true)
 }
 
-/// `left right` in fresh memory.
+/// `left right` in new memory.
 ///
 /// # Errors
 /// As [`into`].
@@ -86,11 +85,11 @@ fn product(out: &Tensor, left: &Tensor, right: &Tensor, add: bool) -> Result<()>
     }
     let onednn = goes_to_onednn(out, left, right)?;
     let [to, left, right] = [out, left, right].map(Tensor::as_ptr);
-    // SAFETY: three tensors that are alive and fit each other, one of which the caller lets us write to, as `mm_out` would.
+    // SAFETY: three live tensors with fitting shapes, one of which the caller lets us write to, as `mm_out` would.
     guarded(MULTIPLY, unsafe { shim_product(to, left, right, add.into(), onednn.into()) })
 }
 
-/// What a product is called where one fails.
+/// The call's name in errors.
 const MULTIPLY: &str = "multiply matrices";
 
 #[cfg(test)]
@@ -110,8 +109,8 @@ mod tests {
     }
 
     proptest! {
-        /// Any layout of what goes in, and a place inside a larger matrix for what comes out: as in f64, and nothing beside it
-        /// is touched.
+        /// Operands of any layout and a result inside a larger matrix: equal to f64, and nothing outside the result
+        /// changes.
         #[test]
         fn products_are_products(
             (batch, rows, inner, columns) in (1i64..4, 1i64..40, 1i64..40, 1i64..40),

@@ -1,5 +1,5 @@
-//! What was computed between two moments, by libtorch's profiler: operations on every thread of the process, and on a GPU each
-//! kernel and copy with the time that it took there.
+//! What ran between two moments, by libtorch's profiler: operations on every thread of the process, and on a GPU each
+//! kernel and copy with its duration.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -17,35 +17,34 @@ unsafe extern "C" {
     fn shim_profiled(path: *const c_char) -> c_int;
 }
 
-/// There is one profiler in a process.
+/// A process has one profiler.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Something that ran.
+/// An operation, kernel or copy that ran.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Of an operation, a kernel or a copy, as libtorch or the kernel's author calls it.
+    /// Its name in libtorch, or from the kernel's author.
     pub name: String,
-    /// Whether it ran on a GPU; else it is an operation on the host, which may have others inside.
+    /// Whether it ran on a GPU; otherwise it is an operation on the host, which may contain others.
     pub on_device: bool,
-    /// The thread, or the stream of a device.
+    /// The thread or device stream.
     pub place: u64,
-    /// When it began, in nanoseconds of a clock that all events share.
+    /// Its start, in nanoseconds of a clock that all events share.
     pub begin: u64,
-    /// How long it took.
+    /// Its duration.
     pub nanoseconds: u64,
 }
 
-/// A profiler at work.
+/// An active profiler.
 #[derive(Debug)]
 #[must_use]
 pub struct Profile {
     _alone: MutexGuard<'static, ()>,
 }
 
-/// Begins to look at all threads, and at a GPU where that is the device.
+/// Starts profiling all threads, and the GPU if `device` is one.
 ///
-/// # Errors
-/// Where libtorch refuses.
+/// # Errors If libtorch refuses.
 pub fn begin(device: Device) -> Result<Profile> {
     let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: a plain number in.
@@ -54,10 +53,9 @@ pub fn begin(device: Device) -> Result<Profile> {
 }
 
 impl Profile {
-    /// Ends it: what ran meanwhile. All of it is written into `file`, as Perfetto and browsers read it.
+    /// Stops profiling and returns what ran. Also writes everything to `file`, in a format for Perfetto and browsers.
     ///
-    /// # Errors
-    /// Where libtorch refuses, or the path has a byte of zero.
+    /// # Errors If libtorch refuses, or the path contains a zero byte.
     pub fn end(self, file: &Path) -> Result<Vec<Event>> {
         const CALL: &str = "end a profile";
         let path = CString::new(file.as_os_str().as_encoded_bytes())
@@ -94,14 +92,14 @@ mod tests {
         std::thread::spawn(twice).join().unwrap();
         let events = profile.end(&file).unwrap();
         let products: Vec<_> = events.iter().filter(|event| event.name == "aten::mm").collect();
-        // Other tests of this process may multiply meanwhile.
+        // Other tests of this process may run matmuls meanwhile.
         assert!(products.len() >= 2, "{events:?}");
         assert!(products.iter().any(|one| one.place != products[0].place), "{products:?}");
         assert!(products.iter().all(|one| !one.on_device && one.nanoseconds > 0), "{products:?}");
         let kept = std::fs::read_to_string(&file).unwrap();
         std::fs::remove_file(&file).unwrap();
         assert!(kept.contains("traceEvents") && kept.contains("aten::mm"));
-        // It can be begun again.
+        // It can be started again.
         drop(begin(Device::Cpu).unwrap().end(&file).unwrap());
         std::fs::remove_file(&file).unwrap();
     }

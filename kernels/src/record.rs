@@ -1,4 +1,4 @@
-//! What was computed for the host to know: words of 64 bits that stay where they are until it reads them, all at once.
+//! Results for the host: 64-bit words that stay on their device until the host reads them, all at once.
 
 use std::collections::VecDeque;
 
@@ -6,7 +6,7 @@ use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Words in the order in which they were put down. On a device the host waits for none of them before [`Record::read`].
+/// Words in the order in which they were recorded. The host does not wait for a device before [`Record::read`].
 #[derive(Debug, Default)]
 pub struct Record {
     unread: Vec<Tensor>,
@@ -14,24 +14,22 @@ pub struct Record {
 }
 
 impl Record {
-    /// Puts down the bits of each element of `numbers`, which have 64 of them.
+    /// Records the bits of each element of `numbers`, which are 64 bits wide.
     ///
-    /// # Errors
-    /// Where elements have another width, or memory ends.
+    /// # Errors If elements have another width, or memory runs out.
     pub fn put(&mut self, numbers: &Tensor) -> Result<()> {
         self.unread.push(numbers.f_view_dtype(Kind::Int64)?.f_reshape([-1])?);
         Ok(())
     }
 
-    /// Puts down what another one has not read.
+    /// Appends the unread words of another record.
     pub fn append(&mut self, other: Record) {
         self.unread.extend(other.unread);
     }
 
-    /// Reads all that has been put down since: of a device one copy, for which the host waits.
+    /// Reads all words recorded since the last read: one copy from a device, for which the host waits.
     ///
-    /// # Errors
-    /// Where something went wrong on the device, by now at the latest, or memory ends.
+    /// # Errors If something failed on the device, which shows now at the latest, or memory runs out.
     pub fn read(&mut self) -> Result<()> {
         let unread = std::mem::take(&mut self.unread);
         if unread.is_empty() {
@@ -44,8 +42,7 @@ impl Record {
 
     /// The next word that was read.
     ///
-    /// # Errors
-    /// Where there is none: whoever asks put down less.
+    /// # Errors If there is none: fewer words were recorded than are requested.
     pub fn word(&mut self) -> Result<u64> {
         self.read.pop_front().ok_or_else(|| off("its end"))
     }
@@ -58,10 +55,9 @@ impl Record {
         self.word().map(f64::from_bits)
     }
 
-    /// Everything was asked for.
+    /// Checks that every word was used.
     ///
-    /// # Errors
-    /// Where something was not, or was not read.
+    /// # Errors If a word was not used, or not read.
     pub fn end(self) -> Result<()> {
         match self.read.is_empty() && self.unread.is_empty() {
             true => Ok(()),
@@ -70,7 +66,7 @@ impl Record {
     }
 }
 
-/// Those who write a record and those who read it differ.
+/// The error if writer and reader of a record disagree.
 fn off(found: &str) -> Error {
     Error::Operand {
         operation: "a record",

@@ -1,7 +1,7 @@
-//! The switches that decide bits: set once at the start, read back, and written down as the kernel table.
+//! The switches that affect bits: set once at the start, read back, and recorded as the kernel table.
 //!
 //! Invariant: after [`start`] every micro-batch of this process runs on one math thread with deterministic algorithms;
-//! whatever could not be put in force is an error, never a warning.
+//! a setting that cannot be enforced is an error, never a warning.
 
 #![expect(
     unsafe_code,
@@ -46,22 +46,22 @@ const SWITCHES: [(&CStr, c_int); 13] = [
     (c"fp16_accumulation_cublas", 0),
 ];
 
-/// Variables that GPU libraries read once, when their context is made: set here unless the user did.
+/// Variables that GPU libraries read once, when their context is created: set here unless the user did.
 const DEVICE_ENVIRONMENT: [(&str, &str); 3] = [
     (WORKSPACE, ":4096:8"),
     ("ROCBLAS_DEFAULT_ATOMICS_MODE", "0"),
-    // hipBLASLt then takes no Stream-K, whose sums go by how many compute units are free.
+    // With this hipBLASLt does not use Stream-K, whose order of additions depends on the number of free compute units.
     ("TENSILE_SOLUTION_SELECTION_METHOD", "0"),
 ];
 
-/// Of cuBLAS: how much memory a product may use beside its operands.
+/// Size of the workspace that a cuBLAS matmul may use.
 const WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
 
 /// PyTorch's choice of kernels by timing them.
 const TUNABLE: &str = "PYTORCH_TUNABLEOP_ENABLED";
 
-/// Variables that choose kernels of a CPU. Their values belong to the kernel table of what computes there. oneDNN reads each of
-/// its own under two names.
+/// Variables that affect the choice of kernels on a CPU; their values are part of its kernel table. oneDNN reads each
+/// of its own under two names.
 const CPU_ENVIRONMENT: [&str; 11] = [
     "ATEN_CPU_CAPABILITY",
     "MKL_CBWR",
@@ -76,7 +76,7 @@ const CPU_ENVIRONMENT: [&str; 11] = [
     "GLIBC_TUNABLES",
 ];
 
-/// The same of a GPU: what its libraries choose kernels by.
+/// The same for a GPU and its libraries.
 const GPU_ENVIRONMENT: [&str; 22] = [
     WORKSPACE,
     "CUBLASLT_WORKSPACE_SIZE",
@@ -102,55 +102,56 @@ const GPU_ENVIRONMENT: [&str; 22] = [
     "ZTRAIN_ATTENTION",
 ];
 
-/// What the caller decides about the runtime.
+/// The caller's choices for the runtime.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeOptions {
     /// As in `--device`: `cpu`, `cuda` or `cuda:1`.
     pub device: String,
 }
 
-/// Everything besides weights and data that decides the bits of a micro-batch.
+/// Everything besides weights and data that affects the bits of a micro-batch.
 ///
-/// On a GPU the host says nothing here, and its fields are empty: no operation of a step runs there. What the host computes it
-/// does by operations that IEEE 754 fixes, with functions of our own where the C library has some (the learning rate, the weights
-/// at the start); angles, products and sums of tensors are the device's. So a run goes on beside another processor.
+/// On a GPU the fields of the CPU are empty, as no operation of a step runs there. The host uses only operations that
+/// IEEE 754 defines, and our own functions instead of the C library's (for the learning rate and the initial weights);
+/// angles, matmuls and sums of tensors run on the device. So a run can continue on a machine with another CPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KernelTable {
-    /// Release of libtorch, as the library itself says.
+    /// Release of libtorch, as the library reports it.
     pub libtorch: String,
-    /// Of a CPU: release of MKL, to which libtorch gives f32 products on a CPU; where oneDNN makes them, the switches say so.
+    /// For a CPU: release of MKL, which libtorch uses for f32 matmuls; the switches show if oneDNN computes them
+    /// instead.
     pub mkl: String,
-    /// Of a CPU: release of oneDNN.
+    /// For a CPU: release of oneDNN.
     pub onednn: String,
-    /// Of a CPU: vendor, family and model of the processor: MKL chooses its kernels by them.
+    /// For a CPU: vendor, family and model, by which MKL chooses its kernels.
     pub cpu: String,
-    /// Of a CPU: instruction set that libtorch's own CPU kernels use.
+    /// For a CPU: instruction set of libtorch's own CPU kernels.
     pub cpu_capability: String,
-    /// Of a CPU: instructions that this process may use of it. oneDNN and MKL choose kernels by them, and of two guests on
-    /// processors of one model one may be kept from some.
+    /// For a CPU: instruction sets that this process may use. oneDNN and MKL choose kernels by them, and a virtual
+    /// machine may lack some that its CPU model has.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub extensions: String,
-    /// `cpu`, or `cuda` (HIP answers to the same name).
+    /// `cpu`, or `cuda` (also for HIP).
     pub device: String,
-    /// Architecture of the device; empty on CPU.
+    /// Architecture of the device; empty for a CPU.
     pub architecture: String,
-    /// What decides bits on a GPU beside its architecture: compute units, memory, releases of driver, runtime and libraries.
+    /// Other properties of a GPU that affect bits: compute units, memory, releases of driver, runtime and libraries.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub gpu: BTreeMap<String, String>,
-    /// Of a CPU: digest of what the mathematics library answers, by itself and through libtorch: it decides bits, and
-    /// has no release that one could ask for.
+    /// For a CPU: digest of results of the mathematics library, called directly and through libtorch: it affects bits,
+    /// and its release cannot be queried.
     pub mathematics: String,
-    /// Name and version of the table of operations that computes.
+    /// Name and version of the table of operations.
     pub operations: String,
-    /// Name and release of the run-time compiler that made our own kernels for a device; none elsewhere.
+    /// Name and release of the run-time compiler of our own kernels for a device; empty elsewhere.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub compiler: String,
     /// Math threads of one micro-batch.
     pub threads_per_micro_batch: u32,
     /// The switches, as read back.
     pub switches: BTreeMap<String, i32>,
-    /// Variables of the environment that choose kernels, where they are set.
+    /// Environment variables that affect the choice of kernels, if set.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -163,7 +164,7 @@ impl KernelTable {
         })
     }
 
-    /// One line that two machines share exactly if they have the same table.
+    /// One line that is equal on two machines exactly if their tables are equal.
     pub fn fingerprint(&self) -> String {
         let Self {
             libtorch,
@@ -207,9 +208,9 @@ impl KernelTable {
     }
 }
 
-/// Puts every switch in force and tells what is in force; the first thing a process does.
+/// Sets every switch and returns what is in force; must be the first action of a process.
 ///
-/// A second call with the same options answers with the same table.
+/// A second call with the same options returns the same table.
 pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     static STARTED: Mutex<Option<(RuntimeOptions, KernelTable)>> = Mutex::new(None);
     let mut started = STARTED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -227,7 +228,7 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     let device = crate::device::open(&options.device)?;
     keep_memory();
     bound_prepared_products();
-    // SAFETY: takes nothing, touches libtorch's own globals, and lets no exception out.
+    // SAFETY: takes no argument, modifies libtorch's own globals, and lets no exception out.
     guarded("set the determinism switches", unsafe { shim_set_switches() })?;
     set_interop_threads()?;
     enter_thread()?;
@@ -239,7 +240,7 @@ pub fn start(options: &RuntimeOptions) -> Result<KernelTable> {
     Ok(table)
 }
 
-/// libtorch believes this variable, and a processor without such instructions would end the process.
+/// libtorch trusts this variable; on a processor without these instructions the process would crash.
 fn refuse_what_the_processor_lacks() -> Result<()> {
     let asked = std::env::var("ATEN_CPU_CAPABILITY").unwrap_or_default();
     if can_do(&asked) {
@@ -251,7 +252,7 @@ fn refuse_what_the_processor_lacks() -> Result<()> {
     Err(Error::Mistaken { what })
 }
 
-/// It times each product where it comes first, so that two runs with one kernel table have other kernels.
+/// It chooses kernels by timing each matmul, so two runs with one kernel table could use different kernels.
 fn refuse_what_chooses_by_time(device: &str) -> Result<()> {
     let asked = std::env::var(TUNABLE).unwrap_or_default();
     if device == "cpu" || ["", "0"].contains(&asked.as_str()) {
@@ -283,7 +284,7 @@ fn can_do(_: &str) -> bool {
     true
 }
 
-/// Reads every process-wide switch again; an error names the first that is no longer in force.
+/// Reads every process-wide switch again; the error names the first that is no longer in force.
 pub fn verify() -> Result<BTreeMap<String, i32>> {
     let mut found = BTreeMap::new();
     for (name, wanted) in SWITCHES {
@@ -309,7 +310,7 @@ fn refuse_if_late() -> Result<()> {
     if number("ask for a parallel region", parallel)? != 0 {
         return Err(Error::TooLate { what: "a parallel region" });
     }
-    // SAFETY: asks the device library, if one is loaded, whether it made a context.
+    // SAFETY: asks the device library, if one is loaded, whether it has created a context.
     let context = |out| unsafe { shim_gpu_context_exists(out) };
     if number("ask for a device context", context)? != 0 {
         return Err(Error::TooLate { what: "a device context" });
@@ -329,9 +330,9 @@ fn set_interop_threads() -> Result<()> {
     Ok(())
 }
 
-/// Freed pages stay with the process: a step asks for the same sizes as the one before it, and a page given back
-/// is cleared again by the kernel. (The allocator itself replaces the C library's by being linked, libtorch's calls
-/// included.)
+/// Keeps freed pages in the process: every step allocates the same sizes as the one before, and the kernel would have
+/// to clear returned pages again. (mimalloc replaces the C library's allocator, also for libtorch, because it is
+/// linked.)
 fn keep_memory() {
     /// `mi_option_purge_delay` of mimalloc's header, which the crate does not name; -1 is never.
     const PURGE_DELAY: libmimalloc_sys::mi_option_t = 15;
@@ -339,15 +340,15 @@ fn keep_memory() {
     unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
 }
 
-/// oneDNN keeps the products that it has prepared, by shape. Experts see another number of rows each time, so that some of the
-/// 1,024 it keeps by default never come again; of half as many nearly all that come again are still there, and to prepare one
-/// takes as long as a product of 4 million operations.
+/// oneDNN caches prepared matmuls by shape. Experts have another number of rows each time, so with the default capacity
+/// of 1,024 many entries are never used again; 512 still keep nearly all reusable ones. Preparing one
+/// takes as long as a matmul of 4 million operations.
 fn bound_prepared_products() {
     const CAPACITY: &str = "ONEDNN_PRIMITIVE_CACHE_CAPACITY";
     if std::env::var_os(CAPACITY).is_none()
         && std::env::var_os("DNNL_PRIMITIVE_CACHE_CAPACITY").is_none()
     {
-        // SAFETY: as for the variables of devices below; oneDNN reads this one at its first product.
+        // SAFETY: as for the variables of devices below; oneDNN reads this one at its first matmul.
         unsafe { std::env::set_var(CAPACITY, "512") };
     }
 }
@@ -358,8 +359,8 @@ fn set_device_environment(options: &RuntimeOptions) {
     }
     for (name, value) in DEVICE_ENVIRONMENT {
         if std::env::var_os(name).is_none() {
-            // SAFETY: `start` is called first thing in a process, before it has a second thread that could read
-            // the environment; libraries loaded later see the value.
+            // SAFETY: `start` is called first in a process, before it has a second thread that could read the
+            // environment; libraries loaded later see the value.
             unsafe { std::env::set_var(name, value) };
         }
     }
@@ -367,7 +368,7 @@ fn set_device_environment(options: &RuntimeOptions) {
 
 fn read_table(device: tch::Device) -> Result<KernelTable> {
     let mut switches = verify()?;
-    // On a GPU as well: the host adds up losses and squares.
+    // On a GPU, too: the host adds losses and squares.
     switches.insert("flush_denormals".to_owned(), flushes_denormals());
     let on_cpu = device == tch::Device::Cpu;
     if on_cpu {
@@ -402,7 +403,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
     })
 }
 
-/// What decides bits on a GPU beside its architecture.
+/// Properties of a GPU, besides its architecture, that affect bits.
 fn gpu_table(device: tch::Device, operations: ops::Table) -> Result<BTreeMap<String, String>> {
     let mut table = crate::device::table(device)?;
     if operations == ops::DEVICE {
@@ -412,15 +413,15 @@ fn gpu_table(device: tch::Device, operations: ops::Table) -> Result<BTreeMap<Str
     Ok(table)
 }
 
-/// The loaded library's own word for its release; the headers only say what we were compiled against.
+/// The release that the loaded library reports; the headers only show what we were compiled against.
 fn libtorch_release() -> Result<String> {
     let config = describe(c"config")?;
     let stated = config.split("TORCH_VERSION=").nth(1).and_then(|rest| rest.split(',').next());
     stated.map_or_else(compiled_against, |text| Ok(text.trim().to_owned()))
 }
 
-/// Vendor, family and model of the processor and the instruction set that libtorch's kernels use on it, for the log of
-/// where a run was.
+/// Vendor, family and model of the processor and the instruction set of libtorch's kernels on it, for the log of where
+/// a run was.
 pub fn processor() -> Result<String> {
     Ok(format!("{}, {}", describe(c"cpu")?, describe(c"cpu_capability")?))
 }
@@ -460,7 +461,7 @@ mod tests {
         assert!(matches!(start(&other), Err(Error::TooLate { .. })));
     }
 
-    /// By another way of asking than ours.
+    /// Queried in another way than ours.
     #[cfg(target_arch = "x86_64")]
     #[test]
     fn instructions_are_known_by_name() {
@@ -485,7 +486,7 @@ mod tests {
     fn a_switch_that_was_turned_back_is_noticed() {
         start(&RuntimeOptions { device: "cpu".to_owned() }).unwrap();
         verify().unwrap();
-        // Another test may verify at the same moment, so this one only asks about a name nobody else reads.
+        // Another test may verify at the same time, so this one only reads a switch that no other test uses.
         assert_eq!(switch(c"no such switch").unwrap(), -1);
         assert!(matches!(expect("tf32_cublas", 1, 0), Err(Error::NotInForce { .. })));
     }

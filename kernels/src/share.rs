@@ -6,21 +6,21 @@ use tch::Tensor;
 
 /// Tensors that any number of threads read.
 ///
-/// What they hold is written by nobody as long as threads read it: their owner sees to that, as with every alias of a tensor
+/// Their owner must not write their memory while threads read it, as with every alias of a tensor
 /// (`Tensor::shallow_clone` is safe, and may be sent to another thread).
 pub struct Frozen(Vec<Tensor>);
 
-// SAFETY: the tensors are aliases that nobody else has, each with metadata of its own, and the only method with `&self`
-// makes new ones of them: that reads metadata, and counts references to the storage atomically.
+// SAFETY: the tensors are aliases without another owner, each with its own metadata. The only method with `&self`
+// creates new aliases, which reads metadata and counts references to the storage atomically.
 unsafe impl Sync for Frozen {}
 
 impl Frozen {
-    /// Aliases of `tensors`, to be read by threads.
+    /// Aliases of `tensors` for reading by threads.
     pub fn new(tensors: &[Tensor]) -> Self {
         Frozen(tensors.iter().map(Tensor::detach).collect())
     }
 
-    /// The calling thread's own aliases: same storage, own metadata, no gradient history.
+    /// The calling thread's own aliases: shared storage, own metadata, no gradient history.
     pub fn aliases(&self) -> Vec<Tensor> {
         self.0.iter().map(Tensor::detach).collect()
     }

@@ -1,4 +1,4 @@
-//! Signals that come while libtorch is loaded, before this program has begun.
+//! Handles signals that arrive while libtorch is loaded, before `main`.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -10,26 +10,26 @@ unsafe extern "C" {
     fn shim_hear_signals(kept: u32);
 }
 
-/// Starts a program that calls [`hear`] with those signals kept: none ends it while its libraries are linked, before its own
-/// first moment, and none is taken between fork and exec by what this process would do with it.
+/// Starts a program that calls [`hear`], with those signals blocked: none of them ends it while its libraries are
+/// loaded, and between fork and exec none runs a handler of this process.
 ///
 /// # Errors
 ///
-/// Where it cannot be started.
+/// If it cannot be started.
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
-    // SAFETY: takes nothing, and changes the mask of signals of this thread.
+    // SAFETY: takes no argument, and changes the signal mask of this thread.
     let kept = unsafe { shim_keep_signals() };
     let child = command.spawn();
-    // SAFETY: as above; the number is what the function above gave.
+    // SAFETY: as above; the number is the result of the function above.
     unsafe { shim_hear_signals(kept) };
     child
 }
 
-/// Lets SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 through. A program that calls this keeps them from its first moment on, and
-/// hears those that came meanwhile now: once it listens to them, or ends by them.
-// Inlined: a program that does not call it has nothing of it, and keeps nothing.
+/// Unblocks SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2. A program that calls this blocks them from its start on;
+/// signals that have arrived meanwhile are delivered now, to its handlers or to end it.
+// Inlined: a program that does not call it does not link the shim's code, and blocks no signals.
 #[inline]
 pub fn hear() {
-    // SAFETY: takes a number without a bit of any signal, and changes the mask of signals of this thread.
+    // SAFETY: takes a number without a bit of any signal, and changes the signal mask of this thread.
     unsafe { shim_hear_signals(0) }
 }

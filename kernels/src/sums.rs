@@ -1,4 +1,4 @@
-//! The arithmetic of checksums, on slices of elements: the formula stands at the head of `checksum`.
+//! The arithmetic of checksums on slices of elements; `checksum` defines the formula.
 
 #![expect(unsafe_code, reason = "calls functions that were compiled for what a processor has")]
 
@@ -17,7 +17,7 @@ pub(crate) fn bytes(data: &[u8], salt: u64) -> u64 {
 
 /// An element of a tensor, by its bits.
 pub(crate) trait Element: Copy + Into<u64> {
-    /// The sum over a run, where `place` is the low half of the first element's index with salt and high half added. Integer
+    /// The sum over a run; `place` is the low half of the first element's index plus salt and high half. Integer
     /// arithmetic: the bits do not depend on the width of the instructions.
     fn run(run: &[Self], place: u32) -> u64 {
         #[cfg(target_arch = "x86_64")]
@@ -40,7 +40,7 @@ impl Element for u8 {}
 impl Element for u16 {}
 impl Element for u64 {}
 
-/// Nearly all that is summed up.
+/// The type of nearly all data that is summed.
 impl Element for u32 {
     fn run(run: &[Self], place: u32) -> u64 {
         #[cfg(target_arch = "x86_64")]
@@ -74,7 +74,7 @@ fn by_avx2<T: Element>(run: &[T], place: u32) -> u64 {
 #[inline(always)]
 fn plain<T: Element>(run: &[T], mut place: u32) -> u64 {
     let mut total = 0u64;
-    // Wrapping by hand: a range or `enumerate` checks for overflow in a debug build, which keeps the loop scalar.
+    // Wrapping by hand: a range or `enumerate` checks for overflow in a debug build, which prevents vectorization.
     for &element in run {
         let product = element.into().wrapping_mul(u64::from(mixed(place)));
         total = total.wrapping_add(product);
@@ -117,7 +117,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// What a processor has none of is not tried there.
+        /// Tests only the instruction sets that this processor has.
         #[test]
         fn all_registers_agree(run in prop::collection::vec(any::<u32>(), 0..300), place: u32) {
             use std::arch::is_x86_feature_detected as has;

@@ -1,4 +1,4 @@
-//! A thread that computes: one math thread, denormal numbers kept.
+//! A computing thread: one math thread, denormal numbers kept.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -13,16 +13,16 @@ unsafe extern "C" {
     fn shim_flushes_denormals() -> c_int;
 }
 
-/// Math threads of a micro-batch on CPU. More cores compute more of them at once, which changes no bit.
+/// Math threads of a micro-batch on a CPU. More cores compute more micro-batches at once, which changes no bit.
 pub const THREADS_PER_MICRO_BATCH: u32 = 1;
 
-/// Makes the calling thread compute as every other: one math thread, denormal numbers kept. Cheap when repeated.
+/// Sets up the calling thread for computing: one math thread, denormal numbers kept. Repeated calls are cheap.
 pub fn enter_thread() -> Result<()> {
     thread_local!(static ENTERED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) });
     if ENTERED.get() {
         return Ok(());
     }
-    // SAFETY: plain integers in, this thread's own settings touched, no exception out.
+    // SAFETY: plain integers in, only this thread's settings are modified, no exception out.
     guarded("enter a compute thread", unsafe {
         shim_enter_thread(THREADS_PER_MICRO_BATCH as c_int)
     })?;
@@ -44,13 +44,13 @@ pub(crate) fn threads() -> Result<c_int> {
     })
 }
 
-/// 1 where this thread takes denormal numbers for zero, 0 where it does not, below where nobody knows.
+/// 1 if this thread flushes denormal numbers to zero, 0 if it keeps them, negative if unknown.
 pub(crate) fn flushes_denormals() -> c_int {
     // SAFETY: reads a register of this thread.
     unsafe { shim_flushes_denormals() }
 }
 
-/// Refuses a switch that reads back as another value than it was given.
+/// Fails if a switch reads back as another value than was set.
 pub(crate) fn expect(switch: &'static str, found: i32, wanted: i32) -> Result<()> {
     if found == wanted { Ok(()) } else { Err(Error::NotInForce { switch, found, wanted }) }
 }

@@ -1,11 +1,11 @@
 //! The one order in which leaves are added: a fixed binary tree on leaf numbers, built by a binary counter.
 //!
 //! `tree(lo, hi)` of more than one leaf is `tree(lo, lo + p) + tree(lo + p, hi)` with `p` the largest power of two
-//! below `hi - lo`. The counter evaluates that expression in leaf order with at most log2 V + 1 values pending.
-//! Any aligned block of `2^level` leaves is a node of the tree, so a rank, or all ranks of a machine, may add their blocks
-//! alone ([`Blocks`]) and hand each on ([`Counter::push_block`]): same expression, same bits.
+//! below `hi - lo`. The counter evaluates that expression in leaf order with at most log2 V + 1 values pending. Any
+//! aligned block of `2^level` leaves is a node of the tree, so a rank, or all ranks of a machine, may add their own
+//! blocks ([`Blocks`]) and pass each on ([`Counter::push_block`]): same expression, same bits.
 //!
-//! Invariant: a value without a partner is moved up unchanged. It is never added to zero, which would turn -0.0 into 0.0.
+//! Invariant: a value without a partner moves up unchanged. It is never added to zero, which would turn -0.0 into 0.0.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -20,7 +20,7 @@ use crate::{Error, Result};
 
 /// A value that can be added to its right neighbour.
 pub trait Sum: Sized {
-    /// Why there may be no sum.
+    /// Why adding failed.
     type Error;
 
     /// `self + right`; the storage of `self` may be reused.
@@ -61,7 +61,7 @@ impl<T: Sum> Sum for Vec<T> {
     }
 }
 
-/// The sum of numbers in the order of the tree; 0 where there are none.
+/// The sum of numbers in the order of the tree; 0 if there are none.
 pub fn total(numbers: impl IntoIterator<Item = f64>) -> f64 {
     let mut counter = Counter::new();
     for number in numbers {
@@ -71,8 +71,8 @@ pub fn total(numbers: impl IntoIterator<Item = f64>) -> f64 {
     sum.unwrap_or(0.0)
 }
 
-/// Adds to each left tensor the right one, contiguous f32 of one shape and one device: on a GPU all of them by one launch, or,
-/// where our kernels cannot be compiled, by an operator each. A sum has the bits of [`Sum`].
+/// Adds the right tensor of each pair to the left one, contiguous f32 of one shape and device: on a GPU all in one
+/// launch, or, if our kernels cannot be compiled, by an operator each. The bits are those of [`Sum`].
 pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
     match Queue::of(device) {
@@ -92,8 +92,8 @@ pub fn add_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     }
 }
 
-/// Copies to each left tensor the right one, of one shape, kind and device: by one launch, as [`add_all`] adds, where all are
-/// contiguous f32 or bf16.
+/// Copies the right tensor of each pair into the left one, of one shape, kind and device: in one launch, as
+/// [`add_all`], if all are contiguous f32 or bf16.
 pub fn copy_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     let device = pairs.first().map_or(Device::Cpu, |(left, _)| left.device());
     match Queue::of(device) {
@@ -108,8 +108,8 @@ pub fn copy_all(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     }
 }
 
-/// The bytes of contiguous tensors of `device` one after the other, in memory of their own: what shall travel as one. They are
-/// copied as [`copy_all`] does; those of wider numbers come first, so that each lies where its numbers may.
+/// The bytes of contiguous tensors of `device` concatenated in new memory, to be sent as one. They are copied as by
+/// [`copy_all`]. Wider kinds must come first, so that all are aligned.
 pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
     let bytes = |part: &Tensor| (part.numel() * part.kind().elt_size_in_bytes()) as i64;
     let packed = Tensor::f_empty([parts.iter().map(bytes).sum::<i64>()], (Kind::Uint8, device))?;
@@ -123,29 +123,28 @@ pub fn pack(parts: &[Tensor], device: Device) -> Result<Tensor> {
     Ok(packed)
 }
 
-/// The numbers of contiguous tensors of one kind one after the other, in memory of their own: an alias would keep all that a part
-/// is of. Their kind and device are said, for there may be no part.
+/// The numbers of contiguous tensors of one kind, concatenated in new memory: an alias would keep the whole tensor of a
+/// part alive. Kind and device are parameters, as there may be no part.
 pub fn joined(parts: &[Tensor], (kind, device): (Kind, Device)) -> Result<Tensor> {
     Ok(pack(parts, device)?.f_view_dtype(kind)?)
 }
 
-/// Sums over chunks of which the device alone knows who has a part in them: all of them are made by one launch.
+/// Sums over chunks where only the device knows which chunks contribute: all are computed in one launch.
 #[derive(Debug, Default)]
 pub struct There {
-    /// As [`add_all`] takes them.
+    /// As for [`add_all`].
     pub added: Vec<(Tensor, Tensor)>,
-    /// The same for an expert, and how many rows the left one and the right one are of, i64. Where only one is of any, the sum
-    /// is that one.
+    /// The same for an expert, with the numbers of rows in the left and the right one, i64. If only one has rows, the
+    /// sum is that one.
     pub experts: Vec<((Tensor, Tensor), [Tensor; 2])>,
-    /// Such numbers for many experts: the third is to be the sum of the others.
+    /// Such numbers of rows for many experts: the third is set to the sum of the other two.
     pub rows: Vec<[Tensor; 3]>,
 }
 
 impl There {
-    /// Makes the sums.
+    /// Computes the sums.
     ///
-    /// # Errors
-    /// A device without our kernels, a tensor of another kind or layout, and what a launch says.
+    /// # Errors If the device has no kernels of ours, a tensor has another kind or layout, or a launch fails.
     pub fn make(&self) -> Result<()> {
         let There { added, experts, rows } = self;
         let mut pairs = added.iter().chain(experts.iter().map(|(pair, _)| pair));
@@ -173,12 +172,12 @@ impl There {
     }
 }
 
-/// Whether a pair can be in a table of what is added.
+/// Whether a pair can be in a table for adding.
 fn fits(pair: &(Tensor, Tensor)) -> bool {
     pair.0.kind() == Kind::Float && copied(pair)
 }
 
-/// Whether it can be in one of what is copied.
+/// Whether a pair can be in a table for copying.
 fn copied((left, right): &(Tensor, Tensor)) -> bool {
     let float = [Kind::Float, Kind::BFloat16].contains(&left.kind());
     let alike = left.kind() == right.kind() && left.size() == right.size();
@@ -189,7 +188,7 @@ fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> Piece<'a> {
     Piece { tensor, other: Some(other), first: 0, salt: 0 }
 }
 
-/// Adds leaves in the order of the tree, given in leaf order.
+/// Adds leaves in the order of the tree; they must be pushed in leaf order.
 ///
 /// ```
 /// let mut counter = kernels::tree::Counter::new();
@@ -201,7 +200,7 @@ fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> Piece<'a> {
 /// ```
 #[derive(Debug)]
 pub struct Counter<T> {
-    /// Partials by level, largest first: bit `level` of `leaves` is set for each.
+    /// Partial sums by level, largest first: bit `level` of `leaves` is set for each.
     pending: Vec<(u32, T)>,
     leaves: u64,
 }
@@ -213,20 +212,19 @@ impl<T> Default for Counter<T> {
 }
 
 impl<T: Sum> Counter<T> {
-    /// A counter that has seen no leaf.
+    /// A counter without leaves.
     pub fn new() -> Self {
         Counter::default()
     }
 
-    /// Takes the next leaf.
+    /// Pushes the next leaf.
     ///
-    /// # Errors
-    /// What a sum says, as all that adds does.
+    /// # Errors The error of a sum.
     pub fn push(&mut self, leaf: T) -> Result<(), T::Error> {
         self.push_block(0, leaf)
     }
 
-    /// Takes the sum of the next `2^level` leaves, which must start at a multiple of `2^level`.
+    /// Pushes the sum of the next `2^level` leaves, which must start at a multiple of `2^level`.
     pub fn push_block(&mut self, level: u32, block: T) -> Result<(), T::Error> {
         assert!(
             self.leaves.is_multiple_of(1 << level),
@@ -243,7 +241,7 @@ impl<T: Sum> Counter<T> {
         Ok(())
     }
 
-    /// Leaves taken so far.
+    /// Number of leaves so far.
     pub fn leaves(&self) -> u64 {
         self.leaves
     }
@@ -259,21 +257,20 @@ impl<T: Sum> Counter<T> {
 impl<T: Sum<Error = Error>> Counter<T> {
     /// The sum of all leaves.
     ///
-    /// # Errors
-    /// What a sum says, and where there was no leaf: a bug of whoever adds parts of which there is always one.
+    /// # Errors The error of a sum, or that there was no leaf, which is a bug of the caller.
     pub fn total(self) -> Result<T> {
         self.finish()?.ok_or_else(no_part)
     }
 }
 
-/// What is said where parts are added, and there is none.
+/// The error for a sum over no parts.
 pub(crate) fn no_part() -> Error {
     let (operation, operand) = ("a sum over parts", "the number of parts");
     Error::Operand { operation, operand, found: "0".to_owned(), wanted: "1 or more".to_owned() }
 }
 
-/// The maximal aligned blocks that cover leaves `first..end`, as (level, first leaf), in leaf order: what a rank that
-/// owns these leaves adds by itself.
+/// The maximal aligned blocks that cover leaves `first..end`, as (level, first leaf), in leaf order: the rank that owns
+/// these leaves adds them by itself.
 pub fn blocks(first: u64, end: u64) -> Vec<(u32, u64)> {
     let (mut at, mut found) = (first, Vec::new());
     while at < end {
@@ -285,7 +282,7 @@ pub fn blocks(first: u64, end: u64) -> Vec<(u32, u64)> {
     found
 }
 
-/// Adds the maximal aligned blocks of some leaves, given those leaves, or smaller blocks of them, in leaf order.
+/// Adds leaves up to their maximal aligned blocks; takes the leaves, or smaller blocks of them, in leaf order.
 ///
 /// ```
 /// let mut blocks = kernels::tree::Blocks::new(2..7);
@@ -305,7 +302,7 @@ impl<T: Sum> Blocks<T> {
         Blocks { left: blocks(leaves.start, leaves.end).into_iter(), now: None }
     }
 
-    /// Takes the sum of the next `2^level` leaves; returns the block that is complete with it, and its level.
+    /// Pushes the sum of the next `2^level` leaves; returns the block that this completes, and its level.
     pub fn push_block(&mut self, level: u32, block: T) -> Result<Option<(u32, T)>, T::Error> {
         let next = || self.left.next().map(|(level, _)| (level, Counter::new()));
         let Some((whole, mut counter)) = self.now.take().or_else(next) else { return Ok(None) };
@@ -318,7 +315,7 @@ impl<T: Sum> Blocks<T> {
     }
 }
 
-/// Adds the maximal aligned blocks of runs of leaves, given in any order: a node as soon as both its halves are there.
+/// Adds the maximal aligned blocks of runs of leaves, pushed in any order: a node as soon as both halves are known.
 ///
 /// ```
 /// let mut nodes = kernels::tree::Nodes::new(&[2..7]);
@@ -330,14 +327,14 @@ impl<T: Sum> Blocks<T> {
 #[derive(Debug)]
 pub struct Nodes<T> {
     blocks: Vec<(u32, u64)>,
-    /// Sums without a partner so far, by level and first leaf.
+    /// Sums that wait for their partner, by level and first leaf.
     waiting: BTreeMap<(u32, u64), T>,
 }
 
 /// A node of the tree whose sum is known: that of the `2^level` leaves from `first` on.
 #[derive(Debug)]
 pub struct Node<T> {
-    /// Of a leaf 0.
+    /// 0 for a leaf.
     pub level: u32,
     /// Its first leaf.
     pub first: u64,
@@ -352,21 +349,21 @@ pub struct Pair<T> {
     pub level: u32,
     /// Its first leaf.
     pub first: u64,
-    /// What is added to.
+    /// The left operand.
     pub left: T,
-    /// What is added.
+    /// The right operand.
     pub right: T,
 }
 
 impl<T> Nodes<T> {
-    /// For the leaves of `parts`, which ascend; no node joins two of them.
+    /// For the leaves of `parts`, in ascending order; no node spans two parts.
     pub fn new(parts: &[Range<u64>]) -> Self {
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
         Nodes { blocks, waiting: BTreeMap::new() }
     }
 
-    /// Takes a leaf, or a sum of those of a pair that it handed out: keeps it, or hands out the pair of which it is the second to
-    /// come. Who adds a pair brings the sum back; whatever else comes meanwhile waits for it.
+    /// Takes a leaf, or the sum of a pair that it returned before. Stores it, or, if its partner is known, returns the
+    /// pair. The caller adds the pair and passes the sum back; other nodes that arrive meanwhile wait for it.
     pub fn meet(&mut self, node: Node<T>) -> Option<Pair<T>> {
         let Node { level, first, value } = node;
         let block = self.blocks.iter().rfind(|(_, begins)| *begins <= first);
@@ -380,7 +377,7 @@ impl<T> Nodes<T> {
         Some(Pair { level: level + 1, first: first.min(other), left, right })
     }
 
-    /// The sum of the block that begins with leaf `first`; `None` before all its leaves have come.
+    /// The sum of the block that begins with leaf `first`; `None` until all its leaves are known.
     pub fn take(&mut self, first: u64) -> Option<T> {
         let block = self.blocks.iter().find(|(_, begins)| *begins == first)?;
         self.waiting.remove(block)
@@ -388,7 +385,7 @@ impl<T> Nodes<T> {
 }
 
 impl<T: Sum> Nodes<T> {
-    /// Takes a leaf, each once.
+    /// Pushes a leaf, each once.
     pub fn push(&mut self, leaf: u64, value: T) -> Result<(), T::Error> {
         let mut node = Node { level: 0, first: leaf, value };
         while let Some(Pair { level, first, left, right }) = self.meet(node) {
@@ -397,7 +394,7 @@ impl<T: Sum> Nodes<T> {
         Ok(())
     }
 
-    /// The sum of all leaves, which have to begin with leaf 0; `None` if one of them has not come, or there is none.
+    /// The sum of all leaves, which must begin with leaf 0; `None` if one is missing, or there are none.
     pub fn finish(mut self) -> Result<Option<T>, T::Error> {
         let mut counter = Counter::new();
         for block in std::mem::take(&mut self.blocks) {
@@ -413,7 +410,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The expression itself, so that order and grouping are compared and not only a value.
+    /// The expression itself, to compare order and grouping and not only a value.
     #[derive(Clone, Debug, PartialEq)]
     struct Term(String);
 
@@ -451,7 +448,7 @@ mod tests {
         }
     }
 
-    /// The blocks of `part`, made of blocks of smaller parts that follow each other.
+    /// The blocks of `part`, from blocks of consecutive smaller parts.
     fn rejoined<T: Sum<Error = Infallible>>(part: Range<u64>, of: Vec<(u32, T)>) -> Vec<(u32, T)> {
         let wanted = blocks(part.start, part.end);
         let mut sums = Blocks::new(part);
@@ -466,7 +463,8 @@ mod tests {
         found
     }
 
-    /// Leaves in rounds of `round` at a time, dealt to ranks in runs, the ranks of a machine joined: what the owner adds.
+    /// Leaves in rounds of `round`, assigned to ranks in runs, the ranks of a machine combined: the sums that the owner
+    /// adds.
     fn owner(leaves: &[Term], round: u64, ranks: u64, machine: u64) -> Counter<Term> {
         let (mut owner, count) = (Counter::new(), leaves.len() as u64);
         for first in (0..count).step_by(round as usize) {
@@ -505,7 +503,7 @@ mod tests {
     #[test]
     fn a_lone_negative_zero_stays_negative() {
         assert_eq!(counted([-0.0f32]).map(f32::to_bits), Some((-0.0f32).to_bits()));
-        // Leaf 2 has no partner until the end, where it meets the sum of the others.
+        // Leaf 2 has no partner until the end, when it meets the sum of the others.
         assert_eq!(counted([-0.0f32, -0.0, -0.0]).map(f32::to_bits), Some((-0.0f32).to_bits()));
     }
 
@@ -518,7 +516,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes first: the expression of the leaves in order, and of each block of a part of them.
+        /// In any order of arrival: the expression of the leaves in order, and of each block of a part of them.
         #[test]
         fn the_order_of_arrival_is_no_argument(
             (first, order) in (0u64..40, 1u64..40).prop_flat_map(|(first, count)| {
@@ -562,7 +560,7 @@ mod tests {
             }
         }
 
-        /// Two that take turns as they like, and add outside of the tree.
+        /// Two threads that take turns arbitrarily, and add outside of the tree.
         #[test]
         fn pairs_may_be_added_anywhere(turns in prop::collection::vec(any::<bool>(), 64), count in 2u64..24) {
             let mut nodes = Nodes::new(std::slice::from_ref(&(0..count)));

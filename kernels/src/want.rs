@@ -1,4 +1,4 @@
-//! Want of memory: what foreign code was refused, which libtorch's wrapper hands on in words alone.
+//! Lack of memory in foreign code, which libtorch's wrapper reports only as text.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -10,20 +10,20 @@ unsafe extern "C" {
     fn shim_nothing_left() -> c_int;
 }
 
-/// Whether libtorch, or C++ under it, was refused memory on this thread since this was asked last.
+/// Whether an allocation of libtorch, or of C++ below it, has failed on this thread since the last call.
 pub fn was_refused() -> bool {
-    // SAFETY: reads and writes a mark of this thread.
+    // SAFETY: reads and writes a flag of this thread.
     unsafe { shim_was_refused() != 0 }
 }
 
-/// The same for whoever only looks: [`was_refused`] will say it again.
+/// The same without resetting the flag: [`was_refused`] will report it again.
 pub fn is_refused() -> bool {
-    // SAFETY: reads a mark of this thread.
+    // SAFETY: reads a flag of this thread.
     unsafe { shim_is_refused() != 0 }
 }
 
-/// Whether the system has as good as nothing left to give: then what failed for no other known reason failed for that.
+/// Whether the system has practically no memory left: then this is the reason for a failure without another known one.
 pub(crate) fn nothing_left() -> bool {
-    // SAFETY: asks for memory and gives it back.
+    // SAFETY: allocates memory and frees it.
     unsafe { shim_nothing_left() != 0 }
 }

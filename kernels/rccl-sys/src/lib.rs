@@ -1,11 +1,11 @@
-//! RCCL and NCCL, which share one C interface, opened at run time: nothing is linked, so a machine without a GPU builds
-//! and runs all that needs none.
+//! RCCL and NCCL, which share a C interface, opened at run time: nothing is linked, so a machine without a GPU can
+//! build, and run everything that needs none.
 //!
-//! Only what moves bytes from one rank to another is here: sums are added by their owners, in the order of the tree, and
-//! whoever needs an all-gather sends to all. The variable `ZTRAIN_RCCL` names another library to open.
+//! Only point-to-point transfers of bytes are used: owners add sums in the order of the tree, and an all-gather is a
+//! send to every other rank. The variable `ZTRAIN_RCCL` names another library to open.
 //!
-//! Those libraries move device memory on a device's streams. A library may also offer streams of its own over plain memory
-//! ([`HostStream`]): then ranks without a GPU can use it, as the tests do with a stand-in. No real one does.
+//! These libraries move device memory on a device's streams. A library may also offer its own streams over host memory
+//! ([`HostStream`]), so that ranks without a GPU can use it, as the tests do with a stand-in. No real library does.
 //!
 //! State: run against that stand-in; never on a GPU.
 
@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use libloading::os::unix::{self, RTLD_LOCAL, RTLD_NOW};
 
-/// Names under which the library is looked for: AMD's first.
+/// Names of the library to try, AMD's first.
 pub const NAMES: [&CStr; 4] = [c"librccl.so.1", c"librccl.so", c"libnccl.so.2", c"libnccl.so"];
 
 /// This variable names the one library to open instead.
@@ -28,15 +28,15 @@ pub const VARIABLE: &str = "ZTRAIN_RCCL";
 /// The element type "byte" of the C interface.
 const BYTE: c_int = 1;
 
-/// What names a communicator before it exists: made by one rank, handed to all.
+/// Identifies a communicator before it exists: created by one rank, sent to all.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UniqueId {
-    /// Its bytes, which mean nothing to us.
+    /// Opaque bytes.
     pub bytes: [u8; 128],
 }
 
-/// What the question whether a stream has passed a mark answers where it has not, as in the runtime libraries of both vendors.
+/// The result of querying a mark that the stream has not passed, as in the runtime libraries of both vendors.
 const NOT_READY: c_int = 600;
 
 type Answer = c_int;
@@ -59,7 +59,7 @@ pub struct Library {
     host: Option<HostFunctions>,
 }
 
-/// The functions of a library that has streams over plain memory.
+/// The functions of a library that has streams over host memory.
 #[derive(Clone, Copy, Debug)]
 struct HostFunctions {
     create: unsafe extern "C" fn(*mut Stream) -> c_int,
@@ -72,14 +72,14 @@ struct HostFunctions {
 pub type Result<T> = std::result::Result<T, String>;
 
 impl Library {
-    /// The library of this machine, opened once; the error names what was looked for.
+    /// The library of this machine, opened once; the error lists the names that were tried.
     pub fn open() -> Result<&'static Library> {
         static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
         LIBRARY.get_or_init(Library::load).as_ref().map_err(String::clone)
     }
 
     fn load() -> Result<Library> {
-        // A variable holds no zero byte, so that every name becomes a C string.
+        // A variable contains no zero byte, so every name converts to a C string.
         let asked = std::env::var_os(VARIABLE);
         let asked = asked.and_then(|name| CString::new(name.into_encoded_bytes()).ok());
         let names = asked.as_deref().map_or(NAMES.to_vec(), |name| vec![name]);
@@ -87,7 +87,7 @@ impl Library {
             let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
             format!("none of {} could be opened", names.join(", "))
         })?;
-        // SAFETY: each name stands for the function of that type in the C interface that RCCL and NCCL share.
+        // SAFETY: each name belongs to the function of that type in the C interface that RCCL and NCCL share.
         unsafe {
             Ok(Library {
                 get_version: library.function(c"ncclGetVersion")?,
@@ -106,7 +106,7 @@ impl Library {
         }
     }
 
-    /// A stream of this library over plain memory, if it has such.
+    /// A stream of this library over host memory, if it has any.
     pub fn host_stream(&'static self) -> Result<HostStream> {
         let functions = self.host.ok_or("it moves the memory of GPUs only")?;
         let mut handle = std::ptr::null_mut();
@@ -117,7 +117,7 @@ impl Library {
         }
     }
 
-    /// Its release, as it encodes it.
+    /// Its release, in the library's encoding.
     pub fn version(&self) -> Result<i32> {
         let mut version = 0;
         // SAFETY: the out-pointer outlives the call.
@@ -125,7 +125,7 @@ impl Library {
         Ok(version)
     }
 
-    /// A new name for a communicator. Called by one rank, which hands it to the others.
+    /// A new id for a communicator. Called by one rank, which sends it to the others.
     pub fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId { bytes: [0; 128] };
         // SAFETY: the out-pointer outlives the call and has the size that the interface fixes.
@@ -137,15 +137,15 @@ impl Library {
         if answer == 0 {
             return Ok(());
         }
-        // SAFETY: the library answers every number with a C string of its own.
+        // SAFETY: the library returns a C string of its own for every number.
         let reason = unsafe { CStr::from_ptr((self.error_string)(answer)) };
         Err(format!("{call}: {}", reason.to_string_lossy()))
     }
 }
 
-/// The functions of a library that has streams over plain memory.
+/// The functions of a library that has streams over host memory.
 fn host_functions(library: &Opened) -> Option<HostFunctions> {
-    // SAFETY: each name stands for the function of that type in whichever library has it.
+    // SAFETY: each name belongs to the function of that type in any library that has it.
     unsafe {
         Some(HostFunctions {
             create: library.function(c"hostStreamCreate").ok()?,
@@ -156,17 +156,17 @@ fn host_functions(library: &Opened) -> Option<HostFunctions> {
     }
 }
 
-/// A library that stays open to the end of the process, as its functions do. A vendor's libraries are opened so, this one and
-/// those that compile and launch kernels.
+/// A library that stays open until the end of the process, so its functions stay valid. Used for all vendor libraries:
+/// this one and those that compile and launch kernels.
 #[derive(Debug)]
 pub struct Opened(ManuallyDrop<unix::Library>);
 
 impl Opened {
-    /// The first of these that is here. Every symbol is resolved at once and stays out of other libraries' sight.
+    /// The first of these that exists. Every symbol is resolved at once and hidden from other libraries.
     pub fn first(names: &[&CStr]) -> Option<Opened> {
         let open = |name: &&CStr| {
             let name = OsStr::from_bytes(name.to_bytes());
-            // SAFETY: opening a library runs its initialisers, as linking it would; it is never closed.
+            // SAFETY: opening a library runs its initializers, as linking it would; it is never closed.
             let opened = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
             opened.ok()
         };
@@ -178,13 +178,13 @@ impl Opened {
     /// # Safety
     /// `F` is a function pointer of the type that the library's header gives it.
     pub unsafe fn function<F: Copy>(&self, name: &CStr) -> Result<F> {
-        // SAFETY: says the caller.
+        // SAFETY: the caller's promise.
         let found = unsafe { self.0.get::<F>(name) };
         found.map(|function| *function).map_err(|_| format!("it has no {}", name.to_string_lossy()))
     }
 }
 
-/// A queue of transfers between plain memory, worked through in order.
+/// A queue of transfers between host memory, processed in order.
 #[derive(Debug)]
 pub struct HostStream {
     functions: HostFunctions,
@@ -197,7 +197,7 @@ unsafe impl Send for HostStream {}
 unsafe impl Sync for HostStream {}
 
 impl HostStream {
-    /// What transfers are queued on.
+    /// The handle for queueing transfers.
     pub fn raw(&self) -> *mut c_void {
         self.handle
     }
@@ -230,12 +230,12 @@ impl Drop for HostStream {
     }
 }
 
-/// Ranks that exchange device memory. Transfers are queued on a stream; deadlines are the caller's, who asks for
-/// [`Communicator::error`] while waiting and calls [`Communicator::abort`] when the time is up.
+/// Ranks that exchange device memory. Transfers are queued on a stream. Deadlines are up to the caller, which polls
+/// [`Communicator::error`] while waiting and calls [`Communicator::abort`] when time runs out.
 ///
-/// Invariant, the caller's: one thread at a time uses it. Only [`Communicator::abort`] may come from another one, while the
-/// first is held up in a call: that is what the library has it for. From then on every other call is refused here, because
-/// the library frees the communicator under its handle.
+/// Invariant for the caller: one thread at a time uses it. Only [`Communicator::abort`] may be called from another
+/// thread while the first hangs in a call: that is its purpose. After that every other call is refused here, because
+/// the library frees the communicator that the handle refers to.
 pub struct Communicator {
     library: &'static Library,
     handle: Handle,
@@ -243,31 +243,31 @@ pub struct Communicator {
     changed: Condvar,
 }
 
-/// So often an abort looks whether the end of a group is over, before it comes beside it.
+/// How often an abort checks whether a group call has ended before it interrupts the call.
 const GRACE: u32 = 50;
 
-/// How long it waits each time.
+/// Pause between these checks.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// How far a communicator has been given up.
+/// Whether a communicator was given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Life {
     Alive,
-    /// A thread is on its way into the library's end of a group, or in it.
+    /// A thread is about to call the library's group end, or is inside it.
     Ending,
-    /// Somebody is in the library's abort: it may still touch the memory of transfers.
+    /// A thread is inside the library's abort, which may still access the memory of transfers.
     Aborting,
     Aborted,
 }
 
 // SAFETY: the library lets any thread use a communicator, one at a time.
 unsafe impl Send for Communicator {}
-// SAFETY: as above; that it is one at a time is the invariant, but for `abort`, which may come beside a call.
+// SAFETY: as above; the invariant ensures one thread at a time, except for `abort`, which may run during a call.
 unsafe impl Sync for Communicator {}
 
 impl Communicator {
-    /// Joins as `rank` of `world`; returns when all have. It has no deadline of its own: call it on a thread that can
-    /// be given up, and that has chosen the device.
+    /// Joins as `rank` of `world`; returns when all ranks have joined. It has no deadline: call it on a thread that may
+    /// hang, and that has selected the device.
     pub fn join(id: UniqueId, rank: u32, world: u32) -> Result<Communicator> {
         let library = Library::open()?;
         let mut handle = std::ptr::null_mut();
@@ -279,10 +279,10 @@ impl Communicator {
         Ok(Communicator { library, handle, life, changed })
     }
 
-    /// What went wrong meanwhile, if anything.
+    /// The error that has occurred since the last call, if any.
     pub fn error(&self) -> Result<()> {
         let mut state = 0;
-        // The question never blocks, so it is asked under the lock: an abort begins before it or after it.
+        // The query never blocks, so it runs under the lock: an abort begins before or after it.
         let life = self.alive()?;
         // SAFETY: the communicator is alive while the lock is held, and the out-pointer outlives the call.
         let asked = unsafe { (self.library.comm_async_error)(self.handle, &raw mut state) };
@@ -291,9 +291,9 @@ impl Communicator {
         self.library.checked("a transfer", state)
     }
 
-    /// Gives up everything under way, without waiting for other ranks. When it returns, whoever called it first, the library
-    /// touches no memory of transfers any more. It may hang (NVIDIA/nccl#549, #1013), so it is for a thread that can be
-    /// given up, with what the transfers read and write.
+    /// Gives up everything under way, without waiting for other ranks. When it returns, no matter which thread called
+    /// it first, the library no longer accesses the memory of transfers. It may hang (NVIDIA/nccl#549, #1013): call it
+    /// on a thread that may hang, and keep the memory of the transfers until then.
     pub fn abort(&self) {
         let (mut life, mut looks) = (self.lock(), 0);
         loop {
@@ -302,9 +302,9 @@ impl Communicator {
                 Life::Aborting => {
                     life = self.changed.wait(life).unwrap_or_else(PoisonError::into_inner);
                 }
-                // An abort that begins and ends before the other thread is in the library would free the handles that the open
-                // group holds. Once it is in, an abort beside it is what the library has it for. Many short waits: in each of
-                // them this process has run.
+                // An abort that completes before the other thread enters the library would free the handles that the
+                // open group refers to. Once that thread is inside, the library supports an abort during the call. Many
+                // short waits instead of one: each shows that this process was running.
                 Life::Ending if looks < GRACE => {
                     looks += 1;
                     let waited = self.changed.wait_timeout(life, LOOK);
@@ -315,8 +315,8 @@ impl Communicator {
         }
         *life = Life::Aborting;
         drop(life);
-        // SAFETY: the communicator is alive, only this call gets here, and every later one is refused by `alive`. A call
-        // that is held up may be under way on another thread: to end it is what this function is for.
+        // SAFETY: the communicator is alive, only one call gets here, and `alive` refuses every later call. Another
+        // thread may hang in a call, which this function exists to end.
         let _ = unsafe { (self.library.comm_abort)(self.handle) };
         *self.lock() = Life::Aborted;
         self.changed.notify_all();
@@ -326,7 +326,7 @@ impl Communicator {
         self.life.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses what comes after an abort.
+    /// Refuses calls after an abort.
     fn alive(&self) -> Result<MutexGuard<'_, Life>> {
         let life = self.lock();
         match *life {
@@ -335,17 +335,17 @@ impl Communicator {
         }
     }
 
-    /// Queues what `transfers` queues as one operation.
+    /// Queues the transfers of `transfers` as one operation.
     pub fn together(&self, transfers: impl FnOnce() -> Result<()>) -> Result<()> {
         drop(self.alive()?);
         // SAFETY: takes nothing.
         self.library.checked("ncclGroupStart", unsafe { (self.library.group_start)() })?;
         let queued = transfers();
-        // Where the communicator was given up meanwhile, the group holds transfers of a handle that is gone: it stays open
-        // on this thread, which has no other use for it.
+        // If the communicator was given up meanwhile, the group refers to a freed handle: leave it open on this thread,
+        // which has no other use for it.
         *self.alive()? = Life::Ending;
-        // SAFETY: takes nothing; closes what was opened above, also where a transfer was refused. An abort waits until this
-        // call is in the library.
+        // SAFETY: takes no argument; closes the group opened above, even if a transfer was refused. An abort waits
+        // until this call is inside the library.
         let ended = self.library.checked("ncclGroupEnd", unsafe { (self.library.group_end)() });
         let mut life = self.lock();
         if *life == Life::Ending {
@@ -359,7 +359,7 @@ impl Communicator {
     /// Queues sending `bytes` bytes to `to`; inside [`Communicator::together`].
     ///
     /// # Safety
-    /// `data` is device memory of that size that nobody writes until the stream has passed this transfer.
+    /// `data` is device memory of that size that is not written until the stream has passed this transfer.
     pub unsafe fn send(
         &self,
         data: *const c_void,
@@ -368,7 +368,7 @@ impl Communicator {
         stream: Stream,
     ) -> Result<()> {
         let life = self.alive()?;
-        // SAFETY: the caller's promise; within a group this only takes note of the transfer, under the lock.
+        // SAFETY: the caller's promise; within a group this only records the transfer, under the lock.
         let sent =
             unsafe { (self.library.send)(data, bytes, BYTE, to as c_int, self.handle, stream) };
         drop(life);
@@ -378,7 +378,7 @@ impl Communicator {
     /// Queues receiving `bytes` bytes from `from`; inside [`Communicator::together`].
     ///
     /// # Safety
-    /// `data` is device memory of that size that nobody touches until the stream has passed this transfer.
+    /// `data` is device memory of that size that is not accessed until the stream has passed this transfer.
     pub unsafe fn receive(
         &self,
         data: *mut c_void,
@@ -398,7 +398,7 @@ impl Communicator {
 impl Drop for Communicator {
     fn drop(&mut self) {
         if *self.lock() == Life::Alive {
-            // SAFETY: the communicator is alive, and nobody uses it after this.
+            // SAFETY: the communicator is alive and not used after this.
             let _ = unsafe { (self.library.comm_destroy)(self.handle) };
         }
     }
@@ -411,7 +411,7 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::thread::{scope, sleep};
 
-    /// Calls of the stand-in below that used a handle, and the moments between which it was in its abort.
+    /// Calls of the stand-in below that used a handle, and the number of aborts.
     static USES: AtomicU32 = AtomicU32::new(0);
     static ABORTS: AtomicU32 = AtomicU32::new(0);
 
@@ -476,7 +476,7 @@ mod tests {
         0
     }
 
-    /// How many ends of groups took their time, and aborts that came into one.
+    /// Group ends that took their time, and aborts that came before their end.
     static ENDS: AtomicU32 = AtomicU32::new(0);
     static INSIDE: AtomicU32 = AtomicU32::new(0);
 
@@ -490,8 +490,8 @@ mod tests {
         0
     }
 
-    /// Between its last look at the communicator and the library a thread may be held up; here that takes as long as the end of a
-    /// group that passes.
+    /// A thread may be delayed between its last check of the communicator and the library call; here for as long as a
+    /// group end takes.
     #[test]
     fn an_abort_lets_the_end_of_a_group_begin() {
         let library = Library { group_end: slow_end, comm_abort: abort_after_end, ..stand_in() };
@@ -509,7 +509,7 @@ mod tests {
         assert!(communicator.together(|| Ok(())).is_err(), "it was given up all the same");
     }
 
-    /// What never ends is what an abort is for.
+    /// An abort exists to end calls that never return.
     #[test]
     fn an_abort_does_not_wait_for_the_end_of_a_group_for_ever() {
         extern "C" fn aborted(_: Handle) -> Answer {
@@ -523,7 +523,7 @@ mod tests {
         assert_eq!(*communicator.lock(), Life::Aborted);
     }
 
-    /// A library that counts.
+    /// A library that counts calls.
     fn stand_in() -> Library {
         Library {
             get_version: number,

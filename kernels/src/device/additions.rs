@@ -1,4 +1,5 @@
-//! Sums of pairs, widened and checked on the way, for many tensors by one launch: `finish_add` of `finish.h`, over a table.
+//! Sums of pairs of tensors, converted to f32 and checksummed in the same pass, for many tensors in one launch:
+//! `finish_add` of `finish.h`, over a table.
 
 use std::ops::Range;
 
@@ -11,16 +12,16 @@ use crate::Result;
 /// Words of a row of the table (`Addition` in `finish.h`).
 const ROW: i64 = 10;
 
-/// Words of one that says of which blocks a checksum is made (`Piece` in `exact.h`).
+/// Words of a row that lists the blocks of one checksum (`Piece` in `exact.h`).
 const SUM: i64 = 6;
 
-/// What is added, or added to: contiguous, bf16 or f32.
+/// One operand of an addition: contiguous, bf16 or f32.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Side<'a> {
     pub(crate) tensor: &'a Tensor,
-    /// Where the rows of each expert end, i32; those without rows count as zeros.
+    /// Where the rows of each expert end, i32; experts without rows count as zeros.
     pub(crate) ends: Option<&'a Tensor>,
-    /// The salt, where its checksum is asked for.
+    /// The salt, if a checksum of this side is requested.
     pub(crate) asked: Option<u64>,
 }
 
@@ -34,23 +35,23 @@ impl<'a> From<&'a Tensor> for Side<'a> {
 #[derive(Clone, Debug)]
 pub(crate) struct Addition<'a> {
     pub(crate) left: Side<'a>,
-    /// Of as many numbers; without it the left is only widened.
+    /// As many elements as the left side; without it the left is only converted to f32.
     pub(crate) right: Option<Side<'a>>,
-    /// Where the sum goes, f32 from its first number on; without it the sides are only checked.
+    /// Where the sum is written, as f32 from the first element on; without it the sides are only checked.
     pub(crate) out: Option<&'a Tensor>,
-    /// Which numbers of both sides.
+    /// The range of elements of both sides.
     pub(crate) range: Range<i64>,
 }
 
 impl<'a> Addition<'a> {
-    /// All of a side, by itself.
+    /// One side as a whole, without an addition.
     pub(crate) fn of(left: Side<'a>, out: Option<&'a Tensor>) -> Self {
         Addition { left, right: None, out, range: 0..left.tensor.numel() as i64 }
     }
 }
 
-/// Makes them, by one launch, and by a second one the checksums that are asked for: i64, first those of all lefts, then of all
-/// rights. Tensors must live until what is queued here is done, as those of a stream do.
+/// Computes all rows in one launch. A second launch computes the requested checksums, i64: first those of all left
+/// sides, then of all right sides. Tensors must live until the queued work is done, as those of a stream do.
 pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
     if all.is_empty() {
         return Ok(Tensor::new());

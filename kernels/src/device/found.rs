@@ -1,4 +1,4 @@
-//! What a machine has for `--device cuda`, for people: nothing here decides bits.
+//! What `--device cuda` would use on this machine, for users: nothing here affects bits.
 
 use std::collections::BTreeMap;
 
@@ -9,36 +9,36 @@ use super::own::vendors;
 use super::{architecture, count, half, table};
 use crate::Result;
 
-/// A GPU that the driver shows.
+/// A GPU that the driver reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpu {
-    /// As the kernel table has it; empty where the runtime library does not say.
+    /// As in the kernel table; empty if the runtime library does not report it.
     pub architecture: String,
-    /// Its product name, where the driver says it.
+    /// Its product name, if the driver reports it.
     pub name: Option<String>,
-    /// Its unique number, in hexadecimal digits, where the driver says it.
+    /// Its UUID in hexadecimal digits, if the driver reports it.
     pub uuid: Option<String>,
-    /// Its memory in bytes, where the driver says it.
+    /// Its memory in bytes, if the driver reports it.
     pub memory: Option<u64>,
-    /// What the kernel table has of it: compute units and memory, releases of driver, runtime and libraries.
+    /// Its entries in the kernel table: compute units, memory, releases of driver, runtime and libraries.
     pub table: BTreeMap<String, String>,
 }
 
-/// What serves the GPUs of this machine, and which they are.
+/// The libraries for the GPUs of this machine, and the GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gpus {
-    /// The GPU half of libtorch that was opened, as path or as the loader knows it.
+    /// The GPU half of libtorch that was opened: a path, or a name that the loader resolved.
     pub library: String,
     /// The run-time compiler for our own kernels with its release, or why there is none.
     pub compiler: std::result::Result<String, String>,
     /// Release of RCCL or NCCL, or why there is none.
     pub between: std::result::Result<String, String>,
-    /// In the order of their numbers.
+    /// By device index.
     pub devices: Vec<Gpu>,
 }
 
-/// The GPUs of this machine, or why it has none that could be used. Opens the GPU half of libtorch; allocates nothing, and
-/// makes no context.
+/// The GPUs of this machine, or why none can be used. Opens the GPU half of libtorch; allocates nothing and creates no
+/// context.
 pub fn gpus() -> std::result::Result<Gpus, String> {
     half::open()?;
     let words = |error: crate::Error| error.to_string();
@@ -53,7 +53,7 @@ pub fn gpus() -> std::result::Result<Gpus, String> {
     })
 }
 
-/// A release of NCCL as people know it: 22809 is 2.28.9.
+/// A release of NCCL as users know it: 22809 is 2.28.9.
 fn release(number: i32) -> String {
     format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
 }
@@ -64,7 +64,7 @@ fn gpu(index: i32) -> Result<Gpu> {
     Ok(Gpu { architecture: architecture(device)?, name, uuid, memory, table: table(device)? })
 }
 
-/// What a device is: where this program was built with HIP, by HIP's own word, else by that of its driver.
+/// Description of a device: from HIP if this program was built with it, otherwise from the driver.
 fn of(index: i32) -> Option<Described> {
     let found = vendors().into_iter().find_map(|vendor| described(vendor, index))?;
     #[cfg(feature = "hip")]
@@ -74,13 +74,13 @@ fn of(index: i32) -> Option<Described> {
     Some(found)
 }
 
-/// Name and unique number of the GPU that is computed on, as far as they are said: for the log of where a run was.
+/// Name and UUID of the computing GPU, as far as reported: for the log of where a run was.
 pub fn identity(device: Device) -> Option<[Option<String>; 2]> {
     let Described { name, uuid, .. } = described_at(device)?;
     Some([name, uuid])
 }
 
-/// Bytes of memory of the GPU that is computed on, where its driver says it. Makes no context there.
+/// Bytes of memory of the computing GPU, if its driver reports them. Creates no context there.
 pub fn memory(device: Device) -> Option<u64> {
     described_at(device)?.memory
 }

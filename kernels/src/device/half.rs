@@ -1,7 +1,7 @@
-//! The GPU half of libtorch: where it may lie, and which one was opened.
+//! The GPU half of libtorch: where to look for it, and which one was opened.
 //!
-//! Both halves are one library, cut in two, so that only a half of the same release is opened from a folder that we find
-//! ourselves. What an own libtorch has beside its CPU half, and what the loader is told to find, is the user's word.
+//! Both halves are one library cut in two, so in folders that we search ourselves only a half of the same release is
+//! opened. A user's own libtorch and the paths of the loader are trusted.
 
 use std::ffi::{CString, c_char, c_int};
 use std::fmt::Write as _;
@@ -17,7 +17,7 @@ unsafe extern "C" {
     fn shim_gpu_registered(out: *mut c_int) -> c_int;
 }
 
-/// Libraries that hold the GPU half, by vendor.
+/// Libraries of the GPU half, by vendor.
 const LIBRARIES: [&str; 2] = ["libtorch_cuda.so", "libtorch_hip.so"];
 
 /// The one that was opened: its path, or its name where the loader chose the path.
@@ -28,12 +28,12 @@ pub(super) fn opened() -> Option<PathBuf> {
     OPENED.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Whether that is AMD's, and so are the libraries that it uses.
+/// Whether it is AMD's, and so are the libraries that it uses.
 pub(super) fn is_amds() -> bool {
     opened().is_some_and(|path| path.file_name() == Some(LIBRARIES[1].as_ref()))
 }
 
-/// Folders of the libraries that come along with the half that was opened, in a Python environment and in our cache alike.
+/// Folders of the libraries that are installed with the opened half, in a Python environment or in our cache.
 pub(super) fn beside() -> Vec<PathBuf> {
     let Some(lib) = opened().and_then(|path| Some(path.parent()?.to_owned())) else {
         return Vec::new();
@@ -51,7 +51,7 @@ pub(super) fn beside() -> Vec<PathBuf> {
     found
 }
 
-/// Opens the GPU half unless it is open; the error says where it was looked for and how to get one.
+/// Opens the GPU half unless it is open; the error says where it was searched for and how to get one.
 pub(super) fn open() -> std::result::Result<(), String> {
     let words = |error: Error| error.to_string();
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,13 +68,13 @@ pub(super) fn open() -> std::result::Result<(), String> {
         Places { in_use, release: &release, variable: &variable }.folders();
     let mut refusals = Vec::new();
     for library in LIBRARIES {
-        // What the loader finds by the bare name comes before what only we would look for.
+        // The loader's own choice for the bare name takes precedence over the other folders.
         let mut paths: Vec<_> = folders.iter().map(|folder| folder.join(library)).collect();
         paths.insert(1, PathBuf::from(library));
         for path in paths {
             let Ok(name) = CString::new(path.as_os_str().as_encoded_bytes()) else { continue };
-            // SAFETY: the name is a C string. Opening a library runs its initialisers; it is one that matches the libtorch in
-            // use, or the loader's own choice, as it would be had we linked it.
+            // SAFETY: the name is a C string. Opening a library runs its initializers; it either matches the libtorch
+            // in use or is the loader's own choice, as if we had linked it.
             if unsafe { shim_open_library(name.as_ptr()) } == 0 {
                 *opened = Some(path);
                 return Ok(());
@@ -82,12 +82,12 @@ pub(super) fn open() -> std::result::Result<(), String> {
             refusals.push((path, said()));
         }
     }
-    // A library that exists and cannot be opened says more than one that is missing.
+    // A library that exists but cannot be opened is more informative than a missing one.
     let here = refusals.iter().find(|(path, _)| is_there(path));
     Err(refusal(&release, (&folders, &passed), here.map(|(_, reason)| reason.as_str())))
 }
 
-/// Whether a library is there, by its path or by a bare name that the loader looks for.
+/// Whether a library exists, by path or by a bare name that the loader resolves.
 fn is_there(library: &Path) -> bool {
     let places = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     library.is_absolute() && library.exists()
@@ -123,29 +123,29 @@ fn folder_in_use() -> Result<PathBuf> {
     Ok(PathBuf::from(said()))
 }
 
-/// What decides where a GPU half is looked for.
+/// What determines where a GPU half is searched for.
 struct Places<'a> {
     in_use: PathBuf,
     release: &'a str,
     variable: &'a dyn Fn(&str) -> Option<PathBuf>,
 }
 
-/// Where a GPU half is looked for.
+/// Result of the search.
 struct Looked {
-    /// The likeliest first.
+    /// Likeliest first.
     folders: Vec<PathBuf>,
-    /// What was found and is of no use, each with what it is.
+    /// Descriptions of installations that do not fit.
     passed: Vec<String>,
 }
 
 impl Places<'_> {
-    /// Folders in which it may lie: beside the libtorch in use, in the libtorch or the Python environment that variables name,
-    /// where `provision.py --cuda` puts it.
+    /// Folders to search: next to the libtorch in use, in the libtorch or Python environment named by variables, and
+    /// where `provision.py --cuda` installs it.
     fn folders(&self) -> Looked {
         let (mut folders, mut passed) = (vec![self.in_use.clone()], Vec::new());
         let mut fits = |torch: &PathBuf| {
             let (version, fits) = self.stated(torch);
-            // Nothing at all is said by a folder that is none of torch.
+            // Folders without torch are not mentioned.
             if !fits && !version.is_empty() {
                 passed.push(format!("{version} in {}", torch.display()));
             }
@@ -171,7 +171,7 @@ impl Places<'_> {
         Looked { folders, passed }
     }
 
-    /// What a folder of torch says that it is, and whether that is of our release, and made for CUDA as our CPU half is.
+    /// The version that a torch folder states, and whether it fits: our release, but no Python package for ROCm.
     fn stated(&self, torch: &Path) -> (String, bool) {
         let read = |name| std::fs::read_to_string(torch.join(name)).unwrap_or_default();
         let python = read("version.py");

@@ -1,4 +1,4 @@
-//! What a process has one of for each of its GPUs, for use now and then.
+//! One object per GPU and process, for occasional use.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,10 +7,10 @@ use tch::Device;
 
 use crate::Result;
 
-/// By GPU, made where it is first asked for, and never dropped.
+/// By GPU, made at first use and never dropped.
 ///
-/// libtorch has 32 streams for a GPU and hands them out in turn: were there a new one for each piece of held-out text, or for
-/// each state that is kept, sooner or later a communicator would share its stream with copies.
+/// libtorch has 32 streams per GPU and hands them out in turn. With a new stream for each validation batch or saved
+/// state, a communicator would sooner or later share its stream with copies.
 pub(super) struct Kept<T>(Mutex<BTreeMap<usize, Arc<T>>>);
 
 impl<T> Kept<T> {
@@ -18,7 +18,7 @@ impl<T> Kept<T> {
         Kept(Mutex::new(BTreeMap::new()))
     }
 
-    /// That of `device`; of a CPU a new one, which costs nothing there.
+    /// The object of `device`; on a CPU a new one, which is cheap.
     pub(super) fn of(
         &self,
         device: Device,

@@ -1,4 +1,4 @@
-//! Copies of a device's tensors in memory of the host, made beside the computation.
+//! Copies of a device's tensors in host memory, made in parallel with the computation.
 //!
 //! ```text
 //! computing stream:  ... | mark --------- the next step's passes ---------- hold | writes the tensors ...
@@ -6,10 +6,10 @@
 //! host:                                                                +--> Copies::wait: reads them
 //! ```
 //!
-//! The copies wait for what the computing stream had to do when they were asked for, and whoever writes the tensors again waits
-//! for the copies: an event each way. The host waits where it reads them, on whatever thread that is. `record_stream` keeps the
-//! memory of a tensor that is dropped meanwhile. Pinned memory is that of libtorch's allocator, which keeps it registered and
-//! hands it out again for the next copies.
+//! The copies wait for the work that the computing stream had when they were requested, and later writes of the tensors
+//! wait for the copies: one event each way. The host waits on the thread that reads them. `record_stream` keeps the
+//! memory of a tensor that is dropped meanwhile. Pinned memory comes from libtorch's allocator, which keeps it
+//! registered and reuses it for later copies.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -34,32 +34,32 @@ pub struct Unloader {
     side: Option<(usize, Mutex<SideStream>)>,
 }
 
-/// Copies that a device is still making of tensors: who writes those holds first.
+/// Copies under way: before the copied tensors are written again, call [`Departures::hold`].
 #[derive(Debug, Default)]
 pub struct Departures(Mutex<Vec<Arc<Event>>>);
 
-/// Copies in memory of the host that nobody writes any more, once they are there.
+/// Copies in host memory, constant once they have arrived.
 #[derive(Debug, Default)]
 pub struct Copies {
-    /// Contiguous, and known to nobody else.
+    /// Contiguous, without another owner.
     tensors: Vec<Tensor>,
     landing: Option<Arc<Event>>,
 }
 
 impl Unloader {
-    /// Of `device`, which [`super::open`] has opened.
+    /// For `device`, which [`super::open`] has opened.
     pub fn new(device: Device) -> Result<Unloader> {
         let Device::Cuda(index) = device else { return Ok(Unloader { side: None }) };
         Ok(Unloader { side: Some((index, Mutex::new(SideStream::new(index)?))) })
     }
 
-    /// That of `device` for what is copied now and then: a state that is kept, or replayed. A GPU has one.
+    /// The shared unloader of `device` for occasional copies: a state to save or replay. One per GPU.
     pub fn kept(device: Device) -> Result<Arc<Unloader>> {
         static KEPT: Kept<Unloader> = Kept::new();
         KEPT.of(device, Unloader::new)
     }
 
-    /// Copies of tensors as they are when all is done that the calling thread has queued, in plain or pinned memory of the host.
+    /// Copies tensors as they are after all work that the calling thread has queued, into plain or pinned host memory.
     /// On a CPU they are made at once.
     pub fn copies(&self, tensors: &[Tensor], departures: &Departures) -> Result<Copies> {
         let Some((index, side)) = &self.side else {
@@ -72,18 +72,18 @@ impl Unloader {
             return Ok(Copies { tensors, landing: None });
         };
         let side = side.lock().unwrap_or_else(PoisonError::into_inner);
-        // Enters the device, too, on whatever thread this is.
+        // Also enters the device, on whichever thread this is.
         if let Some(now) = mark(Device::Cuda(*index))? {
             side.after(&now)?;
         }
         let mut copies = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let mut copy = ptr::null_mut();
-            // SAFETY: stream and tensor are alive; the out-pointer outlives the call, which fills it exactly if it succeeds.
+            // SAFETY: stream and tensor live; the out-pointer outlives the call and is filled exactly if it succeeds.
             guarded("copy to the host", unsafe {
                 shim_fetch(side.handle, tensor.as_ptr(), &raw mut copy)
             })?;
-            // SAFETY: a new tensor that nobody else owns.
+            // SAFETY: a new tensor with no other owner.
             copies.push(unsafe { Tensor::from_ptr(copy) });
         }
         let event = Arc::new(side.mark()?);
@@ -93,8 +93,8 @@ impl Unloader {
 }
 
 impl Departures {
-    /// What the calling thread queues on `device` from here on may write the tensors; a GPU waits for the copies, the host does
-    /// not.
+    /// Makes what the calling thread queues on `device` from here on wait for the copies, so that it may write the
+    /// tensors. The host does not wait.
     pub fn hold(&self, device: Device) -> Result<()> {
         let mut events = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         events.drain(..).try_for_each(|event| event.hold(device))
@@ -102,12 +102,12 @@ impl Departures {
 }
 
 impl Copies {
-    /// The calling thread sleeps until they are there.
+    /// Blocks the calling thread until the copies have arrived.
     pub fn wait(&self) -> Result<()> {
         self.landing.as_ref().map_or(Ok(()), |event| event.wait())
     }
 
-    /// Waits, and gives the bytes of the elements of each, the last dimension fastest.
+    /// Waits, and returns the bytes of each tensor's elements, the last dimension fastest.
     pub fn bytes(&self) -> Result<Vec<&[u8]>> {
         self.wait()?;
         let bytes = |tensor: &Tensor| -> &[u8] {
@@ -115,8 +115,8 @@ impl Copies {
             if bytes == 0 {
                 return &[];
             }
-            // SAFETY: a contiguous tensor of so many bytes in memory of the host, which lives as long as this value is borrowed;
-            // only this value knows it, and what was to be written there has been.
+            // SAFETY: a contiguous tensor of so many bytes in host memory that lives as long as this value is borrowed;
+            // it has no other owner, and the copy into it is complete.
             unsafe { slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), bytes) }
         };
         Ok(self.tensors.iter().map(bytes).collect())

@@ -1,8 +1,7 @@
-//! A vendor's libraries, opened at run time: the compiler that a program calls, and the driver that loads and launches what
-//! it made.
+//! A vendor's libraries, opened at run time: the compiler, and the driver that loads and launches its output.
 //!
-//! NVRTC and hipRTC have one C interface under two prefixes, and so have the few functions of the drivers that are called here.
-//! Nothing of a vendor is needed to build.
+//! NVRTC and hipRTC have the same C interface with different prefixes, and so have the few driver functions that are
+//! called here. Building needs nothing of a vendor.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
@@ -19,18 +18,18 @@ type Handle = *mut c_void;
 /// A vendor's names.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Vendor<'a> {
-    /// Names of the compiler's library, the newest first.
+    /// Names of the compiler library, newest first.
     pub(super) compilers: &'a [&'a CStr],
-    /// Libraries that the compiler looks for by name when it compiles.
+    /// Libraries that the compiler loads by name when it compiles.
     pub(super) helpers: &'a [&'a CStr],
-    /// Names of the driver's.
+    /// Names of the driver library.
     pub(super) drivers: &'a [&'a CStr],
     pub(super) compiler_prefix: &'a str,
-    /// What the compiler calls what it has made.
+    /// The compiler's name for its output.
     pub(super) code: &'a str,
     pub(super) driver_prefix: &'a str,
     pub(super) launch: &'a str,
-    /// What tells the memory of a device, without the prefix.
+    /// The function that returns a device's memory size, without the prefix.
     pub(super) total_memory: &'a str,
     pub(super) options: &'a [&'a str],
     /// The option that names an architecture; a compiler without one compiles for the device in use.
@@ -46,7 +45,7 @@ pub(super) const NVIDIA: Vendor<'static> = Vendor {
     code: "CUBIN",
     driver_prefix: "cu",
     launch: "cuLaunchKernel",
-    // The first version counts in 32 bits.
+    // The first version of the function has 32-bit sizes.
     total_memory: "DeviceTotalMem_v2",
     options: &["--std=c++17", "--fmad=false"],
     architecture: Some("--gpu-architecture="),
@@ -70,7 +69,7 @@ fn refuse(call: &'static str, reason: String) -> Error {
     Error::Foreign { call, reason }
 }
 
-/// The first of these that the loader finds, or that lies where libraries come along with the GPU half of libtorch.
+/// The first of these that the loader finds, or that is installed with the GPU half of libtorch.
 fn open(names: &[&CStr]) -> Result<Opened> {
     let none = || refuse("open a GPU's library", format!("none of {names:?} is here"));
     let beside = || {
@@ -89,18 +88,18 @@ fn open(names: &[&CStr]) -> Result<Opened> {
     Opened::first(names).or_else(beside).ok_or_else(none)
 }
 
-/// What a driver says of a device, for people.
+/// A driver's description of a device, for users.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Described {
     /// Its product name.
     pub(super) name: Option<String>,
-    /// Its unique number, in hexadecimal digits.
+    /// Its UUID, in hexadecimal digits.
     pub(super) uuid: Option<String>,
     /// Its memory in bytes.
     pub(super) memory: Option<u64>,
 }
 
-/// Of device `index`; `None` where there is no such driver.
+/// For device `index`; `None` without such a driver.
 pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
     type Init = unsafe extern "C" fn(c_uint) -> c_int;
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
@@ -110,8 +109,8 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
     let driver = open(vendor.drivers).ok()?;
     let prefix = vendor.driver_prefix;
     let mut device = 0;
-    // SAFETY: types of both vendors' headers; out-pointers outlive the calls, and a name gets as much room as is told, of which
-    // the last byte stays zero. A driver may be set up any number of times, which makes no context.
+    // SAFETY: types of both vendors' headers; out-pointers outlive the calls, and the size given for the name leaves
+    // its last byte zero. A driver may be initialized any number of times, which creates no context.
     unsafe {
         let init = function::<Init>(&driver, &format!("{prefix}Init")).ok()?;
         check("set a driver up", init(0)).ok()?;
@@ -129,7 +128,7 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
             check("ask for memory", ask(&raw mut bytes, device)).ok()?;
             u64::try_from(bytes).ok()
         });
-        // NVIDIA's first function of this name does not tell the parts of a GPU apart.
+        // NVIDIA's first function of this name does not distinguish the partitions of a GPU (MIG).
         let ask = |name: &str| function::<Uuid>(&driver, &format!("{prefix}{name}"));
         let ask = ask("DeviceGetUuid_v2").or_else(|_| ask("DeviceGetUuid")).ok();
         let uuid = ask.and_then(|ask| {
@@ -147,7 +146,7 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
 /// As [`Opened::function`].
 unsafe fn function<F: Copy>(library: &Opened, name: &str) -> Result<F> {
     let wanted = CString::new(name).unwrap_or_default();
-    // SAFETY: says the caller.
+    // SAFETY: the caller's promise.
     let found = unsafe { library.function(&wanted) };
     found.map_err(|reason| refuse("open a GPU's library", reason))
 }
@@ -186,7 +185,7 @@ type Bytes = unsafe extern "C" fn(Handle, *mut c_char) -> c_int;
 impl<'a> Compiler<'a> {
     pub(super) fn open(vendor: Vendor<'a>) -> Result<Compiler<'a>> {
         let library = open(vendor.compilers)?;
-        // Found by its name once it is open; a system that has it elsewhere finds it by itself.
+        // The compiler then finds it by name, as it is open already. Other systems find it by themselves.
         let _ = open(vendor.helpers);
         let mut compiler = Compiler { library, vendor, release: [0; 2] };
         let [major, minor] = &mut compiler.release;
@@ -207,9 +206,9 @@ impl<'a> Compiler<'a> {
     }
 
     /// # Safety
-    /// As [`Opened::function`]; the name goes without its prefix.
+    /// As [`Opened::function`]; `name` is without its prefix.
     unsafe fn function<F: Copy>(&self, name: &str) -> Result<F> {
-        // SAFETY: says the caller.
+        // SAFETY: the caller's promise.
         unsafe { function(&self.library, &format!("{}{name}", self.vendor.compiler_prefix)) }
     }
 
@@ -219,7 +218,7 @@ impl<'a> Compiler<'a> {
         self.vendor.options.iter().map(|option| (*option).to_owned()).chain(named).collect()
     }
 
-    /// The machine code of a source.
+    /// Compiles a source to machine code.
     pub(super) fn compile(&self, files: Files, options: &[String]) -> Result<Vec<u8>> {
         let Some(((name, source), headers)) = files.split_first() else { return Ok(Vec::new()) };
         let names: Vec<_> = headers.iter().map(|(name, _)| name.as_ptr()).collect();
@@ -230,7 +229,7 @@ impl<'a> Compiler<'a> {
             .collect();
         let options: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
         let mut program = ptr::null_mut();
-        // SAFETY: types of both vendors' headers; all strings and lists outlive the calls, with the lengths that are told.
+        // SAFETY: types of both vendors' headers; all strings and lists outlive the calls and have the lengths passed.
         unsafe {
             let create = self.function::<Create>("CreateProgram")?;
             let count = names.len() as c_int;
@@ -254,10 +253,10 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// What a program holds under a name.
+    /// A named part of a program's output.
     ///
-    /// # Safety
-    /// The program is alive, and the name is that of a function that copies bytes, whose size one with `Size` behind it tells.
+    /// # Safety The program is alive, and `name` is a function that copies bytes; the function `name` + `Size` returns
+    /// their number.
     unsafe fn taken(&self, program: Handle, name: &str) -> Result<Vec<u8>> {
         let mut size = 0;
         // SAFETY: a live program; the out-pointer outlives the call.
@@ -265,7 +264,7 @@ impl<'a> Compiler<'a> {
             self.function::<Size>(&format!("{name}Size"))?(program, &raw mut size)
         })?;
         let mut bytes = vec![0u8; size];
-        // SAFETY: as many bytes as it has told.
+        // SAFETY: the buffer has the size that the compiler reported.
         check("read from a compiler", unsafe {
             self.function::<Bytes>(name)?(program, bytes.as_mut_ptr().cast())
         })?;
@@ -294,11 +293,11 @@ pub(super) struct Module {
     handle: Handle,
     function: Function,
     launch: Launch,
-    /// Kernels that have been looked up: a driver takes longer to find one than to launch it.
+    /// Kernels found so far: looking one up takes a driver longer than launching it.
     found: RwLock<BTreeMap<CString, Handle>>,
     /// Name and release of the compiler that made the code.
     pub(super) compiler: String,
-    /// What the code is for.
+    /// The architecture for which the code was compiled.
     pub(super) architecture: String,
 }
 
@@ -308,7 +307,7 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads code for the device in use, which is of an architecture; made by a compiler of this name and release.
+    /// Loads code for the device in use, which has this architecture; a compiler of this name and release made it.
     pub(super) fn load(
         vendor: Vendor,
         code: &[u8],
@@ -333,7 +332,7 @@ impl Module {
         }
     }
 
-    /// The kernel of this name, as the driver knows it.
+    /// Looks up the kernel of this name in the driver.
     fn kernel(&self, name: &CStr) -> Result<Handle> {
         let found = self.found.read().unwrap_or_else(PoisonError::into_inner).get(name).copied();
         if let Some(kernel) = found {
@@ -351,9 +350,8 @@ impl Module {
 
     /// Queues a kernel on a stream of the device.
     ///
-    /// # Safety
-    /// The arguments are of the types of the kernel's parameters, in their order; memory that they name is that of the device,
-    /// large enough for what the kernel does, and not freed before the stream has done it.
+    /// # Safety The arguments have the types of the kernel's parameters, in their order. Memory that they refer to is
+    /// on the device, large enough for the kernel's accesses, and not freed before the stream has run it.
     pub(super) unsafe fn launch(
         &self,
         kernel: &CStr,
@@ -363,7 +361,7 @@ impl Module {
     ) -> Result<()> {
         let function = self.kernel(kernel)?;
         let arguments = arguments.as_mut_ptr();
-        // SAFETY: says the caller.
+        // SAFETY: the caller's promise.
         let answer = unsafe {
             (self.launch)(
                 function,
@@ -391,7 +389,7 @@ mod tests {
 
     static LOOKED: AtomicU32 = AtomicU32::new(0);
 
-    /// A driver that knows every kernel by the first letter of its name, but for `none`.
+    /// A driver that finds every kernel by the first letter of its name, except `none`.
     unsafe extern "C" fn look(out: *mut Handle, _: Handle, name: *const c_char) -> c_int {
         LOOKED.fetch_add(1, Ordering::SeqCst);
         // SAFETY: the caller's out-pointer and C string.

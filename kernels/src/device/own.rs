@@ -1,4 +1,4 @@
-//! Our own kernels on a GPU (`device/`): compiled for it where it is first used, kept in a folder, and loaded.
+//! Our own GPU kernels (`device/`): compiled at first use, cached in a folder, and loaded.
 
 use std::collections::BTreeMap;
 use std::ffi::CStr;
@@ -49,7 +49,7 @@ sources!(
     "transport.h"
 );
 
-/// What the source of all kernels and the options of its compilers come to, for the kernel table.
+/// Digest of the kernels' source and compiler options, for the kernel table.
 pub(crate) fn digest() -> u64 {
     digest_by(&[NVIDIA, AMD])
 }
@@ -69,7 +69,7 @@ fn digest_by(vendors: &[Vendor]) -> u64 {
     sums::bytes(&whole, 4)
 }
 
-/// Compiles the kernels, or takes what was compiled from the same source by the same compiler, and loads them.
+/// Loads the kernels: compiles them, or uses the cached result of the same source and compiler.
 pub(super) fn module(vendor: Vendor, architecture: &str, kept: Option<&Path>) -> Result<Module> {
     let compiler = Compiler::open(vendor)?;
     let options = compiler.options(architecture);
@@ -87,7 +87,7 @@ pub(super) fn module(vendor: Vendor, architecture: &str, kept: Option<&Path>) ->
     }
     let code = compiled(&compiler, architecture)?;
     let module = Module::load(vendor, &code, [compiler.name(), architecture.to_owned()])?;
-    // Kept or not, it works; who cannot write there compiles again.
+    // The cache is optional: without write access the kernels are compiled again next time.
     if let Some(file) = &file {
         let _ = keep(file, &code);
     }
@@ -99,7 +99,7 @@ pub(super) fn compiled(compiler: &Compiler, architecture: &str) -> Result<Vec<u8
     compiler.compile(SOURCES, &compiler.options(architecture))
 }
 
-/// Code that was kept, with its checksum before it; `None` where it is not whole.
+/// Cached code, preceded by its checksum; `None` if it is damaged.
 fn taken(file: &Path) -> Option<Vec<u8>> {
     let bytes = std::fs::read(file).ok()?;
     let (sum, code) = bytes.split_at_checked(8)?;
@@ -116,19 +116,19 @@ fn keep(file: &Path, code: &[u8]) -> std::io::Result<()> {
     std::fs::rename(own, file)
 }
 
-/// Both vendors, the one of the GPU half of libtorch first: a machine may have libraries of the other's.
+/// Both vendors, that of libtorch's GPU half first: a machine may have libraries of the other one, too.
 pub(super) fn vendors() -> [Vendor<'static>; 2] {
     if half::is_amds() { [AMD, NVIDIA] } else { [NVIDIA, AMD] }
 }
 
-/// Where machine code is kept: a cache of this user.
+/// The folder for cached machine code, in this user's cache.
 fn folder() -> Option<PathBuf> {
     let of = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = of("XDG_CACHE_HOME").or_else(|| of("HOME").map(|home| home.join(".cache")));
     cache.map(|cache| cache.join("ztrain/kernels"))
 }
 
-/// The kernels on a GPU, compiled once a process, or why they cannot be had from either vendor's libraries.
+/// The kernels on a GPU, compiled once per process, or why neither vendor's libraries provide them.
 pub(super) fn on_gpu(index: usize) -> std::result::Result<Arc<Module>, String> {
     type Found = std::result::Result<Arc<Module>, String>;
     static MODULES: Mutex<BTreeMap<usize, Found>> = Mutex::new(BTreeMap::new());

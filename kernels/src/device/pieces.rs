@@ -1,4 +1,5 @@
-//! Checksums and sums of squares of many tensors by one launch each: the kernels of `exact.h`, over a table of pieces.
+//! Checksums, sums of squares and copies of many tensors in one launch each: the kernels of `exact.h`, over a table of
+//! pieces.
 
 use std::ffi::CStr;
 
@@ -7,23 +8,23 @@ use tch::{Kind, Tensor};
 use super::queue::{Argument, Queue};
 use crate::Result;
 
-/// Elements that a block of `exact.h` takes.
+/// Elements per block in `exact.h`.
 const ELEMENTS: i64 = 4096;
 
 /// A piece of a tensor, contiguous, as a row of the table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Piece<'a> {
-    /// It.
+    /// The piece.
     pub(crate) tensor: &'a Tensor,
-    /// What it goes with: as many elements of its kind.
+    /// The second operand: as many elements.
     pub(crate) other: Option<&'a Tensor>,
     /// Number of its first element in its tensor.
     pub(crate) first: u64,
-    /// Of its checksum.
+    /// Salt of its checksum.
     pub(crate) salt: u64,
 }
 
-/// The rows, as `exact.h` lays them out, and how many blocks they have.
+/// The rows in the layout of `exact.h`, and their number of blocks.
 pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
     let (mut rows, mut blocks) = (Vec::with_capacity(6 * pieces.len()), 0);
     for Piece { tensor, other, first, salt } in pieces {
@@ -38,12 +39,12 @@ pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
     (rows, blocks)
 }
 
-/// Blocks of a tensor of so many elements.
+/// Number of blocks for so many elements.
 pub(super) fn blocks_of(elements: i64) -> i64 {
     elements.div_euclid(ELEMENTS) + i64::from(elements % ELEMENTS > 0)
 }
 
-/// The checksum of each piece, i64, on the device; their tensors must live until what is queued here is done, as those of a
+/// The checksum of each piece, i64, on the device. The tensors must live until the queued work is done, as those of a
 /// stream do.
 pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     let (rows, blocks) = table(pieces);
@@ -57,12 +58,12 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Tensors, or parts of some, contiguous f32: each with the number of its first element in its tensor, and a salt.
+/// Tensors or parts of some, contiguous f32: each with the number of its first element in its tensor, and a salt.
 pub(crate) type Parts<'a> = [(&'a Tensor, u64, u64)];
 
-/// The sum of squares of each `chunk` elements of each part, in f64, on the device; and, where that is asked for, what each adds
-/// to its tensor's checksum, i64. The rows are made of addresses alone: a model of 10^9 weights has 15,000 chunks, and a tensor
-/// for each takes the host longer than the device takes for all of them.
+/// The sum of squares of each `chunk` elements of each part, in f64, on the device; and, if requested, each chunk's
+/// part of its tensor's checksum, i64. Rows are built from addresses: a model of 10^9 weights has 15,000 chunks, and a
+/// tensor for each would take the host longer than the device takes for all of them.
 pub(crate) fn squares(
     queue: &Queue,
     parts: &Parts,
@@ -88,22 +89,22 @@ pub(crate) fn squares(
     Ok([out, sums])
 }
 
-/// Adds to each piece what it goes with, as `add_present` of `exact.h` reads `first` and `salt`.
+/// Adds `other` to each piece; `add_present` of `exact.h` defines the meaning of `first` and `salt`.
 pub(crate) fn add_present(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     over(queue, c"add_present", pieces, &[])
 }
 
-/// Copies each piece, of 2 or 4 bytes an element, into what it goes with.
+/// Copies each piece, of 2 or 4 bytes an element, into its `other`.
 pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     over(queue, c"copy_blocks", pieces, &[])
 }
 
-/// Rounds each piece, f32, into what it goes with, bf16.
+/// Rounds each piece, f32, into its `other`, bf16.
 pub(crate) fn round(queue: &Queue, pieces: &[Piece]) -> Result<()> {
     over(queue, c"round_blocks", pieces, &[])
 }
 
-/// A kernel over the table of pieces, whose blocks are theirs.
+/// Launches a kernel over the table of pieces, with the number of blocks that they have.
 fn over(queue: &Queue, kernel: &CStr, pieces: &[Piece], rest: &[Argument]) -> Result<()> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);

@@ -1,4 +1,4 @@
-//! Launches of our own kernels, each argument checked against the kernel's parameters as its source has them.
+//! Launches our own kernels, checking each argument against the kernel's parameters in its source.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -10,12 +10,12 @@ use super::library::Module;
 use super::own::{SOURCES, on_gpu};
 use crate::{Error, Result};
 
-/// What a kernel is given for a parameter.
+/// An argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Argument<'a> {
-    /// Memory that it reads or writes, contiguous.
+    /// Contiguous memory that the kernel reads or writes.
     Memory(&'a Tensor),
-    /// None, where the kernel does without.
+    /// A null pointer, if the kernel allows it.
     Nothing,
     /// A count.
     Word(i64),
@@ -49,7 +49,7 @@ enum Parameter {
     Float,
 }
 
-/// The parameters of every kernel, read off the source.
+/// The parameters of every kernel, parsed from the source.
 fn signatures() -> &'static BTreeMap<&'static str, Vec<Parameter>> {
     static FOUND: OnceLock<BTreeMap<&'static str, Vec<Parameter>>> = OnceLock::new();
     FOUND.get_or_init(|| {
@@ -58,7 +58,7 @@ fn signatures() -> &'static BTreeMap<&'static str, Vec<Parameter>> {
     })
 }
 
-/// Of what follows `KERNEL(`: its name, and what stands between the parentheses behind its limits.
+/// Parses what follows `KERNEL(`: its name, and the parameters after its limits.
 fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
     let (name, rest) = text.split_once(',')?;
     let list = rest.split_once("LIMIT(")?.1.split_once('(')?.1.split_once(')')?.0;
@@ -73,7 +73,7 @@ fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
             ("bf16", true) => Parameter::Memory(Kind::BFloat16),
             ("u8", true) => Parameter::Memory(Kind::Uint8),
             ("u32" | "int", true) => Parameter::Memory(Kind::Int),
-            // Tables are laid out in words of 64 bits.
+            // Tables consist of 64-bit words.
             (
                 "u64" | "i64" | "Piece" | "Move" | "Product" | "Span" | "Unfinished" | "Addition",
                 true,
@@ -86,7 +86,7 @@ fn signature(text: &'static str) -> Option<(&'static str, Vec<Parameter>)> {
     Some((name, parameters.collect::<Option<_>>()?))
 }
 
-/// An argument as the driver takes it: by its address.
+/// An argument in the driver's form, which takes its address.
 #[derive(Clone, Copy)]
 union Slot {
     address: *mut c_void,
@@ -103,13 +103,13 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    /// Over a stream that the driver stands in for.
+    /// For a stream of the stand-in driver.
     #[cfg(test)]
     pub(super) fn new(module: Arc<Module>, device: Device, stream: *mut c_void) -> Queue {
         Queue { module, device, stream }
     }
 
-    /// That of a GPU, or why the kernels cannot be had.
+    /// The queue of a GPU, or why the kernels are unavailable.
     pub(crate) fn of(device: Device) -> Result<Queue> {
         let refuse = |reason| Error::NoDevice { device: format!("{device:?}"), reason };
         let Device::Cuda(index) = device else { return Err(refuse("it is no GPU".to_owned())) };
@@ -123,19 +123,19 @@ impl Queue {
         &self.module.compiler
     }
 
-    /// Architecture of the device, as its runtime library says it; empty where it does not.
+    /// Architecture of the device, as its runtime library reports it; empty if it does not.
     pub(crate) fn architecture(&self) -> &str {
         &self.module.architecture
     }
 
-    /// Where it computes.
+    /// The device.
     pub(crate) fn device(&self) -> Device {
         self.device
     }
 
-    /// Queues `kernel` for so many blocks of 256 threads; none at all where there are none.
+    /// Queues `kernel` for so many blocks of 256 threads; launches nothing for 0 blocks.
     ///
-    /// The kernel must stay within its arguments, given those sizes: that is for the one who names it, beside the kernel's text.
+    /// The caller must pass sizes with which the kernel stays within its arguments; the kernel's source states them.
     pub(crate) fn launch(&self, kernel: &CStr, blocks: i64, arguments: &[Argument]) -> Result<()> {
         let name = kernel.to_str().unwrap_or_default();
         let refuse = |reason: String| Error::Foreign {
@@ -172,27 +172,27 @@ impl Queue {
         let blocks = u32::try_from(blocks).map_err(|_| refuse(format!("{blocks} blocks")))?;
         let mut places: Vec<*mut c_void> =
             slots.iter_mut().map(|slot| (&raw mut *slot).cast()).collect();
-        // SAFETY: types and number of the arguments are those of the source, which was compiled into this module. Memory is that
-        // of the device and of this stream: libtorch hands it out again to what is queued behind alone. A kernel stays within it
-        // where its sizes are right, as the caller has to see to.
+        // SAFETY: types and number of the arguments match the source, which was compiled into this module. Memory is on
+        // the device and of this stream: libtorch reuses it only for work that is queued later. The kernel stays within
+        // it if the sizes are right, which the caller ensures.
         unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
     }
 
-    /// The same of words that nobody checks: addresses of memory of the device, counts, bits of numbers.
+    /// The same with unchecked words: addresses of device memory, counts, bits of numbers.
     #[cfg(test)]
     pub(super) fn launch_words(&self, kernel: &CStr, blocks: u32, words: &mut [u64]) -> Result<()> {
         let mut places: Vec<*mut c_void> =
             words.iter_mut().map(|word| (&raw mut *word).cast()).collect();
-        // SAFETY: the words are those of a tape, which the emulator has played under a sanitizer.
+        // SAFETY: the words are those of a tape that the emulator has played under a sanitizer.
         unsafe { self.module.launch(kernel, [blocks, 256], &mut places, self.stream) }
     }
 
-    /// Words in the memory of the device, by way of pinned memory: the host waits for nothing.
+    /// Copies words to the device through pinned memory; the host does not wait.
     pub(crate) fn upload(&self, words: &[i64]) -> Result<Tensor> {
         super::upload(self.device, words)
     }
 
-    /// Memory of the device with nothing in it.
+    /// Uninitialized memory on the device.
     pub(crate) fn room(&self, shape: &[i64], kind: Kind) -> Result<Tensor> {
         Ok(Tensor::f_empty(shape, (kind, self.device))?)
     }
@@ -202,16 +202,16 @@ unsafe extern "C" {
     fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
-/// The stream on which the calling thread computes, as the driver knows it.
+/// The stream on which the calling thread computes, as the driver's handle.
 fn current_stream(index: usize) -> Result<*mut c_void> {
     type Ask = unsafe extern "C" fn(i32, *mut *mut c_void) -> c_int;
     let refuse =
         |reason: &str| Error::Foreign { call: "ask for a stream", reason: reason.to_owned() };
-    // Looked for once: a search through all libraries takes longer than a launch, and this is asked before each.
+    // Looked up once: a search through all libraries takes longer than a launch, and each launch needs the stream.
     static FOUND: OnceLock<Option<Ask>> = OnceLock::new();
     let search = || {
-        // SAFETY: no library: the whole process is searched, where the GPU half of libtorch has been opened before it had a
-        // device.
+        // SAFETY: a null handle searches the whole process, where the GPU half of libtorch was opened before any device
+        // existed.
         let found =
             unsafe { dlsym(std::ptr::null_mut(), c"aoti_torch_get_current_cuda_stream".as_ptr()) };
         // SAFETY: its type in libtorch's `shim.h`; null is `None`.
@@ -230,7 +230,7 @@ fn current_stream(index: usize) -> Result<*mut c_void> {
 mod tests {
     use super::*;
 
-    /// What the emulator's list and the parser see of the source is the same set of kernels.
+    /// The emulator's list and the parser find the same kernels in the source.
     #[test]
     fn every_kernel_has_a_signature() {
         let texts = SOURCES.iter().map(|(_, text)| text.to_str().unwrap());

@@ -1,23 +1,23 @@
-//! Batches on their way to a device: a ring of buffers, in which the threads of a prefetcher assemble them, and one copy out of
-//! each.
+//! Batches on their way to a device: prefetcher threads assemble them in a ring of buffers, and each buffer is sent
+//! with one copy.
 //!
 //! ```text
-//! readers: take a buffer, write it --(in step order)--> send: on a side stream one copy, two widenings, an event behind them
+//! readers: take a buffer, write it --(in step order)--> send: one copy on a side stream, two conversions, an event
 //!     ^                                                   |                          |
 //!     +-- the event has passed and the host is done with  +        the computing stream waits for the event
 //!         the buffer: it is free
 //! ```
 //!
-//! A buffer has flags of 8 bits and behind them, from the next multiple of 64 bytes on, words of 32: half the bytes of what a
-//! model reads. Only they travel; the device makes f32 and words of 64 bits of them, once a batch.
+//! A buffer has 8-bit flags and, from the next multiple of 64 bytes on, 32-bit words: half the bytes of what a model
+//! reads. Only these travel; the device converts them to f32 and 64-bit words once per batch.
 //!
-//! For a GPU a buffer is pinned memory, registered when it is first needed and kept. The host may read it as long as it likes,
-//! also while it is copied; it comes back to its ring when it is dropped, and is handed out again when the copy is over. Who
-//! writes it again before that waits. There are as many buffers as batches are alive: where none is free and a copy out of one
-//! that was dropped is under way, its end is waited for; only else one more is made. The host waits for nothing but such a copy,
-//! which waits for nobody, so no order of threads can hold another up for ever.
+//! For a GPU a buffer is pinned memory, registered at first use and kept. The host may read it at any time, even while
+//! it is copied. When dropped it returns to its ring, and it is reused after the copy has ended; writing it earlier
+//! waits for the copy. There are as many buffers as live batches: if none is free but a dropped one is still being
+//! copied, `take` waits for that copy; otherwise it allocates a new one. The host waits for nothing but such a copy,
+//! which depends on no other thread, so this cannot deadlock.
 //!
-//! The other way round no event is needed: `record_stream` keeps the memory on the device from being used again before the
+//! The other direction needs no event: `record_stream` keeps the memory on the device from being reused before the
 //! computing stream is done with it.
 
 use std::collections::VecDeque;
@@ -47,10 +47,11 @@ unsafe extern "C" {
     fn shim_await(event: *mut c_void, tensor: *const C_tensor) -> c_int;
 }
 
-/// Where words begin behind flags: a multiple of a line of a processor's cache, and of any load of a device. The shim has it too.
+/// Alignment of the words after the flags: a multiple of a CPU cache line and of any load of a device. The shim has it,
+/// too.
 const ALIGNED: usize = 64;
 
-/// A ring of buffers from which one device is fed. A clone is the same ring; any thread may take from it.
+/// A ring of buffers that feeds one device. A clone is the same ring; any thread may take from it.
 #[derive(Clone, Debug)]
 pub struct Buffers(Arc<Ring>);
 
@@ -64,29 +65,29 @@ struct Ring {
 #[derive(Debug, Default)]
 struct Waiting {
     free: Vec<Memory>,
-    /// What copies may still be reading, in the order in which it was dropped.
+    /// Memory that copies may still be reading, in the order in which it was dropped.
     leaving: VecDeque<Memory>,
 }
 
-/// Bytes in memory of the host.
+/// Bytes of host memory.
 #[derive(Debug)]
 struct Memory {
-    /// Has them; contiguous, known to nobody else.
+    /// Owns the bytes; contiguous, without another owner.
     tensor: Tensor,
     place: *mut u8,
     bytes: usize,
-    /// Copies out of it that may be under way.
+    /// Copies from it that may be under way.
     copies: Vec<Arc<Event>>,
-    /// A copy may be under way of which nobody knows the end.
+    /// Set if a copy may be under way whose end is unknown.
     lost: bool,
 }
 
 // SAFETY: it owns its bytes, which any thread may free.
 unsafe impl Send for Memory {}
-// SAFETY: through a shared reference nothing is written, neither its bytes nor the tensor.
+// SAFETY: shared references allow no writes, neither to the bytes nor to the tensor.
 unsafe impl Sync for Memory {}
 
-/// Flags and words, to be written in place; it comes back to its ring when it is dropped.
+/// Flags and words, written in place; returns to its ring when dropped.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Option<Memory>,
@@ -95,7 +96,7 @@ pub struct Buffer {
     ring: Arc<Ring>,
 }
 
-/// How many bytes so many flags take before the words begin.
+/// Offset of the words after so many flags.
 fn padded(flags: usize) -> usize {
     flags.next_multiple_of(ALIGNED)
 }
@@ -109,7 +110,7 @@ impl Memory {
                 guarded("pin memory", unsafe {
                     shim_pinned(index as c_int, bytes as i64, &raw mut tensor)
                 })?;
-                // SAFETY: a new tensor that nobody else owns.
+                // SAFETY: a new tensor with no other owner.
                 unsafe { Tensor::from_ptr(tensor) }
             }
             _ => Tensor::f_zeros([bytes as i64], (Kind::Uint8, Device::Cpu))?,
@@ -118,20 +119,20 @@ impl Memory {
         Ok(Memory { tensor, place, bytes, copies: Vec::new(), lost: false })
     }
 
-    /// So many flags, and words behind them.
+    /// So many flags, and the words after them.
     fn parts(&self, flags: usize, words: usize) -> (&[u8], &[i32]) {
         if self.bytes == 0 {
             return (&[], &[]);
         }
-        // SAFETY: the buffer was made with room for both, which libtorch aligns to 64 bytes and zeroed when it was new. They are
-        // written through `parts_mut` alone, which borrows it from everybody else; a device only reads them.
+        // SAFETY: the buffer is large enough for both; libtorch aligns it to 64 bytes, and it was zeroed when
+        // allocated. It is written only through `parts_mut`, which borrows it exclusively; a device only reads it.
         unsafe {
             let behind = self.place.add(padded(flags)).cast::<i32>();
             (slice::from_raw_parts(self.place, flags), slice::from_raw_parts(behind, words))
         }
     }
 
-    /// The same, to be written: when no copy reads them.
+    /// The same for writing: waits until no copy reads them.
     fn parts_mut(&mut self, flags: usize, words: usize) -> Result<(&mut [u8], &mut [i32])> {
         self.wait()?;
         if self.bytes == 0 {
@@ -154,7 +155,7 @@ impl Memory {
         Ok(true)
     }
 
-    /// The calling thread sleeps until no copy reads it any more.
+    /// Blocks the calling thread until no copy reads it any more.
     fn wait(&mut self) -> Result<()> {
         if self.lost {
             let reason = "a copy out of it failed".to_owned();
@@ -173,7 +174,7 @@ impl Ring {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory out of which nothing is being copied, if there is any or will be.
+    /// Memory that is not being copied, waiting for the end of a copy if necessary; `None` if there is none.
     fn next(&self) -> Result<Option<Memory>> {
         let next = {
             let mut waiting = self.waiting();
@@ -189,7 +190,7 @@ impl Ring {
             }
             waiting.free.pop().or_else(|| waiting.leaving.pop_front())
         };
-        // Nobody else waits behind this wait.
+        // Outside of the lock, so that no other thread waits for this copy.
         next.map(|mut memory| memory.wait().map(|()| memory)).transpose()
     }
 }
@@ -200,11 +201,11 @@ impl Buffers {
         Buffers(Arc::new(Ring { device, waiting: Mutex::default() }))
     }
 
-    /// A buffer of so many flags and words, whatever they are: the caller writes every one.
+    /// A buffer of so many flags and words with arbitrary content: the caller writes all of them.
     pub fn take(&self, flags: usize, words: usize) -> Result<Buffer> {
         let bytes = padded(flags) + words * size_of::<i32>();
         enter(self.0.device)?;
-        // One that is too small is made anew: batches grow where a phase says so.
+        // A buffer that is too small is replaced: batches grow between phases.
         let memory = match self.0.next()?.filter(|memory| memory.bytes >= bytes) {
             Some(memory) => memory,
             None => Memory::new(self.0.device, bytes)?,
@@ -219,7 +220,7 @@ impl Buffer {
         self.memory.as_ref().map_or((&[], &[]), |memory| memory.parts(self.flags, self.words))
     }
 
-    /// The same, to be written: where a copy still reads them, when it is over.
+    /// The same for writing; waits until no copy reads them.
     pub fn parts_mut(&mut self) -> Result<(&mut [u8], &mut [i32])> {
         let (flags, words) = (self.flags, self.words);
         self.memory.as_mut().map_or(Ok((&mut [], &mut [])), |memory| memory.parts_mut(flags, words))
@@ -228,7 +229,7 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        // What may be read for nobody knows how long goes back to libtorch, which keeps it until then.
+        // If the end of a copy is unknown, the memory is returned to libtorch, which keeps it until then.
         let Some(memory) = self.memory.take().filter(|memory| !memory.lost) else { return };
         let mut waiting = self.ring.waiting();
         match memory.copies.is_empty() {
@@ -238,14 +239,14 @@ impl Drop for Buffer {
     }
 }
 
-/// Moves buffers to a device; on a GPU beside the computation. Any thread may send.
+/// Copies buffers to a device; on a GPU in parallel with the computation. Any thread may send.
 #[derive(Debug)]
 pub struct Stager {
     buffers: Buffers,
     side: Option<Mutex<SideStream>>,
 }
 
-/// Flags and words on their way; [`Staged::arrive`] gives them to the computation.
+/// Flags and words under way; [`Staged::arrive`] passes them to the computation.
 #[derive(Debug)]
 pub struct Staged {
     flags: Tensor,
@@ -254,7 +255,7 @@ pub struct Staged {
 }
 
 impl Stager {
-    /// A stager for `device`, which [`super::open`] has opened, with a ring of its own.
+    /// A stager for `device`, which [`super::open`] has opened, with its own ring.
     pub fn new(device: Device) -> Result<Stager> {
         let side = match device {
             Device::Cuda(index) => Some(Mutex::new(SideStream::new(index)?)),
@@ -263,20 +264,20 @@ impl Stager {
         Ok(Stager { buffers: Buffers::new(device), side })
     }
 
-    /// The stager of `device` for what is sent now and then: held-out text, a micro-batch that is computed a second time.
-    /// A GPU has one.
+    /// The shared stager of `device` for occasional batches: held-out text, a micro-batch that is recomputed. One per
+    /// GPU.
     pub fn kept(device: Device) -> Result<Arc<Stager>> {
         static KEPT: Kept<Stager> = Kept::new();
         KEPT.of(device, Stager::new)
     }
 
-    /// Where buffers for it are taken.
+    /// The ring from which its buffers are taken.
     pub fn buffers(&self) -> &Buffers {
         &self.buffers
     }
 
-    /// Starts moving the flags and the first `words` words of `buffer`, of this stager's ring; on a CPU it is done at once. The
-    /// host may go on reading the buffer, and drop it when it likes.
+    /// Starts copying the flags and the first `words` words of `buffer`, which is from this stager's ring; on a CPU it
+    /// completes at once. The host may continue to read the buffer, and may drop it at any time.
     pub fn send(&self, buffer: &mut Buffer, words: usize) -> Result<Staged> {
         let refuse =
             |reason: &str| Error::Foreign { call: "send a buffer", reason: reason.to_owned() };
@@ -287,7 +288,7 @@ impl Stager {
         let Some(memory) = buffer.memory.as_mut().filter(|_| words <= there) else {
             return Err(refuse("it has not so many words"));
         };
-        // On a CPU libtorch widens by the calling thread alone, as everything else.
+        // On a CPU libtorch converts on the calling thread alone, like everything else.
         thread::enter_thread()?;
         let device = self.buffers.0.device;
         enter(device)?;
@@ -295,9 +296,9 @@ impl Stager {
             self.side.as_ref().map(|side| side.lock().unwrap_or_else(PoisonError::into_inner));
         let (counts, mut event) = ([flags as i64, words as i64], ptr::null_mut());
         let mut wide = [ptr::null_mut(); 2];
-        // SAFETY: stream and tensor are alive, which has room for so many of both; the out-pointers outlive the call and are
-        // filled exactly if it succeeds. Nobody writes the memory before the event: `copies` says that it is read. Where the call
-        // fails nothing says until when.
+        // SAFETY: stream and tensor are alive, and the tensor is large enough for both; the out-pointers outlive the
+        // call and are filled exactly if it succeeds. The memory is not written before the event, as `copies` marks it
+        // as being read. If the call fails, the end of the copy is unknown.
         let sent = guarded("send a buffer", unsafe {
             shim_stage(
                 side.as_ref().map_or(ptr::null_mut(), |side| side.handle),
@@ -313,25 +314,25 @@ impl Stager {
         }
         let arrival = (!event.is_null()).then(|| Arc::new(Event { handle: event, device }));
         memory.copies.extend(arrival.clone());
-        // SAFETY: new tensors that nobody else owns.
+        // SAFETY: new tensors with no other owner.
         let [flags, words] = wide.map(|tensor| unsafe { Tensor::from_ptr(tensor) });
         Ok(Staged { flags, words, arrival })
     }
 }
 
 impl Staged {
-    /// An alias that another thread may have.
+    /// An alias for another thread.
     pub fn alias(&self) -> Result<Staged> {
         let alias = |tensor: &Tensor| tensor.f_narrow(0, 0, tensor.numel() as i64);
         let (flags, words) = (alias(&self.flags)?, alias(&self.words)?);
         Ok(Staged { flags, words, arrival: self.arrival.clone() })
     }
 
-    /// The flags as a tensor of f32 and the words as one of i64, safe to use in the current stream of this thread.
+    /// The flags as an f32 tensor and the words as an i64 tensor, safe to use in this thread's current stream.
     pub fn arrive(self) -> Result<(Tensor, Tensor)> {
         if let Some(event) = &self.arrival {
             enter(event.device)?;
-            // SAFETY: both handles are alive; the shim only queues a wait. Both tensors lie in one piece of memory.
+            // SAFETY: both handles are alive; the shim only queues a wait. Both tensors are in one allocation.
             guarded("wait for a copy", unsafe { shim_await(event.handle, self.words.as_ptr()) })?;
         }
         Ok((self.flags, self.words))
@@ -342,7 +343,7 @@ impl Staged {
 mod tests {
     use super::*;
 
-    /// How many were made, where all have come back.
+    /// Number of buffers allocated, if all have been returned.
     fn made(stager: &Stager) -> usize {
         stager.buffers.0.waiting().free.len()
     }

@@ -1,25 +1,27 @@
-//! A line of ranks of a mesh, with an order of exchanges of its own.
+//! One axis of a rank mesh, with its own sequence of exchanges.
 //!
-//! Along each axis of a mesh a rank exchanges with the others of its line: gradients along one, what a layer needs along
-//! another. The ranks of a line begin its exchanges in one order, each from one thread at a time; between axes there is no
-//! order, and a rank may be anywhere in one exchange while another thread of it waits in one of another axis.
+//! Along each axis of the mesh a rank exchanges tensors with the other ranks of its line: gradients along one axis,
+//! what a layer needs along another. All ranks of a line begin its exchanges in the same order, each from one thread at
+//! a time. Axes are not ordered among each other: one thread of a rank may wait in an exchange of one axis while
+//! another thread is anywhere in another axis.
 //!
-//! Why no ranks wait for each other for ever:
-//! - A transfer is named by its two ends and its tag, which holds the axis and the number of the exchange on it. No two
-//!   transfers under way share a name, so whatever arrives first is not taken for another.
-//! - Gloo sends a tensor when the receiver has said where it goes, and what waits for that holds up nothing else: there is no
-//!   queue in which the transfer of one axis could stand before that of another. So a transfer ends as soon as both ends have
-//!   begun it, and nothing but the other end can delay a rank that waits for one.
-//! - Every rank runs one program: steps, in them micro-batches by turns, in them layers. An exchange inside a layer waits for
-//!   what its line does in the same turn; one of gradients waits, at turn n, only for blocks of turns before n. Take the
-//!   earliest wait of this order that does not end: its other end has passed, or still computes, everything before it, waits for
-//!   nothing there (that would be an earlier wait that does not end), and so begins the transfer. It ends after all.
+//! Why this cannot deadlock:
+//! - A transfer is identified by its two ends and its tag, which contains the axis and the number of the exchange on
+//!   it. No two transfers under way share this identity, so transfers cannot be confused, whichever arrives first.
+//! - Gloo sends a tensor once the receiver has posted its buffer. A send that waits for this blocks no other send:
+//!   there is no queue in which a transfer of one axis could block one of another. So a transfer ends as soon as both
+//!   ends have begun it; a rank that waits for it can be delayed by the other end only.
+//! - Every rank runs the same program: steps, micro-batches in turn within a step, layers within those. An exchange
+//!   inside a layer waits for what its line does in the same turn; one of gradients waits, at turn n, only for blocks
+//!   of turns before n. Assume some waits never end and take the earliest in this order. Its other end has passed, or
+//!   still computes, everything before it; it cannot be stuck there, as that would be an earlier wait that does not
+//!   end. So it begins the transfer, and the wait ends.
 //!
-//! Where RCCL moves tensors, each line has a communicator, a communication thread and a stream of its own, so what holds for
-//! transfers holds for rounds (see `comm_thread`): those of one line wait for nothing of another's. A round is queued when
-//! all of its ranks have come to it, and what the device then runs is a kernel that waits for theirs alone; kernels of up to
-//! four lines and those that compute, each of which ends by itself, find room beside each other on a device, as NCCL asks of
-//! those who use several communicators at a time.
+//! With RCCL each line has its own communicator, communication thread and stream, so the same holds for rounds (see
+//! `comm_thread`): rounds of one line never wait for rounds of another. A round is queued only after all of its ranks
+//! have reached it, so on the device its kernel waits for the kernels of those ranks alone. The kernels of up to four
+//! lines and the computing kernels, each of which ends by itself, fit on a device at the same time, as NCCL requires of
+//! programs that use several communicators at once.
 
 use std::sync::Arc;
 
@@ -33,20 +35,20 @@ use super::exchange_id::AXES;
 use super::peers::Peers;
 use crate::{Error, Result};
 
-/// A line of ranks.
+/// The ranks of this rank's line along one axis of the mesh.
 #[derive(Debug)]
 pub struct Axis {
     peers: Option<Arc<Peers>>,
     axis: usize,
     members: Vec<u32>,
     device: Device,
-    /// Who moves tensors, if not Gloo.
+    /// Moves the tensors; `None` with Gloo.
     comm: Option<Arc<CommThread>>,
 }
 
 impl Group {
-    /// The line of `members`, of which this rank is one, along axis `axis` from 1. Every rank of the line makes it, with the
-    /// same members; lines of one axis share no rank.
+    /// The line of `members`, which include this rank, along axis `axis` (1 or higher). Every rank of the line calls
+    /// this with the same members. Lines of one axis share no rank.
     pub fn axis(&self, axis: usize, members: &[u32]) -> Result<Axis> {
         let known = (1..AXES).contains(&axis) && members.contains(&self.rank());
         if !known || members.iter().any(|rank| *rank >= self.world()) {
@@ -63,7 +65,7 @@ impl Group {
 }
 
 impl Axis {
-    /// The ranks of the line, as numbered among all.
+    /// The ranks of the line, by their numbers in the group.
     pub fn members(&self) -> &[u32] {
         &self.members
     }
@@ -74,7 +76,7 @@ impl Axis {
         self.members.iter().copied().filter(move |rank| *rank != me)
     }
 
-    /// Begins an exchange that every rank of the line begins, named for whoever misses one.
+    /// Begins an exchange that every rank of the line begins. Messages about missing ranks name it `what`.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };

@@ -1,5 +1,5 @@
-//! The store as Gloo asks for it: the addresses at which ranks reach each other travel through it, and so from nobody but those
-//! who have the run's key.
+//! Gives Gloo access to our store. Ranks exchange their addresses through it, so only processes with the run's key can
+//! supply one.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -12,17 +12,17 @@ use super::{Store, milliseconds, text};
 use crate::shim::{DONE, FAILED, LATE, guarded};
 use crate::{Error, Result};
 
-/// What the calls are given.
+/// The owner that the callbacks get.
 struct Asked {
-    /// Gloo must not keep a store open for whom it was dropped.
+    /// Weak: Gloo must not keep the store open after its owner has dropped it.
     store: Weak<Store>,
     timeout: Duration,
-    /// Why a call failed: more than Gloo hands on.
+    /// Why a call failed: Gloo reports less.
     failed: Arc<Mutex<Option<Error>>>,
 }
 
-/// Connects `rank` of `world` ranks with each other one: Gloo's process group, for `shim_group_free`. An interface's name wins
-/// over that of a host; without either libtorch chooses.
+/// Connects `rank` to all other ranks of `world` and returns Gloo's process group, to be freed with `shim_group_free`.
+/// An interface takes precedence over a host; without either libtorch chooses.
 pub(super) fn connect(
     store: &Arc<Store>,
     (rank, world): (u32, u32),
@@ -34,7 +34,7 @@ pub(super) fn connect(
     let asked = Asked { store: Arc::downgrade(store), timeout, failed: Arc::clone(&failed) };
     let owner = Box::into_raw(Box::new(asked)).cast();
     let calls = StoreCalls { owner, set, wait, free };
-    // SAFETY: texts and out-pointer outlive the call; what is asked of is handed over, and freed by the last who asks.
+    // SAFETY: texts and out-pointer outlive the call; the ownership of `Asked` is handed over, and `free` releases it.
     let connected = guarded("connect the ranks", unsafe {
         shim_group_open(
             calls,
@@ -51,7 +51,7 @@ pub(super) fn connect(
 }
 
 impl Asked {
-    /// Does what is asked, and keeps the error.
+    /// Answers a request; an error is kept in `failed`.
     fn answer(&self, ask: impl FnOnce(&Store) -> Result<()>) -> c_int {
         let gone = || Error::Foreign { call: "ask the store", reason: "it is closed".to_owned() };
         let answer = self.store.upgrade().ok_or_else(gone).and_then(|store| ask(&store));
@@ -103,7 +103,7 @@ unsafe extern "C" fn wait(
 }
 
 /// # Safety
-/// `owner` was made by [`connect`], and nobody asks it any more.
+/// `owner` was made by [`connect`], and no other call uses it from here on.
 unsafe extern "C" fn free(owner: *mut c_void) {
     // SAFETY: the caller's promise.
     drop(unsafe { Box::from_raw(owner.cast::<Asked>()) });

@@ -1,4 +1,4 @@
-//! The clock of whoever waits for ranks.
+//! The clock of deadlines for other ranks.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -7,10 +7,11 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use super::ffi::shim_lived;
 use crate::{Error, Result};
 
-/// Between two looks for ranks that have not come yet.
+/// Pause between polls for ranks that have not arrived yet.
 pub(super) const LOOK: Duration = Duration::from_millis(5);
 
-/// How long this process has lived since it was first asked: the clock of every deadline between ranks.
+/// How long this process has run since the first call, without time in which it was stopped: the clock of every
+/// deadline between ranks.
 pub(super) fn lived() -> Duration {
     let mut lived = 0;
     // SAFETY: the out-pointer outlives the call. Where the clock cannot start there are no threads left at all.
@@ -18,11 +19,12 @@ pub(super) fn lived() -> Duration {
     Duration::from_millis(lived as u64)
 }
 
-/// The last second, from 1970 on, at which ranks may meet. libtorch's waits end at a date in nanoseconds of 63 bits: beyond that,
-/// in 2262, two ranks would wait for each other for ever, at full speed. A wait may be for a year, and a run goes on for some.
+/// The last second since 1970 at which ranks may meet. libtorch computes the end of a wait as a date in nanoseconds of
+/// 63 bits; after 2262 it overflows, and two ranks would wait for each other forever in a busy loop. The margin of 5
+/// years allows for waits of up to a year and for the length of a run.
 const LAST: u64 = (i64::MAX as u64) / 1_000_000_000 - 5 * 366 * 24 * 3600;
 
-/// Refuses to meet others where the wall clock is so far off that waits would not end.
+/// Refuses to meet other ranks if the wall clock is so far off that waits would not end.
 pub(super) fn refuse_date() -> Result<()> {
     #[expect(
         clippy::disallowed_methods,

@@ -1,4 +1,4 @@
-//! The two threads behind a communicator: one has the ranks of a round meet and queues it, the other sees it to its end.
+//! The two threads of a communicator: one waits for the ranks of a round and queues it, the other waits for its end.
 
 use std::sync::mpsc::{Receiver, SendError, Sender, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -13,47 +13,47 @@ use super::vanish;
 use super::word::seconds;
 use crate::{Error, Result, device};
 
-/// The tag of the words that a rank has come to a round of the axis of all ranks; exchanges have smaller tags, and those of
-/// another axis the one beyond [`FAREWELL`] that its number says.
+/// Tag of the messages that a rank has reached a round, on the axis of all ranks. Exchanges have smaller tags; the tags
+/// of other axes are `FAREWELL + axis`.
 const TOKEN: i32 = 1 << 30;
 
-/// The tag of a rank's farewell to the one that watches it.
+/// Tag of a rank's farewell to the rank that watches it.
 pub(super) const FAREWELL: i32 = TOKEN + 1;
 
-/// How long the end of the communication thread is waited for, and of one that failed: the other ranks wait to hear why.
+/// How long to wait for the communication thread to end, and for one that failed: other ranks wait to hear why.
 pub(super) const PARTING: [Duration; 2] = [Duration::from_secs(5), Duration::from_millis(500)];
 
-/// Between two looks for another rank's word.
+/// Pause between checks for a reason that another rank left in the store.
 pub(super) const WORDS: Duration = Duration::from_millis(100);
 
-/// The ranks of a communicator, which numbers them by their places here.
+/// The ranks of a communicator, which numbers them by their positions in this list.
 #[derive(Clone, Debug)]
 pub(super) struct Party {
-    /// The axis along which they lie; 0 is that of all ranks.
+    /// The axis of their line; 0 is the axis of all ranks.
     pub(super) axis: usize,
     pub(super) members: Vec<u32>,
 }
 
 impl Party {
-    /// The place of a rank; a rank that is none of them has none.
+    /// The position of a rank; fails for a rank that is not a member.
     pub(super) fn place(&self, rank: u32) -> Result<u32> {
         let place = self.members.iter().position(|member| *member == rank);
         place.map(|place| place as u32).ok_or_else(|| refused(format!("rank {rank} is elsewhere")))
     }
 
-    /// The tag of the words that a rank has come to a round.
+    /// Tag of the messages that a rank has reached a round.
     pub(super) fn token(&self) -> i32 {
         if self.axis == 0 { TOKEN } else { FAREWELL + self.axis as i32 }
     }
 }
 
-/// Between two looks at a round: at least, and at most. Else an eighth of the time that it has taken.
+/// Shortest and longest pause between polls of a round; in between, an eighth of the time since the round was queued.
 const LOOKS: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(2)];
 
-/// With what a process ends whose device does not come back: as with any fault of the machine.
+/// Exit code of a process whose device does not return, as for any fault of the machine.
 const STUCK: u8 = 6;
 
-/// What the communication thread and those who wait for it both see.
+/// State shared by the communication thread and the threads that wait for it.
 #[derive(Default)]
 pub(super) struct Shared {
     state: Mutex<State>,
@@ -62,16 +62,16 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// Rounds that were closed; of them those that are done, and those that a computing stream was made to wait for.
+    /// Number of rounds that were closed, of those that are done, and of those that a computing stream waits for.
     pub(super) posted: u64,
     pub(super) passed: u64,
     pub(super) held: u64,
-    /// What has failed, and the same until somebody hears of it.
+    /// What has failed; `failed` is the same error until a caller takes it.
     pub(super) why: Option<String>,
     pub(super) failed: Option<Error>,
-    /// Who exchanges has given that up.
+    /// Set when the exchanging side ends: no more rounds come.
     pub(super) parted: bool,
-    /// Since when the communication thread is in a call of the library, and for which round.
+    /// When the communication thread entered its current library call, and for which round.
     pub(super) call: Option<(Instant, String)>,
 }
 
@@ -80,7 +80,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether nothing had failed before.
+    /// Returns whether this is the first failure.
     pub(super) fn fail(&self, error: Error) -> bool {
         let mut state = self.lock();
         let first = state.why.is_none();
@@ -93,26 +93,26 @@ impl Shared {
     }
 }
 
-/// What both threads have.
+/// State of both threads.
 pub(super) struct CommLoop {
     pub(super) peers: Arc<Peers>,
     pub(super) party: Party,
     pub(super) device: Device,
     pub(super) communicator: Arc<Communicator>,
-    /// Held by the one of them that is in a call of the communicator.
+    /// Held by the thread that is inside a call of the communicator.
     pub(super) inside: Mutex<()>,
     pub(super) shared: Arc<Shared>,
 }
 
 impl CommLoop {
-    /// Queues round after round, and has another thread see each of them end.
+    /// Queues round after round; a second thread waits for the end of each.
     pub(super) fn issue_all(
         self: Arc<Self>,
         stream: &CommStream,
         rounds: Receiver<Round>,
         end: Sender<()>,
     ) {
-        // Nothing lies between the two: a round is handed over when the one before it has passed.
+        // Capacity 0: a round is handed over once the one before it is done.
         let (hand, queued) = sync_channel(0);
         let other = Arc::clone(&self);
         let begun = std::thread::Builder::new().spawn(move || {
@@ -133,7 +133,7 @@ impl CommLoop {
             let round = match self.pass(stream, &round) {
                 Ok(()) => match hand.send(round) {
                     Ok(()) => continue,
-                    // The other thread has failed, and given all up.
+                    // The other thread has failed and given up everything.
                     Err(SendError(round)) => round,
                 },
                 Err(error) => {
@@ -150,7 +150,7 @@ impl CommLoop {
         }
     }
 
-    /// Sees the rounds that were queued to their ends, in order.
+    /// Waits for the end of each queued round, in order.
     fn see_through(&self, queued: Receiver<Round>) {
         for round in queued {
             if let Err(error) = self.through(&round) {
@@ -163,7 +163,7 @@ impl CommLoop {
         }
     }
 
-    /// First the word, for giving up may hang. The tensors of the round stay until then.
+    /// Records the failure first, because giving up may hang. The round keeps its tensors until then.
     fn give_up(&self, error: Error, round: &Round) {
         self.fail(error, round);
         self.communicator.abort();
@@ -175,7 +175,7 @@ impl CommLoop {
         }
     }
 
-    /// The same error; what a library says of it names no rank.
+    /// The same error with the ranks of the round, which the library's message does not name.
     fn named(&self, error: Error, round: &Round) -> Error {
         let Error::Foreign { call, reason } = error else { return error };
         let ranks: Vec<String> = round.partners().iter().map(u32::to_string).collect();
@@ -184,14 +184,14 @@ impl CommLoop {
         Error::Foreign { call, reason }
     }
 
-    /// Ends the process if the exchanges are not given up within two deadlines of a failure, for one of which somebody may be
-    /// waiting over Gloo: then a thread sleeps in a call of the device, which does not come back.
+    /// Ends the process if the exchanges are not given up within two deadlines of a failure (another thread may spend
+    /// one of them waiting over Gloo): by then a thread hangs in a device call that will not return.
     fn see_it_end(&self) {
         if self.device == Device::Cpu {
             return;
         }
         let (peers, shared) = (Arc::clone(&self.peers), Arc::clone(&self.shared));
-        // Without a thread for this, whoever started the process has to end it.
+        // If this thread cannot be started, the launcher has to end the process.
         let _ = std::thread::Builder::new().spawn(move || {
             let patience = 2 * peers.timeout();
             std::thread::sleep(patience);
@@ -208,7 +208,7 @@ impl CommLoop {
         });
     }
 
-    /// Has the round's ranks meet, queues it, and tells those who wait.
+    /// Waits for the round's ranks, queues the round and wakes the threads that wait for it.
     fn pass(&self, stream: &CommStream, round: &Round) -> Result<()> {
         self.meet(round, &round.partners())?;
         let inside = self.inside.lock().unwrap_or_else(PoisonError::into_inner);
@@ -226,19 +226,19 @@ impl CommLoop {
             Ok(end) if in_time => round.ticket.queued(end),
             Ok(_) => return Err(refused("too late")),
             Err(error) => {
-                // Before the other thread hears of it, which would say it of the round before.
+                // Before the other thread sees the error: it would attribute it to the previous round.
                 self.fail(error, round);
                 return Err(refused("given up"));
             }
         }
         drop(inside);
-        // Under the lock, so that nobody who has just looked misses it.
+        // Notify under the lock, so that a thread that has just checked the state does not miss it.
         let _state = self.shared.lock();
         self.shared.changed.notify_all();
         Ok(())
     }
 
-    /// Tells the round's ranks that this one has come to it, and hears the same from them.
+    /// Tells the round's ranks that this one has reached the round, and waits for the same message from each of them.
     fn meet(&self, round: &Round, partners: &[u32]) -> Result<()> {
         let missing = |peer, error| match late(&error) {
             true => self.peers.stalled(&round.what, round.id, partners),
@@ -260,7 +260,7 @@ impl CommLoop {
         Ok(())
     }
 
-    /// Queues the transfers, and what marks their end.
+    /// Queues the transfers and an event that marks their end.
     fn queue(&self, stream: &CommStream, round: &Round) -> Result<End> {
         stream.after(round.ready.as_ref())?;
         let (all, raw) = (&self.communicator, stream.raw());
@@ -272,12 +272,12 @@ impl CommLoop {
         let queued = all.together(|| {
             for (to, (_, tensor)) in to.iter().zip(&round.sends) {
                 let data = tensor.data_ptr().cast_const();
-                // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream is through,
-                // and whoever sends does not write it before.
+                // SAFETY: the round keeps the tensor, contiguous and on the stream's device, until the stream has
+                // passed it, and the sender does not write it before.
                 unsafe { all.send(data, bytes(tensor), *to, raw)? };
             }
             for (from, (_, tensor)) in from.iter().zip(&round.receives) {
-                // SAFETY: as above; nobody reads or writes it before it has arrived.
+                // SAFETY: as above; the tensor is neither read nor written before it has arrived.
                 unsafe { all.receive(tensor.data_ptr(), bytes(tensor), *from, raw)? };
             }
             Ok(())
@@ -286,7 +286,7 @@ impl CommLoop {
         stream.mark()
     }
 
-    /// Waits until the stream has passed the round, without an error of the library.
+    /// Waits until the stream has passed the round; fails if the library reports an error.
     fn through(&self, round: &Round) -> Result<()> {
         let end = round.ticket.end().ok_or_else(|| refused("it was not queued"))?;
         let (start, mut looked, [least, most]) = (Instant::now(), Instant::now(), LOOKS);
@@ -308,14 +308,14 @@ impl CommLoop {
             if state.why.is_some() {
                 return Err(refused("given up"));
             }
-            // Whoever asks for it to be settled wakes it.
+            // `settled` wakes this thread early.
             let pause = (start.elapsed() / 8).clamp(least, most);
             drop(self.shared.changed.wait_timeout(state, pause));
         }
     }
 
-    /// Whether the library was asked for errors, and has none. It is not asked while the next round is queued: who is held up
-    /// there is looked after by whoever waits ([`CommThread::look`]).
+    /// Whether the library was asked for errors and has none. It is not asked while the next round is being queued; a
+    /// hang there is noticed by the threads that wait for the round ([`CommThread::look`]).
     fn heard(&self) -> Result<bool> {
         let _inside = match self.inside.try_lock() {
             Ok(inside) => inside,
@@ -326,8 +326,8 @@ impl CommLoop {
     }
 }
 
-/// Drops a round that failed once its stream is through: giving up a communicator does not say that its kernels have ended,
-/// and memory that comes free goes to whoever computes next. What is not through in time is kept for good.
+/// Drops a failed round after its stream has passed it. Giving up a communicator does not end its kernels, which could
+/// then write into memory that was freed and reused. A round that the stream does not pass in time is leaked.
 fn let_go(round: Round) {
     let (start, end) = (Instant::now(), round.ticket.end());
     while let Some(end) = end

@@ -1,4 +1,4 @@
-//! Rounds of transfers, and the stream on which a communication thread queues them.
+//! Rounds of transfers, and the stream on which the communication thread queues them.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,12 +11,12 @@ use super::exchange_id::ExchangeId;
 use crate::device::{Event, SideStream};
 use crate::{Error, Result};
 
-/// How far the round of a transfer has come, for whoever waits for it.
+/// Progress of the round of a transfer, for the thread that waits for it.
 #[derive(Debug, Default)]
 pub(super) struct Ticket {
-    /// As which one of its communication thread it was closed, from 1; 0 before.
+    /// Number of the round in its communication thread, from 1; 0 until it is closed.
     number: AtomicU64,
-    /// Behind it on the communication thread's stream, once it is queued there.
+    /// Marks the end of the round on the communication thread's stream, once it is queued.
     end: OnceLock<End>,
 }
 
@@ -28,7 +28,7 @@ pub(super) enum End {
 }
 
 impl End {
-    /// Whether the stream has come to it.
+    /// Whether the stream has reached it.
     pub(super) fn is_over(&self) -> Result<bool> {
         match self {
             End::Device(event) => event.is_over(),
@@ -36,7 +36,7 @@ impl End {
         }
     }
 
-    /// What a stream of a device can be made to wait for.
+    /// The event that a stream of a device can wait for.
     pub(super) fn event(&self) -> Option<&Event> {
         match self {
             End::Device(event) => Some(event),
@@ -46,22 +46,21 @@ impl End {
 }
 
 impl Ticket {
-    /// The round was closed as this one.
+    /// Closes the round, with this number.
     pub(super) fn close(&self, number: u64) {
         self.number.store(number, Ordering::Release);
     }
 
-    /// As which one it was closed.
+    /// The number with which it was closed.
     ///
-    /// # Panics
-    /// If it was not.
+    /// # Panics If it is not closed.
     pub(super) fn number(&self) -> u64 {
         let number = self.number.load(Ordering::Acquire);
         assert!(number > 0, "only what is closed is waited for");
         number
     }
 
-    /// The round is queued.
+    /// Notes that the round is queued.
     pub(super) fn queued(&self, end: End) {
         let _ = self.end.set(end);
     }
@@ -72,19 +71,19 @@ impl Ticket {
     }
 }
 
-/// Transfers that are queued as one.
+/// Transfers that are queued as one group call.
 pub(super) struct Round {
     pub(super) what: String,
     pub(super) id: ExchangeId,
     pub(super) sends: Vec<(u32, Tensor)>,
     pub(super) receives: Vec<(u32, Tensor)>,
-    /// What the computing stream had to do before it was closed.
+    /// Event after everything that the computing stream had queued when the round was closed.
     pub(super) ready: Option<Event>,
     pub(super) ticket: Arc<Ticket>,
 }
 
 impl Round {
-    /// Of the exchange `id`.
+    /// An empty round of the exchange `id`.
     pub(super) fn new(what: &str, id: ExchangeId) -> Self {
         let (sends, receives, ticket) = (Vec::new(), Vec::new(), Arc::default());
         Round { what: what.to_owned(), id, sends, receives, ready: None, ticket }
@@ -100,7 +99,7 @@ impl Round {
         Arc::clone(&self.ticket)
     }
 
-    /// The other ranks of it.
+    /// The other ranks of the round.
     pub(super) fn partners(&self) -> Vec<u32> {
         let all = self.sends.iter().chain(&self.receives);
         let mut partners: Vec<u32> = all.map(|(rank, _)| *rank).collect();
@@ -112,9 +111,9 @@ impl Round {
 
 /// The stream on which a communicator works.
 pub(super) enum CommStream {
-    /// Beside the one that computes.
+    /// A stream of the device, next to the computing one.
     Device(SideStream, *mut c_void),
-    /// Of the library itself, over plain memory.
+    /// A stream of the library itself, for host memory.
     Host(Arc<HostStream>),
 }
 
@@ -122,7 +121,7 @@ pub(super) enum CommStream {
 unsafe impl Send for CommStream {}
 
 impl CommStream {
-    /// A stream for `device`, or why there is none.
+    /// A stream for `device`, or why one cannot be created.
     pub(super) fn new(device: Device) -> std::result::Result<CommStream, String> {
         let library = Library::open()?;
         let Device::Cuda(index) = device else {
@@ -139,7 +138,7 @@ impl CommStream {
         }
     }
 
-    /// What is queued from here on waits for the mark.
+    /// Makes everything queued from here on wait for the event.
     pub(super) fn after(&self, ready: Option<&Event>) -> Result<()> {
         match (self, ready) {
             (CommStream::Device(side, _), Some(mark)) => side.after(mark),
@@ -147,7 +146,7 @@ impl CommStream {
         }
     }
 
-    /// Marks what was queued so far.
+    /// Marks the end of what was queued so far.
     pub(super) fn mark(&self) -> Result<End> {
         match self {
             CommStream::Device(side, _) => side.mark().map(End::Device),
@@ -159,7 +158,7 @@ impl CommStream {
     }
 }
 
-/// What the library has refused.
+/// The error for a refusal of the library.
 pub(super) fn refused(reason: impl Into<String>) -> Error {
     Error::Foreign { call: "move tensors between devices", reason: reason.into() }
 }

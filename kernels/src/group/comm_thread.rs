@@ -1,58 +1,59 @@
-//! Tensors between the devices of ranks: RCCL or NCCL, whose communicator is named through the group.
+//! Moves tensors between the devices of ranks with RCCL or NCCL; ranks get the communicator's id through the group.
 //!
-//! What those libraries do, and what follows from it:
-//! - A send is done when its receive is. Two ranks that each queue a send before the receive wait for ever. So transfers come
-//!   in rounds: a round is one group call, within which the library lets all of them make progress together.
-//! - What is queued on a stream runs in order. Both ends put a transfer into the round of the same number, and every rank
-//!   closes its rounds in ascending order. Of all rounds that are not done take one with the smallest number (of the oldest
-//!   exchange): all that its ranks have queued before it is done, so it is at the head on every one of them, and runs. For a
-//!   rank to close a round it may only wait for arrivals of rounds with smaller numbers; then, by induction, none is stuck.
-//! - A group holds at most 2,048 transfers. A rank that speaks directly with more than 1,023 others is refused by the library;
-//!   ranks of machines go through node leaders and stay far below.
-//! - Calls may block the caller, and a communicator is for one thread at a time. So one thread, the communication thread,
-//!   makes all them but one, and nobody who computes ever waits in one. Another thread looks at the rounds under way, and
-//!   asks for errors while the first is in no call (see `comm_loop`).
+//! Properties of these libraries, and what follows:
+//! - A send completes with its receive: two ranks that each queue a send before the receive deadlock. So transfers come
+//!   in rounds. A round is one group call, within which the library advances all transfers together.
+//! - Work on a stream runs in order. Both ends put a transfer into the round of the same number, and every rank closes
+//!   its rounds in ascending order. Of all unfinished rounds take one with the smallest number (of the oldest
+//!   exchange): all that its ranks have queued before is done, so it is first on the stream of each of them, and runs.
+//!   Before a rank closes a round it may only wait for arrivals of rounds with smaller numbers; by induction none is
+//!   stuck.
+//! - A group call holds at most 2,048 transfers. The library refuses a rank that exchanges directly with more than
+//!   1,023 others; between machines transfers pass through node leaders, which stays far below.
+//! - Calls may block, and a communicator may be used by one thread at a time. So one thread, the communication thread,
+//!   makes all calls but one, and computing threads never block in one. Another thread polls the rounds under way, and
+//!   asks the library for errors while the first is in no call (see `comm_loop`).
 //! - A kernel that waits for a rank that still computes keeps a GPU busy, and one whose rank is lost never returns. So
-//!   before a round is queued its ranks tell each other over Gloo that they have come to it. A rank that is lost before is
-//!   missed there, at once and by name. From then on the round's end is looked at, against the deadline, with errors
-//!   of the library and another rank's word, and the communicator is given up if it has to be. If the call itself hangs,
-//!   whoever waits for the round does so.
-//! - A rank that is lost within a round leaves no sign in the library. So each rank also keeps a receive from the next one
-//!   open over Gloo, which fails when that one's connections close ([`watch`]): one of the ranks notices at once, and its
-//!   word ends the others.
-//! - To give a communicator up may hang as well: nobody waits long for it ([`PARTING`]).
+//!   the ranks of a round first tell each other over Gloo that they have reached it: a rank that is lost before is
+//!   noticed there, at once and by name. After that the end of the round is polled against the deadline, together with
+//!   errors of the library and reasons that other ranks left, and the communicator is given up if necessary. If the
+//!   call itself hangs, a thread that waits for the round gives it up.
+//! - The library does not report a rank that is lost within a round. So each rank keeps a receive from the next rank
+//!   open over Gloo, which fails when that rank's connections close ([`watch`]): one rank notices at once, and the
+//!   reason that it leaves in the store ends the others.
+//! - Giving up a communicator may hang as well, so waits for it are short ([`PARTING`]).
 //!
-//! **Events, not the host.** Behind each round the communication thread records an event on its stream. Who waits for a
-//! tensor, or for one to have left, waits until the round is queued, and has the computing stream wait for that event; the
-//! bytes may still be far away. So the host is ahead of the device. Two rounds are under way: while one is looked after, its
-//! ranks meet for the next and queue it, so that it stands on the stream when the first has passed; the third is queued when
-//! it has. More would gain nothing where a round takes as long as ranks take to meet, and hold memory: what a round sends and
-//! receives is kept until its event was seen. That a rank has queued the next round ends no induction of those above: it
-//! waits for no arrival of it.
+//! **Events instead of host waits.** After each round the communication thread records an event on its stream. A thread
+//! that waits for a tensor to arrive or leave sleeps only until the round is queued, and makes the computing stream
+//! wait for the event; the bytes may arrive much later. So the host runs ahead of the device. Two rounds are under way:
+//! while one runs, its ranks agree on the next and queue it, so that it follows on the stream without a gap; the third
+//! is queued when the first is done. More rounds would gain nothing where a round takes as long as agreeing on one, and
+//! would cost memory: the tensors of a round are kept until its event has passed. Queueing the next round early does
+//! not break the induction above, because it waits for no arrival of that round.
 //!
-//! No ranks wait for each other for ever by that: a stream is held behind a round only where the thread would have slept until
-//! the bytes are there, and what it queues from then on would have come later too. Threads of a rank share the computing
-//! stream, so one's work may stand behind what another one waits for. Who exchanges along a line is one thread; gradients are
-//! handed over by one thread at a time in the order of rounds, so what stands behind a wait for one is sent in a later one.
+//! Events add no deadlock: a stream waits for a round only where the thread would otherwise have slept until the bytes
+//! arrive, and would have queued the work behind it later, too. Threads of a rank share the computing stream, so the
+//! work of one may queue behind a wait of another. Each line is used by one thread; gradients are handed over by one
+//! thread at a time in the order of rounds, so work queued behind a wait for one round is sent in a later round.
 //!
-//! **Why nothing wrong reaches the ledger.** Where a round fails, its event passes once the communicator is given up, and what is
-//! computed behind it is computed from whatever lies in the memory. (Only numbers travel, never a size or an index, so
-//! it touches nothing else.) But:
-//! - The communication thread writes a failure down before it gives the communicator up. Whoever reads a number that was
-//!   computed behind a round that failed reads it after that, and hears of it at the next call of an exchange or of
+//! **Why no wrong number reaches the ledger.** If a round fails, its event passes once the communicator is given up,
+//! and later work on the stream reads whatever the memory holds. (Only numbers travel, never a size or an index, so
+//! nothing else is affected.) But:
+//! - The communication thread records a failure before it gives the communicator up. A number computed after a failed
+//!   round is read later than that, and the reader gets the failure from its next call of an exchange or of
 //!   `Group::check`.
-//! - Before a rank tells the others anything ([`super::Group::all_gather`]) it asks that every round that its stream was made
-//!   to wait for has passed, without an error of the library ([`CommThread::settled`]). What it tells was read behind those
-//!   rounds, so that this takes no longer than one look. A step's record is made of what ranks tell each other, last of all
-//!   the checksums of the new state, read behind all rounds of the step: a rank with a failure does not tell them, and
-//!   without them nobody has a record to write down.
-//! - A fault found in numbers that came out of a failed round (a loss that is none, a micro-batch that came out otherwise) is
-//!   told as the failure ([`super::Group::trouble`]).
-//! - If the library does not even let go of the stream, a thread may sleep for ever in a read of the device: when the exchanges
-//!   are not given up within two more deadlines the communication thread ends the process.
+//! - Before a rank sends anything to all others ([`super::Group::all_gather`]) it waits until every round that its
+//!   stream waits for has passed without an error of the library ([`CommThread::settled`]). What it sends was read
+//!   after those rounds, so this takes no longer than one poll. A step's record is made of such messages; the last are
+//!   the checksums of the new state, read after all rounds of the step. A rank with a failure does not send them, and
+//!   without them no rank can write a record.
+//! - A fault found in numbers from a failed round (a loss that is not finite, a micro-batch whose checksums differ) is
+//!   reported as the failure of the round ([`super::Group::trouble`]).
+//! - If the library does not release the stream, a thread may sleep forever in a read of the device: if the exchanges
+//!   are not given up within two more deadlines, the communication thread ends the process.
 //!
-//! **Where the host waits.** Over Gloo and over streams of plain memory, which know no events, until the bytes are there; for a
-//! round to be queued; in [`CommThread::settled`], for what has been read already.
+//! **Where the host waits.** Over Gloo and over streams of host memory, which have no events: until the bytes have
+//! arrived. Otherwise: for a round to be queued, and in [`CommThread::settled`] for what has been read already.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -69,21 +70,21 @@ use super::word::seconds;
 use crate::device;
 use crate::{Error, Result};
 
-/// For ever: a watch ends by a farewell or a loss.
+/// Practically forever: a watch ends with a farewell or a loss.
 const LONG: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Moves tensors, round after round, on a thread of its own.
+/// A thread that moves tensors, round after round.
 pub(super) struct CommThread {
     peers: Arc<Peers>,
     device: Device,
-    /// `None` when it shall end.
+    /// `None` asks the thread to end.
     inbox: Option<Sender<Round>>,
     shared: Arc<Shared>,
-    /// The thread owns it.
+    /// Weak: the thread owns it.
     communicator: Weak<Communicator>,
-    /// Hears when the thread has ended.
+    /// Disconnected when the thread has ended.
     ended: Mutex<Receiver<()>>,
-    /// Hears when the watch has; along a line there is none, for that of all ranks covers it.
+    /// Disconnected when the watch has ended; `None` along a line, where the watch of all ranks suffices.
     watched: Option<Mutex<Receiver<()>>>,
 }
 
@@ -94,8 +95,8 @@ impl std::fmt::Debug for CommThread {
 }
 
 impl CommThread {
-    /// Joins the communicator that `id` names. All ranks of the party do so at once; who is not there within the deadline is
-    /// missed by the caller.
+    /// Joins the communicator that `id` names. All ranks of the party do so at once; the caller reports a rank that
+    /// does not join within the deadline.
     pub(super) fn join(
         peers: &Arc<Peers>,
         (device, stream): (Device, CommStream),
@@ -117,7 +118,7 @@ impl CommThread {
                 Ok(communicator) => Arc::new(communicator),
                 Err(reason) => return drop(joined.send(Err(reason))),
             };
-            // Nobody listens any more if this took too long.
+            // If joining took too long, no one receives this any more.
             if joined.send(Ok(Arc::downgrade(&communicator))).is_ok() {
                 let inside = Mutex::default();
                 let (peers, shared) = (theirs, there);
@@ -139,25 +140,25 @@ impl CommThread {
         Ok(CommThread { peers, device, inbox, shared, communicator, ended, watched })
     }
 
-    /// Hands over a closed round, to be queued.
+    /// Hands a closed round to the thread, which queues it.
     pub(super) fn post(&self, mut round: Round, device: Device) -> Result<()> {
         round.ready = device::mark(device)?;
         let mut state = self.shared.lock();
         state.posted += 1;
         round.ticket.close(state.posted);
-        // If the thread has ended, those who wait for the round hear why.
+        // If the thread has ended, waits for the round report why.
         let _ = self.inbox.as_ref().map(|inbox| inbox.send(round));
         Ok(())
     }
 
-    /// Has what the calling thread queues on `device` from here on wait for the round's end: sleeps until the round is queued
-    /// there. On streams of plain memory it sleeps until the round is done.
+    /// Makes what the calling thread queues on `device` from here on wait for the round's end: sleeps until the round
+    /// is queued there. On streams of host memory it sleeps until the round is done.
     pub(super) fn wait(&self, ticket: &Ticket, device: Device) -> Result<()> {
         let number = ticket.number();
         let queued = || ticket.end().and_then(End::event);
         self.until(|state| state.passed >= number || queued().is_some())?;
         if let Some(end) = queued() {
-            // First this: what is queued behind it from now on may be asked to be settled by another thread.
+            // Before the wait: another thread may ask to settle work that is queued behind it.
             let mut state = self.shared.lock();
             state.held = state.held.max(number);
             drop(state);
@@ -166,15 +167,15 @@ impl CommThread {
         Ok(())
     }
 
-    /// Sleeps until every round that a computing stream was made to wait for is done. Right after a read of what was computed
-    /// behind them, no longer than the communication thread takes to look.
+    /// Sleeps until every round that a computing stream waits for is done. After a read of results computed behind
+    /// those rounds this takes no longer than one poll of the communication thread.
     pub(super) fn settled(&self) -> Result<()> {
         let held = self.shared.lock().held;
         self.shared.changed.notify_all();
         self.until(|state| state.passed >= held)
     }
 
-    /// Fails if a round has, or the watch over the next rank.
+    /// Fails if a round or the watch over the next rank has failed.
     pub(super) fn look(&self) -> Result<()> {
         let mut state = self.shared.lock();
         if let Some(what) = state.why.clone() {
@@ -185,12 +186,12 @@ impl CommThread {
         late.map_or(Ok(()), |(_, what)| Err(self.held_up(&what)))
     }
 
-    /// Hears that nobody exchanges any more.
+    /// Notes that the exchanges of this rank are over.
     pub(super) fn part(&self) {
         self.shared.lock().parted = true;
     }
 
-    /// Sleeps until the rounds are as far as that.
+    /// Sleeps until the rounds have come so far.
     fn until(&self, far: impl Fn(&State) -> bool) -> Result<()> {
         loop {
             self.look()?;
@@ -205,7 +206,7 @@ impl CommThread {
             let (state, slept) = changed.unwrap_or_else(PoisonError::into_inner);
             if slept.timed_out() && state.why.is_none() {
                 drop(state);
-                // The communication thread may be waiting for a rank that is well, and waits for the lost one itself.
+                // The communication thread may be waiting for a healthy rank that itself waits for the lost one.
                 if let Some(word) = self.peers.word() {
                     self.shared.fail(word.error());
                 }
@@ -213,17 +214,17 @@ impl CommThread {
         }
     }
 
-    /// The communication thread hangs in a call: the communicator is given up under it.
+    /// The communication thread hangs in a call: gives up the communicator from another thread.
     fn held_up(&self, what: &str) -> Error {
         let error = self.peers.held_up(what);
         self.shared.lock().why.get_or_insert_with(|| error.to_string());
         let (communicator, device) = (self.communicator.upgrade(), self.device);
         let abort = move || {
-            // It is given up wherever this thread is.
+            // It is given up on whichever device this thread is.
             let _ = device::enter(device);
             drop(communicator.inspect(|communicator| communicator.abort()));
         };
-        // Without a thread for it, it ends with the process.
+        // If no thread can be started, the communicator ends with the process.
         let _ = std::thread::Builder::new().spawn(abort);
         error
     }
@@ -231,12 +232,12 @@ impl CommThread {
 
 impl Drop for CommThread {
     fn drop(&mut self) {
-        // The thread works off what it has, and destroys the communicator if nobody has given it up.
+        // The thread finishes the rounds that it has, and destroys the communicator unless it was given up.
         self.inbox = None;
         self.part();
         let over = self.shared.lock().why.is_some() || self.peers.word().is_some();
         let patience = PARTING[usize::from(over)];
-        // Both receivers hear nothing but the end of a thread.
+        // Both receivers only report the end of a thread.
         let parted = |end: &mut Mutex<Receiver<()>>| {
             let _ = end.get_mut().unwrap_or_else(PoisonError::into_inner).recv_timeout(patience);
         };
@@ -250,7 +251,7 @@ impl Drop for CommThread {
     }
 }
 
-/// Watches the next rank until it says farewell, on a thread; what comes back hears of the end.
+/// Watches the next rank on a thread until its farewell; the returned receiver reports the end.
 fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let ((next, _), word) = (peers.neighbours(), Tensor::zeros([1], (Kind::Uint8, Device::Cpu)));
     let farewell = peers.receive(next, &word, FAREWELL)?;
@@ -258,7 +259,7 @@ fn watch(peers: &Arc<Peers>, shared: &Arc<Shared>) -> Result<Receiver<()>> {
     let (peers, shared) = (Arc::clone(peers), Arc::clone(shared));
     let watching = move || {
         let _end = end;
-        // No exchange: nobody can be behind it.
+        // No exchange: no rank can lag behind it.
         let id = ExchangeId { axis: 0, number: 0 };
         if let Err(error) = farewell.wait(LONG) {
             shared.fail(peers.missing("the watch over the next rank", id, next, &error));

@@ -15,12 +15,13 @@ use crate::Result;
 
 /// One exchange: any number of transfers between ranks, each with a deadline.
 ///
-/// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it the
-/// same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds mean
-/// nothing; over RCCL a round is one group of transfers, queued when it is closed (see `comm_thread`).
+/// Transfers between two ranks arrive in the order in which they were begun. Each belongs to a round: both ends give it
+/// the same number, and each rank closes its rounds in ascending order. Over Gloo a transfer starts at once and rounds
+/// mean nothing; over RCCL a round is one group of transfers, queued when it is closed (see `comm_thread`).
 ///
-/// Between devices nobody sleeps until a tensor is there: the stream of the thread that waits does. What has failed meanwhile is
-/// said by the next call here, by [`super::Group::check`], or before a rank tells anything ([`super::Group::all_gather`]).
+/// Between devices waits block the computing stream of the calling thread, not the thread. A failure in the meantime is
+/// returned by the next call here, by [`super::Group::check`], or before a rank sends to all
+/// ([`super::Group::all_gather`]).
 pub struct Exchange<'a> {
     peers: &'a Peers,
     what: &'a str,
@@ -28,11 +29,11 @@ pub struct Exchange<'a> {
     /// Where tensors live.
     device: Device,
     comm: Option<&'a CommThread>,
-    /// What may not have left yet, oldest first.
+    /// Sends that may still be under way, oldest first.
     pub(super) sends: VecDeque<(u32, Move<'a>)>,
     /// How many sends were begun.
     begun: usize,
-    /// Rounds that more may be added to.
+    /// Rounds to which transfers may still be added.
     open: BTreeMap<u64, Round>,
     /// Every round below this is closed.
     closed: u64,
@@ -72,8 +73,8 @@ impl<'a> Exchange<'a> {
         self.peers.rank()
     }
 
-    /// Starts to send `tensor`, contiguous and on the group's device. What writes it is queued after [`Exchange::finish`], or
-    /// after [`Exchange::left`] for it.
+    /// Starts to send `tensor`, contiguous and on the group's device. It may be overwritten by work that is queued
+    /// after [`Exchange::finish`] or after [`Exchange::left`] for it.
     pub fn send(&mut self, round: u64, to: u32, tensor: &Tensor) -> Result<()> {
         self.heard()?;
         if tensor.numel() == 0 {
@@ -83,7 +84,7 @@ impl<'a> Exchange<'a> {
         let way = match self.comm {
             Some(comm) => Move::Issued(comm, self.round(round).send(to, tensor)),
             None => {
-                // From a GPU this is a copy in plain memory; on a CPU it is the tensor itself.
+                // On a GPU this copies to host memory; on a CPU it is the tensor itself.
                 let plain = tensor.f_to_device(Device::Cpu)?;
                 let begun = self.peers.send(to, &plain, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.id, to, &error);
@@ -101,8 +102,8 @@ impl<'a> Exchange<'a> {
         self.begun
     }
 
-    /// Waits until the first `count` sends have left, and lets go of their memory. Their rounds are closed. Between devices the
-    /// computing stream does, and the communication thread lets go of it.
+    /// Waits until the first `count` sends have left, and releases their memory. Their rounds must be closed. Between
+    /// devices the computing stream waits instead, and the communication thread releases the memory.
     pub fn left(&mut self, count: usize) -> Result<()> {
         self.heard()?;
         while self.begun - self.sends.len() < count {
@@ -136,7 +137,7 @@ impl<'a> Exchange<'a> {
         Ok(Arrival { peers, what, id, from, tensor, device, way })
     }
 
-    /// Nothing more will be begun in the rounds up to this one: over RCCL they are queued now, in order.
+    /// Declares the rounds up to this one complete: over RCCL they are queued now, in order.
     pub fn close(&mut self, round: u64) -> Result<()> {
         self.heard()?;
         self.closed = self.closed.max(round + 1);
@@ -171,8 +172,8 @@ impl<'a> Exchange<'a> {
 }
 
 impl Arrival<'_> {
-    /// The tensor on the group's device, once it is here; between devices what the calling thread queues from here on waits for
-    /// it, and the host may read it. Its round is closed.
+    /// The tensor on the group's device, once it has arrived. Between devices, what the calling thread queues from here
+    /// on waits for it, and the host may read it. Its round must be closed.
     pub fn wait(self) -> Result<Tensor> {
         let Arrival { peers, what, id, from, tensor, device, way } = self;
         way.map_or(Ok(()), |way| wait(peers, (what, id, from), way, device))?;

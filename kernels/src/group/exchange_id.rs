@@ -1,8 +1,8 @@
-//! Which exchange it is: its axis, and its number there.
+//! Identifies an exchange: its axis, and its number on that axis.
 
 use std::ffi::c_int;
 
-/// How many axes there may be: that of all ranks, which is number 0, and three more.
+/// Number of axes: axis 0 contains all ranks, and there may be three more.
 pub(super) const AXES: usize = 4;
 
 /// An exchange among those of its axis.
@@ -14,8 +14,8 @@ pub(super) struct ExchangeId {
 }
 
 impl ExchangeId {
-    /// What marks its transfers: below the tags of the communication thread. The number comes around after 2^28 exchanges, of
-    /// which no two so far apart are under way.
+    /// Tag of its transfers, below the tags of the communication thread. The number wraps after 2^28 exchanges; two
+    /// exchanges so far apart are never under way together.
     pub(super) fn tag(self) -> c_int {
         (((self.axis as u64) << 28) | (self.number % (1 << 28))) as c_int
     }

@@ -4,16 +4,16 @@ use std::ffi::{c_char, c_int, c_void};
 
 use torch_sys::C_tensor;
 
-/// A store as Gloo asks for it. Each call returns one of the codes of `shim.h`.
+/// A store with the interface that Gloo needs. Each call returns one of the codes of `shim.h`.
 #[repr(C)]
 pub(super) struct StoreCalls {
-    /// What the calls are given first.
+    /// First argument of each call.
     pub(super) owner: *mut c_void,
-    /// Gives a key a value.
+    /// Sets a key to a value.
     pub(super) set: unsafe extern "C" fn(*mut c_void, *const u8, usize, *const u8, usize) -> c_int,
-    /// Hands the key's value to `shim_bytes` with the last argument, once it has one.
+    /// Waits until the key has a value and passes it to `shim_bytes` with the last argument.
     pub(super) wait: unsafe extern "C" fn(*mut c_void, *const u8, usize, *mut c_void) -> c_int,
-    /// Nobody asks any more.
+    /// Called once, after the last request.
     pub(super) free: unsafe extern "C" fn(*mut c_void),
 }
 

@@ -1,9 +1,10 @@
-//! What ranks tell each other, each to all.
+//! All-gather of byte strings.
 //!
-//! Between machines it goes by node: each rank tells the first one of its machine, these tell each other what they heard, and
-//! pass all of it on. So N ranks on M machines send 2 (N - M) + M (M - 1) messages where each to every other would be N (N - 1).
-//! On one machine they do the latter: it takes one turn instead of two. Who is missed does not hang on the way that words take:
-//! whoever's time runs out asks the store who has not come as far ([`Peers::stalled`]).
+//! Between machines messages pass through node leaders: each rank sends to the first rank of its machine, leaders
+//! exchange what they received and pass everything on. N ranks on M machines then send 2 (N - M) + M (M - 1) messages
+//! instead of N (N - 1). On one machine each rank sends to every other, which takes one message time instead of two.
+//! The route does not affect which rank is reported missing: a rank that times out asks the store which ranks have not
+//! come as far ([`Peers::stalled`]).
 
 use std::ops::Range;
 
@@ -13,11 +14,11 @@ use super::exchange::{Arrival, Exchange};
 use super::peers::Peers;
 use crate::{Error, Result};
 
-/// Bytes of the first message of a rank in a gathering.
+/// Bytes of a rank's first message in a gathering.
 const FRAME: usize = 1024;
 
 impl Peers {
-    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ.
+    /// Sends `mine` to every rank and returns the bytes of all ranks, by rank. Lengths may differ.
     pub(super) fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut exchange = Exchange::new(self, what, self.next(0, what)?, Device::Cpu, None);
         let machines = machines(self.nodes());
@@ -39,7 +40,7 @@ impl Peers {
         Ok(found)
     }
 
-    /// The same through the first rank of each machine.
+    /// The same through node leaders.
     fn by_node(
         &self,
         exchange: &mut Exchange<'_>,
@@ -62,14 +63,14 @@ impl Peers {
         tell(exchange, &others, &own)?;
         let mut heard = hear(exchange, &others)?.into_iter();
         let mut of = |leader: &u32| if *leader == me { Some(own.clone()) } else { heard.next() };
-        // Machines are runs of ranks, so that their words one after the other are those of all ranks in order.
+        // Each machine holds consecutive ranks, so concatenating the machines' messages gives rank order.
         let all = leaders.iter().filter_map(&mut of).collect::<Vec<_>>().concat();
         tell(exchange, &members, &all)?;
         opened(&all, self.world())
     }
 }
 
-/// The ranks of each machine, whose names are those of all ranks: neighbours of one name.
+/// Ranges of ranks on the same machine: consecutive equal names.
 fn machines(names: &[String]) -> Vec<Range<u32>> {
     let mut begun = 0;
     let run = |run: &[String]| {
@@ -80,8 +81,8 @@ fn machines(names: &[String]) -> Vec<Range<u32>> {
     names.chunk_by(|one, next| one == next).map(run).collect()
 }
 
-/// Sends `bytes` to each of `to`. What fits into a frame travels with its length in one message: most of what ranks tell each
-/// other is small.
+/// Sends `bytes` to each of `to`. Up to a frame, the bytes travel in one message with their length: most messages are
+/// small.
 fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
     let mut frame = vec![0; FRAME];
     frame[..8].copy_from_slice(&(bytes.len() as u64).to_le_bytes());
@@ -95,7 +96,7 @@ fn tell(exchange: &mut Exchange<'_>, to: &[u32], bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What each of `from` sends, in their order.
+/// What each of `from` sends, in that order.
 fn hear(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
     let mut begin =
         |from: &u32, bytes: usize| exchange.receive(0, *from, Kind::Uint8, bytes as i64);
@@ -116,12 +117,12 @@ fn hear(exchange: &mut Exchange<'_>, from: &[u32]) -> Result<Vec<Vec<u8>>> {
     from.iter().zip(frames).map(whole).collect()
 }
 
-/// The words of a rank behind their length, to stand among those of others.
+/// A rank's bytes prefixed with their length, for concatenation.
 fn bundled(words: &[u8]) -> Vec<u8> {
     [&(words.len() as u64).to_le_bytes(), words].concat()
 }
 
-/// The words of `world` ranks that were put one behind the other.
+/// Splits the concatenated bytes of `world` ranks.
 fn opened(mut bundle: &[u8], world: u32) -> Result<Vec<Vec<u8>>> {
     let mut found = Vec::new();
     while let Some((length, rest)) = bundle.split_first_chunk() {

@@ -1,7 +1,7 @@
 //! The secret of a run, and how one end of a connection proves to the other that it has it.
 //!
-//! A proof is an HMAC (RFC 2104) by SHA-256 over what it is for and over numbers that both ends have drawn anew: it tells nothing
-//! of the key, and one that was overheard is worth nothing in the next connection.
+//! A proof is an HMAC-SHA-256 (RFC 2104) over its purpose and over fresh nonces of both ends. It reveals nothing about
+//! the key, and a recorded proof is useless in another connection.
 
 use std::fmt;
 use std::fs::File;
@@ -18,11 +18,11 @@ use crate::{Error, Result};
 /// Bytes of a proof, and of a nonce.
 pub(super) const PROOF: usize = 32;
 
-/// A number that is used once, or a proof.
+/// A nonce or a proof.
 pub(super) type Bytes32 = [u8; PROOF];
 
-/// The secret that every connection between the ranks of a run has to prove. It is never shown. Ranks without one prove that none
-/// was given to them: anybody can.
+/// The secret that both ends of every connection between the ranks of a run have to prove. It is never printed. Ranks
+/// without a secret use the empty key, which anyone can prove.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct RunKey(Option<Bytes32>);
 
@@ -33,12 +33,12 @@ impl fmt::Debug for RunKey {
 }
 
 impl RunKey {
-    /// Of a text that only the run's ranks know. The key is as hard to guess as the text.
+    /// From a text that only the run's ranks know. The key is as hard to guess as the text.
     pub fn of(text: &str) -> RunKey {
         RunKey(Some(Sha256::digest(text.as_bytes()).into()))
     }
 
-    /// The text of a new key: 64 hexadecimal digits, drawn from the operating system.
+    /// The text of a new key: 64 hexadecimal digits from the operating system's random numbers.
     pub fn draw() -> Result<String> {
         Ok(nonce()?.iter().map(|byte| format!("{byte:02x}")).collect())
     }
@@ -50,12 +50,12 @@ impl RunKey {
 
     /// Proves the key for one `purpose`, over `parts`.
     pub(super) fn proof(&self, purpose: &str, parts: &[&[u8]]) -> Bytes32 {
-        // The standard fills a short key up to a block with zeros.
+        // HMAC pads a short key to a block with zeros.
         let mut block = [0; 64];
         block[..PROOF].copy_from_slice(&self.0.unwrap_or_default());
         let mut hmac = Hmac::<Sha256>::new(&block.into());
         for part in [&[purpose.as_bytes()], parts].concat() {
-            // With their lengths: no two lists of parts are the same message.
+            // Prefixed with their lengths, so that different lists of parts never give the same message.
             hmac.update(&(part.len() as u64).to_le_bytes());
             hmac.update(part);
         }
@@ -68,7 +68,7 @@ pub(super) fn same(a: &Bytes32, b: &[u8]) -> bool {
     a.as_slice().ct_eq(b).into()
 }
 
-/// Bytes that nobody can foresee.
+/// Unpredictable random bytes.
 pub(super) fn nonce() -> Result<Bytes32> {
     let call = "draw from /dev/urandom";
     drawn().map_err(|error| match is_short(&error) {
@@ -84,7 +84,7 @@ pub(super) fn drawn() -> io::Result<Bytes32> {
     Ok(bytes)
 }
 
-/// Whether a host is this machine for whoever names it.
+/// Whether a host name means this machine itself (loopback).
 pub fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
@@ -109,7 +109,8 @@ mod tests {
         assert!(!same(&proof, &proof[..31]), "a part of a proof is none");
     }
 
-    /// As Python has it: `hmac.new(sha256(b"a secret").digest(), pack("<Q", 8) + b"greeting" + pack("<Q", 1) + b"a", sha256)`.
+    /// From Python: `hmac.new(sha256(b"a secret").digest(), pack("<Q", 8) + b"greeting" + pack("<Q", 1) + b"a",
+    /// sha256)`.
     #[test]
     fn a_proof_is_that_of_the_standard() {
         let proof = RunKey::of("a secret").proof("greeting", &[b"a"]);

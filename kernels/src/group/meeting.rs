@@ -1,4 +1,4 @@
-//! How ranks meet in a store: each says that it is here, and waits for the others.
+//! How ranks meet in a store: each registers itself and waits for the others.
 
 use std::time::Duration;
 
@@ -8,27 +8,27 @@ use super::word::{Word, seconds};
 use super::{Place, Store};
 use crate::{Error, Result};
 
-/// What a rank that is here writes before the name of its machine.
+/// Prefix of what a rank registers; the name of its machine follows.
 const HERE: &str = "on ";
 
-/// So many ranks are named one by one.
+/// At most so many ranks are listed by number.
 const NAMED: usize = 16;
 
-/// Between two words on who is awaited.
+/// Pause between messages about awaited ranks.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What a rank has said of itself.
+/// What a rank has registered.
 #[derive(Clone)]
 struct Said {
     node: String,
     process: String,
     nonce: Bytes32,
-    /// Of how many it takes itself for one.
+    /// The number of ranks that it was started with.
     world: u32,
 }
 
-/// Says that this rank is here, and what it has drawn for its proofs. Two processes that both take themselves for it are told
-/// so, and all others with them; once all ranks have met, a process too many is told so alone.
+/// Registers this rank and its nonce. If two processes register as the same rank, both fail, and so do all other ranks;
+/// after all ranks have met, only the surplus process fails.
 pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<()> {
     let Place { rank, world, node, .. } = place;
     let key = format!("here/{rank}");
@@ -47,8 +47,8 @@ pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<
     Err(mistaken(store, read(&first).map_or(*world, |said| said.world), what)?)
 }
 
-/// What to say of a process that was started wrongly: to all that are here, unless the `world` ranks there should be have met.
-/// Those go on.
+/// Error for a process that was started wrongly. All registered ranks get it too, unless all `world` ranks have met
+/// already: those continue.
 fn mistaken(store: &Store, world: u32, what: String) -> Result<Error> {
     for rank in 0..world {
         if store.find(&format!("here/{rank}"))?.is_none() {
@@ -70,7 +70,7 @@ fn read(said: &str) -> Option<Said> {
     Some(Said { node, process, nonce, world: lines.next()?.parse().ok()? })
 }
 
-/// Refuses a rank that takes itself for one of another number of ranks, and tells all that are here.
+/// Refuses a rank that was started with another number of ranks, and reports it to all registered ranks.
 fn same_world(store: &Store, place: &Place, (rank, said): (usize, &Said)) -> Result<()> {
     let (me, world, theirs, process) = (place.rank, place.world, said.world, &said.process);
     if theirs == world {
@@ -82,7 +82,7 @@ fn same_world(store: &Store, place: &Place, (rank, said): (usize, &Said)) -> Res
     Err(mistaken(store, theirs, what)?)
 }
 
-/// Which ranks are so, for people.
+/// Lists ranks for a message.
 fn listed(are: &str, ranks: &[usize]) -> String {
     match ranks {
         [] => format!("{are} is none"),
@@ -97,7 +97,7 @@ fn listed(are: &str, ranks: &[usize]) -> String {
     }
 }
 
-/// Waits until every rank has written that it is here; what they said.
+/// Waits until every rank has registered; returns what they registered.
 pub(super) fn meet(
     store: &Store,
     place: &Place,
@@ -109,7 +109,7 @@ pub(super) fn meet(
     let mut found: Vec<Option<Said>> = vec![None; *world as usize];
     loop {
         for (rank, one) in found.iter_mut().enumerate().filter(|(_, one)| one.is_none()) {
-            // Asking for many may take longer than they may.
+            // Querying many ranks may itself take longer than the timeout.
             if lived() - start > timeout {
                 break;
             }

@@ -1,28 +1,28 @@
-//! Ranks that exchange bytes: a store of our own in which they meet, libtorch's Gloo, reached through the shim; between GPUs also
-//! RCCL or NCCL.
+//! Ranks that exchange bytes: they meet in a store of our own and communicate through libtorch's Gloo (by the shim),
+//! and between GPUs also through RCCL or NCCL.
 //!
 //! ```text
-//! meeting    how they come together
-//! peers      who the ranks are (always over Gloo), who is missing; gathering  what they tell all, between machines by node
-//! store      where they meet and leave word; server  the process that holds it; wire  what travels between them
-//! key        the run's secret, which each end of a connection proves before anything else is said
-//! bridge     the store as Gloo asks for it, to connect the ranks
+//! meeting    how ranks meet
+//! peers      the ranks (always over Gloo), which are missing; gathering  all-gather of bytes, by node
+//! store      where ranks meet and leave messages; server  the process that holds it; wire  its protocol
+//! key        the run's secret, which both ends of each connection prove first
+//! bridge     the store as Gloo uses it, to connect the ranks
 //! transport  the choice of how tensors travel
-//! axis       lines of ranks in a mesh: exchanges that run beside each other, and why that never stands still
-//! exchange   tensors from rank to rank, over Gloo or by the communication thread; exchange_id  which it is
+//! axis       lines of ranks in a mesh: concurrent exchanges, and why they cannot deadlock
+//! exchange   tensors from rank to rank, over Gloo or by the communication thread; exchange_id  identifies one
 //! work       a transfer over Gloo
-//! rendezvous how those who are left after a loss agree on it, and meet again
-//! word       why ranks stop, as the first of them says it
-//! whereabouts how far a rank has come, for those who miss it
-//! comm_thread the thread that has RCCL move them, and why nothing wrong is written down where it fails
+//! rendezvous how the ranks left after a loss agree on who they are, and meet again
+//! word       why ranks stop, as reported by the first that stops
+//! whereabouts the progress of a rank, for error messages and monitoring
+//! comm_thread the thread that moves tensors with RCCL, and why a failure leaves no wrong record
 //! comm_stream rounds of transfers, and the stream on which they are queued
 //! ```
 //!
-//! Only bytes move here; whoever receives them adds them up, in the order that the tree says. Every wait has a deadline.
-//! Before each exchange a rank writes into the store how far it has come, so that those who wait in vain can say who is
-//! missing and where it was last seen. The first rank to notice writes that down for all the others.
+//! Only bytes move here; the receivers sum them, in the order that the tree defines. Every wait has a deadline. Before
+//! each exchange a rank writes its progress into the store, so that ranks that wait in vain can report who is missing
+//! and where it was last seen. The first rank to notice writes this report for all others.
 //!
-//! Invariant: exchanges of an axis are begun in the same order on every rank of its line, each by one thread at a time.
+//! Invariant: all ranks of a line begin the exchanges of its axis in the same order, each from one thread at a time.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -74,26 +74,26 @@ use comm_thread::CommThread;
 use ffi::{shim_collective, shim_vanish};
 use peers::Peers;
 
-/// A rank's place among the others.
+/// A rank's identity and how it reaches the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The rank, from 0.
     pub rank: u32,
-    /// How many there are.
+    /// The number of ranks.
     pub world: u32,
-    /// Where the store is.
+    /// Host of the store.
     pub host: String,
-    /// Its port.
+    /// Port of the store.
     pub port: u16,
-    /// Whether rank 0 holds the store; otherwise whoever launched the ranks does.
+    /// Whether rank 0 holds the store; otherwise the launcher does.
     pub rank_0_serves: bool,
-    /// What every connection between the ranks has to prove.
+    /// The key that both ends of every connection between ranks have to prove.
     pub key: RunKey,
-    /// Keeps the keys of one launch apart from those of the launch before, if the store outlives it.
+    /// Prefix that separates the keys of this launch from those of an earlier one, if the store outlives a launch.
     pub name: String,
-    /// The network interface to use; empty for the one that leads to this machine's name.
+    /// The network interface to use; if empty, the one to which this machine's host name resolves.
     pub interface: String,
-    /// The machine that the rank is on: the same text on all ranks there, another one elsewhere.
+    /// The machine of the rank: equal texts mean the same machine.
     pub node: String,
 }
 
@@ -106,12 +106,12 @@ pub struct Sent {
     pub between_nodes: u64,
 }
 
-/// All ranks of a run, and how tensors travel between them. A rank may be alone: it hears only itself, and opens nothing.
+/// All ranks of a run, and how tensors travel between them. A single rank opens no connections.
 #[derive(Debug)]
 pub struct Group {
-    /// Ends before the ranks are parted from.
+    /// Declared first: it must be dropped before the peers.
     bulk: Bulk,
-    /// `None` for a rank that is alone.
+    /// `None` for a single rank.
     peers: Option<Arc<Peers>>,
     /// See [`Group::launched_as`].
     launched_as: u32,
@@ -120,11 +120,11 @@ pub struct Group {
 /// How tensors travel.
 #[derive(Debug)]
 struct Bulk {
-    /// Where they live.
+    /// The device of the tensors.
     device: Device,
-    /// Who moves them, if not Gloo.
+    /// Moves the tensors; `None` with Gloo.
     comm: Option<Arc<CommThread>>,
-    /// Who moves them along the lines of other axes, as far as one was asked for.
+    /// The communication threads of other axes, made when first used.
     along: Mutex<Along>,
 }
 
@@ -132,24 +132,25 @@ struct Bulk {
 type Along = BTreeMap<usize, (Vec<u32>, Arc<CommThread>)>;
 
 impl Bulk {
-    /// Nobody yet: over Gloo.
+    /// No communication thread yet: tensors travel over Gloo.
     fn of(device: Device) -> Bulk {
         Bulk { device, comm: None, along: Mutex::new(BTreeMap::new()) }
     }
 }
 
-/// The machine of a rank that is alone: nobody asks for its name.
+/// The machine name of a single rank, which is not used.
 static ALONE: [String; 1] = [String::new()];
 
 impl Group {
-    /// Meets the other ranks. A rank that does not come within `timeout` is named; `tell` hears meanwhile who is awaited.
+    /// Meets the other ranks. The error names ranks that do not come within `timeout`; `tell` gets messages about
+    /// awaited ranks.
     pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let serves = place.rank_0_serves && place.rank == 0;
         let peers = Peers::open(place, serves, timeout, tell)?;
         Ok(Group { peers: Some(Arc::new(peers)), ..Group::only(place.rank) })
     }
 
-    /// The same where the store is there already, for a rank that was launched with another number.
+    /// The same with an open store, for a rank that was launched with another number.
     fn join(
         place: &Place,
         launched_as: u32,
@@ -160,24 +161,24 @@ impl Group {
         Ok(Group { peers: Some(Arc::new(peers)), ..Group::only(launched_as) })
     }
 
-    /// The group of a rank that is alone.
+    /// The group of a single rank.
     pub fn alone() -> Group {
         Group::only(0)
     }
 
-    /// The group of a rank that is left alone.
+    /// The group of a rank that is the only one left.
     fn only(launched_as: u32) -> Group {
         Group { bulk: Bulk::of(Device::Cpu), peers: None, launched_as }
     }
 
-    /// From here on another rank is missed after `timeout`. For the time before tensors travel.
+    /// Sets the timeout for other ranks from here on. Must be called before any tensor travels.
     pub fn wait_at_most(&mut self, timeout: Duration) {
         if let Some(peers) = self.peers.as_mut().and_then(Arc::get_mut) {
             peers.wait_at_most(timeout);
         }
     }
 
-    /// The number that this rank was launched with, by which people know it: after a loss ranks are numbered anew.
+    /// The number that this rank was launched with, which users know; after a loss ranks are renumbered.
     pub fn launched_as(&self) -> u32 {
         self.launched_as
     }
@@ -192,12 +193,12 @@ impl Group {
         self.peers.as_ref().map_or(1, |peers| peers.world())
     }
 
-    /// How long a rank is waited for.
+    /// How long to wait for a rank.
     pub fn timeout(&self) -> Duration {
         self.peers.as_ref().map_or(Duration::ZERO, |peers| peers.timeout())
     }
 
-    /// The store that the ranks share, for what is said beside the exchanges; `None` for a rank that is alone.
+    /// The store that the ranks share, for messages outside of exchanges; `None` for a single rank.
     pub fn store(&self) -> Option<Arc<Store>> {
         self.peers.as_ref().map(|peers| peers.store())
     }
@@ -207,34 +208,34 @@ impl Group {
         self.peers.as_ref().map_or(&ALONE, |peers| peers.nodes())
     }
 
-    /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
+    /// Bytes that this rank has sent since it met the others, without libtorch's own collectives.
     pub fn sent(&self) -> Sent {
         self.peers.as_ref().map_or_else(Sent::default, |peers| peers.sent())
     }
 
-    /// The other ranks, the next one first: so that not everybody turns to the same one at once.
+    /// The other ranks, starting with the next one, so that not all ranks send to the same one first.
     pub fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let (rank, world) = (self.rank(), self.world());
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
-    /// Tells the others what this rank is at ("step 12, micro-batch 3"), for the moment in which they miss it.
+    /// Publishes what this rank is doing ("step 12, micro-batch 3"), for the error messages of ranks that miss it.
     pub fn reached(&self, whereabouts: &str) {
         self.peers.iter().for_each(|peers| peers.reached(whereabouts));
     }
 
-    /// Takes note that this rank has computed for so long in `step`, for whoever watches over the ranks.
+    /// Publishes the computing time of this rank in `step`, for the monitoring of ranks.
     pub fn computed(&self, step: u64, time: Duration) {
         self.peers.iter().for_each(|peers| peers.computed(step, time));
     }
 
-    /// Leaves word that this rank is lost to the others although it runs: its results cannot be trusted.
+    /// Reports that this rank counts as lost although it still runs, because its results cannot be trusted.
     pub fn give_up(&self, why: &str) {
         self.peers.iter().for_each(|peers| peers.give_up(why));
     }
 
-    /// Hands `mine` to every rank and returns what each of them handed over, by rank. Lengths may differ. A rank whose tensors
-    /// did not travel as they should have hands over nothing and fails: see [`Group::settled`].
+    /// Sends `mine` to every rank and returns the bytes of all ranks, by rank. Lengths may differ. Fails without
+    /// sending if a transfer of this rank has failed: see [`Group::settled`].
     pub fn all_gather(&self, what: &str, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.settled()?;
         match &self.peers {
@@ -243,49 +244,50 @@ impl Group {
         }
     }
 
-    /// Waits until every rank is here.
+    /// Waits until every rank has reached the barrier.
     pub fn barrier(&self, what: &str) -> Result<()> {
         self.all_gather(what, &[]).map(|_| ())
     }
 
-    /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
+    /// Reports why this rank stops, for the ranks that will miss it. The first report stands.
     pub fn report(&self, reason: &str) {
         self.peers.iter().for_each(|peers| peers.report(reason));
     }
 
-    /// Who came to the store without the run's key, and was refused. Nobody, for a rank that is alone or reaches no store.
+    /// Connections that the store refused because they did not prove the run's key; none if the store cannot be
+    /// reached.
     pub fn strangers(&self) -> Strangers {
         self.peers.as_ref().and_then(|peers| peers.strangers()).unwrap_or_default()
     }
 
-    /// Whether the word that stands is that ranks are lost: which, as far as it is known. `None` where no word stands, or
-    /// where a rank gave up by itself.
+    /// If the report that stands says that ranks are lost: these ranks, as far as known. `None` if there is no report,
+    /// or if a rank gave up by itself.
     pub fn lost(&self) -> Option<Vec<u32>> {
         self.peers.as_ref()?.lost()
     }
 
-    /// Waits until every transfer that a stream of this rank was made to wait for is done, and fails if one has failed. What was
-    /// computed from tensors of other ranks is good from then on: before somebody hears it, or it is kept. Whoever has just read
-    /// it from the device waits for nothing.
+    /// Waits until every transfer that a stream of this rank waits for is done, and fails if one has failed. Results
+    /// computed from tensors of other ranks are valid from then on, so call this before sending or saving them. Right
+    /// after a read of the results from the device it returns at once.
     pub fn settled(&self) -> Result<()> {
         self.comm_threads().into_iter().try_for_each(|comm| comm.settled())
     }
 
-    /// What has failed in a transfer, if something has: then numbers that were computed since may be anything. For whoever gives
-    /// up what these ranks do because of such numbers, and exchanges nothing more.
+    /// The failure of a transfer, if there is one: numbers computed since then may be wrong. Ends the exchanges of this
+    /// rank, so it is for a caller that gives up because of such numbers.
     pub fn trouble(&self) -> Option<Error> {
         self.comm_threads().into_iter().for_each(|comm| comm.part());
         self.settled().err()
     }
 
-    /// Those who move tensors, along all axes.
+    /// The communication threads of all axes.
     fn comm_threads(&self) -> Vec<Arc<CommThread>> {
         let along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
         let along = along.values().map(|(_, comm)| comm);
         self.bulk.comm.iter().chain(along).cloned().collect()
     }
 
-    /// Fails if a transfer has failed, or a rank has left word that the ranks stop.
+    /// Fails if a transfer has failed, or if a rank has reported that the ranks stop.
     pub fn check(&self) -> Result<()> {
         self.comm_threads().into_iter().try_for_each(|comm| comm.look())?;
         match self.peers.as_ref().and_then(|peers| peers.word()) {
@@ -294,40 +296,40 @@ impl Group {
         }
     }
 
-    /// Whether it is this rank that left the word, or nobody else could: then it is the one to tell people.
+    /// Whether the report that stands is this rank's, or no other rank can report: then this rank prints it.
     pub fn spoke_first(&self) -> bool {
         self.peers.as_ref().is_none_or(|peers| peers.spoke_first())
     }
 
-    /// The others, for what cannot be done alone.
+    /// The other ranks; fails for a single rank.
     fn peers(&self) -> Result<&Arc<Peers>> {
         let alone =
             || Error::Foreign { call: "exchange tensors", reason: "this rank is alone".to_owned() };
         self.peers.as_ref().ok_or_else(alone)
     }
 
-    /// Where the tensors live that [`Group::begin`] is for.
+    /// The device of the tensors of [`Group::begin`].
     pub fn device(&self) -> Device {
         self.bulk.device
     }
 
-    /// Whether RCCL moves them.
+    /// Whether RCCL moves the tensors.
     pub fn by_rccl(&self) -> bool {
         self.bulk.comm.is_some()
     }
 
-    /// Begins an exchange that every rank begins, named for whoever misses one ("the gathering of gradients"). Tensors
-    /// travel as [`Group::choose_transport`] has agreed; before, between CPUs over Gloo.
+    /// Begins an exchange that every rank begins; messages about missing ranks name it `what` ("the gathering of
+    /// gradients"). Tensors travel as [`Group::choose_transport`] has agreed; before that call, between CPUs over Gloo.
     pub fn begin<'a>(&'a self, what: &'a str) -> Result<Exchange<'a>> {
         let (peers, comm) = (self.peers()?, self.bulk.comm.as_deref());
         comm.map_or(Ok(()), CommThread::look)?;
         Ok(Exchange::new(peers, what, peers.next(0, what)?, self.device(), comm))
     }
 
-    /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark, never for training.
+    /// Runs one of libtorch's own collectives on f32 tensors: for the benchmark only, never for training.
     pub fn collective(&self, which: Collective, input: &Tensor, output: &Tensor) -> Result<()> {
         let peers = self.peers()?;
-        // SAFETY: both tensors outlive the call, which waits for the end.
+        // SAFETY: both tensors outlive the call, which waits for the end of the collective.
         guarded("a collective of libtorch", unsafe {
             shim_collective(
                 peers.handle(),
@@ -355,10 +357,10 @@ pub enum Collective {
     AllToAll = 4,
 }
 
-/// Ends this process at once. For a rank whose launcher is gone: other threads may be computing, and what is registered
-/// for an orderly end must not run beside them.
+/// Ends this process at once, without exit handlers: they must not run while other threads compute. For a rank that has
+/// lost its launcher.
 pub fn vanish(code: u8) -> ! {
-    // SAFETY: does not return; the operating system takes everything back.
+    // SAFETY: does not return; the operating system releases all resources.
     unsafe { shim_vanish(c_int::from(code)) }
 }
 

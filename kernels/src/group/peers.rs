@@ -1,4 +1,4 @@
-//! The ranks of a run, what they tell each other, and what is said of one that is missing.
+//! The ranks of a run: what they send to each other, and what is reported about a missing one.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -21,28 +21,28 @@ use super::{Place, Sent, Store, Strangers, bridge};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
-/// The tag of the proofs; exchanges and the communication thread have smaller ones.
+/// Tag of the proofs; exchanges and the communication thread use smaller ones.
 const PROVING: c_int = (1 << 30) + 2;
 
-/// How long a rank that ends may take to leave word.
+/// How long to wait for the report of a rank that ends.
 const WORD: Duration = Duration::from_millis(600);
 
-/// How long ranks whose time ran out together wait for each other's sign of life: well below [`WORD`], for their connections
-/// may be closed by then.
+/// How long ranks that time out together wait for each other's entries in the store. Well below [`WORD`]: later their
+/// connections may be closed.
 const ROLL: Duration = Duration::from_millis(300);
 
-/// All ranks of a run, as one of them sees them: who they are and what they say.
+/// All ranks of a run, from the view of one of them.
 #[derive(Debug)]
 pub(super) struct Peers {
     place: Place,
     timeout: Duration,
     store: Arc<Store>,
     handle: *mut c_void,
-    /// How far this rank has come.
+    /// The progress of this rank.
     now: Mutex<Whereabouts>,
-    /// Held while a transfer is begun: exchanges of several axes may be, each by its own thread.
+    /// Held while a transfer is begun: threads of several axes may do so at once.
     posting: Mutex<()>,
-    /// Whether this rank's word of why the ranks stop is the one that stands.
+    /// Whether the report that stands is this rank's.
     spoke_first: AtomicBool,
     /// The machine of each rank.
     nodes: Vec<String>,
@@ -50,21 +50,21 @@ pub(super) struct Peers {
     sent: [AtomicU64; 2],
 }
 
-// SAFETY: sends and receives of Gloo take its own locks; what must not overlap is begun under `now` or by one thread.
+// SAFETY: Gloo locks its own sends and receives; what must not overlap is begun under `now` or by one thread.
 unsafe impl Send for Peers {}
 // SAFETY: as above.
 unsafe impl Sync for Peers {}
 
 impl Drop for Peers {
     fn drop(&mut self) {
-        // SAFETY: made by `shim_group_open`, freed once; a work holds what it needs of it.
+        // SAFETY: made by `shim_group_open`, freed once; a work keeps the parts that it needs alive.
         unsafe { shim_group_free(self.handle) }
     }
 }
 
 impl Peers {
-    /// Meets the other ranks, at the store that this one holds if it `serves`. A rank that does not come within `timeout` is
-    /// named.
+    /// Meets the other ranks at the store, which this rank holds if it `serves`. The error names ranks that do not come
+    /// within `timeout`.
     pub(super) fn open(
         place: &Place,
         serves: bool,
@@ -94,7 +94,7 @@ impl Peers {
         Peers::at(store, place, timeout, tell)
     }
 
-    /// The same where the store is known.
+    /// The same with an open store.
     pub(super) fn at(
         store: Store,
         place: &Place,
@@ -110,7 +110,7 @@ impl Peers {
             }
         })?;
         let (nodes, nonces): (Vec<_>, Vec<_>) = met.into_iter().unzip();
-        // On one machine its own name may lead nowhere; the loopback always works.
+        // On one machine its own host name may not resolve; the loopback always works.
         let device_host = if is_loopback(host) { "127.0.0.1" } else { "" };
         let store = Arc::new(store);
         let connected = bridge::connect(&store, (*rank, *world), [interface, device_host], timeout);
@@ -133,8 +133,8 @@ impl Peers {
         Ok(peers)
     }
 
-    /// Proves the run's key to each other rank, on the connection over which tensors are to travel, and has it proven there,
-    /// before anything else is sent. `nonces` are what the ranks have drawn for it and left in the store.
+    /// Proves the run's key to each other rank and checks the proof of that rank, on the connection that tensors will
+    /// use, before anything else is sent. `nonces` are those that the ranks left in the store.
     fn prove(&self, nonces: &[Bytes32]) -> Result<()> {
         let Place { rank, world, name, key, .. } = &self.place;
         let proof = |from: u32, to: u32| {
@@ -142,7 +142,7 @@ impl Peers {
             let [sender, receiver] = [from, to].map(|rank| &nonces[rank as usize][..]);
             key.proof("transfers", &[name.as_bytes(), &numbers, sender, receiver])
         };
-        // Another rank may have been the first to find a stranger, and have left.
+        // Another rank may have found an impostor first and have left.
         let silent = |peer: u32, error: &Error| match self.word_of_another() {
             Some(word) => word.error(),
             None => Error::Missing {
@@ -177,19 +177,19 @@ impl Peers {
         Ok(())
     }
 
-    /// Ends the meeting: what is connected in the place of `peer` does not have the run's key.
+    /// Ends the meeting: the process connected as `peer` does not have the run's key.
     fn impostor(&self, peer: u32) -> Error {
         let rank = self.place.rank;
         let what = format!(
             "what is connected to rank {rank} in the place of rank {peer} did not prove the run's key; check who else reaches \
              these machines, and start again"
         );
-        // Best effort: the others hear nothing from this rank either.
+        // Best effort: the others do not hear from this rank otherwise either.
         let _ = self.store.leave(&Word::stops(what.clone()));
         Error::Missing { what }
     }
 
-    /// Who came to the store without the run's key, as far as it answers.
+    /// Connections that the store refused for lack of the run's key; `None` if the store does not answer.
     pub(super) fn strangers(&self) -> Option<Strangers> {
         self.store.strangers().ok()
     }
@@ -209,12 +209,12 @@ impl Peers {
         self.place.world
     }
 
-    /// How long a rank is waited for.
+    /// How long to wait for a rank.
     pub(super) fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// The store that the ranks share, for what is said beside the exchanges.
+    /// The store that the ranks share, for messages outside of exchanges.
     pub(super) fn store(&self) -> Arc<Store> {
         Arc::clone(&self.store)
     }
@@ -224,7 +224,7 @@ impl Peers {
         &self.nodes
     }
 
-    /// What this rank has sent since it met the others; libtorch's own collectives are not counted.
+    /// Bytes that this rank has sent since it met the others, without libtorch's own collectives.
     pub(super) fn sent(&self) -> Sent {
         let [all, between] = &self.sent;
         Sent { all: all.load(Ordering::Relaxed), between_nodes: between.load(Ordering::Relaxed) }
@@ -242,26 +242,26 @@ impl Peers {
         between.fetch_add(if crosses { bytes } else { 0 }, Ordering::Relaxed);
     }
 
-    /// The other ranks, the next one first: so that not everybody turns to the same one at once.
+    /// The other ranks, starting with the next one, so that not all ranks send to the same one first.
     pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
         let Place { rank, world, .. } = self.place;
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
-    /// Tells the others what this rank is at ("step 12, micro-batch 3"), for the moment in which they miss it. Best effort:
-    /// a store that is gone shows in the next exchange.
+    /// Publishes what this rank is doing ("step 12, micro-batch 3"), for the error messages of ranks that miss it. Best
+    /// effort: if the store is lost, the next exchange fails.
     pub(super) fn reached(&self, whereabouts: &str) {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.place = whereabouts.to_owned();
         let _ = now.post(&self.store, self.place.rank);
     }
 
-    /// Takes note that this rank has computed for so long in `step`: it is told with what it says next.
+    /// Notes the computing time of this rank in `step`; it is published with the next progress.
     pub(super) fn computed(&self, step: u64, time: Duration) {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).add(step, time);
     }
 
-    /// Takes note that the next exchange of an axis begins; its number there.
+    /// Publishes that the next exchange of an axis begins; returns its id.
     pub(super) fn next(&self, axis: usize, what: &str) -> Result<ExchangeId> {
         let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
         now.begun[axis] += 1;
@@ -272,7 +272,7 @@ impl Peers {
         Ok(ExchangeId { axis, number: now.begun[axis] })
     }
 
-    /// Leaves word of why this rank stops, for those who will miss it. The word of who came first stands.
+    /// Reports why this rank stops, for the ranks that will miss it. The first report stands.
     pub(super) fn report(&self, reason: &str) {
         let word = Word::stops(format!("rank {}: {reason}", self.place.rank));
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
@@ -281,7 +281,7 @@ impl Peers {
         linger(&self.place);
     }
 
-    /// Whether it is this rank that left the word: then it is the one to tell people.
+    /// Whether the report that stands is this rank's: then this rank prints it.
     pub(super) fn spoke_first(&self) -> bool {
         self.spoke_first.load(Ordering::Relaxed)
     }
@@ -292,12 +292,12 @@ impl Peers {
         ((rank + 1) % world, (rank + world - 1) % world)
     }
 
-    /// Starts to send `tensor`, which is contiguous and on CPU, and is kept as long as the work.
+    /// Starts to send `tensor`, which is contiguous and on the CPU, and is kept as long as the work.
     pub(super) fn send(&self, to: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
         assert!(tensor.is_contiguous() && tensor.device() == Device::Cpu, "plain memory is sent");
         let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
-        // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
+        // SAFETY: the tensor is alive, and the work keeps it alive; the out-pointer outlives the call.
         guarded("send", unsafe {
             shim_send(self.handle, tensor.as_ptr(), to as c_int, tag, &raw mut work)
         })?;
@@ -308,14 +308,14 @@ impl Peers {
     pub(super) fn receive(&self, from: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
         let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
-        // SAFETY: the tensor is alive, and the work holds on to it; the out-pointer outlives the call.
+        // SAFETY: the tensor is alive, and the work keeps it alive; the out-pointer outlives the call.
         guarded("receive", unsafe {
             shim_recv(self.handle, tensor.as_ptr(), from as c_int, tag, &raw mut work)
         })?;
         Ok(Work(work))
     }
 
-    /// What to say when `peer` could not be reached in exchange `id`.
+    /// The error for a `peer` that could not be reached in exchange `id`.
     pub(super) fn missing(&self, what: &str, id: ExchangeId, peer: u32, error: &Error) -> Error {
         if late(error) {
             return self.stalled(what, id, &[peer]);
@@ -326,9 +326,10 @@ impl Peers {
         }
     }
 
-    /// What to say when the time ran out in what `partners` share with this rank. Suspect is who has not come as far as this
-    /// exchange, or else the partners; but they may only wait, further back, for a rank that we do not wait for. So whoever's
-    /// time runs out writes that into the store, and of those who do not the suspects are missing, or else the others.
+    /// The error when time runs out in something that `partners` share with this rank. Suspects are the ranks that have
+    /// not come as far as this exchange, or else the partners. But a suspect may itself be waiting for some other rank.
+    /// So each rank that times out writes this into the store. Of the ranks that do not, the suspects are missing, or
+    /// all if there are no suspects among them.
     pub(super) fn stalled(&self, what: &str, id: ExchangeId, partners: &[u32]) -> Error {
         if let Some(word) = self.word() {
             return word.error();
@@ -341,8 +342,8 @@ impl Peers {
         self.blame(what, lost.unwrap_or_default(), true)
     }
 
-    /// Writes down that this rank's time ran out, and who of `suspects` does not do so too. A single one is none the less
-    /// suspect for that.
+    /// Notes in the store that this rank timed out, and returns which of `suspects` do not do so too. A single suspect
+    /// is returned in any case.
     fn silent(&self, mut suspects: Vec<u32>) -> Vec<u32> {
         let sign = |rank: u32| format!("late/{rank}");
         if self.store.set(&sign(self.place.rank), "here").is_err() || suspects.len() < 2 {
@@ -356,8 +357,8 @@ impl Peers {
         if suspects.is_empty() { all } else { suspects }
     }
 
-    /// Who has not come as far as an exchange: a rank that has only waits as we do. In a line only its ranks count, and those
-    /// that this one waits for are asked about.
+    /// Ranks that have not come as far as an exchange; a rank that only waits like this one has. In a line only its own
+    /// ranks count, and only those that this rank waits for are checked.
     fn behind(&self, id: ExchangeId, partners: &[u32]) -> Vec<u32> {
         let asked = |rank: &u32| id.axis == 0 || partners.contains(rank);
         let behind =
@@ -365,7 +366,7 @@ impl Peers {
         self.others().filter(asked).filter(behind).collect()
     }
 
-    /// Leaves word that these ranks are missing, unless another word stands already.
+    /// Reports that these ranks are missing, unless a report stands already.
     fn blame(&self, what: &str, mut lost: Vec<u32>, late: bool) -> Error {
         lost.sort_unstable();
         let numbers = lost.clone();
@@ -383,19 +384,19 @@ impl Peers {
         self.speak(what, numbers, mine)
     }
 
-    /// What to say when this rank itself is held up in a call of a library.
+    /// The error when this rank itself hangs in a library call.
     pub(super) fn held_up(&self, what: &str) -> Error {
         let (time, here) = (seconds(self.timeout), self.here());
         let mine = format!("a call for {what} did not return within {time}, at {here}");
         self.speak(what, Vec::new(), mine)
     }
 
-    /// What this rank is at.
+    /// What this rank is doing.
     fn here(&self) -> String {
         self.now.lock().unwrap_or_else(PoisonError::into_inner).place.clone()
     }
 
-    /// Leaves word that this rank misses others, unless another word stands already.
+    /// Reports that this rank misses others, unless a report stands already.
     fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
         let text = format!("rank {}: {mine}", self.place.rank);
         match self.store.leave(&Word::loses(lost, text)) {
@@ -408,18 +409,18 @@ impl Peers {
         }
     }
 
-    /// The word that stands of why the ranks stop, if there is one.
+    /// The report that stands of why the ranks stop, if there is one.
     pub(super) fn word(&self) -> Option<Word> {
         self.store.word().ok()?
     }
 
-    /// The ranks that are lost by the word that stands. Without a store nobody knows which.
+    /// The lost ranks of the report that stands; unknown if the store is lost.
     pub(super) fn lost(&self) -> Option<Vec<u32>> {
         self.store.word().map_or(Some(Vec::new()), |word| word?.lost)
     }
 
-    /// What another rank says of why it stops, if it does so at once: one that misses a third rank closes its
-    /// connections to all of them first, and would be taken for the one that is gone.
+    /// Another rank's reason to stop, if it reports one soon: a rank that misses a third rank first closes its own
+    /// connections, and would be mistaken for the lost one.
     fn word_of_another(&self) -> Option<Word> {
         let start = Instant::now();
         while start.elapsed() < WORD {
@@ -434,7 +435,7 @@ impl Peers {
 
     fn without_store(&self, what: &str, error: &Error) -> Error {
         let holder = if self.place.rank_0_serves { "rank 0" } else { "the launcher" };
-        // Nobody can speak for a rank that is cut off.
+        // This rank is cut off, so no other rank can report for it.
         self.spoke_first.store(true, Ordering::Relaxed);
         Error::Missing {
             what: format!(
@@ -443,12 +444,12 @@ impl Peers {
         }
     }
 
-    /// How far a rank has come, as far as it is known.
+    /// The progress of a rank, as far as known.
     fn seen(&self, rank: u32) -> Option<Whereabouts> {
         Whereabouts::find(&self.store, rank).ok()?
     }
 
-    /// Leaves word that this rank is lost to the others, by its own judgement.
+    /// Reports that this rank counts as lost, by its own judgement.
     pub(super) fn give_up(&self, why: &str) {
         let text = format!("rank {}: {why}", self.place.rank);
         let word = Word::loses(vec![self.place.rank], text);
@@ -458,19 +459,19 @@ impl Peers {
     }
 }
 
-/// Where the store goes with this process the others get a moment to read what stands in it.
+/// If the store ends with this process, gives the other ranks a moment to read it.
 fn linger(place: &Place) {
     if place.rank_0_serves && place.rank == 0 {
         std::thread::sleep(Duration::from_millis(500));
     }
 }
 
-/// What to say where the port of this rank's store is taken. If that is by another process that takes itself for this rank, both
-/// say so: the other one would wait for the rest in vain.
+/// The error if the port of this rank's store is taken. If the other process was started as this same rank, both of
+/// them report that; otherwise the other one would wait for the rest in vain.
 fn taken(place: &Place, reason: &str) -> Error {
     let Place { rank, host, port, name, key, .. } = place;
     if let (Some(store), Ok(mine)) = (Store::ready(host, *port, name, key, WORD), nonce()) {
-        // Where this one has said first that it is here, the other one finds it out.
+        // If this process registers first, the other one detects the conflict.
         let told = announce(&store, place, &mine).and_then(|()| store.wait("nobody", WORD));
         if let Err(error @ Error::Mistaken { .. }) = told {
             return error;
@@ -484,7 +485,7 @@ fn taken(place: &Place, reason: &str) -> Error {
     }
 }
 
-/// Whether it was the time that ran out.
+/// Whether the error is a timeout.
 pub(super) fn late(error: &Error) -> bool {
     matches!(error, Error::Late { .. })
 }

@@ -1,31 +1,31 @@
-//! Ranks that go on without those that are lost: who is left is agreed in a store that outlives each group of ranks.
+//! Lets ranks continue without the lost ones: who is left is agreed in a store that outlives each group of ranks.
 //!
 //! ```text
 //! generation 0        all ranks that were launched
 //! generation g + 1    those of generation g that came to its meeting before that was closed
 //!
 //! here/RANK           the generation to whose meeting the rank has come last
-//! ended/RANK          its launcher saw its process end, and how: nobody waits for it
-//! ready/RANK          where that rank keeps a store ready, see below
-//! members/G           who generation G is: written once, by the first that has waited for all it may wait for
-//! join/RANK           the rank was started again, and waits for a generation that has it
-//! joining             the ranks of which the launcher has seen that
-//! born/RANK           the first generation of the process that is this rank now, where it was started again
-//! stood               the last generation whose ranks were connected: what has changed since is told
+//! ended/RANK          written by its launcher when the process ends, and how: the rank is not waited for
+//! ready/RANK          address of that rank's standby store, see below
+//! members/G           the members of generation G: written once, by the first rank that has waited long enough
+//! join/RANK           the rank was restarted, and waits for a generation that includes it
+//! joining             the restarted ranks that the launcher has noticed
+//! born/RANK           the first generation of the process that is this rank now, if it was restarted
+//! stood               the last generation whose ranks were connected: changes since then are reported
 //! ```
 //!
-//! Ranks are named here by the numbers that they were launched with; within a generation they are numbered anew, in the same
-//! order. The store decides: of two lists that are written at once the first one stands, and a rank that is not on it ends.
-//! Nobody waits for a rank whose process has ended, nor for one that was blamed for the end of the generation before, and for
-//! any other no longer than for a rank in an exchange. A rank that was only slow, and was blamed, is welcome until the list is
-//! written.
+//! Ranks are identified here by the numbers that they were launched with; within a generation they are renumbered in
+//! the same order. The store decides: of two lists that are written at once the first one stands, and a rank that is
+//! not on it ends. A rank whose process has ended is not waited for, nor is one that was blamed for the end of the
+//! previous generation; any other rank is waited for as long as in an exchange. A rank that was blamed but was only
+//! slow may still join until the list is written.
 //!
-//! Where a rank holds the store, every other one keeps one ready, and all know where. If the store is lost, so is its holder, and
-//! those who are left meet at the next one that answers, in the order of ranks. Ranks that do not reach each other may then meet
-//! apart: who asks for more than half of the ranks to be left has one run at most.
+//! If a rank holds the store, every other rank keeps a standby store, and all know the addresses. If the store is lost,
+//! so is its holder; the remaining ranks meet at the next store that answers, in the order of ranks. Ranks that cannot
+//! reach each other may then form separate groups; requiring more than half of the ranks allows one run at most.
 //!
-//! A rank that was started again joins the next generation, whatever the reason of that meeting: a loss, or that the others have
-//! seen it come, and end theirs when it suits them.
+//! A restarted rank joins the next generation, whatever the reason for its meeting: a loss, or that the others have
+//! noticed the restart and end their generation when convenient.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{ToSocketAddrs as _, UdpSocket};
@@ -38,59 +38,59 @@ use super::whereabouts::Whereabouts;
 use super::{Group, Place, RunKey, Store, Strangers};
 use crate::{Error, Result};
 
-/// How long connecting those who have met may take: they were all there a moment ago.
+/// How long connecting the ranks that have met may take: all of them were present a moment ago.
 const CONNECT: Duration = Duration::from_secs(20);
 
-/// How long a store that others may need is tried.
+/// How long to try a standby store.
 const PROBE: Duration = Duration::from_secs(5);
 
-/// What a launcher writes of a process that ended well, and of any other.
+/// What a launcher writes about a process that ended well, and about any other.
 const ENDED: [&str; 2] = ["well", "lost"];
 
-/// What it writes instead once it has started that rank again.
+/// What it writes instead after it has restarted the rank.
 const AGAIN: &str = "again";
 
 /// See [`Rendezvous::rejoin`].
 const COMES: &str = "comes";
 
-/// The ranks that wait for a generation, as their launcher has seen them come.
+/// The ranks that wait for a generation, as noticed by their launcher.
 const JOINING: &str = "joining";
 
 /// The last generation whose ranks were connected.
 const STOOD: &str = "stood";
 
-/// What is different in a generation from the last one that stood, by the numbers that ranks were launched with.
+/// Differences between a generation and the last one that was connected, by launch numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// Those whose processes are gone; a rank that was started again in the meantime is among them.
+    /// Ranks whose processes ended; includes ranks that were restarted in the meantime.
     pub lost: Vec<u32>,
-    /// Those that were started again and have come.
+    /// Ranks that were restarted and have joined.
     pub joined: Vec<u32>,
 }
 
-/// One rank's way to the generations to come.
+/// Takes one rank from generation to generation.
 #[derive(Debug)]
 pub struct Rendezvous {
     store: Store,
-    /// Where rank 0 holds the store it does so here, whatever becomes of the first group.
+    /// The store that rank 0 holds, kept open even when the first group ends.
     _held: Option<Arc<Store>>,
-    /// Stores that are ready where a rank holds the one that is met at: by rank, as launched, host and port.
+    /// Standby stores, if a rank holds the current store: host and port by launch number.
     standby: BTreeMap<u32, (String, u16)>,
-    /// This rank's among them, and how many strangers it has told of.
+    /// This rank's standby store, and how many of its refused connections were reported.
     ready: Option<Store>,
     told: AtomicU64,
-    /// The rank that holds the store, if one does.
+    /// The rank that holds the current store, if one does.
     holder: Option<u32>,
-    /// As launched, with the store that is met at.
+    /// The place at launch, with the current store.
     place: Place,
     generation: u64,
     members: Vec<u32>,
-    /// The last generation that stood, and who it was.
+    /// The last generation that was connected, and its members.
     stood: (u64, Vec<u32>),
 }
 
 impl Rendezvous {
-    /// For a rank that was launched at `place` and has met the others in `group`, the first generation.
+    /// For a rank that was launched at `place` and met the others in `group`, the first generation.
     pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
         let (name, key) = (meeting(&place.name), &place.key);
         let store = Store::connect(&place.host, place.port, &name, key, timeout)?;
@@ -113,7 +113,7 @@ impl Rendezvous {
         Ok(Rendezvous { _held: group.store(), standby, ready: own, holder, ..alone })
     }
 
-    /// Of a rank that holds no store, nor knows of one besides: it is the launcher's.
+    /// For a rank that neither holds a store nor knows of a standby: the launcher holds it.
     fn new(
         store: Store,
         place: &Place,
@@ -125,8 +125,8 @@ impl Rendezvous {
         Rendezvous { store, _held, standby, ready, told, holder, place, generation, members, stood }
     }
 
-    /// For a rank that was started again in the place of one that is lost, under a launcher: comes back once a generation has it.
-    /// Whoever started it ends it where that does not happen.
+    /// For a restarted rank that replaces a lost one, under a launcher: returns once a generation includes it. If that
+    /// never happens, the launcher ends the process.
     pub fn rejoin(place: &Place, timeout: Duration) -> Result<Rendezvous> {
         let (name, me) = (meeting(&place.name), place.rank);
         let store = Store::connect(&place.host, place.port, &name, &place.key, timeout)?;
@@ -134,7 +134,7 @@ impl Rendezvous {
         while store.find(&members_key(generation + 1))?.is_some() {
             generation += 1;
         }
-        // Whichever comes next: this rank is at its meeting.
+        // Whichever generation is next: this rank has come to its meeting.
         store.set(&here(me), &u64::MAX.to_string())?;
         store.set(&join(me), COMES)?;
         let members = loop {
@@ -149,7 +149,7 @@ impl Rendezvous {
             }
         };
         store.set(&here(me), &generation.to_string())?;
-        // Before the others can have connected this generation: it is not the one that stood last.
+        // Read before the other ranks can connect this generation, which would make it the last one that stood.
         let last = number(&store, STOOD)?;
         let list = if last > 0 { store.find(&members_key(last))? } else { None };
         let stood = (last, list.map_or_else(|| (0..place.world).collect(), |list| read(&list)));
@@ -157,14 +157,14 @@ impl Rendezvous {
         Ok(Rendezvous::new(store, place, (generation, members), stood))
     }
 
-    /// For a rank that was launched at `place`, under a launcher, and could not meet the others: where it meets those who are
-    /// left. `None` where the launcher does not say that one is lost.
+    /// For a rank that was launched at `place`, under a launcher, and could not meet the others: lets it meet the
+    /// remaining ranks. `None` if the launcher does not report a loss.
     pub fn unmet(place: &Place, timeout: Duration) -> Result<Option<Rendezvous>> {
         let reach = |name: &str| Store::connect(&place.host, place.port, name, &place.key, timeout);
         let (first, start) = (reach(&place.name)?, lived());
         let word = loop {
             match first.word()? {
-                // The others may see the end of a rank before its launcher does.
+                // The other ranks may notice the end of a rank before its launcher does.
                 None if lived() - start < PROBE => std::thread::sleep(LOOK),
                 word => break word,
             }
@@ -177,7 +177,7 @@ impl Rendezvous {
         Ok(Some(Rendezvous::new(store, place, (0, members), stood)))
     }
 
-    /// What is different from the last generation that stood, asked once this one is connected: it has stood from then on.
+    /// Changes since the last generation that was connected. Call it once this one is connected: it records that it is.
     pub fn stands(&mut self) -> Result<Change> {
         let (last, before) = &self.stood;
         let mut fresh = Vec::new();
@@ -193,9 +193,9 @@ impl Rendezvous {
         Ok(Change { lost, joined })
     }
 
-    /// Whether a rank that was started again waits for the next generation.
+    /// Whether a restarted rank waits for the next generation.
     pub fn is_awaited(&self) -> bool {
-        // A store that is gone shows in the next exchange.
+        // If the store is lost, the next exchange fails.
         self.joining().is_ok_and(|ranks| !ranks.is_empty())
     }
 
@@ -205,13 +205,13 @@ impl Rendezvous {
         Ok(read(&list).into_iter().filter(|rank| !self.members.contains(rank)).collect())
     }
 
-    /// Tells the store that is met at of strangers who came to the one that this rank keeps ready. Best effort.
+    /// Reports to the current store the connections that this rank's standby store refused. Best effort.
     pub fn tell_of_strangers(&self) {
         let Some(strangers) = self.ready.as_ref().and_then(|ready| ready.strangers().ok()) else {
             return;
         };
         let new = strangers.refused - self.told.swap(strangers.refused, Ordering::Relaxed);
-        // Where all have turned to that very store they are counted already.
+        // If the standby store has become the current one, they are counted already.
         if new > 0 && self.holder != Some(self.place.rank) {
             let _ = self.store.add_strangers(&Strangers { refused: new, ..strangers });
         }
@@ -222,13 +222,13 @@ impl Rendezvous {
         self.generation
     }
 
-    /// Who it is, by the numbers that ranks were launched with.
+    /// The members of this generation, by launch number.
     pub fn members(&self) -> &[u32] {
         &self.members
     }
 
-    /// Agrees on the next generation with everybody who is left. `blamed` are the ranks that ended this one, by their numbers
-    /// in it. Fails where fewer than `least` are left, or where the others went on without this one.
+    /// Agrees on the next generation with all remaining ranks. `blamed` are the ranks that ended this generation, by
+    /// their numbers in it. Fails if fewer than `least` ranks are left, or if the others continued without this one.
     pub fn agree(&mut self, blamed: &[u32], least: u32, timeout: Duration) -> Result<()> {
         let (me, next) = (self.place.rank, self.generation + 1);
         let blamed = blamed.iter().filter_map(|rank| self.members.get(*rank as usize)).copied();
@@ -252,7 +252,7 @@ impl Rendezvous {
         Ok(())
     }
 
-    /// Turns to the next store that answers; `None` where there is none.
+    /// Connects to the next standby store that answers; `None` if there is none.
     fn next_store(&mut self) -> Option<()> {
         while let Some((rank, (host, port))) = self.standby.pop_first() {
             let name = meeting(&self.place.name);
@@ -266,7 +266,7 @@ impl Rendezvous {
         None
     }
 
-    /// The list of the next generation, once it is written.
+    /// The member list of the next generation, once it is written.
     fn close(&self, next: u64, blamed: &[u32], least: u32, timeout: Duration) -> Result<Vec<u32>> {
         let (start, key) = (lived(), members_key(next));
         self.store.set(&here(self.place.rank), &next.to_string())?;
@@ -284,14 +284,14 @@ impl Rendezvous {
                     continue;
                 }
                 let at = self.store.find(&here(rank))?;
-                // One that was a generation further when a store was lost has come to this one too.
+                // A rank that was one generation ahead when a store was lost has come to this one, too.
                 match at.is_some_and(|at| at.parse().is_ok_and(|at: u64| at >= next)) {
                     true => come.push(rank),
                     false => awaited |= !blamed.contains(&rank),
                 }
             }
             if !awaited || lived() - start > timeout {
-                // A rank that ended well has seen the end of the run: nothing is left to compute.
+                // A rank that ended well has finished the run: nothing is left to compute.
                 if (come.len() as u64) < u64::from(least) && !done {
                     let (left, ranks, were) = (come.len(), listed(&come), self.members.len());
                     let what = format!(
@@ -305,7 +305,7 @@ impl Rendezvous {
         }
     }
 
-    /// Connects this generation. Where that fails, another rank was lost meanwhile: the next one is to be agreed.
+    /// Connects this generation. If this fails, another rank was lost meanwhile: agree on the next generation.
     pub fn group(&self, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let position = |id: &u32| *id == self.place.rank;
         let rank = self.members.iter().position(position).unwrap_or_default() as u32;
@@ -321,7 +321,7 @@ impl Rendezvous {
     }
 }
 
-/// A launcher's part: it knows which processes have ended, and tells the ranks at once.
+/// The launcher's side: it knows which processes have ended, and reports this to the ranks at once.
 #[derive(Debug)]
 pub struct Agent {
     store: Store,
@@ -331,15 +331,15 @@ pub struct Agent {
     generation: u64,
     members: Vec<u32>,
     ended: BTreeMap<u32, String>,
-    /// Ranks that were started again and are in no generation since, each with the one in which it was started.
+    /// Restarted ranks that are in no generation yet, each with the generation in which it was restarted.
     back: BTreeMap<u32, u64>,
-    /// The list of them that the ranks see.
+    /// The list of these ranks that the store has.
     awaited: Vec<u32>,
     timeout: Duration,
 }
 
 impl Agent {
-    /// For `count` ranks whose places have this name, which meet on this machine at `port`.
+    /// For `count` ranks whose places have this name and that meet on this machine at `port`.
     pub fn open(
         port: u16,
         name: &str,
@@ -354,7 +354,7 @@ impl Agent {
         Ok(Agent { store, port, name, key, generation, members, ended, back, awaited, timeout })
     }
 
-    /// Tells the others that the process of `rank`, which had ended, was started again, to join them.
+    /// Publishes that the process of `rank`, which had ended, was restarted and will join.
     pub fn started_again(&mut self, rank: u32) -> Result<()> {
         self.ended.remove(&rank);
         self.back.insert(rank, self.generation);
@@ -362,12 +362,12 @@ impl Agent {
         self.store.set(&ended(rank), AGAIN)
     }
 
-    /// Whether `rank` was started again, and the others have not taken it in yet.
+    /// Whether `rank` was restarted and is in no generation yet.
     pub fn is_awaited(&self, rank: u32) -> bool {
         self.back.contains_key(&rank)
     }
 
-    /// What each rank of the newest generation said last of where it is; nothing of one that has said nothing yet.
+    /// The last progress of each rank of the newest generation; `None` for a rank that has not published any.
     pub fn whereabouts(&mut self) -> Result<Vec<(u32, Option<Whereabouts>)>> {
         self.members()?;
         let name = generation_name(&self.name, self.generation);
@@ -376,7 +376,7 @@ impl Agent {
         (0..).zip(&self.members).map(of).collect()
     }
 
-    /// Tells the others that the process of `rank` has ended, well or as `how` says.
+    /// Publishes that the process of `rank` has ended, well or as `how` says.
     pub fn ended(&mut self, rank: u32, well: bool, how: &str) -> Result<()> {
         self.store.set(&ended(rank), ENDED[usize::from(!well)])?;
         self.back.remove(&rank);
@@ -388,12 +388,12 @@ impl Agent {
         Ok(())
     }
 
-    /// Who the newest generation is.
+    /// The members of the newest generation.
     pub fn members(&mut self) -> Result<&[u32]> {
         while let Some(list) = self.store.find(&members_key(self.generation + 1))? {
             self.generation += 1;
             self.members = read(&list);
-            // They may have ended between coming to the meeting and its end.
+            // They may have ended after they came to the meeting and before it was closed.
             let lost: Vec<u32> = self.ended.keys().copied().collect();
             self.tell(&lost)?;
         }
@@ -413,7 +413,7 @@ impl Agent {
         Ok(&self.members)
     }
 
-    /// Leaves word for the members of this generation that some of them are lost.
+    /// Reports to the members of this generation that some of them are lost.
     fn tell(&self, lost: &[u32]) -> Result<()> {
         let position = |rank: &u32| self.members.iter().position(|member| member == rank);
         let lost: Vec<u32> = lost.iter().filter(|rank| position(rank).is_some()).copied().collect();
@@ -429,7 +429,7 @@ impl Agent {
     }
 }
 
-/// The address of this machine as whoever is at `host` sees it.
+/// The address of this machine as seen from `host`.
 fn own_address(host: &str, port: u16) -> Result<String> {
     let cannot = |error: std::io::Error| Error::Foreign {
         call: "find this machine's address",
@@ -438,13 +438,13 @@ fn own_address(host: &str, port: u16) -> Result<String> {
     let address = (host, port).to_socket_addrs().map_err(cannot)?.next();
     let address = address.ok_or_else(|| cannot(std::io::ErrorKind::AddrNotAvailable.into()))?;
     let any = if address.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-    // Nothing is sent: the system only says from where it would be.
+    // Nothing is sent: the system only says which local address it would use.
     let socket = UdpSocket::bind(any).map_err(cannot)?;
     socket.connect(address).map_err(cannot)?;
     Ok(socket.local_addr().map_err(cannot)?.ip().to_string())
 }
 
-/// Where the store is that `rank` keeps ready.
+/// The address of `rank`'s standby store.
 fn ready_of(store: &Store, rank: u32, timeout: Duration) -> Result<(String, u16)> {
     let text = store.wait(&ready_key(rank), timeout)?;
     let found = text.as_deref().and_then(|text| text.split_once(' '));
@@ -468,7 +468,7 @@ fn born(rank: u32) -> String {
     format!("born/{rank}")
 }
 
-/// A number in the store; zero where there is none.
+/// A number in the store; zero if missing.
 fn number(store: &Store, key: &str) -> Result<u64> {
     Ok(store.find(key)?.and_then(|text| text.parse().ok()).unwrap_or(0))
 }
@@ -481,12 +481,12 @@ fn members_key(generation: u64) -> String {
     format!("members/{generation}")
 }
 
-/// Where the keys of meetings stand.
+/// Prefix of the keys of meetings.
 fn meeting(name: &str) -> String {
     format!("{name}meeting/")
 }
 
-/// Where those of a generation do: the first has what its launcher said.
+/// Prefix of the keys of a generation; the first one has the launcher's prefix.
 fn generation_name(name: &str, generation: u64) -> String {
     if generation == 0 { name.to_owned() } else { format!("{name}{generation}/") }
 }

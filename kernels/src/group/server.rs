@@ -1,7 +1,8 @@
-//! The process that holds a store: it keeps what the others leave there, and lets nobody in who does not have the run's key.
+//! The process that holds a store: it keeps what the others write, and admits only those that have the run's key.
 //!
-//! A stranger costs a thread with a small stack and 64 bytes, for [`PATIENCE`] at most; where there are more than [`UNPROVEN`] at
-//! once the one that came first has to go, so that ranks, which prove the key in a moment, are let in meanwhile.
+//! An unauthenticated connection costs a thread with a small stack and 64 bytes, for at most [`PATIENCE`]. If there are
+//! more than [`UNPROVEN`] at once, the oldest is dropped, so that ranks, which prove the key in a moment, can still
+//! connect.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -18,35 +19,35 @@ use crate::error::is_short;
 /// How long a caller may take to prove the key.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Callers that have not proven it, at once.
+/// Maximum number of connections that have not proven the key.
 const UNPROVEN: usize = 64;
 
 /// The stack of a thread that serves one caller.
 const STACK: usize = 1 << 18;
 
-/// Before another connection is accepted, where the system has none left to give.
+/// Pause before the next accept when the system is out of resources.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// For how long the system may refuse what it takes to hear callers, and none of them is let in, before that is a fault.
+/// How long the system may lack the resources to accept connections, with none admitted, before this is a fault.
 const SHORTAGE: Duration = Duration::from_secs(1);
 
-/// A refusal is another one than the last after so long without one.
+/// Refusals separated by more than this belong to different shortages.
 const APART: Duration = Duration::from_millis(500);
 
-/// So many unproven callers at once are strangers: what they hold is what is short.
+/// With so many unproven connections, they are strangers and themselves the cause of the shortage.
 const FLOOD: usize = 8;
 
-/// Connections that were refused, since nobody proved the run's key on them.
+/// Connections that were refused because they did not prove the run's key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Strangers {
     /// How many.
     pub refused: u64,
-    /// Where the last one came from, and what it did.
+    /// Address of the last one, and what it did.
     pub last: String,
 }
 
 impl Strangers {
-    /// In a few words; nothing where there was none.
+    /// A short message; `None` if there was none.
     pub fn words(&self) -> Option<String> {
         let Strangers { refused, last } = self;
         let connections = if *refused == 1 { "connection was" } else { "connections were" };
@@ -75,7 +76,7 @@ pub(super) struct Server {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What its threads share.
+/// State shared by its threads.
 #[derive(Debug)]
 struct Held {
     key: RunKey,
@@ -94,17 +95,17 @@ struct Callers {
     short: Option<Short>,
 }
 
-/// What the system refuses, while nobody is let in.
+/// A shortage of system resources during which no connection is admitted.
 #[derive(Clone, Copy, Debug)]
 struct Short {
     since: Instant,
     last: Instant,
-    /// The system's number.
+    /// The system's error code.
     code: i32,
 }
 
 impl Callers {
-    /// Takes note that the system refuses what it takes to hear a caller. Of many strangers one has to go instead.
+    /// Notes that the system lacks the resources for a connection. Among many strangers the oldest is dropped instead.
     fn lack(&mut self, error: &io::Error) {
         if self.unproven.len() >= FLOOD {
             self.short = None;
@@ -116,7 +117,7 @@ impl Callers {
             Some(Short { since: before.map_or(now, |short| short.since), last: now, code });
     }
 
-    /// One that has come; where there are too many the one that came first has to go.
+    /// Adds a connection; if there are too many, drops the oldest.
     fn receive(&mut self, copy: TcpStream) -> u64 {
         self.came += 1;
         self.unproven.push_back((self.came, copy));
@@ -132,7 +133,7 @@ impl Callers {
         }
     }
 
-    /// One less that has not proven the key; `None` if it had to go.
+    /// Removes an unproven connection; `None` if it was dropped before.
     fn take(&mut self, number: u64) -> Option<TcpStream> {
         let place = self.unproven.iter().position(|(one, _)| *one == number)?;
         self.unproven.remove(place).map(|(_, copy)| copy)
@@ -140,7 +141,7 @@ impl Callers {
 }
 
 impl Server {
-    /// Serves those who come to `listener` and have `key`.
+    /// Serves connections to `listener` that prove `key`.
     pub(super) fn start(listener: TcpListener, key: &RunKey) -> io::Result<Server> {
         let address = listener.local_addr()?;
         let (values, callers) = (Mutex::default(), Mutex::default());
@@ -168,7 +169,7 @@ impl Server {
         self.held.answer(request)
     }
 
-    /// What the system has refused for too long.
+    /// The error of a shortage that has lasted too long.
     pub(super) fn trouble(&self) -> Option<io::Error> {
         let short = self.held.callers().short;
         let short = short.filter(|short| short.last - short.since >= SHORTAGE);
@@ -179,7 +180,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.held.over.store(true, Ordering::Release);
-        // The thread waits for a caller: this is its last one.
+        // The thread blocks in `accept`: this connection wakes it a last time.
         let mut address = self.address;
         match address.ip().is_unspecified() {
             true if address.is_ipv4() => address.set_ip(Ipv4Addr::LOCALHOST.into()),
@@ -202,7 +203,7 @@ impl Held {
         self.callers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hears a caller on a thread of its own. One for whom there is none, or no descriptor, has to come again.
+    /// Serves a connection on its own thread. Without a free thread or descriptor the caller has to retry.
     fn receive(self: &Arc<Self>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
         let copy = stream.try_clone()?;
         let number = self.callers().receive(copy);
@@ -214,7 +215,7 @@ impl Held {
         thread.map(drop).inspect_err(|_| drop(self.callers().take(number)))
     }
 
-    /// Serves one that proves the key; counts one that does not.
+    /// Serves a caller that proves the key; counts one that does not.
     fn hear(&self, stream: TcpStream, from: SocketAddr, number: u64) {
         let mut proved = false;
         let admitted = Connection::new(stream).map_err(Refused::from).and_then(|mut connection| {
@@ -230,13 +231,13 @@ impl Held {
             Ok(connection.patiently()?)
         });
         if let Ok(mut stream) = admitted {
-            // It ends when the caller goes.
+            // Returns when the caller disconnects.
             let _ = wire::answer_all(&mut stream, |request| self.answer(request));
             return;
         }
         let mut callers = self.callers();
         let why = match (admitted, callers.take(number)) {
-            // One that had to go comes again.
+            // A caller that was dropped retries.
             _ if proved => return,
             (_, None) => "it said nothing while many others came",
             (Err(Refused::Lost(error)), _) if is_short(&error) => return callers.lack(&error),
@@ -315,7 +316,7 @@ mod tests {
         drop(strangers);
     }
 
-    /// What a flood of strangers does to a rank, by chance, in the moment in which it proves the key.
+    /// What a flood of strangers can do to a rank that is just proving the key.
     #[test]
     fn one_that_has_to_go_as_it_proves_the_key_does_not_hear_that_it_is_in() {
         let key = RunKey::of("the secret of a run");
@@ -328,7 +329,7 @@ mod tests {
         let mine = nonce().unwrap();
         let proof = key.proof("caller", &[&greeting[PROOF..], &mine]);
         caller.write_all(&[mine, proof].concat()).unwrap();
-        // Time in which it would be let in, if nobody asked whether it still may be.
+        // Enough time to admit it if the server did not check whether it was dropped.
         thread::sleep(Duration::from_millis(100));
         callers.let_first_go();
         drop(callers);

@@ -1,4 +1,4 @@
-//! The store in which ranks meet and leave word.
+//! The store in which ranks meet and leave messages.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs as _};
@@ -18,37 +18,37 @@ use crate::{Error, Result};
 /// How long one attempt to connect may take.
 const ATTEMPT: Duration = Duration::from_secs(5);
 
-/// What is said where somebody listens at the port already.
+/// The reason reported if the port is in use already.
 pub(super) const TAKEN: &str = "the port is taken";
 
-/// Under this key the first rank that stops leaves its word.
+/// Key of the report of the first rank that stops.
 pub(super) const FAULT: &str = "fault";
 
-/// A store of small texts that all ranks share. Whoever comes to it proves the run's key first.
+/// A store of small texts that all ranks share. Every connection proves the run's key first.
 ///
-/// A store that does not answer within the timeout is not asked again. Time in which this process was stopped does not count: it
-/// was not the store that kept anybody waiting then.
+/// A store that does not answer within the timeout is not asked again. Time in which this process was stopped does not
+/// count, as it was not the store that was slow.
 #[derive(Debug)]
 pub struct Store {
     way: Way,
     port: u16,
-    /// Before every key.
+    /// Prefix of every key.
     name: String,
     /// In milliseconds.
     timeout: AtomicU64,
 }
 
-/// The way to it.
+/// How the store is reached.
 #[derive(Debug)]
 enum Way {
-    /// This process holds it.
+    /// Held by this process.
     Here(Server),
-    /// Another one does; `None` once it has not answered.
+    /// Held by another process; `None` once it has failed to answer.
     There(Mutex<Option<Connection>>),
 }
 
 impl Store {
-    /// Holds a store at `host` for those who have `key`; port 0 lets the system choose one.
+    /// Holds a store at `host` for callers that have `key`; with port 0 the system chooses one.
     pub fn serve(
         host: &str,
         port: u16,
@@ -62,7 +62,7 @@ impl Store {
         Ok(Store::new(Way::Here(server), port, name, timeout))
     }
 
-    /// Reaches a store that another process holds, waiting until it is there.
+    /// Connects to a store that another process holds, waiting until it exists.
     pub fn connect(
         host: &str,
         port: u16,
@@ -70,7 +70,7 @@ impl Store {
         key: &RunKey,
         timeout: Duration,
     ) -> Result<Store> {
-        // A name that leads nowhere is found out here.
+        // A host name that does not resolve fails here.
         let (addresses, deadline) = (resolved(host, port, timeout)?, Deadline::after(timeout));
         loop {
             let error = match reach(&addresses, port, key, deadline) {
@@ -91,7 +91,8 @@ impl Store {
         }
     }
 
-    /// Reaches a store that has to be there already. One that is there and lets go, as many strangers make it do, is asked again.
+    /// Connects to a store that must exist already. If it drops the connection, as it may under a flood of strangers,
+    /// retries.
     pub(super) fn ready(
         host: &str,
         port: u16,
@@ -122,12 +123,12 @@ impl Store {
         Store { way, port, name: name.to_owned(), timeout }
     }
 
-    /// From here on an answer is waited for at most so long.
+    /// Sets the timeout of answers from here on.
     pub(super) fn wait_at_most(&self, timeout: Duration) {
         self.timeout.store(timeout.as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Asks; after a request that is not answered there are no more.
+    /// Sends a request; after one without an answer no more are sent.
     fn ask(&self, what: What, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
         let key = &format!("{}{key}", self.name);
         let (request, call) = (Request { what, key, value }, "ask the store");
@@ -149,7 +150,7 @@ impl Store {
         })
     }
 
-    /// Fails where this process holds it and the system keeps it from hearing anybody, for want of files or threads.
+    /// Fails if this process holds the store and lacks files or threads to accept connections.
     pub fn check(&self) -> Result<()> {
         let Way::Here(server) = &self.way else { return Ok(()) };
         match server.trouble() {
@@ -163,39 +164,38 @@ impl Store {
         self.port
     }
 
-    /// Who came to it without the run's key, and was refused.
+    /// Connections that were refused because they did not prove the run's key.
     pub fn strangers(&self) -> Result<Strangers> {
         let said = self.ask(What::Strangers, "", &[])?.unwrap_or_default();
         Ok(Strangers::read(&said).unwrap_or_default())
     }
 
-    /// Counts among them those who came to another store.
+    /// Adds the refused connections of another store.
     pub(super) fn add_strangers(&self, others: &Strangers) -> Result<()> {
         self.ask(What::Others, "", &others.written()).map(|_| ())
     }
 
-    /// Gives `key` a value.
+    /// Sets `key` to a value.
     pub fn set(&self, key: &str, value: &str) -> Result<()> {
         self.put(key, value.as_bytes())
     }
 
-    /// The same with bytes that are no text.
+    /// The same with bytes that need not be text.
     pub(super) fn put(&self, key: &str, value: &[u8]) -> Result<()> {
         self.ask(What::Set, key, value).map(|_| ())
     }
 
-    /// Gives `key` a value unless it has one, and returns the one that it has then.
+    /// Sets `key` to a value unless it has one, and returns the value that it then has.
     pub fn first(&self, key: &str, value: &str) -> Result<String> {
         Ok(text(self.ask(What::First, key, value.as_bytes())?.unwrap_or_default()))
     }
 
-    /// The value of `key` once it has one; `None` if that takes longer than `timeout`. A rank that stops meanwhile for
-    /// whatever reason ends the waiting.
+    /// The value of `key` once it has one; `None` after `timeout`. Fails as soon as a rank reports that it stops.
     pub fn wait(&self, key: &str, timeout: Duration) -> Result<Option<String>> {
         Ok(self.wait_for_bytes(key, timeout)?.map(text))
     }
 
-    /// The same where it may be no text.
+    /// The same for bytes that need not be text.
     pub(super) fn wait_for_bytes(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let start = lived();
         loop {
@@ -210,24 +210,24 @@ impl Store {
         }
     }
 
-    /// Leaves word that `ranks` are lost, unless another word stands.
+    /// Reports that `ranks` are lost, unless a report stands already.
     pub fn lose(&self, ranks: &[u32], what: &str) -> Result<()> {
         self.leave(&Word::loses(ranks.to_vec(), what.to_owned())).map(|_| ())
     }
 
-    /// Leaves word of why ranks stop, unless another one stands. Returns that other one.
+    /// Reports why ranks stop, unless another report stands already. Returns that other one.
     pub(super) fn leave(&self, word: &Word) -> Result<Option<Word>> {
         let written = word.write();
         let first = self.first(FAULT, &written)?;
         Ok((first != written).then(|| Word::read(&first)))
     }
 
-    /// The word that stands of why the ranks stop, if there is one.
+    /// The report that stands of why the ranks stop, if there is one.
     pub(super) fn word(&self) -> Result<Option<Word>> {
         Ok(self.find(FAULT)?.map(|text| Word::read(&text)))
     }
 
-    /// Forgets `key`: what is said anew all the time would fill whoever holds the store.
+    /// Removes `key`, so that entries that are written all the time do not fill the store.
     pub fn forget(&self, key: &str) -> Result<()> {
         self.ask(What::Forget, key, &[]).map(|_| ())
     }
@@ -242,7 +242,7 @@ fn text(bytes: Vec<u8>) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Tries each of the addresses once. A stranger at one of them is the answer only where nobody else is at another.
+/// Tries each address once. A stranger at one of them is returned only if no other address answers.
 fn reach(
     addresses: &[IpAddr],
     port: u16,
@@ -268,7 +268,7 @@ fn introduced(
     let time = deadline.left().clamp(LOOK, ATTEMPT);
     let stream = TcpStream::connect_timeout(&address, time)?;
     if stream.local_addr()? == stream.peer_addr()? {
-        // Nobody listens there, and the system has chosen that very port for this end.
+        // No process listens there: the system chose that very port for this end (a self-connect).
         return Err(Refused::Lost(ErrorKind::ConnectionRefused.into()));
     }
     let mut connection = Connection::new(stream)?;
@@ -280,7 +280,7 @@ fn introduced(
 fn resolved(host: &str, port: u16, timeout: Duration) -> Result<Vec<IpAddr>> {
     let (answer, answered) = channel();
     let asked = host.to_owned();
-    // A name server that is silent is asked for longer than anybody waits.
+    // On a thread: a silent name server may block for longer than the timeout.
     let ask = move || drop(answer.send((asked.as_str(), port).to_socket_addrs()));
     let failed = |reason: String| Error::Foreign {
         call: "find the host",
@@ -295,9 +295,9 @@ fn resolved(host: &str, port: u16, timeout: Duration) -> Result<Vec<IpAddr>> {
     if found.is_empty() { Err(failed("the name is empty".to_owned())) } else { Ok(found) }
 }
 
-/// Listens for the other ranks where they look for this one, and nowhere else: on the loopback if that is where they meet, on
-/// the address of `host` otherwise. Where a machine calls itself by its loopback (as `/etc/hosts` often says) or is known to
-/// the others by another address than its own, everywhere.
+/// Listens for the other ranks only where they connect: on the loopback if they meet there, otherwise on the address of
+/// `host`. If that resolves to the loopback (as `/etc/hosts` often has it), or to an address that is not this machine's
+/// own, on all addresses.
 fn listener(host: &str, port: u16, address: IpAddr) -> Result<TcpListener> {
     let everywhere = || TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).map_err(cannot);
     if address.is_loopback() && !is_loopback(host) {
@@ -327,14 +327,14 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_millis(500);
 
-    /// Says to a test that it is the other process which it has started.
+    /// Environment variable that marks a test's child process.
     const ROLE: &str = "TEST_OF_THE_STORE";
 
     fn is_the_other() -> bool {
         std::env::var_os(ROLE).is_some()
     }
 
-    /// Another process that runs this `test` alone, the first word that it says, and its further words.
+    /// A child process that runs this `test` only, the first word of its output, and the rest of the output.
     fn other(test: &str) -> (Child, String, BufReader<ChildStdout>) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", &format!("group::store::tests::{test}"), "--nocapture"]);
@@ -353,7 +353,7 @@ mod tests {
         assert!(sent.success());
     }
 
-    /// Local addresses, in the kernel's words, on which somebody listens at `port`.
+    /// Local addresses, as the kernel prints them, on which a process listens at `port`.
     fn listening(port: u16) -> Vec<String> {
         let tables = ["/proc/net/tcp", "/proc/net/tcp6"]
             .map(|path| std::fs::read_to_string(path).unwrap_or_default());

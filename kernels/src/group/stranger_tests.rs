@@ -1,4 +1,4 @@
-//! Fear: that somebody without the run's key takes part in a run, holds it up, or goes unnoticed.
+//! Fear: that a process without the run's key takes part in a run, blocks it, or is not noticed.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -65,7 +65,7 @@ fn whoever_has_another_key_or_none_is_refused_at_once_and_counted() {
     assert!(start.elapsed() < SECONDS, "nobody waits for a stranger to find its key");
 }
 
-/// What a caller said that was let in is worth nothing to one who overheard it.
+/// A recorded proof of an admitted caller is worthless to an eavesdropper.
 #[test]
 fn what_was_overheard_lets_nobody_in() {
     let store = serve(&key());
@@ -86,7 +86,7 @@ fn what_was_overheard_lets_nobody_in() {
     drop(Store::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap());
     let (greeting, said, verdict) = overheard.join().unwrap();
     assert_eq!(verdict[0], 1, "whom it was overheard from was let in");
-    // To the store, as if one were that caller.
+    // Replayed to the store, as if from that caller.
     let mut again = stranger(port);
     let (mut other, mut answer) = ([0; 64], [0; 33]);
     again.read_exact(&mut other).unwrap();
@@ -95,7 +95,7 @@ fn what_was_overheard_lets_nobody_in() {
     assert_eq!(answer, [0; 33]);
     assert_ne!(other, greeting);
     assert_eq!(refused(&store, 1).refused, 1);
-    // And to a caller, as if one were that store.
+    // And replayed to a caller, as if from that store.
     let ears = TcpListener::bind("127.0.0.1:0").unwrap();
     let near = ears.local_addr().unwrap().port();
     let pretender = thread::spawn(move || {
@@ -123,7 +123,7 @@ fn a_port_of_another_program_is_told() {
     other.join().unwrap();
 }
 
-/// Callers that say nothing, something else, more than they may, a part, or leave.
+/// Callers that send nothing, something else, too much, a part, or disconnect.
 fn pester(port: u16, round: usize) -> Option<TcpStream> {
     let mut stream = stranger(port);
     let said = match round % 5 {
@@ -134,7 +134,7 @@ fn pester(port: u16, round: usize) -> Option<TcpStream> {
         3 => vec![0; 17],
         _ => Vec::new(),
     };
-    // The store closes in the middle of what is too much.
+    // The store closes while it is being sent too much.
     let _ = stream.write_all(&said);
     Some(stream).filter(|_| round.is_multiple_of(2))
 }
@@ -162,7 +162,7 @@ fn strangers_disturb_neither_a_meeting_nor_a_run() {
             assert!(rank.join().unwrap().refused > 0);
         }
     });
-    // A stranger that is refused hears nothing but the refusal.
+    // A refused stranger receives nothing but the refusal.
     for mut stream in open {
         let mut said = Vec::new();
         match stream.set_read_timeout(Some(SECONDS)).and_then(|()| stream.read_to_end(&mut said)) {
@@ -172,7 +172,7 @@ fn strangers_disturb_neither_a_meeting_nor_a_run() {
         assert!(matches!(said.len(), 0 | 64 | 97), "{}", said.len());
         assert!(said.get(64..).is_none_or(|verdict| verdict.iter().all(|byte| *byte == 0)));
     }
-    // A rank that had to go for others during the flood has come again, and may count as well.
+    // A rank that was dropped during the flood has reconnected, and may be counted, too.
     assert!(refused(&store, 400).refused >= 400);
 }
 
@@ -188,7 +188,7 @@ fn a_meeting_that_fails_names_the_strangers() {
     assert!(error.contains(wanted), "{error}");
 }
 
-/// As a store does to which many strangers come.
+/// Like a store under a flood of strangers.
 #[test]
 fn a_store_kept_ready_that_lets_a_rank_go_is_asked_again() {
     let ears = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -200,7 +200,7 @@ fn a_store_kept_ready_that_lets_a_rank_go_is_asked_again() {
     });
     assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_some());
     busy.join().unwrap();
-    // Nobody listens there any more: the next one is asked.
+    // No process listens there any more: the next one is asked.
     assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_none());
 }
 
@@ -225,7 +225,7 @@ fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {
         ranks.map(|rank| rank.join().unwrap())
     });
     assert!(start.elapsed() < SECONDS);
-    // The first to find it out leaves, and the others hear its word.
+    // The first rank to find it out leaves, and the others get its report.
     for error in &errors {
         assert!(error.contains("did not prove the run's key"), "{error}");
     }

@@ -47,7 +47,7 @@ fn everybody_hears_everybody() {
     }
 }
 
-/// Two ranks to a machine: to its first one, from machine to machine, and back; within a machine that is alone directly.
+/// Two ranks to a machine: to its leader, between leaders, and back; within a single machine directly.
 #[test]
 fn words_of_all_go_by_node() {
     for (world, messages, between) in [(2, 2, 0), (3, 4, 2), (4, 6, 2), (5, 10, 6), (8, 20, 12)] {
@@ -78,7 +78,7 @@ fn transfers_keep_their_order_and_their_bits() {
         let parts = |from| {
             let parts: Vec<_> =
                 (0..4).map(|_| exchange.receive(0, from, Kind::Float, 2).unwrap()).collect();
-            // Waiting in another order than that of the arrival must not matter.
+            // The order of waits must not depend on the order of arrivals.
             let mut bits: Vec<_> = parts
                 .into_iter()
                 .rev()
@@ -187,7 +187,7 @@ fn a_rank_that_never_starts_is_named() {
     assert!(nobody.contains("store"), "{nobody}");
 }
 
-/// Of very many a few are named, and neither asking for them nor naming them outlasts the deadline.
+/// Of very many ranks a few are named, and neither querying nor naming them takes longer than the deadline.
 #[test]
 fn many_ranks_that_never_start_are_counted() {
     let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
@@ -213,7 +213,7 @@ fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
     assert!(start.elapsed() < SECONDS);
 }
 
-/// One that comes when all have met, as from a second launch, is told so alone: the others go on.
+/// A process that comes when all have met, as from a second launch, fails alone: the others continue.
 #[test]
 fn a_process_too_many_ends_alone_once_all_have_met() {
     let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
@@ -229,7 +229,7 @@ fn a_process_too_many_ends_alone_once_all_have_met() {
     groups.iter().for_each(|group| group.check().unwrap());
 }
 
-/// The store is the first one's; the second has nowhere to hold its own.
+/// The first process holds the store; the second cannot open its own.
 #[test]
 fn two_processes_of_rank_0_are_both_told_so_at_once() {
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -309,7 +309,7 @@ fn the_first_word_stands() {
 fn where_a_library_does_not_serve_every_rank_is_told() {
     let said = ranks(2, SECONDS, |mut group| {
         let refused = group.choose_transport(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
-        // Nobody insists on it for plain memory.
+        // Plain memory with `Auto` chooses Gloo without a reason.
         let chosen = group.choose_transport(Device::Cpu, Transport::Auto).unwrap();
         assert_eq!(chosen, Chosen::default());
         assert!(!group.by_rccl());
@@ -363,7 +363,7 @@ fn libtorch_s_collectives_answer() {
     assert_eq!(sums, vec![vec![24.0, 12.0, 12.0, 8.0, 12.0]; 2]);
 }
 
-/// A time that nobody can predict from the others', up to 2 ms.
+/// A pause of up to 2 ms that differs between ranks without a pattern.
 fn nap(rank: u32, at: u64) {
     let mixed =
         (u64::from(rank) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ at.wrapping_mul(0xbf58_476d);
@@ -386,7 +386,7 @@ fn trade(mut exchange: Exchange<'_>, others: &[u32], mine: i64, theirs: impl Fn(
     exchange.finish().unwrap();
 }
 
-/// While gradients are under way, every rank goes through layers that exchange along two other axes, in its own time.
+/// While gradients are under way, every rank runs layers that exchange along two other axes, at its own pace.
 #[test]
 fn a_layer_exchanges_while_gradients_are_under_way() {
     for (world, size) in [(2, 2), (3, 3), (4, 2), (5, 1), (8, 4), (8, 8)] {
@@ -427,7 +427,7 @@ fn a_layer_exchanges_while_gradients_are_under_way() {
     }
 }
 
-/// Each axis from a thread of its own: which of them comes first is another matter on every rank.
+/// Each axis on its own thread: their order differs between ranks.
 #[test]
 fn axes_have_no_order_among_each_other() {
     for world in [2, 3, 8] {
@@ -482,7 +482,7 @@ fn a_rank_that_does_not_come_to_its_line_is_missed_there() {
     assert!(!found[0].contains("rank 2"), "{}", found[0]);
 }
 
-/// A rank of five as it loses others: these leave one after the other, whoever stays meets the rest again.
+/// A rank of five that loses others one after the other; the remaining ones meet again each time.
 fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
     let place = Place { rank_0_serves, ..place(rank, 5, port) };
     let mut group = Group::open(&place, SECONDS, &|_| ()).unwrap();
@@ -493,11 +493,11 @@ fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
         }
         group.barrier("a loss").unwrap_err();
         let mut blamed = group.lost().unwrap();
-        // Its connections close: the others hear of the loss.
+        // Its connections close: the others notice the loss.
         drop(std::mem::replace(&mut group, Group::alone()));
         group = loop {
             rendezvous.agree(&blamed, 1, SECONDS).unwrap();
-            // The store may be lost after some have read there who goes on.
+            // The store may be lost after only some ranks have read the member list.
             match rendezvous.group(SECONDS, &|_| ()) {
                 Ok(group) => break group,
                 Err(_) => blamed.clear(),

@@ -1,4 +1,4 @@
-//! How tensors travel between ranks: chosen once, by all of them, and no argument of any bit.
+//! How tensors travel between ranks: chosen once, by all of them together; it affects no bit of the results.
 
 use std::sync::{Arc, PoisonError};
 
@@ -19,25 +19,25 @@ pub enum Transport {
     /// RCCL between GPUs where every rank has it, else Gloo.
     #[default]
     Auto,
-    /// Through plain memory and libtorch's Gloo, everywhere.
+    /// Through host memory and libtorch's Gloo, everywhere.
     Gloo,
-    /// RCCL or NCCL, or a refusal.
+    /// RCCL or NCCL; fails where that is impossible.
     Rccl,
 }
 
 /// What the ranks have chosen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Chosen {
-    /// Whether tensors go from device to device; else through plain memory over Gloo.
+    /// Whether tensors travel from device to device; otherwise through host memory over Gloo.
     pub rccl: bool,
     /// Release of the library, as it encodes it.
     pub release: Option<i32>,
-    /// Why GPUs go through plain memory, where nobody asked for it.
+    /// Why GPUs use host memory although that was not requested.
     pub reason: Option<String>,
 }
 
 impl Chosen {
-    /// In a few words, for a line at the start.
+    /// A short message, for a line at the start.
     pub fn words(&self) -> String {
         match (self.rccl, self.release, &self.reason) {
             (true, release, _) => format!("RCCL (release {})", release.unwrap_or(0)),
@@ -47,15 +47,15 @@ impl Chosen {
     }
 }
 
-/// One rank's word: what it asks for, and what speaks against RCCL on it.
+/// One rank's message: what it requests, and why it cannot use RCCL.
 type Word = (Transport, Option<String>);
 
 impl Group {
-    /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it, before the first
-    /// [`Group::begin`]; called again, it makes a new choice.
+    /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it before the first
+    /// [`Group::begin`]; another call makes a new choice.
     ///
-    /// RCCL is joined only after everybody has said that it is there, and it carries only after everybody has said that
-    /// joining went well: so no rank waits in the library for one that will not come.
+    /// Ranks join RCCL only after all have reported that they have it, and use it only after all have reported that
+    /// joining succeeded: so no rank waits in the library for one that will not come.
     pub fn choose_transport(&mut self, device: Device, wish: Transport) -> Result<Chosen> {
         self.bulk = Bulk::of(device);
         let Some(peers) = &self.peers else { return Ok(Chosen::default()) };
@@ -93,8 +93,8 @@ impl Group {
         Ok(chosen)
     }
 
-    /// Who moves tensors along a line of ranks, if that is not Gloo. A line is joined when its ranks first ask for it, all of
-    /// them at once, and left when its axis has another one.
+    /// The communication thread of a line of ranks; `None` with Gloo. The ranks of a line join it together when they
+    /// first ask for it, and leave it when its axis gets another line.
     pub(super) fn comm_along(&self, party: Party) -> Result<Option<Arc<CommThread>>> {
         let Some(peers) = self.peers.as_ref().filter(|_| self.by_rccl()) else { return Ok(None) };
         let mut along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
@@ -113,7 +113,8 @@ impl Group {
     }
 }
 
-/// The id that the first rank of a line draws for it: all of them have come as far as this.
+/// The communicator id that the first rank of a line creates. It also shows that all ranks of the line have come this
+/// far.
 fn named(peers: &Peers, Party { axis, members }: &Party) -> Result<UniqueId> {
     const WHAT: &str = "the naming of a line";
     let (me, mut id) = (peers.rank(), UniqueId { bytes: [0; 128] });
@@ -129,7 +130,7 @@ fn named(peers: &Peers, Party { axis, members }: &Party) -> Result<UniqueId> {
     others().try_for_each(|rank| exchange.send(0, *rank, &mine))?;
     for (at, arrival) in arrivals.into_iter().enumerate() {
         let heard = arrival.wait()?;
-        // Whoever is not the first hears the first one first.
+        // Every rank but the first receives the first rank's id first.
         if at == 0 && members[0] != me {
             heard.f_copy_data_u8(&mut id.bytes, 128)?;
         }
@@ -153,7 +154,7 @@ fn joined_word(word: &[u8]) -> Word {
     (wish_of(word[0]), (!reason.is_empty()).then_some(reason))
 }
 
-/// The same on every rank: it has the same words. A rank that did not try says nothing against it.
+/// The decision, equal on every rank since all have the same messages. A rank that did not try has no objection.
 fn decide(words: &[Word]) -> Result<Chosen> {
     let against = words.iter().position(|(_, against)| against.is_some());
     let said = |rank: usize| {

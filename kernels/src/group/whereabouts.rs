@@ -1,4 +1,4 @@
-//! How far a rank has come, as it writes that into the store: for those who miss it, and for whoever watches over all.
+//! The progress of a rank, as it publishes it in the store: for ranks that miss it, and for monitoring.
 
 use std::time::Duration;
 
@@ -9,39 +9,39 @@ use crate::Result;
 /// Steps whose times are kept.
 const STEPS: usize = 4;
 
-/// How far a rank has come.
+/// The progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Whereabouts {
-    /// How many exchanges of each axis it has begun; those of all ranks first.
+    /// The number of exchanges begun on each axis; the axis of all ranks comes first.
     pub begun: [u64; AXES],
-    /// The last steps in which it has computed all that was its part, and how long that took; the newest last.
+    /// The last steps for which it finished its own computation, with the time taken; the newest last.
     pub computed: Vec<(u64, Duration)>,
-    /// The exchange that it has begun last ("the gathering of losses"); empty before the first one.
+    /// The last exchange that it began ("the gathering of losses"); empty before the first one.
     pub exchange: String,
-    /// What it is at ("step 12, micro-batch 3").
+    /// What it is doing ("step 12, micro-batch 3").
     pub place: String,
 }
 
 impl Whereabouts {
-    /// Of a rank that has just met the others.
+    /// For a rank that has just met the others.
     pub(super) fn start() -> Self {
         let (exchange, place) = (String::new(), "the start".to_owned());
         Whereabouts { begun: [0; AXES], computed: Vec::new(), exchange, place }
     }
 
-    /// Adds a step, and forgets the oldest where there are many: whoever looks now and then sees each of them.
+    /// Adds a step and drops the oldest beyond [`STEPS`]: enough that a reader that polls now and then sees every step.
     pub(super) fn add(&mut self, step: u64, time: Duration) {
         self.computed.push((step, time));
         let old = self.computed.len().saturating_sub(STEPS);
         self.computed.drain(..old);
     }
 
-    /// Writes them into the store, as those of `rank`.
+    /// Publishes the progress in the store, for `rank`.
     pub(super) fn post(&self, store: &Store, rank: u32) -> Result<()> {
         store.set(&key(rank), &self.written())
     }
 
-    /// Those of `rank`, once it has written any.
+    /// The progress of `rank`, once it has published any.
     pub(super) fn find(store: &Store, rank: u32) -> Result<Option<Self>> {
         Ok(store.find(&key(rank))?.as_deref().and_then(Whereabouts::read))
     }

@@ -1,4 +1,4 @@
-//! What travels between a store and those who use it: first the proof of the run's key, then requests and answers.
+//! The protocol between a store and its callers: first the proof of the run's key, then requests and answers.
 //!
 //! ```text
 //! store to caller   MAGIC, nonce S                              32 bytes each
@@ -8,8 +8,8 @@
 //! answer            1 byte whether there is a value, 4 bytes its length, the value
 //! ```
 //!
-//! Nothing but the first 64 bytes is read from a caller that has not proven the key. Deadlines go by the time that this process
-//! lives: time in which it was stopped does not count, for it was not the other end that kept anybody waiting then.
+//! Only the first 64 bytes are read from a caller that has not proven the key. Deadlines count the time in which this
+//! process runs, not time in which it was stopped: then it was not the other end that was slow.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -18,16 +18,16 @@ use std::time::Duration;
 use super::clock::lived;
 use super::key::{Bytes32, PROOF, RunKey, drawn, same};
 
-/// How long one call of the system may take before the time that was lived is looked at.
+/// Longest duration of one system call before the deadline is checked again.
 const TURN: Duration = Duration::from_millis(50);
 
-/// What a store says first.
+/// The first bytes that a store sends.
 const MAGIC: &Bytes32 = b"ztrain: a store of ranks, form 1";
 
-/// The longest key and value: the addresses of a rank's pairs are some hundred bytes for each other rank.
+/// Maximum lengths of a key and a value. A rank's addresses take some hundred bytes for each other rank.
 const LONGEST: [usize; 2] = [1 << 12, 1 << 26];
 
-/// A moment, in time that this process lives.
+/// A point on the clock of [`lived`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Deadline(Duration);
 
@@ -40,7 +40,7 @@ impl Deadline {
         self.0.saturating_sub(lived())
     }
 
-    /// Repeats what was interrupted or took too long for one call, until the time is over.
+    /// Retries a call that was interrupted or timed out, until the deadline.
     fn keep<T>(self, mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
         use ErrorKind::{Interrupted, TimedOut, WouldBlock};
         loop {
@@ -56,12 +56,12 @@ impl Deadline {
     }
 }
 
-/// Why a connection came to nothing.
+/// Why a connection failed.
 #[derive(Debug)]
 pub(super) enum Refused {
-    /// The other end has not the same key, or does not speak as a store does: to try again is of no use.
+    /// The other end does not have the same key or does not speak this protocol: retrying is useless.
     Stranger(&'static str),
-    /// It did not answer, or went away.
+    /// It did not answer, or disconnected.
     Lost(io::Error),
 }
 
@@ -85,7 +85,7 @@ impl Connection {
         Ok(Connection { stream })
     }
 
-    /// Takes whatever time it takes from here on.
+    /// Removes the timeout from here on.
     pub(super) fn patiently(self) -> io::Result<TcpStream> {
         self.stream.set_read_timeout(None)?;
         self.stream.set_write_timeout(None)?;
@@ -118,8 +118,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The store's part of the proof; fails for whoever does not have the key. One that has it is let in by `enter` before it
-    /// hears so: whoever hears that it is in, is.
+    /// The store's side of the proof; fails if the caller does not have the key. A caller with the key is admitted by
+    /// `enter` before it gets the answer: a caller that gets it has been admitted.
     pub(super) fn admit(
         &mut self,
         key: &RunKey,
@@ -139,7 +139,7 @@ impl Connection {
         if known { Ok(()) } else { Err(Refused::Stranger("its proof of the run's key is wrong")) }
     }
 
-    /// The caller's part.
+    /// The caller's side of the proof.
     pub(super) fn introduce(&mut self, key: &RunKey, deadline: Deadline) -> Result<(), Refused> {
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
         let (magic, theirs) = said.split_at(PROOF);
@@ -156,7 +156,7 @@ impl Connection {
         }
     }
 
-    /// Asks, and waits for the answer.
+    /// Sends a request and waits for the answer.
     pub(super) fn ask(
         &mut self,
         request: &Request<'_>,
@@ -170,24 +170,24 @@ impl Connection {
     }
 }
 
-/// What is asked of a store.
+/// Kinds of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum What {
-    /// Gives a key a value.
+    /// Sets a key to a value.
     Set = 1,
-    /// Gives it one unless it has one, and says which it has then.
+    /// Sets a key unless it has a value, and returns the value that it then has.
     First = 2,
-    /// Says its value.
+    /// Returns the value of a key.
     Find = 3,
-    /// Says who was refused.
+    /// Returns the refused connections.
     Strangers = 4,
-    /// Counts, as such, those that another store has refused.
+    /// Adds refused connections of another store.
     Others = 5,
-    /// Forgets a key and its value.
+    /// Removes a key and its value.
     Forget = 6,
 }
 
-/// A request of one who has proven the key.
+/// A request of a caller that has proven the key.
 #[derive(Debug)]
 pub(super) struct Request<'a> {
     pub(super) what: What,
@@ -209,7 +209,7 @@ impl Request<'_> {
     }
 }
 
-/// Answers the requests of one that has proven the key until it goes.
+/// Answers the requests of a caller that has proven the key until it disconnects.
 pub(super) fn answer_all(
     stream: &mut (impl Read + Write),
     answer: impl Fn(&Request<'_>) -> Option<Vec<u8>>,

@@ -1,48 +1,48 @@
-//! The word that ranks leave of why they stop. The first one stands for all.
+//! The report of why ranks stop. The first one stands for all.
 
 use std::time::Duration;
 
 use crate::Error;
 
-/// A time for people, in seconds.
+/// Formats a time, in seconds, for messages.
 pub(super) fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
 }
 
-/// Before the numbers of ranks that are lost.
+/// Prefix of the numbers of lost ranks.
 const LOST: &str = "lost ";
 
-/// Before the text of ranks that were started wrongly.
+/// Prefix of the text for ranks that were started wrongly.
 const MISTAKE: &str = "mistake\n";
 
 /// Why ranks stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Word {
-    /// Set where ranks were lost: by number, as far as anybody knows which. Where a rank gave up by itself: `None`.
+    /// Set if ranks were lost: their numbers, as far as known. `None` if a rank gave up by itself.
     pub(super) lost: Option<Vec<u32>>,
-    /// Set where ranks were started wrongly; none is lost then.
+    /// Set if ranks were started wrongly; then none is lost.
     pub(super) mistake: bool,
-    /// The same for people.
+    /// The message for users.
     pub(super) text: String,
 }
 
 impl Word {
-    /// That of ranks that stop, for a reason that may pass.
+    /// Ranks stop for a reason that may pass.
     pub(super) fn stops(text: String) -> Word {
         Word { lost: None, mistake: false, text }
     }
 
-    /// That of ranks that are lost.
+    /// Ranks are lost.
     pub(super) fn loses(ranks: Vec<u32>, text: String) -> Word {
         Word { lost: Some(ranks), mistake: false, text }
     }
 
-    /// That of ranks that were started wrongly.
+    /// Ranks were started wrongly.
     pub(super) fn mistake(text: String) -> Word {
         Word { lost: None, mistake: true, text }
     }
 
-    /// What to say to whoever reads it.
+    /// The error for a rank that reads the report.
     pub(super) fn error(self) -> Error {
         match self.mistake {
             true => Error::Mistaken { what: self.text },
@@ -50,7 +50,7 @@ impl Word {
         }
     }
 
-    /// As it is written into the store.
+    /// The form in the store.
     pub(super) fn write(&self) -> String {
         let Some(lost) = &self.lost else {
             let before = if self.mistake { MISTAKE } else { "" };
@@ -60,7 +60,7 @@ impl Word {
         format!("{LOST}{}\n{}", ranks.join(","), self.text)
     }
 
-    /// What was written.
+    /// Parses the form in the store.
     pub(super) fn read(text: &str) -> Word {
         let lost = text.strip_prefix(LOST).and_then(|rest| rest.split_once('\n'));
         match lost {

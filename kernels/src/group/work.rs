@@ -1,4 +1,4 @@
-//! A transfer between two ranks, under way.
+//! A transfer between two ranks that is under way.
 
 #![expect(unsafe_code, reason = "calls the C++ shim")]
 
@@ -10,11 +10,11 @@ use super::milliseconds;
 use crate::Result;
 use crate::shim::guarded;
 
-/// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it gives the transfer up.
+/// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it cancels the transfer.
 #[derive(Debug)]
 pub(super) struct Work(pub(super) *mut c_void);
 
-// SAFETY: what it holds are handles of transfers, which any thread may wait for or free.
+// SAFETY: it holds handles of transfers, which any thread may wait for or free.
 unsafe impl Send for Work {}
 
 impl Drop for Work {

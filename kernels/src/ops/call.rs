@@ -1,30 +1,30 @@
-//! What a call of an operation says where an operand does not fit.
+//! Error messages of an operation whose operand does not fit.
 
 use tch::{Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// One call of an operation, by its name.
+/// A call of the operation with this name.
 #[derive(Clone, Copy)]
 pub(crate) struct Call(pub(crate) &'static str);
 
 impl Call {
-    /// The error of an operand that does not fit.
+    /// The error for an operand that does not fit.
     pub(crate) fn refuse(self, operand: &'static str, found: String, wanted: String) -> Error {
         Error::Operand { operation: self.0, operand, found, wanted }
     }
 
-    /// Contiguous f32 of this shape.
+    /// Requires contiguous f32 of this shape.
     pub(crate) fn f32(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
         self.is(operand, tensor, shape, &[Kind::Float])
     }
 
-    /// Contiguous f32 or bf16 of this shape.
+    /// Requires contiguous f32 or bf16 of this shape.
     pub(crate) fn float(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
         self.is(operand, tensor, shape, &[Kind::Float, Kind::BFloat16])
     }
 
-    /// Contiguous i64 of this shape.
+    /// Requires contiguous i64 of this shape.
     pub(crate) fn i64(self, operand: &'static str, tensor: &Tensor, shape: &[i64]) -> Result<()> {
         self.is(operand, tensor, shape, &[Kind::Int64])
     }

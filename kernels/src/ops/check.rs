@@ -1,7 +1,7 @@
-//! What an operation is given must be what it promises to take: both tables ask here, so both refuse the same.
+//! Checks of the operands of operations. All tables use them, so all refuse the same operands.
 //!
-//! A tensor of another shape, kind or layout is a bug of the caller. It is an error with the operation's and the operand's
-//! name, never a reason to compute in another way.
+//! A tensor of another shape, kind or layout is a bug of the caller. It is an error that names the operation and the
+//! operand, never a reason to compute in another way.
 
 use tch::{Kind, Tensor};
 
@@ -70,7 +70,7 @@ pub(super) fn residual_norm_backward(
     self::residual(branch, residual, by)
 }
 
-/// Rows, and columns of `z`.
+/// Returns the rows and columns of `z`.
 pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[i64; 2]> {
     let (call, channels) = (Call("conv_shift"), by.channels());
     let shape = [call.matrix("z", z)?[0], channels + by.shifted()];
@@ -98,7 +98,7 @@ pub(super) fn conv_shift_backward(
     Ok(shape)
 }
 
-/// `[G, N, d]`.
+/// Returns `[G, N, d]`.
 pub(super) fn query_key(z: &Tensor, raw: &Tensor, by: QueryKey) -> Result<(Call, [i64; 3])> {
     let call = Call("query_key");
     let shape = heads(call, raw, by, z.kind())?;
@@ -139,7 +139,7 @@ fn heads(call: Call, raw: &Tensor, by: QueryKey, kind: Kind) -> Result<[i64; 3]>
     Ok(shape)
 }
 
-/// Rows and columns of the outcome.
+/// Returns the rows and columns of the result.
 pub(super) fn swiglu(x: &Tensor) -> Result<[i64; 2]> {
     let call = Call("swiglu");
     let shape = call.matrix("x", x)?;
@@ -153,7 +153,7 @@ pub(super) fn swiglu_backward(x: &Tensor, grad: &Tensor) -> Result<[i64; 2]> {
     Ok(shape)
 }
 
-/// Tokens, and the width of their rows.
+/// Returns the tokens and the width of their rows.
 pub(super) fn gather(
     x: &Tensor,
     by: &Dispatch,
@@ -178,7 +178,7 @@ pub(super) fn gather_backward(
     Ok(shape)
 }
 
-/// The same of rows on their way back to tokens, some of which passed experts by.
+/// The same for rows that return to tokens, some of which bypassed the experts.
 fn returned(call: Call, x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> Result<[i64; 2]> {
     let shape = [by.rows, call.matrix("x", x)?[1]];
     call.float("x", x, &shape)?;
@@ -186,7 +186,7 @@ fn returned(call: Call, x: &Tensor, by: &Dispatch, passed: Option<&Tensor>) -> R
     Ok([by.places.size()[0], shape[1]])
 }
 
-/// Rows and columns of each matrix.
+/// Returns the rows and columns of each matrix.
 pub(super) fn newton_schulz(stack: &Tensor) -> Result<[i64; 2]> {
     let (call, size) = (Call("newton_schulz"), stack.size());
     call.f32("stack", stack, &size)?;
@@ -204,7 +204,7 @@ pub(super) fn adamw(weight: &Tensor, moments: [&Tensor; 2], gradient: &Tensor) -
     Ok(call)
 }
 
-/// Tokens.
+/// Returns the number of tokens.
 pub(super) fn attention(by: Attention) -> Result<i64> {
     let (call, [queries, keys, width]) = (Call("attention"), by.shape);
     if keys <= 0 || queries % keys != 0 {
@@ -227,7 +227,7 @@ pub(super) fn attention(by: Attention) -> Result<i64> {
     Ok(tokens)
 }
 
-/// What is said where attention is asked to go back from what other kernels kept.
+/// The error if attention's backward pass gets what other kernels saved.
 pub(super) fn not_its_own(saved: &[[Tensor; 2]]) -> Error {
     let found = format!("{} pairs of tensors", saved.len());
     Call("attention_backward").refuse("saved", found, "its own".to_owned())
@@ -329,7 +329,7 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<()> {
     call.i64("choice", choice, &count)
 }
 
-/// Columns of the outcome, and of `rows`, of a product with the weights of experts, of which these are the dimensions of both.
+/// Returns the columns of the result and of `rows`, for a matmul with expert weights of which these are the dimensions.
 pub(super) fn grouped(
     call: &Call,
     by: &Dispatch,
@@ -344,7 +344,7 @@ pub(super) fn grouped(
     Ok([size[own], size[inner]])
 }
 
-/// Columns of both sides of a product that is the gradient of the weights of experts.
+/// Returns the columns of both operands of a matmul that is the gradient of expert weights.
 pub(super) fn grouped_weights(
     call: &Call,
     by: &Dispatch,
@@ -361,7 +361,7 @@ pub(super) fn grouped_weights(
     Ok(widths)
 }
 
-/// Tokens and columns.
+/// Returns tokens and columns.
 pub(super) fn unpermute(
     x: &Tensor,
     by: &Dispatch,
@@ -374,7 +374,7 @@ pub(super) fn unpermute(
     Ok(shape)
 }
 
-/// Tokens and vocabulary.
+/// Returns tokens and vocabulary size.
 pub(super) fn cross_entropy(by: CrossEntropy) -> Result<[i64; 2]> {
     let call = Call("cross_entropy");
     let ([tokens, width], [size, _]) =

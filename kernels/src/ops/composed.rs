@@ -1,4 +1,5 @@
-//! Operations that are made of others and of libtorch's operators, in every table alike; a device may have kernels of its own.
+//! Operations composed of others and of libtorch's operators, the same in every table; a device may have kernels of its
+//! own.
 
 use tch::{Kind, Tensor};
 
@@ -34,7 +35,7 @@ pub(super) fn router<O: Ops + ?Sized>(
     let second = first_out.f_linear(by.fc2, Some(by.fc2_bias))?;
     let second_out = second.f_gelu("none")?;
     let probabilities = second_out.f_matmul(&by.out.f_tr()?)?.f_softmax(-1, Kind::Float)?;
-    // argmax answers with the first of equals on every device.
+    // argmax returns the first of equal values on every device.
     let choice = probabilities.f_add(balance)?.f_argmax(-1, false)?;
     let weight = probabilities.f_gather(1, &choice.f_unsqueeze(1)?, false)?;
     let saved = RouterSaved {
@@ -62,7 +63,7 @@ pub(super) fn router_backward<O: Ops + ?Sized>(
     check::router_backward(x, weight, state, &saved.state)?;
     let [normed, first_out] = saved.apart()?;
     let choice = saved.choice.f_unsqueeze(1)?;
-    // Softmax backward of a gradient that stands in one class: p_j * ([j = c] - p_c) times p_c's gradient.
+    // Softmax backward of a gradient in one class only: p_j * ([j = c] - p_c) times p_c's gradient.
     let scaled = weight.f_mul(&saved.probabilities.f_gather(1, &choice, false)?)?;
     let mut logits = saved.probabilities.f_mul(&scaled.f_neg()?)?;
     let _ = logits.f_scatter_add_(1, &choice, &scaled)?;
@@ -182,12 +183,12 @@ pub(super) fn embedding_backward(
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let to_scale = columns(&grad.f_mul(embedded)?)?;
     let to_bias = grad.f_sum_dim_intlist(0, false, Kind::Float)?.f_mul(scale)?;
-    // Token by token in order, where one comes several times.
+    // In token order, as a token may occur several times.
     let _ = table.f_index_add_(0, tokens, &grad.f_mul(scale)?)?;
     Ok([Gradient::Made(to_bias), to_scale])
 }
 
-/// The values of [`Ops::conv_shift`].
+/// The shifted values of [`Ops::conv_shift`].
 pub(super) fn shifted(z: &Tensor, by: ConvShift) -> Result<Tensor> {
     let ([stay, go], tokens) = (by.values, z.size()[0]);
     let out = Tensor::f_empty([tokens, stay + go], (z.kind(), z.device()))?;
@@ -199,7 +200,7 @@ pub(super) fn shifted(z: &Tensor, by: ConvShift) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Their gradients, into the columns of that of what was shifted.
+/// Their gradients, written to their columns of the gradient of the input.
 pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Result<()> {
     let ([stay, go], tokens) = (by.values, into.size()[0]);
     let into = into.f_narrow(1, by.channels(), stay + go)?;
@@ -211,7 +212,7 @@ pub(super) fn shifted_back(grad: &Tensor, by: ConvShift, into: &Tensor) -> Resul
     Ok(())
 }
 
-/// The row of each token, `[N, D]`: of `x`, or where no expert computes it of `passed`, or zeros.
+/// The row of each token, `[N, D]`: from `x`; for tokens without an expert from `passed`, or zeros.
 pub(super) fn returned(
     operation: &'static str,
     x: &Tensor,

@@ -1,9 +1,9 @@
-//! A linear layer over the vocabulary and its cross-entropy, in every table alike: the logits of a few tokens at a time, their
-//! gradient written down, nothing kept.
+//! A linear layer over the vocabulary and its cross-entropy, the same in every table: the logits of a few tokens at a
+//! time are computed and turned into their gradient; none are kept.
 //!
-//! With several shards of the vocabulary each has its own products. Their largest logits are compared first, then each shard's
-//! exponentials are summed against the largest of all, and what shards come to is added in a tree: who computes a shard decides
-//! nothing.
+//! Each shard of the vocabulary has its own matmuls. The row's largest logit is found across all shards, each shard
+//! sums its exponentials relative to it, and the sums are added in a tree: so it does not matter which rank computes a
+//! shard.
 
 use std::ops::Range;
 
@@ -41,7 +41,7 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
     for start in (0..tokens).step_by(by.chunk as usize) {
         let part = |x: &Tensor| x.f_narrow(0, start, by.chunk.min(tokens - start));
         let (rows, labels, mask) = (part(by.hidden)?, part(by.labels)?, part(by.mask)?);
-        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        // The mask and the divisor scale the narrow operand: rows of D numbers, not of V.
         let scale = mask.f_unsqueeze(1)?.f_div_scalar(divisor)?;
         let scaled = rows.f_mul(&scale)?.f_to_kind(rows.kind())?;
         let mut to_hidden = part(&hidden)?;
@@ -62,7 +62,7 @@ pub(super) fn cross_entropy_backward<O: Ops + ?Sized>(
     Ok(CrossEntropyGrads { losses, hidden, weights })
 }
 
-/// Adds the gradient of the weights that `rows` tokens come to.
+/// Adds the gradient of the weights from `rows` tokens.
 fn add_weights<O: Ops + ?Sized>(
     ops: &O,
     by: CrossEntropy,
@@ -77,7 +77,7 @@ fn add_weights<O: Ops + ?Sized>(
     Ok(())
 }
 
-/// The slope of each logit: its probability, and one less for the label's.
+/// The gradient of each logit: its probability, less one for the label's.
 fn slope(mut log: Tensor, labels: &Tensor) -> Result<Tensor> {
     let mut slope = log.f_exp_()?;
     let labels = labels.f_unsqueeze(1)?;
@@ -96,14 +96,14 @@ fn own(log: &Tensor, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
     labelled(&losses, mask)
 }
 
-/// Where, not a product: a masked token's loss is 0 even if its logits are not finite.
+/// A select, not a multiplication: a masked token's loss is 0 even if its logits are not finite.
 fn labelled(losses: &Tensor, mask: &Tensor) -> Result<Tensor> {
     Ok(losses.f_where_self(&mask.f_gt(0.0)?, mask)?)
 }
 
 /// Logits of some tokens, shard by shard of the vocabulary.
 struct Logits {
-    /// Tokens of each shard, and its logits, `[n, v]`, f32.
+    /// The vocabulary range of each shard, and its logits, `[n, v]`, f32.
     shards: Vec<(Range<i64>, Tensor)>,
     /// `[n, 1]`: the logarithm of the sum of all exponentials.
     log_sum: Tensor,
@@ -133,7 +133,7 @@ impl Logits {
         Ok(Logits { shards, log_sum })
     }
 
-    /// The loss of each label; its logit is copied from the shard that has it.
+    /// The loss of each label, whose logit is taken from the shard that has it.
     fn losses(&self, labels: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let labels = labels.f_unsqueeze(1)?;
         let mut label = self.log_sum.f_zeros_like()?;
@@ -144,7 +144,8 @@ impl Logits {
         labelled(&self.log_sum.f_sub(&label)?.f_squeeze_dim(1)?, mask)
     }
 
-    /// From `rows`, the hidden numbers times mask and divisor: their gradient before that scale; those of the weights are added.
+    /// The gradient of `rows` before their scaling; adds the gradients of the weights. `rows` are the hidden numbers,
+    /// scaled by mask and divisor.
     fn backward<O: Ops + ?Sized>(
         &self,
         ops: &O,
@@ -168,7 +169,7 @@ impl Logits {
     }
 }
 
-/// Which labels lie in a shard, and at which of its places; the first one for the others.
+/// Which labels are in a shard, and their index there; index 0 for the others.
 fn within(labels: &Tensor, range: &Range<i64>) -> Result<(Tensor, Tensor)> {
     let here = labels.f_ge(range.start)?.f_logical_and(&labels.f_lt(range.end)?)?;
     let place = labels.f_sub_scalar(range.start)?.f_masked_fill(&here.f_logical_not()?, 0)?;

@@ -1,5 +1,5 @@
-//! Causal linear attention with decay, made of a table's products and of libtorch's operators in every table: what tokens leave
-//! in a state, and what they read of it, by blocks.
+//! Causal linear attention with decay, built from a table's matmuls and libtorch's operators in every table: tokens
+//! update a state and read from it, block by block.
 //!
 //! ```text
 //! f(z) = elu(z) + 1                              features of queries and keys: Katharopoulos et al. 2020, equation 7
@@ -7,34 +7,35 @@
 //! out  = o * silu(u)                             an output gate, as in Sun et al. 2023, equation 8
 //! ```
 //!
-//! A column of ones beside the values makes the denominator a value like others. States go by
+//! A column of ones next to the values makes the denominator one more value. States follow
 //!
 //! ```text
 //! S_i = g S_(i-1) + k_i v_i^T      o_i = S_i^T q_i        forward, from the first token of a document
-//! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i      on the way back, from its last
+//! R_i = g R_(i+1) + q_i do_i^T     dq_i = S_i do_i    dk_i = R_i v_i    dv_i = R_i^T k_i     backward, from the last
 //! ```
 //!
-//! Within a block of 128 tokens pairs of a query and a key are computed; between blocks the state goes on. Shapes: K key
-//! heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All is f32.
+//! Within a block of 128 tokens, all pairs of a query and a key are computed; the state carries over between blocks.
+//! Shapes: K key heads, J query heads that share each, n tokens, d the width of queries and keys, e that of values. All
+//! is f32.
 
 use tch::{Device, Kind, Tensor};
 
 use super::{Span, Table};
 use crate::{Result, device};
 
-/// Tokens whose pairs are computed; decides bits.
+/// Tokens per block, within which pairs are computed; affects bits.
 const BLOCK: i64 = 128;
 
 /// Added to denominators.
 const EPS: f64 = 1e-6;
 
-/// What a state loses at each token, by key head.
+/// The decay of the state at each token, by key head.
 pub struct Recurrence {
     ops: Table,
     rates: Vec<f64>,
-    /// `[K, BLOCK + 1]`: rates to the powers from 0 on.
+    /// `[K, BLOCK + 1]`: powers of the rates, from 0 on.
     powers: Tensor,
-    /// `[K, 1, BLOCK, BLOCK]`: what a query sees of a key, 0 of later ones.
+    /// `[K, 1, BLOCK, BLOCK]`: decay of a key for a query, 0 for later keys.
     seen: Tensor,
 }
 
@@ -45,14 +46,13 @@ pub struct Features {
     value: Tensor,
 }
 
-/// States by place of their tokens: before the first, or after the last.
+/// A state before the first token or after the last one; `None` is zero.
 pub type State = Option<Tensor>;
 
 impl Recurrence {
-    /// Of key heads whose states keep `rates` of themselves at each token, computed by `ops` on `device`.
+    /// For key heads whose states keep a factor of `rates` at each token, computed by `ops` on `device`.
     ///
-    /// # Errors
-    /// As all of this file: where libtorch or the device refuses, or memory ends.
+    /// # Errors As everywhere in this file: if libtorch or the device refuses, or memory runs out.
     pub fn new(ops: Table, rates: Vec<f64>, device: Device) -> Result<Recurrence> {
         let heads = rates.len() as i64;
         let row = |rate: f64| (0..=BLOCK).map(move |tokens| power(rate, tokens) as f32);
@@ -66,7 +66,7 @@ impl Recurrence {
         Ok(Recurrence { ops, rates, powers, seen })
     }
 
-    /// `state` after `tokens` that leave nothing, and `own` besides: `[K, d, e]`.
+    /// `state` after decaying over `tokens`, plus `own`: `[K, d, e]`.
     pub fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
         let Some(state) = state else { return Ok(own.shallow_clone()) };
         let left: Vec<f32> = self.rates.iter().map(|rate| power(*rate, tokens) as f32).collect();
@@ -74,7 +74,7 @@ impl Recurrence {
         Ok(own.f_add(&state.f_mul(&left)?)?)
     }
 
-    /// The state after `span`, of which `before` is that before it.
+    /// The state after `span`, given the state `before` it.
     pub fn after(&self, of: &Features, span: Span, before: &State) -> Result<State> {
         let mut state = copy(before);
         for (first, len) in blocks(span) {
@@ -90,7 +90,7 @@ impl Recurrence {
         self.join(&self.ops.matmul(&key.f_transpose(1, 2)?, value)?, before, len)
     }
 
-    /// What the queries of `span` read, block by block: `[K, J, n, e]` each.
+    /// What the queries of `span` read, by block: `[K, J, n, e]` each.
     pub fn read(&self, of: &Features, span: Span, before: &State) -> Result<Vec<Tensor>> {
         let (mut state, mut outs) = (copy(before), Vec::new());
         for (first, len) in blocks(span) {
@@ -107,7 +107,7 @@ impl Recurrence {
         Ok(outs)
     }
 
-    /// The gradient of the state before `span`'s first token, from those of what its queries read and of the state after it.
+    /// The gradient of the state before `span`, from the gradients of what its queries read and of the state after it.
     pub fn before(
         &self,
         of: &Features,
@@ -129,7 +129,7 @@ impl Recurrence {
         self.join(&own, after, len)
     }
 
-    /// Gradients of the queries, keys and values of `span`, block by block from the first.
+    /// Gradients of the queries, keys and values of `span`, by block, in order.
     pub fn back(
         &self,
         of: &Features,
@@ -182,7 +182,7 @@ impl Recurrence {
         Ok(Features { query: of_query, key: of_key, value: of_value })
     }
 
-    /// What each query of a block sees of each of its keys, `[K, J, b, b]`.
+    /// The scores of each query of a block for each of its keys, `[K, J, b, b]`.
     fn scores(&self, block: &Features) -> Result<Tensor> {
         let len = block.key.size()[1];
         let seen = self.seen.f_narrow(2, 0, len)?.f_narrow(3, 0, len)?;
@@ -190,19 +190,19 @@ impl Recurrence {
         Ok(unrows(&scores, &block.query)?.f_mul(&seen)?)
     }
 
-    /// Rates to the powers `from`, `from + 1`, ..., `[K, len, 1]`.
+    /// Powers `from`, `from + 1`, ... of the rates, `[K, len, 1]`.
     fn rising(&self, from: i64, len: i64) -> Result<Tensor> {
         Ok(self.powers.f_narrow(1, from, len)?.f_unsqueeze(-1)?)
     }
 
-    /// The same, the highest first.
+    /// The same, highest power first.
     fn falling(&self, from: i64, len: i64) -> Result<Tensor> {
         Ok(self.powers.f_narrow(1, from, len)?.f_flip([1])?.f_unsqueeze(-1)?)
     }
 }
 
 impl Features {
-    /// Of what tokens were projected to, `[n, K J d]` and twice `[n, K d]`; `shape` is K, J, d.
+    /// From the projections of tokens, `[n, K J d]` and twice `[n, K d]`; `shape` is K, J, d.
     pub fn of([query, key, value]: [&Tensor; 3], shape: [i64; 3]) -> Result<Features> {
         let ([keys, each, dim], tokens) = (shape, key.size()[0]);
         let query = positive(query)?.f_view([tokens, keys, each, dim])?;
@@ -216,7 +216,7 @@ impl Features {
         })
     }
 
-    /// The gradients of what tokens were projected to, from those of their features by block, in `kind`.
+    /// The gradients of the projections of tokens, from those of their features by block, in `kind`.
     pub fn back(&self, blocks: &[Features], kind: Kind) -> Result<[Tensor; 3]> {
         let all = |part: fn(&Features) -> &Tensor, dim| {
             Tensor::f_cat(&blocks.iter().map(part).collect::<Vec<_>>(), dim)
@@ -244,8 +244,8 @@ impl Features {
     }
 }
 
-/// What heads read with its denominator, `[K, J, n, d + 1]`, as `[n, K J d]` over its last column plus 1e-6, and that sum,
-/// `[n, K J, 1]`.
+/// The output of heads: `read`, `[K, J, n, d + 1]`, divided by its last column plus 1e-6, as `[n, K J d]`; and this
+/// denominator, `[n, K J, 1]`.
 pub fn divided(read: &Tensor) -> Result<(Tensor, Tensor)> {
     let (keys, each, tokens, width) = read.size4()?;
     let by_token = read.f_permute([2, 0, 1, 3])?.f_reshape([tokens, keys * each, width])?;
@@ -260,8 +260,8 @@ pub fn gated(heads: &Tensor, gate: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(heads.f_mul(&gate)?.f_to_kind(kind)?)
 }
 
-/// From the gradient of what is gated, f32: that of what heads read with its denominator, `[K, J, n, d + 1]`, and that of the
-/// gate, in `kind`. `heads` and `denominator` are those of [`divided`].
+/// From the gradient of the gated output, f32: the gradient of what heads read, including the denominator, `[K, J, n, d
+/// + 1]`, and that of the gate, in `kind`. `heads` and `denominator` are those of [`divided`].
 pub fn gated_back(
     grad: &Tensor,
     [heads, denominator, gate]: [&Tensor; 3],
@@ -305,7 +305,7 @@ fn rows(of: &Tensor) -> Result<Tensor> {
     Ok(of.f_reshape([size[0], size[1] * size[2], size[3]])?)
 }
 
-/// The other way, for the queries of `like`.
+/// The inverse, for the queries of `like`.
 fn unrows(of: &Tensor, like: &Tensor) -> Result<Tensor> {
     let [heads, each, tokens, _] = like.size()[..] else { return Ok(of.shallow_clone()) };
     Ok(of.f_view([heads, each, tokens, -1])?)
@@ -315,7 +315,7 @@ fn copy(state: &State) -> State {
     state.as_ref().map(Tensor::shallow_clone)
 }
 
-/// By squaring: the same on every machine.
+/// By repeated squaring: the same on every machine.
 fn power(rate: f64, tokens: i64) -> f64 {
     let (mut left, mut square, mut found) = (tokens, rate, 1.0);
     while left > 0 {

@@ -1,21 +1,22 @@
-//! The table of operations: all that a trainer computes on tensors beyond plain views.
+//! The table of operations: everything that a trainer computes on tensors beyond plain views.
 //!
 //! ```text
-//! Ops         the table: one method for each operation, what it takes and what it answers with
-//! cpu/        kernels for main memory: one pass where libtorch would take several, libtorch's own where those are good
+//! Ops         the table: a method for each operation, with its operands and results
+//! cpu/        kernels for main memory: one pass where libtorch would need several, libtorch's own where those are good
 //! reference/  the same in libtorch's operators, on any device: what the others are tested against
 //! device/     our own kernels on a GPU, libtorch's operators for the rest
-//! composed    operations made of others and of libtorch's, in every table that has none of its own; so is cross_entropy
+//! composed    operations composed of others and of libtorch's, for tables without their own; so is cross_entropy
 //! linear_attention   the recurrence, its features and its gate, likewise
-//! operands    what operations take and answer with     check   what an operand must be
-//! update      what a step moves, and how main memory does it
+//! operands    operands and results of operations       check   requirements on operands
+//! update      the tensors that a step updates, and the update in main memory
 //! ```
 //!
-//! A process chooses one table at its start ([`choose`]) and hands it to whatever computes; its name and version stand in
-//! the kernel table, since two tables round differently. A table covers every kind and layout that the method promises. An
-//! operand that does not fit is an error with its name, never a reason to compute in another way.
+//! A process chooses one table at its start ([`choose`]) and passes it to everything that computes; its name and
+//! version are part of the kernel table, since two tables round differently. A table supports every kind and layout
+//! that the method promises. An operand that does not fit is an error with its name, never a reason to compute in
+//! another way.
 //!
-//! Invariant: an operation is a function of its operands. What else was computed, and on which thread, changes no bit.
+//! Invariant: an operation is a function of its operands. Other computations and the choice of thread change no bit.
 
 mod call;
 pub(crate) mod check;
@@ -47,23 +48,22 @@ pub use operands::{
 };
 pub use update::{AdamW, CHUNK, Update, UpdateRule};
 
-/// The variable that asks for another table than the one for the device.
+/// The variable that requests another table than the device's default.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
 
-/// What it may ask for.
+/// Its values.
 pub const TABLES: [&str; 3] = ["cpu", "reference", "device"];
 
-/// A table, as it is handed to whatever computes.
+/// A table, as passed to everything that computes.
 pub type Table = &'static dyn Ops;
 
-/// The operations. "Float" is f32 or bf16, the kind in which the model's large products are computed; all tensors are
-/// contiguous unless it says otherwise, and on the table's device.
+/// The operations. "Float" is f32 or bf16, the kind of the model's large matmuls; all tensors are contiguous unless
+/// stated otherwise, and on the table's device.
 ///
-/// # Errors
-/// [`Error::Operand`] where an operand does not fit, which is a bug of the caller; what the library below says where it
-/// fails, want of memory included.
+/// # Errors [`Error::Operand`] if an operand does not fit, which is a bug of the caller; otherwise errors of the
+/// library below, including lack of memory.
 pub trait Ops: fmt::Debug + Send + Sync {
-    /// Name and version, as they stand in the kernel table.
+    /// Name and version, as in the kernel table.
     fn name(&self) -> &'static str;
 
     /// `left right` in their kind, matrices or batches of them, in any layout.
@@ -75,16 +75,16 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `out += left right`: matrices, `out` f32.
     fn matmul_add(&self, out: &mut Tensor, left: &Tensor, right: &Tensor) -> Result<()>;
 
-    /// `left right` of float matrices, or batches of them, in f32: a part of a sum, which is not rounded before the others have
-    /// come.
+    /// `left right` of float matrices, or batches of them, in f32: a part of a sum, which must not be rounded before
+    /// the other parts are added.
     fn matmul_part(&self, left: &Tensor, right: &Tensor) -> Result<Tensor> {
         self.matmul(&left.f_to_kind(Kind::Float)?, &right.f_to_kind(Kind::Float)?)
     }
 
-    /// Heads of attention.
+    /// The output of attention.
     fn attention(&self, by: Attention) -> Result<Attended>;
 
-    /// Back through [`Ops::attention`], from the gradient of the heads in their kind, into `out`.
+    /// Backward of [`Ops::attention`], from the gradient of the output in its kind, into `out`.
     fn attention_backward(
         &self,
         by: Attention,
@@ -93,7 +93,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         out: AttentionGrads,
     ) -> Result<()>;
 
-    /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and that times `scale`: `[N, D]`, f32.
+    /// Rows `tokens` of `table`, `[V, D]` float, with `bias` added; and the same times `scale`: `[N, D]`, f32.
     fn embedding(
         &self,
         table: &Tensor,
@@ -104,8 +104,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::embedding(table, tokens, bias, scale)
     }
 
-    /// Back through [`Ops::embedding`], from the gradient of the scaled rows: those of the bias and of the scale; that of the
-    /// table, f32, is added to `table`, token by token in order.
+    /// Backward of [`Ops::embedding`], from the gradient of the scaled rows: the gradients of the bias and of the
+    /// scale. The gradient of the table, f32, is added to `table`, in token order.
     fn embedding_backward(
         &self,
         tokens: &Tensor,
@@ -117,8 +117,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::embedding_backward(tokens, embedded, scale, grad, table)
     }
 
-    /// Routes of `x`, `[N, D]`, with exponential depth averaging over the state `before`, and `balance`, `[C]`, added to the
-    /// probabilities for the choice alone.
+    /// Routes of `x`, `[N, D]`, with exponential depth averaging over the state `before`. `balance`, `[C]`, is added to
+    /// the probabilities for the choice only.
     fn router(
         &self,
         by: RouterWeights,
@@ -129,7 +129,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::router(self, by, x, before, balance)
     }
 
-    /// Back through [`Ops::router`], from the gradient of the weights, `[N, 1]`, and of the state as the next router used it.
+    /// Backward of [`Ops::router`], from the gradients of the weights, `[N, 1]`, and of the state as used by the next
+    /// router.
     fn router_backward(
         &self,
         by: RouterWeights,
@@ -141,22 +142,22 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::router_backward(self, by, x, saved, weight, state)
     }
 
-    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert. On a device the host waits for
-    /// nothing.
+    /// Sorts tokens by the class of each, `[N]` i64 below `classes`; the last class has no expert. On a device the host
+    /// does not wait.
     fn dispatch(&self, choice: &Tensor, classes: i64) -> Result<Dispatch>;
 
-    /// Rows of `x`, `[N, D]`, where they are computed: `[P, D]`, zeros where places are filled up.
+    /// Rows of `x`, `[N, D]`, in expert order: `[P, D]`, zeros in padding.
     fn permute(&self, x: &Tensor, by: &Dispatch) -> Result<Tensor> {
         composed::permute(x, by)
     }
 
-    /// Each expert's rows times its weights, `[E, B, A]`: of `rows`, `[P, A]` or the first rows of such, `[P, B]` in their kind;
-    /// rows without an expert have no value.
+    /// Each expert's rows times its weights, `[E, B, A]`: of `rows`, `[P, A]` or the first rows of such, `[P, B]` in
+    /// their kind; rows without an expert are undefined.
     fn grouped_matmul(&self, rows: &Tensor, weights: &Tensor, by: &Dispatch) -> Result<Tensor> {
         composed::grouped_matmul(self, rows, weights, by)
     }
 
-    /// Back through [`Ops::grouped_matmul`]: the gradient of `rows`, `[P, A]`, of which those without an expert have no value.
+    /// Backward of [`Ops::grouped_matmul`]: the gradient of `rows`, `[P, A]`, undefined for rows without an expert.
     fn grouped_matmul_input(
         &self,
         grad: &Tensor,
@@ -166,8 +167,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::grouped_matmul_input(self, grad, weights, by)
     }
 
-    /// Back through [`Ops::grouped_matmul`]: the gradient of the weights, made in the kind of `rows`; exact zeros for an expert
-    /// without tokens.
+    /// Backward of [`Ops::grouped_matmul`]: the gradient of the weights, in the kind of `rows`; exact zeros for an
+    /// expert without tokens.
     fn grouped_matmul_weights(
         &self,
         grad: &Tensor,
@@ -177,9 +178,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok(composed::grouped_matmul_weights(self, grad, rows, by)?.into())
     }
 
-    /// Rows `[P, D]` float back in the order of tokens, those of places that are filled up left out, with `beside`,
-    /// `[N, D]`, added: all of it in their kind. For a token without an expert the row of `passed` stands in, `[P, D]`, or zeros:
-    /// that of `x` has no value.
+    /// Rows of `x`, `[P, D]` float, back in token order and without padding, plus `beside`, `[N, D]`: all in one kind.
+    /// A token without an expert gets its row of `passed`, `[P, D]`, or zeros, as its row of `x` is undefined.
     fn unpermute(
         &self,
         x: &Tensor,
@@ -190,12 +190,12 @@ pub trait Ops: fmt::Debug + Send + Sync {
         composed::unpermute(x, by, passed, beside)
     }
 
-    /// The loss of each label, `[N]` f32: nats, 0 where there is none.
+    /// The loss of each label, `[N]` f32: nats, 0 for a token without a label.
     fn cross_entropy(&self, by: CrossEntropy) -> Result<Tensor> {
         cross_entropy::cross_entropy(self, by)
     }
 
-    /// The same, and gradients of their sum over `divisor`.
+    /// The same, and gradients of the sum of losses over `divisor`.
     fn cross_entropy_backward(&self, by: CrossEntropy, divisor: f64) -> Result<CrossEntropyGrads> {
         cross_entropy::cross_entropy_backward(self, by, divisor)
     }
@@ -203,7 +203,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `x * f * weight` with `f = 1 / sqrt(mean(x^2) + eps)` for each row of `x`, `[N, D]` f32; and `f`, `[N, 1]`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)>;
 
-    /// Back through [`Ops::rms_norm`], from the gradient of its outcome, float: that of `x`, and that of `weight`.
+    /// Backward of [`Ops::rms_norm`], from the gradient of its output, float: the gradients of `x` and of `weight`.
     fn rms_norm_backward(
         &self,
         x: &Tensor,
@@ -212,7 +212,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<(Tensor, Gradient)>;
 
-    /// The same where `x` has gone past the norm too: to its gradient `beside`, what came that way, is added.
+    /// The same where `x` is also used outside of the norm: `beside`, the gradient from there, is added to its
+    /// gradient.
     fn rms_norm_backward_beside(
         &self,
         x: &Tensor,
@@ -225,7 +226,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok((beside.f_add(&input)?, weight))
     }
 
-    /// Gradients that this table began, each made and in f32.
+    /// Finishes gradients of this table: each complete and in f32.
     fn finish(&self, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
         let made = all.into_iter().map(|one| match one {
             Gradient::Made(made) => Ok(made.f_to_kind(Kind::Float)?),
@@ -237,11 +238,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
         made.collect()
     }
 
-    /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others and the
-    /// sum f32.
+    /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others
+    /// and the sum f32.
     fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
 
-    /// [`Ops::residual`], and its [`Ops::rms_norm`] in the kind of `branch`: the sum, the norm, and its factors.
+    /// [`Ops::residual`] followed by [`Ops::rms_norm`], in the kind of `branch`: the sum, the norm, and its factors.
     fn residual_norm(
         &self,
         branch: &Tensor,
@@ -254,7 +255,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok([sum, out.f_to_kind(branch.kind())?, factors])
     }
 
-    /// Back through [`Ops::residual`], from the gradient of its outcome, f32.
+    /// Backward of [`Ops::residual`], from the gradient of its output, f32.
     fn residual_backward(
         &self,
         branch: &Tensor,
@@ -263,9 +264,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
-    /// Back through [`Ops::residual_norm`], from the gradient of the norm in its kind, with the bits that
-    /// [`Ops::rms_norm_backward_beside`] and [`Ops::residual_backward`] have in turn: what comes back through the addition, and
-    /// the gradient of the norm's weight.
+    /// Backward of [`Ops::residual_norm`], from the gradient of the norm in its kind, with the bits of
+    /// [`Ops::rms_norm_backward_beside`] followed by [`Ops::residual_backward`]: the gradients of the addition's
+    /// operands, and that of the norm's weight.
     fn residual_norm_backward(
         &self,
         branch: &Tensor,
@@ -281,14 +282,15 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok((self.residual_backward(branch, residual, by, &sum)?, weight))
     }
 
-    /// What each token has of itself and of the one before it, of `z`, `[N, W]` float: first G d channels of queries and keys,
-    /// then a + b numbers of values. `c_t = bias + now z_t + before z_{t-1}` of the channels as `[G, N, 2 d]`, `c_{t-1}` and
-    /// `c_t` of each in turn; before a document `c` is the bias. Values as `[N, a + b]`, the last b of them those of the token
-    /// before, zeros where a document begins. Both in the kind of `z`.
+    /// The depthwise convolution and the value shift over a token and the previous one, of `z`, `[N, W]` float: first G
+    /// d channels of queries and keys, then a + b values. The channels give `c_t = bias + now z_t + before z_{t-1}`,
+    /// returned as `[G, N, 2 d]` with `c_{t-1}` and `c_t` of each channel interleaved; before a document `c` is the
+    /// bias. The values are returned as `[N, a + b]`, the last b of them from the previous token, zeros at the start of
+    /// a document. Both are in the kind of `z`.
     fn conv_shift(&self, z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]>;
 
-    /// Back through [`Ops::conv_shift`], from the gradients of both its outcomes in the kind of `z`. To that of the channels goes
-    /// what comes through the means, `[M, G d]` f32, of the rows that are counted, in order.
+    /// Backward of [`Ops::conv_shift`], from the gradients of both outputs in the kind of `z`. `means`, `[M, G d]` f32,
+    /// the gradients through the means for the counted rows in order, are added to the gradient of the channels.
     fn conv_shift_backward(
         &self,
         z: &Tensor,
@@ -297,9 +299,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         means: &Tensor,
     ) -> Result<ConvShiftGrads>;
 
-    /// Adds to each of `raw`, `[G, N, d]` in the kind of `z` and whose memory may be used, its bias and the mean that belongs to
-    /// it of what stands first in the rows of `z`, `[N, G d and more]` float; makes it sqrt(d) long, multiplies keys with their
-    /// temperature, and turns all.
+    /// Computes queries and keys from `raw`, `[G, N, d]` in the kind of `z`, whose memory may be reused, and the first
+    /// G d columns of `z`, `[N, G d and more]` float: adds bias and means, normalizes to length sqrt(d), multiplies
+    /// keys by their temperature, and applies rotary embedding.
     ///
     /// ```text
     /// m_h = (q_h + k) / 2        for query head h and the key head of its group
@@ -308,8 +310,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// ```
     fn query_key(&self, z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys>;
 
-    /// Back through [`Ops::query_key`], from the gradient of its outcome, f32, whose memory may be used; that of `raw` in this
-    /// kind.
+    /// Backward of [`Ops::query_key`], from the gradient of its output, f32, whose memory may be reused; the gradient
+    /// of `raw` is in this kind.
     fn query_key_backward(
         &self,
         raw: &Tensor,
@@ -321,11 +323,12 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `silu(gate) * up` of `[P, 2 I]` float, the gate first: `[P, I]` in its kind.
     fn swiglu(&self, x: &Tensor) -> Result<Tensor>;
 
-    /// Back through [`Ops::swiglu`], from the gradient of its outcome in the kind of `x`: that of `x`.
+    /// Backward of [`Ops::swiglu`], from the gradient of its output in the kind of `x`: the gradient of `x`.
     fn swiglu_backward(&self, x: &Tensor, grad: &Tensor) -> Result<Tensor>;
 
-    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. For a token
-    /// without an expert the row of `passed` stands in, `[P, D]` in the kind of `x`, or zeros: that of `x` has no value.
+    /// The row of each token in `x`, `[P, D]` float, times `weight`, `[N, 1]` f32: `[N, D]`, in the kind of `x`. A
+    /// token without an expert uses its row of `passed`, `[P, D]` in the kind of `x`, or zeros, as its row of `x` is
+    /// undefined.
     fn gather(
         &self,
         x: &Tensor,
@@ -334,8 +337,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
     ) -> Result<Tensor>;
 
-    /// Back through [`Ops::gather`], from the gradient of its outcome in its kind: that of the rows, `[P, D]` in the kind of `x`,
-    /// of `x` and, where tokens have no expert, of `passed`, with zeros where places are filled up; and that of `weight`.
+    /// Backward of [`Ops::gather`], from the gradient of its output in its kind: the gradient of the rows, `[P, D]` in
+    /// the kind of `x`, of `x` and, for tokens without an expert, of `passed`, with zeros in padding; and that of
+    /// `weight`.
     fn gather_backward(
         &self,
         x: &Tensor,
@@ -345,7 +349,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
     ) -> Result<[Tensor; 2]>;
 
-    /// Moves `weight` and its moments by `gradient`, all f32 of one shape.
+    /// Updates `weight` and its moments with `gradient`, all f32 of one shape.
     ///
     /// ```text
     /// g = scale * gradient;        w <- keep * w
@@ -360,7 +364,8 @@ pub trait Ops: fmt::Debug + Send + Sync {
         gradient: &Tensor,
     ) -> Result<()>;
 
-    /// What Muon makes of a momentum and a gradient, f32 of one shape: `g = scale * gradient; m <- by * m + g; g + by * m`.
+    /// Muon's direction from a momentum and a gradient, f32 of one shape: `g = scale * gradient; m <- by * m + g; g +
+    /// by * m`.
     fn nesterov(
         &self,
         momentum: &mut Tensor,
@@ -372,20 +377,20 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// `w <- keep * w - rate * direction`, f32 of one shape.
     fn descend(&self, weight: &mut Tensor, direction: &Tensor, keep: f32, rate: f32) -> Result<()>;
 
-    /// Each matrix of `[rows, columns]`, or of a stack of such, f32: divided by its length, then iterated by its form,
-    /// transposed where it is higher than wide. A matrix has the same bits whatever it is stacked with.
+    /// Iterates a matrix `[rows, columns]`, or each of a stack, f32: divided by its length, then iterated as `by.form`
+    /// says, transposed if it has more rows than columns. The bits of a matrix do not depend on the rest of its stack.
     fn newton_schulz(&self, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor>;
 
-    /// The same of many matrices of any shapes, contiguous, with the same bits.
+    /// The same for many contiguous matrices of any shapes, with the same bits.
     fn all_newton_schulz(&self, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
         matrices.iter().map(|matrix| self.newton_schulz(matrix, by)).collect()
     }
 
-    /// The sum of squares of the elements, f32, in f64.
+    /// The sum of squares of the elements of f32, in f64.
     fn squares(&self, x: &Tensor) -> Result<f64>;
 
-    /// The same of each `chunk` elements of many tensors, the last chunk of each as long as is left: f64 `[n]`, in their order,
-    /// where they are. Of a device by one launch, for which the host does not wait.
+    /// The same for each `chunk` elements of many tensors, where a tensor's last chunk may be shorter: f64 `[n]`, in
+    /// order, on the tensors' device. On a GPU this is one launch, and the host does not wait.
     fn chunk_squares(&self, tensors: &[Tensor], chunk: i64) -> Result<Tensor> {
         let mut squares = Vec::new();
         for tensor in tensors {
@@ -396,9 +401,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok(Tensor::f_from_slice(&squares)?)
     }
 
-    /// The same of parts of tensors, contiguous f32, and what they add to the checksums of their tensors, i64, as many numbers in
-    /// which way ever divided: of each part is said the number of its first element in its tensor, and the salt. In main memory a
-    /// chunk is read once, on a device each element.
+    /// The same for parts of tensors, contiguous f32, and their contributions to the checksums of their tensors, i64,
+    /// as many numbers, split among them in any way. Each part comes with the number of its first element in its
+    /// tensor, and the salt. In main memory a chunk is read once, on a device each element.
     fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
         let (mut squares, mut sums) = (Vec::new(), Vec::new());
         for (tensor, first, salt) in parts {
@@ -410,7 +415,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         Ok([Tensor::f_from_slice(&squares)?, Tensor::f_from_slice(&sums)?])
     }
 
-    /// Writes the first of each pair, bf16, from the second, f32: to nearest, ties to even.
+    /// Rounds the second of each pair, f32, into the first, bf16: to nearest, ties to even.
     fn all_rounded(&self, pairs: &mut [[Tensor; 2]]) -> Result<()> {
         pairs.iter_mut().try_for_each(|[narrow, wide]| {
             check::rounded(narrow, wide)?;
@@ -431,11 +436,11 @@ pub trait Ops: fmt::Debug + Send + Sync {
         pairs.iter_mut().map(one).collect()
     }
 
-    /// Moves tensors by [`Ops::adamw`] and [`Ops::descend`], with the same bits, and says what that came to: i64 `[n, 4]`, a row
-    /// for each [`CHUNK`] elements of each tensor, where the tensors are. First the bits of [`Ops::squares`] of new weights less
-    /// old ones, f64. Then three words whose sums over the rows of a tensor, wrapping, are checksums of what its weights, first
-    /// and second moments have become, or 0. On a device by one launch, which reads and writes each number once, and for which
-    /// the host does not wait.
+    /// Updates tensors as [`Ops::adamw`] and [`Ops::descend`] do, with the same bits, and returns i64 `[n, 4]`, a row
+    /// for each [`CHUNK`] elements of each tensor, on the tensors' device. The first word has the bits of an f64:
+    /// [`Ops::squares`] of new weights minus old ones. The other three, summed over the rows of a tensor with wrapping,
+    /// are checksums of its new weights, first and second moments, or 0. On a GPU this is one launch, which reads and
+    /// writes each number once, and the host does not wait.
     fn update(&self, all: &mut [Update]) -> Result<Tensor> {
         all.iter().try_for_each(check::update)?;
         update::in_chunks(self, all)
@@ -448,10 +453,9 @@ impl PartialEq for dyn Ops {
     }
 }
 
-/// Each `chunk` elements of a tensor, flat, the last as many as are left.
+/// Splits a tensor, flattened, into chunks of `chunk` elements; the last one may be shorter.
 ///
-/// # Errors
-/// Where memory ends.
+/// # Errors If memory runs out.
 pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
     let flat = tensor.f_reshape([-1])?;
     let length = flat.size()[0];
@@ -467,7 +471,7 @@ pub const CPU: Table = &cpu::Cpu;
 /// The table of libtorch's operators, for any device.
 pub const REFERENCE: Table = &reference::Reference;
 
-/// Refuses a choice of the environment that cannot be meant.
+/// Refuses invalid values of the environment variables that choose implementations.
 pub(crate) fn known_choices() -> Result<()> {
     CHOICES.iter().try_for_each(|choice| choice.asked().map(drop))
 }
@@ -475,30 +479,29 @@ pub(crate) fn known_choices() -> Result<()> {
 /// The table of our own kernels on a GPU.
 pub const DEVICE: Table = &device::Own::GPU;
 
-/// The same with products of experts by our own kernels, and by libtorch's grouped product where that takes them: to be measured
-/// beside each other.
+/// The same with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for benchmarks that
+/// compare them.
 pub const EXPERTS: [Table; 2] =
     [&device::Own::with_grouped(false), &device::Own::with_grouped(true)];
 
-/// The same with attention by our own kernels, and by libtorch's where that takes it.
+/// The same with our own attention, and with libtorch's where it applies.
 pub const ATTENTIONS: [Table; 2] =
     [&device::Own::with_attention(false), &device::Own::with_attention(true)];
 
-/// Whether the second of [`ATTENTIONS`] computes this by libtorch's kernels: where it cannot, it goes by our own.
+/// Whether the second of [`ATTENTIONS`] uses libtorch's kernels for this call; otherwise it uses our own.
 ///
-/// # Errors
-/// Where the operands are not on a GPU.
+/// # Errors If the operands are not on a GPU.
 pub fn library_attends(by: Attention) -> Result<bool> {
     Ok(device::takes_attention(&Queue::of(by.query.device())?, by))
 }
 
-/// Bytes that [`Ops::all_newton_schulz`] holds on a GPU for matrices of these shapes, what it answers with included.
+/// Maximum memory of [`Ops::all_newton_schulz`] on a GPU in bytes, including results, for matrices of these shapes.
 pub fn newton_schulz_bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     device::newton_schulz::bytes(shapes, by)
 }
 
-/// The table for a device: the one that [`VARIABLE`] asks for, else the CPU's kernels in main memory, and on a GPU our own, or
-/// the reference where they cannot be compiled, which is said.
+/// The table for a device: the one that [`VARIABLE`] requests; otherwise the CPU's kernels in main memory, and on a GPU
+/// our own, or, with a message, the reference if they cannot be compiled.
 pub fn choose(device: Device) -> Result<Table> {
     let asked = std::env::var(VARIABLE).unwrap_or_default();
     match (asked.as_str(), device) {

@@ -1,4 +1,4 @@
-//! What operations take besides a tensor or two, and what they answer with.
+//! Operands and results of operations, beyond single tensors.
 
 use std::cell::OnceCell;
 
@@ -7,20 +7,20 @@ use tch::Tensor;
 use super::call::Call;
 use crate::{Error, Result};
 
-/// Vectors of `[D]`, f32, by which a residual addition scales and shifts both of its sides.
+/// Vectors `[D]`, f32, that scale and shift both sides of a residual addition.
 #[derive(Clone, Copy, Debug)]
 pub struct Scaling<'a> {
-    /// Of the branch.
+    /// Scale of the branch.
     pub scale: &'a Tensor,
-    /// Added to the branch first.
+    /// Added to the branch before scaling.
     pub bias: &'a Tensor,
-    /// Of the residual.
+    /// Scale of the residual.
     pub residual_scale: &'a Tensor,
-    /// Added to the residual first.
+    /// Added to the residual before scaling.
     pub residual_bias: &'a Tensor,
 }
 
-/// What comes back through a residual addition.
+/// Gradients of a residual addition.
 #[derive(Debug)]
 pub struct ResidualGrads {
     /// Of the branch, `[N, D]`, in its kind.
@@ -31,14 +31,14 @@ pub struct ResidualGrads {
     pub scaling: [Gradient; 4],
 }
 
-/// The gradient of a parameter. What is left to do for one, [`super::Ops::finish`] does for many at once.
+/// The gradient of a parameter. [`super::Ops::finish`] completes many of them at once.
 #[derive(Debug)]
 pub enum Gradient {
-    /// It is made, float.
+    /// Complete, float.
     Made(Tensor),
-    /// Of a vector: a device has made the sums over bands of rows.
+    /// Of a vector: sums over bands of rows, still on the device.
     Banded(Banded),
-    /// Of a stack of experts: a library has made it, float, of those that have rows; the others' is zero.
+    /// Of a stack of experts: from a library, float, valid for experts with rows; the others' gradient is zero.
     Experts(Experts),
 }
 
@@ -48,7 +48,7 @@ impl From<Tensor> for Gradient {
     }
 }
 
-/// A gradient of which some experts have no part.
+/// A gradient in which some experts have no rows.
 #[derive(Debug)]
 pub struct Experts {
     /// `[E, B, A]`.
@@ -57,28 +57,28 @@ pub struct Experts {
     pub(crate) ends: Tensor,
 }
 
-/// Sums over bands of rows that are still to be added: of several, their columns go in turn.
+/// Sums over bands of rows that remain to be added; the columns of several sums are interleaved.
 #[derive(Debug)]
 pub struct Banded {
     pub(super) sums: Vec<Bands>,
-    /// Of the outcome.
+    /// Shape of the result.
     pub(super) shape: Vec<i64>,
 }
 
-/// Of one of them: the sum over bands, times the factor, or plus the factor times the other one.
+/// One of these sums over bands: times the factor, or plus the factor times the other one.
 #[derive(Debug)]
 pub(super) struct Bands {
     /// `[bands, width]`.
     pub(super) partial: Tensor,
-    /// The same of another one.
+    /// The other sum, likewise.
     pub(super) other: Option<Tensor>,
     /// `[width]`.
     pub(super) factor: Option<Tensor>,
 }
 
 impl Scaling<'_> {
-    /// The gradients of the vectors, from the sums over rows of the gradient, of the gradient times the branch, and of the
-    /// gradient times the residual.
+    /// The gradients of the vectors, from the sums over rows of the gradient, of the gradient times the branch, and of
+    /// the gradient times the residual.
     pub(super) fn gradients(
         self,
         all: &Tensor,
@@ -95,38 +95,38 @@ impl Scaling<'_> {
     }
 }
 
-/// What comes back to the norm of a sum of `[N, D]`, all f32.
+/// Operands for the backward pass of a norm over a sum of `[N, D]`, all f32.
 #[derive(Clone, Copy, Debug)]
 pub struct NormBack<'a> {
-    /// The sum, with the bits that the addition had: a table may read it, or make it again from both sides.
+    /// The sum, with the bits of the addition: a table may read it, or recompute it from both sides.
     pub x: &'a Tensor,
     /// The norm's factors, `[N, 1]`.
     pub factors: &'a Tensor,
     /// `[D]`.
     pub weight: &'a Tensor,
-    /// The gradient of what the norm came to.
+    /// The gradient of the norm's output.
     pub grad: &'a Tensor,
-    /// That of the sum as far as it went past the norm, which is added.
+    /// The gradient of the sum that bypasses the norm, which is added.
     pub beside: Option<&'a Tensor>,
 }
 
-/// What a token of compressed convolutional attention has of itself and of the one before it: a depthwise convolution of queries
-/// and keys, in `G` heads of `d` channels, and values, of which some are shifted by a token.
+/// The operands with which compressed convolutional attention combines a token with the previous one: a depthwise
+/// convolution of queries and keys, in `G` heads of `d` channels, and values, some of which are shifted by a token.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvShift<'a> {
-    /// `[G d, 1, 2]`, f32: weights of the token before, and of the token. Where a document begins there is none before it,
-    /// and it counts as zero.
+    /// `[G d, 1, 2]`, f32: weights of the previous token and of the token. At the start of a document the previous
+    /// token counts as zero.
     pub weights: &'a Tensor,
     /// `[G d]`, f32.
     pub bias: &'a Tensor,
-    /// Rows at which documents begin, ascending from 0, i64.
+    /// First rows of documents, ascending from 0, i64.
     pub starts: &'a Tensor,
-    /// Rows that gradients of weights and bias are summed over, ascending, i64; all where it is absent. The others only
-    /// lend their numbers: they stand beside a part of a document, and another part sums over them.
+    /// Rows over which gradients of weights and bias are summed, ascending, i64; all rows if absent. The other rows
+    /// only provide context for a part of a document; another part counts them.
     pub counted: Option<&'a Tensor>,
     /// `[G, d]`.
     pub heads: [i64; 2],
-    /// `[a, b]`: numbers of values that stay with their token, and that go to the next one of its document.
+    /// `[a, b]`: numbers of values that stay with their token, and that move to the next token of its document.
     pub values: [i64; 2],
 }
 
@@ -142,7 +142,7 @@ impl ConvShift<'_> {
     }
 }
 
-/// What comes back through a [`ConvShift`].
+/// Gradients of a [`ConvShift`].
 #[derive(Debug)]
 pub struct ConvShiftGrads {
     /// `[N, G d + a + b]`, in the kind of what was convolved.
@@ -153,34 +153,34 @@ pub struct ConvShiftGrads {
     pub bias: Gradient,
 }
 
-/// What queries and keys are made with: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
+/// Parameters of queries and keys: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
 #[derive(Clone, Copy, Debug)]
 pub struct QueryKey<'a> {
     /// Added to each head, `[G d]`, f32.
     pub bias: &'a Tensor,
-    /// What keys are multiplied with, `[K]`, f32.
+    /// Factor of the keys, `[K]`, f32.
     pub temperature: &'a Tensor,
-    /// Cosines and sines of each token's angles, `[N, r]`, f32: dimension i turns with dimension i + r, 2 r <= d.
+    /// Cosines and sines of each token's angles, `[N, r]`, f32: dimension i rotates with dimension i + r, 2 r <= d.
     pub angles: [&'a Tensor; 2],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
 }
 
-/// What [`super::Ops::query_key`] comes to.
+/// The result of [`super::Ops::query_key`].
 #[derive(Debug)]
 pub struct QueriesAndKeys {
     /// `[G, N, d]`, in the kind of what was projected.
     pub out: Tensor,
-    /// The same before it was made sqrt(d) long and turned, f32.
+    /// The same before normalization to length sqrt(d) and rotation, f32.
     pub raw: Tensor,
-    /// By what each was made longer, `[G, N, 1]`, f32.
+    /// The factors of the normalization, `[G, N, 1]`, f32.
     pub factors: Tensor,
 }
 
-/// What comes back through [`super::Ops::query_key`], f32 but for `raw`.
+/// Gradients of [`super::Ops::query_key`], f32 except `raw`.
 #[derive(Debug)]
 pub struct QueryKeyGrads {
-    /// Of `raw`, `[G, N, d]`, in the kind that was asked for.
+    /// Of `raw`, `[G, N, d]`, in the requested kind.
     pub raw: Tensor,
     /// Of `z` through the means, `[N, G d]`.
     pub means: Tensor,
@@ -190,15 +190,15 @@ pub struct QueryKeyGrads {
     pub bias: Gradient,
 }
 
-/// Tokens `start..start + len` that see each other, what came before them in their document, and nothing else: a document, or
-/// a part of one.
+/// Tokens `start..start + len` that see only each other and the earlier tokens of their document: a document or a part
+/// of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The first.
     pub start: i64,
     /// How many.
     pub len: i64,
-    /// Tokens of the document before it, of which only keys and values are there.
+    /// Earlier tokens of the document, for which only keys and values are present.
     pub before: i64,
 }
 
@@ -214,12 +214,13 @@ impl Span {
     }
 }
 
-/// Causal softmax attention of H query heads in K groups, each of which shares a key head and a value head, of d dimensions.
+/// Operands of causal softmax attention: H query heads in K groups, each of which shares a key head and a value head,
+/// of d dimensions.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
     /// `[H, N, d]`, float.
     pub query: &'a Tensor,
-    /// `[K, M, d]`, in the kind of `query`: span by span, what came before and then the span's own.
+    /// `[K, M, d]`, in the kind of `query`: for each span its earlier tokens, then its own.
     pub key: &'a Tensor,
     /// `[M, K d]`, in the kind of `query` and in the order of the keys.
     pub value: &'a Tensor,
@@ -227,20 +228,20 @@ pub struct Attention<'a> {
     pub spans: &'a [Span],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
-    /// Where a table may keep what it makes of the spans, for all layers that see the same ones.
+    /// Where a table may cache data derived from the spans, for all layers with the same spans.
     pub kept: Option<&'a OnceCell<Tensor>>,
 }
 
-/// What attention comes to.
+/// The result of attention.
 #[derive(Debug)]
 pub struct Attended {
     /// `[N, H d]`, in the kind of the operands.
     pub heads: Tensor,
-    /// What the same table's backward pass reads.
+    /// Data for the same table's backward pass.
     pub saved: Vec<[Tensor; 2]>,
 }
 
-/// Where the gradients of attention go, in any layout; each number is written once.
+/// Where to write the gradients of attention, in any layout; each number is written once.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionGrads<'a> {
     /// `[H, N, d]`, f32.
@@ -251,21 +252,21 @@ pub struct AttentionGrads<'a> {
     pub value: &'a Tensor,
 }
 
-/// Which token is at each place, as a table's own kernels want to know it.
+/// The token at each place, in the form that a table's own kernels need.
 #[derive(Debug)]
 pub(super) enum Order {
-    /// `[P]`, i64, any token at a place that is filled up; and those places, i64.
+    /// `[P]`, i64, with an arbitrary token in padding; and the places of padding, i64.
     Listed {
         /// The tokens.
         tokens: Tensor,
-        /// The places that are filled up.
+        /// The places of padding.
         filled: Tensor,
     },
-    /// `[P]`, i32: -1 at a place that is filled up.
+    /// `[P]`, i32: -1 in padding.
     Marked(Tensor),
 }
 
-/// Where each token is computed: sorted by expert, then those that no expert computes.
+/// Where each token is computed: sorted by expert, followed by tokens without an expert.
 #[derive(Debug)]
 pub struct Dispatch {
     /// The token at each place.
@@ -276,10 +277,10 @@ pub struct Dispatch {
     pub counts: Tensor,
     /// Experts.
     pub(super) experts: i64,
-    /// Places in all: P.
+    /// Number of places: P.
     pub rows: i64,
-    /// The first of them, among which are all places of experts: what products are made of. Places without an expert are behind
-    /// them, or, where the host does not know how many there are, among them.
+    /// The first places, which include all places of experts: operands of matmuls. Places without an expert follow, or,
+    /// if the host does not know how many there are, are among them.
     pub computed: i64,
     pub(super) groups: Groups,
 }
@@ -287,9 +288,9 @@ pub struct Dispatch {
 /// Places of each expert.
 #[derive(Debug)]
 pub(super) enum Groups {
-    /// Experts with tokens, ascending: which, its first place, and how many it has.
+    /// Experts with tokens, ascending: the expert, its first place, and its number of places.
     Known(Vec<[i64; 3]>),
-    /// `[E + 1]`, i32, on the device: where the places of each class end.
+    /// `[E + 1]`, i32, on the device: end of the places of each class.
     There(Tensor),
 }
 
@@ -298,7 +299,7 @@ pub(super) enum Groups {
 pub enum Present {
     /// By expert.
     Known(Vec<bool>),
-    /// `[E]`, i64, on the device: how many tokens each has.
+    /// `[E]`, i64, on the device: number of tokens of each.
     There(Tensor),
 }
 
@@ -311,7 +312,7 @@ impl Present {
         }
     }
 
-    /// The same once more; what stands on a device is not copied.
+    /// Another handle of the same data; tensors on a device are not copied.
     pub fn shared(&self) -> Present {
         match self {
             Present::Known(used) => Present::Known(used.clone()),
@@ -321,7 +322,7 @@ impl Present {
 }
 
 impl Dispatch {
-    /// Which experts have tokens: the host asks nobody.
+    /// Which experts have tokens, without a wait of the host.
     pub fn used(&self) -> Result<Present> {
         match &self.groups {
             Groups::Known(runs) => {
@@ -333,7 +334,7 @@ impl Dispatch {
         }
     }
 
-    /// The runs of experts, for a table whose `dispatch` makes them.
+    /// The runs of experts, for a table whose `dispatch` returns them.
     pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
         match &self.groups {
             Groups::Known(runs) => Ok(runs),
@@ -341,7 +342,7 @@ impl Dispatch {
         }
     }
 
-    /// Where the places of each class end, for a table whose `dispatch` leaves that on the device.
+    /// The ends of the places of each class, for a table whose `dispatch` leaves them on the device.
     pub(super) fn ends(&self, operation: &'static str) -> Result<&Tensor> {
         match &self.groups {
             Groups::There(ends) => Ok(ends),
@@ -349,7 +350,7 @@ impl Dispatch {
         }
     }
 
-    /// The token at each place, and the places that are filled up, for a table whose `dispatch` lists them.
+    /// The token at each place, and the places of padding, for a table whose `dispatch` lists them.
     pub(super) fn listed(&self, operation: &'static str) -> Result<[&Tensor; 2]> {
         match &self.order {
             Order::Listed { tokens, filled } => Ok([tokens, filled]),
@@ -366,19 +367,19 @@ impl Dispatch {
     }
 }
 
-/// What another table made cannot be read.
+/// The error for a value that another table made.
 fn foreign(operation: &'static str, operand: &'static str) -> Error {
     Call(operation).refuse(operand, "another table's".to_owned(), "its own".to_owned())
 }
 
-/// Weights of a router of R numbers a token, over C classes. Its input is `[N, D]`.
+/// Weights of a router with R numbers per token and C classes. Its input is `[N, D]`.
 #[derive(Clone, Copy, Debug)]
 pub struct RouterWeights<'a> {
     /// `[R, D]`, float.
     pub down: &'a Tensor,
     /// `[R]`; all that follows is f32.
     pub down_bias: &'a Tensor,
-    /// `[R]`: what the state before is multiplied with; absent where there is none.
+    /// `[R]`: factor of the previous router's state; absent if there is none.
     pub decay: Option<&'a Tensor>,
     /// `[R]`: the norm of the state.
     pub norm: &'a Tensor,
@@ -394,11 +395,11 @@ pub struct RouterWeights<'a> {
     pub out: &'a Tensor,
     /// Of the norm.
     pub eps: f64,
-    /// Whether gradients are parts of a sum: that of `down` is then made in f32, not in its kind.
+    /// Whether gradients are parts of a sum: that of `down` is then computed in f32, not in its kind.
     pub part: bool,
 }
 
-/// Where every token goes, and with what weight.
+/// The class of every token, and its weight.
 #[derive(Debug)]
 pub struct Routes {
     /// `[N]`, i64: the class chosen; ties go to the lowest.
@@ -409,7 +410,7 @@ pub struct Routes {
     pub state: Tensor,
 }
 
-/// What a router's backward pass reads.
+/// Data for a router's backward pass.
 #[derive(Debug)]
 pub struct RouterSaved {
     pub(super) before: Option<Tensor>,
@@ -423,17 +424,17 @@ pub struct RouterSaved {
     pub(super) choice: Tensor,
 }
 
-/// What both hidden layers of a router are given, f32, as a table's backward pass wants it.
+/// The inputs of both hidden layers of a router, f32, in the form that a table's backward pass needs.
 #[derive(Debug)]
 pub(super) enum Inputs {
     /// `[N, R]` each.
     Apart([Tensor; 2]),
-    /// `[2, N, R]`: one product makes the gradients of both layers' weights.
+    /// `[2, N, R]`: one matmul gives the gradients of both layers' weights.
     Stacked(Tensor),
 }
 
 impl RouterSaved {
-    /// What the hidden layers were given, for a table whose `router` keeps it apart.
+    /// The inputs of the hidden layers, for a table whose `router` keeps them apart.
     pub(super) fn apart(&self) -> Result<[&Tensor; 2]> {
         match &self.inputs {
             Inputs::Apart(inputs) => Ok(inputs.each_ref()),
@@ -441,7 +442,7 @@ impl RouterSaved {
         }
     }
 
-    /// The same for a table that stacks it.
+    /// The same for a table that stacks them.
     pub(super) fn stacked(&self) -> Result<&Tensor> {
         match &self.inputs {
             Inputs::Stacked(inputs) => Ok(inputs),
@@ -450,13 +451,13 @@ impl RouterSaved {
     }
 }
 
-/// What comes back through a router: named as [`RouterWeights`], f32.
+/// Gradients of a router: named as [`RouterWeights`], f32.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the names are those of the weights")]
 pub struct RouterGrads {
     /// Of its input, `[N, D]`, in its kind.
     pub input: Tensor,
-    /// Of the state before, `[N, R]`, if there was one.
+    /// Of the previous router's state, `[N, R]`, if there was one.
     pub before: Option<Tensor>,
     pub down: Tensor,
     pub down_bias: Gradient,
@@ -469,7 +470,7 @@ pub struct RouterGrads {
     pub out: Tensor,
 }
 
-/// A linear layer over the vocabulary and the cross-entropy of what it answers, a few tokens at a time.
+/// Operands of a linear layer over the vocabulary and its cross-entropy, computed a few tokens at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropy<'a> {
     /// `[N, D]`, float.
@@ -478,23 +479,23 @@ pub struct CrossEntropy<'a> {
     pub weights: &'a Tensor,
     /// `[N]`, i64.
     pub labels: &'a Tensor,
-    /// `[N]`, f32: 1 where there is a label, else 0.
+    /// `[N]`, f32: 1 for tokens with a label, otherwise 0.
     pub mask: &'a Tensor,
     /// Tokens whose logits exist at once.
     pub chunk: i64,
-    /// Parts of the vocabulary, as equal as they can be, of which each has products of its own; what they come to is added in
-    /// a tree. At least 1.
+    /// Parts of the vocabulary, as equal as possible, each with its own matmuls; their results are added in a tree. At
+    /// least 1.
     pub shards: i64,
-    /// Whether the gradient of the weights is a part of a sum: it is then made in f32, not in their kind.
+    /// Whether the gradient of the weights is a part of a sum: it is then computed in f32, not in their kind.
     pub part: bool,
 }
 
 /// Losses, and gradients of their sum over a divisor.
 #[derive(Debug)]
 pub struct CrossEntropyGrads {
-    /// `[N]`, f32: nats, 0 where there is no label.
+    /// `[N]`, f32: nats, 0 for tokens without a label.
     pub losses: Tensor,
-    /// `[N, D]`, in the kind of what it is of.
+    /// `[N, D]`, in the kind of the hidden numbers.
     pub hidden: Tensor,
     /// `[V, D]`, f32.
     pub weights: Tensor,
@@ -505,28 +506,28 @@ pub struct CrossEntropyGrads {
 pub struct NewtonSchulz {
     /// `a`, `b`, `c` of `X <- P X` with `P = a I + b A + c A A`, `A = X X^T`.
     pub coefficients: [f32; 3],
-    /// How often.
+    /// Number of steps.
     pub steps: usize,
-    /// Added to a matrix' length before it is divided by it.
+    /// Added to a matrix's length before dividing by it.
     pub eps: f32,
-    /// What is iterated, and in which numbers.
+    /// What is iterated, and in which precision.
     pub form: NewtonSchulzForm,
 }
 
-/// What is iterated: the same in exact arithmetic, rounded otherwise.
+/// What is iterated: equal in exact arithmetic, different in rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewtonSchulzForm {
-    /// `A` alone, of a matrix at least twice as long one way as the other: polynomials of `A` commute, so a step takes `A` to
-    /// `P A P`, and the matrix is multiplied once, with the product of all `P`.
+    /// `A` only, if a matrix is at least twice as long in one dimension as in the other: polynomials of `A` commute, so
+    /// a step takes `A` to `P A P`, and the matrix is multiplied once, by the product of all `P`.
     Gram,
-    /// Every matrix itself.
+    /// Every matrix itself, in f32.
     Direct,
-    /// Every matrix itself, in bf16: `X`, `A` and `b A + c A A` are rounded, each once; what they are made of is added in f32.
+    /// Every matrix itself, in bf16: `X`, `A` and `b A + c A A` are rounded once each; sums are accumulated in f32.
     Bf16,
 }
 
 impl NewtonSchulz {
-    /// Whether of a matrix of this size the square alone is iterated.
+    /// Whether only the square of a matrix of this size is iterated.
     pub fn by_gram(self, [rows, columns]: [i64; 2]) -> bool {
         self.form == NewtonSchulzForm::Gram && rows.max(columns) >= 2 * rows.min(columns)
     }

@@ -1,72 +1,72 @@
-//! What a step moves, and how main memory does it.
+//! The tensors that a step updates, and the update in main memory.
 
 use tch::Tensor;
 
 use super::Ops;
 use crate::{Result, checksum};
 
-/// The numbers of one step of AdamW, rounded to what the elements are computed in.
+/// The numbers of one step of AdamW, rounded to the precision of the elements' arithmetic.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AdamW {
-    /// What a weight is multiplied with first: 1 less the learning rate times the decay.
+    /// Factor of the weight, applied first: 1 minus learning rate times weight decay.
     pub keep: f32,
-    /// How far a first moment goes towards the gradient.
+    /// Fraction by which the first moment moves towards the gradient.
     pub first: f32,
-    /// How far a second moment goes towards the gradient's square.
+    /// Fraction by which the second moment moves towards the gradient's square.
     pub second: f32,
-    /// What the root of a second moment is divided by.
+    /// Divisor of the root of the second moment.
     pub root: f32,
-    /// Added to that.
+    /// Added to the result.
     pub eps: f32,
-    /// What a first moment over that is multiplied with.
+    /// Factor of the first moment over that.
     pub rate: f32,
-    /// What a gradient is multiplied with before anything; 1 changes no bit of it.
+    /// Factor of the gradient, applied first; 1 changes no bit.
     pub scale: f32,
 }
 
-/// Elements of a chunk: the unit of the norms, of the gradient and of an update.
+/// Elements of a chunk: the unit of the gradient norm and of the norm of an update.
 pub const CHUNK: i64 = 65_536;
 
-/// A tensor that a step moves: f32 of one shape, but for what the model reads of it.
+/// A tensor that a step updates: f32 of one shape, except for the copy that the model reads.
 #[derive(Debug)]
 pub struct Update<'a> {
     /// Its weights.
     pub weight: &'a mut Tensor,
-    /// Where they go rounded, if the model reads them so: into this tensor, bf16, from this element on.
+    /// Where to write the bf16 copy, if the model reads one: the tensor, and the first element.
     pub rounded: Option<(&'a mut Tensor, i64)>,
-    /// The gradient; of a matrix that Muon moves the direction.
+    /// The gradient; for a matrix that Muon updates, the direction.
     pub gradient: &'a Tensor,
-    /// How it moves.
+    /// How it is updated.
     pub rule: UpdateRule<'a>,
-    /// Which element of its tensor is its first, as checksums count them.
+    /// Number of its first element in its tensor, for the checksums.
     pub number: u64,
-    /// Of the checksums of its weights, first and second moments.
+    /// Salts of the checksums of its weights, first and second moments.
     pub salts: [u64; 3],
 }
 
-/// How a tensor moves, and what it has beside its weights.
+/// How a tensor is updated, and its optimizer state.
 #[derive(Debug)]
 pub enum UpdateRule<'a> {
-    /// As [`super::Ops::adamw`] does it.
+    /// As [`super::Ops::adamw`].
     AdamW {
         /// The numbers of the step.
         by: AdamW,
         /// First and second moments.
         moments: [&'a mut Tensor; 2],
     },
-    /// As [`super::Ops::descend`] does it.
+    /// As [`super::Ops::descend`].
     Muon {
-        /// What a weight is multiplied with first.
+        /// Factor of the weight, applied first.
         keep: f32,
-        /// What the direction is multiplied with.
+        /// Factor of the direction.
         rate: f32,
-        /// Which has moved before.
+        /// Already updated.
         momentum: &'a Tensor,
     },
 }
 
 impl Update<'_> {
-    /// What its checksums are of: weights, first and second moments.
+    /// The tensors of its checksums: weights, first and second moments.
     pub(super) fn parts(&self) -> [Option<&Tensor>; 3] {
         let [first, second] = match &self.rule {
             UpdateRule::AdamW { moments: [first, second], .. } => [Some(&**first), Some(&**second)],
@@ -76,8 +76,8 @@ impl Update<'_> {
     }
 }
 
-/// In main memory. The old weights of one chunk at a time are kept, in the same memory for all of a tensor: so they, and all that
-/// moved, are still in the cache when they are compared, rounded and summed up.
+/// The update in main memory. It keeps the old weights of one chunk at a time, in memory that all chunks of a tensor
+/// reuse: so they, and the updated numbers, are still in cache when they are compared, rounded and checksummed.
 pub(super) fn in_chunks<O: Ops + ?Sized>(ops: &O, all: &mut [Update]) -> Result<Tensor> {
     let mut words = Vec::new();
     for one in all {
@@ -90,7 +90,7 @@ pub(super) fn in_chunks<O: Ops + ?Sized>(ops: &O, all: &mut [Update]) -> Result<
     Ok(Tensor::f_from_slice(&words)?.f_view([-1, 4])?)
 }
 
-/// What the chunk that begins at `start` came to; `memory` is for its old weights.
+/// Updates the chunk that begins at `start` and returns its row; `memory` is for its old weights.
 fn chunk_of<O: Ops + ?Sized>(
     ops: &O,
     one: &mut Update,

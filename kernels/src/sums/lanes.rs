@@ -1,8 +1,8 @@
-//! The sum over elements of 32 bits, by the registers of a processor.
+//! The sum over 32-bit elements, with vector registers.
 //!
-//! Three things that a compiler does not find by itself. The first product of a weight grows by a constant from element to
-//! element, so it is added. A product of 32 by 32 bits reads the low half of a lane of 64, so elements at odd places are moved
-//! down and nothing is widened. And memory is asked for before its turn.
+//! Three optimizations that a compiler does not find. The first product of a weight grows by a constant from element to
+//! element, so it is an addition. A 32 x 32-bit multiplication reads the low halves of 64-bit lanes, so odd elements
+//! are shifted down and nothing is widened. And memory is prefetched.
 
 #![expect(unsafe_code, reason = "reads whole registers")]
 
@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 use super::{FIRST, SECOND, plain};
 use crate::ahead;
 
-/// By 16 elements.
+/// 16 elements at a time.
 #[target_feature(enable = "avx512f")]
 pub(super) fn avx512(run: &[u32], place: u32) -> u64 {
     let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -22,7 +22,7 @@ pub(super) fn avx512(run: &[u32], place: u32) -> u64 {
     let (blocks, rest) = run.as_chunks::<16>();
     for block in blocks {
         ahead::ask(block);
-        // SAFETY: 64 bytes that the block has.
+        // SAFETY: the block has 64 bytes.
         let elements = unsafe { _mm512_loadu_si512(block.as_ptr().cast()) };
         let h = _mm512_xor_si512(first, _mm512_srli_epi32::<15>(first));
         let h = _mm512_mullo_epi32(h, second);
@@ -37,7 +37,7 @@ pub(super) fn avx512(run: &[u32], place: u32) -> u64 {
     total.wrapping_add(plain(rest, place.wrapping_add((run.len() - rest.len()) as u32)))
 }
 
-/// By 8 elements, two blocks for each line of memory.
+/// 8 elements at a time, two blocks per cache line.
 #[target_feature(enable = "avx2")]
 pub(super) fn avx2(run: &[u32], place: u32) -> u64 {
     let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -48,7 +48,7 @@ pub(super) fn avx2(run: &[u32], place: u32) -> u64 {
     let (blocks, rest) = run.as_chunks::<8>();
     for block in blocks {
         ahead::ask(block);
-        // SAFETY: 32 bytes that the block has.
+        // SAFETY: the block has 32 bytes.
         let elements = unsafe { _mm256_loadu_si256(block.as_ptr().cast()) };
         let h = _mm256_xor_si256(first, _mm256_srli_epi32::<15>(first));
         let h = _mm256_mullo_epi32(h, second);
@@ -60,7 +60,7 @@ pub(super) fn avx2(run: &[u32], place: u32) -> u64 {
         first = _mm256_add_epi32(first, step);
     }
     let mut sums = [0u64; 4];
-    // SAFETY: 32 bytes that the array has.
+    // SAFETY: the array has 32 bytes.
     unsafe { _mm256_storeu_si256(sums.as_mut_ptr().cast(), _mm256_add_epi64(even, odd)) };
     let total = sums.into_iter().fold(0, u64::wrapping_add);
     total.wrapping_add(plain(rest, place.wrapping_add((run.len() - rest.len()) as u32)))

@@ -1,4 +1,4 @@
-//! What stands around attention: convolution and value shift, means, length, rotation.
+//! The parts around attention: convolution and value shift, means, norms, rotary embedding.
 
 use tch::{Kind, Tensor};
 
@@ -8,12 +8,12 @@ use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, left_bits, numbers, tensor};
 use crate::ops::{CPU, ConvShift, QueriesAndKeys, QueryKey};
 
-/// Rows at which documents begin: the first, and every one that two small numbers meet in.
+/// First rows of documents: row 0 and others at irregular distances.
 fn starts(rows: usize) -> Vec<i64> {
     (0..rows as i64).filter(|row| row % 7 == 0 || row % 11 == 10).collect()
 }
 
-/// A list of rows, as kernels take it.
+/// A list of rows as a pair of kernel arguments.
 fn listed(tape: &mut Tape, rows: &[i64]) -> [Argument; 2] {
     [tape.with(rows).into(), rows.len().into()]
 }
@@ -22,11 +22,11 @@ struct Conv {
     tape: Tape,
     out: [Buffer; 2],
     input: Buffer,
-    /// Gradients of the taps, and of the bias.
+    /// Gradients of the depthwise weights and of the bias.
     sums: [Buffer; 2],
 }
 
-/// Rows, heads, their width, values that stay and that go on.
+/// Rows, heads, their width, values that are not shifted and values that are.
 type Shape = [usize; 5];
 
 fn conv(shape: Shape, values: Values, counted: Option<&[i64]>) -> Conv {
@@ -77,7 +77,7 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
         ([70, 2, 9, 33, 7], Values::Narrow, None),
         ([33, 2, 140, 0, 60], Values::Narrow, None),
         ([70, 2, 5, 3, 4], Values::Wide, Some(some.clone())),
-        // By fours.
+        // Columns are read four at a time.
         ([70, 2, 12, 8, 4], Values::Narrow, None),
         ([66, 3, 4, 0, 8], Values::Wide, None),
         ([70, 1, 8, 4, 0], Values::Narrow, Some(some)),
@@ -115,7 +115,7 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
             let wanted = made(wanted);
             match counts {
                 None => assert_eq!(left_bits(&played, found), bits_of(&wanted)),
-                // Bands are of all rows here, of those that count there.
+                // This side sums bands of all rows, the other of the counted rows only.
                 Some(_) => {
                     let found = tensor(&played.read(found), &wanted.size());
                     assert!((found - wanted).abs().max().double_value(&[]) < 1e-5);
@@ -127,7 +127,7 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
 
 struct Turned {
     tape: Tape,
-    /// In bf16 where the values are.
+    /// In bf16 if the values are bf16.
     rounded: Option<Buffer>,
     raw: Buffer,
     forward: [Buffer; 2],
@@ -136,7 +136,7 @@ struct Turned {
     sums: [Buffer; 2],
 }
 
-/// Tokens, query heads, key heads, dimensions, dimensions that are turned. Behind queries and keys stand three other columns.
+/// Tokens, query heads, key heads, dimensions, rotated dimensions. Three other columns follow the queries and keys.
 fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> Turned {
     let (heads, kind) = (queries + keys, values.kind());
     let count = heads * tokens * width;
@@ -213,7 +213,7 @@ fn queries_and_keys_are_those_of_the_cpu() {
     }
 }
 
-/// A convolution in bf16 whose columns are read by fours.
+/// A convolution in bf16 that reads columns four at a time.
 pub(super) fn wide(shape: Shape) -> Tape {
     conv(shape, Values::Narrow, None).tape
 }

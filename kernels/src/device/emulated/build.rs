@@ -1,4 +1,4 @@
-//! The kernels compiled for the CPU in several ways, and tapes played on them.
+//! Compiles the kernels for the CPU in several ways, and plays tapes on them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -20,7 +20,7 @@ pub(super) struct Build {
 
 impl Build {
     pub(super) const PLAIN: Build = Build { compiler: None, flags: &["-O1"] };
-    /// With every access of memory counted: what the compiler calls for a sanitizer is answered by `counter.cpp`.
+    /// Counts every memory access: `counter.cpp` implements the calls that the compiler inserts for a sanitizer.
     pub(super) const COUNTED: Build =
         Build { compiler: None, flags: &["-O2", "-fsanitize=thread", "-DCOUNTED"] };
 
@@ -59,7 +59,7 @@ pub(super) fn texts() -> &'static [(String, String)] {
     })
 }
 
-/// A file in the folder of this build, made by `make` unless it is there: its name says from what it is made.
+/// A file in this build's folder, written by `make` unless it exists: its name has a hash of what it is made from.
 fn made(name: &str, from: impl Hash, make: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     (texts(), from).hash(&mut hasher);
@@ -90,7 +90,7 @@ fn emulator() -> PathBuf {
     MADE.get_or_init(make).clone()
 }
 
-/// The program that plays tapes, built so.
+/// The program that plays tapes, compiled this way.
 fn player(build: &Build) -> PathBuf {
     type Slots = Mutex<BTreeMap<Build, Arc<OnceLock<PathBuf>>>>;
     static SLOTS: LazyLock<Slots> = LazyLock::new(Slots::default);
@@ -100,7 +100,7 @@ fn player(build: &Build) -> PathBuf {
             let source = |name| sources().join("emulator").join(name);
             let (mut command, object) = (build.command(), out.with_added_extension("o"));
             match *build == Build::COUNTED {
-                // Linked without those flags, which would bring the sanitizer.
+                // Linked without those flags, which would link the sanitizer, too.
                 true => {
                     let mut kernels = build.command();
                     kernels.args(build.flags).arg("-c").arg("-o").arg(&object);
@@ -110,7 +110,7 @@ fn player(build: &Build) -> PathBuf {
                 }
                 false => command.args(build.flags).arg(source("run.cpp")),
             };
-            // The object has no ending that the compiler knows.
+            // The object file has no extension that the compiler knows.
             command.args(["-x", "none"]).arg(emulator()).arg("-o").arg(out);
             finish(command);
             let _ = std::fs::remove_file(object);
@@ -119,7 +119,7 @@ fn player(build: &Build) -> PathBuf {
     slot.get_or_init(make).clone()
 }
 
-/// A library from a source of the emulator, and the emulator in it.
+/// A library of one source of the emulator, together with the emulator.
 pub(super) fn library(source: &str) -> PathBuf {
     made(&format!("{source}.so"), Build::PLAIN, |out| {
         let mut command = Build::PLAIN.command();
@@ -136,7 +136,7 @@ pub(super) fn fresh() -> PathBuf {
     Path::new(env!("OUT_DIR")).join(format!("tape-{}-{number}", std::process::id()))
 }
 
-/// Plays tapes on a build: what it says, and, where it ends well, what the last tape left.
+/// Plays tapes on a build: returns its output, and, on success, what the last tape wrote.
 pub(super) fn played(build: &Build, ways: &str, tapes: &[&Tape]) -> (String, Option<Vec<u8>>) {
     let out = fresh();
     let paths: Vec<PathBuf> = tapes.iter().map(|_| fresh()).collect();

@@ -1,12 +1,12 @@
-//! How many bytes kernels ask memory for. Where memory is the limit nothing else says as early what one costs: a second reading
-//! of an operand, or a wave whose threads ask for what lies apart, is seen here, without a device.
+//! Counts the bytes that kernels load and store. Without a device this is the earliest sign of the cost of a
+//! memory-bound kernel: it shows an operand that is read twice, or a wave with uncoalesced accesses.
 
 use super::build::{Build, played};
 use super::proof::plant;
 use super::tape::Tape;
 use super::{attention, exact, experts, finish, rows, step};
 
-/// Of each launch of a tape: the kernel, and the bytes that its waves load and store for each of so many elements.
+/// For each launch of a tape: the kernel, and the bytes that its waves load and store per element.
 fn counted(tape: &Tape, elements: usize) -> Vec<(String, f64)> {
     let (told, left) = played(&Build::COUNTED, "one", &[tape]);
     assert!(left.is_some(), "{told}");
@@ -19,7 +19,7 @@ fn counted(tape: &Tape, elements: usize) -> Vec<(String, f64)> {
     told.lines().filter_map(launch).collect()
 }
 
-/// Holds the launches of tapes against the most bytes of an element, in order: those of which nothing is said may be as they are.
+/// Checks the launches of tapes, in order, against limits of bytes per element; launches without a limit are skipped.
 fn hold(tapes: &[Tape], elements: usize, most: &[(&str, f64)]) {
     let mut wanted = most.iter().peekable();
     for (kernel, bytes) in tapes.iter().flat_map(|tape| counted(tape, elements)) {
@@ -31,8 +31,8 @@ fn hold(tapes: &[Tape], elements: usize, most: &[(&str, f64)]) {
     assert_eq!(wanted.next(), None, "a kernel that is not launched");
 }
 
-/// Of rows in bf16 and sums in f32. What operands and outcomes take is counted in the kernels' comments; the rest is vectors,
-/// factors and lists.
+/// Rows in bf16 and sums in f32. The kernels' comments count the bytes of operands and results; the remainder is
+/// vectors, factors and lists.
 #[test]
 fn rows_are_moved_once() {
     let shape = [32, 1024];
@@ -58,7 +58,7 @@ fn rows_are_moved_once() {
     hold(&[attention::wide([64, 3, 128, 64, 64])], 64 * 512, &conv);
 }
 
-/// Of a weight under AdamW, and under Muon; of a pair of gradients; of the sum that is squared.
+/// For a weight under AdamW and under Muon, a pair of gradients, and a gradient that is squared.
 #[test]
 fn weights_and_gradients_are_moved_once() {
     let weights = 1 << 15;

@@ -1,4 +1,4 @@
-//! Checksums and squares have the values of the CPU, to the bit.
+//! Checksums and squares equal those of the CPU bit for bit.
 
 use tch::Tensor;
 
@@ -8,7 +8,7 @@ use crate::{checksum, ops};
 
 const ELEMENTS: usize = 4096;
 
-/// A row of the table of pieces; addresses come by relocation.
+/// A row of the table of pieces; addresses are filled in by relocation.
 pub(super) struct Piece {
     pub(super) left: Buffer,
     pub(super) right: Option<Buffer>,
@@ -18,7 +18,7 @@ pub(super) struct Piece {
     pub(super) width: u32,
 }
 
-/// Writes the table, and says how many blocks its pieces have. At which byte a piece begins on either side stands beside it.
+/// Writes the table and returns its number of blocks. Each piece comes with its byte offsets on the left and right.
 pub(super) fn table(tape: &mut Tape, pieces: &[([usize; 2], Piece)]) -> (Buffer, usize) {
     let (mut rows, mut block) = (Vec::new(), 0);
     for (_, piece) in pieces {
@@ -36,14 +36,14 @@ pub(super) fn table(tape: &mut Tape, pieces: &[([usize; 2], Piece)]) -> (Buffer,
     (buffer, block)
 }
 
-/// Bits without structure.
+/// Pseudorandom bytes.
 fn noise(count: usize, seed: u64) -> Vec<u8> {
     (0..count as u64)
         .map(|i| ((i + 1).wrapping_mul(seed | 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)
         .collect()
 }
 
-/// Checksums of some tensors in one launch; elements of each, their width, the number of the first.
+/// Checksums of some tensors in one launch: elements of each, their width, the number of the first.
 fn checksums(tensors: &[(usize, u32, u64)]) -> (Tape, Buffer) {
     let mut tape = Tape::new("checksums");
     let piece = |(seed, &(elements, width, first)): (u64, &(usize, u32, u64))| {
@@ -93,7 +93,7 @@ fn checksums_are_those_of_the_cpu() {
     }
 }
 
-/// Squares of pieces with so many elements, and where that is asked for what they add to checksums.
+/// Squares of pieces with so many elements, and, if `checked`, their parts of checksums.
 fn squares(pieces: &[usize], checked: bool) -> (Tape, [Buffer; 2]) {
     let mut tape = Tape::new(if checked { "squares, checked" } else { "squares" });
     let piece = |(seed, &elements): (u64, &usize)| {

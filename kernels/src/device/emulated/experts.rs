@@ -1,4 +1,4 @@
-//! Tokens on their way to experts and back, and the gate.
+//! Dispatch of tokens to experts and back, and the gated linear unit.
 
 use tch::{Kind, Tensor};
 
@@ -6,7 +6,7 @@ use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, close, left_bits, numbers, tensor};
 use crate::ops::CPU;
 
-/// Classes of tokens; some come often, some never.
+/// Classes of tokens; some are frequent, some never occur.
 fn choice(tokens: usize, classes: usize) -> Vec<i64> {
     let class = |value: f32| (value.abs() * value.abs() * classes as f32) as i64;
     numbers(tokens, 9).into_iter().map(class).map(|class| class.min(classes as i64 - 1)).collect()
@@ -21,7 +21,7 @@ struct Dispatched {
     back: [Buffer; 2],
 }
 
-/// As many rows as there can be.
+/// The maximum number of rows.
 fn places(tokens: usize, classes: usize) -> usize {
     tokens + 7 * (classes - 1)
 }
@@ -30,7 +30,7 @@ fn dispatched([tokens, classes, width]: [usize; 3], values: Values) -> Dispatche
     let kind = values.kind();
     let mut tape = Tape::new(&format!("dispatch_{kind}"));
     let chosen = tape.with(&choice(tokens, classes));
-    // A block has several rounds where there are many tokens.
+    // With many tokens a block has several rounds.
     let rounds = if tokens < 600 { 1 } else { 3 };
     let (blocks, rows) = (tokens.div_ceil(256 * rounds), places(tokens, classes));
     let counts = tape.room::<u32>(blocks * classes);
@@ -180,7 +180,7 @@ fn gates_are_those_of_the_cpu() {
     }
 }
 
-/// Moves of rows in bf16 by fours.
+/// Moves of bf16 rows that are read four elements at a time.
 pub(super) fn wide(shape: [usize; 3]) -> Tape {
     dispatched(shape, Values::Narrow).tape
 }
@@ -189,14 +189,15 @@ pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow]
         .into_iter()
         .flat_map(|values| {
-            // Two blocks of tokens are dealt; rows, a block each, are moved of a few alone, since sanitizers take their time.
+            // Two blocks of tokens are sorted; moving rows takes a block each, so it runs over few tokens: sanitizers
+            // are slow.
             let dealt = dispatched([300, 5, 3], values).tape.first(2);
             [dealt, dispatched([9, 5, 3], values).tape, gate(9, 7, values).0]
         })
         .collect()
 }
 
-/// Several blocks of tokens, among more experts than a wave has threads.
+/// Several blocks of tokens, with more experts than a wave has threads.
 pub(super) fn large() -> Vec<Tape> {
     let of = |values| [dispatched([700, 65, 136], values).tape, gate(300, 264, values).0];
     [Values::Wide, Values::Narrow].into_iter().flat_map(of).collect()

@@ -1,4 +1,4 @@
-//! What is left to do for gradients: sums over bands, and what is widened, added and checked in one pass.
+//! The end of gradients: sums over bands; conversion to f32, addition and checksum in one pass.
 
 use tch::{Kind, Tensor};
 
@@ -9,21 +9,21 @@ use crate::checksum;
 /// Rows of a band.
 const BAND: usize = 32;
 
-/// Elements of a block that adds.
+/// Elements per block of an addition.
 const ELEMENTS: usize = 4096;
 
-/// A buffer, and in numbers of 4 bytes how far in it something begins.
+/// A buffer, and an offset in it in numbers of 4 bytes.
 type Place = (Buffer, usize);
 
-/// A gradient to be finished, from sums over bands.
+/// A gradient to be finished from sums over bands.
 #[derive(Clone, Copy)]
 pub(super) struct Unfinished {
     pub(super) partial: Place,
-    /// The other sum.
+    /// The second sum.
     pub(super) other: Option<Place>,
     pub(super) factor: Option<Buffer>,
     pub(super) out: Place,
-    /// From one column of the outcome to the next.
+    /// Distance between columns of the result.
     pub(super) stride: usize,
 }
 
@@ -37,7 +37,7 @@ fn pair(low: usize, high: usize) -> u64 {
     low as u64 | (high as u64) << 32
 }
 
-/// All of them by one launch: bands are of so many rows, each of so many columns.
+/// Finishes all of them in one launch: bands of so many rows with so many columns.
 pub(super) fn finish(tape: &mut Tape, [rows, width]: [usize; 2], all: &[Unfinished]) {
     let (mut words, mut blocks) = (Vec::new(), 0);
     for one in all {
@@ -61,9 +61,9 @@ pub(super) fn finish(tape: &mut Tape, [rows, width]: [usize; 2], all: &[Unfinish
 struct Side {
     values: Values,
     seed: u64,
-    /// Rows of each expert, if it is of some.
+    /// Rows of each expert, if the side has experts.
     counts: Option<&'static [i32]>,
-    /// How many elements of its buffer stand before it.
+    /// Number of elements before it in its buffer.
     before: usize,
     asked: bool,
 }
@@ -73,11 +73,11 @@ struct Side {
 struct Row {
     sides: [Option<Side>; 2],
     elements: usize,
-    /// Elements of an expert.
+    /// Elements of one expert.
     each: usize,
-    /// Number of the first one in its tensor.
+    /// Number of its first element in its tensor.
     first: u64,
-    /// Where the sum goes: elements before it in a buffer of its own; in the memory of the left, or nowhere.
+    /// Where the sum is written: to its own buffer after so many elements, over the left side, or nowhere.
     out: Out,
 }
 
@@ -104,7 +104,7 @@ impl Side {
         }
     }
 
-    /// As the CPU has it: f32, with zeros for experts without rows.
+    /// The CPU's operand: f32, with zeros for experts without rows.
     fn tensor(self, Row { elements, each, first, .. }: Row) -> Tensor {
         let mut values = self.numbers(elements);
         for (at, value) in values.iter_mut().enumerate() {
@@ -117,7 +117,7 @@ impl Side {
     }
 }
 
-/// Adds all of them by one launch: where each sum is, and the checksums in the order of rows and sides.
+/// Adds all rows in one launch: returns where each sum is, and the checksums in the order of rows and sides.
 fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
     let mut tape = Tape::new("finish_add");
     let (mut words, mut addresses, mut outs, mut blocks) = (vec![], vec![], vec![], 0);
@@ -127,7 +127,7 @@ fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
         let (mut asks, mut left) = (0, None);
         for (place, side) in row.sides.iter().enumerate() {
             let Some(side) = side else { continue };
-            // The memory before it may be neither read nor changed.
+            // The memory before it must be neither read nor modified.
             let values = [vec![7.0; side.before], side.numbers(row.elements)].concat();
             let (buffer, width) = match side.values {
                 Values::Wide => (tape.with(&values), 4),
@@ -173,7 +173,7 @@ fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
     (tape, outs, out)
 }
 
-/// Leaves of bf16 and f32: added to each other, added to nodes, and alone; with experts without rows on either side.
+/// bf16 and f32 leaves: added to each other, to nodes, and alone; with experts without rows on either side.
 fn rows(elements: usize) -> Vec<Row> {
     const SOME: [&[i32]; 2] = [&[0, 8, 0, 0, 16], &[8, 0, 8, 0, 0]];
     let each = elements.div_ceil(5).max(1);
@@ -191,7 +191,7 @@ fn rows(elements: usize) -> Vec<Row> {
         row([Some(LEAF), Some(sum)], Out::Own(3)),
         row([Some(experts(narrow, 1)), None], Out::Own(0)),
         row([Some(experts(wide, 0)), None], Out::Nowhere),
-        // Addresses for which no access of 8 or 16 bytes is.
+        // Addresses that are not aligned for accesses of 8 or 16 bytes.
         row([Some(Side { before: 1, ..LEAF }), Some(narrow)], Out::Own(0)),
         row([Some(LEAF), Some(Side { before: 3, ..wide })], Out::Own(4)),
         row([Some(Side { before: 2, ..sum }), Some(Side { before: 4, ..narrow })], Out::Left),
@@ -227,7 +227,7 @@ fn nodes_are_added_and_checked_as_the_cpu_does() {
     }
 }
 
-/// A part of a tensor that is sent: its experts and its checksum are those of the whole.
+/// Part of a tensor that is sent: expert ranges and checksum weights are those of the whole tensor.
 #[test]
 fn a_part_is_counted_where_it_stands() {
     let experts = Side { counts: Some(&[3, 0, 2, 0]), ..LEAF };
@@ -241,7 +241,7 @@ fn a_part_is_counted_where_it_stands() {
     hold(&[Row { sides: [Some(LEAF), Some(Side { values: Values::Wide, ..LEAF })], ..far }]);
 }
 
-/// NaNs and infinities of either side, and numbers too small to be normal.
+/// NaNs and infinities on either side, and denormal numbers.
 #[test]
 fn what_is_no_number_stays_so() {
     let values = [f32::NAN, f32::INFINITY, -f32::INFINITY, 1e-40, -0.0, 0.0, 3.5, f32::MAX];
@@ -264,8 +264,8 @@ fn what_is_no_number_stays_so() {
     }
 }
 
-/// Faults that are planted in a table: what stands where an expert has no rows, a side that is taken for another kind, another
-/// place of a part, an element more.
+/// Faults planted in a table: data of an expert without rows, a side of the wrong kind, a part at the wrong position,
+/// an additional element.
 #[test]
 fn planted_faults_of_a_table_are_found() {
     let experts = Side { counts: Some(&[8, 0, 8, 8, 8]), ..LEAF };
@@ -298,7 +298,7 @@ fn planted_faults_of_a_table_are_found() {
     }
 }
 
-/// Sums over bands beside each other.
+/// Sums over bands side by side.
 fn bands(columns: usize) -> (Tape, Buffer) {
     let mut tape = Tape::new("finish");
     let partial = tape.with(&numbers(2 * columns, 9));
@@ -316,7 +316,7 @@ fn bands_are_added_in_f64() {
     assert_eq!(left_bits(&tape.play(), out), bits(&wanted.collect::<Vec<_>>()));
 }
 
-/// Two gradients in bf16 that become a node of the tree, and a node and a third one.
+/// Two bf16 gradients that become a node of the tree, and the addition of a third one to a node.
 pub(super) fn wide(elements: usize) -> [Tape; 2] {
     let narrow = Side { values: Values::Narrow, seed: 2, ..LEAF };
     let sum = Side { asked: false, values: Values::Wide, seed: 4, ..LEAF };

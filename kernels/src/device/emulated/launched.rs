@@ -1,5 +1,5 @@
-//! Kernels as a process launches them: source through a compiler's C interface, code through a driver's, over the emulator. And
-//! through NVRTC where its wheel is at hand, as far as machine code.
+//! Kernels launched as a process does: source through a compiler's C interface, code through a driver's, on the
+//! emulator. Also compiles with NVRTC, up to machine code, if its wheel is installed.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt;
@@ -31,7 +31,7 @@ fn modules(kept: Option<&Path>) -> [Module; 2] {
     })
 }
 
-/// The kernels on the emulator, over tensors in main memory.
+/// The kernels on the emulator, with tensors in main memory.
 pub(crate) fn queue(device: tch::Device) -> crate::Result<Queue> {
     static MODULE: OnceLock<Arc<Module>> = OnceLock::new();
     let module = MODULE.get_or_init(|| Arc::new(modules(None).into_iter().next().unwrap()));
@@ -67,14 +67,14 @@ fn checksums_go_through_the_interface_of_both_vendors() {
     }
 }
 
-/// Whoever launches tells the clocks of the pretended GPU what is read and written; of a kernel with a table only one who knows
-/// its rows can.
+/// A launch reports to the race detector of the stand-in GPU what the kernel reads and writes; for a kernel with a
+/// table this requires knowledge of its rows.
 #[test]
 fn what_every_kernel_touches_is_told() {
     let queue = queue(tch::Device::Cpu).unwrap();
     for name in texts().iter().flat_map(|(_, text)| text.split("\nKERNEL(").skip(1)) {
         let name = CString::new(name.split(',').next().unwrap()).unwrap();
-        // The driver has the kernel, and refuses a launch without blocks.
+        // The driver finds the kernel, and refuses a launch without blocks.
         let refused = queue.launch_words(&name, 0, &mut []).unwrap_err().to_string();
         assert!(refused.contains("launch a kernel"), "{name:?}: {refused}");
     }
@@ -82,7 +82,7 @@ fn what_every_kernel_touches_is_told() {
     assert!(refused.contains("find a kernel"), "{refused}");
 }
 
-/// One file for each vendor; what is spoilt is made again.
+/// One file per vendor; a corrupted file is replaced.
 #[test]
 fn code_is_kept() {
     let folder = fresh();
@@ -119,13 +119,13 @@ fn what_cannot_be_had_is_said() {
     assert!(Module::load(vendor, b"no machine code", Default::default()).is_err());
 }
 
-/// The real compiler takes the source that the process holds, where `resources.py --install` has put its wheel.
+/// The real compiler accepts the source; runs only where `resources.py --install` has put its wheel.
 #[test]
 fn a_real_compiler_takes_the_source() {
     let folder = std::env::temp_dir().join("ztrain-nvrtc/nvidia/cu13/lib");
     let name = |name| CString::new(folder.join(name).as_os_str().as_bytes()).unwrap();
     let [helper, name] = ["libnvrtc-builtins.so.13.0", "libnvrtc.so.13"].map(name);
-    // The compiler looks for its helper by name, and finds it where it is open already.
+    // The compiler loads its helper library by name, and finds it if it is open already.
     assert!(Compiler::open(Vendor { compilers: &[&helper], ..NVIDIA }).is_err());
     let vendor = Vendor { compilers: &[&name], ..NVIDIA };
     let Ok(compiler) = Compiler::open(vendor) else {

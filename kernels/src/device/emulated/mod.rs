@@ -1,9 +1,9 @@
-//! The kernels for devices, run on the CPU: `device/` compiled by a C++ compiler, where the threads of a block are fibers.
+//! Runs the device kernels on the CPU: `device/` compiled by a C++ compiler, with fibers as the threads of a block.
 //!
-//! Each kernel is held against the CPU's table and against f64, over waves of 32 and 64 threads in three orders, whose bits are
-//! the same; and over compilers and levels of optimisation. A few blocks of each run under a thread and an address sanitizer,
-//! which must find faults that are planted. What needs clang is skipped where there is none, which is said. Where a GPU is at
-//! hand it has to leave the emulator's bits (`on_gpu`).
+//! Each kernel is compared to the CPU's table and to f64, with waves of 32 and 64 threads in three orders, which must
+//! give equal bits, and with several compilers and optimization levels. A few blocks of each kernel run under a thread
+//! and an address sanitizer, which must find planted faults. Checks that need clang are skipped, with a message, if it
+//! is missing. A GPU, if available, must reproduce the emulator's bits (`on_gpu`).
 
 mod attention;
 mod build;
@@ -41,7 +41,8 @@ fn small() -> Vec<Tape> {
     groups.into_iter().flatten().collect()
 }
 
-/// Every kernel over several blocks, tiles and documents, as wide as a model is: for a GPU, whose blocks run side by side.
+/// Every kernel over several blocks, tiles and documents, at the width of a model: for a GPU, which runs blocks in
+/// parallel.
 fn large() -> Vec<Tape> {
     let groups = [
         attention::large(),
@@ -57,7 +58,7 @@ fn large() -> Vec<Tape> {
     groups.into_iter().flatten().collect()
 }
 
-/// Numbers between -1 and 1 without structure.
+/// Pseudorandom numbers between -1 and 1.
 fn numbers(count: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
     let next = |_| {
@@ -69,7 +70,7 @@ fn numbers(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(next).collect()
 }
 
-/// The bits of f32 as bf16, to nearest, ties to even.
+/// f32 rounded to bf16, to nearest, ties to even.
 fn bf16(values: &[f32]) -> Vec<u16> {
     let narrow = |value: &f32| {
         let bits = value.to_bits();
@@ -92,7 +93,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// The kind in which the model's large products are computed.
+/// The kind of the operands of the model's large matmuls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Values {
     Wide,
@@ -104,7 +105,7 @@ impl Values {
         if self == Values::Wide { Kind::Float } else { Kind::BFloat16 }
     }
 
-    /// As it ends a kernel's name.
+    /// The suffix of a kernel's name.
     fn kind(self) -> &'static str {
         if self == Values::Wide { "f32" } else { "bf16" }
     }
@@ -125,7 +126,7 @@ impl Values {
         if self == Values::Wide { tape.room::<f32>(count) } else { tape.room::<u16>(count) }
     }
 
-    /// The tensor of what [`Values::with`] fills a buffer with.
+    /// The same numbers as [`Values::with`] writes to a buffer, as a tensor.
     fn tensor(self, shape: &[i64], seed: u64) -> Tensor {
         let count = shape.iter().product::<i64>() as usize;
         tensor(&numbers(count, seed), shape).to_kind(self.of())
@@ -149,7 +150,7 @@ fn left_bits(played: &Played, buffer: Buffer) -> Vec<u32> {
     bits(&played.read::<f32>(buffer))
 }
 
-/// Holds numbers against exact ones: the largest difference over the largest number, where that is above 1.
+/// Checks numbers against exact ones: largest difference, divided by the largest number if that is above 1.
 fn close(found: &[f32], exact: &Tensor, within: f64) {
     let exact = Vec::<f64>::try_from(&exact.reshape([-1])).unwrap();
     assert_eq!(found.len(), exact.len());

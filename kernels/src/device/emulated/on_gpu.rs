@@ -1,5 +1,5 @@
-//! The kernels on a GPU, where one is at hand: `tests/device.sh` runs this there, and on a stand-in for one. Everywhere else the
-//! same is done through a driver's interface over the emulator.
+//! Runs the kernels on a GPU, if available: `tests/device.sh` does this on GPUs and on a stand-in. Elsewhere the test
+//! uses the emulator through a driver's interface.
 
 use std::collections::BTreeSet;
 use std::io::Write as _;
@@ -13,10 +13,10 @@ use super::{large, small};
 use crate::device::open;
 use crate::device::queue::Queue;
 
-/// A folder in which digests of what the emulator leaves are kept, for a machine without a C++ compiler.
+/// A folder with stored digests of the emulator's results, for a machine without a C++ compiler.
 const KEPT: &str = "ZTRAIN_EMULATED";
 
-/// Bytes that are told apart: what is kept is small, and still says how much differs.
+/// Bytes per digest: small enough to show how much differs, large enough to keep the files small.
 const BLOCK: usize = 256;
 
 /// A digest of each block of bytes, 8 bytes of SHA-256.
@@ -24,7 +24,7 @@ fn digests(bytes: &[u8]) -> Vec<u8> {
     bytes.chunks(BLOCK).flat_map(|block| Sha256::digest(block).into_iter().take(8)).collect()
 }
 
-/// Digests of what the emulator leaves of a tape: read where they are kept, else played, and kept where that is asked for.
+/// Digests of the emulator's result of a tape: read if stored; otherwise computed, and stored if `kept` is set.
 fn emulated(name: &str, tape: &Tape, kept: Option<&PathBuf>) -> Vec<u8> {
     let file = kept.map(|folder| folder.join(name));
     if let Some(bytes) = file.as_ref().and_then(|file| std::fs::read(file).ok()) {
@@ -43,9 +43,9 @@ fn compare(which: &str, tapes: &[Tape]) {
     let (device, queue) = match open("cuda") {
         Ok(device) => (device, Queue::of(device).unwrap()),
         Err(why) => {
-            // Past the test runner's capture: a skipped GPU test says so in every log.
+            // Written past the test runner's capture, so that every log reports the skipped GPU test.
             writeln!(std::io::stderr(), "1 GPU test skipped: {why}").unwrap();
-            // Its way is tried on the emulator, through a driver's interface.
+            // The code path is still tested on the emulator, through a driver's interface.
             (Device::Cpu, super::queue(Device::Cpu).unwrap())
         }
     };
@@ -76,7 +76,7 @@ fn a_gpu_leaves_the_bits_of_the_emulator() {
     compare("small", &small());
 }
 
-/// Blocks that run side by side, tiles that are begun and not filled, documents in one launch.
+/// Blocks that run in parallel, partially filled tiles, several documents in one launch.
 #[test]
 fn a_gpu_leaves_them_over_many_blocks_too() {
     compare("large", &large());

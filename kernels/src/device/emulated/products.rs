@@ -1,4 +1,4 @@
-//! Products of experts: an element is one chain of fused multiplications and additions, so its bits are known.
+//! Expert matmuls: each element is one chain of fused multiply-adds, so its bits are known.
 
 use tch::{Kind, Tensor};
 
@@ -7,16 +7,16 @@ use super::{Values, close};
 
 struct Grouped {
     tape: Tape,
-    /// Forward, back to rows, back to weights.
+    /// Forward, gradient of the rows, gradient of the weights.
     out: [Buffer; 3],
 }
 
-/// Experts with so many rows each, `inner` numbers wide, times weights of `width` rows.
+/// Experts with so many rows of `inner` numbers, times weights of `width` rows.
 fn grouped(counts: &[usize], [inner, width]: [usize; 2], values: Values) -> Grouped {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("grouped_{kind}"));
     let (rows, experts) = (counts.iter().sum::<usize>(), counts.len());
-    // Rows without an expert stand behind.
+    // Rows without an expert follow.
     let all = rows + 3;
     let x = values.with(&mut tape, all * inner, 1);
     let weights = values.with(&mut tape, experts * inner * width, 2);
@@ -44,7 +44,7 @@ fn grouped(counts: &[usize], [inner, width]: [usize; 2], values: Values) -> Grou
     Grouped { tape, out }
 }
 
-/// Tiles that are begun and not filled, experts without rows, and an inner index of several parts.
+/// Partially filled tiles, experts without rows, and an inner index in several parts.
 #[test]
 fn products_of_experts_are_those_of_f64() {
     let cases: [(&[usize], [usize; 2], Values); 4] = [
@@ -88,7 +88,7 @@ pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow].map(|values| grouped(&[0, 3, 1], [5, 3], values).tape).into()
 }
 
-/// Tiles in both directions, some of them begun and not filled, and an inner index of several parts.
+/// Several tiles in both directions, some partially filled, and an inner index in several parts.
 pub(super) fn large() -> Vec<Tape> {
     let counts = [0, 70, 8, 0, 130];
     [Values::Wide, Values::Narrow].map(|values| grouped(&counts, [136, 72], values).tape).into()

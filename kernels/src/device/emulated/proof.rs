@@ -1,4 +1,5 @@
-//! What holds of all kernels: no races, no strange memory, the same bits from every compiler. Faults that are planted are found.
+//! Checks of all kernels: no races, no out-of-bounds accesses, equal bits from every compiler. Planted faults must be
+//! found.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -38,8 +39,8 @@ fn every_kernel_is_played() {
     }
 }
 
-/// Registers, shared memory and spilling by the compilers' reports; nothing that may be rearranged. And the table of
-/// `docs/resources.md`.
+/// Checks registers, shared memory and spills in the compilers' reports, that nothing may be reordered, and the table
+/// of `docs/resources.md`.
 #[test]
 fn kernels_keep_to_their_limits() {
     let page = include_str!("../../../docs/resources.md");
@@ -60,8 +61,8 @@ fn kernels_keep_to_their_limits() {
     assert!(matches!(ran.status.code(), Some(0 | 77)), "{told}");
 }
 
-/// A kernel for bf16 is its twin for f32 with another type in the same template: its threads meet where those of the twin do. A
-/// sanitizer makes threads dear, so it sees one of them.
+/// The bf16 and f32 variants of a kernel share a template and synchronize at the same points. Threads are slow under a
+/// sanitizer, so only one variant runs.
 #[test]
 fn no_thread_races_with_another() {
     let tapes = small();
@@ -78,9 +79,9 @@ fn no_thread_leaves_its_memory() {
     assert!(left.is_some(), "{told}");
 }
 
-/// Holds the digests of the tapes against the committed ones, so that no bit moves unnoticed from one version to the next. Where
-/// one is meant to, the name of the table of operations has another version, and `UPDATE_GOLDEN=1 cargo test -p kernels
-/// every_compiler` writes them again.
+/// Compares the digests of the tapes to the committed ones, so that no bit changes unnoticed between versions. For an
+/// intended change, raise the version in the name of the table of operations and write the digests again with
+/// `UPDATE_GOLDEN=1 cargo test -p kernels every_compiler`.
 fn golden(found: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden/kernels.txt");
     if std::env::var_os("UPDATE_GOLDEN").is_some() {

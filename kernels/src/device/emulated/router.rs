@@ -14,7 +14,7 @@ struct Embedding {
 }
 
 fn tokens(count: usize, vocabulary: usize) -> Vec<i64> {
-    // Many equal ones, near and far.
+    // Many equal tokens, near and far apart.
     (0..count).map(|place| (place * place / 3 % vocabulary) as i64).collect()
 }
 
@@ -64,9 +64,9 @@ fn embeddings_are_those_of_the_cpu() {
 
 struct Router {
     tape: Tape,
-    /// After averaging, without and with a state before; its norm; back to both states.
+    /// After averaging, without and with a previous state; its norm; gradients of both states.
     states: [Buffer; 5],
-    /// The first of these rounded; and averaging of a product in bf16.
+    /// The first of these rounded to bf16; and averaging of a bf16 projection.
     narrow: [Buffer; 2],
     /// Gradients of the norm's weight, its bias, the decay, and two sums.
     vectors: Buffer,
@@ -102,7 +102,7 @@ fn router(rows: usize, classes: usize) -> Router {
     let places = [later, factors, weight, grad, beyond, decay, own, rounded, to_before];
     let arguments = [&places.map(Argument::from)[..], &sizes].concat();
     tape.launch("router_norm_backward", blocks, &arguments);
-    // From a product in bf16.
+    // From a bf16 projection.
     let projected = tape.with(&super::bf16(&numbers(rows * WIDTH, 3)));
     let [wide, narrow_normed] = [(); 2].map(|()| tape.room::<f32>(rows * WIDTH));
     let narrow_factors = tape.room::<f32>(rows);
@@ -207,7 +207,7 @@ fn routers_agree_with_libtorch() {
     }
 }
 
-/// Equal sums: the first of them; a NaN before all numbers.
+/// Ties choose the first class; a NaN wins over all numbers.
 #[test]
 fn ties_go_to_the_first() {
     let (rows, classes) = (3, 40);
@@ -222,7 +222,7 @@ fn ties_go_to_the_first() {
     let places = [logits, balance, probabilities, choice, weight].map(Argument::from);
     tape.launch("router_choice", 1, &[&places[..], &[rows.into(), classes.into()]].concat());
     let played = tape.play();
-    // Where one is a NaN all probabilities are.
+    // With one NaN all probabilities are NaN.
     assert_eq!(played.read::<i64>(choice), [0, 18, 0]);
     assert!(bits(&played.read(weight))[2] > 0x7F80_0000);
 }
@@ -231,7 +231,7 @@ pub(super) fn small() -> Vec<Tape> {
     vec![embedding([40, 9, 33], false).tape, embedding([20, 5, 3], true).tape, router(20, 18).tape]
 }
 
-/// Equal tokens far apart, and as many classes as are ever routed among.
+/// Equal tokens far apart, and the maximum number of routed classes.
 pub(super) fn large() -> Vec<Tape> {
     vec![
         embedding([600, 40, 260], false).tape,

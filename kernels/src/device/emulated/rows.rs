@@ -1,4 +1,4 @@
-//! Norms, residual additions and sums over rows have the bits of the CPU's.
+//! Norms, residual additions and sums over rows have the bits of the CPU.
 
 use tch::Tensor;
 
@@ -10,7 +10,7 @@ use crate::ops::{CPU, Gradient, Scaling};
 /// Rows of a band, and columns and rows of a block.
 const BAND: usize = 32;
 
-/// Sums over the rows of a matrix, in bands and then in f64: `launch` adds what makes the bands.
+/// Sums over the rows of a matrix, first in bands, then in f64: `launch` adds the kernel that makes the bands.
 pub(super) fn banded(
     tape: &mut Tape,
     [stack, rows, width]: [usize; 3],
@@ -25,11 +25,11 @@ pub(super) fn banded(
     out
 }
 
-/// The last two are wider than what a block has of a row at once.
+/// The last two are wider than the part of a row that a block holds at once.
 const SHAPES: [[usize; 2]; 7] =
     [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300], [35, 1032], [3, 2051]];
 
-/// What the table for main memory has made at once.
+/// The finished sum of the CPU's table.
 pub(super) fn made(sum: Gradient) -> Tensor {
     CPU.finish(vec![sum]).unwrap().remove(0)
 }
@@ -42,11 +42,11 @@ fn both_kinds() -> impl Iterator<Item = ([usize; 2], Values)> {
 struct Norm {
     tape: Tape,
     out: [Buffer; 3],
-    /// Gradients of x, without and with what came beside the norm; and twice that of the weight.
+    /// Gradients of x, without and with the gradient that bypassed the norm; and twice the gradient of the weight.
     back: [Buffer; 4],
 }
 
-/// Back from a gradient in f32, or in bf16.
+/// Backward from a gradient in f32 or bf16.
 fn norm([rows, width]: [usize; 2], values: Values) -> Norm {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("rms_norm_{kind}"));
@@ -111,11 +111,12 @@ struct Residual {
     out: [Buffer; 3],
     alone: Buffer,
     back: [Buffer; 3],
-    /// Back through the norm as well: of both sides, and of the norm's weight and of the residual in bands.
+    /// With the backward pass of the norm: gradients of both sides, and bands for the norm's weight and for the
+    /// residual.
     both: [Buffer; 4],
 }
 
-/// A branch in f32, or in bf16.
+/// With a branch in f32 or bf16.
 fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("residual_{kind}"));
@@ -138,7 +139,7 @@ fn residual([rows, width]: [usize; 2], values: Values) -> Residual {
     tape.launch(&format!("residual_sum_{kind}"), rows.div_ceil(16), &arguments);
     let to_branch = values.room(&mut tape, rows * width);
     let to_stream = tape.room::<f32>(rows * width);
-    // Three matrices of bands one behind the other, as a stack.
+    // Three matrices of bands in one buffer, like a stack.
     let bands = rows.div_ceil(BAND);
     let partial = tape.room::<f32>(3 * bands * width);
     let places = [branch, stream, grad, scale, stream_scale, to_branch, to_stream, partial];
@@ -206,7 +207,7 @@ fn residuals_are_those_of_the_cpu() {
         assert_eq!(bands(2, 0), made(back.1));
         let [_, of_bias, ..] = through.scaling;
         assert_eq!(bands(3, 0) * &a, made(of_bias));
-        // libtorch may round `a + b c` once.
+        // libtorch may fuse `a + b c`, rounding once.
         let wanted = Tensor::cat(&grads.scaling.map(made), 0).to_kind(tch::Kind::Double);
         close(&played.read::<f32>(residual.back[2]), &wanted, 1e-6 * rows as f64);
     }
@@ -248,7 +249,7 @@ fn columns_of_a_stack_add_up() {
     }
 }
 
-/// Norms and additions in bf16 whose rows are read by fours.
+/// Norms and additions in bf16 that read rows four elements at a time.
 pub(super) fn wide(shape: [usize; 2]) -> [Tape; 2] {
     [norm(shape, Values::Narrow).tape, residual(shape, Values::Narrow).tape]
 }
@@ -260,7 +261,7 @@ pub(super) fn small() -> Vec<Tape> {
         norm([17, 20], Values::Narrow).tape,
         residual([33, 20], Values::Wide).tape,
         residual([17, 20], Values::Narrow).tape,
-        // Wider than what a block has of a row at once.
+        // Wider than the part of a row that a block holds at once.
         residual([3, 1028], Values::Wide).tape,
         columns,
     ]

@@ -1,4 +1,4 @@
-//! Attention over the documents of a chunk, against f64.
+//! Attention over the documents of a chunk, compared to f64.
 
 use tch::{Kind, Tensor};
 
@@ -22,7 +22,7 @@ fn tokens(spans: &[Span]) -> [usize; 2] {
     [queries, keys]
 }
 
-/// Forward and back over `spans`; numbers begin with those of `seed`.
+/// Forward and backward over `spans`, with numbers generated from `seed` on.
 fn attended([heads, keys, width]: Shape, spans: &[Span], values: Values) -> Attended {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("attention_{kind}"));
@@ -59,7 +59,7 @@ fn attended([heads, keys, width]: Shape, spans: &[Span], values: Values) -> Atte
     Attended { tape, out, back }
 }
 
-/// The same in f64, by libtorch: what attention comes to, and its gradients.
+/// The same in f64, by libtorch: the output and its gradients.
 fn exact([heads, keys, width]: Shape, spans: &[Span], values: Values) -> [Tensor; 4] {
     let [heads, keys, width] = [heads, keys, width].map(|size| size as i64);
     let [queries, all] = tokens(spans).map(|count| count as i64);
@@ -107,7 +107,7 @@ fn attention_is_that_of_f64() {
         let narrow = values == Values::Narrow;
         close(&found, &out, if narrow { 2f64.powi(-8) } else { 2e-6 });
         for (found, wanted) in attended.back.into_iter().zip([query, key, value]) {
-            // The way back reads what the way forward has rounded.
+            // The backward pass reads what the forward pass has rounded.
             close(&played.read(found), &wanted, if narrow { 0.02 } else { 4e-6 });
         }
     }
@@ -118,7 +118,7 @@ pub(super) fn small() -> Vec<Tape> {
     [Values::Wide, Values::Narrow].map(|values| attended([2, 1, 5], &spans, values).tape).into()
 }
 
-/// Several documents in one launch, parts of some, over more than a tile of keys, as wide as the models' heads.
+/// Several documents in one launch, parts of some, more than one tile of keys, at the width of the models' heads.
 pub(super) fn large() -> Vec<Tape> {
     let part = Span { start: 34, len: 40, before: 50 };
     let spans = [Span::whole(0, 33), Span::whole(33, 1), part, Span::whole(74, 70)];

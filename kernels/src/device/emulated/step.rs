@@ -1,4 +1,4 @@
-//! The elementwise parts of the loss, of the optimizers and of transport.
+//! The elementwise parts of the loss, of the optimizers and of communication.
 
 use tch::{Device, Kind, Tensor};
 
@@ -10,8 +10,8 @@ use crate::ops::{AdamW, CPU, Update, UpdateRule};
 const BY: AdamW =
     AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale: 0.7 };
 
-/// A tensor to be moved: its elements; by how many its memory begins behind what is aligned; whether AdamW moves it, else Muon;
-/// and whether it is rounded.
+/// A tensor to be updated: its number of elements; by how many elements it is misaligned; whether AdamW updates it,
+/// otherwise Muon; and whether a bf16 copy is written.
 type Moving = (usize, usize, bool, bool);
 
 /// The number of the first element of the tensor at `index` of a table.
@@ -28,14 +28,15 @@ fn row(elements: usize, index: u64, block: usize) -> [u64; 14] {
     [0, 0, 0, 0, 0, count, number(index), index << 40, 8, 9, one, two, three, last]
 }
 
-/// What a tape of moving tensors leaves of each: weights, both moments, what is rounded, the direction; and of all chunks.
+/// Results of an update for each tensor: weights, both moments, the bf16 copy, the direction; and the sums of all
+/// chunks.
 struct Moved {
     tape: Tape,
     of_each: Vec<[Buffer; 5]>,
     words: Buffer,
 }
 
-/// Moves tensors; then Muon's momenta once more, for whose directions there is memory.
+/// Updates tensors; then repeats Muon's momenta with memory for their directions.
 fn moved(tensors: &[Moving]) -> Moved {
     let mut tape = Tape::new("update_chunks");
     let (mut of_each, mut rows, mut turned, mut chunks, mut blocks) =
@@ -88,7 +89,7 @@ fn inputs(elements: usize, index: u64) -> [Tensor; 4] {
     [of(1), of(2), of(3).square(), of(4)]
 }
 
-/// Sizes that are no multiple of anything, of several chunks, and addresses that begin anywhere.
+/// Odd sizes, several chunks, and arbitrary alignment.
 #[test]
 fn optimizers_are_those_of_the_cpu() {
     let tensors: [Moving; 9] = [
@@ -140,14 +141,14 @@ fn optimizers_are_those_of_the_cpu() {
     assert_eq!(rows.next(), None);
 }
 
-/// What the iteration of some matrices leaves.
+/// Intermediate results of the iteration for some matrices.
 struct Iteration {
     tape: Tape,
-    /// Of unit length; times its transpose; what the polynomial made of two squares, on the table and by itself.
+    /// Normalized; times its transpose; the polynomial of two squares, from the table and by itself.
     left: [Buffer; 4],
 }
 
-/// Matrices of these sizes, one behind the other.
+/// Matrices of these sizes in one buffer.
 fn iteration(sizes: &[[usize; 2]]) -> Iteration {
     let mut tape = Tape::new("newton_schulz");
     let total: usize = sizes.iter().map(|[rows, columns]| rows * columns).sum();
@@ -306,7 +307,7 @@ fn losses_agree_with_libtorch() {
 /// Exponentials are added within a shard first, then over shards in the order of the tree.
 #[test]
 fn shards_of_a_vocabulary_are_added_in_the_tree() {
-    // To 1 two of these add what one does not.
+    // Two of these change a sum of 1, one alone does not.
     let small = 5e-8f32.ln();
     let unit = 2f64.powi(-23);
     for (size, shards, units) in [(4, 4, 1.0), (6, 1, 2.0), (6, 2, 1.0), (6, 6, 2.0), (3, 3, 0.0)] {
@@ -323,12 +324,12 @@ fn shards_of_a_vocabulary_are_added_in_the_tree() {
     }
 }
 
-/// A piece of a table that only pairs numbers of so many bytes.
+/// A piece of a table that only pairs elements of this width.
 fn piece(left: Buffer, right: Buffer, elements: usize, width: u32) -> Piece {
     Piece { left, right: Some(right), elements, first: 0, salt: 0, width }
 }
 
-/// Packs tensors of these sizes into one buffer and unpacks it into one with a gap; copies all of it in bf16, and rounds it.
+/// Packs tensors of these sizes into one buffer, unpacks it into one with a gap, copies all in bf16, and rounds it.
 fn packed(sizes: &[usize]) -> (Tape, [Buffer; 4]) {
     let mut tape = Tape::new("transport");
     let total: usize = sizes.iter().sum();
@@ -371,10 +372,10 @@ fn pieces_travel_whole() {
     }
 }
 
-/// What a chunk has for experts, and how many rows of each.
+/// A chunk's numbers per expert, and its number of rows.
 type Chunk<'a> = (&'a [i64], u64);
 
-/// Adds to what a chunk has for experts of so many elements what another one has, and something that is of no expert.
+/// Adds the experts of one chunk to those of another, and a part without an expert.
 fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buffer; 3]) {
     let mut tape = Tape::new("experts of chunks");
     let [left, right] = [one, two].map(|seed| tape.with(&parts(here.len() * each, seed)));
@@ -398,7 +399,7 @@ fn present((here, one): Chunk, (there, two): Chunk, each: usize) -> (Tape, [Buff
     (tape, [left, plain[0], both])
 }
 
-/// Numbers of which every third is -0.0, which an addition of 0.0 would not leave as it is.
+/// Numbers of which every third is -0.0, which adding 0.0 would change.
 fn parts(count: usize, seed: u64) -> Vec<f32> {
     let values = numbers(count, seed).into_iter().enumerate();
     values.map(|(at, value)| if at % 3 == 0 { -0.0 } else { value }).collect()
@@ -426,7 +427,7 @@ fn an_expert_without_rows_has_no_part_in_a_sum() {
     }
 }
 
-/// Weights that AdamW moves, and such that Muon moves, and their copies in bf16.
+/// Weights updated by AdamW, weights updated by Muon, and their bf16 copies.
 pub(super) fn wide(elements: usize) -> [Tape; 2] {
     [true, false].map(|adamw| moved(&[(elements, 0, adamw, true)]).tape)
 }

@@ -1,4 +1,4 @@
-//! What is launched on the emulator: buffers, addresses to be put into them, and kernels with their arguments.
+//! A recording for the emulator: buffers, addresses to relocate into them, and kernel launches with arguments.
 
 use std::ffi::CString;
 
@@ -62,7 +62,7 @@ macro_rules! element {
 }
 element!(u8, u16, u32, u64, i64, f32, f64);
 
-/// Launches, one after the other, and the memory that they work on.
+/// A sequence of launches and the memory that they use.
 #[derive(Debug)]
 pub(super) struct Tape {
     pub(super) name: String,
@@ -76,7 +76,7 @@ impl Tape {
         Tape { name: name.to_owned(), buffers: vec![], addresses: vec![], launches: vec![] }
     }
 
-    /// With so many of its launches, the first.
+    /// Keeps the first `launches` launches only.
     pub(super) fn first(mut self, launches: usize) -> Tape {
         self.launches.truncate(launches);
         self
@@ -88,13 +88,13 @@ impl Tape {
         Buffer(self.buffers.len() - 1)
     }
 
-    /// A buffer to be written: what nobody writes stays a NaN, as f32, bf16 and f64.
+    /// An output buffer. Elements that no launch writes stay NaN, as f32, bf16 and f64.
     pub(super) fn room<T: Element>(&mut self, count: usize) -> Buffer {
         self.buffers.push(vec![0xFF; count * size_of::<T>()]);
         Buffer(self.buffers.len() - 1)
     }
 
-    /// Puts the address of byte `offset` of `target` at byte `at` of `buffer`.
+    /// Stores the address of byte `offset` of `target` at byte `at` of `buffer`.
     pub(super) fn address(&mut self, buffer: Buffer, at: usize, target: Buffer, offset: usize) {
         self.addresses.push([buffer.0 as u64, at as u64, target.0 as u64, offset as u64]);
     }
@@ -108,7 +108,7 @@ impl Tape {
         self.launches.iter().map(|(kernel, ..)| kernel.as_str())
     }
 
-    /// As `run.cpp` reads it.
+    /// The format that `run.cpp` reads.
     pub(super) fn bytes(&self) -> Vec<u8> {
         let mut out = Vec::new();
         let text = |out: &mut Vec<u8>, bytes: &[u8]| {
@@ -140,7 +140,7 @@ impl Tape {
         out
     }
 
-    /// What it leaves in memory, with waves of 32 and 64 threads in three orders alike.
+    /// The memory after playing it, equal for waves of 32 and 64 threads in three orders.
     pub(super) fn play(&self) -> Played {
         let (told, left) = played(&Build::PLAIN, "all", &[self]);
         let left = left.unwrap_or_else(|| panic!("{}: {told}", self.name));
@@ -157,7 +157,7 @@ impl Tape {
         Played { buffers: buffers.collect() }
     }
 
-    /// What it leaves in the memory of a device.
+    /// The memory after playing it on a device.
     pub(super) fn play_on(&self, device: Device, queue: &Queue) -> Played {
         let room = |bytes: &Vec<u8>| Tensor::empty([bytes.len() as i64], (Kind::Uint8, device));
         let mut places: Vec<Tensor> = self.buffers.iter().map(room).collect();
@@ -194,7 +194,7 @@ pub(super) struct Played {
 }
 
 impl Played {
-    /// All bytes but addresses, which are others in any other memory.
+    /// All bytes except addresses, which differ between memories.
     pub(super) fn comparable(mut self, tape: &Tape) -> Vec<u8> {
         for [buffer, at, ..] in tape.addresses.iter().map(|one| one.map(|it| it as usize)) {
             self.buffers[buffer][at..at + 8].fill(0);

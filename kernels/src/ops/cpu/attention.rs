@@ -1,14 +1,16 @@
-//! Causal softmax attention, document by document, in f32; operands in bf16 are widened, and what comes of them rounded once.
+//! Causal softmax attention, document by document, in f32; bf16 operands are converted to f32, and results are rounded
+//! once.
 //!
-//! As FlashAttention (T. Dao et al. 2022, arXiv 2205.14135; 2023, arXiv 2307.08691) does, no matrix of all scores is kept: the
-//! backward pass computes them again from the largest one of a query and the sum of its softmax. [`WIDE`] queries are
-//! taken at once, against every key that one of them sees. Their scores stand as `[keys][WIDE]`, a query in each lane, so that a
-//! softmax goes down the rows, and so that they are an operand of the next product as they stand ([`super::panels`]).
+//! As in FlashAttention (T. Dao et al. 2022, arXiv 2205.14135; 2023, arXiv 2307.08691), no full matrix of scores is
+//! stored: the backward pass recomputes the scores from each query's largest score and softmax sum. [`WIDE`] queries
+//! are computed at once, against every key that one of them sees. Their scores are stored as `[keys][WIDE]`, one query
+//! per lane, so that a softmax runs down the rows, and the scores are an operand of the next matmul without a
+//! transposition ([`super::panels`]).
 //!
-//! Every number is a chain in an order of its own: scores over dimensions; heads and gradients of queries over keys; gradients
-//! of keys and values over the query heads of their group, and then over queries. What a token does not see adds an exact
-//! zero. So a token's bits depend on what it sees alone: not on the others of its block, and not on whether its document is
-//! taken whole or in parts.
+//! Every number is a chain in a fixed order: scores over dimensions; outputs and gradients of queries over keys;
+//! gradients of keys and values over the query heads of their group, and then over queries. What a token does not see
+//! adds an exact zero. So a token's bits depend only on what it sees: not on the other tokens of its block, and not on
+//! whether its document is computed whole or in parts.
 
 use std::ops::Range;
 
@@ -21,7 +23,7 @@ use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
-/// A number for each query of a block.
+/// One number for each query of a block.
 type Lanes = [f32; WIDE];
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
@@ -95,7 +97,7 @@ impl Given {
     }
 }
 
-/// What attention reads.
+/// The input of attention.
 #[derive(Clone, Copy)]
 struct Operands<'a> {
     /// `[H, N, d]`.
@@ -112,7 +114,7 @@ struct Operands<'a> {
     shape: [usize; 3],
 }
 
-/// What the forward pass left, and the gradient of the heads.
+/// Results of the forward pass, and the gradient of its output.
 #[derive(Clone, Copy)]
 struct Done<'a> {
     /// `[N, H d]`.
@@ -125,14 +127,14 @@ struct Done<'a> {
     part: &'a [f32],
 }
 
-/// Where gradients go, in the layouts of [`Operands`].
+/// Gradients to write, in the layouts of [`Operands`].
 struct Into<'a> {
     query: &'a mut [f32],
     key: &'a mut [f32],
     value: &'a mut [f32],
 }
 
-/// A span, as it lies in the operands.
+/// A span's position in the operands.
 #[derive(Clone, Copy)]
 struct Part {
     /// Its first query.
@@ -165,27 +167,27 @@ impl Part {
     }
 }
 
-/// Queries of a part that are taken at once.
+/// Queries of a part that are computed at once.
 struct Block {
     queries: Range<usize>,
-    /// The key of the first of them: the last one that all see.
+    /// The key of the first query: the last key that all queries see.
     base: usize,
-    /// Keys that the last of them sees.
+    /// Number of keys that the last query sees.
     keys: usize,
 }
 
 impl Block {
-    /// Its number among those of its part.
+    /// Its index among the blocks of its part.
     fn number(&self) -> usize {
         self.queries.start / WIDE
     }
 
-    /// Numbers of its scores, with those that fill tiles up.
+    /// Number of its scores, including the padding of tiles.
     fn scores(&self) -> usize {
         self.keys.next_multiple_of(HIGH) * WIDE
     }
 
-    /// A number for each of its queries, of those of all tokens of a head; 0 in lanes without one.
+    /// For each of its queries the number from `all`, which has one per token of a head; 0 in unused lanes.
     fn lanes(&self, start: usize, all: &[f32]) -> Lanes {
         let mut lanes = [0.0; WIDE];
         let own = &all[start + self.queries.start..start + self.queries.end];
@@ -195,14 +197,14 @@ impl Block {
 }
 
 impl Operands<'_> {
-    /// Queries of a part.
+    /// The queries of a part.
     fn queries(&self, head: usize, part: Part) -> Panels {
         let width = self.shape[2];
         let from = &self.query[(head * self.tokens + part.start) * width..];
         Panels::taken(from, [part.len, width], width)
     }
 
-    /// Its keys and values.
+    /// The keys and values of a part.
     fn keys_and_values(&self, group: usize, part: Part) -> [Panels; 2] {
         let [_, keys, width] = self.shape;
         let size = [part.keys(), width];
@@ -211,14 +213,14 @@ impl Operands<'_> {
         [Panels::taken(key, size, width), Panels::taken(value, size, keys * width)]
     }
 
-    /// What belongs to the queries of a part in a matrix of all heads, `[N, H d]`.
+    /// The rows of a part's queries, in a matrix of all heads, `[N, H d]`.
     fn of_heads(&self, head: usize, part: Part, all: &[f32]) -> Panels {
         let [queries, _, width] = self.shape;
         let from = &all[(part.start * queries + head) * width..];
         Panels::taken(from, [part.len, width], queries * width)
     }
 
-    /// Heads of a group, with the group.
+    /// Each group with its heads.
     fn groups(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         let size = self.shape[0] / self.shape[1];
         (0..self.shape[1]).map(move |group| (group, group * size..(group + 1) * size))
@@ -228,7 +230,7 @@ impl Operands<'_> {
         1.0 / (self.shape[2] as f32).sqrt()
     }
 
-    /// Heads, `[N, H d]`, and of each query of each head the largest score and one over the sum of its softmax.
+    /// Outputs, `[N, H d]`, and for each query of each head the largest score and one over its softmax sum.
     fn forward(&self, spans: &[Span], heads: &mut [f32], [most, part_of]: [&mut [f32]; 2]) {
         let ([queries, _, width], scale) = (self.shape, self.scale());
         let (mut scores, mut out) = (Vec::new(), Panels::zeros(WIDE, width));
@@ -275,7 +277,7 @@ impl Operands<'_> {
         }
     }
 
-    /// The gradients of a head's queries; those of its keys and values are added to `sums`.
+    /// The gradients of a head's queries; the gradients of its keys and values are added to `sums`.
     fn head_backward(
         &self,
         (head, part): (usize, Part),
@@ -315,8 +317,8 @@ impl Operands<'_> {
 }
 
 simd! {
-    /// Scores `[keys][WIDE]` become e^(scale (score - the largest)), 0 where a lane's query does not see the key: lane q sees
-    /// keys up to `base + q`. Says the largest, and one over the sum.
+    /// Replaces scores `[keys][WIDE]` by e^(scale (score - largest)), 0 where a lane's query does not see the key: lane
+    /// q sees keys up to `base + q`. Returns the largest score and one over the sum.
     fn soften(scores: &mut [f32], base: usize, scale: f32, most: &mut Lanes, part: &mut Lanes) {
         let (rows, _) = scores.as_chunks_mut::<WIDE>();
         let (open, edge) = rows.split_at_mut(base + 1);
@@ -351,18 +353,18 @@ simd! {
     }
 }
 
-/// What is known of a block's queries.
+/// Saved values of a block's queries.
 struct Known {
     base: usize,
     scale: f32,
     most: Lanes,
     part: Lanes,
-    /// The product of a head with its gradient.
+    /// The dot product of a head's output and its gradient.
     along: Lanes,
 }
 
 simd! {
-    /// Scores become the softmax; what the gradient of the heads says of that becomes the gradient of the scores.
+    /// Replaces scores by the softmax, and the gradient of the softmax by the gradient of the scores.
     fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &Known) {
         let Known { base, scale, most, part, along } = known;
         let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());

@@ -1,5 +1,5 @@
-//! What a token has of itself and of the one before it: a depthwise convolution inside documents, as a second convolution reads
-//! it, and values of which some are shifted.
+//! A depthwise convolution within documents over a token and the previous one, laid out as the input of a second
+//! convolution; and values, some of which are shifted by a token.
 
 use tch::Tensor;
 
@@ -8,7 +8,7 @@ use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
 use crate::ops::{ConvShift, ConvShiftGrads, Gradient, check, composed};
 
-/// Weights of the token before, and of the token: a vector of `[C]` each.
+/// Weights of the previous token and of the token: a vector of `[C]` each.
 fn by_tap(by: ConvShift) -> Result<[Vec<f32>; 2]> {
     let weights = read(by.weights)?;
     Ok([0, 1].map(|tap| weights.iter().skip(tap).step_by(2).copied().collect()))
@@ -81,7 +81,7 @@ pub(super) fn conv_shift_backward(
     Ok(ConvShiftGrads { input, weights, bias: Gradient::Made(bias) })
 }
 
-/// Gradients at both taps of every channel, `[G, N, d, 2]`.
+/// Gradients for both taps of every channel, `[G, N, d, 2]`.
 #[derive(Clone, Copy)]
 struct Taps<'a> {
     grad: &'a [f32],
@@ -90,14 +90,14 @@ struct Taps<'a> {
 }
 
 impl<'a> Taps<'a> {
-    /// Those of a head in a row.
+    /// The gradients of a head in a row.
     #[inline(always)]
     fn of(self, head: usize, row: usize) -> &'a [[f32; 2]] {
         let Taps { grad, rows, width } = self;
         grad[(head * rows + row) * 2 * width..][..2 * width].as_chunks().0
     }
 
-    /// What a row's `c` gets from `c_t` of its own row and from `c_{t-1}` of the next one.
+    /// The gradient of a row's `c`, from `c_t` of its own row and from `c_{t-1}` of the next one.
     #[inline(always)]
     fn collect(self, c: &mut [f32], row: usize, next_begins: bool) {
         for (head, c) in c.chunks_exact_mut(self.width).enumerate() {
@@ -112,7 +112,7 @@ impl<'a> Taps<'a> {
         }
     }
 
-    /// Adds to a sum what a row has from `c_{t-1}`.
+    /// Adds a row's gradient from `c_{t-1}` to a sum.
     #[inline(always)]
     fn add_before(self, to: &mut [f32], row: usize) {
         for (head, to) in to.chunks_exact_mut(self.width).enumerate() {

@@ -7,8 +7,8 @@ use crate::Result;
 use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
-/// Rows of an expert are filled up with zeros to a multiple of this: each number of rows is a product that oneDNN has to
-/// prepare, so few of them are worth some zeros. Zeros change no gradient.
+/// Rows of an expert are padded with zeros to a multiple of this. oneDNN prepares a matmul for each number of rows, so
+/// having few different numbers is worth some zeros. Zeros change no gradient.
 const ROWS: usize = 8;
 
 pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {

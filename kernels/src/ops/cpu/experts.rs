@@ -1,4 +1,4 @@
-//! The gated linear unit of an expert, and its rows on their way back to where they came from.
+//! The gated linear unit of an expert, and the return of its rows to token order.
 
 use tch::{Kind, Tensor};
 
@@ -8,7 +8,7 @@ use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
 use crate::ops::{Dispatch, check};
 
-/// f32 in one pass; bf16 by libtorch's operators, which round after each.
+/// f32 in one pass; bf16 by libtorch's operators, which round after each step.
 pub(super) fn swiglu(x: &Tensor) -> Result<Tensor> {
     let [rows, width] = check::swiglu(x)?;
     if x.kind() != Kind::Float {
@@ -75,13 +75,13 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
-/// Rows of tokens, in f32: of experts, and behind those the ones that passed them by.
+/// Rows in f32: those of experts, followed by those of tokens that bypassed them.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     x: &'a [f32],
-    /// A row of zeros for all of them, where nothing stands in.
+    /// Rows of tokens that bypassed the experts, or a single row of zeros for all of them.
     passed: &'a [f32],
-    /// What lies between two of those.
+    /// Distance between two of those rows; 0 for the single row.
     stride: usize,
     computed: usize,
     width: usize,

@@ -1,4 +1,4 @@
-//! The exponential function that passes over memory compute by themselves.
+//! The exponential function for our own memory passes.
 
 /// e^x to about two units in the last place, in plain additions and multiplications, so that it is the same function on
 /// every processor: 2^n times a polynomial on half an octave around zero (coefficients of Cephes' expf).

@@ -11,17 +11,17 @@ pub(super) fn read(tensor: &Tensor) -> Result<&[f32]> {
     if tensor.numel() == 0 {
         return Ok(&[]);
     }
-    // SAFETY: as many f32 as the tensor has elements, alive while it is borrowed, written by nobody meanwhile.
+    // SAFETY: as many f32 as the tensor has elements, alive while it is borrowed, and not written meanwhile.
     Ok(unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<f32>(), tensor.numel()) })
 }
 
-/// The elements of contiguous f32, to be written. What is not fresh is held [`apart`] first.
+/// The elements of contiguous f32 for writing. Memory that is not fresh must be checked with [`apart`] first.
 pub(super) fn write(tensor: &mut Tensor) -> Result<&mut [f32]> {
     here(tensor, Kind::Float)?;
     if tensor.numel() == 0 {
         return Ok(&mut []);
     }
-    // SAFETY: as above; what is not fresh has been held `apart` from everything else that the pass uses.
+    // SAFETY: as above; memory that is not fresh was checked by `apart` against everything else that the pass uses.
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data_ptr().cast::<f32>(), tensor.numel()) })
 }
 
@@ -31,7 +31,7 @@ pub(super) fn integers(tensor: &Tensor) -> Result<&[i64]> {
     if tensor.numel() == 0 {
         return Ok(&[]);
     }
-    // SAFETY: as many i64 as the tensor has elements, alive while it is borrowed, written by nobody meanwhile.
+    // SAFETY: as many i64 as the tensor has elements, alive while it is borrowed, and not written meanwhile.
     Ok(unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<i64>(), tensor.numel()) })
 }
 
@@ -48,8 +48,8 @@ fn here(tensor: &Tensor, kind: Kind) -> Result<()> {
     })
 }
 
-/// Refuses tensors to write to that share memory with another one in use: they would be one memory under two names, of which
-/// one may change.
+/// Refuses output tensors that share memory with another tensor in use: a mutable slice must not overlap any other
+/// slice.
 pub(super) fn apart(call: Call, written: &[&Tensor], read: &[&Tensor]) -> Result<()> {
     let place = |tensor: &Tensor| {
         let first = tensor.data_ptr() as usize;

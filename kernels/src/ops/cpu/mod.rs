@@ -1,7 +1,7 @@
-//! Kernels for main memory: one pass over it where libtorch would take one for each operator.
+//! Kernels for main memory: a single pass where libtorch would need one for each operator.
 //!
-//! f32 and f64 arithmetic in the order of the text, nothing contracted, sums in a fixed number of parts: so the bits are a
-//! function of the numbers, whatever instructions the compiler chose and wherever a tensor is cut.
+//! f32 and f64 arithmetic in the order of the code, without contraction, sums in a fixed number of parts: so the bits
+//! depend on the numbers only, not on the instructions that the compiler chose or on how a tensor is split.
 
 #![expect(unsafe_code, reason = "reads and writes contiguous CPU tensors in place")]
 
@@ -29,7 +29,7 @@ use super::{
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
 
-/// The table for main memory. Its version moves with its bits.
+/// The table for main memory. A change of its bits requires a new version.
 #[derive(Debug)]
 pub(super) struct Cpu;
 
@@ -203,7 +203,7 @@ impl Ops for Cpu {
     }
 }
 
-/// Compiles a body for the widest instructions at hand, too. Only speed depends on which is taken.
+/// Also compiles a body for the widest instructions available. The choice affects speed only.
 macro_rules! simd {
     ($(#[$note:meta])* $public:vis fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $(-> $answer:ty)? $body:block) => {
         $(#[$note])*
@@ -236,10 +236,10 @@ macro_rules! simd {
 }
 use simd;
 
-/// Parts in which a sum is kept until its end: as many as the widest registers hold, twice.
+/// Number of partial sums until the end of a sum: twice the lanes of the widest registers.
 const PARTS: usize = 16;
 
-/// Adds up the parts of a sum, neighbours first.
+/// Adds up the partial sums, neighbours first.
 #[inline(always)]
 fn together<T: Copy + Add<Output = T>>(mut parts: [T; PARTS]) -> T {
     let mut width = PARTS;

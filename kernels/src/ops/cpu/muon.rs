@@ -1,4 +1,4 @@
-//! What Muon does before and after an orthogonalisation, a pass over memory each.
+//! The elementwise parts of Muon before and after an orthogonalization, one pass over memory each.
 
 use tch::Tensor;
 

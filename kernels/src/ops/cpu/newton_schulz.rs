@@ -1,4 +1,4 @@
-//! Newton-Schulz iterations, with symmetric products.
+//! Newton-Schulz iterations with symmetric matmuls.
 
 use tch::Tensor;
 
@@ -7,7 +7,7 @@ use super::{empty, read, sum_of_squares, write};
 use crate::Result;
 use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
-/// Each matrix of the stack by itself: on a processor nothing is gained by computing several at once.
+/// One matrix of the stack at a time: batching gains nothing on a CPU.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let [rows, columns] = check::newton_schulz(stack)?;
     let mut out = empty(&stack.size())?;
@@ -37,7 +37,7 @@ fn one(matrix: &[f32], rows: usize, by: NewtonSchulz, out: &mut [f32]) {
     x.unpack(out);
 }
 
-/// The steps on the matrix itself, of `rows` rows.
+/// Iterates the matrix itself, of `rows` rows.
 fn by_matrix(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
     let [mut square, mut factor] = [(); 2].map(|()| Panels::zeros(rows, rows));
     let mut next = x.alike();
@@ -72,7 +72,7 @@ fn rounded(mut x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
     x
 }
 
-/// The same steps on `A = X X^T` alone: the wide matrix is met twice in all instead of twice a step.
+/// The same steps on `A = X X^T` only: the wide matrix is multiplied twice in total instead of twice per step.
 fn by_square(x: Panels, rows: usize, by: NewtonSchulz) -> Panels {
     let [mut square, mut factor, mut all, mut spare] = [(); 4].map(|()| Panels::zeros(rows, rows));
     let side = x.turned();

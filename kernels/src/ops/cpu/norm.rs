@@ -1,4 +1,4 @@
-//! Row by row over matrices `[N, D]`: root mean square norm, and a residual addition with scales and biases.
+//! Row-wise operations on matrices `[N, D]`: RMS norm, and a residual addition with scales and biases.
 
 use tch::Tensor;
 
@@ -6,7 +6,7 @@ use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
 use crate::ops::{Gradient, NormBack, ResidualGrads, Scaling, check};
 
-/// Rows whose part of a sum over columns is kept in f32 before it is added to an f64.
+/// Number of rows whose sums over columns are kept in f32 before they are added to f64.
 const BLOCK: usize = 32;
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
@@ -155,7 +155,7 @@ simd! {
     }
 }
 
-/// A few rows at a time go back through both, so that the gradient between them stays in a cache.
+/// A few rows at a time pass through both backward steps, so that the gradient between them stays in cache.
 pub(super) fn residual_norm_backward(
     branch: &Tensor,
     residual: &Tensor,
@@ -192,7 +192,7 @@ pub(super) fn residual_norm_backward(
     Ok((grads, Gradient::Made(weight)))
 }
 
-/// Sums over the rows of a matrix, a vector each: in f32 over a few rows, in f64 over those.
+/// Sums over the rows of a matrix, one vector each: in f32 over a few rows, in f64 over those sums.
 pub(super) struct Columns<const K: usize> {
     block: [Vec<f32>; K],
     total: [Vec<f64>; K],
@@ -206,7 +206,7 @@ impl<const K: usize> Columns<K> {
         Columns { block, total, rows: 0 }
     }
 
-    /// What the next row is added to.
+    /// The vectors to which the next row is added.
     #[inline(always)]
     pub(super) fn next_row(&mut self) -> [&mut [f32]; K] {
         if self.rows == BLOCK {
@@ -235,7 +235,7 @@ impl<const K: usize> Columns<K> {
     }
 }
 
-/// The sum of `of` over two rows, in f32 and in parts.
+/// The sum of `of` over two rows, in f32 and in partial sums.
 #[inline(always)]
 pub(super) fn dot(a: &[f32], b: &[f32], of: impl Fn(f32, f32) -> f32) -> f32 {
     let mut parts = [0f32; PARTS];

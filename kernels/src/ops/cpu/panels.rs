@@ -1,12 +1,12 @@
-//! Products of f32 matrices for attention and Newton-Schulz: of what is seen alone, half of a symmetric one, and no call into
-//! a library.
+//! f32 matmuls for attention and Newton-Schulz: they skip masked parts, compute half of a symmetric result, and call no
+//! library.
 //!
-//! Each element of an outcome is one chain of fused multiplications and additions over the inner index, from 0 upwards. So its
-//! bits are a function of a row and a column: not of the sizes of tiles and blocks below, nor of the instructions.
+//! Each element of a result is one chain of fused multiply-adds over the inner index, from 0 upwards. So its bits
+//! depend only on a row and a column: not on the sizes of tiles and blocks below, and not on the instructions.
 //!
-//! Matrices stand in panels, 32 columns wide, so that a tile of 8 x 32 is one piece of memory and reads its operands in order.
-//! The left operand is given as its transpose: so `X X^T` is made of one copy of `X`, and a symmetric outcome is an operand of
-//! the next product, on either side, as it stands.
+//! Matrices are stored in panels of 32 columns, so that a tile of 8 x 32 is contiguous and reads its operands in order.
+//! The left operand is passed as its transpose: so `X X^T` needs one copy of `X`, and a symmetric result can be either
+//! operand of the next matmul as it is.
 
 use std::ops::Range;
 
@@ -16,11 +16,11 @@ pub(super) const WIDE: usize = 32;
 /// Rows of a tile.
 pub(super) const HIGH: usize = 8;
 
-/// Inner indices that are gone through before the next tile: a panel of so many fits the first cache.
+/// Inner indices before moving to the next tile: a panel of this depth fits the L1 cache.
 const DEEP: usize = 256;
 
-/// A matrix in panels of [`WIDE`] columns: `[panel][row][WIDE]`, with zeros where a panel has fewer columns and in rows that
-/// fill its tiles up. As a left operand it stands for its transpose; a symmetric matrix is both at once.
+/// A matrix in panels of [`WIDE`] columns: `[panel][row][WIDE]`, padded with zeros to full panels and tiles. As a left
+/// operand it represents its transpose; a symmetric matrix is both at once.
 pub(super) struct Panels {
     values: Vec<f32>,
     rows: usize,
@@ -39,13 +39,13 @@ impl Panels {
         Panels::zeros(self.rows, self.columns)
     }
 
-    /// A matrix of `rows` rows.
+    /// Converts a row-major matrix of `rows` rows.
     pub(super) fn of(matrix: &[f32], rows: usize) -> Panels {
         let columns = matrix.len() / rows;
         Panels::taken(matrix, [rows, columns], columns)
     }
 
-    /// A matrix of which a row begins every `pitch` numbers.
+    /// Converts a matrix whose rows begin every `pitch` numbers.
     pub(super) fn taken(from: &[f32], [rows, columns]: [usize; 2], pitch: usize) -> Panels {
         let mut panels = Panels::zeros(rows, columns);
         let height = panels.height();
@@ -76,12 +76,12 @@ impl Panels {
         out
     }
 
-    /// Row by row, into `out`.
+    /// Writes it to `out`, row-major.
     pub(super) fn unpack(&self, out: &mut [f32]) {
         self.put(out, self.columns);
     }
 
-    /// The same where a row begins every `pitch` numbers.
+    /// The same with rows that begin every `pitch` numbers.
     pub(super) fn put(&self, out: &mut [f32], pitch: usize) {
         let height = self.height();
         for (first, panel) in
@@ -95,7 +95,7 @@ impl Panels {
         }
     }
 
-    /// The first rows, each times its number of `scales`.
+    /// Writes the first rows, each multiplied by its number of `scales`.
     pub(super) fn put_scaled(&self, out: &mut [f32], pitch: usize, scales: &[f32]) {
         let height = self.height();
         for (first, panel) in
@@ -110,7 +110,7 @@ impl Panels {
         }
     }
 
-    /// The product of each row with that of a matrix of the same size, over columns in order.
+    /// The dot product of each row with that of a matrix of the same size, over columns in order.
     pub(super) fn dots(&self, other: &Panels) -> Vec<f32> {
         let (height, mut sums) = (self.height(), vec![0f32; self.rows]);
         let size = height * WIDE;
@@ -123,14 +123,14 @@ impl Panels {
         sums
     }
 
-    /// A panel of some rows: `[row][WIDE]`.
+    /// Some rows of a panel: `[row][WIDE]`.
     pub(super) fn part(&self, panel: usize, rows: &Range<usize>) -> &[f32] {
         let first = panel * self.height();
         &self.values[(first + rows.start) * WIDE..(first + rows.end) * WIDE]
     }
 
-    /// `self right` into `out`, as many tiles of its first rows as that holds: `right` is a panel, with a row for each column
-    /// here.
+    /// `self right` into `out`, for as many tiles of its first rows as `out` holds: `right` is a panel, with a row for
+    /// each column of `self`.
     pub(super) fn times(&self, right: &[f32], out: &mut [f32]) {
         let (instructions, height) = (Instructions::here(), self.height());
         let (right, _) = right.as_chunks::<WIDE>();
@@ -144,7 +144,7 @@ impl Panels {
         }
     }
 
-    /// `self += left right` in the first rows: `left` is a panel with as many columns as there are `rows` of `right`.
+    /// `self += left right` in the first rows: `left` is a panel with a column for each of `rows`, the rows of `right`.
     pub(super) fn add(&mut self, left: &[f32], right: &Panels, rows: &Range<usize>) {
         let (instructions, height) = (Instructions::here(), self.height());
         for (panel, out) in self.values.chunks_exact_mut(height * WIDE).enumerate() {
@@ -156,7 +156,8 @@ impl Panels {
         }
     }
 
-    /// `left^T right` in this place, of [`WIDE`] rows: `left` is a panel, and of both only the first `inner` rows count.
+    /// Overwrites `self`, of [`WIDE`] rows, with `left^T right`: `left` is a panel; only the first `inner` rows of both
+    /// count.
     pub(super) fn set(&mut self, left: &[f32], right: &Panels, inner: usize) {
         let instructions = Instructions::here();
         self.values.fill(0.0);
@@ -172,7 +173,7 @@ impl Panels {
         }
     }
 
-    /// `a I + b self + c square` in the place of `square`, which is of this size.
+    /// Overwrites `square`, of the same size, with `a I + b self + c square`.
     pub(super) fn polynomial(&self, [a, b, c]: [f32; 3], square: &mut Panels) {
         for (fourth, square) in square.values.iter_mut().zip(&self.values) {
             *fourth = b * *square + c * *fourth;
@@ -183,14 +184,14 @@ impl Panels {
         }
     }
 
-    /// `by self + other` in the place of `other`, which is of this size.
+    /// Overwrites `other`, of the same size, with `by self + other`.
     pub(super) fn add_to(&self, by: f32, other: &mut Panels) {
         for (sum, value) in other.values.iter_mut().zip(&self.values) {
             *sum += by * *value;
         }
     }
 
-    /// Every element rounded to bf16, to nearest, ties to even; what is no number stays none.
+    /// Rounds every element to bf16, to nearest, ties to even; NaN stays NaN.
     pub(super) fn round(&mut self) {
         for value in &mut self.values {
             let bits = value.to_bits();
@@ -210,13 +211,13 @@ pub(super) fn product(left: &Panels, right: &Panels, out: &mut Panels) {
     tiles(left, right, |_, _| true, out);
 }
 
-/// `left^T right` where it is symmetric, into `out`: what stands below the diagonal is copied, not computed.
+/// `left^T right` into `out`, for a symmetric result: the part below the diagonal is copied, not computed.
 pub(super) fn symmetric(left: &Panels, right: &Panels, out: &mut Panels) {
     tiles(left, right, |row, column| column + WIDE > row, out);
     mirror(out);
 }
 
-/// Computes the tiles that are `wanted`, by their first row and column.
+/// Computes the tiles that are `wanted`, given their first row and column.
 fn tiles(left: &Panels, right: &Panels, wanted: impl Fn(usize, usize) -> bool, out: &mut Panels) {
     assert_eq!(left.rows, right.rows, "one inner size");
     assert_eq!((out.rows, out.columns), (left.columns, right.columns), "an outcome of that size");
@@ -238,7 +239,7 @@ fn tiles(left: &Panels, right: &Panels, wanted: impl Fn(usize, usize) -> bool, o
     }
 }
 
-/// Copies what stands above the diagonal of a square matrix to below it: block by block, each of them in one piece.
+/// Copies the part above the diagonal of a square matrix to below it, in contiguous blocks.
 fn mirror(matrix: &mut Panels) {
     let (size, height) = (matrix.rows, matrix.height());
     let place = |row: usize, column: usize| (column / WIDE * height + row) * WIDE + column % WIDE;
@@ -253,7 +254,7 @@ fn mirror(matrix: &mut Panels) {
     }
 }
 
-/// What the processor has for [`Instructions::extend`]; only speed depends on it.
+/// The instructions that [`Instructions::extend`] uses; they affect speed only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Instructions {
     #[cfg(target_arch = "x86_64")]
@@ -278,8 +279,8 @@ impl Instructions {
         Instructions::Plain
     }
 
-    /// Goes on with the chains of a tile: `tile[r][c] = fma(a[r, k], b[k][c], tile[r][c])` for each `k` in order, where
-    /// `a[r, k]` stands at `r ROW + k STEP`: as a matrix does or its transpose.
+    /// Continues the chains of a tile: `tile[r][c] = fma(a[r, k], b[k][c], tile[r][c])` for each `k` in order. `a[r,
+    /// k]` is at index `r ROW + k STEP`, which covers a matrix and its transpose.
     fn extend<const ROW: usize, const STEP: usize>(
         self,
         a: &[f32],
@@ -344,7 +345,7 @@ unsafe fn extend_avx512<const ROW: usize, const STEP: usize>(
         let right =
             unsafe { [_mm512_loadu_ps(right.as_ptr()), _mm512_loadu_ps(right.as_ptr().add(16))] };
         for (row, sums) in sums.iter_mut().enumerate() {
-            // SAFETY: `a` has that many elements, says the caller.
+            // SAFETY: `a` has that many elements, as the caller promises.
             let left = _mm512_set1_ps(unsafe { *left.add(row * ROW) });
             sums[0] = _mm512_fmadd_ps(left, right[0], sums[0]);
             sums[1] = _mm512_fmadd_ps(left, right[1], sums[1]);
@@ -390,7 +391,7 @@ unsafe fn extend_avx2<const ROW: usize, const STEP: usize>(
                 [_mm256_loadu_ps(right.as_ptr()), _mm256_loadu_ps(right.as_ptr().add(8))]
             };
             for (row, sums) in sums.iter_mut().enumerate() {
-                // SAFETY: `a` has that many elements, says the caller.
+                // SAFETY: `a` has that many elements, as the caller promises.
                 let left = _mm256_set1_ps(unsafe { *left.add(row * ROW) });
                 sums[0] = _mm256_fmadd_ps(left, right[0], sums[0]);
                 sums[1] = _mm256_fmadd_ps(left, right[1], sums[1]);
@@ -418,7 +419,7 @@ mod tests {
         Vec::try_from(random(&[(rows * columns) as i64], seed)).unwrap()
     }
 
-    /// The chain that the head of this file promises.
+    /// The chain as described at the top of this file.
     fn chain(left: &[f32], right: &[f32], inner: usize, columns: usize) -> Vec<f32> {
         let element = |row: usize, column: usize| {
             let pairs = (0..inner).map(|k| (left[row * inner + k], right[k * columns + column]));
@@ -447,7 +448,7 @@ mod tests {
             let (left, right) = (values(rows, inner, seed), values(inner, columns, seed + 1));
             let turned = Panels::of(&left, rows).turned();
             let mut out = Panels::zeros(rows, columns);
-            // What stood there before does not matter.
+            // Previous content must not matter.
             out.values.fill(f32::NAN);
             product(&turned, &Panels::of(&right, inner), &mut out);
             prop_assert_eq!(unpacked(&out), chain(&left, &right, inner, columns));
@@ -457,7 +458,7 @@ mod tests {
             prop_assert_eq!(unpacked(&turned.turned()), left);
         }
 
-        /// So have those of panels.
+        /// The same for panels.
         #[test]
         fn products_of_panels_are_chains(
             (rows, columns, inner) in (1usize..70, 1usize..70, 1usize..530),
@@ -469,7 +470,7 @@ mod tests {
             let mut out = vec![f32::NAN; rows.next_multiple_of(HIGH) * WIDE];
             panels.times(&right, &mut out);
             prop_assert_eq!(&out[..rows * WIDE], &chain(&left, &right, columns, WIDE)[..]);
-            // A panel, of which some columns count, times rows of another matrix: the chains go on.
+            // A panel, some columns of which count, times rows of another matrix: continues the chains.
             let count = (1 + inner % WIDE).min(inner);
             let across = values(inner, columns, seed + 2);
             let more = Panels::of(&across, inner);
@@ -489,7 +490,7 @@ mod tests {
             prop_assert_eq!(unpacked(&out), chain(&turned, &right[..inner * columns], inner, columns));
         }
 
-        /// All instructions that this processor has give the same bits, from either layout.
+        /// All instructions of this processor give the same bits, from either layout.
         #[test]
         fn instructions_agree(inner in 0usize..WIDE, seed in 0u64..1000) {
             let (a, b) = (values(inner + HIGH, WIDE, seed), values(inner, WIDE, seed + 1));

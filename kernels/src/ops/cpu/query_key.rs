@@ -1,7 +1,7 @@
-//! Queries and keys by head: means of both added to each, unit length, a temperature for keys, and rotation.
+//! Queries and keys by head: means of both added to each, normalization, a temperature for keys, and rotary embedding.
 //!
-//! H query heads in K groups of H / K, then K key heads: G = H + K heads of d dimensions. `[N, G d]` is by token, `[G, N, d]`
-//! by head.
+//! H query heads in K groups of H / K, then K key heads: G = H + K heads of d dimensions. `[N, G d]` is by token,
+//! `[G, N, d]` by head.
 
 use tch::{Kind, Tensor};
 
@@ -10,7 +10,7 @@ use super::{apart, empty, read, simd, to_f32, write};
 use crate::Result;
 use crate::ops::{Gradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
-/// The least length that a vector is divided by.
+/// Smallest length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
 
 pub(super) fn query_key(z: &Tensor, raw: Tensor, by: QueryKey) -> Result<QueriesAndKeys> {
@@ -117,7 +117,8 @@ pub(super) fn query_key_backward(
 }
 
 simd! {
-    /// One head: turns the gradient back, and takes it through the division by the length; `dots` is the temperature's.
+    /// One head: applies the inverse rotation to the gradient, then the backward pass of the normalization; `dots` is
+    /// for the temperature.
     fn turn_back(
         of_head: (&[f32], &[f32]),
         by: (f32, [&[f32]; 2]),
@@ -151,7 +152,7 @@ simd! {
 }
 
 simd! {
-    /// What comes back through the means from the gradient of raw.
+    /// The gradient of `z` through the means, from the gradient of raw.
     fn means_back(raw: &[f32], shape: [usize; 3], z: &mut [f32]) {
         let [queries, keys, width] = shape;
         let (channels, group) = ((queries + keys) * width, queries / keys);

@@ -1,27 +1,27 @@
-//! Whose kernels a GPU computes with where libtorch has some and so do we.
+//! Chooses between libtorch's kernels and our own where a GPU has both.
 
 use std::sync::OnceLock;
 
 use crate::{Error, Result};
 
-/// An operation of which there are two, and the variable that says which one is taken.
+/// An operation with two implementations, and the variable that chooses one.
 #[derive(Debug)]
 pub struct Choice {
-    /// The variable's name. Its value stands in the kernel table.
+    /// The variable's name. Its value is part of the kernel table.
     pub variable: &'static str,
-    /// What is chosen, as it is told.
+    /// The operation's name in messages.
     pub what: &'static str,
-    /// What the variable says: read once, since it is asked before each operation.
+    /// The variable's value: read once, since it is needed before each operation.
     said: OnceLock<Option<bool>>,
 }
 
-/// What such a variable may say.
+/// Values of such a variable.
 pub const ANSWERS: [&str; 2] = ["own", "library"];
 
-/// Products of experts in bf16.
+/// bf16 matmuls of experts.
 pub static GROUPED: Choice = Choice::new("ZTRAIN_GROUPED", "products of experts");
 
-/// Attention in bf16.
+/// bf16 attention.
 pub static ATTENTION: Choice = Choice::new("ZTRAIN_ATTENTION", "attention");
 
 /// All of them.
@@ -32,15 +32,14 @@ impl Choice {
         Choice { variable, what, said: OnceLock::new() }
     }
 
-    /// Whether the variable asks for the library's; `None` where it asks for nothing.
+    /// Whether the variable requests the library's implementation; `None` if it requests none.
     ///
-    /// # Errors
-    /// Where it asks for what there is not.
+    /// # Errors If it requests an unknown implementation.
     pub(crate) fn asked(&self) -> Result<Option<bool>> {
         self.meant(&std::env::var(self.variable).unwrap_or_default())
     }
 
-    /// The same, once it was found at the start of the process to be meant.
+    /// The same, after it was validated at the start of the process.
     pub(super) fn known(&self) -> Option<bool> {
         *self.said.get_or_init(|| self.asked().unwrap_or_default())
     }
@@ -61,8 +60,8 @@ impl Choice {
     }
 }
 
-/// Compute capability of an NVIDIA GPU by the name of its architecture, ten times the major number and the minor one: 90 of
-/// `sm_90a`. `None` of others.
+/// Compute capability of an NVIDIA GPU from the name of its architecture, as ten times the major plus the minor number:
+/// 90 for `sm_90a`. `None` for others.
 pub(super) fn capability(architecture: &str) -> Option<u32> {
     let digits = architecture.strip_prefix("sm_")?.trim_end_matches('a');
     digits.parse().ok()

@@ -1,5 +1,5 @@
-//! What is left to do for gradients, done for all of a layer by a launch for each kind: sums over bands of rows are added up;
-//! those of bf16 are widened, and experts without rows get their zeros.
+//! Finishes the gradients of a whole layer with one launch of each kind: adds up sums over bands of rows, converts bf16
+//! to f32 and writes zeros for experts without rows.
 
 use tch::{Kind, Tensor};
 
@@ -15,7 +15,7 @@ use crate::ops::{Banded, Experts, Gradient};
 const ROW: i64 = 6;
 
 impl Gradient {
-    /// Something of it that stands on its device.
+    /// One of its tensors, which shows the device.
     pub(super) fn begun(&self) -> &Tensor {
         match self {
             Gradient::Made(made) | Gradient::Experts(Experts { made, .. }) => made,
@@ -24,7 +24,7 @@ impl Gradient {
     }
 }
 
-/// The table, as it grows.
+/// The table under construction.
 #[derive(Default)]
 struct Unfinished {
     rows: Vec<i64>,
@@ -32,7 +32,7 @@ struct Unfinished {
 }
 
 impl Unfinished {
-    /// A sum over bands, for one column in `stride`.
+    /// Adds a sum over bands, for every `stride`-th column.
     fn sum(&mut self, bands: &Bands, place: i64, stride: i64) -> Result<()> {
         let Bands { partial, other, factor } = bands;
         let [bands, width] = Call("finish").matrix("bands", partial)?;
@@ -48,7 +48,7 @@ fn address(tensor: &Tensor) -> i64 {
     tensor.data_ptr() as i64
 }
 
-/// All of them, f32: those that are so already are the same.
+/// Finishes all of them, f32: those that are finished already are returned unchanged.
 pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
     let (mut out, mut table) = (Vec::with_capacity(all.len()), Unfinished::default());
     let mut sides = Vec::new();

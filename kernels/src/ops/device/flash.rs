@@ -1,14 +1,15 @@
-//! Attention by libtorch's own kernels, all documents of a chunk in one launch: in bf16, where a device has units for such
-//! products.
+//! Attention by libtorch's own kernels, all documents of a chunk in one launch: in bf16, on devices with matrix units
+//! for it.
 //!
-//! It is FlashAttention-2 (arXiv:2307.08691) over documents that lie one behind the other. The last query of a document sees
-//! its last key, so what comes before a part of one needs no mask of its own. Its way back is the deterministic one, which the
-//! switches ask for: it adds up gradients of queries in as many parts as the device has room for beside the documents of a
-//! call, so its bits belong to all of them together. Gradients come in bf16 and are widened.
+//! It is FlashAttention-2 (arXiv:2307.08691) with variable-length documents. The last query of a document sees its last
+//! key, so a part of a document, with the keys before it, needs no mask of its own. The determinism switches select the
+//! deterministic backward pass. It adds the gradients of queries in a number of parts that depends on how many
+//! documents a call has and on the size of the device, so the bits depend on all documents of the call. Gradients come
+//! in bf16 and are converted to f32.
 //!
-//! Taken by itself from compute capability 8.0 of NVIDIA on. AMD's half of libtorch has another implementation, whose masks
-//! begin at the first key: there it is taken where [`ATTENTION`] asks for it, and for whole documents alone. A device of tests
-//! says no architecture.
+//! The default from NVIDIA compute capability 8.0 on. AMD's half of libtorch has another implementation, whose masks
+//! begin at the first key: there it is used only if [`ATTENTION`] requests it, and for whole documents only. The
+//! stand-in device of the tests reports no architecture.
 
 #![expect(unsafe_code, reason = "calls the C++ shim, for tch has no call for the way there")]
 
@@ -24,10 +25,10 @@ use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
-/// What widths of heads have to be multiples of: 16 bytes.
+/// Widths of heads must be multiples of this: 16 bytes.
 const ALIGNED: i64 = 8;
 
-/// Dimensions of the widest head that it takes on every device.
+/// Widest head that it supports on every device.
 const WIDEST: i64 = 192;
 
 unsafe extern "C" {
@@ -42,10 +43,10 @@ unsafe extern "C" {
 /// Whether it computes this.
 pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool {
     let width = by.shape[2];
-    // In main memory, where tests have our own kernels, libtorch has none of these.
+    // libtorch has no such kernel for main memory, where tests run our own kernels.
     let narrow = by.value.kind() == Kind::BFloat16 && by.value.device().is_cuda();
     let fits = narrow && width % ALIGNED == 0 && width <= WIDEST;
-    // Of queries that stand alone its log-sums have another shape.
+    // With single queries only, its log-sums would have another shape.
     if !fits || by.spans.iter().all(|span| span.len <= 1) {
         return false;
     }
@@ -65,7 +66,7 @@ fn longest(by: Attention) -> [i64; 2] {
     [most(|span| span.len), most(Span::keys)]
 }
 
-/// Where documents end among the queries, and then among the keys, `[2 (S + 1)]`, i32, on the device.
+/// Ends of documents among the queries, then among the keys, `[2 (S + 1)]`, i32, on the device.
 fn ends(queue: &Queue, by: Attention) -> Result<Tensor> {
     if let Some(kept) = by.kept.and_then(std::cell::OnceCell::get) {
         return Ok(kept.shallow_clone());
@@ -80,7 +81,7 @@ fn ends(queue: &Queue, by: Attention) -> Result<Tensor> {
         let found = format!("{:?} documents", by.spans.len());
         return Err(Call("attention").refuse("spans", found, "fewer than 2^31 tokens".to_owned()));
     }
-    // Two to a word, the first one below: they are read as i32.
+    // Two i32 in each word, the first in the low half.
     let words: Vec<i64> = queries.chunks(2).map(|pair| pair[0] | pair[1] << 32).collect();
     let made = queue.upload(&words)?.f_view_dtype(Kind::Int)?;
     if let Some(kept) = by.kept {
@@ -95,7 +96,7 @@ fn halves(ends: &Tensor) -> Result<[Tensor; 2]> {
     Ok([ends.f_narrow(0, 0, half)?, ends.f_narrow(0, half, half)?])
 }
 
-/// Queries, keys and values, each `[tokens, heads, d]`, without moving a number.
+/// Queries, keys and values as views `[tokens, heads, d]`, without a copy.
 fn operands(by: Attention) -> Result<[Tensor; 3]> {
     let [_, keys, width] = by.shape;
     let value = by.value.f_view([-1, keys, width])?;
@@ -112,12 +113,13 @@ pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     let [of_queries, of_keys] = halves(&ends)?;
     let given = [&query, &key, &value, &of_queries, &of_keys].map(Tensor::as_ptr);
     let (longest, mut made) = (longest(by), [std::ptr::null_mut(); 4]);
-    // SAFETY: five tensors that outlive the call, two counts, and room for four tensors, all of which it fills where it succeeds.
+    // SAFETY: five tensors that outlive the call, two counts, and space for four tensors, all of which it fills on
+    // success.
     let code = unsafe {
         shim_flash_attention(given.as_ptr(), longest.as_ptr(), scale(by), made.as_mut_ptr())
     };
     guarded("attention", code)?;
-    // SAFETY: each is a tensor of its own that the shim made for us.
+    // SAFETY: each is a new tensor that the shim made for us.
     let [out, logs, seed, offset] = made.map(|tensor| unsafe { Tensor::from_ptr(tensor) });
     let out = out.f_reshape([tokens, by.shape[0] * by.shape[2]])?;
     let again = offset.shallow_clone();

@@ -1,10 +1,10 @@
-//! Products of experts, all of a layer by one launch: offsets stay on the device.
+//! Matmuls of experts, all of a layer in one launch: offsets stay on the device.
 //!
-//! In f32 they are our own. In bf16 they are libtorch's grouped product where that is one kernel, for which a device has units of
-//! its own, and where rows lie as it wants them: widths are multiples of 8. libtorch has that kernel for compute capabilities 9
-//! and 10 of NVIDIA. Everywhere else, and so on AMD's, its grouped product reads the offsets on the host and calls a product for
-//! each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six waits of the host for each layer of a micro-batch. There
-//! our own are called instead. [`GROUPED`] chooses where somebody has measured otherwise.
+//! In f32 we use our own kernels. In bf16 we use libtorch's grouped matmul where it is a single kernel with hardware
+//! support and its layout fits: widths that are multiples of 8. libtorch has this kernel for NVIDIA compute
+//! capabilities 9 and 10. Elsewhere, including AMD, its grouped matmul reads the offsets on the host and calls a matmul
+//! for each expert (`aten/src/ATen/native/cuda/GroupedBlas.cpp`): six host waits for each layer of a micro-batch. There
+//! we use our own kernels. [`GROUPED`] overrides this if measurements differ.
 
 use tch::{Kind, Tensor};
 
@@ -17,14 +17,14 @@ use crate::ops::{Dispatch, Experts, Gradient, check};
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
 
-/// What libtorch's grouped product wants widths to be multiples of, in bf16: 16 bytes.
+/// Widths must be multiples of this for libtorch's grouped matmul, in bf16: 16 bytes.
 const ALIGNED: i64 = 8;
 
 fn tiles(size: i64) -> i64 {
     (size + SIDE - 1) / SIDE
 }
 
-/// Whether libtorch has a grouped product of one kernel there, by the name of the architecture: `sm_90` to `sm_109`.
+/// Whether libtorch has a single-kernel grouped matmul for this architecture: `sm_90` to `sm_109`.
 fn has_grouped(architecture: &str) -> bool {
     capability(architecture).is_some_and(|number| [9, 10].contains(&(number / 10)))
 }
@@ -35,7 +35,7 @@ fn by_library(queue: &Queue, wanted: Option<bool>, x: &Tensor, widths: [i64; 2])
         && wanted.or_else(|| GROUPED.known()).unwrap_or_else(|| has_grouped(queue.architecture()))
 }
 
-/// `rows weights` of each expert by libtorch, which leaves what it makes for an expert without rows open.
+/// `rows weights` of each expert by libtorch, which leaves results of experts without rows undefined.
 fn library(rows: &Tensor, weights: &Tensor, ends: &Tensor, experts: i64) -> Result<Tensor> {
     let ends = ends.f_narrow(0, 0, experts)?;
     Ok(Tensor::f_internal_grouped_mm(rows, weights, Some(&ends), None::<&Tensor>, None)?)
@@ -77,7 +77,7 @@ pub(super) fn input(
     Ok(out)
 }
 
-/// As many tiles of rows as there can be: one of each expert may be begun and not filled.
+/// With the maximum number of row tiles: each expert may have one that is partially filled.
 fn launch(
     queue: &Queue,
     kernel: &std::ffi::CStr,

@@ -1,4 +1,4 @@
-//! What stands around attention: the depthwise convolution and the value shift, queries and keys; and gates.
+//! The parts around attention: the depthwise convolution and the value shift, queries and keys; and gated linear units.
 
 use tch::{Kind, Tensor};
 
@@ -7,24 +7,24 @@ use super::{Argument, Queue, by_kind, each};
 use crate::Result;
 use crate::ops::{ConvShift, ConvShiftGrads, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
-/// A number of rows that stands for all of them (`EVERY` in `conv.h`).
+/// A number of rows that means all rows (`EVERY` in `conv.h`).
 const EVERY: i64 = u32::MAX as i64;
 
-/// Rows of a thread that has four columns (`STRIP` in `conv.h`), and threads of a block.
+/// Rows of a thread that computes four columns (`STRIP` in `conv.h`), and threads of a block.
 const STRIP: i64 = 8;
 const BLOCK: i64 = 256;
 
-/// Blocks where a thread has four columns of each of so many groups of rows.
+/// Number of blocks if a thread computes four columns for each of so many groups of rows.
 fn by_fours(columns: i64, groups: i64) -> i64 {
     (((columns + 3) / 4) * groups + BLOCK - 1) / BLOCK
 }
 
-/// A list of rows, as a kernel takes it.
+/// A list of rows as kernel arguments.
 fn listed(list: &Tensor) -> [Argument<'_>; 2] {
     [list.into(), list.size()[0].into()]
 }
 
-/// Sizes, as kernels take them: rows, d, channels, where delayed values begin, columns.
+/// Sizes as kernel arguments: rows, d, channels, first shifted value, columns.
 fn sizes([rows, columns]: [i64; 2], by: ConvShift) -> [Argument<'static>; 5] {
     let channels = by.channels();
     [rows, by.heads[1], channels, channels + by.values[0], columns].map(Argument::from)
@@ -71,7 +71,7 @@ pub(super) fn query_key(
     by: QueryKey,
 ) -> Result<QueriesAndKeys> {
     let (_, [heads, tokens, width]) = check::query_key(z, made, by)?;
-    // The kernel counts the elements of `z` in 32 bits.
+    // The kernel has 32-bit indices into `z`.
     super::blocks(tokens, z.size()[1])?;
     let [queries, keys, _] = by.shape;
     let factors = queue.room(&[heads, tokens, 1], Kind::Float)?;

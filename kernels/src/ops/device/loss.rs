@@ -1,7 +1,8 @@
-//! Cross-entropy over a vocabulary, or over shards of it, of which each has products of its own.
+//! Cross-entropy over a vocabulary, or over shards of the vocabulary, each with its own matmuls.
 //!
-//! Logits of a chunk of tokens lie side by side whatever the shards. Their largest is that of the row, exponentials are summed
-//! shard by shard and then in the tree over shards, and a slope needs but the logarithm of the sum.
+//! The logits of a chunk of tokens are one matrix for all shards. The largest logit is that of the whole row;
+//! exponentials are summed within shards and then in the tree over shards; the gradients of logits need only the
+//! logarithm of the sum.
 
 use std::ops::Range;
 
@@ -20,12 +21,12 @@ struct Chunk<'a> {
     rows: Tensor,
     labels: Tensor,
     mask: Tensor,
-    /// In the kind of the rows: first logits, then their slopes.
+    /// In the kind of the rows: first the logits, then their gradients.
     logits: Tensor,
     log_sum: Tensor,
 }
 
-/// The part of the vocabulary that each shard has.
+/// The range of the vocabulary of each shard.
 fn shards(by: CrossEntropy) -> impl Iterator<Item = Range<i64>> {
     let size = by.weights.size()[0];
     (0..by.shards).map(move |shard| size * shard / by.shards..size * (shard + 1) / by.shards)
@@ -36,7 +37,7 @@ fn narrow(x: &Tensor, dimension: i64, range: &Range<i64>) -> Result<Tensor> {
 }
 
 impl<'a> Chunk<'a> {
-    /// Of the tokens from `start` on; their losses go into `losses`.
+    /// For the tokens from `start` on; writes their losses to `losses`.
     fn of(
         queue: &'a Queue,
         ops: &'a dyn Ops,
@@ -61,7 +62,7 @@ impl<'a> Chunk<'a> {
         Ok(Chunk { queue, ops, by, rows, labels, mask, logits, log_sum })
     }
 
-    /// Makes slopes of the logits.
+    /// Replaces the logits by their gradients.
     fn slopes(&self) -> Result<()> {
         let Chunk { labels, logits, log_sum, .. } = self;
         let kernel = by_kind(logits, [c"cross_entropy_slope_f32", c"cross_entropy_slope_bf16"]);
@@ -81,7 +82,7 @@ impl<'a> Chunk<'a> {
         self.queue.launch(kernel, x.size()[0], &[&memory[..], &sizes].concat())
     }
 
-    /// From slopes to the gradient of the rows; parts of several shards are added before they are rounded.
+    /// The gradient of the rows from those of the logits; parts of several shards are added before rounding.
     fn to_rows(&self, out: &Tensor, divisor: f64) -> Result<()> {
         if self.by.shards == 1 {
             self.ops.matmul_into(out, &self.logits, self.by.weights)?;
@@ -96,7 +97,7 @@ impl<'a> Chunk<'a> {
         self.scaled(&sum, out, divisor)
     }
 
-    /// Adds the gradient of the weights that `rows` come to, times mask and divisor.
+    /// Adds the gradient of the weights from `rows`, which are scaled by mask and divisor.
     fn add_weights(&self, weights: &Tensor, rows: &Tensor) -> Result<()> {
         for shard in shards(self.by) {
             let (mut weights, slopes) =
@@ -119,7 +120,7 @@ pub(super) fn cross_entropy(queue: &Queue, ops: &dyn Ops, by: CrossEntropy) -> R
     Ok(losses)
 }
 
-/// The same, and gradients of their sum over `divisor`.
+/// The same, and gradients of the sum of losses over `divisor`.
 pub(super) fn cross_entropy_backward(
     queue: &Queue,
     ops: &dyn Ops,
@@ -134,7 +135,7 @@ pub(super) fn cross_entropy_backward(
     for start in (0..tokens).step_by(by.chunk as usize) {
         let chunk = Chunk::of(queue, ops, by, start, &losses)?;
         chunk.slopes()?;
-        // The mask and the divisor scale the narrow side: rows of D numbers, not of V.
+        // The mask and the divisor scale the narrow operand: rows of D numbers, not of V.
         let scaled = chunk.rows.f_empty_like()?;
         chunk.scaled(&chunk.rows, &scaled, divisor)?;
         chunk.to_rows(&hidden.f_narrow(0, start, chunk.rows.size()[0])?, divisor)?;

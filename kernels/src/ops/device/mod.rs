@@ -1,8 +1,9 @@
-//! The table of a GPU: our own kernels (`device/` of this crate) where there is one, libtorch's operators for products and the
-//! rest.
+//! The table of a GPU: our own kernels (`device/` of this crate) where we have one, libtorch's operators for matmuls
+//! and the rest.
 //!
-//! Tensors stay on the device, and the host waits for nothing but what an operation answers with in numbers: `squares`. What a
-//! kernel is given is checked by [`super::check`], as in every table, and by the launch against the kernel's own parameters.
+//! Tensors stay on the device, and the host waits only for operations that return a number: `squares`. Operands are
+//! checked by [`super::check`], as in every table, and launches check the arguments against the kernel's own
+//! parameters.
 
 pub(super) mod choice;
 mod finish;
@@ -33,31 +34,31 @@ use super::{
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
 
-/// The table; where it launches is found by the device of what it is given.
+/// The table; `queue` gives the queue of an operand's device.
 #[derive(Debug)]
 pub(super) struct Own {
     queue: fn(Device) -> Result<Queue>,
-    /// Whether it takes libtorch's products of experts in bf16, where both could; `None` as [`grouped`] chooses.
+    /// Whether it uses libtorch's bf16 matmuls of experts where both are possible; `None`: as [`grouped`] chooses.
     grouped: Option<bool>,
-    /// The same of attention and [`flash`].
+    /// The same for attention and [`flash`].
     attention: Option<bool>,
 }
 
 impl Own {
-    /// That of GPUs.
+    /// The table for GPUs.
     pub(super) const GPU: Own = Own { queue: Queue::of, grouped: None, attention: None };
 
-    /// The same with products of experts by our own kernels, or by libtorch's.
+    /// The same with our own or with libtorch's matmuls of experts.
     pub(super) const fn with_grouped(library: bool) -> Own {
         Own { grouped: Some(library), ..Own::GPU }
     }
 
-    /// The same with attention by our own kernels, or by libtorch's.
+    /// The same with our own or with libtorch's attention.
     pub(super) const fn with_attention(library: bool) -> Own {
         Own { attention: Some(library), ..Own::GPU }
     }
 
-    /// One that launches elsewhere.
+    /// A table that launches elsewhere.
     #[cfg(test)]
     pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> Own {
         Own { queue, ..Own::GPU }
@@ -68,11 +69,11 @@ impl Own {
     }
 }
 
-/// As many elements of a matrix as threads count in 32 bits: those of a last block of 256 that is not full count on past the end
-/// (`one` of `elements.h`), and would come round to its beginning.
+/// Maximum number of elements of a matrix with 32-bit indices. Threads of a last, partial block of 256 count past the
+/// end (`one` of `elements.h`), and must not wrap around to the beginning.
 const MOST: i64 = (1 << 32) - 256;
 
-/// Blocks of a kernel that has 1,024 elements each of a matrix (`elements.h`), which holds at most [`MOST`].
+/// Blocks of a kernel with 1,024 elements of a matrix each (`elements.h`), for at most [`MOST`] elements.
 fn blocks(rows: i64, width: i64) -> Result<i64> {
     let elements = rows.checked_mul(width).filter(|elements| *elements <= MOST);
     let refuse = || Error::Foreign {
@@ -82,23 +83,23 @@ fn blocks(rows: i64, width: i64) -> Result<i64> {
     Ok((elements.ok_or_else(refuse)? + 1023) / 1024)
 }
 
-/// Whether libtorch's attention is taken where it is asked for.
+/// Whether libtorch's attention is used if requested.
 pub(super) fn takes_attention(queue: &Queue, by: Attention) -> bool {
     flash::takes(queue, Some(true), by)
 }
 
-/// A list of one has one answer.
+/// Unreachable: a list of one has one result.
 fn unreached(operation: &'static str) -> Error {
     Error::Foreign { call: operation, reason: "it has no answer".to_owned() }
 }
 
-/// A kernel over the elements of a matrix, whose parameters end with its size.
+/// Launches a kernel over the elements of a matrix; its last parameters are the size.
 fn each(queue: &Queue, kernel: &CStr, [rows, width]: [i64; 2], memory: &[Argument]) -> Result<()> {
     let arguments = [memory, &[rows.into(), width.into()]].concat();
     queue.launch(kernel, blocks(rows, width)?, &arguments)
 }
 
-/// The kernel for f32, or the one for bf16.
+/// The kernel for f32 or the one for bf16.
 fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
     if tensor.kind() == Kind::Float { wide } else { narrow }
 }

@@ -1,4 +1,4 @@
-//! The router, and the loss: what stands between their products.
+//! The router and the elementwise parts between its matmuls.
 
 use tch::{Kind, Tensor};
 
@@ -14,7 +14,7 @@ fn gelu(queue: &Queue, x: &Tensor, bias: &Tensor, out: &Tensor) -> Result<()> {
     one(queue, c"bias_gelu", shape, &[x, bias, out].map(Argument::from))
 }
 
-/// A kernel with one element a thread.
+/// Launches a kernel with one element per thread.
 fn one(
     queue: &Queue,
     kernel: &std::ffi::CStr,
@@ -80,7 +80,7 @@ pub(super) fn router(
     Ok((Routes { choice, weight, state }, saved))
 }
 
-/// Back through a GELU, into `out`.
+/// The backward pass of a GELU, into `out`.
 fn gelu_backward(queue: &Queue, x: &Tensor, grad: &Tensor, out: &Tensor) -> Result<()> {
     let shape = [x.size()[0], x.size()[1]];
     one(queue, c"gelu_backward", shape, &[x, grad, out].map(Argument::from))
@@ -145,8 +145,9 @@ pub(super) fn router_backward(
     })
 }
 
-/// `a^T b` of stacks `[stack, rows, width]`, f32. A library gives such a sum over all rows to as many units as its small outcome
-/// has tiles, one or two; so rows are summed in up to 16 parts, which follow from their number alone.
+/// `a^T b` of stacks `[stack, rows, width]`, f32. A library assigns a sum over all rows to as many compute units as its
+/// small result has tiles, one or two; so rows are summed in up to 16 parts, whose number depends on the number of rows
+/// only.
 fn over_rows(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [stack, rows, left] = [0, 1, 2].map(|dimension| a.size()[dimension]);
     let right = b.size()[2];

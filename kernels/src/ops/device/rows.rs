@@ -1,4 +1,4 @@
-//! Row by row over matrices `[N, D]`: norms, residual additions, sums over rows.
+//! Row-wise operations on matrices `[N, D]`: norms, residual additions, sums over rows.
 
 use tch::{Kind, Tensor};
 
@@ -8,11 +8,11 @@ use crate::ops::call::Call;
 use crate::ops::operands::Bands;
 use crate::ops::{Banded, Gradient, NormBack, ResidualGrads, Scaling, check};
 
-/// Rows whose part of a sum over rows is kept in f32, and columns of a block.
+/// Rows per partial sum in f32, and columns of a block.
 const BAND: i64 = 32;
 const COLUMNS: i64 = 256;
 
-/// Rows of which a block has 16 lanes each.
+/// Number of blocks if each has 16 rows of 16 lanes.
 pub(super) fn lanes(rows: i64) -> i64 {
     rows.div_euclid(16) + i64::from(rows % 16 > 0)
 }
@@ -21,7 +21,8 @@ pub(super) fn bands(rows: i64) -> i64 {
     (rows + BAND - 1) / BAND
 }
 
-/// Room for sums over bands of rows, `[stack, bands, width]`, and blocks of a kernel in which a thread has a column of a band.
+/// Memory for sums over bands of rows, `[stack, bands, width]`, and the number of blocks if a thread has a column of a
+/// band.
 pub(super) fn banded(queue: &Queue, [stack, rows, width]: [i64; 3]) -> Result<(Tensor, i64)> {
     let partial = queue.room(&[stack, bands(rows), width], Kind::Float)?;
     Ok((partial, tiles(width) * bands(rows)))
@@ -31,7 +32,7 @@ pub(super) fn tiles(width: i64) -> i64 {
     (width + COLUMNS - 1) / COLUMNS
 }
 
-/// Those of a stack that [`banded`] made room for which are named, their columns in turn, in this shape.
+/// The sums `which` of a stack from [`banded`], with interleaved columns, as a gradient of this shape.
 pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<Gradient> {
     let bands =
         |which: &i64| Ok(Bands { partial: partial.f_get(*which)?, other: None, factor: None });
@@ -39,7 +40,7 @@ pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result
     Ok(Gradient::Banded(Banded { sums, shape: shape.to_vec() }))
 }
 
-/// One of them, times the factor, or plus the factor times another one.
+/// One of the sums, times the factor, or plus the factor times another one.
 fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> Result<Gradient> {
     let other = other.map(|other| partial.f_get(other)).transpose()?;
     let (factor, shape) = (Some(factor.shallow_clone()), factor.size());
@@ -56,7 +57,7 @@ pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Grad
     scaled(&partial, 0, None, factor)
 }
 
-/// The same of the products of two matrices.
+/// The same for the elementwise product of two matrices.
 pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Gradient> {
     let [rows, width] = [x.size()[0], x.size()[1]];
     let (partial, blocks) = banded(queue, [1, rows, width])?;
@@ -80,7 +81,7 @@ pub(super) fn rms_norm(
     Ok((out, factors))
 }
 
-/// From the gradient of the outcome, and what came past the norm.
+/// From the gradient of the result, and the gradient that bypassed the norm.
 pub(super) fn rms_norm_backward(
     queue: &Queue,
     x: &Tensor,
@@ -160,8 +161,8 @@ pub(super) fn residual_backward(
 }
 
 impl Scaling<'_> {
-    /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of the
-    /// gradient times the residual.
+    /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of
+    /// the gradient times the residual.
     fn of_bands(self, partial: &Tensor) -> Result<[Gradient; 4]> {
         Ok([
             scaled(partial, 1, Some(0), self.bias)?,
@@ -172,7 +173,7 @@ impl Scaling<'_> {
     }
 }
 
-/// What came to the norm is not read: it is made again from branch and residual.
+/// Does not read the norm's input: recomputes it from branch and residual.
 pub(super) fn residual_norm_backward(
     queue: &Queue,
     branch: &Tensor,

@@ -1,4 +1,4 @@
-//! Attention over documents: all of a chunk by one launch forward, and by two back.
+//! Attention over documents: all of a chunk in one launch forward and two backward.
 
 use std::cell::OnceCell;
 
@@ -9,10 +9,10 @@ use crate::Result;
 use crate::ops::call::Call;
 use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
 
-/// Queries of a block, and keys (`TILE` in `spans.h`).
+/// Queries and keys of a block (`TILE` in `spans.h`).
 const TILE: i64 = 32;
 
-/// Dimensions of the widest head (`SLICES` times `SLICE` there).
+/// Width of the widest head (`SLICES` times `SLICE` there).
 const WIDEST: i64 = 256;
 
 fn tiles(rows: i64) -> i64 {
@@ -33,7 +33,7 @@ fn table(queue: &Queue, spans: &[Span]) -> Result<Tensor> {
     queue.upload(&words)
 }
 
-/// What follows the operands of all three kernels.
+/// The arguments after the operands, the same for all three kernels.
 fn numbers(by: Attention) -> [Argument<'static>; 7] {
     let ([heads, keys, width], spans) = (by.shape, by.spans.len() as i64);
     let sizes = [spans, by.query.size()[1], by.value.size()[0], heads, keys, width];
@@ -71,7 +71,7 @@ pub(super) fn attention(queue: &Queue, by: Attention) -> Result<Attended> {
     Ok(Attended { heads: out, saved })
 }
 
-/// Memory for an answer: that which is asked for, or where its numbers do not lie side by side, other.
+/// Memory for a result: `out` if it is contiguous, otherwise new.
 fn side_by_side(queue: &Queue, out: &Tensor) -> Result<Tensor> {
     match out.is_contiguous() {
         true => Ok(out.shallow_clone()),
@@ -102,7 +102,7 @@ pub(super) fn attention_backward(
     queue.launch(kernel, blocks, &[&operands[..], &memory, &numbers(by)].concat())?;
 
     let kernel = by_kind(by.value, [c"attention_keys_f32", c"attention_keys_bf16"]);
-    // Of bf16 operands the gradient of values may be wanted in either kind.
+    // With bf16 operands the gradient of values may be requested in either kind.
     let values = match value.kind() == by.value.kind() {
         true => [(&value).into(), Argument::Nothing],
         false => [Argument::Nothing, (&value).into()],

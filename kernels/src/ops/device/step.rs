@@ -1,5 +1,6 @@
-//! The optimizer: passes by a table of tensors, which is made of addresses alone. A model of 10^9 weights has 2,000 tensors to
-//! move, and a device waits for their table: each takes the host two microseconds, most of which are checks.
+//! The optimizer: passes over a table of tensors, which consists of addresses. A model of 10^9 weights has 2,000
+//! tensors to update, and the device waits for their table: each tensor takes the host two microseconds, most of which
+//! are checks.
 
 use tch::{Kind, Tensor};
 
@@ -9,13 +10,13 @@ use crate::device::pieces::{self, Piece};
 use crate::ops::call::Call;
 use crate::ops::{AdamW, CHUNK, Update, UpdateRule, check};
 
-/// Elements of a block before an orthogonalisation (`elements.h`).
+/// Elements per block before an orthogonalization (`elements.h`).
 const EACH: i64 = 1024;
 
 /// A row of the table (`Move` in `optimizer.h`).
 #[derive(Default)]
 struct Move {
-    /// Of weights, first and second moments, gradient, and what is rounded.
+    /// Of weights, first and second moments, gradient, and bf16 copy.
     addresses: [i64; 5],
     elements: i64,
     number: u64,
@@ -23,7 +24,7 @@ struct Move {
     by: AdamW,
 }
 
-/// The table of those that have elements, on the device, how many they are, and their blocks of so many elements.
+/// The table of the non-empty tensors on the device, their number, and their number of blocks of so many elements.
 fn table(queue: &Queue, moves: &[Move], block: i64) -> Result<(Tensor, i64, i64)> {
     let (mut rows, mut blocks) = (Vec::with_capacity(14 * moves.len()), 0);
     for one in moves.iter().filter(|one| one.elements > 0) {
@@ -45,7 +46,7 @@ fn address(tensor: &Tensor) -> i64 {
     tensor.data_ptr() as i64
 }
 
-/// As [`crate::ops::Ops::update`] answers.
+/// Returns the same as [`crate::ops::Ops::update`].
 pub(super) fn update(queue: &Queue, all: &[Update]) -> Result<Tensor> {
     let mut moves = Vec::with_capacity(all.len());
     for one in all {
@@ -100,7 +101,7 @@ pub(super) fn rounded(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<()> {
     pieces::round(queue, &rows)
 }
 
-/// The sum of squares of each chunk of each part, and, where they are asked for, its checksum.
+/// The sum of squares of each chunk of each part and, if requested, its checksum.
 pub(super) fn squares(
     queue: &Queue,
     parts: &pieces::Parts,

@@ -1,4 +1,4 @@
-//! Tokens: their rows of the embedding, and their way to experts and back.
+//! Tokens: their embedding rows, and their dispatch to experts and back.
 
 use tch::{Kind, Tensor};
 
@@ -9,17 +9,17 @@ use crate::ops::call::Call;
 use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, Gradient, check};
 
-/// An expert's rows are filled up to a multiple of this (`FILL + 1` in `dispatch.h`).
+/// An expert's rows are padded to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
 
-/// Classes that `dispatch_places` holds at once.
+/// Maximum number of classes of `dispatch_places`.
 const CLASSES: i64 = 1024;
 
-/// Tokens of a round of a block, and blocks, each of which reads what all of them have counted.
+/// Tokens of one round of a block, and the maximum number of blocks, each of which reads the counts of all.
 const ROUND: i64 = 256;
 const BLOCKS: i64 = 128;
 
-/// Blocks that share the tokens of the embedding's gradient: each looks through all of them.
+/// Blocks that share the tokens of the embedding's gradient: each scans all of them.
 const SHARED: i64 = 512;
 
 pub(super) fn embedding(
@@ -56,7 +56,7 @@ pub(super) fn embedding_backward(
     Ok([columns(queue, grad, scale)?, products(queue, grad, embedded)?])
 }
 
-/// Counts and places are made on the device, and stay there: there are as many places as there can be.
+/// Counts and places are computed and stay on the device; the number of places is the maximum possible.
 pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<Dispatch> {
     check::dispatch(choice, classes)?;
     if classes > CLASSES {
@@ -93,8 +93,8 @@ pub(super) fn permute(queue: &Queue, x: &Tensor, by: &Dispatch) -> Result<Tensor
     Ok(out)
 }
 
-/// What [`unpermute`] and [`gather`] are given first: places of rows, the rows of experts, those that passed them by or nothing,
-/// and where the experts' end.
+/// The first arguments of [`unpermute`] and [`gather`]: places of rows, the rows of experts, those that bypassed
+/// experts or a null pointer, and the end of the experts' rows.
 fn returning<'a>(
     operation: &'static str,
     x: &'a Tensor,
@@ -137,7 +137,7 @@ pub(super) fn gather(
     Ok(out)
 }
 
-/// Place by place, so that those without a token get their zeros too.
+/// One place at a time, so that places without a token get zeros.
 pub(super) fn gather_backward(
     queue: &Queue,
     x: &Tensor,

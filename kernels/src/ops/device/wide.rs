@@ -1,8 +1,8 @@
-//! Products of bf16 whose outcome is f32: parts of a sum, which are not rounded before the others have come.
+//! bf16 matmuls with f32 results: parts of a sum, which must not be rounded before they are added.
 //!
-//! libtorch has one product for them (`mm.dtype`, `bmm.dtype`), which keeps what units for bf16 add up in f32. Not everywhere:
-//! releases for AMD refused it for a while, and main memory has none. There the operands are widened, which costs a pass over
-//! each and the speed of f32.
+//! libtorch has an operator for them (`mm.dtype`, `bmm.dtype`), which keeps the f32 accumulators of bf16 matrix units.
+//! It is not available everywhere: some releases for AMD refuse it, and the CPU has none. There the operands are
+//! converted to f32, which costs a pass over each, and the matmul runs at f32 speed.
 
 use std::sync::OnceLock;
 
@@ -10,10 +10,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// Whether libtorch makes such products on this device. It is asked for a small one, once in a process.
+/// Whether libtorch has such matmuls on this device. Tries a small one, once per process.
 ///
-/// # Errors
-/// Where there is no memory for the question: that is no answer.
+/// # Errors If memory runs out during the attempt, which answers nothing.
 pub(crate) fn multiplies(device: Device) -> Result<bool> {
     static ANSWER: OnceLock<bool> = OnceLock::new();
     if let Some(answer) = ANSWER.get() {

@@ -1,4 +1,4 @@
-//! Causal softmax attention, document by document, with its scores written down.
+//! Causal softmax attention, document by document, with materialized scores.
 
 use tch::{Kind, Tensor};
 

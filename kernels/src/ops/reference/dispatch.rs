@@ -6,7 +6,7 @@ use crate::Result;
 use crate::ops::operands::{Groups, Order};
 use crate::ops::{Dispatch, check};
 
-/// By a stable sort where the tensors are; how many tokens each expert has is asked once.
+/// Uses a stable sort on the tensors' device; reads the number of tokens of each expert once.
 pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     check::dispatch(choice, classes)?;
     let (_, tokens) = choice.f_sort_stable(true, 0, false)?;

@@ -1,4 +1,4 @@
-//! The gated linear unit of an expert, and its rows on their way back to where they came from.
+//! The gated linear unit of an expert, and the return of its rows to token order.
 
 use tch::{Kind, Tensor};
 

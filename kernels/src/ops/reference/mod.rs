@@ -1,6 +1,7 @@
-//! The table in libtorch's operators: what each operation is, for any device, and what the kernels of others are held against.
+//! The table in libtorch's operators: defines each operation, for any device; the kernels of other tables are tested
+//! against it.
 //!
-//! Sums and what lies between two roundings are f32; what is bf16 is rounded once, when it is written.
+//! Sums and intermediate values are f32; bf16 results are rounded once, when written.
 
 mod attention;
 mod dispatch;
@@ -19,7 +20,7 @@ use super::{
 };
 use crate::{Result, checksum};
 
-/// The table of libtorch's operators. Its version moves with its bits.
+/// The table of libtorch's operators. A change of its bits requires a new version.
 #[derive(Debug)]
 pub(super) struct Reference;
 
@@ -213,7 +214,7 @@ impl Ops for Reference {
         }
     }
 
-    /// The checksum of a part stands at its first chunk.
+    /// The first chunk of a part has its checksum.
     fn chunk_sums(&self, parts: &[(&Tensor, u64, u64)], chunk: i64) -> Result<[Tensor; 2]> {
         let tensors: Vec<Tensor> =
             parts.iter().map(|(tensor, ..)| tensor.shallow_clone()).collect();
@@ -233,7 +234,7 @@ impl Ops for Reference {
     }
 }
 
-/// On a device a whole tensor at a time, since every operator is a launch: its checksums stand in the first of its rows.
+/// On a device a whole tensor at a time, since every operator is a launch: its checksums are in the first of its rows.
 fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
     let mut squared = Vec::new();
     for one in all.iter_mut() {
@@ -274,7 +275,7 @@ fn whole(ops: &Reference, all: &mut [Update]) -> Result<Tensor> {
     Ok(Tensor::f_stack(&columns, 1)?)
 }
 
-/// So many numbers in a row for each, of which the first is the one of `known` that has this index, and the others are 0.
+/// For each entry so many numbers in a row: the first one is the entry of `known` with this index, the others are 0.
 fn at_firsts(known: &Tensor, firsts: &[(Option<i64>, i64)]) -> Result<Tensor> {
     let most = firsts.iter().map(|(_, count)| *count).max().unwrap_or(0);
     let zeros = Tensor::f_zeros([most], (Kind::Int64, known.device()))?;
@@ -289,7 +290,7 @@ fn at_firsts(known: &Tensor, firsts: &[(Option<i64>, i64)]) -> Result<Tensor> {
     Ok(Tensor::f_cat(&all, 0)?)
 }
 
-/// The sum of squares, f64, where the tensor is.
+/// The sum of squares, f64, on the tensor's device.
 fn squares(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(Kind::Double)?.f_square()?.f_sum(Kind::Double)?)
 }

@@ -1,11 +1,11 @@
-//! Newton-Schulz iterations as they are written down.
+//! Newton-Schulz iterations, literally.
 
 use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
-/// Each matrix by itself: a library's batch may have other bits than its members.
+/// One matrix at a time: a library's batch may have other bits than single matrices.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let [rows, columns] = check::newton_schulz(stack)?;
     let out = stack.f_empty_like()?;
@@ -49,7 +49,7 @@ fn one(matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     Ok(if tall { x.f_transpose(0, 1)? } else { x })
 }
 
-/// `A <- P A P`, so often, and `X` times the product of all `P`.
+/// Applies `A <- P A P` for all steps, then multiplies `X` by the product of all `P`.
 fn by_square(
     x: Tensor,
     steps: usize,

@@ -1,4 +1,4 @@
-//! Root mean square norm, and a residual addition with scales and biases.
+//! RMS norm, and a residual addition with scales and biases.
 
 use tch::{Kind, Tensor};
 

@@ -33,7 +33,7 @@ pub(super) fn conv_shift_backward(
     let both = to_f32(grad)?.f_view([heads, rows, width, 2])?.f_permute([1, 3, 0, 2])?;
     let part = |tap| both.f_select(1, tap)?.f_reshape([rows, channels]);
     let (c_before, c_now) = (part(0)?, part(1)?);
-    // What stands before a document is the bias; rows that are not counted keep out of every sum.
+    // Before a document `c` is the bias; rows that are not counted are excluded from every sum.
     let counted = |x: &Tensor| match by.counted {
         None => columns(x),
         Some(rows) => columns(&x.f_index_select(0, rows)?),
@@ -62,13 +62,13 @@ pub(super) fn conv_shift_backward(
     })
 }
 
-/// Weights of the token before, and of the token.
+/// Weights of the previous token, and of the token.
 fn taps(by: ConvShift) -> Result<(Tensor, Tensor)> {
     let taps = by.weights.f_squeeze_dim(1)?;
     Ok((taps.f_select(1, 0)?, taps.f_select(1, 1)?))
 }
 
-/// Row t - 1 in the place of row t; where a document begins `first`, or zero.
+/// Row t - 1 in place of row t; at the start of a document `first`, or zero.
 fn delayed(x: &Tensor, starts: &Tensor, first: Option<&Tensor>) -> Result<Tensor> {
     let out = x.f_roll([1], [0])?;
     Ok(match first {
@@ -81,7 +81,7 @@ fn delayed(x: &Tensor, starts: &Tensor, first: Option<&Tensor>) -> Result<Tensor
     })
 }
 
-/// Row t + 1 in the place of row t, and zero where a document ends: the transpose of [`delayed`].
+/// Row t + 1 in place of row t, and zero at the end of a document: the transpose of [`delayed`].
 fn advanced(x: &Tensor, starts: &Tensor) -> Result<Tensor> {
     Ok(x.f_index_fill(0, starts, 0.0)?.f_roll([-1], [0])?)
 }
@@ -130,7 +130,7 @@ pub(super) fn query_key_backward(
     Ok(QueryKeyGrads { raw, means, temperature, bias: Gradient::Made(bias) })
 }
 
-/// What comes back through the means from the gradient of raw: `[N, G d]`.
+/// The gradient through the means, from the gradient of raw: `[N, G d]`.
 fn means_back(raw: &Tensor, shape: [i64; 3]) -> Result<Tensor> {
     let (query, key) = split(raw, shape)?;
     let ([queries, ..], tokens) = (shape, raw.size()[1]);
@@ -154,7 +154,7 @@ fn scales(by: QueryKey) -> Result<Tensor> {
     Ok(Tensor::f_cat(&[&ones, by.temperature], 0)?.f_view([-1, 1, 1])?)
 }
 
-/// The first dimensions of each head, paired by halves, turned by each token's angles.
+/// Rotary embedding: the first dimensions of each head, paired by halves, rotated by each token's angles.
 fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     let (half, width) = (cos.size()[1], x.size()[2]);
     let (a, b) = (x.f_narrow(2, 0, half)?, x.f_narrow(2, half, half)?);

@@ -1,4 +1,4 @@
-//! The tables against each other: f32 within a few roundings, bf16 within a few of its own.
+//! Compares the tables: f32 within a few roundings of f32, bf16 within a few of bf16.
 
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -9,11 +9,11 @@ mod model;
 mod newton_schulz;
 mod products;
 
-/// Numbers between -1 and 1 that depend on nothing but `seed`.
+/// Numbers between -1 and 1 that depend only on `seed`.
 pub(in crate::ops) fn random(shape: &[i64], seed: u64) -> Tensor {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0xD1B5_4A32_D192_ED03;
     let mut next = || {
-        // xorshift: enough to have no structure that an operation could hide behind.
+        // xorshift: pseudorandom enough that no structure can hide an error.
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
@@ -24,7 +24,7 @@ pub(in crate::ops) fn random(shape: &[i64], seed: u64) -> Tensor {
     Tensor::from_slice(&values).reshape(shape)
 }
 
-/// The largest difference, over the largest number where that is above 1.
+/// Largest difference, divided by the largest number if that is above 1.
 fn difference(found: &Tensor, wanted: &Tensor) -> f64 {
     assert_eq!((found.size(), found.kind()), (wanted.size(), wanted.kind()));
     if found.numel() == 0 {
@@ -35,7 +35,7 @@ fn difference(found: &Tensor, wanted: &Tensor) -> f64 {
     (found - wanted).abs().max().double_value(&[]) / size
 }
 
-/// What an operation may differ by between tables, in units of the kind's rounding.
+/// Tolerance between tables, in units of the kind's rounding.
 fn close(found: &Tensor, wanted: &Tensor, roundings: f64) -> bool {
     let unit = if found.kind() == Kind::BFloat16 { 2f64.powi(-8) } else { 2f64.powi(-23) };
     let difference = difference(found, wanted);
@@ -49,7 +49,7 @@ fn float() -> impl Strategy<Value = Kind> {
     prop_oneof![Just(Kind::Float), Just(Kind::BFloat16)]
 }
 
-/// Starts of documents: the first row, and some others.
+/// First rows of documents: row 0 and some others.
 fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
     let mut starts: Vec<i64> = cuts.iter().map(|cut| cut.index(tokens as usize) as i64).collect();
     starts.push(0);
@@ -61,12 +61,12 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
 /// Our own kernels for devices, on the emulator.
 const EMULATED: Table = &super::device::Own::on(crate::device::emulated::queue);
 
-/// A gradient that a table began, finished.
+/// A finished gradient of a table.
 fn made(table: Table, begun: Gradient) -> Tensor {
     table.finish(vec![begun]).unwrap().remove(0)
 }
 
-/// What is held against the reference.
+/// The tables that are compared to the reference.
 const OWN: [Table; 2] = [CPU, EMULATED];
 
 proptest! {
@@ -102,7 +102,7 @@ proptest! {
             prop_assert_eq!(found.branch.kind(), kind);
             prop_assert!(close(&found.branch, &wanted.branch, 1.0));
             prop_assert!(close(&found.residual, &wanted.residual, 1.0));
-            // All at once, as a layer has them made.
+            // All at once, as for a layer.
             let found = table.finish(found.scaling.into()).unwrap();
             for (found, wanted) in found.iter().zip(&REFERENCE.finish(wanted.scaling.into()).unwrap()) {
                 prop_assert!(close(found, wanted, 16.0));
@@ -123,7 +123,7 @@ proptest! {
         }
     }
 
-    /// Wherever documents begin: in every row, or in none but the first. Values are those of a token and of the one before it.
+    /// For any document starts: every row, or only the first. Values are those of a token and of the previous one.
     #[test]
     fn convolutions_and_shifts(
         tokens in 1i64..50,
@@ -167,10 +167,10 @@ proptest! {
         }
     }
 
-    /// Where the sums over some rows and those over the others come together, they are those over all.
+    /// Sums over some rows and over the others add up to the sums over all.
     #[test]
     fn rows_that_are_not_counted_are_someone_elses(
-        // A list without any row, too: its memory has no address.
+        // Also a list without rows, whose memory has no address.
         counted in prop_oneof![
             4 => prop::collection::vec(any::<bool>(), 1..50),
             1 => (1usize..50, any::<bool>()).prop_map(|(rows, all)| vec![all; rows]),
@@ -221,7 +221,7 @@ proptest! {
         let (bias, temperature) = (random(&[heads * width], seed + 1), random(&[keys], seed + 2));
         let shape = [keys * group, keys, width];
         let by = QueryKey { bias: &bias, temperature: &temperature, angles: [&cos, &sin], shape };
-        // Values stand beside them.
+        // Values follow the queries and keys.
         let z = random(&[tokens, heads * width + 2], seed + 3).to_kind(kind);
         let raw = random(&[heads, tokens, width], seed + 4).to_kind(kind);
         for table in OWN {
@@ -247,7 +247,7 @@ proptest! {
         }
     }
 
-    /// Far below and above zero too, where the gate is shut or open; and with no rows at all.
+    /// Also far below and above zero, where the gate is closed or open; and without rows.
     #[test]
     fn gates(rows in 0i64..40, width in 1i64..40, kind in float(), seed in 0u64..1000) {
         let x = (random(&[rows, 2 * width], seed) * 30.0).to_kind(kind);
@@ -255,12 +255,12 @@ proptest! {
         for table in OWN {
             prop_assert!(close(&table.swiglu(&x).unwrap(), &REFERENCE.swiglu(&x).unwrap(), 4.0));
             let found = table.swiglu_backward(&x, &grad).unwrap();
-            // In bf16 libtorch rounds the silu and its products by themselves.
+            // In bf16 libtorch rounds the silu and its products separately.
             prop_assert!(close(&found, &REFERENCE.swiglu_backward(&x, &grad).unwrap(), 8.0));
         }
     }
 
-    /// Some tokens have no expert; what has no value is not read.
+    /// Some tokens have no expert; undefined rows are not read.
     #[test]
     fn rows_on_their_way_back(
         choice in prop::collection::vec(0i64..4, 1..40),
@@ -381,7 +381,7 @@ proptest! {
         }
     }
 
-    /// Squares of chunks with checksums, of parts that begin anywhere in their tensors.
+    /// Squares of chunks with checksums, for parts that begin anywhere in their tensors.
     #[test]
     fn chunks_are_squared_and_summed_up(length in 0i64..300, seed in 0u64..1000, chunk in 1i64..400) {
         let x = random(&[length], seed) * 1e9;
@@ -403,14 +403,14 @@ proptest! {
     }
 }
 
-/// What one element of a gradient changes shows in the row of its chunk, wherever it is, and in no other.
+/// A change of one element of a gradient shows in the row of its chunk, wherever it is, and in no other.
 #[test]
 fn an_element_shows_in_its_chunk() {
     let length = 2 * CHUNK + 7;
     let by =
         AdamW { keep: 1.0, first: 0.1, second: 0.1, root: 1.0, eps: 1.0, rate: 0.1, scale: 1.0 };
     let rows = |table: Table, place: Option<i64>| {
-        // Not aligned to more than an element.
+        // Aligned only to an element.
         let [mut weight, mut first, gradient] =
             [0, 1, 2].map(|seed| random(&[length + 1], seed).narrow(0, 1, length));
         let mut second = random(&[length], 3).square();
@@ -430,14 +430,14 @@ fn an_element_shows_in_its_chunk() {
         let found = rows(EMULATED, Some(place));
         for (chunk, (found, wanted)) in found.chunks(4).zip(wanted.chunks(4)).enumerate() {
             let differ = found.iter().zip(wanted).filter(|(found, wanted)| found != wanted).count();
-            // Second moments take the square of a gradient.
+            // Second moments use the square of a gradient.
             let changed = if place / CHUNK == chunk as i64 { 3 } else { 0 };
             assert_eq!(differ, changed, "element {place}, chunk {chunk}");
         }
     }
 }
 
-/// What is rounded has to lie within what the model reads, and all of a tensor has one shape.
+/// The bf16 copy must fit into what the model reads, and all tensors of an update have one shape.
 #[test]
 fn an_update_is_refused_where_it_does_not_fit() {
     for table in [CPU, REFERENCE, EMULATED] {

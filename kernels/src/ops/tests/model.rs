@@ -1,4 +1,4 @@
-//! What a model is made of: attention, values, experts, losses, routes.
+//! Operations of a model: attention, values, experts, losses, routes.
 
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -25,11 +25,11 @@ fn back(
     table.attention_backward(by, saved, grad, into).map(|()| out)
 }
 
-/// All tables have the same heads and gradients, but for rounding.
+/// All tables have equal outputs and gradients, except for rounding.
 fn agrees(own: &[Table], by: Attention, grad: &Tensor) -> std::result::Result<(), TestCaseError> {
     let wanted = REFERENCE.attention(by).unwrap();
     let wanted_back = back(REFERENCE, by, wanted.saved, grad).unwrap();
-    // The way back from bf16 operands reads heads that were rounded to bf16.
+    // The backward pass with bf16 operands reads outputs that were rounded to bf16.
     let limit = if by.value.kind() == Kind::BFloat16 { 8.0 * 32768.0 } else { 64.0 };
     for table in own.iter().copied() {
         let found = table.attention(by).unwrap();
@@ -45,7 +45,7 @@ fn agrees(own: &[Table], by: Attention, grad: &Tensor) -> std::result::Result<()
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
 
-    /// Documents of one token, and of all.
+    /// Documents of one token, and a document of all tokens.
     #[test]
     fn attention_over_documents(
         tokens in 1i64..70,
@@ -57,7 +57,7 @@ proptest! {
     ) {
         let shape = [keys * group, keys, width];
         let mut spans = spans(tokens, &cuts);
-        // Keys of an earlier part stand before those of the span itself; what they hold is of no matter to the comparison.
+        // Keys of earlier tokens precede those of the span itself; their content does not matter for the comparison.
         spans.iter_mut().zip(&before).for_each(|(span, before)| span.before = *before);
         let others = spans.iter().map(|span| span.keys()).sum();
         let query = random(&[keys * group, tokens, width], seed).to_kind(kind);
@@ -69,7 +69,7 @@ proptest! {
         prop_assert!(back(REFERENCE, by, vec![[query.copy(), query.copy()]], &grad).is_err());
     }
 
-    /// A document's bits are its own, whatever it is in one launch with.
+    /// A document's bits do not depend on the other documents of its launch.
     #[test]
     fn a_document_knows_nothing_of_its_neighbours(
         (first, len, rest) in (0i64..50, 1i64..50, 0i64..50),
@@ -103,7 +103,7 @@ proptest! {
         }
     }
 
-    /// So are an expert's.
+    /// Neither do an expert's on other experts.
     #[test]
     fn an_expert_knows_nothing_of_the_others(
         choice in prop::collection::vec(0i64..4, 1..90),
@@ -138,7 +138,7 @@ proptest! {
         }
     }
 
-    /// Parts of long documents: many blocks of queries, and keys before them.
+    /// Parts of long documents: many blocks of queries, and earlier keys.
     #[test]
     fn attention_over_parts_of_long_documents(
         (before, len) in (1i64..500, 300i64..800),
@@ -147,7 +147,7 @@ proptest! {
         seed in 0u64..1000,
     ) {
         let (width, shape) = (8, [keys * group, keys, 8]);
-        // A whole document stands beside the part.
+        // A whole document in addition to the part.
         let spans = [Span { start: 0, len, before }, Span::whole(len, 9)];
         let (tokens, others) = (len + 9, before + len + 9);
         let query = random(&[keys * group, tokens, width], seed).to_kind(kind);
@@ -155,11 +155,11 @@ proptest! {
         let value = random(&[others, keys * width], seed + 1).to_kind(kind);
         let grad = random(&[tokens, keys * group * width], seed + 2).to_kind(kind);
         let by = Attention { query: &query, key: &key, value: &value, spans: &spans, shape, kept: None };
-        // To the emulator, to which blocks are nothing, a pair takes long: it computes one in eight.
+        // The emulator, for which blocks do not matter, is slow: it computes one in eight.
         agrees(if seed % 8 == 0 { &OWN } else { &[CPU] }, by, &grad)?;
     }
 
-    /// A part of a document, with the keys and values of what came before, has the heads that it has in the whole one.
+    /// A part of a document, with the earlier keys and values, has the same output as in the whole document.
     #[test]
     fn a_part_of_a_document_sees_what_came_before(
         (before, len) in (0i64..600, 1i64..40),
@@ -177,13 +177,13 @@ proptest! {
             let own = query.narrow(1, before, len).contiguous();
             let wanted = of(&query, &whole).narrow(0, before, len);
             let found = of(&own, &part);
-            // In main memory a token's bits do not depend on where its document is cut.
+            // In main memory a token's bits do not depend on where its document is split.
             prop_assert!(table.name() != CPU.name() || found == wanted);
             prop_assert!(difference(&found, &wanted) < 1e-5);
         }
     }
 
-    /// A token's row goes through its own expert and comes back, also where experts, or all of them, have no token.
+    /// Each token's row is computed by its own expert and returned, even if some or all experts have no token.
     #[test]
     fn tokens_go_through_their_experts(
         choice in prop::collection::vec(0i64..5, 1..60),
@@ -240,7 +240,7 @@ proptest! {
         }
     }
 
-    /// As in f64, whatever the chunk and the shards of the vocabulary; a token without a label costs nothing and moves nothing.
+    /// Equal to f64 for any chunk and number of shards; a token without a label has no loss and no gradient.
     #[test]
     fn losses_and_their_gradients(
         labels in prop::collection::vec(0i64..30, 1..40),
@@ -272,7 +272,7 @@ proptest! {
         }
     }
 
-    /// Before and after an orthogonalisation.
+    /// The steps before and after an orthogonalization.
     #[test]
     fn momenta_and_steps(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000) {
         let state = |table: Table| {
@@ -289,7 +289,7 @@ proptest! {
     }
 }
 
-/// A route goes to the lowest of equals; balance moves the choice and not its weight.
+/// Ties choose the lowest class; balance affects the choice but not its weight.
 #[test]
 fn routes_go_to_the_lowest_of_equals() {
     let zeros = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, Device::Cpu));
@@ -320,7 +320,7 @@ fn routes_go_to_the_lowest_of_equals() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
-    /// Equal tokens too.
+    /// Including equal tokens.
     #[test]
     fn rows_of_the_embedding(
         tokens in prop::collection::vec(0i64..9, 1..40),
@@ -344,7 +344,8 @@ proptest! {
         }
     }
 
-    /// Forward and back, with and without a state before; where both choose alike, as they do but for near ties.
+    /// Forward and backward, with and without a previous state, if both tables choose alike, which they do except for
+    /// near ties.
     #[test]
     fn routers(
         (tokens, width, size, classes) in (1i64..40, 1i64..20, 1i64..20, 2i64..9),

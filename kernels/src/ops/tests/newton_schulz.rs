@@ -1,4 +1,4 @@
-//! Newton-Schulz against the iteration in f64, alone and in stacks.
+//! Newton-Schulz compared to the iteration in f64, alone and in stacks.
 
 use proptest::prelude::*;
 use tch::{Kind, Tensor};
@@ -14,7 +14,7 @@ const QUINTIC: NewtonSchulz = NewtonSchulz {
     form: NewtonSchulzForm::Gram,
 };
 
-/// The iteration as it is written down, in f64.
+/// The literal iteration in f64.
 fn iterated(matrix: &Tensor, steps: usize) -> Tensor {
     let tall = matrix.size()[0] > matrix.size()[1];
     let x = matrix.to_kind(Kind::Double);
@@ -33,10 +33,10 @@ fn iterated(matrix: &Tensor, steps: usize) -> Tensor {
 const FORMS: [NewtonSchulz; 2] =
     [QUINTIC, NewtonSchulz { form: NewtonSchulzForm::Direct, ..QUINTIC }];
 
-/// That in bf16.
+/// The form in bf16.
 const NARROW: NewtonSchulz = NewtonSchulz { form: NewtonSchulzForm::Bf16, ..QUINTIC };
 
-/// The distance to [`iterated`], over its length.
+/// The distance to [`iterated`], relative to its length.
 fn error(table: Table, matrix: &Tensor, by: NewtonSchulz) -> f64 {
     let wanted = iterated(matrix, QUINTIC.steps);
     let found = table.newton_schulz(matrix, by).unwrap().to_kind(Kind::Double);
@@ -46,7 +46,7 @@ fn error(table: Table, matrix: &Tensor, by: NewtonSchulz) -> f64 {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// Tiles, symmetry and the way over the square change rounding, not the result, also where half of the directions all but
+    /// Tiles, symmetry and iterating the square change rounding, not the result, even if half of the directions almost
     /// vanish. Stated error: 1e-3 of the result's length.
     #[test]
     fn iterations_are_those_of_f64(
@@ -66,8 +66,8 @@ proptest! {
         }
     }
 
-    /// Rounded to bf16 after every product: what differs from f64 is of the size of that rounding. All tables round at the same
-    /// places, so they are nearer to each other.
+    /// Rounded to bf16 after every matmul: the difference to f64 is of the order of this rounding. All tables round at
+    /// the same places, so they are closer to each other.
     #[test]
     fn iterations_in_bf16_are_near_those_of_f64(
         (rows, columns) in prop_oneof![(1i64..40, 1i64..90), (90i64..200, 90i64..300)],
@@ -87,8 +87,8 @@ proptest! {
         }
     }
 
-    /// A device computes half of the tiles of a symmetric product, in the order of the CPU, and so has the CPU's bits as long as
-    /// products are its own; the same of a matrix that is turned round.
+    /// A device computes half of the tiles of a symmetric result, in the CPU's order, so its own matmuls have the CPU's
+    /// bits; likewise for a transposed matrix.
     #[test]
     fn small_ones_have_the_bits_of_the_cpu(
         (rows, columns) in prop_oneof![(1i64..40, 1i64..90), (60i64..150, 60i64..300)],
@@ -104,7 +104,7 @@ proptest! {
         }
     }
 
-    /// Bits are a function of the matrix alone, whatever it is stacked with.
+    /// The bits of a matrix do not depend on the rest of its stack.
     #[test]
     fn a_matrix_has_its_bits_in_any_stack(
         (rows, columns) in prop_oneof![(1i64..40, 1i64..40), (60i64..90, 60i64..200)],
@@ -112,7 +112,7 @@ proptest! {
         seed in 0u64..1000,
     ) {
         let stack = random(&[count, rows, columns], seed);
-        // What is large takes the emulator long: it computes one in four.
+        // The emulator is slow with large matrices: it computes one in four.
         let emulated = (rows * columns < 40 * 40 || seed % 4 == 0).then_some(EMULATED);
         for table in [CPU, REFERENCE].into_iter().chain(emulated) {
             let together = table.newton_schulz(&stack, QUINTIC).unwrap();
@@ -129,8 +129,8 @@ proptest! {
     }
 }
 
-/// So are those of the stacks that a library multiplies, at any place of theirs, beside any others: over more than
-/// one of them, tall, square and wide.
+/// The same for stacks that a library multiplies, at any position and with any other matrices: over more than one
+/// stack, tall, square and wide.
 #[test]
 fn a_large_matrix_has_its_bits_in_any_stack() {
     let shapes = [[367, 367], [900, 150], [150, 900]];
@@ -152,7 +152,7 @@ fn a_large_matrix_has_its_bits_in_any_stack() {
     }
 }
 
-/// Large enough for blocks of symmetric products, both ways round.
+/// Large enough for symmetric results in blocks, in both orientations.
 #[test]
 fn a_matrix_in_blocks_is_that_of_f64() {
     for (shape, by) in [([1024, 1030], FORMS[1]), ([2100, 1024], FORMS[0])] {

@@ -1,8 +1,8 @@
-//! Products of matrices into memory that is there, against their formula in f64.
+//! Matmuls into existing memory, compared to their formula in f64.
 
 use super::*;
 
-/// A matrix in a part of other memory, row by row or column by column.
+/// A matrix within larger memory, row-major or column-major.
 fn laid(shape: [i64; 2], turned: bool, kind: Kind, seed: u64) -> Tensor {
     let [rows, columns] = shape;
     let values = random(&[rows + 1, columns + 2], seed).to_kind(kind);
@@ -31,14 +31,14 @@ proptest! {
                 true => table.matmul_into(&out.unsqueeze(0), &left.unsqueeze(0), &right.unsqueeze(0)).unwrap(),
                 false => table.matmul_into(&out, &left, &right).unwrap(),
             }
-            // A product in bf16 is rounded to it even where it goes into f32.
+            // A matmul in bf16 is rounded to bf16 even if `out` is f32.
             let within = if kind == Kind::Float { 1e-5 } else { 2f64.powi(-8) };
             prop_assert!(difference(&out.to_kind(Kind::Double), &exact) < within, "{}", table.name());
 
             let mut sum = laid([rows, columns], turned[2], Kind::Float, seed + 2);
             let before = sum.to_kind(Kind::Double);
             table.matmul_add(&mut sum, &left, &right).unwrap();
-            // Held against the product: it was rounded before the sum, in which the two may cancel.
+            // Relative to the matmul: it was rounded before the sum, in which the two may cancel.
             let added = sum.to_kind(Kind::Double) - before;
             prop_assert!(difference(&added, &exact) < within, "{}", table.name());
         }

@@ -1,5 +1,5 @@
-//! Matrices for which the library's products are worth their launches: stacks of one shape. Of symmetric products it is asked for
-//! three blocks of four, where those are large.
+//! Matrices that are large enough for the library's matmuls: stacks of one shape. For a large symmetric result the
+//! library computes three of its four blocks.
 
 use std::collections::BTreeMap;
 
@@ -10,23 +10,23 @@ use crate::Result;
 use crate::device::pieces;
 use crate::ops::{NewtonSchulz, NewtonSchulzForm};
 
-/// Elements that a stack has at most, unless one matrix has more: a product of so many is worth a launch.
+/// Maximum number of elements of a stack, unless one matrix has more: a matmul of this size is worth a launch.
 const ELEMENTS: i64 = 1 << 26;
 
-/// Matrices that a stack has at most. Tests fill several stacks.
+/// Maximum number of matrices of a stack. Tests fill several stacks.
 const MOST: i64 = if cfg!(test) { 4 } else { 32 };
 
-/// Rows from which on a symmetric product is made in blocks: a quarter of its operations is then worth two more products, and a
-/// copy of a block.
+/// Minimum number of rows for computing a symmetric result in blocks: only then saving a quarter of the operations
+/// outweighs two more matmuls and a copy of a block.
 const HALVED: i64 = 1024;
 
-/// Of how many matrices of this shape a stack is, however many there are to fill it: a library chooses among its kernels by the
-/// size of a stack, too.
+/// Number of matrices in a stack of this shape, regardless of how many there are to fill it: a library may choose its
+/// kernels by the size of a stack, too.
 fn places([rows, columns]: [i64; 2]) -> i64 {
     (ELEMENTS / (rows * columns).max(1)).clamp(1, MOST)
 }
 
-/// Each of them, in their order.
+/// Iterates all matrices; returns them in their order.
 pub(super) fn all(queue: &Queue, matrices: &[&Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
     let mut made: Vec<Option<Tensor>> = matrices.iter().map(|_| None).collect();
     for first in 0..matrices.len() {
@@ -50,7 +50,7 @@ pub(super) fn all(queue: &Queue, matrices: &[&Tensor], by: NewtonSchulz) -> Resu
         .ok_or_else(|| super::super::unreached("newton_schulz"))
 }
 
-/// Bytes of [`all`] for matrices of these shapes: stacks that are done, and what the largest one needs beside itself.
+/// Memory of [`all`] in bytes for matrices of these shapes: finished stacks, and the temporaries of the largest one.
 pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     let mut alike = BTreeMap::<[i64; 2], i64>::new();
     shapes.iter().for_each(|shape| *alike.entry(*shape).or_default() += 1);
@@ -59,8 +59,8 @@ pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
         stacks * places(*shape) * shape[0] * shape[1]
     });
     let beside = alike.keys().map(|shape| {
-        // `A`, `A A` and a product of them, and the iterations' own product where squares alone are iterated; in bf16 two of half
-        // the bytes, with the matrix before and after a step.
+        // `A`, `A A` and a product of them, and the accumulated product if only squares are iterated; in bf16 two of
+        // half the size, and the matrix before and after a step.
         let squares = match by.form {
             NewtonSchulzForm::Bf16 => 1,
             _ if by.by_gram(*shape) => 4,
@@ -72,7 +72,7 @@ pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     4 * (done.sum::<i64>() + beside.max().unwrap_or(0)) as u64
 }
 
-/// A whole stack that begins with the given ones, and has zeros behind them.
+/// A whole stack: the given matrices followed by zeros.
 fn stacked(queue: &Queue, given: &[&Tensor], [rows, columns]: [i64; 2]) -> Result<Tensor> {
     let (count, filled) = (places([rows, columns]), given.len() as i64);
     let stack = queue.room(&[count, rows, columns], Kind::Float)?;
@@ -86,7 +86,7 @@ fn stacked(queue: &Queue, given: &[&Tensor], [rows, columns]: [i64; 2]) -> Resul
     Ok(stack)
 }
 
-/// The iteration of each matrix of a stack, as it lies: `X P` where they are higher than wide.
+/// The iteration of each matrix of a stack, without a transposition: `X P` if it has more rows than columns.
 fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let (rows, columns) = (stack.size()[1], stack.size()[2]);
     let tall = rows > columns;
@@ -114,7 +114,7 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     for step in 1..=by.steps {
         let factor = polynomial(queue, &square, by)?;
         if step < by.steps {
-            // All are polynomials of one symmetric matrix, and so are their products.
+            // All are polynomials of one symmetric matrix, so their products are symmetric, too.
             square = symmetric(queue, &symmetric(queue, &square, &factor)?, &factor)?;
         }
         all = Some(match all {
@@ -125,7 +125,7 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     Ok(all.map_or_else(|| Ok(x.shallow_clone()), |all| times(&all, &x))?)
 }
 
-/// The iteration in bf16, of each matrix of a stack. A library rounds what it adds to a product once, with the sum.
+/// The iteration in bf16 for each matrix of a stack. A library rounds an addition to a matmul once, with the sum.
 fn rounded(x: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let (tall, [a, b, c]) = (x.size()[1] > x.size()[2], by.coefficients.map(f64::from));
     let mut x = x.f_to_kind(Kind::BFloat16)?;
@@ -141,7 +141,7 @@ fn rounded(x: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     Ok(x.f_to_kind(Kind::Float)?)
 }
 
-/// `left right` of each of two stacks, which is known to be symmetric.
+/// `left right` for each matrix of two stacks, where the result is known to be symmetric.
 fn symmetric(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let size = left.size()[1];
     match size >= HALVED && size % 2 == 0 {
@@ -150,7 +150,7 @@ fn symmetric(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The same by its lower blocks; the upper one is a mirrored one. An even number of rows.
+/// The same by its lower blocks; the upper block is mirrored. Requires an even number of rows.
 fn blocks_of(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
     let (count, size) = (left.size()[0], left.size()[1]);
     let (half, out) = (size / 2, queue.room(&[count, size, size], Kind::Float)?);
@@ -163,7 +163,7 @@ fn blocks_of(queue: &Queue, left: &Tensor, right: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// `a I + b A + c A A` of each of a stack of squares.
+/// `a I + b A + c A A` for each of a stack of squares.
 fn polynomial(queue: &Queue, square: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let (fourth, size) = (symmetric(queue, square, square)?, square.size());
     let [a, b, c] = by.coefficients.map(Argument::from);
@@ -184,8 +184,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
-        /// Whole and in blocks: the same product within rounding, of what lies as it is or turned; what is mirrored has the
-        /// bits of what it mirrors.
+        /// The whole matmul and the one in blocks agree within rounding, for normal and transposed operands; the
+        /// mirrored block has the same bits as its source.
         #[test]
         fn symmetric_products_are_made_of_blocks(
             (count, half, inner) in (1i64..4, 1i64..20, 1i64..40),

@@ -1,10 +1,11 @@
-//! Newton-Schulz: small matrices all together, by products of our own; larger ones in stacks of one shape, by the library's.
+//! Newton-Schulz: small matrices all together, by our own matmuls; larger ones in stacks of one shape, by the
+//! library's.
 //!
-//! In bf16 all go that way, since it has the matrix units.
+//! In bf16 all use the library, which has the matrix units.
 //!
-//! Which way a matrix goes, and of how many its stack is, is decided by its shape alone. An element of our products is one
-//! chain of fused multiplications and additions; the library is always called with a whole stack, filled up with zeros. So a
-//! matrix has the same bits whatever it comes with.
+//! The shape of a matrix alone decides its method and its stack size. An element of our matmuls is one chain of fused
+//! multiply-adds; the library is always called with a whole stack, padded with zeros. So the bits of a matrix do not
+//! depend on the matrices that it is computed with.
 
 mod large;
 mod small;
@@ -16,7 +17,7 @@ use crate::Result;
 use crate::device::pieces::Piece;
 use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
 
-/// Elements of the largest matrix that is small: of more, a library's products are worth their launches.
+/// Elements of the largest small matrix; above this the library's matmuls are worth their launches.
 const SMALL: i64 = 1 << 17;
 
 pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -31,7 +32,7 @@ pub(super) fn newton_schulz(queue: &Queue, stack: &Tensor, by: NewtonSchulz) -> 
     }
 }
 
-/// Of many matrices.
+/// Iterates many matrices.
 pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
     matrices.iter().try_for_each(|matrix| check::newton_schulz(matrix).map(drop))?;
     let is_small = |matrix: &&Tensor| is_small(matrix.numel() as i64, by);
@@ -45,7 +46,7 @@ pub(super) fn all(queue: &Queue, matrices: &[Tensor], by: NewtonSchulz) -> Resul
     turned.collect()
 }
 
-/// Bytes that [`all`] holds at most, what it answers with included, for matrices of these shapes.
+/// Maximum memory of [`all`] in bytes, including results, for matrices of these shapes.
 pub(in crate::ops) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     let is_small = |[rows, columns]: &[i64; 2]| is_small(rows * columns, by);
     let (some, others): (Vec<_>, Vec<_>) = shapes.iter().copied().partition(is_small);
@@ -53,12 +54,12 @@ pub(in crate::ops) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
     at_work.max(left + large::bytes(&others, by))
 }
 
-/// Whether products of our own are for matrices of so many elements. In bf16 there are none.
+/// Whether matrices of so many elements use our own matmuls. We have none in bf16.
 fn is_small(elements: i64, by: NewtonSchulz) -> bool {
     by.form != NewtonSchulzForm::Bf16 && (1..=SMALL).contains(&elements)
 }
 
-/// A tensor, and another of its size.
+/// A tensor paired with another of its size.
 fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor, first: u64) -> Piece<'a> {
     Piece { tensor, other: Some(other), first, salt: 0 }
 }

@@ -1,4 +1,4 @@
-//! Matrices that are iterated all together, whatever their shapes, by products of our own: four launches a step.
+//! Iterates small matrices all together, whatever their shapes, by our own matmuls: four launches per step.
 
 use std::ffi::CStr;
 
@@ -12,14 +12,14 @@ use crate::ops::NewtonSchulz;
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
 
-/// A matrix of what is iterated: in memory `rows` x `columns`, as it came.
+/// One of the iterated matrices: `rows` x `columns` in memory, as given.
 #[derive(Clone, Copy)]
 struct Matrix {
     rows: i64,
     columns: i64,
-    /// Whether its square alone is iterated.
+    /// Whether only its square is iterated.
     gram: bool,
-    /// Where it begins in a buffer of all of them, and its square in one of all squares.
+    /// Its offset in the buffer of all matrices, and that of its square in the buffer of all squares.
     at: i64,
     square_at: i64,
 }
@@ -33,25 +33,25 @@ impl Matrix {
         self.rows.max(self.columns)
     }
 
-    /// How far rows and elements of a row lie apart, as a matrix that is not higher than wide.
+    /// Strides of rows and of elements in a row, as a matrix with at most as many rows as columns.
     fn pitch(self) -> [i64; 2] {
         if self.rows > self.columns { [1, self.columns] } else { [self.columns, 1] }
     }
 }
 
-/// A row of the table of products (`Product` in `optimizer.h`): an address and how far rows and elements lie apart on either
-/// side.
+/// A row of the table of matmuls (`Product` in `optimizer.h`): for each side an address and the strides of rows and
+/// elements.
 struct Product {
     left: (i64, [i64; 2]),
     right: (i64, [i64; 2]),
     out: i64,
-    /// Rows, columns, and the index that is summed over.
+    /// Rows, columns, and the summed index.
     size: [i64; 3],
-    /// Whether what lies below the diagonal is copied from above it.
+    /// Whether the part below the diagonal is copied from above it.
     symmetric: bool,
 }
 
-/// A table of the iteration: its rows, as they are uploaded, and its blocks.
+/// A table of the iteration: its rows, as they are uploaded, and its number of blocks.
 type Table = (Vec<i64>, i64);
 
 fn products(all: impl IntoIterator<Item = Product>) -> Table {
@@ -72,18 +72,18 @@ fn products(all: impl IntoIterator<Item = Product>) -> Table {
 /// Matrices that are iterated together, and their memory.
 struct Stack {
     matrices: Vec<Matrix>,
-    /// X, before and after a step in turn.
+    /// X before and after a step, alternating.
     x: [Tensor; 2],
     /// `A`.
     square: Tensor,
-    /// `A A`, of which the polynomial `P` is made.
+    /// `A A`, from which the polynomial `P` is computed.
     factor: Tensor,
-    /// Where squares are iterated: `A P`, and the product of all polynomials so far, before and after a step in turn.
+    /// If squares are iterated: `A P`, and the product of all polynomials so far, before and after a step, alternating.
     spare: Tensor,
     all: [Tensor; 2],
 }
 
-/// Where the element lies in a buffer.
+/// The address of an element in a buffer.
 fn address(buffer: &Tensor, at: i64) -> i64 {
     buffer.data_ptr() as i64 + 4 * at
 }
@@ -110,19 +110,19 @@ impl Stack {
         })
     }
 
-    /// Where the polynomial of a matrix is made: the first is the product of all so far.
+    /// The buffer for the polynomial of a matrix: the first one is also the product of all so far.
     fn polynomial_of(&self, matrix: Matrix, step: usize) -> &Tensor {
         if matrix.gram && step == 0 { &self.all[0] } else { &self.factor }
     }
 
-    /// `out = left right` of squares that commute.
+    /// `out = left right` for squares that commute.
     fn squares(&self, matrix: Matrix, [left, right, out]: [&Tensor; 3]) -> Product {
         let (side, at) = (matrix.side(), matrix.square_at);
         let [left, right] = [left, right].map(|one| (address(one, at), [side, 1]));
         Product { left, right, out: address(out, at), size: [side; 3], symmetric: true }
     }
 
-    /// `A`, before a step: `X X^T`, or of a square alone what the step before has left of it.
+    /// `A` for a step: `X X^T`; if only the square is iterated, `A P P` of the previous step.
     fn first(&self, step: usize) -> Table {
         products(self.matrices.iter().map(|&matrix| {
             if matrix.gram && step > 0 {
@@ -143,7 +143,7 @@ impl Stack {
         }))
     }
 
-    /// Behind the polynomial: `P X`; or of a square alone `A P`, if a step follows, and the product of all polynomials.
+    /// After the polynomial: `P X`; or, for a square, `A P` if a step follows, and the product of all polynomials.
     fn last(&self, step: usize, steps: usize) -> Table {
         let (mut all, now) = (Vec::new(), step % 2);
         for &matrix in &self.matrices {
@@ -162,13 +162,13 @@ impl Stack {
         products(all)
     }
 
-    /// What squares alone have come to, times the matrix.
+    /// The product of all polynomials times the matrix, for matrices whose squares were iterated.
     fn finished(&self, steps: usize) -> Table {
         let gram = self.matrices.iter().filter(|matrix| matrix.gram && steps > 0);
         products(gram.map(|&matrix| self.times(matrix, &self.all[(steps + 1) % 2], 0)))
     }
 
-    /// `P X`, from one buffer to the other: as it lies, so of one that is higher than wide `X P`.
+    /// `P X` from one buffer to the other; in memory layout, this is `X P` for matrices with more rows than columns.
     fn times(&self, matrix: Matrix, factor: &Tensor, from: usize) -> Product {
         let (side, wide, [row, step]) = (matrix.side(), matrix.wide(), matrix.pitch());
         let factor = (address(factor, matrix.square_at), [side, 1]);
@@ -181,14 +181,14 @@ impl Stack {
         Product { left, right, out, size, symmetric: false }
     }
 
-    /// Each matrix as it was given, and where it begins its iteration.
+    /// Each given matrix, paired with its position in the first buffer.
     fn given(&self, given: &[&Tensor]) -> Result<Table> {
         let parts = self.parts(|_| 0)?;
         let pairs = given.iter().zip(&parts);
         Ok(table(&pairs.map(|(given, part)| piece(given, part, 0)).collect::<Vec<_>>()))
     }
 
-    /// `A` and `A A` of each.
+    /// Pairs of `A` and `A A` of each matrix.
     fn polynomials(&self, step: usize) -> Result<Table> {
         let mut pairs = Vec::new();
         for &matrix in &self.matrices {
@@ -200,7 +200,7 @@ impl Stack {
         Ok(table(&pieces.collect::<Vec<_>>()))
     }
 
-    /// Each matrix, out of the buffer that it lies in.
+    /// Each matrix, from the buffer that holds it.
     fn parts(&self, which: impl Fn(&Matrix) -> usize) -> Result<Vec<Tensor>> {
         let part = |matrix: &Matrix| {
             let &Matrix { rows, columns, at, .. } = matrix;
@@ -210,7 +210,7 @@ impl Stack {
     }
 }
 
-/// Bytes of [`all`] for matrices of these shapes: while it works, and of what it answers with.
+/// Memory of [`all`] in bytes for matrices of these shapes: temporaries, and results.
 pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> [u64; 2] {
     let matrices: i64 = shapes.iter().map(|[rows, columns]| rows * columns).sum();
     let squares: i64 = shapes.iter().map(|[rows, columns]| rows.min(columns).pow(2)).sum();
@@ -218,7 +218,7 @@ pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> [u64; 2] {
     [2 * matrices + 2 * squares + gram, matrices].map(|elements| 4 * elements as u64)
 }
 
-/// Each of them, in their order.
+/// Iterates all matrices; returns them in their order.
 pub(super) fn all(queue: &Queue, given: &[&Tensor], by: NewtonSchulz) -> Result<Vec<Tensor>> {
     if given.is_empty() {
         return Ok(Vec::new());
@@ -230,7 +230,7 @@ pub(super) fn all(queue: &Queue, given: &[&Tensor], by: NewtonSchulz) -> Result<
         all.push(stack.last(step, by.steps));
     }
     all.push(stack.finished(by.steps));
-    // All tables travel at once.
+    // All tables are uploaded at once.
     let (mut words, mut tables) = (Vec::new(), Vec::new());
     for (rows, blocks) in all {
         tables.push((words.len() as i64, rows.len() as i64, blocks));
