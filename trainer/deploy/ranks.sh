@@ -58,7 +58,7 @@ while [ "$left" -gt 0 ]; do
   # 101: a panic, a bug as 1 is.
   case $code in 101) code=1 ;; [1-5]) ;; *) code=6 ;; esac
   if [ "$worst" = 0 ] && [ "$left" -gt 0 ]; then
-    (sleep 30 && kill -KILL "${pids[@]}") 2>/dev/null &
+    (sleep 30 && kill -KILL "${pids[@]}") >/dev/null 2>&1 &
     killer=$!
   fi
   if [ "$worst" = 0 ] || [ "$worst" = 6 ]; then worst=$code; fi
