@@ -11,7 +11,7 @@
 set -euo pipefail
 ranks=$1
 shift
-nodes=$NODES node=$JOB_COMPLETION_INDEX pids=() asked='' killer=''
+nodes=$NODES node=$JOB_COMPLETION_INDEX pids=() asked=''
 
 # Other machines may know a better reason than 6: their code has to come first.
 again() {
@@ -24,7 +24,6 @@ stop() {
   [ ${#pids[@]} = 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true
 }
 trap stop TERM INT
-trap '[ -z "$killer" ] || kill "$killer" 2>/dev/null || true' EXIT
 
 if [ "$node" = 0 ]; then
   # Its own name may still lead to the pod before.
@@ -45,7 +44,7 @@ for ((local = 0; local < ranks; local++)); do
 done
 [ -z "$asked" ] || stop
 
-# The first rank that fails; the others end by themselves, or are ended after a while.
+# A rank that fails ends the others, at once or after --rank-timeout: nothing here cuts a checkpoint short.
 worst=0 left=$ranks
 while [ "$left" -gt 0 ]; do
   ended='' code=0
@@ -57,10 +56,6 @@ while [ "$left" -gt 0 ]; do
   [ "$code" != 0 ] || continue
   # 101: a panic, a bug as 1 is.
   case $code in 101) code=1 ;; [1-5]) ;; *) code=6 ;; esac
-  if [ "$worst" = 0 ] && [ "$left" -gt 0 ]; then
-    (sleep 30 && kill -KILL "${pids[@]}") >/dev/null 2>&1 &
-    killer=$!
-  fi
   if [ "$worst" = 0 ] || [ "$worst" = 6 ]; then worst=$code; fi
 done
 case $worst in
