@@ -35,6 +35,7 @@ mod learns;
 mod linkage;
 #[cfg(feature = "train")]
 mod losses;
+mod manifests;
 #[cfg(feature = "train")]
 mod memory;
 #[cfg(feature = "train")]
