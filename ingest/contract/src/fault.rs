@@ -1,7 +1,7 @@
 //! Errors that help: what went wrong, where, what was found, what was wanted, what to do next.
 //!
-//! One type for every room, because every room's errors end in the same place: on a person's terminal, with an
-//! exit code that a script can act on.
+//! One type for every module, because every error ends in the same place: on a user's terminal, with an exit code that
+//! a script can act on.
 
 use std::error::Error;
 use std::fmt;
@@ -44,14 +44,14 @@ impl Class {
     }
 }
 
-/// What a fault of the machine is a sign of, where whoever watches over a run has to know more than its class.
+/// What an environment fault indicates, for supervisors that need more than the class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Symptom {
-    /// Nothing more can be written.
+    /// No space is left to write.
     DiskFull,
-    /// It does not compute the same twice.
+    /// The same computation gave different results.
     Untrusted,
-    /// Another process has what this one wants.
+    /// Another process holds the resource.
     InUse,
 }
 
@@ -190,13 +190,13 @@ impl Fault {
             .wanted(format!("the one that is meant: {}", wanted.join(" or ")))
     }
 
-    /// What it is a sign of.
+    /// Sets the symptom.
     pub fn sign_of(mut self, symptom: Symptom) -> Self {
         self.0.symptom = Some(symptom);
         self
     }
 
-    /// The same for who has to act by `class`.
+    /// Sets the class: who has to act.
     pub fn of(mut self, class: Class) -> Self {
         self.0.class = class;
         self
@@ -241,7 +241,7 @@ impl Fault {
         self
     }
 
-    /// A fault of telling what is done by now: whoever runs the command again is refused.
+    /// Adds that `done` has already happened, because the same command run again is refused.
     pub fn after(self, done: impl fmt::Display) -> Self {
         self.hint(format!("{done}, and whole: only these words are lost"))
     }
@@ -261,16 +261,16 @@ impl Fault {
         self.0.class
     }
 
-    /// What it is a sign of, where that is known.
+    /// The symptom, where known.
     pub fn symptom(&self) -> Option<Symptom> {
         self.0.symptom
     }
 }
 
-/// What is added to a name until what it stands for is whole, or for what is kept beside it.
+/// Suffixes of names: for outputs that are not complete yet, and for files that lie next to an output.
 const ADDED: [&str; 3] = [".partial", ".work", ".zdata.tmp"];
 
-/// A name that no file system of ours takes, with how long it may be: also where only what we add makes it too long.
+/// A name that the file system refuses as too long, with the limit; our own suffix may be what makes it too long.
 fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
     let longest = path.iter().max_by_key(|part| part.len()).unwrap_or_default();
     let bytes = longest.len();
@@ -298,18 +298,18 @@ const EMFILE: i32 = 24;
 /// The disk could not read what it holds.
 const EIO: i32 = 5;
 
-/// What to do where the system gives a process no more of something: of files, of memory, of threads.
+/// The hint where the system refuses a process more files, memory or threads.
 pub fn more_of(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(ENFILE | EMFILE) => "raise `ulimit -n`",
         _ if error.kind() == io::ErrorKind::OutOfMemory => "free some memory, or raise `ulimit -v`",
-        // A thread wants memory too.
+        // A thread needs memory too.
         _ => "raise `ulimit -u`, or free some memory",
     }
 }
 
-/// Whether an error on reading says something of the machine at this moment, such as "no more handles", and nothing of
-/// the file: then the file is neither whole nor damaged, but unread.
+/// Whether a read error is about the machine at this moment, such as "no more handles", and not about the file: the
+/// file is then unread, neither whole nor damaged.
 pub fn is_of_the_moment(error: &io::Error) -> bool {
     let class = Fault::io("read", Path::new(""), error).class();
     class == Class::Machine && error.raw_os_error() != Some(EIO)
@@ -327,7 +327,7 @@ pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
     None
 }
 
-/// Whether memory was short, which is the machine's fault and nobody else's: some libraries say so only in words.
+/// Whether memory ran out, which is an environment fault; some libraries report it only in their text.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     match io_cause(error) {
         Some(error) if error.kind() == io::ErrorKind::OutOfMemory => true,
@@ -342,7 +342,7 @@ pub fn tells_of_memory(text: &str) -> bool {
     words.iter().any(|words| text.contains(words))
 }
 
-/// An I/O error once more, to be kept while the first one goes its way.
+/// A copy of an I/O error, to keep while the original is returned.
 pub fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
@@ -353,7 +353,7 @@ pub fn again(error: &io::Error) -> io::Error {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Inner { class: _, what, place, found, wanted, hint, symptom: _ } = &*self.0;
-        // Much of this was written by others: paths, ids, what a file says.
+        // Paths, ids and file contents are untrusted text.
         if let Some(place) = place {
             write!(f, "{}: ", name(place))?;
         }
@@ -423,7 +423,7 @@ mod tests {
             Fault::io("write", path, &io::ErrorKind::StorageFull.into()).class(),
             Class::Machine
         );
-        // A folder read as a file, a file used as a folder, a folder made where a file is.
+        // A folder read as a file, a file used as a folder, a folder created where a file exists.
         for code in [21, 20, 17].map(io::Error::from_raw_os_error) {
             assert_eq!(Fault::io("read", path, &code).class(), Class::Usage, "{code}");
         }
@@ -440,7 +440,7 @@ mod tests {
             assert_eq!(fault.class(), Class::Usage, "{fault}");
             assert!(fault.to_string().contains(&format!("at most {most} bytes")), "{fault}");
         }
-        // A path of names that each would do.
+        // A path whose names are each short enough.
         let fault = Fault::io("read", Path::new("a/b"), &too_long);
         assert!(fault.class() == Class::Usage && !fault.to_string().contains("255"), "{fault}");
     }

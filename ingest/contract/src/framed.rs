@@ -167,7 +167,7 @@ pub fn quoted(text: &str) -> String {
             '\n' => out += "\\n",
             '\r' => out += "\\r",
             '\t' => out += "\\t",
-            // The controls of ASCII and of Latin-1, whose numbers are fixed for ever.
+            // The control characters of ASCII and Latin-1, whose numbers never change.
             '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' => {
                 out += &format!("\\u{{{:x}}}", u32::from(character));
             }

@@ -9,7 +9,7 @@
 /// assert_eq!(counted(2_u64, "copy"), "2 copies");
 /// ```
 pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
-    // What is larger than any count is more than one, too.
+    // A count that does not fit is plural too.
     let count = count.try_into().unwrap_or(u64::MAX);
     format!("{count} {}", named(count, name))
 }

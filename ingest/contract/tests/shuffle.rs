@@ -121,7 +121,7 @@ fn scores(n: u64, count: usize, order: &Order, next: &Order) -> BTreeMap<String,
     put("neighbours in a window, 16 apart", clustering(n, &values, 16));
     put("neighbours in a window, n/2^16 apart", clustering(n, &values, (n >> 16).max(1)));
     put("repeated differences", differences(n, &values, |a, b| (b + n - a) % n));
-    // Two values of a set that is no power of two differ by some patterns more seldom: only an excess counts.
+    // Two values of a set whose size is not a power of two differ by some patterns less often: only an excess counts.
     put("repeated xor differences", differences(n, &values, |a, b| a ^ b).max(0.0));
     for (bit, score) in bits(n, &values).into_iter().enumerate() {
         put(&format!("bit {bit}"), score);
@@ -171,7 +171,7 @@ fn windows(n: u64, values: &[u64]) -> f64 {
         }
         degrees += 255.0;
     }
-    // Drawing without putting back is a little more even.
+    // Sampling without replacement is slightly more even.
     let without = (n as f64 - 1.0) / (n as f64 - 256.0);
     (chi2 * without - degrees) / (2.0f64 * degrees).sqrt()
 }
@@ -214,7 +214,7 @@ fn bits(n: u64, values: &[u64]) -> Vec<f64> {
         let found = values.iter().filter(|&value| value >> bit & 1 == 1).count() as f64;
         let spread =
             (count * chance * (1.0 - chance) * (1.0 - (count - 1.0) / (n as f64 - 1.0))).sqrt();
-        // A bit that chance sets less than a few times says nothing.
+        // A bit that is expected to be set only a few times has no meaningful score.
         if spread < 3.0 { 0.0 } else { (found - count * chance) / spread }
     };
     (0..=top).map(score).collect()
