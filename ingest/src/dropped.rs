@@ -58,7 +58,7 @@ pub struct Line {
     /// Its own id, where it could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// Why it was not kept, or why bytes of it were removed.
+    /// Why it was not kept, or why bytes were removed.
     pub reason: String,
     /// Its bytes, as the accounting counts them.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,7 +1,7 @@
 //! Moves a finished store to its destination; the local copy is removed after the destination was read back and
 //! verified.
 //!
-//! The local copy is renamed before it is removed, so that a crash leaves all of it or nothing that looks like a store.
+//! The local copy is renamed before it is removed, so that a crash leaves either a whole store or no store.
 
 use std::path::Path;
 

@@ -16,7 +16,7 @@ use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
 use crate::walk::{Part, Walk, place};
 
-/// A longer document is audited by a sample of it.
+/// A longer document is audited by one piece.
 const AUDIT_WHOLE_BYTES: usize = 1_000_000;
 
 /// Everything that determines the tokens of a document.

@@ -122,7 +122,7 @@ impl<'a> Gathered<'a> {
 
 /// What the workers pass on.
 pub(crate) enum Seen {
-    /// Documents of one file, with `raw` bytes of it read so far.
+    /// Documents of one file, with `raw` bytes read so far.
     Documents { observed: Vec<Observed>, raw: u64 },
     /// The end of a file, with its content.
     End { bytes: u64, identity: Identity },

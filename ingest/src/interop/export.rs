@@ -1,4 +1,4 @@
-//! `zdata export`: writes a store, or a part of it, in the format of another project.
+//! `zdata export`: writes a whole or partial store in the format of another project.
 //!
 //! `OUT/export.json` names the store, and each file's size and digest; `OUT/tokenizer.json` belongs to the tokens.
 

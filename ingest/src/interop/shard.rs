@@ -44,7 +44,7 @@ pub(super) fn unpacked(
     bytes: u64,
 ) -> Result<Vec<u8>> {
     let name = compression.unwrap_or("none");
-    // One extra byte shows a wrong length without reading all of it.
+    // One extra byte shows a wrong length without reading everything.
     let limit = bytes + 1;
     let mut data = Vec::new();
     // The level, after a colon, does not matter here.

@@ -252,7 +252,7 @@ impl Cache {
         Ok((Whole::within(file, &name, path), inode))
     }
 
-    /// Adds `more` bytes to the count, and evicts copies if over the limit: down to three quarters of it, so that the
+    /// Adds `more` bytes to the count. Over the limit, evicts copies down to three quarters of the limit, so that the
     /// folder is not listed again for the next copy.
     fn make_room(&self, more: u64) -> Result<()> {
         let mut known = self.known();

@@ -1,8 +1,9 @@
 //! A file that is written sequentially; large ones bypass the page cache.
 //!
-//! A store is read long after it was written, and by other processes: cached pages of it only evict others. In virtual
-//! machines, filling new pages also costs more than the copy itself. So full pieces are written with direct I/O from an
-//! aligned buffer; where the file system has none, they are written normally. The bytes are the same either way.
+//! A store is read long after it was written, and by other processes: its pages in the cache only evict others. In
+//! virtual machines, filling new pages also costs more than the copy itself. So full pieces are written with direct I/O
+//! from an aligned buffer; where the file system has none, they are written normally. The bytes are the same either
+//! way.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};

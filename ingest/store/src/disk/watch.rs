@@ -34,7 +34,7 @@ struct Watched {
 /// time.
 pub struct Watch(Arc<Watched>);
 
-/// Watches `folder` for a test; its disk is full after `room` bytes.
+/// Watches `folder` for a test, on a simulated disk of limited size.
 pub fn watch(folder: &Path, room: u64) -> Watch {
     let (folder, acts, room) = (folder.to_owned(), Mutex::default(), Mutex::new(room));
     let watched = Arc::new(Watched { folder, acts, room });

@@ -130,7 +130,7 @@ fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     for name in [&shard.document_file.name, &shard.start_file.name] {
         let path = stream.join(name);
         let honest = fs::read(&path).unwrap();
-        // The metadata, with all offsets, is at the end: test all of it, and a sample of the bytes before it.
+        // The metadata, with all offsets, is at the end: test every byte there, and a sample of the bytes before.
         let places = (0..honest.len()).filter(|at| at % 7 == 0 || honest.len() - at < 600);
         for (number, at) in places.enumerate() {
             let mut bytes = honest.clone();
