@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`. The
-//! number of workers, kills and the location of files have no influence. Invariant: memory is bounded by the slabs in
-//! flight, whatever the number of documents.
+//! number of workers, kills and the location of files have no influence.
+//! Invariant: memory is bounded by the slabs in flight, whatever the number of documents.
 
 #![forbid(unsafe_code)]
 

@@ -9,9 +9,11 @@
 //! ```
 //!
 //! Invariant: a part's key is the hash of all that its content depends on (`key`), so whatever an edit does not affect
-//! is reused. Invariant: a task and a merge belong to the plan that they name; plans are independent, and none touches
-//! the files of another one. Invariant: parts and results are created, never replaced. A second result of a task must
-//! have the same digest as the first; otherwise both are kept and nothing is merged.
+//! is reused.
+//! Invariant: a task and a merge belong to the plan that they name; plans are independent, and none touches the files
+//! of another one.
+//! Invariant: parts and results are created, never replaced. A second result of a task must have the same digest as the
+//! first; otherwise both are kept and nothing is merged.
 
 mod begun;
 mod key;

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! Invariant: a file's claims about itself are checked against its real size before memory is allocated or data is
-//! used. Any content ends in documents, in a counted drop, or in a [`contract::Fault`], never in a panic. Invariant:
-//! nothing is ever unpickled, and only the columns of tokens and ids are decoded. Invariant: a result appears by
-//! renaming its whole folder; the leftovers of a killed run are removed by the next one.
+//! used. Any content ends in documents, in a counted drop, or in a [`contract::Fault`], never in a panic.
+//! Invariant: nothing is ever unpickled, and only the columns of tokens and ids are decoded.
+//! Invariant: a result appears by renaming its whole folder; the leftovers of a killed run are removed by the next one.
 
 mod datatrove;
 pub mod export;

@@ -5,9 +5,10 @@
 //! with evaluation sets (`dedup`): if a corpus has such a step, a scan reads it once before the build and decides.
 //!
 //! Invariant: the result for a document depends only on the corpus and its inputs, not on workers, kills or the order
-//! in which threads finish. Invariant: a dropped document is counted under one reason, and what steps add to and remove
-//! from kept ones is counted by step: the accounting balances to zero in documents and in bytes. Invariant: a source
-//! without steps has no overhead, and keeps its identity and its bits.
+//! in which threads finish.
+//! Invariant: a dropped document is counted under one reason, and what steps add to and remove from kept ones is
+//! counted by step: the accounting balances to zero in documents and in bytes.
+//! Invariant: a source without steps has no overhead, and keeps its identity and its bits.
 
 pub(crate) mod chat;
 pub(crate) mod compare;

@@ -4,8 +4,8 @@
 //! boundaries; its [`Slab`]s are parsed on any worker thread.
 //!
 //! Invariant: the documents of a file, their order, rows and byte ranges depend only on the file's bytes, not on the
-//! size of slabs. Invariant: whatever a file contains ends in a document, in a counted drop, or in a [`Fault`]; never
-//! in a panic.
+//! size of slabs.
+//! Invariant: whatever a file contains ends in a document, in a counted drop, or in a [`Fault`]; never in a panic.
 
 mod arrays;
 mod arrow;

@@ -7,8 +7,8 @@
 //! Invariant: objects are only created, never replaced. An existing object is compared, and other content is an error
 //! that leaves both as they are. (An object of more than 5 GiB is created after a look, without a condition: of two
 //! simultaneous publishers the last one wins.) Only checkpoints are removed. The manifest is put last, so a prefix that
-//! has one holds everything it names. Invariant: a request whose answer was lost is repeated; a look tells whether a
-//! failed request took effect.
+//! has one holds everything it names.
+//! Invariant: a request whose answer was lost is repeated; a look tells whether a failed request took effect.
 //!
 //! The environment says where and who: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` and
 //! the rest of what `object_store` knows; `ZDATA_S3_TIMEOUT` (seconds for a request, 60), `ZDATA_CACHE` (a folder) and
