@@ -358,7 +358,7 @@ mod tests {
         assert!(checked.stop.is_some());
     }
 
-    /// A build stops at a source of which nothing is left, whatever `on_error` says.
+    /// A build stops at a source of which nothing is left, regardless of `on_error`.
     #[test]
     fn a_source_without_a_document_is_told_as_a_build_would() {
         let bench = Workbench::new(30);

@@ -33,7 +33,7 @@ impl Digest {
         hasher.finish()
     }
 
-    /// The first 8 hexadecimal digits, for a line that a person reads.
+    /// The first 8 hexadecimal digits, for messages.
     pub fn short(&self) -> String {
         self.to_string()[..8].to_owned()
     }
@@ -50,7 +50,7 @@ impl Identity {
         Identity(Sha256::digest(bytes).into())
     }
 
-    /// The first 12 hexadecimal digits, for a line that a person reads.
+    /// The first 12 hexadecimal digits, for messages.
     pub fn short(&self) -> String {
         self.to_string()[..12].to_owned()
     }

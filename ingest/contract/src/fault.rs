@@ -120,8 +120,8 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data, a file in a folder's place or one that is not a regular file wrong use; everything
-    /// else (disk full, no memory or handles left, no permission) is the machine's.
+    /// A missing file is missing data; a file in place of a folder, or one that is not a regular file, is wrong use;
+    /// everything else (disk full, no memory or handles left, no permission) is an environment fault.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
             io::ErrorKind::NotFound => (
@@ -175,7 +175,7 @@ impl Fault {
         fault.at(path.display().to_string()).hint(hint)
     }
 
-    /// The system gives no thread or process for `what`.
+    /// The system could not start a thread or process for `what`.
     pub fn not_started(what: &str, error: &io::Error) -> Self {
         Fault::machine(format!("cannot start {what}: {error}")).hint(more_of(error))
     }
@@ -226,7 +226,7 @@ impl Fault {
         self
     }
 
-    /// What was wanted instead of `word`: the nearest of the words that are known, or all of them.
+    /// What was wanted instead of `word`: the nearest known word, or all of them.
     pub fn one_of<'a>(self, word: &str, known: impl IntoIterator<Item = &'a str>) -> Self {
         let known: Vec<&str> = known.into_iter().collect();
         match nearest(word, known.iter().copied()) {
@@ -292,7 +292,7 @@ fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
 /// The longest name that a file system takes.
 const NAME_BYTES: usize = 255;
 
-/// No more files may be open on this machine, or in this process: errors that the standard library gives no name.
+/// Errors without a name in the standard library: too many open files, on this machine or in this process.
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 /// The disk could not read what it holds.
@@ -315,7 +315,7 @@ pub fn is_of_the_moment(error: &io::Error) -> bool {
     class == Class::Machine && error.raw_os_error() != Some(EIO)
 }
 
-/// The I/O error at the root of what a library reports, if there is one.
+/// The I/O error that caused a library's error, if there is one.
 pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
     let mut cause = Some(error);
     while let Some(link) = cause {
@@ -336,7 +336,7 @@ pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     }
 }
 
-/// Whether these are a library's words for a lack of memory, in an error or a panic: zstd's, its wrapper's, Oniguruma's.
+/// Whether this is a library's message for a lack of memory, in an error or a panic: of zstd, its wrapper or Oniguruma.
 pub fn tells_of_memory(text: &str) -> bool {
     let words = ["not enough memory", "zstd returned null pointer", "fail to memory allocation"];
     words.iter().any(|words| text.contains(words))

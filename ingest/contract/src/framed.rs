@@ -4,8 +4,8 @@
 //! field is one byte that says its kind, then its value: numbers in eight bytes, little-endian, texts and bytes after
 //! their length, lists after their count, an option as "nothing" or as "something" and the value.
 //!
-//! Invariant: what is fed can be read back, field by field; so two different sequences of fields never feed the same
-//! bytes, whatever their texts hold.
+//! Invariant: what is fed can be read back field by field, so two different sequences of fields never feed the same
+//! bytes.
 
 use sha2::{Digest as _, Sha256};
 

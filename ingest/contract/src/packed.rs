@@ -94,7 +94,7 @@ mod tests {
             prop_assert_eq!(text.parse(), Ok(Packed(words)));
         }
 
-        /// Any other text is refused: of another length, or with a character that is no digit.
+        /// Any other text is refused: of another length, or with a character that is not a hexadecimal digit.
         #[test]
         fn what_is_no_word_is_refused(
             words in prop::collection::vec(any::<u64>(), 1..4),

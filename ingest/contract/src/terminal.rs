@@ -1,7 +1,7 @@
 //! Output for users: text without terminal control characters, and one exit code for each outcome.
 //!
 //! Ids, paths and names come from corpora and from other people's files. A control character in one of them could
-//! recolour, hide or forge what stands on the screen; so whatever is printed for people passes through [`shown`].
+//! recolour, hide or forge text on the screen, so everything printed for users passes through [`shown`].
 //! Answers for programs (JSON, and streams of lines that are digests and numbers) go out as they are.
 
 use std::fmt;

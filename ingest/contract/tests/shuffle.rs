@@ -1,7 +1,7 @@
 //! The shuffle suite: does a keyed permutation look like chance where training would notice?
 //!
 //! Each measure is a standard score against a uniformly random order: near 0 for a good shuffle, whatever its key.
-//! Ours passes at every size; two published schemes, written anew here from their description and known to be weak,
+//! Ours passes at every size; two published schemes, rewritten here from their descriptions and known to be weak,
 //! are flagged by the same measures with the same limit. A suite that nothing fails would prove nothing.
 
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ const SIZES: [u64; 12] = [
     1_000_000_007,
 ];
 
-/// An order of `0..n`: what stands at a position.
+/// An order of `0..n`: the value at a position.
 type Order = Box<dyn Fn(u64) -> u64>;
 
 /// A way to make an order of `0..n` from a seed.
@@ -176,7 +176,7 @@ fn windows(n: u64, values: &[u64]) -> f64 {
     (chi2 * without - degrees) / (2.0f64 * degrees).sqrt()
 }
 
-/// Pairs inside windows of 256 positions that stand at most `distance` apart in the source.
+/// Pairs inside windows of 256 positions whose values are at most `distance` apart in the source.
 fn clustering(n: u64, values: &[u64], distance: u64) -> f64 {
     let (mut near, mut pairs) = (0u64, 0.0);
     for window in values.chunks_exact(256) {
@@ -319,7 +319,7 @@ fn too_few_rounds_are_flagged_and_enough_pass() {
     }
 }
 
-/// Whether every value of `0..n` comes once.
+/// Whether every value of `0..n` occurs once.
 fn is_bijection(n: u64, order: &Order) -> bool {
     let mut seen = vec![false; n as usize];
     (0..n).all(|index| !std::mem::replace(&mut seen[order(index) as usize], true))
@@ -360,7 +360,7 @@ fn small_orders_are_uniform() {
     }
 }
 
-/// Every value comes to every position equally often, over the keys.
+/// Over the keys, every value reaches every position equally often.
 #[test]
 fn every_place_is_reached_equally() {
     for n in [7u64, 9, 16, 17, 25, 31, 33, 64] {

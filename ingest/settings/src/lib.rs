@@ -96,8 +96,8 @@ impl File {
         })
     }
 
-    /// Refuses a file that is of another kind by its keys: [`CURRICULUM`], [`CORPUS`] or [`DESCRIPTION`]. Otherwise the first key
-    /// that one kind does not know would be called a mistake.
+    /// Refuses a file whose keys are those of another kind: [`CURRICULUM`], [`CORPUS`] or [`DESCRIPTION`]. Otherwise
+    /// its first unknown key would be reported as a typo.
     pub fn check_kind(&self, wanted: &str) -> Result<()> {
         let Some(found) = self.kind().filter(|found| *found != wanted) else { return Ok(()) };
         let reader = match found {
@@ -131,7 +131,7 @@ impl File {
         format!("{}:{line}:{column}", self.name)
     }
 
-    /// What stands at a span, as typed.
+    /// The text at a span, as typed.
     pub fn typed(&self, span: Range<usize>) -> &str {
         self.text.get(span).unwrap_or_default()
     }

@@ -339,7 +339,7 @@ impl PartReader {
             };
             found.push((usize::from(step), mark));
         }
-        // The number of bytes is set while the document is read.
+        // Bytes are counted only while documents are read from their files.
         Ok(Observed { at, bytes: 0, dropped: gone, marks: found, matches: self.meta()? })
     }
 

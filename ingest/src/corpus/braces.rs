@@ -1,6 +1,6 @@
 //! Braces in a pattern: `{a,b}/*` is `a/*` and `b/*`.
 
-/// Patterns that one may stand for.
+/// The limit on patterns that one may expand to.
 pub(super) const ALTERNATIVES_MAX: usize = 1000;
 
 /// The patterns without braces that a pattern with braces stands for; `None` if there are too many. Each has its own

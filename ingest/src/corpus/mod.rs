@@ -81,9 +81,9 @@ pub struct Source {
     pub name: String,
     /// Its files, sorted.
     pub files: Vec<SourceFile>,
-    /// Where text and id stand in a record.
+    /// The paths of text and id in a record.
     pub fields: Fields,
-    /// What is done to its documents before they are encoded.
+    /// The processing of its documents before they are encoded.
     pub recipe: Recipe,
 }
 

@@ -8,7 +8,7 @@ use unicode_normalization::char::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A word: the hash of its normal form, and where it stands in the text.
+/// A word: the hash of its normal form, and its range in the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word {
     pub(crate) hash: u64,

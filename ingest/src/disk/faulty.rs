@@ -17,7 +17,7 @@ pub(crate) struct Faulty {
     pub(crate) most: usize,
     /// Whether every other call is interrupted.
     pub(crate) interrupted: bool,
-    /// The first byte that a sequential read cannot reach; by default the file's length.
+    /// The first byte on which a sequential read fails; if this is the file's length, reaching the end fails.
     pub(crate) stream_ends: u64,
     /// The first byte that cannot be read in a piece.
     pub(crate) pieces_end: u64,

@@ -249,7 +249,7 @@ mod tests {
 
     use super::*;
 
-    /// The reference, word for word: strings instead of hashes.
+    /// The reference implementation: strings instead of hashes.
     fn slow_repeated(words: &[&str], n: usize) -> usize {
         let (mut seen, mut length, mut at) = (std::collections::BTreeSet::new(), 0, 0);
         while at + n <= words.len() {

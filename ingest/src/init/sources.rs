@@ -277,7 +277,7 @@ fn ending(name: &str) -> &str {
     &name[plain.rfind('.').unwrap_or(plain.len())..]
 }
 
-/// The name of a source whose files lie in `top`.
+/// The name of a source whose files are in `top`.
 fn named(top: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
     let name: String = top.chars().map(fits).collect();

@@ -3,7 +3,7 @@
 //! ```text
 //! X.ds            tokens, u16 or u32 (u16 up to a vocabulary of 65,536)
 //! X.ds.index      u64 for each document: where it ends, in tokens
-//! X.ds.metadata   "NAME|WIDTH", tokens, tokens for people: a line each
+//! X.ds.metadata   "NAME|WIDTH", tokens, tokens in readable form: a line each
 //! X.ds.loss       one byte a token, which a store cannot keep: refused
 //! ```
 

@@ -202,7 +202,7 @@ fn shards(disk: &dyn Disk, place: &Location) -> Result<(Vec<Unit>, Option<InputR
     Ok((shards.into_iter().map(unit).collect(), Some(index)))
 }
 
-/// Every document of the files at `path`: the entry point for fuzz tests.
+/// Every document of the files at `path`: the entry point for tests with damaged files.
 #[cfg(test)]
 pub(super) fn read_through(
     disk: &dyn Disk,

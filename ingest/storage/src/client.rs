@@ -55,7 +55,7 @@ fn key_of(address: &Address) -> Result<Key> {
         .map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))
 }
 
-/// What is known of an object.
+/// The size and version of an object.
 #[derive(Clone, Debug)]
 pub(super) struct About {
     pub(super) bytes: u64,
@@ -293,7 +293,7 @@ impl Client {
         }
     }
 
-    /// The keys below a folder, and the sizes of what they name; each page is asked for by itself.
+    /// The keys below a folder, and the sizes of their objects, listed page by page.
     pub(super) fn list(&self, folder: &Address) -> Result<Vec<(String, u64)>> {
         let prefix = (!folder.key().is_empty()).then(|| format!("{}/", folder.key()));
         let (mut found, mut page_token) = (Vec::new(), None);

@@ -39,7 +39,7 @@ impl Copies {
         Ok(Copies { folder, from: from.clone(), held })
     }
 
-    /// Where the copy of the object called `name` is.
+    /// The path of the copy of the object called `name`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }

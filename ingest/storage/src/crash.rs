@@ -1,14 +1,14 @@
 //! States that a power loss may leave of a folder: for tests of code that writes through [`store::disk`]; feature
 //! `crash`.
 //!
-//! A recording holds what was in the folder and every act since. A crash after the first n acts leaves
+//! A recording holds the content of the folder and every act since. A crash after the first n acts leaves
 //!
-//! - of a file: the bytes that were synced; of every write or change of length since, all, nothing, a beginning, or
-//!   zeros of the right length, each by itself;
-//! - of a folder: the names as they were when it was synced; every name made, moved or taken away since, or not, each
-//!   by itself and whatever became of the bytes. A file that is synced has no name for that.
+//! - of a file: the synced bytes; of every later write or change of length, independently, all, nothing, a beginning,
+//!   or zeros of the right length;
+//! - of a folder: the names at its last sync; every name created, moved or removed later, or not, independently of each
+//!   other and of the bytes. Syncing a file does not make its name durable.
 //!
-//! That is less than any file system in use gives, so what survives here survives there.
+//! Every file system in use guarantees at least that, so what survives here survives there.
 
 mod disk;
 #[cfg(test)]
@@ -24,7 +24,7 @@ use store::disk::{Act, watch};
 
 use self::disk::Disk;
 
-/// What lies below a folder: folders have no bytes.
+/// The content below a folder; folders have no bytes.
 pub type Tree = BTreeMap<PathBuf, Option<Vec<u8>>>;
 
 /// A folder as it was, and every act on it since.
@@ -55,9 +55,9 @@ enum Loss {
 pub struct State {
     /// After which act the crash came, and what was lost.
     pub told: String,
-    /// How many acts came after it.
+    /// The number of acts after it.
     pub later: usize,
-    /// What lies in the folder.
+    /// The content of the folder.
     pub tree: Tree,
 }
 
@@ -185,7 +185,7 @@ impl Drop for Naming<'_> {
     }
 }
 
-/// What lies below `folder`.
+/// The content below `folder`.
 pub fn tree(folder: &Path) -> Tree {
     fn walk(folder: &Path, root: &Path, found: &mut Tree) -> io::Result<()> {
         for entry in fs::read_dir(folder)? {

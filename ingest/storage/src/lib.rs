@@ -10,9 +10,9 @@
 //! has one holds everything it names.
 //! Invariant: a request whose answer was lost is repeated; a look tells whether a failed request took effect.
 //!
-//! The environment says where and who: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` and
-//! the rest of what `object_store` knows; `ZDATA_S3_TIMEOUT` (seconds for a request, 60), `ZDATA_CACHE` (a folder) and
-//! `ZDATA_CACHE_BYTES` (16 GiB).
+//! Access is configured by the environment: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`,
+//! `AWS_ENDPOINT_URL` and the other variables of `object_store`; `ZDATA_S3_TIMEOUT` (seconds for a request, 60),
+//! `ZDATA_CACHE` (a folder) and `ZDATA_CACHE_BYTES` (16 GiB).
 
 #![forbid(unsafe_code)]
 

@@ -22,7 +22,7 @@ type Stored = (Vec<u8>, String, u32);
 /// A status, lines of the head, a body.
 type Answer = (u16, String, Vec<u8>);
 
-/// What the server holds, and what it was asked.
+/// The server's objects and the requests it got.
 #[derive(Default)]
 struct State {
     objects: BTreeMap<String, Stored>,

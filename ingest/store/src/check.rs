@@ -172,7 +172,7 @@ fn values_end(rows: u64, block_rows: u64, width: u64) -> u64 {
     block_offset(block_rows * width, last) + (rows - last * block_rows) * width
 }
 
-/// A file must have a name of its own, and hold at least so many bytes.
+/// A file must have a unique name, and at least this size.
 fn file_flaw<'a>(
     names: &mut BTreeSet<&'a str>,
     file: &'a FileRecord,

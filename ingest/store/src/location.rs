@@ -18,7 +18,7 @@ use crate::{disk, regular};
 /// The prefix of the URL of an object.
 pub const SCHEME: &str = "s3://";
 
-/// A file or a folder, wherever it lies.
+/// A file or a folder, local or remote.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Location {
     /// On this machine.

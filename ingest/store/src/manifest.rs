@@ -115,7 +115,7 @@ pub struct Change {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InputRecord {
-    /// Its path as found from `corpus.toml`: for people, not part of the identity.
+    /// Its path as found from `corpus.toml`: for users, not part of the identity.
     pub path: String,
     /// Its size.
     pub bytes: u64,
@@ -147,7 +147,7 @@ pub struct StreamRecord {
     pub documents: u64,
     /// Bytes of text that became these tokens.
     pub text_bytes: u64,
-    /// The chain over the documents (see `chain`): their tokens and provenance, whatever the shards.
+    /// The chain over the documents (see `chain`): their tokens and provenance, independent of the shards.
     pub digest: Digest,
     /// The shards, in order.
     pub shards: Vec<ShardRecord>,

@@ -26,7 +26,7 @@ use contract::{Fault, Result};
 /// Rows in a row group of `documents-*.parquet`.
 pub const ROW_GROUP_DOCUMENTS: usize = 65_536;
 
-/// Rows handed to the Parquet writer at once.
+/// Rows passed to the Parquet writer at once.
 const ROWS_AT_ONCE: usize = 4_096;
 
 /// What a shard writer needs to know about its stream.

@@ -1,13 +1,12 @@
 //! Long words merged window by window: a model's own queue of all pairs takes thirty times as long.
 //!
-//! Merging takes, again and again, the pair of lowest rank, leftmost first. Restricted to a part of the
-//! word that no merge has crossed so far, that is what merging the part alone does. Let the ids of `A` end with
-//! those of `G`, the ids of `B` begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of
-//! `A B` crosses from `A` to `B`: take the first merge that crosses the begin of `G`, the end of `G` or the end of
-//! `H`. Until then all four parts are as when merged alone, so the same merge would be taken in `A`, in `G H` or in
-//! `B`, none of which crosses there. Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning
-//! that ends between two tokens are a beginning of the ids. Where `G H` merges otherwise, the window moves back and
-//! grows, at last to the whole word.
+//! Merging repeatedly takes the pair of lowest rank, leftmost first. Restricted to a part of the word that no merge has
+//! crossed so far, it does the same as merging the part alone. Let the ids of `A` end with those of `G`, the ids of `B`
+//! begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of `A B` crosses from `A` to `B`:
+//! take the first merge that crosses the begin of `G`, the end of `G` or the end of `H`. Until then all four parts are
+//! as when merged alone, so the same merge would be taken in `A`, in `G H` or in `B`, none of which crosses there.
+//! Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning that ends between two tokens are a
+//! beginning of the ids. If `G H` merges otherwise, the window moves back and grows, eventually to the whole word.
 
 use std::sync::OnceLock;
 

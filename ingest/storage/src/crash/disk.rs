@@ -8,7 +8,7 @@ use store::disk::Act;
 
 use super::Tree;
 
-/// A file or folder, whatever its names.
+/// A file or folder, independent of its names.
 type Node = usize;
 
 /// The folder that is recorded.

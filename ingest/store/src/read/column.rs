@@ -46,7 +46,7 @@ impl ColumnFile {
         Ok(ColumnFile { bytes_at, location, bytes })
     }
 
-    /// Where the file lies.
+    /// The file's location.
     pub(super) fn location(&self) -> &Location {
         &self.location
     }

@@ -165,7 +165,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// Random ranges of random stores, asked for in random order and at once, against plain vectors.
+    /// Random ranges of random stores, read in random order and in parallel, compared with plain vectors.
     #[test]
     fn ranges_are_those_of_the_text(
         seed: u64,
