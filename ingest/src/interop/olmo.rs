@@ -152,7 +152,7 @@ enum Ends {
 pub(super) struct Reader {
     tokens: TokenFile,
     ends: Ends,
-    /// Whether all tokens are zero: dolma leaves a file to which it wrote nothing at its full size.
+    /// Whether the csv has no rows: dolma leaves a file to which it wrote nothing at its full size, of zeros.
     unwritten: bool,
 }
 

@@ -333,7 +333,7 @@ impl Names {
         }
     }
 
-    /// The same; if the copy is at fault, its damage is not reported as the object's.
+    /// The same; damage is first compared with a new fetch of the object, since the copy may be at fault.
     fn told(&self, fault: Fault) -> Fault {
         let fault = self.named(fault);
         match fault.class() == Class::Data && !self.doubted.swap(true, Ordering::Relaxed) {

@@ -299,7 +299,8 @@ fn refuse_confused(reference: &tokenizers::Tokenizer) -> Result<()> {
     Ok(())
 }
 
-/// An encoder that agrees with the reference on texts where tokenizers are known to differ, or the first difference.
+/// Compares an encoder with the reference on texts where tokenizers are known to differ; an error is the first
+/// difference.
 fn agreeing(
     reference: &tokenizers::Tokenizer,
     encode: impl Fn(&str) -> std::result::Result<Vec<u32>, String>,

@@ -181,7 +181,7 @@ fn arrays_of_records() {
     for text in ["[", "[{},", "[{}", "[{\"text\": \"]", "[{\"text\": [}", "[[]"] {
         placed(text, &[cut]);
     }
-    // Lines stay lines in files with this extension, and arrays are refused in files with another one.
+    // Lines stay lines in files with this extension, and so do arrays on lines in files with another one.
     placed(&format!("{a}\n{a}"), &["a", "a"]);
     expect("x.jsonl", format!("[{a}]\n{a}\n").as_bytes(), &["- missing text: x.jsonl:1: ...", "a"]);
     let told = verdicts("x.jsonl", array.as_bytes(), &Limits::default());
