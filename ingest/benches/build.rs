@@ -1,14 +1,14 @@
-//! How fast a build is beside its encoder alone, on the same cores and text, in the same run.
+//! The speed of a build compared with its encoder alone, on the same cores and text, in the same run.
 //!
 //! ```text
 //! cargo bench -p ingest --bench build -- [--rounds 5] tokenizer.json raw/*.jsonl.zst
 //! ```
 //!
-//! On one core, two, four and so on, as many as there are. Each row is a process of its own, pinned by `taskset`, since
-//! encoders keep caches: `fastokens alone` encodes the documents, read and parsed beforehand, with one thread for each
-//! core; `zdata build` goes from the compressed files to the committed store; `loading` is the tokenizer's. They run
-//! several times in turns. Told are medians by the clock, and the least processor time (the user's, all threads), which
-//! other work on the machine disturbs least; a build less loading beside the encoder is the steady state.
+//! It runs on one core, two, four and so on, up to all. Each row is a separate process, pinned by `taskset`, since
+//! encoders keep caches: `fastokens alone` encodes documents that were read and parsed before, with one thread per
+//! core; `zdata build` covers everything from the compressed files to the committed store; `loading` loads the
+//! tokenizer. The rows run several times in turns. Reported are the median wall time and the least user CPU time of all
+//! threads, which other load affects least; a build without loading, compared with the encoder, is the steady state.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 
@@ -23,7 +23,7 @@ use ingest::source::{self, Fields, Format, Limits, Parsed};
 use ingest::tokenize::{Engine, Tokenizer};
 use ingest::{Corpus, Outcome, build};
 
-/// That of `zdata`, for both rows.
+/// The allocator of `zdata`, for both rows.
 #[global_allocator]
 static ALLOCATOR: allocator::OrEnd = allocator::OrEnd;
 
@@ -52,7 +52,7 @@ fn main() {
     }
 }
 
-/// Every row, each in its own process.
+/// Runs every row, each in its own process.
 fn table(args: &[String], rounds: usize) -> Result<()> {
     println!(
         "{:<16} {:>5} {:>10} {:>12} {:>14}",
@@ -85,7 +85,7 @@ fn table(args: &[String], rounds: usize) -> Result<()> {
     Ok(())
 }
 
-/// What a row tells: MB of text and millions of tokens a second, and seconds of the user's processor time.
+/// The results of a row: MB of text and millions of tokens per second, and seconds of user CPU time.
 struct Row {
     text: f64,
     tokens: f64,
@@ -109,11 +109,11 @@ fn spawn(kind: &str, cores: usize, args: &[String]) -> Result<Row> {
     }
 }
 
-/// The user's processor time of this process so far, in seconds.
+/// The user CPU time of this process so far, in seconds.
 fn user() -> Result<f64> {
     let path = Path::new("/proc/self/stat");
     let stat = std::fs::read_to_string(path).map_err(|e| Fault::io("read", path, &e))?;
-    // The name of the program, in brackets, may hold spaces; of what follows the 12th is this time, in ticks of 10 ms.
+    // The program's name, in parentheses, may hold spaces; the 12th number after it is this time, in ticks of 10 ms.
     let ticks = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(11));
     let ticks: Option<f64> = ticks.and_then(|ticks| ticks.parse().ok());
     ticks.map(|ticks| ticks / 100.0).ok_or_else(|| Fault::machine("no time in /proc/self/stat"))
@@ -130,7 +130,7 @@ fn row(kind: &str, workers: &str, tokenizer: &str, files: &[&str]) -> Result<()>
     Ok(())
 }
 
-/// What was encoded, and how long it took by the clock and of the user's processor time.
+/// What was encoded, and the wall time and user CPU time it took.
 struct Measured {
     bytes: u64,
     tokens: u64,
@@ -138,7 +138,7 @@ struct Measured {
     user: f64,
 }
 
-/// The tokenizer, up to the first text.
+/// Loads the tokenizer, up to the first text.
 fn loading(tokenizer: &str) -> Result<Measured> {
     let (begun, used) = (Instant::now(), user()?);
     let bytes =

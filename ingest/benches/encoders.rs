@@ -1,4 +1,4 @@
-//! Are the ids of the encoder those of Hugging Face `tokenizers`, and how fast is it on the worst texts?
+//! Compares the ids of the encoder with those of Hugging Face `tokenizers`, and measures it on its slowest texts.
 //!
 //! ```text
 //! cargo bench -p ingest --bench encoders -- equal [expected_tokens.json] TOKENIZER.json.. -- TEXT..
@@ -7,10 +7,10 @@
 //! cargo bench -p ingest --bench encoders -- fuzz SECONDS SEED TOKENIZER.json.. -- TEXT..
 //! ```
 //!
-//! A tokenizer is called by its file's name without the ending, a text by its folder and name. `expected_tokens.json`
-//! and the vectors take strings that look like special tokens for these tokens, so that they are compared with the
-//! mark `special` taken off every added token: then both libraries match all of them. Without expected ids the
-//! reference encodes every document once more.
+//! A tokenizer is named by its file name without the extension, a text by its folder and name. `expected_tokens.json`
+//! and the vectors encode strings that look like special tokens as these tokens. They are therefore compared with
+//! `special` removed from every added token: then both libraries match all of them. Without expected ids, the reference
+//! encodes every document too.
 
 #![expect(clippy::print_stdout, reason = "a benchmark prints its rows")]
 
@@ -54,7 +54,7 @@ fn json_of(bytes: &[u8]) -> Result<Value> {
     serde_json::from_slice(bytes).map_err(|error| Fault::usage(format!("no JSON: {error}")))
 }
 
-/// A tokenizer, as it is or with no added token special.
+/// A tokenizer, as it is or with no added token marked special.
 fn load(path: &str, specials_match: bool) -> Result<Tokenizer> {
     let mut bytes = read(path)?;
     if specials_match {
@@ -67,7 +67,7 @@ fn load(path: &str, specials_match: bool) -> Result<Tokenizer> {
     Tokenizer::new(bytes, Engine::Fastest)
 }
 
-/// What stands before and after the `--`.
+/// The arguments before and after the `--`.
 fn sides<'a, 'b>(args: &'a [&'b str]) -> (&'a [&'b str], &'a [&'b str]) {
     let at = args.iter().position(|arg| *arg == "--").unwrap_or(args.len());
     (&args[..at], args.get(at + 1..).unwrap_or_default())
@@ -106,7 +106,7 @@ fn documents(path: &str) -> Result<Vec<String>> {
     Ok(texts)
 }
 
-/// Tokens, and SHA-256 over each document's length and ids as the expected encodings are summed.
+/// Tokens, and a SHA-256 over each document's length and ids, computed as for the expected encodings.
 #[derive(Default)]
 struct Sum {
     tokens: u64,
@@ -125,7 +125,7 @@ impl Sum {
     }
 }
 
-/// Where two encodings part, in words.
+/// Where two encodings differ, as text.
 fn difference(found: &[u32], wanted: &[u32]) -> Option<String> {
     if found == wanted {
         return None;
@@ -173,7 +173,7 @@ fn row(tokenizer: &Tokenizer, name: &str, text: &str, wanted: Option<&Value>) ->
         bytes += document.len();
         let ids = tokenizer.encode(document)?;
         sum.add(&ids);
-        // Where the reference encodes there is nothing to compare but what was expected.
+        // If the reference encodes, there is nothing to compare except expected ids.
         if wanted.is_none() && !slow && verdict.is_none() {
             let first = difference(&ids, &tokenizer.encode_by_reference(document)?);
             verdict = first.map(|first| format!("document {index}, {first}"));
@@ -253,7 +253,7 @@ fn vectors(folder: &Path, tokenizers: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A text of `bytes` bytes, of one kind of stretch.
+/// A text of `bytes` bytes, of one kind.
 fn stretch(kind: &str, bytes: usize, seed: u64) -> String {
     let mut dice = hard::Dice(seed);
     let draw: fn(&mut hard::Dice) -> String = match kind {
@@ -305,9 +305,9 @@ const KINDS: [&str; 15] = [
 
 const BASE64: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
 
-/// MB/s of the encoder by kind of stretch and length, best of three texts: none is seen twice, since `fastokens` keeps
-/// long words. The seconds are those that the thread ran, whatever else the machine did; with a second core in reach
-/// `fastokens` would start more threads, so that this belongs behind `taskset -c 0`.
+/// MB/s of the encoder by kind and length of text, best of three different texts, since `fastokens` caches long words.
+/// The time is that of this thread alone, so other load does not matter. With more cores `fastokens` would start more
+/// threads: run it under `taskset -c 0`.
 fn cliff(args: &[&str]) -> Result<()> {
     let (paths, files) = sides(args);
     for path in paths {
@@ -339,7 +339,7 @@ fn cliff(args: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// Seconds that this thread has run.
+/// CPU seconds of this thread.
 fn ran() -> Result<f64> {
     let text = read("/proc/thread-self/schedstat")?;
     let text = String::from_utf8_lossy(&text);
@@ -348,7 +348,7 @@ fn ran() -> Result<f64> {
     Ok(nanoseconds / 1e9)
 }
 
-/// Compares the encoders on drawn texts until the time is over; a difference is printed with its seed.
+/// Compares the encoders on random texts until the time is over; a difference is printed with its seed.
 fn fuzz(seconds: &str, seed: &str, args: &[&str]) -> Result<()> {
     let wrong = |_| Fault::usage("SECONDS and SEED are numbers");
     let seconds: u64 = seconds.parse().map_err(wrong)?;

@@ -1,7 +1,7 @@
 //! `zdata build`: a corpus to a store, resumable, the same bytes every time.
 //!
-//! Reads top to bottom: ask whether it is done, lock the folder of parts, cut the corpus into tasks, make the store of
-//! their parts. A part that is there, from a build that was killed or from an earlier one, is not made again.
+//! Reads top to bottom: check whether the store is done, lock the folder of parts, cut the corpus into tasks, make the
+//! store from their parts. Parts of a killed or an earlier build are reused.
 
 use std::path::{Path, PathBuf};
 
@@ -17,27 +17,27 @@ use crate::tokenize::Engine;
 /// How a build ended.
 #[derive(Debug)]
 pub enum Outcome {
-    /// The store was there already, built from the same request.
+    /// The store existed, built from the same request.
     UpToDate(Manifest),
     /// Built now.
     Built {
         /// The store.
         manifest: Manifest,
-        /// What passed and how fast.
+        /// Counts and rates.
         summary: String,
-        /// For each stage, how much was made and how much was there.
+        /// For each stage, how many parts were made and how many were reused.
         tallies: Vec<String>,
         /// Documents that the reference encoded again, and their bytes.
         audited: (u64, u64),
     },
 }
 
-/// Builds `corpus` into the folder `store`, or goes on with a build that was killed there.
+/// Builds `corpus` into the folder `store`, or resumes a build that was killed there.
 pub fn build(corpus: &Corpus, store: &Path, options: Options) -> Result<Outcome> {
     build_while(corpus, store, options, || Ok(()))
 }
 
-/// Builds as long as `go_on`, asked before each document that is worked on, does not fail.
+/// The same, while `go_on`, called before each document, succeeds.
 pub(crate) fn build_while(
     corpus: &Corpus,
     store: &Path,
@@ -65,7 +65,7 @@ fn build_in(
 ) -> Result<Outcome> {
     let (cache, _lock) = CacheDir::hold(work)?;
     let built = build_by(corpus, store, work, options, go_on);
-    // What is kept of a build that failed are its parts: a folder without them is of no use.
+    // A failed build keeps its parts: a folder without parts is of no use.
     if options.work.is_none() && (built.is_ok() || cache.parts()?.is_empty()) {
         cache.clear(options.quiet)?;
     }
@@ -101,7 +101,7 @@ fn build_by(
     Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
 
-/// What is told of templates that write control tokens as text, which may be what nobody meant.
+/// Warnings about templates that write control tokens as text, which may be unintended.
 pub(crate) fn spelled(corpus: &Corpus, controls: &[String]) -> Vec<String> {
     let line = |source: &Source| {
         let found = source.recipe.mapping.as_ref()?.spells(controls);
@@ -119,7 +119,7 @@ pub(crate) fn spelled(corpus: &Corpus, controls: &[String]) -> Vec<String> {
     corpus.sources.iter().filter_map(line).collect()
 }
 
-/// The store, if it is there and was built from this very request. A folder for parts that cannot be one is refused first.
+/// The store, if it exists and was built from exactly this request. First refuses an invalid folder for parts.
 pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Option<Manifest>> {
     if let Some(named) = &options.work {
         apart_from(named, store)?;
@@ -133,7 +133,8 @@ pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Op
     Ok(Some(manifest))
 }
 
-/// The folder of parts of a build that begins or goes on. Refuses a place that holds something else, of the store as of parts.
+/// The folder of parts of a build that begins or resumes. Refuses places, of the store and of parts, that hold
+/// something else.
 pub fn work_folder(store: &Path, options: &Options) -> Result<PathBuf> {
     refuse_foreign(store)?;
     let work = options.work.clone().unwrap_or_else(|| work_of(store));
@@ -141,21 +142,21 @@ pub fn work_folder(store: &Path, options: &Options) -> Result<PathBuf> {
     Ok(work)
 }
 
-/// Where the parts of a build lie that names no folder for them: beside the store, until that is whole.
+/// The default folder of parts, used until the store is complete: next to the store.
 pub(crate) fn work_of(store: &Path) -> PathBuf {
     disk::beside(store, ".work")
 }
 
-/// Removes the parts that a build left beside its store when it was killed at its very end.
+/// Removes the parts that a build killed at its very end left next to its store.
 fn clear_work(store: &Path, quiet: bool) -> Result<()> {
-    // What somebody else put there is in nobody's way by now.
+    // Other people's files there no longer matter.
     let Ok(cache) = CacheDir::open(&work_of(store)) else { return Ok(()) };
-    // Who holds it is at its end, and removes it.
+    // The process that holds it is about to remove it.
     let Ok(_lock) = disk::lock(cache.path()) else { return Ok(()) };
     cache.clear(quiet)
 }
 
-/// A store gets a folder of its own; what an older version left unfinished there is nothing that this one can go on with.
+/// A store needs its own folder; what an older version left unfinished there cannot be resumed.
 fn refuse_foreign(store: &Path) -> Result<()> {
     storage::staging::refuse_link(store)?;
     storage::staging::refuse_long(store)?;
@@ -177,7 +178,7 @@ fn refuse_foreign(store: &Path) -> Result<()> {
         .hint("name another --out"))
 }
 
-/// What builds kept until they kept parts.
+/// The journal of builds before parts were introduced.
 const OLD_JOURNAL: &str = "journal.jsonl";
 
 #[cfg(test)]

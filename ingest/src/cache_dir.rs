@@ -1,14 +1,15 @@
-//! The folder in which builds keep parts: the one that `--cache-dir` names, or the one beside a store until that is whole.
+//! The folder in which builds keep parts: the one of `--cache-dir`, or one next to the store until that is complete.
 //!
 //! ```text
-//! zdata-cache                 the marker: whose folder this is, and in which version
-//! parts/KEY.bin               what a task made, by the hash of all that it depends on
-//! parts/KEY.DIGEST.conflict   what a second run of that task made, where it differs
-//! plan-DIGEST/                a plan whose tasks people or schedulers run: plan.json, results, lists, logs, scratch files
-//! build-DIGEST/               the same for a plan of `zdata build`, with which it goes
+//! zdata-cache                 the marker: what this folder is, and its version
+//! parts/KEY.bin               the result of a task, by the hash of all that it depends on
+//! parts/KEY.DIGEST.conflict   a differing result of a second run of that task
+//! plan-DIGEST/                a plan for `zdata task`: plan.json, results, lists, logs, scratch files
+//! build-DIGEST/               the same for a plan of `zdata build`, removed with the build
 //! ```
 //!
-//! Invariant: a cache is made of a new or an empty folder, and nothing is removed from it but what has one of these names.
+//! Invariant: a cache is created only in a new or empty folder, and only files with one of these names are removed from
+//! it.
 
 use std::fmt;
 use std::fs::File;
@@ -23,25 +24,25 @@ use store::regular;
 
 use crate::progress::{Measure, Progress};
 
-/// The file that says what the folder is.
+/// The file that marks the folder.
 const MARKER: &str = "zdata-cache";
 
-/// What the marker says, before the version.
+/// The content of the marker, before the version.
 const KIND: &str = "zdata cache ";
 
-/// Version of the names in the folder. What a part holds has a version in its key.
+/// Version of the names in the folder. The content of a part has a version in its key.
 const VERSION: u32 = 1;
 
 /// The folder of the parts of all plans.
 const PARTS: &str = "parts";
 
-/// What the name of a store ends in until it is whole.
+/// The suffix of an incomplete store.
 const PARTIAL: &str = ".partial";
 
 /// In the folder of a plan: the plan.
 pub(crate) const PLAN: &str = "plan.json";
 
-/// In the folder of a plan: that its store is made.
+/// In the folder of a plan: its store is complete.
 const MERGED: &str = "merged";
 
 /// A cache folder.
@@ -50,12 +51,12 @@ pub struct CacheDir {
     path: PathBuf,
 }
 
-/// Who runs the tasks of a plan, and removes it in the end.
+/// Who runs the tasks of a plan and removes it at the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// People or schedulers run them, by `zdata task`: the plan stays until its store is merged.
+    /// Users or schedulers run them, by `zdata task`: the plan stays until its store is merged.
     Tasks,
-    /// `zdata build`, which holds the folder meanwhile: once nobody holds it, the plan of an ended build is of no use.
+    /// `zdata build`, which locks the folder meanwhile: once the lock is free, the plan of an ended build is useless.
     Build,
 }
 
@@ -100,20 +101,20 @@ impl FromStr for PlanName {
             _ => return Err(wrong()),
         };
         let name = PlanName { owner, digest: digest.parse().map_err(|_| wrong())? };
-        // Only the one spelling, which is that of its folder.
+        // Only the canonical spelling, which is that of its folder.
         if name.to_string() == text { Ok(name) } else { Err(wrong()) }
     }
 }
 
 impl CacheDir {
-    /// Refuses a folder that holds what no build has put there, or that lies in a store: before anything is done for it.
+    /// Refuses, before any work, a folder with other content than a build's, or one inside a store.
     pub fn check(path: &Path) -> Result<()> {
         apart::refuse_inside(&path.into())?;
         is_marked(path).map(drop)
     }
 
-    /// Makes a cache of a new or an empty folder, or takes it up, and holds it against other builds until the lock is
-    /// dropped or the process dies.
+    /// Creates a cache in a new or empty folder, or opens an existing one, and locks it against other builds until the
+    /// lock is dropped or the process ends.
     pub fn hold(path: &Path) -> Result<(Self, Lock)> {
         CacheDir::check(path)?;
         disk::create_folder(path)?;
@@ -121,7 +122,7 @@ impl CacheDir {
         Ok((CacheDir::make(path)?, lock))
     }
 
-    /// The same, where whoever calls holds it.
+    /// The same if the caller holds the lock.
     pub(crate) fn make(path: &Path) -> Result<Self> {
         if !is_marked(path)? {
             disk::create_folder(path)?;
@@ -131,7 +132,7 @@ impl CacheDir {
         Ok(CacheDir { path: path.to_owned() })
     }
 
-    /// The cache that is there.
+    /// Opens an existing cache.
     pub fn open(path: &Path) -> Result<Self> {
         if is_marked(path)? {
             return Ok(CacheDir { path: path.to_owned() });
@@ -141,7 +142,7 @@ impl CacheDir {
             .wanted("the --cache-dir folder of a build or plan"))
     }
 
-    /// Where it lies.
+    /// The path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -151,12 +152,12 @@ impl CacheDir {
         self.path.join(PARTS)
     }
 
-    /// Where the part with this key belongs.
+    /// The path of the part with this key.
     pub(crate) fn part(&self, key: Identity) -> PathBuf {
         self.parts_folder().join(format!("{key}.bin"))
     }
 
-    /// The parts that are there.
+    /// The existing parts.
     pub(crate) fn parts(&self) -> Result<Vec<PathBuf>> {
         let mut found = self.named(&self.parts_folder(), is_key_or_conflict)?;
         found.retain(|path| path.extension().is_some_and(|ending| ending == "bin"));
@@ -168,38 +169,38 @@ impl CacheDir {
         self.path.join(name.to_string())
     }
 
-    /// The plans that are there.
+    /// The existing plans.
     pub(crate) fn plans(&self) -> Result<Vec<PlanName>> {
         let found = self.named(&self.path, |name| name.parse::<PlanName>().is_ok())?;
         let folders = found.iter().filter(|path| path.is_dir() && !path.is_symlink());
         Ok(folders.filter_map(|path| name_of(path).parse().ok()).collect())
     }
 
-    /// Says that a task of this plan is at work, until what is returned is dropped; so its folder stays. Where the file
-    /// system locks nothing, whoever removes folders finds that out too, and removes none.
+    /// Marks a task of this plan as running, until the result is dropped, so that the plan's folder stays. Where locks
+    /// do not work, a process that removes plans notices that too, and removes none.
     pub(crate) fn at_work(&self, name: PlanName) -> Option<File> {
         let folder = File::open(self.plan(name)).ok()?;
         folder.try_lock_shared().ok().map(|()| folder)
     }
 
-    /// Writes down that the store of a plan is made: nobody needs its results any longer.
+    /// Records that the store of a plan is complete, so its results are no longer needed.
     pub(crate) fn merged(&self, name: PlanName) -> Result<()> {
         disk::write_whole(&self.plan(name).join(MERGED), &[]).map(drop)
     }
 
-    /// Whether the store of a plan is made, or half of the plan is gone already.
+    /// Whether the store of a plan is complete, or the plan is partly removed already.
     pub(crate) fn is_done(&self, name: PlanName) -> bool {
         let folder = self.plan(name);
         folder.join(MERGED).is_file() || !folder.join(PLAN).exists()
     }
 
-    /// Says that the store of a plan is to be made (once more).
+    /// Records that the store of a plan is to be made (again).
     pub(crate) fn not_merged(&self, name: PlanName) -> Result<()> {
         disk::remove(&self.plan(name).join(MERGED))
     }
 
-    /// Removes the plans that nobody needs, but for the one that is `kept`: those whose stores are made, and those of builds,
-    /// which have ended where the caller holds the folder. One whose tasks are at work all the same stays.
+    /// Removes the plans that are no longer needed, except `kept`: those whose stores are complete, and those of
+    /// builds, which have ended if the caller holds the lock. A plan with running tasks stays.
     pub(crate) fn remove_plans(&self, kept: Option<PlanName>) -> Result<()> {
         for name in self.plans()?.into_iter().filter(|name| Some(*name) != kept) {
             let folder = self.plan(name);
@@ -212,7 +213,7 @@ impl CacheDir {
         Ok(())
     }
 
-    /// Removes a plan: what it says goes before what was made by it, so that nothing goes on by half of that.
+    /// Removes a plan: its description before its results, so that nothing resumes from half of them.
     pub(crate) fn remove_plan(&self, name: PlanName) -> Result<()> {
         let folder = self.plan(name);
         if !folder.is_dir() {
@@ -223,7 +224,8 @@ impl CacheDir {
         disk::remove(&folder)
     }
 
-    /// Removes what builds have put here, and the folder if it holds nothing else; nothing where a plan is still needed.
+    /// Removes what builds have put here, and the folder if nothing else is in it; does nothing if a plan is still
+    /// needed.
     pub fn clear(&self, quiet: bool) -> Result<()> {
         self.remove_plans(None)?;
         if !self.plans()?.is_empty() {
@@ -239,7 +241,7 @@ impl CacheDir {
         disk::remove_if_empty(&self.parts_folder());
         let marker = self.path.join(MARKER);
         if disk::entries(&self.path)? == [marker.as_path()] {
-            // What the marker stands for goes before it, also from the disk.
+            // The content is removed, durably, before its marker.
             disk::sync_folder(&self.path)?;
             disk::remove(&marker)?;
             disk::remove_if_empty(&self.path);
@@ -247,7 +249,7 @@ impl CacheDir {
         Ok(())
     }
 
-    /// What is called like that in a folder of the cache.
+    /// The entries of a folder of the cache with a matching name.
     fn named(&self, folder: &Path, is_ours: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
         let mut found = if folder.is_dir() { disk::entries(folder)? } else { Vec::new() };
         found.retain(|path| is_ours(name_of(path)));
@@ -255,7 +257,7 @@ impl CacheDir {
     }
 }
 
-/// Refuses a store whose place, also the one until it is whole, would be the folder `work`, lie in it, or hold it.
+/// Refuses a store whose path, final or partial, is the folder `work`, lies inside it, or contains it.
 pub(crate) fn apart_from(work: &Path, store: &Path) -> Result<()> {
     let cache = real(work)?;
     for place in [store.to_owned(), disk::beside(store, PARTIAL)] {
@@ -272,7 +274,7 @@ pub(crate) fn apart_from(work: &Path, store: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Where a path leads, whatever links there are on the way to it, and whether it is there yet or not.
+/// The path with all links resolved, whether it exists or not.
 fn real(path: &Path) -> Result<PathBuf> {
     let fault = |error: &std::io::Error| Fault::io("find", path, error);
     let whole = std::path::absolute(path).map_err(|error| fault(&error))?;
@@ -287,7 +289,7 @@ fn real(path: &Path) -> Result<PathBuf> {
     Ok(real)
 }
 
-/// Whether `folder` says that it is a cache, of whichever version.
+/// Whether `folder` has the marker of a cache, of any version.
 pub(crate) fn is_cache(folder: &Path) -> bool {
     regular::read(&folder.join(MARKER)).is_ok_and(|text| text.starts_with(KIND.as_bytes()))
 }
@@ -296,7 +298,7 @@ fn marker() -> String {
     format!("{KIND}{VERSION}\n")
 }
 
-/// Whether a folder is a cache of this version; refuses one that is none, and holds something.
+/// Whether a folder is a cache of this version; refuses a non-empty folder that is not a cache.
 fn is_marked(path: &Path) -> Result<bool> {
     let file = path.join(MARKER);
     let text = match regular::read(&file) {
@@ -314,7 +316,7 @@ fn is_marked(path: &Path) -> Result<bool> {
             .wanted(marker().trim_end())
             .hint(hint));
     }
-    // What a kill left of the marker is no content.
+    // A partial marker that a kill left does not count as content.
     let begun = disk::beside(&file, disk::PART);
     let found = if path.is_dir() { disk::entries(path)? } else { Vec::new() };
     match found.iter().find(|entry| **entry != begun) {
@@ -328,12 +330,12 @@ fn is_marked(path: &Path) -> Result<bool> {
     }
 }
 
-/// The name of an entry; none of ours where that is no text.
+/// The name of an entry; empty if it is not UTF-8.
 fn name_of(path: &Path) -> &str {
     path.file_name().and_then(|name| name.to_str()).unwrap_or_default()
 }
 
-/// Whether a file in the folder of parts is called as one of ours.
+/// Whether a file in the folder of parts has one of our names.
 fn is_key_or_conflict(name: &str) -> bool {
     let is_key = |text: &str| {
         let key = Identity::try_from(text.to_owned());
@@ -356,7 +358,7 @@ mod tests {
     use super::*;
     use crate::testing::tree;
 
-    /// What builds put into a cache, of every kind.
+    /// A cache with every kind of file that builds create.
     fn filled(path: &Path) -> (CacheDir, Vec<PathBuf>) {
         let (cache, _lock) = CacheDir::hold(path).unwrap();
         let key = Identity([7; 32]);
@@ -418,7 +420,7 @@ mod tests {
         };
         fs::create_dir(&path).unwrap();
         assert_eq!(CacheDir::open(&path).unwrap_err().class(), Class::Usage);
-        // A kill while the marker was written.
+        // Killed while the marker was written.
         fs::write(path.join("zdata-cache.zdata.tmp"), "zdata").unwrap();
         CacheDir::hold(&path).unwrap();
         CacheDir::open(&path).unwrap().clear(true).unwrap();
@@ -432,7 +434,7 @@ mod tests {
         fs::write(path.join(MARKER), "zdata cache 2\n").unwrap();
         refused("another version");
         assert!(is_cache(&path));
-        // A file in its place, and a place in a store.
+        // A file in place of the folder, and a folder inside a store.
         fs::remove_dir_all(&path).unwrap();
         fs::write(&path, "").unwrap();
         refused("work");

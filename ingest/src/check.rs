@@ -1,7 +1,7 @@
 //! `zdata build --check`: every record that is not a document, without building anything.
 //!
-//! Files are read as a build reads them, by the same walk and on as many threads, and told in their order. A file that
-//! cannot be read on is told as well, and the next one is read: one run shows all there is to mend.
+//! Files are read as in a build, by the same reader and on as many threads, and reported in order. After a file that
+//! cannot be read to its end, the next one is read: one run reports everything there is to fix.
 
 use std::collections::BTreeMap;
 
@@ -14,31 +14,31 @@ use crate::progress::{Measure, Progress};
 use crate::source::Parsed;
 use crate::walk::{Part, Walk, place};
 
-/// What only decides how fast, and what is said meanwhile.
+/// Options that affect only speed and messages.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Threads that parse.
     pub workers: usize,
-    /// Whether to keep silent about progress.
+    /// Whether progress is not shown.
     pub quiet: bool,
-    /// Records told of each file; the others are told as one, by reason.
+    /// Bad records reported per file; the rest are reported as a count by reason.
     pub listed: u64,
 }
 
-/// A record that is not a document, or a file that cannot be read on.
+/// A record that is not a document, or a file that cannot be read to its end.
 #[derive(Debug)]
 pub struct Bad<'a> {
     /// The source.
     pub source: &'a str,
     /// The file, as the corpus names it.
     pub file: &'a str,
-    /// The reason that a build counts it under, or [`UNLISTED`]; none if it is the file that is damaged.
+    /// The reason that a build counts it under, or [`UNLISTED`]; none if the file itself is damaged.
     pub reason: Option<&'static str>,
     /// The same as an error that names the place.
     pub fault: Fault,
 }
 
-/// What stands for a reason where records beyond the limit are told as one.
+/// Replaces the reason where records over the limit are reported as a count.
 pub const UNLISTED: &str = "not listed";
 
 /// What a check read.
@@ -48,7 +48,7 @@ pub struct Checked {
     pub files: u64,
     /// Records that are documents.
     pub documents: u64,
-    /// Records that are not, and files that cannot be read on.
+    /// Records that are not documents, and files that cannot be read to their end.
     pub bad: u64,
     /// The first record or file at which a build would stop.
     pub stop: Option<Fault>,
@@ -56,20 +56,20 @@ pub struct Checked {
     pub emptied: Option<Fault>,
 }
 
-/// A file that cannot be read on.
+/// A file that cannot be read to its end.
 struct Damaged {
     source: usize,
     file: usize,
     fault: Fault,
 }
 
-/// What was read or seen of the inputs, unless a file ends it.
+/// What was read of the inputs, or the damaged file.
 type Read<T> = std::result::Result<T, Damaged>;
 
-/// What a worker saw.
+/// What a worker found.
 enum Seen {
-    /// The records of a slab, up to which `raw` bytes of the file are read: so many documents, whether one of them has its own
-    /// id, and those that are none.
+    /// The records of a slab, with `raw` bytes of the file read so far: the number of documents, whether one of them
+    /// has its own id, and the bad records.
     Records {
         source: usize,
         file: usize,
@@ -78,13 +78,13 @@ enum Seen {
         named: bool,
         bad: Vec<(&'static str, Fault)>,
     },
-    /// The end of a file of so many bytes.
+    /// The end of a file, with its size in bytes.
     FileEnd(u64),
     /// The end of a source.
     SourceEnd,
 }
 
-/// Reads the whole corpus, and tells what is wrong in the order of the inputs. No step of preparation is run.
+/// Reads the whole corpus and reports what is wrong in the order of the inputs. No preparation step is run.
 pub fn check(
     corpus: &Corpus,
     options: Options,
@@ -129,7 +129,7 @@ pub fn check(
     Ok(count.checked)
 }
 
-/// Looks at what was read, on any thread.
+/// Checks what was read, on any thread.
 fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
     let (slab, source, file, raw) = match part {
         Part::Slab { slab, source, file, raw } => (slab, source, file, raw),
@@ -151,7 +151,7 @@ fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
                 named |= document.id.is_some();
                 match of.recipe.text(&mut document) {
                     Ok(()) => documents += 1,
-                    // A record of which the template or the chat makes no text.
+                    // A record from which the template or the chat makes no text.
                     Err(none) => {
                         let place = || document.place(&of.files[file].shown);
                         bad.push((none.reason, none.fault.or_at(place)));
@@ -169,15 +169,15 @@ struct Count<'a> {
     progress: Progress,
     /// The source and the file of the last bad record.
     place: (usize, usize),
-    /// The file that cannot be read on: slabs of it that were read already are not looked at.
+    /// The file that cannot be read to its end: its slabs that were read already are ignored.
     damaged: Option<(usize, usize)>,
-    /// The source at hand, its documents, and its other records by reason.
+    /// The current source, its documents, and its other records by reason.
     source: usize,
     documents: u64,
-    /// Whether a document of it has its own id.
+    /// Whether a document of the source has its own id.
     named: bool,
     reasons: BTreeMap<&'static str, u64>,
-    /// Records told of the file at hand, those that were not by reason, and how many may be told.
+    /// Bad records reported for the current file, unreported ones by reason, and the limit.
     listed: u64,
     unlisted: BTreeMap<&'static str, u64>,
     limit: u64,
@@ -185,7 +185,7 @@ struct Count<'a> {
 }
 
 impl Count<'_> {
-    /// Takes what was found next, in the order of the inputs.
+    /// Adds the next result, in the order of the inputs.
     fn take(
         &mut self,
         seen: Read<Seen>,
@@ -232,7 +232,7 @@ impl Count<'_> {
         Ok(())
     }
 
-    /// Tells of something in the file at hand.
+    /// Reports something in the current file.
     fn tell(
         &mut self,
         reason: Option<&'static str>,
@@ -245,20 +245,20 @@ impl Count<'_> {
         self.progress.aside(|| tell(Bad { source: &source.name, file, reason, fault }))
     }
 
-    /// A build would stop here, if not before.
+    /// Records where a build would stop, if this is the first place.
     fn stop(&mut self, fault: &Fault) {
         if self.checked.stop.is_none() {
             self.checked.stop = Some(self.named(fault.clone()));
         }
     }
 
-    /// The same with the file at hand, where the fault names no place.
+    /// The fault with the current file, if it names no place.
     fn named(&self, fault: Fault) -> Fault {
         let (source, file) = self.place;
         fault.or_at(|| self.corpus.sources[source].files[file].shown.clone())
     }
 
-    /// Tells what of a file was not listed.
+    /// Reports the counts of the records of a file that were not listed.
     fn file_end(&mut self, tell: &mut impl FnMut(Bad<'_>) -> Result<()>) -> Result<()> {
         self.listed = 0;
         let unlisted = std::mem::take(&mut self.unlisted);
@@ -318,7 +318,7 @@ mod tests {
         assert_eq!(records, wanted);
         let files: Vec<_> = told.iter().filter(|(_, reason, _)| reason.is_none()).collect();
         assert!(files.len() == 1 && files[0].0 == "web-1.jsonl.gz", "{told:?}");
-        // 15 of the first file, 15 of the sound second one, 10 of the other source.
+        // 15 of the first file, 15 of the intact second one, 10 of the other source.
         let checked = checked.unwrap();
         let counts = (checked.files, checked.documents, checked.bad, &checked.emptied);
         assert_eq!(counts, (4, 40, 5, &None));
@@ -326,7 +326,7 @@ mod tests {
         assert!(!bench.path("store").exists());
     }
 
-    /// What is not listed is counted, each file by itself, and the first at which a build stops is named all the same.
+    /// Unlisted records are counted per file, and the first record at which a build stops is reported anyway.
     #[test]
     fn of_a_file_only_so_many_records_are_listed() {
         let bench = Workbench::new(30);
@@ -358,7 +358,7 @@ mod tests {
         assert!(checked.stop.is_some());
     }
 
-    /// A build stops at a source of which nothing is left, whatever `on_error` says.
+    /// A build stops at a source of which nothing is left, regardless of `on_error`.
     #[test]
     fn a_source_without_a_document_is_told_as_a_build_would() {
         let bench = Workbench::new(30);

@@ -1,8 +1,7 @@
-//! Fear: that a loss of power leaves a folder that is called a store and is none, or one that nothing can go on with;
-//! and that a full disk does.
+//! Checks that neither a power loss nor a full disk leaves an invalid store, or a folder that cannot be resumed.
 //!
-//! Each writer runs once with every act on the disk recorded; then again on what crashes may have left of its folder,
-//! and must end with the very bytes of the run that nothing disturbed.
+//! Each writer runs once with every disk act recorded, then again on folders as crashes may have left them; it must end
+//! with the same bytes as the undisturbed run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -23,12 +22,12 @@ use crate::testing::{Workbench, options};
 use crate::train::{self, Request};
 use crate::verify::verify;
 
-/// States of each writer that are tried; of more by `sh tests/full.sh crashes`.
+/// States tried for each writer; `sh tests/full.sh crashes` tries more.
 fn states() -> usize {
     if std::env::var_os("FULL").is_some() { 400 } else { 24 }
 }
 
-/// Steps that compare, change and judge.
+/// Steps that compare, change and filter.
 const STEPS: &str = "
 [[prepare]]
 step = \"exact-duplicates\"
@@ -43,7 +42,7 @@ step = \"length\"
 min_words = 3
 ";
 
-/// What lies in `folder/name`.
+/// The content of `folder/name`.
 fn part(folder: &Path, name: &str) -> Tree {
     tree(folder).into_iter().filter(|(path, _)| path.starts_with(name)).collect()
 }
@@ -89,7 +88,7 @@ fn survives(
     }
 }
 
-/// Whether a folder is called a store: then it has to be one.
+/// Whether a folder has a manifest: then it must be a valid store.
 fn is_store(store: &Path) -> bool {
     let is_store = store.join(open::MANIFEST).exists();
     if is_store {
@@ -112,7 +111,7 @@ fn a_build_survives_crashes() {
     survives(&folder, "deep/store", run, is_store);
 }
 
-/// Runs what is missing of a plan, and merges.
+/// Runs the missing tasks of a plan, and merges.
 fn by_tasks(corpus: &Corpus, work: &Path, store: &Path) -> Result<()> {
     let plan: Plan = plan(corpus, work, 1)?;
     let runner = Runner::new(&plan, 1)?;
@@ -133,7 +132,7 @@ fn tasks_and_their_merge_survive_crashes() {
     survives(&folder, "store", run, is_store);
 }
 
-/// Whatever a crash leaves of a plan that ends: while it is there, so is all that was made by it.
+/// Whatever a crash leaves of a plan being removed: while its description exists, so do all its results.
 #[test]
 fn a_plan_goes_before_what_was_made_by_it() {
     let bench = Workbench::new(24);
@@ -153,7 +152,7 @@ fn a_plan_goes_before_what_was_made_by_it() {
     let (before, mut seen) = (made().count(), [0, 0]);
     let (recording, ran) = Recording::of(&work, || plan.close());
     ran.unwrap();
-    // All of them: there are few in which the plan is still there.
+    // All of them: the plan still exists in few states.
     recording.each(usize::MAX, |_| {
         let planned = work.join(plan.name.to_string()).join("plan.json").exists();
         seen[usize::from(planned)] += 1;
@@ -178,7 +177,7 @@ fn a_trained_tokenizer_survives_crashes() {
     let wanted = fs::read(&out).unwrap();
     let mut seen = [0, 0];
     recording.each(states(), |_| {
-        // None or the whole of it, at any moment: a piece would be taken for another one and refused for ever.
+        // Nothing or the whole file, at any moment: a partial one would be refused as a conflict forever.
         let is_there = out.exists();
         assert!(!is_there || fs::read(&out).unwrap() == wanted, "a piece");
         seen[usize::from(is_there)] += 1;
@@ -193,7 +192,7 @@ fn a_trained_tokenizer_survives_crashes() {
     drop(full);
 }
 
-/// What was built here for a place elsewhere stays, whole, until every byte was read there; and goes then, whatever happens.
+/// A store built here for another place stays complete until every byte was verified there, and is removed then.
 #[test]
 fn a_store_that_moves_is_whole_here_or_there() {
     let bench = Workbench::new(24);
@@ -232,7 +231,7 @@ fn a_store_that_moves_is_whole_here_or_there() {
         });
         moved.unwrap_err();
         assert_eq!(recording.acts(), 0, "nothing here is touched before the other one is known");
-        // A later run does not take for whole what is there either.
+        // A later run does not trust an unverified copy there either.
         let _ = moved::left(&here, &place, true);
         assert!(tree(&here) == wanted);
     }

@@ -1,4 +1,4 @@
-//! Where files that others made are opened: on this machine, or, in tests, on a disk that fails.
+//! Opens untrusted files: on this machine or, in tests, on a simulated disk that fails.
 
 use std::io::{Read, Result};
 use std::path::Path;
@@ -6,16 +6,16 @@ use std::path::Path;
 use store::pieces::Pieces;
 use store::regular;
 
-/// What opens files.
+/// Opens files.
 pub(crate) trait Disk {
-    /// A file from front to back.
+    /// Opens a file to be read sequentially.
     fn stream(&self, path: &Path) -> Result<Box<dyn Read + Send>>;
 
-    /// A file in pieces.
+    /// Opens a file to be read in pieces.
     fn pieces(&self, path: &Path) -> Result<Pieces>;
 }
 
-/// This machine's.
+/// The real disk.
 pub(crate) struct Real;
 
 impl Disk for Real {

@@ -1,15 +1,15 @@
-//! `dropped.jsonl.zst`: every record of a source that was read and not kept, one line of JSON for each, in their order.
+//! `dropped.jsonl.zst`: every record of a source that was read and not kept, one line of JSON for each, in order.
 //!
 //! ```text
 //! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840,"kept":{"source":"web",...}}
 //! ```
 //!
-//! `file` counts the manifest's inputs, `row` and `group` are those of provenance, `bytes` what the accounting counts. A
-//! line with `spans` is of a document that lost these bytes of its text, counted when the step comes to it: it says nothing
-//! of what else became of the document.
+//! `file` is the index of the manifest's input, `row` and `group` are as in the provenance, `bytes` as in the
+//! accounting. A line with `spans` lists bytes that a step removed from a document's text, as offsets in the text
+//! before that step; it does not say whether the document was kept.
 //!
-//! The dedup scan leaves a list of the same form (`removed.jsonl.zst`, without ids and bytes) beside the parts: of what it
-//! decided, for whoever encodes.
+//! The dedup scan writes a list of the same form (`removed.jsonl.zst`, without ids and bytes) next to the parts, for
+//! the encoding tasks.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -32,7 +32,7 @@ pub(crate) const FILE: &str = "dropped.jsonl.zst";
 /// The name of the scan's list.
 pub(crate) const REMOVED: &str = "removed.jsonl.zst";
 
-/// Rows of a group, at most.
+/// The limit on rows in a group.
 const ROWS: u64 = 1 << 40;
 
 /// Group and row as one number, in the order of the file.
@@ -48,7 +48,7 @@ fn place(at: u64) -> (Option<u32>, u64) {
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Line {
-    /// Which of the source's inputs.
+    /// The index of the source's input.
     pub file: usize,
     /// Row group (Parquet) or record batch (Arrow).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -58,7 +58,7 @@ pub struct Line {
     /// Its own id, where it could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
-    /// Why it is not kept, or why it lost bytes.
+    /// Why it was not kept, or why bytes were removed.
     pub reason: String,
     /// Its bytes, as the accounting counts them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -66,17 +66,17 @@ pub struct Line {
     /// For a duplicate, the document that was kept at that step; a later step may have dropped it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kept: Option<Kept>,
-    /// What it lost, if that was not all.
+    /// The removed spans, if not the whole record was removed.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub spans: Vec<(u32, u32)>,
 }
 
-/// The document that a step kept of those that are alike.
+/// The document that a step kept instead of its duplicates.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
     /// Its source.
     pub source: String,
-    /// Which of that source's inputs.
+    /// The index of that source's input.
     pub file: usize,
     /// Row group or record batch.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -86,7 +86,7 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// The document at this place of a file.
+    /// The document at this address in a file.
     pub(crate) fn at(source: &str, file: usize, at: u64) -> Self {
         let (group, row) = place(at);
         Kept { source: source.to_owned(), file, group, row }
@@ -132,14 +132,14 @@ fn unwritten(error: io::Error) -> Fault {
     Fault::io("write", Path::new(FILE), &error)
 }
 
-/// The list of a source while its documents go by: what the scan decided of them is joined to what became of them.
+/// Builds the list of a source: joins the scan's decisions with the records as they are processed.
 #[derive(Default)]
 pub(crate) struct Listing {
     folder: PathBuf,
-    /// The scan's lines that are still to come.
+    /// The scan's lines that were not reached yet.
     decided: Option<Lines>,
     next: Option<Line>,
-    /// Begun with the first line.
+    /// Created at the first line.
     out: Option<Writer<Whole>>,
 }
 
@@ -151,7 +151,7 @@ impl Listing {
         Ok(Listing { folder, decided, next, out: None })
     }
 
-    /// The record at this place is kept; what the scan took of it is listed.
+    /// The record at this position is kept; the spans that the scan removed from it are listed.
     pub(crate) fn kept(&mut self, file: usize, row: Row) -> Result<()> {
         match self.said_of(file, row)? {
             None => Ok(()),
@@ -159,14 +159,14 @@ impl Listing {
         }
     }
 
-    /// The record that `line` is of is not kept.
+    /// The record of `line` is not kept.
     pub(crate) fn dropped(&mut self, mut line: Line) -> Result<()> {
         let row = Row { group: line.group, row: line.row };
         line.kept = self.said_of(line.file, row)?.and_then(|said| said.kept);
         self.push(&line)
     }
 
-    /// Why the scan removed the record at this place, if it did. What it took of the record is listed.
+    /// Why the scan removed the record at this position, if it did. Spans that it removed from the record are listed.
     fn said_of(&mut self, file: usize, row: Row) -> Result<Option<Line>> {
         let Some(line) = self.next.take_if(|line| line.is_of(file, row)) else { return Ok(None) };
         self.next = self.decided.as_mut().and_then(Iterator::next).transpose()?;
@@ -187,12 +187,12 @@ impl Listing {
         out.push(line)
     }
 
-    /// The file of which the scan said something that has not come yet.
+    /// The file of the scan's next line, if one was not reached yet.
     pub(crate) fn awaited(&self) -> Option<usize> {
         self.next.as_ref().map(|line| line.file)
     }
 
-    /// Ends the list; none if nothing was dropped.
+    /// Completes the list; none if nothing was dropped.
     pub(crate) fn finish(self) -> Result<Option<FileRecord>> {
         if let Some(line) = self.next {
             return Err(changed(&line));
@@ -201,11 +201,11 @@ impl Listing {
     }
 }
 
-/// What to do about an input that changed. A plan of tasks has results of what was there before.
+/// The hint for an input that changed. A plan of tasks has results of its earlier content.
 pub(crate) const CHANGED_HINT: &str =
     "run `zdata build` again; of tasks, `zdata task plan` again, with another --cache-dir";
 
-/// What is said if the scan removed a record that is kept, or is not there.
+/// The fault if the scan removed a record that is kept or missing now.
 fn changed(line: &Line) -> Fault {
     let place = line.group.map_or(String::new(), |group| format!(" of group {group}"));
     Fault::mismatch("this input changed between scan and build")
@@ -213,25 +213,24 @@ fn changed(line: &Line) -> Fault {
         .hint(CHANGED_HINT)
 }
 
-/// The list as the build looks things up in it: 9 bytes for each document, by file,
-/// and 8 for each piece of one that stays.
+/// The list in the build's memory: 9 bytes per document, by file, and 8 for each removed span of a kept document.
 #[derive(Default)]
 pub(crate) struct List {
     files: BTreeMap<usize, (Vec<u64>, Vec<u8>)>,
     reasons: Vec<String>,
-    /// What goes of documents that stay.
+    /// The removed spans of kept documents.
     spans: BTreeMap<(usize, u64), Vec<Span>>,
 }
 
 impl List {
-    /// Reads the part of the scan's list that [`cut`] made.
+    /// Reads a part of the scan's list, made by [`cut`].
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut list = List::default();
         Lines::open(path)?.try_for_each(|line| list.take(line?))?;
         Ok(list)
     }
 
-    /// Reads the list of a source of a store, and which documents were kept for duplicates.
+    /// Reads a store's list of a source, and which documents were kept instead of duplicates.
     pub(crate) fn of(store: &Location, source: &SourceRecord) -> Result<(Self, Firsts)> {
         let (mut list, mut firsts) = (List::default(), Firsts::new());
         for line in Lines::of(store, source)?.into_iter().flatten() {
@@ -265,7 +264,7 @@ impl List {
         Ok(())
     }
 
-    /// The text of a document without what the scan removed of it; nothing if it stays as it is.
+    /// The text of a document without the spans that the scan removed; none if it is unchanged.
     pub(crate) fn rest(&self, file: usize, document: &Document) -> Result<Option<String>> {
         let at = address(document.group, document.row);
         let Some(spans) = at.and_then(|at| self.spans.get(&(file, at))) else { return Ok(None) };
@@ -286,8 +285,8 @@ impl List {
 /// By file, group and row of a duplicate, the document that was kept.
 pub(crate) type Firsts = BTreeMap<(usize, Option<u32>, u64), Kept>;
 
-/// The list at `path`, cut into those of consecutive ranges of files, which count files from the first of the range. They do
-/// not say which document was kept: nothing that is encoded depends on it.
+/// Cuts the list at `path` by consecutive ranges of files, renumbered from the first file of the range. The results do
+/// not say which document was kept: no encoded byte depends on it.
 pub(crate) fn cut(path: &Path, ranges: &[Range<usize>]) -> Result<Vec<Vec<u8>>> {
     let mut cut: Vec<Writer> =
         ranges.iter().map(|_| Writer::new(Vec::new())).collect::<Result<_>>()?;
@@ -319,14 +318,14 @@ pub fn each_of(
     Ok(())
 }
 
-/// The lines of a list, front to back.
+/// The lines of a list, in order.
 struct Lines {
     place: String,
     lines: io::Lines<BufReader<zstd::Decoder<'static, BufReader<File>>>>,
 }
 
 impl Lines {
-    /// The list of a source of a store; none if nothing of it was dropped.
+    /// A store's list of a source; none if nothing of the source was dropped.
     fn of(store: &Location, source: &SourceRecord) -> Result<Option<Self>> {
         let Some(file) = &source.dropped_file else { return Ok(None) };
         let file = StoreFile::new(store, &[&source.name, &file.name]);

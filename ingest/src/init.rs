@@ -1,7 +1,7 @@
-//! `zdata init`: a commented corpus file and curriculum for a folder, from what lies in it.
+//! `zdata init`: a commented corpus file and curriculum for the data in a folder.
 //!
-//! Every guess (which files belong together, which fields are the text) is made from the first records of each file and is
-//! said in the corpus file itself, next to the line that it decides; what is passed over is listed there with the reason.
+//! Every guess (which files belong together, which fields are the text) is made from the first records of each file and
+//! noted in the corpus file, next to the line that it determines; skipped files are listed there with the reason.
 
 mod layout;
 mod model;
@@ -20,28 +20,28 @@ use self::layout::Layout;
 use self::seen::Seen;
 use self::sources::Group;
 
-/// The names of the files that are written.
+/// The name of the corpus file.
 pub const CORPUS: &str = "corpus.toml";
 /// The name of the curriculum.
 pub const CURRICULUM: &str = "curriculum.toml";
 
-/// Files passed over that the corpus file lists.
+/// The number of skipped files that the corpus file lists.
 const LISTED: usize = 100;
 
-/// Tokens that end a document, the commonest first.
+/// Tokens that end a document, most common first.
 const ENDS: [&str; 6] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"];
 
-/// What was written, for people.
+/// What was written, for users.
 #[derive(Debug)]
 pub struct Begun {
     /// The files.
     pub files: Vec<PathBuf>,
-    /// What was guessed and what is left to do, a line each.
+    /// Guesses and remaining work, a line each.
     pub notes: Vec<String>,
 }
 
-/// Writes both files into `folder`; none that is there is touched. What a killed run left, one of the two with this very
-/// text, is gone on with.
+/// Writes both files into `folder`, never replacing one. If a killed run left one of the two with exactly this text,
+/// only the other one is written.
 pub fn init(folder: &Path) -> Result<Begun> {
     let files = [CORPUS, CURRICULUM].map(|name| folder.join(name));
     let there = files.each_ref().map(|path| path.symlink_metadata().is_ok());
@@ -72,7 +72,7 @@ pub fn init(folder: &Path) -> Result<Begun> {
     Ok(Begun { files: files.into(), notes })
 }
 
-/// What the corpus file and the curriculum say, and what people are told of it.
+/// The texts of the corpus file and the curriculum, and the notes for users.
 fn texts(folder: &Path) -> Result<([String; 2], Vec<String>)> {
     let (groups, passed_over) = sources::groups(folder, Seen::below(folder)?)?;
     if groups.is_empty() {
@@ -170,7 +170,7 @@ fn corpus_text(
     Ok(text)
 }
 
-/// The token of a tokenizer that ends a document, if it has one of the common ones.
+/// The tokenizer's end-of-document token, if it has one of the common ones.
 fn end_of(tokenizer: &Path) -> Result<Option<String>> {
     let bytes = regular::read(tokenizer).map_err(|error| Fault::io("read", tokenizer, &error))?;
     let value: Value = serde_json::from_slice(&bytes).unwrap_or_default();
@@ -179,7 +179,7 @@ fn end_of(tokenizer: &Path) -> Result<Option<String>> {
     Ok(ENDS.iter().copied().find(has).map(str::to_owned))
 }
 
-/// A curriculum that goes through about half of the text once: bytes stand for tokens, four to one.
+/// A curriculum of about half an epoch; four bytes are estimated as one token.
 fn curriculum_text(groups: &[Group]) -> String {
     let (seq_len, batch) = (256, 4);
     let tokens: u64 = groups.iter().map(|group| group.bytes / 4).sum();
@@ -206,7 +206,7 @@ fn curriculum_text(groups: &[Group]) -> String {
     );
     let all = weights.iter().sum::<u64>().max(1);
     for (group, weight) in groups.iter().zip(weights) {
-        // By few tokens for the bytes: a text that is shorter than a sequence is gone through for each one.
+        // A low estimate of tokens: a text shorter than a sequence counts as one sequence.
         let each = (group.bytes / 16 / seq_len).max(1);
         let sequences = (steps * batch * weight).div_ceil(all) + 1;
         let epochs = sequences.div_ceil(each);
@@ -218,7 +218,7 @@ fn curriculum_text(groups: &[Group]) -> String {
     text
 }
 
-/// Sources of fewer bytes are gone through several times by few steps.
+/// Smaller sources are repeated several times even in few steps.
 const SMALL_BYTES: u64 = 64 << 10;
 
 #[cfg(test)]

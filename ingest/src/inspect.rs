@@ -1,4 +1,4 @@
-//! `zdata inspect`: what a store holds, and the accounting that says what became of every document read.
+//! `zdata inspect`: what a store holds, and the accounting of every document that was read.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use store::{Change, Location, Manifest, PreparedRecord, SourceRecord, StreamReco
 use crate::dropped::{Kept, Line};
 use crate::source::place;
 
-/// Documents read, kept and dropped, of one source: they balance to zero.
+/// Documents read, kept and dropped of one source: they balance to zero.
 pub struct Accounting {
     /// Records of all inputs.
     pub read: u64,
@@ -40,17 +40,17 @@ impl Accounting {
     }
 }
 
-/// Bytes of text of a source with steps of preparation: they balance to zero as well.
+/// Bytes of text of a source with preparation steps: they balance to zero too.
 pub struct Bytes {
     /// Of all records, before the first step.
     pub read: u64,
-    /// By which steps made documents longer that were kept.
+    /// Added by steps to kept documents.
     pub added: u64,
-    /// By which steps made them shorter.
+    /// Removed by steps from kept documents.
     pub removed: u64,
     /// Of dropped records.
     pub dropped: u64,
-    /// Of what was encoded.
+    /// Of encoded documents.
     pub kept: u64,
 }
 
@@ -77,19 +77,19 @@ impl Bytes {
     }
 }
 
-/// Tokens of a source: its documents have those that its shards hold, so that they balance to zero.
+/// Tokens of a source: those of documents and those of shards balance to zero.
 pub struct Tokens {
-    /// Those of text.
+    /// Tokens of text.
     pub text: u64,
-    /// Those before documents.
+    /// Tokens put before documents.
     pub begin: u64,
-    /// Those after documents.
+    /// Tokens put after documents.
     pub end: u64,
     /// All that is trained on.
     pub train: u64,
     /// All that is held out.
     pub validation: u64,
-    /// In the shards of both.
+    /// In the shards of both splits.
     pub shards: u64,
 }
 
@@ -106,7 +106,7 @@ impl Tokens {
         Tokens { text, begin, end, train, validation, shards }
     }
 
-    /// Those of documents minus those of shards.
+    /// Tokens of documents minus tokens of shards.
     pub fn balance(&self) -> i128 {
         let Tokens { text, begin, end, train: _, validation: _, shards } = self;
         i128::from(*text) + i128::from(*begin) + i128::from(*end) - i128::from(*shards)
@@ -121,7 +121,7 @@ fn sums(manifest: &Manifest, of: impl Fn(&SourceRecord) -> &StreamRecord) -> (u6
     })
 }
 
-/// What a person should know of a build that ended well: what was dropped, and splits without documents.
+/// Notes about a successful build: what was dropped, and splits without documents.
 pub fn notes(manifest: &Manifest) -> Vec<String> {
     let mut notes = Vec::new();
     for source in &manifest.sources {
@@ -143,7 +143,7 @@ pub fn notes(manifest: &Manifest) -> Vec<String> {
     notes
 }
 
-/// What was dropped of so many records of a source, for which reasons.
+/// The number of dropped records of a source, with the reasons.
 pub fn dropped_of<'a>(
     source: &str,
     read: u64,
@@ -156,10 +156,10 @@ pub fn dropped_of<'a>(
     format!("dropped of {source}: {} of {} ({reasons})", grouped(all), many(read, "record"))
 }
 
-/// Documents expected in a split from which on an empty one is no chance (once in 5 * 10^8 splits of different texts).
+/// From this expected size on, an empty split is not due to chance (once in 5 * 10^8 splits of different texts).
 const EXPECTED: u128 = 20;
 
-/// Why a source has no validation documents although a share of them was asked for.
+/// Why a source has no validation documents although a share was asked for.
 fn none_held_out(manifest: &Manifest, source: &SourceRecord) -> String {
     let (name, share) = (&source.name, &manifest.validation);
     let documents = source.train.documents;
@@ -175,15 +175,15 @@ fn none_held_out(manifest: &Manifest, source: &SourceRecord) -> String {
     format!("source {name}: {documents} {why} a validation split of {share}: none was held out")
 }
 
-/// A line of a list of dropped records, told.
+/// A line of a list of dropped records, for output.
 pub struct Shown {
-    /// For a program.
+    /// For programs.
     pub json: Value,
-    /// For a person.
+    /// For users.
     pub text: String,
 }
 
-/// Tells a line of the list of `source`: names stand for the numbers of files.
+/// Shows a line of the list of `source`, with file names in place of indexes.
 pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown {
     let Line { file, group, row, id, reason, bytes, kept, spans } = line;
     let name = |source: &SourceRecord, file: usize| {
@@ -218,7 +218,7 @@ pub fn dropped(manifest: &Manifest, source: &SourceRecord, line: &Line) -> Shown
     Shown { json, text }
 }
 
-/// The answer for a program.
+/// The answer for programs.
 pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
     let stream = |stream: &StreamRecord| {
         json!({
@@ -261,7 +261,7 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
     })
 }
 
-/// The answer for a person.
+/// The answer for users.
 pub fn text(store: impl Into<Location>, manifest: &Manifest) -> String {
     let mut out = String::new();
     let marker = |id: Option<u32>| id.map_or("none".to_owned(), |id| id.to_string());
@@ -399,7 +399,7 @@ pub fn grouped(number: u64) -> String {
     indicatif::HumanCount(number).to_string()
 }
 
-/// So many things of this name, the number in groups of three.
+/// A count with its noun, the number in groups of three.
 pub fn many(number: u64, name: &str) -> String {
     format!("{} {}", grouped(number), named(number, name))
 }
@@ -425,7 +425,7 @@ mod tests {
         ids
     }
 
-    /// What is told of tokens is what stands in the files, of each source and of all.
+    /// The reported token counts match the files, for each source and in total.
     #[test]
     fn tokens_are_counted_and_balance() {
         let bench = Workbench::new(30);

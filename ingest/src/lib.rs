@@ -4,8 +4,8 @@
 //! corpus.toml -> files -> slabs (1 reader) -> documents, steps, tokens (n workers) -> shards (1 committer, in input order)
 //! ```
 //!
-//! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`.
-//! How many workers ran, when a build was killed and where the files lie leaves no trace.
+//! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`. The
+//! number of workers, kills and the location of files have no influence.
 //! Invariant: memory is bounded by the slabs in flight, whatever the number of documents.
 
 #![forbid(unsafe_code)]

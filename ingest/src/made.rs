@@ -1,4 +1,4 @@
-//! Folders that these programs made: what lies in them is no text, however it is called.
+//! Recognizes our own outputs (stores, exports, caches, runs), so that globs skip them.
 
 use std::path::Path;
 
@@ -6,10 +6,10 @@ use store::open::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 
 use crate::cache_dir::is_cache;
 
-/// The file that says what an export is.
+/// The file that describes an export.
 pub const NOTE: &str = "export.json";
 
-/// What such a folder is, and two names that only one of that kind holds.
+/// A kind of output, and two names that only folders of this kind contain.
 const KINDS: [(&str, &str, &str); 4] = [
     ("a store", MANIFEST, MANIFEST_SUM),
     ("an export", NOTE, TOKENIZER),
@@ -17,14 +17,14 @@ const KINDS: [(&str, &str, &str); 4] = [
     ("a run", "ledger.jsonl", "run.toml"),
 ];
 
-/// What `folder` is, if these programs made it.
+/// What kind of output `folder` is, if it is ours.
 pub(crate) fn kind(folder: &Path) -> Option<&'static str> {
     let has = |name: &str| folder.join(name).exists();
     let kind = KINDS.iter().find(|(_, one, other)| has(one) && has(other));
     kind.map(|(what, ..)| *what).or_else(|| is_cache(folder).then_some("parts of a build"))
 }
 
-/// The folders among `files`, the names in a bucket, that these programs made, and what they are; each ends in a slash.
+/// The folders of our own outputs among `files`, the names in a bucket, with their kinds; each ends in a slash.
 pub(crate) fn among(files: &[String]) -> Vec<(String, &'static str)> {
     let folder = |name: &String| {
         let is_of = |(what, one, other): &(&'static str, &str, &str)| {
@@ -49,7 +49,7 @@ mod tests {
         assert_eq!(among(&files), [("a/".to_owned(), "a store")]);
     }
 
-    /// A plan and its parts are words of everybody: a marker is not.
+    /// `plan` and `parts` are common names, so they do not mark a folder; a marker does.
     #[test]
     fn a_folder_of_somebody_elses_plan_and_parts_is_text() {
         let folder = tempfile::tempdir().unwrap();

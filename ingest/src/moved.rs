@@ -1,30 +1,31 @@
-//! A store that was built here for a place elsewhere: what lies here goes once every byte of the other one was read again.
+//! Moves a finished store to its destination; the local copy is removed after the destination was read back and
+//! verified.
 //!
-//! It goes by another name first, so that a crash leaves the whole of it or nothing that is called a store.
+//! The local copy is renamed before it is removed, so that a crash leaves either a whole store or no store.
 
 use std::path::Path;
 
 use contract::{Fault, Result};
 use store::{Location, disk, open, verify};
 
-/// What the name of a folder ends in that is being removed.
+/// The suffix of a folder that is being removed.
 const GONE: &str = ".gone";
 
-/// Puts the store in `folder` to `place` by `put`, reads all of it there, and removes what lies here.
+/// Uploads the store in `folder` to `place` by `put`, verifies it there, and removes the local copy.
 pub fn to(
     folder: &Path,
     place: &Location,
     quiet: bool,
     put: impl FnOnce() -> Result<()>,
 ) -> Result<()> {
-    // Another run for the same place may find the store there before this one has read it.
+    // Another run for the same place may find the store there before this one has verified it.
     let _lock = disk::lock(folder)?;
     put()?;
     remove(folder, place, quiet)
 }
 
-/// Removes what a run left in `folder` that was killed after it had put the store to `place`, where a store is now. Another
-/// one stays, and so does one that somebody is at work on.
+/// Removes a local copy that a run left which was killed after the upload to `place`. Another store stays, and so does
+/// one that a process is working on.
 pub fn left(folder: &Path, place: &Location, quiet: bool) -> Result<()> {
     ended(folder)?;
     if !folder.join(open::MANIFEST).is_file() {
@@ -38,14 +39,14 @@ pub fn left(folder: &Path, place: &Location, quiet: bool) -> Result<()> {
     }
 }
 
-/// Removes the store in `folder`, which is the only whole copy until every byte of the one at `place` was read.
+/// Removes the store in `folder`, the only trusted copy until every byte of the one at `place` was read.
 fn remove(folder: &Path, place: &Location, quiet: bool) -> Result<()> {
     let found = crate::verify::verify(place, quiet)?;
     verify::fault(place, &found.damages).map_or(Ok(()), Err)?;
     away(folder)
 }
 
-/// Removes a folder by another name.
+/// Renames a folder, then removes it.
 pub(crate) fn away(folder: &Path) -> Result<()> {
     ended(folder)?;
     let gone = disk::beside(folder, GONE);
@@ -54,7 +55,7 @@ pub(crate) fn away(folder: &Path) -> Result<()> {
     disk::remove(&gone)
 }
 
-/// Ends what a killed run left of that.
+/// Completes such a removal after a kill.
 pub(crate) fn ended(folder: &Path) -> Result<()> {
     disk::remove(&disk::beside(folder, GONE))
 }

@@ -1,9 +1,8 @@
-//! The one ordered parallel map: one reader, any number of workers, results taken in the order of reading.
+//! The only ordered parallel map: one reader, any number of workers, results taken in reading order.
 //!
-//! The reader puts, for each part, a promise into an ordered queue; workers keep the promises in any order; the caller
-//! redeems them in order. The queue is bounded, and with it memory. The first error in the order of reading is the one
-//! reported, whatever the number of workers. A panic is an error like any other: a bug of ours, at the part that it
-//! came of.
+//! For each part, the reader puts a promise into an ordered queue. Workers fulfil the promises in any order; the caller
+//! takes them in order. The queue is bounded, and so is memory. The reported error is the first in reading order,
+//! whatever the number of workers. A panic is an error like any other: a bug of ours, at the part that caused it.
 
 use std::any::Any;
 use std::io;
@@ -15,24 +14,24 @@ use contract::guard::said;
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 
-/// Parts in flight beyond one for each worker.
+/// Parts in flight in addition to one per worker.
 const SPARE: usize = 3;
 
-/// The most workers that anybody may ask for: more than any machine has cores.
+/// The limit on workers: more than any machine has cores.
 pub const WORKERS_MAX: usize = 1024;
 
 /// What is done with each part.
 pub(crate) struct Map<Begin, Do, Place> {
-    /// Makes what a worker keeps from part to part.
+    /// Creates a worker's state, which it keeps from part to part.
     pub(crate) begin: Begin,
-    /// Done with a part, on any worker.
+    /// Processes a part, on any worker.
     pub(crate) map: Do,
-    /// Where a part comes from, for the message of a panic.
+    /// The place of a part, for the message of a panic.
     pub(crate) place: Place,
 }
 
-/// Calls `next` until there is nothing, the map on any thread, and `take` here, in the order of `next`. Returns what the
-/// workers kept.
+/// Calls `next` until there is nothing, the map on any thread, and `take` here, in the order of `next`. Returns the
+/// workers' states.
 pub(crate) fn run<T: Send, R: Send, S: Send>(
     workers: usize,
     next: impl FnMut() -> Result<Option<T>> + Send,
@@ -57,7 +56,7 @@ pub(crate) fn run<T: Send, R: Send, S: Send>(
                 for (part, reply) in work {
                     let place = (map.place)(&part);
                     let done = guarded(|| place, || (map.map)(&mut state, part));
-                    // Nobody waits for the reply once an earlier part has failed.
+                    // The receiver is closed once an earlier part has failed.
                     let _ = reply.send(done);
                 }
                 state
@@ -66,7 +65,7 @@ pub(crate) fn run<T: Send, R: Send, S: Send>(
         }
         drop(work);
         for promise in promises {
-            // A promise without a reply is the end.
+            // A promise without a reply marks the end.
             let Ok(result) = promise.recv() else { break };
             take(result?)?;
         }
@@ -79,7 +78,7 @@ pub(crate) fn run<T: Send, R: Send, S: Send>(
 
 type Reply<R> = Sender<Result<R>>;
 
-/// Hands out parts, each with a promise, until there are none or nobody wants more.
+/// Sends out parts, each with a promise, until there are none or the receivers are closed.
 fn read<T, R>(
     mut next: impl FnMut() -> Result<Option<T>>,
     order: &Sender<Receiver<Result<R>>>,
@@ -104,9 +103,9 @@ fn read<T, R>(
     }
 }
 
-/// Does it; a panic becomes a fault at `place`.
+/// Runs `work`; a panic becomes a fault at `place`.
 fn guarded<R>(place: impl FnOnce() -> String, work: impl FnOnce() -> Result<R>) -> Result<R> {
-    // What it may have left half done is not looked at again: the first fault ends everything.
+    // State that a panic left incomplete is never used again: the first fault ends everything.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done,
         Err(panic) => Err(panicked(panic.as_ref()).at(place())),
@@ -117,7 +116,7 @@ fn panicked(panic: &(dyn Any + Send)) -> Fault {
     Fault::bug("a worker panicked").found(said(panic))
 }
 
-/// Starts the threads that the library of parallel iterators shares: by itself it would panic where there are none left.
+/// Starts the thread pool of the parallel-iterator library, which would panic if the system has no threads left.
 pub(crate) fn start_shared() -> Result<()> {
     match rayon::ThreadPoolBuilder::new().build_global() {
         Err(error) => io_cause(&error).map_or(Ok(()), |error| Err(no_thread(again(error)))),
@@ -125,7 +124,7 @@ pub(crate) fn start_shared() -> Result<()> {
     }
 }
 
-/// A machine that gives no thread.
+/// The fault if the system gives no thread.
 pub(crate) fn no_thread(error: io::Error) -> Fault {
     let hint = format!("ask for fewer --workers, or {}", more_of(&error));
     Fault::not_started("a thread", &error).hint(hint)
@@ -137,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs 100 parts; what `bad` says of part 0 and on happens in the map. The parts taken, and the outcome.
+    /// Runs 100 parts, with `bad` applied in the map from part 0 on. Returns the parts taken, and the outcome.
     fn hundred(
         workers: usize,
         bad: impl Fn(u64) -> Result<()> + Sync,
@@ -197,7 +196,7 @@ mod tests {
             assert_eq!((fault.class(), fault.place()), (Class::Bug, Some("part 57")), "{fault}");
             assert!(fault.to_string().contains("number 57 is odd"), "{fault}");
         }
-        // Where parts are read, too.
+        // Also where parts are read.
         let map =
             Map { begin: || (), map: |(): &mut (), ()| Ok(()), place: |(): &()| String::new() };
         let fault = run(2, || panic!("unread"), map, |()| Ok(())).unwrap_err();

@@ -1,4 +1,4 @@
-//! The recipes of a corpus as the build runs them: on documents that a dedup scan has judged, if it had to.
+//! The recipes of a corpus as the build runs them: on the documents that the dedup scan, if any, did not remove.
 
 use contract::{Fault, Result};
 
@@ -11,7 +11,7 @@ use crate::recipe::run::{NoText, Outcome, Passage};
 use crate::recipe::{Recipe, Step};
 use crate::source::Document;
 
-/// What one document went through, if it came out.
+/// What the steps did to a kept document.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Trace {
     /// Bytes of its text before the first step.
@@ -20,14 +20,14 @@ pub(crate) struct Trace {
     pub(crate) changes: Vec<(usize, u64, u64)>,
 }
 
-/// A document that does not come out.
+/// A document that was dropped.
 #[derive(Debug)]
 pub(crate) struct DroppedRecord {
     /// Why.
     pub(crate) reason: String,
     /// Bytes of its text before the first step.
     pub(crate) bytes: u64,
-    /// The same as an error, for a record that has no text.
+    /// The same as a fault, for a record without text.
     pub(crate) fault: Fault,
 }
 
@@ -43,18 +43,18 @@ pub(crate) struct Prepared<'a> {
 pub(crate) struct InFile<'a> {
     recipe: &'a Recipe,
     tools: &'a Tools<'a>,
-    /// What the scan removed; without one every step judges, and none compares documents with each other.
+    /// What the scan removed; without one, every step filters, but documents are not compared with each other.
     list: Option<&'a List>,
     file: usize,
 }
 
 impl<'a> Prepared<'a> {
-    /// Gets everything ready, with the lists of what the scan removed, one for each source.
+    /// Prepares the recipes, with the scan's lists of removed documents, one per source.
     pub(crate) fn new(corpus: &'a Corpus, tools: &'a Tools<'a>, lists: Vec<List>) -> Self {
         Prepared { corpus, tools, lists }
     }
 
-    /// What is to be done in this file of this source; `None` if nothing is.
+    /// The recipe for this file of this source; `None` if there is nothing to do.
     pub(crate) fn in_file(&self, source: usize, file: usize) -> Option<InFile<'_>> {
         let (recipe, list) = (&self.corpus.sources[source].recipe, Some(&self.lists[source]));
         (!recipe.is_empty()).then_some(InFile { recipe, tools: self.tools, list, file })
@@ -62,13 +62,13 @@ impl<'a> Prepared<'a> {
 }
 
 impl<'a> InFile<'a> {
-    /// The recipe of a source where there was no scan; `None` if it is empty.
+    /// The recipe of a source without a scan; `None` if it is empty.
     pub(crate) fn unscanned(source: &'a Source, tools: &'a Tools<'a>) -> Option<Self> {
         let recipe = &source.recipe;
         (!recipe.is_empty()).then_some(InFile { recipe, tools, list: None, file: 0 })
     }
 
-    /// Takes a document through.
+    /// Runs a document through the recipe.
     pub(crate) fn apply(
         &self,
         mut document: Document,
@@ -100,7 +100,7 @@ impl<'a> InFile<'a> {
     }
 }
 
-/// Notes what changes a document. Where a scan came before, only what changes it or comes later runs.
+/// Records what changes a document. After a scan, only steps that change documents or come later run.
 struct Tracing<'a> {
     of: &'a InFile<'a>,
     trace: Trace,

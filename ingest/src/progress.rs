@@ -1,6 +1,6 @@
-//! How far a command is: a bar on a terminal, a plain line every few seconds elsewhere, always on standard error.
+//! The progress of a command: a bar on a terminal, otherwise a plain line every few seconds, always on standard error.
 //!
-//! One mechanism for all that may take longer than two seconds. The clock here decides nothing but when to speak.
+//! Used for everything that may take longer than two seconds. The clock affects only when lines are printed.
 
 use std::io::IsTerminal as _;
 use std::sync::Mutex;
@@ -12,24 +12,24 @@ use contract::words::plural;
 use contract::{counted, note};
 use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
 
-/// Time before the first plain line: what takes less says nothing.
+/// Time before the first plain line: shorter commands print nothing.
 const SILENCE: Duration = Duration::from_secs(2);
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
-/// The longest time between two lines that only say that something goes on.
+/// The longest time between two lines that only report that work is still running.
 const SELDOM: Duration = Duration::from_secs(60);
 
-/// Time between two looks of the bar.
+/// Time between two updates of the bar.
 const BAR_EVERY: Duration = Duration::from_millis(100);
 
-/// What is counted.
+/// The unit of progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Measure {
     /// Bytes.
     Bytes,
-    /// Things of this name, in the singular.
+    /// Items of this name, in the singular.
     Count(&'static str),
 }
 
@@ -50,20 +50,20 @@ impl Measure {
     }
 }
 
-/// Counts what passes and tells it.
+/// Counts and reports progress.
 pub struct Progress {
-    /// What is being done, before every line.
+    /// The task, printed before every line.
     task: &'static str,
     measure: Measure,
     bar: Option<ProgressBar>,
     quiet: bool,
     begun: Instant,
-    /// When to speak next.
+    /// When to print next.
     next: Instant,
     total: u64,
-    /// Of the files that are finished.
+    /// Of the finished files.
     files: u64,
-    /// The same, and what was read of the open one.
+    /// The same, plus the bytes read of the open file.
     done: u64,
     text: u64,
     tokens: u64,
@@ -71,7 +71,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// For a `total` in this measure.
+    /// Progress towards `total` in this unit.
     pub fn new(task: &'static str, measure: Measure, total: u64, quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal() && !quiet;
         let style = ProgressStyle::with_template("{prefix} {bar:30} {percent:>3}% {msg}");
@@ -98,31 +98,31 @@ impl Progress {
         }
     }
 
-    /// One more document.
+    /// Adds a document.
     pub(crate) fn document(&mut self, text_bytes: u64, tokens: u64) {
         self.text += text_bytes;
         self.tokens += tokens;
         self.documents += 1;
     }
 
-    /// One more file of this size, or so much more of anything.
+    /// Adds a file of this size, or this amount of anything.
     pub fn file(&mut self, amount: u64) {
         self.files += amount;
         self.done = self.files;
     }
 
-    /// So much of the open file is read.
+    /// Sets the amount read of the open file.
     pub(crate) fn within(&mut self, amount: u64) {
         self.done = self.files + amount;
     }
 
-    /// So much more is done. Speaks, if it is time.
+    /// Adds an amount, and prints if it is time.
     pub fn add(&mut self, amount: u64) {
         self.file(amount);
         self.tick();
     }
 
-    /// Speaks, if it is time.
+    /// Prints if it is time.
     pub fn tick(&mut self) {
         let now = Instant::now();
         if self.quiet || now < self.next {
@@ -177,7 +177,7 @@ impl Progress {
         format!("{} left", HumanDuration(Duration::from_secs_f64(left)))
     }
 
-    /// The last word: what passed and how fast.
+    /// The summary: counts and rates.
     pub(crate) fn finish(&mut self) -> String {
         self.clear();
         self.summary(self.begun.elapsed().as_secs_f64())
@@ -200,7 +200,7 @@ impl Progress {
         format!("{} in {seconds:.1} s{rate}", passed.join(", "))
     }
 
-    /// Lets others write while the bar is away.
+    /// Runs `write` while the bar is hidden.
     pub fn aside<T>(&self, write: impl FnOnce() -> T) -> T {
         match &self.bar {
             Some(bar) => bar.suspend(write),
@@ -208,7 +208,7 @@ impl Progress {
         }
     }
 
-    /// What comes after this, by another count.
+    /// The next stage of the task, with its own unit and total.
     pub(crate) fn then(&mut self, measure: Measure, total: u64) -> Progress {
         self.clear();
         Progress::new(self.task, measure, total, self.quiet)
@@ -220,11 +220,11 @@ impl Progress {
         }
     }
 
-    /// Runs `work`, which may tell from any thread how much more is done.
+    /// Runs `work`, which may report more progress from any thread.
     pub fn during<T>(self, work: impl FnOnce(&(dyn Fn(u64) + Sync)) -> T) -> T {
         let progress = Mutex::new(self);
         work(&|amount| {
-            // Whoever panicked while it told of its progress has more to say than this.
+            // A panic while reporting progress is reported itself, so a poisoned lock is ignored.
             if let Ok(mut progress) = progress.lock() {
                 progress.add(amount);
             }
@@ -238,14 +238,14 @@ impl Drop for Progress {
     }
 }
 
-/// Runs `work`, of which nobody knows how far it is, and says from time to time that it goes on: `task: what, 7 s so far`.
+/// Runs `work` of unknown length, and reports from time to time that it is running: `task: what, 7 s so far`.
 pub fn meanwhile<T>(task: &str, what: &str, work: impl FnOnce() -> T) -> T {
     let say = |passed: Duration| note!("{task}: {what}, {} s so far", passed.as_secs());
     beating([SILENCE, LINE_EVERY], say, work)
 }
 
-/// Runs `work` and calls `say` with the time that passed: after the first of `waits`, then after the second, and from then on
-/// ever more seldom up to once a minute: some work takes days. A machine that gives no thread says nothing.
+/// Runs `work` and calls `say` with the elapsed time: after the first of `waits`, then after the second, then at
+/// growing intervals up to a minute, since some work takes days. If no thread can be started, nothing is printed.
 fn beating<T>(
     [first, again]: [Duration; 2],
     say: impl Fn(Duration) + Send,
@@ -262,7 +262,7 @@ fn beating<T>(
             }
         };
         let _ = thread::Builder::new().spawn_scoped(scope, beat);
-        // Let go of when the work is done, or panics: the scope waits for the beat to hear of it.
+        // Dropped when the work is done or panics: the scope then ends the reporting thread.
         let _done = done;
         work()
     })

@@ -1,7 +1,7 @@
 //! `zdata inspect --sample`: random documents, and what each step did to them.
 //!
-//! Which documents is a keyed draw over all records of a store, so the same command shows the same documents. Each is
-//! read again from its file and taken through its recipe again; what the scan decided is looked up.
+//! The documents are sampled by key over all records of a store, so the same command shows the same documents. Each is
+//! read again from its file and run through its recipe again; the scan's decisions are looked up.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -40,7 +40,7 @@ pub struct Sampled {
     pub steps: Vec<Effect>,
     /// `train`, `validation` or why it is dropped.
     pub outcome: String,
-    /// Its tokens, those put around it included; none if it is dropped.
+    /// Its tokens, including those put around it; none if it is dropped.
     pub tokens: Option<usize>,
 }
 
@@ -59,7 +59,7 @@ pub struct Effect {
     pub text: Option<String>,
 }
 
-/// `count` records of a store, drawn by `seed`, with what the steps of `corpus` do to them.
+/// `count` records of a store, sampled with `seed`, and what the steps of `corpus` do to them.
 pub fn sample(
     corpus: &Corpus,
     (store, manifest): (&Location, &Manifest),
@@ -98,7 +98,7 @@ pub fn sample(
     Ok(found)
 }
 
-/// Refuses a corpus file that says something else than what the store was built from.
+/// Refuses a corpus file that differs from the one the store was built from.
 fn same_request(corpus: &Corpus, manifest: &Manifest) -> Result<()> {
     let old = manifest
         .sources
@@ -115,7 +115,7 @@ fn same_request(corpus: &Corpus, manifest: &Manifest) -> Result<()> {
         .hint("name the corpus file that it was built from, as it was"))
 }
 
-/// What is told of an input that is not what was read: the store holds another text.
+/// The fault for an input that has changed since the build: the store holds another text.
 fn changed(file: &SourceFile) -> Fault {
     Fault::mismatch("this input changed since the store was built")
         .at(file.shown.clone())
@@ -136,7 +136,7 @@ fn choose(manifest: &Manifest, count: u64, seed: u64) -> Vec<(usize, usize, u64)
     let mut chosen = std::collections::BTreeSet::new();
     let mut index = 0;
     while (chosen.len() as u64) < count.min(all) {
-        // Multiply and shift: as even as 64 bits can be.
+        // Multiply and shift: as uniform as 64 bits can be.
         let drawn = (u128::from(draw(key, Purpose::Prepare, index)) * u128::from(all)) >> 64;
         chosen.insert(drawn as u64);
         index += 1;
@@ -148,7 +148,7 @@ fn choose(manifest: &Manifest, count: u64, seed: u64) -> Vec<(usize, usize, u64)
     chosen.into_iter().map(place).collect()
 }
 
-/// Tells of the documents of one source.
+/// Shows the documents of one source.
 struct Teller<'a> {
     corpus: &'a Corpus,
     source: &'a Source,
@@ -186,7 +186,7 @@ impl Teller<'_> {
         Ok(())
     }
 
-    /// A record of which nothing but its place is known.
+    /// A record of which only the position is known.
     fn at(&self, number: usize, Row { group, row }: Row) -> Sampled {
         Sampled {
             source: self.source.name.clone(),
@@ -250,7 +250,7 @@ impl Teller<'_> {
     }
 }
 
-/// Notes what every step did; what the scan decided is looked up in its list.
+/// Records what every step did; the scan's decisions are looked up in its list.
 struct Telling<'a> {
     teller: &'a Teller<'a>,
     file: usize,
@@ -272,7 +272,7 @@ impl Passage for Telling<'_> {
             return Ok(filters::changed(rest, repeats::EMPTIED));
         }
         let (group, row) = (document.group, document.row);
-        // The list knows every reason; only that of this very step belongs here.
+        // The list has the reasons of all steps; only that of this step belongs here.
         let reason = match step {
             Compare::Exact(_) => exact::REASON,
             _ => minhash::REASON,
@@ -303,7 +303,7 @@ impl Passage for Telling<'_> {
     }
 }
 
-/// The sample for a person.
+/// The sample for users.
 pub fn text(sample: &[Sampled]) -> String {
     let mut out = String::new();
     for sampled in sample {
@@ -345,7 +345,7 @@ fn shortened(text: &str) -> String {
     shown
 }
 
-/// Both texts from a little before the place where they begin to differ.
+/// Both texts, starting a little before their first difference.
 fn difference<'a>(before: &'a str, after: &'a str) -> (&'a str, &'a str) {
     let same = before.bytes().zip(after.bytes()).take_while(|(a, b)| a == b).count();
     let from = before.floor_char_boundary(same.saturating_sub(30)).min(after.len());

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers for the tests of this crate.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use crate::build::Options;
 use crate::cluster::plan::TASK_BYTES;
 
-/// A byte-level tokenizer without merges, of a plain and a special added token, and whatever else `change` does.
+/// A byte-level tokenizer without merges, with a plain and a special added token, modified by `change`.
 pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut alphabet: Vec<char> =
         tokenizers::pre_tokenizers::byte_level::ByteLevel::alphabet().into_iter().collect();
@@ -35,7 +35,7 @@ pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&value).unwrap()
 }
 
-/// Document `index`: 0 to 60 words, of which some recur whole.
+/// Document `index`: 0 to 60 words; some documents are equal.
 pub(crate) fn document(index: u64) -> String {
     let key = Key::from_seed(4).nth(index % 97);
     let words =
@@ -78,7 +78,7 @@ impl Workbench {
         path
     }
 
-    /// Puts a document into the source `math` that no other file has: where documents are compared, it stays.
+    /// Adds a document to the source `math` that no other file has, so that it is kept where documents are compared.
     pub(crate) fn own_document(&self) {
         let path = self.path("math.jsonl");
         let line = json!({"text": "this stands in no other file, and so it stays here"});
@@ -86,7 +86,7 @@ impl Workbench {
         fs::write(path, lines).unwrap();
     }
 
-    /// The corpus file, with `keys` at its head.
+    /// The corpus file, with `keys` at its start.
     pub(crate) fn corpus(&self, keys: &str) -> PathBuf {
         let text = format!(
             "tokenizer = \"tokenizer.json\"\nend = \"<|end|>\"\nunit = 64\nvalidation = \"1/7\"\n{keys}\n\

@@ -1,4 +1,4 @@
-//! Whole builds: workers, kills, cuts, refusals, and what the accounting says of them.
+//! Whole builds: workers, kills, cuts, refusals, and the accounting.
 
 use std::fs;
 use std::path::Path;
@@ -81,7 +81,7 @@ fn the_store_holds_what_the_tokenizer_gives() {
     let manifest = built(&bench.corpus("shard_tokens = 3000"), &store, 2);
     let bytes = fs::read(bench.path("tokenizer.json")).unwrap();
     let reference = Tokenizer::new(bytes, Engine::Reference).unwrap();
-    // The documents of a source in input order, split by what the provenance says of them.
+    // The documents of a source in input order, split as their provenance says.
     for (source, first, count) in [(0, 0u64, 300u64), (1, 1_000_000, 66)] {
         let record = &manifest.sources[source];
         let mut seen = Vec::new();
@@ -112,7 +112,7 @@ fn the_store_holds_what_the_tokenizer_gives() {
     }
 }
 
-/// A folder of somebody's own that has the name of the one for parts.
+/// A user's own folder with the name of the folder of parts.
 #[test]
 fn what_lies_where_parts_belong_is_not_removed() {
     let bench = Workbench::new(30);
@@ -125,7 +125,7 @@ fn what_lies_where_parts_belong_is_not_removed() {
     assert_eq!(fault.class(), contract::Class::Usage);
     assert!(fault.to_string().contains("thesis.txt"), "{fault}");
     assert!(thesis.exists() && !store.exists());
-    // Whatever builds call their own: a folder becomes theirs only while it is empty.
+    // A folder becomes a cache only while it is empty, even if its entries have our names.
     for name in ["plan.json", "parts/.git", "parts/x.bin"] {
         let file = bench.write(&format!("store.work/{name}"), "mine");
         fs::rename(&thesis, bench.path("thesis")).unwrap();
@@ -137,7 +137,7 @@ fn what_lies_where_parts_belong_is_not_removed() {
         fs::remove_dir_all(&work).unwrap();
         bench.write("store.work/thesis.txt", "years of work");
     }
-    // A build that was killed at its end left its parts, and somebody put files beside them.
+    // A build that was killed at its end left its parts, and the user put files next to them.
     fs::remove_file(&thesis).unwrap();
     assert_eq!(killed_at(&corpus, &store, 40), 1);
     let left = fs::read_dir(work.join("parts")).unwrap().next().unwrap().unwrap().path();
@@ -154,7 +154,7 @@ fn what_lies_where_parts_belong_is_not_removed() {
     assert!(!work.exists(), "an own folder goes");
 }
 
-/// A store appears by a rename, which a link is in the way of: that is said before the work.
+/// A store appears by a rename, which a link would prevent: this is reported before the work.
 #[test]
 fn a_link_is_no_place_for_a_store() {
     use std::os::unix::fs::symlink;
@@ -172,7 +172,7 @@ fn a_link_is_no_place_for_a_store() {
         assert!(!bench.path("link.work").exists() && !bench.path("link.partial").exists());
         fs::remove_file(&link).unwrap();
     }
-    // A link to a store leads there.
+    // A link to an existing store is followed.
     build(&corpus, &bench.path("store"), options(1)).unwrap();
     symlink("store", &link).unwrap();
     assert!(matches!(build(&corpus, &link, options(1)).unwrap(), Outcome::UpToDate(_)));
@@ -242,7 +242,7 @@ proptest! {
     }
 }
 
-/// Kills a build at a document; how many parts it leaves.
+/// Kills a build at a document; returns how many parts it leaves.
 fn killed_at(corpus: &Corpus, store: &Path, document: usize) -> usize {
     let mut left = document;
     let stopped = build_while(corpus, store, in_parts(1), || {
@@ -260,7 +260,7 @@ fn what_is_in_a_part_is_not_done_again() {
     let bench = Workbench::new(600);
     let corpus = Corpus::read(bench.corpus("shard_tokens = 2000")).unwrap();
     let (store, whole) = (bench.path("store"), bench.path("whole"));
-    // 600, 300 and 200 documents in three files: the second of them is open.
+    // 600, 300 and 200 documents in three files: the second file is open.
     assert_eq!(killed_at(&corpus, &store, 700), 1);
     let mut again = 0;
     let outcome = build_while(&corpus, &store, in_parts(1), || {
@@ -268,7 +268,7 @@ fn what_is_in_a_part_is_not_done_again() {
         Ok(())
     });
     assert_eq!(again, 300 + 200);
-    // What is told is what the store holds, not what was left to do.
+    // The summary counts what the store holds, not what was left to do.
     let Outcome::Built { summary, .. } = outcome.unwrap() else { panic!("it was there") };
     assert!(summary.starts_with("1100 documents"), "{summary}");
     build(&corpus, &whole, options(2)).unwrap();
@@ -298,7 +298,7 @@ proptest! {
         edits in prop::collection::vec((1usize..400, 0..3, 0u64..50), 1..4),
         last: bool,
     ) {
-        // Each build in the same folder of parts ends or is killed, and then a file, a step or the cut is another.
+        // Each build in one folder of parts ends or is killed; then a file, a step or the cut changes.
         let bench = Workbench::new(120);
         let options = Options { work: Some(bench.path("work")), ..in_parts(2) };
         let mut keys = String::new();
@@ -323,7 +323,7 @@ proptest! {
         prop_assert_eq!(tallies.len(), 1);
         build(&request, &fresh, crate::testing::options(1 + usize::from(last))).unwrap();
         same(&fresh, &store);
-        // And once more, nothing is made.
+        // Another build makes no part.
         let again = build_while(&request, &bench.path("again"), options, || Err(Fault::bug("made")));
         prop_assert!(again.is_ok(), "{:?}", again);
     }
@@ -349,7 +349,7 @@ fn a_store_answers_only_to_its_own_request() {
     let built = built(&plain, &store, 1);
     let again = build(&Corpus::read(&plain).unwrap(), &store, options(3)).unwrap();
     assert!(matches!(again, Outcome::UpToDate(manifest) if manifest == built));
-    // Another cut, or the will to skip what there is none of, asks for the same.
+    // Another cut, or skipping errors where there are none, is the same request.
     for same in ["shard_tokens = 99", "on_error = \"skip\""] {
         let again = build(&Corpus::read(bench.corpus(same)).unwrap(), &store, options(1)).unwrap();
         assert!(matches!(again, Outcome::UpToDate(_)));
@@ -460,7 +460,7 @@ fn losses_are_counted_and_balance() {
     assert!(told.contains("2 empty") && told.contains("balance 0"), "{told}");
     let json = inspect::json(&store, &manifest);
     assert_eq!(json["sources"][0]["accounting"]["balance"], 0);
-    // A corpus that now wants to stop at a dropped record is not what this store was built from.
+    // A corpus that now stops at a dropped record is not the one that this store was built from.
     let fault = refused(&bench.corpus(keys), &store);
     assert!(fault.class() == Class::Usage && fault.to_string().contains("skip"), "{fault}");
 }
@@ -487,7 +487,7 @@ fn every_dropped_record_is_listed_with_its_place_and_reason() {
             cut += 1;
             return Ok(());
         }
-        // The record at this place is the one whose id is listed, and is bad in the very way that is said.
+        // The record at this position has the listed id, and is bad for the listed reason.
         if let Some(id) = &line.id {
             assert!(record.contains(&format!("\"id\":{id:?}")), "{line:?} {record}");
         }
@@ -522,7 +522,7 @@ fn every_dropped_record_is_listed_with_its_place_and_reason() {
         assert!(reasons.contains(&reason), "no {reason} in {reasons:?}");
     }
     assert!(cut > 0);
-    // By parts of one file each, and by a build that goes on, the same bytes.
+    // Parts of one file each, and a resumed build, give the same bytes.
     killed_at(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), 150);
     build(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), in_parts(3)).unwrap();
     same(&store, &bench.path("parts"));
@@ -543,7 +543,7 @@ fn a_sample_places_dropped_records() {
         matches!(told[..], [(4, "dropped: malformed: malformed JSON"), (5, text)] if text.contains("missing text")),
         "{told:?}"
     );
-    // As many lines and as many bytes, and another text than that of the store.
+    // As many lines and bytes, but another text than the store's.
     let sample =
         || crate::sample::sample(&corpus, (&bench.path("store").into(), &manifest), 100, 1);
     bench.write("web-0.jsonl", json_lines(0, 3) + "nonsense\n{\"text\": 8}\n");

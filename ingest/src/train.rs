@@ -1,11 +1,11 @@
 //! Training a tokenizer: byte-level BPE over the words of a corpus.
 //!
-//! Text is split into words by cl100k's expression, which both encoders know (for `fastokens` it is on the fast path);
-//! words are counted, and the pair of neighbouring tokens that occurs most often becomes a token, again and again. Of
-//! pairs that occur equally often the one with the lowest ids wins.
+//! Text is split into words by cl100k's expression, which both encoders support (in `fastokens` on its fast path).
+//! Words are counted, and the most frequent pair of neighbouring tokens becomes a token, repeatedly. Of equally
+//! frequent pairs, the one with the lowest ids wins.
 //!
-//! Invariant: the bytes of the result depend on the texts and the options alone, never on the number of threads or on
-//! the order of documents. Documents held out for validation are not looked at.
+//! Invariant: the bytes of the result depend only on the texts and the options, not on the number of threads or the
+//! order of documents. Documents held out for validation are not used.
 
 mod file;
 mod merge;
@@ -21,29 +21,29 @@ use crate::assembly::request::nothing_left;
 use crate::corpus::Corpus;
 use crate::progress::{Measure, Progress};
 
-/// The expression that cuts text into words; the same characters as in `fastokens`, which recognises it by them.
+/// The expression that cuts text into words, exactly as in `fastokens`, which recognizes it by its text.
 pub const SPLIT: &str = fastokens::tiktoken::CL100K_BASE_PATTERN;
 
 /// Every byte is a token.
 const BYTES: u32 = 256;
 
-/// What decides a tokenizer, beside the corpus.
+/// What determines a tokenizer, in addition to the corpus.
 #[derive(Clone, Debug)]
 pub struct Request {
     /// Tokens in the vocabulary, special ones included.
     pub vocab: u32,
     /// Special tokens, which get the last ids.
     pub special: Vec<String>,
-    /// The share of documents looked at, chosen by their content.
+    /// The share of documents used, chosen by their content.
     pub sample: Ratio,
 }
 
-/// What only decides how fast, and what is said meanwhile.
+/// Options that affect only speed and messages.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// Threads that count words.
     pub workers: usize,
-    /// Whether to keep silent about progress.
+    /// Whether progress is not shown.
     pub quiet: bool,
 }
 
@@ -54,34 +54,34 @@ pub struct Trained {
     pub bytes: Vec<u8>,
     /// Tokens in the vocabulary: fewer than asked for where the text has no more pairs that occur twice.
     pub vocab: u32,
-    /// Documents looked at.
+    /// Documents used.
     pub documents: u64,
     /// Bytes of their text.
     pub text_bytes: u64,
     /// Different words in it.
     pub words: u64,
-    /// What became of the records of each source.
+    /// Counts of the records of each source.
     pub records: Vec<Records>,
 }
 
-/// What became of the records of a source.
+/// Counts of the records of a source.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Records {
     /// The source.
     pub source: String,
-    /// Those that are documents, in the sample or not.
+    /// Records that are documents, in the sample or not.
     pub kept: u64,
-    /// How many were dropped for which reason: where the corpus says to skip such, and by steps.
+    /// The number of dropped records by reason: those that the corpus says to skip, and those dropped by steps.
     pub dropped: BTreeMap<String, u64>,
 }
 
 impl Records {
-    /// Those that were dropped.
+    /// The number of dropped records.
     pub fn dropped(&self) -> u64 {
         self.dropped.values().sum()
     }
 
-    /// How many were dropped for each reason.
+    /// The number of dropped records for each reason.
     pub fn reasons(&self) -> impl Iterator<Item = (u64, &str)> {
         self.dropped.iter().map(|(reason, count)| (*count, reason.as_str()))
     }
@@ -96,8 +96,8 @@ impl Records {
 }
 
 impl Trained {
-    /// Writes `tokenizer.json`, whole or not at all. Returns whether it is new: one with these very bytes stays as it is,
-    /// and one with others is refused, because stores may have been built by it.
+    /// Writes `tokenizer.json` atomically. Returns whether it is new: an existing file with the same bytes is kept, and
+    /// one with other bytes is refused, because stores may have been built with it.
     pub fn write(&self, out: impl Into<Location>) -> Result<bool> {
         let out = out.into();
         let is_free = || match out.size() {
@@ -171,7 +171,7 @@ pub fn train(corpus: &Corpus, request: &Request, options: Options) -> Result<Tra
     })
 }
 
-/// Whether a document with this content belongs to the sample.
+/// Whether a document with this content is in the sample.
 fn sampled(content: Digest, share: Ratio) -> bool {
     let key = Key::from_seed(0).child("tokenizer sample");
     draw::happens(key, Purpose::Split, content.0 as u64, share)

@@ -1,4 +1,4 @@
-//! `zdata verify`: the whole store, its streams side by side.
+//! `zdata verify`: checks the whole store, several streams in parallel.
 
 use contract::Result;
 use rayon::prelude::*;
@@ -10,16 +10,16 @@ use crate::assembly::request;
 use crate::parallel;
 use crate::progress::{Measure, Progress};
 
-/// What was found.
+/// The findings.
 #[derive(Debug)]
 pub struct Report {
-    /// The manifest, which is whole: without it nothing else can be said.
+    /// The manifest, which is intact: otherwise nothing else can be checked.
     pub manifest: Manifest,
     /// Bytes read.
     pub bytes: u64,
     /// Files read.
     pub files: u64,
-    /// What is damaged, in the order of the store.
+    /// All damage, in the order of the store.
     pub damages: Vec<Damage>,
 }
 
@@ -57,7 +57,7 @@ pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
     Ok(Report { bytes, files: files.len() as u64, damages, manifest })
 }
 
-/// What is damaged of the lists that steps left in a source's folder.
+/// Damage of the lists that steps wrote in a source's folder.
 fn damaged_lists(
     store: &Location,
     source: &SourceRecord,

@@ -1,18 +1,18 @@
-//! What decides bytes besides inputs and settings: versions of what this crate does, of libraries, of Unicode's tables.
+//! What affects bytes besides inputs and settings: versions of this crate's stages, of libraries, of Unicode tables.
 //!
-//! What an earlier build made is used again if its cache key is the same. So whatever makes a stage give other output
-//! for the same input has a version here, or at its step (`step!`), and two tests hold them: one hashes what every stage
-//! and step makes of a generated corpus, the other looks which libraries `Cargo.lock` has.
+//! The results of an earlier build are reused if the cache key is the same. So everything that changes a stage's output
+//! for the same input has a version here, or at its step (`step!`). Two tests enforce this: one hashes the output of
+//! every stage and step for a generated corpus, the other checks the libraries in `Cargo.lock`.
 
 use contract::{Framed, Identity};
 
-/// What is done to a file and to a record, and how often what it gives has changed. A new number here makes every part
-/// of earlier builds again.
+/// The processing of files and records, with the number of times that its output has changed. A new number invalidates
+/// all parts of earlier builds.
 pub(crate) const STAGES: [(&str, u32); 6] =
     [("arrow", 2), ("jsonl", 2), ("parquet", 2), ("text", 1), ("mapping", 3), ("encode", 2)];
 
-/// Libraries that decide what is read, what text becomes and which tokens come of it, or the bytes of files, with those under
-/// them. `versions/neutral.txt` has the others, and why.
+/// Libraries that affect what is read, the text, its tokens or the bytes of files, with their dependencies. The others,
+/// with reasons, are in `versions/neutral.txt`.
 const LIBRARIES: &str = "\
     aho-corasick arrow arrow-arith arrow-array arrow-buffer arrow-cast arrow-cmp arrow-data arrow-ipc arrow-ord \
     arrow-row arrow-schema arrow-select arrow-string atoi brotli brotli-decompressor chrono daachorse fancy-regex \
@@ -23,7 +23,8 @@ const LIBRARIES: &str = "\
     tokenizers unicode-normalization unicode-normalization-alignments unicode-segmentation unicode_categories \
     zlib-rs zmij zstd/0.14.3 zstd-safe/8.2.0 zstd-sys";
 
-/// These libraries, each by the release that `Cargo.lock` names: every one of a name, unless the list says which is linked.
+/// These libraries with their releases in `Cargo.lock`: all releases of a name, unless the list says which one is
+/// linked.
 fn libraries() -> Vec<(&'static str, &'static str)> {
     let package = |text: &'static str| {
         let mut lines = text.lines();
@@ -38,7 +39,7 @@ fn libraries() -> Vec<(&'static str, &'static str)> {
     include_str!("../../Cargo.lock").split("[[package]]").filter_map(package).collect()
 }
 
-/// All of them as one, with Unicode's tables of the compiler's library and of the normal forms.
+/// The identity of all of them, with the Unicode tables of the standard library and of the normal forms.
 pub(crate) fn identity() -> Identity {
     let mut framed = Framed::new("zdata versions", 1);
     framed.count(STAGES.len());

@@ -1,15 +1,15 @@
 //! The inputs of a corpus in reading order, slab by slab.
 //!
-//! Invariant: a file whose end is told was, from its first byte to its last, the file that it was before it was opened.
+//! Invariant: once the end of a file is returned, all its bytes were those of one unchanged version of the file.
 
 use contract::{Identity, Result};
 
 use crate::corpus::{Corpus, Source};
 use crate::source::{self, Input, Limits, Slab, Stamp};
 
-/// What is read next.
+/// The next item read.
 pub(crate) enum Part {
-    /// Records of a file, of which `raw` bytes are read so far.
+    /// Records of a file, with `raw` bytes read so far.
     Slab { slab: Box<Slab>, source: usize, file: usize, raw: u64 },
     /// The end of a file, with its content.
     FileEnd { source: usize, file: usize, bytes: u64, identity: Identity },
@@ -23,22 +23,22 @@ pub(crate) struct Walk<'a> {
     wanted: fn(&Source) -> bool,
     source: usize,
     file: usize,
-    /// The open file, and what it was like before it was opened.
+    /// The open file, and its stamp from before it was opened.
     input: Option<(Box<dyn Input>, Stamp)>,
 }
 
 impl<'a> Walk<'a> {
-    /// All sources.
+    /// Reads all sources.
     pub(crate) fn new(corpus: &'a Corpus) -> Self {
         Walk::only(corpus, |_| true)
     }
 
-    /// The sources that are wanted.
+    /// Reads the wanted sources.
     pub(crate) fn only(corpus: &'a Corpus, wanted: fn(&Source) -> bool) -> Self {
         Walk { corpus, wanted, source: 0, file: 0, input: None }
     }
 
-    /// The next part; nothing at the end.
+    /// The next part; none at the end.
     pub(crate) fn next(&mut self) -> Result<Option<Part>> {
         loop {
             let Some(source) = self.corpus.sources.get(self.source) else { return Ok(None) };
@@ -72,7 +72,7 @@ impl<'a> Walk<'a> {
         }
     }
 
-    /// Leaves the file at hand, which cannot be read on. Returns the numbers of its source and of itself.
+    /// Skips the rest of the current file, which cannot be read. Returns the indexes of its source and of the file.
     pub(crate) fn pass_over(&mut self) -> (usize, usize) {
         let at = (self.source, self.file);
         (self.input, self.file) = (None, self.file + 1);
@@ -80,7 +80,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Where a part stands, for messages.
+/// The place of a part, for messages.
 pub(crate) fn place(corpus: &Corpus, part: &Part) -> String {
     match part {
         Part::Slab { source, file, .. } | Part::FileEnd { source, file, .. } => {
@@ -103,7 +103,7 @@ mod tests {
     use super::*;
     use crate::testing::Workbench;
 
-    /// Whatever becomes of a file after its first slab was read, and before its end.
+    /// A file that changes in any way between its first slab and its end.
     #[test]
     fn a_file_that_changes_while_it_is_read_has_no_end() {
         let text = |path: &Path| fs::read_to_string(path).unwrap();

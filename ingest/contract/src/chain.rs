@@ -22,8 +22,8 @@ pub fn open(before: Digest, line: &str) -> Option<(String, Digest)> {
     (link(before, &body) == found).then_some((body, found))
 }
 
-/// A line without its end, if it was written to its end. What a kill leaves has no end; what a loss of power leaves may have
-/// zeros where bytes had not come to the disk, with later lines behind them that had.
+/// A line without its line end, or `None` if the line is incomplete. A killed process leaves a line without its end; a
+/// power loss may leave zeros where bytes did not reach the disk, followed by later lines that did.
 pub fn whole(line: &[u8]) -> Option<&[u8]> {
     line.strip_suffix(b"\n").filter(|line| !line.contains(&0))
 }

@@ -21,7 +21,7 @@ pub struct Digest(pub u128);
 pub struct Identity(pub [u8; 32]);
 
 impl Digest {
-    /// The digest of raw bytes, unframed: for files and blocks, whose length is checked beside it.
+    /// The digest of raw bytes, unframed: for files and blocks, whose length is checked separately.
     pub fn of_bytes(bytes: &[u8]) -> Self {
         Digest(xxh3_128(bytes))
     }
@@ -33,7 +33,7 @@ impl Digest {
         hasher.finish()
     }
 
-    /// The first 8 hexadecimal digits, for a line that a person reads.
+    /// The first 8 hexadecimal digits, for messages.
     pub fn short(&self) -> String {
         self.to_string()[..8].to_owned()
     }
@@ -50,7 +50,7 @@ impl Identity {
         Identity(Sha256::digest(bytes).into())
     }
 
-    /// The first 12 hexadecimal digits, for a line that a person reads.
+    /// The first 12 hexadecimal digits, for messages.
     pub fn short(&self) -> String {
         self.to_string()[..12].to_owned()
     }
@@ -120,7 +120,7 @@ impl Hasher {
         self.words(values, i32::to_le_bytes)
     }
 
-    /// Each value as four bytes, little-endian: after the length of all of them, what [`Self::u32s`] feeds of a part.
+    /// Each value as four bytes, little-endian: continues what [`Self::u32s`] feeds, after the total length was fed.
     pub fn u32s_onward(&mut self, values: &[u32]) -> &mut Self {
         self.words_onward(values, u32::to_le_bytes)
     }

@@ -1,7 +1,7 @@
-//! Chance by address: `draw(key, purpose, index)`.
+//! Random numbers by address: `draw(key, purpose, index)`.
 //!
-//! No random-generator object exists, so none can be advanced out of order. A draw is a keyed hash of its address:
-//! whoever asks for the same address, on whatever rank, thread or day, gets the same number.
+//! There is no random-generator object that could be advanced out of order. A draw is a keyed hash of its address: the
+//! same address gives the same number on every rank, thread and day.
 
 use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128};
 

@@ -1,7 +1,7 @@
 //! Errors that help: what went wrong, where, what was found, what was wanted, what to do next.
 //!
-//! One type for every room, because every room's errors end in the same place: on a person's terminal, with an
-//! exit code that a script can act on.
+//! One type for every module, because every error ends in the same place: on a user's terminal, with an exit code that
+//! a script can act on.
 
 use std::error::Error;
 use std::fmt;
@@ -44,14 +44,14 @@ impl Class {
     }
 }
 
-/// What a fault of the machine is a sign of, where whoever watches over a run has to know more than its class.
+/// What an environment fault indicates, for supervisors that need more than the class.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Symptom {
-    /// Nothing more can be written.
+    /// No space is left to write.
     DiskFull,
-    /// It does not compute the same twice.
+    /// The same computation gave different results.
     Untrusted,
-    /// Another process has what this one wants.
+    /// Another process holds the resource.
     InUse,
 }
 
@@ -120,8 +120,8 @@ impl Fault {
 
     /// An I/O error on `path` while trying to do `what` ("read", "create the folder of").
     ///
-    /// A missing file is missing data, a file in a folder's place or one that is not a regular file wrong use; everything
-    /// else (disk full, no memory or handles left, no permission) is the machine's.
+    /// A missing file is missing data; a file in place of a folder, or one that is not a regular file, is wrong use;
+    /// everything else (disk full, no memory or handles left, no permission) is an environment fault.
     pub fn io(what: &str, path: &Path, error: &io::Error) -> Self {
         let (class, hint) = match error.kind() {
             io::ErrorKind::NotFound => (
@@ -175,7 +175,7 @@ impl Fault {
         fault.at(path.display().to_string()).hint(hint)
     }
 
-    /// The system gives no thread or process for `what`.
+    /// The system could not start a thread or process for `what`.
     pub fn not_started(what: &str, error: &io::Error) -> Self {
         Fault::machine(format!("cannot start {what}: {error}")).hint(more_of(error))
     }
@@ -190,13 +190,13 @@ impl Fault {
             .wanted(format!("the one that is meant: {}", wanted.join(" or ")))
     }
 
-    /// What it is a sign of.
+    /// Sets the symptom.
     pub fn sign_of(mut self, symptom: Symptom) -> Self {
         self.0.symptom = Some(symptom);
         self
     }
 
-    /// The same for who has to act by `class`.
+    /// Sets the class: who has to act.
     pub fn of(mut self, class: Class) -> Self {
         self.0.class = class;
         self
@@ -226,7 +226,7 @@ impl Fault {
         self
     }
 
-    /// What was wanted instead of `word`: the nearest of the words that are known, or all of them.
+    /// What was wanted instead of `word`: the nearest known word, or all of them.
     pub fn one_of<'a>(self, word: &str, known: impl IntoIterator<Item = &'a str>) -> Self {
         let known: Vec<&str> = known.into_iter().collect();
         match nearest(word, known.iter().copied()) {
@@ -241,7 +241,7 @@ impl Fault {
         self
     }
 
-    /// A fault of telling what is done by now: whoever runs the command again is refused.
+    /// Adds that `done` has already happened, because the same command run again is refused.
     pub fn after(self, done: impl fmt::Display) -> Self {
         self.hint(format!("{done}, and whole: only these words are lost"))
     }
@@ -261,16 +261,16 @@ impl Fault {
         self.0.class
     }
 
-    /// What it is a sign of, where that is known.
+    /// The symptom, where known.
     pub fn symptom(&self) -> Option<Symptom> {
         self.0.symptom
     }
 }
 
-/// What is added to a name until what it stands for is whole, or for what is kept beside it.
+/// Suffixes of names: for outputs that are not complete yet, and for files that lie next to an output.
 const ADDED: [&str; 3] = [".partial", ".work", ".zdata.tmp"];
 
-/// A name that no file system of ours takes, with how long it may be: also where only what we add makes it too long.
+/// A name that the file system refuses as too long, with the limit; our own suffix may be what makes it too long.
 fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
     let longest = path.iter().max_by_key(|part| part.len()).unwrap_or_default();
     let bytes = longest.len();
@@ -292,30 +292,30 @@ fn too_long(what: &str, path: &Path, error: &io::Error) -> Fault {
 /// The longest name that a file system takes.
 const NAME_BYTES: usize = 255;
 
-/// No more files may be open on this machine, or in this process: errors that the standard library gives no name.
+/// Errors without a name in the standard library: too many open files, on this machine or in this process.
 const ENFILE: i32 = 23;
 const EMFILE: i32 = 24;
 /// The disk could not read what it holds.
 const EIO: i32 = 5;
 
-/// What to do where the system gives a process no more of something: of files, of memory, of threads.
+/// The hint where the system refuses a process more files, memory or threads.
 pub fn more_of(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(ENFILE | EMFILE) => "raise `ulimit -n`",
         _ if error.kind() == io::ErrorKind::OutOfMemory => "free some memory, or raise `ulimit -v`",
-        // A thread wants memory too.
+        // A thread needs memory too.
         _ => "raise `ulimit -u`, or free some memory",
     }
 }
 
-/// Whether an error on reading says something of the machine at this moment, such as "no more handles", and nothing of
-/// the file: then the file is neither whole nor damaged, but unread.
+/// Whether a read error is about the machine at this moment, such as "no more handles", and not about the file: the
+/// file is then unread, neither whole nor damaged.
 pub fn is_of_the_moment(error: &io::Error) -> bool {
     let class = Fault::io("read", Path::new(""), error).class();
     class == Class::Machine && error.raw_os_error() != Some(EIO)
 }
 
-/// The I/O error at the root of what a library reports, if there is one.
+/// The I/O error that caused a library's error, if there is one.
 pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
     let mut cause = Some(error);
     while let Some(link) = cause {
@@ -327,7 +327,7 @@ pub fn io_cause<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a io::Error> {
     None
 }
 
-/// Whether memory was short, which is the machine's fault and nobody else's: some libraries say so only in words.
+/// Whether memory ran out, which is an environment fault; some libraries report it only in their text.
 pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     match io_cause(error) {
         Some(error) if error.kind() == io::ErrorKind::OutOfMemory => true,
@@ -336,13 +336,13 @@ pub fn is_out_of_memory(error: &(dyn Error + 'static)) -> bool {
     }
 }
 
-/// Whether these are a library's words for a lack of memory, in an error or a panic: zstd's, its wrapper's, Oniguruma's.
+/// Whether this is a library's message for a lack of memory, in an error or a panic: of zstd, its wrapper or Oniguruma.
 pub fn tells_of_memory(text: &str) -> bool {
     let words = ["not enough memory", "zstd returned null pointer", "fail to memory allocation"];
     words.iter().any(|words| text.contains(words))
 }
 
-/// An I/O error once more, to be kept while the first one goes its way.
+/// A copy of an I/O error, to keep while the original is returned.
 pub fn again(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
@@ -353,7 +353,7 @@ pub fn again(error: &io::Error) -> io::Error {
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Inner { class: _, what, place, found, wanted, hint, symptom: _ } = &*self.0;
-        // Much of this was written by others: paths, ids, what a file says.
+        // Paths, ids and file contents are untrusted text.
         if let Some(place) = place {
             write!(f, "{}: ", name(place))?;
         }
@@ -423,7 +423,7 @@ mod tests {
             Fault::io("write", path, &io::ErrorKind::StorageFull.into()).class(),
             Class::Machine
         );
-        // A folder read as a file, a file used as a folder, a folder made where a file is.
+        // A folder read as a file, a file used as a folder, a folder created where a file exists.
         for code in [21, 20, 17].map(io::Error::from_raw_os_error) {
             assert_eq!(Fault::io("read", path, &code).class(), Class::Usage, "{code}");
         }
@@ -440,7 +440,7 @@ mod tests {
             assert_eq!(fault.class(), Class::Usage, "{fault}");
             assert!(fault.to_string().contains(&format!("at most {most} bytes")), "{fault}");
         }
-        // A path of names that each would do.
+        // A path whose names are each short enough.
         let fault = Fault::io("read", Path::new("a/b"), &too_long);
         assert!(fault.class() == Class::Usage && !fault.to_string().contains("255"), "{fault}");
     }

@@ -4,8 +4,8 @@
 //! field is one byte that says its kind, then its value: numbers in eight bytes, little-endian, texts and bytes after
 //! their length, lists after their count, an option as "nothing" or as "something" and the value.
 //!
-//! Invariant: what is fed can be read back, field by field; so two different sequences of fields never feed the same
-//! bytes, whatever their texts hold.
+//! Invariant: what is fed can be read back field by field, so two different sequences of fields never feed the same
+//! bytes.
 
 use sha2::{Digest as _, Sha256};
 
@@ -167,7 +167,7 @@ pub fn quoted(text: &str) -> String {
             '\n' => out += "\\n",
             '\r' => out += "\\r",
             '\t' => out += "\\t",
-            // The controls of ASCII and of Latin-1, whose numbers are fixed for ever.
+            // The control characters of ASCII and Latin-1, whose numbers never change.
             '\0'..='\u{1f}' | '\u{7f}'..='\u{9f}' => {
                 out += &format!("\\u{{{:x}}}", u32::from(character));
             }

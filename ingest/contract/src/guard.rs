@@ -1,4 +1,4 @@
-//! Panics of libraries that read what nobody has vouched for.
+//! Panics of libraries that read untrusted data.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -10,11 +10,11 @@ thread_local! {
     static EXPECTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs what may panic, and gives what a panic said.
+/// Runs `work`, which may panic, and returns the panic's message.
 ///
-/// Decoders index into what a file says of itself, and a damaged one can make them panic. Whoever calls this has an
-/// answer to that, so that what the panic would print could only mislead: on this thread, and as long as `work` runs,
-/// nothing is printed. Every other panic speaks as before.
+/// Decoders use a file's own numbers as indices, so a damaged file can make them panic. The caller handles that, and
+/// the panic's message would only mislead: nothing is printed for panics of this thread while `work` runs. All other
+/// panics are printed as before.
 pub fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
@@ -31,7 +31,7 @@ pub fn quietly<T>(work: impl FnOnce() -> T) -> std::result::Result<T, String> {
     done.map_err(|panic| said(&*panic).to_owned())
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub fn said(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")

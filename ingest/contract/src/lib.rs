@@ -1,7 +1,7 @@
 //! The shared vocabulary of `zdata` and `ztrain`.
 //!
-//! Everything that two rooms of the house must agree on stands here, and nothing else: how a digest is taken,
-//! how chance is drawn, how an order is permuted, what a store's bytes are, and how an error speaks to its reader.
+//! It holds only what two crates must agree on: how a digest is taken, how random numbers are sampled, how an order is
+//! permuted, what a store's bytes are, and how an error is shown to users.
 //!
 //! ```text
 //! contract <- settings <- ingest, mixer <- loader <- trainer -> kernels

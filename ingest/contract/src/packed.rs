@@ -29,7 +29,7 @@ impl Packed {
         self.0.first().map_or(f64::NAN, |bits| f64::from_bits(*bits))
     }
 
-    /// The sum of these floats over the fixed tree: the largest power of two below their number goes to the left.
+    /// Sums the floats over a fixed tree: the largest power of two below their count forms the left subtree.
     pub fn tree_sum(&self) -> f64 {
         fn sum(bits: &[u64]) -> f64 {
             match bits {
@@ -94,7 +94,7 @@ mod tests {
             prop_assert_eq!(text.parse(), Ok(Packed(words)));
         }
 
-        /// Any other text is refused: of another length, or with a character that is no digit.
+        /// Any other text is refused: of another length, or with a character that is not a hexadecimal digit.
         #[test]
         fn what_is_no_word_is_refused(
             words in prop::collection::vec(any::<u64>(), 1..4),

@@ -3,11 +3,12 @@
 //! A Feistel network over a rectangle (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, the
 //! Generalized-Feistel construction): write `x = l * width + r` with `l < height`, `r < width`, where the sides are
 //! about the square root of `n` and `height * width - n < height`; rounds alternately add a keyed non-linear hash of
-//! one half to the other, modulo that half's side. The few values at or past `n` walk on along their cycle: about
-//! `1 / sqrt(n)` extra evaluations, where a power-of-two network would need up to three (below 64 elements `64 / n`).
+//! one half to the other, modulo that half's side. The few values at or past `n` are mapped again until they fall below
+//! it: about `1 / sqrt(n)` extra evaluations, where a power-of-two network would need up to three (below 64 elements
+//! `64 / n`).
 //!
-//! Published loaders fail here: an affine round function leaves runs of equal parity, four rounds cluster, a block
-//! one bit short is no bijection. `tests/shuffle.rs` holds ours, and theirs, to the same measures.
+//! Published loaders fail here: an affine round function leaves runs of equal parity, four rounds cluster, a block one
+//! bit too short is not a bijection. `tests/shuffle.rs` measures ours and theirs with the same tests.
 
 use crate::draw::{Key, Purpose, draw};
 
@@ -56,7 +57,7 @@ impl Permutation {
         false
     }
 
-    /// Where element `index` goes.
+    /// The position to which element `index` is moved.
     ///
     /// # Panics
     /// If `index >= n`.
@@ -72,7 +73,7 @@ impl Permutation {
         value
     }
 
-    /// Which element goes to `value`: the inverse of [`Self::forward`].
+    /// The element that is moved to position `value`: the inverse of [`Self::forward`].
     ///
     /// # Panics
     /// If `value >= n`.

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// What is said of a number with more digits than 64 bits hold exactly.
+/// The message for a number with more digits than 64 bits hold exactly.
 pub const TOO_LONG: &str =
     "it has more than the 19 digits that 64 bits hold exactly, zeros of its exponent included";
 

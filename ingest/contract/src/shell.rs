@@ -1,10 +1,11 @@
-//! Words of commands that are printed to be pasted: the shell gives them back as they were, and a terminal obeys nothing in them.
+//! Quotes words of printed commands, so that a shell reads them back unchanged and a terminal interprets nothing in
+//! them.
 
 use std::path::Path;
 
 use crate::shown;
 
-/// A word as a shell takes it. What a terminal would obey is spelled out, in the quotes that bash, zsh and POSIX of 2024 have
+/// Quotes a word for a shell. Terminal control characters are escaped, in the quotes that bash, zsh and POSIX 2024 have
 /// for that.
 pub fn word(word: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_./:=+,@%".contains(&byte);
@@ -17,7 +18,7 @@ pub fn word(word: &str) -> String {
     spelled(word.as_bytes())
 }
 
-/// A path: one that looks like an option is named from the folder at hand, and one that is no text is spelled out.
+/// Quotes a path. One that looks like an option gets a `./`, and one that is not UTF-8 is escaped.
 pub fn path(path: &Path) -> String {
     let bytes = path.as_os_str().as_encoded_bytes();
     let whole = if bytes.starts_with(b"-") { [b"./", bytes].concat() } else { bytes.to_vec() };
@@ -27,7 +28,7 @@ pub fn path(path: &Path) -> String {
     }
 }
 
-/// Text as it is, but for what a terminal would obey and what is no text: that by its bytes, in octal digits.
+/// The text, with terminal control characters escaped and bytes that are not UTF-8 as octal digits.
 fn spelled(bytes: &[u8]) -> String {
     let mut out = "$'".to_owned();
     let octal = |out: &mut String, bytes: &[u8]| {
@@ -59,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    /// Bytes with what shells and terminals mind.
+    /// Bytes that include characters special to shells and terminals.
     fn name() -> impl Strategy<Value = Vec<u8>> {
         let minded = prop::sample::select(
             [
@@ -76,7 +77,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
-        /// bash is the shell of whoever pastes a command.
+        /// Users are assumed to paste commands into bash.
         #[test]
         fn a_shell_gives_back_the_path_that_was_printed(names in prop::collection::vec(name(), 1..8)) {
             let names: Vec<OsString> = names.into_iter().map(OsString::from_vec).collect();

@@ -1,13 +1,13 @@
-//! Text as a terminal shows it and does not obey it.
+//! Text with terminal control characters escaped.
 
 use std::borrow::Cow;
 
-/// Text for people: what a terminal would obey is spelled out (`\u{1b}`), line ends and tabs stay.
+/// Text for users: control characters are escaped (`\u{1b}`); line ends and tabs stay.
 pub fn shown(text: &str) -> Cow<'_, str> {
     escaped(text, |c| matches!(c, '\n' | '\t'))
 }
 
-/// The same for a name that stands within a line.
+/// The same for a name within a line: line ends and tabs are escaped too.
 pub fn name(text: &str) -> Cow<'_, str> {
     escaped(text, |_| false)
 }
@@ -24,7 +24,7 @@ fn escaped(text: &str, stays: impl Fn(char) -> bool) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// Whether a character turns the direction of what follows, or ends a line where people see none.
+/// Whether a character changes the text direction, or is a line end that users do not see.
 fn turns(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }

@@ -1,5 +1,5 @@
-//! What the numbers of a ledger's line say of each other: labels, losses and norms of a step follow from those of its
-//! micro-batches, sources and layers. Whoever reads a ledger, to train on or to verify it, checks this.
+//! Consistency checks of a ledger line: labels, losses and norms of a step follow from those of its micro-batches,
+//! sources and layers. Training and verification both run them when they read a ledger.
 
 use std::collections::BTreeMap;
 
@@ -7,32 +7,32 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::Packed;
 
-/// How far sums in another order may lie from each other, as a part of them.
+/// The relative tolerance for sums that were added in another order.
 const ROUNDING: f64 = 1e-9;
 
-/// What one source has in a step.
+/// The share of one source in a step.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SourceSums {
     /// Its labels.
     pub labels: u64,
-    /// The sum of their losses, as the bits of an f64: over its rows, in the order of the batch, by the tree.
+    /// The sum of their losses over the source's rows, in batch order, by the fixed tree; as the bits of an f64.
     pub loss: Packed,
 }
 
 impl SourceSums {
-    /// The mean loss of a label; `None` where it has none.
+    /// The mean loss per label; `None` without labels.
     pub fn mean(&self) -> Option<f64> {
         (self.labels > 0).then(|| self.loss.float() / self.labels as f64)
     }
 }
 
-/// Those fields of a step's line that follow from each other.
+/// The fields of a step's line that follow from each other.
 #[derive(Clone, Copy, Debug)]
 pub struct StepSums<'a> {
     /// Labels in the step.
     pub label_count: u64,
-    /// The mean loss of a label, as decimal digits gave it; not a number where it is not finite.
+    /// The mean loss per label, read from decimal digits; NaN where it is not finite.
     pub loss: f64,
     /// Labels of each micro-batch.
     pub micro_batch_labels: &'a [u64],
@@ -49,7 +49,7 @@ pub struct StepSums<'a> {
 }
 
 impl StepSums<'_> {
-    /// Says what does not follow from the rest.
+    /// Reports a field that does not follow from the others.
     pub fn check(&self) -> Result<(), String> {
         self.check_micro_batches()?;
         self.check_sources()?;
@@ -95,7 +95,7 @@ impl StepSums<'_> {
         }
     }
 
-    /// So do the squares of the layers' gradients.
+    /// The squares of the layers' gradient norms add up to the square of the gradient norm.
     fn check_norm(&self) -> Result<(), String> {
         let norm = self.norm.float();
         let found = self.layer_gradient_norms.values().map(|norm| norm * norm).sum::<f64>().sqrt();
@@ -105,7 +105,7 @@ impl StepSums<'_> {
         }
     }
 
-    /// All routers see all tokens.
+    /// Every router sees every token.
     fn check_routers(&self) -> Result<(), String> {
         let counted = self.tokens_per_expert.iter().map(|counts| counts.iter().sum::<u64>());
         let mut counted = counted.filter(|tokens| *tokens > 0);
@@ -117,7 +117,7 @@ impl StepSums<'_> {
     }
 }
 
-/// Whether two sums of the same numbers agree, up to rounding. Of sums that are not finite only that is known.
+/// Whether two sums of the same numbers agree, up to rounding. Sums that are not finite agree if neither is.
 fn adds_up(found: f64, wanted: f64) -> bool {
     match wanted.is_finite() {
         true => (found - wanted).abs() <= ROUNDING * wanted.abs(),
@@ -130,8 +130,8 @@ pub fn read_number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D:
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// A number as a ledger's reader has it: decimal digits are read to the same number each time, but not always to the one that
-/// was written. `None` for one that is not finite.
+/// A number as a reader of the ledger gets it: decimal digits always read back as the same number, but not always as
+/// the one that was written. `None` if it is not finite.
 fn as_read(number: f64) -> Option<f64> {
     serde_json::to_string(&number).ok().and_then(|text| serde_json::from_str(&text).ok())
 }
@@ -140,7 +140,7 @@ fn as_read(number: f64) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// A line of 7 labels that holds together.
+    /// A consistent line of 7 labels.
     #[derive(Clone)]
     struct Line {
         label_count: u64,
@@ -168,7 +168,7 @@ mod tests {
             self.check_losses([1.25, 4.5])
         }
 
-        /// The same with other losses of its micro-batches.
+        /// Checks the line with other micro-batch losses.
         fn check_losses(&self, losses: [f64; 2]) -> Result<(), String> {
             let sums = StepSums {
                 label_count: self.label_count,

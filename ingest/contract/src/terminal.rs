@@ -1,7 +1,7 @@
-//! How a program speaks to people: text that a terminal shows and does not obey, and one end for each outcome.
+//! Output for users: text without terminal control characters, and one exit code for each outcome.
 //!
 //! Ids, paths and names come from corpora and from other people's files. A control character in one of them could
-//! recolour, hide or forge what stands on the screen; so whatever is printed for people passes through [`shown`].
+//! recolour, hide or forge text on the screen, so everything printed for users passes through [`shown`].
 //! Answers for programs (JSON, and streams of lines that are digests and numbers) go out as they are.
 
 use std::fmt;
@@ -13,18 +13,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub use crate::shown::{name, shown};
 use crate::{Fault, Result};
 
-/// Puts text for people on standard output.
+/// Prints text for users on standard output.
 pub fn print(text: &str) -> Result<()> {
     print_raw(&shown(text))
 }
 
-/// Puts an answer for a program on standard output. A reader that has seen enough (`| head`) is not an error: from there on
-/// nothing is printed, and the command goes on to the end, because its exit code is an answer too.
+/// Prints an answer for a program on standard output. A reader that stops early (`| head`) is not an error: the rest is
+/// not printed, but the command finishes, because its exit code is an answer too.
 pub fn print_raw(text: &str) -> Result<()> {
     put(text.as_bytes())
 }
 
-/// Gives the answer to a program that asked for JSON, or to a person.
+/// Prints the answer, as JSON for a program or as text for a user.
 pub fn answer(
     json: bool,
     value: &impl serde::Serialize,
@@ -33,7 +33,7 @@ pub fn answer(
     if json { put(&crate::json::line(value, "an answer")?) } else { print(&text()) }
 }
 
-/// Whether the reader of standard output is gone.
+/// Whether the reader of standard output has closed it.
 static UNREAD: AtomicBool = AtomicBool::new(false);
 
 fn put(bytes: &[u8]) -> Result<()> {
@@ -51,8 +51,8 @@ fn put(bytes: &[u8]) -> Result<()> {
     }
 }
 
-/// What the reader of a command line has to say, plain and with a terminal's colours: a refusal, which quotes arguments that may
-/// hold anything, or help that was asked for.
+/// Prints the answer of the argument parser, plain or with colours: an error, which quotes untrusted arguments, or the
+/// help that was asked for.
 pub fn reply(plain: &str, coloured: &str, is_refusal: bool) -> Result<()> {
     match is_refusal {
         true => say(format_args!("{}", plain.trim_end())),
@@ -62,34 +62,34 @@ pub fn reply(plain: &str, coloured: &str, is_refusal: bool) -> Result<()> {
     Ok(())
 }
 
-/// Says something on standard error, in a line of its own. Nobody may be listening, which is no reason to stop.
+/// Prints a line on standard error. Write errors are ignored: output without a reader is no reason to stop.
 pub fn say(text: fmt::Arguments<'_>) {
     let text = text.to_string() + "\n";
     let _ = io::stderr().lock().write_all(shown(&text).as_bytes());
 }
 
-/// Whether only answers and errors are told.
+/// Whether only answers and errors are printed.
 static QUIET: AtomicBool = AtomicBool::new(false);
 
-/// From now on tells only answers and errors: `--quiet`. Called once, at the start of a program.
+/// From now on prints only answers and errors (`--quiet`). Called once, at program start.
 pub fn be_quiet() {
     QUIET.store(true, Ordering::Relaxed);
 }
 
-/// Says something on standard error that nobody has to know.
+/// Prints an optional message on standard error; `--quiet` suppresses it.
 pub fn note(text: fmt::Arguments<'_>) {
     if !QUIET.load(Ordering::Relaxed) {
         say(text);
     }
 }
 
-/// Says something that nobody has to know on standard error, in a line of its own: `note!("...", ...)`.
+/// Prints an optional line on standard error: `note!("...", ...)`.
 #[macro_export]
 macro_rules! note {
     ($($text:tt)*) => { $crate::terminal::note(::core::format_args!($($text)*)) };
 }
 
-/// The end of a program: a fault is told, and its class is the exit code.
+/// The end of a program: prints the fault, whose class is the exit code.
 pub fn end(outcome: Result<u8>) -> ExitCode {
     ExitCode::from(outcome.unwrap_or_else(|fault| {
         say(format_args!("error: {fault}"));

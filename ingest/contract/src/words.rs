@@ -1,6 +1,6 @@
-//! Numbers with what they count, as people write them.
+//! Numbers with their nouns, as in text.
 
-/// So many things of this name, which is given in the singular: `1 file`, `2 files`, `0 batches`.
+/// A count with its noun, which is given in the singular: `1 file`, `2 files`, `0 batches`.
 ///
 /// ```
 /// use contract::counted;
@@ -9,12 +9,12 @@
 /// assert_eq!(counted(2_u64, "copy"), "2 copies");
 /// ```
 pub fn counted(count: impl TryInto<u64>, name: &str) -> String {
-    // What is larger than any count is more than one, too.
+    // A count that does not fit is plural too.
     let count = count.try_into().unwrap_or(u64::MAX);
     format!("{count} {}", named(count, name))
 }
 
-/// Bytes for people.
+/// A number of bytes for users.
 ///
 /// ```
 /// use contract::words::bytes;
@@ -28,7 +28,7 @@ pub fn bytes(bytes: u64) -> String {
     }
 }
 
-/// Operations on floats for people.
+/// A number of floating-point operations for users.
 ///
 /// ```
 /// use contract::words::flops;
@@ -54,7 +54,7 @@ pub fn steps(first: u64, last: u64) -> String {
     }
 }
 
-/// The name of so many things, for a number that is written otherwise: `named(1000, "file")` is `files`.
+/// The noun for a count that is printed separately: `named(1000, "file")` is `files`.
 pub fn named(count: u64, name: &str) -> String {
     if count == 1 { name.to_owned() } else { plural(name) }
 }

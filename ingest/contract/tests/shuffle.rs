@@ -1,7 +1,7 @@
 //! The shuffle suite: does a keyed permutation look like chance where training would notice?
 //!
 //! Each measure is a standard score against a uniformly random order: near 0 for a good shuffle, whatever its key.
-//! Ours passes at every size; two published schemes, written anew here from their description and known to be weak,
+//! Ours passes at every size; two published schemes, rewritten here from their descriptions and known to be weak,
 //! are flagged by the same measures with the same limit. A suite that nothing fails would prove nothing.
 
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ const SIZES: [u64; 12] = [
     1_000_000_007,
 ];
 
-/// An order of `0..n`: what stands at a position.
+/// An order of `0..n`: the value at a position.
 type Order = Box<dyn Fn(u64) -> u64>;
 
 /// A way to make an order of `0..n` from a seed.
@@ -121,7 +121,7 @@ fn scores(n: u64, count: usize, order: &Order, next: &Order) -> BTreeMap<String,
     put("neighbours in a window, 16 apart", clustering(n, &values, 16));
     put("neighbours in a window, n/2^16 apart", clustering(n, &values, (n >> 16).max(1)));
     put("repeated differences", differences(n, &values, |a, b| (b + n - a) % n));
-    // Two values of a set that is no power of two differ by some patterns more seldom: only an excess counts.
+    // Two values of a set whose size is not a power of two differ by some patterns less often: only an excess counts.
     put("repeated xor differences", differences(n, &values, |a, b| a ^ b).max(0.0));
     for (bit, score) in bits(n, &values).into_iter().enumerate() {
         put(&format!("bit {bit}"), score);
@@ -171,12 +171,12 @@ fn windows(n: u64, values: &[u64]) -> f64 {
         }
         degrees += 255.0;
     }
-    // Drawing without putting back is a little more even.
+    // Sampling without replacement is slightly more even.
     let without = (n as f64 - 1.0) / (n as f64 - 256.0);
     (chi2 * without - degrees) / (2.0f64 * degrees).sqrt()
 }
 
-/// Pairs inside windows of 256 positions that stand at most `distance` apart in the source.
+/// Pairs inside windows of 256 positions whose values are at most `distance` apart in the source.
 fn clustering(n: u64, values: &[u64], distance: u64) -> f64 {
     let (mut near, mut pairs) = (0u64, 0.0);
     for window in values.chunks_exact(256) {
@@ -214,7 +214,7 @@ fn bits(n: u64, values: &[u64]) -> Vec<f64> {
         let found = values.iter().filter(|&value| value >> bit & 1 == 1).count() as f64;
         let spread =
             (count * chance * (1.0 - chance) * (1.0 - (count - 1.0) / (n as f64 - 1.0))).sqrt();
-        // A bit that chance sets less than a few times says nothing.
+        // A bit that is expected to be set only a few times has no meaningful score.
         if spread < 3.0 { 0.0 } else { (found - count * chance) / spread }
     };
     (0..=top).map(score).collect()
@@ -319,7 +319,7 @@ fn too_few_rounds_are_flagged_and_enough_pass() {
     }
 }
 
-/// Whether every value of `0..n` comes once.
+/// Whether every value of `0..n` occurs once.
 fn is_bijection(n: u64, order: &Order) -> bool {
     let mut seen = vec![false; n as usize];
     (0..n).all(|index| !std::mem::replace(&mut seen[order(index) as usize], true))
@@ -360,7 +360,7 @@ fn small_orders_are_uniform() {
     }
 }
 
-/// Every value comes to every position equally often, over the keys.
+/// Over the keys, every value reaches every position equally often.
 #[test]
 fn every_place_is_reached_equally() {
     for n in [7u64, 9, 16, 17, 25, 31, 33, 64] {

@@ -1,4 +1,4 @@
-//! Files that people write: TOML read by serde, with the place, what was found and what was wanted for every mistake.
+//! Config files: TOML read by serde; every error has the place, what was found and what was wanted.
 //!
 //! A file's tables are structs with `#[serde(deny_unknown_fields)]`; what has to be named in a later fault is a
 //! [`Spanned`], and an exact number is a `Spanned<Value>` whose text is taken as typed, so that no float decides data.
@@ -17,8 +17,8 @@
 //! assert_eq!(file.place(phase.steps.span()), "mix.toml:1:9");
 //!
 //! let fault = File::new("mix.toml", "stesp = 7").parse::<Phase>().unwrap_err();
-//! let told = "mix.toml:1:1: unknown key `stesp`\n  hint:   did you mean `steps`?";
-//! assert_eq!(fault.to_string(), told);
+//! let message = "mix.toml:1:1: unknown key `stesp`\n  hint:   did you mean `steps`?";
+//! assert_eq!(fault.to_string(), message);
 //! # Ok::<(), contract::Fault>(())
 //! ```
 
@@ -36,14 +36,14 @@ use contract::{Fault, Ratio, Result};
 /// A table whose keys depend on one of its values.
 pub type Table = BTreeMap<Spanned<String>, Spanned<Value>>;
 
-/// What becomes a store.
+/// A file that is built into a store.
 pub const CORPUS: &str = "a corpus file";
-/// What is trained on.
+/// A file that is trained on.
 pub const CURRICULUM: &str = "a curriculum";
-/// What stands for a store that is not there.
+/// A file that replaces a store that does not exist yet.
 pub const DESCRIPTION: &str = "a description of a store";
 
-/// The text of a file and its name, for places.
+/// The text of a file, and its name for error messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct File {
     name: String,
@@ -56,7 +56,7 @@ impl File {
         File { name: name.into(), text: text.into() }
     }
 
-    /// A file as it was read. One that is not text cannot run, whatever the machine does.
+    /// A file as it was read. One that is not UTF-8 is a usage error, since no retry helps.
     pub fn from_bytes(name: impl Into<String>, bytes: Vec<u8>) -> Result<Self> {
         let name = name.into();
         match String::from_utf8(bytes) {
@@ -96,8 +96,8 @@ impl File {
         })
     }
 
-    /// Refuses a file that is of another kind by its keys: [`CURRICULUM`], [`CORPUS`] or [`DESCRIPTION`]. Otherwise the first key
-    /// that one kind does not know would be called a mistake.
+    /// Refuses a file whose keys are those of another kind: [`CURRICULUM`], [`CORPUS`] or [`DESCRIPTION`]. Otherwise
+    /// its first unknown key would be reported as a typo.
     pub fn check_kind(&self, wanted: &str) -> Result<()> {
         let Some(found) = self.kind().filter(|found| *found != wanted) else { return Ok(()) };
         let reader = match found {
@@ -131,12 +131,12 @@ impl File {
         format!("{}:{line}:{column}", self.name)
     }
 
-    /// What stands at a span, as typed.
+    /// The text at a span, as typed.
     pub fn typed(&self, span: Range<usize>) -> &str {
         self.text.get(span).unwrap_or_default()
     }
 
-    /// A value as a person would say it: a string without its quotes, anything else as typed.
+    /// A value as users would write it: a string without its quotes, anything else as typed.
     pub fn plain<'a>(&'a self, value: &'a Spanned<Value>) -> &'a str {
         match value.get_ref() {
             Value::String(text) => text,
@@ -144,7 +144,7 @@ impl File {
         }
     }
 
-    /// A number exactly as typed (`0.3`, `3`, `"3/10"`), or why it is none.
+    /// A number exactly as typed (`0.3`, `3`, `"3/10"`), or why it is not a number.
     pub fn ratio(&self, value: &Spanned<Value>) -> std::result::Result<Ratio, String> {
         match value.get_ref() {
             Value::String(_) | Value::Integer(_) | Value::Float(_) => {
@@ -161,14 +161,14 @@ impl File {
         Fault::usage(what).at(self.place(about.span()))
     }
 
-    /// The fault of a value that `key` cannot have, which is shown as typed.
+    /// The fault for a value that `key` cannot have, shown as typed.
     pub fn wrong<T>(&self, key: &str, value: &Spanned<T>, wanted: &str) -> Fault {
         self.fault(value, format!("`{key}` cannot have this value"))
             .found(brief(self.typed(value.span())))
             .wanted(wanted)
     }
 
-    /// The fault of a key that `table` (empty for the file itself) does not know.
+    /// The fault for a key that `table` (empty for the file itself) does not have.
     pub fn unknown_key<'a>(
         &self,
         key: &Spanned<String>,
@@ -190,7 +190,7 @@ impl File {
         span.map_or_else(|| self.name.clone(), |span| self.place(span))
     }
 
-    /// The fault of what serde says of the value at `path`.
+    /// Turns serde's message about the value at `path` into a fault.
     fn refused(&self, path: &[String], message: &str, span: Option<Range<usize>>) -> Fault {
         let (table, key) = match path.split_last() {
             Some((key, table)) => (table.join("."), key.as_str()),
@@ -203,7 +203,7 @@ impl File {
         let fault = if said.starts_with("unknown field") {
             unknown(word, &table).one_of(word, known)
         } else if said.starts_with("unknown variant") {
-            // What a value may be is few: all of it is said, also where one is near.
+            // There are few allowed values: all are listed, even if one is near.
             let all: Vec<&str> = known.collect();
             Fault::usage(format!("`{key}` cannot have this value"))
                 .found(typed)
@@ -216,12 +216,12 @@ impl File {
         } else if let Some(limit) = limit(typed, expected) {
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(limit)
         } else if message == "u64 value was too large" {
-            // A value that may be of any kind holds one bit less than a whole number that is asked for.
+            // A generic value holds one bit less than the unsigned integer that is wanted.
             let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
             let wanted = format!("a whole number of at most {}", i64::MAX);
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(wanted)
         } else if message.ends_with("number overflowed") || expected == "any valid TOML value" {
-            // What TOML allows and no value holds is a number of more digits.
+            // The only valid TOML that no value can hold is a number with too many digits.
             let key = span.as_ref().and_then(|span| self.key_before(span.start)).unwrap_or(key);
             let wanted = "a number that 64 bits hold";
             Fault::usage(format!("`{key}` is too large")).found(brief(typed)).wanted(wanted)
@@ -260,7 +260,7 @@ fn unknown(key: &str, table: &str) -> Fault {
     Fault::usage(format!("unknown key `{key}`{table}"))
 }
 
-/// The keys on the way to a value, without numbers in lists: the place tells which one.
+/// The keys on the path to a value, without list indices: the place already tells which item it is.
 fn keys(path: &Path) -> Vec<String> {
     let key = |segment: &Segment| match segment {
         // What `Spanned` wraps values in.
@@ -284,7 +284,7 @@ fn brief(typed: &str) -> String {
     }
 }
 
-/// What serde calls a type, in the words of people who write TOML.
+/// The user's word for what serde calls a type.
 fn words(expected: &str) -> String {
     match expected {
         "u64" | "u32" | "usize" => "a whole number, not negative",
@@ -334,7 +334,7 @@ mod tests {
         mix: Option<Table>,
     }
 
-    /// Every kind of mistake, with its place, what is said of it and what is said to help.
+    /// Every kind of mistake, with its place, message and hint.
     #[test]
     fn every_mistake_is_told_with_its_place() {
         let cases = [

@@ -1,4 +1,4 @@
-//! The committer: documents in input order become the sources of a store, one after the other.
+//! The committer: turns documents in input order into the sources of a store, one after the other.
 
 use std::path::{Path, PathBuf};
 
@@ -14,27 +14,27 @@ use crate::progress::Progress;
 use crate::recipe::Recipe;
 use crate::source::Row;
 
-/// Everything that grows while a store is made.
+/// The state of a store under construction.
 pub(crate) struct Committer<'a> {
     corpus: &'a Corpus,
     store: &'a Path,
-    /// What is known of the store before it is made.
+    /// The store's manifest without sources.
     empty: &'a Manifest,
     progress: &'a mut Progress,
-    /// The sources that have ended.
+    /// The completed sources.
     pub(crate) sources: Vec<SourceRecord>,
-    /// The open source; none behind the last one.
+    /// The open source; none after the last one.
     open: Option<Filling>,
     /// Records of its open file so far.
     documents: u64,
     /// Whether a record of that source has its own id.
     named: bool,
-    /// By source, the list of what a scan removed of it.
+    /// For each source, the list of what a scan removed from it.
     scanned: Vec<Option<PathBuf>>,
 }
 
 impl<'a> Committer<'a> {
-    /// Begins a store in the empty folder `store`; `scanned` are, by source, the lists of what a scan removed.
+    /// Begins a store in the empty folder `store`; `scanned` holds, for each source, the list of what a scan removed.
     pub(crate) fn new(
         corpus: &'a Corpus,
         store: &'a Path,
@@ -70,7 +70,7 @@ impl<'a> Committer<'a> {
         &self.corpus.sources[self.sources.len()]
     }
 
-    /// The open file of it.
+    /// The index of the source's open file.
     fn file(&mut self) -> Result<usize> {
         Ok(self.open()?.record.inputs.len())
     }
@@ -142,7 +142,7 @@ impl<'a> Committer<'a> {
         self.open()?.push(split, &tokens, record, text_bytes)
     }
 
-    /// Counts what steps did, if the open source has any.
+    /// Counts what preparation steps did, if the open source has any.
     fn prepared(&mut self, count: impl FnOnce(&mut PreparedRecord, &Recipe)) -> Result<()> {
         let recipe = &self.source().recipe;
         if !recipe.is_empty() {
@@ -170,7 +170,7 @@ impl<'a> Committer<'a> {
         self.begin()
     }
 
-    /// Says of the source that ends if its records have ids of their own only in its settings.
+    /// Notes a source that ends whose records have their own ids although its settings name no id field.
     fn tell_of_ids(&mut self, record: &SourceRecord) {
         let source = self.source();
         let read = record.inputs.iter().any(|input| input.documents > 0);
@@ -181,7 +181,7 @@ impl<'a> Committer<'a> {
     }
 }
 
-/// The id of a document whose corpus has none: which input, and where in it. No path, since paths decide nothing.
+/// The id of a document without its own: the index of the input, and the position in it. Paths have no influence.
 fn anonymous(file: usize, group: Option<u32>, row: u64) -> String {
     match group {
         Some(group) => format!("{file}#{group}.{row}"),

@@ -1,7 +1,7 @@
-//! A source of a store under construction: documents in order become its two streams, and what is dropped its list.
+//! A source of a store under construction: kept documents are written to its two streams, dropped ones to its list.
 //!
-//! Train and validation are cut together, at the document that fills either: the cut is a function of the documents
-//! alone, whoever tells them: the pipeline, parts that were made before, or files of tokens.
+//! Train and validation shards are cut together, at the document that fills either of them. So the cut depends only on
+//! the documents, whether they come from the pipeline, from existing parts or from token files.
 
 use std::path::Path;
 
@@ -20,7 +20,7 @@ pub(crate) struct Filling {
 }
 
 impl Filling {
-    /// Begins the source `record` of the store that `manifest` will be of; `scanned` is the list of what a scan removed.
+    /// Begins the source `record` of the store described by `manifest`; `scanned` is the list of what a scan removed.
     pub(crate) fn new(
         store: &Path,
         manifest: &Manifest,

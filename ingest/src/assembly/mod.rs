@@ -1,4 +1,5 @@
-//! What a build is put together from, whoever runs it: what is asked for, documents prepared and encoded, shards written.
+//! The stages that every build shares: the request, the pipeline that prepares and encodes documents, and shard
+//! writing.
 
 pub(crate) mod commit;
 pub(crate) mod filling;
@@ -20,22 +21,22 @@ use crate::progress::{Measure, Progress, meanwhile};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
-/// What only decides speed, and where parts lie.
+/// Options that affect only speed, and where parts are stored.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Threads that parse and encode.
     pub workers: usize,
-    /// Which library encodes, where somebody named one.
+    /// The library that encodes, if the user named one.
     pub engine: Option<Engine>,
-    /// Whether to keep silent about progress.
+    /// Whether progress is not shown.
     pub quiet: bool,
-    /// The folder of parts; one that is named is kept, the one beside the store goes when that is whole.
+    /// The folder of parts. A named one is kept; the default, next to the store, is removed once the store is complete.
     pub work: Option<PathBuf>,
-    /// Bytes of input that a part is made of; a larger file is a part by itself.
+    /// Bytes of input per part; a larger file is a part of its own.
     pub task_bytes: u64,
 }
 
-/// What steps need, with the tokens that are put around documents.
+/// What steps need, including the tokens that are put around documents.
 pub(crate) fn tools<'a>(
     corpus: &Corpus,
     tokenizer: &'a Tokenizer,
@@ -47,7 +48,7 @@ pub(crate) fn tools<'a>(
     Tools::new(corpus, Some(Box::new(count)))
 }
 
-/// The store that lies at `store`, if it was built from this very request, and by `engine` where somebody named one.
+/// The store at `store`, if it was built from exactly this request, and by `engine` if the user named one.
 pub fn built(
     corpus: &Corpus,
     store: impl Into<Location>,
@@ -90,7 +91,7 @@ pub(crate) fn tokenizer(corpus: &Corpus, engine: Engine) -> Result<Tokenizer> {
     Tokenizer::read(path, engine)?.with_controls(chats, engine)
 }
 
-/// What a build of `corpus` by this tokenizer is asked to do.
+/// The request of a build of `corpus` with this tokenizer.
 pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer, engine: Engine) -> Result<Head> {
     let marker = |key: &str, token: &Option<String>| {
         let id = token.as_ref().map(|token| tokenizer.id_of(key, token)).transpose();
@@ -117,7 +118,7 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer, engine: Engine) -> Re
     })
 }
 
-/// The store that is there, if it is what was asked for.
+/// The existing store, if it matches the request.
 fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     let manifest = open::manifest(store)?;
     request::compare_heads(store, &request::head_of(&manifest, head), head)?;
@@ -131,7 +132,7 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Whether a store of these sources, which is not built yet, may get a file that is called so.
+/// Whether a store of these sources, not built yet, may get a file of this name.
 pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str) -> bool {
     let lists = [dropped::FILE, dedup::MATCHES];
     match name.split('/').collect::<Vec<_>>()[..] {
@@ -144,7 +145,7 @@ pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str)
     }
 }
 
-/// Makes a folder a store, whoever wrote the streams that `manifest` names.
+/// Completes a store from the finished streams that `manifest` names.
 pub(crate) fn finish(
     store: &Path,
     tokenizer: &Tokenizer,
@@ -158,7 +159,7 @@ pub(crate) fn finish(
     Ok(manifest)
 }
 
-/// Puts what was made in its place; a store of many folders takes long to be on the disk.
+/// Moves the finished store into place, with progress: a store of many folders takes long to sync.
 pub(crate) fn place(staging: Staging, progress: &mut Progress) -> Result<()> {
     let mut syncing = None;
     staging.commit_telling(|_, all| {

@@ -1,4 +1,4 @@
-//! From files to what the committer is told, in input order: slabs are read, parsed, prepared and encoded in parallel.
+//! From files to the steps of the committer, in input order: slabs are read, parsed, prepared and encoded in parallel.
 
 use std::borrow::Cow;
 use std::sync::{Mutex, PoisonError};
@@ -16,10 +16,10 @@ use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
 use crate::walk::{Part, Walk, place};
 
-/// A document longer than this is audited by a piece.
+/// A longer document is audited by one piece.
 const AUDIT_WHOLE_BYTES: usize = 1_000_000;
 
-/// What decides the tokens of a document.
+/// Everything that determines the tokens of a document.
 pub(crate) struct Encoding<'a> {
     pub(crate) tokenizer: &'a Tokenizer,
     pub(crate) begin: Option<u32>,
@@ -29,7 +29,7 @@ pub(crate) struct Encoding<'a> {
     pub(crate) prepared: &'a Prepared<'a>,
 }
 
-/// What became of one record.
+/// The result for one record.
 pub(crate) enum Item {
     Document(Box<Encoded>),
     Dropped(Box<Dropped>),
@@ -42,7 +42,7 @@ pub(crate) struct Dropped {
     /// Its own id, where it could be read.
     pub(crate) id: Option<String>,
     pub(crate) bytes: u64,
-    /// The same as an error.
+    /// The same as a fault.
     pub(crate) fault: Fault,
 }
 
@@ -53,23 +53,23 @@ pub(crate) struct Encoded {
     pub(crate) group: Option<u32>,
     pub(crate) bytes: Option<(u64, u64)>,
     pub(crate) text_bytes: u64,
-    /// Of its text as encoded.
+    /// The digest of its text as encoded.
     pub(crate) content: Digest,
-    /// What steps of preparation did to it, if there are any.
+    /// What preparation steps did to it, if there are any.
     pub(crate) trace: Option<Trace>,
     pub(crate) split: Split,
     pub(crate) tokens: Vec<u32>,
     pub(crate) sample: Option<Sample>,
 }
 
-/// What the committer is told, in input order.
+/// An input of the committer, in input order.
 pub(crate) enum Step {
     Slab {
         items: Vec<Item>,
         /// Bytes of the raw file read when the slab was cut.
         raw_bytes: u64,
     },
-    /// A file is exhausted; its number of documents is the committer's to know.
+    /// A file is exhausted; the committer fills in its number of documents.
     FileEnd(InputRecord),
     SourceEnd,
 }
@@ -79,17 +79,17 @@ pub(crate) enum Step {
 pub(crate) struct Auditor(Mutex<Vec<Sample>>);
 
 impl Auditor {
-    /// Puts a sample where the next worker that is free finds it.
+    /// Queues a sample for the next free worker.
     pub(crate) fn check(&self, sample: Sample) {
         self.waiting().push(sample);
     }
 
     fn waiting(&self) -> std::sync::MutexGuard<'_, Vec<Sample>> {
-        // A push or a pop is whole or did not happen.
+        // A push or a pop is atomic, so a poisoned lock does no harm.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks what waits now: samples are few, and what they find makes the rest void.
+    /// Checks the waiting samples now: there are few, and a difference makes all other work useless.
     fn check_waiting(&self, tokenizer: &Tokenizer) -> Result<()> {
         loop {
             let Some(sample) = self.waiting().pop() else { return Ok(()) };
@@ -120,13 +120,13 @@ pub(crate) fn run(
     failure.map_or(Ok(()), Err)
 }
 
-/// What a part becomes.
+/// Turns a part into its step.
 fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
     Ok(match part {
         Part::Slab { slab, source, file, raw } => {
             let of = &corpus.sources[source];
             let parsed = slab.parse(&of.fields)?;
-            // A long document's line has done its part, and its tokens need the memory.
+            // A long document's line is no longer needed, and its tokens need the memory.
             drop(slab);
             let steps = encoding.prepared.in_file(source, file);
             let encode = |parsed| encode(parsed, &of.files[file].shown, encoding, steps.as_ref());
@@ -202,7 +202,7 @@ fn encode(
     }
 }
 
-/// Whether a document with this content is kept for validation: never trained on, by a tokenizer neither.
+/// Whether a document with this content is held out for validation: neither a model nor a tokenizer is trained on it.
 pub(crate) fn held_out(content: Digest, share: Ratio) -> bool {
     happens(Key::from_seed(0).child("validation"), Purpose::Split, content.0 as u64, share)
 }
@@ -234,7 +234,7 @@ mod tests {
     use crate::testing::Workbench;
     use crate::tokenize::Engine;
 
-    /// `on_error = "skip"` is about records: where anything else fails, the record may be as good as any.
+    /// `on_error = "skip"` is about records: after any other failure the record may be fine.
     #[test]
     fn only_a_fault_of_data_drops_a_document() {
         let bench = Workbench::new(9);
@@ -268,7 +268,7 @@ mod tests {
                     (_, outcome) => assert_eq!(outcome.unwrap_err().class(), class),
                 }
             }
-            // Each is counted, and none is left over.
+            // Each is counted exactly once.
             assert_eq!(dropped, if class == Class::Data { 9 + 4 + 3 } else { 0 }, "{class:?}");
             assert_eq!(kept, 0, "{class:?}");
         }

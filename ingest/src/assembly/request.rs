@@ -1,6 +1,6 @@
-//! What a build is asked to do, and how that differs from what a store was built from.
+//! The request of a build, and how it differs from the request of an existing store.
 //!
-//! Touching, moving or renaming an input is no difference: content is compared, never paths or dates.
+//! Touching, moving or renaming an input makes no difference: content is compared, never paths or dates.
 
 use contract::framed::quoted;
 use contract::{Fault, Framed, Identity, Result, counted};
@@ -11,13 +11,13 @@ use crate::corpus::{Corpus, OnError, Source, always_counted};
 use crate::recipe;
 use crate::tokenize::Engine;
 
-/// What a build may not change on its way.
+/// What may not change during a build.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Head {
-    /// The versions that it was begun with: others may read, encode or write otherwise.
+    /// The versions that it began with: others may read, encode or write differently.
     pub(crate) versions: Identity,
     pub(crate) tokenizer: TokenizerRecord,
-    /// Which library was to encode.
+    /// The library that encodes.
     pub(crate) engine: Engine,
     pub(crate) unit: u64,
     pub(crate) validation: String,
@@ -68,7 +68,7 @@ pub(crate) fn empty_manifest(head: &Head, token_bytes: u32) -> Manifest {
     }
 }
 
-/// What is said of a key of which `store` was built by another value.
+/// The fault for a key whose value differs from that of `store`.
 fn changed(store: &Location, key: &str, old: impl ToString, new: impl ToString) -> Fault {
     Fault::usage(format!("`{key}` changed since this store was built"))
         .at(store.to_string())
@@ -80,8 +80,8 @@ fn changed(store: &Location, key: &str, old: impl ToString, new: impl ToString) 
         )
 }
 
-/// Refuses a store that another library encoded than the one that was named: its tokens should be the same, but whoever
-/// names one does not take that for granted.
+/// Refuses a store that was encoded by another library than the one that the user named: the tokens should be the same,
+/// but a user who names one does not rely on that.
 pub(crate) fn compare_encoders(store: &Location, old: &Manifest, new: &Head) -> Result<()> {
     let (old, new) = (&old.tokenizer.encoder, &new.tokenizer.encoder);
     if old == new {
@@ -130,7 +130,7 @@ pub(crate) fn compare_heads(store: &Location, old: &Head, new: &Head) -> Result<
     Ok(())
 }
 
-/// What is told where there are more inputs or fewer: one that came or one that went, by its name.
+/// The fault for added or missing inputs: it names one of them.
 fn other_files(source: &Source, old: &[InputRecord], refused: impl Fn(String) -> Fault) -> Fault {
     let came = source.files.iter().find(|file| old.iter().all(|input| input.path != file.shown));
     let went = old.iter().find(|input| source.files.iter().all(|file| input.path != file.shown));
@@ -165,7 +165,7 @@ pub(crate) fn compare_inputs(store: &Location, source: &Source, old: &[InputReco
     Ok(())
 }
 
-/// Refuses to call a store with dropped records done if the corpus now says that a dropped record stops the build.
+/// Refuses to accept a store with dropped records if the corpus now says that a dropped record stops the build.
 pub(crate) fn compare_dropped(
     corpus: &Corpus,
     manifest: &Manifest,
@@ -187,8 +187,8 @@ pub(crate) fn compare_dropped(
     Ok(())
 }
 
-/// Refuses a source of which nothing is left, whatever dropped it: a wrong `text` or a rule too strict would else pass for a
-/// corpus. A source whose files hold no records is as it was given.
+/// Refuses a source of which nothing is left, whatever dropped it: otherwise a wrong `text` or a rule that is too
+/// strict would go unnoticed. A source whose files hold no records is accepted.
 pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
     for source in sources {
         let read: u64 = source.inputs.iter().map(|input| input.documents).sum();
@@ -202,12 +202,12 @@ pub(crate) fn check_kept(sources: &[SourceRecord]) -> Result<()> {
     Ok(())
 }
 
-/// What is said of a source none of whose records has the id that was named: of a columnar file that would be refused.
+/// The note for a source in which no record has the id field that was named; for a columnar file this is an error.
 pub(crate) fn nameless(source: &str, id: &str) -> String {
     format!("note: source {source}: no record has its id `{id}`: they are called FILE#ROW")
 }
 
-/// A source whose records were all dropped: so many for each reason.
+/// The fault for a source whose records were all dropped, with counts by reason.
 pub(crate) fn nothing_left<'a>(
     source: &str,
     dropped: impl Iterator<Item = (u64, &'a str)>,
@@ -228,7 +228,7 @@ pub(crate) fn nothing_left<'a>(
         })
 }
 
-/// The head that a done store answers to.
+/// The head that a finished store matches.
 pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
     let pair = |source: &SourceRecord| (source.name.clone(), source.preparation.clone());
     Head {

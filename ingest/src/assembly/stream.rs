@@ -1,4 +1,4 @@
-//! A stream of a store under construction: documents in order, cut into shards by whoever fills it.
+//! A stream of a store under construction: documents in order; the caller cuts it into shards.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use store::manifest::chain;
 use store::write::{ShardWriter, StreamHead};
 use store::{DocumentRecord, SourceRecord, Split, StreamRecord, disk, open};
 
-/// One stream, and the shard at its end.
+/// One stream, with its open shard.
 pub(crate) struct Stream {
     head: StreamHead,
     pub(crate) record: StreamRecord,
@@ -15,7 +15,7 @@ pub(crate) struct Stream {
 }
 
 impl Stream {
-    /// Both streams of a source, with what its record says of them so far.
+    /// Both streams of a source, with their records so far.
     pub(crate) fn both(
         store: &Path,
         source: &SourceRecord,

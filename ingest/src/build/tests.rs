@@ -1,4 +1,4 @@
-//! Where a build keeps what, by which encoder, and of which bytes.
+//! Where a build stores its files, which encoder it uses, and which bytes it read.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -8,7 +8,7 @@ use contract::{Class, Result};
 use super::*;
 use crate::testing::{Workbench, in_parts, options, tree};
 
-/// A store and its parts in one folder: said before any work, whether the folders are there or not.
+/// A store and its parts in one folder are refused before any work, whether the folders exist or not.
 #[test]
 fn a_store_and_its_parts_lie_apart() {
     let bench = Workbench::new(9);
@@ -30,7 +30,7 @@ fn a_store_and_its_parts_lie_apart() {
     ] {
         refused(store, work);
     }
-    // A store, this one or another, is no folder for parts, even where there is nothing to do.
+    // A store, this one or another, cannot be the folder of parts, even if there is nothing to do.
     build(&corpus, &bench.path("store"), options(1)).unwrap();
     let before = tree(&bench.path("store"));
     for (store, work) in [("store", "store"), ("x", "store"), ("x", "store/web")] {
@@ -39,7 +39,7 @@ fn a_store_and_its_parts_lie_apart() {
     assert!(tree(&bench.path("store")) == before);
 }
 
-/// Of two encoders one may be wrong: whoever names one gets what it made.
+/// One of two encoders may be wrong: a user who names one gets its result.
 #[test]
 fn an_encoder_that_is_named_has_encoded() {
     let bench = Workbench::new(30);
@@ -58,7 +58,7 @@ fn an_encoder_that_is_named_has_encoded() {
     assert!(slow.tokenizer.encoder.starts_with("tokenizers "), "{}", slow.tokenizer.encoder);
     assert!(fast.tokenizer.encoder.starts_with("fastokens "), "{}", fast.tokenizer.encoder);
     assert_eq!(slow.digest, fast.digest);
-    // And its parts are found again, each encoder's own.
+    // Each encoder's own parts are reused.
     for (engine, like) in [(Engine::Reference, &slow), (Engine::Fastest, &fast)] {
         let (manifest, made) = told(by(Some(engine), &format!("again-{engine:?}")));
         assert!(made.contains("made 0 of 2 parts"), "{made}");
@@ -74,11 +74,11 @@ fn an_encoder_that_is_named_has_encoded() {
     }
 }
 
-/// A build that reads a file while somebody writes it: what it read is no file that ever was.
+/// A file that is written while the build reads it: what was read is not a file that ever existed.
 #[test]
 fn nothing_is_kept_of_a_file_that_changes_under_a_first_build() {
     let bench = Workbench::new(9);
-    // Longer than what is read ahead, so that its end is not read before its first document comes out.
+    // Longer than the read-ahead, so that its end is not read before its first document is processed.
     let long = |n: u64| {
         let pad = "x".repeat(400_000);
         format!("{}\n", serde_json::json!({"text": format!("number {n}"), "pad": pad}))

@@ -1,4 +1,4 @@
-//! How the building of a plan begins: nothing counts that was made of other inputs than there are now.
+//! Begins a plan: results that were made from inputs that have changed since are discarded.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::cache_dir::Owner;
 use crate::corpus::Corpus;
 use crate::tokenize::Engine;
 
-/// Plans the build of `corpus` in the folder `work` for whoever runs tasks, or takes it up there.
+/// Plans the build of `corpus` in the folder `work`, to be run task by task, or opens the existing plan.
 pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
     begun(plan::put(corpus, work, task_bytes, Engine::Fastest, Owner::Tasks)?)
 }
@@ -27,7 +27,7 @@ fn begun(plan: Plan) -> Result<Plan> {
     Ok(plan)
 }
 
-/// Forgets what a killed build of this plan did with other inputs than there are now.
+/// Discards what a killed build of this plan did with inputs that have changed since.
 fn refresh(plan: &Plan) -> Result<()> {
     for task in plan.tasks_of(Stage::Scan) {
         forget(plan, Stage::Scan, task)?;

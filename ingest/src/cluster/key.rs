@@ -1,7 +1,7 @@
-//! What a part is called: the hash of everything that its content depends on, and of nothing else.
+//! The name of a part: the hash of everything that its content depends on, and of nothing else.
 //!
-//! Names and places of files, other sources, the cut into shards and whatever else an edit may change are not in it. So
-//! a part is found again after an edit, by whoever needs the same one.
+//! Names and paths of files, other sources, the cut into shards and so on are not included. So a part is found again
+//! after an edit that does not affect it.
 
 use std::path::Path;
 
@@ -13,14 +13,14 @@ use crate::assembly::request::Head;
 use crate::corpus::{Corpus, SourceFile};
 use crate::tokenize::Engine;
 
-/// Version of the bytes of parts. What stages and steps do has versions of its own (`versions`).
+/// Version of the format of parts. Stages and steps have versions of their own (`versions`).
 const PARTS: u32 = 6;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);
 
-/// The key of the part that `stage` makes of `only`, the corpus cut to the files of one task, whose content is
-/// `inputs`; `removed` is the list of what a scan removed of them.
+/// The key of the part that `stage` makes from `only`, the corpus cut to the files of one task, with the content
+/// `inputs`; `removed` is the list of what a scan removed from them.
 pub(super) fn cache_key(
     stage: Stage,
     only: &Corpus,
@@ -47,8 +47,8 @@ pub(super) fn cache_key(
     framed.field(&encodes.then_some(*sha256));
     if encodes {
         framed.field(begin).field(end);
-        // No encoder's parts are taken for another one's, though all should give the same ids: whoever doubts one asks for
-        // another. The reference that somebody asked for encodes every text whole.
+        // Parts are not shared between encoders, though all should give the same ids: a user who doubts one names
+        // another. A reference named by the user encodes every text whole.
         framed.field(encoder).field(&(head.engine == Engine::Reference));
     }
     framed.count(inputs.len());
@@ -58,7 +58,7 @@ pub(super) fn cache_key(
     framed.finish()
 }
 
-/// How a file is compressed, as its ending says.
+/// The compression of a file, by its extension.
 fn packed(file: &SourceFile) -> &'static str {
     let ending = Path::new(&file.path.name()).extension().map(|ending| ending.to_ascii_lowercase());
     match ending.as_deref().and_then(|ending| ending.to_str()) {

@@ -1,4 +1,4 @@
-//! What is known of the tasks of a plan.
+//! The state of a plan's tasks.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::stage::Stage;
 use crate::progress::meanwhile;
 
 impl Plan {
-    /// Whether parts are there that no result of this plan names.
+    /// Whether there are parts that no result of this plan names.
     pub(super) fn holds_others(&self) -> Result<bool> {
         let mut own = BTreeSet::new();
         for stage in [Stage::Scan, Stage::Encode] {
@@ -37,7 +37,7 @@ impl Plan {
         })
     }
 
-    /// What is known of a task that is done: its part is there, and is the one that is wanted.
+    /// The result of a finished task, if its part exists and has the right digest.
     pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
         let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
         if !self.part(result.part).exists() {
@@ -50,13 +50,13 @@ impl Plan {
     }
 }
 
-/// What all tasks of a stage did; refuses if one did nothing, or two things.
+/// The results of all tasks of a stage; refuses a task without a result, or with two different ones.
 pub(super) fn results(plan: &Plan, stage: Stage) -> Result<Vec<TaskResult>> {
     let read = || results_telling(plan, stage, || ());
     meanwhile(stage.name(), "reading what its tasks did", read)
 }
 
-/// The same, and tells of each task that is read.
+/// The same, and reports each task that is read.
 pub(super) fn results_telling(
     plan: &Plan,
     stage: Stage,
@@ -83,7 +83,7 @@ pub(super) fn results_telling(
     }
 }
 
-/// What is said where a part is wanted.
+/// The fault for a missing part.
 pub(super) fn missing(plan: &Plan, stage: Stage, task: usize) -> Fault {
     Fault::data(format!("the part of {} task {task} is missing", stage.name()))
         .at(plan.folder().display().to_string())

@@ -1,4 +1,5 @@
-//! All tasks in this process: what is made goes to its part and to the store at once, what is there is read.
+//! Runs all tasks in this process: new results are written to their part and to the store at once; existing parts are
+//! read.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -17,17 +18,17 @@ use crate::assembly::pipeline::Step;
 use crate::dedup::Seen;
 use crate::progress::{Measure, Progress};
 
-/// A store, and what is told of its making.
+/// A store, with statistics of its build.
 pub(crate) struct Made {
     pub(crate) manifest: Manifest,
-    /// What passed and how fast.
+    /// Counts and rates.
     pub(crate) summary: String,
     /// Documents that the reference encoded again, and their bytes.
     pub(crate) audited: (u64, u64),
 }
 
-/// Runs what is missing of a plan and makes the store, as long as `go_on`, asked before each document that is worked on,
-/// does not fail. A part that turns out to be damaged is made again.
+/// Runs the missing tasks of a plan and makes the store, while `go_on`, called before each document, succeeds. A part
+/// that turns out to be damaged is made again.
 pub(crate) fn make(
     plan: &Plan,
     store: &Path,
@@ -44,7 +45,7 @@ pub(crate) fn make(
             Err(fault) => fault,
             made => return made,
         };
-        // What damaged it may do so for ever.
+        // Each part is retried once: whatever damaged it may do so every time.
         let part = damaged_part(plan, &fault).filter(|part| again.insert(part.clone()));
         let Some(part) = part else { return Err(fault) };
         note!("note: {}: {}: it is made again", part.display(), fault.what());
@@ -57,8 +58,7 @@ pub(crate) fn make(
     }
 }
 
-/// The parts whose bytes are not those that were written. Where one is damaged others may be, and found one by one each
-/// would cost an attempt of its own.
+/// The parts whose bytes are damaged. If one is, others may be, and finding them one by one would cost an attempt each.
 fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
     let mut sized = Vec::new();
     for part in plan.cache.parts()? {
@@ -77,10 +77,10 @@ fn damaged_parts(plan: &Plan, quiet: bool) -> Result<Vec<PathBuf>> {
     Ok(damaged)
 }
 
-/// The part of which a fault says that it is damaged: what it was made of is at hand.
+/// The part that a fault reports as damaged; it can be made again from its inputs.
 fn damaged_part(plan: &Plan, fault: &Fault) -> Option<PathBuf> {
     let place = fault.place()?;
-    // By its name alone: of a folder whose name is no text, what is shown leads nowhere.
+    // By its file name alone: the printed path of a folder that is not UTF-8 does not exist.
     let part = plan.cache.parts_folder().join(Path::new(place).file_name()?);
     (fault.class() == Class::Data && place == part.display().to_string()).then_some(part)
 }
@@ -115,7 +115,7 @@ fn attempt(
     Ok(Made { manifest, summary: progress.finish(), audited })
 }
 
-/// Looks at the documents of the tasks that nobody has looked at, for the steps that compare them.
+/// Scans the documents of tasks that have no scan result yet, for the steps that compare them.
 fn scan_missing(
     runner: &Runner<'_>,
     plan: &Plan,

@@ -1,4 +1,4 @@
-//! The merge: all parts, in the order of the plan, through the committer of a local build.
+//! The merge: passes all parts, in plan order, to the committer of a local build.
 
 use std::path::Path;
 
@@ -20,12 +20,12 @@ use crate::dedup::Scan;
 use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
 
-/// Makes the store of all parts.
+/// Makes the store from all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     apart_from(plan.cache.path(), store)?;
     if store.join(open::MANIFEST).exists() {
         let manifest = assembly::built(&plan.corpus, store, None)?;
-        // The one who made it may have been killed before it said so.
+        // The process that made it may have been killed before it recorded that.
         plan.cache.merged(plan.name)?;
         return Ok(manifest);
     }
@@ -37,7 +37,7 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Makes the store of what `tell` says of each task, in their order. It appears whole or not at all.
+/// Makes the store from what `tell` passes on for each task, in order. It appears atomically.
 pub(super) fn assemble(
     plan: &Plan,
     store: &Path,
@@ -57,7 +57,7 @@ pub(super) fn assemble(
         }
     }
     let mut sources = committer.sources;
-    // A task that gave two results has given a wrong one.
+    // If a task has two results, one of them is wrong.
     let mut reading = progress.then(Measure::Count("task"), plan.tasks() as u64);
     results_telling(plan, Stage::Encode, || reading.add(1))?;
     drop(reading);
@@ -72,7 +72,7 @@ pub(super) fn assemble(
     Ok(manifest)
 }
 
-/// Tells the committer what the part of a task that is done holds.
+/// Passes the part of a finished task to the committer.
 pub(super) fn tell_part(plan: &Plan, task: usize, committer: &mut Committer<'_>) -> Result<()> {
     let result = plan.result(Stage::Encode, task)?;
     let result = result.ok_or_else(|| missing(plan, Stage::Encode, task))?;
@@ -109,7 +109,7 @@ pub(super) fn tell_part(plan: &Plan, task: usize, committer: &mut Committer<'_>)
     Ok(())
 }
 
-/// Puts the lists of the scan into the store that the committer does not write.
+/// Puts into the store the lists of the scan, which the committer does not write.
 fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
     for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
         let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
@@ -121,7 +121,8 @@ fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Links a file; copies and checks it where that is not possible. A pipe in its place would make a store that nobody reads.
+/// Hard-links a file, or copies and checks it. A pipe in its place is refused, since it would make the store
+/// unreadable.
 fn copy(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     let size = regular::size(old).map_err(|error| Fault::io("read", old, &error))?;
     if size == record.bytes && disk::link(old, new).is_ok() {

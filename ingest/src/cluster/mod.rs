@@ -2,18 +2,18 @@
 //!
 //! ```text
 //! plan:    corpus -> WORK/plan-DIGEST/plan.json        tasks: a range of files of one source each
-//! scan:    files -> WORK/parts/KEY.bin                of sources whose steps compare documents: what each step must know
-//! decide:  these parts, in order -> which documents go    one process, in one total order
-//! encode:  files, who goes -> WORK/parts/KEY.bin      documents, prepared and encoded
-//! merge:   these parts, in order -> STORE                 through the one committer; in one process (`local`), as parts are made
+//! scan:    files -> WORK/parts/KEY.bin                if steps compare documents: what each step must know
+//! decide:  these parts, in order -> removed documents one process, in one total order
+//! encode:  files, decision -> WORK/parts/KEY.bin      documents, prepared and encoded
+//! merge:   these parts, in order -> STORE             through the one committer; in `local`, as parts are made
 //! ```
 //!
-//! Invariant: a part's key is the hash of all that its content depends on (`key`); so whatever an edit left as it
-//! was is found again, and not made again.
-//! Invariant: a task and a merge belong to the plan that they name; plans stand beside each other, and none touches what
-//! belongs to another one.
-//! Invariant: parts and results are created only where there is none. A second result of a task has the same digest as
-//! the first; where it has not, both are kept and nothing is merged.
+//! Invariant: a part's key is the hash of all that its content depends on (`key`), so whatever an edit does not affect
+//! is reused.
+//! Invariant: a task and a merge belong to the plan that they name; plans are independent, and none touches the files
+//! of another one.
+//! Invariant: parts and results are created, never replaced. A second result of a task must have the same digest as the
+//! first; otherwise both are kept and nothing is merged.
 
 mod begun;
 mod key;

@@ -1,4 +1,4 @@
-//! A part: what the committer, or the scan, is told of one task's files, on the disk.
+//! A part: the steps of the committer, or of the scan, for one task's files, stored on disk.
 //!
 //! ```text
 //! "zdatpart", entries: u8 kind, then
@@ -10,8 +10,8 @@
 //! u8 0, the part's key (32 bytes), xxh3-128 of all bytes before it
 //! ```
 //!
-//! The key stands at the end, because it holds the content of the files, which is known when they are read.
-//! Names, and the numbers of files and steps, are the reader's to know: they change where a part does not.
+//! The key is at the end, because it covers the content of the files, which is known only after they were read. The
+//! reader supplies file names and the numbers of files and steps: they may change while the part stays the same.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -47,7 +47,7 @@ struct Document {
     text_bytes: u64,
     content: Digest,
     held_out: bool,
-    /// Bytes read, and what steps changed: their places are counted among those that run here.
+    /// Bytes read, and what steps changed; steps are numbered among those that run here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     trace: Option<(u64, Vec<Change>)>,
 }
@@ -60,19 +60,19 @@ struct Dropped {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     id: Option<String>,
     bytes: u64,
-    /// Where in its file: what a message says after the file's name.
+    /// The position in its file, as messages append it to the file name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     place: Option<String>,
 }
 
-/// What a part tells next.
+/// An entry of a part.
 pub(super) enum Entry {
     Item(Item),
     Observed(Observed),
     FileEnd(Content),
 }
 
-/// No step.
+/// Stands for no step.
 const NONE: u8 = u8::MAX;
 
 /// Writes a part.
@@ -106,7 +106,7 @@ impl PartWriter {
         self.put(&json)
     }
 
-    /// A document; `places` are those of the steps that run here, by which it names what changed it.
+    /// Adds a document; `places` are those of the steps that run here, used to name the steps that changed it.
     pub(super) fn document(&mut self, document: &Encoded, places: &[usize]) -> Result<()> {
         let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, .. } = document;
         let numbered = |(place, before, after): &Change| {
@@ -141,7 +141,7 @@ impl PartWriter {
         Ok(())
     }
 
-    /// A record that is not kept; `place` is where in its file.
+    /// Adds a record that is not kept; `place` is its position in its file.
     pub(super) fn dropped(
         &mut self,
         dropped: &pipeline::Dropped,
@@ -156,7 +156,7 @@ impl PartWriter {
         self.entry(3, &content)
     }
 
-    /// A document that the scan saw. Its steps are named by their places.
+    /// Adds a document that the scan saw. Its steps are named by their places.
     pub(super) fn observed(&mut self, observed: &Observed) -> Result<()> {
         let gone = match observed.dropped {
             None => [NONE, 0],
@@ -188,7 +188,7 @@ impl PartWriter {
         self.json(&observed.matches)
     }
 
-    /// The number of a reason, which is written where it comes first.
+    /// The number of a reason, which is written at its first use.
     fn reason(&mut self, reason: &'static str) -> Result<u8> {
         if let Some(known) = self.reasons.iter().position(|known| *known == reason) {
             return Ok(known as u8);
@@ -198,7 +198,7 @@ impl PartWriter {
         u8::try_from(self.reasons.len() - 1).map_err(|_| Fault::bug("too many reasons in a part"))
     }
 
-    /// Ends the part, on the disk; its digest.
+    /// Completes and syncs the part; returns its digest.
     pub(super) fn finish(mut self, key: Identity) -> Result<Digest> {
         self.put(&[0])?;
         self.put(&key.0)?;
@@ -209,23 +209,23 @@ impl PartWriter {
     }
 }
 
-/// Reads a part front to back; its digest is checked at its end, before anything that came of it is committed.
+/// Reads a part sequentially; its digest is checked at the end, before any of its data is committed.
 pub(super) struct PartReader {
     path: PathBuf,
     key: Identity,
     file: BufReader<File>,
     hash: Box<Xxh3>,
     reasons: BTreeMap<String, &'static str>,
-    /// Those that documents seen name by number.
+    /// The reasons that scanned documents name by number.
     numbered: Vec<&'static str>,
-    /// The digest that stands at its end.
+    /// The digest at the end of the file.
     at_end: Digest,
-    /// The same, once all before it was read and is just so.
+    /// The digest, once all bytes before it were read and match.
     pub(super) digest: Option<Digest>,
 }
 
 impl PartReader {
-    /// Opens the part of this key. A whole part of another one, under this name, is found before anything is told of it.
+    /// Opens the part of this key. An intact part of another key under this name is refused before anything is read.
     pub(super) fn open(path: &Path, key: Identity) -> Result<Self> {
         let mut file = regular::open(path).map_err(|error| Fault::io("read", path, &error))?;
         let end = tail(&mut file);
@@ -283,7 +283,7 @@ impl PartReader {
 
     /// The next bytes.
     fn bytes(&mut self, length: u64) -> Result<Vec<u8>> {
-        // As much as there is: a length may be a lie.
+        // Reads only what exists: the length may be wrong.
         let mut bytes = Vec::new();
         let read = (&mut self.file).take(length).read_to_end(&mut bytes);
         read.map_err(|error| Fault::io("read", &self.path, &error))?;
@@ -307,7 +307,7 @@ impl PartReader {
         Ok(tokens)
     }
 
-    /// Reasons are constants elsewhere; a part names the few there are.
+    /// Reasons are constants elsewhere; the few that a part names are interned here.
     fn constant(&mut self, reason: String) -> &'static str {
         self.reasons.entry(reason).or_insert_with_key(|reason| reason.clone().leak())
     }
@@ -339,11 +339,11 @@ impl PartReader {
             };
             found.push((usize::from(step), mark));
         }
-        // What a document counts is told while it is read.
+        // Bytes are counted only while documents are read from their files.
         Ok(Observed { at, bytes: 0, dropped: gone, marks: found, matches: self.meta()? })
     }
 
-    /// The next entry, or nothing at the end of a part that is whole.
+    /// The next entry, or nothing at the end of an intact part.
     pub(super) fn next(&mut self) -> Result<Option<Entry>> {
         let mut kind = self.array::<1>()?[0];
         while kind == 4 {
@@ -395,7 +395,7 @@ impl PartReader {
 fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
     let Document { id, row, group, bytes, text_bytes, content, held_out, trace } = meta;
     let split = if held_out { Split::Validation } else { Split::Train };
-    // A task has audited its documents itself.
+    // A task has audited its documents already.
     let sample = None;
     let trace = trace.map(|(read, changes)| Trace { read, changes });
     Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample }
@@ -410,7 +410,7 @@ fn tail(file: &mut File) -> io::Result<(Identity, Digest)> {
     Ok((Identity(key), Digest(u128::from_le_bytes(digest))))
 }
 
-/// Whether the bytes of a part are those that were written under its name; what they mean is not looked at.
+/// Whether the bytes of a part are those that were written; their meaning is not checked.
 pub(super) fn is_whole(path: &Path) -> Result<bool> {
     let fault = |error: &io::Error| Fault::io("read", path, error);
     let mut file = regular::open(path).map_err(|error| fault(&error))?;
@@ -425,12 +425,12 @@ pub(super) fn is_whole(path: &Path) -> Result<bool> {
     Ok(name && found == wanted)
 }
 
-/// The digest at the end of a part, which is checked by whoever reads it.
+/// The digest at the end of a part, not checked here but by its readers.
 pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
     PartReader::open(path, key).map(|part| part.at_end)
 }
 
-/// Whether a file is shorter than what stands at a part's end.
+/// Whether a file is shorter than the trailer of a part.
 fn is_short(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::InvalidInput)
 }

@@ -1,4 +1,4 @@
-//! Which tasks there are: a function of the corpus file, and of the names and sizes of its inputs.
+//! The tasks of a plan: a function of the corpus file, and of the names and sizes of its inputs.
 
 use std::fs::{self, File};
 use std::io;
@@ -18,22 +18,22 @@ use crate::dropped::REMOVED;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
 
-/// Bytes of input that a task gets at most, unless it is told otherwise; a larger file is a task by itself.
+/// The default limit on a task's input bytes; a larger file is a task of its own.
 pub const TASK_BYTES: u64 = 1 << 28;
 
-/// The most tasks of a plan, where sources allow it: schedulers bound the size of a job array.
+/// The limit on tasks per plan, where the sources allow it: schedulers limit the size of a job array.
 const TASKS_MAX: usize = 1000;
 
-/// A plan, with what it needs of the corpus.
+/// A plan, with its corpus.
 pub struct Plan {
-    /// The folder of this plan and of the parts of all.
+    /// The folder that holds this plan and the parts of all plans.
     pub cache: CacheDir,
     /// Which plan this is.
     pub name: PlanName,
     pub(super) text: Text,
     pub(super) corpus: Corpus,
     pub(crate) tokenizer: Tokenizer,
-    /// Nobody removes the plan as long as this is open.
+    /// While this is open, the plan is not removed.
     _at_work: Option<File>,
 }
 
@@ -44,16 +44,16 @@ pub(super) struct Text {
     pub(super) corpus: String,
     /// Its text.
     pub(super) said: String,
-    /// What was found of what it names: no task looks for it again.
+    /// The inputs that were found: tasks do not search again.
     pub(super) found: Inventory,
-    /// What no task may see changed.
+    /// What may not change between tasks.
     pub(super) head: Head,
-    /// For each task its source and files.
+    /// For each task, its source and files.
     pub(super) tasks: Vec<(usize, Range<usize>)>,
 }
 
-/// Plans the build of `corpus` in the folder `work`, or takes it up there. Parts stay, whatever they were made for, and so do
-/// other plans that somebody needs.
+/// Plans the build of `corpus` in the folder `work`, or opens the existing plan. All parts stay, and so do other plans
+/// that are still needed.
 pub(super) fn put(
     corpus: &Corpus,
     work: &Path,
@@ -73,7 +73,7 @@ pub(super) fn put(
     let (cache, name) = (CacheDir::make(work)?, PlanName::of(owner, &bytes));
     let folder = cache.plan(name);
     if !folder.join(FILE).exists() {
-        // Half of a plan that was removed.
+        // A plan that was only partly removed.
         disk::remove(&folder)?;
     }
     for folder in [&folder, &cache.parts_folder()] {
@@ -86,7 +86,7 @@ pub(super) fn put(
     Ok(Plan { cache, name, text, corpus: corpus.clone(), tokenizer, _at_work })
 }
 
-/// The name of the corpus file that every machine knows it by.
+/// The path of the corpus file that is valid on every machine.
 fn everywhere(file: &Location) -> Result<String> {
     let Location::Local(path) = file else { return Ok(file.to_string()) };
     let real = fs::canonicalize(path).map_err(|error| Fault::io("find", path, &error))?;
@@ -109,14 +109,14 @@ fn tasks(corpus: &Corpus, task_bytes: u64) -> Result<Vec<(usize, Range<usize>)>>
         if tasks.len() <= TASKS_MAX.max(corpus.sources.len()) || bytes == u64::MAX {
             return Ok(tasks);
         }
-        // By doubling, so that a corpus that grows a little is cut where it was.
+        // By doubling, so that a corpus that grows a little is cut at the same files.
         bytes = bytes.saturating_mul(2);
     }
 }
 
-/// Cuts a list of files into ranges of at most `bytes`. Where to cut depends on the files near the place alone, so that an
-/// edit of one file, or another file in the list, does not move every range behind it: a file is the last of its range
-/// by a draw on its name, with a chance that grows with its size.
+/// Cuts a list of files into ranges of at most `bytes`. Each cut depends only on the files near it, so that editing or
+/// adding a file does not move all later ranges: whether a file ends its range is a random number of its name, with a
+/// probability that grows with its size.
 fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
     let mut ranges = Vec::new();
     let (mut first, mut sum) = (0, 0u64);
@@ -138,7 +138,7 @@ fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
 }
 
 impl Plan {
-    /// Reads the plan of this name in `work`: the corpus as it was planned, whatever its file says now.
+    /// Reads the plan of this name in `work`: the corpus as it was planned, even if its file has changed.
     pub fn read(work: &Path, name: PlanName) -> Result<Self> {
         let cache = CacheDir::open(work)?;
         let _at_work = cache.at_work(name);
@@ -184,7 +184,7 @@ impl Plan {
         self.text.tasks.len()
     }
 
-    /// The tasks that a stage has: the scan has none for sources without steps that compare documents.
+    /// The tasks of a stage: the scan skips sources without steps that compare documents.
     pub fn tasks_of(&self, stage: Stage) -> Vec<usize> {
         let scanned = |task: &usize| stage == Stage::Encode || self.is_scanned(*task);
         (0..self.tasks()).filter(scanned).collect()
@@ -195,28 +195,28 @@ impl Plan {
         source.is_some_and(|source| source.recipe.scanned() > 0)
     }
 
-    /// The folder of what belongs to this plan alone.
+    /// The folder of this plan's own files.
     pub(super) fn folder(&self) -> PathBuf {
         self.cache.plan(self.name)
     }
 
-    /// Where the part with this key belongs.
+    /// The path of the part with this key.
     pub(super) fn part(&self, key: Identity) -> PathBuf {
         self.cache.part(key)
     }
 
-    /// Where a task's list of removed documents lies once it is decided.
+    /// The path of a task's list of removed documents, once decided.
     pub(super) fn list(&self, task: usize) -> PathBuf {
         self.decided().join(format!("removed-{task:06}.jsonl.zst"))
     }
 
-    /// Where the scan's list of what it removed of a source lies, if it scans it.
+    /// The path of the scan's list for a source, if the source is scanned.
     pub(super) fn removed_of(&self, source: &Source) -> Option<PathBuf> {
         let scanned = source.recipe.scanned() > 0;
         scanned.then(|| self.decided().join(&source.name).join(REMOVED))
     }
 
-    /// Where the scan's decision lies.
+    /// The folder of the scan's decision.
     pub(super) fn decided(&self) -> PathBuf {
         self.folder().join("decided")
     }
@@ -239,7 +239,7 @@ impl Plan {
         Ok(self.corpus.of(source))
     }
 
-    /// The identity of what the scan removed of a task's files, if that is for the stage to know.
+    /// The identity of what the scan removed from a task's files, if the stage depends on it.
     pub(super) fn removed(&self, stage: Stage, task: usize) -> Result<Option<Identity>> {
         if stage == Stage::Scan || !self.is_scanned(task) {
             return Ok(None);
@@ -254,25 +254,25 @@ impl Plan {
         Ok(Some(Identity::of_bytes(&bytes)))
     }
 
-    /// Bytes of the files of a task.
+    /// The size of a task's files.
     pub(super) fn bytes_of(&self, task: usize) -> Result<u64> {
         let (source, range) = &self.text.tasks[task];
         let files = self.corpus.sources[*source].files[range.clone()].iter();
         files.map(SourceFile::size).sum()
     }
 
-    /// Bytes of the files of all tasks of a stage.
+    /// The size of the files of all tasks of a stage.
     pub(super) fn bytes(&self, stage: Stage) -> Result<u64> {
         self.tasks_of(stage).into_iter().map(|task| self.bytes_of(task)).sum()
     }
 
-    /// Removes everything but the parts: also what killed tasks left of theirs.
+    /// Removes everything except the parts, including leftovers of killed tasks.
     pub fn close(&self) -> Result<()> {
         self.cache.remove_plan(self.name)
     }
 }
 
-/// What is said where a plan is wanted.
+/// The fault for a missing plan.
 fn none(cache: &CacheDir, name: PlanName) -> Fault {
     let there = cache.plans().unwrap_or_default();
     let there: Vec<String> = there.iter().map(PlanName::to_string).collect();

@@ -1,7 +1,7 @@
-//! What a folder of parts holds that no build has used for long.
+//! Removes parts that no build has used for a long time.
 //!
-//! A part's time of change is when it was made or last found again. It decides nothing but this: a part that goes too
-//! early is made once more.
+//! A part's modification time is when it was made or last reused. Nothing else depends on it: a part that is removed
+//! too early is made again.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -14,17 +14,17 @@ use store::{disk, regular};
 use super::result::TaskResult;
 use crate::cache_dir::{CacheDir, PLAN};
 
-/// What became of the parts of a folder.
+/// What happened to the parts of a folder.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pruned {
-    /// Removed, or to be removed: parts, and their bytes.
+    /// Parts removed, or to be removed, and their bytes.
     pub removed: (u64, u64),
-    /// Kept, because they were used since, or a build that is not done needs them: parts, and their bytes.
+    /// Parts kept, because they were used since then or an unfinished build needs them, and their bytes.
     pub kept: (u64, u64),
 }
 
 impl Pruned {
-    /// For people; with `look` as what would be.
+    /// A message for users; with `look`, of what would be removed.
     pub fn told(self, look: bool) -> String {
         let [removed, kept] = [self.removed, self.kept]
             .map(|(parts, bytes)| format!("{} ({})", counted(parts, "part"), HumanBytes(bytes)));
@@ -35,8 +35,8 @@ impl Pruned {
     }
 }
 
-/// Removes the parts in `work` that were not used for `unused`, or with `look` only counts them. Refused while a build
-/// works there; parts that the results of a build name that is not done stay, and so do results that are in conflict.
+/// Removes the parts in `work` that were not used for `unused`; with `look`, only counts them. Refused while a build
+/// works there. Parts that results of unfinished builds name stay, and so do conflicting results.
 pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     let cache = CacheDir::open(work)?;
     let _lock = disk::lock(work)?;
@@ -45,7 +45,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     for path in cache.parts()? {
         let about = path.symlink_metadata().map_err(|error| Fault::io("look at", &path, &error))?;
         let used = about.modified().map_err(|error| Fault::io("look at", &path, &error))?;
-        // A time that lies ahead is another machine's clock: just used.
+        // A time in the future comes from another machine's clock: treat it as just used.
         let since = today().duration_since(used).unwrap_or_default();
         let goes = since >= unused && !needed.contains(&path);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
@@ -57,9 +57,9 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
     Ok(pruned)
 }
 
-/// Says of a part that it was used now.
+/// Marks a part as used now.
 pub(super) fn used(part: &Path) {
-    // Where another user made it, it keeps its time: at worst it is made again one day.
+    // The time of another user's part cannot be set: at worst it is made again one day.
     let _ = regular::open(part).and_then(|part| part.set_modified(today()));
 }
 
@@ -71,7 +71,7 @@ fn today() -> SystemTime {
     SystemTime::now()
 }
 
-/// The parts that plans name whose stores are not made.
+/// The parts that are named by plans whose stores are not complete.
 fn needed(cache: &CacheDir) -> Result<BTreeSet<PathBuf>> {
     let mut needed = BTreeSet::new();
     for plan in cache.plans()?.into_iter().filter(|plan| !cache.is_done(*plan)) {

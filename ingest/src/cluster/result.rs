@@ -1,6 +1,6 @@
-//! What a task did: which content it found in its files, and which part came of it.
+//! The result of a task: the content that it found in its files, and the part that it made.
 //!
-//! A result is created only where there is none. A second one must say the same; where it does not, both are kept.
+//! A result is created only if there is none. A second one must be equal; otherwise both are kept.
 
 use std::fs;
 use std::io;
@@ -21,7 +21,7 @@ use crate::source::Stamp;
 /// The result of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct TaskResult {
-    /// Which task, as its file is called: two of one source may have files of the same number.
+    /// The task's name, as in the result's file name: two tasks of one source may have equally many files.
     pub(super) of: String,
     /// Its files.
     pub(super) inputs: Vec<Input>,
@@ -29,7 +29,7 @@ pub(super) struct TaskResult {
     pub(super) part: Identity,
     /// The digest at the end of its part.
     pub(super) digest: Digest,
-    /// Whether that part was there already.
+    /// Whether that part existed already.
     pub(super) reused: bool,
 }
 
@@ -38,35 +38,35 @@ pub(super) struct TaskResult {
 pub(super) struct Input {
     pub(super) bytes: u64,
     pub(super) sha256: Identity,
-    /// Taken before its content. Where it differs, a build that goes on looks at the content again; it decides nothing
-    /// else.
+    /// Taken before its content was read. If it differs, a resumed build checks the content again; nothing else depends
+    /// on it.
     stamp: Stamp,
 }
 
-/// The stamps of files: to be taken before these are read.
+/// The stamps of files, to be taken before the files are read.
 pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
     files.iter().map(SourceFile::stamp).collect()
 }
 
-/// Takes the content of files.
+/// Reads and hashes the files.
 pub(super) fn contents(files: &[SourceFile]) -> Result<Vec<Content>> {
     parallel::start_shared()?;
     files.par_iter().map(|file| file.path.content()).collect()
 }
 
-/// Files with this content that was read after these stamps were taken.
+/// Inputs with this content, which was read after these stamps were taken.
 pub(super) fn stamped(contents: &[Content], stamps: Vec<Stamp>) -> Vec<Input> {
     let files = contents.iter().zip(stamps);
     files.map(|((bytes, sha256), stamp)| Input { bytes: *bytes, sha256: *sha256, stamp }).collect()
 }
 
 impl TaskResult {
-    /// Bytes and identity of its files.
+    /// Size and identity of its files.
     pub(super) fn contents(&self) -> Vec<Content> {
         self.inputs.iter().map(|input| (input.bytes, input.sha256)).collect()
     }
 
-    /// Whether its files were not touched since.
+    /// Whether its files are unchanged since then.
     pub(super) fn is_of(&self, files: &[SourceFile]) -> bool {
         let same = |(input, file): (&Input, &SourceFile)| {
             input.stamp.tells() && file.stamp().is_ok_and(|stamp| stamp == input.stamp)
@@ -74,7 +74,7 @@ impl TaskResult {
         self.inputs.len() == files.len() && self.inputs.iter().zip(files).all(same)
     }
 
-    /// What the result of a task is called.
+    /// The file name of a task's result.
     pub(super) fn name(stage: Stage, task: usize) -> String {
         format!("{}-{task:06}", stage.name())
     }
@@ -83,7 +83,7 @@ impl TaskResult {
         plan.folder().join(format!("{}.json", TaskResult::name(stage, task)))
     }
 
-    /// The result that is there.
+    /// The existing result.
     pub(super) fn read(plan: &Plan, stage: Stage, task: usize) -> Result<Option<Self>> {
         let path = TaskResult::path(plan, stage, task);
         let bytes = match regular::read(&path) {
@@ -117,7 +117,7 @@ impl TaskResult {
         disk::remove(&path)
     }
 
-    /// Puts the result down, unless there is one: then the two must say the same.
+    /// Writes the result, unless there is one: then the two must be equal.
     pub(super) fn commit(&self, plan: &Plan, stage: Stage, task: usize) -> Result<()> {
         let path = TaskResult::path(plan, stage, task);
         let name = &self.of;
@@ -141,14 +141,14 @@ impl TaskResult {
     }
 }
 
-/// What is said of a second result that differs.
+/// The fault for a second result that differs.
 pub(super) fn conflict(what: &str) -> Fault {
     Fault::mismatch(format!("{what} gave another result than before")).hint(
         "an input changed, or a machine computes wrongly: find out which, delete the wrong one of the two",
     )
 }
 
-/// A name that no other process uses: its own for each process, on each machine.
+/// A unique name for this process on this machine.
 pub(super) fn scratch(folder: &Path, name: &str) -> Result<PathBuf> {
     let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
@@ -157,7 +157,7 @@ pub(super) fn scratch(folder: &Path, name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Gives a finished file its name if there is none with that name yet, and says whether it did.
+/// Renames a finished file unless the name exists, and returns whether it did.
 pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
     match disk::rename_new(scratch, path) {
         Ok(()) => {
@@ -169,7 +169,7 @@ pub(super) fn create(scratch: &Path, path: &Path) -> Result<bool> {
     }
 }
 
-/// The files in `folder` that keep a second result.
+/// The files in `folder` that hold a second, differing result.
 pub(super) fn conflicts(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = disk::entries(folder)?;
     found.retain(|path| path.extension().is_some_and(|ending| ending == "conflict"));

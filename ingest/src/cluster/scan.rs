@@ -1,4 +1,4 @@
-//! Between the stages: what all scan tasks saw is put together, and decided as one process would.
+//! Between the stages: combines the results of all scan tasks, and decides as a single process would.
 
 use std::io;
 use std::path::Path;
@@ -20,14 +20,14 @@ use crate::progress::{Measure, Progress, meanwhile};
 /// `decided/scan.json`.
 #[derive(Serialize, Deserialize)]
 struct Decision {
-    /// The parts that it rests on.
+    /// The digest of the parts that it was made from.
     basis: Digest,
     scan: Scan,
 }
 
 const FILE: &str = "scan.json";
 
-/// What a decision on these parts rests on.
+/// The digest of the parts that a decision is made from.
 fn basis(results: &[TaskResult]) -> Digest {
     let mut hasher = Hasher::new();
     hasher.tag("scan.v1");
@@ -37,7 +37,8 @@ fn basis(results: &[TaskResult]) -> Digest {
     hasher.finish()
 }
 
-/// Decides which documents go, once every scan task is done. Nothing if the corpus compares none, or it is decided.
+/// Decides which documents are removed, once every scan task is done. Does nothing if the corpus compares none, or if
+/// decided.
 pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(());
@@ -65,12 +66,12 @@ pub fn decide(plan: &Plan, quiet: bool) -> Result<()> {
     )?;
     let decision = Decision { basis: basis(&results), scan };
     let bytes = json::bytes(&decision, "the scan")?;
-    // Makes the names of the lists last too.
+    // This also makes the names of the lists durable.
     disk::write_whole(&folder.join(FILE), &bytes)?;
     commit(plan, &folder, &bytes)
 }
 
-/// Cuts what was decided of each source into a list for each of its tasks. Their names last when `folder` is synced.
+/// Cuts each source's decision into a list for each of its tasks. The names are durable once `folder` is synced.
 fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
     for (number, source) in plan.corpus.sources.iter().enumerate() {
         if source.recipe.scanned() == 0 {
@@ -92,7 +93,7 @@ fn cut_lists(plan: &Plan, folder: &Path, mut progress: Progress) -> Result<()> {
     Ok(())
 }
 
-/// Puts the decision in its place; another that is there must be the same, unless it rests on other parts.
+/// Moves the decision into place; an existing one must be equal, unless it was made from other parts.
 fn commit(plan: &Plan, folder: &Path, bytes: &[u8]) -> Result<()> {
     let decided = plan.decided();
     let fault = |what: &str, error: &io::Error| Fault::io(what, &decided, error);
@@ -122,7 +123,7 @@ fn commit(plan: &Plan, folder: &Path, bytes: &[u8]) -> Result<()> {
     }
 }
 
-/// Tells the scan what one part holds.
+/// Passes the content of one part to the scan.
 fn gather(
     plan: &Plan,
     task: usize,
@@ -170,7 +171,7 @@ fn read(plan: &Plan) -> Result<Option<Decision>> {
     }
 }
 
-/// A decision, whose lists are files of their sources' folders.
+/// Parses a decision and checks that its lists are files of their sources' folders.
 fn parse(bytes: &[u8]) -> std::result::Result<Decision, String> {
     let decision: Decision = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
     let mut names = decision.scan.files.iter().flatten().map(|file| &file.name);
@@ -180,7 +181,7 @@ fn parse(bytes: &[u8]) -> std::result::Result<Decision, String> {
     }
 }
 
-/// What was decided; nothing if the corpus compares no documents.
+/// The decision; none if the corpus compares no documents.
 pub(super) fn decision(plan: &Plan) -> Result<Option<Scan>> {
     if plan.tasks_of(Stage::Scan).is_empty() {
         return Ok(None);
@@ -193,20 +194,20 @@ pub(super) fn decision(plan: &Plan) -> Result<Option<Scan>> {
     Ok(Some(decided))
 }
 
-/// What was decided, if it rests on the parts that there are.
+/// The decision, if it was made from the current parts.
 fn current(plan: &Plan) -> Result<Option<Scan>> {
     let results = results(plan, Stage::Scan)?;
     let current = read(plan)?.filter(|decision| decision.basis == basis(&results));
     Ok(current.map(|decision| decision.scan))
 }
 
-/// Whether it is decided which documents go.
+/// Whether the decision is made.
 pub fn is_decided(plan: &Plan) -> Result<bool> {
     let tasks = plan.tasks_of(Stage::Scan);
     Ok(tasks.is_empty() || (plan.missing(Stage::Scan)?.is_empty() && current(plan)?.is_some()))
 }
 
-/// Removes a decision that rests on other parts than there are.
+/// Removes a decision that was made from other than the current parts.
 pub(super) fn forget(plan: &Plan) -> Result<()> {
     if is_decided(plan)? || !plan.decided().exists() {
         return Ok(());

@@ -1,8 +1,8 @@
-//! `zdata build --executor slurm`: one job array for each stage of tasks, and a job for what is done once.
+//! `zdata build --executor slurm`: one job array for each stage of tasks, and a single job for each other step.
 //!
-//! Plan, parts and store lie in folders that every node sees; Slurm may requeue, repeat and reorder as it likes. What
-//! counts is what lies there when a job is over, never its exit code, which only says what kind of error it was. What failed
-//! is run again by the same command: tasks that are done are not submitted.
+//! Plan, parts and store are in folders that every node sees; Slurm may requeue, repeat and reorder freely. Success is
+//! judged by the files that exist after a job, never by its exit code, which only gives the class of an error. The same
+//! command runs what failed again: finished tasks are not submitted.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,16 +17,16 @@ use super::scan;
 use super::stage::Stage;
 use crate::progress::meanwhile;
 
-/// Time between two looks at a job: the first, and the longest.
+/// The time between polls of a job: at first, and at most.
 const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
 
-/// Looks that may fail in a row before a build gives up: a controller that restarts is away for a while.
+/// Polls that may fail in a row before a build gives up: a restarting controller is away for a while.
 const LOOKS_FAILED: usize = 60;
 
-/// What Slurm is told besides.
+/// Further options for Slurm.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// This program, where every node finds it.
+    /// This program, at a path that every node sees.
     pub program: PathBuf,
     /// Arguments for `sbatch`: partition, time, memory.
     pub sbatch: Vec<String>,
@@ -34,9 +34,9 @@ pub struct Options {
     pub workers: usize,
 }
 
-/// Runs the tasks that are missing, stage by stage, then the merge, and waits for each.
+/// Runs the missing tasks, stage by stage, then the merge, and waits for each.
 pub fn run(plan: &Plan, store: &Path, options: &Options) -> Result<()> {
-    // Before what each verb adds.
+    // The arguments that every command shares.
     let of = format!("--cache-dir {} --plan {}", quoted(plan.cache.path())?, plan.name);
     let job = Job { plan, options };
     if !plan.tasks_of(Stage::Scan).is_empty() {
@@ -54,7 +54,7 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Runs the tasks of a stage that are missing.
+    /// Runs the missing tasks of a stage.
     fn stage(&self, stage: Stage, of: &str) -> Result<()> {
         let missing = self.plan.missing(stage)?;
         if missing.is_empty() {
@@ -77,7 +77,7 @@ impl Job<'_> {
             .hint("read the log, then run the same command again: only these tasks are repeated"))
     }
 
-    /// Runs what is done once, unless it is done.
+    /// Runs a single step, unless it is done.
     fn once(&self, name: &str, line: &str, done: impl Fn() -> Result<bool>) -> Result<()> {
         if done()? {
             return Ok(());
@@ -97,7 +97,7 @@ impl Job<'_> {
         Fault::new(class, what).at(path.display().to_string()).found(last_words(&path))
     }
 
-    /// Submits a job, waits for its end and gives its number.
+    /// Submits a job, waits for its end and returns its number.
     fn submit(&self, name: &str, words: &[String], log: &str, line: &str) -> Result<String> {
         let output = format!("--output={}", self.plan.folder().join(log).display());
         let line = format!("exec {} task {line}", quoted(&self.options.program)?);
@@ -122,7 +122,7 @@ impl Job<'_> {
     }
 }
 
-/// What a log ended with: an error has several lines.
+/// The last lines of a log: an error has several.
 pub(super) fn last_words(log: &Path) -> String {
     let bytes = regular::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -131,15 +131,15 @@ pub(super) fn last_words(log: &Path) -> String {
     error.or_else(last).unwrap_or_else(|| "nothing in its log".to_owned())
 }
 
-/// The kind of error that a job, or one task of it, ended with: by its exit code, if Slurm still knows it and it is one of
-/// ours. Whatever ends a job otherwise is the machine's: a signal, a limit, a node that is gone.
+/// The class of error of a job, or of one of its tasks: from its exit code, if Slurm still knows it and it is one of
+/// ours. Any other end is an environment fault: a signal, a limit, a lost node.
 fn ended(job: &str, task: Option<usize>) -> Class {
     let ran = Command::new("scontrol").args(["--oneliner", "show", "job", job]).output();
     let told = ran.map(|ran| String::from_utf8_lossy(&ran.stdout).into_owned()).unwrap_or_default();
     class_of(&told, task)
 }
 
-/// What `scontrol` tells of a job, a line a task.
+/// The class from the output of `scontrol`, which has a line per task.
 fn class_of(told: &str, task: Option<usize>) -> Class {
     let task = task.map(|task| format!("ArrayTaskId={task}"));
     let mut lines = told.lines().map(|line| line.split_whitespace());
@@ -169,7 +169,7 @@ fn wait(job: &str) -> Result<()> {
             continue;
         }
         let told = String::from_utf8_lossy(&ran.stderr);
-        // What Slurm says of a job that it has forgotten.
+        // Slurm's answer for a job that it has forgotten.
         if told.contains("Invalid job id") {
             return Ok(());
         }
@@ -182,7 +182,7 @@ fn wait(job: &str) -> Result<()> {
     }
 }
 
-/// Numbers in rising order as Slurm writes them: `0-4,7`.
+/// Ascending numbers in Slurm's notation: `0-4,7`.
 fn ranges(numbers: &[usize]) -> String {
     let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
         [first, .., last] => format!("{first}-{last}"),
@@ -191,7 +191,7 @@ fn ranges(numbers: &[usize]) -> String {
     runs.collect::<Vec<_>>().join(",")
 }
 
-/// A path as a word of a shell.
+/// A path quoted for a shell.
 fn quoted(path: &Path) -> Result<String> {
     let absolute = std::path::absolute(path).map_err(|error| Fault::io("find", path, &error))?;
     let text = absolute

@@ -1,9 +1,9 @@
-//! The stages of a build that many tasks do.
+//! The stages of a build that are split into tasks.
 
-/// What is done by many tasks.
+/// A stage of many tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Documents are looked at, so that they can be compared.
+    /// Documents are analyzed, so that they can be compared.
     Scan,
     /// Documents are prepared and encoded.
     Encode,

@@ -1,4 +1,4 @@
-//! What a build took from earlier ones, for people.
+//! What a build reused from earlier ones, for users.
 
 use contract::{Result, counted};
 use indicatif::HumanBytes;
@@ -7,7 +7,7 @@ use super::known::results;
 use super::plan::Plan;
 use super::stage::Stage;
 
-/// A line for each stage that there is: how much was made, and how much was there.
+/// A line for each stage: how many parts were made, and how many were reused.
 pub fn tallies(plan: &Plan) -> Result<Vec<String>> {
     let stages = [Stage::Scan, Stage::Encode].into_iter();
     stages

@@ -21,14 +21,14 @@ use crate::prepared::Prepared;
 use crate::progress::{Measure, Progress, meanwhile};
 use crate::tokenize::audit::{self, Audit, Wanted};
 
-/// What became of a task.
+/// The outcome of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ran {
     /// Its part is new.
     New(Digest),
-    /// It had been run, and gave the very same part.
+    /// It was run before, with the same result.
     Again(Digest),
-    /// Its part was there: an earlier plan needed the same.
+    /// Its part was reused: an earlier plan had made it.
     Reused(Digest),
 }
 
@@ -37,7 +37,7 @@ pub struct Runner<'a> {
     plan: &'a Plan,
     tools: Tools<'a>,
     workers: usize,
-    /// Whether parts are there that no task of this plan made: these may be what a task needs.
+    /// Whether there are parts that no task of this plan made: a task may be able to reuse one.
     others: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct Runner<'a> {
 pub(super) type Audited = (u64, u64);
 
 impl<'a> Runner<'a> {
-    /// Gets what the steps of the corpus need.
+    /// Loads what the steps of the corpus need.
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
         let tools = assembly::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
         let held = || plan.holds_others();
@@ -53,14 +53,14 @@ impl<'a> Runner<'a> {
         Ok(Runner { plan, tools, workers: workers.max(1), others })
     }
 
-    /// What a person should know of the steps.
+    /// What users should know about the steps.
     pub(super) fn notes(&self) -> impl Iterator<Item = String> {
         self.tools.notes()
     }
 
-    /// Runs a task. A part that this plan did not make is taken as it is; one that it made is made again and compared.
+    /// Runs a task. A part of another plan is reused as it is; one that this plan made is made again and compared.
     pub fn run(&self, stage: Stage, task: usize, quiet: bool) -> Result<Ran> {
-        // A task that the plan does not have is refused where it is cut.
+        // A task number outside the plan is refused later, where the task is cut.
         let bytes = if task < self.plan.tasks() { self.plan.bytes_of(task)? } else { 0 };
         let mut progress = Progress::new(stage.name(), Measure::Bytes, bytes, quiet);
         match stage {
@@ -83,7 +83,7 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// Looks at every document, for those who will compare them; `hear` is told of each.
+    /// Analyzes every document for the comparing steps; `hear` is called for each.
     pub(super) fn scan(
         &self,
         task: usize,
@@ -116,7 +116,8 @@ impl<'a> Runner<'a> {
         ran.map(|(ran, ())| ran)
     }
 
-    /// Prepares and encodes every document, and audits a sample of them; `hear` is given each step but the source's end.
+    /// Prepares and encodes every document, and audits a sample of them; `hear` is called for each step except the
+    /// source's end.
     pub(super) fn encode(
         &self,
         task: usize,
@@ -152,8 +153,8 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// Makes a task's part by `write`, unless it is there, and says so in the task's result. What `write` returns is
-    /// returned; its default, if there was nothing to write.
+    /// Makes a task's part by `write`, unless it exists, and records the result. Returns what `write` returns, or its
+    /// default if there was nothing to write.
     fn make<T: Default>(
         &self,
         stage: Stage,
@@ -197,8 +198,8 @@ impl<'a> Runner<'a> {
         Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, written))
     }
 
-    /// The content of a task's files, where somebody has to know it before they are read: whoever looks for a part that
-    /// is there. As the scan found it, if they were not touched since.
+    /// The content of a task's files, where it is needed before they are read: to look for an existing part. Taken from
+    /// the scan if the files are unchanged since then.
     fn known(
         &self,
         stage: Stage,
@@ -220,7 +221,7 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Tells how far a scan is.
+/// Reports the progress of a scan.
 pub(super) fn tell(seen: &Seen, progress: &mut Progress) {
     match seen {
         Seen::End { bytes, .. } => progress.file(*bytes),
@@ -232,10 +233,10 @@ pub(super) fn tell(seen: &Seen, progress: &mut Progress) {
     progress.tick();
 }
 
-/// The files of a task, as they are found while they are read.
+/// The files of a task, recorded while they are read.
 struct FilesRead<'a> {
     files: &'a [SourceFile],
-    /// What they hold, if somebody looked before.
+    /// Their content, if it was read before.
     known: Option<&'a [Content]>,
     contents: Vec<Content>,
 }
@@ -246,7 +247,7 @@ impl FilesRead<'_> {
         self.files.get(self.contents.len()).ok_or_else(|| Fault::bug("a file too many"))
     }
 
-    /// The open file ends, and held this. Refuses what it did not hold a moment ago.
+    /// Ends the open file, which had this content. Refuses other content than was found before.
     fn file_end(&mut self, content: Content) -> Result<()> {
         if let Some(known) = self.known {
             same(known[self.contents.len()], content, &self.file()?.shown)?;
@@ -256,14 +257,14 @@ impl FilesRead<'_> {
     }
 }
 
-/// Names steps by their places in the recipe: an edit of other sources' steps moves their numbers.
+/// Names steps by their places in the recipe: an edit of other sources' steps changes their numbers.
 fn by_place(only: &Corpus, mut observed: Observed) -> Result<Observed> {
     let steps = &only.sources[0].recipe.steps;
     let placed = observed.renamed(|number| steps.iter().position(|(own, _)| *own == number));
     placed.map_or_else(|| Err(Fault::bug("a step that the source has not")), |()| Ok(observed))
 }
 
-/// Refuses a file that is not what it was a moment ago.
+/// Refuses a file whose content has changed.
 fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
     if planned == found {
         return Ok(());
@@ -275,7 +276,7 @@ fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
         .hint("run the same command again"))
 }
 
-/// Gives a part its name, unless there is one: then the two must be the same. The second of two that differ is kept.
+/// Renames a part, unless the name exists: then the two must be equal. A second one that differs is kept too.
 fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) -> Result<()> {
     if result::create(scratch, path)? {
         return Ok(());
@@ -292,7 +293,7 @@ fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) 
         .wanted(before))
 }
 
-/// What takes the steps of a task.
+/// Writes the steps of a task to its part.
 struct Taking<'a, 'b> {
     part: &'a mut PartWriter,
     found: &'a mut FilesRead<'b>,
@@ -304,7 +305,7 @@ struct Taking<'a, 'b> {
 }
 
 impl Taking<'_, '_> {
-    /// Puts a step into the part, and takes its samples for the audit.
+    /// Writes a step to the part, and queues its samples for the audit.
     fn step(&mut self, step: &mut Step, auditor: &Auditor) -> Result<()> {
         match step {
             Step::Slab { items, .. } => {
@@ -334,7 +335,7 @@ impl Taking<'_, '_> {
                     let fault = dropped.fault.clone();
                     return Err(fault.or_at(|| file.shown.clone()));
                 }
-                // The part may be found again by a corpus that calls the file otherwise.
+                // The part may be reused by a corpus in which the file has another name.
                 let path = file.path.to_string();
                 let place = dropped.fault.place().and_then(|place| {
                     place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))

@@ -1,4 +1,4 @@
-//! A part says what was put into it, or that it does not; and no part is made that is there.
+//! A part is read back as it was written, or refused; and existing parts are reused.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -26,7 +26,7 @@ use crate::testing::{Workbench, bytes_tokenizer, document, json_lines, options, 
 
 mod plans;
 
-/// A step of every kind that matters here: one that changes, one that judges, those that compare, one after them.
+/// Steps of every kind that matters here: one that changes, one that filters, comparing ones, one after them.
 const STEPS: &str = "
 [[prepare]]
 step = \"clean\"
@@ -69,7 +69,7 @@ fn prepared(bench: &Workbench) -> PathBuf {
     bench.write("corpus.toml", text + STEPS)
 }
 
-/// Runs what is missing, last task first; how many parts each stage made.
+/// Runs the missing tasks, last one first; returns how many parts each stage made.
 fn run(plan: &Plan) -> [usize; 2] {
     let runner = Runner::new(plan, 2).unwrap();
     [Stage::Scan, Stage::Encode].map(|stage| {
@@ -87,7 +87,7 @@ fn run(plan: &Plan) -> [usize; 2] {
     })
 }
 
-/// Builds by tasks of `bytes` in `work`, which must give every byte of a local build; what was made.
+/// Builds by tasks of `bytes` in `work`, with the same bytes as a local build; returns what was made.
 fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] {
     let corpus = Corpus::read(corpus).unwrap();
     let (local, store) = (bench.path("local"), bench.path("by-tasks"));
@@ -144,7 +144,7 @@ fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
                 assert!(fault.contains("delete this part"), "cut at {at}: {fault}");
             }
         }
-        // A whole part under another's name is found as well.
+        // An intact part under another's name is found too.
         let other = TaskResult::read(&plan, stage, 1).unwrap().unwrap().part;
         fs::copy(plan.part(other), &path).unwrap();
         assert!(read(&path, key).is_err());
@@ -192,23 +192,23 @@ fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
     let front = "[[prepare]]\nstep = \"length\"\nsources = [\"math\"]\nmax_words = 20\n";
     let edited = text.replacen("[[prepare]]", &format!("{front}[[prepare]]"), 1);
     assert_eq!(again(edited), [1, 1]);
-    // What decides all documents.
+    // An edit that affects all documents.
     assert_eq!(again(text.replace("1/7", "1/9")), [0, 10]);
     let edited = text.replace("min_words = 3", "min_words = 4");
     assert_eq!(again(edited)[0], 10);
-    // Nothing that decides a document: the cut, another source's name, the files' names.
+    // Edits that affect no document: the cut, another source's name, the files' names.
     let edited = text.replace("unit = 64", "unit = 32\nshard_tokens = 800");
     assert_eq!(again(edited.replace("\"math\"", "\"arithmetic\"")), [0, 0]);
     fs::rename(bench.path("web-3.jsonl"), bench.path("web-33.jsonl")).unwrap();
     assert_eq!(again(text.clone()), [0, 0]);
-    // One file among many, and one more in the middle; what they hold is in no other.
+    // One file among many, and another one in the middle, with content that no other file has.
     let line = |text: &str| json!({"id": text, "text": format!("{text} is new here")}).to_string();
     let file = bench.path("web-4.jsonl");
     fs::write(&file, fs::read_to_string(&file).unwrap() + &line("this") + "\n").unwrap();
     assert_eq!(again(text.clone()), [1, 1]);
     bench.write("web-44.jsonl", line("that") + "\n");
     assert_eq!(again(text.clone()), [1, 1]);
-    // A file in front that takes documents from those behind it: these are encoded again, and not looked at again.
+    // A new first file that makes documents of later files duplicates: these are encoded again, but not scanned again.
     bench.write("web-!.jsonl", json_lines(85, 2));
     let [scan, encode] = again(text.clone());
     assert!(scan == 1 && (2..6).contains(&encode), "{encode}");
@@ -249,7 +249,7 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     run(&plan);
     let key = result(&plan, 1).part;
     let path = plan.part(key);
-    // As a machine that computes wrongly would: one token is another, and the part is whole.
+    // As a machine that computes wrongly would: one token differs, and the part is intact.
     let mut bytes = fs::read(&path).unwrap();
     let end = bytes.len() - 16;
     let place = bytes.windows(4).rposition(|w| w == 256u32.to_le_bytes()).unwrap();
@@ -266,7 +266,7 @@ fn a_second_result_that_differs_is_kept_beside_the_first() {
     assert!(fault.to_string().contains("two results"), "{fault}");
     let kept = super::result::conflicts(&plan.cache.parts_folder()).unwrap();
     assert_eq!(kept.len(), 1);
-    // Found out which is wrong: the first.
+    // The user found out which one is wrong: the first.
     fs::rename(&kept[0], &path).unwrap();
     merge(&plan, &bench.path("store"), true).unwrap();
     crate::build(&corpus, &bench.path("local"), options(1)).unwrap();
@@ -283,7 +283,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     run(&first);
     let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99, true).unwrap_err();
     assert!(fault.to_string().contains("has no such task"), "{fault}");
-    // The same plan, since names and sizes of all files are the same.
+    // The same plan, since the names and sizes of all files are the same.
     let file = bench.path("web-3.jsonl");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replace("one", "six").replace("two", "ten")).unwrap();
@@ -316,14 +316,14 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
         }
         let out = bench.path("stopped");
         let fault = merge(&plan, &out, true).unwrap_err();
-        // At the very place that a build from nothing names.
+        // At the same place that a build from scratch names.
         let local = crate::build(&request, &bench.path(&format!("local-stop-{all}")), options(1));
         let local = local.unwrap_err();
         let place = local.place().unwrap();
         assert!(place.ends_with("web-2.jsonl:1"), "{local}");
         assert_eq!((fault.class(), fault.place()), (Class::Data, Some(place)), "{fault}");
         assert!(!out.exists());
-        // The other way round, what was done before the record that stopped it is not done again.
+        // The other way round: what was done before the record that stopped the build is not done again.
         let empty = bench.path(&format!("empty-{all}"));
         let plan = super::plan(&request, &empty, 1).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
@@ -354,7 +354,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     let file = bench.path("web-1.jsonl");
     fs::write(&file, fs::read_to_string(&file).unwrap() + &json_lines(5_000, 2)).unwrap();
     age();
-    // Two parts are used again, one is new, one is of no use any more.
+    // Two parts are reused, one is new, one is no longer of use.
     assert_eq!(made(&bench, &corpus, "work", 1), [0, 1]);
     let before = tree(&parts);
     let told = prune(&work, day, true).unwrap();
@@ -365,7 +365,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert_eq!((after.len(), bytes(&after)), (3, told.kept.1));
     assert_eq!(told.removed.1 + told.kept.1, bytes(&before));
     assert_eq!(made(&bench, &corpus, "work", 1), [0, 0]);
-    // A build that is not done keeps its parts, however old they are; what it never used goes.
+    // An unfinished build keeps its parts, however old they are; parts it never used are removed.
     let plan = plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
     assert!(matches!(runner.run(Stage::Encode, 1, true).unwrap(), Ran::Reused(_)));
@@ -374,15 +374,15 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert!(plan.part(result(&plan, 1).part).exists());
     run(&plan);
     merge(&plan, &bench.path("after"), true).unwrap();
-    // While a build works there, nobody prunes; and a folder without parts is none of ours.
+    // While a build works there, pruning is refused; and a folder without parts is not a cache.
     let held = disk::lock(&work).unwrap();
     assert_eq!(prune(&work, day, false).unwrap_err().class(), Class::Machine);
     drop(held);
-    // The store of this plan is made; another one's may be to come, until it is planned anew.
+    // The store of this plan is complete; another plan may be unfinished, until it is planned again.
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().kept, (0, 0));
     let again = super::plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().removed, (0, 0));
-    // A merge that was killed once its store was whole.
+    // A merge that was killed once its store was complete.
     merge(&again, &bench.path("after"), true).unwrap();
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().kept, (0, 0));
     merge(&again, &bench.path("again"), true).unwrap();
@@ -408,7 +408,7 @@ fn a_damaged_part_is_made_again_in_a_folder_that_no_text_can_name() {
     assert!(tree(&bench.path("again")) == tree(&bench.path("first")));
 }
 
-/// A local build has at hand what a part was made of; a merge of tasks has not.
+/// A local build can make a damaged part again from its inputs; a merge of tasks cannot.
 #[test]
 fn a_damaged_part_is_made_again_and_never_merged() {
     let bench = Workbench::new(20);
@@ -426,7 +426,7 @@ fn a_damaged_part_is_made_again_and_never_merged() {
         |bytes| *bytes.last_mut().unwrap() ^= 1,
     ];
     for (number, harm) in harms.into_iter().enumerate() {
-        // Of both stages, some of them in one build.
+        // Of both stages, several in one build.
         for (path, bytes) in parts.iter().skip(number % 2).step_by(3) {
             let mut bytes = bytes.clone();
             harm(&mut bytes);
@@ -444,7 +444,7 @@ fn a_damaged_part_is_made_again_and_never_merged() {
         assert!(tree(&again) == wanted, "another store after harm {number}");
         assert!(tree(&work.join("parts")) == parts, "other parts after harm {number}");
     }
-    // By tasks, somebody has to say so.
+    // With tasks, the user has to start them again.
     let plan = plan(&corpus, &work, 1).unwrap();
     run(&plan);
     let mut told = 0;
@@ -458,14 +458,14 @@ fn a_damaged_part_is_made_again_and_never_merged() {
     assert!(!bench.path("merged").exists());
 }
 
-/// A part that is whole, in the place of another one: of the same stage, of the other one, of another source, of a corpus that
+/// An intact part in place of another one: of the same stage, of the other one, of another source, of a corpus that
 /// allows more than this one.
 #[test]
 fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
     let bench = Workbench::new(20);
     let (work, local) = (bench.path("work"), bench.path("local"));
     let with_parts = || Options { work: Some(work.clone()), task_bytes: 1, ..options(2) };
-    // Whose parts hold ids that the vocabulary here has not, and records that are left out.
+    // Its parts have ids that this vocabulary lacks, and dropped records.
     bench.write("other/web-0.jsonl", "nothing\n".to_owned() + &json_lines(7, 30));
     bench.write(
         "other/tokenizer.json",
@@ -489,7 +489,7 @@ fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
     for (number, stage) in
         [(0, Stage::Scan), (7, Stage::Encode), (8, Stage::Scan), (8, Stage::Encode)]
     {
-        // The one before went with the end of its build.
+        // The previous plan was removed at the end of its build.
         let plan = plan(&corpus, &work, 1).unwrap();
         run(&plan);
         let own = TaskResult::read(&plan, stage, number).unwrap().unwrap().part;
@@ -510,7 +510,7 @@ fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
         let foreign = others.iter().chain(parts.iter().map(|(_, bytes)| bytes).step_by(3));
         for (round, bytes) in foreign.filter(|bytes| **bytes != good).enumerate() {
             fs::write(&path, bytes).unwrap();
-            // A decision that was made is not made again.
+            // A decision is not made again.
             let _ = fs::remove_dir_all(plan.decided());
             let store = bench.path(&format!("again-{number}-{}-{round}", stage.name()));
             crate::build(&corpus, &store, with_parts()).unwrap();
@@ -523,7 +523,7 @@ fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
     assert!(tree(&bench.path("merged")) == wanted);
 }
 
-/// What one task did is not taken for what another one did, though its part is whole and its files are as many.
+/// The result of one task is not accepted for another one, though its part is intact and it has equally many files.
 #[test]
 fn a_result_in_the_place_of_another_is_never_merged() {
     let bench = Workbench::new(20);
@@ -542,7 +542,7 @@ fn a_result_in_the_place_of_another_is_never_merged() {
     merge(&plan, &bench.path("merged"), true).unwrap();
 }
 
-/// Whatever is read in a folder of parts may have become something that never ends.
+/// Any file in a folder of parts may have been replaced by a pipe, which never ends.
 #[test]
 fn pipes_among_parts_keep_nobody_waiting() {
     let bench = Workbench::new(9);
@@ -580,7 +580,7 @@ fn pipes_among_parts_keep_nobody_waiting() {
             let told = &told;
             scope.spawn(move || done.send(told(&store)));
             let Ok(told) = end.recv_timeout(Duration::from_secs(60)) else {
-                // Whoever waits for a writer goes on once there is one.
+                // A reader that waits for a writer resumes once there is one.
                 let _writer = fs::File::options().read(true).write(true).open(&path);
                 panic!("somebody waits for {}", path.display());
             };
@@ -588,7 +588,7 @@ fn pipes_among_parts_keep_nobody_waiting() {
             assert_ne!(told, ["error: this is known"], "nobody misses {path:?}");
             fs::remove_file(&path).unwrap();
             fs::write(path, bytes).unwrap();
-            // Whatever was pruned meanwhile is there again.
+            // Whatever was pruned is made again.
             run(&plan);
         }
     });

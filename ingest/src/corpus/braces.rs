@@ -1,19 +1,19 @@
 //! Braces in a pattern: `{a,b}/*` is `a/*` and `b/*`.
 
-/// Patterns that one may stand for.
+/// The limit on patterns that one may expand to.
 pub(super) const ALTERNATIVES_MAX: usize = 1000;
 
-/// The patterns without braces that one with braces stands for; `None` if these are too many. Each has a folder to start at,
-/// a depth and a say on hidden names of its own.
+/// The patterns without braces that a pattern with braces stands for; `None` if there are too many. Each has its own
+/// start folder, its own depth and its own rule for hidden names.
 pub(super) fn alternatives(pattern: &str) -> Option<Vec<String>> {
     let (mut depth, mut class, mut escaped) = (0, None, false);
     let (mut start, mut cuts) = (0, Vec::new());
     for (at, c) in pattern.char_indices() {
         match c {
             _ if escaped => escaped = false,
-            // In a class it means itself.
+            // In a class a brace is literal.
             '\\' if class.is_none() => escaped = true,
-            // The first one of a class means itself, as after a `!`.
+            // A `]` at the start of a class, or after a `!`, is literal.
             ']' if class.is_some_and(|from| !matches!(&pattern[from..at], "" | "!" | "^")) => {
                 class = None;
             }
@@ -31,7 +31,7 @@ pub(super) fn alternatives(pattern: &str) -> Option<Vec<String>> {
                 let mut all = Vec::new();
                 for cut in cuts.windows(2) {
                     let within = &pattern[cut[0] + 1..cut[1]];
-                    // An empty one is none, as it is to whoever matches.
+                    // The matcher ignores empty alternatives too.
                     if within.is_empty() {
                         continue;
                     }

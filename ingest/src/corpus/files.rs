@@ -1,7 +1,8 @@
-//! Which files a list of globs names: sorted, none twice, none in vain, and none passed over because it cannot be read.
+//! The files that a list of globs names: sorted and unique. A pattern without a match is an error, and so is a file or
+//! folder that cannot be read.
 //!
-//! A name that begins with a dot is passed over, as shells do, unless a part of the pattern begins with one too; a folder
-//! that these programs made, unless the pattern names it in full.
+//! Names that begin with a dot are skipped, as in shells, unless a part of the pattern begins with one too. Our own
+//! outputs are skipped, unless the pattern names their folder in full.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,7 +18,7 @@ use store::{Location, regular};
 use super::braces::{ALTERNATIVES_MAX, alternatives};
 use crate::made;
 
-/// A glob, and where the corpus file says it.
+/// A glob, and its place in the corpus file.
 #[derive(Clone, Debug)]
 pub(super) struct Pattern {
     pub(super) glob: String,
@@ -34,18 +35,18 @@ impl Pattern {
 /// A file that a pattern named.
 #[derive(Clone, Debug)]
 pub(super) struct FoundFile {
-    /// Where it lies.
+    /// Its location.
     pub(super) path: Location,
-    /// Where it lies whatever links lead there.
+    /// Its location with all links resolved.
     pub(super) real: Location,
     /// Its path from the folder, with `/` between parts.
     pub(super) shown: String,
-    /// Where the pattern stands.
+    /// The place of the pattern.
     pub(super) named_at: String,
 }
 
-/// The files that `patterns` name from `folder`, sorted by their path from there. A pattern that names nothing and a file
-/// that is named twice are errors; `twice` says what to do instead of the latter.
+/// The files that `patterns` name from `folder`, sorted by their path from there. A pattern without a match and a file
+/// that is named twice are errors; `twice` is the hint for the latter.
 pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Result<Vec<FoundFile>> {
     let mut found: BTreeMap<String, FoundFile> = BTreeMap::new();
     let mut seen: BTreeMap<Location, String> = BTreeMap::new();
@@ -70,7 +71,7 @@ pub(super) fn find(folder: &Location, patterns: &[Pattern], twice: &str) -> Resu
     Ok(found.into_values().collect())
 }
 
-/// The files that a pattern names, each as it is shown and where it lies.
+/// The files that a pattern names: for each, the path shown to users and its location.
 fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>> {
     let Pattern { glob, place } = pattern;
     let (names, hint): (Vec<_>, _) =
@@ -101,7 +102,7 @@ fn named(folder: &Location, pattern: &Pattern) -> Result<Vec<(String, Location)>
     Ok(names)
 }
 
-/// The fault of a pattern that names no file, with what stands there instead.
+/// The fault for a pattern without a match, with what exists there instead.
 fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &str) -> Fault {
     let fault = Fault::data(format!("no file is named by {glob:?}")).at(place.clone());
     let start = match storage::locate(glob) {
@@ -120,13 +121,13 @@ fn nothing_named(folder: &Location, Pattern { glob, place }: &Pattern, hint: &st
         );
         return fault.found("a file of this very name").hint(hint);
     }
-    // As far as the pattern leads.
+    // As far as the pattern's path exists.
     let there = here.as_ref().and_then(|here| here.ancestors().skip(1).find(|at| at.is_dir()));
     let start = there.map_or_else(|| start.to_string(), |there| there.display().to_string());
     fault.found(format!("nothing in {}", if start.is_empty() { "." } else { &start })).hint(hint)
 }
 
-/// A name as a pattern that names it.
+/// A pattern that matches exactly this name.
 pub(crate) fn bracketed(name: &str) -> String {
     let letter = |letter| match letter {
         '[' | '{' | '}' | '*' | '?' => format!("[{letter}]"),
@@ -136,17 +137,17 @@ pub(crate) fn bracketed(name: &str) -> String {
     name.chars().map(letter).collect()
 }
 
-/// What to look at where a bucket is not what it should be.
+/// The hint where a bucket or its content is missing.
 const REMOTE_HINT: &str =
     "check the bucket's name, AWS_ENDPOINT_URL and the credentials in the environment";
 
-/// The names that each alternative of a pattern finds, together.
+/// The names that all alternatives of a pattern find.
 fn each(
     pattern: &str,
     place: &str,
     names: impl Fn(&Walk) -> Result<Vec<String>>,
 ) -> Result<BTreeSet<String>> {
-    // Whole at first: what is wrong is told of what was written.
+    // The whole pattern first, so that an error quotes what was written.
     glob(pattern).map_err(|why| refused(pattern, place, &why))?;
     let alternatives = alternatives(pattern).ok_or_else(|| {
         let why = format!("its braces stand for more than {ALTERNATIVES_MAX} patterns");
@@ -175,18 +176,18 @@ fn refused(pattern: &str, place: &str, why: &str) -> Fault {
 
 /// A pattern without braces.
 struct Walk {
-    /// The parts before the first that holds a wildcard.
+    /// The parts before the first one with a wildcard.
     fixed: PathBuf,
-    /// How many parts may follow: without `**`, no folder below that depth can match.
+    /// The number of parts that may follow: without `**`, no deeper folder can match.
     depth: usize,
-    /// What the first of these parts match, with the fixed ones: no folder that does not match leads to a file. None from
-    /// a `**` on.
+    /// Matchers for the first of these parts, including the fixed ones: a folder that does not match leads to no file.
+    /// They end at the first `**`.
     levels: Vec<GlobMatcher>,
-    /// Whether names that begin with a dot are looked at.
+    /// Whether names that begin with a dot are included.
     hidden: bool,
     matcher: GlobMatcher,
     place: String,
-    /// Folders that were passed over, and what they are.
+    /// Skipped folders, and what they are.
     made: RefCell<BTreeMap<String, &'static str>>,
 }
 
@@ -202,7 +203,8 @@ impl Walk {
         let parts: Vec<&str> =
             if parts.first() == Some(&".") { parts[1..].to_vec() } else { parts };
         let fixed = parts.iter().position(|part| wild(part)).unwrap_or(parts.len());
-        // From there on the depth is unknown: after a `**`, and after a class with a slash in it, which is none to this cut.
+        // The depth is unknown from here on: after a `**`, or after a class with a slash in it, which this split cuts
+        // in two.
         let opens = |part: &&str| part.contains("**") || part.rfind('[') > part.rfind(']');
         let open = parts.iter().position(opens);
         let first = |count: usize| glob(&parts[..count].join("/"));
@@ -218,13 +220,13 @@ impl Walk {
         })
     }
 
-    /// Whether a name that a pattern matches is hidden from it.
+    /// Whether a name that matches is skipped as hidden.
     fn passes_over(&self, name: &str) -> bool {
         let fixed = self.fixed.components().count();
         !self.hidden && name.split('/').filter(|part| !part.is_empty()).skip(fixed).any(is_hidden)
     }
 
-    /// The files below a folder in object storage, by their names from there.
+    /// The files below a folder in object storage, by relative name.
     fn remote(&self, folder: &Location) -> Result<Vec<String>> {
         let fixed = shown(&self.fixed);
         let at = |fault: Fault| fault.hint(format!("write another pattern at {}", self.place));
@@ -234,7 +236,7 @@ impl Walk {
             return Ok(vec![fixed]);
         }
         let Location::Object(object) = &base else { return Ok(Vec::new()) };
-        // Of a file that is not there too: only so is it told that there is no such bucket.
+        // Also for a missing object: otherwise a missing bucket would not be reported.
         let below = object.list().map_err(|error| {
             base.fault("list", &error).at(format!("{}: {base}", self.place)).hint(REMOTE_HINT)
         })?;
@@ -252,7 +254,7 @@ impl Walk {
         Ok(names)
     }
 
-    /// The files below a folder of this machine, by their names from there.
+    /// The files below a local folder, by relative name.
     fn local(&self, folder: &Path) -> Result<Vec<String>> {
         let mut names = Vec::new();
         self.run(folder, &mut names)?;
@@ -278,7 +280,7 @@ impl Walk {
         }
     }
 
-    /// Refuses what is not a regular file: reading it might never end.
+    /// Refuses anything but a regular file: reading it might never end.
     fn regular(&self, found: &fs::Metadata, path: &Path) -> Result<()> {
         if found.is_file() {
             return Ok(());
@@ -289,7 +291,7 @@ impl Walk {
             .hint(format!("remove it, or write a pattern that leaves it out at {}", self.place)))
     }
 
-    /// What a pattern may name and nobody can look at: it is never left out in silence.
+    /// The fault for something that may match but cannot be read: it is never skipped silently.
     fn unseen(&self, path: &Path, error: &Error) -> Fault {
         let what = match error.kind() {
             ErrorKind::NotFound => "this link leads nowhere".to_owned(),
@@ -314,7 +316,7 @@ impl Walk {
         let here = folder.join(below);
         let here = if here.as_os_str().is_empty() { PathBuf::from(".") } else { here };
         let fault = |error: &std::io::Error| Fault::io("list", &here, error);
-        // A link back to a folder above would never end.
+        // A link to a parent folder would never end.
         let real = fs::canonicalize(&here).map_err(|error| fault(&error))?;
         if above.contains(&real) {
             return Ok(());
@@ -327,7 +329,7 @@ impl Walk {
             }
             let name = below.join(entry.file_name());
             let matches = self.matcher.is_match(shown(&name));
-            // Whether a file that the pattern names may lie below.
+            // Whether a matching file may be below.
             let leads = level + 1 < self.depth
                 && self.levels.get(level).is_none_or(|level| level.is_match(shown(&name)));
             // Follows links.
@@ -346,7 +348,7 @@ impl Walk {
                     names.push(readable(&name)?);
                 }
                 Ok(_) => {}
-                // It might be a folder of files that the pattern names.
+                // It might be a folder with matching files.
                 Err(error) if matches || leads => {
                     return Err(self.unseen(&entry.path(), &error));
                 }
@@ -371,7 +373,7 @@ fn rooted(parts: &[&str]) -> PathBuf {
     path
 }
 
-/// A path without needless dots and slashes.
+/// A path without redundant dots and slashes.
 fn shown(path: &Path) -> String {
     path.components().collect::<PathBuf>().to_string_lossy().into_owned()
 }
@@ -452,7 +454,7 @@ mod tests {
         for odd in ["q\\.jsonl", "{q}\\*?.jsonl", "q[.jsonl]"] {
             fs::write(folder.path().join("raw").join(odd), "x").unwrap();
             let odd = format!("raw/{odd}");
-            // The hint is a string as a corpus file has it.
+            // The hint is a string as it is written in a corpus file.
             let told = told(&odd);
             let hint = told.rsplit_once(": \"").unwrap().1.strip_suffix('"').unwrap();
             let hint = hint.replace("\\\\", "\\");
@@ -493,7 +495,7 @@ mod tests {
         let folder = folder();
         let closed = folder.path().join("raw/sub");
         fs::set_permissions(&closed, fs::Permissions::from_mode(0o000)).unwrap();
-        // Whoever may read everything cannot be kept out.
+        // Root cannot be denied access.
         if fs::read_dir(&closed).is_err() {
             for pattern in ["**/*.jsonl", "raw/*/*.jsonl", "raw/sub/c.jsonl", "raw/sub/*.jsonl"] {
                 let fault = found(folder.path(), pattern).unwrap_err();

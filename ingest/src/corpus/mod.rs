@@ -1,12 +1,12 @@
 //! `corpus.toml`: which files become a store, and how. `ingest/docs/corpus.md` has the schema.
 //!
 //! ```text
-//! text --parse--> Spec (pure: nothing is looked for) --find--> Inventory (files, formats, sets identified) --> Corpus
+//! text --parse--> Spec (pure: no file access) --find--> Inventory (files, formats, sets identified) --> Corpus
 //! ```
 //!
-//! What was found is kept with the plan of a build, so that its tasks take it from there: nothing is looked for twice.
+//! The inventory is stored with the plan of a build, and its tasks read it from there: nothing is searched for twice.
 //!
-//! Every wrong key or value is refused with its place; a key nobody knows is answered with the nearest known one.
+//! Every wrong key or value is refused with its place; an unknown key is answered with the nearest known one.
 
 mod braces;
 mod files;
@@ -81,9 +81,9 @@ pub struct Source {
     pub name: String,
     /// Its files, sorted.
     pub files: Vec<SourceFile>,
-    /// Where text and id stand in a record.
+    /// The paths of text and id in a record.
     pub fields: Fields,
-    /// What is done to its documents before they are encoded.
+    /// The processing of its documents before they are encoded.
     pub recipe: Recipe,
 }
 
@@ -107,25 +107,25 @@ impl Corpus {
         spec.resolve(place, file.text(), found)
     }
 
-    /// The corpus of a text, with what was found when it was read: nothing is looked for.
+    /// The corpus of a text, with the inventory from when it was read: nothing is searched for.
     pub(crate) fn found(place: Location, text: &str, found: Inventory) -> Result<Corpus> {
         let file = File::from_bytes(place.to_string(), text.as_bytes().to_vec())?;
         Spec::parse(&file)?.resolve(place, text, found)
     }
 
-    /// Where the corpus file has a key of its own.
+    /// The place of a key of the corpus file itself.
     pub(crate) fn place_of(&self, key: &str) -> String {
         let file = File::new(self.file.to_string(), self.text.clone());
         let keys: BTreeMap<String, Spanned<Value>> = file.parse().unwrap_or_default();
         keys.get(key).map_or_else(|| self.file.to_string(), |value| file.place(value.span()))
     }
 
-    /// Bytes of its files.
+    /// The total size of its files.
     pub(crate) fn bytes(&self) -> Result<u64> {
         self.sources.iter().flat_map(|source| &source.files).map(SourceFile::size).sum()
     }
 
-    /// The corpus with one source, and nothing else of the others.
+    /// The corpus with this source as its only one.
     pub(crate) fn of(&self, source: Source) -> Corpus {
         let Corpus { file, text: _, tokenizer, begin, end, sources: _, .. } = self;
         Corpus {
@@ -150,8 +150,8 @@ pub(crate) fn always_counted(reason: &str) -> bool {
     matches!(reason, "empty" | "no tokens") || recipe::is_reason(reason)
 }
 
-/// The fault by which a record is dropped. Only what is wrong with data drops any, whatever the corpus says: of a lack of
-/// memory, a file that changed or a mistake of ours nothing follows about the record.
+/// The fault that drops a record. Only data faults do, whatever the corpus says: a lack of memory, a changed file or a
+/// bug of ours says nothing about the record.
 pub(crate) fn drops(fault: Fault) -> Result<Fault> {
     if fault.class() == Class::Data { Ok(fault) } else { Err(fault) }
 }

@@ -1,4 +1,4 @@
-//! From the text of a corpus file to what it says. Pure: no file is looked for, and the same text gives the same answer.
+//! From the text of a corpus file to its spec. Pure: no file access, and the same text gives the same result.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -234,7 +234,7 @@ fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
     })
 }
 
-/// How the records of a source become texts, if one field is not enough, and where that is said.
+/// How the records of a source become texts, if from more than one field, with the place of that key.
 fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<MappingSpec>, String)> {
     if written.chat_template.is_some() || written.chat_date.is_some() || written.tools.is_some() {
         return rendered(file, written);
@@ -275,7 +275,7 @@ fn mapping(file: &File, written: &WrittenSource) -> Result<(Option<MappingSpec>,
     }
 }
 
-/// A chat by a template of Hugging Face.
+/// A chat with a Hugging Face template.
 fn rendered(file: &File, written: &WrittenSource) -> Result<(Option<MappingSpec>, String)> {
     let WrittenSource { template, chat, message, text, chat_template, chat_date, tools, .. } =
         written;

@@ -1,4 +1,4 @@
-//! From what a corpus file says to what lies on the machine: globs, formats and evaluation sets, once.
+//! Resolves what a corpus file names: globs, formats and evaluation sets, once.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,26 +15,26 @@ use crate::recipe::mapping::Mapping;
 use crate::recipe::{Recipe, Step};
 use crate::source::{Format, Place, kinds};
 
-/// What was found of what a corpus file names.
+/// The files that were found for a corpus file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Inventory {
     tokenizer: Option<Place>,
     pub(crate) sources: Vec<FoundSource>,
 }
 
-/// What was found for one source.
+/// The files that were found for one source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FoundSource {
     /// Its files, sorted.
     pub(crate) files: Vec<SourceFile>,
-    /// For each of its steps that compare documents with evaluation sets, these files and what they held.
+    /// For each of its steps that compare with evaluation sets, these files and their content.
     sets: Vec<Vec<(SourceFile, Identity)>>,
-    /// What its chat template was read from.
+    /// The file of its chat template.
     chat: Option<ChatFile>,
 }
 
 impl Inventory {
-    /// What was found of a corpus, for processes that work in other folders.
+    /// The inventory of a corpus, for processes that work in other folders.
     pub(crate) fn of(corpus: &Corpus) -> Result<Self> {
         let source = |source: &Source| -> Result<FoundSource> {
             let sets = source.recipe.steps.iter().filter_map(|(_, step)| match step {
@@ -65,7 +65,7 @@ fn whole(file: &SourceFile) -> Result<SourceFile> {
 }
 
 impl Spec {
-    /// Finds the inputs; paths start at the folder of the corpus file `file`.
+    /// Finds the inputs; paths are relative to the folder of the corpus file `file`.
     pub(super) fn find(&self, file: &Location) -> Result<Inventory> {
         let folder = &file.folder();
         let mut real = Taken::new();
@@ -99,7 +99,7 @@ impl Spec {
         Ok(Inventory { tokenizer: tokenizer.map(Place), sources })
     }
 
-    /// The corpus of the file `file` with this text, for which this was found.
+    /// The corpus of the file `file` with this text, from its inventory.
     pub(super) fn resolve(self, file: Location, text: &str, found: Inventory) -> Result<Corpus> {
         if found.sources.len() != self.sources.len() {
             return Err(not_of_this());
@@ -121,10 +121,10 @@ impl Spec {
     }
 }
 
-/// What to do instead of naming a file twice.
+/// The hint for a file that is named twice.
 const TWICE: &str = "a document that should count twice needs max_epochs, not two names";
 
-/// What was found is of another file.
+/// The inventory belongs to another file.
 fn not_of_this() -> Fault {
     Fault::data("a plan does not hold what its corpus file names").hint("plan again")
 }
@@ -155,11 +155,11 @@ fn resolved(spec: SourceSpec, found: FoundSource) -> Result<Source> {
     Ok(Source { name: spec.name, files: found.files, fields: spec.fields, recipe })
 }
 
-/// By the place where a file lies, the sources that take it, and what each calls it.
+/// By location of a file, the sources that name it, and its name in each.
 type Taken = BTreeMap<Location, Vec<(String, String)>>;
 
-/// What is told of files that two sources take, which can be meant, and doubles every document of theirs: a line for each
-/// two sources.
+/// Warnings about files that two sources share, which duplicates their documents but may be intended: a line per pair
+/// of sources.
 fn taken_twice(taken: &Taken) -> Vec<String> {
     let mut shared: BTreeMap<[&str; 2], (String, u64)> = BTreeMap::new();
     for sources in taken.values() {
@@ -179,7 +179,7 @@ fn taken_twice(taken: &Taken) -> Vec<String> {
     shared.into_iter().map(line).collect()
 }
 
-/// A file of a source, and where it lies whatever leads there.
+/// A file of a source, and its location with all links resolved.
 struct FoundFile {
     file: SourceFile,
     real: Location,
@@ -206,7 +206,7 @@ fn found(spec: &SourceSpec, folder: &Location) -> Result<Vec<FoundFile>> {
     Ok(files)
 }
 
-/// The files that a step compares documents with, and what they hold.
+/// The files that a step compares documents with, and their content.
 fn identified(
     patterns: &[files::Pattern],
     folder: &Location,
@@ -220,7 +220,7 @@ fn identified(
     files::find(folder, patterns, hint)?.into_iter().map(file).collect()
 }
 
-/// A columnar file within a stream: its decoder would only say that it is damaged.
+/// A columnar file within a compressed stream: its decoder would only report damage.
 fn compressed(found: &files::FoundFile, format: Format) -> Fault {
     Fault::usage(format!("a file of format {} is not read from a compressed stream", format.name()))
         .at(found.named_at.clone())
@@ -229,7 +229,7 @@ fn compressed(found: &files::FoundFile, format: Format) -> Fault {
         .hint("decompress it with gunzip or unzstd, and name the result")
 }
 
-/// A table taken for one long text would be a silent loss.
+/// A table read as one long text would be a silent loss.
 fn unknown_ending(found: &files::FoundFile) -> Fault {
     if let Some(kind) = kinds::unread(&found.shown) {
         return Fault::usage(format!("a file packed by {kind} is not read"))

@@ -1,4 +1,4 @@
-//! What a corpus file says, before anything is looked for.
+//! The content of a corpus file, before any file access.
 
 use contract::Ratio;
 
@@ -10,7 +10,7 @@ use crate::recipe::mapping::Mapping;
 use crate::recipe::{Date, Step};
 use crate::source::{Fields, Format};
 
-/// What a corpus file says.
+/// A parsed corpus file.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub(super) tokenizer: Option<String>,
@@ -24,7 +24,7 @@ pub struct Spec {
     pub(super) sources: Vec<SourceSpec>,
 }
 
-/// What one `[[source]]` says.
+/// A parsed `[[source]]`.
 #[derive(Clone, Debug)]
 pub(super) struct SourceSpec {
     pub(super) name: String,
@@ -32,38 +32,38 @@ pub(super) struct SourceSpec {
     pub(super) format: Option<Format>,
     pub(super) fields: Fields,
     pub(super) mapping: Option<MappingSpec>,
-    /// Where it says that a text is made of several fields.
+    /// The place of the key that makes a text from several fields.
     pub(super) mapping_place: String,
     /// The steps, each with its number in the corpus file.
     pub(super) steps: Vec<(usize, StepSpec)>,
 }
 
-/// What makes a text of several fields, as a corpus file says it.
+/// How a corpus file makes a text from several fields.
 #[derive(Clone, Debug)]
 pub(super) enum MappingSpec {
-    /// One that needs nothing else.
+    /// A mapping without a file.
     Whole(Mapping),
-    /// A chat by the template of a file.
+    /// A chat with a template file.
     Rendered(ChatSpec),
 }
 
-/// A chat by the template of a file.
+/// A chat with a template file.
 #[derive(Clone, Debug)]
 pub(super) struct ChatSpec {
     pub(super) paths: Paths,
-    /// What the file is called.
+    /// The name of the file.
     pub(super) template: String,
     pub(super) date: Option<Date>,
-    /// Where the file is named.
+    /// The place of its name in the corpus file.
     pub(super) place: String,
 }
 
-/// A step as a corpus file says it.
+/// A parsed step.
 #[derive(Clone, Debug)]
 pub(super) enum StepSpec {
-    /// One that needs nothing else.
+    /// A step without files.
     Whole(Step),
-    /// One that compares documents with those of some files.
+    /// A step that compares documents with those of some files.
     Decontaminate(Rules, Vec<Pattern>),
 }
 
@@ -73,7 +73,7 @@ impl StepSpec {
         !matches!(self, StepSpec::Whole(Step::Filter(_)))
     }
 
-    /// Whether it takes bytes of documents that others know.
+    /// Whether it removes bytes of documents that occur in others.
     pub(super) fn is_repeats(&self) -> bool {
         matches!(self, StepSpec::Whole(Step::Compare(Compare::Repeats(_))))
     }

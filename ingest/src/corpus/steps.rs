@@ -1,4 +1,4 @@
-//! The tables `[[prepare]]`: steps with their settings, given to the sources that they are for.
+//! The tables `[[prepare]]`: steps with their settings, assigned to their sources.
 
 use contract::{Fault, Result};
 use settings::{File, Spanned, Table, Value};
@@ -33,10 +33,10 @@ pub(crate) const STEPS: [&str; 11] = [
     Trim::NAME,
 ];
 
-/// Steps of a corpus, at most.
+/// The limit on steps of a corpus.
 const STEPS_MAX: usize = 200;
 
-/// Gives each source the steps that are for it.
+/// Assigns each source its steps.
 pub(super) fn steps(
     file: &File,
     tables: &[Spanned<Table>],
@@ -130,7 +130,7 @@ fn step(settings: &Settings<'_>, name: &Spanned<Value>) -> Result<StepSpec> {
     Ok(StepSpec::Whole(step))
 }
 
-/// The step and where its evaluation sets lie.
+/// The step, and the patterns of its evaluation sets.
 fn decontaminate(settings: &Settings<'_>) -> Result<StepSpec> {
     let files = settings.get("files").ok_or_else(|| {
         Fault::usage("`decontaminate` has no `files`").wanted("files = [\"eval/*.jsonl\"]")

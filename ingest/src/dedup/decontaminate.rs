@@ -1,7 +1,7 @@
 //! Decontamination: no document that shares a run of words with an evaluation set is trained on.
 //!
-//! The sets are JSON Lines; a template makes the text of an item. Words are compared in normal form (`normal`), a run
-//! is 13 of them unless the corpus says otherwise. A match is found by hash and confirmed word by word; every pair of
+//! The sets are JSON Lines; a template makes the text of an item. Words are compared in normal form (`normal`); a run
+//! is 13 words unless the corpus says otherwise. A match is found by hash and confirmed word by word; every pair of
 //! document and item that shares a run is reported, with the longest text they share.
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use crate::recipe::compare::{Decontaminate, Rules};
 use crate::recipe::mapping::{Mapping, Template};
 use crate::source::{self, Fields, Format, Limits, Parsed};
 
-/// Why a document goes.
+/// Why a document is removed.
 pub(crate) const REASON: &str = "decontaminate: shared with an evaluation set";
 
 impl Rules {
@@ -53,9 +53,9 @@ pub(crate) struct Index {
     sets: Vec<String>,
     items: Vec<Item>,
     postings: Vec<Posting>,
-    /// A bit for each hash that occurs, and for some that do not: most runs of most documents end here.
+    /// A bit filter over the hashes, with false positives: it rejects most runs of most documents.
     filter: Vec<u64>,
-    /// Items with fewer words than a run, which cannot be found, and all items.
+    /// The number of items with fewer words than a run, which cannot be found, and of all items.
     pub(crate) short: (usize, usize),
 }
 
@@ -139,7 +139,7 @@ impl Index {
             }));
         }
         postings.sort_unstable();
-        // Where an item repeats itself, once is enough.
+        // One posting is enough where an item repeats itself.
         postings.dedup_by_key(|posting| (posting.hash, posting.item));
         let mut filter = vec![0u64; (postings.len() / 2 + 1).next_power_of_two()];
         for posting in &postings {
@@ -187,11 +187,11 @@ fn slot(filter: &[u64], hash: u64) -> (usize, u64) {
     ((hash >> 6) as usize & (filter.len() - 1), 1 << (hash & 63))
 }
 
-/// Where one item's runs stand in a document.
+/// Where one item's runs are in a document.
 #[derive(Default)]
 struct Shared {
     runs: usize,
-    /// The runs at hand, one word after another: first and last.
+    /// The current chain of consecutive runs: first and last.
     open: (usize, usize),
     longest: (usize, usize),
 }
@@ -199,7 +199,7 @@ struct Shared {
 impl Shared {
     fn run(&mut self, at: usize) {
         if self.runs > 0 && at == self.open.1 {
-            // The same words twice in the item.
+            // The same words occur twice in the item.
             return;
         }
         self.open =
@@ -274,7 +274,7 @@ mod tests {
             for found in &matches {
                 let item = split(items[found.line as usize - 1]);
                 let text = split(found.text);
-                // Of a text longer than a run every run is the item's.
+                // Every run of a shared text is one of the item's.
                 prop_assert!(text.windows(n as usize).all(|run| item.windows(n as usize).any(|other| other == run)));
             }
         }

@@ -1,19 +1,19 @@
-//! Exact duplicates: documents whose text is the same, byte for byte, after the steps before.
+//! Exact duplicates: documents with the same text, byte for byte, after the previous steps.
 
 use contract::Digest;
 
-/// Why a document goes.
+/// Why a document is removed.
 pub(crate) const REASON: &str = "exact-duplicates: of an earlier document";
 
 /// A document's text by its digest.
 pub(crate) type Entry = (u64, u64, u32);
 
-/// What is kept of a document's text.
+/// The table entry of a document.
 pub(crate) fn entry(content: Digest, document: u32) -> Entry {
     ((content.0 >> 64) as u64, content.0 as u64, document)
 }
 
-/// The documents that have an earlier equal, with the first of their kind. Sorts `entries`.
+/// The documents that equal an earlier one, each with the first of its kind. Sorts `entries`.
 pub(crate) fn later(entries: &mut [Entry]) -> Vec<(u32, u32)> {
     use rayon::slice::ParallelSliceMut as _;
     entries.par_sort_unstable();

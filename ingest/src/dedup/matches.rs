@@ -4,9 +4,9 @@
 //! {"file":0,"group":null,"id":"d1","item":7,"row":12,"runs":3,"set":"eval/test.jsonl","text":"how many apples"}
 //! ```
 //!
-//! Lines stand in the order of the documents, those of one document in the order of the items. They are written to the
-//! disk as they are found. Of one document at most [`MATCHES_MAX`] matches are told, each with at most [`TEXT_MAX`]
-//! bytes of text, so that memory does not grow with what a corpus shares with its evaluation sets.
+//! Lines are in document order, those of one document in item order. They are written to disk as they are found. At
+//! most [`MATCHES_MAX`] matches per document are reported, each with at most [`TEXT_MAX`] bytes of text, so that memory
+//! does not grow with what a corpus shares with its evaluation sets.
 
 use std::path::Path;
 
@@ -24,13 +24,13 @@ use crate::source::Document;
 /// The file's name in the source's folder.
 pub(crate) const FILE: &str = "contaminated.jsonl";
 
-/// Matches of one document that are told.
+/// Matches reported per document.
 pub(crate) const MATCHES_MAX: usize = 100;
 
-/// Bytes of the shared text that are told.
+/// Bytes of shared text reported per match.
 pub(crate) const TEXT_MAX: usize = 2000;
 
-/// One match of a document, without its file: that is for whoever knows its place in the source.
+/// One match of a document, without its file, which the writer adds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Matched {
     group: Option<u32>,
@@ -42,7 +42,7 @@ pub(crate) struct Matched {
     text: String,
 }
 
-/// What is told of a document's matches.
+/// The reported matches of a document.
 pub(super) fn told(document: &Document, matches: &[Match<'_>]) -> Vec<Matched> {
     let told = |found: &Match<'_>| Matched {
         group: document.group,
@@ -63,11 +63,11 @@ struct Line<'a> {
     matched: &'a Matched,
 }
 
-/// The lists of the sources that are decontaminated.
+/// The lists of the decontaminated sources.
 pub(super) struct Writer(Vec<Option<Whole>>);
 
 impl Writer {
-    /// Begins them in the folders of their sources.
+    /// Creates them in the folders of their sources.
     pub(super) fn new(corpus: &Corpus, store: &Path) -> Result<Self> {
         let list = |source: &Source| {
             let is_ours = |(_, step): &(usize, Step)| {
@@ -92,7 +92,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Gives the lists their names.
+    /// Renames the lists to their final names.
     pub(super) fn finish(self) -> Result<Vec<Option<FileRecord>>> {
         let finish = |list: Whole| {
             let folder = disk::folder_of(list.path()).to_owned();

@@ -1,13 +1,13 @@
 //! Near duplicates: MinHash signatures, locality-sensitive hashing, connected components.
 //!
-//! A text is the set of its runs of `words` words in normal form. Of `bands * rows` random functions each gives its
-//! least value over that set; two texts agree in one such value with a chance equal to the Jaccard similarity s of
-//! their sets. Texts that agree in all `rows` values of one of the `bands` are neighbours: this happens with the chance
-//! 1 - (1 - s^rows)^bands, which for 14 bands of 8 rows is one half at s = 0.69 and 0.92 at s = 0.8. Of each connected component
-//! the first document stays.
+//! A text is the set of its runs of `words` words in normal form. Each of `bands * rows` random functions gives its
+//! minimum over that set; two texts agree in one such value with a probability equal to the Jaccard similarity s of
+//! their sets. Texts that agree in all `rows` values of one of the `bands` are neighbours. This has the probability 1 -
+//! (1 - s^rows)^bands, which for 14 bands of 8 rows is one half at s = 0.69 and 0.92 at s = 0.8. The first document of
+//! each connected component is kept.
 //!
 //! The functions are `(a * x + b) >> 32` over 32-bit x with 64-bit a and b (strongly universal: Dietzfelbinger 1996),
-//! a and b drawn by address from the seed.
+//! where a and b are sampled by address from the seed.
 
 use contract::{Key, Purpose, draw};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -15,10 +15,10 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 use super::normal::{self, Word};
 use crate::recipe::compare::Near;
 
-/// Why a document goes.
+/// Why a document is removed.
 pub(crate) const REASON: &str = "near-duplicates: of an earlier document";
 
-/// The functions of a step, drawn once.
+/// The functions of a step, sampled once.
 pub(crate) struct Functions {
     words: usize,
     rows: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Functions {
 }
 
 impl Functions {
-    /// The functions that the settings name.
+    /// The functions for these settings.
     pub(crate) fn new(near: &Near) -> Self {
         let key = Key::from_seed(near.seed).child("minhash");
         let drawn = |name: &str| {
@@ -42,7 +42,7 @@ impl Functions {
         }
     }
 
-    /// One key for each band; nothing for a text without words. A text with fewer words than a run is one run.
+    /// One key per band; nothing for a text without words. A text with fewer words than a run is one run.
     pub(crate) fn bands(&self, words: &[Word]) -> Option<Vec<u64>> {
         let least = self.least(words)?;
         let band = |values: &[u32]| {
@@ -52,7 +52,7 @@ impl Functions {
         Some(least.chunks(self.rows).map(band).collect())
     }
 
-    /// The least value of each function.
+    /// The minimum of each function.
     fn least(&self, words: &[Word]) -> Option<Vec<u32>> {
         if words.is_empty() {
             return None;
@@ -70,11 +70,11 @@ impl Functions {
     }
 }
 
-/// Documents joined into components; each is known by its least member.
+/// Documents joined into components; each is identified by its least member.
 pub(crate) struct Components(Vec<u32>);
 
 impl Components {
-    /// Every document by itself.
+    /// Every document is a component of its own.
     pub(crate) fn new(count: u32) -> Self {
         Components((0..count).collect())
     }

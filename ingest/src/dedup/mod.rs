@@ -1,11 +1,11 @@
 //! Steps that compare a document with others, or with evaluation sets: exact and near duplicates, decontamination,
 //! repeated substrings.
 //!
-//! If a corpus has one of them, the dedup scan reads it once before the build and decides which documents go, and
-//! which bytes of others.
+//! If a corpus has such a step, the dedup scan reads it once before the build, and decides which documents, and which
+//! bytes of others, are removed.
 //!
-//! Invariant: which documents go is a function of the corpus and its inputs alone; workers, kills and the order in
-//! which threads finish cannot matter. Of documents that are alike the first in the order of the store stays.
+//! Invariant: the decision depends only on the corpus and its inputs, not on workers, kills or the order in which
+//! threads finish. Of documents that are alike, the first in the order of the store is kept.
 
 pub(crate) mod decontaminate;
 pub(crate) mod exact;

@@ -1,4 +1,4 @@
-//! Words in normal form, as documents are compared by them.
+//! Words in normal form, used to compare documents.
 //!
 //! Letters and digits make words, everything else separates them; case, accents and other combining marks do not count.
 //! In scripts without spaces (Chinese, Japanese, Thai, Lao, Khmer, Burmese) each character is a word.
@@ -8,7 +8,7 @@ use unicode_normalization::char::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A word: the hash of its normal form, and where it stands in the text.
+/// A word: the hash of its normal form, and its range in the text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word {
     pub(crate) hash: u64,
@@ -36,7 +36,7 @@ pub(crate) fn words(text: &str) -> Vec<Word> {
         } else if c.is_ascii() {
             push(&mut word, start, at);
         } else if canonical_combining_class(c) != 0 {
-            // Belongs to the letter before, if there is one.
+            // It belongs to the letter before, if there is one.
         } else if is_whole(c) {
             push(&mut word, start, at);
             normal(c, &mut word);
@@ -74,10 +74,10 @@ fn is_whole(c: char) -> bool {
         && c.is_alphanumeric()
 }
 
-/// An odd constant with bits everywhere (2^64 over the golden ratio).
+/// An odd constant with well-mixed bits (2^64 over the golden ratio).
 const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The hashes of all runs of `n` words, one for each word but the last `n - 1`, in constant time each.
+/// The hashes of all runs of `n` words, in constant time each: one for each word except the last `n - 1`.
 pub(crate) fn grams(words: &[Word], n: usize) -> impl Iterator<Item = u64> + '_ {
     let n = n.max(1);
     let power = (1..n).fold(1u64, |power, _| power.wrapping_mul(BASE));
@@ -91,7 +91,7 @@ pub(crate) fn grams(words: &[Word], n: usize) -> impl Iterator<Item = u64> + '_ 
     })
 }
 
-/// Spreads what multiplication leaves in the upper bits.
+/// Mixes the upper bits of a product into all bits.
 pub(crate) fn mixed(hash: u64) -> u64 {
     let hash = (hash ^ (hash >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
     hash ^ (hash >> 32)

@@ -1,4 +1,4 @@
-//! What the dedup scan learns from one document: how far it gets, and what the comparing steps need to know of it.
+//! The dedup scan's view of one document: how far it gets, and what the comparing steps need to know about it.
 
 use contract::{Digest, Fault, Result};
 
@@ -23,23 +23,23 @@ pub(crate) enum Mark {
     Text(String),
 }
 
-/// One document as the scan saw it.
+/// One document as seen by the scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Observed {
-    /// Where it stands in its file.
+    /// Its position in its file.
     pub(crate) at: u64,
     /// Bytes of its text.
     pub(crate) bytes: u64,
-    /// The step that drops it, and why, if that could be told from it alone.
+    /// The step that drops it, and why, if the document alone determines that.
     pub(crate) dropped: Option<(u8, &'static str)>,
-    /// What the comparing steps before need.
+    /// What the comparing steps up to there need.
     pub(crate) marks: Vec<(usize, Mark)>,
     /// What it shares with evaluation sets.
     pub(crate) matches: Vec<Matched>,
 }
 
 impl Observed {
-    /// Gives its steps other names; `None` if one has none.
+    /// Renames its steps; `None` if one has no new name.
     pub(crate) fn renamed(&mut self, name: impl Fn(usize) -> Option<usize>) -> Option<()> {
         if let Some((step, _)) = &mut self.dropped {
             *step = name(usize::from(*step))? as u8;
@@ -51,15 +51,15 @@ impl Observed {
     }
 }
 
-/// Looks at documents, on any thread.
+/// Analyzes documents, on any thread.
 pub(super) struct Observer<'a> {
     pub(super) corpus: &'a Corpus,
     pub(super) tools: &'a Tools<'a>,
 }
 
 impl Observer<'_> {
-    /// Looks at the documents of a slab. Records that are none are the build's to count; where it would stop at one, so
-    /// does the scan, which comes there first.
+    /// Analyzes the documents of a slab. Bad records are counted by the build, not here; but where the build would stop
+    /// at one, so does the scan, which reads it first.
     pub(super) fn slab(&self, slab: &Slab, source: usize, file: usize) -> Result<Vec<Observed>> {
         let source = &self.corpus.sources[source];
         let mut observed = Vec::new();
@@ -106,7 +106,7 @@ impl Observer<'_> {
     }
 }
 
-/// Notes what the comparing steps need. Only evaluation sets can judge a document by itself.
+/// Collects what the comparing steps need. Only evaluation sets can drop a document on its own.
 struct Marking<'a> {
     tools: &'a Tools<'a>,
     marks: Vec<(usize, Mark)>,
@@ -140,7 +140,7 @@ impl Passage for Marking<'_> {
     }
 }
 
-/// What evaluation sets say of a document that no scan has seen.
+/// The decontamination result for a document that no scan has seen.
 pub(crate) fn contaminated(tools: &Tools<'_>, number: usize, text: &str) -> Result<Effect> {
     let found = tools.index(number)?.matches(text);
     Ok(found.first().map_or(Effect::Kept, |first| {

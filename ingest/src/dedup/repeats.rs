@@ -1,20 +1,20 @@
 //! Repeated substrings: long runs of bytes that occurred before, in the same document or in an earlier one.
 //!
-//! MinHash removes documents that are alike as a whole; a licence, a menu or a quoted page inside documents that are
-//! otherwise different is what this finds. Of each run of `min_bytes` bytes that occurs more than once, the first place
-//! in the order of the store stays, whole. Every byte that belongs to a later place of some run goes, unless it belongs
-//! to the first place of another one: so no run of this length vanishes from the corpus.
+//! MinHash removes documents that are alike as a whole; this finds a licence, a menu or a quoted page inside documents
+//! that otherwise differ. Of each run of `min_bytes` bytes that occurs more than once, the first occurrence in the
+//! order of the store is kept whole. Every byte of a later occurrence is removed, unless it belongs to the first
+//! occurrence of another run: so no run of this length vanishes from the corpus.
 //!
-//! What stands between two pieces that go ("bookends") goes with them where the pieces make up `bookend` of the stretch
-//! from the begin of the first to the end of the second, and no byte of the gap is needed as the first place of a run.
-//! That is what is left of a page once its menu is gone.
+//! The gap between two removed pieces ("bookends") is removed too if the pieces make up at least `bookend` of the range
+//! from the start of the first to the end of the second, and if no byte of the gap belongs to the first occurrence of a
+//! run. Such gaps are the remains of a page whose menu was removed.
 //!
-//! How: texts are joined, with a NUL between them, and their suffixes sorted; runs that are the same are neighbours then.
-//! (So a run with a NUL in it is compared with none: `clean` takes such out.) The texts of a partition are sorted
-//! together, in some 12 bytes of memory for each byte of it: memory is bounded by `partition_bytes`, or by one longer
-//! document, whatever the corpus. A run is not compared with those of another partition. Partitions are filled in the
-//! order of the store, and nothing here knows of workers or tasks. The texts lie on the disk meanwhile; 8 bytes for each
-//! document and for each piece that goes stay in memory.
+//! How: texts are joined with a NUL between them and their suffixes are sorted, which makes equal runs neighbours. (So
+//! a run that contains a NUL is never compared: `clean` removes NULs.) The texts of a partition are sorted together, in
+//! about 12 bytes of memory per byte of text: memory is bounded by `partition_bytes`, or by one longer document,
+//! whatever the size of the corpus. Runs are compared only within a partition. Partitions are filled in the order of
+//! the store, independently of workers or tasks. The texts are on disk meanwhile; 8 bytes for each document and for
+//! each removed piece stay in memory.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -28,20 +28,20 @@ use suffix::SuffixTable;
 use crate::recipe::compare::Repeats;
 use crate::spans::Span;
 
-/// Why bytes go.
+/// Why bytes are removed.
 pub(crate) const REASON: &str = "repeated-substrings: of an earlier place";
 
-/// Why a document goes of which nothing else is left.
+/// Why a document is removed of which nothing is left.
 pub(crate) const EMPTIED: &str = "repeated-substrings: nothing left";
 
-/// Stands between texts.
+/// Separates texts.
 const BETWEEN: char = '\0';
 
-/// The texts that reach the step, on the disk.
+/// The texts that reach the step, on disk.
 pub(super) struct Texts {
     path: PathBuf,
     file: BufWriter<Output>,
-    /// Each document with the bytes of its text.
+    /// Each document with the size of its text.
     documents: Vec<(u32, u32)>,
 }
 
@@ -65,8 +65,8 @@ impl Texts {
         written.map_err(|error| Fault::io("write", &self.path, &error))
     }
 
-    /// What goes, by document. `own` tells the documents that are still candidates, each with its group: those of one
-    /// group are compared.
+    /// The removed spans, by document. `own` lists the remaining candidates, each with its group: documents are
+    /// compared within a group.
     pub(super) fn decide(
         self,
         step: &Repeats,
@@ -127,10 +127,10 @@ impl Partition {
     }
 }
 
-/// What is known of the run of bytes that begins at a place.
+/// The state of the run of bytes that begins at an offset.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Place {
-    /// It occurs here alone, or reaches beyond the text.
+    /// It occurs only here, or extends past the end of the text.
     Only,
     /// It occurs again later.
     First,
@@ -138,7 +138,7 @@ enum Place {
     Later,
 }
 
-/// What is known of the runs of `least` bytes at every place of joined texts.
+/// The state of the runs of `least` bytes at every offset of joined texts.
 fn places(text: &str, least: usize) -> Vec<Place> {
     let mut places = vec![Place::Only; text.len()];
     if text.len() < least {
@@ -159,18 +159,18 @@ fn places(text: &str, least: usize) -> Vec<Place> {
     places
 }
 
-/// A piece of a text that goes.
+/// A piece of a text that is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
     start: usize,
     end: usize,
-    /// Whether the gap before it holds bytes of a run's first place.
+    /// Whether the gap before it holds bytes of a run's first occurrence.
     needed: bool,
-    /// Bytes of it that are repeated: all, until gaps join it.
+    /// Its repeated bytes: all, until gaps are joined to it.
     repeated: usize,
 }
 
-/// The bytes of a text that belong to a run's later place and to no run's first one, cut at characters.
+/// The bytes of a text that belong to a run's later occurrence and to no run's first one, cut at character boundaries.
 fn pieces(text: &str, places: &[Place], least: usize) -> Vec<Piece> {
     let (mut pieces, mut first, mut later, mut needed) = (Vec::<Piece>::new(), 0, 0, false);
     let mut open: Option<usize> = None;
@@ -205,7 +205,7 @@ fn pieces(text: &str, places: &[Place], least: usize) -> Vec<Piece> {
     pieces
 }
 
-/// Joins pieces over gaps, where the pieces make up `share` of what they span.
+/// Joins pieces over gaps, where the pieces make up at least `share` of the joined range.
 fn joined(pieces: Vec<Piece>, share: Ratio) -> Vec<(usize, usize)> {
     let mut joined: Vec<Piece> = Vec::new();
     for mut piece in pieces {

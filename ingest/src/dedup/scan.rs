@@ -1,9 +1,9 @@
 //! The dedup scan: one pass over the inputs before the build, if a step compares documents.
 //!
-//! Workers take each document through the steps up to the last that compares, and hand on, in input order, what that
-//! step needs to know: a digest, a signature, matches. Then the steps are decided in their order: a document that one
-//! removes is no candidate for the next. What is left is a list of the documents removed, beside the parts,
-//! which the build reads. Whoever wants to know why a document is not in the store finds it there.
+//! Workers run each document through the steps up to the last one that compares, and pass on, in input order, what that
+//! step needs: a digest, a signature, matches. Then the steps are decided in order: a document that one removes is not
+//! a candidate for the next. The result is a list of removed documents, next to the parts, which the build reads. It
+//! also tells users why a document is not in the store.
 
 mod table;
 #[cfg(test)]
@@ -24,17 +24,17 @@ use crate::dropped::{self, REMOVED};
 use crate::parallel::{self, Map};
 use crate::walk::{Part, Walk, place};
 
-/// What a finished scan found.
+/// The result of a finished scan.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Scan {
-    /// The inputs by source: whoever reads them later must find the same.
+    /// The inputs by source: later readers must find the same.
     pub(crate) inputs: Vec<Vec<Identity>>,
     /// The lists in each source's folder.
     pub(crate) files: Vec<Vec<FileRecord>>,
 }
 
 impl Scan {
-    /// Enters the lists into the records of the finished sources, if these were read from the inputs scanned.
+    /// Adds the lists to the records of the finished sources, if these were read from the scanned inputs.
     pub(crate) fn close(self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
         let Scan { inputs, files } = self;
         for (number, source) in sources.iter_mut().enumerate() {
@@ -54,7 +54,7 @@ impl Scan {
     }
 }
 
-/// Reads the sources of `corpus` that are scanned, and hands on what is seen of their documents, in input order.
+/// Reads the scanned sources of `corpus`, and passes on what is seen of their documents, in input order.
 pub(crate) fn read_through(
     tools: &Tools<'_>,
     corpus: &Corpus,
@@ -76,7 +76,7 @@ pub(crate) fn read_through(
     Ok(())
 }
 
-/// What was seen of all documents, until it is decided.
+/// What was seen of all documents, before the decision.
 pub(crate) struct Gathered<'a> {
     corpus: &'a Corpus,
     store: &'a Path,
@@ -86,14 +86,14 @@ pub(crate) struct Gathered<'a> {
 }
 
 impl<'a> Gathered<'a> {
-    /// Nothing yet. The lists will be written to `store`; `scratch` is a folder for the time until then.
+    /// An empty table. The lists are written to `store`; `scratch` is a temporary folder.
     pub(crate) fn new(corpus: &'a Corpus, store: &'a Path, scratch: &Path) -> Result<Self> {
         let table = Table::new(corpus, scratch)?;
         let inputs = corpus.sources.iter().map(|_| Vec::new()).collect();
         Ok(Gathered { corpus, store, table, matches: matches::Writer::new(corpus, store)?, inputs })
     }
 
-    /// The next document, in input order.
+    /// Adds the next document, in input order.
     pub(crate) fn document(
         &mut self,
         source: usize,
@@ -104,12 +104,12 @@ impl<'a> Gathered<'a> {
         self.table.push(source, file, observed)
     }
 
-    /// The end of a file.
+    /// Adds the end of a file.
     pub(crate) fn end(&mut self, source: usize, identity: Identity) {
         self.inputs[source].push(identity);
     }
 
-    /// Decides who goes, and writes the lists.
+    /// Decides which documents are removed, and writes the lists.
     pub(crate) fn decide(mut self) -> Result<Scan> {
         self.table.decide(self.corpus)?;
         let mut files = self.table.write(self.corpus, self.store)?;
@@ -120,9 +120,9 @@ impl<'a> Gathered<'a> {
     }
 }
 
-/// What the workers hand on.
+/// What the workers pass on.
 pub(crate) enum Seen {
-    /// Documents of one file, of which `raw` bytes are read.
+    /// Documents of one file, with `raw` bytes read so far.
     Documents { observed: Vec<Observed>, raw: u64 },
     /// The end of a file, with its content.
     End { bytes: u64, identity: Identity },

@@ -1,4 +1,4 @@
-//! What steps need beside a text, made once for a corpus.
+//! What steps need apart from the text, made once for a corpus.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ pub(crate) struct Tools<'a> {
 }
 
 impl<'a> Tools<'a> {
-    /// Makes what the steps of `corpus` need. Without a `count`, steps that count tokens do nothing.
+    /// Makes what the steps of `corpus` need. Without `count`, steps that count tokens do nothing.
     pub(crate) fn new(corpus: &Corpus, count: Option<Box<CountIn<'a>>>) -> Result<Self> {
         let mut tools = Tools { count, indexes: BTreeMap::new(), functions: BTreeMap::new() };
         for (number, step) in corpus.sources.iter().flat_map(|source| &source.recipe.steps) {
@@ -38,7 +38,7 @@ impl<'a> Tools<'a> {
         Ok(tools)
     }
 
-    /// What counts tokens.
+    /// The token counter.
     pub(crate) fn count(&self) -> Option<&CountIn<'a>> {
         self.count.as_deref()
     }
@@ -53,7 +53,7 @@ impl<'a> Tools<'a> {
         self.functions.get(&number).ok_or_else(|| Fault::bug("a step without its functions"))
     }
 
-    /// Tells what evaluation items are too short to be found.
+    /// Notes about evaluation items that are too short to be found.
     pub(crate) fn notes(&self) -> impl Iterator<Item = String> {
         let short = self.indexes.values().map(|index| index.short).filter(|(short, _)| *short > 0);
         short.map(|(short, all)| {

@@ -1,4 +1,4 @@
-//! Disks that are slow, interrupted or broken, for tests of whatever reads.
+//! Slow, interrupted or broken disks, for tests of readers.
 
 use std::fs::File;
 use std::io;
@@ -10,29 +10,29 @@ use store::pieces::{Pieces, Place};
 
 use super::Disk;
 
-/// A disk of which a stream and the pieces of a file can go wrong on their own.
+/// A disk on which sequential reads and reads of pieces can fail independently.
 #[derive(Clone, Copy)]
 pub(crate) struct Faulty {
-    /// Bytes of one read, at most.
+    /// The limit of bytes per read.
     pub(crate) most: usize,
     /// Whether every other call is interrupted.
     pub(crate) interrupted: bool,
-    /// The first byte that a stream cannot read; at the file's length, its end.
+    /// The first byte on which a sequential read fails; if this is the file's length, reaching the end fails.
     pub(crate) stream_ends: u64,
     /// The first byte that cannot be read in a piece.
     pub(crate) pieces_end: u64,
-    /// The error there.
+    /// The error at that byte.
     pub(crate) error: fn() -> io::Error,
 }
 
-/// What a broken disk, one that would have to wait, and a process without handles say.
+/// The errors of a broken disk, of a read that would block, and of a process without free handles.
 pub(crate) const ERRORS: [fn() -> io::Error; 3] = [
     || io::Error::from_raw_os_error(5),
     || io::ErrorKind::WouldBlock.into(),
     || io::Error::from_raw_os_error(24),
 ];
 
-/// A disk that does what disks do.
+/// A disk without errors.
 pub(crate) const SOUND: Faulty = Faulty {
     most: usize::MAX,
     interrupted: false,
@@ -53,7 +53,7 @@ impl Handle {
         Ok(Handle { disk, file: File::open(path)?, at: 0, turn: AtomicBool::new(false) })
     }
 
-    /// What can be read from `offset` on, if bytes from `end` on cannot.
+    /// Reads from `offset` on, failing from `end` on.
     fn some(&self, buffer: &mut [u8], offset: u64, end: u64) -> io::Result<usize> {
         if self.disk.interrupted && !self.turn.fetch_xor(true, Ordering::Relaxed) {
             return Err(io::ErrorKind::Interrupted.into());
@@ -92,11 +92,11 @@ impl Disk for Faulty {
     }
 }
 
-/// A sound disk on which one file lies badly.
+/// A disk without errors, except for one file.
 pub(crate) struct Badly<'a> {
     /// That file.
     pub(crate) file: &'a Path,
-    /// How.
+    /// How it fails.
     pub(crate) disk: Faulty,
 }
 

@@ -1,7 +1,7 @@
-//! The heuristics of C4 (Raffel et al. 2020, 2.2): lines that do not read like sentences go, pages that look like code
-//! or placeholders go as a whole, and so do pages with too few sentences left.
+//! The heuristics of C4 (Raffel et al. 2020, 2.2): lines that do not read like sentences are removed. Pages that look
+//! like code or placeholders are dropped, and so are pages with too few sentences left.
 //!
-//! The list of bad words is not part of this project: it belongs to its authors, and none is built in.
+//! No list of bad words is built in, since it belongs to its authors.
 
 use super::Dropped;
 use super::setting::step;
@@ -10,23 +10,23 @@ use super::words::{chars, is_space, lines, sentences, strip};
 step! {
     /// C4's rules.
     C4 = "c4" version 1 {
-        /// Fewest sentences left.
+        /// The minimum of sentences left.
         min_sentences: Option<u64> = "5",
-        /// Fewest words of a line.
+        /// The minimum of words in a line.
         min_line_words: Option<u64> = "3",
-        /// Most characters of a word.
+        /// The maximum of characters in a word.
         max_word_chars: Option<u64> = "1000",
         /// Whether a line must end in `.`, `?`, `!` or a quote, and not in an ellipsis.
         ended_lines: bool = "true",
-        /// Whether `[12]`, `[edit]` and `[citation needed]` are taken out.
+        /// Whether `[12]`, `[edit]` and `[citation needed]` are removed.
         citations: bool = "true",
-        /// Whether pages with "lorem ipsum" go.
+        /// Whether pages with "lorem ipsum" are dropped.
         lorem_ipsum: bool = "true",
-        /// Whether lines that mention Javascript go.
+        /// Whether lines that mention Javascript are removed.
         javascript: bool = "true",
-        /// Whether pages with a curly bracket go.
+        /// Whether pages with a curly bracket are dropped.
         curly_bracket: bool = "true",
-        /// Whether lines about cookies and terms of use go.
+        /// Whether lines about cookies and terms of use are removed.
         policy: bool = "true",
     }
 }
@@ -41,7 +41,7 @@ const POLICY: [&str; 6] = [
 ];
 
 impl C4 {
-    /// The lines that stay, or why the page goes.
+    /// The lines that are kept, or why the page is dropped.
     pub(crate) fn change(&self, text: &str) -> Result<String, Dropped> {
         let mut kept: Vec<String> = Vec::new();
         let mut count = 0;
@@ -58,7 +58,7 @@ impl C4 {
         Ok(strip(&kept.join("\n")).to_owned())
     }
 
-    /// The line as it stays, if it does.
+    /// The line with its changes, if it is kept.
     fn line(&self, line: &str) -> Result<Option<String>, Dropped> {
         let words = || line.split(is_space).filter(|word| !word.is_empty());
         if self.max_word_chars.is_some_and(|most| words().any(|word| chars(word) as u64 > most)) {
@@ -89,7 +89,7 @@ impl C4 {
     }
 }
 
-/// Takes out `[`, digits, `]` and the two other marks of an encyclopedia.
+/// Removes `[`, digits, `]` and the two other marks of an encyclopedia.
 fn without_citations(line: &str) -> String {
     let mut kept = String::with_capacity(line.len());
     let mut rest = line;

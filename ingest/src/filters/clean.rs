@@ -1,4 +1,4 @@
-//! One spelling for one text: Unicode normal form, ends of lines, what does not show.
+//! Normalizes a text: Unicode normal form, line ends, invisible characters.
 
 use unicode_normalization::{IsNormalized, UnicodeNormalization as _, is_nfc_quick, is_nfkc_quick};
 
@@ -33,7 +33,7 @@ impl Setting for Form {
 }
 
 step! {
-    /// One spelling for one text.
+    /// Normalizes a text.
     Clean = "clean" version 1 {
         /// The normal form.
         unicode: Option<Form> = "NFC",
@@ -41,23 +41,23 @@ step! {
         line_ends: bool = "true",
         /// Whether U+0085, U+2028 and U+2029 become `\n`.
         unicode_line_ends: bool = "false",
-        /// Whether control characters other than tab and line end, and byte-order marks, go.
+        /// Whether control characters other than tab and line end, and byte-order marks, are removed.
         controls: bool = "true",
-        /// Whether space before an end of line and at the end goes.
+        /// Whether space before a line end and at the end of the text is removed.
         trailing_space: bool = "false",
-        /// Most empty lines in a row.
+        /// The maximum of empty lines in a row.
         max_empty_lines: Option<u64> = "false",
     }
 }
 
 impl Clean {
-    /// The text in its one spelling, if that differs.
+    /// The normalized text, if it differs.
     pub(crate) fn change(&self, text: &str) -> Option<String> {
         let mut changed = None;
         if text.contains(|c| self.replaces(c)) {
             changed = Some(self.characters(text));
         }
-        // After characters went: a mark may now follow another letter.
+        // After characters were removed, a combining mark may follow another letter.
         let now = changed.as_deref().unwrap_or(text);
         if let Some(form) = self.unicode
             && !now.is_ascii()

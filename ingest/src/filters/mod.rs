@@ -1,7 +1,7 @@
-//! Steps that look at one text at a time: cleaning, the published quality filters, trimming.
+//! Steps that process one text at a time: cleaning, the published quality filters, trimming.
 //!
-//! Invariant: what a filter does to a text is a function of the text and of its settings. `trim` alone needs more: it
-//! counts tokens with whatever it is given.
+//! Invariant: the result of a filter depends only on the text and the settings. Only `trim` depends on the tokenizer
+//! too, through the count it is given.
 
 pub(crate) mod c4;
 pub(crate) mod clean;
@@ -21,9 +21,9 @@ pub(crate) type Count<'a> = dyn Fn(&str) -> Result<usize> + Sync + 'a;
 /// Why a document is dropped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Dropped {
-    /// The step and its rule: what is counted.
+    /// The step and the rule, under which the document is counted.
     pub(crate) reason: &'static str,
-    /// What was found, for people.
+    /// What was found, for users.
     pub(crate) found: String,
 }
 
@@ -37,7 +37,7 @@ impl Dropped {
 /// What a step did to a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Effect {
-    /// It looked, and found nothing wrong.
+    /// Nothing was wrong.
     Kept,
     /// The document has this text now.
     Changed(String),
@@ -64,7 +64,7 @@ impl Filter {
         matches!(self, Filter::Clean(_) | Filter::C4(_) | Filter::Trim(_))
     }
 
-    /// Looks at one text. Without a `count`, what needs one does nothing.
+    /// Runs the filter on a text. Without a `count`, filters that need one do nothing.
     pub(crate) fn run(&self, text: &Text<'_>, count: Option<&Count<'_>>) -> Result<Effect> {
         let judged = |dropped: Option<Dropped>| dropped.map_or(Effect::Kept, Effect::Dropped);
         Ok(match self {
@@ -88,7 +88,7 @@ impl Filter {
     }
 }
 
-/// The effect of a step that gave another text, or none.
+/// The effect of a step that returned another text, or none.
 pub(crate) fn changed(text: Option<String>, emptied: &'static str) -> Effect {
     match text {
         None => Effect::Kept,

@@ -1,7 +1,7 @@
 //! Whether a text reads like prose: the quality rules of Gopher (Rae et al. 2021, A1.1), the custom ones of FineWeb
 //! (Penedo et al. 2024, 3.6), and plain bounds of length.
 //!
-//! Each rule is judged in the order in which the keys stand, so that the reason why it is dropped is the first rule broken.
+//! Rules are checked in the order of their keys, so the reported reason is the first broken rule.
 
 use contract::Ratio;
 use memchr::{memchr_iter, memmem};
@@ -14,17 +14,17 @@ use super::words::{Tally, Text, chars, is_terminal, lines, strip};
 step! {
     /// Bounds of length.
     Length = "length" version 1 {
-        /// Fewest bytes.
+        /// The minimum of bytes.
         min_bytes: Option<u64> = "false",
-        /// Most bytes.
+        /// The maximum of bytes.
         max_bytes: Option<u64> = "false",
-        /// Fewest characters.
+        /// The minimum of characters.
         min_chars: Option<u64> = "false",
-        /// Most characters.
+        /// The maximum of characters.
         max_chars: Option<u64> = "false",
-        /// Fewest words.
+        /// The minimum of words.
         min_words: Option<u64> = "false",
-        /// Most words.
+        /// The maximum of words.
         max_words: Option<u64> = "false",
     }
 }
@@ -32,15 +32,15 @@ step! {
 step! {
     /// Gopher's quality rules.
     GopherQuality = "gopher-quality" version 1 {
-        /// Fewest words that hold more than punctuation.
+        /// The minimum of words that hold more than punctuation.
         min_words: Option<u64> = "50",
-        /// Most of them.
+        /// The maximum of these words.
         max_words: Option<u64> = "100000",
-        /// Least mean characters of a word.
+        /// The minimum of the mean word length in characters.
         min_word_chars: Option<Ratio> = "3",
-        /// Largest mean.
+        /// The maximum of the mean.
         max_word_chars: Option<Ratio> = "10",
-        /// Most hash signs, and most ellipses, for each word.
+        /// The maximum of hash signs per word, and of ellipses per word.
         max_symbols: Option<Ratio> = "0.1",
         /// Largest share of lines that begin with a bullet.
         max_bullet_lines: Option<Ratio> = "0.9",
@@ -48,7 +48,7 @@ step! {
         max_ellipsis_lines: Option<Ratio> = "0.3",
         /// Least share of words with a letter.
         min_letter_words: Option<Ratio> = "0.8",
-        /// Fewest different stop words.
+        /// The minimum of different stop words.
         min_stop_words: Option<u64> = "2",
         /// The stop words, separated by spaces.
         stop_words: String = "the be to of and that have with",
@@ -62,16 +62,16 @@ step! {
         min_ended_lines: Option<Ratio> = "0.12",
         /// Largest share of short lines.
         max_short_lines: Option<Ratio> = "0.67",
-        /// Characters of a short line, at most.
+        /// The maximum of characters in a short line.
         short_line: u64 = "30",
         /// Largest share of characters in repeated lines.
         max_repeated_chars: Option<Ratio> = "0.01",
-        /// Most line ends for each word.
+        /// The maximum of line ends per word.
         max_line_ends: Option<Ratio> = "0.3",
     }
 }
 
-/// What is said of a number beyond a limit.
+/// Checks a number against a limit.
 type Bound = fn(Option<u64>, usize, &'static str) -> Option<Dropped>;
 
 impl Length {
@@ -86,7 +86,7 @@ impl Length {
             (self.min_words, &|| text.words().len(), fewer, "length: too few words"),
             (self.max_words, &|| text.words().len(), more, "length: too many words"),
         ];
-        // What no rule asks for is not counted.
+        // Numbers without a limit are not computed.
         rules.into_iter().find_map(|(limit, number, broken, reason)| {
             limit.and_then(|_| broken(limit, number(), reason))
         })
@@ -140,7 +140,7 @@ impl GopherQuality {
 
     fn judge_stop_words(&self, text: &Text<'_>) -> Option<Dropped> {
         self.min_stop_words?;
-        // One pass over the words, as long as a stop word is missing; most are told from all of them by their first byte.
+        // One pass over the words until all stop words are found; the first byte rules out most words.
         let mut missing: Vec<&[u8]> =
             self.stop_words.split_whitespace().map(str::as_bytes).collect();
         let stops = missing.len();

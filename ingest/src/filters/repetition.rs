@@ -1,7 +1,7 @@
 //! Whether a text repeats itself: the rules of Gopher (Rae et al. 2021, A1.2).
 //!
 //! Lines and paragraphs that occurred before; the share of the most frequent 2- to 4-gram of words; the share of 5- to
-//! 10-grams that occurred before, without counting a character twice.
+//! 10-grams that occurred before, counting each character once.
 
 use contract::Ratio;
 use xxhash_rust::xxh3::xxh3_64;
@@ -134,14 +134,14 @@ pub(crate) fn repeated<'a>(parts: impl ExactSizeIterator<Item = &'a str>) -> (us
     (again, length)
 }
 
-/// The words of a text, end to end, so that a run of words is a range of bytes.
+/// The words of a text joined without spaces, so that a run of words is a range of bytes.
 struct Grams {
     solid: String,
     /// Where each word ends in `solid`, in bytes and in characters.
     ends: Vec<(usize, usize)>,
     /// The hash of each word.
     words: Vec<u64>,
-    /// One set for all lengths of run: a new one for each would be fresh memory nine times a document.
+    /// One set, reused for all lengths of runs: new ones would allocate memory nine times per document.
     seen: Seen,
 }
 
@@ -169,13 +169,13 @@ impl Grams {
 
     /// Characters in all occurrences of the most frequent run of `n` words, spaces between them included.
     ///
-    /// Of runs equally frequent the first counts, as in the reference.
+    /// Of equally frequent runs the first one counts, as in the reference.
     fn top(&mut self, n: usize) -> usize {
         let count = self.ends.len().saturating_sub(n);
         self.seen.empty(count);
         let mut times: Vec<(usize, usize)> = Vec::new();
         for first in 0..count {
-            // Over words and not their bytes: "a bc" is not "ab c".
+            // Hashes of words, not of joined bytes: "a bc" is not "ab c".
             let hash = self.words[first..first + n]
                 .iter()
                 .fold(n as u64, |hash, word| (hash ^ word).wrapping_mul(MIX).rotate_left(29));
@@ -188,7 +188,7 @@ impl Grams {
         best.map_or(0, |(times, first)| times * (self.chars(*first, n) + n - 1))
     }
 
-    /// Characters in runs of `n` words that occurred before, no character twice.
+    /// Characters in runs of `n` words that occurred before, each character counted once.
     fn repeated(&mut self, n: usize) -> usize {
         let count = self.ends.len().saturating_sub(n);
         self.seen.empty(count);
@@ -206,10 +206,10 @@ impl Grams {
     }
 }
 
-/// An odd constant with bits everywhere (2^64 over the golden ratio).
+/// An odd constant with well-mixed bits (2^64 over the golden ratio).
 const MIX: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A set of hashes in the order in which they came: open addressing, half full.
+/// A set of hashes in order of insertion: open addressing, at most half full.
 #[derive(Default)]
 struct Seen {
     slots: Vec<(u64, u32)>,
@@ -217,14 +217,14 @@ struct Seen {
 }
 
 impl Seen {
-    /// Makes it a set of nothing, with room for `most`.
+    /// Clears the set and reserves space for `most` hashes.
     fn empty(&mut self, most: usize) {
         self.slots.clear();
         self.slots.resize((2 * most + 1).next_power_of_two(), (0, u32::MAX));
         self.count = 0;
     }
 
-    /// Adds a hash, or says as which it came before.
+    /// Adds a hash, or returns the position of the earlier one.
     fn insert(&mut self, hash: u64) -> Result<(), usize> {
         let mask = self.slots.len() - 1;
         let mut at = (hash.wrapping_mul(MIX) >> 32) as usize & mask;
@@ -249,7 +249,7 @@ mod tests {
 
     use super::*;
 
-    /// The reference, word for word: strings instead of hashes.
+    /// The reference implementation: strings instead of hashes.
     fn slow_repeated(words: &[&str], n: usize) -> usize {
         let (mut seen, mut length, mut at) = (std::collections::BTreeSet::new(), 0, 0);
         while at + n <= words.len() {

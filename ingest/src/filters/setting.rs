@@ -1,4 +1,4 @@
-//! Settings of steps: read from TOML as written, shown canonically, so that no float and no spelling decides data.
+//! Settings of steps: read from TOML as text and shown canonically, so that neither floats nor spelling affect data.
 
 use contract::framed::quoted;
 use contract::{Fault, Ratio, Result};
@@ -6,7 +6,7 @@ use settings::{File, Spanned, Table, Value};
 
 use super::Dropped;
 
-/// The settings of one step, as they are written.
+/// The settings of one step, as written.
 pub(crate) struct Settings<'a> {
     /// The corpus file.
     pub(crate) file: &'a File,
@@ -26,7 +26,7 @@ impl<'a> Settings<'a> {
         unknown.map_or(Ok(()), |key| Err(self.file.unknown_key(key, what, known.iter().copied())))
     }
 
-    /// The strings of a list that may not be empty.
+    /// The strings of a list, which may not be empty.
     pub(crate) fn texts(&self, key: &str, list: &Spanned<Value>) -> Result<Vec<String>> {
         let texts = list.get_ref().as_array().and_then(|list| {
             list.iter().map(|text| text.as_str().map(str::to_owned)).collect::<Option<Vec<_>>>()
@@ -36,7 +36,7 @@ impl<'a> Settings<'a> {
             .ok_or_else(|| self.file.wrong(key, list, "a list of strings, at least one"))
     }
 
-    /// A setting; `default` is what a person would write.
+    /// A setting; `default` is written as users would write it.
     pub(crate) fn read<T: Setting>(&self, key: &str, default: &str) -> Result<T> {
         let Some(value) = self.get(key) else {
             let wrong = || Fault::bug(format!("the default of `{key}` is wrong"));
@@ -48,12 +48,12 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// A value that decides what a step does.
+/// A value that affects what a step does.
 pub(crate) trait Setting: Sized {
-    /// What a wrong value is answered with.
+    /// What is wanted, for error messages.
     const WANTED: &'static str;
 
-    /// The same, where a rule can also be switched off.
+    /// The same for a rule that can be switched off.
     fn wanted() -> String {
         Self::WANTED.to_owned()
     }
@@ -61,7 +61,7 @@ pub(crate) trait Setting: Sized {
     /// Reads the text of a TOML value, without quotes.
     fn parse(text: &str) -> Option<Self>;
 
-    /// The one spelling that enters the identity of a store.
+    /// The canonical spelling, which enters the identity of a store.
     fn show(&self) -> String;
 }
 
@@ -116,8 +116,8 @@ impl<T: Setting> Setting for Option<T> {
     }
 }
 
-/// Declares a step: its name in `corpus.toml`, its version, which rises whenever it gives another output for the same
-/// input (`versions` holds it), and its settings with their defaults as a person would write them.
+/// Declares a step: its name in `corpus.toml`, its version, which must increase when the output for the same input
+/// changes (checked by `versions`), and its settings with their defaults as users would write them.
 macro_rules! step {
     ($(#[$doc:meta])* $name:ident = $step:literal version $version:literal {
         $($(#[$field_doc:meta])* $field:ident: $kind:ty = $default:literal,)*
@@ -163,7 +163,7 @@ macro_rules! step {
     };
 }
 
-/// Declares what is one of several steps.
+/// Declares an enum of several steps.
 macro_rules! one_of {
     ($(#[$doc:meta])* $name:ident { $($step:ident($settings:ty),)* }) => {
         $(#[$doc])*
@@ -214,7 +214,7 @@ pub(crate) fn below(
     Some(Dropped::new(reason, share(part, whole)))
 }
 
-/// Dropped for `reason` if `part` of `whole` is more than the limit, exactly. Nothing of nothing is no more than anything.
+/// Dropped for `reason` if `part` of `whole` is more than the limit, exactly. Zero of zero is never more.
 pub(crate) fn above(
     limit: Option<Ratio>,
     (part, whole): (usize, usize),
@@ -228,7 +228,7 @@ fn times(number: usize, factor: u64) -> u128 {
     number as u128 * u128::from(factor)
 }
 
-/// A share as a person reads it.
+/// A share in readable form.
 fn share(part: usize, whole: usize) -> String {
     format!("{:.3}", part as f64 / whole.max(1) as f64)
 }

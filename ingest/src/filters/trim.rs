@@ -1,7 +1,8 @@
-//! Answer-preserving trimming: a document of reasoning that is longer than the context loses reasoning, not its answer.
+//! Answer-preserving trimming: a reasoning document that exceeds the context loses reasoning, not its answer.
 //!
-//! What fits stays. Otherwise the end of the last block of reasoning goes, right before the answer, as much as must. If
-//! that is not enough, the blocks before it go whole, and the same is done again. What is still too long goes.
+//! A document that fits is unchanged. Otherwise as much as necessary is cut from the end of the last reasoning block,
+//! right before the answer. If that is not enough, the blocks before it are removed whole, and the last one is cut
+//! again. A document that is still too long is dropped.
 
 use contract::Result;
 
@@ -11,26 +12,26 @@ use super::setting::step;
 step! {
     /// Answer-preserving trimming.
     Trim = "trim" version 1 {
-        /// Tokens that a document may have, those put before and after it included.
+        /// The maximum of tokens in a document, including those put before and after it.
         context: u64 = "4096",
-        /// What begins a block of reasoning.
+        /// The start marker of a reasoning block.
         open: String = "<think>",
-        /// What ends it.
+        /// The end marker of one.
         close: String = "</think>",
-        /// Whether a document without such a block stays, however long.
+        /// Whether a document without such a block is kept, however long.
         keep_unmarked: bool = "false",
     }
 }
 
 impl Trim {
-    /// The first key without which no block of reasoning could be told from its surroundings, if it is empty.
+    /// The name of an empty marker, with which no reasoning block can be found.
     pub(crate) fn empty_marker(&self) -> Option<&'static str> {
         [("open", &self.open), ("close", &self.close)]
             .into_iter()
             .find_map(|(key, marker)| marker.is_empty().then_some(key))
     }
 
-    /// The text as it fits, if it has to be another one; `count` gives its tokens.
+    /// The text that fits, if it has to change; `count` counts its tokens.
     pub(crate) fn change(
         &self,
         text: &str,
@@ -57,7 +58,7 @@ impl Trim {
         Ok(Err(Dropped::new("trim: longer than the context without its reasoning", tokens)))
     }
 
-    /// The ranges of reasoning, without what opens and closes them.
+    /// The ranges of reasoning, without the markers.
     fn blocks(&self, text: &str) -> Vec<std::ops::Range<usize>> {
         let (mut blocks, mut at) = (Vec::new(), 0);
         while let Some(open) = text[at..].find(&self.open) {
@@ -78,7 +79,7 @@ impl Trim {
         kept + &text[at..]
     }
 
-    /// The text with as much of the thought as fits; nothing if even without it there are too many tokens.
+    /// The text with as much of the thought as fits; none if it is too long even without the thought.
     fn cut(
         &self,
         head: &str,
@@ -94,7 +95,7 @@ impl Trim {
         if fits(thought.len())? {
             return Ok(Some(joined(thought.len())));
         }
-        // `fitting` fits, `beyond` does not, until they are neighbours.
+        // Invariant: `fitting` fits and `beyond` does not; the search ends when they are adjacent.
         let (mut fitting, mut beyond) = (0, thought.len());
         loop {
             let mut middle = thought.floor_char_boundary(fitting + (beyond - fitting) / 2);
@@ -132,7 +133,7 @@ mod tests {
         let kept = |context| trim(context, text).unwrap().unwrap();
         assert_eq!(kept(length - 1), "Q<think>abcd</think>A\nR<think>efg</think>B");
         assert_eq!(kept(length - 4), "Q<think>abcd</think>A\nR<think></think>B");
-        // One less, and the block before goes whole: the last may then stay whole.
+        // One token less: the previous block is removed whole, so the last one may fit uncut.
         assert_eq!(kept(length - 5), "QA\nR<think>efgh</think>B");
         assert_eq!(kept(20), "QA\nR<think></think>B");
         assert_eq!(

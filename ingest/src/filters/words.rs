@@ -2,7 +2,7 @@
 //!
 //! The thresholds of Gopher and FineWeb were set on words of a linguistic tokenizer: punctuation stands alone, `don't`
 //! is two words, a hyphen splits. The rules here are those of spaCy's blank English tokenizer without its long list of
-//! exceptions. Space, lines and ends of lines are Python's, which the reference implementations are written in.
+//! exceptions. White space and line ends are Python's, since the reference implementations are written in Python.
 
 mod cut;
 
@@ -10,32 +10,32 @@ use std::cell::OnceCell;
 
 use cut::CutWords;
 
-/// A text and what was found in it so far.
+/// A text with its words, once they are known.
 pub(crate) struct Text<'a> {
     pub(crate) text: &'a str,
     words: OnceCell<Words>,
 }
 
-/// The words of a text, as byte ranges, and what is counted of them all.
+/// The words of a text, as byte ranges, and counts over them.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Words {
     spans: Vec<(usize, usize)>,
     tally: Tally,
 }
 
-/// What is counted of words while they are cut.
+/// Counts over words, updated while they are cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     /// Words that hold more than punctuation.
     pub(crate) solid: usize,
-    /// The characters of these.
+    /// The characters of these words.
     pub(crate) chars: usize,
     /// Words with a letter.
     pub(crate) lettered: usize,
 }
 
 impl<'a> Text<'a> {
-    /// A text; its words are cut when they are first asked for.
+    /// A text; its words are cut at their first use.
     #[cfg(test)]
     pub(crate) fn new(text: &'a str) -> Self {
         Text { text, words: OnceCell::new() }
@@ -46,7 +46,7 @@ impl<'a> Text<'a> {
         self.cut().spans.iter().map(|(start, end)| &self.text[*start..*end])
     }
 
-    /// What is counted of its words.
+    /// The counts over its words.
     pub(crate) fn tally(&self) -> Tally {
         self.cut().tally
     }
@@ -55,7 +55,7 @@ impl<'a> Text<'a> {
         self.words.get_or_init(|| words(self.text))
     }
 
-    /// The words cut so far, for the same text at the next step.
+    /// The words, if they were cut, for the next step on the same text.
     pub(crate) fn into_words(self) -> Option<Words> {
         self.words.into_inner()
     }
@@ -66,21 +66,21 @@ impl<'a> Text<'a> {
     }
 }
 
-/// What Python's `str.isspace` says of a character.
+/// Python's `str.isspace` for a character.
 pub(crate) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// What Python's `str.strip` leaves.
+/// Python's `str.strip`.
 pub(crate) fn strip(text: &str) -> &str {
     match text.as_bytes() {
-        // Most lines begin and end in a sign that is plain to see.
+        // Most lines begin and end with a visible ASCII character.
         [b'!'..=b'~'] | [b'!'..=b'~', .., b'!'..=b'~'] => text,
         _ => text.trim_matches(is_space),
     }
 }
 
-/// What Python's `str.splitlines` gives: more ends of lines than one would think, and none after the last.
+/// Python's `str.splitlines`: it has unusual line ends too, and no empty line after the last one.
 pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
     let mut rest = text;
     std::iter::from_fn(move || {
@@ -100,9 +100,9 @@ pub(crate) fn lines(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// Where the first end of a line stands in a text.
+/// The position of the first line end in a text.
 fn line_end(bytes: &[u8]) -> Option<usize> {
-    // By bytes: U+0085, U+2028 and U+2029 are the only ends of lines beyond ASCII.
+    // On bytes: U+0085, U+2028 and U+2029 are the only line ends beyond ASCII.
     let ends = |at: usize| match bytes[at] {
         b'\n'..=b'\r' | 0x1c..=0x1e => true,
         0xc2 => bytes[at + 1] == 0x85,
@@ -112,7 +112,7 @@ fn line_end(bytes: &[u8]) -> Option<usize> {
     let mut at = 0;
     while at < bytes.len() {
         if let Some(next) = bytes[at..].first_chunk::<16>()
-            // All of them without a branch: neither control characters nor bytes beyond ASCII.
+            // All bytes without a branch: neither control characters nor bytes beyond ASCII.
             && next.iter().fold(true, |plain, byte| plain & (b' '..0x80).contains(byte))
         {
             at += next.len();
@@ -127,7 +127,7 @@ fn line_end(bytes: &[u8]) -> Option<usize> {
     None
 }
 
-/// The number of characters, which is what the published rules call length.
+/// The number of characters, which the published rules call length.
 pub(crate) fn chars(text: &str) -> usize {
     if text.is_ascii() { text.len() } else { text.chars().count() }
 }
@@ -167,8 +167,8 @@ fn words(text: &str) -> Words {
     found.words
 }
 
-/// Punctuation other than ends of sentences, and control characters: a word of nothing else is no word. Like the next, a
-/// table of first and last characters.
+/// Punctuation other than sentence ends, and control characters: a word of nothing else is not counted. Like the next
+/// one, a table of first and last characters.
 const PUNCTUATION: &[u32] = &[
     0x0, 0x8, 0xb, 0x1f, 0x22, 0x2d, 0x2f, 0x2f, 0x3a, 0x3e, 0x40, 0x40, 0x5b, 0x60, 0x7b, 0x9f,
     0xab, 0xab, 0xb4, 0xb4, 0xbb, 0xbb, 0x2013, 0x2014, 0x2019, 0x2019, 0x201c, 0x201e, 0x2026,
@@ -177,7 +177,7 @@ const PUNCTUATION: &[u32] = &[
     0xff5e,
 ];
 
-/// Ends of sentences in all scripts (Unicode's Sentence_Terminal).
+/// Sentence ends in all scripts (Unicode's Sentence_Terminal).
 const TERMINAL: &[u32] = &[
     0x21, 0x21, 0x2e, 0x2e, 0x3f, 0x3f, 0x589, 0x589, 0x61d, 0x61f, 0x6d4, 0x6d4, 0x700, 0x702,
     0x7f9, 0x7f9, 0x837, 0x837, 0x839, 0x839, 0x83d, 0x83e, 0x964, 0x965, 0x104a, 0x104b, 0x1362,
@@ -210,7 +210,7 @@ pub(crate) fn is_terminal(c: char) -> bool {
 /// Whether a character is punctuation or control.
 pub(crate) fn is_punctuation(c: char) -> bool {
     match c {
-        // The tables' part below 0x80, ends of sentences included.
+        // The tables' entries below 0x80, sentence ends included.
         '\0'..='\u{8}' | '\u{b}'..='\u{1f}' | '!'..='/' | ':'..='@' | '['..='`' => true,
         '{'..='\u{7f}' => true,
         c if c.is_ascii() => false,
@@ -218,7 +218,7 @@ pub(crate) fn is_punctuation(c: char) -> bool {
     }
 }
 
-/// The number of sentences: one begins with the first word, and with each that follows the end of another.
+/// The number of sentences: one begins with the first word, and with each word that follows a sentence end.
 pub(crate) fn sentences(text: &str) -> usize {
     let (mut count, mut ended) = (0, true);
     for (start, end) in words(text).spans {

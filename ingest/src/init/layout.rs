@@ -1,4 +1,4 @@
-//! What of a record is its text: by the names that published corpora use, and else by what holds the most.
+//! Which fields of a record are its text: by the names in published corpora, otherwise by size.
 
 use std::collections::BTreeMap;
 
@@ -8,15 +8,15 @@ use super::model::Model;
 use crate::recipe::chat::{Paths, Rendered};
 use crate::source::names;
 
-/// Fields that hold the text in published corpora, the likeliest first.
+/// Fields that hold the text in published corpora, most likely first.
 const TEXTS: [&str; 8] =
     ["text", "content", "raw_content", "body", "document", "markdown", "article", "passage"];
 /// Fields that hold a chat.
 const CHATS: [&str; 5] = ["messages", "conversations", "conversation", "dialog", "chosen"];
-/// What says in a message who speaks, and what.
+/// The fields of a message: who speaks, and what.
 const TURNS: [[&str; 2]; 4] =
     [["role", "content"], ["from", "value"], ["role", "value"], ["speaker", "text"]];
-/// Fields that make a text together, the likeliest first; of two sets that fit the one of more fields stands first.
+/// Sets of fields that make a text together, most likely first; a set comes before its subsets.
 const SETS: [&[&str]; 16] = [
     &["instruction", "input", "output"],
     &["instruction", "context", "response"],
@@ -38,23 +38,23 @@ const SETS: [&[&str]; 16] = [
 /// Fields that hold an id.
 const IDS: [&str; 9] =
     ["id", "uid", "doc_id", "url", "uuid", "_id", "document_id", "prompt_id", "warc_record_id"];
-/// How deep in a record strings are looked for.
+/// The depth to which strings are searched for in a record.
 const DEPTH: usize = 3;
 
-/// What of a record is its text.
+/// The text of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Text {
     /// The whole file.
     File,
     /// The string at a path.
     At(String),
-    /// Several fields, put into a template.
+    /// Several fields in a template.
     Fields { paths: Vec<String>, template: String },
     /// The messages of a chat, each with who speaks and what.
     Chat { path: String, turn: [&'static str; 2] },
-    /// A chat whose messages are no plain text, as JSON.
+    /// A chat whose messages are not plain text, as JSON.
     ChatJson(String),
-    /// A chat by the chat template of a model, which stands in a file.
+    /// A chat rendered by a model's chat template, from a file.
     Rendered { chat: Rendered, file: &'static str },
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Layout {
 /// Records and their bytes.
 pub(super) type Records = [(Value, u64)];
 
-/// What stands at a path.
+/// The value at a path.
 fn at<'a>(record: &'a Value, path: &str) -> Option<&'a Value> {
     names::of(path).iter().try_fold(record, |value, name| value.get(name))
 }
@@ -79,7 +79,7 @@ fn is_string(record: &Value, path: &str) -> bool {
 }
 
 impl Text {
-    /// The keys of a source that say so.
+    /// The keys of a `[[source]]` for this layout.
     pub(super) fn keys(&self) -> Vec<(&'static str, String)> {
         match self {
             Text::File => Vec::new(),
@@ -99,7 +99,7 @@ impl Text {
         }
     }
 
-    /// Whether most records have it.
+    /// Whether most records have this layout.
     pub(super) fn fits(&self, records: &Records) -> bool {
         let fits = records.iter().filter(|(record, _)| match self {
             Text::File => false,
@@ -114,7 +114,7 @@ impl Text {
         fits.count() * 2 > records.len()
     }
 
-    /// The share of a file's records that is text: so many bytes of so many.
+    /// The share of text in a file's records: text bytes and all bytes.
     pub(super) fn share(&self, records: &Records) -> (u64, u64) {
         let length = |record: &Value, path: &str| match at(record, path) {
             Some(Value::String(text)) => text.len() as u64,
@@ -139,27 +139,27 @@ impl Text {
     }
 }
 
-/// The messages of a chat; none where something else stands there.
+/// The messages of a chat; none if the value is something else.
 fn turns<'a>(record: &'a Value, path: &str, turn: [&str; 2]) -> Option<&'a Vec<Value>> {
     let turns = at(record, path)?.as_array()?;
     let first = turns.first()?.as_object()?;
     first.contains_key(turn[0]).then_some(turns)
 }
 
-/// Whether a message says who speaks and what, as text.
+/// Checks that a message has both fields as text.
 fn is_spoken(turn: [&'static str; 2]) -> impl Fn(&Value) -> bool {
     move |message| turn.iter().all(|key| message.get(key).is_some_and(Value::is_string))
 }
 
-/// What of these records is their text, and why; `holds_text` says whether a build would take the text from a path. Chats go
-/// through the template of a `model`, if it takes all of them.
+/// The text of these records, and why; `holds_text` tells whether a build would accept the text from a path. Chats are
+/// rendered by the template of a `model`, if it accepts all of them.
 pub(super) fn text(
     records: &Records,
     model: Option<&Model>,
     holds_text: impl Fn(&str) -> bool,
 ) -> Option<(Text, String)> {
     let mut strings = strings(records);
-    // A row as JSON shows a time as a string, which no column of text is.
+    // A row as JSON shows a time as a string, but its column is not a text column.
     strings.retain(|path, _| holds_text(path));
     if let Some(path) = TEXTS.iter().find(|path| strings.contains_key(**path)) {
         return Some((Text::At((*path).to_owned()), format!("the text is `{path}`, by its name")));
@@ -200,14 +200,14 @@ fn chat(records: &Records) -> Option<(Text, String)> {
     Some((Text::ChatJson(path), why))
 }
 
-/// The same chats by the template of a model.
+/// The same chats, rendered by the template of a model.
 fn rendered(records: &Records, found: &Text, model: &Model) -> Option<(Text, String)> {
     let (Text::Chat { path, .. } | Text::ChatJson(path)) = found else { return None };
     let has_tools = records.iter().any(|(record, _)| record.get(TOOLS).is_some_and(is_list));
     let tools = has_tools.then(|| TOOLS.to_owned());
     let chat = model.rendered(Paths { messages: path.clone(), tools })?;
     let mut chats = records.iter().filter(|(record, _)| turns(record, path, TURNS[0]).is_some());
-    // The template of one model takes messages of its roles alone.
+    // A model's template accepts only messages of its own roles.
     if !chats.all(|(record, _)| chat.text(&record.to_string()).is_ok()) {
         return None;
     }
@@ -216,21 +216,21 @@ fn rendered(records: &Records, found: &Text, model: &Model) -> Option<(Text, Str
     text.fits(records).then_some((text, why))
 }
 
-/// Where records of chats hold the tools that they were given.
+/// The field of chat records that holds the available tools.
 const TOOLS: &str = "tools";
 
-/// Whether this is a list, or a text that is one as JSON.
+/// Whether this is a list, or a string that holds one as JSON.
 fn is_list(value: &Value) -> bool {
     value.is_array() || value.as_str().is_some_and(|text| text.trim_start().starts_with('['))
 }
 
-/// Fields that make a text together.
+/// A set of fields that make a text together.
 fn set(records: &Records, strings: &BTreeMap<String, u64>) -> Option<(Text, String)> {
     let there = |set: &&&[&str]| set.iter().all(|path| strings.contains_key(*path));
     let every = |set: &&&[&str]| {
         records.iter().all(|(record, _)| set.iter().all(|path| is_string(record, path)))
     };
-    // Rather one that every record has.
+    // A set that every record has is preferred.
     let found = SETS.iter().filter(there).find(every).or_else(|| SETS.iter().find(there))?;
     let paths: Vec<String> = found.iter().map(|path| (*path).to_owned()).collect();
     let template = match **found {
@@ -253,7 +253,7 @@ fn label(name: &str) -> String {
     name[..1].to_uppercase() + &name[1..]
 }
 
-/// Whether the space between a prompt and what follows is theirs.
+/// Whether prompt and continuation already have a space between them.
 fn is_glued(records: &Records, second: &str) -> bool {
     let text = |record: &Value, path: &str| at(record, path)?.as_str().map(str::to_owned);
     let glued = records.iter().filter(|(record, _)| {
@@ -263,7 +263,7 @@ fn is_glued(records: &Records, second: &str) -> bool {
     glued.count() * 2 > records.len()
 }
 
-/// Where an id of every record that has one stands: a string or an integer by a known name, rather further out.
+/// The path of an id: a known name whose value is a string or an integer wherever it is present, outermost first.
 pub(super) fn id(records: &Records, holds_id: impl Fn(&str) -> bool) -> Option<String> {
     let mut paths: BTreeMap<(usize, usize, String), bool> = BTreeMap::new();
     for (record, _) in records {
@@ -277,7 +277,7 @@ pub(super) fn id(records: &Records, holds_id: impl Fn(&str) -> bool) -> Option<S
             *paths.entry(key).or_insert(true) &= fits || value.is_null();
         });
     }
-    // Null in all of them is no id either.
+    // A field that is null in all records is not an id.
     let some = |path: &str| {
         records.iter().any(|(record, _)| at(record, path).is_some_and(|value| !value.is_null()))
     };
@@ -285,7 +285,7 @@ pub(super) fn id(records: &Records, holds_id: impl Fn(&str) -> bool) -> Option<S
     paths.find(|path| some(path) && holds_id(path))
 }
 
-/// The bytes that each field of strings holds, those of objects inside too.
+/// The size of each field of strings, including those inside objects.
 fn strings(records: &Records) -> BTreeMap<String, u64> {
     let mut bytes = BTreeMap::new();
     for (record, _) in records {
@@ -302,7 +302,8 @@ fn joined(path: &[String]) -> String {
     path.iter().map(|name| names::escaped(name)).collect::<Vec<_>>().join(".")
 }
 
-/// Every value of a record that is no object, with its path. No path can say an empty name, or one with a backslash at its end.
+/// Visits every value of a record that is not an object, with its path. A path cannot express an empty name, or one
+/// that ends in a backslash.
 fn walk(value: &Value, path: &mut Vec<String>, each: &mut impl FnMut(&[String], &Value)) {
     match value {
         Value::Object(members) if path.len() < DEPTH => {

@@ -1,4 +1,4 @@
-//! The model whose tokenizer lies in the folder, as far as chats need it.
+//! The model whose tokenizer is in the folder, as far as chats need it.
 
 use std::path::Path;
 
@@ -6,10 +6,10 @@ use store::Location;
 
 use crate::recipe::chat::{ChatFile, Paths, Rendered};
 
-/// Where a chat template stands, the newer place first.
+/// The files that may hold a chat template, newer convention first.
 const FILES: [&str; 2] = ["chat_template.jinja", "tokenizer_config.json"];
 
-/// A chat template beside the tokenizer that has its control tokens.
+/// A chat template next to the tokenizer that has its control tokens.
 pub(super) struct Model {
     /// The name of its file.
     pub(super) file: &'static str,
@@ -17,7 +17,7 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// That of a folder, if one lies there that can be read.
+    /// The model of a folder, if its files can be read.
     pub(super) fn of(folder: &Path) -> Option<Model> {
         if !folder.join("tokenizer.json").is_file() {
             return None;
@@ -29,7 +29,7 @@ impl Model {
         FILES.into_iter().find_map(read)
     }
 
-    /// Its template for chats at `paths`; none where it needs a day, which only a person can name.
+    /// Its template for chats at `paths`; none if it needs a date, which only the user can choose.
     pub(super) fn rendered(&self, paths: Paths) -> Option<Rendered> {
         Rendered::new(paths, self.read.clone(), None).ok()
     }

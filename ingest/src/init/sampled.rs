@@ -1,4 +1,4 @@
-//! The first records of a file, and how many bytes of records it holds.
+//! The first records of a file, and the estimated size of all its records.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -8,24 +8,24 @@ use serde_json::Value;
 
 use crate::source::{self, Fields, Format, Limits, Parsed};
 
-/// Records looked at for a guess.
+/// The number of records used for a guess.
 pub(super) const RECORDS: usize = 100;
 
-/// Bytes of a file that are read to see how much it is compressed.
+/// Bytes of a file that are read to measure its compression.
 const RAW_BYTES: u64 = 1 << 20;
 
-/// Files of one ending for which that is looked at.
+/// The number of files per extension whose compression is measured.
 const MEASURED: u64 = 3;
 
-/// What was seen of a file.
+/// What was read of a file.
 pub(super) struct Sample {
     /// Its first records that are objects, each with its bytes as JSON.
     pub(super) records: Vec<(Value, u64)>,
-    /// The bytes of all its records, about.
+    /// The estimated size of all its records.
     pub(super) bytes: u64,
 }
 
-/// How many bytes come of those of a file, by the ending of its name.
+/// Measured compression ratios, by file extension.
 #[derive(Default)]
 pub(super) struct Ratios(BTreeMap<String, Measured>);
 
@@ -46,7 +46,7 @@ struct Read {
 }
 
 impl Ratios {
-    /// Looks at a file of so many bytes.
+    /// Samples a file of this size.
     pub(super) fn sample(
         &mut self,
         path: &Path,
@@ -58,7 +58,7 @@ impl Ratios {
         let packed = format == Format::Arrow || Format::is_compressed(ending);
         let least = if packed && measured.files < MEASURED { RAW_BYTES } else { 0 };
         if format == Format::Text && least == 0 {
-            // Nothing of it is guessed.
+            // Uncompressed: nothing is estimated.
             let bytes = if packed { scaled(size, measured.records, measured.raw) } else { size };
             return Ok(Sample { records: Vec::new(), bytes });
         }
@@ -84,12 +84,12 @@ impl Ratios {
     }
 }
 
-/// `value` x `by` / `of`, which is not more than any file holds.
+/// `value` x `by` / `of`, which fits a file size.
 fn scaled(value: u64, by: u64, of: u64) -> u64 {
     u64::try_from(u128::from(value) * u128::from(by) / u128::from(of.max(1))).unwrap_or(u64::MAX)
 }
 
-/// The first records of a file, and what was read of it: `least` bytes unless it ends before.
+/// The first records of a file, and how much was read: at least `least` bytes, unless the file is shorter.
 fn first(path: &Path, format: Format, least: u64) -> Result<(Vec<(Value, u64)>, Read)> {
     let every = Fields::record(std::iter::empty::<String>(), None);
     let mut input = source::open(path, format, &every, &Limits::default())?;
@@ -112,7 +112,7 @@ fn first(path: &Path, format: Format, least: u64) -> Result<(Vec<(Value, u64)>, 
             }
         }
         read.raw = input.content().0;
-        // The identity of a Parquet file follows its row groups: its own count of rows says how much is left.
+        // The identity of a Parquet file is read after its row groups: its row count gives the remaining size.
         if format == Format::Parquet && read.rows > 0 {
             break;
         }

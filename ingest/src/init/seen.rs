@@ -1,7 +1,7 @@
-//! What lies in a folder: files that can become a source, and those that are passed over.
+//! The content of a folder: files that can become a source, and those that are skipped.
 //!
-//! Folders of Hugging Face's `datasets` are known by their metadata: of what `save_to_disk` wrote only the files that
-//! `state.json` names are data, and splits to test on are no text to train on.
+//! Folders of Hugging Face `datasets` are recognized by their metadata: of a `save_to_disk` folder only the files named
+//! in `state.json` are data, and test splits are not used for training.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -21,35 +21,35 @@ use crate::source::{Format, kinds};
 
 /// A file that can become part of a source.
 pub(super) struct Input {
-    /// The parts of its name, from the folder on.
+    /// The parts of its name, relative to the folder.
     pub(super) parts: Vec<String>,
     pub(super) path: PathBuf,
     pub(super) bytes: u64,
 }
 
-/// What lies in a folder.
+/// The content of a folder.
 #[derive(Default)]
 pub(super) struct Seen {
     pub(super) files: Vec<Input>,
     /// The other files, each with the reason.
     pub(super) passed_over: Vec<String>,
-    /// Every file that a pattern may name, those passed over included.
+    /// Every file that a pattern may match, including skipped ones.
     pub(super) names: Vec<Vec<String>>,
-    /// Folders that are passed over, and into which a pattern would lead.
+    /// Skipped folders that a pattern could enter.
     pub(super) closed: Vec<Vec<String>>,
 }
 
-/// What is known of a folder from its metadata.
+/// What the metadata of a folder says.
 #[derive(Clone, Default)]
 struct Known {
-    /// Whether it is a data set of Hugging Face's, or lies in one.
+    /// Whether it is a Hugging Face data set, or is inside one.
     is_dataset: bool,
-    /// The only files of it that are data, where something says so.
+    /// The only files of the folder that are data, if the metadata names them.
     data: Option<BTreeSet<String>>,
 }
 
 impl Seen {
-    /// All that lies below `folder`.
+    /// Everything below `folder`.
     pub(super) fn below(folder: &Path) -> Result<Self> {
         let mut seen = Seen::default();
         walk(folder, &Known::default(), &mut Vec::new(), &mut seen)?;
@@ -57,7 +57,7 @@ impl Seen {
         Ok(seen)
     }
 
-    /// Leaves of the names of one file the first, and rather one that is no link.
+    /// Keeps one name per file: the first, preferring one that is not a link.
     fn take_each_once(&mut self) -> Result<()> {
         let mut files = Vec::new();
         for file in std::mem::take(&mut self.files) {
@@ -82,10 +82,10 @@ impl Seen {
     }
 }
 
-/// Names that are told before the rest is counted.
+/// The number of names listed before the rest is only counted.
 const TOLD: usize = 5;
 
-/// The first names of a list, and how many more there are.
+/// The first names of a list, and the number of the others.
 pub(super) fn shortened(names: &[String]) -> String {
     let mut told = names.iter().take(TOLD).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > TOLD {
@@ -94,7 +94,7 @@ pub(super) fn shortened(names: &[String]) -> String {
     told
 }
 
-/// What describes data and is none, by its whole name.
+/// Files about the data, by their whole name.
 const ABOUT: [&str; 22] = [
     "added_tokens.json",
     "chat_template.json",
@@ -133,7 +133,7 @@ const ABOUT_STEMS: [&str; 9] = [
     "readme",
 ];
 
-/// Splits that nobody trains on, as data sets call them.
+/// Names of splits that are not used for training.
 const HELD_OUT: [&str; 9] =
     ["test", "testing", "eval", "evaluation", "validation", "valid", "val", "dev", "holdout"];
 
@@ -143,14 +143,14 @@ fn is_about(name: &str) -> bool {
     ABOUT.contains(&name.as_str()) || ABOUT_STEMS.contains(&stem)
 }
 
-/// The split that a name in a data set stands for, if it is one to test on: `test-00000-of-00001.parquet`, a folder `test`.
+/// The test split that a name in a data set denotes, if any: `test-00000-of-00001.parquet`, a folder `test`.
 fn held_out(name: &str) -> Option<&str> {
     let end = name.find(['-', '.', '_']).unwrap_or(name.len());
     HELD_OUT.into_iter().find(|split| name[..end].eq_ignore_ascii_case(split))
 }
 
 impl Known {
-    /// What the metadata of a folder says, in one of which this is known.
+    /// The metadata of a folder, whose parent has `above`.
     fn of(folder: &Path, above: &Known) -> Known {
         let json = |name: &str| -> Option<Value> {
             serde_json::from_slice(&regular::read(&folder.join(name)).ok()?).ok()
@@ -167,7 +167,7 @@ impl Known {
     }
 }
 
-/// Whether the folder's README begins with what the hub knows of a data set.
+/// Whether the folder's README begins with the metadata of a data set on the hub.
 fn has_card(folder: &Path) -> bool {
     let card = regular::read(&folder.join("README.md")).unwrap_or_default();
     let card = String::from_utf8_lossy(&card);
@@ -176,7 +176,7 @@ fn has_card(folder: &Path) -> bool {
     head.is_some_and(|head| head.lines().any(is_key))
 }
 
-/// Every file below, by its parts; hidden names and stores are passed over.
+/// Every file below, by the parts of its name; hidden names and stores are skipped.
 fn walk(folder: &Path, above: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
     let known = Known::of(folder, above);
     for path in disk::entries(folder)? {
@@ -185,7 +185,7 @@ fn walk(folder: &Path, above: &Known, parts: &mut Vec<String>, seen: &mut Seen) 
             continue;
         }
         let Some(name) = name.to_str() else {
-            // The globs that are written would name it, and a build would stop there.
+            // The written globs would match it, and a build would fail on it.
             if path.is_dir() || Format::guess(Path::new(&*name.to_string_lossy())).is_some() {
                 return Err(Fault::usage("this name is not UTF-8")
                     .at(path.display().to_string())
@@ -200,16 +200,16 @@ fn walk(folder: &Path, above: &Known, parts: &mut Vec<String>, seen: &mut Seen) 
     Ok(())
 }
 
-/// What one name stands for.
+/// Classifies one directory entry.
 fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> Result<()> {
     let name = parts.last().map_or("", String::as_str);
-    // What a killed run left of them is replaced by the next one, and no reason for another text.
+    // Incomplete files of a killed run are replaced by the next one, so they do not matter.
     let whole = name.strip_suffix(disk::PART).unwrap_or(name);
     let ours = [CORPUS, CURRICULUM, "tokenizer.json"].contains(&whole);
     let guess = Format::guess(Path::new(name));
     let found = match fs::metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
-            // The globs that are written would name it, and a build would stop there.
+            // The written globs would match it, and a build would fail on it.
             if guess.is_some() {
                 return Err(Fault::machine("this link leads nowhere")
                     .at(path.display().to_string())
@@ -232,7 +232,7 @@ fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> 
         }
         format!("the split {split} of a data set")
     } else if found.is_dir() && path.is_symlink() {
-        // It may lead back to one above.
+        // It may lead back to a parent folder.
         seen.closed.push(parts.clone());
         "a link to a folder".to_owned()
     } else if found.is_dir() {
@@ -241,7 +241,7 @@ fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> 
             None => return walk(path, known, parts, seen),
         }
     } else {
-        // Of an empty stream nothing is read, whatever names it.
+        // An empty stream has no records, so a pattern may match it.
         if found.len() > 0 || !guess.is_some_and(Format::is_stream) {
             seen.names.push(parts.clone());
         }
@@ -258,7 +258,7 @@ fn one(path: &Path, known: &Known, parts: &mut Vec<String>, seen: &mut Seen) -> 
     Ok(())
 }
 
-/// Why a file that is no folder becomes part of no source; nothing if it may.
+/// Why a file cannot become part of a source; none if it can.
 fn no_input(
     name: &str,
     guess: Option<Format>,

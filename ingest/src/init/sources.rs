@@ -1,4 +1,4 @@
-//! Which files become a source, and the patterns that name them and no others.
+//! Groups files into sources, and makes patterns that match exactly these files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -12,7 +12,7 @@ use super::seen::{Input, Seen};
 use crate::corpus::{bracketed, check_name};
 use crate::source::{self, Fields, Format, Limits, TextAt};
 
-/// Folders whose names differ only by numbers are one source from so many on.
+/// This many folders whose names differ only in numbers become one source.
 const NUMBERED: usize = 3;
 
 /// Files that become one source.
@@ -22,18 +22,18 @@ pub(super) struct Group {
     pub(super) globs: Vec<String>,
     pub(super) layout: Layout,
     pub(super) files: u64,
-    /// The bytes of its text, about.
+    /// The estimated size of its text.
     pub(super) bytes: u64,
 }
 
-/// The files of one place and format, and what was found of them.
+/// The files of one place and format with the same layout.
 struct Found {
     layout: Layout,
     files: Vec<Input>,
     bytes: u64,
 }
 
-/// The sources that the files of a folder make, and what is told of the others.
+/// The sources made from the files of a folder, and notes about the other files.
 pub(super) fn groups(folder: &Path, seen: Seen) -> Result<(Vec<Group>, Vec<String>)> {
     let Seen { files, mut passed_over, names, closed } = seen;
     let tops = Tops::of(&files);
@@ -62,7 +62,8 @@ pub(super) fn groups(folder: &Path, seen: Seen) -> Result<(Vec<Group>, Vec<Strin
     Ok((groups, passed_over))
 }
 
-/// The files of a place by what their records look like: each by itself, so that an odd one holds up no other.
+/// Groups the files of a place by the layout of their records, one by one, so that an odd file does not affect the
+/// others.
 fn judged(
     files: Vec<Input>,
     format: Format,
@@ -112,7 +113,7 @@ fn judged(
     Ok(all)
 }
 
-/// Whether a build would take the records of a file as this says.
+/// Whether a build would accept the records of a file with this layout.
 fn fits(found: &Found, records: &Records, path: &Path, format: Format) -> bool {
     match &found.layout.text {
         Text::File => true,
@@ -120,7 +121,7 @@ fn fits(found: &Found, records: &Records, path: &Path, format: Format) -> bool {
     }
 }
 
-/// Whether a file can be opened for these fields: a columnar one says of what type its columns are.
+/// Whether a file can be opened for these fields: a columnar one must have columns of the right types.
 fn opens(path: &Path, format: Format, text: &Text, id: Option<&str>) -> bool {
     let text = match text {
         Text::At(path) => TextAt::Path(path.clone()),
@@ -130,7 +131,7 @@ fn opens(path: &Path, format: Format, text: &Text, id: Option<&str>) -> bool {
     format.is_stream() || source::open(path, format, &fields, &Limits::default()).is_ok()
 }
 
-/// What the records of a file look like.
+/// The layout of a file's records.
 fn layout(records: &Records, path: &Path, format: Format, model: Option<&Model>) -> Option<Layout> {
     if format == Format::Text {
         let why = "each file is one document".to_owned();
@@ -142,9 +143,9 @@ fn layout(records: &Records, path: &Path, format: Format, model: Option<&Model>)
     Some(Layout { text, id, why })
 }
 
-/// The folders at the top, and those that are one.
+/// The top-level folders, and which of them are merged.
 struct Tops {
-    /// The shapes of names that several share.
+    /// The shapes of names that several folders share.
     numbered: BTreeSet<String>,
 }
 
@@ -160,29 +161,28 @@ impl Tops {
         Tops { numbered: shapes.into_iter().filter_map(several).collect() }
     }
 
-    /// What stands for all folders of one source: their name, or its shape where they are several. Empty for the files that
-    /// lie in none.
+    /// The key of a source's folder: its name, or its shape if several folders share it. Empty for files at the top.
     fn place(&self, parts: &[String]) -> String {
         let Some(top) = top(parts) else { return String::new() };
         let shape = shape(top);
         if self.numbered.contains(&shape) { shape } else { top.to_owned() }
     }
 
-    /// What a source of this place is called.
+    /// The name of a source from this place.
     fn name(&self, folder: &Path, place: &str) -> String {
         let own = || folder.canonicalize().ok()?.file_name()?.to_str().map(str::to_owned);
         let plain = match self.numbered.contains(place) {
             true => place.replace('#', "").trim_matches(['-', '_', '.', ' ']).to_owned(),
             false => place.to_owned(),
         };
-        // What says nothing of the text: a data set is called as its folder is.
+        // Such a name is not informative: a data set is named after its folder.
         let says_nothing = ["data", "train", "default"].contains(&plain.as_str());
         let whole =
             if plain.is_empty() && !place.is_empty() || says_nothing { own() } else { None };
         named(&whole.unwrap_or(plain))
     }
 
-    /// The pattern for the folder at the top of a file.
+    /// The pattern for the top-level folder of a file.
     fn pattern(&self, parts: &[String]) -> String {
         let top = top(parts).unwrap_or_default();
         let digit = |c: char| if c.is_ascii_digit() { "[0-9]".to_owned() } else { c.to_string() };
@@ -193,12 +193,12 @@ impl Tops {
     }
 }
 
-/// The folder at the top in which a file lies, if it lies in one.
+/// The top-level folder of a file, if it is in one.
 fn top(parts: &[String]) -> Option<&str> {
     parts.first().filter(|_| parts.len() > 1).map(String::as_str)
 }
 
-/// A name with its numbers left open.
+/// A name with its numbers replaced by wildcards.
 fn shape(name: &str) -> String {
     let mut shape = String::new();
     for letter in name.chars() {
@@ -211,8 +211,8 @@ fn shape(name: &str) -> String {
     shape
 }
 
-/// Patterns that name these files and no others: rather one for a folder at the top than one for each folder, and that rather
-/// than one for each file.
+/// Patterns that match exactly these files, preferably one for a top-level folder, otherwise one per folder, otherwise
+/// one per file.
 fn globs(
     files: &[Input],
     names: &[Vec<String>],
@@ -223,7 +223,8 @@ fn globs(
     let mut globs = BTreeSet::new();
     let endings: BTreeSet<&str> = mine.iter().map(|parts| ending(last(parts))).collect();
     for ending in endings {
-        // By the folder at the top: whether a pattern would name mine alone, and whether all lie right there.
+        // For each top-level folder: whether a pattern would match only these files, and whether all are directly in
+        // it.
         let (mut below, mut beside) = (BTreeMap::new(), BTreeMap::new());
         for parts in names.iter().filter(|parts| last(parts).ends_with(ending)) {
             let is_mine = mine.contains(&**parts);
@@ -258,29 +259,29 @@ fn last(parts: &[String]) -> &str {
     parts.last().map_or("", String::as_str)
 }
 
-/// A name that no group has yet, in any case: `plain` itself, with its format, or with a number.
+/// A name that no group has, ignoring case: `plain` itself, with its format, or with a number.
 fn free_name(plain: &str, format: Format, groups: &[Group]) -> String {
     let formatted = format!("{plain}-{}", format.name());
     let numbered = (2..=groups.len() + 2).map(|number| format!("{plain}-{number}"));
     let names = [plain.to_owned(), formatted].into_iter().chain(numbered);
     let mut free =
         names.filter(|name| !groups.iter().any(|group| group.name.eq_ignore_ascii_case(name)));
-    // More names than groups: one of them is free.
+    // There are more candidates than groups, so one is free.
     free.next().unwrap_or_default()
 }
 
-/// The ending of a name, with that of a compression.
+/// The extension of a name, including that of a compression.
 fn ending(name: &str) -> &str {
     let packed = [".gz", ".zst"].into_iter().find(|packed| name.to_lowercase().ends_with(packed));
     let plain = packed.map_or(name, |packed| &name[..name.len() - packed.len()]);
     &name[plain.rfind('.').unwrap_or(plain.len())..]
 }
 
-/// The name of a source whose files lie in `top`.
+/// The name of a source whose files are in `top`.
 fn named(top: &str) -> String {
     let fits = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' };
     let name: String = top.chars().map(fits).collect();
-    // Commands would take a name that begins so for an option.
+    // Commands would take a leading dash for an option.
     let name = name.trim_start_matches('-');
     if check_name(name, "").is_ok() { name.to_owned() } else { "text".to_owned() }
 }

@@ -1,4 +1,4 @@
-//! What is guessed from folders, and what is left alone.
+//! What is guessed from folders, and what is skipped.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -26,7 +26,7 @@ fn parquet(names: [&str; 2], rows: &[[&str; 2]]) -> Vec<u8> {
     writer.into_inner().unwrap()
 }
 
-/// A folder of everything that a newcomer may have.
+/// A folder with everything that a newcomer may have.
 fn folder() -> Workbench {
     let bench = Workbench::new(0);
     for name in ["web-0.jsonl", "web-1.jsonl", "math.jsonl"] {
@@ -61,7 +61,7 @@ fn what_is_found_builds_as_it_is_written() {
     let Outcome::Built { manifest, .. } = outcome else { panic!("nothing was there") };
     let read: u64 = manifest.sources.iter().flat_map(|s| &s.inputs).map(|i| i.documents).sum();
     assert_eq!(read, 1 + 3 + 18 + 2);
-    // The store itself is no text.
+    // The store itself is not used as text.
     let before = fs::read_to_string(bench.path(CORPUS)).unwrap();
     fs::remove_file(bench.path(CORPUS)).unwrap();
     fs::remove_file(bench.path(CURRICULUM)).unwrap();
@@ -86,8 +86,8 @@ fn a_column_of_times_is_not_taken_for_text() {
     assert_eq!(corpus.sources[0].fields, Fields::at("headline", None));
 }
 
-/// What these programs made is no text, however its files end; a folder that only has a file of the same name is.
-/// Where a killed run was writing the corpus file, the curriculum, or a tokenizer was being trained.
+/// Our own outputs are not used as text, whatever their file names; a folder that only has a file of the same name is.
+/// A killed run may have been writing the corpus file, the curriculum or a tokenizer.
 #[test]
 fn what_a_killed_run_left_changes_no_text() {
     let texts = |bench: &Workbench| {
@@ -132,7 +132,7 @@ fn what_these_programs_made_is_passed_over() {
     assert_eq!(names, ["text", "mine", "chat--1-", "web", "wiki"]);
 }
 
-/// Names that become one, fields that no path can say, and what no source is made of.
+/// Names that become one, fields that no path can express, and files from which no source is made.
 #[test]
 fn what_is_odd_is_named_apart_or_said() {
     let bench = folder();
@@ -167,7 +167,7 @@ fn what_is_odd_is_named_apart_or_said() {
     assert!(told.contains("web/z.png (leads nowhere)"), "{told}");
 }
 
-/// A file of two names is text once; what the corpus file says builds, and names nothing else.
+/// A file with two names is used once; the written corpus file builds, and matches nothing else.
 #[test]
 fn a_file_of_two_names_is_taken_once() {
     let bench = folder();
@@ -218,7 +218,7 @@ fn nothing_is_overwritten_and_an_empty_folder_says_what_it_lacks() {
     assert!(fs::read_dir(empty.path()).unwrap().next().is_none());
 }
 
-/// What a kill leaves between the two files: the same command writes the other one, and only where its own text stands there.
+/// After a kill between the two files, the same command writes the other one, if the first has exactly its own text.
 #[test]
 fn one_file_of_a_killed_run_is_gone_on_with() {
     let bench = folder();
@@ -237,7 +237,7 @@ fn one_file_of_a_killed_run_is_gone_on_with() {
     assert!(!bench.path(CURRICULUM).exists());
 }
 
-/// What the corpus file of a folder makes of it: the sources, each with its files and its fields, after every record was read.
+/// The corpus that `init` writes for a folder: its sources, with their files and fields, after every record was read.
 fn read_whole(bench: &Workbench, folder: &str) -> (Corpus, u64) {
     let begun = init(&bench.path(folder)).unwrap();
     let corpus = Corpus::read(bench.path(folder).join(CORPUS)).unwrap();
@@ -247,14 +247,14 @@ fn read_whole(bench: &Workbench, folder: &str) -> (Corpus, u64) {
     (corpus, checked.documents)
 }
 
-/// Removes what was written, so that it is written anew.
+/// Removes the written files, so that they are written again.
 fn forget(bench: &Workbench, folder: &str) {
     for name in [CORPUS, CURRICULUM] {
         fs::remove_file(bench.path(folder).join(name)).unwrap();
     }
 }
 
-/// The same text is worth the same, however it is packed.
+/// The same text has the same weight, however it is compressed.
 #[test]
 fn weights_are_of_text_and_not_of_bytes_on_the_disk() {
     use std::io::Write as _;
@@ -280,7 +280,7 @@ fn weights_are_of_text_and_not_of_bytes_on_the_disk() {
     assert!(curriculum.contains(mix), "{curriculum}");
 }
 
-/// A folder is not refused for a file in it, and what describes data is no data.
+/// One bad file does not make a folder fail, and files about the data are skipped.
 #[test]
 fn each_file_gets_a_verdict_of_its_own() {
     let bench = Workbench::new(0);
@@ -317,13 +317,13 @@ fn each_file_gets_a_verdict_of_its_own() {
     assert_eq!(documents, 5 + 2 + 1 + 1);
     let sources: Vec<_> = corpus.sources.iter().map(|it| (&*it.name, it.files.len())).collect();
     assert_eq!(sources, [("text", 2), ("text-jsonl", 1), ("text-text", 1)]);
-    // A folder of nothing else says so of each.
+    // In a folder without data every file is reported.
     bench.write("none/README.md", "# What this is");
     let told = init(&bench.path("none")).unwrap_err().to_string();
     assert!(told.contains("README.md (describes data"), "{told}");
 }
 
-/// What published sets look like gets its keys, and every record of them is a document.
+/// Layouts of published data sets get the right keys, and every record is a document.
 #[test]
 fn common_layouts_are_known() {
     let template = |text: &str| vec![("template", text.to_owned())];
@@ -389,7 +389,7 @@ fn common_layouts_are_known() {
     }
 }
 
-/// Beside a tokenizer whose model says how chats are put, tool calls and null content too.
+/// With a model's chat template in the folder, chats use it, including tool calls and null content.
 #[test]
 fn chats_beside_a_model_go_through_its_template() {
     let answer = r#"{"role": "assistant", "content": null, "tool_calls": [{"name": "f"}]}"#;
@@ -432,7 +432,7 @@ fn numbered_folders_are_one_source() {
     }
     bench.write("own/v1/a.jsonl", json_lines(200, 1));
     bench.write("own/v2/a.jsonl", json_lines(201, 1));
-    // An odd one among them is named apart, and no pattern names it.
+    // An odd file among them is reported, and no pattern matches it.
     bench.write("own/part-3/odd.jsonl", "[1]\n");
     let (corpus, documents) = read_whole(&bench, "own");
     let sources: Vec<_> = corpus.sources.iter().map(|it| (&*it.name, it.files.len())).collect();
@@ -448,7 +448,7 @@ fn numbered_folders_are_one_source() {
     assert!(text.contains(part), "{text}");
 }
 
-/// What `save_to_disk` wrote, and what the hub holds: splits to test on and caches are no text.
+/// Folders of `save_to_disk` and of the hub: test splits and caches are not used as text.
 #[test]
 fn data_sets_of_hugging_face_are_known_by_their_metadata() {
     let bench = Workbench::new(0);
@@ -479,7 +479,7 @@ fn data_sets_of_hugging_face_are_known_by_their_metadata() {
     }
     let (corpus, documents) = read_whole(&bench, "hub");
     assert_eq!((documents, &*corpus.sources[0].name), (2, "hub"));
-    // Without a card nothing says that these are splits.
+    // Without a card these are not known to be splits.
     fs::remove_file(bench.path("hub/README.md")).unwrap();
     forget(&bench, "hub");
     assert_eq!(read_whole(&bench, "hub").1, 6);

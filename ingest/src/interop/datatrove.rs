@@ -1,9 +1,9 @@
-//! datatrove's `.ds`: tokens and nothing else; where documents end stands beside them.
+//! datatrove's `.ds`: only tokens; document ends are in a separate file next to it.
 //!
 //! ```text
 //! X.ds            tokens, u16 or u32 (u16 up to a vocabulary of 65,536)
 //! X.ds.index      u64 for each document: where it ends, in tokens
-//! X.ds.metadata   "NAME|WIDTH", tokens, tokens for people: a line each
+//! X.ds.metadata   "NAME|WIDTH", tokens, tokens in readable form: a line each
 //! X.ds.loss       one byte a token, which a store cannot keep: refused
 //! ```
 
@@ -21,7 +21,7 @@ use crate::disk::Disk;
 /// The largest `.metadata` that is read.
 const METADATA_BYTES: u64 = 1 << 16;
 
-/// What `.metadata` says of the width, if it is there.
+/// The token width that `.metadata` states, if the file exists.
 fn stated_width(disk: &dyn Disk, path: &Path) -> Result<Option<(Width, InputRecord)>> {
     let path = beside(path, ".metadata");
     if !path.exists() {
@@ -91,7 +91,7 @@ impl Reader {
     }
 }
 
-/// The width that the last end and the size agree on.
+/// The width on which the last document end and the file size agree.
 fn measured(
     disk: &dyn Disk,
     path: &Path,
@@ -164,7 +164,7 @@ impl Files {
     }
 }
 
-/// Tokens for people, as datatrove puts it.
+/// A token count in the readable form that datatrove writes.
 fn for_people(tokens: u64) -> String {
     let mut value = tokens as f64;
     for unit in ["", "K", "M", "B", "T"] {

@@ -1,7 +1,6 @@
-//! `zdata export`: a store, or a part of it, as a peer's files.
+//! `zdata export`: writes a whole or partial store in the format of another project.
 //!
-//! `OUT/export.json` says of which store they are, and each file's size and digest; `OUT/tokenizer.json` goes with the
-//! tokens.
+//! `OUT/export.json` names the store, and each file's size and digest; `OUT/tokenizer.json` belongs to the tokens.
 
 use std::ops::Range;
 use std::path::Path;
@@ -32,22 +31,22 @@ const READ_TOKENS: u64 = 1 << 20;
 pub struct Export {
     /// The store.
     pub store: Location,
-    /// The folder to make, here or in a bucket.
+    /// The folder to create, local or in a bucket.
     pub out: Location,
-    /// Whose files.
+    /// The format.
     pub peer: Peer,
-    /// One source only.
+    /// Exports only this source.
     pub source: Option<String>,
-    /// One split only.
+    /// Exports only this split.
     pub split: Option<Split>,
-    /// Whether to keep silent about progress.
+    /// Whether progress is not shown.
     pub quiet: bool,
 }
 
-/// What an export holds: `export.json`.
+/// The content of `export.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Note {
-    /// Whose files.
+    /// The format.
     pub format: String,
     /// The store's digest.
     pub store: Identity,
@@ -70,12 +69,12 @@ pub struct StreamNote {
     pub files: Vec<FileRecord>,
 }
 
-/// How an export ended.
+/// The outcome of an export.
 #[derive(Debug)]
 pub enum Exported {
-    /// The files were there already.
+    /// The files existed already.
     UpToDate(Note),
-    /// Written now; what passed.
+    /// Written now, with counts and rates.
     Done(Note, String),
 }
 
@@ -89,10 +88,10 @@ pub fn export(request: &Export) -> Result<Exported> {
     }
 }
 
-/// What is exported: streams, each with its source and split.
+/// The exported streams, each with its source and split.
 type Chosen<'a> = [(&'a SourceRecord, Split, StreamReader)];
 
-/// Exports on this machine, then puts the files into their bucket, the note last: what a kill left is gone on with.
+/// Exports to a local folder, then uploads the files, the note last; a killed run is resumed.
 fn into_bucket(
     target: &Object,
     request: &Export,
@@ -103,7 +102,7 @@ fn into_bucket(
     if let Some(note) = note_of(&request.out)? {
         let exported = same(&request.out, request, store, chosen, note)?;
         moved::ended(&scratch)?;
-        // A run that was killed at its very end left it.
+        // Left by a run that was killed at its very end.
         let left = note_of(&Location::from(&scratch)).ok().flatten();
         if left.is_some_and(|note| is_of(&note, request, store, chosen)) {
             moved::away(&scratch)?;
@@ -183,7 +182,7 @@ fn relative(name: &str, folder: &Path) -> String {
     short.display().to_string()
 }
 
-/// The streams that were asked for: those that hold documents.
+/// The requested streams that hold documents.
 fn chosen<'a>(
     store: &'a Store,
     request: &Export,
@@ -234,7 +233,7 @@ fn writer(
     })
 }
 
-/// Hands every document of a stream to `writer`, reading tokens in long runs.
+/// Passes every document of a stream to `writer`, reading tokens in long runs.
 fn walk(
     stream: &StreamReader,
     mut writer: Box<dyn Writer>,
@@ -245,7 +244,7 @@ fn walk(
         let end = shard.first_document + shard.documents;
         let mut at = shard.first_document;
         while at < end {
-            // Row groups, so that none is opened twice.
+            // By row groups, so that none is opened twice.
             let next = end.min(at + ROW_GROUP_DOCUMENTS as u64);
             for record in stream.documents(std::slice::from_ref(&(at..next)))? {
                 document(stream, &mut window, &record, &mut *writer)?;
@@ -282,17 +281,17 @@ fn document(
     writer.document(tokens, &record.id, src, record.row)
 }
 
-/// Tokens of a stream that lie in memory.
+/// Tokens of a stream in memory.
 struct Window<'a> {
     stream: &'a StreamReader,
-    /// Where the next document has to begin.
+    /// The expected start of the next document.
     next: u64,
     range: Range<u64>,
     tokens: Vec<u32>,
 }
 
 impl Window<'_> {
-    /// Tokens `range`, which begins where the range before it ended or later.
+    /// The tokens of `range`, which must begin at or after the end of the previous range.
     fn get(&mut self, range: Range<u64>) -> Result<&[u32]> {
         if range.end > self.range.end || range.start < self.range.start {
             let all = self.stream.record().tokens;
@@ -306,7 +305,7 @@ impl Window<'_> {
     }
 }
 
-/// The note of an export that is there.
+/// The note of an existing export.
 fn note_of(out: &Location) -> Result<Option<Note>> {
     let path = out.join(NOTE);
     match path.read() {
@@ -325,7 +324,7 @@ fn note_of(out: &Location) -> Result<Option<Note>> {
     }
 }
 
-/// Whether a note is of what was asked for.
+/// Whether a note matches the request.
 fn is_of(note: &Note, request: &Export, store: &Store, chosen: &Chosen) -> bool {
     let same = note.format == request.peer.name() && note.store == store.manifest().digest;
     same && asked(chosen) == held(note)
@@ -339,7 +338,7 @@ fn held(note: &Note) -> Vec<String> {
     note.streams.iter().map(|stream| format!("{} {}", stream.source, stream.split)).collect()
 }
 
-/// Whether what is at `out` is what was asked for; its files' sizes are checked.
+/// Whether the export at `out` matches the request; its files' sizes are checked.
 fn same(
     out: &Location,
     request: &Export,

@@ -1,7 +1,7 @@
-//! `zdata import`: a peer's tokens to a store.
+//! `zdata import`: makes a store from the token files of another project.
 //!
-//! Reads top to bottom: the tokenizer, the files, whether the store is there already, document after document into a
-//! folder beside the store's place, the manifest, the rename.
+//! Reads top to bottom: the tokenizer, the files, whether the store exists already, document after document into a
+//! staging folder next to the store, the manifest, the rename.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -31,9 +31,9 @@ use crate::tokenize::{Engine, Tokenizer};
 pub struct Part {
     /// The source.
     pub source: String,
-    /// A file or a folder, here or in a bucket.
+    /// A file or a folder, local or in a bucket.
     pub path: Location,
-    /// Whether all of it is for validation.
+    /// Whether all documents are for validation.
     pub held_out: bool,
 }
 
@@ -42,36 +42,36 @@ pub struct Part {
 pub struct Import {
     /// The folder that becomes the store.
     pub store: PathBuf,
-    /// Whose files they are.
+    /// The format of the files.
     pub peer: Peer,
     /// The tokenizer that made the tokens.
     pub tokenizer: Location,
     /// The files, in order.
     pub parts: Vec<Part>,
-    /// The width of a token, where no header says it.
+    /// The width of a token, for files without a header.
     pub width: Option<Width>,
-    /// The token that begins each document, if there is one: checked and recorded.
+    /// The token that begins each document, if any: checked and recorded.
     pub begin: Option<String>,
-    /// The token that ends each document, if there is one: checked and recorded.
+    /// The token that ends each document, if any: checked and recorded.
     pub end: Option<String>,
     /// The column of tokens (MDS).
     pub column: String,
-    /// The share of documents to hold out of the parts that are not held out whole.
+    /// The share of documents to hold out of the parts that are not held out as a whole.
     pub validation: Ratio,
     /// Tokens in a unit.
     pub unit: u64,
     /// Tokens after which a shard is cut.
     pub shard_tokens: u64,
-    /// Whether to keep silent about progress.
+    /// Whether progress is not shown.
     pub quiet: bool,
 }
 
-/// How an import ended.
+/// The outcome of an import.
 #[derive(Debug)]
 pub enum Imported {
-    /// The store was there already, of the same files.
+    /// The store existed already, made from the same files.
     UpToDate(Manifest),
-    /// Imported now; what passed.
+    /// Imported now, with counts and rates.
     Done(Manifest, String),
 }
 
@@ -91,7 +91,7 @@ pub fn import(request: &Import) -> Result<Imported> {
     if there {
         open::finish(&request.store)?;
     }
-    // What is there is compared by importing again into nothing: the same reading, the same checks.
+    // An existing store is compared with an import that writes nothing: the same reading, the same checks.
     let staging = if there { None } else { Some(Staging::begin(&request.store)?) };
     let bytes = files.iter().flat_map(|files| &files.units).map(|unit| unit.bytes(request.peer));
     let bytes = bytes.fold(0, u64::saturating_add);
@@ -117,7 +117,7 @@ pub fn import(request: &Import) -> Result<Imported> {
     Ok(Imported::Done(manifest, summary))
 }
 
-/// The store that is there, if it is what was asked for.
+/// The existing store, if it matches the request.
 fn same(store: &Path, wanted: &Manifest) -> Result<Imported> {
     let manifest = open::manifest(store)?;
     if manifest.request == wanted.request && manifest.tokenizer == wanted.tokenizer {
@@ -132,7 +132,7 @@ fn same(store: &Path, wanted: &Manifest) -> Result<Imported> {
         .hint("name another folder; a store is never altered"))
 }
 
-/// The first thing in which a store is not what was asked for: what it is, how it is there, and how it was asked for.
+/// The first difference between a store and the request: its name, the store's value, the requested value.
 fn difference(there: &Manifest, wanted: &Manifest) -> (String, String, String) {
     let id = |id: Option<u32>| id.map_or("none".to_owned(), |id| format!("token {id}"));
     let settings = |manifest: &Manifest| {
@@ -190,7 +190,7 @@ fn empty(request: &Import, tokenizer: &Tokenizer) -> Result<Manifest> {
     })
 }
 
-/// The sources' names, each once, in order.
+/// The sources' names, without repetition, in order.
 fn names(request: &Import) -> Result<Vec<&str>> {
     let mut names: Vec<&str> = Vec::new();
     let mut folded = BTreeMap::new();
@@ -214,14 +214,14 @@ fn names(request: &Import) -> Result<Vec<&str>> {
     Ok(names)
 }
 
-/// What a path that was named holds.
+/// The files at a named path.
 struct Files<'a> {
     part: &'a Part,
     units: Vec<Unit>,
     index: Option<InputRecord>,
 }
 
-/// The files of all parts, each once.
+/// The files of all parts, without repetition.
 fn files(request: &Import) -> Result<Vec<Files<'_>>> {
     let (mut all, mut seen) = (Vec::new(), BTreeMap::new());
     for part in &request.parts {
@@ -250,7 +250,7 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Reads all parts of the source called `name`, into `folder` or, to compare, into nothing.
+    /// Reads all parts of the source called `name`, into `folder` or, to compare, without writing.
     fn source(
         &mut self,
         name: &str,
@@ -272,7 +272,7 @@ impl Source<'_> {
         filling.finish()
     }
 
-    /// What was asked, as text: part of the identity.
+    /// The request as text: part of the identity.
     fn preparation<'b>(&self, parts: impl Iterator<Item = &'b Part>) -> String {
         let Import { peer, width, column, .. } = self.request;
         let width = width.map_or("stated", Width::name);
@@ -334,7 +334,7 @@ impl Source<'_> {
         filling.push(split, tokens, record, 0)
     }
 
-    /// What the manifest will say of every document must be true of this one.
+    /// Checks that this document has the begin and end tokens that the manifest will claim.
     fn check_markers(&self, tokens: &[u32], path: &Location, row: u64) -> Result<()> {
         let TokenizerRecord { begin, end, .. } = &self.manifest.tokenizer;
         let sides = [("begin", begin, tokens.first()), ("end", end, tokens.last())];
@@ -357,7 +357,7 @@ impl Source<'_> {
     }
 }
 
-/// What decides whether a document without text is held out.
+/// The digest that decides whether a document without text is held out.
 fn content(tokens: &[u32]) -> Digest {
     Hasher::new().tag("imported.v1").u32s(tokens).finish()
 }

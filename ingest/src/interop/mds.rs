@@ -8,8 +8,8 @@
 //!          bytes             nothing but the values: --dtype says what they are
 //! ```
 //!
-//! Of all columns two are decoded, the tokens' and `id`; whatever else a sample holds (pickles too) is passed over as
-//! bytes. What the package offers of sums and compressions is in `shard`.
+//! Only two columns are decoded, the tokens and `id`; everything else in a sample (including pickles) is skipped as
+//! bytes. The package's sums and compressions are in `shard`.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -31,7 +31,7 @@ pub(super) const INDEX: &str = "index.json";
 /// The largest `index.json` that is read: some millions of shards.
 const INDEX_BYTES: u64 = 1 << 30;
 
-/// Bytes of a shard, about, before another one is begun: the reference's own limit.
+/// Approximate size of a shard, the reference's own limit.
 const SHARD_BYTES: u64 = 1 << 26;
 
 /// Offsets are four bytes.
@@ -58,7 +58,7 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    /// The names of its files, plain and packed, as far as they are names of files in its own folder.
+    /// The names of its files, plain and compressed, if they are names of files in its own folder.
     pub(super) fn files(&self) -> Vec<String> {
         let files = [Some(&self.raw_data), self.zip_data.as_ref()].into_iter().flatten();
         files.filter(|file| file.is_beside()).map(|file| file.basename.clone()).collect()
@@ -127,7 +127,7 @@ fn encoding(text: &str, hints: &Hints, path: &Path) -> Result<Encoding> {
     Ok(found)
 }
 
-/// The values of an encoded column and how wide they are.
+/// The values of an encoded column, and their width.
 fn values(encoding: Encoding, bytes: &[u8]) -> Option<(Width, &[u8])> {
     let (width, rest) = match encoding {
         Encoding::Bare(width) => return Some((width, bytes)),
@@ -159,7 +159,7 @@ fn values(encoding: Encoding, bytes: &[u8]) -> Option<(Width, &[u8])> {
     (count.checked_mul(width.bytes())? == values.len() as u64).then_some((width, values))
 }
 
-/// Reads one shard, whole: it is at most 4 GiB, and never larger than its file says it is.
+/// Reads one shard into memory: it is at most 4 GiB, and never larger than its file claims.
 pub(super) struct Reader {
     path: PathBuf,
     data: Vec<u8>,
@@ -203,7 +203,7 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Holds the number of samples and the offsets' ends against the size.
+    /// Checks the number of samples and the outer offsets against the size.
     fn check_head(&self) -> Result<()> {
         let (count, size) = (self.word(0), self.data.len() as u64);
         if count.map(u64::from) != Some(self.samples) {
@@ -222,13 +222,13 @@ impl Reader {
         Ok(())
     }
 
-    /// Word number `index` of the head.
+    /// Word number `index` of the header.
     fn word(&self, index: u64) -> Option<u32> {
         let at = usize::try_from(index.checked_mul(4)?).ok()?;
         self.data.get(at..)?.first_chunk().map(|word| u32::from_le_bytes(*word))
     }
 
-    /// Where the two columns of the sample at hand stand.
+    /// The ranges of the two columns in the current sample.
     fn columns(&self, first: usize, end: usize) -> Option<(Range<usize>, Option<&[u8]>)> {
         let sample = self.data.get(first..end)?;
         let variable = self.sizes.iter().filter(|size| size.is_none()).count();
@@ -250,7 +250,7 @@ impl Reader {
     }
 }
 
-/// The bytes of a shard, decompressed and held against the sums of its index.
+/// The bytes of a shard, decompressed and checked against the sums in its index.
 fn load(disk: &dyn Disk, folder: &Path, shard: &Shard) -> Result<(PathBuf, Vec<u8>, InputRecord)> {
     let raw = &shard.raw_data;
     for file in [Some(raw), shard.zip_data.as_ref()].into_iter().flatten() {
@@ -350,7 +350,7 @@ impl Files {
         })
     }
 
-    /// Ends the open shard.
+    /// Completes the open shard.
     fn cut(&mut self) -> Result<()> {
         let count = self.offsets.len() - 1;
         if count == 0 {
@@ -382,14 +382,14 @@ impl Files {
     }
 }
 
-/// A shard whose offsets four bytes do not hold.
+/// The fault for a shard whose offsets exceed four bytes.
 fn too_large(folder: &Path) -> Fault {
     Fault::usage("a document is too large for an MDS shard, which ends at 4 GiB")
         .at(folder.display().to_string())
         .hint("export to another format")
 }
 
-/// JSON as Python's `json.dumps` puts it, so that a shard equals the one that the reference writes.
+/// JSON in the format of Python's `json.dumps`, so that a shard equals the reference's.
 fn spaced(value: &Value) -> String {
     match value {
         Value::Object(map) => {

@@ -29,10 +29,10 @@ use crate::disk::Disk;
 const MAGIC: [u8; 9] = *b"MMIDIDX\0\0";
 const HEAD: u64 = 34;
 
-/// Megatron's writer takes two bytes for a token up to this vocabulary, not included.
+/// Megatron's writer uses two bytes per token for a vocabulary below this size.
 const SMALL_VOCAB: u32 = 65_500;
 
-/// The code of a width, and back.
+/// The codes of widths.
 const CODES: [(u8, Width); 6] = [
     (1, Width::U8),
     (2, Width::I8),
@@ -42,16 +42,16 @@ const CODES: [(u8, Width); 6] = [
     (8, Width::U16),
 ];
 
-/// The two files that a path means: either of them, or what their names share.
+/// The two files for a path, which may be either of them or their common stem.
 pub(super) fn pair(path: &Path) -> (PathBuf, PathBuf) {
-    // By its bytes: a name that is not UTF-8 is one all the same.
+    // As bytes, since the name need not be UTF-8.
     let name = path.as_os_str().as_bytes();
     let stem = name.strip_suffix(b".bin").or(name.strip_suffix(b".idx")).unwrap_or(name);
     let with = |ending: &[u8]| PathBuf::from(OsString::from_vec([stem, ending].concat()));
     (with(b".bin"), with(b".idx"))
 }
 
-/// One section of the index, read front to back.
+/// One section of the index, read sequentially.
 struct Section<const N: usize> {
     path: PathBuf,
     reader: BufReader<Onward>,
@@ -76,14 +76,14 @@ impl<const N: usize> Section<N> {
     }
 }
 
-/// What the head of an index says.
+/// The header of an index.
 struct Head {
     width: Width,
     sequences: u64,
     entries: u64,
 }
 
-/// Reads a head and holds its counts against the file's size.
+/// Reads a header and checks its counts against the file's size.
 fn head(path: &Path, index: &mut Hashing) -> Result<Head> {
     let mut raw = [0; HEAD as usize];
     if index.bytes < HEAD {
@@ -232,7 +232,7 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// Begins `stem.bin` and `stem.idx` for so many documents.
+    /// Begins `stem.bin` and `stem.idx` for this many documents.
     pub(super) fn create(stem: &Path, vocab: u32, documents: u64) -> Result<Self> {
         let (bin, idx) = pair(stem);
         let width = if vocab < SMALL_VOCAB { Width::U16 } else { Width::I32 };
@@ -260,7 +260,7 @@ impl Writer for Files {
         self.idx.put(&length.to_le_bytes())
     }
 
-    /// The lengths are on the disk: the other two sections follow from them, in little memory.
+    /// The lengths are on disk: the other two sections are computed from them, in little memory.
     fn finish(mut self: Box<Self>) -> Result<Vec<FileRecord>> {
         if self.left > 0 {
             return Err(Fault::bug("fewer documents than counted"));

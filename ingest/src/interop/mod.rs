@@ -1,14 +1,14 @@
 //! Other projects' token files: Megatron `.bin/.idx`, datatrove `.ds`, OLMo `.npy` with csv, and MDS.
 //!
 //! ```text
-//! store --export--> OUT/SOURCE/SPLIT...    what a peer's own readers open
+//! store --export--> OUT/SOURCE/SPLIT...    what the other project's readers open
 //! files --import--> store                  what `verify`, `plan`, `batch` and training open
 //! ```
 //!
-//! Invariant: what a peer's file says of itself is held against its real size before memory is given or a byte is
-//! believed; whatever it holds ends in documents, in a counted drop, or in a [`contract::Fault`], never in a panic.
-//! Invariant: nothing is ever unpickled, and no column is decoded but tokens and ids.
-//! Invariant: a result appears by the rename of its whole folder; what a killed run leaves is cleared by the next.
+//! Invariant: a file's claims about itself are checked against its real size before memory is allocated or data is
+//! used. Any content ends in documents, in a counted drop, or in a [`contract::Fault`], never in a panic.
+//! Invariant: nothing is ever unpickled, and only the columns of tokens and ids are decoded.
+//! Invariant: a result appears by renaming its whole folder; the leftovers of a killed run are removed by the next one.
 
 mod datatrove;
 pub mod export;
@@ -30,7 +30,7 @@ use store::{FileRecord, InputRecord};
 
 pub use self::tokens::Width;
 
-/// Whose files.
+/// The project whose format is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Peer {
     /// `.bin` and `.idx`.
@@ -58,12 +58,12 @@ impl Peer {
     }
 }
 
-/// What an importer has to be told because the files do not say it.
+/// What an importer needs that the files do not say.
 #[derive(Clone, Debug)]
 struct Hints {
-    /// The width of a token, where there is no header.
+    /// The width of a token, for files without a header.
     width: Option<Width>,
-    /// The token that ends each document, where nothing else says where it ends.
+    /// The token that ends each document, if nothing else marks its end.
     end: Option<u32>,
     /// The column of tokens (MDS).
     column: String,
@@ -71,26 +71,26 @@ struct Hints {
     vocab: u32,
 }
 
-/// One document of a peer's file.
+/// One document of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct NextDocument {
-    /// Its id, where the peer keeps one.
+    /// Its id, if the format has ids.
     id: Option<String>,
-    /// Where its tokens stand in the file, decompressed.
+    /// The byte range of its tokens in the decompressed file.
     bytes: (u64, u64),
 }
 
-/// The documents of one of a peer's files, front to back.
+/// The documents of a file, in order.
 trait Documents {
-    /// Puts the next document's tokens into `tokens`, which is emptied first; `None` at the end, once all that the
-    /// files say of themselves was found to be true.
+    /// Replaces `tokens` by the next document's tokens; `None` at the end, after everything that the files claim about
+    /// themselves was checked.
     fn next(&mut self, tokens: &mut Vec<u32>) -> Result<Option<NextDocument>>;
 
-    /// The files, the one with the tokens first; asked for after the last document.
+    /// The files, starting with the one that holds the tokens; called after the last document.
     fn inputs(&self) -> Vec<InputRecord>;
 }
 
-/// Takes the documents of a store, and makes a peer's files.
+/// Writes the documents of a store in another project's format.
 trait Writer {
     /// The next document.
     fn document(&mut self, tokens: &[u32], id: &str, src: &str, row: u64) -> Result<()>;
@@ -99,19 +99,19 @@ trait Writer {
     fn finish(self: Box<Self>) -> Result<Vec<FileRecord>>;
 }
 
-/// Begins a file of an export, making its folder.
+/// Begins a file of an export, creating its folder.
 fn begin(path: &Path) -> Result<Whole> {
     disk::create_folder(disk::folder_of(path))?;
     Whole::create(path)
 }
 
-/// Ends a file of an export; its record names its path.
+/// Completes a file of an export; its record has its path.
 fn end(file: Whole) -> Result<FileRecord> {
     let name = file.path().display().to_string();
     Ok(FileRecord { name, ..file.commit()? })
 }
 
-/// A file that is not what it should be.
+/// The fault for a damaged file.
 fn damaged(path: &Path, what: impl Into<String>) -> Fault {
     Fault::data(what).at(path.display().to_string()).hint(
         "fetch or export the file again; a file that its index contradicts is not read in part",

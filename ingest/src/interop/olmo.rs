@@ -1,11 +1,11 @@
-//! OLMo's and dolma's `.npy`, which has no NumPy header: tokens and nothing else, with a csv beside it.
+//! OLMo's and dolma's `.npy`, which has no NumPy header: only tokens, with a csv file next to it.
 //!
 //! ```text
 //! X.npy      tokens, u16 or u32 (u16 up to a vocabulary of 65,536)
 //! X.csv.gz   for each document a line: start, end (in tokens) and, from dolma, id, src, loc
 //! ```
 //!
-//! Without the csv, documents are found by the token that ends each (`--end`), as OLMo-core finds them.
+//! Without the csv, documents are split after each end token (`--end`), as in OLMo-core.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -24,7 +24,7 @@ use crate::disk::Disk;
 /// The longest line of a csv.
 const LINE_BYTES: u64 = 1 << 20;
 
-/// Tokens after which we begin another file, as dolma does.
+/// The limit of tokens per file, as in dolma.
 const FILE_TOKENS: u64 = 512 << 20;
 
 /// The csv that belongs to a `.npy`.
@@ -40,7 +40,7 @@ struct Table {
     end: u64,
 }
 
-/// One line of it.
+/// One line of the csv.
 struct Row {
     tokens: u64,
     id: Option<String>,
@@ -58,7 +58,7 @@ impl Table {
         damaged(&self.path, what).at(place)
     }
 
-    /// The next line; a quoted field may hold line ends.
+    /// The next line; a quoted field may contain line ends.
     fn line(&mut self) -> Result<Option<String>> {
         let (mut raw, mut open) = (Vec::new(), false);
         self.line += 1;
@@ -133,7 +133,7 @@ fn fields(line: &str) -> Vec<String> {
     found
 }
 
-/// A field as it stands in a line.
+/// A field quoted for a line.
 fn field(text: &str) -> String {
     if text.contains([',', '"', '\n', '\r']) {
         format!("\"{}\"", text.replace('"', "\"\""))
@@ -142,7 +142,7 @@ fn field(text: &str) -> String {
     }
 }
 
-/// Where documents end.
+/// How document ends are found.
 enum Ends {
     Table(Box<Table>),
     Token(u32),
@@ -152,7 +152,7 @@ enum Ends {
 pub(super) struct Reader {
     tokens: TokenFile,
     ends: Ends,
-    /// dolma leaves a file to which it wrote nothing at its full size, of zeros.
+    /// Whether the csv has no rows: dolma leaves a file to which it wrote nothing at its full size, of zeros.
     unwritten: bool,
 }
 
@@ -196,7 +196,7 @@ impl Reader {
     }
 }
 
-/// The last end in a csv, and its lines.
+/// The last end in a csv, and its number of lines.
 fn extent(disk: &dyn Disk, csv: &Path) -> Result<(u64, u64)> {
     let (mut table, mut rows) = (Table::open(disk, csv)?, 0);
     while table.next()?.is_some() {
@@ -218,7 +218,7 @@ impl Documents for Reader {
             }
             Ends::Table(table) => {
                 let Some(row) = table.next()? else {
-                    // The zeros of an unwritten file still belong to its identity.
+                    // The zeros of an unwritten file are part of its identity.
                     if self.unwritten {
                         self.tokens.drain()?
                     } else {

@@ -1,7 +1,7 @@
-//! What MosaicML Streaming does to a shard: its compressions, and its sums.
+//! MosaicML Streaming's compressions and sums of shards.
 //!
-//! Compressions are all that release 0.13 of the package has, sums those in use. A shard with a sum of another kind is refused
-//! instead of passing unchecked.
+//! All compressions of release 0.13 of the package are supported, and the sums in use. A shard with another kind of sum
+//! is refused, since it could not be checked.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, Read};
@@ -27,16 +27,16 @@ pub(super) struct RawFile {
 }
 
 impl RawFile {
-    /// Whether it is named as a file of the folder that names it.
+    /// Whether its name is that of a file in the same folder.
     pub(super) fn is_beside(&self) -> bool {
         store::is_file_name(&self.basename)
     }
 }
 
-/// One byte of snappy stands for fewer than this many.
+/// Snappy's compression ratio is below this.
 const SNAPPY_RATIO_MAX: u64 = 22;
 
-/// A compressed shard, of which `bytes` are expected.
+/// Decompresses a shard, of which `bytes` bytes are expected.
 pub(super) fn unpacked(
     path: &Path,
     packed: &[u8],
@@ -44,10 +44,10 @@ pub(super) fn unpacked(
     bytes: u64,
 ) -> Result<Vec<u8>> {
     let name = compression.unwrap_or("none");
-    // One byte more than it should be tells of a lie without following it.
+    // One extra byte shows a wrong length without reading everything.
     let limit = bytes + 1;
     let mut data = Vec::new();
-    // The level, behind a colon, is the packer's concern.
+    // The level, after a colon, does not matter here.
     let read = match name.split(':').next() {
         Some("zstd") => zstd::Decoder::with_buffer(packed)
             .and_then(|decoder| decoder.take(limit).read_to_end(&mut data)),
@@ -71,7 +71,7 @@ pub(super) fn unpacked(
     Ok(data)
 }
 
-/// Snappy is no stream: the length stands first, and is believed only where the bytes can hold it.
+/// Snappy is not a stream: the length comes first, and is trusted only if the data can hold that much.
 fn snappy(packed: &[u8], bytes: u64, data: &mut Vec<u8>) -> io::Result<usize> {
     let wrong = |error: snap::Error| io::Error::new(ErrorKind::InvalidData, error.to_string());
     let length = snap::raw::decompress_len(packed).map_err(wrong)? as u64;
@@ -83,7 +83,7 @@ fn snappy(packed: &[u8], bytes: u64, data: &mut Vec<u8>) -> io::Result<usize> {
     Ok(data.len())
 }
 
-/// Holds the bytes of a file against its index.
+/// Checks the bytes of a file against its index.
 pub(super) fn check(path: &Path, data: &[u8], file: &RawFile) -> Result<()> {
     if data.len() as u64 != file.bytes {
         return Err(damaged(path, "the shard has another size than its index says")
@@ -107,7 +107,7 @@ pub(super) fn check(path: &Path, data: &[u8], file: &RawFile) -> Result<()> {
     Ok(())
 }
 
-/// The sum of a kind as hexadecimal digits.
+/// The sum of this kind as hexadecimal digits.
 fn sum(kind: &str, data: &[u8]) -> Option<String> {
     fn hex<D: Digest>(data: &[u8]) -> String {
         D::digest(data).iter().map(|byte| format!("{byte:02x}")).collect()
@@ -159,14 +159,14 @@ mod tests {
             let unpack = |packed: &[u8], bytes| unpacked(path, packed, Some(name), bytes);
             assert_eq!(unpack(&packed, plain.len() as u64).unwrap(), plain, "{name}");
             for cut in 0..packed.len() {
-                // A shard that is shorter than it should be is refused by its size.
+                // A shard that is too short is refused by its size.
                 let ok = match unpack(&packed[..cut], plain.len() as u64) {
                     Ok(data) => data.len() < plain.len(),
                     Err(fault) => fault.class() == Class::Data,
                 };
                 assert!(ok, "{name} to {cut}");
             }
-            // A file that holds more than its index says costs one byte more than that.
+            // A file with more content than its index says is read for one more byte only.
             let found = unpack(&packed, 100);
             assert!(found.is_err() || found.is_ok_and(|data| data.len() == 101), "{name}");
         }

@@ -1,4 +1,4 @@
-//! What is held against something else: the golden vectors of the formats' authors, a naive writer, and chance.
+//! Tests against golden vectors of the formats' authors, a naive writer, and random damage.
 //!
 //! The golden vectors were made by the reference packages: documents [1, 2, 3] and [4, 5] as u16.
 
@@ -44,7 +44,7 @@ impl Bench {
         self.0.path().join(name)
     }
 
-    /// Writes `.ds` and `.ds.index` as naively as can be.
+    /// Writes `.ds` and `.ds.index` in the simplest way.
     fn datatrove(&self, name: &str, docs: &[Vec<u32>]) -> PathBuf {
         let path = self.path(name);
         let tokens = docs.iter().flatten().flat_map(|id| (*id as u16).to_le_bytes());
@@ -92,7 +92,7 @@ impl Bench {
         }
     }
 
-    /// Where an export's stream lies, as import takes it.
+    /// The path of an exported stream, for an import.
     fn stream(&self, out: &str, split: &str) -> PathBuf {
         self.path(out).join("web").join(split)
     }
@@ -116,7 +116,7 @@ fn hints() -> Hints {
     Hints { width: None, end: None, column: "tokens".to_owned(), vocab: 258 }
 }
 
-/// What the importer makes of files, without a store.
+/// Reads files with an importer, without a store.
 fn read(peer: Peer, path: &Path) -> Result<Vec<Doc>> {
     read_through(&Real, peer, path, &hints())
 }
@@ -231,12 +231,12 @@ proptest! {
             for split in Split::ALL {
                 let (mut before, mut after) = (docs(&store, split), docs(&back, split));
                 if matches!(peer, Peer::Megatron | Peer::Datatrove) {
-                    // They keep no ids.
+                    // These formats have no ids.
                     before.iter_mut().chain(&mut after).for_each(|doc| doc.0 = None);
                 }
                 prop_assert_eq!(before, after, "{}", peer.name());
             }
-            // Again is up to date; without its last file it is not.
+            // The same import again is up to date; without its last file it is not.
             let again = matches!(import(&request).unwrap(), Imported::UpToDate(_));
             prop_assert!(again);
             let again = export(&bench.export(peer, "store", &out)).unwrap();
@@ -303,7 +303,7 @@ fn harmed(mut bytes: Vec<u8>, harm: &Harm) -> Vec<u8> {
     bytes
 }
 
-/// A peer's files of some documents, small, in a folder: their names and bytes, and what to open.
+/// A few small files of a format, in a folder: their names and bytes, and the path to open.
 fn sample(bench: &Bench, peer: Peer) -> (Vec<(PathBuf, Vec<u8>)>, PathBuf) {
     let folder = bench.path(&format!("fuzz-{}", peer.name()));
     fs::create_dir_all(&folder).unwrap();
@@ -318,7 +318,7 @@ fn sample(bench: &Bench, peer: Peer) -> (Vec<(PathBuf, Vec<u8>)>, PathBuf) {
     let (folder, opened) = match peer {
         Peer::Megatron => (bench.path(&out).join("web"), stream),
         Peer::Mds => {
-            // Sums would find every flipped bit: what is behind them is to be tried.
+            // Sums would detect every flipped bit: remove them to test the later checks.
             let index = fs::read_to_string(stream.join("index.json")).unwrap();
             let mut index: Value = serde_json::from_str(&index).unwrap();
             index["shards"][0]["raw_data"]["hashes"] = serde_json::json!({});
@@ -489,7 +489,7 @@ fn markers_and_other_requests_are_checked() {
     export(&bench.export(Peer::Olmo, "store", "out")).unwrap();
     let fault = export(&bench.export(Peer::Mds, "store", "out")).unwrap_err();
     assert!(fault.to_string().contains("another export"), "{fault}");
-    // What differs is told: here only the streams do.
+    // Every difference is reported: here only the streams differ.
     let note = bench.path("out").join(super::export::NOTE);
     let text = fs::read_to_string(&note).unwrap();
     fs::write(&note, text.replace("\"train\"", "\"validation\"")).unwrap();

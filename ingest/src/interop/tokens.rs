@@ -1,4 +1,4 @@
-//! A file of bare tokens, read front to back, hashed on the way, and no further than it really goes.
+//! A file of bare tokens, read sequentially and hashed on the way; counts never make it read past the real end.
 
 use std::fs;
 use std::io::{BufReader, Read};
@@ -12,7 +12,7 @@ use super::damaged;
 use crate::disk::Disk;
 use crate::source::decompress::Tee;
 
-/// Tokens decoded at a time: what bounds memory where a count is a lie.
+/// Tokens decoded at a time, which bounds memory if a count is wrong.
 const PIECE_TOKENS: u64 = 1 << 16;
 
 /// How a token is stored.
@@ -78,7 +78,7 @@ impl Width {
         }
     }
 
-    /// Appends the tokens in `bytes`, of which there must be whole ones only; or says which one is no id below `vocab`.
+    /// Appends the tokens in `bytes`, which must be whole ones; or returns the first that is not an id below `vocab`.
     pub(super) fn decode(
         self,
         bytes: &[u8],
@@ -118,9 +118,9 @@ impl Width {
     }
 }
 
-/// The width by which a file of `size` bytes holds `last` tokens, as its index counts them; `what` is said where there is none.
-/// None that the vocabulary does not fit: a wider file that was cut at the right place would be read as one of these, and
-/// nobody makes it.
+/// The width at which a file of `size` bytes holds `last` tokens, as its index counts them; `what` is the message if
+/// there is none. Widths that the vocabulary rules out are not considered: no writer uses them, and a wider file that
+/// was truncated could pass for one.
 pub(super) fn fitting(
     disk: &dyn Disk,
     path: &Path,
@@ -147,8 +147,7 @@ pub(super) fn fitting(
     Ok(width)
 }
 
-/// Refuses a file of which only its size says that it is of u16 where it may be the first half of one of u32: then every
-/// second number of it is 0.
+/// Refuses a u16 file, known only by its size, that may be the first half of a u32 file: then every second number is 0.
 fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
     let file = Hashing::open(disk, path)?;
     let (pairs, mut pair) = (file.bytes / 4, [0; 4]);
@@ -168,14 +167,14 @@ fn refuse_halved(disk: &dyn Disk, path: &Path) -> Result<()> {
         .hint("make the file again, if it was cut"))
 }
 
-/// Appends tokens as `width` bytes each; every id of a store fits, since its widths go by the largest.
+/// Appends tokens as `width` bytes each; every id of a store fits, since the width is chosen for the largest.
 pub(super) fn put(file: &mut Whole, tokens: &[u32], width: u64, raw: &mut Vec<u8>) -> Result<()> {
     raw.clear();
     append(tokens, width, raw);
     file.put(raw)
 }
 
-/// The same behind other bytes.
+/// The same, appended to `bytes`.
 pub(super) fn append(tokens: &[u32], width: u64, bytes: &mut Vec<u8>) {
     if width == 2 {
         bytes.extend(tokens.iter().flat_map(|id| (*id as u16).to_le_bytes()));
@@ -184,7 +183,7 @@ pub(super) fn append(tokens: &[u32], width: u64, bytes: &mut Vec<u8>) {
     }
 }
 
-/// The fault of a token that the named tokenizer cannot have made.
+/// The fault for a token that the named tokenizer cannot have made.
 pub(super) fn beyond(path: &Path, token: u64, value: i128, vocab: u32) -> Fault {
     Fault::data("a token is not an id of the tokenizer")
         .at(format!("{}: token {token}", path.display()))
@@ -193,7 +192,7 @@ pub(super) fn beyond(path: &Path, token: u64, value: i128, vocab: u32) -> Fault 
         .hint("name the tokenizer.json that made the tokens, or the right --dtype")
 }
 
-/// A file that hashes what is read from it.
+/// A file whose bytes are hashed as they are read.
 pub(super) struct Hashing {
     path: PathBuf,
     tee: Tee,
@@ -211,7 +210,7 @@ impl Hashing {
         Ok(Hashing { path: path.to_owned(), tee, bytes: about.len() })
     }
 
-    /// The whole file, whose size must be at most `limit`.
+    /// Reads the whole file, of at most `limit` bytes.
     pub(super) fn whole(
         disk: &dyn Disk,
         path: &Path,
@@ -229,12 +228,12 @@ impl Hashing {
         Ok((bytes, file.record(0)))
     }
 
-    /// Reads to the end, for the identity alone.
+    /// Reads to the end, for the identity only.
     pub(super) fn drain(&mut self) -> Result<()> {
         self.tee.read_to(u64::MAX, &self.path)
     }
 
-    /// The machine's fault, if it was the machine that failed.
+    /// The I/O error, if one occurred.
     pub(super) fn failed(&self) -> Option<Fault> {
         self.tee.failed(&self.path)
     }
@@ -251,7 +250,7 @@ impl Read for Hashing {
     }
 }
 
-/// A file of tokens and nothing else.
+/// A file of only tokens.
 pub(super) struct TokenFile {
     path: PathBuf,
     reader: BufReader<Hashing>,
@@ -285,7 +284,7 @@ impl TokenFile {
         self.at * self.width.bytes()
     }
 
-    /// The next `count` tokens, as one document (or, where `out` is not emptied in between, as a part of one).
+    /// The next `count` tokens, as one document (or as part of one, if `out` is not cleared in between).
     pub(super) fn take(&mut self, count: u64, out: &mut Vec<u32>) -> Result<()> {
         if count > self.tokens - self.at {
             return Err(damaged(&self.path, "the index goes beyond the end of the tokens")
@@ -306,7 +305,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// The tokens up to and including the next `end`; `false` where there are none left.
+    /// The tokens up to and including the next `end`; `false` if none are left.
     pub(super) fn take_through(&mut self, end: u32, out: &mut Vec<u32>) -> Result<bool> {
         if self.at == self.tokens {
             return Ok(false);
@@ -322,13 +321,13 @@ impl TokenFile {
             .hint("leave --end out only if the file has an index; or name the token that ends each document"))
     }
 
-    /// Says where a document's tokens stood, and counts it.
+    /// The byte range of a document that began at token `first`; counts it.
     pub(super) fn range(&mut self, first: u64) -> (u64, u64) {
         self.documents += 1;
         (first * self.width.bytes(), self.at * self.width.bytes())
     }
 
-    /// Refuses tokens that no document has.
+    /// Refuses tokens that belong to no document.
     pub(super) fn finish(&self) -> Result<()> {
         if self.at == self.tokens {
             return Ok(());
@@ -338,7 +337,7 @@ impl TokenFile {
             .wanted(format!("{}, as the index says", self.at)))
     }
 
-    /// Reads the rest, for the identity alone.
+    /// Reads the rest, for the identity only.
     pub(super) fn drain(&mut self) -> Result<()> {
         self.reader.get_mut().drain()
     }

@@ -1,4 +1,4 @@
-//! The data files that a place means, and how each is opened: here, or in a bucket by its copy on this machine.
+//! The data files at a location, and how each is opened: directly, or through a local copy of an object.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use store::{InputRecord, Location, Split, disk};
 use super::{Documents, Hints, NextDocument, Peer, datatrove, mds, megatron, olmo};
 use crate::disk::Disk;
 
-/// One of a peer's data files, with all that is needed to open it.
+/// One data file, with everything needed to open it.
 pub(super) enum Unit {
     File(Location),
     Shard(Location, Box<mds::Shard>),
@@ -31,7 +31,7 @@ impl Unit {
         }
     }
 
-    /// Its bytes, about: for the progress alone.
+    /// Its approximate size, used only for the progress.
     pub(super) fn bytes(&self, peer: Peer) -> u64 {
         match self {
             Unit::Shard(_, shard) => shard.raw_data.bytes,
@@ -64,7 +64,7 @@ impl Unit {
         }
     }
 
-    /// Opens it where it is on this machine: the file, or the folder of a shard.
+    /// Opens it at a local path: the file, or the folder of a shard.
     fn open_at(
         &self,
         path: &Path,
@@ -83,7 +83,7 @@ impl Unit {
     }
 }
 
-/// The names of a data file and of all that may lie beside it.
+/// The names of a data file and of all files that may belong to it.
 fn files_of(peer: Peer, name: &str) -> Vec<String> {
     let text = |path: PathBuf| path.to_string_lossy().into_owned();
     match peer {
@@ -98,7 +98,7 @@ fn files_of(peer: Peer, name: &str) -> Vec<String> {
     }
 }
 
-/// Documents of objects, read from their copies.
+/// Documents of objects, read from local copies.
 struct Copied {
     documents: Box<dyn Documents>,
     copies: Copies,
@@ -122,8 +122,8 @@ impl Documents for Copied {
     }
 }
 
-/// The one name of a file. One that is not there is refused when it is opened, which says more; an MDS shard may lie there
-/// packed.
+/// The canonical path of a file. A missing file gets a better error when it is opened, and an MDS shard may exist only
+/// in compressed form.
 pub(super) fn canonical(file: Location) -> Location {
     let Location::Local(path) = file else { return file };
     let folder = disk::folder_of(&path).canonicalize();
@@ -131,7 +131,7 @@ pub(super) fn canonical(file: Location) -> Location {
     Location::Local(path.canonicalize().or(beside).unwrap_or(path))
 }
 
-/// The data files that a place means, in order, and what else was read to know them.
+/// The data files at a location, in order, and other files that were read to find them.
 pub(super) fn units(
     disk: &dyn Disk,
     peer: Peer,
@@ -140,7 +140,7 @@ pub(super) fn units(
     if peer == Peer::Mds {
         return shards(disk, place);
     }
-    // What a pair of Megatron's is called may be a folder's name too: the pair goes first.
+    // The stem of a Megatron pair may also be the name of a folder: the pair takes precedence.
     let file = Unit::File(place.clone());
     if file.path(peer).is_file()? {
         return Ok((vec![file], None));
@@ -169,7 +169,7 @@ pub(super) fn units(
     Ok((found.into_iter().map(Unit::File).collect(), None))
 }
 
-/// Refuses a folder in which one file holds what others were held out of: together they would be trained on.
+/// Refuses a folder in which one file contains the documents held out in another: both would be trained on.
 fn refuse_splits(place: &Location, files: &[Location]) -> Result<()> {
     let [train, validation] = Split::ALL.map(|split| {
         let ours = |name: &String| name.split('.').next() == Some(split.name());
@@ -202,7 +202,7 @@ fn shards(disk: &dyn Disk, place: &Location) -> Result<(Vec<Unit>, Option<InputR
     Ok((shards.into_iter().map(unit).collect(), Some(index)))
 }
 
-/// Every document of the files at `path`, and of nothing else: what the tests try to break.
+/// Every document of the files at `path`: the entry point for tests with damaged files.
 #[cfg(test)]
 pub(super) fn read_through(
     disk: &dyn Disk,

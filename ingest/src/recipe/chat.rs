@@ -1,4 +1,4 @@
-//! Chats by a template of Hugging Face: a list of messages as `apply_chat_template` of `transformers` renders it.
+//! Chats with a Hugging Face template: a list of messages rendered like `apply_chat_template` of `transformers`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -15,27 +15,27 @@ use super::jinja::{Date, Templates};
 use super::written::{self, Kind, Malformed};
 use crate::source::names;
 
-/// Where the template of a model and its special tokens stand.
+/// The file with a model's template and special tokens.
 const CONFIG: &str = "tokenizer_config.json";
 
-/// The template that is taken, and the one that is taken where a record has tools.
+/// The default template, and the one for records with tools.
 const DEFAULT: &str = "default";
 const WITH_TOOLS: &str = "tool_use";
 
-/// Lists and objects within each other that a record may have, at most.
+/// The limit on nested lists and objects in a record.
 const DEPTH_MAX: usize = 128;
 
-/// What was read of a chat template.
+/// The content of a chat template file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ChatFile {
     /// Templates by name.
     templates: BTreeMap<String, String>,
-    /// The special tokens, by the names that templates call them, if a file says them.
+    /// The special tokens, by their names in templates, if a file defines them.
     tokens: Option<BTreeMap<String, String>>,
 }
 
 impl ChatFile {
-    /// Reads a `tokenizer_config.json`, or a template with the `tokenizer_config.json` beside it.
+    /// Reads a `tokenizer_config.json`, or a template together with the `tokenizer_config.json` in its folder.
     pub(crate) fn read(file: &Location) -> Result<ChatFile> {
         let text = |file: &Location| {
             let bytes = file.read().map_err(|error| file.fault("read", &error))?;
@@ -99,7 +99,7 @@ impl Config {
     }
 }
 
-/// The special tokens among the keys of a configuration: each as a text, or as an object that has its text.
+/// The special tokens among the keys of a config: each is a string, or an object that contains the string.
 fn tokens(keys: BTreeMap<String, serde_json::Value>) -> BTreeMap<String, String> {
     let token = |(name, value): (String, serde_json::Value)| {
         let text = value.as_str().or_else(|| value.get("content")?.as_str())?;
@@ -108,7 +108,7 @@ fn tokens(keys: BTreeMap<String, serde_json::Value>) -> BTreeMap<String, String>
     keys.into_iter().filter_map(token).collect()
 }
 
-/// Where a chat stands in a record.
+/// The paths of a chat in a record.
 #[derive(Clone, Debug)]
 pub(crate) struct Paths {
     /// The list of messages.
@@ -118,20 +118,20 @@ pub(crate) struct Paths {
 }
 
 impl Paths {
-    /// The fields of a record in which they begin.
+    /// The top-level fields of a record in which the paths begin.
     pub(crate) fn roots(&self) -> BTreeSet<String> {
         let paths = [&self.messages].into_iter().chain(&self.tools);
         paths.map(|path| names::of(path).swap_remove(0)).collect()
     }
 }
 
-/// A chat, and the template that makes it a text.
+/// A chat with its template.
 #[derive(Clone)]
 pub(crate) struct Rendered {
     pub(crate) paths: Paths,
-    /// What the template was read from.
+    /// The file of the template.
     pub(crate) file: ChatFile,
-    /// The special tokens that the templates ask for.
+    /// The special tokens that the templates use.
     tokens: BTreeMap<String, String>,
     date: Option<Date>,
     templates: Arc<Templates>,
@@ -152,7 +152,7 @@ impl fmt::Debug for Rendered {
 }
 
 impl Rendered {
-    /// The template of a file, for chats that stand at `paths`.
+    /// The template of a file, for chats at `paths`.
     pub(crate) fn new(paths: Paths, file: ChatFile, date: Option<Date>) -> Result<Rendered> {
         let texts = file.templates.iter().map(|(name, text)| (name.as_str(), text.as_str()));
         let templates = Templates::new(texts, date)
@@ -188,7 +188,7 @@ impl Rendered {
         Ok(Rendered { paths, file, tokens, date, templates: Arc::new(templates) })
     }
 
-    /// What decides the text of a record, as canonical text.
+    /// Everything that determines the text of a record, as canonical text.
     pub(crate) fn describe(&self) -> String {
         let texts = self.file.templates.iter();
         let texts = texts.map(|(name, text)| {
@@ -231,7 +231,7 @@ impl Rendered {
             .map_err(|why| Fault::data("the chat template refuses this record").found(why))
     }
 
-    /// The tools of a record: a list, or the same as a text of JSON, as tables hold lists of objects that differ.
+    /// The tools of a record: a list, or one as a JSON string, which is how tables store lists of differing objects.
     fn tools(&self, record: &str) -> Result<Value> {
         let Some(path) = &self.paths.tools else { return Ok(Value::from(())) };
         let wrong = |found: String| {
@@ -255,7 +255,7 @@ impl Rendered {
     }
 }
 
-/// A value of JSON as Python reads it: whole numbers whole, members in the order in which they first stand.
+/// Parses JSON as Python does: integers stay integers, members keep the order of their first occurrence.
 fn value(json: &str, depth: usize) -> std::result::Result<Value, Malformed> {
     if depth > DEPTH_MAX {
         return Err(format!("more than {DEPTH_MAX} lists and objects within each other"));

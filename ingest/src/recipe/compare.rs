@@ -1,4 +1,5 @@
-//! Settings of the steps that compare a document with others, or with evaluation sets. What they do stands in `dedup`.
+//! Settings of the steps that compare a document with others, or with evaluation sets. The steps are implemented in
+//! `dedup`.
 
 use contract::{Fault, Identity, Ratio, Result};
 
@@ -7,7 +8,7 @@ use crate::filters::setting::{Setting as _, one_of, step};
 use crate::source::SourceFile;
 
 one_of! {
-    /// One step that compares, with its settings.
+    /// A comparing step with its settings.
     Compare {
         Exact(Exact),
         Near(Near),
@@ -17,7 +18,7 @@ one_of! {
 }
 
 impl Compare {
-    /// Whether it may change a text, which the build does then, as the scan has decided.
+    /// Whether it may change a text; the build then does so, as the scan has decided.
     pub(crate) fn changes(&self) -> bool {
         matches!(self, Compare::Repeats(_))
     }
@@ -40,7 +41,7 @@ step! {
         bands: u64 = "14",
         /// Values in a band.
         rows: u64 = "8",
-        /// What the functions are drawn from.
+        /// The seed of the hash functions.
         seed: u64 = "1",
         /// Whether documents of different sources are compared.
         across: bool = "true",
@@ -48,7 +49,7 @@ step! {
 }
 
 impl Near {
-    /// Refuses settings under which nothing can be found.
+    /// Refuses settings with which nothing can be found.
     pub(crate) fn check(self) -> Result<Self> {
         let positive = self.words > 0 && self.bands > 0 && self.rows > 0;
         let small = self.words <= 1000 && self.bands.saturating_mul(self.rows) <= 4096;
@@ -64,11 +65,11 @@ impl Near {
 step! {
     /// Repeated substrings.
     Repeats = "repeated-substrings" version 1 {
-        /// Bytes of a run that may occur once.
+        /// The minimum of bytes in a run that is removed if it repeats.
         min_bytes: u64 = "500",
-        /// The share of a stretch that pieces make up which go with what stands between them.
+        /// The minimum share of removed pieces in a range for which the gaps are removed too.
         bookend: Option<Ratio> = "4/5",
-        /// Bytes of text that are compared with each other.
+        /// Bytes of text that are compared with each other at a time.
         partition_bytes: u64 = "268435456",
         /// Whether documents of different sources are compared.
         across: bool = "true",
@@ -76,7 +77,7 @@ step! {
 }
 
 impl Repeats {
-    /// Refuses settings under which nothing can be found.
+    /// Refuses settings with which nothing can be found.
     pub(crate) fn check(self) -> Result<Self> {
         let runs = (1..=1 << 20).contains(&self.min_bytes);
         let partition = (self.min_bytes..1 << 30).contains(&self.partition_bytes);
@@ -89,13 +90,14 @@ impl Repeats {
 }
 
 step! {
-    /// What decides a match.
+    /// The rules for a match.
     Rules = "decontaminate" version 1 {
         /// Words in a run.
         words: u64 = "13",
-        /// Runs that a document must share with one item to go.
+        /// The minimum of runs that a removed document shares with one item.
         min_runs: u64 = "1",
-        /// Whether numbers count; if not, any number is like any other, and an item is found with other values in it.
+        /// Whether numbers are compared; if not, any number equals any other, so an item is found with other values in
+        /// it.
         numbers: bool = "true",
         /// The text of an item.
         template: String = "{text}",
@@ -106,14 +108,14 @@ step! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Decontaminate {
     pub(crate) rules: Rules,
-    /// The files, sorted, with what they held when the corpus was read.
+    /// The files, sorted, with their identities when the corpus was read.
     pub(crate) files: Vec<(SourceFile, Identity)>,
 }
 
 impl Decontaminate {
     pub(crate) const NAME: &'static str = Rules::NAME;
 
-    /// Refuses rules that find nothing or everything.
+    /// Refuses rules that match nothing or everything.
     pub(crate) fn check(rules: &Rules) -> Result<()> {
         if rules.words == 0 || rules.words > 1000 || rules.min_runs == 0 {
             return Err(Fault::usage("this finds nothing or everything")

@@ -1,4 +1,4 @@
-//! Jinja as Hugging Face `transformers` sets it up for the templates of chats: Python's methods of strings and dictionaries,
+//! Jinja as Hugging Face `transformers` configures it for chat templates: Python's string and dictionary methods,
 //! Python's JSON, `raise_exception` and `strftime_now`.
 
 use std::fmt::{self, Write as _};
@@ -9,10 +9,10 @@ use minijinja::value::{Kwargs, Rest, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State, escape_formatter};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
-/// What a template calls to be told the date.
+/// The function with which a template asks for the date.
 const CLOCK: &str = "strftime_now";
 
-/// A day, for templates that ask for today's date.
+/// A date, for templates that ask for today's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Date {
     year: u32,
@@ -59,19 +59,19 @@ impl Date {
         MONTHS[month as usize - 1].1 + u32::from(month == 2 && leap)
     }
 
-    /// Its number in its year, from 1 on.
+    /// Its day of the year, from 1.
     fn day_of_year(self) -> u32 {
         (1..self.month).map(|month| self.days_in(month)).sum::<u32>() + self.day
     }
 
-    /// From Monday on; the first of January of the year 1 was one.
+    /// The weekday, counted from Monday; 1 January of the year 1 was a Monday.
     fn weekday(self) -> usize {
         let past = self.year - 1;
         let days = past * 365 + past / 4 - past / 100 + past / 400 + self.day_of_year() - 1;
         (days % 7) as usize
     }
 
-    /// The midnight at which it begins, as C and Python write it.
+    /// Formats its midnight as C's and Python's `strftime` do.
     fn format(self, format: &str) -> Result<String, String> {
         let Date { year, month, day } = self;
         let name = MONTHS[month as usize - 1].0;
@@ -116,11 +116,11 @@ impl fmt::Display for Date {
     }
 }
 
-/// Templates that are ready to render.
+/// Parsed templates.
 pub(crate) struct Templates(Environment<'static>);
 
 impl Templates {
-    /// Reads templates, each under its name.
+    /// Parses templates, each under its name.
     pub(crate) fn new<'a>(
         templates: impl IntoIterator<Item = (&'a str, &'a str)>,
         date: Option<Date>,
@@ -137,7 +137,7 @@ impl Templates {
             stripped(&text.to_string(), chars, [true; 2]).to_owned()
         });
         environment.add_filter("tojson", to_json);
-        // A string is a sequence to Python, and a dictionary is one by what it can do.
+        // In Python a string is a sequence, and a dictionary passes the test too.
         environment.add_test("sequence", |value: &Value| {
             matches!(value.kind(), ValueKind::String | ValueKind::Seq | ValueKind::Map)
         });
@@ -158,7 +158,7 @@ impl Templates {
         Ok(Templates(environment))
     }
 
-    /// Whether a template may look at a variable that it does not set.
+    /// Whether a template may read a variable that it does not set.
     pub(crate) fn asks(&self, variable: &str) -> bool {
         self.0
             .templates()
@@ -170,7 +170,7 @@ impl Templates {
         self.asks(CLOCK)
     }
 
-    /// What a template makes of these variables.
+    /// Renders a template with these variables.
     pub(crate) fn render(&self, name: &str, variables: Value) -> Result<String, String> {
         let template = self.0.get_template(name).map_err(told)?;
         template.render(variables).map_err(told)
@@ -181,7 +181,7 @@ fn refused(why: String) -> Error {
     Error::new(ErrorKind::InvalidOperation, why)
 }
 
-/// What is wrong, with its line.
+/// The error, with its line.
 fn told(error: Error) -> String {
     let what = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     match error.line() {
@@ -190,8 +190,8 @@ fn told(error: Error) -> String {
     }
 }
 
-/// A template without the marks around what a model is trained to say, `{% generation %}` and `{% endgeneration %}`: they are
-/// of `transformers`, and change no text.
+/// A template without `{% generation %}` and `{% endgeneration %}`, which mark what a model is trained on: they are
+/// specific to `transformers`, and do not change the text.
 fn without_marks(template: &str) -> String {
     let mut out = String::new();
     let mut rest = template;
@@ -211,7 +211,7 @@ fn without_marks(template: &str) -> String {
     out + rest
 }
 
-/// A method of Python that Jinja calls.
+/// A Python method that Jinja calls.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     let ends = match name {
         "strip" => [true, true],
@@ -229,7 +229,7 @@ fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Resul
     }
 }
 
-/// A text without these characters, or without what Python takes for white space, at its two ends.
+/// Strips these characters, or Python's white space, from the selected ends of a text.
 fn stripped<'a>(text: &'a str, chars: Option<&str>, [left, right]: [bool; 2]) -> &'a str {
     let goes = |c: char| match chars {
         Some(chars) => chars.contains(c),
@@ -239,7 +239,7 @@ fn stripped<'a>(text: &'a str, chars: Option<&str>, [left, right]: [bool; 2]) ->
     if right { text.trim_end_matches(goes) } else { text }
 }
 
-/// A float as Python writes it: the fewest digits that mean it, and an exponent of a sign and two digits.
+/// A float in Python's format: the shortest digits that identify it, and an exponent with a sign and two digits.
 fn float(value: &Value) -> Option<String> {
     let number = (value.is_number() && !value.is_integer()).then(|| f64::try_from(value.clone()));
     let text = format!("{:?}", number?.ok()?);
@@ -252,7 +252,7 @@ fn float(value: &Value) -> Option<String> {
     })
 }
 
-/// How `json.dumps` is asked to write.
+/// The options of `json.dumps`.
 struct Style {
     ascii: bool,
     sorted: bool,

@@ -1,4 +1,4 @@
-//! From the fields of a record to a text: templates (`"Q: {question}\nA: {answer}"`) and chats (a list of messages).
+//! Makes a text from the fields of a record: templates (`"Q: {question}\nA: {answer}"`) and chats (a list of messages).
 
 use std::collections::BTreeSet;
 
@@ -9,19 +9,19 @@ use super::chat::Rendered;
 use super::written::{self, Kind, Malformed};
 use crate::source::names;
 
-/// How a record becomes a text, where one field is not enough.
+/// How a record becomes a text, if from more than one field.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Mapping {
-    /// Fields put into a template.
+    /// Fields in a template.
     Template(Template),
-    /// The messages of a chat, each put into a template of its own.
+    /// The messages of a chat, each in a template.
     Chat {
-        /// Where the list stands.
+        /// The path of the list.
         path: String,
-        /// What a message becomes.
+        /// The template of a message.
         message: Template,
     },
-    /// The messages of a chat, put into a template of Hugging Face all together, whose control tokens are tokens.
+    /// All messages of a chat in one Hugging Face template, whose control tokens are encoded as tokens.
     Rendered(Rendered),
 }
 
@@ -39,7 +39,7 @@ enum Part {
 }
 
 impl Template {
-    /// Reads a template: `{path.of.field}`, and `{{` and `}}` for the brackets themselves.
+    /// Parses a template: `{path.of.field}`, with `{{` and `}}` for literal brackets.
     pub(crate) fn parse(written: &str) -> Result<Template, String> {
         let mut parts = Vec::new();
         let mut text = String::new();
@@ -72,7 +72,7 @@ impl Template {
         Ok(Template { written: written.to_owned(), parts })
     }
 
-    /// Whether it holds a token, or the two ends of one on both sides of a field.
+    /// Whether it contains a token, or both ends of one around a field.
     fn spells(&self, token: &str) -> bool {
         let around = |(before, after): (&str, &str)| {
             token.char_indices().skip(1).any(|(at, _)| {
@@ -90,10 +90,10 @@ impl Template {
             || texts.windows(2).any(|two| around((two[0], two[1])))
     }
 
-    /// Puts the fields of a record where they are named.
+    /// Renders the template with the fields of a record.
     ///
-    /// A string is put as it is, a number and a boolean as they were written. A list and an object are put as JSON where
-    /// `whole` says so: in a message they would be the parts of something that is no text.
+    /// A string is inserted as it is, a number or boolean as written. Lists and objects are inserted as JSON only if
+    /// `whole` is set: in a message they would be parts that are not text.
     fn render(&self, record: &str, whole: bool, into: &mut String) -> Result<(), Unfit> {
         for part in &self.parts {
             let path = match part {
@@ -121,11 +121,11 @@ impl Template {
 
 /// Why a record does not fit a template.
 enum Unfit {
-    /// Nothing stands at this path.
+    /// The record has no value at this path.
     Missing(String),
-    /// What stands at this path is of this kind.
+    /// The value at this path has this kind.
     NoText(String, &'static str),
-    /// It is not JSON.
+    /// The record is not JSON.
     Malformed(Malformed),
 }
 
@@ -136,7 +136,7 @@ impl From<Malformed> for Unfit {
 }
 
 impl Unfit {
-    /// The same as an error of the data; paths begin at `within`.
+    /// The same as a data fault; paths are relative to `within`.
     fn fault(self, within: &str) -> Fault {
         match self {
             Unfit::Missing(path) => Fault::data(format!("no text at key `{within}{path}`")),
@@ -162,7 +162,7 @@ impl Mapping {
         }
     }
 
-    /// The fields of a record that it starts from, each once, in order.
+    /// The top-level fields of a record that it uses, without repetition, in order.
     pub(crate) fn roots(&self) -> BTreeSet<String> {
         let root = |path: &str| names::of(path).swap_remove(0);
         match self {
@@ -178,7 +178,7 @@ impl Mapping {
         }
     }
 
-    /// Those control tokens that it writes for a field or without one: as text, since it is no chat template.
+    /// The control tokens that it may write as text, since it is not a chat template.
     pub(crate) fn spells<'a>(&self, controls: &'a [String]) -> Vec<&'a str> {
         let template = match self {
             Mapping::Template(template) | Mapping::Chat { message: template, .. } => template,
@@ -243,7 +243,7 @@ mod tests {
             assert_eq!(text("{l.1.z}", &record), number);
             assert_eq!(text("{l}", &record), format!("[{number},{{\"z\":{number}}}]"));
         }
-        // Keys as they stand; of an equal key the last one counts.
+        // Keys as they are; the last of equal keys counts.
         let record = r#"{"o": {"z": 1, "a": "\u00e9\n", "z": [true, null], "b": {}}, "o\u0032": 1, "o2": "x"}"#;
         assert_eq!(text("{o}", record), "{\"a\":\"\u{e9}\\n\",\"z\":[true,null],\"b\":{}}");
         assert_eq!(text("{o.a}{o2}", record), "\u{e9}\nx");
@@ -262,7 +262,7 @@ mod tests {
         let fault = chat.text(r#"{"m": [{"role": "user"}]}"#).unwrap_err().to_string();
         assert!(fault.contains("`m.0.content`"), "{fault}");
         assert!(chat.text(r#"{"m": "x"}"#).is_err());
-        // The parts of a message are no text: nobody means the JSON of them.
+        // The parts of a message are not text, and their JSON is never intended.
         for (parts, kind) in [(r#"[{"type": "text", "text": "x"}]"#, "a list"), ("{}", "an object")]
         {
             let record = format!(r#"{{"m": [{{"role": "user", "content": {parts}}}]}}"#);

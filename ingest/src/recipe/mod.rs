@@ -1,14 +1,14 @@
-//! Recipes: what happens to a document between its file and its tokens, as `corpus.toml` declares it, and in which order.
+//! Recipes: the processing of a document between its file and its tokens, as `corpus.toml` declares it, and its order.
 //!
-//! A source has a recipe: how a record becomes a text, then steps in the order written. Most steps look at one text at
-//! a time (`filters`); they run on the workers, between parsing and encoding. Some compare a document with others or with
-//! evaluation sets (`dedup`): if a corpus has one of them, a scan reads it once before the build and decides.
+//! A source has a recipe: how a record becomes a text, then steps in the order written. Most steps process one text at
+//! a time (`filters`); they run on the workers, between parsing and encoding. Some compare a document with others or
+//! with evaluation sets (`dedup`): if a corpus has such a step, a scan reads it once before the build and decides.
 //!
-//! Invariant: what becomes of a document is a function of the corpus and its inputs alone; workers, kills and the
-//! order in which threads finish cannot matter.
-//! Invariant: a document that does not go through is counted under one reason, and what steps add to and remove from
-//! the others is counted by step: the accounting balances to zero in documents and in bytes.
-//! Invariant: a source without steps pays nothing, and keeps its identity and its bits.
+//! Invariant: the result for a document depends only on the corpus and its inputs, not on workers, kills or the order
+//! in which threads finish.
+//! Invariant: a dropped document is counted under one reason, and what steps add to and remove from kept ones is
+//! counted by step: the accounting balances to zero in documents and in bytes.
+//! Invariant: a source without steps has no overhead, and keeps its identity and its bits.
 
 pub(crate) mod chat;
 pub(crate) mod compare;
@@ -27,13 +27,13 @@ use compare::Compare;
 pub(crate) use jinja::Date;
 use mapping::Mapping;
 
-/// Whether a record was dropped by a step, and not because it cannot be read. Every reason of a step begins with its
-/// name and a colon.
+/// Whether a record was dropped by a step, and not because it cannot be read. The reasons of a step begin with its name
+/// and a colon.
 pub(crate) fn is_reason(reason: &str) -> bool {
     reason.contains(": ")
 }
 
-/// The first steps in which two preparations differ: nobody reads the whole of both.
+/// The first steps in which two preparations differ, since the full texts are too long to read.
 pub(crate) fn first_difference<'a>(old: &'a str, new: &'a str) -> (&'a str, &'a str) {
     let (mut a, mut b) = (old.split(" | "), new.split(" | "));
     loop {
@@ -45,7 +45,7 @@ pub(crate) fn first_difference<'a>(old: &'a str, new: &'a str) -> (&'a str, &'a 
     }
 }
 
-/// What is done to one source.
+/// The processing of one source.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recipe {
     /// How a record becomes a text, if one field is not enough.
@@ -60,29 +60,29 @@ impl Recipe {
         self.mapping.is_none() && self.steps.is_empty()
     }
 
-    /// Whether the control tokens in its texts are tokens.
+    /// Whether control tokens in its texts are encoded as tokens.
     pub(crate) fn means_controls(&self) -> bool {
         matches!(self.mapping, Some(Mapping::Rendered(_)))
     }
 
-    /// How many steps the dedup scan takes documents through: up to the last that compares them.
+    /// How many steps the dedup scan runs: up to the last comparing one.
     pub(crate) fn scanned(&self) -> usize {
         let last = self.steps.iter().rposition(|(_, step)| step.compares());
         last.map_or(0, |last| last + 1)
     }
 
-    /// Whether the step at `place` runs where a scan came before: that has judged; what changes a text is done again.
+    /// Whether the step at `place` runs after a scan: filtering is already done; changes of a text are repeated.
     pub(crate) fn runs_again(&self, place: usize) -> bool {
         let step = self.steps.get(place);
         place >= self.scanned() || step.is_some_and(|(_, step)| step.changes())
     }
 
-    /// The places of the steps that run while documents are encoded.
+    /// The places of the steps that run during encoding.
     pub(crate) fn encoding_places(&self) -> Vec<usize> {
         (0..self.steps.len()).filter(|place| self.runs_again(*place)).collect()
     }
 
-    /// What the scan does, as canonical text; the sets of evaluation items by name too, since matches name them.
+    /// The scan's work, as canonical text; with the names of evaluation sets, since matches contain them.
     pub(crate) fn describe_scan(&self) -> String {
         let steps = self.steps[..self.scanned()].to_vec();
         let sets = steps.iter().filter_map(|(_, step)| match step {
@@ -94,7 +94,7 @@ impl Recipe {
         format!("{} sets=[{}]", recipe.describe(), sets.join(" "))
     }
 
-    /// What is done while documents are encoded, as canonical text.
+    /// The work during encoding, as canonical text.
     pub(crate) fn describe_encoding(&self) -> String {
         let steps = self.encoding_places().into_iter().map(|place| self.steps[place].clone());
         Recipe { mapping: self.mapping.clone(), steps: steps.collect() }.describe()
@@ -106,14 +106,14 @@ impl Recipe {
         steps.iter().any(|(_, step)| step.trims())
     }
 
-    /// Counts what the step at `place` made of one document that was kept: its bytes before and after.
+    /// Counts what the step at `place` did to a kept document: its bytes before and after.
     pub(crate) fn count(
         &self,
         (place, before, after): (usize, u64, u64),
         record: &mut PreparedRecord,
     ) {
         let step = self.step_name(place);
-        // In the order of the steps, which is that of their names' numbers.
+        // In the order of the steps, which is the order of their names' numbers.
         let slot = record.changes.binary_search_by(|change| change.step.cmp(&step));
         let slot = slot.unwrap_or_else(|slot| {
             record.changes.insert(slot, Change { step, documents: 0, added: 0, removed: 0 });
@@ -125,13 +125,13 @@ impl Recipe {
         change.removed += before.saturating_sub(after);
     }
 
-    /// A step as people call it: its place in the recipe and its name.
+    /// A step's name for users: its place in the recipe and its name.
     pub(crate) fn step_name(&self, number: usize) -> String {
         let name = self.steps.get(number).map_or("mapping", |(_, step)| step.name());
         format!("{:02} {name}", number + 1)
     }
 
-    /// The recipe as canonical text, to be added to what is said of a source: empty if nothing is done.
+    /// The recipe as canonical text, appended to the source's description: empty if nothing is done.
     pub(crate) fn describe(&self) -> String {
         let mapping = self.mapping.iter().map(Mapping::describe);
         let steps = self.steps.iter().map(|(_, step)| step.describe());
@@ -142,9 +142,9 @@ impl Recipe {
 /// One step, with its settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// It looks at one text at a time.
+    /// A step that processes one text at a time.
     Filter(Box<Filter>),
-    /// It compares documents, and so needs a scan.
+    /// A step that compares documents, and so needs a scan.
     Compare(Compare),
 }
 

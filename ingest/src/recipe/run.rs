@@ -1,8 +1,9 @@
-//! The one loop over the steps of a recipe: whoever takes a document through it does so here.
+//! The only loop that runs a document through the steps of a recipe.
 //!
-//! Four do: the dedup scan (which judges), the build (which knows the scan's judgement and changes texts), the sample of
-//! `zdata inspect` (which tells of every step) and the training of a tokenizer (before which nothing was compared). They
-//! differ in which steps they run, in what a comparing step says, and in what they note: that is a [`Passage`].
+//! It has four users: the dedup scan (which decides), the build (which applies the scan's decision and changes texts),
+//! the sample of `zdata inspect` (which shows every step) and the training of a tokenizer (where documents are not
+//! compared). They differ in which steps run, in the result of a comparing step, and in what they record: each is a
+//! [`Passage`].
 
 use std::ops::Range;
 
@@ -14,27 +15,27 @@ use crate::filters::words::Text;
 use crate::filters::{Count, Dropped, Effect};
 use crate::source::Document;
 
-/// Counts the tokens of a text whose control tokens are tokens, or text.
+/// Counts the tokens of a text, with its control tokens as tokens or as text.
 pub(crate) type CountIn<'a> = dyn Fn(bool, &str) -> Result<usize> + Sync + 'a;
 
-/// Who takes a document through its recipe.
+/// A user of the loop.
 pub(crate) trait Passage {
     /// Whether the step at `place` runs.
     fn wants(&self, _place: usize, _step: &Step) -> bool {
         true
     }
 
-    /// What the comparing step with this number in the corpus file says of a document.
+    /// The result of the comparing step with this number in the corpus file.
     fn compare(&mut self, number: usize, step: &Compare, document: &Document) -> Result<Effect>;
 
-    /// Hears what the step at `place` did, while the document is still as it was before.
+    /// Called with the effect of the step at `place`, before the document changes.
     fn hear(&mut self, _place: usize, _document: &Document, _effect: &Effect) {}
 }
 
-/// How a document came out.
+/// The outcome for a document.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// It went through.
+    /// It passed all steps.
     Through,
     /// A step dropped it.
     Dropped {
@@ -43,21 +44,21 @@ pub(crate) enum Outcome {
         /// Why.
         dropped: Dropped,
     },
-    /// A filter that counts tokens could not.
+    /// A filter that counts tokens failed.
     Refused(Fault),
 }
 
-/// A record that gives no text to prepare.
+/// A record without a text to prepare.
 #[derive(Debug)]
 pub(crate) struct NoText {
-    /// What it is counted under.
+    /// The reason under which it is counted.
     pub(crate) reason: &'static str,
     /// The same as an error.
     pub(crate) fault: Fault,
 }
 
 impl Recipe {
-    /// Makes a record the text that the first step sees.
+    /// Makes the text that the first step gets.
     pub(crate) fn text(&self, document: &mut Document) -> std::result::Result<(), NoText> {
         let Some(mapping) = &self.mapping else { return Ok(()) };
         document.text = mapping.text(&document.text).map_err(|fault| NoText {
@@ -71,7 +72,7 @@ impl Recipe {
         }
     }
 
-    /// Takes a document through those steps at `places` that `passage` wants, in their order, until one drops it.
+    /// Runs a document through the steps at `places` that `passage` wants, in order, until one drops it.
     pub(crate) fn run(
         &self,
         places: Range<usize>,

@@ -1,4 +1,4 @@
-//! Whole builds with steps: what the corpus file may say, what the accounting says afterwards, what leaves no trace.
+//! Whole builds with steps: what the corpus file may contain, the accounting, and what must have no influence.
 
 use std::fs;
 use std::path::Path;
@@ -56,7 +56,7 @@ pub(crate) fn balanced(manifest: &Manifest) {
     }
 }
 
-/// Prose of some length with a mistake of the kind `index` says.
+/// Prose of some length, with a defect chosen by `index`.
 fn page(index: u64) -> String {
     let prose = "The river rises in the hills, and it runs for ninety miles to the sea. Its water is clear \
                  and cold, and trout live in it. Two mills used to stand on its banks; both burned down long \
@@ -104,7 +104,7 @@ fn every_document_is_kept_or_dropped_for_a_reason() {
         [("gopher-quality: few stop words", 15), ("gopher-quality: too few words", 15)]
     );
     let prepared = manifest.sources[0].prepared.as_ref().unwrap();
-    // Cafe + mark becomes one letter (one byte less), and two line ends lose a byte each.
+    // Cafe + combining mark becomes one letter (one byte less), and two line ends lose a byte each.
     let [change] = &prepared.changes[..] else { panic!("{prepared:?}") };
     assert_eq!((change.step.as_str(), change.documents), ("01 clean", 15));
     assert_eq!((change.added, change.removed), (0, 45));
@@ -170,7 +170,7 @@ fn templates_and_chats_become_text() {
     assert_eq!(manifest.sources[0].train.text_bytes, (0..20).map(question).sum::<u64>());
     let chat = |i: u32| format!("<|user|>\nhi\n<|assistant|>\nnumber {i}\n").len() as u64;
     assert_eq!(manifest.sources[1].train.text_bytes, (0..20).map(chat).sum::<u64>());
-    // A field that is null is a record without text: the build stops there, with the place.
+    // A field that is null makes a record without text: the build stops there, with the place.
     let wrong = fs::read_to_string(&corpus).unwrap().replace("{answer}", "{n}");
     let corpus = bench.write("wrong.toml", wrong);
     let fault =
@@ -195,7 +195,7 @@ fn wrong_keys_are_refused_with_their_line() {
         ("[[prepare]]\nstep = \"gopher-quality\"\nmin_words = -1\n", &["min_words"]),
         ("[[prepare]]\nstep = \"clean\"\nunicode = \"NFD\"\n", &["unicode", "NFD"]),
         ("[[prepare]]\nstep = \"clean\"\nline_ends = 1\n", &["line_ends", "true or false"]),
-        // Of empty markers there would be no end in a text.
+        // Searching for empty markers in a text would never end.
         ("[[prepare]]\nstep = \"trim\"\nopen = \"\"\n", &["`open` is empty", ":15", "<think>"]),
         (
             "[[prepare]]\nstep = \"repeated-substrings\"\n[[prepare]]\nstep = \"exact-duplicates\"\n",
@@ -276,7 +276,7 @@ fn no_text_is_a_cliff() {
     ];
     let begun = std::time::Instant::now();
     for sign in signs {
-        // Of quadratic steps one such text would take minutes.
+        // With quadratic steps such a text would take minutes.
         let text = format!("x{}", sign.repeat(300_000 / sign.len()));
         for (number, step) in &corpus.sources[0].recipe.steps {
             match step {

@@ -1,5 +1,5 @@
-//! Values of a record as they were written: the digits of a number are never those of a float that is near to it, and the
-//! keys of an object stay in their order.
+//! Values of a record as they were written: numbers keep their digits instead of becoming floats, and objects keep the
+//! order of their keys.
 
 use std::borrow::Cow;
 use std::collections::BTreeSet;
@@ -9,10 +9,10 @@ use sonic_rs::{LazyValue, to_array_iter, to_object_iter};
 
 use crate::source::names;
 
-/// What is wrong with a text that is not JSON.
+/// Why a text is not JSON.
 pub(super) type Malformed = String;
 
-/// What kind of value a text of JSON is.
+/// The kind of a JSON value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     /// Text.
@@ -21,13 +21,13 @@ pub(super) enum Kind {
     Object,
     /// Values.
     List,
-    /// Nothing.
+    /// Null.
     Null,
-    /// A number or a boolean, which are their own text.
+    /// A number or a boolean, whose text is its value.
     Plain,
 }
 
-/// The kind of a value, which its first character says.
+/// The kind of a value, known from its first character.
 pub(super) fn kind(value: &str) -> Kind {
     match value.bytes().next() {
         Some(b'"') => Kind::String,
@@ -38,12 +38,12 @@ pub(super) fn kind(value: &str) -> Kind {
     }
 }
 
-/// What stands at a path of keys and indexes in a value, if anything does.
+/// The value at a path of keys and indexes, if any.
 pub(super) fn at<'a>(value: &'a str, path: &str) -> Result<Option<&'a str>, Malformed> {
     let mut value = value.trim();
     for key in names::of(path) {
         let inner = match (kind(value), key.parse::<usize>()) {
-            // Of an equal key the last one counts.
+            // The last of equal keys counts.
             (Kind::Object, _) => members(value)?.into_iter().rfind(|(name, _)| *name == key),
             (Kind::List, Ok(index)) => elements(value)?.get(index).map(|it| (String::new(), *it)),
             _ => None,
@@ -66,7 +66,7 @@ pub(super) fn elements(list: &str) -> Result<Vec<&str>, Malformed> {
     to_array_iter(list).map(|element| raw(&element.map_err(|error| error.to_string())?)).collect()
 }
 
-/// The members of an object, each key as often as it stands there.
+/// The members of an object, including repeated keys.
 pub(super) fn members(object: &str) -> Result<Vec<(String, &str)>, Malformed> {
     let members = to_object_iter(object).map(|member| {
         let (name, value) = member.map_err(|error| error.to_string())?;
@@ -75,7 +75,7 @@ pub(super) fn members(object: &str) -> Result<Vec<(String, &str)>, Malformed> {
     members.collect()
 }
 
-/// The text of a value, which is a piece of the record's.
+/// The text of a value, which is a slice of the record's.
 fn raw<'a>(value: &LazyValue<'a>) -> Result<&'a str, Malformed> {
     match value.as_raw_cow() {
         Cow::Borrowed(text) => Ok(text),
@@ -88,7 +88,7 @@ pub(super) fn text(string: &str) -> Result<String, Malformed> {
     serde_json::from_str(string).map_err(|error| error.to_string())
 }
 
-/// Adds a value to `into` as JSON without a space, its numbers and the order of its keys as they were written.
+/// Appends a value to `into` as JSON without spaces, its numbers and key order as written.
 pub(super) fn compact(value: &str, into: &mut String) -> Result<(), Malformed> {
     match kind(value) {
         Kind::String => *into += &serde_json::Value::String(text(value)?).to_string(),
@@ -102,7 +102,7 @@ pub(super) fn compact(value: &str, into: &mut String) -> Result<(), Malformed> {
             into.push(']');
         }
         Kind::Object => {
-            // Of an equal key the last one counts.
+            // The last of equal keys counts.
             let mut members = members(value)?;
             let mut seen = BTreeSet::new();
             members.reverse();

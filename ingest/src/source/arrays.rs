@@ -1,23 +1,23 @@
 //! One JSON array of records, read as JSON Lines are.
 //!
-//! The stream is rewritten where it stands, byte for byte: the brackets of the array become spaces, the commas between its
-//! records line ends, and line ends within a record spaces. So a record is a line, its number in the array is that of the line,
-//! its byte range is that in the file, and whatever is checked of lines is checked of records.
+//! The stream is rewritten in place, byte for byte: the array's brackets become spaces, the commas between records
+//! become line ends, and line ends inside a record become spaces. So a record is a line, with the same number and the
+//! same byte range, and all checks of lines apply to records.
 
 use std::path::Path;
 
 use contract::{Fault, Result, counted};
 
-/// Where the stream is.
+/// The position in the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum At {
     /// Before the array.
     Start,
-    /// Within it, at this depth below it.
+    /// Inside it, at this depth.
     Within(u64),
-    /// In a string of a record; after a backslash or not.
+    /// In a string of a record, maybe after a backslash.
     String { depth: u64, escaped: bool },
-    /// Behind it.
+    /// After it.
     End,
 }
 
@@ -25,28 +25,28 @@ enum At {
 #[derive(Debug)]
 pub(super) struct Array {
     at: At,
-    /// Whether something stands in the record at hand.
+    /// Whether the current record has any content.
     begun: bool,
-    /// Whether a comma stands before it.
+    /// Whether a comma came before it.
     due: bool,
     offset: u64,
 }
 
 impl Array {
-    /// Whether a file's name allows it to be one value.
+    /// Whether a file's name allows a single JSON value.
     pub(super) fn may_be(path: &Path) -> bool {
         let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase());
         let name = name.unwrap_or_default();
         name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name).ends_with(".json")
     }
 
-    /// The array that begins in `head`, this many bytes into the file, if one does.
+    /// The array that begins in `head`, this many bytes into the file, if there is one.
     pub(super) fn of(head: &[u8], offset: u64) -> Option<Self> {
         let first = head.iter().find(|byte| !byte.is_ascii_whitespace());
         (first == Some(&b'[')).then_some(Array { at: At::Start, begun: false, due: false, offset })
     }
 
-    /// Rewrites what was read next.
+    /// Rewrites the next bytes.
     pub(super) fn rewrite(&mut self, path: &Path, bytes: &mut [u8]) -> Result<()> {
         for byte in bytes {
             *byte = self.byte(*byte).map_err(|found| {
@@ -92,7 +92,7 @@ impl Array {
         Ok(byte)
     }
 
-    /// Refuses an array that is not closed where the file ends.
+    /// Refuses an array that is not closed at the end of the file.
     pub(super) fn finish(&self, path: &Path) -> Result<()> {
         if self.at == At::End {
             return Ok(());
@@ -104,7 +104,7 @@ impl Array {
     }
 }
 
-/// A byte of a string, where a line end is as wrong as it was, and no line end.
+/// A byte of a string: line ends are replaced by a byte that is just as invalid there, but not a line end.
 fn unbroken(byte: u8) -> u8 {
     if byte == b'\n' { 1 } else { byte }
 }

@@ -14,7 +14,7 @@ use super::ipc::Messages;
 use super::{Fields, Input, Limits, Records, Slab, names, records};
 use crate::disk::Disk;
 
-/// Rows of a slab, at most.
+/// The limit of rows in a slab.
 const ROWS_MAX: usize = 4096;
 
 /// Reads the record batches of a file in order.
@@ -22,7 +22,7 @@ pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
     messages: Messages,
-    /// Whether the text is made of whole rows.
+    /// Whether the text is made from whole rows.
     whole: bool,
     text: String,
     id: Option<String>,
@@ -53,7 +53,7 @@ impl Reader {
         Ok(Reader { path, limits, messages, whole, text, id, groups: 0, slabs, ended: false })
     }
 
-    /// The top-level columns that hold the text and the id, which must be of fitting types.
+    /// The top-level columns that hold the text and the id, which must have suitable types.
     fn columns(path: &Path, schema: &Schema, fields: &Fields) -> Result<Vec<usize>> {
         check(path, schema, fields.path(), "strings", is_text)?;
         if let Some(id) = &fields.id {
@@ -68,7 +68,7 @@ impl Reader {
         Ok(columns.map(|(index, _)| index).collect())
     }
 
-    /// Cuts a batch into slabs; the pieces share its memory.
+    /// Cuts a batch into slabs, which share its memory.
     fn cut(&mut self, batch: &RecordBatch) -> Result<()> {
         if self.whole {
             self.cut_rows(batch)
@@ -80,7 +80,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Slabs of whole rows.
+    /// Cuts slabs of whole rows.
     fn cut_rows(&mut self, batch: &RecordBatch) {
         let size = |column: &ArrayRef| column.to_data().get_slice_memory_size().unwrap_or_default();
         let bytes: usize = batch.columns().iter().map(size).sum();
@@ -97,13 +97,13 @@ impl Reader {
         }
     }
 
-    /// Rows of a slab, of a batch of so many bytes and rows.
+    /// Rows per slab, for a batch of this many bytes and rows.
     fn step(&self, bytes: usize, rows: usize) -> usize {
         let each = bytes / rows.max(1);
         (self.limits.slab_bytes / each.max(1)).clamp(1, ROWS_MAX)
     }
 
-    /// Slabs of the text and the id.
+    /// Cuts slabs of the text and the id.
     fn cut_column(&mut self, batch: &RecordBatch) -> Result<()> {
         let group = self.groups;
         let torn = || Fault::data("two columns share a name").at(self.path.display().to_string());
@@ -159,7 +159,7 @@ fn leads_to(column: &str, path: &str) -> bool {
     path.strip_prefix(column).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// The array at a dotted path, and the nulls of the structs on the way.
+/// The array at a dotted path, and the nulls of the structs around it.
 fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffer>)> {
     if let Some(array) = batch.column_by_name(&names::joined(name)) {
         return Some((array.clone(), None));
@@ -167,7 +167,7 @@ fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffe
     let mut at: ArrayRef = Arc::new(StructArray::from(batch.clone()));
     let mut nulls = None;
     for part in names::of(name) {
-        // What would stand within a column without values has none.
+        // A path into a column without values leads to a column without values.
         if *at.data_type() == DataType::Null {
             break;
         }
@@ -178,7 +178,7 @@ fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffe
     Some((at, nulls))
 }
 
-/// Refuses a schema without a fitting column at a dotted path.
+/// Refuses a schema without a suitable column at a dotted path.
 fn check(
     path: &Path,
     schema: &Schema,
@@ -209,7 +209,7 @@ fn is_text(kind: &DataType) -> bool {
         DataType::Dictionary(_, values) => is_text(values),
         DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => true,
         DataType::Binary | DataType::LargeBinary | DataType::BinaryView => true,
-        // A shard of which no value is known: a column without text.
+        // A shard in which the column has no values: its rows have no text.
         DataType::Null => true,
         _ => false,
     }

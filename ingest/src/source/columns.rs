@@ -22,10 +22,10 @@ use super::{Document, Fields, Parsed, Row, dropped, names};
 /// Rows of one group of a file.
 pub(super) struct Rows {
     pub(super) path: Arc<Path>,
-    /// What the file's format calls a group.
+    /// The format's name for a group of rows.
     pub(super) kind: &'static str,
     pub(super) group: u32,
-    /// The number of the first row within its group.
+    /// The index of the first row within its group.
     pub(super) first: u64,
     pub(super) rows: usize,
     pub(super) text: Column,
@@ -141,7 +141,7 @@ impl Cells<'_> {
         }
     }
 
-    /// The array and the place in it where a row's value stands, unless it is null.
+    /// The array and the index of a row's value, unless it is null.
     fn place(&self, row: usize) -> Option<(&ArrayRef, usize)> {
         let Cells::Array(array, nulls, keys) = self else { return None };
         if nulls.as_ref().is_some_and(|nulls| nulls.is_null(row)) {
@@ -167,7 +167,7 @@ impl Cells<'_> {
         }
     }
 
-    /// The id of a row, or what of it is no text.
+    /// Returns the row's id, or why it is not a string.
     fn text(&self, row: usize) -> Result<std::result::Result<Option<String>, String>> {
         match self {
             Cells::Integers(values) => Ok(Ok(values[row].map(|value| value.to_string()))),
@@ -187,14 +187,14 @@ impl Cells<'_> {
     }
 }
 
-/// Where a value stops being text.
+/// The message for a value that is not UTF-8, with the offset.
 pub(super) fn not_utf8(value: &[u8], error: Utf8Error) -> String {
     let at = error.valid_up_to();
     format!("byte 0x{:02x} at offset {at} of the value", value[at])
 }
 
-/// Where the one column called `name` stands among those of a file: at `name` itself, or where `is_null` says that all it
-/// could stand in is null.
+/// The index of the only column called `name` in a file: `name` itself, or, if `is_null` tells that it has no values, a
+/// column that could contain it.
 pub(super) fn only_or_null(
     path: &Path,
     name: &str,
@@ -210,7 +210,7 @@ pub(super) fn only_or_null(
     }
 }
 
-/// Where the one column called `name` stands among those of a file.
+/// The index of the only column called `name` in a file.
 pub(super) fn only(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
     let mut found = known.iter().enumerate().filter(|(_, known)| **known == name);
     match (found.next(), found.next()) {
@@ -222,7 +222,7 @@ pub(super) fn only(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
     }
 }
 
-/// The same of a column that is not within another: a name with a dot is told from a path.
+/// The same for a top-level column: the message tells a name with a dot from a path.
 pub(super) fn only_top(path: &Path, name: &str, known: &[&str]) -> Result<usize> {
     let inner = |known: &&&str| known.strip_prefix(name).is_some_and(|it| it.starts_with('.'));
     match known.iter().find(inner).filter(|_| !known.contains(&name)) {
@@ -259,7 +259,7 @@ fn no_column(path: &Path, name: &str, known: &[&str]) -> Fault {
     )
 }
 
-/// A column of a type that holds neither text nor, for an id, integers.
+/// The fault for a column whose type is neither text nor, for an id, integers.
 pub(super) fn wrong_column(path: &Path, name: &str, found: impl Display, wanted: &str) -> Fault {
     Fault::data(format!("column `{name}` has the wrong type"))
         .at(path.display().to_string())
@@ -268,17 +268,17 @@ pub(super) fn wrong_column(path: &Path, name: &str, found: impl Display, wanted:
         .hint("name another column in corpus.toml")
 }
 
-/// Runs a decoder on bytes that nobody has vouched for.
+/// Runs a decoder on untrusted bytes.
 ///
-/// The decoders of these formats index into what the file itself claims about its layout, and a damaged file can make
-/// them panic. That is an error of the file, to be reported as one.
+/// The decoders of these formats use a file's claims about its layout as indices, so a damaged file can make them
+/// panic. The panic becomes an error of the file.
 pub(super) fn guarded<T, E: Error + 'static>(
     path: &Path,
     format: &str,
     decode: impl FnOnce() -> std::result::Result<T, E>,
 ) -> Result<T> {
     let damaged = |found: String| {
-        // Some libraries say it in several lines.
+        // Some libraries' messages have several lines.
         let found = found.lines().map(str::trim).collect::<Vec<_>>().join(", ");
         Fault::data(format!("the {format} file is damaged, cut short or of an unknown kind"))
             .at(path.display().to_string())
@@ -295,7 +295,7 @@ pub(super) fn guarded<T, E: Error + 'static>(
     }
 }
 
-/// Runs a decoder that reads a Parquet file by itself: where it fails because the machine did, that is the error.
+/// Runs a decoder that reads a Parquet file itself; an I/O error takes precedence over its error.
 pub(super) fn guarded_pieces<T>(
     path: &Path,
     file: &Pieces,
@@ -303,7 +303,7 @@ pub(super) fn guarded_pieces<T>(
 ) -> Result<T> {
     guarded(path, "Parquet", decode).map_err(|fault| {
         let fault = file.or_machine(path, fault);
-        // Of encrypted columns behind a footer that is not, the library says nothing.
+        // For encrypted columns with a plain footer, the library gives no reason.
         match fault.class() {
             Class::Data => fault.hint("fetch the file again, or write it without encryption"),
             _ => fault,
@@ -311,7 +311,7 @@ pub(super) fn guarded_pieces<T>(
     })
 }
 
-/// The same, with the group of rows at which it happened.
+/// Adds the group of rows to a fault.
 pub(super) fn in_group(path: &Path, kind: &str, group: usize) -> impl FnOnce(Fault) -> Fault {
     move |fault| fault.at(format!("{}: {kind} {group}", path.display()))
 }

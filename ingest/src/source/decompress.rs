@@ -1,7 +1,7 @@
-//! A file's bytes, decompressed (`.gz`, `.zst`), while the identity of the raw bytes is taken on the way.
+//! Decompresses a file (`.gz`, `.zst`), and hashes its raw bytes on the way.
 //!
-//! Concatenated gzip members and zstd frames, skippable ones included, are one stream. A stream that ends early or is
-//! followed by something else is damaged: whoever reads on from there would lose documents in silence.
+//! Concatenated gzip members and zstd frames, including skippable ones, form one stream. A stream that ends early or is
+//! followed by other data is damaged: ignoring that would lose documents silently.
 
 use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const RAW_BYTES: usize = 256 << 10;
 /// `zstd --long=31`, which published dumps use, needs windows this large; zstd allocates what the frame asks for.
 const WINDOW_LOG_MAX: u32 = 31;
 
-/// A decompressed stream that knows where it is.
+/// A decompressed stream that tracks its position.
 pub(super) struct Stream {
     decoder: Decoder,
     path: PathBuf,
@@ -34,7 +34,7 @@ enum Decoder {
 }
 
 impl Stream {
-    /// Opens `path`; its name says how it is compressed.
+    /// Opens `path`; its extension gives the compression.
     pub(super) fn open(disk: &dyn Disk, path: &Path) -> Result<Self> {
         let raw = BufReader::with_capacity(RAW_BYTES, Tee::open(disk, path)?);
         let extension = path.extension().map(|extension| extension.to_ascii_lowercase());
@@ -52,9 +52,9 @@ impl Stream {
         Ok(Stream { decoder, path: path.to_owned(), offset: 0 })
     }
 
-    /// Appends up to `at_most` bytes and says how many; fewer than asked for only at the end of the stream.
+    /// Appends up to `at_most` bytes and returns how many; fewer only at the end of the stream.
     ///
-    /// What begins the file is looked at: a name that says nothing of a compression may hide one.
+    /// The first bytes of the file are checked: a name without a compression's extension may be wrong.
     pub(super) fn fill(&mut self, buffer: &mut Vec<u8>, at_most: usize) -> Result<usize> {
         let before = buffer.len();
         let reserved = buffer.try_reserve(at_most).map_err(io::Error::from);
@@ -82,7 +82,7 @@ impl Stream {
         Ok(got)
     }
 
-    /// Raw bytes read so far and their identity.
+    /// The number of raw bytes read so far, and their identity.
     pub(super) fn content(&self) -> (u64, Identity) {
         self.tee().content()
     }
@@ -103,7 +103,7 @@ impl Stream {
         }
     }
 
-    /// The fault behind a failed read: the machine's if the raw file could not be read, else the data's.
+    /// The fault behind a failed read: the machine's if the raw file could not be read, otherwise the data's.
     fn damaged(&self, error: &str) -> Fault {
         if let Some(fault) = self.tee().failed(&self.path) {
             return fault;
@@ -124,7 +124,7 @@ impl Stream {
     }
 }
 
-/// A file that hashes whatever is read from it.
+/// A file whose bytes are hashed as they are read.
 pub(crate) struct Tee {
     file: Box<dyn Read + Send>,
     bytes: u64,
@@ -138,12 +138,12 @@ impl Tee {
         Ok(Tee { file, bytes: 0, hasher: Sha256::new(), failed: None })
     }
 
-    /// The machine's fault, if the machine failed: a decoder above may have made another error of it.
+    /// The I/O error, if one occurred: a decoder may have replaced it by another error.
     pub(crate) fn failed(&self, path: &Path) -> Option<Fault> {
         self.failed.as_ref().map(|error| Fault::io("read", path, error))
     }
 
-    /// Reads on to byte `end` or the end of the file, for the identity alone.
+    /// Reads to byte `end` or the end of the file, for the identity only.
     pub(crate) fn read_to(&mut self, end: u64, path: &Path) -> Result<()> {
         let rest = end.saturating_sub(self.bytes);
         let read =
@@ -151,7 +151,7 @@ impl Tee {
         read.map(drop).map_err(|error| Fault::io("read", path, &error))
     }
 
-    /// Bytes read so far and their identity.
+    /// The number of bytes read so far, and their identity.
     pub(crate) fn content(&self) -> (u64, Identity) {
         (self.bytes, Identity(self.hasher.clone().finalize().into()))
     }
@@ -162,10 +162,10 @@ impl Read for Tee {
         let got = loop {
             match self.file.read(buffer) {
                 Ok(got) => break got,
-                // Here, so that no decoder above has to know that this is no error.
+                // Retried here, so that decoders need not handle it.
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    // A decoder above may wrap or replace the error: whose fault it is must survive.
+                    // A decoder may wrap or replace the error, but its class must survive.
                     self.failed = Some(again(&error));
                     return Err(error);
                 }

@@ -1,4 +1,4 @@
-//! A file of a source: where it lies and how it holds documents.
+//! A file of a source: its location and its format.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -12,12 +12,12 @@ use super::Format;
 /// One input file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SourceFile {
-    /// Where it lies.
+    /// Its location.
     #[serde(with = "place")]
     pub path: Location,
-    /// Its path from the corpus file's folder, for people.
+    /// Its path relative to the corpus file's folder, for users.
     pub shown: String,
-    /// How it holds documents.
+    /// Its format.
     pub format: Format,
 }
 
@@ -27,7 +27,7 @@ impl SourceFile {
         self.path.size().map_err(|error| self.path.fault("read", &error))
     }
 
-    /// What tells whether it was touched: to be taken before it is read.
+    /// A stamp that shows whether the file was touched, to be taken before it is read.
     pub(crate) fn stamp(&self) -> Result<Stamp> {
         let Location::Local(path) = &self.path else { return Ok(Stamp(None)) };
         let meta = fs::metadata(path).map_err(|error| Fault::io("read", path, &error))?;
@@ -35,8 +35,8 @@ impl SourceFile {
         Ok(Stamp(Some(Touched { length: meta.len(), inode: meta.ino(), changed })))
     }
 
-    /// Refuses the file if it was touched since this stamp was taken, or if `bytes`, which were read of it since, are not
-    /// all that it holds: what was read may be no state that it ever had.
+    /// Refuses the file if it was touched since this stamp was taken, or if `bytes`, the number read since then, is not
+    /// its size: otherwise the bytes may be a mix of two versions.
     pub(crate) fn unchanged(&self, stamp: Stamp, bytes: u64) -> Result<()> {
         let now = self.stamp()?;
         let whole = now.0.is_none_or(|now| now.length == bytes);
@@ -52,7 +52,7 @@ impl SourceFile {
     }
 }
 
-/// How a file was touched last, which all machines that see it tell alike. An object, which is never altered, has none.
+/// The last change of a file, equal on all machines that see it. Objects, which are never altered, have none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Stamp(Option<Touched>);
@@ -66,18 +66,18 @@ struct Touched {
 }
 
 impl Stamp {
-    /// Whether a file with this stamp is told from itself after a change.
+    /// Whether this stamp can show a change.
     pub(crate) fn tells(self) -> bool {
         self.0.is_some()
     }
 }
 
-/// A place in a plan.
+/// A location in a plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Place(#[serde(with = "place")] pub(crate) Location);
 
-/// Places in a plan: as text, which every machine reads alike.
+/// Locations in a plan are text, which every machine reads alike.
 mod place {
     use serde::de::Error as _;
     use serde::ser::Error as _;

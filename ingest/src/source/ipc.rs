@@ -1,10 +1,10 @@
-//! The messages of an Arrow IPC stream or file, front to end, with the identity of the bytes taken on the way.
+//! The messages of an Arrow IPC stream or file, in order; the bytes are hashed on the way.
 //!
-//! An IPC file holds an IPC stream between its magic and its footer, so both are read as streams. The framing is read
-//! here and only the messages are decoded by the library, for two reasons. A stream without its end marker is refused:
-//! the format would allow it, but then nothing tells a whole file from one that lost its last batches. And a message
-//! says how large each of its buffers is once decompressed: the library allocates that before it looks at the data, so
-//! a damaged length must be found before.
+//! An IPC file contains an IPC stream between its magic and its footer, so both are read as streams. The framing is
+//! read here, and only messages are decoded by the library, for two reasons. A stream without its end marker is
+//! refused: the format allows it, but then a complete file looks like one that lost its last batches. And each
+//! message claims the decompressed size of its buffers: the library allocates that much before it reads the data, so
+//! the claim is checked first.
 
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -31,10 +31,10 @@ const CONTINUATION: [u8; 4] = [0xff; 4];
 /// What may follow the stream: a footer, with 24 bytes for each record batch.
 const REST_BYTES_MAX: u64 = 1 << 30;
 
-/// Memory reserved for a message on its own word; a longer one grows with the bytes that arrive.
+/// Memory allocated for a message before its bytes arrive; for a longer one it grows with the bytes.
 const TRUSTED_BYTES: usize = 64 << 20;
 
-/// One LZ4 byte stands for at most 255; zstd can do better, but then says how long its content is.
+/// LZ4 expands a byte to at most 255; zstd can expand more, but then states the size of its content.
 const LZ4_RATIO_MAX: u64 = 255;
 
 /// A file of messages.
@@ -75,7 +75,7 @@ impl Messages {
             return Err(fault);
         }
         if messages.is_file {
-            // Zeros align the stream, how many is the writer's choice; a stream itself never starts with them.
+            // Zeros align the stream, as many as the writer chose; a stream itself never begins with zeros.
             first = messages.exactly(8)?;
             while first == [0; 8] {
                 first = messages.exactly(8)?;
@@ -95,17 +95,17 @@ impl Messages {
         &self.schema
     }
 
-    /// Decodes only these top-level columns.
+    /// Restricts decoding to these top-level columns.
     pub(super) fn project(&mut self, columns: Vec<usize>) {
         self.projection = Some(columns);
     }
 
-    /// Raw bytes read so far and their identity.
+    /// The number of raw bytes read so far, and their identity.
     pub(super) fn content(&self) -> (u64, Identity) {
         self.raw.get_ref().content()
     }
 
-    /// The next record batch; nothing after the end marker, with all that follows it checked.
+    /// The next record batch; none after the end marker, once everything after it was checked.
     pub(super) fn next_batch(&mut self) -> Result<Option<RecordBatch>> {
         loop {
             let message = self.next_message();
@@ -145,14 +145,14 @@ impl Messages {
         }
     }
 
-    /// Reads the next message; nothing at the end marker.
+    /// The next message; none at the end marker.
     fn next_message(&mut self) -> Result<Option<Message>> {
         let first = self.exactly(4)?;
         let first = if first == CONTINUATION { [first, self.exactly(4)?].concat() } else { first };
         self.message(&first)
     }
 
-    /// Reads the message whose first bytes, marker and length or length alone, are `first`.
+    /// Reads the message that begins with `first`: its marker and length, or its length alone.
     fn message(&mut self, first: &[u8]) -> Result<Option<Message>> {
         let marked = first.strip_prefix(&CONTINUATION);
         let Some((length, rest)) = marked.unwrap_or(first).split_first_chunk::<4>() else {
@@ -172,7 +172,7 @@ impl Messages {
         Ok(Some(Message { head, body }))
     }
 
-    /// Reads exactly `length` bytes, without believing that there are so many.
+    /// Reads exactly `length` bytes, allocating memory only as they arrive.
     fn exactly(&mut self, length: u64) -> Result<Vec<u8>> {
         let mut bytes = Vec::with_capacity(length.min(TRUSTED_BYTES as u64) as usize);
         let read = self.raw.by_ref().take(length).read_to_end(&mut bytes);
@@ -184,7 +184,7 @@ impl Messages {
         }
     }
 
-    /// Checks what stands behind the end marker: nothing, or a footer that lists as many batches as were read.
+    /// Checks what follows the end marker: nothing, or a footer that lists as many batches as were read.
     fn finish(&mut self) -> Result<()> {
         let mut rest = Vec::new();
         let read = self.raw.by_ref().take(REST_BYTES_MAX).read_to_end(&mut rest);
@@ -230,7 +230,7 @@ fn unfit(what: &str) -> ArrowError {
     ArrowError::ParseError(what.to_owned())
 }
 
-/// Checks the lengths that a compressed message claims for its buffers against the compressed bytes themselves.
+/// Checks the claimed sizes of a compressed message's buffers against the compressed bytes.
 fn check_lengths(batch: &ipc::RecordBatch<'_>, body: &[u8]) -> std::result::Result<(), ArrowError> {
     let Some(compression) = batch.compression() else { return Ok(()) };
     for buffer in batch.buffers().iter().flatten() {
@@ -239,7 +239,7 @@ fn check_lengths(batch: &ipc::RecordBatch<'_>, body: &[u8]) -> std::result::Resu
         let end = range.and_then(|(start, length)| start.checked_add(length));
         let bytes = range.zip(end).and_then(|((start, _), end)| body.get(start..end));
         let bytes = bytes.ok_or_else(|| unfit("a buffer outside its message"))?;
-        // An empty buffer has no length, and -1 marks one that is stored as it is.
+        // An empty buffer has no size, and -1 marks one that is not compressed.
         let Some((claimed, packed)) = bytes.split_first_chunk::<8>() else { continue };
         let claimed = i64::from_le_bytes(*claimed);
         let ratio = packed.len() as u64 * LZ4_RATIO_MAX;

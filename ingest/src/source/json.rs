@@ -1,11 +1,11 @@
-//! One JSON record: the fields asked for, and a check of all the others.
+//! Parses one JSON record: the wanted fields, and a check of all the others.
 //!
-//! This walks `sonic_rs`'s parser by hand instead of using its lazy `get`, which stops at the field it was asked for
-//! and so never sees that the rest of the line is broken; its checked skip in turn recurses without a bound and looks
-//! at neither the digits of an escape nor at lone surrogates. Here every string is decoded and every number parsed.
+//! This drives `sonic_rs`'s parser by hand, because its lazy `get` stops at the wanted field and so misses errors in
+//! the rest of the line; its checked skip recurses without limit, and checks neither the digits of escapes nor lone
+//! surrogates. Here every string is decoded and every number parsed.
 //!
-//! What is accepted is what `serde_json` accepts, the depth of nesting included, and numbers of any size besides; of a repeated
-//! key the last counts, as there and in Python.
+//! It accepts what `serde_json` accepts, including its limit on nesting, and also numbers of any size; the last of
+//! repeated keys counts, as there and in Python.
 
 use std::borrow::Cow;
 
@@ -14,13 +14,13 @@ use sonic_rs::{Read, to_object_iter};
 
 use super::names;
 
-/// Arrays and objects within each other: a hostile line must not exhaust the stack.
+/// The limit on nested arrays and objects: a hostile line must not exhaust the stack.
 const DEPTH_MAX: u32 = 127;
 
-/// A longer string with escapes is moved out of the scratch, so that memory holds it beside its line once and not twice.
+/// A longer string with escapes is moved out of the scratch buffer instead of copied, so memory holds it only once.
 const MOVED_BYTES: usize = 1 << 20;
 
-/// What is said of a value that goes on behind its line.
+/// The start of the message for a value that is not complete at the end of its line.
 pub(super) const ENDS_WITHIN: &str = "the line ends within";
 
 /// The fields wanted, as paths of keys.
@@ -36,12 +36,12 @@ impl Wanted {
     }
 }
 
-/// The fields found.
+/// The values of the wanted fields.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct FieldValues {
-    /// What stands at the text's path, if anything.
+    /// The value at the text's path, if any.
     pub(super) text: Option<Value>,
-    /// What stands at the id's path, if anything.
+    /// The value at the id's path, if any.
     pub(super) id: Option<Value>,
 }
 
@@ -56,7 +56,7 @@ pub(super) enum Value {
     Other(&'static str),
 }
 
-/// How much of each wanted path leads to the value at hand; `None` once a key differed.
+/// How many parts of each wanted path lead to the current value; `None` once a key differed.
 #[derive(Clone, Copy)]
 struct Trail {
     text: Option<usize>,
@@ -65,7 +65,7 @@ struct Trail {
 
 const ASIDE: Trail = Trail { text: None, id: None };
 
-/// Reads the whole of `line` as one JSON value.
+/// Parses the whole `line` as one JSON value.
 pub(super) fn read(
     line: &str,
     wanted: &Wanted,
@@ -137,7 +137,7 @@ impl Walk<'_, '_> {
 
     fn number(&mut self, first: u8, trail: Trail) -> Result<(), String> {
         let start = self.parser.offset() - 1;
-        // Not parsed: a number that is too large for a float is nobody's business.
+        // Not parsed: a number outside the range of floats is accepted.
         self.parser.skip_number(first).map_err(|error| described(&error))?;
         let written = &self.line[start..self.parser.offset()];
         if written.contains(['.', 'e', 'E']) {
@@ -197,7 +197,7 @@ impl Walk<'_, '_> {
         }
     }
 
-    /// Reads a key and says how much of each path it leads along. What an equal key held before is forgotten.
+    /// Reads a key, and returns how far it matches each path. The value of an earlier equal key is discarded.
     fn key(&mut self, trail: Trail) -> Result<Trail, String> {
         let key = match self.parser.parse_str(self.scratch) {
             Ok(key) => key,
@@ -245,7 +245,7 @@ fn reached(wanted: &Wanted, trail: Trail) -> (bool, bool) {
     (trail.text == Some(wanted.text.len()), trail.id == Some(wanted.id.len()))
 }
 
-/// The first line of the parser's message; the others draw the place with characters of the text itself.
+/// The first line of the parser's message; the other lines show the place in the text.
 fn described(error: &sonic_rs::Error) -> String {
     let message = error.to_string();
     let message = message.lines().next().unwrap_or_default();
@@ -253,7 +253,7 @@ fn described(error: &sonic_rs::Error) -> String {
     format!("{reason}, column {}", error.column())
 }
 
-/// The keys of the object that should have held the last part of `path`, and the missing part. Only for messages.
+/// The keys of the object that lacks the last part of `path`, and the missing part. Only for messages.
 pub(super) fn keys_beside(line: &str, path: &str) -> (Vec<String>, String) {
     let mut at = line.trim();
     for name in names::of(path) {
@@ -282,7 +282,7 @@ mod tests {
         read(line, &Wanted::new(text, id), &mut Vec::new())
     }
 
-    /// What `serde_json` finds at a path, in our words.
+    /// What `serde_json` finds at a path, in our terms.
     fn theirs(line: &str, path: &str) -> Result<Option<Value>, bool> {
         let out_of_range = |error: serde_json::Error| error.to_string().contains("out of range");
         let mut at: serde_json::Value = serde_json::from_str(line).map_err(out_of_range)?;
@@ -298,7 +298,7 @@ mod tests {
             serde_json::Value::Bool(_) => Value::Other("a boolean"),
             serde_json::Value::Array(_) => Value::Other("an array"),
             serde_json::Value::Object(_) => Value::Other("an object"),
-            // How a number is written does not survive there: that it is one must agree.
+            // The text of a number is lost there, so only the fact that it is a number is compared.
             serde_json::Value::Number(_) => Value::Integer(String::new()),
         }))
     }
@@ -307,7 +307,7 @@ mod tests {
         for (text, id) in [("a", "b.c"), ("a.b", "a"), ("c", "c"), ("a.a.a", "b")] {
             let found = ours(line, text, Some(id)).map_err(|_| false);
             let wanted = theirs(line, text).and_then(|text| Ok((text, theirs(line, id)?)));
-            // There a number that no float holds is wrong, here it is one.
+            // `serde_json` refuses a number outside the range of floats, which is accepted here.
             if wanted == Err(true) {
                 continue;
             }
@@ -344,7 +344,7 @@ mod tests {
         })
     }
 
-    /// The pieces that JSON is made of, and those it is not.
+    /// Pieces of JSON, and invalid ones.
     fn pieces() -> impl Strategy<Value = String> {
         let piece = select(vec![
             "{",

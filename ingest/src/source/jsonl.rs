@@ -1,9 +1,9 @@
-//! JSON Lines: one record per line, rows counted from 1, blank lines counted and passed over.
+//! JSON Lines: one record per line; rows are counted from 1, including blank lines, which are skipped.
 //!
-//! A line ends at `\n` and nowhere else: U+2028 and U+0085 stand inside strings. A `\r` before it and a byte-order
-//! mark at the start of the file are not part of a line.
+//! A line ends only at `\n`, since strings may contain U+2028 and U+0085. A `\r` before it and a byte-order mark at the
+//! start of the file are not part of a line.
 //!
-//! A file whose name ends in `.json` may be one array of records instead: it is read as if each stood on a line of its own.
+//! A file whose name ends in `.json` may instead be one array of records, read as if each were on its own line.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// A line longer than the limit by more than a mark and a `\r` is too long whatever else it holds.
+/// A line that exceeds the limit by more than a mark and a `\r` is too long in any case.
 const SLACK: u64 = 4;
 
 /// The longest line that the JSON parser takes.
@@ -31,18 +31,18 @@ pub(super) struct Reader {
     stream: Stream,
     place: Place,
     limits: Limits,
-    /// The array that the records stand in, where they do.
+    /// The array that contains the records, if there is one.
     array: Option<Array>,
-    /// What follows the last line end handed out.
+    /// The bytes after the last line end that was passed on.
     carry: Vec<u8>,
-    /// Where the carry starts in the stream.
+    /// The offset of these bytes in the stream.
     offset: u64,
-    /// The number of the line that the carry starts.
+    /// The number of the line with which they begin.
     line: u64,
     ended: bool,
 }
 
-/// A file, and what its records are called.
+/// A file, and the name of its records in messages.
 #[derive(Clone)]
 struct Place {
     path: Arc<Path>,
@@ -65,7 +65,7 @@ pub(super) struct Lines {
     bytes_max: u64,
 }
 
-/// A line that was passed over.
+/// A line that was skipped because of its length.
 pub(super) struct TooLong {
     place: Place,
     line: u64,
@@ -89,7 +89,7 @@ impl Reader {
             reader.offset = MARK.len() as u64;
         }
         if Array::may_be(path) {
-            // As far as space says nothing.
+            // White space does not show yet whether there is an array.
             while reader.carry.iter().all(u8::is_ascii_whitespace) && !reader.ended {
                 reader.read_on(limits.slab_bytes)?;
             }
@@ -100,7 +100,7 @@ impl Reader {
         Ok(reader)
     }
 
-    /// Hands out the first `length` bytes of the carry.
+    /// Passes on the first `length` bytes.
     fn cut(&mut self, length: usize) -> Slab {
         let rest = self.carry.split_off(length);
         let bytes = std::mem::replace(&mut self.carry, rest);
@@ -111,7 +111,7 @@ impl Reader {
         Slab(Records::Lines(Lines { place: self.place.clone(), bytes, offset, line, bytes_max }))
     }
 
-    /// Passes over the line that the carry starts, keeping what follows it.
+    /// Skips the current line, and keeps what follows it.
     fn pass_over(&mut self) -> Result<Slab> {
         let (mut length, mut last) = (0, 0);
         let line = self.line;
@@ -138,14 +138,14 @@ impl Reader {
         Ok(Slab(Records::TooLong(TooLong { place: self.place.clone(), line, bytes, bytes_max })))
     }
 
-    /// Reads `wanted` bytes more, or to the end.
+    /// Reads `wanted` more bytes, or to the end.
     fn read_on(&mut self, wanted: usize) -> Result<()> {
         let read = self.carry.len();
         self.ended = self.stream.fill(&mut self.carry, wanted)? < wanted;
         self.rewrite(read)
     }
 
-    /// Makes lines of the records of an array, from this byte of the carry on.
+    /// Makes lines from the records of an array, from this byte of the buffer on.
     fn rewrite(&mut self, from: usize) -> Result<()> {
         let Some(array) = &mut self.array else { return Ok(()) };
         array.rewrite(&self.place.path, &mut self.carry[from..])?;
@@ -157,7 +157,7 @@ impl Input for Reader {
     fn next_slab(&mut self) -> Result<Option<Slab>> {
         let mut searched = 0;
         loop {
-            // Only bytes not searched before: a line of many slabs takes linear time.
+            // Only bytes not searched before, so that a line over many slabs takes linear time.
             if let Some(end) = memrchr(b'\n', &self.carry[searched..]) {
                 if self.ended || self.carry.len() >= self.limits.slab_bytes {
                     return Ok(Some(self.cut(searched + end + 1)));
@@ -184,9 +184,9 @@ impl Input for Reader {
 impl Lines {
     pub(super) fn parse(&self, fields: &Fields) -> Vec<Parsed> {
         let wanted = Wanted::new(fields.path(), fields.id.as_deref());
-        // One check for the whole slab; line by line only where it fails.
+        // One check for the whole slab; line by line only if it fails.
         let valid = simdutf8::basic::from_utf8(&self.bytes).ok();
-        // No string is longer than its line: memory that is not needed is never touched.
+        // No string is longer than its line; memory that is not needed is never touched.
         let mut scratch = Vec::with_capacity(self.bytes.len());
         let mut parsed = Vec::new();
         let mut start = 0;
@@ -216,14 +216,14 @@ impl Lines {
     }
 }
 
-/// A record without the spaces around it, which are its array's, and how many stood before it.
+/// A record without the spaces around it, which belong to its array, and the number of spaces before it.
 fn unspaced(line: &[u8]) -> (usize, &[u8]) {
     let before = line.iter().take_while(|byte| **byte == b' ').count();
     let end = line.iter().rposition(|byte| *byte != b' ').map_or(before, |at| at + 1);
     (before, &line[before..end])
 }
 
-/// One line and where it stands.
+/// One line and its position.
 struct Record<'a> {
     lines: &'a Lines,
     row: u64,
@@ -326,11 +326,11 @@ impl TooLong {
     }
 }
 
-/// What to do with a file that is one value, where each line should be a record.
+/// The hint for a file that is a single value.
 const ONE_VALUE: &str = "each line is a record here; an array of records is read from a file whose name ends in .json, \
     and `jq -c '.KEY[]'` writes each record of a list on a line";
 
-/// The same with another next step.
+/// The same with another hint.
 fn hinted(dropped: Parsed, hint: &str) -> Parsed {
     match dropped {
         Parsed::Dropped { reason, row, bytes, fault } => {
@@ -429,7 +429,7 @@ mod tests {
 
     #[test]
     fn a_line_of_many_slabs_takes_linear_time() {
-        // Searching such a line from its start for every slab would go over 10^12 bytes.
+        // Searching such a line from its start for every slab would read over 10^12 bytes.
         let line = format!("{{\"text\":\"{}\"}}\n{{\"text\":\"b\"}}\n", "x\\n".repeat(5_000_000));
         let file = write("x.jsonl", line.as_bytes());
         let begun = std::time::Instant::now();

@@ -1,5 +1,5 @@
-//! Files that are of another kind than their name or `format` says, known by their first bytes: a decoder would only say that
-//! they are damaged, or drop each of their lines.
+//! Recognizes, by their first bytes, files of another kind than their name or `format` says: a decoder would only
+//! report damage, or drop each of their lines.
 
 use std::io::Read;
 use std::path::Path;
@@ -8,13 +8,13 @@ use contract::{Class, Fault};
 
 use crate::disk::Disk;
 
-/// Bytes that tell a kind.
+/// Bytes needed to recognize a kind.
 pub(super) const HEAD: usize = 10;
 
-/// What to do with a file that is compressed in a way that nothing here reads.
+/// The hint for a file with an unsupported compression.
 const AGAIN: &str = "decompress it, or compress it with gzip or zstd instead";
 
-/// What files begin with, what such a file is, and the next step.
+/// The first bytes of a kind of file, its name, and the hint.
 const KINDS: [(&[u8], &str, &str); 10] = [
     (b"\x1f\x8b", "is compressed by gzip", "end its name in .gz"),
     (b"\x28\xb5\x2f\xfd", "is compressed by zstd", "end its name in .zst"),
@@ -36,13 +36,13 @@ const KINDS: [(&[u8], &str, &str); 10] = [
     ),
 ];
 
-/// What follows the mark of bzip2 and the digit of its level.
+/// The bytes after bzip2's magic and level digit.
 const BZIP2: &[u8] = b"1AY&SY";
 
-/// The fault of a file that begins with `head` and was to be read as something else; none if no kind begins so.
+/// The fault for a file that begins with `head` and was to be read as something else; none if no kind matches.
 pub(super) fn misnamed(path: &Path, head: &[u8]) -> Option<Fault> {
     let head = &head[..head.len().min(HEAD)];
-    // A text may begin with the letters of a mark, and not with control characters behind them.
+    // Text may begin with the letters of a magic, but not be followed by control characters.
     let controls = head.iter().any(|byte| byte.is_ascii_control() && !byte.is_ascii_whitespace());
     let (mark, is, next) = KINDS.iter().find(|(mark, ..)| head.starts_with(mark))?;
     if mark.is_ascii() && !controls && head.get(4..HEAD) != Some(BZIP2) {
@@ -51,7 +51,7 @@ pub(super) fn misnamed(path: &Path, head: &[u8]) -> Option<Fault> {
     Some(Fault::data(format!("this file {is}")).at(path.display().to_string()).hint(*next))
 }
 
-/// The fault of a file that no decoder takes: that of its kind, where it is of another one than was asked for.
+/// The fault for a file that its decoder refuses: that of its real kind, if it is another one than expected.
 pub(super) fn instead(disk: &dyn Disk, path: &Path, fault: Fault) -> Fault {
     let mut head = Vec::new();
     let read = || disk.stream(path)?.take(HEAD as u64).read_to_end(&mut head);
@@ -61,7 +61,7 @@ pub(super) fn instead(disk: &dyn Disk, path: &Path, fault: Fault) -> Fault {
     }
 }
 
-/// What a file whose name ends so is compressed by or packed into, if nothing here reads that.
+/// The unsupported compression or archive format of a file with this name, if it has one.
 pub(crate) fn unread(name: &str) -> Option<&'static str> {
     let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(name);
     let (_, ending) = name.rsplit_once('.')?;

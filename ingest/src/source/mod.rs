@@ -1,11 +1,11 @@
-//! Raw files to documents: JSON Lines, Parquet, Arrow IPC and plain text.
+//! From raw files to documents: JSON Lines, Parquet, Arrow IPC and plain text.
 //!
-//! Reading is split where threads are: an [`Input`] belongs to one reader thread, which reads, decompresses and cuts
-//! at record boundaries; the [`Slab`]s it hands out are parsed on any worker thread.
+//! Reading is split by thread: an [`Input`] belongs to one reader thread, which reads, decompresses and cuts at record
+//! boundaries; its [`Slab`]s are parsed on any worker thread.
 //!
-//! Invariant: the documents of a file, their order, rows and byte ranges depend on the file's bytes alone, never on
-//! how large a slab is.
-//! Invariant: whatever a file holds ends in a document, in a counted drop, or in a [`Fault`]; never in a panic.
+//! Invariant: the documents of a file, their order, rows and byte ranges depend only on the file's bytes, not on the
+//! size of slabs.
+//! Invariant: whatever a file contains ends in a document, in a counted drop, or in a [`Fault`]; never in a panic.
 
 mod arrays;
 mod arrow;
@@ -57,10 +57,10 @@ impl Format {
     /// Every format, in the order in which messages list them.
     pub const ALL: [Format; 4] = [Format::JsonLines, Format::Parquet, Format::Arrow, Format::Text];
 
-    /// The format that a file's name says; none where the ending is not one of these, because a table read as one text
-    /// would be a silent loss. Source code and other text needs `format = "text"`.
+    /// The format of a file name's extension; none for other extensions, since reading a table as one text would be a
+    /// silent loss. Source code and other text needs `format = "text"`.
     ///
-    /// A last `.gz` or `.zst` says how the file is compressed and is looked behind.
+    /// A final `.gz` or `.zst` is the compression; the extension before it counts.
     pub fn guess(path: &Path) -> Option<Format> {
         let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase());
         let name = name.unwrap_or_default();
@@ -74,12 +74,13 @@ impl Format {
         }
     }
 
-    /// Whether a file of this format can be compressed as a whole: the columnar ones are read from their ends.
+    /// Whether a file of this format can be compressed as a whole: columnar files cannot, since they are read from the
+    /// end.
     pub fn is_stream(self) -> bool {
         matches!(self, Format::JsonLines | Format::Text)
     }
 
-    /// Whether a file's name says that it is compressed.
+    /// Whether a file's extension is that of a compression.
     pub fn is_compressed(name: &str) -> bool {
         let name = name.to_lowercase();
         name.ends_with(".gz") || name.ends_with(".zst")
@@ -96,26 +97,27 @@ impl Format {
     }
 }
 
-/// Which fields of a record matter. A path's parts are separated by dots, `meta.id`; a dot of a name has a backslash, `a\.b`.
+/// The fields of a record to read. Parts of a path are separated by dots, `meta.id`; a dot in a name has a backslash,
+/// `a\.b`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fields {
-    /// What the text is made of.
+    /// The source of the text.
     pub text: TextAt,
-    /// Where the document's id stands, if it has one.
+    /// The path of the document's id, if it has one.
     pub id: Option<String>,
 }
 
-/// What the text of a document is made of.
+/// The source of a document's text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TextAt {
     /// The string at this path.
     Path(String),
-    /// The whole record as JSON, from which a template takes these fields; all of them where none is named.
+    /// The whole record as JSON, from which a template takes these fields, or all of them if the list is empty.
     Record(Vec<String>),
 }
 
 impl fmt::Display for TextAt {
-    /// The one spelling that enters identities. No path begins with a dot.
+    /// The canonical spelling, which enters identities. No path begins with a dot.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             TextAt::Path(path) => f.write_str(path),
@@ -139,7 +141,7 @@ impl Fields {
         Fields { text: TextAt::Path(text.to_owned()), id: id.map(str::to_owned) }
     }
 
-    /// Whole records, of which a template takes these fields.
+    /// Whole records, from which a template takes these fields.
     pub fn record(fields: impl IntoIterator<Item = impl Into<String>>, id: Option<&str>) -> Self {
         let fields = fields.into_iter().map(Into::into).collect();
         Fields { text: TextAt::Record(fields), id: id.map(str::to_owned) }
@@ -158,7 +160,7 @@ impl Fields {
         }
     }
 
-    /// The fields of a whole record that are needed.
+    /// The needed fields of a whole record.
     fn columns(&self) -> &[String] {
         match &self.text {
             TextAt::Path(_) => &[],
@@ -167,18 +169,18 @@ impl Fields {
     }
 }
 
-/// What bounds the memory of reading.
+/// Limits on the memory of reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes handed to a worker at a time, about: a slab holds at least one record.
+    /// Approximate bytes per slab; a slab holds at least one record.
     pub slab_bytes: usize,
-    /// A longer record is dropped, and is passed over without being held.
+    /// A longer record is dropped, and is skipped without being held in memory.
     pub max_document_bytes: u64,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        // Slabs in flight bound the memory of a build; larger ones were no faster.
+        // Slabs in flight limit the memory of a build; larger ones were no faster.
         Limits { slab_bytes: 256 << 10, max_document_bytes: 1 << 30 }
     }
 }
@@ -188,7 +190,7 @@ pub trait Input: Send {
     /// The next records, or nothing at the end of the file.
     fn next_slab(&mut self) -> Result<Option<Slab>>;
 
-    /// Bytes of the raw file read so far, and their identity: that of the whole file once there are no more slabs.
+    /// Raw bytes read so far, and their identity: that of the whole file once there are no more slabs.
     fn content(&self) -> (u64, Identity);
 }
 
@@ -201,7 +203,7 @@ enum Records {
     Rows(columns::Rows),
     Whole(text::Whole),
     Objects(records::Rows),
-    /// Those of a copy, which are told of by the name of the object.
+    /// Records of an object's local copy; errors name the object.
     Copied(Box<Slab>, Arc<Names>),
 }
 
@@ -222,7 +224,7 @@ impl Slab {
     }
 }
 
-/// What became of one record.
+/// The result for one record.
 #[derive(Debug)]
 pub enum Parsed {
     /// A document with a text that is not empty.
@@ -231,16 +233,16 @@ pub enum Parsed {
     Dropped {
         /// One of `malformed`, `missing text`, `invalid UTF-8`, `too large`, `empty`.
         reason: &'static str,
-        /// Where it stands in its file.
+        /// Its position in its file.
         row: Row,
-        /// Its length in the decompressed stream, as far as it is known.
+        /// Its length in the decompressed stream, as far as known.
         bytes: u64,
-        /// The same as an error that names the place.
+        /// The same as a fault that names the place.
         fault: Fault,
     },
 }
 
-/// Where a record stands in its file.
+/// The position of a record in its file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Row {
     /// Row group (Parquet) or record batch (Arrow), from 0.
@@ -250,10 +252,10 @@ pub struct Row {
     pub row: u64,
 }
 
-/// One document and where it stands.
+/// One document and its position.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Document {
-    /// Its own id, if a field for it was asked for and the record has one.
+    /// Its own id, if an id field was named and the record has it.
     pub id: Option<String>,
     /// Its text, never empty.
     pub text: String,
@@ -266,13 +268,13 @@ pub struct Document {
 }
 
 impl Document {
-    /// How the document is called in an error.
+    /// The name of the document in an error.
     pub(crate) fn place(&self, file: &str) -> String {
         place(file, self.group, self.row)
     }
 }
 
-/// How a record of `file` is called in an error.
+/// The name of a record of `file` in an error.
 pub(crate) fn place(file: &str, group: Option<u32>, row: u64) -> String {
     match group {
         Some(group) => format!("{file}: row {row} of group {group}"),
@@ -282,8 +284,8 @@ pub(crate) fn place(file: &str, group: Option<u32>, row: u64) -> String {
 
 /// Opens a file for reading as `format`.
 ///
-/// The fields are those that its slabs will be parsed for: a columnar reader leaves the others unread, and refuses at
-/// once a file that lacks them.
+/// The fields are those for which its slabs will be parsed: a columnar reader skips the others, and refuses at once a
+/// file that lacks these.
 pub fn open(
     file: impl Into<Location>,
     format: Format,
@@ -304,22 +306,22 @@ pub fn open(
     })
 }
 
-/// An object that is read from its copy on this machine: errors name the object.
+/// An object that is read from its local copy: errors name the object.
 struct Copied {
     input: Box<dyn Input>,
     names: Arc<Names>,
 }
 
-/// A copy, and what it is a copy of.
+/// A copy, and the object that it is a copy of.
 struct Names {
     copy: LocalFile,
     object: Location,
-    /// Whether the object was fetched once more, since its copy does not read right.
+    /// Whether the object was fetched once more because its copy does not read right.
     doubted: AtomicBool,
 }
 
 impl Names {
-    /// The fault with the name of the object in place of that of its copy.
+    /// The fault with the name of the object instead of the copy's.
     fn named(&self, fault: Fault) -> Fault {
         let copy = self.copy.path().display().to_string();
         match fault.place().and_then(|place| place.strip_prefix(&copy)) {
@@ -331,7 +333,7 @@ impl Names {
         }
     }
 
-    /// The same; damage may be that of the copy, with which nothing can be made then.
+    /// The same; damage is first compared with a new fetch of the object, since the copy may be at fault.
     fn told(&self, fault: Fault) -> Fault {
         let fault = self.named(fault);
         match fault.class() == Class::Data && !self.doubted.swap(true, Ordering::Relaxed) {
@@ -364,7 +366,7 @@ impl Input for Copied {
     }
 }
 
-/// The rows that a Parquet file says it has.
+/// The number of rows that a Parquet file states.
 pub(crate) fn rows(path: &Path) -> Result<u64> {
     parquet::rows(&Real, path)
 }
@@ -387,7 +389,7 @@ fn open_on(
     })
 }
 
-/// A record that is dropped, with the one hint that fits every reason.
+/// A dropped record, with the hint that applies to every reason.
 fn dropped(reason: &'static str, row: Row, bytes: u64, fault: Fault) -> Parsed {
     let fault = fault.hint(match reason {
         "empty" => "give it text, or drop it",

@@ -1,6 +1,6 @@
-//! Paths of fields: names joined by dots. A dot that belongs to a name has a backslash before it: `meta.a\.b`.
+//! Paths of fields: names joined by dots. A dot in a name has a backslash before it: `meta.a\.b`.
 
-/// The names of a path, from the outermost on.
+/// The names of a path, outermost first.
 pub(crate) fn of(path: &str) -> Vec<String> {
     let mut names = vec![String::new()];
     let mut letters = path.chars().peekable();
@@ -14,7 +14,7 @@ pub(crate) fn of(path: &str) -> Vec<String> {
     names
 }
 
-/// A path as columnar files spell it: names joined by dots, whatever the names hold.
+/// A path as columnar files spell it: names joined by dots, without escapes.
 pub(super) fn joined(path: &str) -> String {
     path.replace("\\.", ".")
 }
@@ -24,7 +24,7 @@ pub(crate) fn escaped(name: &str) -> String {
     name.replace('.', "\\.")
 }
 
-/// What to do about a name that holds a dot.
+/// The hint for a name that contains a dot.
 pub(super) fn with_backslash(name: &str) -> String {
     format!("a dot that belongs to a name has a backslash before it: '{}'", escaped(name))
 }

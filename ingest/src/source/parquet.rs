@@ -1,7 +1,7 @@
 //! Parquet: a string column, nested or not, row group by row group.
 //!
-//! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one dropped row and not a
-//! damaged file, workers do the checking, and only the pages of the columns asked for are touched.
+//! Columns are read below the Arrow layer, as bytes: a value that is not UTF-8 is then one dropped row instead of a
+//! damaged file, workers do the checking, and only the pages of the wanted columns are read.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::disk::Disk;
 /// Rows read at a time while a slab fills.
 const ROWS_MAX: usize = 1024;
 
-/// What the format calls a group of rows.
+/// The format's name for a group of rows.
 const KIND: &str = "row group";
 
 /// Reads the row groups of a file in order.
@@ -35,7 +35,7 @@ pub(super) struct Reader {
     tee: Tee,
     text: Leaf,
     id: Option<Leaf>,
-    /// The row group to be opened next.
+    /// The next row group to open.
     group: usize,
     open: Option<Group>,
 }
@@ -46,7 +46,7 @@ struct Leaf {
     /// A value is present where its definition level is the highest.
     level: i16,
     unsigned: bool,
-    /// Whether its type is that of a column of which no value is known: there is none.
+    /// Whether its type is that of a column without any values.
     null: bool,
 }
 
@@ -66,7 +66,7 @@ pub(super) fn rows(disk: &dyn Disk, path: &Path) -> Result<u64> {
     Ok(u64::try_from(file.metadata().file_metadata().num_rows()).unwrap_or_default())
 }
 
-/// A file and its pieces.
+/// A file and its reader of pieces.
 fn opened(disk: &dyn Disk, path: &Path) -> Result<(Pieces, SerializedFileReader<Pieces>)> {
     let pieces = disk.pieces(path).map_err(|error| Fault::io("open", path, &error))?;
     let file = guarded_pieces(path, &pieces, || SerializedFileReader::new(pieces.clone()));
@@ -188,7 +188,7 @@ impl Input for Reader {
         if group.next < group.rows {
             self.open = Some(group);
         } else {
-            // The identity follows the row groups, so that it costs no long pause at the end.
+            // The identity is computed along with the row groups, so that there is no long pause at the end.
             let meta = self.file.metadata().row_group(group.number as usize);
             let (start, length) = meta.column(self.text.index).byte_range();
             self.tee.read_to(start.saturating_add(length), &self.path)?;
@@ -201,7 +201,7 @@ impl Input for Reader {
     }
 }
 
-/// Finds the leaf column called `name`, of one of these physical types.
+/// Finds the leaf column `name`, which must have one of these physical types.
 fn leaf(
     path: &Path,
     columns: &[ColumnDescPtr],
@@ -237,7 +237,7 @@ fn leaf(
     Ok(Leaf { index, level, unsigned, null: false })
 }
 
-/// Whether the bytes or integers of a column are its values as they stand: those of a decimal or a date are not.
+/// Whether the bytes or integers of a column are its values: those of a decimal or a date are not.
 fn is_plain(column: &ColumnDescPtr) -> bool {
     use ConvertedType as Old;
     match column.logical_type_ref() {
@@ -301,7 +301,7 @@ fn numbers(
     }
 }
 
-/// Appends exactly `rows` values, absent ones included.
+/// Appends exactly `rows` values, including absent ones.
 fn column<T: DataType, V>(
     reader: &mut ColumnReaderImpl<T>,
     leaf: &Leaf,

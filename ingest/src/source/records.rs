@@ -1,4 +1,4 @@
-//! Whole rows of Parquet and Arrow files as JSON, for templates and chats that take several fields, nested ones too.
+//! Whole rows of Parquet and Arrow files as JSON, for templates and chats of several fields, including nested ones.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::disk::Disk;
 /// Rows read at a time.
 pub(super) const ROWS: usize = 256;
 
-/// What the format calls a group of rows.
+/// The format's name for a group of rows.
 const KIND: &str = "row group";
 
 /// Reads the row groups of a file in order.
@@ -35,7 +35,7 @@ pub(super) struct Reader {
     metadata: ArrowReaderMetadata,
     columns: Vec<usize>,
     tee: Tee,
-    /// The row group to be opened next.
+    /// The next row group to open.
     group: usize,
     open: Option<(u32, u64, ParquetRecordBatchReader)>,
 }
@@ -43,7 +43,7 @@ pub(super) struct Reader {
 /// Rows, ready for a worker.
 pub(super) struct Rows {
     pub(super) path: Arc<Path>,
-    /// What the file's format calls a group.
+    /// The format's name for a group of rows.
     pub(super) kind: &'static str,
     pub(super) group: u32,
     pub(super) first: u64,
@@ -51,7 +51,7 @@ pub(super) struct Rows {
     pub(super) bytes_max: u64,
 }
 
-/// The columns among `known` that hold the fields of a whole record, in the order of the file; all where none is named.
+/// The columns among `known` that hold the fields of a whole record, in file order; all if no field is named.
 pub(super) fn roots(path: &Path, known: &[&str], fields: &Fields) -> Result<Vec<usize>> {
     if fields.columns().is_empty() {
         return Ok((0..known.len()).collect());
@@ -179,7 +179,7 @@ impl Rows {
     }
 }
 
-/// The bytes of a binary value, which hold text as those of a string do; those of a fixed size are hashes and the like.
+/// The bytes of a binary value that may hold text; fixed-size ones hold hashes and the like.
 fn binary(array: &ArrayRef, row: usize) -> Option<&[u8]> {
     match array.data_type() {
         DataType::Binary => Some(array.as_binary::<i32>().value(row)),
@@ -194,7 +194,7 @@ fn is_decimal(kind: &DataType) -> bool {
     matches!(kind, Decimal32(..) | Decimal64(..) | Decimal128(..) | Decimal256(..))
 }
 
-/// What is no text in a column of binary values.
+/// Why a value of a binary column is not text.
 fn not_utf8(array: &ArrayRef, row: usize) -> Option<String> {
     if array.is_null(row) {
         return None;
@@ -203,7 +203,7 @@ fn not_utf8(array: &ArrayRef, row: usize) -> Option<String> {
     std::str::from_utf8(bytes).err().map(|error| super::columns::not_utf8(bytes, error))
 }
 
-/// One value as JSON; what JSON has no kind for becomes a string, and bytes within a value that are no text become nothing.
+/// One value as JSON; types that JSON lacks become strings, and nested bytes that are not text become null.
 fn value(array: &ArrayRef, row: usize) -> Value {
     if array.is_null(row) {
         return Value::Null;
@@ -245,7 +245,7 @@ fn value(array: &ArrayRef, row: usize) -> Value {
                 return std::str::from_utf8(bytes).map_or(Value::Null, Value::from);
             }
             let shown = array_value_to_string(array, row).unwrap_or_default();
-            // A decimal is no float: its digits stay.
+            // A decimal is not turned into a float: its digits stay.
             let is_number = kind.is_numeric() && !is_decimal(kind);
             let number = is_number.then(|| serde_json::from_str(&shown).ok()).flatten();
             number.unwrap_or(Value::String(shown))
@@ -270,7 +270,7 @@ mod tests {
     use super::super::{Format, open};
     use super::*;
 
-    /// Three rows of a chat, a number, and a column that nobody asks for.
+    /// Three rows of a chat, a number, and an unused column.
     fn rows() -> RecordBatch {
         let role: ArrayRef = Arc::new(StringArray::from(vec!["user", "bot", "user"]));
         let content: ArrayRef = Arc::new(StringArray::from(vec![Some("hi"), Some("yo"), None]));
@@ -293,7 +293,7 @@ mod tests {
         RecordBatch::try_new(Arc::new(schema), columns.into_values().collect()).unwrap()
     }
 
-    /// The rows as Parquet, as an Arrow stream and as an Arrow file, each in two groups of two rows and one.
+    /// The rows as Parquet, as an Arrow stream and as an Arrow file, each in groups of two rows and one row.
     fn files(folder: &Path) -> [PathBuf; 3] {
         let (all, paths) = (rows(), ["x.parquet", "x.arrows", "x.arrow"].map(|n| folder.join(n)));
         let [parquet, stream, file] = paths.each_ref().map(|path| File::create(path).unwrap());
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(found, wanted);
         assert_eq!(*reason, "invalid UTF-8");
         assert!(fault.to_string().contains("0xff at offset 1"), "{fault}");
-        // Bytes that nobody asks for do no harm.
+        // Invalid bytes in an unused column do no harm.
         assert_eq!(value(rows.batch.column(2), 1), json!({"b": null}));
     }
 

@@ -1,4 +1,4 @@
-//! What all formats share: what was written is what is read, whatever the slab size, and damage is an error.
+//! What all formats share: files read back as they were written, whatever the slab size, and damage is an error.
 
 mod accepted;
 mod faults;
@@ -26,7 +26,7 @@ use store::location::memory::Memory;
 
 use super::*;
 
-/// A file in a folder of its own, removed when dropped.
+/// A file in its own temporary folder.
 pub(super) struct Scratch {
     _folder: tempfile::TempDir,
     pub(super) path: PathBuf,
@@ -101,7 +101,7 @@ fn names_and_extensions_say_the_format() {
     }
 }
 
-// What was written.
+// Reading what was written.
 
 #[derive(Clone, Debug)]
 struct Row {
@@ -182,7 +182,7 @@ fn json_lines(rows: &[Row], ending: &str) -> String {
     rows.iter().map(line).collect()
 }
 
-/// One column of strings in one of the ways there are to write it.
+/// One column of strings in one of its encodings.
 fn strings(values: Vec<Option<&str>>, kind: usize) -> ArrayRef {
     match kind {
         0 => Arc::new(StringArray::from(values)),
@@ -193,7 +193,7 @@ fn strings(values: Vec<Option<&str>>, kind: usize) -> ArrayRef {
     }
 }
 
-/// The rows as a batch: `text` beside a number, or `doc.text` in a struct that is itself null for every other null.
+/// The rows as a batch: `text` next to a number, or `doc.text` in a struct that is itself null for every other null.
 fn batch(rows: &[Row], kind: usize, nested: bool) -> RecordBatch {
     let text = strings(rows.iter().map(|row| row.text.as_deref()).collect(), kind);
     let id = strings(rows.iter().map(|row| row.id.as_deref()).collect(), 0);
@@ -361,7 +361,7 @@ proptest! {
 
 // Damage.
 
-/// A sound file of each kind that can tell when it is cut short.
+/// An intact file of each kind that can detect truncation.
 fn sound_files() -> Vec<(&'static str, Vec<u8>)> {
     let row = |i| Row { text: Some(format!("text {i} ").repeat(9)), id: Some(format!("{i}")) };
     let rows: Vec<Row> = (0..20).map(row).collect();
@@ -380,7 +380,8 @@ fn sound_files() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
-/// An object that came with wrong bytes is fetched once more before it is called damaged, and nothing is made of the wrong ones.
+/// An object that arrived with wrong bytes is fetched once more before damage is reported, and the wrong bytes are not
+/// used.
 #[test]
 fn a_copy_that_came_wrongly_is_no_damage() {
     let plain = b"{\"text\":\"one\"}\n{\"text\":\"two\"}\n";
@@ -411,7 +412,7 @@ fn a_copy_that_came_wrongly_is_no_damage() {
         };
         let object = Memory::spoiled().holding(&format!("s3://b/{name}"));
         object.write(&bytes).unwrap();
-        // What is opened is opened again; what was read on is not, for something may have been made of it.
+        // Opening is retried; a later read is not, since its data may have been used.
         match read(&object) {
             Ok(texts) => assert!(name != "x.jsonl" && texts == ["one", "two"], "{name}: {texts:?}"),
             Err(fault) => {
@@ -420,14 +421,14 @@ fn a_copy_that_came_wrongly_is_no_damage() {
             }
         }
         assert_eq!(read(&object).unwrap(), ["one", "two"], "{name}");
-        // Bytes that come twice are the object's.
+        // Bytes that arrive twice are the object's.
         let damaged = Memory::default().holding(&format!("s3://b/{name}"));
         damaged.write(&bytes[1..]).unwrap();
         assert_eq!(read(&damaged).unwrap_err().class(), Class::Data, "{name}");
     }
 }
 
-/// Whether `bytes` end where a gzip member or zstd frame does: nothing tells such a file from a whole one.
+/// Whether `bytes` end where a gzip member or zstd frame does: such a file looks complete.
 fn ends_with_a_frame(name: &str, bytes: &[u8]) -> bool {
     if name.ends_with(".gz") {
         std::io::copy(&mut flate2::bufread::MultiGzDecoder::new(bytes), &mut std::io::sink())
@@ -532,7 +533,7 @@ fn integer_ids_and_bytes_that_are_no_text() {
         assert!(fault.to_string().contains("row 1"), "{fault}");
         let ids: Vec<_> = documents(parsed).into_iter().map(|d| d.id.unwrap()).collect();
         assert_eq!(ids, ["-7", "1099511627776"]);
-        // Nor is an id made up where its bytes are none.
+        // Nor is an id made up if its bytes are invalid.
         let parsed = read(&write(name, &bytes), "body", Some("text"));
         let Parsed::Dropped { reason: "invalid UTF-8", fault, .. } = &parsed[1] else {
             panic!("{parsed:?}")

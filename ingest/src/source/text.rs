@@ -19,7 +19,7 @@ pub(super) struct Reader {
     done: bool,
 }
 
-/// A file's whole text, or only its length where that is too much.
+/// A file's whole text, or only its length if it is too large.
 pub(super) struct Whole {
     path: Arc<Path>,
     bytes: Vec<u8>,

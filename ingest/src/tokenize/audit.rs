@@ -1,8 +1,8 @@
 //! The oracle audit: a keyed sample of the documents is encoded again by the reference.
 //!
-//! Two samples. A thousandth of all documents, drawn by content, as long as they stay below 0.2 % of the text; and the
-//! [`FLOOR_DOCUMENTS`] documents of lowest draw, so that a small corpus is looked at too, as long as they stay below
-//! [`FLOOR_BYTES`] together. Which documents are drawn is a function of their content, never of workers or kills.
+//! There are two samples: a thousandth of all documents, up to 0.2 % of the text; and, so that small corpora are
+//! checked too, the [`FLOOR_DOCUMENTS`] documents with the lowest keys, up to [`FLOOR_BYTES`] in total. Keys are random
+//! numbers of the content, so the samples do not depend on workers or kills.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,50 +11,50 @@ use contract::{Fault, Key, Purpose, Ratio, Result, draw};
 
 use super::Tokenizer;
 
-/// Documents of the sample that does not depend on the amount of text.
+/// The number of documents in the sample that does not depend on the amount of text.
 pub const FLOOR_DOCUMENTS: usize = 32;
 
-/// Their text together stays below this.
+/// The limit on the size of that sample.
 pub const FLOOR_BYTES: u64 = 1_000_000;
 
-/// The share of documents drawn.
+/// The share of documents that are sampled.
 const SHARE: Ratio = Ratio::new(1, 1000);
 
-/// The share of text that the draw may reach.
+/// The share of the text that this sample may reach.
 const TEXT_SHARE: Ratio = Ratio::new(2, 1000);
 
-/// The bytes of a document too large to be encoded again whole: a piece of it, encoded by both.
+/// The size of the piece that is checked, with both encoders, of a document that is too large to be encoded twice.
 const PIECE_BYTES: usize = 2_000;
 
-/// A document that the audit may ask for.
+/// A document that the audit may check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sample {
-    /// How the document is called in an error.
+    /// The name of the document in an error.
     pub place: String,
-    /// Its text, or a piece of it.
+    /// The document's text, or a piece.
     pub text: String,
-    /// The ids that go into the store, without begin and end; `None` for a piece.
+    /// The ids that are stored, without begin and end; `None` for a piece.
     pub ids: Option<Vec<u32>>,
 }
 
-/// The draw of a document with this content.
+/// The key of a document with this content.
 pub fn key_of(content: u128) -> u64 {
     draw(Key::from_seed(0).child("audit"), Purpose::Audit, content as u64)
 }
 
-/// Whether the thousandth drawn holds a document with this draw.
+/// Whether a document with this key is in the sample by share.
 fn in_share(key: u64) -> bool {
     u128::from(key) * u128::from(SHARE.den()) < u128::from(SHARE.num()) << 64
 }
 
-/// The piece of a large text that stands for it, at a place drawn by its content.
+/// The piece that represents a large text, at an offset determined by the key.
 pub fn piece(text: &str, key: u64) -> &str {
     let room = text.len().saturating_sub(PIECE_BYTES) as u128;
     let start = text.floor_char_boundary(((room * u128::from(key)) >> 64) as usize);
     &text[start..text.floor_char_boundary(start + PIECE_BYTES)]
 }
 
-/// What the workers need to know to keep the text of a document: more than the audit takes, and never less.
+/// Tells workers which documents' texts to keep: a superset of those that the audit checks.
 #[derive(Debug)]
 pub struct Wanted(AtomicU64);
 
@@ -65,26 +65,26 @@ impl Default for Wanted {
 }
 
 impl Wanted {
-    /// Whether a document with this draw may be asked for.
+    /// Whether a document with this key may be checked.
     pub fn may_want(&self, key: u64) -> bool {
         in_share(key) || key <= self.0.load(Ordering::Relaxed)
     }
 }
 
-/// The audit of one part: fed in input order.
+/// The audit of one part, fed in input order.
 #[derive(Debug, Default)]
 pub struct Audit {
-    /// Text seen.
+    /// Bytes of text seen.
     pub text_bytes: u64,
-    /// Documents drawn by share.
+    /// The number of documents sampled by share.
     pub documents: u64,
-    /// Their text.
+    /// The size of their text.
     pub audited_bytes: u64,
     floor: BTreeMap<(u64, u128), Sample>,
 }
 
 impl Audit {
-    /// Takes note of a document; returns its sample if it is drawn and has to be checked now.
+    /// Adds a document; returns its sample if it is sampled by share and to be checked now.
     pub fn offer(
         &mut self,
         content: u128,
@@ -112,7 +112,7 @@ impl Audit {
         if self.floor.len() == FLOOR_DOCUMENTS && last.is_some_and(|last| (key, content) >= last) {
             return;
         }
-        // The first of equal documents stands for all of them.
+        // The first of equal documents represents all of them.
         if self.floor.contains_key(&(key, content)) {
             return;
         }
@@ -131,7 +131,7 @@ impl Audit {
         }
     }
 
-    /// The documents to check when all have been seen: in the order of their draws, as many as fit.
+    /// The remaining documents to check, once all were seen: in the order of their keys, as many as fit.
     pub fn finish(&mut self) -> Vec<Sample> {
         let mut room = FLOOR_BYTES;
         let mut chosen = Vec::new();
@@ -148,7 +148,7 @@ impl Audit {
     }
 }
 
-/// Encodes `sample` by the reference and refuses the first difference.
+/// Encodes `sample` with the reference and refuses the first difference.
 pub fn check(tokenizer: &Tokenizer, sample: &Sample) -> Result<()> {
     let found = match &sample.ids {
         Some(ids) => ids.clone(),
@@ -196,7 +196,7 @@ mod tests {
             let bytes: u64 = drawn.iter().map(|s| s.text.len() as u64).sum();
             prop_assert!(bytes * 1000 <= text * 2);
             prop_assert!(floor.iter().map(|s| s.text.len() as u64).sum::<u64>() < FLOOR_BYTES);
-            // The 32 documents of lowest draw, found by sorting all of them.
+            // The 32 documents with the lowest keys, found by sorting all of them.
             let mut keys: Vec<(u64, usize)> = (0..sizes.len())
                 .map(|i| (key_of(u128::from(contract::digest::block_sum(&(i as u64).to_le_bytes()))), i)).collect();
             keys.sort_unstable();

@@ -1,24 +1,24 @@
-//! Text in chunks that the reference encodes one by one, and each only once as long as it is remembered.
+//! Encodes text in chunks with the reference, and caches the ids of each chunk.
 //!
-//! For tokenizers that `fastokens` does not cover. The reference takes hundreds of nanoseconds a byte, most of them for
-//! words that it has encoded before. Here a text is cut where no step of the tokenizer looks across, and the ids of a chunk
-//! are those that the reference gave for it the first time, normalizer, added tokens and all (`memo`).
+//! For tokenizers that `fastokens` does not cover. The reference takes hundreds of nanoseconds per byte, mostly for
+//! words that it has encoded before. Here a text is cut where no step of the tokenizer looks across, and a chunk's ids
+//! are those that the reference gave the first time, including normalizer and added tokens (`memo`).
 //!
-//! Guarantee: the same ids, since all that a step does on one side of a cut is the same without the other side. Every
-//! cut is before an ASCII character, and of what stands before it no more is asked than its last byte:
+//! Guarantee: the same ids, since every step has the same result on one side of a cut without the other side. Every cut
+//! is before an ASCII character, and depends only on the last byte before it:
 //!
-//! 1. *Added tokens.* A special one is never matched, so that where no other exists none is looked for. Where one does,
-//!    all have to be ASCII without white space and without a cut, in their normal forms too (see 2), and to be
-//!    matched whatever stands around them. What is leftmost and longest on one side of a cut stays so.
-//! 2. *Normalizer.* No normal form of Unicode composes an ASCII character with what is before it, or moves it. The
-//!    steps known here ([`normalizes`]) else work by characters, and leave each ASCII character in its [`Class`] (which
-//!    [`Chunks::fit`] tries), but that `BertNormalizer` takes control characters out, which are in a class without cuts.
-//!    SentencePiece's map works by grapheme clusters, none of which has two ASCII characters but `\r\n`: there, a cut
-//!    is behind an ASCII character too.
-//! 3. *Pre-tokenizer.* Its first step cuts the normalized text at these places, and drops white space ([`Form`]). Each later
-//!    step is given the pieces of the one before, and each piece alone, as is the model.
+//! 1. *Added tokens.* Special ones are never matched, so if there are no others, none is searched for. Otherwise, all
+//!    must be ASCII without white space and without a cut, in their normal forms too (see 2), and match regardless of
+//!    their context. The leftmost longest match on one side of a cut then stays the same.
+//! 2. *Normalizer.* No Unicode normal form composes an ASCII character with what is before it, or moves it. The other
+//!    steps known here ([`normalizes`]) work by characters, and leave each ASCII character in its [`Class`] (which
+//!    [`Chunks::fit`] tries), except that `BertNormalizer` removes control characters, whose class has no cuts.
+//!    SentencePiece's map works by grapheme clusters, none of which has two ASCII characters except `\r\n`: with it,
+//!    cuts are only between two ASCII characters.
+//! 3. *Pre-tokenizer.* Its first step cuts the normalized text at these places, and drops white space ([`Form`]). Each
+//!    later step gets the pieces of the previous one, one by one, and so does the model.
 //!
-//! Shown by the tests below on drawn texts, and asked of every tokenizer's probes when it is read.
+//! Tested below on random texts; the probes of every tokenizer are also checked when it is read.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -28,16 +28,16 @@ use tokenizers::{NormalizedString, Normalizer as _, Tokenizer};
 
 use super::memo::Memo;
 
-/// What a byte is to the places where text is cut.
+/// The class of a byte, which decides where text is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
-    /// A byte of a character beyond ASCII, or a control character: anything may become of them.
+    /// A byte of a character beyond ASCII, or a control character: a normalizer may change it in any way.
     Other,
     Letter,
     Digit,
     Apostrophe,
     Punctuation,
-    /// ASCII white space that every normalizer known here leaves white space.
+    /// ASCII white space, which stays white space in every normalizer known here.
     Space,
 }
 
@@ -68,12 +68,12 @@ const CLASSES: [u8; 256] = {
     classes
 };
 
-/// The first step of a pre-tokenizer: how it finds words, between which it drops white space.
+/// The first step of a pre-tokenizer: how it finds words; the white space between them is dropped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// What white space separates.
+    /// Words are separated by white space.
     Spaced,
-    /// `BertPreTokenizer`: a sign of punctuation is a word, and so is what stands between them and white space.
+    /// `BertPreTokenizer`: each punctuation sign is a word, and so is each run between punctuation and white space.
     Bert,
     /// CLIP's expression, kept where it matches: a contraction, a run of letters, a digit, a run of other characters.
     Clip,
@@ -95,11 +95,11 @@ impl Form {
         }
     }
 
-    /// Whether a word ends between these two, whatever stands around them.
+    /// Whether a word ends between these two classes, regardless of the context.
     fn cuts(self, left: Class, right: Class) -> bool {
         match (left, right) {
             (Space, Space) | (_, Other) => false,
-            // The white space is dropped, so that it does not matter whose it is.
+            // White space is dropped, so it does not matter to which side it belongs.
             (_, Space) | (Space, _) => true,
             _ => match self {
                 Form::Spaced => false,
@@ -111,7 +111,7 @@ impl Form {
                     // A digit is a word of its own.
                     (_, Digit) | (Digit, _) => true,
                     (Letter, Apostrophe | Punctuation) => true,
-                    // An apostrophe that begins a word may begin a contraction, and takes letters with it.
+                    // An apostrophe at the start of a word may begin a contraction, which includes letters.
                     (Punctuation, Letter) => true,
                     _ => false,
                 },
@@ -120,7 +120,7 @@ impl Form {
     }
 }
 
-/// Whether a normalizer is one of those that leave cuts where they are, in a row or alone.
+/// Whether a normalizer, single or a sequence, is one of those that preserve cuts.
 fn normalizes(step: &Value) -> bool {
     let in_a_row = |all: &Vec<Value>| all.iter().all(normalizes);
     match step["type"].as_str() {
@@ -133,11 +133,11 @@ fn normalizes(step: &Value) -> bool {
     }
 }
 
-/// Where texts are cut, and what was encoded.
+/// The places of cuts, and the cache.
 pub(super) struct Chunks {
     /// For each class on the left, one bit for each class on the right.
     ends: [u8; Class::ALL.len()],
-    /// What each thread that is not encoding just now remembers.
+    /// The caches of threads that are not encoding now.
     memos: Mutex<Vec<Memo>>,
 }
 
@@ -145,7 +145,7 @@ impl Chunks {
     /// For a `tokenizer.json` of this form.
     pub(super) fn new(json: &Value) -> Option<Chunks> {
         let pre_tokenizer = &json["pre_tokenizer"];
-        // `Metaspace` may ask which piece is a text's first.
+        // `Metaspace` may depend on which piece is the first of a text.
         if pre_tokenizer.to_string().contains("\"first\"") {
             return None;
         }
@@ -167,7 +167,7 @@ impl Chunks {
             .then_some(chunks)
     }
 
-    /// Whether no added token that may be matched has to do with what is beyond a cut.
+    /// Whether no matchable added token depends on text across a cut.
     fn leave_whole(&self, added: &Value) -> bool {
         let added = added.as_array().map(Vec::as_slice).unwrap_or_default();
         let only_special = added.iter().all(|token| token["special"] == true);
@@ -182,7 +182,7 @@ impl Chunks {
             })
     }
 
-    /// Whether the tokenizer's normalizer leaves every ASCII character, but control characters, in its class.
+    /// Whether the tokenizer's normalizer leaves every ASCII character, except control characters, in its class.
     pub(super) fn fit(reference: &Tokenizer) -> bool {
         let Some(normalizer) = reference.get_normalizer() else { return true };
         (0..128).filter(|byte| Class::of(*byte) != Other).all(|byte: u8| {
@@ -193,7 +193,7 @@ impl Chunks {
         })
     }
 
-    /// Where the first chunk of these bytes, of which there are some, ends.
+    /// The end of the first chunk of these bytes, which must not be empty.
     fn end(&self, text: &[u8]) -> usize {
         let mut left = CLASSES[usize::from(text[0])];
         for (at, byte) in text.iter().enumerate().skip(1) {
@@ -206,7 +206,7 @@ impl Chunks {
         text.len()
     }
 
-    /// The ids of `text`, of which `reference` knows those of every chunk.
+    /// The ids of `text`; `reference` encodes chunks that are not cached.
     pub(super) fn encode(
         &self,
         text: &str,

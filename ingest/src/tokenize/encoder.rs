@@ -1,6 +1,6 @@
-//! A tokenizer that two libraries read from the same bytes.
+//! A tokenizer that two libraries load from the same bytes.
 //!
-//! Invariant: which of the two encodes decides speed, never an id: a build stops where they differ.
+//! Invariant: which of the two encodes affects only speed, never an id: a build stops if they differ.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound::{Excluded, Included};
@@ -20,7 +20,7 @@ use super::fast::Fast;
 use super::json;
 use crate::parallel::no_thread;
 
-/// Which library encodes.
+/// The library that encodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Engine {
     /// `fastokens` where it covers the tokenizer.
@@ -30,7 +30,7 @@ pub enum Engine {
     Reference,
 }
 
-/// The version of the reference, beside which "the same ids" has a meaning.
+/// The version of the reference, which defines the correct ids.
 pub const REFERENCE: &str = "tokenizers 0.23.2";
 
 /// The version of the fast encoder.
@@ -44,10 +44,10 @@ pub struct Tokenizer {
     reference: tokenizers::Tokenizer,
     /// The fast encoder, or why there is none.
     fast: std::result::Result<Fast, String>,
-    /// Without it: where the reference may encode a text chunk by chunk.
+    /// Without a fast encoder: the places at which the reference may cut a text into chunks.
     chunks: Option<Chunks>,
     rescued: AtomicU64,
-    /// The same tokenizer for texts of chat templates, in which control tokens are tokens.
+    /// The same tokenizer for texts of chat templates, in which control tokens are encoded as tokens.
     controls: Option<Box<Tokenizer>>,
 }
 
@@ -64,7 +64,7 @@ impl Tokenizer {
         Tokenizer::load(bytes, engine, false)
     }
 
-    /// With an encoder for texts in which control tokens are tokens, if one is wanted: see [`Tokenizer::of`].
+    /// Adds, if `wanted`, an encoder for texts in which control tokens are encoded as tokens: see [`Tokenizer::of`].
     pub(crate) fn with_controls(mut self, wanted: bool, engine: Engine) -> Result<Self> {
         if wanted {
             self.controls = Some(Box::new(Tokenizer::load(self.bytes.clone(), engine, true)?));
@@ -72,7 +72,7 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// The encoder for texts in which control tokens are tokens, or text.
+    /// The encoder that treats control tokens as tokens (`controls`) or as text.
     pub(crate) fn of(&self, controls: bool) -> Result<&Self> {
         match controls {
             true => self
@@ -84,7 +84,7 @@ impl Tokenizer {
     }
 
     fn load(bytes: Vec<u8>, engine: Engine, controls: bool) -> Result<Self> {
-        // Each library takes as long to load as tens of megabytes to encode.
+        // Loading a library takes as long as encoding tens of megabytes, so both load in parallel.
         let (reference, fast) = thread::scope(|scope| {
             let loader = || {
                 let reference = reference(&bytes, controls)?;
@@ -135,7 +135,7 @@ impl Tokenizer {
         self.vocab
     }
 
-    /// Bytes of a stored token: by the largest id.
+    /// Bytes of a stored token, depending on the largest id.
     pub fn token_bytes(&self) -> u32 {
         if self.vocab <= 1 << 16 { 2 } else { 4 }
     }
@@ -145,19 +145,19 @@ impl Tokenizer {
         if self.fast.is_ok() { FAST } else { REFERENCE }
     }
 
-    /// Why the reference encodes every text whole.
+    /// Why the reference encodes every text as a whole.
     pub fn why_slow(&self) -> Option<&str> {
         let why = self.fast.as_ref().err().map(String::as_str);
         why.filter(|_| self.chunks.is_none()).or_else(|| self.controls.as_ref()?.why_slow())
     }
 
-    /// Documents on which the fast encoder gave up and the reference stepped in.
+    /// Documents on which the fast encoder failed and the reference was used.
     pub fn rescued(&self) -> u64 {
         let chats = self.controls.as_ref().map_or(0, |controls| controls.rescued());
         self.rescued.load(Ordering::Relaxed) + chats
     }
 
-    /// The control tokens: those that are special, in the order of their ids.
+    /// The control tokens: the special ones, in the order of their ids.
     pub(crate) fn control_tokens(&self) -> Vec<String> {
         let mut added: Vec<_> = self.reference.get_added_tokens_decoder().into_iter().collect();
         added.sort_unstable_by_key(|(id, _)| *id);
@@ -198,13 +198,13 @@ impl Tokenizer {
         self.encode_by_reference(text)
     }
 
-    /// The ids of `text` as the reference gives them.
+    /// The ids of `text` from the reference.
     pub fn encode_by_reference(&self, text: &str) -> Result<Vec<u32>> {
         encode_reference(&self.reference, text)
     }
 }
 
-/// The file; with `controls`, no added token is special to the encoders that are made of it.
+/// The parsed file; with `controls`, no added token is marked special.
 fn parsed(bytes: &[u8], controls: bool) -> Result<Value> {
     let mut json = json::parse(bytes)
         .map_err(|error| Fault::usage(format!("this is not a tokenizer.json: {error}")))?;
@@ -215,7 +215,7 @@ fn parsed(bytes: &[u8], controls: bool) -> Result<Value> {
     Ok(json)
 }
 
-/// A tokenizer that draws lots would give other ids each time.
+/// Refuses a tokenizer that samples at random: it would give other ids each time.
 fn refuse_chance(json: &Value) -> Result<()> {
     match json.pointer("/model/dropout") {
         Some(Value::Number(chance)) if chance.as_f64() != Some(0.0) => {
@@ -236,7 +236,7 @@ fn reference(bytes: &[u8], controls: bool) -> Result<tokenizers::Tokenizer> {
     let mut reference = quietly(|| tokenizers::Tokenizer::from_bytes(bytes))
         .map_err(|_| refused("it panicked".to_owned()))?
         .map_err(|error| refused(error.to_string()))?;
-    // What a file says of cropping and padding is for batches of a model, not for documents.
+    // Truncation and padding in a file are for model batches, not for documents.
     reference.with_truncation(None).map_err(|error| refused(error.to_string()))?;
     reference.with_padding(None);
     reference.set_encode_special_tokens(!controls);
@@ -248,7 +248,7 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
         Ok(Ok(encoding)) => Ok(encoding.get_ids().to_vec()),
         Ok(Err(error)) => Err(Fault::data(format!("the tokenizer refuses a document: {error}"))
             .hint("leave the document out, or use a tokenizer that knows every byte")),
-        // Oniguruma's Rust wrapper panics with its words; where that does not ask what `malloc` gave, it is killed.
+        // Oniguruma's Rust wrapper panics with its message; where it does not check an allocation, the process crashes.
         Err(panic) if tells_of_memory(&panic) => {
             Err(Fault::machine(format!("cannot encode a document: out of memory ({panic})"))
                 .hint("free some memory, raise `ulimit -v` or lower --workers, and run the same command again"))
@@ -259,7 +259,7 @@ fn encode_reference(reference: &tokenizers::Tokenizer, text: &str) -> Result<Vec
     }
 }
 
-/// The largest id, of which no two tokens may have the same: nobody could tell which one a store means.
+/// The largest id. Refuses two tokens with the same id, since a stored id would be ambiguous.
 fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     let mut tokens: Vec<(u32, String)> =
         reference.get_vocab(true).into_iter().map(|(token, id)| (id, token)).collect();
@@ -274,8 +274,8 @@ fn largest_id(reference: &tokenizers::Tokenizer) -> Result<Option<u32>> {
     }
 }
 
-/// Which of two added tokens a text has that the normalizer makes equal, the reference leaves to the order of a hash map,
-/// which is another one in each process. Special ones are never matched.
+/// Refuses two added tokens that the normalizer makes equal: which one the reference matches depends on the order of a
+/// hash map, which differs between processes. Special ones are never matched.
 fn refuse_confused(reference: &tokenizers::Tokenizer) -> Result<()> {
     let Some(normalizer) = reference.get_normalizer() else { return Ok(()) };
     let mut added: Vec<_> = reference.get_added_tokens_decoder().into_iter().collect();
@@ -299,7 +299,8 @@ fn refuse_confused(reference: &tokenizers::Tokenizer) -> Result<()> {
     Ok(())
 }
 
-/// Whether an encoder agrees with the reference where tokenizers are known to part ways, or where it does not.
+/// Compares an encoder with the reference on texts where tokenizers are known to differ; an error is the first
+/// difference.
 fn agreeing(
     reference: &tokenizers::Tokenizer,
     encode: impl Fn(&str) -> std::result::Result<Vec<u32>, String>,
@@ -315,10 +316,10 @@ fn agreeing(
     Ok(())
 }
 
-/// Texts on which tokenizers are known to part ways, and every added token: alone, amid text and overlapping others.
+/// Texts on which tokenizers are known to differ, and every added token: alone, inside text and overlapping others.
 ///
-/// The two libraries read each added token for itself (`tokenizers` gives one that the vocabulary holds under another id that
-/// id), so that none stands for the others.
+/// The two libraries read each added token separately (if the vocabulary has it under another id, `tokenizers` uses
+/// that one), so each has to be tested.
 fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     let fixed = [
         "",
@@ -359,10 +360,10 @@ fn probes(reference: &tokenizers::Tokenizer) -> Vec<String> {
     probes
 }
 
-/// Added tokens that one encoder may find where the other finds their neighbour: one token, and the rest of another that
-/// begins with its end.
+/// Pairs of overlapping added tokens: one token, then the rest of another one that begins with its end. An encoder may
+/// find either of them.
 ///
-/// Of those that begin with the same end, the first four and the last four stand for all: they differ behind it alone.
+/// Of those that begin with the same end, only the first four and the last four are tested: they differ only after it.
 fn overlapping(added: &BTreeSet<String>) -> Vec<String> {
     let mut found = Vec::new();
     for token in added {
@@ -448,7 +449,7 @@ mod tests {
         let refused = Tokenizer::new(tokenizer(true, false), Engine::Fastest).err().unwrap();
         assert_eq!(refused.class(), contract::Class::Usage);
         assert!(refused.to_string().contains(r#""<tab>" and "<TAB>""#), "{refused}");
-        // One that is matched before the text is normalized, and two that are never matched.
+        // One that is matched before normalization, and two that are never matched.
         for bytes in [tokenizer(false, false), tokenizer(true, true)] {
             let ids = |engine| {
                 Tokenizer::new(bytes.clone(), engine).unwrap().encode("<tab> <TAB>").unwrap()
@@ -459,7 +460,7 @@ mod tests {
 
     #[test]
     fn every_added_token_is_probed() {
-        // A hundred that the vocabulary holds too, the last one under another id, which is the one that `tokenizers` takes.
+        // A hundred that the vocabulary has too, the last one under another id, which `tokenizers` uses.
         let bytes = |last: u32| {
             bytes_tokenizer(|json| {
                 let plain = json["added_tokens"][1].clone();

@@ -1,10 +1,10 @@
-//! Texts on which encoders part ways, drawn from a seed: for the tests and for the bench `encoders`.
+//! Random texts on which encoders differ, from a seed: for the tests and for the bench `encoders`.
 //!
-//! A text is made of pieces: characters at the edge of every class that splits ask for, contractions, look-alikes of
-//! added tokens, runs of one character or of one class (some of thousands of bytes), and slices of real text, which
-//! are then cut, doubled, recased and joined.
+//! A text is made from pieces: characters at the edges of all classes in splits, contractions, look-alikes of added
+//! tokens, runs of one character or class (some of thousands of bytes), and slices of real text. The pieces are then
+//! cut, repeated, recased and joined.
 
-/// A reproducible source of draws (SplitMix64).
+/// A reproducible random generator (SplitMix64).
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {
@@ -16,7 +16,7 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// A number below `end`, which is not 0.
+    /// A number below `end`, which must not be 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
@@ -176,7 +176,7 @@ const EDGES: &[&str] = &[
     "\u{10a}",
 ];
 
-/// What runs are made of: each a set of alternatives that are drawn from again and again.
+/// The content of runs: each is a set of alternatives that are sampled repeatedly.
 const RUNS: &[&[&str]] = &[
     &["a"],
     &["Z"],
@@ -235,7 +235,7 @@ const RUNS: &[&[&str]] = &[
     &["\u{e9}", "\u{ff}", "\u{c3}", "\u{b5}"],
 ];
 
-/// A run of about `bytes` bytes, none of whose draws stops it.
+/// A run of about `bytes` bytes of text that does not end it.
 fn run(dice: &mut Dice, bytes: usize, out: &mut String) {
     let from = RUNS[dice.below(RUNS.len())];
     let end = out.len() + bytes;
@@ -257,7 +257,7 @@ fn slice<'a>(dice: &mut Dice, text: &'a str, bytes: usize) -> &'a str {
     text.get(start..end).unwrap_or_default()
 }
 
-/// Any character: of one of the ranges that matter, or of all.
+/// Any character: from one of the relevant ranges, or from all.
 fn any(dice: &mut Dice) -> char {
     let (first, last) = *dice.pick(&[
         &(0u32, 0x7f),
@@ -273,13 +273,13 @@ fn any(dice: &mut Dice) -> char {
     char::from_u32(drawn).unwrap_or('\u{fffd}')
 }
 
-/// A text of some hundred bytes, now and then of thousands; `corpus` may be empty.
+/// A text of some hundred bytes, sometimes of thousands; `corpus` may be empty.
 pub(crate) fn text(dice: &mut Dice, corpus: &[String]) -> String {
     let mut out = String::new();
     for _ in 0..=dice.below(8) {
         match dice.below(12) {
             0 => {
-                // A long word between its neighbours: what this file is for.
+                // A long word between neighbours: the main purpose of this file.
                 out.push_str(dice.pick(EDGES));
                 let bytes = 400 + dice.below(4000);
                 run(dice, bytes, &mut out);

@@ -1,35 +1,34 @@
-//! The ids of what was encoded before, within a bound of memory.
+//! A cache of encoded texts' ids, with bounded memory.
 //!
-//! A table in which most texts are found by reading one place of it: a place holds a short text itself, and its id where it
-//! has one.
+//! Most lookups in the table read a single slot: a slot holds a short text itself, and its id if it has exactly one.
 
 use contract::Result;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Places of the table at first, and at most; powers of two. Half of them may be taken.
+/// Initial and maximum number of slots; powers of two. At most half of them are used.
 const PLACES: (usize, usize) = (1 << 12, 1 << 19);
 
-/// Places after that of its hash where a text may be.
+/// The number of slots from its hash on in which a text may be.
 const PROBES: usize = 64;
 
-/// A text of up to so many bytes is in its place.
+/// A text of up to this many bytes is stored in its slot.
 const SHORT: usize = 16;
 
-/// A longer text is not kept: it hardly recurs.
+/// Longer texts are not cached: they hardly recur.
 const TEXT_MAX: usize = 64;
 
-/// Bytes of all longer texts, and ids of all texts with several, after which all is forgotten: what recurs is soon known
-/// again.
+/// The limit on bytes of longer texts, and on ids of texts with several, after which the cache is cleared: it fills
+/// again soon.
 const ROOM: usize = 1 << 22;
 
-/// A text as it is looked for.
+/// The lookup key of a text.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 struct Key {
-    /// Of a short text: its first bytes. Of another: where it begins in `Memo::texts`.
+    /// For a short text, its first bytes; otherwise, its offset in `Memo::texts`.
     head: u64,
-    /// Of a short text: its last bytes, which with the first and its length are all of it. Of another: its hash.
+    /// For a short text, its last bytes, which with `head` and `length` determine the text; otherwise, its hash.
     tail: u64,
-    /// Its bytes; 0 in a place that is free.
+    /// Its length in bytes; 0 marks a free slot.
     length: u8,
 }
 
@@ -59,7 +58,7 @@ impl Key {
         if !self.is_short() {
             return self.tail as usize;
         }
-        // A product of 128 bits, folded: each of its bits hangs on all of both factors.
+        // A folded 128-bit product: each bit depends on all bits of both factors.
         let (left, right) = (self.head ^ 0x9e37_79b9_7f4a_7c15, self.tail ^ 0xd1b5_4a32_d192_ed03);
         let product =
             u128::from(left) * u128::from(right.wrapping_add(u64::from(self.length) << 56));
@@ -71,9 +70,9 @@ impl Key {
 #[derive(Clone, Copy, Default)]
 struct Place {
     key: Key,
-    /// How many ids.
+    /// The number of ids.
     count: u8,
-    /// The id, or where the ids begin in `Memo::ids`.
+    /// The id, or the offset of the ids in `Memo::ids`.
     ids: u32,
 }
 
@@ -87,7 +86,7 @@ pub(super) struct Memo {
 }
 
 impl Memo {
-    /// Appends the ids of `text`; `encode` is asked where it is new.
+    /// Appends the ids of `text`; calls `encode` if it is not cached.
     pub(super) fn extend(
         &mut self,
         out: &mut Vec<u32>,
@@ -160,7 +159,7 @@ impl Memo {
         self.put(place);
     }
 
-    /// Twice the places, or, where there are as many as may be, none that is taken.
+    /// Doubles the slots, or clears them all at the maximum.
     fn grow(&mut self) {
         let (first, most) = PLACES;
         let now = self.places.len();
@@ -176,7 +175,7 @@ impl Memo {
         }
     }
 
-    /// Puts an entry into a free place near that of its hash, or else into this one, whose entry is forgotten.
+    /// Stores an entry in a free slot near its hash, or else replaces the entry at its hash.
     fn put(&mut self, place: Place) {
         let (hash, mask) = (place.key.hash(), self.places.len() - 1);
         let near = (0..PROBES).map(|step| hash.wrapping_add(step) & mask);
@@ -241,7 +240,7 @@ mod tests {
         }
         for round in 0..2 {
             for (number, text) in texts.iter().enumerate() {
-                // Every third has one id, every third two, every third none.
+                // Every third text has one id, every third two, every third none.
                 let ids = vec![number as u32; number % 3];
                 let mut out = Vec::new();
                 let encode = |_: &str| match round {

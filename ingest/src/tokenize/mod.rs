@@ -1,8 +1,8 @@
-//! Text to ids.
+//! Encodes text to ids.
 //!
-//! `fastokens` encodes where it covers the tokenizer, Hugging Face `tokenizers` otherwise; the latter is also the
-//! oracle. Strings that look like special tokens stay text; other added tokens match as usual; nothing is cropped,
-//! padded or added but the begin and end tokens that `corpus.toml` asks for.
+//! `fastokens` encodes if it covers the tokenizer, otherwise Hugging Face `tokenizers`, which is also the oracle.
+//! Strings that look like special tokens stay text; other added tokens match as usual; nothing is truncated, padded or
+//! added except the begin and end tokens that `corpus.toml` asks for.
 
 pub mod audit;
 mod chunks;

@@ -1,4 +1,4 @@
-//! Tokenizers at the edge of 16 bits, with gaps, and with ids beyond their own vocabulary's size.
+//! Tokenizers at the limit of 16 bits, with gaps, and with ids beyond the size of their vocabulary.
 
 use std::fs;
 
@@ -12,7 +12,7 @@ use crate::testing::{Workbench, bytes_tokenizer, options};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::verify::verify;
 
-/// A word of letters for a number: the whole token of that id.
+/// A word of letters for a number: the token with that id.
 fn word(mut number: u32) -> String {
     let mut word = String::from("q");
     while number > 0 {
@@ -22,7 +22,7 @@ fn word(mut number: u32) -> String {
     word
 }
 
-/// The byte-level tokenizer (256 bytes and two added tokens, in the vocabulary too) with a word for each of these ids.
+/// The byte-level tokenizer (256 bytes and two added tokens, also in the vocabulary) with a word for each of these ids.
 fn tokenizer(ids: impl Iterator<Item = u32>) -> Vec<u8> {
     bytes_tokenizer(|value: &mut Value| {
         let vocab = value["model"]["vocab"].as_object_mut().unwrap();
@@ -32,7 +32,7 @@ fn tokenizer(ids: impl Iterator<Item = u32>) -> Vec<u8> {
     })
 }
 
-/// Builds a store of one-word documents for `ids` and gives it back with the ids that it holds, markers left out.
+/// Builds a store of one-word documents for `ids`; returns it with its ids, without markers.
 fn stored(bytes: &[u8], ids: &[u32]) -> (Manifest, Vec<Vec<u32>>) {
     let bench = Workbench::new(1);
     bench.write("tokenizer.json", bytes);
@@ -83,8 +83,8 @@ fn gaps_and_ids_beyond_the_number_of_tokens_are_kept() {
     gaps(&[70_000, 1_000_000, 2_000_000_000], 2_000_000_001, 4);
 }
 
-/// `tokenizers` numbers an added token that the vocabulary lacks by how many tokens that has, whatever its "id" says:
-/// where ids have gaps, it lands on another token's.
+/// `tokenizers` numbers an added token that the vocabulary lacks by the vocabulary's size, ignoring its "id": if ids
+/// have gaps, the number may be another token's.
 #[test]
 fn two_tokens_of_one_id_are_refused() {
     let clash = bytes_tokenizer(|value| {

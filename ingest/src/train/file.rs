@@ -127,11 +127,11 @@ fn by_id<S: Serializer>(vocab: &[String], serializer: S) -> std::result::Result<
     map.end()
 }
 
-/// GPT-2's way to show bytes as printing characters.
+/// GPT-2's mapping of bytes to printable characters.
 struct Shown([char; 256]);
 
 impl Shown {
-    /// A byte that prints in Latin-1 shows as itself; the others take the characters from U+0100 on, in order.
+    /// A byte that is printable in Latin-1 maps to itself; the others map to the characters from U+0100 on, in order.
     fn new() -> Self {
         let mut shown = ['\0'; 256];
         let prints = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);

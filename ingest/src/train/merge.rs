@@ -1,28 +1,28 @@
 //! Learning merges from counted words.
 //!
-//! A priority queue holds pairs of tokens by how often they occur. Counts in it may be out of date, but never too low:
-//! whoever raises a count queues it again, and an entry found too high goes back with its true count. So the head with
-//! a true count is the most frequent pair. The order is total (count, then lowest ids), and nothing here depends on
-//! the order of a hash table.
+//! A priority queue orders pairs of tokens by count. Counts in it may be out of date, but are never too low: a pair is
+//! queued again when its count increases, and an entry with a count that is too high is put back with the true one. So
+//! the first entry with a true count is the most frequent pair. The order is total (count, then lowest ids), and does
+//! not depend on the order of a hash table.
 //!
-//! Why not the trainer of `tokenizers` 0.23.2, which learns the same merges wherever it is right (the tests compare):
-//! - It counts pairs in 32 bits with a sign. A pair that occurs 2^31 times, as the commonest do in some 100 GB of text,
-//!   comes out negative and is never merged (`a_pair_may_occur_more_often_than_32_bits_count`).
+//! Why not the trainer of `tokenizers` 0.23.2, which learns the same merges where it is correct (the tests compare):
+//! - It counts pairs in signed 32 bits. A pair that occurs 2^31 times, as the most common ones do in about 100 GB of
+//!   text, gets a negative count and is never merged (`a_pair_may_occur_more_often_than_32_bits_count`).
 //! - Where two merges spell the same token, its queue may hold a pair twice with the same count but other positions.
-//!   Which of them is taken first then hangs on the order of a randomly seeded table.
+//!   Which of them comes first then depends on the order of a randomly seeded hash table.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 use super::BYTES;
 
-/// Pairs that occur less often are not worth a token.
+/// Rarer pairs are not worth a token.
 pub(super) const COUNT_MIN: u64 = 2;
 
 /// Two neighbouring tokens.
 pub(super) type Pair = (u32, u32);
 
-/// A vocabulary and the merges that lead to it, in order.
+/// A vocabulary and the merges that produce it, in order.
 pub(super) struct Learned {
     /// The bytes of each token, by id.
     pub(super) tokens: Vec<Vec<u8>>,
@@ -32,15 +32,15 @@ pub(super) struct Learned {
 #[expect(clippy::disallowed_types, reason = "only looked up by pair, never gone through")]
 type Pairs = std::collections::HashMap<Pair, Occurrences>;
 
-/// Where a pair occurs and how often.
+/// Where a pair occurs, and how often.
 #[derive(Default)]
 struct Occurrences {
     count: u64,
-    /// Words that held the pair at some time, some perhaps twice.
+    /// Words that contained the pair at some time, some perhaps twice.
     words: Vec<u32>,
 }
 
-/// A word as tokens, and how often the corpus has it.
+/// A word as tokens, and its count in the corpus.
 struct Word {
     tokens: Vec<u32>,
     count: u64,
@@ -71,7 +71,7 @@ pub(super) fn learn(
     learner.learned
 }
 
-/// The bytes in the order of their ids: GPT-2's, in which those that print come first.
+/// The bytes in the order of their ids, as in GPT-2: printable ones first.
 pub(super) fn alphabet() -> [u8; BYTES as usize] {
     let prints = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut bytes = [0; BYTES as usize];
@@ -109,7 +109,7 @@ impl Learner {
                 }
             }
         }
-        // A heap does not show the order in which it was filled: its entries are all different.
+        // The order of insertion does not affect a heap: its entries are all different.
         self.queue = self.pairs.iter().map(|(pair, at)| (at.count, Reverse(*pair))).collect();
     }
 
@@ -126,7 +126,7 @@ impl Learner {
         }
     }
 
-    /// Makes a token of `pair` wherever it occurs.
+    /// Replaces `pair` by a token wherever it occurs.
     fn merge(&mut self, pair: Pair) {
         let Some(Occurrences { mut words, .. }) = self.pairs.remove(&pair) else { return };
         let token = self.token(pair);
@@ -171,7 +171,7 @@ impl Learner {
 }
 
 impl Word {
-    /// Replaces `pair` by `token` from left to right, and tells of each pair that disappears or appears beside it.
+    /// Replaces `pair` by `token` from left to right, and reports each neighbouring pair that disappears or appears.
     fn merge(&mut self, pair: Pair, token: u32, mut tell: impl FnMut(Pair, bool)) {
         let tokens = &mut self.tokens;
         let (mut read, mut write) = (0, 0);

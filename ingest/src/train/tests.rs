@@ -1,4 +1,4 @@
-//! Training against Hugging Face's trainer, against counting by brute force, and against itself with other threads.
+//! Training against Hugging Face's trainer, against brute-force counting, and against itself with other threads.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ fn request(vocab: u32) -> Request {
     Request { vocab, special: vec!["<|endoftext|>".to_owned()], sample: Ratio::new(1, 1) }
 }
 
-/// A corpus of one JSON Lines file for each list of documents, nothing held out.
+/// A corpus with a JSON Lines file for each list of documents, nothing held out.
 fn corpus(folder: &tempfile::TempDir, files: &[Vec<String>]) -> Corpus {
     for (number, texts) in files.iter().enumerate() {
         let line = |text: &String| serde_json::json!({ "text": text }).to_string() + "\n";
@@ -80,7 +80,7 @@ fn a_pair_may_occur_more_often_than_32_bits_count() {
         (id(a), id(b))
     };
     assert_eq!(ours.merges, [pair(b'a', b'b'), pair(b'c', b'd')]);
-    // The reason why it is not Hugging Face's trainer that learns: once this fails, it may.
+    // The reason for our own trainer: once this fails, Hugging Face's may be used.
     let trainer = BpeTrainer::builder().show_progress(false).min_frequency(COUNT_MIN).build();
     let counts = [("ab".into(), often), ("cd".into(), 2)].into_iter().collect();
     let mut theirs = BPE::default();
@@ -88,7 +88,7 @@ fn a_pair_may_occur_more_often_than_32_bits_count() {
     assert!(theirs.get_vocab().contains_key("cd") && !theirs.get_vocab().contains_key("ab"));
 }
 
-/// The same definition without a queue and without counts that are kept: every pair is counted anew each time.
+/// The same definition without a queue or stored counts: every pair is counted again each time.
 fn brute_force(words: &BTreeMap<Box<str>, u64>, size: usize) -> (Vec<Vec<u8>>, Vec<Pair>) {
     let mut tokens: Vec<Vec<u8>> = alphabet().map(|byte| vec![byte]).into();
     let mut merges: Vec<Pair> = Vec::new();
@@ -236,7 +236,7 @@ fn what_cannot_be_trained_is_refused() {
     let trained = train(&corpus, &request(300), QUICK).unwrap();
     let records = &trained.records[0];
     assert_eq!((records.kept, records.reasons().collect()), (2, vec![(1, "malformed")]));
-    // A source of which nothing is left is refused, as a build refuses it.
+    // A source of which nothing is left is refused, as in a build.
     std::fs::write(&broken, "{\"text\": 7}\n{\"text\":\n").unwrap();
     let mut other = corpus.sources[0].clone();
     other.name = "other".to_owned();
@@ -267,7 +267,7 @@ fn another_tokenizer_is_never_overwritten() {
     assert_eq!(fault.class(), Class::Usage, "{fault}");
 }
 
-/// Of several that write to one place at once, one does, and its tokenizer is what stands there.
+/// Of several simultaneous writers to one place one succeeds, and its tokenizer is the result.
 #[test]
 fn a_tokenizer_is_written_by_one_at_a_time() {
     let texts = [paragraphs(PROSE)];

@@ -1,7 +1,7 @@
 //! Counting the words of a corpus in parallel.
 //!
-//! Each worker counts into a table of its own. Sums do not know their order, and the tables are sorted into one at the
-//! end, so the result is the same for any number of workers.
+//! Each worker counts into its own table. Sums do not depend on order, and the tables are merged into a sorted one at
+//! the end, so the result is the same for any number of workers.
 
 use std::collections::BTreeMap;
 
@@ -19,17 +19,17 @@ use crate::walk::{Part, Walk, place};
 
 use super::{Records, SPLIT, sampled};
 
-/// A longer run without a joint is cut into words of at most this many bytes: nothing is learned from such lengths,
-/// and every merge within one would go over all of it.
+/// A longer run without a joint is cut into words of at most this size: nothing is learned from such lengths, and every
+/// merge in such a word would take time proportional to its length.
 const WORD_BYTES_MAX: usize = 1024;
 
 /// The words of a corpus.
 pub(super) struct Counted {
-    /// Each word and how often it occurs.
+    /// Each word and its count.
     pub(super) words: BTreeMap<Box<str>, u64>,
     pub(super) documents: u64,
     pub(super) text_bytes: u64,
-    /// Of each source.
+    /// By source.
     pub(super) records: Vec<Records>,
 }
 
@@ -43,7 +43,7 @@ pub(super) fn count(
     workers: usize,
     progress: &mut Progress,
 ) -> Result<Counted> {
-    // Steps that count tokens have none yet, and do nothing.
+    // Steps that count tokens have no tokenizer yet, and do nothing.
     let tools = Tools::new(corpus, None)?;
     let split = SysRegex::new(SPLIT).map_err(|e| Fault::bug(format!("the split: {e}")))?;
     let rules = Rules { corpus, tools, split, share };
@@ -88,21 +88,21 @@ pub(super) fn count(
     Ok(counted)
 }
 
-/// No record yet of each source.
+/// Zero counts for each source.
 fn nothing(corpus: &Corpus) -> Vec<Records> {
     let named = |source: &Source| Records { source: source.name.clone(), ..Records::default() };
     corpus.sources.iter().map(named).collect()
 }
 
-/// How far the reader is, in bytes.
+/// The reader's position in bytes.
 enum Read {
-    /// Within the open file.
+    /// Inside the open file.
     Within(u64),
-    /// At the end of a file of so many.
+    /// At the end of a file of this size.
     File(u64),
 }
 
-/// What decides which words of a document count, and where they end.
+/// What determines which words of a document count, and where they end.
 struct Rules<'a> {
     corpus: &'a Corpus,
     tools: Tools<'a>,
@@ -110,13 +110,13 @@ struct Rules<'a> {
     share: Ratio,
 }
 
-/// What one worker counted.
+/// The counts of one worker.
 #[derive(Default)]
 struct Tally {
     table: Table,
     documents: u64,
     text_bytes: u64,
-    /// Of each source.
+    /// By source.
     records: Vec<Records>,
 }
 
@@ -143,7 +143,7 @@ impl Tally {
         Ok(())
     }
 
-    /// A record that is not a document, or is dropped by a step: the same ones stop a build.
+    /// A record that is not a document, or is dropped by a step: it stops training if it would stop a build.
     fn dropped(
         &mut self,
         source: usize,
@@ -166,7 +166,7 @@ impl Tally {
         self.text_bytes += text.len() as u64;
         let mut before = 0;
         for (start, end) in rules.split.find_iter(text) {
-            // What the expression matches nowhere is a word as well, as it is for the encoders.
+            // Text that the expression does not match is a word too, as in the encoders.
             self.word(&text[before..start]);
             self.word(&text[start..end]);
             before = end;

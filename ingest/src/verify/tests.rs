@@ -1,4 +1,4 @@
-//! Every byte of a store flipped, every file cut at many lengths and removed: each is found, and its file named.
+//! Every byte of a store flipped, every file truncated at many lengths and removed: each is found, with its file.
 
 use std::fs;
 use std::ops::Range;
@@ -15,7 +15,7 @@ use crate::corpus::Corpus;
 use crate::testing::{Workbench, options};
 use crate::verify::verify;
 
-/// What `verify` says: its damages or its fault, in words, and the documents named.
+/// The findings of `verify`: damages or a fault, as text, with the reported documents.
 fn said(store: &Path) -> Vec<(String, Option<u64>, Option<String>)> {
     match verify(store, true) {
         Ok(report) => report
@@ -30,9 +30,9 @@ fn said(store: &Path) -> Vec<(String, Option<u64>, Option<String>)> {
     }
 }
 
-/// A small store with everything that a store can hold: two splits, and the lists that steps leave.
+/// A small store with everything that a store can hold: two splits, and the lists that steps write.
 fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
-    // Pairs of equal documents, of words that no other has.
+    // Pairs of equal documents, with words that no other has.
     let text = |i: u64| (0..9).map(|word| format!("word{}x{word} ", i / 2)).collect::<String>();
     let line = |i: u64| serde_json::json!({"id": format!("d{i}"), "text": text(i)}).to_string();
     let lines: Vec<String> = (0..24).map(line).collect();
@@ -53,7 +53,7 @@ fn whole(bench: &Workbench) -> (PathBuf, Manifest) {
     }
 }
 
-/// Before a command says that nothing is to be done, it looks whether all is there.
+/// A command checks that all files exist before it reports that there is nothing to do.
 #[test]
 fn a_store_that_is_not_whole_is_not_up_to_date() {
     let bench = Workbench::new(1);
@@ -108,11 +108,11 @@ fn the_manifest_lists_every_file_of_its_store() {
     }
     listed.sort();
     assert_eq!(listed, files(&store));
-    // A list at least: what the steps removed, and what an evaluation set shares with the text.
+    // Both lists: what the steps removed, and what an evaluation set shares with the text.
     assert_eq!(manifest.sources[0].lists().count(), 2);
 }
 
-/// Where a token file's values stand, and the ids of the documents in its only block.
+/// The range of a token file's values, and the ids of the documents in its only block.
 fn values(store: &Path, manifest: &Manifest, path: &Path) -> Option<(Range<usize>, Vec<String>)> {
     Split::ALL.into_iter().find_map(|split| {
         let folder = open::stream_folder(store, "web", split);
@@ -146,7 +146,7 @@ fn a_flipped_bit_in_any_byte_is_found_and_named() {
         let values = values(&store, &manifest, path);
         let file = fs::File::options().write(true).open(path).unwrap();
         let key = Key::from_seed(21).child(name(path));
-        // Of files that are no tokens one byte in five, unless all are asked for.
+        // In other files, one byte in five, unless all are requested.
         let every = std::env::var_os("FULL").is_some() || values.is_some();
         for at in (0..bytes.len()).step_by(if every { 1 } else { 5 }) {
             let bit = draw(key, Purpose::Generate, at as u64) % 8;
@@ -199,7 +199,7 @@ fn a_file_cut_anywhere_or_gone_or_grown_is_found_and_named() {
                 None => fs::remove_file(&path).unwrap(),
             }
             let length = damaged.map(|bytes| bytes.len());
-            // Without a manifest a folder is no store, and is called so by its own name.
+            // A folder without a manifest is not a store, and is reported by its own name.
             let wanted = match (name(&path), length) {
                 ("manifest.json", None) => "no manifest.json",
                 (name, _) => name,

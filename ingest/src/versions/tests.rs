@@ -1,4 +1,4 @@
-//! What holds the versions: the output of every stage and step over a generated corpus, and `Cargo.lock`.
+//! Enforces the versions: compares the output of every stage and step for a generated corpus, and `Cargo.lock`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -24,7 +24,7 @@ use crate::testing::{Workbench, document, options};
 const PROSE: &str = "The people of the river town had to be up before the sun, and with the first light that fell on \
     the water they went out to the boats; of the many who went, few came back with more than a basket of fish.";
 
-/// Each step by itself, with settings under which it has something to do.
+/// Each step alone, with settings that give it something to do.
 const STEPS: [(&str, &str); 11] = [
     ("clean", "unicode = \"NFKC\"\ntrailing_space = true\nmax_empty_lines = 1\n"),
     ("length", "min_words = 4\nmax_chars = 2000\n"),
@@ -39,7 +39,7 @@ const STEPS: [(&str, &str); 11] = [
     ("trim", "context = 120\n"),
 ];
 
-/// Documents on which every rule has a word to say.
+/// Documents on which every rule has an effect.
 fn documents() -> Vec<String> {
     let mut all: Vec<String> = (0..60).map(document).collect();
     let lines = |line: &str, count: usize| vec![line; count].join("\n");
@@ -71,7 +71,7 @@ fn json_lines(texts: &[String]) -> String {
     texts.iter().enumerate().map(|one| line(one) + "\n").collect()
 }
 
-/// Builds one source of these files, with these keys and steps.
+/// Builds one source from these files, with these keys and steps.
 fn built(
     bench: &Workbench,
     files: &str,
@@ -95,7 +95,7 @@ fn built(
 const COMPARE: [&str; 4] =
     ["exact-duplicates", "near-duplicates", "decontaminate", "repeated-substrings"];
 
-/// What a build made of its documents: kept ones with their tokens and places, dropped ones by reason, changes, lists.
+/// The result of a build: kept documents with tokens and positions, dropped ones by reason, changes, lists.
 fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
     let mut text = String::new();
     for source in &manifest.sources {
@@ -113,7 +113,7 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
             let mut said = Vec::new();
             each_of(store, manifest, |_, line| {
                 if is_reason(&line.reason) && line.reason != EMPTIED {
-                    // What the scan says of a record, and not what it is called or how long it is.
+                    // The scan's decision on a record, without the record's id and size.
                     let line = Line { id: None, bytes: None, ..line };
                     said.extend(serde_json::to_vec(&line).unwrap().into_iter().chain(*b"\n"));
                 }
@@ -124,7 +124,7 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
         }
         for file in &prepared.files {
             let bytes = fs::read(store.join(&source.name).join(&file.name)).unwrap();
-            // What is in a list, not how it is packed.
+            // The content of a list, not its compression.
             let plain = zstd::decode_all(&bytes[..]).unwrap_or(bytes);
             let _ = writeln!(text, "{} {}", file.name, Digest::of_bytes(&plain));
         }
@@ -132,7 +132,7 @@ fn outcome((manifest, store): &(Manifest, std::path::PathBuf)) -> Digest {
     Digest::of_bytes(text.as_bytes())
 }
 
-/// The files of all formats with the same documents; JSON Lines with records that are none, too.
+/// The files of all formats with the same documents; JSON Lines also with bad records.
 fn inputs(bench: &Workbench, texts: &[String]) {
     let records = "{\"text\": 3}\n{\"text\": \"\"}\n{\n{\"id\": 1.5}\n{\"text\": \"\\ud800\"}\n";
     bench.write("all.jsonl", json_lines(texts) + records);
@@ -152,7 +152,7 @@ fn inputs(bench: &Workbench, texts: &[String]) {
     bench.write("eval.jsonl", json_lines(&texts));
 }
 
-/// Every stage and step: its version, and what it makes of the corpus.
+/// Every stage and step: its version, and a digest of its output for the corpus.
 fn found() -> BTreeMap<String, (u32, Digest)> {
     let bench = Workbench::new(3);
     inputs(&bench, &documents());
@@ -170,7 +170,7 @@ fn found() -> BTreeMap<String, (u32, Digest)> {
         found.insert(stage.to_owned(), (stages[stage], outcome));
     }
     let plain = found["jsonl"].1;
-    // What encodes has no step of its own: its version is that of every stream above; here with another vocabulary.
+    // Encoding has no step of its own: its version is that of every stream above; here with another vocabulary.
     let merged = crate::testing::bytes_tokenizer(|json| {
         json["model"]["vocab"]["th"] = 300.into();
         json["model"]["merges"] = json!(["t h"]);
@@ -196,7 +196,7 @@ fn found() -> BTreeMap<String, (u32, Digest)> {
     found
 }
 
-/// `UPDATE_GOLDEN=1` writes the file again, once the version of what changed is a new one.
+/// `UPDATE_GOLDEN=1` writes the file again, once the version of what changed was increased.
 #[test]
 fn what_stages_and_steps_make_changes_only_with_their_versions() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/versions/golden.txt");
@@ -236,7 +236,7 @@ fn what_stages_and_steps_make_changes_only_with_their_versions() {
 struct Package {
     name: String,
     release: String,
-    /// Whether it is of this workspace.
+    /// Whether it belongs to this workspace.
     ours: bool,
     /// `name`, or `name release` where there are several.
     needs: Vec<String>,
@@ -258,8 +258,8 @@ fn packages() -> Vec<Package> {
     package.collect()
 }
 
-/// A library under this crate either decides bytes, and is in LIBRARIES, or it is in `neutral.txt`,
-/// and then neither do those under it.
+/// A library in this crate's dependencies either affects bytes, and is in LIBRARIES, or it is in `neutral.txt`, and
+/// then its own dependencies do not affect bytes either.
 #[test]
 fn every_library_that_is_linked_is_in_the_cache_keys_or_decides_nothing() {
     let neutral: Vec<&str> = include_str!("neutral.txt")

@@ -1,4 +1,4 @@
-//! A place of its own: what is made here lies in nothing that was made before, whose reader would find it there.
+//! Checks of output places: no output may lie inside an earlier output, whose readers would find it there.
 
 use std::path::Path;
 use std::{env, fs};
@@ -6,19 +6,19 @@ use std::{env, fs};
 use contract::{Fault, Result};
 use store::{Location, open};
 
-/// What is made whole, and two names that it holds.
+/// Names of a complete output, each with two files that identify it.
 const WHOLE: [(&str, &str, &str); 2] = [
     ("a store", open::MANIFEST, open::MANIFEST_SUM),
     ("an export", "export.json", open::TOKENIZER),
 ];
 
-/// What lies at the top of a repository.
+/// Entries at the top of a repository.
 const REPOSITORY: [&str; 4] = [".git", ".hg", ".jj", ".svn"];
 
-/// Refuses a folder that is the place of many things already: the root of the file system, a home folder that holds something,
-/// the top of a repository.
+/// Refuses a folder that is shared with other things: the root of the file system, a home folder that is not empty, the
+/// top of a repository.
 pub fn refuse_shared(place: &Location) -> Result<()> {
-    // One that is not there is new.
+    // A folder that does not exist is new.
     let Some(real) = place.local().and_then(|path| fs::canonicalize(path).ok()) else {
         return Ok(());
     };
@@ -39,7 +39,7 @@ pub fn refuse_shared(place: &Location) -> Result<()> {
         .hint("name a new folder in it"))
 }
 
-/// Refuses a place inside a store or an export, here or in a bucket, and one that is shared with other things.
+/// Refuses a place inside a store or an export, local or in a bucket, and one that is shared with other things.
 pub fn refuse_inside(place: &Location) -> Result<()> {
     refuse_shared(place)?;
     let mut above = match place {
@@ -47,14 +47,14 @@ pub fn refuse_inside(place: &Location) -> Result<()> {
             let whole =
                 std::path::absolute(path).map_err(|error| Fault::io("find", path, &error))?;
             let there = whole.ancestors().skip(1).find(|above| above.exists());
-            // Whatever links lead there.
+            // Links are resolved.
             let there = there.map(|there| fs::canonicalize(there).unwrap_or(there.to_owned()));
             Location::Local(there.unwrap_or_default())
         }
         Location::Object(_) => place.folder(),
     };
     loop {
-        // Whoever may not look there learns it from what is done next.
+        // Without permission to look here, the next operation reports the error.
         let has = |name: &str| matches!(above.join(name).is_file(), Ok(true));
         if let Some((what, ..)) = WHOLE.iter().find(|(_, one, other)| has(one) && has(other)) {
             return Err(Fault::usage(format!("this place lies in {what}"))
@@ -118,7 +118,7 @@ mod tests {
                 }
             }
         }
-        // The place itself is for others to judge.
+        // Other checks handle the place itself.
         fs::write(folder.path().join("deep"), "").unwrap();
         refuse_inside(&Location::Local(folder.path().join("deep"))).unwrap();
     }

@@ -1,10 +1,10 @@
-//! Copies of objects on this machine, as many bytes of them as are allowed.
+//! A local cache of objects, bounded in bytes.
 //!
-//! A copy is a file named by the digest of what it is a copy of, version included; a small file beside it keeps the digest
-//! of its bytes. Several processes may share the folder, on several hosts too: a copy is filled under a name drawn at
-//! random, flushed, and appears by rename. A process holds it against its length at every use and against its digest at
-//! the first one, so that what a crash left of it is fetched anew and never served. Whoever uses a copy holds a shared
-//! lock on it; when there are too many bytes, the copies that nobody holds go, those used longest ago first.
+//! A copy is a file named by the digest of its object and version; a small file next to it holds the digest of its
+//! bytes. Several processes, also on several hosts, may share the folder: a copy is filled under a random name, flushed
+//! and then renamed. A process checks a copy's length at every use and its digest at the first use, so what a crash
+//! left is fetched again and never served. Each user of a copy holds a shared lock on it; when the cache is over its
+//! limit, copies that are not locked are removed, least recently used first.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, Permissions};
@@ -21,22 +21,22 @@ use store::{disk, regular};
 
 use crate::environment;
 
-/// What the names of copies begin with that are not whole yet.
+/// The prefix of names of incomplete copies.
 const PART: &str = ".part-";
 
-/// And how many letters and digits follow.
+/// The number of random letters and digits after the prefix.
 const DRAWN: usize = 6;
 
-/// What the names of the files end in that keep the digests of copies.
+/// The suffix of files that hold the digests of copies.
 const SUM: &str = ".sum";
 
-/// Bytes of such a file: a digest in hexadecimal.
+/// The size of such a file: a digest in hexadecimal.
 const SUM_BYTES: u64 = 32;
 
-/// How often a copy is made before it is given up: others may remove it, a failing disk may lose it.
+/// How often a copy is made before giving up: other processes may remove it, a failing disk may lose it.
 const TRIES: usize = 8;
 
-/// After so long a copy that is used counts as used anew, and a part that nobody locks as left behind.
+/// The age after which a copy in use is marked as used again, and an unlocked part counts as abandoned.
 const HOUR: Duration = Duration::from_secs(60 * 60);
 
 /// The copies of this machine.
@@ -49,15 +49,15 @@ pub(super) struct Cache {
 /// What this process knows of the folder.
 #[derive(Default)]
 struct Known {
-    /// Bytes there, about: counted anew whenever they seem too many, or a sixteenth of the limit is new.
+    /// Bytes in the folder, approximately: recounted when over the limit, or when a sixteenth of the limit was added.
     bytes: u64,
-    /// Bytes of copies made since they were counted: other processes make copies too.
+    /// Bytes added since the last count: other processes add copies too.
     new: u64,
-    /// The copies that were held against their digests, by their inodes.
+    /// The copies whose digests were checked, by inode.
     checked: BTreeMap<PathBuf, u64>,
 }
 
-/// A copy that is not cleared away as long as this lives.
+/// A copy that is not removed while this lives.
 #[derive(Debug)]
 pub(super) struct Copy {
     path: PathBuf,
@@ -82,11 +82,11 @@ pub(super) fn folder() -> Result<PathBuf> {
 }
 
 impl Cache {
-    /// The copies of a kind, at most so many bytes of them; as many as the environment says of whole objects and their blocks.
+    /// Opens the cache of a kind, of at most `limit` bytes; whole objects and blocks use the limit of the environment.
     pub(super) fn open(kind: &str, limit: Option<u64>) -> Result<Self> {
         let folder = folder()?;
         let limit = limit.map_or_else(|| environment::cache_bytes(&environment::here), Ok)?;
-        // Of the folder, and not of the object that is to be read: so never a missing file.
+        // This is about the cache folder, not the object to be read: never report a missing file.
         let unusable = |error: Error| {
             Error::other(format!("the cache folder {} (ZDATA_CACHE): {error}", folder.display()))
         };
@@ -105,14 +105,14 @@ impl Cache {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes what killed processes left: whoever is at work on a part holds a lock on it, if locks work here.
+    /// Removes parts that killed processes left: a process still at work holds a lock on its part, where locks work.
     fn clear_parts(&self) -> Result<()> {
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
             if !is_part(&entry.file_name().to_string_lossy()) {
                 continue;
             }
-            // Another process may have removed it meanwhile.
+            // Another process may have removed it.
             let Ok(file) = regular::open(&entry.path()) else { continue };
             let age = file.metadata()?.modified()?.elapsed().unwrap_or_default();
             if age > HOUR && is_free(&file) {
@@ -122,7 +122,7 @@ impl Cache {
         Ok(())
     }
 
-    /// The copy of `key`, which has so many bytes, made by `fill` if there is none; its name ends in `name`.
+    /// The copy of `key`, of this many bytes, made by `fill` if there is none; its file name ends in `name`.
     pub(super) fn get(
         &self,
         key: &str,
@@ -141,19 +141,19 @@ impl Cache {
         Err(Error::other(what))
     }
 
-    /// Drops the copy of `key` whose name ends in `name`: the next use makes it anew.
+    /// Removes the copy of `key` whose file name ends in `name`: the next use makes it again.
     pub(super) fn drop(&self, key: &str, name: &str) {
         self.remove(&self.path(key, name));
     }
 
     fn path(&self, key: &str, name: &str) -> PathBuf {
-        // File systems bound the length of a name; the end of it is what tells most.
+        // File systems limit the length of a name; its end is the most informative part.
         let start = (0..name.len()).find(|at| name.len() - at <= 100 && name.is_char_boundary(*at));
         let name = &name[start.unwrap_or_default()..];
         self.folder.join(format!("{}-{name}", Digest::of_bytes(key.as_bytes())))
     }
 
-    /// A full disk is that of the copies, and not that of the object.
+    /// A full disk is reported for the cache, not for the object.
     fn full(&self, error: Error) -> Error {
         let full = [ErrorKind::StorageFull, ErrorKind::QuotaExceeded, ErrorKind::FileTooLarge];
         match full.contains(&error.kind()) {
@@ -168,7 +168,7 @@ impl Cache {
         }
     }
 
-    /// The copy that is there, if it is whole.
+    /// The existing copy, if it is whole.
     fn take(&self, path: &Path, bytes: u64) -> Result<Option<Copy>> {
         let file = match regular::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -178,7 +178,7 @@ impl Cache {
             Err(error) if !disk::is_lockless(&error) => return Err(error),
             _ => {}
         }
-        // Whoever clears away removes before it lets go.
+        // An evicting process removes the file before it releases the lock.
         if !path.exists() {
             return Ok(None);
         }
@@ -209,7 +209,7 @@ impl Cache {
         }
         front.rewind()?;
         if about.modified()?.elapsed().is_ok_and(|age| age > HOUR) {
-            // Only the order in which copies go depends on it, and another user's copy cannot be marked.
+            // The time decides only the order of eviction, and another user's copy cannot be marked.
             let _ = file.set_modified(today());
         }
         self.known().checked.insert(path.to_owned(), about.ino());
@@ -224,10 +224,11 @@ impl Cache {
     ) -> Result<()> {
         let (mut copy, inode) = self.begin(path)?;
         fill(&mut copy)?;
-        // Before anything gets a name: a full disk is found here, and leaves nothing.
+        // Before any rename: a full disk is found here, and leaves nothing behind.
         copy.finish()?;
         self.make_room(bytes + SUM_BYTES)?;
-        // First, so that no copy stands there without one. A crash may lose both names, which costs fetching anew.
+        // The digest file first, so that no copy exists without one. A crash may lose both names, which only costs a
+        // new fetch.
         let (mut sum, _) = self.begin(&sum_of(path))?;
         sum.write_all(copy.digest().to_string().as_bytes())?;
         sum.place()?;
@@ -236,7 +237,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Begins the file that will be called `path`, under a name that nobody else has; and its inode.
+    /// Creates the file that becomes `path`, under a unique name; also returns its inode.
     fn begin(&self, path: &Path) -> Result<(Whole, u64)> {
         let readable = Permissions::from_mode(0o666);
         let mut named = tempfile::Builder::new();
@@ -251,7 +252,7 @@ impl Cache {
         Ok((Whole::within(file, &name, path), inode))
     }
 
-    /// Counts `more` bytes, and clears copies away if that is too many: down to three quarters of the limit, so that the
+    /// Adds `more` bytes to the count. Over the limit, evicts copies down to three quarters of the limit, so that the
     /// folder is not listed again for the next copy.
     fn make_room(&self, more: u64) -> Result<()> {
         let mut known = self.known();
@@ -285,13 +286,13 @@ impl Cache {
         remove(path);
     }
 
-    /// Every copy: when it was last used, its size with that of its sum, its path.
+    /// Every copy: last use, size including its digest file, path.
     fn there(&self) -> Result<Vec<(SystemTime, u64, PathBuf)>> {
         let mut found = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
             let entry = entry?;
             let name = entry.file_name().to_string_lossy().into_owned();
-            // Another process may clear it away meanwhile.
+            // Another process may have evicted it.
             let Ok(about) = entry.metadata() else { continue };
             if about.is_file() && is_copy(&name) {
                 found.push((about.modified()?, about.len() + SUM_BYTES, entry.path()));
@@ -301,7 +302,7 @@ impl Cache {
     }
 }
 
-/// What stands in a copy's place and is none: the cache's trouble, and not that of the object.
+/// Something at a copy's path is not a copy: an error of the cache, not of the object.
 fn unusable(path: &Path, error: &Error) -> Error {
     Error::other(format!("{} in the cache: {error}; remove it", path.display()))
 }
@@ -312,30 +313,30 @@ fn remove(path: &Path) {
     let _ = fs::remove_file(sum_of(path));
 }
 
-/// Whether nobody else uses a copy, which we hold then. Where no locks work, those who do keep their open files.
+/// Locks a copy if no other process uses it. Where locks do not work, those who use it keep their open files.
 fn is_free(file: &File) -> bool {
     disk::hold(file).unwrap_or_else(|error| disk::is_lockless(&error))
 }
 
-/// Where the digest of a copy is kept: no copy is called so.
+/// The path of the digest file; no copy has such a name.
 fn sum_of(path: &Path) -> PathBuf {
     let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
     path.with_file_name(name.split('-').next().unwrap_or_default().to_owned() + SUM)
 }
 
-/// Whether a file is called as a copy is, by [`Cache::path`]: whatever else lies there is not counted and stays.
+/// Whether a name is that of a copy, as [`Cache::path`] makes it: other files in the folder are not counted and stay.
 fn is_copy(name: &str) -> bool {
     let Some((start, _)) = name.split_once('-') else { return false };
     start.parse().is_ok_and(|digest: Digest| digest.to_string() == start)
 }
 
-/// Whether a file is called as a part is.
+/// Whether a name is that of a part.
 fn is_part(name: &str) -> bool {
     let drawn = name.strip_prefix(PART).unwrap_or_default();
     drawn.len() == DRAWN && drawn.bytes().all(|byte| byte.is_ascii_alphanumeric())
 }
 
-/// The time at which a copy is used.
+/// The current time, at which a copy is used.
 #[expect(
     clippy::disallowed_methods,
     reason = "the age of copies decides which go first, and no bit"
@@ -360,7 +361,7 @@ mod tests {
         (folder, cache)
     }
 
-    /// The bytes of the copy of `key`, and how often it was made.
+    /// The bytes of the copy of `key`, and how often it was filled.
     fn get(cache: &Cache, key: &str, bytes: &[u8]) -> (Vec<u8>, usize) {
         let made = Cell::new(0);
         let copy = cache.get(key, "x.jsonl", bytes.len() as u64, |file| {
@@ -400,7 +401,8 @@ mod tests {
         assert!(second.get("c", &name, 0, |_| Ok(())).is_ok(), "a name of any length will do");
     }
 
-    /// What a crash may leave of a copy: cut, emptied, filled with zeros, without its sum or with half of it.
+    /// What a crash may leave of a copy: truncated, empty, filled with zeros, without its digest file or with half a
+    /// digest.
     #[test]
     fn a_short_or_torn_copy_is_never_served() {
         let spoils: [fn(&Path); 6] = [
@@ -415,14 +417,14 @@ mod tests {
             let (_folder, before) = cache(1000);
             get(&before, "a", b"bytes");
             spoil(&copies(&before)[0]);
-            // Power was lost: another process finds it.
+            // After a power loss, another process finds it.
             let after = Cache::at(before.folder.clone(), 1000).unwrap();
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 1));
             assert_eq!(get(&after, "a", b"bytes"), (b"bytes".to_vec(), 0));
         }
     }
 
-    /// Nothing waits for a FIFO, and neither it nor a folder is said to be the object.
+    /// A FIFO does not block the cache, and neither it nor a folder is served as the object.
     #[test]
     fn what_is_no_file_in_a_copys_place_is_the_caches_trouble() {
         let spoils: [fn(&Path); 4] = [
@@ -461,7 +463,7 @@ mod tests {
         });
         assert_eq!(failed.unwrap_err().kind(), ErrorKind::StorageFull);
         assert_eq!(fs::read_dir(&cache.folder).unwrap().count(), 0);
-        // A server that sends too little, every time.
+        // A server that always sends too little.
         let failed = cache.get("a", "x", 9, |file| file.write_all(b"half"));
         assert!(failed.unwrap_err().to_string().contains("lost or damaged"));
     }
@@ -475,7 +477,7 @@ mod tests {
         let mut seen = copies(&cache);
         for key in 0..40 {
             get(&cache, &key.to_string(), &[key; 100]);
-            // One an hour: a clock may tick too slowly to tell them apart.
+            // One an hour: the clock may be too coarse to tell them apart otherwise.
             let new: Vec<_> = copies(&cache).into_iter().filter(|it| !seen.contains(it)).collect();
             for path in new {
                 let made = old + u32::from(key + 1) * HOUR;
@@ -493,7 +495,8 @@ mod tests {
         assert_eq!(get(&cache, "0", &[0; 100]).1, 1, "the oldest one is not");
     }
 
-    /// What a person has in the folder is neither counted nor removed, whatever it is called, and no object's name hides a copy.
+    /// A user's files in the folder are neither counted nor removed, and no object's name makes a copy look like one of
+    /// them.
     #[test]
     fn only_what_is_called_as_copies_are_is_counted() {
         let (_folder, cache) = cache(1000);
@@ -526,7 +529,7 @@ mod tests {
         assert_eq!(fs::read_dir(&after.folder).unwrap().count(), 2 * there + mine.len());
     }
 
-    /// Far from the brim the folder is listed a few times, not for every copy: what else lies there is not seen.
+    /// Far below the limit the folder is listed only a few times, not for every copy.
     #[test]
     fn the_folder_is_not_listed_for_every_copy() {
         let (_folder, cache) = cache(1 << 20);

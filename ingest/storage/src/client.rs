@@ -1,4 +1,4 @@
-//! Requests, each asked again until it is answered or the patience ends: here and nowhere else, the library repeats none.
+//! Requests, with our own retries until they are answered or the limit is reached; the library's retries are off.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -28,10 +28,10 @@ use crate::environment::{self, Access};
 use crate::listing::Connector;
 use crate::tag;
 
-/// How often a request is made in all.
+/// How often a request is made in total.
 const TRIES: u32 = 12;
 
-/// Requests without an answer may take so many times the timeout together: a server that is silent does not find its voice.
+/// Requests without an answer may take this many timeouts in total: a silent server rarely recovers.
 const SILENT_TIMEOUTS: u32 = 3;
 
 /// The longest wait between two requests.
@@ -40,13 +40,13 @@ const WAIT_MOST: Duration = Duration::from_secs(5);
 /// Parts of an upload that are under way at the same time.
 const PARTS: usize = 3;
 
-/// Where a machine of a cloud asks for its credentials: the library's last resort, which elsewhere never answers.
+/// Where a cloud machine asks for its credentials: the library's last resort, which never answers elsewhere.
 const METADATA: &str = "//169.254.169.254/";
 
-/// What is said of an object that was replaced since it was looked at.
+/// The message for an object that was replaced since it was looked up.
 const CHANGED: &str = "the object changed while it was read";
 
-/// What is compared at a time.
+/// Bytes compared at a time.
 const COMPARED_BYTES: u64 = 16 << 20;
 
 /// The library's name of an object.
@@ -55,11 +55,12 @@ fn key_of(address: &Address) -> Result<Key> {
         .map_err(|error| Error::new(ErrorKind::InvalidInput, error.to_string()))
 }
 
-/// What is known of an object.
+/// The size and version of an object.
 #[derive(Clone, Debug)]
 pub(super) struct About {
     pub(super) bytes: u64,
-    /// Its tag, size and time: a tag alone comes again, with other bytes, where a server makes tags of something else.
+    /// Its tag, size and time. A tag alone may repeat with other bytes, where a server does not make it from the
+    /// content.
     pub(super) version: String,
     pub(super) tag: Option<String>,
 }
@@ -73,21 +74,21 @@ impl About {
     }
 }
 
-/// What became of a conditional put.
+/// The outcome of a conditional put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Put {
-    /// The object is new.
+    /// The object was created.
     Created,
-    /// There is one: it was left as it is.
+    /// The object existed and was left as it is.
     Taken,
 }
 
-/// What failed where bytes of this machine go to an object, or are held against it.
+/// Which side failed while local bytes were uploaded or compared with an object.
 #[derive(Debug)]
 pub(super) enum Failed {
-    /// What is read here, which asking the server again does not mend.
+    /// The local side, where a retry of the request does not help.
     Here(Error),
-    /// The object.
+    /// The object's side.
     There(Error),
 }
 
@@ -97,19 +98,19 @@ impl From<Error> for Failed {
     }
 }
 
-/// Begins the way to a bucket.
+/// Starts the configuration of a client for a bucket.
 pub(super) type Settings = Arc<dyn Fn() -> AmazonS3Builder + Send + Sync>;
 
-/// One way to all buckets that the environment gives access to.
+/// One client for all buckets that the environment gives access to.
 pub(super) struct Client {
     access: Access,
-    /// What a bucket is reached by, before the rest is known of it.
+    /// The settings of a client before its bucket is known.
     settings: Settings,
     buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
     known: Mutex<BTreeMap<Address, About>>,
 }
 
-/// The runtime that requests run on. Threads that wait for an answer are the caller's.
+/// The runtime that requests run on. The caller's threads wait for the answers.
 fn runtime() -> Result<&'static Runtime> {
     static RUNTIME: OnceLock<std::result::Result<Runtime, String>> = OnceLock::new();
     let made = RUNTIME.get_or_init(|| {
@@ -119,10 +120,10 @@ fn runtime() -> Result<&'static Runtime> {
     made.as_ref().map_err(|error| Error::other(error.clone()))
 }
 
-/// An error of the library as one of a file.
+/// Turns a library error into a file error.
 fn plain(error: object_store::Error) -> Error {
     let text = error.to_string();
-    // The library has no kind for these, and asking again makes neither a bucket nor credentials.
+    // The library has no kind for these, and retries create neither a bucket nor credentials.
     if text.contains("<Code>NoSuchBucket</Code>") {
         return Error::new(ErrorKind::NotFound, "the bucket does not exist");
     }
@@ -144,7 +145,7 @@ fn plain(error: object_store::Error) -> Error {
     Error::new(kind, text)
 }
 
-/// What an error of the library comes from, without what it says of its own tries.
+/// The cause of a library error, without the library's text about its own retries.
 fn cause(error: &object_store::Error) -> String {
     let mut cause: &dyn std::error::Error = error;
     while let Some(deeper) = cause.source() {
@@ -153,7 +154,7 @@ fn cause(error: &object_store::Error) -> String {
     cause.to_string()
 }
 
-/// Whether asking again may help.
+/// Whether a retry may help.
 fn may_pass(error: &Error) -> bool {
     error.kind() == ErrorKind::Other
 }
@@ -165,7 +166,7 @@ impl Client {
 
     pub(super) fn with(access: Access, settings: Settings) -> Result<Self> {
         runtime()?;
-        // No TLS without: libraries here bring none of their own. An error says that there is one.
+        // Required for TLS, since the libraries bring no provider. An error means that one is installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
         Ok(Client { access, settings, buckets: Mutex::default(), known: Mutex::default() })
     }
@@ -185,14 +186,14 @@ impl Client {
             .with_client_options(options)
             .with_http_connector(Connector::of(name))
             .with_retry(RetryConfig { max_retries: 0, ..Default::default() })
-            // By parts, of which the last request has a condition: S3 knows none for a plain copy.
+            // A multipart copy, whose last request has a condition: S3 has none for a plain copy.
             .with_copy_if_not_exists(S3CopyIfNotExists::Multipart)
             .build()
             .map_err(plain)?;
         Ok(Arc::clone(buckets.entry(name.to_owned()).or_insert(Arc::new(bucket))))
     }
 
-    /// Asks until there is an answer that asking again would not change.
+    /// Retries until there is an answer that another try would not change.
     fn ask<T, F: Future<Output = object_store::Result<T>>>(
         &self,
         place: &Address,
@@ -243,17 +244,17 @@ impl Client {
         Ok(about)
     }
 
-    /// The same, as this process learned it first.
+    /// The size and version, as this process first learned them.
     pub(super) fn known(&self, place: &Address) -> Result<About> {
         self.seen(place).map_or_else(|| self.about(place), Ok)
     }
 
-    /// The same, if this process has learned it.
+    /// The size and version, if this process has learned them.
     pub(super) fn seen(&self, place: &Address) -> Option<About> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned()
     }
 
-    /// A part of an object, of that version and no other.
+    /// A range of an object, of exactly this version.
     pub(super) fn range(
         &self,
         place: &Address,
@@ -271,7 +272,7 @@ impl Client {
                 let found = bucket.get_opts(&key, options).await?;
                 let version = About::of(found.meta.clone()).version;
                 let bytes = found.bytes().await?;
-                // Less than was asked for is an answer that was cut.
+                // Fewer bytes than requested: the answer was cut.
                 match version == about.version && bytes.len() < wanted {
                     true => {
                         let source = format!("{} of {wanted} bytes came", bytes.len()).into();
@@ -292,7 +293,7 @@ impl Client {
         }
     }
 
-    /// The keys below a folder, and the sizes of what they name; each page is asked for by itself.
+    /// The keys below a folder, and the sizes of their objects, listed page by page.
     pub(super) fn list(&self, folder: &Address) -> Result<Vec<(String, u64)>> {
         let prefix = (!folder.key().is_empty()).then(|| format!("{}/", folder.key()));
         let (mut found, mut page_token) = (Vec::new(), None);
@@ -312,8 +313,8 @@ impl Client {
         }
     }
 
-    /// Creates an object unless there is one. A request whose answer is lost may have taken effect: then asking again
-    /// finds one, and the caller compares.
+    /// Creates an object unless it exists. A request whose answer is lost may have taken effect: the retry then finds
+    /// an object, and the caller compares it.
     pub(super) fn create(&self, place: &Address, bytes: &[u8]) -> Result<Put> {
         let payload = PutPayload::from(bytes.to_vec());
         for _ in 0..TRIES {
@@ -322,7 +323,7 @@ impl Client {
                 let payload = payload.clone();
                 async move { bucket.put_opts(&key, payload, options).await }
             });
-            // Somebody else may be creating it at this moment, and fail.
+            // Another client may be creating it at this moment, and may fail.
             match put_or_taken(put)? {
                 Put::Taken if !self.is_there(place)? => std::thread::sleep(WAIT_MOST / 10),
                 put => return Ok(put),
@@ -340,8 +341,8 @@ impl Client {
         }
     }
 
-    /// Whether an object has the bytes, of which there are `size`, that `open` gives. A tag that is their MD5 says so; where
-    /// it is none, the object is fetched.
+    /// Whether an object has the `size` bytes that `open` gives. A tag that is their MD5 proves it; otherwise the
+    /// object is fetched.
     pub(super) fn holds<R: Read>(
         &self,
         place: &Address,
@@ -369,7 +370,7 @@ impl Client {
         Ok(true)
     }
 
-    /// Removes an object, if there is one.
+    /// Removes an object, if it exists.
     pub(super) fn remove(&self, place: &Address) -> Result<()> {
         match self.ask(place, |bucket, key| async move { bucket.delete(&key).await }) {
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
@@ -377,7 +378,7 @@ impl Client {
         }
     }
 
-    /// Gives the object at `from` to `to` as well, unless there is one; nothing leaves the server.
+    /// Copies the object at `from` to `to` within the server, unless `to` exists.
     pub(super) fn copy(&self, from: &Address, to: &Address) -> Result<Put> {
         let from = key_of(from)?;
         let copied = self.ask(to, |bucket, to| {
@@ -387,8 +388,9 @@ impl Client {
         put_or_taken(copied)
     }
 
-    /// Puts a large file in parts of `part` bytes, whatever was there: it appears whole when the last one is there. Calls
-    /// `passed` with bytes as they go. Where it fails, the server is told to forget the parts, which cost as objects do.
+    /// Puts a large file in parts of `part` bytes, replacing what was there: it appears whole after the last part.
+    /// Calls `passed` with the bytes of each part. If it fails, the upload is aborted, since stored parts cost as much
+    /// as objects.
     pub(super) fn upload(
         &self,
         place: &Address,
@@ -429,7 +431,7 @@ impl Client {
                 async move { bucket.complete_multipart(&key, id, parts).await }
             });
             match completed {
-                // The answer to an earlier request was lost: then there is no upload any more, but what came of it.
+                // The answer to an earlier request was lost: the upload has ended, and its object may exist.
                 Err(error) if error.kind() == ErrorKind::NotFound => {
                     let there = self.about(place).is_ok_and(|about| about.bytes == size);
                     if there { Ok(()) } else { Err(error) }
@@ -438,7 +440,7 @@ impl Client {
             }
         });
         put.map_err(|error| {
-            // Who gave no answer for so long is asked once. The first error says more than one of this.
+            // A server that timed out is asked once. The first error is more useful than that of this request.
             let tries = if error.kind() == ErrorKind::TimedOut { 1 } else { TRIES };
             let abort = self.answer(place, tries, |bucket, key| async move {
                 bucket.abort_multipart(&key, id).await
@@ -449,7 +451,7 @@ impl Client {
     }
 }
 
-/// What became of an object that was to be made where there is none.
+/// The outcome of creating an object that must not exist.
 fn put_or_taken<T>(made: Result<T>) -> Result<Put> {
     match made {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),

@@ -1,7 +1,7 @@
 //! Objects of one folder as files of one folder on this machine, under their own names.
 //!
-//! Some formats find a file beside another by its name. The files are links to copies in the cache, which stay there as long
-//! as this lives; errors and records that name them are told of the objects.
+//! Some formats find one file by the name of another. The files are links to copies in the cache, which stay there as
+//! long as this lives; errors and records that name a link are rewritten to name its object.
 
 use std::io::ErrorKind;
 use std::os::unix::fs::symlink;
@@ -39,12 +39,12 @@ impl Copies {
         Ok(Copies { folder, from: from.clone(), held })
     }
 
-    /// Where the copy of the object called `name` is.
+    /// The path of the copy of the object called `name`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// What a name here is the copy of, with all that stands behind it; `None` for another name.
+    /// The name of the object that a name here is a copy of, with any suffix kept; `None` for another name.
     pub fn object(&self, name: &str) -> Option<String> {
         let within = name.strip_prefix(self.folder.path().to_str()?)?;
         // A bucket's own name ends in a slash.
@@ -56,7 +56,8 @@ impl Copies {
         self.folder.path()
     }
 
-    /// The fault with the name of the object. Damage may be that of the copy, so the object is fetched once more.
+    /// Rewrites the fault to name the object. The copy may be what is damaged, so the object is fetched again next
+    /// time.
     pub fn told(&self, fault: Fault) -> Fault {
         let place = fault.place().and_then(|place| self.object(place));
         let fault = place.into_iter().fold(fault, Fault::at);

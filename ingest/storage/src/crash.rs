@@ -1,13 +1,14 @@
-//! What a loss of power may leave of a folder: for tests of whatever writes through [`store::disk`], by the feature `crash`.
+//! States that a power loss may leave of a folder: for tests of code that writes through [`store::disk`]; feature
+//! `crash`.
 //!
-//! A recording holds what was in the folder and every act since. A crash after the first n acts leaves
+//! A recording holds the content of the folder and every act since. A crash after the first n acts leaves
 //!
-//! - of a file: the bytes that were synced; of every write or change of length since, all, nothing, a beginning, or
-//!   zeros of the right length, each by itself;
-//! - of a folder: the names as they were when it was synced; every name made, moved or taken away since, or not, each
-//!   by itself and whatever became of the bytes. A file that is synced has no name for that.
+//! - of a file: the synced bytes; of every later write or change of length, independently, all, nothing, a beginning,
+//!   or zeros of the right length;
+//! - of a folder: the names at its last sync; every name created, moved or removed later, or not, independently of each
+//!   other and of the bytes. Syncing a file does not make its name durable.
 //!
-//! That is less than any file system in use gives, so what survives here survives there.
+//! Every file system in use guarantees at least that, so what survives here survives there.
 
 mod disk;
 #[cfg(test)]
@@ -23,7 +24,7 @@ use store::disk::{Act, watch};
 
 use self::disk::Disk;
 
-/// What lies below a folder: folders have no bytes.
+/// The content below a folder; folders have no bytes.
 pub type Tree = BTreeMap<PathBuf, Option<Vec<u8>>>;
 
 /// A folder as it was, and every act on it since.
@@ -33,36 +34,36 @@ pub struct Recording {
     acts: Vec<Act>,
 }
 
-/// What becomes of the acts that were not synced.
+/// What happens to the acts that were not synced.
 #[derive(Clone, Copy, Debug)]
 enum Loss {
-    /// Nothing of them is left.
+    /// All are lost.
     All,
-    /// All of them are: a kill, not a crash.
+    /// None is lost: a kill, not a crash.
     Nothing,
-    /// Names are left, bytes are not.
+    /// Names survive, bytes do not.
     Bytes,
-    /// Names are left and lengths, with zeros.
+    /// Names survive, and lengths with zeros.
     Zeros,
-    /// Bytes are left, names are not.
+    /// Bytes survive, names do not.
     Names,
-    /// Each by itself, drawn.
+    /// Each act is lost or not, sampled independently.
     Drawn(u64),
 }
 
-/// What a crash left.
+/// The state after a crash.
 pub struct State {
-    /// After which act, and what was lost.
+    /// After which act the crash came, and what was lost.
     pub told: String,
-    /// How many acts came after it.
+    /// The number of acts after it.
     pub later: usize,
-    /// What lies in the folder.
+    /// The content of the folder.
     pub tree: Tree,
 }
 
 impl Recording {
-    /// Records what `run` does in `folder`. Panics if a file or folder came about there that no act accounts for: whoever
-    /// writes past the door is found out.
+    /// Records what `run` does in `folder`. Panics if a file or folder appeared there without a recorded act: this
+    /// finds code that writes without `store::disk`.
     pub fn of<T>(folder: &Path, run: impl FnOnce() -> T) -> (Self, T) {
         let before = tree(folder);
         let watch = watch(folder, u64::MAX);
@@ -71,7 +72,7 @@ impl Recording {
         let told = recording.after(recording.acts.len(), Loss::Nothing);
         let there = tree(folder);
         let differ = |path: &&PathBuf| told.get(*path) != there.get(*path);
-        // Who holds a folder is nobody after a loss of power.
+        // After a power loss no process holds a folder.
         let holds = |path: &&PathBuf| {
             path.ends_with("lock")
                 || path.extension().is_some_and(|end| end == "writer" || end == "lock")
@@ -93,8 +94,8 @@ impl Recording {
         self.acts.iter().map(|act| written(act) as u64).sum()
     }
 
-    /// About `most` different states that a crash may leave: of those after every change of a name and every sync, and
-    /// just before it, as many as are drawn, and all at the end.
+    /// About `most` different states that a crash may leave: after every rename and every sync, just before each of
+    /// them, some sampled states, and all at the end.
     pub fn states(&self, most: usize) -> Vec<State> {
         let mut found: BTreeMap<Digest, State> = BTreeMap::new();
         let names = |act: &Act| !matches!(act, Act::Write(..) | Act::Create(_));
@@ -110,14 +111,13 @@ impl Recording {
                 found.insert(digest(&tree), State { told, later, tree });
             }
         }
-        // Sorted by what they are, they lie as good as drawn.
+        // Sorted by content, so an even step is as good as a random sample.
         let step = found.len().div_ceil(most.max(1)).max(1);
         let drawn = |(at, state): &(usize, State)| at % step == 0 || state.later < 8;
         found.into_values().enumerate().filter(drawn).map(|(_, state)| state).collect()
     }
 
-    /// Makes the folder what each of about `most` states left of it, in turn, and has it checked. Nothing is really
-    /// synced meanwhile.
+    /// Writes each of about `most` states into the folder, in turn, and checks it. Nothing is really synced meanwhile.
     pub fn each(&self, most: usize, mut check: impl FnMut(&State)) {
         for state in self.states(most) {
             let _naming = Naming(&state.told);
@@ -127,7 +127,7 @@ impl Recording {
         }
     }
 
-    /// What is left of the first `acts` acts.
+    /// The folder after the first `acts` acts.
     fn after(&self, acts: usize, loss: Loss) -> Tree {
         let mut disk = Disk::new(&self.before);
         self.acts[..acts].iter().for_each(|act| disk.act(act, &self.folder));
@@ -157,7 +157,7 @@ impl Recording {
 }
 
 impl State {
-    /// Makes `folder` what a crash left of it.
+    /// Makes the content of `folder` this state.
     pub fn put(&self, folder: &Path) {
         let put = || -> io::Result<()> {
             fs::remove_dir_all(folder)?;
@@ -174,7 +174,7 @@ impl State {
     }
 }
 
-/// Names the state in hand if its check panics.
+/// Prints the current state if its check panics.
 struct Naming<'a>(&'a str);
 
 impl Drop for Naming<'_> {
@@ -185,7 +185,7 @@ impl Drop for Naming<'_> {
     }
 }
 
-/// What lies below `folder`.
+/// The content below `folder`.
 pub fn tree(folder: &Path) -> Tree {
     fn walk(folder: &Path, root: &Path, found: &mut Tree) -> io::Result<()> {
         for entry in fs::read_dir(folder)? {

@@ -1,5 +1,5 @@
-//! What the environment says of buckets and of the cache, checked before anything is made of it: the library that signs
-//! requests takes settings as they are, and a mistake in one of them ends the process there.
+//! Settings of buckets and of the cache from the environment, checked before use: the library that signs requests does
+//! not validate its settings, and a mistake in one ends the process there.
 
 use std::ffi::OsString;
 use std::io::{Error, ErrorKind, Result};
@@ -12,22 +12,22 @@ use url::Url;
 /// Seconds that a request may take, unless `ZDATA_S3_TIMEOUT` says otherwise.
 const TIMEOUT_SECONDS: u64 = 60;
 
-/// Bytes that are kept, unless `ZDATA_CACHE_BYTES` says otherwise.
+/// The limit of the cache, unless `ZDATA_CACHE_BYTES` says otherwise.
 const CACHE_BYTES: u64 = 16 << 30;
 
-/// What the library takes an endpoint from.
+/// The variables that the library takes an endpoint from.
 const ENDPOINTS: [&str; 3] = ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"];
 
-/// What goes into the head of each request. Their values are secrets and are never shown.
+/// The variables that are sent in request headers. Their values are secrets and are never shown.
 const KEYS: [&str; 3] = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"];
 
-/// What becomes part of a server's name.
+/// The variables that become part of a host name.
 const REGIONS: [&str; 2] = ["AWS_REGION", "AWS_DEFAULT_REGION"];
 
 /// The variables of a process, or those of a test.
 pub(super) type Variables<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// Those of this process.
+/// The variables of this process.
 pub(super) fn here(name: &str) -> Option<OsString> {
     std::env::var_os(name)
 }
@@ -42,7 +42,7 @@ pub(super) struct Access {
 }
 
 impl Access {
-    /// What the variables say. A wrong one is [`ErrorKind::InvalidInput`], by its name.
+    /// Reads the variables. A wrong one is [`ErrorKind::InvalidInput`], by its name.
     pub(super) fn of(variables: Variables<'_>) -> Result<Self> {
         let mut plain_http = false;
         for name in ENDPOINTS {
@@ -78,7 +78,7 @@ impl Access {
     }
 }
 
-/// Where copies are kept.
+/// The folder of cached copies.
 pub(super) fn cache_folder(variables: Variables<'_>) -> Result<PathBuf> {
     if let Some(folder) = variables("ZDATA_CACHE") {
         let shown = folder.to_string_lossy();
@@ -93,16 +93,16 @@ pub(super) fn cache_folder(variables: Variables<'_>) -> Result<PathBuf> {
     Ok(root.join("ztrain").join("s3"))
 }
 
-/// How many bytes of copies are kept.
+/// The limit of cached bytes.
 pub(super) fn cache_bytes(variables: Variables<'_>) -> Result<u64> {
     let stated = number(variables, "ZDATA_CACHE_BYTES", "a number of bytes")?;
     Ok(stated.unwrap_or(CACHE_BYTES))
 }
 
-/// An endpoint that requests can be made of.
+/// A usable endpoint.
 fn endpoint(name: &str, value: &str) -> Result<Url> {
     let refused = || wrong(name, value, "http://host:port or https://host");
-    // A parser of URLs forgives these, and whoever signs does not.
+    // URL parsers accept these characters, and request signing does not.
     if !value.chars().all(|c| c.is_ascii_graphic() && !"\"<>\\^`{|}".contains(c)) {
         return Err(refused());
     }

@@ -1,18 +1,18 @@
-//! Places: paths of this machine, and objects at `s3://bucket/key`, on anything that speaks S3.
+//! Locations: local paths, and objects at `s3://bucket/key` on any S3-compatible server.
 //!
-//! Whatever a person names, a path or a URL, becomes a [`Location`] here, by [`locate`] or, in a file that names another one,
-//! by [`resolve`]. This is the only room that knows a network and an asynchronous runtime: the rest of the house reads and
-//! makes objects through what a location carries, or writes folders, which [`publish`] puts into a bucket.
+//! A path or URL that a user names becomes a [`Location`] here, by [`locate`] or, in a file that names another one, by
+//! [`resolve`]. This is the only crate with a network client and an async runtime: the other crates read and create
+//! objects through what a location carries, or write folders, which [`publish`] uploads to a bucket.
 //!
-//! Invariant: an object is only ever created, never replaced: what is there already is compared, and other content is a
-//! refusal that leaves both (one of more than 5 GiB is created after a look, without a condition: of two publishers at the
-//! same moment the last one stays). Only checkpoints are removed. The manifest is put last, so a prefix that has one holds
-//! everything it names.
-//! Invariant: an answer that was lost is asked for again; whether a request that failed took effect is found by looking.
+//! Invariant: objects are only created, never replaced. An existing object is compared, and other content is an error
+//! that leaves both as they are. (An object of more than 5 GiB is created after a look, without a condition: of two
+//! simultaneous publishers the last one wins.) Only checkpoints are removed. The manifest is put last, so a prefix that
+//! has one holds everything it names.
+//! Invariant: a request whose answer was lost is repeated; a look tells whether a failed request took effect.
 //!
-//! The environment says where and who: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL` and
-//! the rest of what `object_store` knows; `ZDATA_S3_TIMEOUT` (seconds for a request, 60), `ZDATA_CACHE` (a folder) and
-//! `ZDATA_CACHE_BYTES` (16 GiB).
+//! Access is configured by the environment: `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`,
+//! `AWS_ENDPOINT_URL` and the other variables of `object_store`; `ZDATA_S3_TIMEOUT` (seconds for a request, 60),
+//! `ZDATA_CACHE` (a folder) and `ZDATA_CACHE_BYTES` (16 GiB).
 
 #![forbid(unsafe_code)]
 
@@ -45,16 +45,16 @@ use store::regular;
 use self::cache::Cache;
 use self::client::{About, Client, Failed, Put};
 
-/// What is read at a time where a part of a file is wanted, and kept in the cache.
+/// Bytes read at a time where a range of a file is wanted, and cached.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// The part of an object that is all of it.
+/// The cache key of a whole object.
 const WHOLE: &str = "whole";
 
-/// Bytes of identities that are kept: those of half a million objects.
+/// The limit of cached identities: those of half a million objects.
 const IDENTITIES: u64 = 64 << 20;
 
-/// The place that a person wrote: `s3://bucket/key`, or a path.
+/// The location that a user typed: `s3://bucket/key`, or a path.
 pub fn locate(text: &str) -> Result<Location> {
     if text.contains('\0') {
         let fault = Fault::usage("a place cannot have a zero byte in its name");
@@ -78,12 +78,12 @@ pub fn locate(text: &str) -> Result<Location> {
     }
 }
 
-/// The folder in which this machine keeps what can be made again, of this kind; `None` where no folder is known.
+/// The folder in which this machine caches data of this kind that can be made again; `None` where no folder is known.
 pub fn kept(kind: &str) -> Option<PathBuf> {
     Some(cache::folder().ok()?.join(kind))
 }
 
-/// The place of an argument, which need not be text.
+/// The location of an argument, which need not be UTF-8.
 pub fn locate_argument(text: &OsStr) -> Result<Location> {
     match text.to_str() {
         Some(text) => locate(text),
@@ -91,7 +91,7 @@ pub fn locate_argument(text: &OsStr) -> Result<Location> {
     }
 }
 
-/// A place in bytes, which [`locate_written`] reads again: its name, which need not be text.
+/// A location as bytes, for [`locate_written`]; its name need not be UTF-8.
 pub fn written(place: &Location) -> Vec<u8> {
     match place {
         Location::Local(path) => path.as_os_str().as_bytes().to_vec(),
@@ -104,7 +104,7 @@ pub fn locate_written(bytes: &[u8]) -> Result<Location> {
     locate_argument(OsStr::from_bytes(bytes))
 }
 
-/// The place of an argument that has to be on this machine; `otherwise` says what to do where it is not.
+/// The path of an argument that must be local; `otherwise` is the hint where it is not.
 pub fn local_argument(text: &OsStr, otherwise: &str) -> Result<PathBuf> {
     match locate_argument(text)? {
         Location::Local(path) => Ok(path),
@@ -120,7 +120,7 @@ fn is_scheme(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_alphabetic()) && text.chars().all(tail)
 }
 
-/// The place that a file in `folder` calls `name`: beside it, unless `name` is a URL or an absolute path.
+/// The location that a file in `folder` calls `name`: relative to `folder`, unless `name` is a URL or an absolute path.
 pub fn resolve(folder: &Location, name: &str) -> Result<Location> {
     match locate(name)? {
         Location::Local(_) => folder.resolve(name),
@@ -139,7 +139,7 @@ fn s3() -> Arc<dyn Remote> {
     Arc::clone(S3.get_or_init(Arc::default)) as Arc<dyn Remote>
 }
 
-/// Object storage, reached when it is first asked: most runs never leave the machine.
+/// Object storage, connected at the first request: most runs are local.
 #[derive(Default)]
 struct S3(OnceLock<io::Result<Reader>>);
 
@@ -147,7 +147,7 @@ struct S3(OnceLock<io::Result<Reader>>);
 struct Reader {
     client: Client,
     cache: Cache,
-    /// The sums of whole objects, which outlive their copies: a build that goes on asks for them again.
+    /// The digests of whole objects, which outlive their copies: a resumed build needs them again.
     identities: Cache,
 }
 
@@ -180,7 +180,7 @@ impl Remote for S3 {
     }
 
     fn forget(&self, object: &Address) -> bool {
-        // Where there is no reader there is no copy.
+        // Without a reader there is no copy.
         let Ok(reader) = self.reader() else { return false };
         let seen = reader.client.seen(object);
         seen.inspect(|about| reader.forget(object, about)).is_some()
@@ -190,7 +190,7 @@ impl Remote for S3 {
         let client = &self.reader()?.client;
         match client.create(object, bytes)? {
             Put::Created => Ok(()),
-            // An answer that was lost, or somebody else: the bytes tell.
+            // The answer was lost, or another client created it: the bytes tell.
             Put::Taken => match client.holds(object, bytes.len() as u64, || Ok(bytes)) {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::AlreadyExists.into()),
@@ -215,7 +215,7 @@ impl Remote for S3 {
 }
 
 impl Reader {
-    /// From the cache's blocks, which are named by the object's version, so that none is ever stale.
+    /// Reads cached blocks, which are named by the object's version, so none is ever stale.
     fn read_at(&self, place: &Address, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let about = self.client.known(place)?;
         let end = offset.saturating_add(buffer.len() as u64);
@@ -240,8 +240,8 @@ impl Reader {
         Ok(())
     }
 
-    /// The whole object, block by block. What comes otherwise than its tag says is fetched once more: bytes that come twice are
-    /// those of the object, whose tag is no MD5 then.
+    /// Fetches the whole object, block by block. If the bytes do not match its tag they are fetched once more: the same
+    /// bytes twice are those of the object, whose tag is then not an MD5.
     fn fetch(&self, place: &Address, about: &About) -> io::Result<LocalFile> {
         let tag = about.tag.as_deref().and_then(tag::md5_of);
         let before = RefCell::new(None);
@@ -283,7 +283,7 @@ impl Reader {
         Ok((about.bytes, found))
     }
 
-    /// Drops what is kept of an object.
+    /// Removes the cached data of an object.
     fn forget(&self, place: &Address, about: &About) {
         for block in 0..about.bytes.div_ceil(BLOCK_BYTES) {
             self.cache.drop(&key(place, about, &format!("block {block}")), "block");
@@ -293,7 +293,7 @@ impl Reader {
     }
 }
 
-/// What a copy of a part of an object is a copy of.
+/// The cache key of a part of an object.
 fn key(place: &Address, about: &About, part: &str) -> String {
     format!("{place} {} {part}", about.version)
 }

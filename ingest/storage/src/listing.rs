@@ -1,7 +1,7 @@
-//! What a server lists, without the keys that no address names: the library refuses the whole list for one of them.
+//! Lists of a server, without the keys that no address can name: the library refuses the whole list for one of them.
 //!
-//! Keys that end in a slash and have no bytes are the marks by which tools show empty folders. Other keys with an empty part,
-//! or with `.` or `..`, are told of once and passed by.
+//! Keys that end in a slash and have no bytes mark empty folders for some tools. Other keys with an empty part, or with
+//! `.` or `..`, are reported once and skipped.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -15,7 +15,7 @@ use object_store::client::{
 };
 use store::location::SCHEME;
 
-/// Makes clients whose lists are readable.
+/// Makes clients that drop such keys from lists.
 #[derive(Clone, Debug)]
 pub(super) struct Connector {
     bucket: String,
@@ -28,7 +28,7 @@ impl Connector {
         Connector { bucket: bucket.to_owned(), told: Arc::default() }
     }
 
-    /// Tells of a key that is passed by.
+    /// Reports a skipped key.
     fn tell(&self, key: &str) {
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
         if told.insert(key.to_owned()) {
@@ -80,7 +80,7 @@ impl HttpService for Lists {
     }
 }
 
-/// A list without what no address names, of which `tell` is told, marks of folders apart.
+/// A list without the keys that no address can name, each reported through `tell` unless it marks a folder.
 fn readable(list: &str, mut tell: impl FnMut(&str)) -> String {
     const END: &str = "</Contents>";
     let mut kept = String::with_capacity(list.len());
@@ -103,7 +103,7 @@ fn readable(list: &str, mut tell: impl FnMut(&str)) -> String {
     kept
 }
 
-/// Whether an address names a key, as it stands in XML.
+/// Whether an address can name a key, given as it stands in XML.
 fn is_named(key: &str) -> bool {
     let is_control = |code: &str| {
         let code = code.split(';').next().unwrap_or_default();

@@ -1,4 +1,4 @@
-//! What names are places, and which.
+//! Which names are locations.
 
 use contract::Class;
 

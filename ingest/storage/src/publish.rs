@@ -1,12 +1,12 @@
-//! A store that was built here is put into a bucket: every file, then the manifest. An export goes the same way.
+//! Uploads a locally built store to a bucket: every file, then the manifest. Exports are uploaded the same way.
 //!
-//! Each object is created only where there is none. Where there is one, its content is compared: the same is as good
-//! as put (an earlier, killed run; a lost answer; another builder of the same store), another one is refused. So two
-//! builders of different stores for one place end with one store and one error. Where another store is whole already, nothing is
-//! put beside its files.
+//! Each object is created only if it does not exist. The content of an existing one is compared: the same content is a
+//! success (an earlier, killed run; a lost answer; another builder of the same store), other content an error. So two
+//! builders of different stores for one place end with one store and one error. Where another complete store exists,
+//! nothing is uploaded.
 //!
-//! The exception: a file of more than 5 GiB, which no server copies in one request. It is put where nothing was a moment
-//! before; of two builders that put it at the same time the second one replaces what the first one put.
+//! The exception is a file of more than 5 GiB, which no server copies in one request. It is put after a check that it
+//! does not exist; of two simultaneous builders the second one replaces what the first one put.
 
 use std::cell::Cell;
 use std::fs;
@@ -21,11 +21,11 @@ use super::client::{Client, Failed, Put};
 use super::tag::PART_BYTES;
 use super::{apart, cache};
 
-/// A server copies no more than this in one request.
+/// The most that a server copies in one request.
 const COPY_BYTES_MAX: u64 = 5 << 30;
 
-/// Where a store for `target` is built on this machine before it is put there: the same one each time, so that a killed
-/// build goes on.
+/// The local folder in which a store for `target` is built before it is uploaded: always the same one, so that a killed
+/// build resumes.
 pub fn scratch(target: &Object) -> Result<PathBuf> {
     let key = Digest::of_bytes(target.address().to_string().as_bytes());
     let folder = cache::folder();
@@ -34,12 +34,12 @@ pub fn scratch(target: &Object) -> Result<PathBuf> {
     Ok(folder.join("builds").join(key.to_string()))
 }
 
-/// The names of a store's files, the manifest last.
+/// The file names of a store, the manifest last.
 pub fn files(manifest: &Manifest) -> Vec<String> {
     manifest.files().into_iter().map(|file| file.path).collect()
 }
 
-/// The bytes of some files of a folder.
+/// The total size of some files of a folder.
 pub fn bytes(folder: &Path, names: &[String]) -> Result<u64> {
     names.iter().map(|name| size(&folder.join(name))).sum()
 }
@@ -48,8 +48,8 @@ fn size(file: &Path) -> Result<u64> {
     Ok(fs::metadata(file).map_err(|error| Fault::io("read", file, &error))?.len())
 }
 
-/// Refuses a place below which something lies that `is_ours` does not know by its name from there: a store gets a place of its
-/// own, and none inside of another. What an earlier run put, or was about to, is ours.
+/// Refuses a place that contains an object whose relative name `is_ours` does not accept: a store needs a place of its
+/// own, not inside another. Objects of an earlier run of the same upload are accepted.
 pub fn check_place(target: &Object, is_ours: impl Fn(&str) -> bool) -> Result<()> {
     let place = Location::Object(target.clone());
     if place.is_file()? {
@@ -59,7 +59,7 @@ pub fn check_place(target: &Object, is_ours: impl Fn(&str) -> bool) -> Result<()
     }
     apart::refuse_inside(&place)?;
     let names = target.list().map_err(|error| place.fault("list", &error))?;
-    // An upload in parts lies beside its place, named by what it is.
+    // A multipart upload is stored next to its target, named by its content.
     let whole = |name: &str| match name.strip_suffix(".part").and_then(|it| it.rsplit_once('.')) {
         Some((whole, _)) => whole.to_owned(),
         None => name.to_owned(),
@@ -74,8 +74,8 @@ pub fn check_place(target: &Object, is_ours: impl Fn(&str) -> bool) -> Result<()
     }
 }
 
-/// Puts the files `names` of `folder` to `target`, in their order: the last is to be the one that makes the rest whole.
-/// Calls `passed` with bytes as they go, with each file's own number in all.
+/// Puts the files `names` of `folder` to `target`, in this order: the last one completes the output. Calls `passed`
+/// with the bytes sent, in total exactly the size of each file.
 pub fn publish(
     folder: &Path,
     target: &Object,
@@ -93,7 +93,7 @@ pub fn publish(
         let (from, to) = ends(name);
         let left = Cell::new(size(&from)?);
         let told = |bytes: u64| {
-            // What is sent again has been told.
+            // Bytes sent again were reported before.
             let bytes = bytes.min(left.get());
             left.set(left.get() - bytes);
             passed(bytes);
@@ -104,7 +104,7 @@ pub fn publish(
     })
 }
 
-/// What a failure between a file and an object says of which.
+/// Makes the fault of a failure, for the file or for the object.
 fn failed<'a>(file: &'a Path, place: &'a Address) -> impl Fn(Failed) -> Fault + 'a {
     |failed| match failed {
         Failed::Here(error) => Fault::io("read", file, &error),
@@ -131,7 +131,7 @@ fn compare(client: &Client, file: &Path, place: &Address) -> Result<()> {
         .hint("name another place; an object is never replaced"))
 }
 
-/// Creates one object, or finds that it is there already.
+/// Creates one object, or finds that it exists with the same content.
 fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> Result<()> {
     let fault = failed(file, place);
     let size = size(file)?;
@@ -147,21 +147,22 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
         return Ok(());
     }
     compare(client, file, place)?;
-    // A kill between a copy and the removal of what was copied left that.
+    // Left by a kill between the copy and the removal of its source.
     if size > PART_BYTES {
         client.remove(&beside(file, place)?).map_err(|error| fault(error.into()))?;
     }
     Ok(())
 }
 
-/// Where the bytes of a large file lie until they are at their place.
+/// Where the bytes of a large file are stored before they are copied to their place.
 fn beside(file: &Path, place: &Address) -> Result<Address> {
     let (_, sum) = Location::from(file).content()?;
     Ok(place.folder().join(&format!("{}.{sum}.part", place.name())))
 }
 
-/// Creates a large object where a look found none. The client's upload in parts knows no condition, its copy on the server
-/// does: so the bytes go to a place beside, named by what they are, and from there to the right one if that is still free.
+/// Creates a large object that was not found. The client's multipart upload has no condition, but a copy on the server
+/// has one: so the bytes are put next to the target, named by their content, and copied to it if it still does not
+/// exist.
 fn put_large(
     client: &Client,
     file: &Path,
@@ -171,13 +172,13 @@ fn put_large(
 ) -> Result<Put> {
     let upload = |place: &Address| client.upload(place, file, PART_BYTES, passed).map_err(fault);
     if size > COPY_BYTES_MAX {
-        // The library ends an upload in parts without a condition: whoever ends it last is there.
+        // The library completes a multipart upload without a condition: of two uploads the last one wins.
         return upload(place).map(|()| Put::Created);
     }
     let beside = beside(file, place)?;
     upload(&beside)?;
     let put = match client.copy(&beside, place) {
-        // Another publisher of the same bytes has copied and removed them: what it left is compared.
+        // Another publisher of the same bytes has copied and removed them: its result is compared.
         Err(error) if error.kind() == ErrorKind::NotFound => Put::Taken,
         put => put.map_err(|error| fault(error.into()))?,
     };

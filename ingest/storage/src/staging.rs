@@ -1,7 +1,7 @@
-//! A folder that appears whole or not at all: it is made beside its place and renamed there.
+//! Creates a folder atomically: it is written under a temporary name next to its target and renamed.
 //!
-//! `OUT.partial` carries a mark, so that clearing what a killed run left never clears what somebody else put there; it
-//! is locked, so that two runs for one place do not meet. A run that fails takes it away again.
+//! `OUT.partial` has a marker file, so that cleaning up after a killed run never removes other people's files; it is
+//! locked, so that two runs for one place do not meet. A run that fails removes it.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -12,17 +12,17 @@ use store::open;
 
 use super::apart;
 
-/// The file in [`open::BUILD_FOLDER`] that says whose folder this is.
+/// The marker file, in [`open::BUILD_FOLDER`].
 const MARK: &str = "staging";
 
-/// What its name ends in until it is whole.
+/// The suffix of an incomplete folder.
 const PARTIAL: &str = ".partial";
 
 /// A folder under construction.
 pub struct Staging {
     target: PathBuf,
     path: PathBuf,
-    /// The folders above that were made for it.
+    /// The parent folders that were created for it.
     above: Vec<PathBuf>,
     committed: bool,
     _lock: Lock,
@@ -31,7 +31,7 @@ pub struct Staging {
 impl Staging {
     /// Begins `target`, which must not exist or be an empty folder.
     pub fn begin(target: &Path) -> Result<Self> {
-        // A dot behind a slash would name what is in the folder, which is not there yet.
+        // A trailing `/.` would name what is inside the folder, which does not exist yet.
         let target = &target.components().collect::<PathBuf>();
         refuse_link(target)?;
         refuse_long(target)?;
@@ -59,12 +59,12 @@ impl Staging {
         &self.path
     }
 
-    /// Puts the folder in its place. Every file in it must be on the disk.
+    /// Renames the folder to its target. Every file in it must be synced.
     pub fn commit(self) -> Result<()> {
         self.commit_telling(|_, _| ())
     }
 
-    /// The same, and tells how many of how many folders of it are on the disk.
+    /// The same, and reports how many folders of how many are synced.
     pub fn commit_telling(mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
         let folders = disk::folders(&self.path)?;
         for (number, folder) in folders.iter().enumerate() {
@@ -75,7 +75,7 @@ impl Staging {
         disk::rename(&self.path, &self.target)
             .map_err(|error| Fault::io("create", &self.target, &error))?;
         self.committed = true;
-        // Before the mark goes: a folder without one must not be found under the name of a partial one.
+        // Before the marker is removed: a folder without one must not be found under a partial name.
         disk::sync_folder(folder_of(&self.target))?;
         open::finish(&self.target)
     }
@@ -84,16 +84,16 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         if !self.committed {
-            // The fault at hand says more than one about this folder, which the next run clears.
+            // The original fault is more useful than one about this folder, which the next run clears.
             let _ = disk::remove(&self.path);
             self.above.iter().for_each(|folder| disk::remove_if_empty(folder));
         }
     }
 }
 
-/// Refuses a place that is a link: what is renamed there would replace the link, or fail after all the work.
+/// Refuses a target that is a link: the rename would replace the link, or fail after all the work.
 pub fn refuse_link(target: &Path) -> Result<()> {
-    // A slash behind it would follow it.
+    // A trailing slash would follow the link.
     let name: PathBuf = target.components().collect();
     let Ok(to) = std::fs::read_link(&name) else { return Ok(()) };
     let to = folder_of(&name).join(to);
@@ -104,7 +104,7 @@ pub fn refuse_link(target: &Path) -> Result<()> {
         .hint("name the folder that the link leads to, or remove the link"))
 }
 
-/// Refuses a place whose name is too long for what is made beside it, before the work.
+/// Refuses a target whose name is too long once our suffix is added, before the work.
 pub fn refuse_long(target: &Path) -> Result<()> {
     let beside = disk::beside(target, PARTIAL);
     match beside.symlink_metadata() {
@@ -129,10 +129,10 @@ fn refuse_taken(target: &Path) -> Result<()> {
     }
 }
 
-/// Empties a folder that a killed run left, but for our mark; one without it must be empty.
+/// Empties the folder that a killed run left, except for the marker; a folder without a marker must be empty.
 fn clear(path: &Path) -> Result<()> {
     let (found, build) = (entries(path)?, path.join(open::BUILD_FOLDER));
-    // Killed while it wrote the mark: then nothing else is there.
+    // Killed while it wrote the marker: nothing else is there.
     if !build.join(MARK).is_file() && found.iter().any(|entry| *entry != build) {
         return Err(Fault::usage("this folder is in the way, and is not a partial result of ours")
             .at(path.display().to_string())
@@ -155,14 +155,14 @@ mod tests {
         std::fs::create_dir(&own).unwrap();
         drop(Staging::begin(&own.join("a/b/out")).unwrap());
         assert!(entries(&own).unwrap().is_empty());
-        // What somebody else put there stays, and so does what was there.
+        // Other people's files stay, and so do folders that existed.
         let staging = Staging::begin(&own.join("a/b/out")).unwrap();
         std::fs::write(own.join("a/note"), "mine").unwrap();
         drop(staging);
         assert_eq!(entries(&own.join("a")).unwrap(), [own.join("a/note")]);
     }
 
-    /// Many folders take long: whoever waits is told how many are left.
+    /// Many folders take long, so progress is reported.
     #[test]
     fn a_commit_tells_of_every_folder() {
         let bench = tempfile::tempdir().unwrap();
@@ -173,7 +173,7 @@ mod tests {
         }
         let mut told = Vec::new();
         staging.commit_telling(|done, all| told.push((done, all))).unwrap();
-        // Those four, its own and that of the mark.
+        // Those four, the folder itself and that of the marker.
         assert_eq!(told, (1..=6).map(|done| (done, 6)).collect::<Vec<_>>());
         assert!(target.join("a/train").is_dir());
     }

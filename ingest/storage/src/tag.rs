@@ -1,29 +1,29 @@
-//! The tags that S3 gives objects: most are MD5s, of the bytes, or of the MD5s of the parts in which they came.
+//! The tags that S3 gives objects: most are the MD5 of the bytes, or of the MD5s of the parts of the upload.
 //!
-//! A tag that is no MD5 (with keys of the server's own, on other servers) looks the same. So one that fits says that the
-//! bytes are those of the object, and one that does not fit says nothing.
+//! A tag that is not an MD5 (with server-side keys, or on other servers) looks the same. So a matching tag proves that
+//! the bytes are those of the object, and another one proves nothing.
 
 use std::io::{Read, Result};
 
 use md5::{Digest as _, Md5};
 use store::regular::each_piece;
 
-/// Larger files go in parts of this size, the others in one request with a condition.
+/// Larger files are uploaded in parts of this size, others in one conditional request.
 pub(super) const PART_BYTES: u64 = 16 << 20;
 
-/// The MD5 that a tag may be, of all bytes at once.
+/// The MD5 of all bytes that a tag may be.
 pub(super) fn md5_of(tag: &str) -> Option<&str> {
     let digits = tag.trim_matches('"');
     let is_digit = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
     (digits.len() == 32 && digits.chars().all(is_digit)).then_some(digits)
 }
 
-/// The MD5 of bytes that come in pieces.
+/// The MD5 of bytes that arrive in pieces.
 #[derive(Default)]
 pub(super) struct Sum(Md5);
 
 impl Sum {
-    /// Takes the next bytes.
+    /// Adds the next bytes.
     pub(super) fn add(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
@@ -34,8 +34,8 @@ impl Sum {
     }
 }
 
-/// Whether a tag is that of the bytes that `open` gives, of which there are `size`: put at once, in parts as we put them, or
-/// in one part, as a copy within the server is.
+/// Whether a tag matches the `size` bytes that `open` gives: put at once, in parts of our size, or in one part, as a
+/// copy within the server is.
 pub(super) fn is_of<R: Read>(tag: &str, size: u64, open: impl Fn() -> Result<R>) -> Result<bool> {
     let tag = tag.trim_matches('"');
     let (wanted, parts) = tag.split_once('-').map_or((tag, "0"), |(sum, parts)| (sum, parts));

@@ -1,4 +1,4 @@
-//! The reader of objects against a server that answers as servers do on their worst days.
+//! Tests the object reader against a server with injected failures.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
@@ -22,17 +22,17 @@ type Stored = (Vec<u8>, String, u32);
 /// A status, lines of the head, a body.
 type Answer = (u16, String, Vec<u8>);
 
-/// What the server holds, and what it was asked.
+/// The server's objects and the requests it got.
 #[derive(Default)]
 struct State {
     objects: BTreeMap<String, Stored>,
     parts: BTreeMap<String, Vec<u8>>,
     asked: Vec<String>,
-    /// Answers to GET of this object that have a byte changed, so many.
+    /// How many GET answers of this object have a corrupted byte.
     spoil: usize,
-    /// Nothing is answered at all.
+    /// The server answers nothing.
     silent: bool,
-    /// No part is taken.
+    /// The server refuses parts.
     refuses_parts: bool,
     /// The answer to the end of an upload is lost, once.
     forgets_end: bool,
@@ -43,7 +43,7 @@ struct State {
 struct Server(Arc<Mutex<State>>);
 
 impl Server {
-    /// It, and a client that waits so long for each of its answers.
+    /// The server, and a client with this timeout.
     fn new(timeout: Duration) -> (Server, Client) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -55,7 +55,7 @@ impl Server {
                 let stream = stream.unwrap();
                 match shared.state(|state| (state.silent, state.asked.push("?".into())).0) {
                     true => silenced.push(stream),
-                    // A client that has had enough is part of the game.
+                    // A client that gives up early is expected.
                     false => drop(shared.serve(stream)),
                 }
             }
@@ -78,7 +78,7 @@ impl Server {
         self.state(|state| state.objects.insert(key.to_owned(), stored));
     }
 
-    /// How often something was asked that begins so, since the last time.
+    /// How many requests began like this since the last call.
     fn asked(&self, begin: &str) -> usize {
         let asked = self.state(|state| std::mem::take(&mut state.asked));
         asked.iter().filter(|line| line.starts_with(begin)).count()
@@ -206,7 +206,7 @@ impl State {
     }
 }
 
-/// What counts requests must not see one twice because this machine was slow to answer.
+/// Tests that count requests use a long timeout, so that a slow machine causes no retry.
 fn reader() -> (TempDir, Server, Reader) {
     patient(Duration::from_secs(120))
 }
@@ -267,7 +267,7 @@ fn what_comes_otherwise_than_its_md5_is_fetched_once_more() {
     };
     server.state(|state| state.spoil = 1);
     assert_eq!(whole(&reader, "k").unwrap(), bytes);
-    // Twice, in two ways: that is damage, and nothing of it is kept.
+    // Two different answers: that is damage, and nothing is cached.
     reader.forget(&place("k"), &reader.client.about(&place("k")).unwrap());
     server.state(|state| state.spoil = 2);
     assert_eq!(whole(&reader, "k").unwrap_err().kind(), ErrorKind::InvalidData);
@@ -289,7 +289,7 @@ fn what_is_forgotten_is_fetched_again() {
     assert_eq!(read(&reader, "k").unwrap(), (bytes.clone(), bytes));
 }
 
-/// A build that goes on asks again for the sums of its inputs, whose copies may have gone meanwhile.
+/// A resumed build asks again for the digests of its inputs, whose copies may have been evicted.
 #[test]
 fn an_objects_identity_is_kept_longer_than_its_copy() {
     let (folder, server, reader) = reader();
@@ -316,7 +316,7 @@ fn a_list_has_what_addresses_name() {
     assert_eq!(names, ["raw/a", "raw/e"]);
 }
 
-/// It takes the three seconds that are waited for: no shorter timeout can be set.
+/// Takes three seconds: no shorter timeout can be set.
 #[test]
 fn a_silent_server_is_given_up_after_a_few_requests() {
     let (_folder, server, reader) = patient(Duration::from_secs(1));
@@ -337,7 +337,7 @@ fn an_upload_that_fails_leaves_no_parts() {
     assert!(matches!(upload(10), Err(Failed::There(_))));
     assert_eq!(server.asked("DELETE /b/k?uploadId=u"), 1);
     server.state(|state| state.refuses_parts = false);
-    // An end whose answer is lost is one.
+    // An upload whose completion answer is lost is complete.
     server.state(|state| state.forgets_end = true);
     upload(10).unwrap();
     assert_eq!(server.state(|state| state.objects["k"].0.clone()), std::fs::read(&file).unwrap());
@@ -358,7 +358,7 @@ fn what_is_there_already_is_told_from_its_tag() {
     assert!(holds(b"bytes"));
     assert_eq!(server.asked("GET"), 0);
     assert!(!holds(b"other"));
-    // Where the tag says nothing, the bytes do.
+    // Where the tag proves nothing, the bytes are compared.
     server.put("k", b"bytes", "no-md5", 2);
     assert!(holds(b"bytes") && !holds(b"other"));
     assert_eq!(server.asked("GET"), 3);

@@ -1,8 +1,8 @@
-//! What must hold of a manifest before a file is opened by its names and numbers.
+//! Checks a manifest before any file is opened by its names and numbers.
 //!
-//! The digests say that a manifest is the one that was written. They do not say who wrote it: whoever forges one can
-//! make them agree. So names must be names of files, the sizes those that the numbers ask for, and the counts add up,
-//! with room to calculate: what follows may multiply and add without a second look.
+//! The digests prove that a manifest was not changed by accident. They do not prove who wrote it: a forger can make
+//! them agree. So names must be valid file names, sizes must match the numbers, counts must add up, and all must be
+//! small enough that later code may multiply and add without overflow checks.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
@@ -15,16 +15,16 @@ use crate::{
     Split, StreamRecord, names,
 };
 
-/// More tokens, documents or bytes than any store holds; sums and products of less fit a `u64`.
+/// More tokens, documents or bytes than any store holds; sums and products of smaller numbers fit a `u64`.
 const MOST: u64 = 1 << 52;
 
 /// The longest name of a file.
 const NAME_BYTES: usize = 255;
 
-/// Bytes of a start.
+/// Bytes of one start.
 const START_BYTES: u64 = 8;
 
-/// What in a manifest cannot be, if anything.
+/// The first impossible thing in a manifest, if any.
 pub(crate) fn flaw(manifest: &Manifest) -> Option<String> {
     head_flaw(manifest).or_else(|| sources_flaw(manifest)).or_else(|| total_flaw(manifest))
 }
@@ -49,7 +49,7 @@ fn sources_flaw(manifest: &Manifest) -> Option<String> {
     })
 }
 
-/// All files and tokens together are as many as can be.
+/// The total of all files and tokens is possible.
 fn total_flaw(manifest: &Manifest) -> Option<String> {
     let streams = || manifest.sources.iter().flat_map(|source| [&source.train, &source.validation]);
     let files = manifest.files();
@@ -93,7 +93,7 @@ fn source_flaw(manifest: &Manifest, source: &SourceRecord) -> Option<String> {
     accounting_flaw(source)
 }
 
-/// What was read is what was kept and what was dropped, in documents and in bytes of text.
+/// What was read equals what was kept plus what was dropped, in documents and in bytes of text.
 fn accounting_flaw(source: &SourceRecord) -> Option<String> {
     let SourceRecord { inputs, train, validation, prepared, .. } = source;
     let read = sum(inputs.iter().map(|input| input.documents));
@@ -172,7 +172,7 @@ fn values_end(rows: u64, block_rows: u64, width: u64) -> u64 {
     block_offset(block_rows * width, last) + (rows - last * block_rows) * width
 }
 
-/// A file must have a name of its own, and hold at least so many bytes.
+/// A file must have a unique name, and at least this size.
 fn file_flaw<'a>(
     names: &mut BTreeSet<&'a str>,
     file: &'a FileRecord,
@@ -188,14 +188,14 @@ fn file_flaw<'a>(
     (!(least..=MOST).contains(bytes)).then(|| format!("{name} has {bytes} bytes, which cannot be"))
 }
 
-/// The sum, if it is one that can be.
+/// The sum, if it is possible.
 fn sum(numbers: impl IntoIterator<Item = u64>) -> Option<u64> {
     let mut numbers = numbers.into_iter();
     numbers.try_fold(0u64, |sum, number| sum.checked_add(number).filter(|sum| *sum <= MOST))
 }
 
-/// Whether a name stays in the folder it is joined to, and shows what it is: what is read by the names in a file that others may
-/// have written is asked for this first.
+/// Whether a name stays in the folder it is joined to and prints as it is. Check it before using names from files that
+/// others may have written.
 pub fn is_file_name(name: &str) -> bool {
     let mut parts = Path::new(name).components();
     let one = matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None));

@@ -1,11 +1,11 @@
-//! The one door through which the data side writes: every file and folder it makes, moves or removes.
+//! All writes of the data side: every file and folder that it creates, moves or removes.
 //!
-//! What a loss of power leaves is what was synced: the bytes of a file by syncing it, a name by syncing the folder that
-//! holds it. So a folder made here is synced into its parent at once, a file gets its name when it is whole
-//! ([`Whole`]), and whoever takes a name away or moves one says with [`sync_folder`] when that has to last.
+//! After a power loss, only what was synced is left: the bytes of a synced file, and the names in a synced folder. So a
+//! folder made here is synced into its parent at once, and a file gets its name when it is complete ([`Whole`]).
+//! Callers that remove or rename something call [`sync_folder`] when that must be durable.
 //!
-//! Tests, by the feature `crash`, watch a folder: they are told of every act below it, from which they make what a crash may
-//! leave, and may let the disk be full.
+//! Tests (feature `crash`) watch a folder: they record every act below it, derive what a crash may leave, and can
+//! simulate a full disk.
 
 mod direct;
 mod held;
@@ -36,15 +36,15 @@ pub use self::whole::{PART, Whole, write_whole, write_whole_if};
 pub enum Act {
     /// A new, empty folder.
     CreateFolder(PathBuf),
-    /// A file is new and empty, or emptied.
+    /// A file is created, or truncated to empty.
     Create(PathBuf),
     /// Bytes at an offset of a file.
     Write(PathBuf, u64, Vec<u8>),
     /// A file gets a length.
     SetLength(PathBuf, u64),
-    /// The bytes of a file last.
+    /// The bytes of a file are made durable.
     Sync(PathBuf),
-    /// The names in a folder last.
+    /// The names in a folder are made durable.
     SyncFolder(PathBuf),
     /// A file or folder gets another name.
     Rename(PathBuf, PathBuf),
@@ -52,7 +52,7 @@ pub enum Act {
     Link(PathBuf, PathBuf),
     /// A file loses a name.
     Remove(PathBuf),
-    /// An empty folder goes.
+    /// An empty folder is removed.
     RemoveFolder(PathBuf),
 }
 
@@ -64,14 +64,14 @@ pub struct Output {
 }
 
 impl Output {
-    /// A new file, or one that is emptied.
+    /// Creates a file, or truncates it.
     pub fn create(path: &Path) -> Result<Self> {
         let file = fs::File::create(path).map_err(|error| Fault::io("create", path, &error))?;
         note(|| Act::Create(path.to_owned()));
         Ok(Output { file, path: path.to_owned(), at: 0 })
     }
 
-    /// Makes the bytes so far last.
+    /// Makes the bytes so far durable.
     pub fn sync(&self) -> io::Result<()> {
         synced(&self.file, || Act::Sync(self.path.clone()))
     }
@@ -91,7 +91,7 @@ impl Write for Output {
     }
 }
 
-/// Makes a folder and those above it that are missing; their names last.
+/// Creates a folder and its missing parents durably.
 pub fn create_folder(path: &Path) -> Result<()> {
     if path.is_dir() {
         return Ok(());
@@ -106,7 +106,7 @@ pub fn create_folder(path: &Path) -> Result<()> {
         }
         // Another process was faster.
         Err(error) if error.kind() == ErrorKind::AlreadyExists && path.is_dir() => {}
-        // Its folder is there: this is no path that was mistyped, and nothing that is missing can be found again.
+        // The parent exists: this is not a mistyped path, so it is not reported as missing data.
         Err(error) if error.kind() == ErrorKind::NotFound => {
             return Err(Fault::usage(format!("this folder cannot be made here: {error}"))
                 .at(path.display().to_string())
@@ -123,7 +123,7 @@ pub fn folder_of(path: &Path) -> &Path {
     above.unwrap_or(Path::new(if path.has_root() { "/" } else { "." }))
 }
 
-/// Makes the names in `folder` last, where the file system can.
+/// Makes the names in `folder` durable, where the file system can.
 pub fn sync_folder(folder: &Path) -> Result<()> {
     let open = fs::File::open(folder);
     let sync = open.and_then(|open| synced(&open, || Act::SyncFolder(folder.to_owned())));
@@ -143,12 +143,12 @@ pub fn sync_folder(folder: &Path) -> Result<()> {
     }
 }
 
-/// Makes the names in `folder` and in all folders below last.
+/// Makes the names in `folder` and all folders below durable.
 pub fn sync_folders(folder: &Path) -> Result<()> {
     folders(folder)?.iter().try_for_each(|folder| sync_folder(folder))
 }
 
-/// `folder` and all folders below, each after those that it holds.
+/// `folder` and all folders below, children first.
 pub fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for path in entries(folder)? {
@@ -160,7 +160,7 @@ pub fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// The path beside this one whose name has this ending more; a slash behind a folder's name is no part of it.
+/// The path with `ending` appended to its name, in the same folder; a trailing slash is ignored.
 pub fn beside(path: &Path, ending: &str) -> PathBuf {
     let mut name = path.components().as_path().as_os_str().to_owned();
     name.push(ending);
@@ -183,21 +183,21 @@ pub fn missing_above(path: &Path) -> Vec<PathBuf> {
     above.take_while(|above| !above.exists()).map(Path::to_owned).collect()
 }
 
-/// Gives a file or folder another name, in the place of a file or an empty folder that has it.
+/// Renames a file or folder; an existing file or empty folder at `to` is replaced.
 pub fn rename(from: &Path, to: &Path) -> io::Result<()> {
     fs::rename(from, to)?;
     note(|| Act::Rename(from.to_owned(), to.to_owned()));
     Ok(())
 }
 
-/// Gives a file a second name, where there is none with that name.
+/// Gives a file a second name, which must not exist.
 pub fn link(from: &Path, to: &Path) -> io::Result<()> {
     fs::hard_link(from, to)?;
     note(|| Act::Link(from.to_owned(), to.to_owned()));
     Ok(())
 }
 
-/// Gives a file a name that nothing has; where something has it, [`ErrorKind::AlreadyExists`].
+/// Renames a file to a new name; an existing one is [`ErrorKind::AlreadyExists`].
 pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     match link(from, to) {
         Ok(()) => {
@@ -213,7 +213,7 @@ pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a file, or a folder with all that it holds; none is as good.
+/// Removes a file, or a folder with all its content; a missing one is not an error.
 pub fn remove(path: &Path) -> Result<()> {
     let fault = |error: &io::Error| Fault::io("remove", path, error);
     let removed = match fs::symlink_metadata(path) {
@@ -230,19 +230,19 @@ pub fn remove(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes a folder that holds nothing; one that holds something, or is not there, stays as it is.
+/// Removes an empty folder; one that is not empty, or missing, is left as it is.
 pub fn remove_if_empty(folder: &Path) {
     if fs::remove_dir(folder).is_ok() {
         note(|| Act::RemoveFolder(folder.to_owned()));
     }
 }
 
-/// Syncs what is open, or, where somebody watches, only says so.
+/// Syncs an open file; if a test watches, only records it.
 fn synced(open: &fs::File, act: impl FnOnce() -> Act) -> io::Result<()> {
     if note(act) { Ok(()) } else { open.sync_all() }
 }
 
-/// Nobody watches but tests.
+/// Only tests watch.
 #[cfg(not(any(test, feature = "crash")))]
 fn note(_: impl FnOnce() -> Act) -> bool {
     false

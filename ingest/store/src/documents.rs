@@ -1,4 +1,4 @@
-//! Provenance rows: read for explanations and by whoever verifies a store, never on the way to a batch.
+//! Provenance rows: read for explanations and by `verify`, never for a batch.
 
 use std::io::ErrorKind;
 use std::ops::Range;
@@ -16,8 +16,8 @@ use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Result};
 
-/// Runs a decoder. Digests vouch for the bytes of a file, but a forger can make them agree, and decoders index into what a
-/// file says of itself: a panic is an error of the file, told by `strange`, unless it is for want of memory.
+/// Runs a decoder. A forger can make the digests of a file agree, and decoders use a file's own numbers as indices: a
+/// panic is an error of the file, made by `strange`, unless memory ran out.
 fn guarded<T>(
     path: &Location,
     decode: impl FnOnce() -> Result<T>,
@@ -63,7 +63,7 @@ impl Iterator for Documents {
     }
 }
 
-/// Holds the file against its record, in pieces: it may be large.
+/// Checks the file against its record, in pieces since it may be large.
 pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
     let path = &file.location();
     path.reread(|| {
@@ -79,7 +79,7 @@ pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
     })
 }
 
-/// Appends the records of `rows` (rising, apart), touching only the row groups that hold them.
+/// Appends the records of `rows` (ascending, disjoint), reading only the row groups that hold them.
 pub(crate) fn read_rows(
     file: &StoreFile,
     shard: &ShardRecord,
@@ -95,7 +95,7 @@ pub(crate) fn read_rows(
             |range: &Range<u64>| range.start.max(at)..range.end.min(at.saturating_add(count));
         let before = ranges.len();
         for part in rows.iter().map(inside).filter(|part| !part.is_empty()) {
-            // Counted in the groups that are kept, as the reader counts.
+            // Row numbers within the selected groups, as the reader counts.
             ranges.push((part.start - at + kept) as usize..(part.end - at + kept) as usize);
         }
         if ranges.len() > before {
@@ -115,7 +115,7 @@ pub(crate) fn read_rows(
     if (out.len() - before) as u64 != wanted {
         return Err(strange(path));
     }
-    // What a record says is held against the shard before anything is read by it.
+    // A record is checked against the shard before anything is read by it.
     let tokens = shard.first_token..shard.first_token + shard.tokens;
     let fits = |record: &DocumentRecord| {
         let end = record.first_token.checked_add(record.tokens);
@@ -148,7 +148,7 @@ pub(crate) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
     Ok(found)
 }
 
-/// Opens a file, whose columns are those of this format.
+/// Opens a file and checks that it has the columns of this format.
 fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>, Pieces)> {
     let path = &file.location();
     let file = file.open().and_then(Pieces::of_file).map_err(|error| missing(path, &error))?;

@@ -1,9 +1,8 @@
 //! The files of a store, opened so that nothing outside its folder is ever read.
 //!
-//! The names come from a manifest, and so from whoever wrote it. Each part of a name is opened from the folder before
-//! it, links are not followed, and only a regular file is read: neither `..` nor a link leads out of the store, and a
-//! pipe in a file's place cannot make a command wait for ever. Only the folder itself may be reached by a link, since
-//! a person names it.
+//! The names come from a manifest, which is untrusted. Each part of a name is opened relative to the folder before it,
+//! links are not followed, and only regular files are read: neither `..` nor a link leads out of the store, and a pipe
+//! in place of a file cannot block a command. Only the store's folder itself may be a link, since a user names it.
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Read as _, Result};
@@ -29,7 +28,7 @@ impl StoreFile {
         StoreFile { root: root.into(), name: parts.join("/") }
     }
 
-    /// Where it lies.
+    /// Its location.
     pub fn location(&self) -> Location {
         self.root.join(&self.name)
     }
@@ -54,7 +53,7 @@ impl StoreFile {
             at = openat(&at, part.as_os_str(), flags, Mode::empty()).map_err(
                 |error| match error {
                     Errno::LOOP => outside("it is a link, which leads out of the store"),
-                    // What is not a folder is refused so too, and a link to one is none.
+                    // A path through a non-folder, or through a link to a folder, ends here too.
                     Errno::NOTDIR => outside("a folder of the store is a link or a file"),
                     Errno::NXIO => outside("it is not a regular file"),
                     error => error.into(),
@@ -84,11 +83,11 @@ impl StoreFile {
     }
 }
 
-/// A folder of a store on this machine, for a look at many of its files.
+/// A local folder of a store, to look at many of its files.
 pub(crate) struct StoreFolder(OwnedFd);
 
 impl StoreFolder {
-    /// Opens the folder that this name leads to from the folder `root`, as the files below it would be.
+    /// Opens the folder `name` below `root`, with the same checks as for files.
     pub(crate) fn open(root: &Path, name: &str) -> Result<Self> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::DIRECTORY;
         let mut at = open_root(root)?;
@@ -98,7 +97,7 @@ impl StoreFolder {
         Ok(StoreFolder(at))
     }
 
-    /// The size of what is called `name` there, if it is a regular file and no link.
+    /// The size of the file `name`, if it is a regular file and not a link.
     pub(crate) fn size(&self, name: &str) -> Option<u64> {
         let about = statat(&self.0, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
         let is_file = FileType::from_raw_mode(about.st_mode) == FileType::RegularFile;
@@ -111,7 +110,7 @@ fn open_root(root: &Path) -> Result<OwnedFd> {
     Ok(openat(CWD, root, folder, Mode::empty())?)
 }
 
-/// What is there is not a file of the store: data that is wrong, not a machine that fails.
+/// The entry is not a file of the store: a data error, not one of the machine.
 fn outside(what: &str) -> Error {
     Error::new(ErrorKind::InvalidData, what)
 }

@@ -14,8 +14,8 @@
 //!   SOURCE/validation/                 the same, never trained on
 //! ```
 //!
-//! A stream is cut into shards at document ends, so that each shard stands alone and a killed build goes on after the
-//! last whole one. A token's shard is found by binary search in the manifest; its block by division.
+//! A stream is cut into shards at document ends, so that each shard can be read alone and a killed build resumes after
+//! the last complete one. A token's shard is found by binary search in the manifest; its block by division.
 
 #![forbid(unsafe_code)]
 
@@ -60,7 +60,7 @@ pub const BLOCK_STARTS: u64 = 8_192;
 /// each: with them a block's offset is a multiplication, and one read fetches it.
 pub const HEAD_BYTES: u64 = 192;
 
-/// The two halves of a source.
+/// The two splits of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Split {
     /// Trained on.

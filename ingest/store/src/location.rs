@@ -1,7 +1,8 @@
-//! Where a file or a folder lies: on this machine, or in object storage.
+//! Where a file or a folder is: on this machine, or in object storage.
 //!
-//! What a person names becomes a [`Location`] where it is read (`storage::locate`), and stays one: no path is ever made of a
-//! URL. This room knows no network. An object carries what reads it, a [`Remote`], which only `storage` makes, and tests.
+//! A path or URL that a user names becomes a [`Location`] where it is read (`storage::locate`) and stays one: a URL is
+//! never turned into a path. This module has no network client. An object carries its reader, a [`Remote`], which only
+//! `storage` and tests create.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -14,10 +15,10 @@ use contract::{Class, Digest, Fault, Identity, Result};
 
 use crate::{disk, regular};
 
-/// What the URL of an object begins with.
+/// The prefix of the URL of an object.
 pub const SCHEME: &str = "s3://";
 
-/// A file or a folder, wherever it lies.
+/// A file or a folder, local or remote.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Location {
     /// On this machine.
@@ -36,14 +37,14 @@ pub struct Address {
     key: String,
 }
 
-/// An address, with what reads it.
+/// An address, with its reader.
 #[derive(Clone)]
 pub struct Object {
     address: Address,
     remote: Arc<dyn Remote>,
 }
 
-/// How objects are read and made. Errors are those of files: a missing one is [`io::ErrorKind::NotFound`].
+/// Reads and creates objects. Errors are those of files: a missing one is [`io::ErrorKind::NotFound`].
 pub trait Remote: Send + Sync {
     /// The size of an object.
     fn size(&self, object: &Address) -> io::Result<u64>;
@@ -59,13 +60,14 @@ pub trait Remote: Send + Sync {
         regular::identity(regular::open(self.fetch(object)?.path())?)
     }
 
-    /// Drops what is kept on this machine of an object that does not read right: the next use fetches it. Whether anything was.
+    /// Drops the local copies of an object that does not read right: the next use fetches it. Returns whether there
+    /// were any.
     fn forget(&self, _object: &Address) -> bool {
         false
     }
 
-    /// Makes an object of these bytes; it appears whole. One that has them is as good as made; one with other bytes is
-    /// left as it is, which is [`io::ErrorKind::AlreadyExists`].
+    /// Creates an object of these bytes atomically. An existing one with these bytes is a success; one with other bytes
+    /// is left as it is, which is [`io::ErrorKind::AlreadyExists`].
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()>;
 
     /// The objects below a folder, by their keys in it, and their sizes.
@@ -75,7 +77,7 @@ pub trait Remote: Send + Sync {
     fn remove(&self, object: &Address) -> io::Result<()>;
 }
 
-/// A file on this machine: the file itself, or a copy of an object that stays as long as this lives.
+/// A local file: the file itself, or a copy of an object that stays as long as this lives.
 #[derive(Debug)]
 pub struct LocalFile {
     path: PathBuf,
@@ -83,17 +85,17 @@ pub struct LocalFile {
 }
 
 impl LocalFile {
-    /// A copy, which is not cleared away while `hold` is open.
+    /// A copy, which is not evicted while `hold` is open.
     pub fn copy(path: PathBuf, hold: File) -> Self {
         LocalFile { path, hold: Some(hold) }
     }
 
-    /// Where it lies.
+    /// The path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Size and digest of what is held: also of a copy that was dropped meanwhile.
+    /// Size and digest of the open file, also of a copy that was evicted meanwhile.
     fn digest(&self) -> io::Result<(u64, Digest)> {
         match &self.hold {
             Some(held) => {
@@ -107,7 +109,7 @@ impl LocalFile {
 }
 
 impl Address {
-    /// The address that a person wrote as `s3://bucket/key`; a slash may end it, as the names of folders do.
+    /// Parses an address of the form `s3://bucket/key`; a trailing slash is allowed, as for folders.
     pub fn parse(url: &str) -> Result<Self> {
         let refused = |why: &str| {
             Fault::usage(format!("this is not an address in object storage: {why}"))
@@ -132,7 +134,7 @@ impl Address {
         }
     }
 
-    /// All of a bucket.
+    /// The whole bucket.
     pub fn of_bucket(name: &str) -> Self {
         Address { bucket: name.to_owned(), key: String::new() }
     }
@@ -152,7 +154,7 @@ impl Address {
         self.key.rsplit('/').next().unwrap_or_default()
     }
 
-    /// What is called `name` in this folder; a name of several parts leads further down.
+    /// The entry `name` of this folder; a name may have several parts.
     pub fn join(&self, name: &str) -> Self {
         let key = match (self.key.as_str(), name) {
             (key, "") => key.to_owned(),
@@ -168,7 +170,7 @@ impl Address {
         Address { bucket: self.bucket.clone(), key }
     }
 
-    /// What a file in this folder calls `name`. Object storage has no links, so `..` is the folder above.
+    /// Resolves a name that a file in this folder uses. Object storage has no links, so `..` is the parent folder.
     fn resolve(&self, name: &str) -> Result<Self> {
         let refused = |why: &str| {
             Fault::usage(format!("this name leads to no object: {why}"))
@@ -192,7 +194,7 @@ impl Address {
     }
 }
 
-/// Whether a bucket may be called so. It may become part of a host's name: nothing in it ends one or begins another part.
+/// Whether a bucket name is valid. It may become part of a host name, so it must not contain URL delimiters.
 fn is_bucket(name: &str) -> bool {
     let ends = name.starts_with(|c: char| c.is_ascii_alphanumeric())
         && name.ends_with(|c: char| c.is_ascii_alphanumeric());
@@ -200,7 +202,7 @@ fn is_bucket(name: &str) -> bool {
     ends && name.len() <= 255 && name.chars().all(letter) && !name.contains("..")
 }
 
-/// Why a part of a key is none.
+/// Why a part of a key is not valid.
 fn flaw(part: &str) -> Option<&'static str> {
     match part {
         "" => Some("a part between two slashes is empty"),
@@ -252,7 +254,7 @@ impl Object {
         self.remote.remove(&self.address)
     }
 
-    /// What is called `name` in this folder; a name of several parts leads further down.
+    /// The entry `name` of this folder; a name may have several parts.
     pub fn join(&self, name: &str) -> Self {
         self.at(self.address.join(name))
     }
@@ -289,7 +291,7 @@ impl Ord for Object {
 }
 
 impl Location {
-    /// Its path, if it lies on this machine.
+    /// Its path, if it is local.
     pub fn local(&self) -> Option<&Path> {
         match self {
             Location::Local(path) => Some(path),
@@ -297,12 +299,12 @@ impl Location {
         }
     }
 
-    /// Whether it lies in object storage.
+    /// Whether it is in object storage.
     pub fn is_remote(&self) -> bool {
         self.local().is_none()
     }
 
-    /// What is called `name` in this folder; a name of several parts leads further down.
+    /// The entry `name` of this folder; a name may have several parts.
     pub fn join(&self, name: &str) -> Self {
         match self {
             Location::Local(path) => Location::Local(path.join(name)),
@@ -328,7 +330,7 @@ impl Location {
         }
     }
 
-    /// What a file in this folder calls `name`, where that is no URL. An absolute path is one of this machine.
+    /// Resolves a name, not a URL, that a file in this folder uses. An absolute path is local.
     pub fn resolve(&self, name: &str) -> Result<Self> {
         match self {
             Location::Object(object) if !Path::new(name).has_root() => {
@@ -339,7 +341,7 @@ impl Location {
         }
     }
 
-    /// The same, from the root of the file system on.
+    /// The same as an absolute path.
     pub fn absolute(&self) -> Result<Self> {
         match self {
             Location::Local(path) => {
@@ -350,7 +352,7 @@ impl Location {
         }
     }
 
-    /// Whether there is a file, and not a folder or nothing.
+    /// Whether it is a file, and not a folder or missing.
     pub fn is_file(&self) -> Result<bool> {
         match self {
             Location::Local(path) => Ok(path.is_file()),
@@ -362,7 +364,7 @@ impl Location {
         }
     }
 
-    /// The file on this machine.
+    /// The file on this machine, fetched if it is an object.
     pub fn fetch(&self) -> io::Result<LocalFile> {
         match self {
             Location::Local(path) => Ok(LocalFile { path: path.clone(), hold: None }),
@@ -373,13 +375,13 @@ impl Location {
     /// Opens the file.
     pub fn open(&self) -> io::Result<File> {
         match self.fetch()? {
-            // The handle that holds a copy is at its beginning, and keeps it.
+            // The handle that holds the copy is at its start, and keeps the copy.
             LocalFile { hold: Some(file), .. } => Ok(file),
             LocalFile { path, hold: None } => regular::open(&path),
         }
     }
 
-    /// What `read` makes of the file. Where that is damage, and what was read is a copy of an object, the copy may be to blame:
+    /// Applies `read` to the file. If it reports damage and the file is a copy of an object, the copy may be at fault:
     /// it is dropped, and the object is fetched and read once more.
     pub fn reread<T>(&self, read: impl Fn() -> Result<T>) -> Result<T> {
         match read() {
@@ -388,8 +390,9 @@ impl Location {
         }
     }
 
-    /// What is said where `copy`, of what is here, does not read right, which is `fault`. Where that is damage of an object, it
-    /// is fetched once more: if other bytes come, the copy was to blame, of which something may have been made by now.
+    /// The fault to report where `copy`, of this file, does not read right (`fault`). If it is damage of an object, the
+    /// object is fetched once more: if other bytes arrive, the copy was at fault, but its bytes may have been used
+    /// already.
     pub fn doubt(&self, copy: &LocalFile, fault: Fault) -> Fault {
         if fault.class() != Class::Data || !self.forget() {
             return fault;
@@ -405,7 +408,7 @@ impl Location {
         }
     }
 
-    /// Drops what is kept on this machine of an object; whether anything was, so that reading again may give something else.
+    /// Drops the local copies of an object; returns whether there were any, so that another read may give other bytes.
     pub fn forget(&self) -> bool {
         matches!(self, Location::Object(object) if object.remote.forget(&object.address))
     }
@@ -432,8 +435,8 @@ impl Location {
         content.map_err(|error| self.fault("read", &error))
     }
 
-    /// Writes a file, whole or not at all. One on this machine is replaced; an object never is, and one with other bytes
-    /// is a mismatch.
+    /// Writes a file atomically. A local file is replaced; an object never is, and an existing one with other bytes is
+    /// a mismatch.
     pub fn write(&self, bytes: &[u8]) -> Result<()> {
         match self {
             Location::Local(path) => disk::write_whole(path, bytes).map(drop),
@@ -441,7 +444,7 @@ impl Location {
         }
     }
 
-    /// What an object that could not be made meets.
+    /// The fault for an object that could not be created.
     pub fn taken(&self, error: &io::Error) -> Fault {
         match error.kind() {
             io::ErrorKind::AlreadyExists => Fault::mismatch("something else is there already")
@@ -451,7 +454,7 @@ impl Location {
         }
     }
 
-    /// An I/O error here while trying to do `what`; see [`Fault::io`].
+    /// The fault for an I/O error here while trying to do `what`; see [`Fault::io`].
     pub fn fault(&self, what: &str, error: &io::Error) -> Fault {
         match self {
             Location::Local(path) => Fault::io(what, path, error),

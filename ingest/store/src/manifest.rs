@@ -69,7 +69,7 @@ pub struct SourceRecord {
 }
 
 impl SourceRecord {
-    /// A source of which nothing is read yet.
+    /// A source of which nothing was read yet.
     pub fn new(name: &str, preparation: &str) -> Self {
         SourceRecord {
             name: name.to_owned(),
@@ -115,7 +115,7 @@ pub struct Change {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InputRecord {
-    /// Its path as found from `corpus.toml`: for people, not part of the identity.
+    /// Its path as found from `corpus.toml`: for users, not part of the identity.
     pub path: String,
     /// Its size.
     pub bytes: u64,
@@ -147,7 +147,7 @@ pub struct StreamRecord {
     pub documents: u64,
     /// Bytes of text that became these tokens.
     pub text_bytes: u64,
-    /// The chain over the documents (see `chain`): their tokens and provenance, whatever the shards.
+    /// The chain over the documents (see `chain`): their tokens and provenance, independent of the shards.
     pub digest: Digest,
     /// The shards, in order.
     pub shards: Vec<ShardRecord>,
@@ -190,10 +190,10 @@ pub struct FileRecord {
 /// A file of a store, as [`Manifest::files`] lists it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileEntry<'a> {
-    /// Where it lies in the store's folder, with `/` between the parts.
+    /// Its path in the store's folder, with `/` between the parts.
     pub path: String,
     /// Its size and digest; none for the tokenizer, whose SHA-256 the manifest has, and for the manifest and its sum,
-    /// which vouch for each other.
+    /// which check each other.
     pub record: Option<&'a FileRecord>,
 }
 
@@ -204,10 +204,10 @@ impl<'a> FileEntry<'a> {
 }
 
 impl Manifest {
-    /// The store digest: over logical content, not over container bytes, so that a new release of a file-format
-    /// library ends no run. Paths, encoder names and shard cuts stay out.
+    /// The store digest covers logical content, not container bytes, so that a new release of a file-format library
+    /// does not invalidate a store. Paths, encoder names and shard cuts are not included.
     pub fn identity(&self) -> Identity {
-        // No `..`: a new field must choose.
+        // No `..`: a new field must be handled here.
         let Manifest {
             format,
             digest: _,
@@ -243,8 +243,7 @@ impl Manifest {
         framed.finish()
     }
 
-    /// Every file of the store in the order in which they are put anywhere: the manifest, which makes the others a store,
-    /// is the last one.
+    /// Every file of the store in upload order: the manifest, which makes the folder a store, is last.
     pub fn files(&self) -> Vec<FileEntry<'_>> {
         let unrecorded = |name: &str| FileEntry { path: name.to_owned(), record: None };
         let mut files = vec![unrecorded(names::TOKENIZER)];
@@ -267,7 +266,7 @@ impl Manifest {
     }
 }
 
-/// What an input is to an identity: its content, never its path.
+/// An input enters an identity by its content, never by its path.
 impl Field for InputRecord {
     fn feed(&self, framed: &mut Framed) {
         let InputRecord { path: _, bytes, sha256, documents: _ } = self;
@@ -284,7 +283,7 @@ impl SourceRecord {
         }
     }
 
-    /// The lists in its folder: of what was dropped, and those that steps of preparation left.
+    /// The lists in its folder: of dropped documents, and those that preparation steps wrote.
     pub fn lists(&self) -> impl Iterator<Item = &FileRecord> {
         let steps = self.prepared.iter().flat_map(|prepared| &prepared.files);
         self.dropped_file.iter().chain(steps)
@@ -304,7 +303,7 @@ impl StreamRecord {
         self.shards.iter().flat_map(ShardRecord::files)
     }
 
-    /// Bytes of these files.
+    /// The total size of these files.
     pub fn bytes(&self) -> u64 {
         self.files().map(|file| file.bytes).sum()
     }
@@ -330,25 +329,25 @@ impl StreamRecord {
 }
 
 /// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
-/// provenance. Sixteen bytes carry a build across a kill, and the cut into shards leaves no trace.
+/// provenance. A killed build resumes from these sixteen bytes, and the cut into shards has no effect on them.
 pub fn chain(before: Digest, tokens: &[u32], record: &crate::DocumentRecord) -> Digest {
     let mut link = Link::begin(before, tokens.len() as u64);
     link.tokens(tokens);
     link.end(record)
 }
 
-/// A link under way: a document's tokens need not be in memory at once.
+/// An incomplete link: a document's tokens need not be in memory at once.
 pub struct Link(Hasher);
 
 impl Link {
-    /// Begins the link of a document of so many tokens.
+    /// Begins the link of a document of this many tokens.
     pub fn begin(before: Digest, tokens: u64) -> Self {
         let mut hasher = Hasher::new();
         hasher.tag("document.v2").digest(before).u64(tokens);
         Link(hasher)
     }
 
-    /// Takes the next tokens.
+    /// Adds the next tokens.
     pub fn tokens(&mut self, tokens: &[u32]) {
         self.0.u32s_onward(tokens);
     }
@@ -358,7 +357,7 @@ impl Link {
         let crate::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
         let hasher = &mut self.0;
         hasher.str(id).u64(u64::from(*file)).u64(*row);
-        // What is absent is said to be, so that no number stands for it.
+        // Absence is hashed explicitly, so that no number has the same digest.
         hasher.u64(u64::from(group.is_some())).u64(u64::from(group.unwrap_or(0)));
         let (first_byte, end_byte) = bytes.unwrap_or((0, 0));
         hasher.u64(u64::from(bytes.is_some())).u64(first_byte).u64(end_byte);

@@ -1,17 +1,17 @@
-//! How much memory a process may use: what its machine has, or what the control groups leave it that it is in.
+//! How much memory a process may use: that of the machine, or the limit of its control groups.
 //!
-//! Slurm, systemd and containers put a job into a group of its own, below others; the limit of each group on the way to the
-//! root counts. `/proc/self/cgroup` names the group, and `/proc/self/mountinfo` where its hierarchy is mounted, and from which
-//! group on.
+//! Slurm, systemd and containers put a job into a group, nested in others; the limit of each group up to the root
+//! counts. `/proc/self/cgroup` names the group, and `/proc/self/mountinfo` where its hierarchy is mounted, and from
+//! which group on.
 
 use std::path::{Path, PathBuf};
 
-/// Bytes that this process may use; more than there can be where the system does not say.
+/// Bytes that this process may use; an impossibly large number where the system does not say.
 pub fn limit() -> u64 {
     limit_in(Path::new("/"))
 }
 
-/// The same where the system's files lie below `root`.
+/// The same with the system's files below `root`.
 fn limit_in(root: &Path) -> u64 {
     let read = |path: &Path| std::fs::read_to_string(path).unwrap_or_default();
     let system = |path: &str| read(&root.join(path));
@@ -23,7 +23,7 @@ fn limit_in(root: &Path) -> u64 {
         let group = groups.lines().find_map(|line| mount.group(line)).unwrap_or("/");
         let below = Path::new(group).strip_prefix(mount.root).unwrap_or(Path::new(""));
         let top = root.join(mount.point.trim_start_matches('/'));
-        // A group outside of what is mounted here, as a container may see it, is as the top of that.
+        // A group outside the mounted hierarchy, as seen in a container, counts as its top.
         let inside = below.components().all(|part| matches!(part, std::path::Component::Normal(_)));
         let folder = if inside { top.join(below) } else { top.clone() };
         let folders = folder.ancestors().take_while(|folder| folder.starts_with(&top));
@@ -33,17 +33,17 @@ fn limit_in(root: &Path) -> u64 {
     limits.chain(machine.map(|kilobytes| kilobytes << 10)).min().unwrap_or(u64::MAX)
 }
 
-/// A hierarchy of groups that limits memory, where it is mounted.
+/// A control-group hierarchy that limits memory, with its mount point.
 struct Mount<'a> {
-    /// The group that is seen at the point.
+    /// The group that is visible at the mount point.
     root: &'a str,
     point: &'a str,
-    /// The file of a group's limit.
+    /// The name of the file with a group's limit.
     file: &'a str,
 }
 
 impl Mount<'_> {
-    /// That of a line of `/proc/self/mountinfo`.
+    /// Parses a line of `/proc/self/mountinfo`.
     fn read(line: &str) -> Option<Mount<'_>> {
         let (mount, system) = line.split_once(" - ")?;
         let mut mount = mount.split(' ').skip(3);
@@ -58,7 +58,7 @@ impl Mount<'_> {
         Some(Mount { root, point, file })
     }
 
-    /// The group that a line of `/proc/self/cgroup` names, if it is of this hierarchy.
+    /// The group that a line of `/proc/self/cgroup` names, if it belongs to this hierarchy.
     fn group<'a>(&self, line: &'a str) -> Option<&'a str> {
         let (_, rest) = line.split_once(':')?;
         let (controllers, group) = rest.split_once(':')?;
@@ -76,7 +76,7 @@ mod tests {
 
     const V2: &str = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n";
 
-    /// The limit where the machine has 64 GiB, by these files.
+    /// The limit on a machine of 64 GiB with these files.
     fn limit_of(mounts: &str, groups: &str, files: &[(&str, &str)]) -> u64 {
         let root = tempfile::tempdir().unwrap();
         let system = [
@@ -100,10 +100,10 @@ mod tests {
         let of_scope = ("sys/fs/cgroup/system.slice/run-7.scope/memory.max", "8589934592\n");
         assert_eq!(limit_of(V2, scope, &[slice]), all);
         assert_eq!(limit_of(V2, scope, &[slice, of_scope]), 8 << 30);
-        // Of a group above.
+        // Of a parent group.
         let slice = ("sys/fs/cgroup/system.slice/memory.max", "4294967296\n");
         assert_eq!(limit_of(V2, scope, &[slice, of_scope]), 4 << 30);
-        // Slurm: the job's limit, and its tasks' further below.
+        // Slurm: the job's limit, and the lower ones of its tasks.
         let slurm = "0::/system.slice/slurmstepd.scope/job_9/step_0/user/task_0\n";
         let job = ("sys/fs/cgroup/system.slice/slurmstepd.scope/job_9/memory.max", "2147483648");
         assert_eq!(limit_of(V2, slurm, &[job]), 2 << 30);
@@ -114,7 +114,7 @@ mod tests {
         let top = ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n");
         assert_eq!(limit_of(v1, slurm, &[job, top]), 3 << 30);
         assert_eq!(limit_of(v1, slurm, &[top]), all);
-        // Both kinds at once: the memory is v1's.
+        // Both versions at once: v1 limits the memory.
         let both = format!("{v1}{V2}");
         assert_eq!(limit_of(&both, &format!("{slurm}0::/x\n"), &[job]), 3 << 30);
     }
@@ -122,7 +122,7 @@ mod tests {
     #[test]
     fn a_container_sees_its_own_group_as_the_top() {
         let top = ("sys/fs/cgroup/memory.max", "1073741824\n");
-        // With a view of its own, and with the machine's names.
+        // With a namespace of its own, and with the machine's names.
         assert_eq!(limit_of(V2, "0::/\n", &[top]), 1 << 30);
         assert_eq!(limit_of(V2, "0::/../../other\n", &[top]), 1 << 30);
         let bound = "30 23 0:26 /docker/ab /sys/fs/cgroup ro - cgroup2 cgroup rw\n";

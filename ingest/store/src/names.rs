@@ -1,4 +1,4 @@
-//! What the files of a store are called.
+//! The names of a store's files.
 
 /// The manifest's name.
 pub const MANIFEST: &str = "manifest.json";
@@ -9,5 +9,5 @@ pub const MANIFEST_SUM: &str = "manifest.sum";
 /// The tokenizer's name.
 pub const TOKENIZER: &str = "tokenizer.json";
 
-/// What an unfinished build keeps in the store's folder, and removes at its end.
+/// The folder in which an unfinished build keeps its state, removed at the end.
 pub const BUILD_FOLDER: &str = ".build";

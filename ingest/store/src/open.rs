@@ -1,4 +1,4 @@
-//! The moment a folder becomes a store, and the check that it is one.
+//! Commits a folder as a store, and checks that one is a store.
 //!
 //! Invariant: `manifest.json` is renamed into place last, so a folder that has it holds everything it names.
 
@@ -11,7 +11,7 @@ pub use crate::names::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
 use crate::{FORMAT, Location, Manifest, Split, disk};
 use contract::{Digest, Fault, Result, json};
 
-/// Where the files of a stream lie.
+/// The folder of a stream.
 pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {
     store.join(source).join(split.name())
 }
@@ -26,7 +26,7 @@ pub fn stream_file(
     StoreFile::new(store, &[source, split.name(), name])
 }
 
-/// Makes `store` a store. Everything the manifest names must be on the disk already.
+/// Commits `store`. Everything the manifest names must be synced already.
 pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
     let bytes = json::pretty(manifest, "a manifest")?;
     let sum = format!("{}\n", Digest::of_bytes(&bytes));
@@ -34,7 +34,7 @@ pub fn commit(store: &Path, manifest: &Manifest) -> Result<()> {
     disk::write_whole(&store.join(MANIFEST), &bytes).map(drop)
 }
 
-/// Removes what the making of a store leaves in it, also where the run before was killed between its last two acts.
+/// Removes the build folder from a store, also after a run that was killed between the commit and this call.
 pub fn finish(store: &Path) -> Result<()> {
     let folder = store.join(BUILD_FOLDER);
     if !folder.exists() {
@@ -44,11 +44,11 @@ pub fn finish(store: &Path) -> Result<()> {
     disk::sync_folder(store)
 }
 
-/// Reads the manifest of the store at `store` and checks that it is whole, of this format, and possible: whatever
-/// opens a store opens it here.
+/// Reads the manifest of the store at `store` and checks that it is complete, of this format and possible. Every reader
+/// of a store uses this function.
 pub fn manifest(store: impl Into<Location>) -> Result<Manifest> {
     let store = &store.into();
-    // Two copies that do not fit are both made once more.
+    // If the two copies do not match, both are fetched once more.
     store.join(MANIFEST).reread(|| store.join(MANIFEST_SUM).reread(|| read_manifest(store)))
 }
 
@@ -112,7 +112,7 @@ fn check_sum(store: &Location, bytes: &[u8]) -> Result<()> {
         .hint(hint))
 }
 
-/// What is said of a store of another format: nothing of it is lost, since its inputs make it again.
+/// The fault for a store of another format: it can be rebuilt from its inputs.
 fn other_format(store: &Location, found: Option<u64>) -> Fault {
     let newer = found.is_some_and(|format| format > u64::from(FORMAT));
     Fault::data("this store has another format than this release reads")

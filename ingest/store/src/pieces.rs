@@ -1,8 +1,8 @@
-//! A file read in pieces at given places, as Parquet is read.
+//! A file that is read in pieces at given offsets, as Parquet is read.
 //!
-//! The library's own way opens a handle for each piece, lets all of them share one cursor, and turns an error of the
-//! machine into words on its way up. Here a file is one handle without a cursor, and what the machine said is kept: it
-//! decides whose fault a failure is, and so the exit code.
+//! The library's own reader opens a handle for each piece, shares one cursor among them, and turns I/O errors into
+//! text. Here a file is one handle without a cursor, and an I/O error is kept: it decides the class of the fault, and
+//! so the exit code.
 
 use std::fs::File;
 use std::io::{self, BufReader, ErrorKind, Read};
@@ -18,9 +18,9 @@ use crate::{Location, regular};
 use contract::Fault;
 use contract::fault::again;
 
-/// What can be read at any place.
+/// Something that can be read at any offset.
 pub trait Place: Send + Sync {
-    /// Reads some bytes from `offset` on; none only at the end.
+    /// Reads some bytes from `offset` on; zero only at the end.
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<usize>;
 }
 
@@ -41,7 +41,7 @@ struct Inner {
 }
 
 impl Pieces {
-    /// Opens a file of this machine.
+    /// Opens a local file.
     pub fn open(path: &Path) -> io::Result<Self> {
         Pieces::of_file(regular::open(path)?)
     }
@@ -57,18 +57,18 @@ impl Pieces {
         Pieces(Arc::new(Inner { place, bytes, failed: Mutex::new(None) }))
     }
 
-    /// `fault`, unless the machine failed before it: then that.
+    /// `fault`, unless an I/O error came first: then that one.
     pub fn or_machine(&self, file: impl Into<Location>, fault: Fault) -> Fault {
         let failed = self.0.failed.lock().unwrap_or_else(PoisonError::into_inner);
         failed.as_ref().map_or(fault, |error| file.into().fault("read", error))
     }
 
-    /// Reads on from byte `offset`.
+    /// Reads sequentially from byte `offset`.
     pub fn onward(&self, offset: u64) -> Onward {
         Onward { file: self.clone(), at: offset }
     }
 
-    /// Keeps what the machine said while the error goes its way.
+    /// Keeps a copy of the I/O error that is returned.
     fn keep(&self, error: io::Error) -> io::Error {
         *self.0.failed.lock().unwrap_or_else(PoisonError::into_inner) = Some(again(&error));
         error
@@ -99,7 +99,7 @@ impl ChunkReader for Pieces {
     }
 
     fn get_bytes(&self, start: u64, length: usize) -> ParquetResult<Bytes> {
-        // What a damaged file asks for is held against what there is before memory is given.
+        // Lengths from a damaged file are checked against the file's size before memory is allocated.
         if start.checked_add(length as u64).is_none_or(|end| end > self.0.bytes) {
             let what = format!("{length} bytes at {start} are beyond the end of the file");
             return Err(ParquetError::EOF(what));
@@ -114,7 +114,7 @@ impl ChunkReader for Pieces {
     }
 }
 
-/// Reads on from a place.
+/// A sequential reader.
 pub struct Onward {
     file: Pieces,
     at: u64,
@@ -133,7 +133,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Bytes that come in pieces of at most `most`, each after an interruption, and not at all from `end` on.
+    /// Returns at most `most` bytes at a time, each after an interruption, and fails from `end` on.
     struct Slow {
         bytes: Vec<u8>,
         most: usize,

@@ -1,9 +1,9 @@
-//! Reading a store: any range of tokens, any document, from any number of threads, nothing believed unchecked.
+//! Reading a store: any range of tokens, any document, from any number of threads; all bytes are checked.
 //!
 //! - Reads are positional (`pread`): no mapping that a network file system could refuse, no cursor to share.
 //! - A block of 16,384 tokens is checked against its sum when this process first reads it, then trusted; the sums and
 //!   the document starts are checked against their digests in the manifest, the manifest against the store's identity.
-//! - Open files and indexes are kept in caches that all streams share and that forget what was used longest ago.
+//! - Open files and indexes are in LRU caches that all streams share.
 
 mod cache;
 mod column;
@@ -43,14 +43,14 @@ pub struct ReadCache {
 }
 
 impl ReadCache {
-    /// A cache that keeps about `files` files open (threads at work may hold a few more for a moment).
+    /// A cache of about `files` open files (busy threads may hold a few more for a moment).
     pub fn new(files: u64) -> Arc<Self> {
         let (tokens, starts) = (Lru::new(files.div_ceil(2).max(1)), Lru::new((files / 2).max(1)));
         let indexes = Lru::new(INDEX_BYTES);
         Arc::new(ReadCache { tokens, starts, indexes, streams: AtomicU64::new(0) })
     }
 
-    /// A cache that leaves half of the process's file handles to others.
+    /// A cache of half of the process's file handles.
     pub fn sized_by_the_process() -> Arc<Self> {
         ReadCache::new((open::file_limit() / 2).clamp(2, 1024))
     }
@@ -69,7 +69,7 @@ impl Store {
         Store::open_with(root, ReadCache::sized_by_the_process())
     }
 
-    /// Opens the store in `root`, whose files have to be there, with a cache that other stores may share.
+    /// Opens the store in `root`, whose files must exist, with a cache that other stores may share.
     pub fn open_with(root: impl Into<Location>, cache: Arc<ReadCache>) -> Result<Self> {
         let root = root.into();
         let manifest = Arc::new(whole::opened(&root)?);
@@ -116,7 +116,7 @@ pub struct StreamReader {
     shards: Vec<ShardState>,
 }
 
-/// What is known of a shard for good: 80 bytes, and a bit per block once it is read.
+/// The permanent state of a shard: 80 bytes, and a bit per block once one is read.
 #[derive(Default)]
 struct ShardState {
     checked: OnceLock<Box<[AtomicU64]>>,
@@ -193,7 +193,7 @@ impl StreamReader {
         Ok(())
     }
 
-    /// The bytes of tokens `inner` of one block, after checking the block if that was not yet done.
+    /// The bytes of tokens `inner` of one block, which is checked at its first use.
     fn read_block<'a>(
         &self,
         shard: usize,
@@ -265,7 +265,7 @@ impl StreamReader {
         Ok(file.sums.get_or_init(|| words(&bytes).collect()))
     }
 
-    /// Appends to `out` where documents begin within `range`; its end may lie past the stream's.
+    /// Appends to `out` the document starts within `range`; its end may be past the stream's end.
     pub fn starts_in(&self, range: Range<u64>, out: &mut Vec<u64>) -> Result<()> {
         let range = range.start..range.end.min(self.record().tokens);
         let mut at = range.start;
@@ -308,7 +308,7 @@ impl StreamReader {
         found.pop().ok_or_else(|| Fault::bug(format!("document {index} has no provenance")))
     }
 
-    /// The provenance of ranges of documents, which rise and keep apart: each file is read once.
+    /// The provenance of ranges of documents, which are ascending and disjoint: each file is read once.
     pub fn documents(&self, ranges: &[Range<u64>]) -> Result<Vec<DocumentRecord>> {
         let end = ranges.last().map_or(0, |range| range.end);
         if end > self.record().documents || ranges.windows(2).any(|two| two[0].end > two[1].start) {
@@ -391,7 +391,7 @@ impl StreamReader {
         Err(Fault::bug(format!("tokens {range:?} were asked of a stream of {tokens}")))
     }
 
-    /// A block that is not what was written: which one, and whose text is lost.
+    /// The fault for a damaged block: which one, and whose text is lost.
     fn block_fault(
         &self,
         shard: usize,
@@ -409,7 +409,7 @@ impl StreamReader {
             .wanted(format!("sum {wanted:016x}"))
     }
 
-    /// The documents of a range of tokens, as far as the other files still tell.
+    /// The documents of a range of tokens, as far as the other files are readable.
     fn whose(&self, first: u64, last: u64) -> String {
         let name = format!("source {:?}, {}", self.source().name, self.split.name());
         let bounds =

@@ -1,4 +1,4 @@
-//! Regular files and nothing else: a FIFO, a socket or a device under a file's name would wait for ever, or never end.
+//! Opens regular files only: a FIFO, a socket or a device in place of a file could block forever, or never end.
 
 use std::fs::{self, File, FileType, Metadata};
 use std::io::{Error, ErrorKind, Read, Result};
@@ -11,10 +11,10 @@ use xxhash_rust::xxh3::Xxh3;
 
 /// Opens a regular file for reading, through links too.
 pub fn open(path: &Path) -> Result<File> {
-    // Before it is opened, because opening a device may do something already.
+    // Before it is opened, because opening a device may have effects.
     check(&fs::metadata(path)?)?;
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    // After, because it may have become another file in between.
+    // After, because the file may have been replaced in between.
     check(&file.metadata()?)?;
     Ok(file)
 }
@@ -35,7 +35,7 @@ pub fn size(path: &Path) -> Result<u64> {
     Ok(found.len())
 }
 
-/// The size and the xxh3-128 of what is read from here on; calls `passed` with bytes as they go.
+/// The size and the xxh3-128 of the rest of a reader; calls `passed` with the bytes of each piece.
 pub fn digest(file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
     let mut hash = Xxh3::new();
     let bytes = each_piece(file, |piece| {
@@ -45,14 +45,14 @@ pub fn digest(file: impl Read, passed: &dyn Fn(u64)) -> Result<(u64, Digest)> {
     Ok((bytes, Digest(hash.digest128())))
 }
 
-/// The size and the SHA-256 of what is read from here on.
+/// The size and the SHA-256 of the rest of a reader.
 pub fn identity(file: impl Read) -> Result<(u64, Identity)> {
     let mut hash = Sha256::new();
     let bytes = each_piece(file, |piece| hash.update(piece))?;
     Ok((bytes, Identity(hash.finalize().into())))
 }
 
-/// Hands over what is read from here on, piece by piece; how many bytes there were.
+/// Passes the rest of a reader to `take`, piece by piece; returns the number of bytes.
 pub fn each_piece(mut file: impl Read, mut take: impl FnMut(&[u8])) -> Result<u64> {
     let (mut bytes, mut buffer) = (0, vec![0; 1 << 20]);
     loop {
@@ -68,7 +68,7 @@ pub fn each_piece(mut file: impl Read, mut take: impl FnMut(&[u8])) -> Result<u6
     }
 }
 
-/// What a file is that is neither a regular file nor a folder, in words.
+/// The name of a file type that is neither a regular file nor a folder.
 pub fn kind(found: FileType) -> &'static str {
     if found.is_fifo() {
         "a FIFO"
@@ -102,7 +102,7 @@ mod tests {
 
     use super::*;
 
-    /// Seven bytes, one at a time and each after an interruption.
+    /// Seven bytes, returned one at a time, each after an interruption.
     struct Interrupted(u8);
 
     impl Read for Interrupted {

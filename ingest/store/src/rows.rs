@@ -1,4 +1,4 @@
-//! Where the starts of documents lie in their file: arithmetic, for whoever reads some of them or all.
+//! The offsets of document starts in their file, for sparse and full readers.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
@@ -8,10 +8,10 @@ use crate::folder::StoreFile;
 use crate::write::block_offset;
 use contract::Result;
 
-/// Bytes of a start.
+/// Bytes of one start.
 pub(crate) const WIDTH: u64 = 8;
 
-/// The blocks that hold these rows: each with its part of them, and where that lies in the file.
+/// The blocks that hold these rows: for each, the rows in it and their offset in the file.
 pub(crate) fn pieces(rows: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)> {
     let blocks = rows.start / BLOCK_STARTS..rows.end.div_ceil(BLOCK_STARTS);
     blocks.map(move |block| {
@@ -22,7 +22,7 @@ pub(crate) fn pieces(rows: Range<u64>) -> impl Iterator<Item = (Range<u64>, u64)
     })
 }
 
-/// The starts of so many documents, front to back.
+/// The starts of this many documents, in order.
 pub(crate) fn starts(file: StoreFile, documents: u64) -> Result<impl Iterator<Item = Result<u64>>> {
     let path = file.location();
     let file = file.open().map_err(|error| path.fault("read", &error))?;

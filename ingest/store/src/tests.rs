@@ -1,4 +1,5 @@
-//! A store written, checked and damaged in every way; and its bytes against the tables of `ingest/docs/format.md`.
+//! A store is written, checked and damaged in every way; its bytes are compared with the tables of
+//! `ingest/docs/format.md`.
 
 mod forged;
 mod listed;
@@ -17,7 +18,7 @@ use super::*;
 use contract::digest::block_sum;
 use contract::{Class, Digest, Identity, Key, Purpose, draw};
 
-/// A store of one source, its train stream cut into shards of `cuts` documents.
+/// A store of one source, its train stream in shards of `cuts` documents.
 fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Manifest) {
     let folder = tempfile::tempdir().unwrap();
     let stream_folder = open::stream_folder(folder.path(), "web", Split::Train);
@@ -99,7 +100,7 @@ fn document(number: u64, tokens: u64, vocab: u32) -> Vec<u32> {
     (0..tokens).map(|i| (draw(key, Purpose::Generate, i) % u64::from(vocab)) as u32).collect()
 }
 
-/// Every damage of the store in words, the manifest's included.
+/// Every damage of the store as text, including that of the manifest.
 fn damages(store: &Path) -> Vec<String> {
     let manifest = match open::manifest(store) {
         Ok(manifest) => manifest,
@@ -179,7 +180,7 @@ fn a_damaged_block_is_named_with_its_documents() {
         found.len() == 1 && found[0].contains("block 2") && found[0].contains(&owner),
         "{found:?} {owner}"
     );
-    // Without the provenance, the starts still tell which documents they are.
+    // Without the provenance, the starts still show which documents they are.
     let documents = path.with_file_name(&shard.document_file.name);
     fs::remove_file(documents).unwrap();
     let found = damages(folder.path());
@@ -306,7 +307,7 @@ fn the_page_of_the_format_describes_the_bytes() {
             rows.iter().find(|row| row[1] == name).unwrap_or_else(|| panic!("no row for {name}"));
         assert_eq!(row[2], value.to_string(), "{name}");
     }
-    // The offsets of the second table, evaluated for block i, hold the tokens that were written and nothing else.
+    // The offsets of the second table, evaluated for block i, hold exactly the tokens that were written.
     let offset = |what: &str, i: u64, w: u64, b: u64| {
         let row =
             rows.iter().find(|row| row.get(3).is_some_and(|cell| cell.starts_with(what))).unwrap();

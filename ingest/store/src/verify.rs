@@ -1,7 +1,7 @@
-//! Checking a store: every byte of every file, and what the bytes mean.
+//! Checking a store: every byte of every file, and the meaning of the bytes.
 //!
-//! Files whose digest is wrong are never parsed; damage inside one is found by block sums at offsets that arithmetic
-//! gives, and named with the documents it touches as long as one of the two lists of documents is whole.
+//! Files with a wrong digest are never parsed. Damage in one is located by block sums at computed offsets, and reported
+//! with the documents it touches as long as one of the two lists of documents is intact.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -30,9 +30,9 @@ pub struct Damage {
     pub file: String,
     /// What is wrong.
     pub what: String,
-    /// The damaged block, where one can be told.
+    /// The damaged block, if known.
     pub block: Option<u64>,
-    /// The documents it touches, where they can be told.
+    /// The documents it touches, if known.
     pub documents: Option<String>,
 }
 
@@ -46,7 +46,7 @@ impl fmt::Display for Damage {
     }
 }
 
-/// Checks what belongs to no stream: the tokenizer.
+/// Checks the file that belongs to no stream: the tokenizer.
 pub fn verify_tokenizer(store: impl Into<Location>, manifest: &Manifest) -> Result<Vec<Damage>> {
     let file = StoreFile::new(store, &[open::TOKENIZER]);
     let changed = |bytes: &Vec<u8>| Identity::of_bytes(bytes) != manifest.tokenizer.sha256;
@@ -68,7 +68,7 @@ pub fn verify_tokenizer(store: impl Into<Location>, manifest: &Manifest) -> Resu
     Ok(vec![Damage { file: open::TOKENIZER.to_owned(), what, block: None, documents: None }])
 }
 
-/// What it means that a file cannot be read: damage in words, or a fault of the machine, which says nothing of the file.
+/// Classifies a read error: a description of the damage, or a fault of the machine, which says nothing about the file.
 pub fn unread(file: &Location, error: &io::Error) -> Result<String> {
     match error.kind() {
         _ if is_of_the_moment(error) => Err(file.fault("read", error)),
@@ -78,8 +78,8 @@ pub fn unread(file: &Location, error: &io::Error) -> Result<String> {
     }
 }
 
-/// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with bytes as they are read.
-/// A fault is the machine's: what is damaged is a [`Damage`].
+/// Checks one stream: its files, ids, starts, provenance and digest. Calls `passed` with the bytes that were read. An
+/// error is the machine's: damage is a [`Damage`].
 pub fn verify_stream(
     store: impl Into<Location>,
     manifest: &Manifest,
@@ -150,7 +150,7 @@ impl Check<'_> {
             Ok(()) => {}
             Err(damage) => {
                 let found = self.blocks(shard, sums.is_ok(), &whole)?;
-                // Without a damaged block the container around them is what changed.
+                // Without a damaged block, the container around the blocks has changed.
                 self.damages.extend(if found.is_empty() { vec![damage] } else { found });
                 return Ok(None);
             }
@@ -215,7 +215,7 @@ impl Check<'_> {
         Ok(damages)
     }
 
-    /// The documents that own these tokens of the stream, in words.
+    /// The documents that own these tokens of the stream, as text.
     fn documents_in(
         &self,
         shard: &ShardRecord,
@@ -253,7 +253,7 @@ impl Check<'_> {
         Some(format!("{}: {}{more}", counted(count, "document"), named.join(", ")))
     }
 
-    /// Ids, starts, provenance and the chain of a shard whose bytes are whole. An error is a file and what it says.
+    /// Checks ids, starts, provenance and the chain of a shard whose bytes are intact.
     fn meaning(&self, shard: &ShardRecord, state: State) -> std::result::Result<State, Flaw> {
         let in_starts = |what: String| Flaw::Damage(shard.start_file.name.clone(), what);
         let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
@@ -315,11 +315,11 @@ impl Check<'_> {
     }
 }
 
-/// Why the meaning of a shard cannot be told.
+/// Why the content of a shard could not be checked.
 enum Flaw {
-    /// A file and what it says.
+    /// A file and what is wrong with it.
     Damage(String, String),
-    /// The machine, which says nothing of the file.
+    /// A fault of the machine, which says nothing about the file.
     Machine(Fault),
 }
 
@@ -345,7 +345,7 @@ struct Whole {
     documents: bool,
 }
 
-/// The tokens of a block, counted in its shard.
+/// The tokens of a block, as offsets in its shard.
 fn block_range(shard: &ShardRecord, block: u64) -> Range<u64> {
     let start = block * BLOCK_TOKENS;
     start.min(shard.tokens)..(start + BLOCK_TOKENS).min(shard.tokens)
@@ -364,8 +364,8 @@ fn read_block(
     Ok(bytes)
 }
 
-/// What is wrong with a file by its record, if anything; one of another size is not read, and a copy that differs is made once
-/// more. Calls `passed` with bytes as they are read.
+/// How a file differs from its record, if it does. A file of another size is not read, and a local copy that differs is
+/// fetched once more. Calls `passed` with the bytes that were read.
 pub fn flaw(file: &StoreFile, record: &FileRecord, passed: &dyn Fn(u64)) -> Result<Option<String>> {
     match flaw_of_bytes(file, record, passed)? {
         Some(_) if file.location().forget() => flaw_of_bytes(file, record, &|_| ()),
@@ -391,7 +391,7 @@ fn flaw_of_bytes(
     })
 }
 
-/// The same without a byte read: whether the file is there and as long as its record says.
+/// The same without reading the file: whether it exists and has the recorded size.
 pub fn flaw_of_size(file: &StoreFile, record: &FileRecord) -> Result<Option<String>> {
     match file.size() {
         Err(error) => unread(&file.location(), &error).map(Some),
@@ -431,7 +431,7 @@ impl<'a> Tokens<'a> {
         Ok(Tokens { file, path, shard, vocab, token_bytes, block: 0, ids: Vec::new(), at: 0 })
     }
 
-    /// Hands out the next `count` tokens, in parts: a document need not fit into memory.
+    /// Passes on the next `count` tokens, in parts: a document need not fit into memory.
     fn take(
         &mut self,
         mut count: u64,
@@ -474,7 +474,7 @@ impl<'a> Tokens<'a> {
     }
 }
 
-/// The fault that a list of damages is.
+/// The fault for a list of damages.
 pub fn fault(store: impl Into<Location>, damages: &[Damage]) -> Option<Fault> {
     let first = damages.first()?;
     let lines: Vec<String> = damages.iter().map(Damage::to_string).collect();

@@ -1,7 +1,7 @@
-//! The one way in: whatever uses a store opens it here, and finds the files that its manifest names, or says which are not.
+//! Opens a store for every reader, and checks that all files that its manifest names exist.
 //!
-//! One look at each file, and none at its bytes: a cut and most writing over show by the size. What is read later is held
-//! against its digest then.
+//! Only names and sizes are checked: most truncations and replacements change the size. Content is checked against its
+//! digest when it is read.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -13,19 +13,19 @@ use crate::folder::{StoreFile, StoreFolder};
 use crate::verify::{self, Damage, flaw_of_size};
 use crate::{FileRecord, Location, Manifest, open};
 
-/// Threads that look at files: on a file system of a network each answer is a way there and back.
+/// Threads that check files: on a network file system each check is a round trip.
 const SIDES: usize = 16;
 
-/// Files at which one thread looks alone.
+/// Up to this many files are checked by one thread.
 const FEW: usize = 64;
 
-/// Damaged files that are told one by one.
+/// The number of damaged files that are listed one by one.
 const SHOWN: usize = 8;
 
 /// The sizes of the objects below a store, by their names.
 type Sizes = BTreeMap<String, u64>;
 
-/// Opens a store of which more is wanted than what stands in its manifest: its files must be those that are named there.
+/// Opens a store whose data is needed, not only its manifest: its files must be those that the manifest names.
 pub fn opened(store: impl Into<Location>) -> Result<Manifest> {
     let store = store.into();
     let manifest = open::manifest(&store)?;
@@ -33,8 +33,8 @@ pub fn opened(store: impl Into<Location>) -> Result<Manifest> {
     Ok(manifest)
 }
 
-/// Refuses a store whose tokenizer is another one, or one of whose files is missing, of another size or no file of its
-/// folder. What else lies there is not looked at.
+/// Refuses a store whose tokenizer differs from its record, or with a file that is missing, of another size or not a
+/// regular file of its folder. Other files in the folder are ignored.
 pub fn refuse_incomplete(store: &Location, manifest: &Manifest) -> Result<()> {
     let mut damages = verify::verify_tokenizer(store, manifest)?;
     let files = manifest.files().into_iter();
@@ -44,7 +44,7 @@ pub fn refuse_incomplete(store: &Location, manifest: &Manifest) -> Result<()> {
     fault.map_or(Ok(()), |fault| Err(shortened(fault, &damages)))
 }
 
-/// The fault with as many of its lines as a person reads: a folder that is gone may have held a hundred thousand files.
+/// A fault with a readable number of lines: a deleted folder may have held a hundred thousand files.
 fn shortened(fault: Fault, damages: &[Damage]) -> Fault {
     if damages.len() <= SHOWN {
         return fault;
@@ -57,7 +57,7 @@ fn shortened(fault: Fault, damages: &[Damage]) -> Fault {
 /// A file of a manifest: its path in the store, and its record.
 type Named<'a> = (String, &'a FileRecord);
 
-/// The files that are not as their records say, in their order.
+/// The files that differ from their records, in order.
 fn damaged(store: &Location, files: &[Named<'_>]) -> Result<Vec<Damage>> {
     let sizes = &listed(store)?;
     let look = |part| damaged_of(store, sizes, part);
@@ -67,7 +67,7 @@ fn damaged(store: &Location, files: &[Named<'_>]) -> Result<Vec<Damage>> {
         let begin = |part| (part, thread::Builder::new().spawn_scoped(scope, move || look(part)));
         let others: Vec<_> = others.chunks(most).map(begin).collect();
         let others = others.into_iter().map(|(part, side)| {
-            // A machine that gives no thread has this one.
+            // If no thread can be started, this thread does the work.
             side.ok().and_then(|side| side.join().ok()).unwrap_or_else(|| look(part))
         });
         std::iter::once(look(own)).chain(others).collect::<Result<Vec<_>>>()
@@ -75,7 +75,7 @@ fn damaged(store: &Location, files: &[Named<'_>]) -> Result<Vec<Damage>> {
     Ok(found.into_iter().flatten().collect())
 }
 
-/// The same of some files: those of one folder lie together, and are looked at from there.
+/// The same for some files: those of one folder are checked together, from that folder.
 fn damaged_of(store: &Location, sizes: &Sizes, files: &[Named<'_>]) -> Result<Vec<Damage>> {
     let (mut at, mut open, mut damaged) = (None, None, Vec::new());
     for (path, record) in files {
@@ -88,7 +88,7 @@ fn damaged_of(store: &Location, sizes: &Sizes, files: &[Named<'_>]) -> Result<Ve
         if seen.or_else(|| sizes.get(path).copied()) == Some(record.bytes) {
             continue;
         }
-        // The file itself has the last word, and says what is wrong: a list may lag behind what it lists.
+        // The file itself decides, and gives the message: a list may be out of date.
         let parts: Vec<&str> = path.split('/').collect();
         if let Some(what) = flaw_of_size(&StoreFile::new(store, &parts), record)? {
             damaged.push(Damage { file: path.clone(), what, block: None, documents: None });
@@ -97,8 +97,8 @@ fn damaged_of(store: &Location, sizes: &Sizes, files: &[Named<'_>]) -> Result<Ve
     Ok(damaged)
 }
 
-/// What a bucket lists of a store, in one answer for a thousand files; nothing of a folder, and nothing where the list is
-/// refused: who may read objects need not be allowed to list them.
+/// The objects of a store as a bucket lists them, a thousand per request; empty for a local folder, and where listing
+/// is not allowed: permission to read objects does not imply permission to list them.
 fn listed(store: &Location) -> Result<Sizes> {
     let Location::Object(object) = store else { return Ok(Sizes::new()) };
     match object.sizes() {

@@ -1,7 +1,8 @@
-//! Writing a shard: four files, each under a temporary name until it is whole and on the disk.
+//! Writing a shard: four files, each under a temporary name until it is complete and on the disk.
 //!
 //! Memory is flat in tokens and documents: one open block of each column and one row group of provenance.
-//! Invariant: equal documents in equal order give equal bytes; neither clock, thread nor path of the machine enters.
+//! Invariant: equal documents in equal order give equal bytes; clock, threads and paths of the machine have no
+//! influence.
 
 use std::error::Error;
 use std::path::{Path, PathBuf};
@@ -25,10 +26,10 @@ use contract::{Fault, Result};
 /// Rows in a row group of `documents-*.parquet`.
 pub const ROW_GROUP_DOCUMENTS: usize = 65_536;
 
-/// Rows handed to the Parquet writer at once.
+/// Rows passed to the Parquet writer at once.
 const ROWS_AT_ONCE: usize = 4_096;
 
-/// What a shard needs to know of the stream it belongs to.
+/// What a shard writer needs to know about its stream.
 #[derive(Clone, Debug)]
 pub struct StreamHead {
     /// The stream's folder.
@@ -84,7 +85,7 @@ impl ShardWriter {
 
     /// Adds the next document.
     pub fn push(&mut self, tokens: &[u32], record: &DocumentRecord) -> Result<()> {
-        // Without a branch for each: an id beyond the last one leaves the highest bit, by itself or by the difference.
+        // Without a branch per id: an id that is too large sets the highest bit, by itself or by the difference.
         let last = self.head.vocab.wrapping_sub(1);
         let beyond = tokens.iter().fold(0, |all, id| all | id | last.wrapping_sub(*id)) >> 31 != 0;
         let largest = if beyond { tokens.iter().copied().max() } else { None };
@@ -105,7 +106,7 @@ impl ShardWriter {
         self.documents.push(record)
     }
 
-    /// Commits the four files under their names.
+    /// Renames the four files to their names.
     pub fn finish(self) -> Result<ShardRecord> {
         let (tokens, documents) = (self.tokens.written, self.starts.written);
         let (token_file, sum_file) = self.tokens.finish()?;
@@ -153,7 +154,7 @@ pub fn document_schema() -> SchemaRef {
     ]))
 }
 
-/// The fault behind an error of a format library: the machine's, if an I/O error is at its root.
+/// The fault for an error of a format library: the machine's, if its root is an I/O error.
 fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
     match io_cause(error) {
         Some(error) => Fault::io("write", path, error),
@@ -161,7 +162,7 @@ fn library_fault(path: &Path, error: &(dyn Error + 'static)) -> Fault {
     }
 }
 
-/// An Arrow IPC file whose blocks lie at offsets that division finds.
+/// An Arrow IPC file whose block offsets are computed by multiplication.
 struct BlockFile {
     writer: FileWriter<Whole>,
     schema: SchemaRef,
@@ -202,7 +203,7 @@ impl BlockFile {
     }
 }
 
-/// Where the values of a block begin in an Arrow file whose full blocks hold `block_bytes` bytes of values.
+/// The offset of a block's values in an Arrow file whose full blocks hold `block_bytes` bytes of values.
 pub const fn block_offset(block_bytes: u64, block: u64) -> u64 {
     2 * HEAD_BYTES + block * (HEAD_BYTES + block_bytes.next_multiple_of(64))
 }
@@ -243,7 +244,7 @@ impl TokenFile {
 
     fn write_block(&mut self) -> Result<()> {
         let (column, sum): (ArrayRef, u64) = if self.token_bytes == 2 {
-            // All of them first, so that neither loop has a branch.
+            // Check all of them first, so that neither loop has a branch.
             if self.open.iter().fold(0, |all, id| all | id) > u32::from(u16::MAX) {
                 return Err(Fault::bug("an id does not fit its column"));
             }

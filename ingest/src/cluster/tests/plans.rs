@@ -1,4 +1,4 @@
-//! Plans stand beside each other: what one of them did, and what one of its tasks is at, is nobody else's.
+//! Plans are independent: results and running tasks of one plan do not affect another.
 
 use super::*;
 use crate::cache_dir::CacheDir;
@@ -26,7 +26,7 @@ fn a_merge_makes_the_store_of_the_plan_that_it_names() {
         merge(&Plan::read(&bench.path("work"), *plan).unwrap(), &out, true).unwrap();
         assert!(tree(&out) == tree(&bench.path(&format!("local-{name}"))), "{name}");
     }
-    // A store that is merged needs its plan no longer: it goes with the next one that is planned.
+    // A merged store no longer needs its plan, which is removed when the next one is planned.
     let third = planned(&bench, "shard_tokens = 200");
     for (_, plan) in made {
         let fault = Plan::read(&bench.path("work"), plan).map(drop).unwrap_err();
@@ -63,7 +63,7 @@ fn builds_and_tasks_leave_each_others_scratch_alone() {
         assert!(name != tasks.name && half.exists());
         let with_parts = || Options { work: Some(bench.path("work")), ..options(1) };
         let other = Corpus::read(bench.corpus("shard_tokens = 500")).unwrap();
-        // Tasks of the one that was killed are still at work, as those of a job are whose build is gone.
+        // Tasks of the killed build are still running, as those of a job whose build has ended.
         let store = bench.path(&format!("store-{}", keys.len()));
         crate::build(&other, &store, with_parts()).unwrap();
         assert!(half.exists() && folder.join(".half").exists());
@@ -72,7 +72,7 @@ fn builds_and_tasks_leave_each_others_scratch_alone() {
         crate::build(&other, &store, with_parts()).unwrap();
         assert!(half.exists() && !folder.exists(), "what a killed build left goes");
     }
-    // The folder beside a store goes with all that is of no more use, and not with what is.
+    // The folder next to a store is removed together with what is useless, but not with what is needed.
     let corpus = Corpus::read(bench.corpus("")).unwrap();
     fs::rename(bench.path("work"), bench.path("store.work")).unwrap();
     crate::build(&corpus, &bench.path("store"), options(1)).unwrap();

@@ -1,16 +1,16 @@
-//! What goes, against a search by brute force; what stays, by what the rule promises.
+//! Compares what is removed with a brute-force search, and what is kept with the promises of the rule.
 
 use proptest::prelude::*;
 
 use super::*;
 use crate::spans::without;
 
-/// The runs of `least` bytes of a text, with their places.
+/// The runs of `least` bytes of a text, with their offsets.
 fn runs(text: &str, least: usize) -> impl Iterator<Item = (usize, &[u8])> {
     text.as_bytes().windows(least).enumerate()
 }
 
-/// What goes of each text by the definition: every pair of places is looked at.
+/// What is removed of each text by definition: every pair of offsets is compared.
 fn by_search(texts: &[String], least: usize) -> Vec<Vec<bool>> {
     let place = |text: usize, at: usize, run: &[u8]| {
         let all = texts.iter().enumerate();
@@ -32,7 +32,7 @@ fn by_search(texts: &[String], least: usize) -> Vec<Vec<bool>> {
         }
         let mut gone: Vec<bool> =
             first.iter().zip(later).map(|(first, later)| later && !first).collect();
-        // A character goes whole or stays whole; what is cut of one at an edge stays.
+        // A character is removed or kept as a whole; one that is cut at an edge is kept.
         let chars: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
         for pair in chars.windows(2) {
             if gone[pair[0]..pair[1]].iter().any(|gone| !gone) {
@@ -44,7 +44,7 @@ fn by_search(texts: &[String], least: usize) -> Vec<Vec<bool>> {
     texts.iter().enumerate().map(gone).collect()
 }
 
-/// What goes of each text, all in partitions of `bytes`.
+/// What is removed of each text, with the step's partitions.
 fn decided(texts: &[String], step: &Repeats) -> Vec<Vec<Span>> {
     let folder = tempfile::tempdir().unwrap();
     let mut all = Texts::create(folder.path().join("texts")).unwrap();
@@ -59,7 +59,7 @@ fn step(min_bytes: u64, bookend: Option<Ratio>) -> Repeats {
     Repeats { min_bytes, bookend, ..Repeats::default() }
 }
 
-/// Texts in which much is repeated, over few letters.
+/// Texts over few letters, with many repetitions.
 fn texts() -> impl Strategy<Value = Vec<String>> {
     let piece = prop_oneof![
         "[ab]{0,6}",
@@ -93,7 +93,7 @@ proptest! {
             texts.iter().zip(spans).map(|(text, spans)| without(text, spans).unwrap()).collect()
         };
         let kept = [rest(&plain), rest(&bookends)];
-        // Of what occurred more than once, everything still occurs.
+        // Everything that occurred more than once still occurs.
         for (number, text) in texts.iter().enumerate() {
             for (at, run) in runs(text, least) {
                 let others = texts.iter().enumerate().flat_map(|(n, t)| runs(t, least).map(move |(a, r)| (n, a, r)));
@@ -111,7 +111,7 @@ proptest! {
                 (inside.map(|piece| piece.1 - piece.0).sum::<u32>(), end - start)
             };
             prop_assert!(bookends.iter().map(share).all(|(part, whole)| part * 5 >= whole * 4));
-            // Each begins and ends with a piece, and none is lost.
+            // Each begins and ends with a piece, and no piece is lost.
             for (start, end) in bookends {
                 prop_assert!(plain.iter().any(|piece| piece.0 == *start));
                 prop_assert!(plain.iter().any(|piece| piece.1 == *end));
@@ -132,7 +132,7 @@ proptest! {
                 (part, bytes) = (Vec::new(), 0);
             }
             part.push(text.clone());
-            // A byte stands between two texts.
+            // A separator byte between two texts.
             bytes += text.len() as u64 + 1;
         }
         wanted.extend(decided(&part, &step(5, None)));

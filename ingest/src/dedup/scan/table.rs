@@ -1,7 +1,7 @@
-//! What the scan knows of every document, and how the comparing steps are decided, in their order.
+//! The scan's state of every document, and the decisions of the comparing steps, in order.
 //!
-//! State for each document: 10 bytes, 24 more for each step `exact-duplicates`, 4 more for each `near-duplicates`
-//! (and `8 * bands` bytes on the disk while the scan runs; 20 in memory while one band is decided).
+//! State per document: 10 bytes, 24 more per step `exact-duplicates`, 4 more per `near-duplicates` (and `8 * bands`
+//! bytes on disk during the scan; 20 in memory while one band is decided).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -30,14 +30,14 @@ struct Start {
     first: u32,
 }
 
-/// All documents that reached a comparing step, by one.
+/// What one comparing step needs of all documents that reached it.
 enum Column {
     Exact(Vec<exact::Entry>),
     Texts(Texts),
     Near { documents: Vec<u32>, bands: Vec<(PathBuf, BufWriter<Output>)> },
 }
 
-/// What is known of every record with a text.
+/// The state of every record with a text.
 #[derive(Default)]
 pub(super) struct Table {
     starts: Vec<Start>,
@@ -48,12 +48,12 @@ pub(super) struct Table {
     reasons: Vec<String>,
     /// For duplicates, the document that was kept.
     kept: BTreeMap<u32, u32>,
-    /// What goes of documents that stay.
+    /// The removed spans of kept documents.
     spans: BTreeMap<u32, Vec<Span>>,
     columns: BTreeMap<usize, Column>,
 }
 
-/// No step.
+/// Not removed by any step.
 const HERE: u8 = u8::MAX;
 
 impl Table {
@@ -123,7 +123,7 @@ impl Table {
         }) as u8
     }
 
-    /// Decides the comparing steps in their order.
+    /// Decides the comparing steps in order.
     pub(super) fn decide(&mut self, corpus: &Corpus) -> Result<()> {
         for (number, column) in std::mem::take(&mut self.columns) {
             let mut steps = corpus.sources.iter().flat_map(|source| &source.recipe.steps);
@@ -152,7 +152,7 @@ impl Table {
         Ok(())
     }
 
-    /// Removes documents, each for one that is kept.
+    /// Removes documents, each in favour of one that is kept.
     fn remove(&mut self, pairs: Vec<(u32, u32)>, number: usize, reason: &str) {
         let reason = self.reason(reason);
         for (document, kept) in pairs {
@@ -161,7 +161,7 @@ impl Table {
         }
     }
 
-    /// Whether a document gets as far as step `number`.
+    /// Whether a document reaches step `number`.
     fn reaches(&self, document: u32, number: usize) -> bool {
         usize::from(self.gone[document as usize].0) >= number
     }
@@ -218,7 +218,7 @@ impl Table {
         self.start_of(document).source
     }
 
-    /// Writes, for each source, which documents were removed.
+    /// Writes the list of removed documents of each source.
     pub(super) fn write(&self, corpus: &Corpus, store: &Path) -> Result<Vec<Vec<FileRecord>>> {
         let mut files = Vec::new();
         for (number, source) in corpus.sources.iter().enumerate() {

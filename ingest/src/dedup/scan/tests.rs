@@ -1,4 +1,4 @@
-//! The scan against searches by brute force: which documents stay, whoever reads them in whatever order.
+//! Compares the scan with brute-force searches: the same documents are kept, whatever the order of reading.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,7 +20,7 @@ use crate::sample;
 use crate::testing::{Workbench, in_parts, options, tree};
 use crate::verify::verify;
 
-/// Documents of which many are copies of others, whole or with some words changed.
+/// Documents, many of which are copies of others, exact or with some words changed.
 fn texts(seed: u64, count: u64) -> Vec<String> {
     let key = Key::from_seed(seed);
     let pick = |at: u64, of: u64| draw(key, Purpose::Generate, at) % of;
@@ -68,7 +68,7 @@ fn numbers(store: &Path, manifest: &Manifest) -> BTreeSet<usize> {
     ids.iter().map(|id| id[1..].parse().unwrap()).collect()
 }
 
-/// Which of `candidates` stay if each component of `same` keeps its first.
+/// Which of `candidates` are kept if each component of `same` keeps its first.
 fn firsts(candidates: &BTreeSet<usize>, same: impl Fn(usize, usize) -> bool) -> BTreeSet<usize> {
     let mut left = candidates.clone();
     let mut firsts = BTreeSet::new();
@@ -90,7 +90,7 @@ fn firsts(candidates: &BTreeSet<usize>, same: impl Fn(usize, usize) -> bool) -> 
 const BOTH: &str = "[[prepare]]\nstep = \"length\"\nmin_words = 10\n[[prepare]]\nstep = \"exact-duplicates\"\n\
                     [[prepare]]\nstep = \"near-duplicates\"\nwords = 3\nbands = 10\nrows = 4\n";
 
-/// What takes bytes of documents that stay.
+/// The step that removes bytes of kept documents.
 const REPEATS: &str =
     "[[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 30\npartition_bytes = 30000\n";
 
@@ -120,7 +120,7 @@ proptest! {
             comparable(a, b) && bands[a].iter().zip(&bands[b]).any(|(a, b)| a == b)
         };
         prop_assert_eq!(numbers(&store, &manifest), firsts(&unique, close));
-        // The list names each, with the one that was kept for it.
+        // The list names each, with the document that was kept instead.
         let listed: usize = ["web", "math"].iter().map(|name| removed(&store, name).len()).sum();
         prop_assert_eq!(listed, texts.len() - numbers(&store, &manifest).len());
     }
@@ -147,7 +147,7 @@ proptest! {
 
 /// The lines of a source's list.
 fn removed(store: &Path, source: &str) -> Vec<Value> {
-    // A source of which nothing is dropped has no list.
+    // A source without dropped records has no list.
     let Ok(bytes) = fs::read(store.join(source).join("dropped.jsonl.zst")) else {
         return Vec::new();
     };
@@ -161,7 +161,7 @@ fn runs(text: &str, n: usize) -> BTreeSet<String> {
     words.windows(n).map(|run| run.join(" ")).collect()
 }
 
-/// How similar two sets are.
+/// The Jaccard similarity of two sets.
 fn jaccard(a: &BTreeSet<String>, b: &BTreeSet<String>) -> f64 {
     let both = a.intersection(b).count();
     both as f64 / (a.len() + b.len() - both).max(1) as f64
@@ -187,7 +187,7 @@ fn similar_documents_go_and_others_stay() {
         let closest = others.fold(0.0, f64::max);
         lonely += usize::from(!stay.contains(&b) && closest < 0.5);
     }
-    // By the curve a pair of similarity 0.9 is missed once in 2,600, one of 0.5 found once in 19.
+    // By the formula, a pair of similarity 0.9 is missed once in 2,600, one of 0.5 is found once in 19.
     assert!(pairs > 20 && missed == 0, "{missed} of {pairs} similar pairs stay");
     assert!(lonely <= 2, "{lonely} documents went that resemble nothing");
 }
@@ -230,13 +230,13 @@ fn evaluation_items_are_found_and_reported() {
         manifest.sources[0].dropped[0].reason,
         "decontaminate: shared with an evaluation set"
     );
-    // Another item is another request; the same item in another file is not.
+    // Another item makes another request; the same item in another file does not.
     fs::rename(bench.path("eval/set.jsonl"), bench.path("eval/renamed.jsonl")).unwrap();
     let again = |name: &str| built(&path, &bench.path(name), 1).digest;
     assert_eq!(again("renamed"), manifest.digest);
     bench.write("eval/renamed.jsonl", "{\"q\": \"another\", \"a\": \"set\"}\n");
     assert_ne!(again("changed"), manifest.digest);
-    // An item that is none stops a build, whatever on_error says, and so does a step that could find nothing.
+    // An invalid item stops a build, whatever `on_error` says, and so does a step that could find nothing.
     for (set, told, help) in [
         ("{\"q\": \"no answer\"}\n", "renamed.jsonl:1: ", "`template` names the fields"),
         ("no item\n", "renamed.jsonl:1: ", "remove this evaluation item"),
@@ -269,7 +269,7 @@ fn what_is_told_of_matches_is_bounded() {
     built(&corpus(&bench, &texts, steps), &store, 2);
     let told = fs::read_to_string(store.join("web/contaminated.jsonl")).unwrap();
     let lines: Vec<Value> = told.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    // The first items, in their order.
+    // The first items, in order.
     let told: Vec<u64> = lines.iter().map(|line| line["item"].as_u64().unwrap()).collect();
     assert_eq!(told, (1..=MATCHES_MAX as u64).collect::<Vec<_>>());
     let longest = lines.iter().map(|line| line["text"].as_str().unwrap().len()).max();
@@ -282,7 +282,7 @@ fn a_decision_that_cannot_be_read_is_no_reason_for_another() {
     let path = corpus(&bench, &texts(3, 40), BOTH);
     let (store, work) = (bench.path("store"), bench.path("work"));
     let request = Corpus::read(&path).unwrap();
-    // Killed while it encodes, when every document was looked at and it is decided.
+    // Killed while encoding, after every document was scanned and the decision was made.
     let mut left = 42;
     let options = Options { work: Some(work.clone()), ..options(1) };
     build_while(&request, &store, options.clone(), || {
@@ -347,7 +347,7 @@ fn a_sample_tells_what_became_of_each_document() {
     for word in ["01 clean", "changed", "05 repeated", "(web web-0.jsonl row ", "= train, "] {
         assert!(told.contains(word), "no {word:?} in {told}");
     }
-    // A keyed draw: the same again, and another one by another seed.
+    // Sampling is keyed: the same again, and other records with another seed.
     let places = |sample: &[sample::Sampled]| {
         sample.iter().map(|s| (s.file.clone(), s.row)).collect::<Vec<_>>()
     };
@@ -413,7 +413,7 @@ fn an_input_that_changes_after_the_scan_is_noticed() {
         fault.class() == Class::Mismatch && fault.to_string().contains("math.jsonl"),
         "{fault}"
     );
-    // The same command again looks at it anew.
+    // The same command again scans it anew.
     built(&path, &store, 1);
     built(&path, &bench.path("fresh"), 1);
     assert!(tree(&store) == tree(&bench.path("fresh")));

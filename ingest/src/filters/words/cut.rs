@@ -1,22 +1,22 @@
-//! What stands between two spaces, cut into words.
+//! Cuts the text between two spaces into words.
 //!
-//! Two ways with one result: by characters, which is the rule as it is written down, and by bytes where all are ASCII,
-//! which nearly all are. The second asks of a byte what a table knows of it, and leaves out what no such byte can do.
-//! Shown by `bytes_and_characters_cut_the_same_words`.
+//! There are two implementations with one result: by characters, which is the reference, and by bytes for ASCII text,
+//! which is nearly all text. The second one looks bytes up in a table of classes, and skips rules that cannot apply to
+//! ASCII. Tested by `bytes_and_characters_cut_the_same_words`.
 
 use super::{Tally, Words, chars, is_punctuation};
 
-/// Of a byte: a letter.
+/// Class of a byte: a letter.
 pub(super) const LETTER: u8 = 1;
 /// A digit.
 const DIGIT: u8 = 2;
 /// A sign at which the inside of a word may be cut.
 const INNER: u8 = 4;
-/// A sign that goes from both ends of a word, whatever stands beside it.
+/// A sign that is always cut from both ends of a word.
 const EDGE: u8 = 8;
 /// An apostrophe.
 const APOSTROPHE: u8 = 16;
-/// What stands between words, and has no other class.
+/// Separates words, and has no other class.
 pub(super) const SPACE: u8 = 32;
 /// A byte of a character beyond ASCII, and no other class.
 pub(super) const WIDE: u8 = 64;
@@ -53,11 +53,11 @@ fn is(byte: u8, class: u8) -> bool {
     CLASSES[usize::from(byte)] & class != 0
 }
 
-/// The words of a text, as far as it is cut.
+/// The words of a text, as far as it was cut.
 pub(super) struct CutWords<'a> {
     text: &'a str,
     pub(super) words: Words,
-    /// What is cut from the end of the word at hand, the last first.
+    /// What was cut from the end of the current word, last piece first.
     after: Vec<(usize, usize)>,
 }
 
@@ -68,7 +68,7 @@ impl<'a> CutWords<'a> {
         CutWords { text, words, after: Vec::new() }
     }
 
-    /// Cuts what stands between two spaces, whose bytes have these classes.
+    /// Cuts the text between two spaces; `classes` is the union of its bytes' classes.
     pub(super) fn chunk(&mut self, start: usize, end: usize, classes: u8) {
         if classes == LETTER {
             self.words.spans.push((start, end));
@@ -95,21 +95,21 @@ impl<'a> CutWords<'a> {
             tally.chars += if solid { chars(word) } else { 0 };
             tally.lettered += usize::from(word.chars().any(char::is_alphabetic));
         } else if classes & (LETTER | DIGIT) != 0 {
-            // All other signs of ASCII are punctuation.
+            // All other ASCII signs are punctuation.
             tally.solid += 1;
             tally.chars += bytes.len();
             tally.lettered += usize::from(classes & LETTER != 0);
         }
     }
 
-    /// What was cut from the end.
+    /// Adds the pieces that were cut from the end.
     fn ends(&mut self) {
         while let Some((start, end)) = self.after.pop() {
             self.word(start, end);
         }
     }
 
-    /// By characters.
+    /// The implementation by characters.
     fn characters(&mut self, mut start: usize, mut end: usize) {
         let mut whole = false;
         while start < end {
@@ -139,7 +139,7 @@ impl<'a> CutWords<'a> {
         self.ends();
     }
 
-    /// By bytes, all of them ASCII.
+    /// The implementation by bytes, for ASCII only.
     fn bytes(&mut self, mut start: usize, mut end: usize, classes: u8) {
         let mut whole = false;
         while start < end {
@@ -149,7 +149,7 @@ impl<'a> CutWords<'a> {
                 break;
             }
             if let Some(length) = bytes_prefix(rest) {
-                // Signs, all of them punctuation, so that nothing is counted.
+                // Signs that are all punctuation, so nothing is counted.
                 self.words.spans.push((start, start + length));
                 start += length;
             } else if let Some(length) = bytes_suffix(rest, classes) {
@@ -170,17 +170,17 @@ impl<'a> CutWords<'a> {
         self.ends();
     }
 
-    /// Cuts within a word: at hyphens, between a sentence's end and the next, at signs between letters.
+    /// Cuts inside a word: at hyphens, between two sentences, at signs between letters.
     fn inside(&mut self, offset: usize, end: usize) {
         let word = &self.text[offset..end];
-        // Nothing else can split, whatever stands beside it.
+        // No other byte can cause a split.
         let sign = |byte: &u8| is(*byte, INNER | WIDE);
         let (mut start, mut at) = (0, 0);
         while let Some(ahead) = word.as_bytes()[at..].iter().position(sign) {
             at += ahead;
             let tail = &word[at..];
             let Some(c) = tail.chars().next() else { break };
-            // A run of signs is looked at once, whether it splits or not.
+            // A run of signs is examined once, whether it splits or not.
             let mut length = c.len_utf8();
             if tail.starts_with("..") {
                 length = tail.len() - tail.trim_start_matches('.').len();
@@ -203,7 +203,7 @@ impl<'a> CutWords<'a> {
         }
     }
 
-    /// The same by bytes, all of them ASCII.
+    /// The same by bytes, for ASCII only.
     fn bytes_inside(&mut self, mut start: usize, end: usize) {
         let bytes = self.text.as_bytes();
         let (first, mut at) = (start, start);
@@ -233,7 +233,7 @@ impl<'a> CutWords<'a> {
     }
 }
 
-/// [`prefix`] of a word in ASCII.
+/// [`prefix`] for a word in ASCII.
 fn bytes_prefix(word: &[u8]) -> Option<usize> {
     match word {
         [b'.', b'.', ..] => Some(word.iter().take_while(|byte| **byte == b'.').count()),
@@ -244,12 +244,12 @@ fn bytes_prefix(word: &[u8]) -> Option<usize> {
     }
 }
 
-/// [`suffix`] of a word in ASCII, which is a part of one with these classes.
+/// [`suffix`] for a word in ASCII, part of a chunk with these classes.
 fn bytes_suffix(word: &[u8], classes: u8) -> Option<usize> {
     let (last, before) = word.split_last()?;
     let digit = before.last().is_some_and(u8::is_ascii_digit);
     let cut = match last {
-        // Only these end what is contracted, and units.
+        // Contractions and units end only in these.
         b'a'..=b'z' | b'A'..=b'Z' => {
             let contracted = if classes & APOSTROPHE != 0 { contraction(word) } else { None };
             return match contracted {
@@ -272,7 +272,7 @@ fn bytes_suffix(word: &[u8], classes: u8) -> Option<usize> {
     cut.then_some(1)
 }
 
-/// [`splits`] of ASCII.
+/// [`splits`] for ASCII.
 fn bytes_split(previous: u8, sign: u8, length: usize, next: u8) -> bool {
     let letter = |byte: u8| is(byte, LETTER);
     let quote = |byte: u8| matches!(byte, b'\'' | b'"' | b'`');
@@ -290,7 +290,7 @@ fn bytes_split(previous: u8, sign: u8, length: usize, next: u8) -> bool {
     }
 }
 
-/// Abbreviations that keep their point.
+/// Words that are never split, such as abbreviations with their period.
 #[inline]
 fn is_whole(word: &[u8]) -> bool {
     const WHOLE: &[&str] = &[
@@ -299,7 +299,7 @@ fn is_whole(word: &[u8]) -> bool {
         "Sen.", "Sr.", "St.", "a.m.", "and/or", "c'm", "e.g.", "i.e.", "p.m.", "v.s.", "vs.",
         "w/o", "w/",
     ];
-    // Most words are told apart by their last byte, or hold no sign.
+    // The last byte, or the lack of a sign, rules out most words.
     let signs = || word.iter().any(|byte| matches!(byte, b'/' | b'\''));
     let looks_so = word.len() <= 7
         && match word.last() {
@@ -310,7 +310,7 @@ fn is_whole(word: &[u8]) -> bool {
     looks_so && WHOLE.binary_search_by(|whole| whole.as_bytes().cmp(word)).is_ok()
 }
 
-/// The length of what is cut from the front of a word, if anything is.
+/// The length of the piece to cut from the front of a word, if any.
 fn prefix(word: &str) -> Option<usize> {
     let first = word.chars().next()?;
     if first.is_ascii_alphanumeric() {
@@ -328,7 +328,7 @@ fn prefix(word: &str) -> Option<usize> {
     cut.then(|| first.len_utf8())
 }
 
-/// The length of what is cut from the end of a word, if anything is.
+/// The length of the piece to cut from the end of a word, if any.
 fn suffix(word: &str) -> Option<usize> {
     let last = word.chars().next_back()?;
     if last.is_ascii_alphanumeric() {
@@ -359,7 +359,7 @@ fn suffix(word: &str) -> Option<usize> {
     contraction(word.as_bytes()).or_else(|| unit(word.as_bytes()))
 }
 
-/// Whether a point after `word` ends a sentence rather than an abbreviation.
+/// Whether a period after `word` ends a sentence rather than an abbreviation.
 fn ends_sentence(word: &str) -> bool {
     let mut back = word.chars().rev();
     match back.next() {
@@ -371,7 +371,7 @@ fn ends_sentence(word: &str) -> bool {
 
 /// The length of a contracted word at the end: `'s`, `n't`, `'ll`.
 fn contraction(bytes: &[u8]) -> Option<usize> {
-    // Bytes: nothing here may cut a character.
+    // On bytes, since this may cut inside a character.
     let end = &bytes[bytes.len().saturating_sub(5)..];
     if !end.iter().any(|byte| matches!(byte, b'\'' | 0xe2)) {
         return None;
@@ -459,7 +459,7 @@ fn is_currency(c: char) -> bool {
     matches!(c, '$' | '\u{a3}' | '\u{a5}' | '\u{e3f}' | '\u{20a0}'..='\u{20bf}' | '\u{fdfc}')
 }
 
-/// Pictures and other symbols, which stand for words.
+/// Emoji and other symbols, which count as words.
 fn is_icon(c: char) -> bool {
     matches!(c, '\u{a6}' | '\u{a9}' | '\u{ae}' | '\u{2100}'..='\u{214f}' | '\u{2190}'..='\u{21ff}'
         | '\u{2300}'..='\u{23ff}' | '\u{2500}'..='\u{27bf}' | '\u{2b00}'..='\u{2bff}'
@@ -472,7 +472,7 @@ mod tests {
 
     use super::*;
 
-    /// The words of a text without space, by the one way and by the other.
+    /// The words of a text without spaces, by both implementations.
     fn both(text: &str) -> [Words; 2] {
         let classes = text.bytes().fold(0, |classes, byte| classes | CLASSES[usize::from(byte)]);
         let (mut bytes, mut characters) = (CutWords::new(text), CutWords::new(text));
@@ -483,7 +483,7 @@ mod tests {
 
     #[test]
     fn bytes_and_characters_cut_every_short_word_the_same() {
-        // One of each kind that any rule tells from the others, at every place of up to four.
+        // One character of each kind that the rules distinguish, at every position of up to four.
         let kinds = b"aKms1.,+-*%$'\"(/:=~@";
         for length in 1..=4u32 {
             for number in 0..kinds.len().pow(length) {

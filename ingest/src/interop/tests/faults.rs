@@ -1,9 +1,9 @@
-//! Disks that are slow, interrupted or broken, under every importer.
+//! Every importer on slow, interrupted or broken disks.
 
 use super::*;
 use crate::disk::faulty::{Badly, ERRORS, Faulty, SOUND};
 
-/// What an importer makes of files, one of which lies badly.
+/// Reads files with an importer, one of them from a faulty disk.
 fn read_on(peer: Peer, opened: &Path, file: &Path, disk: Faulty) -> Result<Vec<Doc>> {
     read_through(&Badly { file, disk }, peer, opened, &hints())
 }
@@ -52,7 +52,8 @@ fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
                 failed += u64::from(judge(at, Faulty { stream_ends: at, error, ..SOUND }));
                 pieces += u64::from(judge(at, Faulty { pieces_end: at, error, ..SOUND }));
             }
-            // A file is read to its last byte, or it is no file of this data set. Some are read beyond: for the end.
+            // A file of this data set is read to its last byte, some also beyond, to find the end; other files are not
+            // read.
             assert!([0, length, length + 1].contains(&failed), "{}: {failed}", file.display());
             failing += u64::from(failed > 0);
             in_pieces += pieces;
@@ -62,7 +63,7 @@ fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
     }
 }
 
-/// Without its metadata, a `.ds` is as wide as its index says: one more read that may fail.
+/// Without its metadata, the width of a `.ds` is computed from its index: one more read that may fail.
 #[test]
 fn a_width_that_is_measured_is_read_with_care_too() {
     let bench = Bench::new();

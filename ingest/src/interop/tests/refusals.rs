@@ -1,10 +1,10 @@
-//! What an import refuses, and what a refusal leaves: nothing.
+//! What an import refuses; a refusal leaves no files.
 
 use super::*;
 use store::Manifest;
 use store::open;
 
-/// A store of one source, and its Megatron files: of its splits, called `train` and `second`.
+/// A store of one source, and its Megatron files, with splits called `train` and `second`.
 fn store(bench: &Bench) -> (Manifest, PathBuf) {
     let docs: Vec<Vec<u32>> =
         (0..40).map(|at| (0..1 + at % 9).map(|id| id + at).collect()).collect();
@@ -13,7 +13,7 @@ fn store(bench: &Bench) -> (Manifest, PathBuf) {
     request.validation = Ratio::new(1, 4);
     let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
     export(&bench.export(Peer::Megatron, "store", "out")).unwrap();
-    // Nobody means both splits by the folder of an export.
+    // A folder with both splits is ambiguous.
     let folder = bench.path("out/web");
     let both = import(&bench.import(Peer::Megatron, "both", &[(&folder, false)])).unwrap_err();
     assert!(both.class() == Class::Usage && both.to_string().contains("validation.bin"), "{both}");
@@ -44,7 +44,7 @@ fn a_folder_of_megatron_files_is_all_of_its_pairs() {
     assert!(!bench.path("none").exists() && !bench.path("none.partial").exists());
 }
 
-/// As where a build drops all that it reads.
+/// As in a build that drops everything it reads.
 #[test]
 fn documents_without_tokens_alone_make_no_store() {
     let bench = Bench::new();
@@ -112,7 +112,7 @@ fn a_manifest_that_lies_ends_no_export_with_a_bug() {
     }
 }
 
-/// A headerless file that was cut at exactly half is no narrower one: every second id would be a zero.
+/// A headerless file cut at exactly half must not be read as a narrower one: every second id would be zero.
 #[test]
 fn a_file_cut_in_half_is_not_taken_for_a_narrower_one() {
     let bench = Bench::new();
@@ -132,13 +132,13 @@ fn a_file_cut_in_half_is_not_taken_for_a_narrower_one() {
         assert_eq!(fault.class(), Class::Data, "{fault}");
         assert!(fault.to_string().contains(&format!("--dtype {other}")), "{fault}");
     }
-    // Wider than it has to be is what dolma makes where it is told to.
+    // dolma writes wider tokens than necessary if configured so.
     fs::write(&path, whole(4)).unwrap();
     assert_eq!(plain(read(Peer::Olmo, &path).unwrap()), [vec![1, 2, 3], vec![4]]);
 }
 
-/// A file of u32 that was cut at half has the size of one of u16, and each of its numbers is an id: as u16 it is every
-/// second one 0. Nobody guesses which of the two it is.
+/// A file of u32 cut at half has the size of one of u16, and all its numbers are valid ids: as u16, every second one is
+/// 0. The importer does not guess.
 #[test]
 fn a_wide_file_cut_in_half_is_not_taken_for_a_whole_one() {
     let bench = Bench::new();
@@ -156,10 +156,10 @@ fn a_wide_file_cut_in_half_is_not_taken_for_a_whole_one() {
         let hints = Hints { width: Some(Width::U16), ..hints() };
         let found = read_through(&Real, peer, path, &hints).unwrap();
         assert_eq!(plain(found), [vec![1, 0, 2], vec![0]]);
-        // One other number is proof enough.
+        // One nonzero number in between is proof enough.
         fs::write(path, [1u16, 0, 2, 3].map(u16::to_le_bytes).concat()).unwrap();
         assert_eq!(plain(read(peer, path).unwrap()), [vec![1, 0, 2], vec![3]]);
-        // Nobody makes a narrow file for a vocabulary that does not fit into it.
+        // A vocabulary that does not fit is never written as a narrow file.
         let hints = Hints { vocab: 100_277, width: None, ..hints };
         let fault = read_through(&Real, peer, path, &hints).unwrap_err();
         assert_eq!(fault.class(), Class::Data, "{fault}");

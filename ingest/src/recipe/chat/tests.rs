@@ -1,4 +1,4 @@
-//! Templates of five families, what is read of a record, and whole builds of chats.
+//! Templates of five families, how records are read, and whole builds of chats.
 
 use serde_json::json;
 use store::Manifest;
@@ -18,7 +18,7 @@ const TEMPLATES: [(&str, &str); 5] = [
     ("phi3", include_str!("phi3.jinja")),
 ];
 
-/// What `transformers` 5.17 makes of them where today is the 26th of July 2024; `benches/peer_chat.py` asks it again.
+/// The results of `transformers` 5.17 with the date 26 July 2024; `benches/peer_chat.py` computes them again.
 const CASES: &str = include_str!("cases.json");
 
 /// Control tokens of these families.
@@ -49,11 +49,11 @@ const CONTROLS: [&str; 20] = [
 struct Case {
     template: String,
     tokens: BTreeMap<String, String>,
-    /// Nothing where `transformers` refuses the record.
+    /// None if `transformers` refuses the record.
     text: Option<String>,
 }
 
-/// A tokenizer whose control tokens are these, from the id 256 on.
+/// A tokenizer with these control tokens, from id 256 on.
 fn tokenizer(controls: &[&str]) -> Vec<u8> {
     bytes_tokenizer(|json| {
         let added = json["added_tokens"].as_array_mut().unwrap();
@@ -79,7 +79,7 @@ fn chat(templates: &[(&str, &str)], tokens: BTreeMap<String, String>, tools: boo
     Rendered::new(paths, file, date).unwrap()
 }
 
-/// The ids of a text: those of its control tokens, and of each character between them.
+/// The ids of a text: those of its control tokens, and one per other character.
 fn ids(text: &str, tokenizer: &Tokenizer) -> Vec<u32> {
     let (mut ids, mut rest) = (Vec::new(), text);
     while let Some(next) = rest.chars().next() {
@@ -107,7 +107,7 @@ fn texts_and_ids_are_those_of_transformers() {
     for line in CASES.lines().filter(|line| line.starts_with('{')) {
         let line = line.trim_end_matches(',');
         let case: Case = serde_json::from_str(line).unwrap();
-        // As it is written, since members are rendered in their order.
+        // Parsed from the text, since members are rendered in their order.
         let record = written::at(line, "record").unwrap().unwrap();
         let (name, template) =
             TEMPLATES.iter().find(|(name, _)| *name == case.template).copied().unwrap();
@@ -204,10 +204,10 @@ fn a_store_holds_control_tokens_where_a_template_writes_them() {
     let bench = bench(CONFIG_TEXT);
     let keys = "chat_template = \"model/tokenizer_config.json\"";
     let manifest = built(&corpus(&bench, keys), &bench.path("store"), 2);
-    // <s> q7 </s> </s> a </s>: a control token that stands in a message is one too, as it is to transformers.
+    // <s> q7 </s> </s> a </s>: a control token inside a message is a token too, as in transformers.
     let wanted: u64 = (0..20).map(|i| 5 + format!("q{i}").len() as u64).sum();
     assert_eq!(tokens(&manifest), wanted);
-    // A template by itself, with the same tokens beside it, is the same one; another text is another store.
+    // A separate template with the same tokens in its folder gives the same store; another text gives another store.
     let template = serde_json::from_str::<serde_json::Value>(CONFIG_TEXT).unwrap();
     let template = template["chat_template"].as_str().unwrap();
     bench.write("model/own.jinja", template);
@@ -215,7 +215,7 @@ fn a_store_holds_control_tokens_where_a_template_writes_them() {
     assert_eq!(built(&corpus(&bench, keys), &bench.path("own"), 2).digest, manifest.digest);
     bench.write("model/own.jinja", template.to_owned() + " ");
     assert_ne!(built(&corpus(&bench, keys), &bench.path("other"), 2).request, manifest.request);
-    // What counts tokens counts these.
+    // Steps that count tokens count these too.
     let trimmed = format!(
         "{keys}\n[[prepare]]\nstep = \"trim\"\ncontext = 6\nkeep_unmarked = true\n\
          [[prepare]]\nstep = \"exact-duplicates\"\n"

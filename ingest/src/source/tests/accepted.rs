@@ -1,11 +1,11 @@
-//! What is accepted and what is refused, as `ingest/docs/inputs.md` says it.
+//! What is accepted and what is refused, as `ingest/docs/inputs.md` describes it.
 
 use ::arrow::array::{FixedSizeBinaryArray, ListArray, NullArray};
 use ::arrow::buffer::OffsetBuffer;
 
 use super::*;
 
-/// What becomes of each record of a file: its text, `-` and the reason with the place, or `!` and the refusal.
+/// The result for each record of a file: its text, `-` and the reason with the place, or `!` and the refusal.
 fn verdicts(name: &str, bytes: &[u8], limits: &Limits) -> Vec<String> {
     let file = write(name, bytes);
     let folder = format!("{}/", file.path.parent().unwrap().display());
@@ -27,7 +27,7 @@ fn verdicts(name: &str, bytes: &[u8], limits: &Limits) -> Vec<String> {
     }
 }
 
-/// Holds verdicts against texts; one that ends in `...` only has to begin so.
+/// Compares results with expected texts; one that ends in `...` is a prefix.
 #[track_caller]
 fn expect(name: &str, bytes: &[u8], wanted: &[&str]) {
     expect_within(name, bytes, wanted, &Limits::default());
@@ -62,7 +62,7 @@ fn compressed_files() {
     let skippable: &[u8] = b"\x50\x2a\x4d\x18\x03\0\0\0abc";
     expect("x.jsonl.gz", &[gz(A), gz(b""), gz(B)].concat(), &["a", "b"]);
     expect("x.jsonl.gz", &gz(&[A, &B[..6]].concat())[..], &["a", "- malformed: x.jsonl.gz:2: ..."]);
-    // A member may end within a line.
+    // A member may end inside a line.
     expect("x.jsonl.gz", &[gz(&A[..6]), gz(&A[6..])].concat(), &["a"]);
     expect(
         "x.jsonl.zst",
@@ -140,7 +140,7 @@ fn json_values() {
     }
 }
 
-/// An array of records is read as if each stood on a line.
+/// An array of records is read as if each were on its own line.
 #[test]
 fn arrays_of_records() {
     let (a, b) = ("{\"text\":\"a\"}", "{\"n\": [1, {\"x\": \"],[\"}],\n \"text\":\"\\\"b,\\\\\"}");
@@ -172,7 +172,7 @@ fn arrays_of_records() {
         &format!("[{a}, {{\"text\": 'x'}}, {a}]"),
         &["a", "- malformed: x.json: record 2: ...", "a"],
     );
-    // A line end within a string is as wrong as it is in JSON, and so is a form feed between values.
+    // A line end inside a string is invalid, as in JSON, and so is a form feed between values.
     placed("[{\"text\": \"a\nb\"}]", &["- malformed: x.json: record 1: ..."]);
     placed("[{\"text\":\u{c}\"a\"}]", &["- malformed: x.json: record 1: ..."]);
     for text in ["[,]", "[{},]", "[{},,{}]", "[{}] {}", "[{}],", "[}]", "[]]"] {
@@ -181,7 +181,7 @@ fn arrays_of_records() {
     for text in ["[", "[{},", "[{}", "[{\"text\": \"]", "[{\"text\": [}", "[[]"] {
         placed(text, &[cut]);
     }
-    // Lines stay lines, also those of such a name, and arrays in lines of another name.
+    // Lines stay lines in files with this extension, and so do arrays on lines in files with another one.
     placed(&format!("{a}\n{a}"), &["a", "a"]);
     expect("x.jsonl", format!("[{a}]\n{a}\n").as_bytes(), &["- missing text: x.jsonl:1: ...", "a"]);
     let told = verdicts("x.jsonl", array.as_bytes(), &Limits::default());
@@ -192,7 +192,7 @@ fn arrays_of_records() {
     expect_within("x.json", long.as_bytes(), &wanted, &limits);
 }
 
-/// A shard of which no value is known has a type of its own.
+/// A column without any values has a type of its own.
 #[test]
 fn a_column_of_nulls_is_one_without_text() {
     let nulls: ArrayRef = Arc::new(NullArray::new(3));
@@ -208,7 +208,7 @@ fn a_column_of_nulls_is_one_without_text() {
         [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
     {
         let file = write(name, &bytes);
-        // What stands within a column that is a struct in other shards is none here.
+        // A path into this column, which is a struct in other shards, finds no text here.
         for path in ["none", "none.text"] {
             let missing = read(&file, path, Some("text"));
             let is_missing =
@@ -253,7 +253,7 @@ fn longer_documents_than_allowed_are_refused_with_file_and_row() {
     expect_within("x.arrow", &arrow_file(&rows, 3, 0, false, 0), &wanted, &limits);
 }
 
-/// One column called `text`, as Parquet and as Arrow.
+/// A column called `text`, as Parquet and as Arrow.
 fn columnar(column: ArrayRef, nullable: bool) -> [(&'static str, Vec<u8>); 2] {
     let field = Field::new("text", column.data_type().clone(), nullable);
     let batch = RecordBatch::try_new(Arc::new(Schema::new(vec![field])), vec![column]).unwrap();
@@ -264,7 +264,7 @@ fn columnar(column: ArrayRef, nullable: bool) -> [(&'static str, Vec<u8>); 2] {
     [("x.parquet", parquet.into_inner().unwrap()), ("x.arrow", arrow.into_inner().unwrap())]
 }
 
-/// Dictionary, large, view, binary, nullable and nested columns are in the properties of the room above.
+/// Dictionary, large, view, binary, nullable and nested columns are covered by the property tests of the parent module.
 #[test]
 fn columns() {
     let texts = || Arc::new(StringArray::from(vec!["a", "b\0"])) as ArrayRef;
@@ -320,13 +320,13 @@ fn codecs_of_parquet_pages() {
     ] {
         expect("x.parquet", &write(codec), &wanted);
     }
-    // What the footer says of the column: its path, then the codec, of which 1 is snappy (zigzag: 2).
+    // The footer's entry for the column: its path, then the codec, of which 1 is snappy (zigzag: 2).
     let snappy = write(Compression::SNAPPY);
     let said: &[u8] = b"\x18\x04text\x15\x02";
     let places: Vec<usize> =
         (0..snappy.len()).filter(|at| snappy[*at..].starts_with(said)).collect();
     assert_eq!(places.len(), 1);
-    // LZO, which no reader has, a number that means nothing yet, one below zero.
+    // LZO, which no reader supports; an undefined number; a negative one.
     for (codec, place) in [(6, "x.parquet: row group 0"), (40, "x.parquet"), (3, "x.parquet")] {
         let mut bytes = snappy.clone();
         bytes[places[0] + said.len() - 1] = codec;
@@ -335,7 +335,7 @@ fn codecs_of_parquet_pages() {
     }
 }
 
-/// Every eight bytes of a file, replaced by what they could claim: sizes, places, counts.
+/// Every eight bytes of a file, replaced by values that sizes, offsets or counts could claim.
 #[test]
 fn arrow_buffers_that_claim_more_than_they_hold() {
     let rows = ["x", "y", "z"].map(|text| Row { text: Some(text.repeat(700)), id: None });
@@ -352,14 +352,15 @@ fn arrow_buffers_that_claim_more_than_they_hold() {
                     refused += 1;
                     by_claim += u32::from(found[0].contains("a buffer that claims"));
                 } else {
-                    // Text, padding or a place within the text was hit: no document more, none less, none beyond its batch.
+                    // Text, padding or an offset within the text was hit: the number of documents is the same, and none
+                    // exceeds its batch.
                     assert_eq!(found.len(), rows.len(), "{claim} at {at} of variant {variant}");
                     assert!(found.iter().all(|text| text.len() <= 1400), "{claim} at {at}");
                 }
             }
         }
         assert!(refused > 20, "{refused} refused of variant {variant}");
-        // Only compressed buffers say how long they will be.
+        // Only compressed buffers claim a decompressed size.
         assert_eq!(by_claim > 0, variant / 2 > 0, "{by_claim} of variant {variant}");
     }
 }

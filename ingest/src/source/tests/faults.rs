@@ -1,4 +1,4 @@
-//! Disks that are slow, interrupted or broken, under every format.
+//! Every format on slow, interrupted or broken disks.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use store::pieces::Pieces;
 use super::*;
 use crate::disk::faulty::{ERRORS, Faulty, SOUND};
 
-/// Every kind of file with the fields to read from it: the sound ones, plain ones, and Parquet and Arrow as whole records.
+/// Every kind of file with the fields to read from it: intact ones, plain ones, and Parquet and Arrow as whole records.
 fn files() -> Vec<(Scratch, Fields)> {
     let fields = |text: &str| Fields::at(text, None);
     let sound = sound_files();
@@ -53,7 +53,7 @@ fn an_error_at_any_byte_is_the_machines_and_names_the_file() {
                     Err(())
                 }
             };
-            // Every reader reads its stream to the end, be it for the identity of the bytes alone.
+            // Every reader reads its file to the end, if only for the identity of the bytes.
             assert_eq!(judge(Faulty { stream_ends: at, error, ..SOUND }), Err(()), "byte {at}");
             match judge(Faulty { pieces_end: at, error, ..SOUND }) {
                 Ok(found) => assert_eq!(found, wanted, "byte {at}"),

@@ -1,4 +1,4 @@
-//! Files that look like text and are not: refused, with the place and the reason.
+//! Files that look like text but are not: refused, with the place and the reason.
 
 use std::sync::Arc;
 
@@ -65,7 +65,7 @@ fn of_two_columns_with_one_name_none_is_taken() {
     }
 }
 
-/// What a file is by its first bytes is said; what only begins with such letters is text.
+/// A file's kind is recognized by its first bytes; text that only begins with such letters is accepted.
 #[test]
 fn files_of_another_kind_are_named() {
     let sound = parquet_file(&[Row { text: Some("a".into()), id: None }], 1, 0, false, 0);
@@ -101,7 +101,7 @@ fn files_of_another_kind_are_named() {
     }
 }
 
-/// A struct, a list or an object where text should stand: what is in it is named.
+/// A struct, a list or an object in place of text: the message names its fields.
 #[test]
 fn what_holds_fields_is_no_text() {
     let rows = [Row { text: Some("a".into()), id: None }];
@@ -119,7 +119,7 @@ fn what_holds_fields_is_no_text() {
     assert!(fault.to_string().contains("text = \"doc.a\\.b\""), "{fault}");
 }
 
-/// A key with a dot is told from a path, and can be named.
+/// A key with a dot is distinguished from a path, and can be named.
 #[test]
 fn a_dot_of_a_name_has_a_backslash_before_it() {
     let line = b"{\"a.b\": \"x\", \"m\": {\"c.d\": 7, \"c\": {\"d\": 8}}}";
@@ -151,7 +151,7 @@ fn a_dot_of_a_name_has_a_backslash_before_it() {
 fn damage_names_its_row_group() {
     let row = |number| Row { text: Some(format!("{number}").repeat(90)), id: None };
     let rows: Vec<Row> = (0..30).map(row).collect();
-    // Version 1 pages, zstd: a flipped byte is found by the decoder.
+    // Version 1 pages, zstd: the decoder detects a flipped byte.
     let sound = parquet_file(&rows, 10, 0, false, 2);
     let file = write("x.parquet", &sound);
     let reader = SerializedFileReader::new(std::fs::File::open(&file.path).unwrap()).unwrap();
@@ -165,7 +165,7 @@ fn damage_names_its_row_group() {
     }
 }
 
-/// In its first batch too, and where what is damaged is the head of its message.
+/// Also in its first batch, and where the header of its message is damaged.
 #[test]
 fn damage_names_its_record_batch_in_one_line() {
     let batch = |number: u32| {
@@ -204,7 +204,7 @@ fn a_field_with_a_comma_is_one_field() {
 
 #[test]
 fn too_little_memory_is_not_damage() {
-    // What zstd says where it got none, by its own number for it.
+    // zstd's message for a failed allocation, by its own error number.
     let words = zstd::zstd_safe::get_error_name(-64_isize as usize);
     assert!(is_out_of_memory(&std::io::Error::other(words)), "{words}");
     assert!(!is_out_of_memory(&std::io::Error::other("Data corruption detected")));

@@ -1,4 +1,4 @@
-//! Tokenizers whose pre-tokenizer isolates words, with drawn merges and vocabularies, chunk by chunk against the whole.
+//! Tokenizers whose pre-tokenizer isolates words, with random merges and vocabularies: chunked against whole encoding.
 
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ fn added(id: usize, content: &str, special: bool) -> Value {
            "normalized": true, "special": special})
 }
 
-/// A tokenizer of CLIP's shape: bytes with and without a suffix, and merges of drawn pairs.
+/// A tokenizer of CLIP's shape: bytes with and without a suffix, and merges of random pairs.
 fn clip(seed: u64) -> Value {
     let mut json: Value = serde_json::from_slice(&bytes_tokenizer(|_| ())).unwrap();
     let vocab = json["model"]["vocab"].as_object_mut().unwrap();
@@ -49,7 +49,7 @@ fn clip(seed: u64) -> Value {
     json
 }
 
-/// A tokenizer of BERT's shape, of either case.
+/// A tokenizer of BERT's shape, cased or uncased.
 fn bert(lowercase: bool) -> Value {
     let mut json = clip(3);
     let mut vocab =
@@ -69,7 +69,7 @@ fn bert(lowercase: bool) -> Value {
     json
 }
 
-/// A tokenizer that white space separates, whose words begin with a mark.
+/// A tokenizer of words separated by white space, which begin with a mark.
 fn spaced() -> Value {
     let mut json = bert(false);
     let letters = ('!'..='~').chain("\u{2581}\u{e9}\u{430}\u{4e2d}".chars());
@@ -84,7 +84,7 @@ fn spaced() -> Value {
     json
 }
 
-/// SentencePiece's map of characters, here an empty one: a table of 256 places, and nothing that they lead to.
+/// SentencePiece's map of characters, empty: a table of 256 entries that lead to nothing.
 fn empty_map() -> Value {
     let base64 = format!("AAQA{}AAA=", "AAAA".repeat(341));
     json!({"type": "Precompiled", "precompiled_charsmap": base64})
@@ -95,12 +95,12 @@ fn with(mut json: Value, change: impl FnOnce(&mut Value)) -> Value {
     json
 }
 
-/// A token that no text has, for which the fast encoder leaves the words of CLIP to the reference.
+/// A token that no text contains, which makes the fast encoder leave CLIP's words to the reference.
 fn spaced_token(json: &mut Value) {
     json["model"]["vocab"]["a\u{120}"] = json!(9999);
 }
 
-/// The shapes that are covered.
+/// The covered shapes.
 fn shapes() -> Vec<(&'static str, Value)> {
     vec![
         ("clip", with(clip(1), spaced_token)),
@@ -145,7 +145,7 @@ fn chunks_have_the_ids_of_the_whole() {
         let drawn = (0..400).map(|seed| hard::text(&mut Dice(seed), &[]));
         for text in fixed.map(str::to_owned).into_iter().chain(drawn) {
             let wanted = tokenizer.encode_by_reference(&text).unwrap();
-            // The second time everything is remembered.
+            // The second time all chunks are cached.
             for _ in 0..2 {
                 assert!(tokenizer.encode(&text).unwrap() == wanted, "{name}: {text:?}");
             }

@@ -1,28 +1,28 @@
-//! Splits in a row that ask for nothing but classes of characters, found without expressions.
+//! Consecutive splits that depend only on character classes, done without regular expressions.
 //!
-//! DeepSeek's older tokenizers cut a text by six steps, each of which takes the pieces of the one before. As expressions
-//! these are six searches for every word. But each has one of five forms: a character of a class, a run of
-//! such characters, such a run with one space before it, the space at a piece's end, or digits. Here each character is
-//! looked up once, in a table that says which classes it is in, and the steps walk over what was found.
+//! DeepSeek's older tokenizers cut a text in six steps, each of which cuts the pieces of the previous one. With regular
+//! expressions these are six searches per word. But each has one of five forms: a character of a class, a run of such
+//! characters, such a run with one space before it, the space at a piece's end, or digits. Here each character is
+//! looked up once, in a table of its classes, and the steps use the result.
 //!
-//! Guarantee: the same pieces. A search for `[class]+` ends at the first character of the class and takes all that
-//! follow; `\s?` before it takes the character in front if that is a space that no match before took. The
-//! expression `\s+$` finds the space at a piece's end; it would find more where a line ends within a piece, so it is
-//! known only behind a step that cuts at every `\n`. Shown by `splits_of_classes_have_the_ids_of_the_reference` on every
-//! character, and by `splits_in_a_row_have_the_ids_of_the_reference` on drawn texts.
+//! Guarantee: the same pieces. A search for `[class]+` starts at the first character of the class and takes all that
+//! follow; `\s?` before it takes the previous character if that is a space outside earlier matches. The expression
+//! `\s+$` finds the space at a piece's end; it would also match at a line end inside a piece, so it is accepted only
+//! after a step that cuts at every `\n`. Tested by `splits_of_classes_have_the_ids_of_the_reference` on every
+//! character, and by `splits_in_a_row_have_the_ids_of_the_reference` on random texts.
 
 use std::ops::Range;
 
 use fastokens::pre_tokenized::{PreTokenizedString, Split};
 use serde_json::Value;
 
-/// In the table: the character is a space.
+/// Bit in the table: the character is a space.
 const SPACE: u8 = 1 << 7;
 
-/// The most classes that have room beside [`SPACE`].
+/// The limit on classes, which share a byte with [`SPACE`].
 const CLASSES_MAX: usize = 7;
 
-/// What a step makes a piece of.
+/// What a step makes into a piece.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Form {
     /// Each character of the class.
@@ -49,7 +49,7 @@ pub(super) struct Classes {
 }
 
 impl Classes {
-    /// For these steps of a pre-tokenizer, if each of them has one of the forms.
+    /// For these steps of a pre-tokenizer, if each has one of the forms.
     pub(super) fn new(steps: &[Value]) -> Option<Classes> {
         if steps.len() > CLASSES_MAX {
             return None;
@@ -78,7 +78,7 @@ impl Classes {
         Some(found)
     }
 
-    /// The form of an expression, whose class is entered into the table as `bit`.
+    /// The form of an expression; its class is added to the table as `bit`.
     fn expression(&mut self, expression: &str, bit: u8) -> Option<Form> {
         if expression == r"\s+$" {
             let lines = self.table['\n' as usize];
@@ -113,7 +113,7 @@ impl Classes {
         pieces.refine_splits(found);
     }
 
-    /// For each byte the classes that its character is in.
+    /// For each byte, the classes of its character.
     fn look_up(&self, text: &str) -> Vec<u8> {
         let mut classes = Vec::with_capacity(text.len());
         let mut rest = text;
@@ -128,7 +128,7 @@ impl Classes {
     }
 }
 
-/// The characters of a class in brackets that names them and ranges of them, and nothing else.
+/// The characters of a bracket class that consists only of characters and ranges.
 fn ranges(class: &str) -> Option<Vec<Range<usize>>> {
     let class = class.strip_prefix('[')?.strip_suffix(']')?;
     if class.is_empty() || class.contains(['\\', '[', ']', '^', '&']) {
@@ -145,7 +145,7 @@ fn ranges(class: &str) -> Option<Vec<Range<usize>>> {
     Some(found)
 }
 
-/// The pieces of one text as they are found.
+/// The pieces found in one text.
 struct Cuts<'a> {
     steps: &'a [Step],
     text: &'a str,
@@ -154,13 +154,13 @@ struct Cuts<'a> {
 }
 
 impl Cuts<'_> {
-    /// Takes a piece through the steps from `step` on.
+    /// Runs a piece through the steps from `step` on.
     fn piece(&mut self, step: usize, piece: Range<usize>) {
         if piece.is_empty() {
             return;
         }
         let any = self.classes[piece.clone()].iter().fold(0, |any, classes| any | classes);
-        // A step whose class no character is in leaves a piece whole.
+        // A step leaves a piece whole if no character is in its class.
         let wanted = |step: &Step| any & step.bit != 0;
         let Some(ahead) = self.steps[step..].iter().position(wanted) else {
             self.found.push(Split { range: piece, token_id: None });
@@ -179,7 +179,7 @@ impl Cuts<'_> {
         self.piece(step + 1, start..piece.end);
     }
 
-    /// What the step finds first.
+    /// The first match of a step.
     fn search(&self, step: &Step, piece: Range<usize>) -> Option<Range<usize>> {
         let classes = &self.classes[piece.clone()];
         let inside = |classes: &u8| classes & step.bit != 0;

@@ -1,16 +1,16 @@
-//! Long words at the pace of short ones.
+//! Long words at the speed of short ones.
 //!
-//! `fastokens` merges a word of more than 128 bytes by a queue of all its pairs, at a thirtieth of its usual pace where
-//! the word is long enough. Here such a word is merged window by window instead; all else stays with the library.
+//! `fastokens` merges words of more than 128 bytes with a queue of all pairs, at a thirtieth of its usual speed for
+//! very long words. Here such words are merged window by window; everything else is left to the library.
 //!
-//! Three steps, each exact for itself:
+//! Three steps, each exact:
 //!
 //! 1. *Places that every split cuts.* In the splits known here ([`KNOWN`]) a match never looks back, and looks ahead
-//!    only from white space (`\s+(?!\S)`) or by giving letters back (o200k) to what is no letter. So a boundary between
-//!    `x` and `y` where `x` is no white space and no match can hold both (see [`cuts`]) leaves the text before and
-//!    after it to be encoded on their own. A word holds no such place, so that a word longer than [`LONG`] lies in a
-//!    stretch of that length without any: these stretches are looked for, and nearly every text has none.
-//! 2. *The words of such a stretch* are those that the reference's own expression finds, in the reference's own engine.
+//!    only from white space (`\s+(?!\S)`) or by giving letters back (o200k) before a character that is not a letter. So
+//!    if `x` is not white space and no match can contain both `x` and `y` (see [`cuts`]), the texts before and after
+//!    the boundary are encoded independently. A word contains no such boundary, so a word longer than [`LONG`] is in a
+//!    stretch of that length without any: these stretches are searched for, and nearly every text has none.
+//! 2. *The words of such a stretch* are found by the reference's own expression, in the reference's own regex engine.
 //! 3. *Windows.* See `windows.rs`.
 
 use serde_json::Value;
@@ -19,7 +19,7 @@ use unicode_normalization::char::is_combining_mark;
 
 use super::windows::{LONG, Symbols, Windows};
 
-/// GPT-2's split, which `ByteLevel` has built in.
+/// GPT-2's split, which is built into `ByteLevel`.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
 /// The splits for which [`cuts`] holds.
@@ -30,10 +30,10 @@ const KNOWN: [&str; 4] = [
     fastokens::tiktoken::QWEN2_PATTERN,
 ];
 
-/// Whether every known split ends a match between `x` and `y`, whatever stands around them.
+/// Whether every known split ends a match between `x` and `y`, regardless of the context.
 ///
-/// A space only begins a match, or follows white space. After a letter a match goes on with letters, marks or an
-/// apostrophe. After a digit it goes on with digits. The letters and signs are such in every version of Unicode.
+/// A space only begins a match, or follows white space. After a letter, a match may continue with letters, marks or an
+/// apostrophe; after a digit, with digits. These letters and signs are the same in every version of Unicode.
 fn cuts(x: char, y: char) -> bool {
     let east = matches!(x, '\u{4e00}'..='\u{9fa5}' | '\u{3041}'..='\u{3094}' | '\u{30a1}'..='\u{30fa}' | '\u{ac00}'..='\u{d7a3}');
     let stop = matches!(
@@ -56,7 +56,7 @@ fn cuts(x: char, y: char) -> bool {
     }
 }
 
-/// The last certain boundary after `from` and up to `to`, both on characters.
+/// The last certain boundary after `from` and up to `to`, both at character boundaries.
 fn last_cut(text: &str, from: usize, to: usize) -> Option<usize> {
     let mut y = text[to..].chars().next()?;
     for (at, x) in text[from..to].char_indices().rev() {
@@ -81,7 +81,7 @@ fn first_cut(text: &str, from: usize) -> usize {
     text.len()
 }
 
-/// Whether `text` seems to have a word that is worth the search for it: a guess, which costs or saves time alone.
+/// Whether `text` seems to have a word that is worth the search: a guess that affects only speed.
 fn has_run(text: &str, split: &str) -> bool {
     let cased = split == fastokens::tiktoken::O200K_BASE_PATTERN;
     let class = |c: char| match c {
@@ -108,7 +108,7 @@ fn has_run(text: &str, split: &str) -> bool {
     false
 }
 
-/// The words of one tokenizer, found as the reference finds them.
+/// The words of one tokenizer, found as the reference does.
 pub(super) struct LongWords {
     source: &'static str,
     split: SysRegex,
@@ -116,14 +116,15 @@ pub(super) struct LongWords {
 }
 
 impl LongWords {
-    /// For a `tokenizer.json` whose split is known; the normaliser has to leave parts of its results as they are.
+    /// For a `tokenizer.json` with a known split; the normaliser must leave parts of its results unchanged.
     pub(super) fn new(json: &Value) -> Option<LongWords> {
         let normalizer = &json["normalizer"];
         if !normalizer.is_null() && normalizer["type"] != "NFC" {
             return None;
         }
         let source = known_split(&json["pre_tokenizer"])?;
-        // With `ignore_merges` a word that is a token is one even if no merges lead to it: no long word may be.
+        // With `ignore_merges`, a word in the vocabulary is one token even if no merges produce it: no such word may be
+        // long.
         let vocab = json.pointer("/model/vocab")?.as_object()?;
         if vocab.keys().any(|token| token.chars().count() > LONG) {
             return None;
@@ -140,7 +141,7 @@ impl LongWords {
         self.stretch(text, 0).is_some()
     }
 
-    /// The first stretch from the boundary `from` on that seems to have a long word: between two boundaries.
+    /// The first stretch after the boundary `from`, between two boundaries, that seems to have a long word.
     fn stretch(&self, text: &str, from: usize) -> Option<(usize, usize)> {
         let mut start = from;
         while text.len() - start > LONG {
@@ -210,7 +211,7 @@ impl LongWords {
             fast.model().tokenize_into_fused(word, ids)
         };
         for (start, end) in self.split.find_iter(text) {
-            // What no alternative matches is a word as well.
+            // Text that no alternative matches is a word too.
             word(done..start)?;
             word(start..end)?;
             done = end;
@@ -219,10 +220,10 @@ impl LongWords {
     }
 }
 
-/// The expression of a pre-tokenizer that only splits by a known one and maps bytes.
+/// The expression of a pre-tokenizer that only splits by a known expression and maps bytes.
 fn known_split(json: &Value) -> Option<&'static str> {
     let bytes_by = |json: &Value, expression: bool| {
-        // Left out, both keys mean yes.
+        // Both keys default to true.
         json["type"] == "ByteLevel"
             && json["add_prefix_space"] == false
             && (json["use_regex"] != false) == expression
@@ -246,19 +247,19 @@ mod tests {
     use crate::tokenize::{Engine, Tokenizer};
     use serde_json::json;
 
-    /// Draws a test: few in CI, more when asked for.
+    /// The number of random tests: few in CI, more on request.
     fn rounds() -> u64 {
         std::env::var("ZDATA_HARD_TEXTS").ok().and_then(|n| n.parse().ok()).unwrap_or(300)
     }
 
-    /// Merges of drawn pairs: their order is wilder than that of any trained tokenizer.
+    /// Merges of random pairs, in a less regular order than in any trained tokenizer.
     fn drawn_merges(json: &mut Value, seed: u64) {
         let mut dice = Dice(seed);
         let byte_names: Vec<String> = {
             let vocab = json["model"]["vocab"].as_object().unwrap();
             vocab.keys().cloned().collect()
         };
-        // The names of the bytes that runs are made of: "a", a space, a line feed, the bytes of U+4E2D, U+1F468, U+0301.
+        // The names of the bytes in runs: "a", a space, a line feed, the bytes of U+4E2D, U+1F468, U+0301.
         let usual = [
             "a", "b", "h", "e", "l", "o", "1", "-", "=", "\u{120}", "\u{10a}", "'", "s", "\u{e4}",
             "\u{b8}", "\u{143}", "\u{f0}", "\u{141}", "\u{133}", "\u{a8}", "\u{cc}", "\u{123}",
@@ -278,7 +279,7 @@ mod tests {
             }
         }
         json["model"]["merges"] = json!(merges);
-        // Added tokens come after those of the model.
+        // Added tokens follow those of the model.
         json["added_tokens"][0]["id"] = json!(id);
         json["added_tokens"][1]["id"] = json!(id + 1);
     }

@@ -1,32 +1,31 @@
-//! The fast encoder: `fastokens`, and what it needs to be exact and fast on every text.
+//! The fast encoder: `fastokens`, with additions that make it exact and fast on every text.
 //!
-//! This folder alone encodes with `fastokens`. It could be offered upstream: each file takes from the library only what is
-//! public, and says at its head what it guarantees and why that is so.
+//! Only this folder uses `fastokens`. It could be offered upstream: each file uses only the library's public API, and
+//! states its guarantee with a proof.
 //!
-//! - `windows`: a long word is merged to the same ids window by window, in time linear in its length, since no merge
-//!   crosses a joint whose two neighbours merge to themselves. Shown by every test below, with merges in drawn order.
-//! - `long`: the words longer than [`windows::LONG`] of a known split are found and merged so; all else is the library's. No
-//!   match of a known split goes over certain places, so that a long word lies in a stretch without any. Shown by
+//! - `windows`: long words are merged window by window with the same ids, in linear time, since no merge crosses a
+//!   joint whose two neighbours merge to themselves. Covered by every test below, with merges in random order.
+//! - `long`: finds the words longer than [`windows::LONG`] of a known split and merges them so; all else is left to the
+//!   library. No match of a known split crosses certain places, so a long word is in a stretch without any. Tested by
 //!   `every_known_split_ends_a_word_where_it_is_said_to` and `ids_are_those_of_the_reference_on_hard_texts`.
-//! - `whole`: a text that is one word (SentencePiece) is encoded part by part, since no merge goes over a place where no
-//!   token has these two characters side by side. Shown by `every_form_has_the_ids_of_the_reference`.
-//! - `splits`: the words of several splits in a row are encoded from the text, not from a copy with a character a byte,
-//!   since a map of bytes moves no word's end. Shown by `splits_in_a_row_have_the_ids_of_the_reference`.
-//! - `classes`: splits in a row that ask for classes of characters alone are found in one table instead of by one expression
-//!   after the other. Shown by `splits_of_classes_have_the_ids_of_the_reference`.
-//! - `runs`: a run of spaces becomes the added tokens for it without a search at every byte. Added tokens are taken
-//!   leftmost and longest, so that those of a run are counted off. Shown by
-//!   `runs_of_spaces_have_the_ids_of_the_reference`.
-//! - `suffixed`: words that end in a suffix (CLIP) are words of an ordinary model of bytes with a space behind each, since a
-//!   merge of the last byte and the space that comes before all others makes the suffixed symbol. Shown by
+//! - `whole`: a text that is one word (SentencePiece) is encoded part by part, since no merge crosses a place whose two
+//!   characters are adjacent in no token. Tested by `every_form_has_the_ids_of_the_reference`.
+//! - `splits`: the words of consecutive splits are encoded from the text, not from a copy with a character per byte,
+//!   since mapping bytes does not change where words end. Tested by `splits_in_a_row_have_the_ids_of_the_reference`.
+//! - `classes`: consecutive splits that depend only on character classes use one table instead of one expression after
+//!   the other. Tested by `splits_of_classes_have_the_ids_of_the_reference`.
+//! - `runs`: a run of spaces is replaced by its added tokens without a search at every byte. Added tokens match
+//!   leftmost and longest, so those of a run can be computed. Tested by `runs_of_spaces_have_the_ids_of_the_reference`.
+//! - `suffixed`: words that end in a suffix (CLIP) become words of a byte-level model with a space after each; a merge
+//!   of the last byte with this space, before all other merges, makes the suffixed symbol. Tested by
 //!   `words_that_end_in_a_suffix_have_the_ids_of_the_reference`.
 //!
-//! Beside these, more differences between the two libraries are met here: ids without a token are given one that no
-//! text has ([`without_gaps`]), the contraction with a long s is refused ([`LONG_S`]), and so are added tokens that match
-//! whole words only, `Metaspace` before a model without bytes, and words that end in a suffix but are not CLIP's. The
-//! post-processor is left out: it only adds tokens around a text, and only where that is asked for, which is never.
+//! Further differences between the two libraries are handled here. Ids without a token are given one that no text
+//! contains ([`without_gaps`]). The contraction with a long s is refused ([`LONG_S`]), and so are added tokens that
+//! match only whole words, `Metaspace` before a model without bytes, and words that end in a suffix but are not CLIP's.
+//! The post-processor is ignored: it only adds tokens around a text, and only on request, which is never made.
 //!
-//! Invariant: `encode` gives the ids of Hugging Face `tokenizers`, or an error, upon which the reference encodes.
+//! Invariant: `encode` gives the ids of Hugging Face `tokenizers`, or an error, after which the reference is used.
 
 mod classes;
 mod long;
@@ -54,26 +53,26 @@ pub(super) struct Fast {
     words: Words,
     /// The added tokens that are runs of spaces, if there are any.
     runs: Option<Runs>,
-    /// Whether the split asks for letters of either case.
+    /// Whether the split matches letters of either case.
     either_case: bool,
 }
 
-/// What cuts text into words, and merges those that are long.
+/// How text is cut into words, and how long ones are merged.
 enum Words {
     /// The library itself.
     Library,
     /// A known split.
     Split(LongWords),
-    /// Several splits in a row.
+    /// Several consecutive splits.
     Splits(Splits),
-    /// CLIP's, each of which ends in a suffix.
+    /// CLIP's words, each of which ends in a suffix.
     Suffixed(Suffixed),
     /// None: the text is one word.
     Whole(Whole),
 }
 
-/// An apostrophe and a long s. Where either case counts, it is the contraction `'s` to the reference and to Unicode,
-/// and none to the fast encoder.
+/// An apostrophe and a long s. If case is ignored, the reference and Unicode match it as the contraction `'s`, but the
+/// fast encoder does not.
 const LONG_S: &str = "'\u{17f}";
 
 impl Fast {
@@ -107,7 +106,7 @@ impl Fast {
             .map_err(|error| error.to_string())?;
         library.set_truncation(None);
         library.set_padding(None);
-        // What is known of words is read off the file, so that the library has to merge just so.
+        // The word rules are read from the file, so the library must merge in exactly the same way.
         let words = words.filter(|words| match words {
             Words::Whole(_) => Whole::fits(library.model()),
             _ => library.model().supports_fused_byte_level(),
@@ -123,7 +122,7 @@ impl Fast {
         Ok(Fast { library, words: words.unwrap_or(Words::Library), runs, either_case })
     }
 
-    /// The ids of `text`, or why there are none.
+    /// The ids of `text`, or why it could not be encoded.
     pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         if self.either_case && memchr::memmem::find(text.as_bytes(), LONG_S.as_bytes()).is_some() {
             return Err("it misses the contraction with a long s".to_owned());
@@ -135,7 +134,7 @@ impl Fast {
         .map_err(|_| "it panicked".to_owned())?
     }
 
-    /// The ids of a text, or of a part of it between added tokens.
+    /// The ids of a text, or of the part between two added tokens.
     fn part(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.words {
             Words::Split(long) if long.suspects(text) => long.encode(&self.library, text),
@@ -150,12 +149,12 @@ impl Fast {
     }
 }
 
-/// The most unused ids that are worth naming.
+/// The limit on unused ids that are given a token.
 const GAPS_MAX: usize = 1 << 16;
 
-/// Gives ids that no token has a token that no text has, since `fastokens` wants the ids of a model without gaps.
-/// (cl100k and o200k leave some out below their special tokens.) Under a byte-level pre-tokenizer, a space never
-/// reaches the model, so a token with one cannot match.
+/// Gives each unused id a token that no text contains, since `fastokens` requires a model's ids to have no gaps.
+/// (cl100k and o200k skip some below their special tokens.) Under a byte-level pre-tokenizer, a space never reaches the
+/// model, so a token with a space cannot match.
 fn without_gaps(mut json: Value) -> Result<Value, String> {
     let byte_level = json["pre_tokenizer"].to_string().contains("\"ByteLevel\"");
     let Some(vocab) = json.pointer_mut("/model/vocab").and_then(Value::as_object_mut) else {

@@ -1,24 +1,24 @@
-//! Runs of spaces where added tokens stand for them.
+//! Runs of spaces that become added tokens.
 //!
-//! gpt_neox has an added token for 2 to 24 spaces each, and `fastokens` looks for the longest one at every byte. Added
-//! tokens are taken leftmost first, the longest one each time. So if no other added token has a space in it, the tokens
-//! of a run are the longest that fits, again and again from its begin on, until none fits; what stands before, and what
-//! is left of the run with the text after it, are encoded on their own. NFC neither changes a space nor joins it with
-//! what stands next to it.
+//! gpt_neox has an added token for each number of spaces from 2 to 24, and `fastokens` searches for the longest one at
+//! every byte. Added tokens match leftmost, and the longest one each time. So if no other added token contains a space,
+//! the tokens of a run are the longest that fits, repeatedly from its start, until none fits. The text before, and the
+//! rest of the run with the text after it, are encoded separately. NFC neither changes a space nor combines it with its
+//! neighbours.
 
 use serde_json::Value;
 
-/// A run of fewer spaces is left to the library.
+/// Shorter runs are left to the library.
 const LEAST: usize = 16;
 
 /// The added tokens of one tokenizer that are runs of spaces.
 pub(super) struct Runs {
-    /// Spaces and id, the most spaces first.
+    /// Number of spaces and id, longest first.
     tokens: Vec<(usize, u32)>,
 }
 
 impl Runs {
-    /// For a `tokenizer.json` that has such tokens and none in their way.
+    /// For a `tokenizer.json` that has such tokens and no other added token with a space.
     pub(super) fn new(json: &Value) -> Option<Runs> {
         let normalizer = &json["normalizer"];
         if !normalizer.is_null() && normalizer["type"] != "NFC" {
@@ -39,7 +39,7 @@ impl Runs {
             tokens.push((content.len(), u32::try_from(token["id"].as_u64()?).ok()?));
         }
         tokens.sort_unstable_by(|a, b| b.cmp(a));
-        // Some token has to fit, or a run would be cut off without one.
+        // Some token must fit, or a run would be cut off without one.
         (tokens.last()?.0 <= LEAST).then_some(Runs { tokens })
     }
 
@@ -55,13 +55,13 @@ impl Runs {
                 }
                 at += after;
             }
-            // A run of this length has one of these places in it.
+            // A run of this length includes one of these positions.
             at += LEAST;
         }
         None
     }
 
-    /// The ids of `text`, of which `encode` appends those of the parts between runs.
+    /// The ids of `text`; `encode` appends those of the parts between runs.
     pub(super) fn encode(
         &self,
         text: &str,

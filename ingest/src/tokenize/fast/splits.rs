@@ -1,13 +1,13 @@
-//! Several splits in a row before the map of bytes, as DeepSeek's older tokenizers have them.
+//! Consecutive splits before the byte-level map, as in DeepSeek's older tokenizers.
 //!
-//! `fastokens` knows the words of some splits without an expression. Of others it looks a single one's words up in the
-//! text as it is; but where several splits follow each other it maps the whole text to characters that stand for bytes
-//! first, and encodes each word from there. Here the words of several splits are encoded from the text as well, and found
-//! without expressions where these ask for classes of characters alone (`classes`).
+//! `fastokens` finds the words of some splits without regular expressions. Words of another single split it looks up in
+//! the text itself; but for several consecutive splits it first maps the whole text to characters that stand for bytes,
+//! and encodes each word from there. Here the words of several splits are encoded from the text too, and found without
+//! expressions if these depend only on character classes (`classes`).
 //!
-//! Guarantee: the same ids. A `ByteLevel` that neither adds a space nor splits leaves the ends of words where they are and
-//! gives each byte a character of its own; what the model makes of a word's bytes (`tokenize_batch_fused`) is by the
-//! library's own promise what it makes of those characters. Shown by `splits_in_a_row_have_the_ids_of_the_reference`.
+//! Guarantee: the same ids. A `ByteLevel` that neither adds a space nor splits keeps the ends of words, and maps each
+//! byte to a character of its own; the library documents that a word's bytes (`tokenize_batch_fused`) give the same ids
+//! as those characters. Tested by `splits_in_a_row_have_the_ids_of_the_reference`.
 
 use fastokens::json_structs::PreTokenizerConfig;
 use fastokens::{PreTokenizer, tiktoken};
@@ -15,16 +15,16 @@ use serde_json::{Value, json};
 
 use super::classes::Classes;
 
-/// The splits of one tokenizer, without the map of bytes that follows them.
+/// The splits of one tokenizer, without the byte-level map after them.
 pub(super) enum Splits {
-    /// All of them ask for classes of characters.
+    /// All of them depend only on character classes.
     Classes(Classes),
-    /// The library's own, by expressions.
+    /// The library's own, with regular expressions.
     Expressions(PreTokenizer),
 }
 
 impl Splits {
-    /// For a `tokenizer.json` of this form whose words the library does not know without expressions.
+    /// For a `tokenizer.json` of this form whose words the library does not find without expressions.
     pub(super) fn new(json: &Value) -> Option<Splits> {
         let steps = &json["pre_tokenizer"]["pretokenizers"];
         let (map, splits) = steps.as_array()?.split_last()?;

@@ -1,20 +1,20 @@
-//! Words whose last symbol carries a suffix (CLIP), at the pace of other words.
+//! Words whose last symbol has a suffix (CLIP), at the speed of other words.
 //!
-//! In such a model the last character of a word is another symbol than the same character elsewhere: `o</w>`, not `o`.
-//! `fastokens` merges these words character by character from a copy of the text. Here the vocabulary is rewritten
-//! so that a space after a word stands for the suffix: `lo</w>` is called `lo` and a space, and a merge of every byte with
-//! a space comes before all other merges. Then a word with a space behind it is a word of an ordinary model of bytes.
+//! In such a model the last character of a word is a different symbol from the same character elsewhere: `o</w>`, not
+//! `o`. `fastokens` merges these words character by character from a copy of the text. Here the vocabulary is rewritten
+//! so that a space after a word replaces the suffix: `lo</w>` becomes `lo` and a space, and merges of every byte with a
+//! space are put before all other merges. Then a word followed by a space is a word of an ordinary byte-level model.
 //!
-//! Guarantee: the same ids. No word holds a space (see below), so that a space is the last symbol of each, and only the
-//! merges that were put in front name one: the one of the last byte has a lower rank than every merge of the file,
-//! and is taken first. What it leaves are the symbols that the suffix would have made, and after it the merges are those
-//! of the file in their order, over the same ids. Files are refused in which another token has a space, a byte lacks one of
-//! its two symbols, or a merge does not join names as names are rewritten.
+//! Guarantee: the same ids. No word contains a space (see below), so the space is the last symbol of each, and only the
+//! merges put in front contain it alone: the one with the last byte has a lower rank than every merge of the file, and
+//! is applied first. It leaves the symbols that the suffix would have made; the remaining merges are those of the file,
+//! in order, over the same ids. A file is refused if another token contains a space, if a byte lacks one of its two
+//! symbols, or if a merge does not join names consistently with the renaming.
 //!
-//! Words are found without expressions: CLIP's split asks for classes of characters, as the reference's own engine
-//! knows them, and for contractions, which come first wherever a match begins. GPT-2's split, which may stand behind it,
-//! leaves each of these words whole. The normalizer that makes runs of white space one space is left out, because what
-//! is white space to the same engine is in no word. Shown by `words_that_end_in_a_suffix_have_the_ids_of_the_reference`.
+//! Words are found without regular expressions: CLIP's split depends on character classes, as the reference's engine
+//! defines them, and on contractions, which are tried first at the start of a match. GPT-2's split, which may follow,
+//! leaves each of these words whole. The normalizer that collapses white space is skipped, because no word contains
+//! white space as that engine defines it. Tested by `words_that_end_in_a_suffix_have_the_ids_of_the_reference`.
 
 use fastokens::pre_tokenized::Split;
 use serde_json::{Value, json};
@@ -25,13 +25,13 @@ use super::windows::{LONG, Symbols, Windows};
 /// CLIP's split, of which every match is a word.
 const CLIP: &str = r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+";
 
-/// What begins with an apostrophe and is a word by itself.
+/// Words that begin with an apostrophe.
 const CONTRACTIONS: [&[u8]; 7] = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"];
 
-/// The name of a space among the bytes.
+/// The name of the byte of a space.
 const SPACE: char = '\u{120}';
 
-/// What a character is to the split.
+/// The class of a character in the split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Class {
     /// `[^\s\p{L}\p{N}]`.
@@ -46,13 +46,13 @@ enum Class {
 
 /// The words of one tokenizer.
 pub(super) struct Suffixed {
-    /// By character.
+    /// Indexed by character.
     classes: Vec<Class>,
     windows: Windows,
 }
 
 impl Suffixed {
-    /// For a `tokenizer.json` whose words end in a suffix, which is taken from its model; nothing for others.
+    /// For a `tokenizer.json` whose words end in a suffix, which is removed from its model; none for others.
     pub(super) fn of(json: &mut Value) -> Result<Option<Suffixed>, String> {
         let suffix = json["model"]["end_of_word_suffix"].as_str().unwrap_or_default().to_owned();
         if suffix.is_empty() {
@@ -81,7 +81,7 @@ impl Suffixed {
         let pieces = library.build_pre_tokenized_with(text, true);
         let model = library.model();
         let mut ids = Vec::with_capacity(text.len() / 3);
-        // Every word with a space behind it.
+        // Every word followed by a space.
         let mut buffer = String::with_capacity(text.len() + text.len() / 4);
         let mut words = Vec::with_capacity(text.len() / 4);
         for piece in pieces.splits() {
@@ -105,7 +105,7 @@ impl Suffixed {
         Ok(ids)
     }
 
-    /// The first word from `at` on.
+    /// The first word at or after `at`.
     fn word(&self, text: &str, mut at: usize) -> Option<std::ops::Range<usize>> {
         let (mut class, mut next) = self.class(text, at)?;
         while class == Class::White {
@@ -127,7 +127,7 @@ impl Suffixed {
         Some(at..next)
     }
 
-    /// The class of the character at `at`, and where the next one begins.
+    /// The class of the character at `at`, and the offset of the next one.
     fn class(&self, text: &str, at: usize) -> Option<(Class, usize)> {
         let byte = *text.as_bytes().get(at)?;
         if byte.is_ascii() {
@@ -151,7 +151,7 @@ fn is_split(json: &Value) -> bool {
         && bytes["add_prefix_space"] == false
 }
 
-/// Takes what makes one space of white space from a normalizer that is CLIP's or less; whether it is.
+/// Removes the collapsing of white space from a normalizer that does at most what CLIP's does; returns whether it does.
 fn without_runs(normalizer: &mut Value) -> bool {
     let runs = json!({"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "});
     let order = [json!({"type": "NFC"}), runs.clone(), json!({"type": "Lowercase"})];
@@ -174,7 +174,7 @@ fn without_runs(normalizer: &mut Value) -> bool {
     true
 }
 
-/// Makes a model whose words end in `suffix` one whose words end in a space; nothing where that is another model.
+/// Turns a model whose words end in `suffix` into one whose words end in a space; none if the result would differ.
 fn rewrite(model: &mut Value, suffix: &str) -> Option<()> {
     let is_off = |value: &Value| value.is_null() || *value == "" || *value == false;
     let off = ["continuing_subword_prefix", "ignore_merges", "byte_fallback"];
@@ -222,13 +222,13 @@ fn rewrite(model: &mut Value, suffix: &str) -> Option<()> {
     }
     model["vocab"] = Value::Object(names);
     model["merges"] = Value::Array(merges);
-    // Every byte has its symbols, so that nothing is unknown.
+    // Every byte has its symbols, so nothing is unknown.
     model["unk_token"] = Value::Null;
     model["end_of_word_suffix"] = Value::Null;
     Some(())
 }
 
-/// The class of every character, as the reference's engine finds it.
+/// The class of every character, as the reference's engine defines it.
 fn classes() -> Option<Vec<Class>> {
     let all: String = ('\0'..=char::MAX).collect();
     let mut classes = vec![Class::Sign; char::MAX as usize + 1];

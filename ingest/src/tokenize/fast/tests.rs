@@ -1,4 +1,4 @@
-//! Tokenizers of the shapes that models use, with drawn merges, against Hugging Face `tokenizers`.
+//! Tokenizers of the shapes that models use, with random merges, against Hugging Face `tokenizers`.
 
 use serde_json::{Value, json};
 
@@ -9,7 +9,7 @@ use crate::tokenize::encoder::REFERENCE;
 use crate::tokenize::hard::{self, Dice};
 use crate::tokenize::{Engine, Tokenizer};
 
-/// Merges of drawn pairs of letters, spaces and marks.
+/// Merges of random pairs of letters, spaces and marks.
 fn merges(json: &mut Value, seed: u64) {
     let mut dice = Dice(seed);
     let mut names: Vec<String> = "abehlorst1'-.\u{120}\u{10a}\u{e4}\u{b8}\u{143}\u{cc}\u{123}"
@@ -36,7 +36,7 @@ fn merges(json: &mut Value, seed: u64) {
     }
 }
 
-/// What puts tokens around a text, of every kind that files of these models name.
+/// Post-processors, which put tokens around a text, of every kind in files of these models.
 fn post_processors(json: &Value) -> Vec<Value> {
     let id = &json["added_tokens"][0]["id"];
     let (sep, special) = (json!(["<|end|>", id]), json!({"id": "<|end|>", "type_id": 0}));
@@ -53,7 +53,7 @@ fn post_processors(json: &Value) -> Vec<Value> {
     ]
 }
 
-/// Compares both encoders on drawn texts; the fast one must not have given up on any.
+/// Compares both encoders on random texts; the fast one must not fail on any.
 fn compare(bytes: Vec<u8>, name: &str) {
     let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
     assert_eq!(tokenizer.why_slow(), None, "{name}");
@@ -88,7 +88,7 @@ fn a_post_processor_never_reaches_documents() {
     }
 }
 
-/// A tokenizer whose pre-tokenizer is these steps before the map of bytes.
+/// A tokenizer whose pre-tokenizer is these steps, then the byte-level map.
 fn steps_before_bytes(steps: &[Value], seed: u64) -> Vec<u8> {
     bytes_tokenizer(|json| {
         merges(json, seed);
@@ -121,7 +121,7 @@ fn deepseek() -> Vec<Value> {
 
 #[test]
 fn splits_in_a_row_have_the_ids_of_the_reference() {
-    // The shapes of DeepSeek V2, of one of classes alone, and of Spark.
+    // The shapes of DeepSeek V2, of one with only classes, and of Spark.
     let rows = [
         (deepseek(), true),
         (vec![split("[b-y]+"), split("\\s?[a-z\u{300}-\u{36f}]+"), digits(false)], true),
@@ -146,7 +146,7 @@ fn splits_in_a_row_have_the_ids_of_the_reference() {
 #[test]
 fn splits_of_classes_have_the_ids_of_the_reference() {
     let tokenizer = Tokenizer::new(steps_before_bytes(&deepseek(), 20), Engine::Fastest).unwrap();
-    // Every character that is one of a class, a space or a digit somewhere, and a sample of the others.
+    // Every character that is in a class, a space or a digit in some split, and a sample of the others.
     let edge = |c: &char| (*c as u32) < 0x3400 || c.is_numeric() || (*c as u32).is_multiple_of(61);
     let chars: Vec<char> = ('\0'..=char::MAX).filter(edge).collect();
     for chars in chars.chunks(1000) {
@@ -183,7 +183,7 @@ fn expressions_of_other_forms_are_not_taken_for_classes() {
     assert!(Classes::new(&[split("[\n]"), split(r"\s+$")]).is_some());
 }
 
-/// Makes a tokenizer one of CLIP's form: `merges` of drawn pairs, of which many end words.
+/// Gives a tokenizer CLIP's form: `merges` of random pairs, many of which end words.
 fn clip(json: &mut Value, seed: u64) {
     let runs = json!({"type": "Replace", "pattern": {"Regex": r"\s+"}, "content": " "});
     json["normalizer"] =
@@ -212,7 +212,7 @@ fn clip(json: &mut Value, seed: u64) {
         if left.ends_with("</w>") || product.len() > 24 || vocab.contains_key(&product) {
             continue;
         }
-        // Both forms that files have.
+        // Both forms that files use.
         merges.push(if seed.is_multiple_of(2) {
             json!([left, right])
         } else {
@@ -237,9 +237,9 @@ fn words_that_end_in_a_suffix_have_the_ids_of_the_reference() {
     for seed in 0..6 {
         compare(bytes_tokenizer(|json| clip(json, seed)), &format!("seed {seed}"));
     }
-    // Every character beside letters, signs, digits, white space and apostrophes.
+    // Every character except letters, signs, digits, white space and apostrophes.
     let tokenizer = Tokenizer::new(bytes_tokenizer(|json| clip(json, 3)), Engine::Fastest).unwrap();
-    // Behind the fourth plane few are assigned.
+    // After the fourth plane few are assigned.
     let few = ('\u{40000}'..=char::MAX).step_by(61).chain('\u{e0000}'..'\u{e0200}');
     let chars: Vec<char> = ('\0'..'\u{40000}').chain(few).collect();
     for chars in chars.chunks(4000) {
@@ -250,7 +250,7 @@ fn words_that_end_in_a_suffix_have_the_ids_of_the_reference() {
     assert_eq!(tokenizer.rescued(), 0);
 }
 
-/// What is not of CLIP's form in all that counts.
+/// Tokenizers that differ from CLIP's form in a relevant way.
 #[test]
 fn other_words_that_end_in_a_suffix_are_left_to_the_reference() {
     let changes: [fn(&mut Value); 9] = [

@@ -1,37 +1,37 @@
-//! Models that get a whole text as one word: SentencePiece's, as Hugging Face writes them down.
+//! Models that get a whole text as one word: SentencePiece's, as Hugging Face writes them.
 //!
-//! Three forms of a `tokenizer.json` come to the same: no pre-tokenizer; a split at spaces under a normalizer that
-//! leaves none; and `Metaspace`, which `fastokens` lacks, so that what it does is done here.
+//! Three forms of a `tokenizer.json` are equivalent: no pre-tokenizer; a split at spaces after a normalizer that leaves
+//! none; and `Metaspace`, which `fastokens` lacks, so it is implemented here.
 //!
-//! A whole text is merged part by part. A merge of a token that ends in `x` with one that begins with `y` makes a token
-//! in which `y` follows `x`. So no merge crosses a place where no token of the vocabulary has these two characters side
-//! by side, and what stands before and after it is encoded on its own. That needs every symbol to depend on its own
-//! character alone, so that a character without a token has to be bytes ([`symbols_stand_alone`]). Parts without such a
-//! place are merged by windows where they are long.
+//! A whole text is merged part by part. Merging a token that ends in `x` with one that begins with `y` makes a token in
+//! which `y` follows `x`. So no merge crosses a place whose two characters are adjacent in no token of the vocabulary,
+//! and the texts before and after it are encoded independently. This requires every symbol to depend only on its own
+//! character, so a character without a token must become bytes ([`symbols_stand_alone`]). Long parts without such a
+//! place are merged by windows.
 
 use fastokens::models::Model;
 use serde_json::{Value, json};
 
 use super::windows::{LONG, Symbols, Windows, is_byte};
 
-/// What stands for a space in every tokenizer of this kind seen so far.
+/// The replacement of a space in every tokenizer of this kind seen so far.
 const SPACE: char = '\u{2581}';
 
 /// The form of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Form {
-    /// One that `fastokens` reads.
+    /// A form that `fastokens` reads.
     Plain,
-    /// `Metaspace`, which is taken out of what `fastokens` reads.
+    /// `Metaspace`, which is removed from what `fastokens` reads.
     Metaspace(Metaspace),
 }
 
-/// What `Metaspace` does to a text between added tokens.
+/// The effect of `Metaspace` on a text between added tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Metaspace {
-    /// What a space becomes.
+    /// The replacement of a space.
     space: char,
-    /// Where a text that does not begin with `space` gets one.
+    /// Where `space` is prepended to a text that does not begin with it.
     prefix: Prefix,
     /// Whether each `space` begins a word.
     split: bool,
@@ -40,13 +40,13 @@ pub(super) struct Metaspace {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Prefix {
     Never,
-    /// Where the document begins.
+    /// At the start of the document.
     First,
     Always,
 }
 
 impl Form {
-    /// The form of a `tokenizer.json`, out of which the pre-tokenizer is taken; `None` if it is another one.
+    /// The form of a `tokenizer.json`, from which the pre-tokenizer is removed; `None` for other forms.
     pub(super) fn of(json: &mut Value) -> Result<Option<Form>, String> {
         let form = match json["pre_tokenizer"]["type"].as_str() {
             None if json["pre_tokenizer"].is_null() => Form::Plain,
@@ -61,7 +61,7 @@ impl Form {
     }
 }
 
-/// Whether the split is at spaces, of which the normalizer leaves none.
+/// Whether the split is at spaces, and the normalizer leaves none.
 fn splits_at_no_space(json: &Value) -> bool {
     let (normalizer, split) = (&json["normalizer"], &json["pre_tokenizer"]);
     let content = normalizer["content"].as_str();
@@ -74,7 +74,8 @@ fn splits_at_no_space(json: &Value) -> bool {
 }
 
 impl Metaspace {
-    /// Without a normalizer a text between added tokens begins with the document if and only if it is the first piece.
+    /// Without a normalizer, a text between added tokens is at the start of the document if and only if it is the first
+    /// piece.
     fn of(json: &Value) -> Result<Metaspace, String> {
         if !json["normalizer"].is_null() {
             return Err("a normalizer stands before Metaspace".to_owned());
@@ -84,7 +85,7 @@ impl Metaspace {
         let (Some(space), None) = (replacement.next(), replacement.next()) else {
             return Err("Metaspace replaces a space by no character".to_owned());
         };
-        // Left out, they mean "always" and yes; `add_prefix_space` is the older name of "never".
+        // They default to "always" and true; `add_prefix_space` is the older spelling of "never".
         let prefix = match metaspace["prepend_scheme"].as_str() {
             _ if metaspace["add_prefix_space"] == false => Prefix::Never,
             None | Some("always") => Prefix::Always,
@@ -95,7 +96,7 @@ impl Metaspace {
         Ok(Metaspace { space, prefix, split: metaspace["split"] != false })
     }
 
-    /// What becomes of a piece of text, into `out`.
+    /// Appends the transformed piece of text to `out`.
     fn apply(self, piece: &str, first: bool, out: &mut String) {
         out.clear();
         let wanted = self.prefix == Prefix::Always || first && self.prefix == Prefix::First;
@@ -111,8 +112,8 @@ impl Metaspace {
     }
 }
 
-/// Whether what a character becomes before merges depends on nothing but the character, and merges are all that happens
-/// then: a character without a token becomes bytes, and bytes are neither merged nor made by merges.
+/// Whether each initial symbol depends only on its character, and only merges follow: a character without a token
+/// becomes bytes, and bytes are neither merged nor produced by merges.
 fn symbols_stand_alone(model: &Value) -> bool {
     let Some(vocab) = model["vocab"].as_object() else { return false };
     let bytes = vocab.keys().filter(|token| is_byte(token)).count();
@@ -123,7 +124,7 @@ fn symbols_stand_alone(model: &Value) -> bool {
     let free = |merge: &Value| {
         side(merge).is_some_and(|(a, b)| !is_byte(&a) && !is_byte(&b) && !is_byte(&(a + &b)))
     };
-    // A token with a character that has none is no product of merges, but `fastokens` takes it for a whole word.
+    // No merges produce a token with a character that has no token, but `fastokens` would match it as a whole word.
     let reachable = |token: &String| {
         is_byte(token) || token.chars().all(|c| vocab.contains_key(&c.to_string()))
     };
@@ -133,12 +134,12 @@ fn symbols_stand_alone(model: &Value) -> bool {
         && model["merges"].as_array().is_some_and(|merges| merges.iter().all(free))
 }
 
-/// How one tokenizer encodes a whole text.
+/// Encodes whole texts of one tokenizer.
 pub(super) struct Whole {
     form: Form,
-    /// What stands for a space.
+    /// The replacement of a space.
     space: char,
-    /// Characters that stand before `space` in some token.
+    /// Characters that come before `space` in some token.
     before: Vec<char>,
     windows: Windows,
 }
@@ -163,7 +164,7 @@ impl Whole {
         Some(Whole { form, space, before, windows: Windows::new(Symbols::Characters) })
     }
 
-    /// Whether `model` cuts where this does, and can be asked part by part.
+    /// Whether `model` cuts at the same places, and can encode part by part.
     pub(super) fn fits(model: &Model) -> bool {
         model.supports_fused_byte_level() && model.bigram_bridge_table().is_some()
     }
@@ -216,7 +217,7 @@ impl Whole {
         word(&text[start..])
     }
 
-    /// Whether no token goes on with a space after the last character of `text`.
+    /// Whether no token continues with a space after the last character of `text`.
     fn ends_before_space(&self, text: &str) -> bool {
         text.chars().next_back().is_none_or(|last| !self.before.contains(&last))
     }
@@ -232,7 +233,7 @@ mod tests {
     use crate::tokenize::hard::{self, Dice};
     use crate::tokenize::{Engine, Tokenizer};
 
-    /// Trained on whole lines, so that some tokens go over spaces; `wild` shuffles the merges.
+    /// Trained on whole lines, so that some tokens include spaces; `wild` shuffles the merges.
     fn model(space: char, wild: bool) -> Value {
         let lines: Vec<String> = (0..97)
             .map(|n| {
@@ -294,7 +295,7 @@ mod tests {
             json["normalizer"] = normalizer;
             json["pre_tokenizer"] = pre_tokenizer;
             json["decoder"] = Value::Null;
-            // The reference takes the id of the vocabulary where that has the token.
+            // The reference uses the vocabulary's id if it has the token.
             json["added_tokens"][0]["id"] = json!(next);
             json["added_tokens"][1]["id"] =
                 model["vocab"].get("<tab>").cloned().unwrap_or(json!(next + 1));
@@ -311,7 +312,7 @@ mod tests {
         json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"})
     }
 
-    /// Compares both encoders on fixed and drawn texts.
+    /// Compares both encoders on fixed and random texts.
     fn compare(bytes: Vec<u8>, name: &str, texts: u64) {
         let tokenizer = Tokenizer::new(bytes, Engine::Fastest).unwrap();
         assert_eq!(tokenizer.why_slow(), None, "{name}");

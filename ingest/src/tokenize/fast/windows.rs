@@ -1,30 +1,29 @@
 //! Long words merged window by window: a model's own queue of all pairs takes thirty times as long.
 //!
-//! Merging takes, again and again, the pair of lowest rank, leftmost first. Restricted to a part of the
-//! word that no merge has crossed so far, that is what merging the part alone does. Let the ids of `A` end with
-//! those of `G`, the ids of `B` begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of
-//! `A B` crosses from `A` to `B`: take the first merge that crosses the begin of `G`, the end of `G` or the end of
-//! `H`. Until then all four parts are as when merged alone, so the same merge would be taken in `A`, in `G H` or in
-//! `B`, none of which crosses there. Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning
-//! that ends between two tokens are a beginning of the ids. Where `G H` merges otherwise, the window moves back and
-//! grows, at last to the whole word.
+//! Merging repeatedly takes the pair of lowest rank, leftmost first. Restricted to a part of the word that no merge has
+//! crossed so far, it does the same as merging the part alone. Let the ids of `A` end with those of `G`, the ids of `B`
+//! begin with those of `H`, and `G H` merge to the ids of `G` and `H`. Then no merge of `A B` crosses from `A` to `B`:
+//! take the first merge that crosses the begin of `G`, the end of `G` or the end of `H`. Until then all four parts are
+//! as when merged alone, so the same merge would be taken in `A`, in `G H` or in `B`, none of which crosses there.
+//! Hence the ids of `A B` are those of `A` and `B`; and the ids of a beginning that ends between two tokens are a
+//! beginning of the ids. If `G H` merges otherwise, the window moves back and grows, eventually to the whole word.
 
 use std::sync::OnceLock;
 
 use fastokens::models::Model;
 
-/// A word of more bytes is merged by windows.
+/// Longer words are merged by windows.
 pub(super) const LONG: usize = 512;
 
 /// Bytes merged at a time.
 const WINDOW: usize = 64;
 
-/// What a model merges at first.
+/// The initial symbols that a model merges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Symbols {
-    /// Bytes, each of which has a character for its name.
+    /// Bytes, each named by a character.
     Bytes,
-    /// Characters, and the bytes of those that the vocabulary lacks, named like `<0xE2>`.
+    /// Characters, and for those that the vocabulary lacks their bytes, named like `<0xE2>`.
     Characters,
 }
 
@@ -42,7 +41,7 @@ impl Symbols {
         }
     }
 
-    /// Bytes of text that each token stands for.
+    /// The number of text bytes for each token.
     fn lengths(self, model: &Model) -> Vec<u32> {
         let length = |token: &str| match self {
             Symbols::Bytes => token.chars().count(),
@@ -54,7 +53,7 @@ impl Symbols {
     }
 }
 
-/// Whether a token is called as the one of a byte is.
+/// Whether a token has the name of a byte.
 pub(super) fn is_byte(token: &str) -> bool {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
     digits.is_some_and(|digits| {
@@ -74,7 +73,7 @@ impl Windows {
         Windows { symbols, lengths: OnceLock::new() }
     }
 
-    /// Appends the ids of a word longer than every token that is no product of merges.
+    /// Appends the ids of a word that is longer than every token that merges do not produce.
     pub(super) fn merge(
         &self,
         model: &Model,
@@ -83,7 +82,8 @@ impl Windows {
     ) -> Result<(), String> {
         let lengths = self.lengths.get_or_init(|| self.symbols.lengths(model));
         let base = ids.len();
-        // Bytes and ids up to each place between two tokens and two characters, from the begin of the word on.
+        // Byte offset and number of ids at each place that is between two tokens and two characters, from the start of
+        // the word.
         let mut cuts = vec![(0, base)];
         let (mut failures, mut furthest) = (0u32, 0);
         let (mut window, mut joint, mut found) = (Vec::new(), Vec::new(), Vec::new());
@@ -103,7 +103,7 @@ impl Windows {
             let keep = if end == word.len() { end } else { end - width / 8 };
             found_cuts(word, lengths, done, &window, ids.len(), &mut found);
             let new = found.partition_point(|(at, _)| *at <= keep);
-            // One id for a whole window may come from the vocabulary instead of from merges.
+            // A single id for a whole window may come from the vocabulary instead of from merges.
             if new == 0
                 || window.len() == 1
                 || !self.joins(model, word, &cuts, ids, (found[0], &window), &mut joint)?
@@ -124,7 +124,7 @@ impl Windows {
         Err("a word came to no end".to_owned())
     }
 
-    /// Whether the last part before a window and the first part of it, merged together, stay what they are.
+    /// Whether merging the last part before a window together with the window's first part leaves both unchanged.
     fn joins(
         &self,
         model: &Model,
@@ -144,7 +144,8 @@ impl Windows {
     }
 }
 
-/// The places between two tokens of `window` and two characters: bytes of the word and ids up to there.
+/// The places between two tokens of `window` that are also between two characters: byte offset in the word, number of
+/// ids.
 fn found_cuts(
     word: &str,
     lengths: &[u32],

@@ -1,4 +1,4 @@
-//! A file system in memory that knows which of its bytes and names were synced.
+//! An in-memory file system that tracks which bytes and names were synced.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -8,7 +8,7 @@ use store::disk::Act;
 
 use super::Tree;
 
-/// A file or folder, whatever its names.
+/// A file or folder, independent of its names.
 type Node = usize;
 
 /// The folder that is recorded.
@@ -16,14 +16,14 @@ const ROOT: Node = 0;
 
 type Names = BTreeMap<(Node, OsString), Node>;
 
-/// What is left of an act on bytes.
+/// What survives of an act on bytes.
 #[derive(Clone, Copy)]
 pub(super) enum Left {
     All,
     Nothing,
-    /// Its length.
+    /// Its length, with zeros.
     Zeros,
-    /// So many 1024ths of it from its beginning.
+    /// This many 1024ths from its start.
     Share(u64),
 }
 
@@ -38,7 +38,7 @@ struct File<'a> {
     changes: Vec<(usize, Change<'a>)>,
 }
 
-/// One act on names, which happens in one piece or not at all.
+/// One act on names, which is atomic.
 struct Renaming {
     number: usize,
     changes: Vec<(Node, OsString, Option<Node>)>,
@@ -56,7 +56,7 @@ pub(super) struct Disk<'a> {
 }
 
 impl<'a> Disk<'a> {
-    /// One that holds `before`, synced.
+    /// A file system that holds `before`, synced.
     pub(super) fn new(before: &'a Tree) -> Self {
         let mut disk = Disk {
             files: vec![None],
@@ -95,7 +95,7 @@ impl<'a> Disk<'a> {
         file.unwrap_or_else(|| panic!("{} is a folder", path.display()))
     }
 
-    /// Takes the next act, of paths below `root`.
+    /// Applies the next act, of paths below `root`.
     pub(super) fn act(&mut self, act: &'a Act, root: &Path) {
         self.acts += 1;
         let number = self.acts;
@@ -151,7 +151,7 @@ impl<'a> Disk<'a> {
         self.synced.get(&node).is_some_and(|synced| *synced > number)
     }
 
-    /// What is left if power goes now: `name` and `bytes` say what becomes of an act that was not synced.
+    /// The content after a power loss now: `name` and `bytes` decide what survives of an act that was not synced.
     pub(super) fn left(&self, name: impl Fn(usize) -> bool, bytes: impl Fn(usize) -> Left) -> Tree {
         let mut names = self.before.clone();
         for Renaming { number, changes } in &self.renamings {

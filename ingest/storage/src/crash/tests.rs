@@ -1,4 +1,4 @@
-//! Fear: that a crash which the tests cannot make is one that a machine can.
+//! Checks that the simulated crashes include every crash that a real machine can have.
 
 use std::fs;
 use std::io::Write as _;
@@ -9,7 +9,7 @@ use store::disk::{self, Output};
 
 use super::*;
 
-/// Every content that a crash may leave of `name`, with none.
+/// Every content of `name` that a crash may leave, including none.
 fn contents(recording: &Recording, name: &str) -> Vec<Option<Vec<u8>>> {
     let of = |state: State| state.tree.get(Path::new(name)).cloned().flatten();
     let mut contents: Vec<_> = recording.states(usize::MAX).into_iter().map(of).collect();
@@ -68,7 +68,7 @@ fn a_writer_that_goes_past_the_door_is_found_out() {
     let _ = Recording::of(folder.path(), || fs::write(folder.path().join("file"), "x").unwrap());
 }
 
-/// Acts by chance on a few names: what cannot be done is not done.
+/// Random acts on a few names: impossible ones are skipped.
 fn act(root: &Path, (kind, from, to): (u8, usize, usize)) {
     let names = ["a", "b", "c", "a/x", "b/x", "b/y", "c/z/t", "c/z"];
     let [from, to] = [from, to].map(|name| root.join(names[name % names.len()]));

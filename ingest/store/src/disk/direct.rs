@@ -1,9 +1,9 @@
-//! A file that is written from its first byte to its last, large ones past the page cache.
+//! A file that is written sequentially; large ones bypass the page cache.
 //!
-//! A store is read long after it was written, and not by this process: pages kept of it only push out others. Filling
-//! fresh pages also costs more than the copy itself where memory is handed out by a hypervisor. So full pieces are
-//! written directly, from an aligned buffer; where the file system knows no direct writes, as usual. The bytes are the
-//! same either way.
+//! A store is read long after it was written, and by other processes: its pages in the cache only evict others. In
+//! virtual machines, filling new pages also costs more than the copy itself. So full pieces are written with direct I/O
+//! from an aligned buffer; where the file system has none, they are written normally. The bytes are the same either
+//! way.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -13,37 +13,37 @@ use std::path::{Path, PathBuf};
 use super::lock::{Lease, lease};
 use super::{Act, admit, hold, is_lockless, note, synced};
 
-/// Bytes written at once; a file that is smaller is written as usual.
+/// Bytes written at once; smaller files are written normally.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// What memory, offsets and lengths of direct writes are multiples of: no disk in use has larger sectors.
+/// The alignment of memory, offsets and lengths for direct I/O: no disk in use has larger sectors.
 const ALIGNMENT: usize = 4096;
 
-/// A file being written, front to back.
+/// A file being written, sequentially.
 pub(super) struct DirectFile {
     path: PathBuf,
-    /// Held by a lock, so that nobody else writes it.
+    /// The file, locked against other writers.
     file: File,
-    /// The same where no locks work.
+    /// Replaces the lock where locks do not work.
     _lease: Option<Lease>,
-    /// Whether the page cache is never passed by.
+    /// Whether direct I/O is never used.
     usual: bool,
-    /// The handle that passes it, and takes aligned pieces only.
+    /// The handle for direct I/O, which takes aligned pieces only.
     direct: Option<File>,
-    /// One piece, and room to align it.
+    /// One piece, and the space to align it.
     buffer: Vec<u8>,
-    /// Where the aligned piece begins in the buffer.
+    /// The offset of the aligned piece in the buffer.
     aligned: usize,
-    /// Bytes of the piece that are waiting.
+    /// Bytes of the piece so far.
     waiting: usize,
-    /// Bytes handed to the system.
+    /// Bytes written to the system.
     written: u64,
-    /// Whether the bytes are on the disk, all of them.
+    /// Whether all bytes are on the disk.
     finished: bool,
 }
 
 impl DirectFile {
-    /// Begins the file at `path`, emptying one that is there, unless somebody else is writing it.
+    /// Creates or truncates the file at `path`, unless another process is writing it.
     pub(super) fn create(path: &Path) -> io::Result<Self> {
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(path)?;
         let (held, lease) = match hold(&file) {
@@ -53,7 +53,7 @@ impl DirectFile {
             }
             held => (held?, None),
         };
-        // The one before may have moved or removed it between our opening it and locking it.
+        // The previous writer may have moved or removed it between our open and our lock.
         let (ours, there) = (file.metadata()?, std::fs::metadata(path).ok());
         if !held || there.map(|it| (it.ino(), it.dev())) != Some((ours.ino(), ours.dev())) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "another run is writing it"));
@@ -62,7 +62,7 @@ impl DirectFile {
         Ok(DirectFile { usual: false, _lease: lease, ..DirectFile::usual(file, path) })
     }
 
-    /// Begins the new file at `path`, which is open: it stays so, and is written as usual.
+    /// Writes to the new, open file at `path` without direct I/O; the handle stays open.
     pub(super) fn usual(file: File, path: &Path) -> Self {
         note(|| Act::Create(path.to_owned()));
         let buffer = vec![0; PIECE_BYTES + ALIGNMENT];
@@ -84,12 +84,12 @@ impl DirectFile {
         }
     }
 
-    /// Where it is.
+    /// The path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Hands all bytes so far to the system, so that they can be read; the rest is written as usual.
+    /// Writes out all bytes so far, so that they can be read; the rest is written without direct I/O.
     pub(super) fn settle(&mut self) -> io::Result<()> {
         if self.direct.is_some() {
             self.go_on_as_usual()?;
@@ -102,7 +102,7 @@ impl DirectFile {
         self.file.seek(SeekFrom::Start(self.written)).map(drop)
     }
 
-    /// Ends the file, unless that was done; its bytes are on the disk.
+    /// Completes the file, if not done yet; its bytes are then on the disk.
     pub(super) fn finish(&mut self) -> io::Result<()> {
         if self.finished {
             return Ok(());
@@ -123,7 +123,7 @@ impl DirectFile {
         Ok(())
     }
 
-    /// Hands the bytes of the ended file to `take`, as the disk gives them back: past the page cache where they were written so.
+    /// Passes the bytes of the complete file to `take`, read from the disk: with direct I/O if it was written so.
     pub(super) fn read_back(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<()> {
         let mut file = File::open(&self.path)?;
         let (length, mut at) = (file.metadata()?.len(), 0);
@@ -139,7 +139,7 @@ impl DirectFile {
                     at += taken as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // As above: a piece that leaves an odd rest.
+                // As above: a piece that leaves an unaligned rest.
                 Err(error)
                     if self.direct.is_some() && error.kind() == io::ErrorKind::InvalidInput =>
                 {
@@ -167,7 +167,8 @@ impl DirectFile {
                     self.written += taken as u64;
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // Opened for direct writes, and refused one after all, or took a piece that leaves an odd rest.
+                // The file opened for direct I/O but refuses the write, or wrote part of a piece and left an unaligned
+                // rest.
                 Err(error)
                     if self.direct.is_some() && error.kind() == io::ErrorKind::InvalidInput =>
                 {
@@ -197,13 +198,13 @@ impl Write for DirectFile {
         Ok(taken)
     }
 
-    /// Does nothing: what is not a whole piece is written at the end.
+    /// Does nothing: a partial piece is written at the end.
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
     }
 }
 
-/// How a file is opened past the page cache, where the system knows that.
+/// Options to open a file for direct I/O, where the system has it.
 fn direct() -> OpenOptions {
     let mut options = OpenOptions::new();
     #[cfg(target_os = "linux")]
@@ -245,7 +246,7 @@ mod tests {
             pieces in prop::collection::vec(1usize..2_000_000, 1..5),
         ) {
             let bytes: Vec<u8> = (0..length).map(|at| ((at * 2_654_435_761) >> 13) as u8).collect();
-            // Scratch may be memory, which knows no direct writes; where this test was built is a disk.
+            // The scratch folder may be in memory, which has no direct I/O; the folder of the test binary is on a disk.
             let here = std::env::current_exe().unwrap();
             let folders = [tempfile::tempdir(), tempfile::tempdir_in(here.parent().unwrap())];
             for folder in folders.map(Result::unwrap) {
@@ -267,7 +268,7 @@ mod tests {
             writeln!(io::stderr(), "{told}").unwrap();
             return;
         }
-        // An address that is not aligned is what the system refuses.
+        // The system refuses an unaligned address.
         file.aligned += 8;
         file.write_all(&bytes[PIECE_BYTES..]).unwrap();
         assert!(file.direct.is_none());

@@ -1,20 +1,21 @@
-//! A file that all processes of one group hold, so that a folder is theirs until the last of them ends, whichever ends first.
+//! A lock file shared by all processes of a group: a folder is theirs until the last one ends, in whatever order they
+//! end.
 //!
-//! Each holds a shared lock of the operating system, which ends with the process, however that ends. Such locks may not reach
-//! other machines, and some file systems have none. So the file also holds a lease: a line that names the group and one of its
-//! processes, and that any of them renews. A process of another group that reads a lease of a machine whose locks it cannot see
-//! takes the file only after the line has not changed for some time.
+//! Each process holds a shared lock of the operating system, which ends with the process. Such locks may not reach
+//! other machines, and some file systems have none. So the file also contains a lease: a line that names the group and
+//! one of its processes, renewed by any of them. A process of another group that cannot see the locks of the lease's
+//! machine takes the file only after the line has not changed for some time.
 //!
 //! ```text
 //! lock           the lease, and a shared lock of every process of the group
 //! lock.writer    an exclusive lock of the one process that takes the file, or writes for the group
 //! ```
 //!
-//! A shared lock cannot be made of an exclusive one without a moment in between: whoever takes the file has the second one, too.
+//! An exclusive lock cannot become a shared one atomically, so a process that takes the file also holds the second one.
 //!
-//! [`super::lock()`] is for one process that works in a folder for itself: what it makes there gets another name or goes, so it
-//! locks the folder and leaves no file in it, and a killed one is over at once, on its own machine alone. Here several processes
-//! on several machines hold what outlives them: that takes files, names and a thread, of which the other has none.
+//! [`super::lock()`] is for a single process: its output is renamed or removed, so it locks the folder itself and
+//! leaves no file in it, and on the same machine the lock of a killed process ends at once. Here, processes on several
+//! machines hold a folder that outlives them, which needs files, names and a thread.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read as _};
@@ -32,33 +33,34 @@ use super::lock::{is_at, is_lockless};
 use super::{beside, create_folder, entries, folder_of, remove, remove_if_empty};
 use crate::regular;
 
-/// How a lease is kept.
+/// The timing of a lease.
 #[derive(Clone, Copy, Debug)]
 struct Times {
-    /// Between two looks at a lease of one's own; it is renewed if nobody else has done so since the look before.
+    /// The time between checks of the own lease, which is renewed unless another process renewed it since the last
+    /// check.
     period: Duration,
-    /// After so long without a change a lease of another machine is over.
+    /// A lease of another machine that did not change for this long has expired.
     lease: Duration,
 }
 
 /// See [`Times`].
 const TIMES: Times = Times { period: Duration::from_secs(5), lease: Duration::from_secs(20) };
 
-/// Between two looks whether a file is free.
+/// The time between checks whether a file is free.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// Where there are no locks, two may have written at once: the one whose line stands after so long has the file.
+/// Without locks, two processes may write at once: the one whose line is still there after this time has the file.
 const SETTLE: Duration = Duration::from_millis(500);
 
-/// What the second file's name ends with.
+/// The suffix of the second file's name.
 const WRITER: &str = ".writer";
 
-/// This process's part of a file that its group holds.
+/// This process's hold on a file of its group.
 #[derive(Debug)]
 pub struct Held {
     file: File,
     path: PathBuf,
-    /// Whether taking it made the folder.
+    /// Whether this call created the folder.
     made: bool,
     lost: Arc<AtomicBool>,
     renewing: Option<(Sender<()>, JoinHandle<()>)>,
@@ -70,30 +72,30 @@ pub struct Writing {
     _exclusive: File,
 }
 
-/// The lease: who holds a file.
+/// The lease: which group holds a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Lease {
     group: String,
     /// How often it was renewed.
     renewed: u64,
-    /// The boot of the machine on which it was renewed last: locks reach as far as that.
+    /// The boot of the machine that renewed it last: its locks can be seen only there.
     boot: String,
     process: u32,
     host: String,
 }
 
-/// How a lock was answered.
+/// The result of a lock attempt.
 #[derive(PartialEq, Eq)]
 enum Lock {
     Got,
     Busy,
-    /// This file system has none.
+    /// The file system has no locks.
     Missing,
 }
 
 impl Held {
-    /// Takes the file at `path` for `group`, or joins that group; its folder is made if need be. A file that others hold is
-    /// waited for with `patience`; then the answer is who they are.
+    /// Takes the file at `path` for `group`, or joins that group; creates its folder if missing. Waits up to `patience`
+    /// for a file that others hold; then returns who they are.
     pub fn take(
         path: &Path,
         group: &str,
@@ -126,7 +128,7 @@ impl Held {
             let lock = if writing.is_some() { lock(&file)? } else { Lock::Busy };
             let found = Lease::read(&file)?;
             let is_free = lock != Lock::Busy && is_at(&file, path);
-            // An end by a signal leaves the line of this machine, whose locks say more.
+            // A process killed by a signal leaves a line of this machine, but the locks show that it ended.
             let is_of_others = |lease: &Lease| lock == Lock::Missing || lease.boot != boot();
             let unsure = is_free && found.as_ref().is_some_and(is_of_others);
             let (same, over) = match &seen {
@@ -161,7 +163,7 @@ impl Held {
         }
     }
 
-    /// Joins the processes of `group` that hold the file at `path`; `None` where it is another group's, or nobody's.
+    /// Joins the processes of `group` that hold the file at `path`; `None` if another group or no process holds it.
     pub fn join(path: &Path, group: &str) -> Result<Option<Held>> {
         let joined = Held::join_by(path, group, TIMES);
         joined.map_err(|error| Fault::io("open", path, &error))
@@ -192,7 +194,7 @@ impl Held {
         Ok(Held { file, path, made: false, lost, renewing })
     }
 
-    /// Waits with `patience` for the right to write for the group, which one of its processes has at a time.
+    /// Waits up to `patience` for the right to write for the group; one of its processes has it at a time.
     pub fn write(&self, patience: Duration) -> Result<Option<Writing>> {
         let start = Instant::now();
         loop {
@@ -205,19 +207,19 @@ impl Held {
         }
     }
 
-    /// Whether another group has taken the file, since nobody of this one could renew its lease in time.
+    /// Whether another group has taken the file because this group did not renew its lease in time.
     pub fn is_lost(&self) -> bool {
         self.lost.load(Ordering::Relaxed)
     }
 
-    /// Ends in good order: if no other process holds the file, it says so to other machines. A folder that was made for it and
-    /// holds nothing else goes with it.
+    /// Ends normally: the last process of the group empties the file, so that other machines need not wait. A folder
+    /// that was created for the file is removed with it if it holds nothing else.
     pub fn let_go(mut self) {
         self.end();
         if self.is_lost() || !lock(&self.file).is_ok_and(|lock| lock != Lock::Busy) {
             return;
         }
-        // Whatever fails here costs another machine some seconds.
+        // A failure here only costs another machine some seconds.
         let _ = self.file.set_len(0);
         let own = [self.path.clone(), beside(&self.path, WRITER)];
         let folder = folder_of(&self.path);
@@ -231,7 +233,7 @@ impl Held {
     fn end(&mut self) {
         if let Some((sender, thread)) = self.renewing.take() {
             drop(sender);
-            // It has nothing to say.
+            // The thread returns nothing.
             let _ = thread.join();
         }
     }
@@ -244,7 +246,7 @@ impl Drop for Held {
 }
 
 impl Writing {
-    /// The right to write beside the file at `path`; `None` where another process has it.
+    /// The right to write next to the file at `path`; `None` where another process has it.
     fn of(path: &Path) -> io::Result<Option<Writing>> {
         let path = beside(path, WRITER);
         let file = open(&path)?;
@@ -254,14 +256,14 @@ impl Writing {
 }
 
 impl Lease {
-    /// One that begins in this process.
+    /// A new lease of this process.
     fn new(group: &str) -> Lease {
         let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let (group, host, process) = (group.to_owned(), host.trim().to_owned(), std::process::id());
         Lease { group, renewed: 0, boot: boot(), process, host }
     }
 
-    /// That of an open file; `None` where none stands in it.
+    /// The lease in an open file; `None` if the file has none.
     fn read(file: &File) -> io::Result<Option<Lease>> {
         let mut bytes = [0; 512];
         let length = file.read_at(&mut bytes, 0)?;
@@ -276,37 +278,37 @@ impl Lease {
         Some(Lease { group, renewed, boot, process: next().parse().unwrap_or(0), host: next() })
     }
 
-    /// Writes it over the one that stands there, in one call.
+    /// Overwrites the lease in the file, in one call.
     fn write(&self, file: &File) -> io::Result<()> {
         let Lease { group, renewed, boot, process, host } = self;
         let line = format!("{group} {renewed:020} {boot} {process} {host}\n");
         file.write_all_at(line.as_bytes(), 0)?;
         file.set_len(line.len() as u64)?;
-        // Other machines see what has left this one.
+        // Other machines see only synced bytes.
         file.sync_data()
     }
 }
 
-/// Who holds a file, for people.
+/// Who holds a file, for messages.
 fn words(lease: Option<&Lease>) -> String {
     let named = |lease: &Lease| format!("process {} on {}", lease.process, lease.host);
     lease.map_or_else(|| "a process that has not given its name yet".to_owned(), named)
 }
 
-/// A name for a group that no other has.
+/// A unique name for a group.
 pub fn draw_group() -> String {
     let mut chance = [0; 16];
-    // Without it the process and its machine tell groups apart.
+    // If this fails, process and machine still tell groups apart.
     let _ = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut chance));
     let words = format!("{chance:?} {} {}", boot(), std::process::id());
     Digest::of_bytes(words.as_bytes()).to_string()
 }
 
-/// Renews the lease until `end` hangs up, or another group has the file.
+/// Renews the lease until `end` is closed or another group has the file.
 fn renew(path: &Path, group: &str, lost: &AtomicBool, (period, end): (Duration, &Receiver<()>)) {
     let mut seen = None;
     while end.recv_timeout(period) == Err(RecvTimeoutError::Timeout) {
-        // A folder that was moved away is held by the lock alone.
+        // A folder that was moved is held by the lock alone.
         let Ok(file) = File::options().read(true).write(true).open(path) else { continue };
         let Ok(found) = Lease::read(&file) else { continue };
         let renewed = found.as_ref().map_or(0, |lease| lease.renewed);
@@ -315,7 +317,7 @@ fn renew(path: &Path, group: &str, lost: &AtomicBool, (period, end): (Duration, 
             Some(_) if seen != Some(renewed) => seen = Some(renewed),
             _ => {
                 let renewed = renewed + 1;
-                // It is tried again before others may take it.
+                // A failed renewal is tried again before the lease expires.
                 if (Lease { renewed, ..Lease::new(group) }).write(&file).is_ok() {
                     seen = Some(renewed);
                 }
@@ -324,13 +326,13 @@ fn renew(path: &Path, group: &str, lost: &AtomicBool, (period, end): (Duration, 
     }
 }
 
-/// What tells machines, and their boots, apart: containers of one machine share its locks.
+/// Identifies a machine and its boot: containers of one machine share its locks.
 fn boot() -> String {
     let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     id.trim().to_owned()
 }
 
-/// Opens the file, or makes it.
+/// Opens or creates the file.
 fn open(path: &Path) -> io::Result<File> {
     if path.exists() {
         regular::size(path)?;
@@ -340,7 +342,7 @@ fn open(path: &Path) -> io::Result<File> {
     options.open(path)
 }
 
-/// Locks what is open against everybody else.
+/// Locks an open file exclusively.
 fn lock(file: &File) -> io::Result<Lock> {
     answer(file.try_lock())
 }
@@ -370,7 +372,7 @@ mod tests {
         Held::take_by(path, "ours", Duration::ZERO, times).unwrap().unwrap()
     }
 
-    /// A lease of another machine, renewed so often.
+    /// A lease of another machine, with this many renewals.
     fn elsewhere(path: &Path, renewed: u64) {
         let boot = "another boot".replace(' ', "-");
         Lease { boot, renewed, ..Lease::new("theirs") }.write(&open(path).unwrap()).unwrap();
@@ -383,7 +385,7 @@ mod tests {
         let (first, second) = (take(&path, TIMES), take(&path, TIMES));
         let who = Held::take_by(&path, "others", Duration::ZERO, TIMES).unwrap().unwrap_err();
         assert!(who.starts_with(&format!("process {} on ", std::process::id())), "{who}");
-        // One of them writes at a time, and that too ends with it.
+        // One of them writes at a time, and that right too ends with the process.
         let writing = first.write(Duration::ZERO).unwrap().unwrap();
         assert!(second.write(Duration::ZERO).unwrap().is_none());
         drop((first, writing));
@@ -428,12 +430,12 @@ mod tests {
                 .take_while(|_| !over.load(Ordering::Relaxed))
                 .for_each(|at| elsewhere(&place, at));
         });
-        // However long it would have to stand still: it is seen to move.
+        // However long the required standstill: it is seen to change.
         assert!(!free(&path));
         flag.store(true, Ordering::Relaxed);
         renewing.join().unwrap();
         drop(take(&path, SOON));
-        // One of this machine is over with its lock.
+        // A lease of this machine expires with its lock.
         assert!(free(&path));
     }
 
@@ -448,7 +450,7 @@ mod tests {
             thread::sleep(SOON.period);
         }
         assert!(!held.is_lost());
-        // A renewal at that very moment may write over it once.
+        // A simultaneous renewal may overwrite it once.
         while !held.is_lost() {
             elsewhere(&path, 0);
             thread::sleep(SOON.period);

@@ -1,9 +1,9 @@
-//! Folders and files that one process holds against all others, for itself; what a group holds together is [`super::Held`],
-//! which says why these are two.
+//! Exclusive locks on folders and files for one process; for locks of a group see [`super::Held`], which says why these
+//! are two.
 //!
-//! Where a file system knows no locks, a lease stands for one: a file beside what is held, made where there is none, that says
-//! who holds it. A process that ended without taking its lease away is known by its number, on its own machine; on another
-//! one a person has to remove the file, which the error names.
+//! Where a file system has no locks, a lease replaces one: a file next to the locked path, created only if it does not
+//! exist, that names its holder. If the holder ended without removing it, its own machine recognizes that by the
+//! process number; from another machine a user has to remove the file, which the error names.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write as _};
@@ -17,21 +17,21 @@ use contract::{Fault, Result, note};
 
 use super::{beside, rename};
 
-/// What a lease's name ends in.
+/// The suffix of a lease's name.
 const LEASE: &str = ".lock";
 
-/// How often a lease is looked at that is held for a moment only, and how long is waited in between.
+/// How often a briefly held lease is retried, and how long to wait in between.
 const LOOKS: u32 = 100;
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// A folder that is held against other writers, until this is dropped or the process dies.
+/// An exclusive lock on a folder, until this is dropped or the process ends.
 #[derive(Debug)]
 pub struct Lock {
     _folder: File,
     _lease: Option<Lease>,
 }
 
-/// Holds `folder`, which must exist.
+/// Locks `folder`, which must exist.
 pub fn lock(folder: &Path) -> Result<Lock> {
     let busy = |hint: &str| {
         Fault::machine("another run is writing this folder")
@@ -61,21 +61,21 @@ pub fn lock(folder: &Path) -> Result<Lock> {
         }
         Err(error) => return Err(Fault::io("lock", folder, &error)),
     };
-    // The one before may have renamed it between our opening it and locking it.
+    // The previous holder may have renamed it between our open and our lock.
     match is_at(&open, folder) {
         true => Ok(Lock { _folder: open, _lease: lease }),
         false => Err(busy(wait)),
     }
 }
 
-/// Whether what is open is what has this name.
+/// Whether the open file is the one at `path`.
 pub(super) fn is_at(open: &File, path: &Path) -> bool {
     let place = |about: fs::Metadata| (about.ino(), about.dev());
     let same = || Ok::<_, io::Error>(place(open.metadata()?) == place(path.metadata()?));
     same().unwrap_or(false)
 }
 
-/// Locks what is open against everybody else, until it is closed; whether nobody had it locked.
+/// Locks an open file exclusively until it is closed; returns whether it was free.
 pub fn hold(open: &File) -> io::Result<bool> {
     match open.try_lock() {
         Ok(()) => Ok(true),
@@ -84,35 +84,35 @@ pub fn hold(open: &File) -> io::Result<bool> {
     }
 }
 
-/// Whether an error on locking says that the file system knows no locks.
+/// Whether an error on locking means that the file system has no locks.
 pub fn is_lockless(error: &io::Error) -> bool {
     is_unsupported(error) || error.raw_os_error() == Some(libc::ENOLCK)
 }
 
-/// Whether an error says that the file system cannot do what was asked, whatever it is asked of.
+/// Whether an error means that the file system does not support the operation at all.
 pub(super) fn is_unsupported(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     error.kind() == ErrorKind::Unsupported || matches!(code, Some(libc::EINVAL | libc::ENOTTY))
 }
 
-/// Whether an error on linking says that a file here has one name.
+/// Whether an error on linking means that the file system has no hard links.
 pub(super) fn is_linkless(error: &io::Error) -> bool {
     let code = error.raw_os_error();
     is_unsupported(error) || matches!(code, Some(libc::EPERM | libc::EMLINK))
 }
 
-/// The file that says who holds what it lies beside; it goes with this.
+/// The file that names the holder of the path it lies next to; removed on drop.
 #[derive(Debug)]
 pub(super) struct Lease(PathBuf);
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // Where it stays, it tells of a process that has ended.
+        // If it stays, it names a process that has ended.
         let _ = fs::remove_file(&self.0);
     }
 }
 
-/// Takes the lease of `path` once nobody else has it, who has it for a moment.
+/// Takes the lease of `path` as soon as it is free; it is only ever held briefly.
 pub(super) fn wait_for_lease(path: &Path) -> io::Result<Lease> {
     for _ in 0..LOOKS {
         match lease(path)? {
@@ -125,7 +125,7 @@ pub(super) fn wait_for_lease(path: &Path) -> io::Result<Lease> {
     Err(io::Error::new(ErrorKind::ResourceBusy, what))
 }
 
-/// Takes the lease of `path`, unless a process has it that may be alive.
+/// Takes the lease of `path`, unless its holder may be alive.
 pub(super) fn lease(path: &Path) -> io::Result<Option<Lease>> {
     let (file, own) = (beside(path, LEASE), holder(process::id()));
     match File::create_new(&file) {
@@ -145,7 +145,7 @@ pub(super) fn lease(path: &Path) -> io::Result<Option<Lease>> {
     if !has_ended(&there) {
         return Ok(None);
     }
-    // Only one of those who find it takes it away, and only what was found.
+    // Only one of the processes that find it removes it, and only the file that was found.
     let away = beside(&file, &format!(".{}", process::id()));
     match rename(&file, &away) {
         Err(error) if gone(&error) => return lease(path),
@@ -160,7 +160,7 @@ pub(super) fn lease(path: &Path) -> io::Result<Option<Lease>> {
     lease(path)
 }
 
-/// Whether the process that wrote this was one of this machine, and is no more.
+/// Whether the lease was written by a process of this machine that has ended.
 fn has_ended(lease: &str) -> bool {
     let number = || lease.split_whitespace().nth(1)?.parse().ok();
     let machine = |text: &str| text.lines().nth(1).map(str::to_owned);
@@ -176,11 +176,11 @@ fn has_ended(lease: &str) -> bool {
     }
 }
 
-/// What tells a process of this machine from all others: its number and when it began; on a second line, the machine since it
-/// was started, and the numbers' realm.
+/// Identifies a process of this machine: its number and start time; on a second line, the boot of the machine and the
+/// process namespace.
 fn holder(process: u32) -> Option<String> {
     let about = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name, in parentheses, may hold anything; the beginning is the twentieth number after it.
+    // The name, in parentheses, may hold anything; the start time is the twentieth number after it.
     let began = about.rsplit_once(')')?.1.split_whitespace().nth(19)?;
     let word = |path: &str| Some(fs::read_to_string(path).ok()?.trim().to_owned());
     let host = word("/proc/sys/kernel/hostname")?;
@@ -213,7 +213,7 @@ mod tests {
             // The number was given to another process since.
             (&another, true),
             (&own, false),
-            // Of a machine that nobody here can ask, or of one that was about to write it.
+            // Of a machine that cannot be checked from here, or with an incomplete line.
             (&another.replace("\non ", "\non a"), false),
             ("", false),
         ] {

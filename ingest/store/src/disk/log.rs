@@ -1,4 +1,4 @@
-//! A file that grows under its own name, a line at a time.
+//! A file that grows in place, line by line.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Write as _};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::{Act, admit, note, synced};
 use crate::regular;
 
-/// A file that is only ever appended to, and cut. Whoever else appends to it writes behind what is there.
+/// A file that is only appended to and truncated. Another process that appends to it writes after the existing bytes.
 #[derive(Debug)]
 pub struct Log {
     file: File,
@@ -15,7 +15,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens the file at `path`, or makes it. Its name lasts once its folder is synced.
+    /// Opens or creates the file at `path`. Its name is durable once its folder is synced.
     pub fn open(path: &Path) -> io::Result<Self> {
         let mut options = OpenOptions::new();
         options.read(true).append(true);
@@ -33,12 +33,12 @@ impl Log {
         Ok(Log { file, path: path.to_owned() })
     }
 
-    /// Opens a file that is there, to read it.
+    /// Opens an existing file for reading.
     pub fn read(path: &Path) -> io::Result<Self> {
         Ok(Log { file: regular::open(path)?, path: path.to_owned() })
     }
 
-    /// Where it lies.
+    /// The path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -59,7 +59,7 @@ impl Log {
         Ok(())
     }
 
-    /// Cuts it to its first `length` bytes.
+    /// Truncates it to its first `length` bytes.
     pub fn cut(&self, length: u64) -> io::Result<()> {
         if self.file.metadata()?.len() != length {
             self.file.set_len(length)?;
@@ -68,7 +68,7 @@ impl Log {
         Ok(())
     }
 
-    /// Makes what it holds last.
+    /// Makes its content durable.
     pub fn sync(&self) -> io::Result<()> {
         synced(&self.file, || Act::Sync(self.path.clone()))
     }

@@ -1,4 +1,4 @@
-//! Folders whose acts tests are told of.
+//! Folders whose acts are recorded for tests.
 
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -18,22 +18,23 @@ impl Act {
     }
 }
 
-/// How many folders are watched.
+/// The number of watched folders.
 static WATCHED: AtomicUsize = AtomicUsize::new(0);
 
 static WATCHES: Mutex<Vec<Arc<Watched>>> = Mutex::new(Vec::new());
 
-/// A folder that is watched, what was done in it, and the bytes that it still takes.
+/// A watched folder, the acts in it, and the bytes that are left until its disk is full.
 struct Watched {
     folder: PathBuf,
     acts: Mutex<Vec<Act>>,
     room: Mutex<u64>,
 }
 
-/// Sees every act below a folder until it is dropped. Nothing there is really synced meanwhile, which saves tests time.
+/// Records every act below a folder until it is dropped. Nothing there is really synced meanwhile, which saves tests
+/// time.
 pub struct Watch(Arc<Watched>);
 
-/// Watches `folder`, which takes `room` bytes until the disk is full: for tests.
+/// Watches `folder` for a test, on a simulated disk of limited size.
 pub fn watch(folder: &Path, room: u64) -> Watch {
     let (folder, acts, room) = (folder.to_owned(), Mutex::default(), Mutex::new(room));
     let watched = Arc::new(Watched { folder, acts, room });
@@ -56,7 +57,7 @@ impl Drop for Watch {
     }
 }
 
-/// Tells whoever watches of an act that was done; whether somebody does.
+/// Records an act for the watches of its path; returns whether there is one.
 pub(super) fn note(act: impl FnOnce() -> Act) -> bool {
     if WATCHED.load(Ordering::SeqCst) == 0 {
         return false;
@@ -67,7 +68,7 @@ pub(super) fn note(act: impl FnOnce() -> Act) -> bool {
     ours.map(|watched| held(&watched.acts).push(act.clone())).count() > 0
 }
 
-/// Refuses `bytes` where a watched disk is full.
+/// Refuses `bytes` if a watched disk is full.
 pub(super) fn admit(path: &Path, bytes: &[u8]) -> io::Result<()> {
     if WATCHED.load(Ordering::SeqCst) == 0 {
         return Ok(());

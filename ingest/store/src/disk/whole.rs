@@ -1,4 +1,4 @@
-//! A file that is there whole or not at all, and knows its size and digest.
+//! A file that appears atomically, with its size and digest.
 
 use std::fs;
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ pub struct Whole {
 }
 
 impl Whole {
-    /// Begins the file that will be called `path`; its folder must exist. One that another run is writing is refused.
+    /// Begins the file that will be called `path`; its folder must exist. Fails if another run is writing it.
     pub fn create(path: &Path) -> Result<Self> {
         let temporary = temporary(path);
         let file =
@@ -29,8 +29,8 @@ impl Whole {
         Ok(Whole::of(file, path))
     }
 
-    /// Begins it in an open file, new and empty, which is called `temporary` till then. The handle stays open, and holds
-    /// what locks it has; what is written is read again soon, so that the page cache is not passed by.
+    /// Begins it in a new, empty, open file, which is called `temporary` until the commit. The handle stays open with
+    /// its locks. The page cache is used, since the bytes are soon read again.
     pub fn within(file: fs::File, temporary: &Path, path: &Path) -> Self {
         Whole::of(DirectFile::usual(file, temporary), path)
     }
@@ -40,7 +40,7 @@ impl Whole {
         Whole { path, file, hash, bytes: 0, committed: false }
     }
 
-    /// What it will be called.
+    /// The final path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -60,7 +60,7 @@ impl Whole {
         self.write_all(bytes).map_err(|error| self.fault(&error))
     }
 
-    /// What is said of an error while the file is written.
+    /// The fault for an error while the file is written.
     pub fn fault(&self, error: &io::Error) -> Fault {
         Fault::io("write", self.file.path(), error)
     }
@@ -72,7 +72,7 @@ impl Whole {
         fs::File::open(path).map_err(|error| Fault::io("read", path, &error))
     }
 
-    /// Ends the file and reads it: what the disk gives back is what was put, or that is the fault.
+    /// Completes the file and reads it back: fails unless the disk returns what was written.
     pub fn prove(&mut self) -> Result<()> {
         let mut back = Xxh3::new();
         self.file.finish().map_err(|error| self.fault(&error))?;
@@ -86,8 +86,8 @@ impl Whole {
             .hint("check the disk before you go on"))
     }
 
-    /// Gives the file its name once its bytes are on the disk, and the mode of the one that it replaces. The name lasts
-    /// when its folder is synced.
+    /// Renames the file to its path once its bytes are on the disk, with the mode of the file it replaces. The name is
+    /// durable once its folder is synced.
     pub fn commit(mut self) -> Result<FileRecord> {
         self.place().map_err(|error| self.fault(&error))?;
         let digest = self.digest();
@@ -96,15 +96,15 @@ impl Whole {
         Ok(FileRecord { name, bytes: self.bytes, digest })
     }
 
-    /// Ends the file; its bytes are on the disk, but not yet under its name.
+    /// Completes the file; its bytes are on the disk, but not yet under its name.
     pub fn finish(&mut self) -> io::Result<()> {
         self.file.finish()
     }
 
-    /// What [`Whole::commit`] does, with the system's own error.
+    /// Does the work of [`Whole::commit`], with the system's own error.
     pub fn place(&mut self) -> io::Result<()> {
         if let Ok(there) = fs::metadata(&self.path) {
-            // Some file systems give all files one mode, and refuse to change it.
+            // Some file systems have one mode for all files, and refuse to change it.
             let _ = fs::set_permissions(self.file.path(), there.permissions());
         }
         self.finish()?;
@@ -117,7 +117,7 @@ impl Whole {
 impl Drop for Whole {
     fn drop(&mut self) {
         if !self.committed {
-            // The fault at hand says more than one about this file, which the next run replaces.
+            // The original fault is more useful than one about this file, which the next run replaces.
             let _ = remove(self.file.path());
         }
     }
@@ -141,7 +141,7 @@ impl Write for Whole {
     }
 }
 
-/// Writes `bytes` to `path`, whole or not at all; the name lasts.
+/// Writes `bytes` to `path` atomically and durably.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
     let mut file = Whole::create(path)?;
     file.put(bytes)?;
@@ -150,7 +150,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<FileRecord> {
     Ok(record)
 }
 
-/// The same if `fits` says so of what is there by then: no other run writes it meanwhile. Returns whether it was written.
+/// The same if `fits` accepts the current content, while no other run writes it. Returns whether it was written.
 pub fn write_whole_if(
     path: &Path,
     bytes: &[u8],
@@ -166,10 +166,10 @@ pub fn write_whole_if(
     Ok(true)
 }
 
-/// What the names of files end in that are not whole yet. A person may have a `.tmp` of their own beside any of them.
+/// The suffix of incomplete files. Users may have their own `.tmp` files next to any of them.
 pub const PART: &str = ".zdata.tmp";
 
-/// The name of a file that is not whole yet.
+/// The name of an incomplete file.
 fn temporary(path: &Path) -> PathBuf {
     super::beside(path, PART)
 }
@@ -180,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// Where nothing can be made, no data is missing.
+    /// A folder that cannot be created is not missing data.
     #[test]
     fn a_folder_that_cannot_be_made_is_wrong_use() {
         let fault = crate::disk::create_folder(Path::new("/proc/nope/store")).unwrap_err();
@@ -205,13 +205,13 @@ mod tests {
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
-    /// Two that write one file at once: the second is refused, and the first one's bytes stay its own.
+    /// Two writers of one file: the second is refused, and the first one's bytes stay intact.
     #[test]
     fn a_file_has_one_writer() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(temporary(&path), "what a kill left").unwrap();
-        // Small ones, and those that pass the page cache by another handle.
+        // Small files, and those that use a second handle for direct I/O.
         for size in [7, 3 << 20] {
             let mut first = Whole::create(&path).unwrap();
             first.put(&vec![1; size]).unwrap();

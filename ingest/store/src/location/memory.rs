@@ -1,4 +1,4 @@
-//! A bucket in memory, for tests: one that may hand out its objects with wrong bytes, as a network that errs unseen.
+//! An in-memory bucket for tests, which may return objects with wrong bytes, as an undetected network error would.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -11,21 +11,21 @@ use super::{Address, LocalFile, Location, Object, Remote};
 #[derive(Default)]
 pub struct Memory {
     objects: Mutex<BTreeMap<Address, Vec<u8>>>,
-    /// Where objects come wrongly, those that do no more.
+    /// If objects are returned with wrong bytes: those that no longer are.
     mended: Option<Mutex<BTreeSet<Address>>>,
 }
 
 impl Memory {
-    /// One whose objects come with wrong bytes at both ends, until what is kept of them is dropped.
+    /// A bucket that returns objects with wrong bytes at both ends, until their local copies are dropped.
     pub fn spoiled() -> Self {
         Memory { mended: Some(Mutex::default()), ..Memory::default() }
     }
 
-    /// The place of a URL in this bucket.
+    /// The location of a URL in this bucket.
     ///
     /// # Panics
     ///
-    /// If the URL is no address.
+    /// If the URL is not a valid address.
     pub fn holding(self, url: &str) -> Location {
         let remote: Arc<dyn Remote> = Arc::new(self);
         Location::Object(Object::new(Address::parse(url).expect("an address"), remote))
@@ -39,7 +39,7 @@ impl Memory {
         self.objects().get(object).cloned().ok_or_else(|| Error::from(ErrorKind::NotFound))
     }
 
-    /// The same as it comes.
+    /// The bytes of an object as they are returned.
     fn sent(&self, object: &Address) -> Result<Vec<u8>> {
         let mut bytes = self.get(object)?;
         let mended = self.mended.as_ref();
@@ -65,7 +65,7 @@ impl Remote for Memory {
     }
 
     fn fetch(&self, object: &Address) -> Result<LocalFile> {
-        // Readers know a compression by the end of a file name.
+        // Readers recognize a compression by the file extension.
         let mut file = tempfile::Builder::new().suffix(object.name()).tempfile()?;
         file.write_all(&self.sent(object)?)?;
         let (_, path) = file.keep()?;

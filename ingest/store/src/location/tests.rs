@@ -1,4 +1,4 @@
-//! Addresses and names against what they may and may not mean, and objects against files, on a bucket in memory.
+//! Addresses and names against their rules, and objects against files, in an in-memory bucket.
 
 use contract::Class;
 use proptest::prelude::*;
@@ -99,7 +99,7 @@ fn an_object_is_made_once_and_read_as_a_file_is() {
 }
 
 proptest! {
-    /// Whatever a file in a bucket calls another one: an error, or an address that has one spelling.
+    /// Whatever name a file in a bucket uses: resolving gives an error, or an address that has one spelling.
     #[test]
     fn a_name_never_makes_an_address_that_is_none(name in "[a-c%. /]{0,12}") {
         let folder = object("s3://b/x/y/z").folder();

@@ -1,4 +1,4 @@
-//! The identity of a store: frozen, and moved by what it covers and nothing else.
+//! The identity of a store is frozen, and changes only with what it covers.
 
 use contract::{Digest, Identity};
 
@@ -6,7 +6,7 @@ use crate::{
     Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, StreamRecord, TokenizerRecord,
 };
 
-/// A manifest with names and templates that a table of Unicode, or `Debug`, would show in another way.
+/// A manifest with names and templates that Unicode tables, or `Debug`, would escape.
 fn manifest() -> Manifest {
     let input = |path: &str, bytes: u64, byte: u8| InputRecord {
         path: path.to_owned(),
@@ -69,7 +69,7 @@ fn what_an_identity_covers_moves_it() {
     assert!(moved(&|m| m.validation = "1/100".to_owned()));
     assert!(moved(&|m| m.sources[0].name.push('x')));
     assert!(moved(&|m| m.sources[0].preparation.push('x')));
-    // A letter that moves from one text into its neighbour.
+    // A letter moves from one text to its neighbour.
     assert!(moved(&|m| {
         let letter = m.sources[0].name.pop().unwrap();
         m.sources[0].preparation.insert(0, letter);
@@ -80,7 +80,7 @@ fn what_an_identity_covers_moves_it() {
     assert!(moved(&|m| m.sources[0].train.documents += 1));
     assert!(moved(&|m| m.sources[0].validation.digest = Digest(1)));
     assert!(moved(&|m| m.sources.push(m.sources[0].clone())));
-    // What it does not cover: paths, who encoded, what was dropped or prepared, how it is stored.
+    // Not covered: paths, the encoder, what was dropped or prepared, how it is stored.
     assert!(!moved(&|m| m.sources[0].inputs[0].path = "c.jsonl".to_owned()));
     assert!(!moved(&|m| m.sources[0].inputs[0].documents = 7));
     assert!(!moved(&|m| m.tokenizer.encoder = "slow".to_owned()));

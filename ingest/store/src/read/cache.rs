@@ -1,15 +1,15 @@
-//! A map that forgets what was used longest ago, so that ten thousand shards need neither ten thousand open files nor
-//! the memory of ten thousand indexes.
+//! An LRU cache, so that ten thousand shards need neither ten thousand open files nor the memory of ten thousand
+//! indexes.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lru::LruCache;
 
-/// Whose entry: a stream's number and a shard of it.
+/// The key of an entry: the number of a stream, and one of its shards.
 pub(super) type Slot = (u64, usize);
 
-/// A map bounded by the weight of its values. Values are shared handles: one that is forgotten lives on until its last
-/// user lets go.
+/// A map bounded by the weight of its values. Values are shared handles: an evicted one lives until its last user drops
+/// it.
 pub(super) struct Lru<V> {
     limit: u64,
     inner: Mutex<Inner<V>>,
@@ -21,7 +21,7 @@ struct Inner<V> {
 }
 
 impl<V: Clone> Lru<V> {
-    /// An empty map whose values may weigh `limit` together. One value heavier than that is kept alone.
+    /// An empty map whose values may weigh `limit` in total. A single heavier value is kept alone.
     pub(super) fn new(limit: u64) -> Self {
         Lru { limit, inner: Mutex::new(Inner { weight: 0, entries: LruCache::unbounded() }) }
     }
@@ -30,12 +30,12 @@ impl<V: Clone> Lru<V> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The value at `slot`, which thereby becomes the youngest.
+    /// The value at `slot`, marked as most recently used.
     pub(super) fn get(&self, slot: Slot) -> Option<V> {
         self.inner().entries.get(&slot).map(|(_, value)| value.clone())
     }
 
-    /// Puts `value` at `slot` and forgets the oldest ones until the rest fits.
+    /// Stores `value` at `slot` and evicts the least recently used values until the rest fits.
     pub(super) fn put(&self, slot: Slot, weight: u64, value: V) {
         let Inner { weight: sum, entries } = &mut *self.inner();
         let mut gone = entries.pop(&slot);
@@ -57,7 +57,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against a plain list in order of use.
+        /// Compared with a plain list in order of use.
         #[test]
         fn keeps_the_youngest(
             limit in 1u64..12,

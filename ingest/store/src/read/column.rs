@@ -1,6 +1,6 @@
-//! A file of the store of which pieces are read, any number of them at once.
+//! A file of the store that is read in pieces, any number of them at once.
 //!
-//! Where a piece lies is arithmetic (`block_offset`); that its bytes are the right ones, their sums say.
+//! The offset of a piece is arithmetic (`block_offset`); its sums check its bytes.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use crate::folder::{StoreFile, damaged, missing};
 use crate::location::Object;
 use contract::Result;
 
-/// What is read: an open file, or an object, of which blocks are fetched one by one.
+/// The data source: an open file, or an object whose blocks are fetched one by one.
 enum BytesAt {
     File(File),
     Object(Object),
@@ -46,12 +46,12 @@ impl ColumnFile {
         Ok(ColumnFile { bytes_at, location, bytes })
     }
 
-    /// Where the file lies.
+    /// The file's location.
     pub(super) fn location(&self) -> &Location {
         &self.location
     }
 
-    /// Fills `buffer` from `offset` on, moving no cursor: any number of threads may read at once.
+    /// Fills `buffer` from `offset` on without a cursor: any number of threads may read at once.
     pub(super) fn read(&self, buffer: &mut [u8], offset: u64) -> Result<()> {
         let read = match &self.bytes_at {
             BytesAt::File(file) => file.read_exact_at(buffer, offset),
@@ -60,7 +60,7 @@ impl ColumnFile {
         read.map_err(|error| self.location.fault("read", &error))
     }
 
-    /// The whole file, whose size its manifest may have made up: a hole of terabytes takes no room on a disk.
+    /// Reads the whole file. A forged manifest may claim any size, and a sparse file of terabytes takes no disk space.
     pub(super) fn read_all(&self) -> Result<Vec<u8>> {
         let length = usize::try_from(self.bytes).unwrap_or(usize::MAX);
         let mut bytes = Vec::new();

@@ -1,4 +1,4 @@
-//! What a store's reader asks of the machine and of the tokenizer's file.
+//! What a store's reader needs from the system and from the tokenizer's file.
 
 use std::fs;
 
@@ -23,7 +23,7 @@ pub(super) fn tokenizer(root: &Location, manifest: &Manifest) -> Result<Vec<u8>>
     })
 }
 
-/// How many files this process may open; 256 where the system does not say.
+/// How many files this process may open; 256 if the system does not say.
 pub(super) fn file_limit() -> u64 {
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let line = limits.lines().find(|line| line.starts_with("Max open files"));

@@ -1,8 +1,8 @@
 //! Where documents begin: a sparse index in memory, the rest read from the file by position.
 //!
 //! The whole file is read once, checked by its digest and thinned to every 512th start; a window then costs one small
-//! read. So memory is a fraction of a byte per document, and a group of units that a batch draws from stays resident
-//! even in a store of ten trillion tokens.
+//! read. So memory is a fraction of a byte per document, and the units of a batch stay in memory even in a store of ten
+//! trillion tokens.
 
 use std::ops::Range;
 
@@ -13,11 +13,11 @@ use crate::rows::{WIDTH, pieces, words};
 use contract::Result;
 use contract::digest::Digest;
 
-/// One start in so many is kept, unless the shard is small.
+/// One start in this many is kept, unless the shard is small.
 const STRIDE: u64 = 512;
-/// Documents up to which a shard's starts are all kept.
+/// Shards of at most this many documents keep all starts.
 const SMALL: u64 = 4096;
-/// Bytes that Arrow adds to the few starts of a small shard; to those of a large one it adds less than there are.
+/// Bytes that Arrow adds to the few starts of a small shard; for a large one, it adds less than the starts themselves.
 const LIBRARY: u64 = 64 << 10;
 
 /// The index of one shard's starts.
@@ -60,12 +60,12 @@ impl StartIndex {
         Ok(StartIndex { stride, rows, samples: thinned.samples })
     }
 
-    /// Bytes of memory.
+    /// Its memory in bytes.
     pub(super) fn weight(&self) -> u64 {
         ((self.samples.len() + 16) as u64) * WIDTH
     }
 
-    /// The rows among which every start in `tokens` is, and few others.
+    /// Rows that include every start in `tokens`, and few others.
     pub(super) fn rows_near(&self, tokens: &Range<u64>) -> Range<u64> {
         let below = |token: u64| self.samples.partition_point(|start| *start < token) as u64;
         let first = below(tokens.start).saturating_sub(1) * self.stride;
@@ -93,7 +93,7 @@ impl StartIndex {
     }
 }
 
-/// The samples taken so far.
+/// The samples so far.
 struct Thinned {
     stride: u64,
     row: u64,
@@ -102,7 +102,7 @@ struct Thinned {
 }
 
 impl Thinned {
-    /// Takes the samples of one run; false if its starts fall.
+    /// Adds the samples of one run; false if its starts are not ascending.
     fn add(&mut self, bytes: &[u8]) -> bool {
         let mut ordered = true;
         for start in words(bytes) {

@@ -122,7 +122,7 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
     commit(dir, &manifest).unwrap();
 }
 
-/// One of three inputs, whose documents come in turns.
+/// One of three inputs, whose documents alternate.
 fn input(number: u64, stream: &StreamRecord) -> InputRecord {
     InputRecord {
         path: format!("{number}.jsonl"),
@@ -136,7 +136,7 @@ fn open(dir: &Path) -> Result<StreamReader> {
     Ok(Store::open(dir)?.stream(0, Split::Train))
 }
 
-/// All that a store tells: tokens, starts, provenance, tokenizer.
+/// All that a store returns: tokens, starts, provenance, tokenizer.
 type Everything = (Vec<u32>, Vec<u64>, Vec<DocumentRecord>, Vec<u8>);
 
 fn read_everything(dir: &Path) -> Result<Everything> {
@@ -165,7 +165,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(16))]
 
-    /// Random ranges of random stores, asked for in random order and at once, against plain vectors.
+    /// Random ranges of random stores, read in random order and in parallel, compared with plain vectors.
     #[test]
     fn ranges_are_those_of_the_text(
         seed: u64,
@@ -239,8 +239,8 @@ fn ranges_of_documents_come_in_order() {
     assert_eq!(stream.document(70_000).unwrap_err().class(), Class::Bug);
 }
 
-/// Every bit of every file of a small store: found, with the class that says "data" and a file of this store as its
-/// place, or without effect on anything that is read.
+/// Every bit of every file of a small store, flipped: reported as a data error with a file of this store as its place,
+/// or without effect on anything that is read.
 #[test]
 fn no_flipped_bit_reaches_a_reader() {
     let text = Text::generate(9, &[50, 1, 120, 30], 100, 2);
@@ -272,7 +272,7 @@ fn no_flipped_bit_reaches_a_reader() {
                     assert!(fault.to_string().starts_with(&place), "{fault}");
                 }
                 Ok(read) => {
-                    // The frame around the tokens, which nothing here reads.
+                    // The container around the tokens, which the reader skips.
                     let frame = tokens && !(2 * HEAD_BYTES as usize..values_end).contains(&at);
                     assert!(frame, "{} byte {at} was not noticed", path.display());
                     assert_eq!(read, wanted, "{} byte {at} changed what was read", path.display());
@@ -313,7 +313,7 @@ fn a_flipped_token_names_its_block_and_documents() {
     ] {
         assert!(message.contains(part), "{message}");
     }
-    // The other blocks are still good, and the damaged one stays refused.
+    // The other blocks are still readable, and the damaged one is still refused.
     stream.read_tokens(0..16_384, &mut Vec::new()).unwrap();
     stream.read_tokens(32_768..50_020, &mut Vec::new()).unwrap();
     assert!(stream.read_tokens(16_384..16_385, &mut Vec::new()).is_err());
@@ -354,7 +354,7 @@ fn what_is_no_store_is_refused_with_a_reason() {
     assert!(refusal(dir.path()).contains("no manifest.json"));
     let text = Text::generate(4, &[10], 10, 2);
     let store = text.write();
-    // A manifest that is whole, and of this format, but whose shards leave a gap.
+    // A complete manifest of this format, but with a gap between its shards.
     let mut manifest = Store::open(store.path()).unwrap().manifest().clone();
     manifest.sources[0].train.shards[0].first_token = 1;
     commit(store.path(), &manifest).unwrap();
@@ -364,7 +364,7 @@ fn what_is_no_store_is_refused_with_a_reason() {
     assert!(refusal(store.path()).contains("format"));
 }
 
-/// Many threads over one stream with room for two open files: the same tokens, and few handles.
+/// Many threads read one stream with a limit of two open files: the same tokens, and few handles.
 #[test]
 fn threads_share_few_files() {
     let lengths = vec![700; 40];
@@ -394,7 +394,7 @@ fn threads_share_few_files() {
     assert!(held.count() <= 2);
 }
 
-/// A scratch folder in memory where there is such a place: the writer flushes every file, which a disk does slowly.
+/// A scratch folder in memory where possible: the writer syncs every file, which is slow on a disk.
 fn scratch() -> TempDir {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap()
 }

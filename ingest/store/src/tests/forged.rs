@@ -1,5 +1,5 @@
-//! Manifests that were forged with agreeing digests, and links and pipes in the place of files: nothing panics, nothing
-//! outside the folder is read, and what `verify` passes opens.
+//! Forged manifests with agreeing digests, and links and pipes in place of files: nothing panics, nothing outside the
+//! folder is read, and a store that `verify` accepts can be opened.
 
 use std::os::unix::fs::symlink;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::*;
 use contract::Result;
 
-/// Everything that a store tells, read as the commands read it.
+/// Reads everything in a store, as the commands do.
 fn read(folder: &Path) -> Result<()> {
     let store = Store::open(folder)?;
     store.tokenizer()?;
@@ -32,7 +32,7 @@ fn read(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The places of a value's leaves and lists.
+/// The paths of a value's leaves and lists.
 fn places(value: &Value, at: &str, out: &mut Vec<String>) {
     match value {
         Value::Object(map) => {
@@ -48,7 +48,7 @@ fn places(value: &Value, at: &str, out: &mut Vec<String>) {
     }
 }
 
-/// What a forger may put in a value's place.
+/// What a forger may put in place of a value.
 fn forgeries(value: &Value) -> Vec<Value> {
     let mut all = vec![Value::Null, json!(0), json!(u64::MAX), json!(""), json!([])];
     match value {
@@ -74,7 +74,7 @@ fn forgeries(value: &Value) -> Vec<Value> {
     all
 }
 
-/// Puts a manifest in the place of the store's own, with digests that agree.
+/// Replaces the store's manifest, with digests that agree.
 fn forge(folder: &Path, value: &Value) {
     let path = folder.join(open::MANIFEST);
     match serde_json::from_value::<Manifest>(value.clone()) {
@@ -94,7 +94,7 @@ fn forge(folder: &Path, value: &Value) {
 #[test]
 fn a_forged_manifest_ends_in_a_fault_or_in_what_was_written() {
     let (folder, manifest) = store(2, &[5, 7], 40);
-    // What a name that leads out would find.
+    // The target of a name that leads out of the store.
     fs::write(folder.path().parent().unwrap().join("outside"), "").unwrap();
     let honest = serde_json::to_value(&manifest).unwrap();
     let mut all = Vec::new();
@@ -119,8 +119,8 @@ fn a_forged_manifest_ends_in_a_fault_or_in_what_was_written() {
     assert!(refused > passed && passed > 20, "{refused} refused, {passed} passed");
 }
 
-/// Bytes that a forger put into a file of a library's format, with every digest made to agree: the decoder is the first to
-/// find out, and must not take the process with it.
+/// Forged bytes in a file of a library's format, with every digest made to agree: the decoder is the first to notice,
+/// and must not crash the process.
 #[test]
 fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     let (folder, manifest) = store(2, &[5], 40);
@@ -130,7 +130,7 @@ fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     for name in [&shard.document_file.name, &shard.start_file.name] {
         let path = stream.join(name);
         let honest = fs::read(&path).unwrap();
-        // The metadata, which says where the rest is, stands at the end: all of it, and a sample of what stands before.
+        // The metadata, with all offsets, is at the end: test every byte there, and a sample of the bytes before.
         let places = (0..honest.len()).filter(|at| at % 7 == 0 || honest.len() - at < 600);
         for (number, at) in places.enumerate() {
             let mut bytes = honest.clone();
@@ -159,7 +159,7 @@ fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     assert!(refused > 100 && passed > 10, "{refused} refused, {passed} passed");
 }
 
-/// A hole takes no room on a disk, and would take all memory.
+/// A sparse file takes no disk space, and reading it would take all memory.
 #[test]
 fn a_forged_hole_ends_in_a_fault_of_its_file() {
     let (folder, manifest) = store(2, &[5], 40);
@@ -171,7 +171,7 @@ fn a_forged_hole_ends_in_a_fault_of_its_file() {
         let record = file(&mut forged.sources[0].train.shards[0]);
         let path = stream.join(&record.name);
         let honest = fs::read(&path).unwrap();
-        // As large as this filesystem lets a file be.
+        // As large as this file system allows.
         let holed = fs::OpenOptions::new().write(true).open(&path).unwrap();
         let mut sizes = (30..60).rev().map(|power| 1 << power);
         record.bytes = sizes.find(|bytes| holed.set_len(*bytes).is_ok()).unwrap();

@@ -1,4 +1,4 @@
-//! A store in a bucket is opened by its list, and where that says too little by its objects.
+//! A store in a bucket is opened by its list of objects, or by the objects themselves where the list is not enough.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
@@ -8,11 +8,11 @@ use super::*;
 use crate::location::memory::Memory;
 use crate::location::{Address, LocalFile, Object, Remote};
 
-/// What a bucket answers where it is asked for a list.
+/// How a bucket answers a list request.
 #[derive(Clone, Copy, Debug)]
 enum List {
     Whole,
-    /// Of what is there, nothing yet.
+    /// A list without the newest objects.
     Late,
     Refused,
     Broken,
@@ -85,7 +85,7 @@ fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
 #[test]
 fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
     let (folder, manifest) = store(2, &[3, 2], 9);
-    // Whatever is asked of it first.
+    // Whichever operation comes first.
     let uses: [fn(&Location, &Manifest); 4] = [
         |place, _| drop(Store::open(place).unwrap().tokenizer().unwrap()),
         |place, manifest| {
@@ -116,7 +116,7 @@ fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
     }
 }
 
-/// Many files are looked at side by side, and told in their order.
+/// Many files are checked in parallel, and reported in order.
 #[test]
 fn every_file_of_many_is_looked_at() {
     let (folder, manifest) = store(2, &[1; 200], 1);
@@ -128,7 +128,7 @@ fn every_file_of_many_is_looked_at() {
     let told = whole::opened(folder.path()).unwrap_err().to_string();
     let [first, last] = gone.map(|name| told.find(&format!("{name}: it is missing")).unwrap());
     assert!(first < last && told.contains("2 places"), "{told}");
-    // Not all of them, if they are many.
+    // Not all of them, if there are many.
     fs::remove_dir_all(folder.path().join("web")).unwrap();
     let told = whole::opened(folder.path()).unwrap_err().to_string();
     assert!(told.contains("800 places") && told.contains("and 792 more"), "{told}");

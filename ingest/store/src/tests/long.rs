@@ -1,7 +1,7 @@
 //! Streams and documents beyond 2^31 and 2^32 tokens.
 //!
-//! What lies before is claimed by the manifest and holds nothing, so that the numbers are large and the files small.
-//! `ZSTACK_LONG=2147500000` writes a document of so many tokens in earnest (4.3 GB on the disk).
+//! The earlier shards are only claimed by the manifest and their files are holes, so the numbers are large and the
+//! files small. `ZSTACK_LONG=2147500000` really writes a document of that many tokens (4.3 GB on disk).
 
 use super::*;
 use crate::read::{ReadCache, Store};
@@ -9,7 +9,7 @@ use crate::verify::Damage;
 
 const FIRST_DOCUMENT: u64 = (1 << 32) + 9;
 
-/// The token at a place of the stream.
+/// The token at an offset of the stream.
 fn token(place: u64) -> u32 {
     (place.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40 & 0xffff) as u32
 }
@@ -26,7 +26,7 @@ fn head(folder: &Path) -> StreamHead {
     }
 }
 
-/// Makes the folder a store of one stream of these shards.
+/// Commits a store of one stream with these shards.
 fn commit(folder: &Path, shards: Vec<ShardRecord>, digest: Digest) -> Manifest {
     let (old, mut manifest) = store(2, &[1], 1);
     fs::copy(old.path().join(open::TOKENIZER), folder.join(open::TOKENIZER)).unwrap();
@@ -44,7 +44,7 @@ fn verified(folder: &Path, manifest: &Manifest) -> Vec<Damage> {
     verify_stream(folder, manifest, &manifest.sources[0], Split::Train, &|_| ()).unwrap()
 }
 
-/// A shard that is claimed: `tokens` tokens of `FIRST_DOCUMENT` documents, in files of those sizes that hold nothing.
+/// A claimed shard: `tokens` tokens of `FIRST_DOCUMENT` documents, in empty files of the right sizes.
 fn claimed(folder: &Path, tokens: u64) -> ShardRecord {
     let file = |name: &str, bytes| {
         fs::File::create(folder.join(name)).unwrap().set_len(bytes).unwrap();
@@ -87,7 +87,7 @@ fn places_beyond_32_bits_are_read_checked_and_named() {
         let (folder, manifest, records) = late_store(first, &[20_000, 1, 40_000, 7]);
         let stream = Store::open_with(folder.path(), ReadCache::new(8)).unwrap();
         let stream = stream.stream(0, Split::Train);
-        // A store is opened with all of its files; what goes later is found by whoever reads it.
+        // Opening a store checks that all files exist; one that is removed later is noticed by its reader.
         for file in manifest.sources[0].train.shards[0].files() {
             fs::remove_file(head(folder.path()).folder.join(&file.name)).unwrap();
         }
@@ -109,14 +109,14 @@ fn places_beyond_32_bits_are_read_checked_and_named() {
         }
         let fault = stream.read_tokens(first - 1..first + 1, &mut Vec::new()).unwrap_err();
         assert!(fault.to_string().contains("tokens-00000.arrow"), "{fault}");
-        // What is claimed is missing; what is there is whole, in bytes and in meaning.
+        // Claimed files are missing; existing ones are intact, in bytes and in meaning.
         let missing: Vec<String> = verified(folder.path(), &manifest)
             .iter()
             .map(|damage| format!("{} {}", damage.file, damage.what))
             .collect();
         assert_eq!(missing.len(), 4, "{missing:?}");
         assert!(missing.iter().all(|m| m.contains("-00000.") && m.contains("missing")));
-        // Damage there is named by its block and document.
+        // Damage is reported with its block and document.
         let path = head(folder.path()).folder.join("tokens-00001.arrow");
         let mut bytes = fs::read(&path).unwrap();
         bytes[block_offset(BLOCK_TOKENS * 2, 3) as usize] ^= 8;
@@ -133,7 +133,7 @@ fn a_document_of_any_length_is_written_read_and_verified() {
     let wanted = std::env::var("ZSTACK_LONG").map_or(100_000, |text| text.parse().unwrap());
     let folder = tempfile::tempdir().unwrap();
     let mut tokens = vec![0u32; wanted as usize];
-    // Few places, so that the rest is memory that nobody has touched.
+    // Only a few offsets, so that the remaining memory stays untouched.
     let marks: Vec<u64> = [0, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, wanted / 2, wanted - 1]
         .into_iter()
         .filter(|place| *place < wanted)
