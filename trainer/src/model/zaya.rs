@@ -361,8 +361,8 @@ impl Zaya {
         // At the head: the embedded tokens, and the residual before and after the final norm with their gradients.
         // Later: the embedded tokens, and gradients of the residual on both sides of a sublayer.
         let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);
-        // A backward pass adds gradients of about a third of what was saved: the feed-forward's for one chunk at a time.
-        // When attention's backward pass begins, the feed-forward's saved tensors have been freed.
+        // A backward pass adds gradients of about a third of what was saved: the feed-forward's for one chunk at a
+        // time. When attention's backward pass begins, the feed-forward's saved tensors have been freed.
         let back = |layer: &DecoderLayer| -> u64 {
             let [attention, rest] = halves(layer);
             let rest = attention + rest + rest / (3 * cut.chunks);

@@ -1,4 +1,4 @@
-//! The micro-batches of a step: each computed by one worker with one math thread, as a pure function of weights and rows.
+//! The micro-batches of a step: each computed by one worker with one math thread, a function of weights and rows.
 
 use std::sync::Mutex;
 

@@ -1,8 +1,8 @@
-//! What a micro-batch has to say, for the record of its step: it stays where it was computed until the host reads that.
+//! The results of a micro-batch for the record of its step: they stay on the device until the host reads the record.
 //!
 //! ```text
 //! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
-//!     | tokens by router class of each layer | checksums of its gradients, to be added, known after gradient sums
+//!     | tokens by router class of each layer | checksums of its gradients, to be added, known once these are summed
 //! ```
 
 use contract::Result;
