@@ -159,7 +159,7 @@ impl Workers {
         Ok(results)
     }
 
-    /// Groups items for [`Workers::map`]: single items in main memory; on a device one group, which the host reads once.
+    /// Groups items for [`Workers::map`]: single items in main memory; on a device one group, so the host reads once.
     pub(crate) fn batched<I>(
         device: tch::Device,
         items: impl IntoIterator<Item = I>,

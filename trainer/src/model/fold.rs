@@ -49,7 +49,7 @@ pub(super) struct Held {
     pub(super) first: i64,
 }
 
-/// A strided block of numbers in both a run of a parameter and the shards of it that a rank holds.
+/// A strided block of numbers that a run of a parameter and the rank's shards of the parameter share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Common {
     /// The number of its rows, equally spaced in the run and in the shards.

@@ -121,7 +121,7 @@ struct HeadBack {
     losses: Tensor,
     /// Gradient of the final normed residual, by chunk.
     hidden: Vec<Tensor>,
-    /// Gradient of the embedding as the head, if there is one chunk; with several, each chunk's has gone to the sink.
+    /// Gradient of the embedding as the head, if there is one chunk; with several, each chunk's is in the sink already.
     weights: Option<Tensor>,
 }
 

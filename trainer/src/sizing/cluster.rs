@@ -104,7 +104,7 @@ pub struct Link {
 pub struct Medium {
     /// Bytes per second from a rank's device into main memory, for which the step waits.
     pub copy_bytes_per_s: f64,
-    /// Bytes per second that a machine writes while training goes on.
+    /// Bytes per second that a machine writes during training.
     pub write_bytes_per_s: f64,
 }
 

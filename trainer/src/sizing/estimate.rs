@@ -68,7 +68,7 @@ pub struct StepTime {
 pub struct Keeping {
     /// Seconds for which a checkpoint stops the run: the copy from the device that owns most.
     pub stall: f64,
-    /// Seconds to write it, while training goes on.
+    /// Seconds to write it during training.
     pub write: f64,
     /// Mean seconds between failures.
     pub between: f64,

@@ -33,7 +33,7 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
     }
 }
 
-/// A micro-batch's name in a fault: numbered within the step, even if `batch` is only part of it.
+/// A micro-batch's name in a fault: numbered within the step, even if `batch` is only part of the step.
 pub(super) fn place(spec: &RunSpec, batch: &Batch, micro_batch: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
     let sample = batch

@@ -25,7 +25,7 @@ pub(super) struct Experts {
     skip: Skip,
 }
 
-/// What the backward pass reads; where the host knows their number, only tokens of experts, except for `weight`.
+/// What the backward pass reads, sorted by expert except for `weight`; without skipped tokens if the host counts them.
 #[derive(Debug)]
 pub(super) struct Saved {
     order: Dispatch,
