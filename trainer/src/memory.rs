@@ -281,8 +281,8 @@ impl Flight {
         let embedding = spec.parameters.first().map_or(0, |one| 4 * one.elements());
         let numbered = layers.iter().skip(1).map(|layer| bytes(&layer.parameters));
         let layer = numbered.max().unwrap_or(0);
-        // With several chunks: the current gradient and a waiting sum at each level of their tree, for the head and for
-        // a layer. For shared micro-batches: what is sent to and received from other ranks.
+        // With several chunks: the current gradient and a waiting sum at each level of their tree; the head's sum waits
+        // for the embedding's. For shared micro-batches: what is sent to and received from other ranks.
         let shared = if ranks > 1 { 2 * embedding } else { 0 };
         let (head, layer) = match u64::from(u64::BITS - (chunks - 1).leading_zeros()) {
             0 => (embedding, embedding),

@@ -85,8 +85,8 @@ fn gradients_are_those_of_automatic_differentiation() {
     }
 }
 
-/// Plain feed-forwards before, after and instead of experts: gradients, counts and FLOPs are as correct as those of
-/// experts. The first router has no previous state, whichever layer it is in.
+/// Plain feed-forwards before, after and instead of experts: checked like these. The first router has no previous
+/// state, whichever layer it is in.
 #[test]
 fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
     use FeedForward::{Mlp, Moe};

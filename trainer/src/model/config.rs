@@ -320,7 +320,7 @@ impl ZayaConfig {
         Ok(())
     }
 
-    /// The first kind of layer that is not ZAYA1's, with its key: exporters that know only ZAYA1 refuse it by name.
+    /// The first kind of layer that is not ZAYA1's, with its key: code for ZAYA1's layers alone refuses it by name.
     pub fn foreign(&self) -> Option<(&'static str, &'static str)> {
         let attention = self.layers.iter().find(|kind| **kind != Attention::Cca);
         let feed_forward = self.feed_forward.iter().find(|kind| **kind != FeedForward::Moe);

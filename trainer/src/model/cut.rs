@@ -72,7 +72,7 @@ pub(super) struct Chunk {
     pub(super) mask: Tensor,
     /// Documents, or their parts in this chunk; in order, covering every token.
     pub(super) spans: Vec<Span>,
-    /// The spans as a tensor for attention: made in the first layer.
+    /// What attention computed from the spans, cached by the first layer.
     pub(super) attending: OnceCell<Tensor>,
     pub(super) rotary: Rotary,
     /// Which rows of other chunks it reads; `None` where there is one chunk.

@@ -299,8 +299,8 @@ impl ChunkSum {
         Ok(ChunkSum::experts(gradient.f_contiguous().map_err(refused)?, used))
     }
 
-    /// Queues in `meeting` which of its numbers are added to those of `right` and which are copied from there. An
-    /// expert that had tokens in only one of them is copied, never added to zero.
+    /// Queues in `meeting` which numbers of `right` are added to its own and which are copied; marks the experts of
+    /// both as used. An expert that had tokens in only one of them is copied, never added to zero.
     fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) -> kernels::Result<()> {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {

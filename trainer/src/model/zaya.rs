@@ -470,7 +470,7 @@ impl DecoderLayer {
         [attention, feed_forward]: [Make; 2],
     ) -> DecoderLayer {
         let mut half = |number: usize, (norm, scale): (&str, &str), make: Make| {
-            // Zyphra counts sublayers, and scales the residual at a sublayer's input, not at the previous one's output.
+            // Zyphra counts sublayers and scales the residual at their inputs; we scale it at the previous output.
             let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
             let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
                 true => format!("layers.{}.res_scale", theirs + 1),

@@ -148,7 +148,7 @@ pub(crate) struct Outcome {
 pub(crate) type Came = (f64, [u64; 3]);
 
 impl Outcome {
-    /// Reads the results, item by item; the host waits for the device here.
+    /// Reads the results, item by item; the host waits for the device unless it has read them already.
     pub(crate) fn read(self) -> Result<Vec<Came>> {
         let Outcome { mut record, chunks } = self;
         record.read().map_err(refused)?;

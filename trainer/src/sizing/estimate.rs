@@ -45,7 +45,7 @@ pub struct StepTime {
     pub parts: Vec<(&'static str, f64)>,
     /// Seconds of all parts.
     pub seconds: f64,
-    /// Seconds of the parts that only compute checksums.
+    /// Seconds of the parts that only serve verification.
     pub exactness: f64,
     /// Seconds of gradient reduction, and how many are hidden by computation or by waiting for the slowest rank.
     pub gradients: f64,

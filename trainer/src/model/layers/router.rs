@@ -1,4 +1,4 @@
-//! The router: a small network over a state that runs through the layers, its choice of experts, and its gradient.
+//! The router: a small network over a state that runs through the layers, its choice, and its only gradient.
 //!
 //! The state of a layer is its projection plus a learned decay of the previous state (exponential depth averaging),
 //! passed on before its norm. The choice adds the balancing biases to the probabilities, not to the logits. They do not
