@@ -170,7 +170,7 @@ impl Workers {
         }
     }
 
-    /// Runs `worker` on as many workers as there are items. Even a single worker gets its own thread, so that it
+    /// Runs `worker` on all workers, at most one per item. Even a single worker gets its own thread, so that it
     /// computes under the same conditions as many.
     fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {
         let none = |error: std::io::Error| {
