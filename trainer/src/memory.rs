@@ -1,8 +1,8 @@
-//! What a process holds while it trains, by formula and as measured, in bytes.
+//! Memory of a training process, by formula and as measured, in bytes.
 //!
-//! The formula adds up what can be alive at a time. Not all of it is at once (activations are gone when the last blocks
-//! arrive), and it leaves out the program with its libraries, batches, and what kernels need inside: the first is measured
-//! before anything is trained, the others are small except for what oneDNN keeps under bf16.
+//! The formula adds up what can be alive at the same time. That is an upper bound: activations are freed before the
+//! last blocks arrive. It leaves out the program with its libraries, which is measured before training, and batches and
+//! kernel workspaces, which are small except for what oneDNN keeps under bf16.
 
 mod line;
 
@@ -30,30 +30,30 @@ use crate::state::ownership::{self, Piece};
 use crate::workers::Workers;
 use line::{Place, levels};
 
-/// Bytes by what they are for.
+/// Bytes by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Holds {
-    /// All weights, as the model reads them; of those that ranks hold for each other, what this rank holds.
+    /// All weights, as the model reads them; of sharded ones, this rank's shards.
     pub weights: u64,
     /// The weights of this rank's pieces in f32, where the model reads them rounded or in shards.
     pub masters: u64,
-    /// Moments of the pieces of this rank.
+    /// Moments of this rank's pieces.
     pub moments: u64,
-    /// What the micro-batches at work keep between their passes, and their chunk of logits.
+    /// Activations that the running micro-batches save, and their chunk of logits.
     pub activations: u64,
-    /// Gradients of micro-batches: one for each level of a block that waits for a partner, or for each worker where every
-    /// micro-batch is a block; and what each worker has in flight.
+    /// Gradients of micro-batches: one for each level of a block that waits for a partner, or one for each worker where
+    /// every micro-batch is a block; and what each worker is computing.
     pub gradients: u64,
-    /// Blocks, in memory that is sent or waits for the rank itself.
+    /// Blocks that are being sent, or wait for this rank itself.
     pub sent: u64,
-    /// This rank's pieces of the blocks of others, as a gate also those of owners elsewhere.
+    /// This rank's pieces of other ranks' blocks, and as a node leader those of owners elsewhere.
     pub received: u64,
-    /// Partial sums of the pieces of this rank.
+    /// Partial sums of this rank's pieces.
     pub sums: u64,
 }
 
 impl Holds {
-    /// All of them.
+    /// The sum.
     pub fn sum(self) -> u64 {
         let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
             self;
@@ -61,26 +61,25 @@ impl Holds {
     }
 }
 
-/// Who holds it: a rank among those of its line of gradients, by how they work together. Unless ranks share micro-batches
-/// these are all ranks.
+/// A rank as a position on its line of gradients. Unless ranks share micro-batches, the line has all ranks.
 struct Holder<'a> {
-    /// Its place on the line.
+    /// Its position on the line.
     rank: u32,
     /// The line.
     line: &'a Place<'a>,
     /// All ranks.
     ranks: &'a Ranks<'a>,
-    /// Which shards of weights it holds for others.
+    /// Which weight shards it holds.
     fold: &'a Fold,
 }
 
 impl Holder<'_> {
-    /// Its pieces of the gradients that travel along the line.
+    /// Its pieces of the gradients that are reduced along the line.
     fn own(&self) -> impl Iterator<Item = &Piece> {
         self.line.own[self.rank as usize].iter().map(|at| &self.line.pieces[*at])
     }
 
-    /// The elements of these.
+    /// The number of elements in these.
     fn length(&self) -> u64 {
         self.line.owned.of(self.rank) / 4
     }
@@ -91,50 +90,50 @@ impl Holder<'_> {
     }
 }
 
-/// All ranks, as they stand in a phase; with all that is the same of each of them.
+/// All ranks in a phase, with everything that is the same for each.
 pub(crate) struct Ranks<'a> {
     mesh: Mesh,
     grad_reduce: GradReduce,
     workers: Workers,
-    /// The micro-batches of each place of a line of gradients, by round.
+    /// The micro-batches of each position on a line of gradients, by round.
     parts: Vec<Vec<Range<u64>>>,
-    /// By the place that ranks have in the sharing of micro-batches.
+    /// By position in the sharing of micro-batches.
     places: Vec<Place<'a>>,
-    /// By the place along the folded axis.
+    /// By position along the folded axis.
     folds: Vec<Fold>,
-    /// Bytes of a micro-batch at work: at the head, and on its way back.
+    /// Bytes of a running micro-batch: at the head, and in the backward pass.
     activations: [u64; 2],
-    /// Gradients that a worker has in its hands.
+    /// Gradients that a worker is computing.
     flight: Flight,
-    /// The whole gradient of a micro-batch where it waits as libraries made it: on a device, if it is no sum over chunks.
+    /// Bytes of a micro-batch's gradient that waits in its original dtype: on a device, if not a sum over chunks.
     leaf: Option<u64>,
-    /// Sums that a streaming owner holds between two rounds, at most.
+    /// Largest number of sums that an owner holds between two bucketed rounds.
     pending: u32,
-    /// On a device, how matrices are turned: there many tensors are moved together.
+    /// On a device, the Newton-Schulz form: there many tensors are updated together.
     together: Option<NewtonSchulzForm>,
 }
 
-/// How ranks work together, whatever the phase.
+/// How ranks work together, in every phase.
 #[derive(Clone, Copy)]
 pub(crate) struct Ways<'a> {
     /// The machine of each rank.
     pub(crate) names: &'a [String],
-    /// Who owns what.
+    /// All pieces with their owners.
     pub(crate) pieces: &'a [Piece],
-    /// How many may share a micro-batch.
+    /// How many ranks may share a micro-batch.
     pub(crate) degrees: Degrees,
-    /// Whether machines are passed over.
+    /// Whether all ranks count as one machine (`--no-hierarchical`).
     pub(crate) flat: bool,
-    /// How micro-batches are dealt.
+    /// How micro-batches are assigned.
     pub(crate) grad_reduce: GradReduce,
-    /// Micro-batches that each computes at once.
+    /// Micro-batches that each rank computes at once.
     pub(crate) workers: Workers,
-    /// Whether each computes on a device.
+    /// Whether each rank computes on a device.
     pub(crate) on_device: bool,
 }
 
 impl<'a> Ways<'a> {
-    /// The ranks as they stand in `step`.
+    /// The ranks in the phase of `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
         let Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device } = self;
         let PhaseModel { config, cut, .. } = spec.model_at(step)?;
@@ -185,12 +184,12 @@ impl<'a> Ways<'a> {
 }
 
 impl Ranks<'_> {
-    /// What `rank` holds in `step`, the one that they stand in.
+    /// The most that `rank` holds in `step`, which must be in the same phase.
     pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
         holds(spec, spec.dtype_at(step), &self.holder(rank))
     }
 
-    /// What `rank` holds all the time.
+    /// What `rank` always holds.
     fn holds_always(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
         always(spec, spec.dtype_at(step), &self.holder(rank))
     }
@@ -206,8 +205,8 @@ impl Ranks<'_> {
     }
 }
 
-/// What `holder` holds when it holds most: while it computes micro-batches, when it has computed them, when it moves its
-/// pieces, or when new weights are shared.
+/// The peak memory of `holder`: while it computes micro-batches, when it has computed them, while it updates its
+/// pieces, or while new weights are exchanged.
 fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let always = always(spec, dtype, holder);
     let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
@@ -235,7 +234,7 @@ fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     moments.into_iter().max_by_key(|holds| holds.sum()).unwrap_or(always)
 }
 
-/// What is held all the time: the state.
+/// What is always held: the state.
 fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     let (mut masters, mut moments) = (0, 0);
     for piece in holder.own() {
@@ -252,12 +251,12 @@ fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
     Holds { weights, masters, moments, ..Holds::default() }
 }
 
-/// Bytes of a number of a parameter as the model reads it.
+/// Bytes of an element of a parameter as the model reads it.
 fn width(parameter: &ParamSpec, dtype: Dtype) -> u64 {
     parameter.kind(dtype).elt_size_in_bytes() as u64
 }
 
-/// The gradient of a micro-batch as a device makes it: that of the embedding is a sum, f32.
+/// Bytes of a micro-batch's gradient as a device computes it; the embedding's is a sum in f32.
 fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
     let bytes = |(at, one): (usize, &ParamSpec)| {
         one.elements() * if at == 0 { 4 } else { width(one, dtype) }
@@ -265,11 +264,11 @@ fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
     spec.parameters.iter().enumerate().map(bytes).sum()
 }
 
-/// Gradients that a worker has in its hands, in bytes.
+/// Bytes of gradients that a worker is computing.
 struct Flight {
     /// At the head, where all activations are alive.
     head: u64,
-    /// Further back: the head's wait for those of the embedding.
+    /// In the layers: the head's gradient waits for the embedding's.
     layer: u64,
 }
 
@@ -282,9 +281,8 @@ impl Flight {
         let embedding = spec.parameters.first().map_or(0, |one| 4 * one.elements());
         let numbered = layers.iter().skip(1).map(|layer| bytes(&layer.parameters));
         let layer = numbered.max().unwrap_or(0);
-        // Of several chunks, one at work and a sum that waits at each level of their tree; the embedding's stand beside the
-        // head's.
-        // Of what is shared, what others get and what comes from them.
+        // With several chunks: the current gradient and a waiting sum at each level of their tree; the head's sum waits
+        // for the embedding's. For shared micro-batches: what is sent to and received from other ranks.
         let shared = if ranks > 1 { 2 * embedding } else { 0 };
         let (head, layer) = match u64::from(u64::BITS - (chunks - 1).leading_zeros()) {
             0 => (embedding, embedding),
@@ -297,7 +295,7 @@ impl Flight {
     }
 }
 
-/// While pieces of a Muon matrix are moved, their direction and what it is made of stand beside the sum.
+/// While Muon updates matrices, it needs memory for their directions and iterations in addition to the sum.
 fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
     if let Some(form) = holder.ranks.together {
         let moved = holder.own().map(|piece| (piece.rule, &piece.shape[..]));
@@ -311,12 +309,12 @@ fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
     });
     let mut bytes: Vec<u64> = bytes.collect();
     bytes.sort_unstable();
-    // As many at a time as there are workers, or matrices.
+    // One matrix at a time for each worker.
     let scratch = 4 * bytes.iter().rev().take(holder.ranks.workers.count()).sum::<u64>();
     Holds { sums: 4 * holder.length() + scratch, ..always }
 }
 
-/// While new weights are shared each rank has its own in one row, and those of all others on their way.
+/// While new weights are exchanged each rank has its own packed, and receives those of all others.
 fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> Holds {
     if holder.ranks.mesh.world() == 1 {
         return always;
@@ -326,43 +324,43 @@ fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> 
     let cut = |piece: &&Piece| holder.fold.cuts(piece.tensor);
     let shards: u64 = holder.own().filter(cut).map(bytes).sum();
     let mine: u64 = holder.own().map(bytes).sum();
-    // Of its own shards a rank keeps as many as of any.
+    // Of the shards of its own pieces a rank keeps its share.
     let own = mine - shards + shards / u64::from(holder.fold.degree());
     Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
-/// What the ranks of a machine are about to hold, whatever they compute steps for.
+/// What the ranks of a machine will hold, for any command that computes steps.
 #[derive(Clone, Copy)]
 pub(crate) struct Demand {
-    /// How many may share a micro-batch.
+    /// How many ranks may share a micro-batch.
     pub(crate) degrees: Degrees,
-    /// Whether machines are passed over.
+    /// Whether all ranks count as one machine (`--no-hierarchical`).
     pub(crate) flat: bool,
-    /// How micro-batches are dealt.
+    /// How micro-batches are assigned.
     pub(crate) grad_reduce: GradReduce,
-    /// Micro-batches that each computes at once.
+    /// Micro-batches that each rank computes at once.
     pub(crate) workers: Workers,
-    /// Whether each keeps the state of another one.
+    /// Whether each rank keeps a replica of another one's state.
     pub(crate) replicate: bool,
-    /// States of its own that each holds beside the one that moves.
+    /// Additional copies of its own state that each rank holds.
     pub(crate) copies: u64,
-    /// Bytes that they may hold together.
+    /// Bytes that these ranks may hold together.
     pub(crate) limit: u64,
 }
 
 impl Demand {
-    /// Copies of its pieces that a rank holds at most, in bytes.
+    /// Bytes of a rank's largest number of copies of its pieces.
     fn copied(self, pieces: &[Piece], rank: u32) -> u64 {
         let own = pieces.iter().filter(|piece| piece.owner == rank);
         own.map(Piece::kept).sum::<u64>().saturating_mul(self.copies)
     }
 }
 
-/// Refuses steps that by the formula need more memory than the machine has: the operating system would end them without a
-/// word. `names` are the machines of all ranks, `me` is this one; of its machine all ranks count.
+/// Refuses steps that by the formula need more memory than the machine has, since the operating system would kill them
+/// without a message. `names` are the machines of all ranks, `me` is this rank; all ranks of its machine count.
 ///
-/// A device says itself what does not fit, so there only a state is refused that alone is too large: what else it holds depends
-/// on documents and on its allocator, and minutes of drawing weights would come before its answer.
+/// A device reports itself what does not fit, so for a device only a state that is too large alone is refused: the rest
+/// depends on documents and on the allocator, and a failure would come only after minutes of initializing weights.
 pub(crate) fn refuse(
     spec: &RunSpec,
     demand: Demand,
@@ -393,7 +391,7 @@ pub(crate) fn refuse(
         if all > limit {
             let copies = demand.copied(&pieces, me);
             let fault = too_large(name, (all, limit), (mine, copies), here.len());
-            // What is easiest to leave out comes first.
+            // What is easiest to give up comes first.
             let snapshots = if demand.copies > 1 { "fewer --snapshots, " } else { "" };
             return Err(fault.hint(format!(
                 "give {snapshots}--recompute, fewer --workers, smaller micro-batches, more machines, or --grad-reduce bucketed"
@@ -403,7 +401,7 @@ pub(crate) fn refuse(
     Ok(())
 }
 
-/// Refuses a state that a device cannot hold, as far as its driver says how much memory it has.
+/// Refuses a state that is too large for a device, if its driver reports its memory.
 fn refuse_state(phase: &str, state: Holds, device: Device) -> Result<()> {
     let Some(there) = kernels::device::memory(device).filter(|there| state.sum() > *there) else {
         return Ok(());
@@ -445,11 +443,11 @@ fn too_large(
         .wanted(format!("at most {}", size(there)))
 }
 
-/// Addresses that libtorch and its libraries need before they compute anything: with fewer they crash where they do not ask
-/// whether there was memory: with 660 MiB one run of seven, from 690 on none of 81.
+/// Address space that libtorch and its libraries need at start: with less they crash where they do not check
+/// allocations. With 660 MiB one run of seven crashed, from 690 on none of 81.
 const ADDRESSES: u64 = 736 << 20;
 
-/// Refuses a limit (`ulimit -v`) under which libtorch would crash. `limits` is what the system says of this process.
+/// Refuses a limit (`ulimit -v`) under which libtorch would crash. `limits` is the system's report on this process.
 pub fn refuse_limit(limits: &str) -> Result<()> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"));
     let limit = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
@@ -463,31 +461,31 @@ pub fn refuse_limit(limits: &str) -> Result<()> {
     }
 }
 
-/// Gradients of a rank's micro-batches and of others on their way to the owners, in bytes.
+/// Bytes of gradients of a rank's and other ranks' micro-batches during their reduction.
 #[derive(Default)]
 struct Travelling {
-    /// Gradients that wait for a partner in the tree of this rank: while a micro-batch is at the head, on its way back, and when
-    /// a block is complete and no micro-batch is at work.
+    /// Gradients that wait for a partner in this rank's tree: while a micro-batch is at the head, in its backward pass,
+    /// and when a block is complete and no micro-batch is running.
     waiting: [u64; 3],
     /// Blocks that this rank sends or keeps for itself, at the same times.
     sent: [u64; 3],
-    /// Blocks of others.
+    /// Blocks received from other ranks.
     received: u64,
-    /// Partial sums of its own pieces.
+    /// Partial sums of this rank's pieces.
     sums: u64,
 }
 
 impl Travelling {
     fn new(holder: &Holder<'_>) -> Travelling {
-        // Of a gradient that ranks share each has its slice.
+        // Each rank has its slice of a gradient that ranks share.
         let all = holder.line.owned.all();
         let leaf = holder.ranks.leaf.unwrap_or(all);
         let alone = holder.ranks.mesh.world() == 1;
         if holder.ranks.grad_reduce == GradReduce::Bucketed && !alone {
             return Travelling::streaming(holder);
         }
-        // Blocks one after the other: those that are complete wait, in the last one a sum at each level, of which the lowest is a
-        // leaf.
+        // Blocks are computed one after the other: complete ones wait; the last one has a sum at each level, the lowest
+        // of a single micro-batch.
         let levels: Vec<u64> = holder.part().iter().flat_map(levels).map(u64::from).collect();
         let most = |of: &dyn Fn(u64) -> u64| -> u64 {
             let blocks = (0u64..).zip(&levels);
@@ -505,7 +503,7 @@ impl Travelling {
         if alone {
             return Travelling { waiting: [at_head, at_end, 0], ..Travelling::default() };
         }
-        // A block's bags are filled while its sum is still there; those before it may be on their way.
+        // A block's payloads are filled while its sum is still alive; earlier blocks may still be being sent.
         let left = all * blocks.saturating_sub(1);
         Travelling {
             waiting: [at_head, at_end, levels.iter().map(|level| sum(*level)).max().unwrap_or(0)],
@@ -515,14 +513,14 @@ impl Travelling {
         }
     }
 
-    /// Stages of the gathering are sent and received at a time, whose shares the largest follow each other.
+    /// With buckets: several consecutive stages are sent and received at a time, of which the largest run counts.
     fn streaming(holder: &Holder<'_>) -> Travelling {
         let Holder { rank, line, ranks, .. } = holder;
         let (parts, several) = (holder.part(), line.nodes.count() > 1);
         let whole: Vec<u64> = line.buckets.iter().map(Owned::all).collect();
         let came = line.buckets.iter().map(|bucket| line.received(*rank, bucket));
         let came: Vec<u64> = came.collect();
-        // The stages of all rounds follow each other: after the last bucket comes the first again.
+        // The stages of all rounds follow each other: the last bucket is followed by the first one of the next round.
         let together = |of: &[u64], count: usize| -> u64 {
             let stages = of.len() * parts.len();
             let from =
@@ -532,7 +530,7 @@ impl Travelling {
         let computed = parts.iter().map(|part| part.end - part.start);
         let workers = ranks.workers.count() as u64;
         let idle = computed.sum::<u64>().min(workers).saturating_sub(1);
-        // A worker whose turn has not come keeps what it has; each bucket is complete before it leaves.
+        // A worker waiting for its turn keeps its gradients; each bucket is complete before it is sent.
         let bucket = whole.iter().max().copied().unwrap_or(0);
         let waiting = idle * ranks.leaf.unwrap_or_else(|| whole.iter().sum());
         let sent = together(&whole, gather::BEHIND);
@@ -544,14 +542,14 @@ impl Travelling {
         }
     }
 
-    /// Beside what is held all the time.
+    /// Adds these to what is always held.
     fn on(&self, always: Holds) -> Holds {
         let Travelling { sent, received, sums, .. } = *self;
         Holds { sent: sent[0], received, sums, ..always }
     }
 }
 
-/// The resident size of this process: now, and at its largest. 0 where the system does not say.
+/// The resident size of this process: now, and at its peak. 0 where the system does not report it.
 pub fn resident() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let field = |name: &str| {

@@ -1,8 +1,8 @@
-//! What a run will need, told before any of it is allocated: memory of each rank by part, bytes sent in a step, the size of
-//! a checkpoint, growth of the ledger.
+//! What a run will need, reported before anything is allocated: memory of each rank by part, bytes sent in a step, the
+//! size of a checkpoint, growth of the ledger.
 //!
-//! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from who owns what and
-//! from the blocks of the tree, as the step itself does.
+//! Nothing here is measured. Memory is the formula of [`crate::memory`]; the other numbers follow from the ownership of
+//! pieces and from the blocks of the tree, as in a step.
 
 mod sent;
 
@@ -41,11 +41,11 @@ pub struct Fleet {
     pub ranks: u32,
     /// How many of them share a machine; the last machine may have fewer.
     pub ranks_per_node: u32,
-    /// Micro-batches that each computes at once, and what is kept of each.
+    /// Micro-batches that each rank computes at once, and activation checkpointing.
     pub workers: Workers,
-    /// How micro-batches are dealt.
+    /// How micro-batches are assigned.
     pub grad_reduce: GradReduce,
-    /// Whether machines are passed over in exchanges.
+    /// Whether all ranks count as one machine in exchanges (`--no-hierarchical`).
     pub flat: bool,
     /// How many ranks may share a micro-batch.
     pub degrees: Degrees,
@@ -56,28 +56,28 @@ pub struct Fleet {
 /// What a run needs.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunNeeds {
-    /// How many numbers it trains.
+    /// The number of trainable parameters.
     pub parameters: u64,
-    /// How many ranks it is planned for.
+    /// The number of ranks in the plan.
     pub ranks: u32,
-    /// On so many machines.
+    /// The number of machines.
     pub machines: u32,
-    /// Where it computes.
+    /// The device of each rank.
     pub device: String,
-    /// Bytes of memory of a device, or on a CPU of a machine.
+    /// Memory of a device, or of a machine with CPUs, in bytes.
     pub device_bytes: u64,
-    /// Whether every phase fits into that.
+    /// Whether every phase fits into that memory.
     pub fits: bool,
     /// Each phase.
     pub phases: Vec<PhaseNeeds>,
-    /// Steps all of whose text is hidden, as far as the caller looked: [`loader::steps_without_labels`].
+    /// Steps without any label, as far as the caller looked: [`loader::steps_without_labels`].
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub without_labels: Vec<u64>,
     /// A checkpoint.
     pub checkpoint: CheckpointNeeds,
-    /// What `ztrain --replicate` would take besides.
+    /// What `ztrain --replicate` would add.
     pub replicas: ReplicaNeeds,
-    /// Bytes of the ledger when the run is done.
+    /// Bytes of the ledger at the end of the run.
     pub ledger_bytes: u64,
 }
 
@@ -94,59 +94,59 @@ pub struct PhaseNeeds {
     pub micro_batch: u64,
     /// Tokens in a sequence.
     pub seq_len: u32,
-    /// The rank that holds most.
+    /// The rank that needs most memory.
     pub largest_rank: u32,
-    /// What it holds at most, in bytes.
+    /// Its peak memory, in bytes.
     pub memory: Holds,
-    /// What the ranks of the fullest machine hold together, in bytes.
+    /// Memory of all ranks on the fullest machine, in bytes.
     pub machine_bytes: u64,
     /// How many ranks share a micro-batch.
     pub context: u32,
-    /// How many of them hold its weights for each other.
+    /// How many of them shard its weights.
     pub folded_ranks: u32,
-    /// How much more attention the rank with most of it computes than the mean of those that share a micro-batch, of sequences
-    /// that are one document each: 0 is none.
+    /// How much more attention the busiest rank computes than the mean of the ranks that share a micro-batch, if every
+    /// sequence is one document: 0 if even.
     pub uneven: f64,
     /// Bytes that all ranks together send in its first step, along the data-parallel axis.
     pub sent: SentInStep,
-    /// The same between ranks that share micro-batches, along the context axis: with every sequence one document.
+    /// The same between ranks that share micro-batches, along the context axis, if every sequence is one document.
     pub shared: u64,
-    /// Whether all of that stays within machines.
+    /// Whether these transfers stay within machines.
     pub shared_within_machines: bool,
-    /// The same of shards of weights, along the folded axis.
+    /// The same for weight shards, along the folded axis.
     pub folded: u64,
-    /// Whether all of that stays within machines.
+    /// Whether these transfers stay within machines.
     pub folded_within_machines: bool,
-    /// Operations of its first step: at most, with every token routed to an expert and every sequence one document.
+    /// Model FLOPs of its first step, at most: with every token routed to an expert and every sequence one document.
     pub model_flops: f64,
-    /// Bytes that its first step adds to the ledger, about.
+    /// About how many bytes its first step adds to the ledger.
     pub ledger_bytes: u64,
 }
 
-/// What a checkpoint takes. Only who writes what depends on the number of ranks.
+/// What a checkpoint needs. Only the writers of its files depend on the number of ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct CheckpointNeeds {
     /// Bytes of its tensors; headers add some kilobytes.
     pub bytes: u64,
-    /// Files.
+    /// The number of files.
     pub files: u64,
-    /// Of the files, those that the rank with most of them writes.
+    /// The most files that a rank writes.
     pub most_files: u64,
-    /// Bytes of the manifest, which is all that is read before it is known which files are needed.
+    /// Bytes of the manifest, which alone is read to find out which files are needed.
     pub manifest: u64,
-    /// Of the bytes, those that the rank with most of them writes.
+    /// The most bytes that a rank writes.
     pub largest_part: u64,
-    /// Bytes of the copies that the ranks of the fullest machine hold in its memory while one is written, pinned where they
+    /// Bytes of the copies in main memory on the fullest machine while a checkpoint is written; pinned if the ranks
     /// compute on devices.
     pub copies: u64,
 }
 
-/// What copies of the state in the memory of other ranks take.
+/// What replicas of the state in other ranks' memory need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct ReplicaNeeds {
-    /// Bytes of the rank that holds most of them.
+    /// Bytes of the rank that holds most replicas.
     pub largest_rank: u64,
-    /// Bytes that all ranks together send for them in each step.
+    /// Bytes that all ranks together send for replicas in each step.
     pub sent: u64,
 }
 
@@ -188,7 +188,7 @@ fn replicas(pieces: &[Piece], names: &[String]) -> ReplicaNeeds {
 }
 
 impl RunNeeds {
-    /// Holds what each rank needs against another device's memory.
+    /// Compares the needs of each rank with another device's memory.
     pub fn place_on(&mut self, device: &str, bytes: u64) {
         device.clone_into(&mut self.device);
         self.device_bytes = bytes;
@@ -196,7 +196,7 @@ impl RunNeeds {
     }
 }
 
-/// Which ranks are where, and own what.
+/// The machine of each rank, and all pieces with their owners.
 struct Shares<'a> {
     names: &'a [String],
     pieces: &'a [Piece],
@@ -277,7 +277,7 @@ fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
     most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
 }
 
-/// What ranks that share a micro-batch send each other for one: operands of layers, and gradients of their chunks.
+/// Bytes that the ranks of a shared micro-batch send each other: operands of layers, and gradients of chunks.
 fn shared(
     spec: &RunSpec,
     fleet: &Fleet,
@@ -296,14 +296,14 @@ fn shared(
     Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
 }
 
-/// What ranks that hold weights for each other send for a micro-batch: each shard from its holder to the others on its line.
+/// Bytes of weight shards for a micro-batch: each shard is sent by its holder to the others on its line.
 fn folded(spec: &RunSpec, fleet: &Fleet, mesh: Mesh, first: u64) -> Result<u64> {
     let (dtype, keep) = (spec.dtype_at(first), fleet.workers.options().keep);
     let line = model::folded_bytes(&spec.parameters, u64::from(mesh.tsp), keep, dtype);
     Ok(u64::from(mesh.cp) * line)
 }
 
-/// What all ranks together send in `step`.
+/// Bytes that all ranks together send in `step`.
 fn sent(
     spec: &RunSpec,
     fleet: &Fleet,
@@ -319,7 +319,7 @@ fn sent(
         let (owner, length) = (piece.owner as usize, piece.length() as u64);
         lengths[owner] += 4 * length;
         if !folds(piece.tensor) {
-            // New weights travel as the model reads them.
+            // New weights are sent in the dtype in which the model reads them.
             let width = spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes() as u64;
             weights[owner] += width * length;
         }
@@ -336,7 +336,7 @@ fn sent(
     sending.sum()
 }
 
-/// Bytes of new weights of which each rank is sent its shards: by owner and place along the folded axis.
+/// Bytes of new weights that are sharded: by owner and position along the folded axis.
 fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Vec<Vec<u64>>> {
     let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
     let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
@@ -352,7 +352,7 @@ fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<
     Ok(found)
 }
 
-/// Each bundle has a file of weights and one of moments; the routers' balance and the manifest have one each.
+/// Each bundle has a file of weights and one of moments; the routers' biases and the manifest have one each.
 fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<CheckpointNeeds> {
     let mut kept = vec![0; fleet.ranks as usize];
     let mut own = vec![BTreeSet::new(); fleet.ranks as usize];
@@ -369,7 +369,7 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
     // A model without routers has no such file.
     let others = 1 + u64::from(balance > 0);
     let bundles = pieces.last().map_or(0, |piece| piece.bundle as u64 + 1);
-    // The routers' balance and the manifest are rank 0's.
+    // Rank 0 writes the routers' biases and the manifest.
     let files =
         (0u32..).zip(&own).map(|(rank, own)| 2 * own.len() as u64 + others * u64::from(rank == 0));
     Ok(CheckpointNeeds {
@@ -382,15 +382,15 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
     })
 }
 
-/// The length of a ledger line like that of `step`: every array is as long as it will be, its numbers are about as long. Each
-/// micro-batch adds as much to it, so there need not be a number for all of them.
+/// The length of a ledger line like that of `step`: its arrays have their real lengths, its numbers typical ones. Each
+/// micro-batch adds the same length, so two lines suffice.
 fn ledger_bytes(spec: &RunSpec, step: u64) -> Result<u64> {
     let placed = spec.plan.step(step)?;
     let (one, two) = (line_of(spec, step, 1)?, line_of(spec, step, 2)?);
     Ok(one + (placed.batch / placed.micro_batch - 1) * (two - one))
 }
 
-/// The same as if the step had so many micro-batches.
+/// The length of a line with `micro_batches` micro-batches.
 fn line_of(spec: &RunSpec, step: u64, micro_batches: usize) -> Result<u64> {
     let (placed, config) = (spec.plan.step(step)?, &spec.model_at(step)?.config);
     let tokens = placed.batch * u64::from(placed.seq_len);

@@ -1,4 +1,4 @@
-//! What is trained: everything that decides a bit, in one hashed value.
+//! The specification of a run: everything that decides a bit, in one hashed value.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -15,23 +15,23 @@ use crate::optim::balance::{self, Balance};
 use crate::optim::guard::Guard;
 use crate::optim::{Kind, Rule, Settings};
 
-/// The model field that is ours: the learning rate of the balancing biases.
+/// The one field of the model that is ours: the learning rate of the balancing biases.
 const BALANCE_LR: &str = "balance_lr";
 
-/// The key that names the configuration from which the others differ.
+/// The key that names the preset which the other keys modify.
 const PRESET: &str = "preset";
 
-/// Micro-batches of a step, at most: each has its numbers in every line of the ledger, and in the memory of every rank.
+/// The most micro-batches of a step: each has numbers in every ledger line, and in the memory of every rank.
 const MICRO_BATCHES: u64 = 1 << 20;
 
-/// The content that a run reads.
+/// The data that a run reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Content {
-    /// The digests of the stores that it began with, in the order of the curriculum.
+    /// The digests of its initial stores, in the order of the curriculum.
     pub stores: Vec<Identity>,
     /// SHA-256 of their tokenizer.
     pub tokenizer: Identity,
-    /// Ids of the tokenizer, added ones included.
+    /// The number of the tokenizer's ids, added ones included.
     pub vocab: u32,
 }
 
@@ -42,7 +42,7 @@ pub struct PhaseModel {
     pub config: ZayaConfig,
     /// The learning rate of the balancing biases.
     pub balance_lr: f64,
-    /// Into how many parts a micro-batch is cut inside.
+    /// Into how many parts a micro-batch is cut.
     pub cut: Cut,
 }
 
@@ -52,11 +52,11 @@ pub struct RunSpec {
     pub curriculum: Curriculum,
     /// What it reads.
     pub content: Content,
-    /// The weights it begins with, if they are not drawn.
+    /// The initial weights, if they are not sampled.
     pub start: Option<Start>,
-    /// The model as it is in each phase: the same parameters, some other numbers.
+    /// The model in each phase: the same parameters, some different numbers.
     pub models: Vec<PhaseModel>,
-    /// The optimizer's numbers as the run begins; [`RunSpec::settings_at`] knows those of a step.
+    /// The optimizer's settings at the start of the run; [`RunSpec::settings_at`] has those of a step.
     pub settings: Settings,
     /// The parameters in canonical order.
     pub parameters: Vec<ParamSpec>,
@@ -64,11 +64,11 @@ pub struct RunSpec {
     pub rules: Vec<Rule>,
     /// Which text each step reads.
     pub plan: Arc<Plan>,
-    /// Where the text lies.
+    /// The stores of the text.
     pub data: Arc<Stores>,
 }
 
-/// Refuses steps of more micro-batches than anybody can keep account of.
+/// Refuses steps with too many micro-batches to keep records of.
 fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
     for phase in plan.phases() {
         let found = phase.batch / phase.micro_batch;
@@ -89,12 +89,12 @@ fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
     pub fn new(opened: &Opened) -> Result<Self> {
-        // A run's own curriculum stands beside what the run knows of its start.
+        // A run's own curriculum is in the folder that also records its start.
         let folder = opened.file.folder();
         RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
     }
 
-    /// The same for the run in the folder `run`: one that has begun does without its start while nothing reads it.
+    /// The same for the run in the folder `run`: once begun, it does not need its start unless something reads it.
     pub fn of_run(opened: &Opened, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data, opened.curriculum.stores.len());
@@ -102,8 +102,8 @@ impl RunSpec {
         RunSpec::of(opened, data, content, start)
     }
 
-    /// The same of a curriculum whose store may only be described: enough to plan a run. Nothing can be read, and a model that
-    /// names no vocabulary has that of its preset.
+    /// The same for a curriculum whose store may be a stub: enough to plan a run. Nothing can be read, and a model that
+    /// sets no vocabulary has that of its preset.
     pub fn for_planning(opened: &Opened) -> Result<Self> {
         if opened.text().is_some() || opened.curriculum.start.is_some() {
             return RunSpec::new(opened);
@@ -119,7 +119,7 @@ impl RunSpec {
         start: Option<Start>,
     ) -> Result<Self> {
         let curriculum = opened.curriculum.clone();
-        // Without a tokenizer there is no number of ids that the model must have.
+        // Without a tokenizer the vocabulary has no required size.
         let vocab = Some(content.vocab).filter(|vocab| *vocab > 0);
         let models = models(&curriculum, vocab, start.as_ref())?;
         let settings = settings(&curriculum, 1);
@@ -130,12 +130,12 @@ impl RunSpec {
         Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
     }
 
-    /// The curriculum's canonical text with digests for the paths of stores and start: a function of content alone.
+    /// The curriculum's canonical text, which depends on content alone: digests replace paths of stores and start.
     pub fn canonical(&self) -> String {
         self.by_content().canonical()
     }
 
-    /// The curriculum with digests for the paths of stores and start.
+    /// The curriculum with digests instead of the paths of stores and start.
     fn by_content(&self) -> Curriculum {
         let mut curriculum = self.curriculum.clone();
         curriculum.stores = self.content.stores.iter().map(Identity::to_string).collect();
@@ -145,12 +145,12 @@ impl RunSpec {
         curriculum
     }
 
-    /// The configuration that the weights are drawn from: the first phase's.
+    /// The configuration with which the weights are initialized: that of the first phase.
     pub fn config(&self) -> &ZayaConfig {
         &self.models[0].config
     }
 
-    /// The phases with their first and last steps, cut where an amendment changes the number format.
+    /// The phases with their first and last steps, split where an amendment changes the dtype.
     pub(crate) fn segments(&self) -> Vec<(&str, u64, u64)> {
         let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
         let cuts: Vec<u64> = amended.map(|one| one.step).collect();
@@ -174,17 +174,17 @@ impl RunSpec {
         Ok(&self.models[self.plan.phases()[part].phase])
     }
 
-    /// The optimizer's numbers in `step`: amendments change some of them.
+    /// The optimizer's settings in `step`: amendments change some of them.
     pub fn settings_at(&self, step: u64) -> Settings {
         settings(&self.curriculum, step)
     }
 
-    /// What the model computes in during `step`.
+    /// The dtype in which the model computes in `step`.
     pub(crate) fn dtype_at(&self, step: u64) -> Dtype {
         self.curriculum.numbers_at(step).dtype
     }
 
-    /// The steps from which on the model computes in a number format, ascending; the first from the beginning.
+    /// The steps at which a dtype begins, ascending; the first is 1.
     pub(crate) fn dtypes(&self) -> Vec<(u64, Dtype)> {
         let amended = self.curriculum.amendments.iter().filter(|one| one.numbers.dtype.is_some());
         let mut steps: Vec<u64> = amended.map(|one| one.step).chain([1]).collect();
@@ -192,13 +192,13 @@ impl RunSpec {
         steps.into_iter().map(|step| (step, self.dtype_at(step))).collect()
     }
 
-    /// The steps up to `step` that an amendment lets move nothing, ascending.
+    /// The steps up to `step` that an amendment skips, ascending.
     pub(crate) fn skips_through(&self, step: u64) -> impl Iterator<Item = u64> {
         let amendments = self.curriculum.amendments.iter();
         amendments.filter(move |one| one.skip && one.step <= step).map(|one| one.step)
     }
 
-    /// The balance before the first step, by layer: nothing to balance where there is no router.
+    /// The initial balancing biases, by layer: empty where there is no router.
     pub fn balance(&self) -> Vec<Balance> {
         let layer = |classes: usize| match classes.checked_sub(1) {
             Some(experts) => Balance::new(experts, true),
@@ -214,7 +214,7 @@ impl RunSpec {
 }
 
 impl Content {
-    /// What the first `count` of these stores hold: amendments name the others by their digests.
+    /// From the first `count` of these stores: amendments name the others by their digests.
     pub fn of(stores: &Stores, count: usize) -> Self {
         let manifests = stores.stores().iter().take(count).map(|store| store.manifest());
         let tokenizer = &stores.stores()[0].manifest().tokenizer;
@@ -228,7 +228,7 @@ impl Content {
 
 impl Digestible for RunSpec {
     fn feed(&self, hasher: &mut Hasher) {
-        // No `..`: a new field must choose. What follows from the others is not fed again; paths of stores never are.
+        // No `..`: a new field must be considered. Derived values are not hashed again; paths of stores never are.
         let RunSpec {
             curriculum: _,
             content,
@@ -251,7 +251,7 @@ impl Digestible for RunSpec {
             hasher.bytes(&store.0);
         });
         hasher.bytes(&tokenizer.0).u64(u64::from(*vocab)).u64(models.len() as u64);
-        // The cut stands in the canonical text where there is one.
+        // A cut is in the canonical text.
         for PhaseModel { config, balance_lr, cut: _ } in models {
             config.feed(hasher);
             hasher.u64(balance_lr.to_bits());
@@ -259,7 +259,7 @@ impl Digestible for RunSpec {
     }
 }
 
-/// The model of each phase; a phase may change numbers, but no parameter.
+/// The model of each phase; a phase may change settings, but no parameter.
 fn models(
     curriculum: &Curriculum,
     vocab: Option<u32>,
@@ -317,7 +317,7 @@ fn models(
     Ok(models)
 }
 
-/// Whether two models differ only in numbers that change no tensor, and nothing of how tensors are cut and joined.
+/// Whether two models differ only in settings that change no tensor, and not in how tensors are cut and joined.
 fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
     let same = ZayaConfig {
         rms_norm_eps: model.rms_norm_eps,
@@ -333,7 +333,7 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
     same == *model
 }
 
-/// The start that the curriculum names, relative to its own folder.
+/// The start that the curriculum names, relative to the curriculum's folder.
 fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start>> {
     let Some(path) = &opened.curriculum.start else { return Ok(None) };
     let place = || opened.curriculum.place("start");
@@ -346,7 +346,7 @@ fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start
             .wanted("a folder that `ztrain import` made")
             .hint("copy it here, and name the copy")
     })?;
-    // Its vocabulary was held against the store's when the run began.
+    // Its vocabulary was compared with the store's when the run began.
     if let Some(start) = Start::kept(run, folder)? {
         return Ok(Some(start));
     }
@@ -355,7 +355,7 @@ fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start
     Ok(Some(start))
 }
 
-/// Refuses a model that the weights of the start do not fit.
+/// Refuses a model whose parameters differ from those of the start.
 fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String) -> Result<()> {
     let (theirs, ours) = (model::parameters(start.config()), model::parameters(config));
     let shown = |spec: Option<&ParamSpec>| {
@@ -376,7 +376,7 @@ fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String)
         .hint("leave [model] out: the start brings its own"))
 }
 
-/// The model's configuration, and the learning rate of its balance.
+/// The model's configuration, and the learning rate of its balancing biases.
 fn resolve_model(
     ModelTable(table): &ModelTable,
     vocab: Option<u32>,
@@ -402,13 +402,13 @@ fn resolve_model(
         None => balance::LR,
         Some(value) => {
             let lr = value.as_f64().filter(|lr| *lr >= 0.0 && lr.is_finite());
-            // A curriculum has no other value that JSON does not know.
+            // Nan and inf are the only curriculum values that JSON lacks.
             let found = if value.is_null() { "nan or inf".to_owned() } else { value.to_string() };
             let fault = || Fault::usage("balance_lr is a learning rate: a number from 0");
             lr.ok_or_else(|| fault().at(place(BALANCE_LR)).found(found))?
         }
     };
-    // A start brings its configuration; what the curriculum says stands above it.
+    // A start brings its configuration; keys of the curriculum override it.
     if let (Some(start), None) = (start, &preset)
         && let Ok(serde_json::Value::Object(own)) = serde_json::to_value(start.config())
     {
@@ -416,7 +416,7 @@ fn resolve_model(
             fields.entry(key).or_insert(value);
         }
     }
-    // A preset's vocabulary is for planning; a run has that of its tokenizer unless the curriculum asks for more rows.
+    // A preset's vocabulary is for planning; a run uses its tokenizer's unless the curriculum sets more rows.
     if let Some(vocab) = vocab {
         fields.entry("vocab_size".to_owned()).or_insert_with(|| vocab.into());
     }
@@ -431,7 +431,7 @@ fn resolve_model(
     Ok(PhaseModel { config, balance_lr, cut: Cut::WHOLE })
 }
 
-/// The numbers of a step. Kind, moments and decay are those of the whole run.
+/// The settings of a step. Kind, moments and decay are the same in the whole run.
 fn settings(curriculum: &Curriculum, step: u64) -> Settings {
     let numbers = curriculum.numbers_at(step);
     let (schedule, guard) = (numbers.rates(), Guard::of(&numbers));

@@ -1,6 +1,6 @@
-//! Where the time of a step goes: parts, each with the time that its own code took on all workers together.
+//! Measures the time of each part of a step: the time of the part's own code, summed over all workers.
 //!
-//! Off unless [`measured`] runs: then a part costs two looks at the clock. A part inside a part is not counted twice.
+//! Disabled unless [`measured`] runs; then a part costs two clock readings. Nested parts are not counted twice.
 
 use std::cell::Cell;
 use std::sync::Mutex;
@@ -10,45 +10,45 @@ use std::time::Instant;
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Reading and assembling the batch; a run hides it behind the step before.
+    /// Reading and assembling the batch; a run overlaps this with the step before.
     Batch,
-    /// Weights rounded to what products compute in, where the step that moves them does not.
+    /// Rounding weights to the dtype of matmuls, where the step that updates them does not.
     Round,
-    /// Embedding, norms, residual scaling: what is between the other parts of the model, both ways.
+    /// Embedding, norms, residual scaling: the rest of the model, forward and backward.
     Stream,
     /// Attention with its projections and convolutions, forward.
     Attention,
     /// The router, forward.
     Router,
-    /// The experts, or what stands in their place, forward.
+    /// The experts or a plain feed-forward, forward.
     Experts,
-    /// The head and the loss, both ways.
+    /// The head and the loss, forward and backward.
     Head,
     /// Attention, backward.
     AttentionBack,
     /// The router, backward.
     RouterBack,
-    /// The same, backward.
+    /// The experts or a plain feed-forward, backward.
     ExpertsBack,
     /// Checksums of the micro-batches' gradients.
     MicroBatchSums,
     /// The additions of the tree.
     Tree,
-    /// Blocks of the gradient packed and sent to other ranks.
+    /// Packing gradient blocks and sending them to other ranks.
     Send,
     /// Waiting for blocks of other ranks.
     Blocks,
-    /// Waiting for what every rank says: losses, norms, checksums.
+    /// Waiting for the ranks' reports: losses, norms, checksums.
     Peers,
     /// Checksums and norm of the summed gradient.
     Norm,
-    /// Muon on the matrices.
+    /// Muon for the matrices.
     Muon,
-    /// AdamW on the rest, or on all. What moves is rounded, measured and summed up in the same pass, by either.
+    /// AdamW for the rest, or for all. Either also rounds, measures and checksums what it updates in the same pass.
     AdamW,
     /// New weights sent to every rank and received from every rank.
     Share,
-    /// Checksums of a state that has not moved.
+    /// Checksums of a state that was not updated.
     StateSums,
 }
 
@@ -76,18 +76,18 @@ pub const PARTS: [(Part, &str); 20] = [
     (Part::StateSums, "checksums of the state"),
 ];
 
-/// Parts that exist so that bits can be checked; without them the same weights would come out.
+/// Parts that only serve verification; the weights would be the same without them.
 pub(crate) const EXACTNESS: [Part; 3] = [Part::MicroBatchSums, Part::Norm, Part::StateSums];
 
 static ON: AtomicBool = AtomicBool::new(false);
 static SPENT: [AtomicU64; PARTS.len()] = [const { AtomicU64::new(0) }; PARTS.len()];
 
 thread_local! {
-    /// Nanoseconds that finished parts took inside the one that runs on this thread.
+    /// Nanoseconds of finished parts inside the one that is running on this thread.
     static INSIDE: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Runs until it is dropped.
+/// Measures a part until it is dropped.
 #[must_use]
 pub(crate) struct Watch(Option<Running>);
 
@@ -97,7 +97,7 @@ struct Running {
     before: u64,
 }
 
-/// Starts the watch of a part on this thread.
+/// Starts to measure a part on this thread.
 pub(crate) fn part(part: Part) -> Watch {
     let on = ON.load(Ordering::Relaxed);
     Watch(on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) }))
@@ -112,7 +112,7 @@ impl Drop for Watch {
     }
 }
 
-/// Runs `work` with the watches on: its outcome, and the seconds of each part of [`PARTS`], in that order.
+/// Runs `work` and measures it: returns its result, and the seconds of each part of [`PARTS`], in that order.
 pub fn measured<T>(work: impl FnOnce() -> T) -> (T, Vec<f64>) {
     static ALONE: Mutex<()> = Mutex::new(());
     let _alone = ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

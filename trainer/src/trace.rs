@@ -1,5 +1,5 @@
-//! Where the time of a traced step went: the names that took most, and parts, by the names of kernels. On a GPU its own time
-//! counts, kernel by kernel; on a CPU the time of libtorch's operations without those inside of them, so that our own, which
+//! The time of a traced step: the names that took most, and parts, assigned by the names of kernels. On a GPU this is
+//! device time, kernel by kernel; on a CPU it is the self time of libtorch's operations, so our own kernels, which
 //! libtorch does not see, are missing.
 
 use std::collections::BTreeMap;
@@ -7,38 +7,38 @@ use std::collections::BTreeMap;
 use kernels::profile::Event;
 use serde::Serialize;
 
-/// So many names are told.
+/// How many names are reported.
 const TOLD: usize = 10;
 
 /// A traced step.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Trace {
-    /// Whether these are kernels and copies on a GPU; else operations on the host, as on a CPU.
+    /// Whether these are kernels and copies on a GPU; otherwise operations on the host.
     pub on_device: bool,
-    /// Wall time of the step, which the tracing makes longer.
+    /// Wall time of the step; tracing lengthens it.
     pub seconds: f64,
-    /// Of all that follows together.
+    /// The sum of all shares, in seconds.
     pub busy: f64,
-    /// The names with most time, most first.
+    /// The names with the most time, in descending order.
     pub top: Vec<Share>,
-    /// All of it by [`part`], most first.
+    /// All time by [`part`], in descending order.
     pub parts: Vec<Share>,
-    /// Seconds of those parts that only check bits: checksums, and sums of squares.
+    /// Seconds of the parts that only serve verification: checksums, and sums of squares.
     pub exactness: f64,
 }
 
-/// What one name took.
+/// The time of one name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Share {
-    /// Of a kernel, an operation or a part.
+    /// The name of a kernel, an operation or a part.
     pub name: String,
-    /// Seconds, without what is inside and has a name of its own.
+    /// Seconds, without nested events.
     pub seconds: f64,
     /// How often it ran.
     pub calls: u64,
 }
 
-/// Parts by the beginnings of names of our own kernels; `kernels/device` has them.
+/// Parts by prefixes of the names of our own kernels; `kernels/device` has them.
 const PARTS: [(&str, &[&str]); 10] = [
     (CHECKSUMS, &["checksum_"]),
     (SQUARES, &["squares"]),
@@ -70,14 +70,14 @@ const HEAD: &str = "head and loss";
 const CHECKSUMS: &str = "checksums";
 const SQUARES: &str = "sums of squares";
 
-/// What a library's attention has in its names, which often say of which products it is made (`cutlass`) too.
+/// Substrings of a library's attention kernels, whose names often also contain those of matmuls (`cutlass`).
 const ATTENTIONS: [&str; 5] =
     ["flash", "fmha", "sdpa", "scaled_dot_product", "efficient_attention"];
 
-/// The same of a library's loss.
+/// The same for a library's loss.
 const LOSSES: [&str; 4] = ["log_softmax", "logsumexp", "nll_loss", "cross_entropy"];
 
-/// What products of a library have in their names.
+/// Substrings of a library's matmul kernels.
 const PRODUCTS: [&str; 14] = [
     "gemm",
     "cutlass",
@@ -95,7 +95,7 @@ const PRODUCTS: [&str; 14] = [
     "mkldnn",
 ];
 
-/// Copies, and blocks on their way between ranks.
+/// Copies, and blocks sent between ranks.
 const COPIES: [&str; 5] = ["memcpy", "memset", "copy_", "round_blocks", "aten::fill_"];
 
 /// The part that a name belongs to.
@@ -117,7 +117,7 @@ pub fn part(name: &str) -> &'static str {
 }
 
 impl Trace {
-    /// Of what ran in a step of so many seconds.
+    /// From the events of a step that took `seconds`.
     pub fn of(events: &[Event], seconds: f64) -> Trace {
         let on_device = events.iter().any(|event| event.on_device);
         let mut own: Vec<_> = events.iter().filter(|event| event.on_device == on_device).collect();
@@ -142,8 +142,8 @@ impl Trace {
     }
 }
 
-/// The nanoseconds of each event without those inside of it. They come by place, and an outer one before what it holds; on a
-/// device none holds another.
+/// The self time of each event in nanoseconds: without nested events. Events are sorted by place, outer before inner;
+/// on a device none are nested.
 fn alone(events: &[&Event]) -> Vec<u64> {
     let mut alone: Vec<u64> = events.iter().map(|event| event.nanoseconds).collect();
     let mut open: Vec<usize> = Vec::new();
@@ -168,7 +168,7 @@ fn add(to: &mut BTreeMap<String, (u64, u64)>, name: &str, nanoseconds: u64) {
     (*all, *calls) = (*all + nanoseconds, *calls + 1);
 }
 
-/// Most seconds first; names that took the same in their own order.
+/// Sorted by seconds, descending; equal ones by name.
 fn sorted(all: BTreeMap<String, (u64, u64)>) -> Vec<Share> {
     let share =
         |(name, (nanoseconds, calls))| Share { name, seconds: nanoseconds as f64 / 1e9, calls };
@@ -211,7 +211,7 @@ mod tests {
         let events = [
             event("aten::mm", false, 1, [0, 1000]),
             event("nvjet_tst_128x64", true, 7, [50, 40]),
-            // Streams overlap, and so may a copy and a kernel of one.
+            // Streams overlap, and so may a copy and a kernel of one stream.
             event("checksum_blocks", true, 7, [60, 10]),
             event("squares", true, 8, [60, 5]),
             event("Memcpy DtoH", true, 8, [70, 20]),
@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    /// A kernel that is added has to be given a part.
+    /// A new kernel must be assigned to a part.
     #[test]
     fn every_kernel_of_ours_has_a_part() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/device");

@@ -1,7 +1,7 @@
-//! Workers: how more than one core works on a step without changing a bit of it.
+//! Workers: several cores compute a step without changing a bit of its results.
 //!
-//! A worker computes whole items (a micro-batch, a matrix of the optimizer) with one math thread; results are taken in item
-//! order, whatever worker finished first. So the number of workers decides only speed.
+//! A worker computes whole items (a micro-batch, a matrix of the optimizer) with one math thread; results are consumed
+//! in item order, whichever worker finished first. So the number of workers affects only speed.
 //!
 //! Invariant: the only threads that compute weights, gradients or losses are started here.
 
@@ -25,37 +25,37 @@ pub struct Workers {
     audit: Option<Audit>,
 }
 
-/// What the workers of one fold share.
+/// The shared state of the workers of one fold.
 struct Shared<T> {
-    /// The next item that no worker has begun.
+    /// The next item to begin.
     begin: u64,
-    /// The next item to be taken; everything before it has been.
+    /// The next item to be consumed; all before it have been.
     take: u64,
-    /// Finished items that wait for their turn.
+    /// Finished items that are not next in order yet.
     waiting: BTreeMap<u64, Result<T>>,
-    /// Whether a worker is taking items now.
+    /// Whether a worker is consuming items now.
     taking: bool,
-    /// The first failure in item order; nothing after it is taken.
+    /// The first failure in item order; later items are not consumed.
     failure: Option<Fault>,
 }
 
 impl Workers {
-    /// `count` workers that keep every activation and compute in main memory.
+    /// `count` workers that save every activation and compute in main memory.
     pub fn new(count: usize) -> Self {
         Workers { count: count.max(1), options: MicroBatchOptions::default(), audit: None }
     }
 
-    /// The same workers, keeping of a micro-batch what `keep` says.
+    /// The same workers with this activation checkpointing.
     pub fn keeping(self, keep: Keep) -> Self {
         Workers { options: MicroBatchOptions { keep, ..self.options }, ..self }
     }
 
-    /// The same workers, computing by these operations: those that the kernel table names.
+    /// The same workers with these operations, which the kernel table names.
     pub fn computing_by(self, ops: ops::Table) -> Self {
         Workers { options: MicroBatchOptions { ops, ..self.options }, ..self }
     }
 
-    /// The same workers, computing these micro-batches of a step twice.
+    /// The same workers, which compute the audited micro-batches of a step twice.
     pub fn auditing(self, audit: Option<Audit>) -> Self {
         Workers { audit, ..self }
     }
@@ -75,7 +75,7 @@ impl Workers {
         self.options.ops
     }
 
-    /// What a micro-batch keeps between its passes.
+    /// The activation checkpointing of a micro-batch.
     pub fn keep(self) -> Keep {
         self.options.keep
     }
@@ -85,25 +85,25 @@ impl Workers {
         Workers::new(thread::available_parallelism().map_or(1, usize::from))
     }
 
-    /// So many of them.
+    /// The same with `count` workers.
     pub fn of(self, count: usize) -> Self {
         Workers { count, ..self }
     }
 
-    /// One of them.
+    /// The same with one worker.
     pub fn one(self) -> Self {
         self.of(1)
     }
 
-    /// How many.
+    /// The number of workers.
     pub fn count(self) -> usize {
         self.count
     }
 
-    /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the workers and hands each result to `take`, in order.
+    /// Computes `work(0)`, `work(1)`, ... `work(items - 1)` on the workers and passes each result to `take`, in order.
     ///
-    /// At most one result more than there are workers exists at a time, so that memory does not depend on `items`. On
-    /// failure the first one in item order is returned, and nothing from it on has been taken.
+    /// At most one more result than workers exists at a time, so memory does not depend on `items`. On failure, returns
+    /// the first failure in item order; no result from that item on has been passed to `take`.
     pub fn fold<T: Send>(
         self,
         items: u64,
@@ -113,7 +113,7 @@ impl Workers {
         self.fold_ahead(items, self.count as u64 + 1, work, take)
     }
 
-    /// As [`Workers::fold`], with up to `ahead` results at a time.
+    /// As [`Workers::fold`], but workers may be up to `ahead` results ahead.
     fn fold_ahead<T: Send>(
         self,
         items: u64,
@@ -137,7 +137,7 @@ impl Workers {
         shared.failure.map_or(Ok(()), Err)
     }
 
-    /// Computes `work` for every item on the workers; the results come in item order.
+    /// Computes `work` for every item on the workers; results are in item order.
     pub fn map<I: Send, T: Send>(
         self,
         items: Vec<I>,
@@ -151,7 +151,7 @@ impl Workers {
             Some(item) => work(item),
             None => Err(Fault::bug("an item was handed to two workers")),
         };
-        // All results are kept anyway: no worker waits for a slow item that others have overtaken.
+        // All results are kept anyway, so no worker waits for a slow earlier item.
         self.fold_ahead(count, count, once, |_, result| {
             results.push(result);
             Ok(())
@@ -159,7 +159,7 @@ impl Workers {
         Ok(results)
     }
 
-    /// Items for [`Workers::map`]: each by itself in main memory, all as one on a device, which is asked once for many numbers.
+    /// Groups items for [`Workers::map`]: single items in main memory; on a device one group, so the host reads once.
     pub(crate) fn batched<I>(
         device: tch::Device,
         items: impl IntoIterator<Item = I>,
@@ -170,8 +170,8 @@ impl Workers {
         }
     }
 
-    /// Runs `worker` on every worker that finds an item. Even a single one has a thread of its own, so that it computes under
-    /// the same conditions as many do.
+    /// Runs `worker` on all workers, at most one per item. Even a single worker gets its own thread, so that it
+    /// computes under the same conditions as many.
     fn run(self, items: u64, worker: impl Fn() -> Result<()> + Sync) -> Result<()> {
         let none = |error: std::io::Error| {
             let hint = format!("give fewer with --workers, or {}", more_of(&error));
@@ -189,12 +189,12 @@ impl Workers {
     }
 }
 
-/// A foreign refusal is the machine's.
+/// Errors of libtorch are environment faults.
 fn machine(error: kernels::Error) -> Fault {
     Fault::machine(error.to_string())
 }
 
-/// The next item for a worker, once it is close enough to the one that is taken next.
+/// Returns the next item for a worker, once it is close enough to the next one to consume.
 fn begin_next<T>(
     shared: &Mutex<Shared<T>>,
     moved: &Condvar,
@@ -214,7 +214,7 @@ fn begin_next<T>(
     }
 }
 
-/// Puts a result in its place, then takes every result whose turn has come, unless another worker is doing so.
+/// Stores a result, then consumes all results that are next in order, unless another worker is doing so.
 fn deliver<T>(
     shared: &Mutex<Shared<T>>,
     moved: &Condvar,
@@ -238,7 +238,7 @@ fn deliver<T>(
     }
 }
 
-/// A worker that panicked has already failed the whole fold; its lock is no second failure.
+/// A worker that panicked has already failed the whole fold, so a poisoned lock is not reported again.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -255,7 +255,7 @@ mod tests {
 
         #[test]
         fn results_come_in_order_and_never_pile_up(
-            // A thread for each worker, found work or not, would end the process.
+            // Starting a thread for each worker, even without items, would kill the process.
             workers in prop_oneof![1usize..6, Just(1_000_000)],
             naps in prop::collection::vec(0u64..3, 0..40),
         ) {

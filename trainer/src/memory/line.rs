@@ -1,4 +1,4 @@
-//! What the ranks of a line of gradients hold of each other's: counted once for all of them.
+//! Memory for the gradients of other ranks on a line: counted once for all ranks of the line.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,20 +13,19 @@ use crate::mesh::team::Nodes;
 use crate::spec::RunSpec;
 use crate::state::ownership::Piece;
 
-/// A place in the sharing of micro-batches: the line of gradients of the ranks that have it, as far as it is the same to all of
-/// them.
+/// A position in the sharing of micro-batches: what is the same for all ranks on its line of gradients.
 pub(super) struct Place<'a> {
-    /// What travels along it, owned by the places of the line.
+    /// The pieces that are reduced along it, owned by positions of the line.
     pub(super) pieces: Cow<'a, [Piece]>,
-    /// Which of these are each one's.
+    /// The pieces of each position.
     pub(super) own: Vec<Vec<usize>>,
-    /// Which share a machine.
+    /// Which positions share a machine.
     pub(super) nodes: Nodes,
-    /// What each owns of a whole gradient, in bytes.
+    /// The bytes of a whole gradient that each position owns.
     pub(super) owned: Owned,
-    /// Of the buckets of a gradient, in the order in which they leave: where blocks are streamed.
+    /// The same for each bucket, in the order of sending, where gradients are reduced in buckets.
     pub(super) buckets: Vec<Owned>,
-    /// Blocks of ranks and machines.
+    /// Counts of the blocks of ranks and machines.
     blocks: Blocks,
 }
 
@@ -56,8 +55,8 @@ impl<'a> Place<'a> {
         Ok(Place { pieces, own, nodes, owned, buckets, blocks })
     }
 
-    /// Bytes of the blocks of a round that come to a rank: from its neighbours for itself and the owners behind it, from other
-    /// machines for itself; `owned` is what of a block each owner gets.
+    /// Bytes of the blocks that a rank receives in a round: from its neighbours for itself and the owners that it
+    /// leads, from other machines for itself; `owned` are the bytes of a block by owner.
     pub(super) fn received(&self, rank: u32, owned: &Owned) -> u64 {
         let payload = owned.of(rank) + owned.behind(&self.nodes, rank);
         let Blocks { ranks, near, joined, all } = &self.blocks;
@@ -70,15 +69,15 @@ impl<'a> Place<'a> {
     }
 }
 
-/// How many blocks the leaves of each round make up.
+/// How many blocks the micro-batches of each round make up.
 struct Blocks {
-    /// Those of each rank.
+    /// Blocks of each rank.
     ranks: Vec<Vec<u64>>,
-    /// Of each machine, those of its ranks added up.
+    /// By machine: the sum over its ranks.
     near: Vec<Vec<u64>>,
-    /// Of each machine, those of the leaves of its ranks together.
+    /// By machine: blocks of all micro-batches of its ranks together.
     joined: Vec<Vec<u64>>,
-    /// These of all machines.
+    /// The sum of these over all machines.
     all: Vec<u64>,
 }
 
@@ -105,7 +104,7 @@ impl Blocks {
     }
 }
 
-/// The levels of the blocks of a run of leaves.
+/// The levels of the blocks of a run of micro-batches.
 pub(super) fn levels(part: &Range<u64>) -> Vec<u32> {
     blocks(part.start, part.end).into_iter().map(|(level, _)| level).collect()
 }

@@ -1,18 +1,19 @@
-//! The axes of a mesh of ranks, and the ranks that lie on a line along each.
+//! The axes of a mesh of ranks, and the ranks on each line along them.
 //!
-//! `dp` ranks compute different micro-batches; `cp` ranks share the sequences of one, `tsp` ranks its weights too. Ranks are
-//! numbered along `tsp` first, then `cp`, then `dp`, so that those who exchange most are neighbours, on one machine where they
-//! can be. The state is sharded over all ranks of the mesh, whatever the axes (`state::ownership`).
+//! `dp` ranks compute different micro-batches; `cp` ranks share the sequences of one micro-batch; `tsp` ranks share its
+//! sequences and its weights. Ranks are numbered along `tsp` first, then `cp`, then `dp`, so that the ranks that
+//! exchange most are neighbours, on one machine where possible. The state is sharded over all ranks, whatever the axes
+//! (`state::ownership`).
 //!
-//! Degrees are upper limits of a process ([`Degrees`]): each phase uses the largest that its cut allows ([`Mesh::of`]), and the
-//! other ranks compute other micro-batches.
+//! Degrees are upper limits of a process ([`Degrees`]): each phase uses the largest that its cut allows ([`Mesh::of`]),
+//! and the other ranks compute other micro-batches.
 //!
-//! Chunks of a micro-batch are dealt over `cp` and `tsp` as one line ([`Axis::Sharing`]); along `tsp` ranks also hold shards of
-//! weights for each other.
+//! Chunks of a micro-batch are assigned over `cp` and `tsp` as one line ([`Axis::Sharing`]). Along `tsp` the weights
+//! are also sharded.
 //!
-//! Each axis has an order of exchanges of its own: `kernels::group::Axis` says why those of a layer and those of gradients never
-//! wait for each other. A rank that lies on a line of several computes one micro-batch at a time, so that the exchanges of its
-//! line have one order.
+//! Each axis orders its exchanges by itself: `kernels::group::Axis` says why the exchanges of a layer and those of
+//! gradients never wait for each other. A rank on a line of several computes one micro-batch at a time, so that the
+//! exchanges of its line have one order.
 
 use contract::{Fault, Result};
 
@@ -21,9 +22,9 @@ use crate::model::Cut;
 /// How many ranks may share a micro-batch: upper limits, whatever the phase.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Degrees {
-    /// Ranks, or groups of them, that share its sequences.
+    /// Ranks, or groups of them, that share the sequences of a micro-batch.
     pub cp: u32,
-    /// Ranks that share its sequences and hold its weights for each other.
+    /// Ranks that share the sequences of a micro-batch and shard its weights.
     pub tsp: u32,
 }
 
@@ -45,11 +46,11 @@ pub struct Mesh {
     pub dp: u32,
     /// Ranks that share the sequences of a micro-batch.
     pub cp: u32,
-    /// Ranks that share its weights besides.
+    /// Ranks that also share its weights.
     pub tsp: u32,
 }
 
-/// One of them.
+/// One axis of the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
     /// Data.
@@ -58,7 +59,7 @@ pub enum Axis {
     Cp,
     /// Tensor and sequence, folded.
     Tsp,
-    /// Context and folded as one: all ranks that share a micro-batch.
+    /// Context and folded as one axis: all ranks that share a micro-batch.
     Sharing,
 }
 
@@ -74,9 +75,9 @@ impl Mesh {
         Ok(Mesh { dp: world / (cp * tsp), cp, tsp })
     }
 
-    /// A mesh of `world` ranks of which up to `limits` share each micro-batch that is cut so: first as many along `tsp` as
-    /// divide the shards, the chunks and the ranks, then as many along `cp` as divide what is left of chunks and ranks. Where
-    /// twice as many ranks divide the chunks, all have equally many pairs of a query and a key.
+    /// The mesh of `world` ranks for micro-batches cut by `cut`, within `limits`. `tsp` is the largest degree that
+    /// divides the shards, the chunks and the ranks; `cp` is the largest that divides the chunks and ranks that remain.
+    /// Where twice as many ranks divide the chunks, all ranks have the same number of pairs of a query and a key.
     pub fn of(world: u32, limits: Degrees, cut: Cut) -> Mesh {
         let fits = |together: u32| {
             world.is_multiple_of(together) && cut.chunks.is_multiple_of(u64::from(together))
@@ -92,7 +93,7 @@ impl Mesh {
         self.cp * self.tsp
     }
 
-    /// Whether each group of so many neighbours shares a machine, where those have so many ranks each.
+    /// Whether each group of `group` neighbours shares a machine, with `ranks_per_node` ranks on each machine.
     pub fn within_machines(self, group: u32, ranks_per_node: u32) -> bool {
         let first = |rank: u32| rank / group * group;
         (0..self.world()).all(|rank| first(rank) / ranks_per_node == rank / ranks_per_node)
@@ -112,7 +113,7 @@ impl Mesh {
         }
     }
 
-    /// Ranks from one place to the next along `axis`.
+    /// The distance in ranks between neighbours along `axis`.
     fn stride(self, axis: Axis) -> u32 {
         match axis {
             Axis::Dp => self.cp * self.tsp,
@@ -121,12 +122,12 @@ impl Mesh {
         }
     }
 
-    /// The place of `rank` along `axis`, from 0.
+    /// The position of `rank` along `axis`, from 0.
     pub fn place(self, axis: Axis, rank: u32) -> u32 {
         rank / self.stride(axis) % self.degree(axis)
     }
 
-    /// The ranks of the line along `axis` on which `rank` lies, in their order there.
+    /// The ranks of `rank`'s line along `axis`, in order.
     pub fn line(self, axis: Axis, rank: u32) -> Vec<u32> {
         let first = rank - self.place(axis, rank) * self.stride(axis);
         (0..self.degree(axis)).map(|place| first + place * self.stride(axis)).collect()

@@ -1,21 +1,21 @@
-//! What each rank of a line owns, and what those elsewhere own for whom it is the leader of its machine, in bytes: looked up at
-//! once, however many ranks there are.
+//! Bytes that each rank of a line owns, and bytes of the ranks elsewhere that it leads its machine for: computed once,
+//! so that a lookup does not depend on the number of ranks.
 
 use std::collections::BTreeMap;
 
 use super::team::Nodes;
 
-/// What the places of a line own.
+/// Bytes that each position of a line owns.
 pub(crate) struct Owned {
     bytes: Vec<u64>,
     all: u64,
-    /// By the number of ranks of a machine: summed up by the remainder of the place's number, which says whose leader it is
+    /// By the number of ranks of a machine: sums by the remainder of the owner's position, which determines its leader
     /// ([`Nodes::leader`]).
     by_remainder: BTreeMap<u32, Vec<u64>>,
 }
 
 impl Owned {
-    /// Of places on these machines so many bytes each.
+    /// From the bytes of each position.
     pub(crate) fn new(bytes: Vec<u64>, nodes: &Nodes) -> Owned {
         let mut by_remainder = BTreeMap::new();
         for size in nodes.sizes() {
@@ -30,23 +30,23 @@ impl Owned {
         Owned { all: bytes.iter().sum(), bytes, by_remainder }
     }
 
-    /// Of all places.
+    /// Bytes of all positions.
     pub(crate) fn all(&self) -> u64 {
         self.all
     }
 
-    /// Of one.
+    /// Bytes of `place`.
     pub(crate) fn of(&self, place: u32) -> u64 {
         self.bytes[place as usize]
     }
 
-    /// Of those elsewhere for which `place` is the leader of its machine.
+    /// Bytes of the ranks elsewhere for which `place` is the leader of its machine.
     pub(crate) fn behind(&self, nodes: &Nodes, place: u32) -> u64 {
         let here = nodes.ranks(nodes.of(place));
         let size = here.end - here.start;
         let remainder = place - here.start;
         let sum = self.by_remainder.get(&size).map_or(0, |sums| sums[remainder as usize]);
-        // Of the places here one has that remainder.
+        // Subtracts the one local position that has this remainder.
         sum - self.of(here.start + (remainder + size - here.start % size) % size)
     }
 }

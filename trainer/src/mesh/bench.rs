@@ -1,8 +1,8 @@
-//! How fast ranks exchange bytes here: libtorch's own collectives, and beside them the ones that keep bits (bytes move,
-//! each owner adds in the order of the tree).
+//! Measures how fast ranks exchange bytes: libtorch's own collectives, and the reproducible ones for comparison (only
+//! bytes move; each owner adds in the order of the tree).
 //!
-//! Sizes and bandwidths as rccl-tests and nccl-tests define them: `size` is the larger of a rank's input and output,
-//! algorithm bandwidth is size / time, bus bandwidth is that times the share of `size` that must cross a rank's wire.
+//! Sizes and bandwidths are defined as in rccl-tests and nccl-tests: `size` is the larger of a rank's input and output,
+//! algorithm bandwidth is size / time, bus bandwidth is that times the share of `size` that must cross a rank's link.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -17,21 +17,21 @@ use super::words::{Reader, Writer};
 use crate::chart::Chart;
 use crate::refusal::{lost, refused};
 
-/// Which collective, and whose.
+/// A collective and its implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
     /// libtorch's own, over Gloo.
     Libtorch(Collective),
     /// Ours: transfers between ranks, sums by the fixed tree.
     Exact(Collective),
-    /// Shards of weights as they are handed over (`--tsp`): one holder after the other sends to all, the next one meanwhile.
+    /// Gathers shards of weights (`--tsp`): their holders send to all ranks one after the other, the next meanwhile.
     InTurn,
-    /// The same around a ring: each rank hands on to the next what it has just received, so that all send at once, but each
-    /// sees the shards in an order of its own.
+    /// Gathers them around a ring: each rank forwards what it has just received, so that all send at once, but each
+    /// rank receives the shards in a different order.
     Around,
 }
 
-/// Every way that is measured.
+/// Everything that is measured.
 pub const WAYS: [Way; 11] = [
     Way::Libtorch(Collective::AllReduce),
     Way::Exact(Collective::AllReduce),
@@ -51,19 +51,19 @@ pub const WAYS: [Way; 11] = [
 pub struct Measured {
     /// "all-reduce".
     pub collective: &'static str,
-    /// "libtorch", "fixed tree", or "rccl" for the fixed tree whose bytes RCCL moves; "in turn" and "a ring" for shards.
+    /// "libtorch", "fixed tree", or "rccl" for the fixed tree with RCCL transfers; for shards, "in turn" or "a ring".
     pub by: &'static str,
     /// Bytes, as defined above.
     pub bytes: u64,
     /// How often it ran.
     pub rounds: u32,
-    /// The median of its rounds, of the slowest rank: others may use the machines.
+    /// The median over its rounds, of the slowest rank, because others may use the machines.
     pub microseconds: f64,
     /// Algorithm bandwidth.
     pub algorithm_gb_per_s: f64,
     /// Bus bandwidth.
     pub bus_gb_per_s: f64,
-    /// Elements that came out wrong, over all ranks.
+    /// Elements with wrong values, over all ranks.
     pub wrong: u64,
 }
 
@@ -86,7 +86,7 @@ impl Way {
         }
     }
 
-    /// Whose it is.
+    /// The name of its implementation.
     pub fn by(self, group: &Group) -> &'static str {
         match self {
             Way::Libtorch(_) => "libtorch",
@@ -97,7 +97,7 @@ impl Way {
         }
     }
 
-    /// The share of the size that crosses each rank's wire, at best.
+    /// The share of the size that crosses each rank's link at best.
     fn bus_share(self, world: u32) -> f64 {
         let others = f64::from(world - 1) / f64::from(world);
         match self.collective() {
@@ -175,14 +175,14 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     })
 }
 
-/// Seconds of what each rank computes between two meetings in [`uneven`]: about a step of a small model.
+/// Seconds of computation between two synchronizations in [`uneven`]: about a step of a small model.
 const STRETCH: f64 = 0.2;
 
-/// Rows of the products there, and numbers of the passes over memory.
+/// Rows of its matmuls, and numbers in its passes over memory.
 const LOAD: (i64, i64) = (256, 1 << 20);
 
-/// For what share of the time that it computes a rank waits for the slowest one, where all compute the same: the median of
-/// about `seconds`, over all ranks. Others may use their machines, or a processor runs at another clock.
+/// The share of its computing time that a rank waits for the slowest rank although all compute the same: the median of
+/// about `seconds`, over all ranks. Others may use the machines, or processors may run at different clocks.
 pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
     let (rows, count) = LOAD;
     let float = (Kind::Float, group.device());
@@ -201,7 +201,7 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
         Ok(begin.elapsed().as_secs_f64())
     };
     load(4)?;
-    // Every rank takes as many as the slowest does in that time.
+    // Every rank makes as many calls as the slowest one makes in that time.
     let once = agree(group, load(16)? / 16.0)?;
     let calls = (STRETCH / once).clamp(1.0, 1e6) as u32;
     let rounds = (seconds / STRETCH).ceil().clamp(5.0, 1e3) as usize;
@@ -229,8 +229,8 @@ fn agree(group: &Group, mine: f64) -> Result<f64> {
     Ok(values.into_iter().fold(0.0, f64::max))
 }
 
-/// Elements `first` to `first + count` of what `rank` has: small integers, exact in f32 in any order of addition. No more
-/// memory than they take is used: at a gigabyte there may be none left.
+/// Elements `first` to `first + count` of `rank`'s input: small integers, exact in f32 in any order of addition.
+/// Allocates nothing but the result: at a gigabyte there may be no more memory.
 fn filled(rank: u32, first: i64, count: i64) -> Tensor {
     const PERIOD: i64 = 97;
     let skip = first % PERIOD;
@@ -240,7 +240,7 @@ fn filled(rank: u32, first: i64, count: i64) -> Tensor {
     all.narrow(0, skip, count)
 }
 
-/// How many elements are not what they must be, a slice at a time.
+/// Counts the wrong elements, a slice at a time.
 fn wrong(group: &Group, collective: Collective, output: &Tensor, share: i64) -> i64 {
     const SLICE: usize = 1 << 20;
     let (world, rank) = (group.world(), group.rank());
@@ -299,7 +299,7 @@ fn own_sum(group: &Group, parts: &Tensor) -> Result<Tensor> {
     sum.finish().map_err(refused)?.ok_or_else(|| Fault::bug("a group without ranks"))
 }
 
-/// Part `r` of `parts` to rank `r`; what came, by rank.
+/// Sends part `r` of `parts` to rank `r`; returns what was received, by rank.
 fn all_to_all(group: &Group, parts: &Tensor) -> Result<Vec<Tensor>> {
     let mut exchange = group.begin("an all-to-all").map_err(lost)?;
     let count = parts.size()[1];
@@ -320,7 +320,7 @@ fn all_to_all(group: &Group, parts: &Tensor) -> Result<Vec<Tensor>> {
     Ok(found.into_iter().map(|(_, part)| part).collect())
 }
 
-/// `mine` to everybody; row `r` of `out` is rank `r`'s.
+/// Sends `mine` to all ranks; row `r` of `out` is rank `r`'s.
 fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("an all-gather").map_err(lost)?;
     let mut arrivals = Vec::new();
@@ -339,8 +339,8 @@ fn all_gather(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     exchange.finish().map_err(lost)
 }
 
-/// What each rank has to all others, one rank after the other; row `r` of `out` is rank `r`'s. While one is awaited the next is
-/// under way.
+/// Each rank sends to all others, one rank after the other; row `r` of `out` is rank `r`'s. The next transfer runs
+/// while one is awaited.
 fn in_turn(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("shards in turn").map_err(lost)?;
     let (me, count) = (group.rank(), mine.numel() as i64);
@@ -370,7 +370,7 @@ fn in_turn(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     exchange.finish().map_err(lost)
 }
 
-/// The same around a ring: to the next rank what came from the one before.
+/// The same around a ring: forwards to the next rank what the previous one sent.
 fn around(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     let mut exchange = group.begin("shards around a ring").map_err(lost)?;
     let (me, world, count) = (group.rank(), group.world(), mine.numel() as i64);
@@ -387,7 +387,7 @@ fn around(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
     exchange.finish().map_err(lost)
 }
 
-/// Bus bandwidth over size as a picture, both axes logarithmic.
+/// Plots bus bandwidth over size, both axes logarithmic.
 pub fn plot(measured: &[Measured], world: u32) -> String {
     let mut curves: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for one in measured {

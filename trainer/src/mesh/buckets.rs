@@ -1,4 +1,4 @@
-//! Buckets: parameters whose gradients travel together, in the order in which they leave.
+//! Buckets: parameters whose gradients are sent together, in the order of sending.
 //!
 //! Invariant: a bucket has whole parameters, and every parameter is in one bucket.
 
@@ -8,17 +8,18 @@ use contract::{Fault, Result};
 
 use crate::state::ownership::Piece;
 
-/// The buckets of a step. A rank goes through them in their order.
+/// The buckets of a step, in the order in which every rank sends them.
 pub(crate) struct Buckets(Vec<Vec<Range<usize>>>);
 
 impl Buckets {
-    /// For so many parameters, all in one.
+    /// One bucket for all parameters.
     pub(crate) fn whole(parameters: usize) -> Self {
         Buckets(vec![std::iter::once(0..parameters).collect()])
     }
 
-    /// One for each of these layers, which are parameters by their places in the canonical order. The last layer has its
-    /// gradients first; what stands behind it, the final norm, goes with it.
+    /// One bucket for each layer, given by its parameters' indices in the canonical order. The last layer comes first,
+    /// because its gradients are computed first; the final norm, which follows it in the canonical order, shares its
+    /// bucket.
     pub(crate) fn by_layer(layers: &[Range<usize>]) -> Self {
         let mut layers: Vec<_> = layers.iter().rev().map(|layer| vec![layer.clone()]).collect();
         if layers.len() > 2 {
@@ -28,7 +29,7 @@ impl Buckets {
         Buckets(layers)
     }
 
-    /// How many there are.
+    /// The number of buckets.
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
@@ -39,7 +40,7 @@ impl Buckets {
         self.0.iter().position(has).ok_or_else(unknown)
     }
 
-    /// The parameters of a bucket, in the order in which they lie in it.
+    /// The parameters of a bucket, in its order.
     pub(crate) fn parameters(&self, bucket: usize) -> impl Iterator<Item = usize> + '_ {
         self.0[bucket].iter().cloned().flatten()
     }
@@ -64,7 +65,7 @@ impl Buckets {
     }
 }
 
-/// The pieces of a tensor, of all pieces in canonical order.
+/// The pieces of a tensor; `pieces` has those of all tensors in canonical order.
 pub(super) fn of_tensor(pieces: &[Piece], tensor: usize) -> &[Piece] {
     let first = pieces.partition_point(|piece| piece.tensor < tensor);
     let count = pieces[first..].partition_point(|piece| piece.tensor == tensor);

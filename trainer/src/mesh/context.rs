@@ -1,13 +1,13 @@
-//! Ranks that share the chunks of each micro-batch: what a layer needs of the others, and gradients of chunks added up. Along
-//! a line of their own some of them hand each other the shards of weights that they hold.
+//! Ranks that share the chunks of each micro-batch: they exchange the operands of a layer and reduce the gradients of
+//! the chunks. Along `tsp`, a line of their own, ranks also gather each other's weight shards.
 //!
 //! ```text
-//! a chunk's gradient of a parameter --blocks of the chunks here--> each number to the rank of the line on whose line of
-//! gradients its owner is --tree over chunks--> the micro-batch's gradient, of which each rank of the line has a slice
+//! a chunk's gradient of a parameter --blocks of the chunks here--> each number to the rank of the line on whose line
+//! of gradients its owner is --tree over chunks--> the micro-batch's gradient, a slice on each rank of the line
 //! ```
 //!
-//! A rank begins one exchange along the line in a step and closes it with the step, so that the ranks of a line count alike
-//! whatever they compute; all that travels in it does so in the order of the computation, which is the same on all of them.
+//! A rank begins one exchange along the line in a step and closes it at the end, so that all ranks of a line count the
+//! same exchanges. Transfers in it follow the order of the computation, which is the same on all of them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -33,7 +33,7 @@ use crate::refusal::{lost, refused};
 use crate::state::{Part, salt};
 use crate::timing;
 
-/// The numbers of the axes among those of the group: of ranks that share a micro-batch, and of those who hold its weights.
+/// The axes' numbers in the group: ranks that share a micro-batch, and ranks that also share its weights.
 const SHARING: usize = 1;
 const FOLDED: usize = 2;
 
@@ -49,18 +49,18 @@ pub(crate) struct Along {
 pub(crate) struct Context<'a> {
     along: &'a Along,
     exchange: Mutex<Exchange<'a>>,
-    /// What travels at once is a round, of which so many have begun: all places come to them in one order.
+    /// How many rounds (transfers that run together) have begun: all positions begin them in the same order.
     rounds: AtomicU64,
     sent: AtomicU64,
 }
 
 impl Along {
-    /// The line of those with whom this rank shares micro-batches, if with anybody.
+    /// The line of the ranks that share micro-batches with this one, if any.
     pub(crate) fn sharing(lines: &Lines<'_>) -> Result<Option<Along>> {
         Along::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
     }
 
-    /// The line of those who hold shards of weights for each other.
+    /// The line of the ranks that shard the weights with this one.
     pub(crate) fn folded(lines: &Lines<'_>) -> Result<Option<Along>> {
         Along::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
     }
@@ -79,21 +79,21 @@ impl Along {
         Ok(Some(Along { axis, what, degree: line.len() as u64, place }))
     }
 
-    /// Begins a step: every rank of the line does, whatever it computes.
+    /// Begins a step. Every rank of the line must call it, whatever it computes.
     pub(crate) fn begin(&self) -> Result<Context<'_>> {
         let exchange = self.axis.begin(self.what).map_err(lost)?;
         let exchange = Mutex::new(exchange);
         Ok(Context { along: self, exchange, rounds: AtomicU64::new(0), sent: AtomicU64::new(0) })
     }
 
-    /// Who has which of so many chunks.
+    /// How `chunks` chunks are assigned to the line.
     pub(crate) fn dealt(&self, chunks: u64) -> Dealt {
         Dealt { chunks, degree: self.degree, place: self.place }
     }
 }
 
 impl Context<'_> {
-    /// Ends the step: everything has left. Says how many bytes that was.
+    /// Ends the step once everything has been sent; returns how many bytes were sent.
     pub(crate) fn finish(self) -> Result<u64> {
         let exchange = self.exchange.into_inner().unwrap_or_else(PoisonError::into_inner);
         exchange.finish().map_err(lost)?;
@@ -138,11 +138,11 @@ impl Line for Context<'_> {
     }
 }
 
-/// What comes from each rank of the line.
+/// Transfers under way from each rank of the line.
 struct Moving<'a, 'b> {
     exchange: &'b Mutex<Exchange<'a>>,
     arrivals: Vec<Arrival<'a>>,
-    /// Sends that were begun with it, and before.
+    /// How many sends had begun with this round and before it.
     begun: usize,
 }
 
@@ -151,7 +151,7 @@ impl Coming for Moving<'_, '_> {
         let _watch = timing::part(timing::Part::Blocks);
         let Moving { exchange, arrivals, begun } = *self;
         let found = arrivals.into_iter().map(Arrival::wait).collect::<kernels::Result<_>>()?;
-        // The others have begun to receive what was sent with it, or are about to: its memory is let go of.
+        // The others have begun to receive these sends, or are about to, so their memory is released.
         exchange.lock().unwrap_or_else(PoisonError::into_inner).left(begun)?;
         Ok(found)
     }
@@ -161,45 +161,45 @@ impl Coming for Moving<'_, '_> {
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a> {
     pub(crate) line: &'a dyn Line,
-    /// Who has which chunks.
+    /// Which position has which chunks.
     pub(crate) dealt: Dealt,
-    /// Who adds up which numbers.
+    /// Which position adds which numbers.
     pub(crate) slices: &'a Slices,
-    /// Who holds which shards of the weights, where they are not whole.
+    /// Which position holds which weight shards; `None` where each has the whole weights.
     pub(crate) folded: Option<Folded<'a>>,
 }
 
-/// The sink of a micro-batch that is shared: each gradient leaves it as this rank's slice.
+/// The gradient sink of a shared micro-batch: it passes on this rank's slice of each gradient.
 pub(crate) struct SharedSink<'a, 'b> {
     shared: Shared<'a>,
-    /// Where slices go, and the micro-batch's number; nowhere, if all that is asked for is the checksum.
+    /// Where slices are added, and the micro-batch's number; `None` if only the checksum is needed.
     into: Option<(&'a sum::Sum<'b>, u64)>,
-    /// Under way, oldest first: while one parameter travels the next one is computed.
+    /// Transfers under way, oldest first: one parameter is sent while the next one is computed.
     under_way: VecDeque<Travelling<'a>>,
-    /// First terms that wait for second ones.
+    /// First terms of parameters whose second term is not there yet.
     first: BTreeMap<usize, Tensor>,
-    /// Of the slices here.
+    /// The checksum of this rank's slices.
     checksum: checksum::Total,
 }
 
-/// A parameter's blocks of all chunks, on their way here.
+/// A parameter's blocks of all chunks, under way to this rank.
 struct Travelling<'a> {
     id: ParamId,
     term: Term,
     own: Vec<ChunkSum>,
     numbers: Box<dyn Coming + 'a>,
-    /// Of a stack of experts: its numbers in all, which experts the first block here has, and which of them each other one has.
+    /// For stacked experts: the number of elements, and the experts in the first local block and in each other.
     experts: Option<(i64, Present, Box<dyn Coming + 'a>)>,
 }
 
 impl<'a, 'b> SharedSink<'a, 'b> {
-    /// Of a micro-batch whose slices go where `into` says.
+    /// The sink of a micro-batch whose slices are added to `into`.
     pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a sum::Sum<'b>, u64)>) -> Self {
         let (under_way, first) = (VecDeque::new(), BTreeMap::new());
         SharedSink { shared, into, under_way, first, checksum: checksum::Total::default() }
     }
 
-    /// Waits for what is under way; the checksum over the slices here of the micro-batch's gradient.
+    /// Waits for the transfers under way; returns the checksum of this rank's slices of the micro-batch's gradient.
     pub(crate) fn finish(mut self) -> Result<checksum::Total> {
         while let Some(travelling) = self.under_way.pop_front() {
             self.add(travelling)?;
@@ -315,11 +315,11 @@ impl Sink for SharedSink<'_, '_> {
     }
 }
 
-/// Bytes of gradients of weights that the ranks of a line send each other for a micro-batch.
+/// Bytes of weight gradients that the ranks of a line send each other for a micro-batch.
 pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Dealt) -> u64 {
     let places = || 0..dealt.degree;
     let of = |(index, parameter): (usize, &ParamSpec)| {
-        // The embedding's comes twice, as the head's and of the rows looked up.
+        // The embedding has two terms: the head's gradient and that of the rows looked up.
         let terms = if index == 0 { 2 } else { 1 };
         let experts = match parameter.role {
             Role::Experts => parameter.shape[0] as u64,
@@ -335,7 +335,7 @@ pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: D
     parameters.iter().enumerate().map(of).sum()
 }
 
-/// The blocks that a place has of the tree over chunks.
+/// The blocks of the tree over chunks that a position has.
 fn levels(dealt: Dealt, place: u64) -> Vec<(u32, u64)> {
     let leaves = dealt.leaves(place);
     blocks(leaves.start, leaves.end)

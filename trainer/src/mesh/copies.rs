@@ -1,11 +1,11 @@
-//! Who keeps copies of what each rank owns of the state, and what that costs.
+//! Which rank keeps replicas of which rank's part of the state, and their cost.
 
 use crate::state::ownership::Piece;
 
-/// The steps of which there are copies at a time: those of one travel while those of the step before stay.
+/// The steps whose replicas are held at a time: those of one step are sent while those of the step before stay.
 pub(crate) const STEPS: usize = 2;
 
-/// How far ahead all ranks look for whom they send copies to.
+/// The distance in ranks from each rank to the partner that gets its replicas.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Partners {
     world: usize,
@@ -13,14 +13,14 @@ pub(crate) struct Partners {
 }
 
 impl Partners {
-    /// Of ranks on these machines: as far as it takes for most of them to reach another one.
+    /// Chooses the distance at which most ranks have a partner on another machine.
     pub(crate) fn new(nodes: &[String]) -> Partners {
         let world = nodes.len();
         let away = |distance: usize| {
             (0..world).filter(|from| nodes[*from] != nodes[(from + distance) % world]).count()
         };
-        // Of equally good ones the nearest: none is better than one by which all reach another machine, and on a single machine
-        // all are as good.
+        // Of equally good distances, the smallest. Stops when every rank reaches another machine; on a single machine
+        // all distances are equal.
         let several = nodes.windows(2).any(|pair| pair[0] != pair[1]);
         let mut best = (0, 1);
         for distance in (1..world).take_while(|_| several) {
@@ -33,14 +33,14 @@ impl Partners {
         Partners { world, distance }
     }
 
-    /// To whom `rank` sends its copies, and from whom it gets some.
+    /// The rank that gets `rank`'s replicas, and the rank whose replicas it gets.
     pub(crate) fn of(self, rank: u32) -> (u32, u32) {
         let Partners { world, distance } = self;
         let rank = rank as usize;
         (((rank + distance) % world) as u32, ((rank + world - distance) % world) as u32)
     }
 
-    /// The same of every rank.
+    /// The same for every rank.
     pub(crate) fn all_held(self, pieces: &[Piece]) -> Vec<u64> {
         let mut own = vec![0; self.world];
         for piece in pieces {
@@ -53,7 +53,7 @@ impl Partners {
         }
     }
 
-    /// Bytes of the copies that `rank` holds: of its own pieces and its partner's.
+    /// Bytes of replicas that `rank` holds: of its own pieces and its partner's.
     pub(crate) fn held(self, pieces: &[Piece], rank: u32) -> u64 {
         if self.world == 1 {
             return 0;
@@ -64,13 +64,13 @@ impl Partners {
     }
 }
 
-/// How many numbers a copy of a piece has: weights in f32, and moments.
+/// The length of a piece's replica: weights in f32, and moments.
 pub(crate) fn length(piece: &Piece) -> i64 {
     let parts = if piece.rule.has_second_moment() { 3 } else { 2 };
     parts * piece.length()
 }
 
-/// Bytes that all ranks together send for the copies of a step.
+/// Bytes that all ranks together send for the replicas of a step.
 pub(crate) fn sent(pieces: &[Piece]) -> u64 {
     4 * pieces.iter().map(|piece| length(piece) as u64).sum::<u64>()
 }
@@ -95,7 +95,7 @@ mod tests {
             for (rank, (to, from)) in (0..).zip(&pairs) {
                 prop_assert!(*to != rank && pairs[*to as usize].1 == rank && pairs[*from as usize].0 == rank);
             }
-            // Machines of one size: nobody's copies lie beside it.
+            // With machines of equal size, every replica is on another machine.
             if sizes.len() > 1 && sizes.iter().all(|size| *size == sizes[0]) {
                 prop_assert!((0..).zip(&pairs).all(|(rank, (to, _)): (usize, _)| nodes[rank] != nodes[*to as usize]));
             }

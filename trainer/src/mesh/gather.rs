@@ -1,31 +1,32 @@
-//! Gradients of leaves on their way to the owners of their pieces: one expression, whichever way it is walked.
+//! Gradient reduction between ranks: from micro-batches to the owners of pieces, always as the same tree of sums.
 //!
 //! ```text
-//! leaves of a rank in a round --add--> its blocks --pieces--> the leaders of its machine, each piece to one of them
+//! micro-batches of a rank in a round --add--> its blocks --pieces--> the leaders of its machine, each piece to one
 //! leader: blocks of the machine's ranks --add--> blocks of the machine --pieces--> their owners
-//! owner: blocks of every machine in the order of leaves --add--> its pieces of G
+//! owner: blocks of every machine in the order of micro-batches --add--> its pieces of G
 //! ```
 //!
-//! The blocks of a part are the maximal aligned runs of leaves in it: nodes of the fixed tree, whoever adds them. What the
-//! owners of a machine need of its own ranks takes the same way, so a single machine is no special case.
+//! The leaves of the fixed tree are micro-batches. The blocks of a part are the maximal aligned runs of leaves in it:
+//! nodes of the tree, independent of the rank that adds them. Pieces for owners on the same machine take the same path,
+//! so a single machine is no special case.
 //!
-//! Ranks here are places of the line of gradients (`team::Lines`): all ranks, unless some share micro-batches. Then each has of a
-//! gradient what the owners on its line own, and pieces and owners are counted in that (`slices`).
+//! Ranks here are positions on the line of gradients (`team::Lines`): all ranks, unless some share micro-batches. If
+//! some do, each has the slice of a gradient that its line owns, and pieces and owners refer to it (`slices`).
 //!
-//! Subtree-first has one round, in which each rank has a run of leaves, and one bucket that holds every parameter: blocks leave
-//! when their leaves are computed. Streaming has a round for each turn and a bucket for each layer: what a layer has leaves
-//! while the layers below it are still on their way back. A round's share of a bucket is a stage; every rank goes through all
-//! stages in one order, sends what it has for one, and then has added what was sent [`BEHIND`] stages before, on several
-//! machines twice as many. So what is alive at a time depends on the ranks and the largest layer, not on the leaves nor on the
-//! model.
+//! `whole` has one round, in which each rank has a run of micro-batches, and one bucket that holds every parameter: a
+//! block is sent once its micro-batches are computed. `bucketed` has a round for each micro-batch of a rank and a
+//! bucket for each layer: the gradients of a layer are sent while the backward pass of the layers below runs. One
+//! bucket of one round is a stage. Every rank handles all stages in the same order: it sends its blocks of a stage,
+//! then adds what was sent [`BEHIND`] stages before, on several machines twice as many. So peak memory depends on the
+//! number of ranks and the largest layer, not on the number of micro-batches or the size of the model.
 //!
-//! No two ranks wait for each other: whoever is at stage t waits for what others have sent in stages before t alone, or for
-//! messages of layers that it has come to itself; so whoever is furthest behind waits for nobody.
+//! No deadlock: a rank at stage t waits only for what others sent in stages before t, or for messages of layers that it
+//! has reached itself. So the rank that is furthest behind never waits.
 //!
-//! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike: first the
-//! blocks of a stage that stay on a machine, the k-th of every rank together, then those that leave it, the k-th of every
-//! machine. A rank closes them in that order, each as soon as it has computed or added what it sends: nothing that it waits
-//! for before comes in a later one. Between CPUs all of this means nothing.
+//! Transfers between devices come in rounds of the exchange (see `kernels::group`), which both ends number alike. First
+//! come the blocks of a stage that stay on a machine, the k-th of every rank together; then those that leave it, the
+//! k-th of every machine. A rank closes the rounds in that order, each as soon as it has computed or added what it
+//! sends: nothing that it must receive before that belongs to a later round. Between CPUs rounds have no effect.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -43,10 +44,10 @@ use crate::refusal::{lost, refused};
 use crate::state::ownership::Piece;
 use crate::timing;
 
-/// How many stages a rank is ahead of what it has added.
+/// How many stages sending is ahead of adding.
 pub(crate) const BEHIND: usize = 2;
 
-/// The gradients of one step, under way.
+/// The gradient reduction of one step, under way.
 pub(crate) struct Gather<'a> {
     lines: &'a Lines<'a>,
     pieces: &'a [Piece],
@@ -54,33 +55,33 @@ pub(crate) struct Gather<'a> {
     /// The elements of each bucket that each rank owns.
     lengths: Vec<Vec<i64>>,
     exchange: Exchange<'a>,
-    /// The leaves of each place, by round.
+    /// The micro-batches of each position, by round.
     parts: Vec<Vec<Range<u64>>>,
-    /// Of this rank's next leaf: its round, and its place in it.
+    /// This rank's next micro-batch: its round, and its index in it.
     at: (usize, u64),
-    /// How many parameters of a bucket have come, by leaf and bucket.
+    /// How many parameters of a bucket have gradients, by micro-batch and bucket.
     came: BTreeMap<(u64, usize), usize>,
     /// The next stage that this rank sends.
     stage: usize,
     /// How many blocks of that stage it has sent.
     sent: u64,
-    /// How many sends had been begun when each stage was sent that may still be under way.
+    /// For each stage that may still be under way: how many sends had begun when it was sent.
     leaving: VecDeque<usize>,
-    /// What this rank has for itself of each of its blocks.
+    /// This rank's payload for itself, of each of its blocks.
     mine: VecDeque<Tensor>,
-    /// What comes from each rank, block after block: from here, for the leader that this rank is, or from a leader elsewhere.
+    /// Arrivals from each rank by block: from this machine for this rank as leader, or from a leader elsewhere.
     coming: Vec<VecDeque<Arrival<'a>>>,
     /// This rank's pieces of this machine's blocks.
     joined: VecDeque<Tensor>,
-    /// Of this rank's pieces, by bucket.
+    /// Sums of this rank's pieces, by bucket.
     sums: Vec<Counter<Tensor>>,
-    /// The next stage to be asked for, to be joined on this machine, and to be added by the owner.
+    /// The next stage to receive, to join on this machine, and to add as owner.
     next: [usize; 3],
 }
 
 impl<'a> Gather<'a> {
-    /// Begins a step of `leaves` leaves. The first stages are asked for before anything is computed, so that what is ready
-    /// travels while leaves are still being computed.
+    /// Begins a step of `leaves` micro-batches. Receives of the first stages are posted before anything is computed, so
+    /// that finished blocks are sent while micro-batches are still being computed.
     pub(crate) fn begin(
         lines: &'a Lines<'a>,
         pieces: &'a [Piece],
@@ -113,8 +114,8 @@ impl<'a> Gather<'a> {
         Ok(gather)
     }
 
-    /// Hears that `gradients` has what leaf `leaf` has for a parameter. Where each leaf is a block, all buckets that are complete
-    /// leave, in their order: a bucket waits for those of the leaf before.
+    /// Called when `gradients` has micro-batch `leaf`'s gradient of a parameter. Where each micro-batch is a block,
+    /// sends all complete buckets in their order: a bucket waits for those of the micro-batch before.
     pub(crate) fn came(
         &mut self,
         leaf: u64,
@@ -141,7 +142,7 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Hears that this rank's next leaf is computed, and sends the block that is complete with it.
+    /// Called when this rank's next micro-batch is computed; sends the block that it completes.
     pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
         if self.streams() {
             return Ok(());
@@ -160,8 +161,8 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Hears that this rank has computed all of its leaves. One without a leaf in the last round has nothing to send there, but
-    /// adds what its machine has for the others: before it waits for them elsewhere.
+    /// Called when this rank has computed all of its micro-batches. A rank without one in the last round sends nothing
+    /// there, but must add its machine's blocks for the others before it waits for them in another exchange.
     pub(crate) fn computed(&mut self) -> Result<()> {
         for stage in self.stage..self.stages() {
             self.turn(stage)?;
@@ -170,7 +171,7 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// This rank's pieces of the sum by bucket, one after the other in each, once every rank has computed its leaves.
+    /// Returns this rank's pieces of the sum, bucket by bucket, once every rank has computed its micro-batches.
     pub(crate) fn finish(mut self) -> Result<Vec<(Piece, Tensor)>> {
         let stages = self.stages();
         self.ask(stages)?;
@@ -194,7 +195,7 @@ impl<'a> Gather<'a> {
         Ok(found)
     }
 
-    /// Whether every leaf is a block, whose buckets leave one by one.
+    /// Whether every micro-batch is a block, whose buckets are sent one by one.
     fn streams(&self) -> bool {
         self.lines.team.grad_reduce == GradReduce::Bucketed
     }
@@ -208,7 +209,7 @@ impl<'a> Gather<'a> {
         self.lines.data.place
     }
 
-    /// The rank at a place of the line.
+    /// The rank at a position of the line.
     fn rank(&self, place: u32) -> u32 {
         self.lines.data.ranks[place as usize]
     }
@@ -222,19 +223,19 @@ impl<'a> Gather<'a> {
         (stage / self.lengths.len(), stage % self.lengths.len())
     }
 
-    /// The leaves of a machine in a round: those of its ranks follow each other.
+    /// The micro-batches of a machine in a round: those of its ranks are consecutive.
     fn part_of(&self, node: usize, round: usize) -> Range<u64> {
         let Range { start, end } = self.lines.data.nodes.ranks(node);
         self.parts[start as usize][round].start..self.parts[end as usize - 1][round].end
     }
 
-    /// Whose pieces `rank` is handed by the ranks of its machine: its own, and those of the owners elsewhere that it is the
-    /// leader of this machine to.
+    /// The owners of the pieces that the ranks of its machine send to `rank`: itself, and the owners elsewhere for
+    /// which it leads this machine.
     fn payload(&self, rank: u32) -> Vec<u32> {
         std::iter::once(rank).chain(self.lines.data.nodes.behind(rank)).collect()
     }
 
-    /// Before this rank sends what it has for `stage`: what was sent and received long enough ago is let go of and added.
+    /// Before this rank sends its blocks of `stage`: releases the memory of older sends and adds older arrivals.
     fn turn(&mut self, stage: usize) -> Result<()> {
         self.ask(stage + BEHIND)?;
         let before = |stages: usize| (stage + 1).saturating_sub(stages);
@@ -244,11 +245,11 @@ impl<'a> Gather<'a> {
             self.exchange.left(count).map_err(lost)?;
         }
         self.join(before(BEHIND))?;
-        // What leaders have begun to send just now is not waited for.
+        // Does not wait for what leaders have only just begun to send.
         self.add(before(if self.lines.data.nodes.count() > 1 { 2 * BEHIND } else { BEHIND }))
     }
 
-    /// Begins to receive what comes in the stages before `end`.
+    /// Posts the receives of the stages before `end`.
     fn ask(&mut self, end: usize) -> Result<()> {
         let (me, nodes) = (self.me(), &self.lines.data.nodes);
         for stage in self.next[0]..end.min(self.stages()) {
@@ -275,8 +276,8 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Hands every rank here its payload of the block of ours that begins with leaf `first`, of the stage that is this rank's
-    /// next.
+    /// Sends every rank of the machine its payload of this rank's block that begins with micro-batch `first`, of the
+    /// current stage.
     fn send(&mut self, gradients: &Gradients, first: u64) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let round = near(self.stage, self.sent);
@@ -293,20 +294,21 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// This rank has sent what it has for its stage.
+    /// Called when this rank has sent its blocks of its stage.
     fn sent_all(&mut self) -> Result<()> {
-        // What comes from ranks that have more blocks may travel too.
+        // Closes the rounds of ranks that have more blocks too.
         self.exchange.close(near(self.stage, ALL)).map_err(lost)?;
         self.leaving.push_back(self.exchange.begun());
         (self.stage, self.sent) = (self.stage + 1, 0);
         Ok(())
     }
 
-    /// A block's payload of the stage for each rank here: on a device leaves of bf16 are widened, and checked, as they are copied
-    /// into it. Some parameters at a time, which are let go of then, so that the block is not held twice.
+    /// A block's payload of the stage for each rank of the machine. On a device, bf16 gradients are converted to f32
+    /// and checked while they are copied. Parameters are copied and released a few at a time, so that the block is not
+    /// held twice.
     fn payloads(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
         let (_, bucket) = self.place(self.stage);
-        // Where the next piece of an owner goes: into which payload, and where in it.
+        // For each owner: the payload and the offset in it of its next piece.
         let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
         for (slot, rank) in self.lines.data.nodes.ranks(self.lines.data.nodes.here()).enumerate() {
             let mut end = 0;
@@ -346,13 +348,13 @@ impl<'a> Gather<'a> {
         Ok(payloads)
     }
 
-    /// Adds what the ranks here have handed over in the stages before `end`, and sends it on to the owners elsewhere.
+    /// Adds what the ranks of this machine sent in the stages before `end`, and forwards it to the owners elsewhere.
     fn join(&mut self, end: usize) -> Result<()> {
         let here = self.lines.data.nodes.here();
         for stage in self.next[1]..end {
             let (round, bucket) = self.place(stage);
             let (mut joined, mut forwarded) = (Blocks::new(self.part_of(here, round)), 0);
-            // A rank without leaves in this round has closed nothing of it yet.
+            // A rank without micro-batches in this round has not closed its rounds yet.
             self.exchange.close(near(stage + BEHIND - 1, ALL)).map_err(lost)?;
             for rank in self.lines.data.nodes.ranks(here) {
                 let part = self.parts[rank as usize][round].clone();
@@ -376,7 +378,7 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// Sends a block of this machine to the owners behind this leader, and keeps what is our own.
+    /// Sends a block of this machine to the owners that this leader serves, and keeps this rank's own pieces.
     fn forward(&mut self, round: u64, bucket: usize, sum: Tensor) -> Result<()> {
         let _watch = timing::part(timing::Part::Send);
         let owners = self.payload(self.me());
@@ -390,7 +392,7 @@ impl<'a> Gather<'a> {
             let part = sum.narrow(0, at, length);
             at += length;
             if to == self.me() {
-                // A copy: an alias would keep the whole of the block.
+                // A copy: an alias would keep the whole block alive.
                 let like = (part.kind(), part.device());
                 self.joined.push_back(tree::joined(&[part], like).map_err(refused)?);
             } else {
@@ -422,20 +424,20 @@ impl<'a> Gather<'a> {
     }
 }
 
-/// More than any part has blocks: two for each bit of a number of leaves.
+/// More blocks than any part has: at most two for each bit of the number of micro-batches.
 const ALL: u64 = 255;
 
-/// The exchange's round of the `block`-th blocks that ranks hand to their neighbours in `stage`.
+/// The exchange's round for the `block`-th blocks that ranks send to their neighbours in `stage`.
 fn near(stage: usize, block: u64) -> u64 {
     stage as u64 * 2 * (ALL + 1) + block
 }
 
-/// The same for blocks of machines, on their way to other machines: that of a stage is added when a later one has been sent.
+/// The same for blocks of machines sent to other machines: a stage's are added after a later stage has been sent.
 fn far(stage: usize, block: u64) -> u64 {
     near(stage + BEHIND - 1, block) + ALL + 1
 }
 
-/// The next of what was asked for.
+/// Waits for the next posted receive.
 fn arrived(coming: &mut VecDeque<Arrival<'_>>) -> Result<Tensor> {
     let _watch = timing::part(timing::Part::Blocks);
     let next = coming.pop_front().ok_or_else(|| Fault::bug("a block was not asked for"))?;

@@ -1,7 +1,7 @@
-//! The gradients of a rank's micro-batches, each parameter's in its tree.
+//! The gradients of a rank's micro-batches, added in a tree for each parameter.
 //!
-//! Workers compute several micro-batches at once, and whichever comes second to a node adds both. Invariant: which gradients
-//! are added to which, in which order, is decided by the numbers of the micro-batches alone.
+//! Workers compute several micro-batches at once; the second to reach a node of the tree adds both. Invariant: which
+//! gradients are added, and in which order, depends on the numbers of the micro-batches alone.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -14,8 +14,8 @@ use tch::Tensor;
 use crate::refusal::refused;
 use crate::timing;
 
-/// Gradients of a device that are added by one launch, which makes their checksums: they wait for each other that long, which is
-/// about as many as a layer has.
+/// How many gradients on a device are added by one launch, which also computes their checksums: about as many as a
+/// layer has.
 pub(super) const TOGETHER: usize = 32;
 
 /// The gradients of this rank's micro-batches of a step, added up parameter by parameter.
@@ -26,15 +26,15 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// For the runs `parts` of micro-batches, as the step counts them, of a model with so many parameters.
+    /// For the runs `parts` of micro-batches, numbered within the step, of a model with `parameters` parameters.
     pub(crate) fn new(parts: &[Range<u64>], parameters: usize) -> Gradients {
         let nodes = |_| Mutex::new(Nodes::new(parts));
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
         Gradients { parameters: (0..parameters).map(nodes).collect(), blocks }
     }
 
-    /// Adds what micro-batch `leaf` has for some parameters: what two micro-batches or blocks of them have of each is added
-    /// together, level by level of the tree.
+    /// Adds micro-batch `leaf`'s gradients of some parameters: gradients of two micro-batches or blocks are added level
+    /// by level of the tree.
     pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Addend)>) -> Result<()> {
         let _watch = timing::part(timing::Part::Tree);
         let leaf = |(parameter, value)| (parameter, Node { level: 0, first: leaf, value });

@@ -1,14 +1,14 @@
-//! The ranks of a run: who computes which micro-batches, who shares a machine, and how gradients reach their owners.
+//! The ranks of a run: which computes which micro-batches, which share a machine, and how gradients reach their owners.
 //!
-//! - [`axes`] are the degrees of the mesh and its lines; [`team`] says who computes which micro-batches and who speaks with whom.
-//! - `sink` takes each gradient from the layer that has it, `gradients` adds it up; `sum` is the sum of a step's gradients,
-//!   of these alone or by `gather` with those of many ranks, in `buckets`; `share` gives new weights to all.
-//! - `context` is for ranks that share the chunks of each micro-batch; `slices` says which numbers of its gradient each adds up.
-//! - `copies` says who keeps copies of what each rank owns, against its loss.
-//! - `words` are the small things that ranks tell each other. [`mod@bench`] times the exchanges.
+//! - [`axes`] are the degrees of the mesh and its lines; [`team`] assigns micro-batches and chooses node leaders.
+//! - `sink` takes each gradient from the layer that computes it, `gradients` adds it up; `sum` is the sum of a step's
+//!   gradients, local or, with many ranks, reduced by `gather` in `buckets`; `share` sends new weights to all ranks.
+//! - `context` is for ranks that share the chunks of each micro-batch; `slices` splits its gradient between them.
+//! - `copies` says which rank keeps replicas of which rank's state, in case that rank is lost.
+//! - `words` encodes the small messages between ranks. [`mod@bench`] times the exchanges.
 //!
-//! Invariant: collectives only move bytes. Every addition happens on one rank, in the order of the tree, so that the
-//! number of ranks is no argument of any bit.
+//! Invariant: collectives only move bytes. Every addition is done by one rank, in the order of the tree, so that
+//! results do not depend on the number of ranks.
 
 pub mod axes;
 pub(crate) mod behind;

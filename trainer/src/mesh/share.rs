@@ -1,4 +1,4 @@
-//! What owners give to all ranks at the end of a step: their new weights, and checksums of their pieces.
+//! What owners send to all ranks at the end of a step: their new weights, and checksums of their pieces.
 
 use contract::Result;
 use kernels::tree;
@@ -12,9 +12,9 @@ use crate::state::ownership::{Ownership, Piece};
 use crate::state::{PieceSums, State};
 use crate::timing;
 
-/// Sends this rank's new weights to every other, in the numbers in which the model reads them, and takes theirs. Each crosses to
-/// another machine once: the leader there passes it on, in a second round. Of weights that ranks hold for each other each rank is
-/// sent its shards, directly by their owners.
+/// Sends this rank's new weights to every other rank, in the dtype in which the model reads them, and receives theirs.
+/// Each weight is sent to another machine once: the leader there forwards it in a second round. Sharded weights are
+/// sent directly by their owners, to each rank its shards.
 pub(crate) fn weights(team: &Team<'_>, state: &State) -> Result<()> {
     if team.group.world() == 1 {
         return Ok(());
@@ -24,14 +24,14 @@ pub(crate) fn weights(team: &Team<'_>, state: &State) -> Result<()> {
     if state.fold.degree() > 1 { shards(team, state) } else { Ok(()) }
 }
 
-/// The new weights of which every rank has all.
+/// Exchanges the new weights that every rank holds whole.
 fn whole(team: &Team<'_>, state: &State) -> Result<()> {
     let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
     let mine = pack(state)?;
     let mut exchange = group.begin("the sharing of new weights").map_err(lost)?;
-    // Asked for in the order in which each rank sends: first its own, then what it passes on.
+    // Posted in the order in which each rank sends: first its own, then what it forwards.
     let (direct, passed): (Vec<u32>, Vec<u32>) = (0..group.world())
         .filter(|owner| *owner != me)
         .partition(|owner| nodes.relay(me, *owner) == *owner);
@@ -64,7 +64,7 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
     exchange.finish().map_err(lost)
 }
 
-/// The new weights of which each rank has its shards: those of one place along the axis are the same for all ranks there.
+/// Exchanges the new weights that are sharded: all ranks at one position of the axis hold the same shards.
 fn shards(team: &Team<'_>, state: &State) -> Result<()> {
     let (group, degree) = (team.group, state.fold.degree());
     let packed = (0..degree).map(|place| packed(state, &state.fold.at(place)));
@@ -96,12 +96,12 @@ fn shards(team: &Team<'_>, state: &State) -> Result<()> {
     exchange.finish().map_err(lost)
 }
 
-/// Bytes of a number.
+/// Bytes of a number of this tensor.
 fn wide(weight: &Tensor) -> i64 {
     weight.kind().elt_size_in_bytes() as i64
 }
 
-/// What `fold` says a rank holds of the pieces of `owner`, and of which weight, in the order in which they travel.
+/// The runs of `owner`'s pieces that a rank with `fold` holds, and their weights, in the order of sending.
 fn held<'a>(
     state: &'a State,
     owner: u32,
@@ -117,7 +117,7 @@ fn held<'a>(
     found.into_iter()
 }
 
-/// What a rank that holds what `fold` says is sent of this rank's weights, byte after byte.
+/// The bytes of this rank's weights to send to a rank with `fold`.
 fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
     let mut parts = Vec::new();
     for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
@@ -131,13 +131,12 @@ fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
     tree::pack(&parts, place(&state.weights)).map_err(refused)
 }
 
-/// Where weights live.
+/// The device of the weights.
 fn place(weights: &[Tensor]) -> Device {
     weights.first().map_or(Device::Cpu, Tensor::device)
 }
 
-/// The pieces of `owner` in the order in which they travel whole: those of the widest numbers first, so that each lies where its
-/// numbers may.
+/// The pieces of `owner` in the order in which they are sent whole: the widest dtypes first, so that all are aligned.
 fn order(state: &State, owner: u32) -> Vec<&Piece> {
     let whole = state.owners.of(owner).filter(|piece| !state.fold.cuts(piece.tensor));
     let mut pieces: Vec<&Piece> = whole.collect();
@@ -145,7 +144,7 @@ fn order(state: &State, owner: u32) -> Vec<&Piece> {
     pieces
 }
 
-/// The bytes of a piece as it travels.
+/// The bytes of a piece as it is sent.
 fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
     piece.length() * wide(&weights[piece.tensor])
 }
@@ -159,7 +158,7 @@ fn pack(state: &State) -> Result<Tensor> {
     tree::pack(&parts.collect::<Result<Vec<_>>>()?, place(weights)).map_err(refused)
 }
 
-/// Takes over the new weights of `owner`.
+/// Copies the received new weights of `owner` into this rank's.
 fn take(state: &State, owner: u32, packed: &Tensor) -> Result<()> {
     let (weights, mut at, mut pairs) = (&state.weights, 0, Vec::new());
     for piece in order(state, owner) {
@@ -171,12 +170,12 @@ fn take(state: &State, owner: u32, packed: &Tensor) -> Result<()> {
     copied(&mut pairs)
 }
 
-/// Copies what has come, all of it at once on a device.
+/// Copies what was received, on a device by one launch.
 fn copied(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
     tch::no_grad(|| tree::copy_all(pairs)).map_err(refused)
 }
 
-/// The checksums of all pieces in canonical order, out of what each rank said of its own, which ends with them.
+/// The checksums of all pieces in canonical order, from the ends of the messages that each rank sent about its own.
 pub(crate) fn sums(owners: &Ownership, mut said: Vec<Reader<'_>>) -> Result<Vec<PieceSums>> {
     let of_piece = |piece: &Piece| {
         let said = &mut said[piece.owner as usize];

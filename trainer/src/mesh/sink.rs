@@ -1,7 +1,7 @@
-//! Where gradients go: each into its parameter's tree, the moment a layer hands it over.
+//! Where gradients go: each is added to its parameter's tree as soon as a layer has computed it.
 //!
-//! So no micro-batch has its whole gradient anywhere: on its way through the layers it leaves behind what no partner has
-//! come for yet (`gradients`).
+//! So no micro-batch ever holds its whole gradient: only the gradients that wait for a partner in the tree are kept
+//! (`gradients`).
 
 use contract::Result;
 use kernels::addend::{self, Addend};
@@ -24,15 +24,15 @@ pub(crate) struct MicroBatchSink<'s, 'a> {
     sum: &'s Sum<'a>,
     micro_batch: u64,
     checksum: Checksum,
-    /// Whether the checksum is asked for before the gradient is added to others.
+    /// Whether to compute the checksum before the gradient is added to others.
     at_once: bool,
-    /// What has not been handed on.
+    /// Gradients not yet passed on.
     waiting: Vec<(usize, Addend)>,
 }
 
 impl<'a> Sum<'a> {
-    /// Where micro-batch `micro_batch` hands its gradients to. On a device its checksum is made when they are added to others, in
-    /// the same pass, and so is known when the sum is; else `at_once`, by a pass of its own.
+    /// The sink of micro-batch `micro_batch`. With `at_once` its checksum is computed by a separate pass; otherwise, on
+    /// a device, by the pass that adds its gradients to others, so it is known only with the sum.
     pub(crate) fn sink(&self, micro_batch: u64, at_once: bool) -> MicroBatchSink<'_, 'a> {
         let (checksum, waiting) = (Checksum::default(), Vec::new());
         MicroBatchSink { sum: self, micro_batch, checksum, at_once, waiting }
@@ -40,13 +40,13 @@ impl<'a> Sum<'a> {
 }
 
 impl MicroBatchSink<'_, '_> {
-    /// Over all that was handed over, which is then handed on.
+    /// Passes on what remains; returns the checksum of all gradients.
     pub(crate) fn checksum(mut self) -> Result<checksum::Total> {
         self.pass()?;
         Ok(self.checksum.0)
     }
 
-    /// Hands on what waits.
+    /// Passes on the waiting gradients.
     fn pass(&mut self) -> Result<()> {
         let mut waiting = std::mem::take(&mut self.waiting);
         if self.at_once {
@@ -59,13 +59,13 @@ impl MicroBatchSink<'_, '_> {
 }
 
 impl Checksum {
-    /// Has it made: in main memory at once.
+    /// Counts the gradient in the checksum; in main memory that is computed at once.
     fn take(&self, id: ParamId, gradient: Addend) -> Result<Addend> {
         let _watch = timing::part(timing::Part::MicroBatchSums);
         gradient.counted(&self.0, salt(Part::MicroBatchGradient, id.index())).map_err(refused)
     }
 
-    /// Over all that was handed over.
+    /// The checksum of all gradients that were passed.
     pub(crate) fn total(self) -> checksum::Total {
         self.0
     }
@@ -97,7 +97,7 @@ mod tests {
     use kernels::share::Frozen;
     use kernels::tree::Counter;
 
-    /// Micro-batches that workers compute in any order come to the sum of whole gradients in order, and to their checksums.
+    /// Workers that compute micro-batches in any order get the sums and checksums of whole gradients in order.
     #[test]
     fn what_leaves_early_is_what_would_have_come_late() {
         let preset = ZayaConfig::preset("zaya1-nano").unwrap();

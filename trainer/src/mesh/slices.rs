@@ -1,21 +1,21 @@
-//! Which numbers of each gradient a rank adds up where several share micro-batches: those of the owners on its own line of
-//! gradients, so that what leaves the ranks of a micro-batch travels along that line alone.
+//! Which numbers of each gradient a rank adds where several share micro-batches: those of the owners on its own line of
+//! gradients, so that the sum needs only transfers along that line.
 
 use std::ops::Range;
 
 use super::axes::{Axis, Mesh};
 use crate::state::ownership::Piece;
 
-/// The numbers of each parameter, by the rank among those that share a micro-batch.
+/// The numbers of each parameter that each position of a sharing line adds.
 #[derive(Debug)]
 pub(crate) struct Slices {
     mesh: Mesh,
-    /// By parameter and place: ranges of its numbers, ascending.
+    /// By parameter and position: ranges of its numbers, ascending.
     ranges: Vec<Vec<Vec<Range<i64>>>>,
 }
 
 impl Slices {
-    /// Of a model of so many parameters, cut into `pieces`.
+    /// For a model with `parameters` parameters, cut into `pieces`.
     pub(crate) fn new(mesh: Mesh, pieces: &[Piece], parameters: usize) -> Slices {
         let places = || (0..mesh.together()).map(|_| Vec::new()).collect();
         let mut ranges: Vec<Vec<Vec<Range<i64>>>> = (0..parameters).map(|_| places()).collect();
@@ -26,18 +26,18 @@ impl Slices {
         Slices { mesh, ranges }
     }
 
-    /// Of a parameter, what is for `place`.
+    /// The ranges of a parameter that `place` adds.
     pub(crate) fn of(&self, parameter: usize, place: u64) -> &[Range<i64>] {
         &self.ranges[parameter][place as usize]
     }
 
-    /// How many numbers that is.
+    /// The total length of these ranges.
     pub(crate) fn length(&self, parameter: usize, place: u64) -> i64 {
         self.of(parameter, place).iter().map(|range| range.end - range.start).sum()
     }
 
-    /// The pieces on the line of gradients of those at `place`, owned by places of that line, each where it stands in what
-    /// [`Slices::of`] names, one range after the other.
+    /// The pieces on the line of gradients of the ranks at `place`: owners are positions on that line, and offsets
+    /// count within the ranges of [`Slices::of`], one after the other.
     pub(crate) fn pieces(&self, pieces: &[Piece], place: u32) -> Vec<Piece> {
         let (mut tensor, mut at) = (usize::MAX, 0);
         let own =
@@ -61,7 +61,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Every number is for one place, and the pieces of a line are those of the whole.
+        /// Every number belongs to one position, and the pieces of a line are those of the whole.
         #[test]
         fn slices_are_a_partition((dp, cp, tsp) in (1u32..4, 1u32..4, 1u32..3)) {
             let layout = layout();

@@ -1,4 +1,4 @@
-//! The sum of a step's gradients, in the order of the tree: here, where one rank has all leaves, or gathered from many.
+//! The sum of a step's gradients, in the order of the tree: local if one rank has all micro-batches, else reduced.
 
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -15,16 +15,16 @@ use super::team::Lines;
 use crate::refusal::refused;
 use crate::state::ownership::{Ownership, Piece};
 
-/// The gradients of one step, under way: what this rank's leaves have, and how it comes to the owners.
+/// The gradients of one step, under way: the sums of this rank's micro-batches, and their reduction.
 pub(crate) struct Sum<'a> {
     gradients: Gradients,
-    /// None where all leaves are this rank's, and so are all pieces: nothing travels, nothing is copied.
+    /// `None` where this rank has all micro-batches and all pieces: nothing is sent or copied.
     gather: Option<Mutex<Gather<'a>>>,
 }
 
 impl<'a> Sum<'a> {
-    /// Begins a step of `leaves` leaves, of a model with so many parameters that lie in these layers; `pieces` are those of the
-    /// line of gradients, as its places own them.
+    /// Begins a step of `leaves` micro-batches, for a model with `parameters` parameters in these layers. `pieces` are
+    /// those of the line of gradients, with owners as positions on it.
     pub(crate) fn begin(
         lines: &'a Lines<'a>,
         pieces: &'a [Piece],
@@ -43,7 +43,7 @@ impl<'a> Sum<'a> {
         Ok(Sum { gradients: Gradients::new(&lines.own(leaves)?, parameters), gather })
     }
 
-    /// Takes what leaf `leaf` has for some parameters, and sends what is complete with it.
+    /// Adds micro-batch `leaf`'s gradients of some parameters, and sends what they complete.
     pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Addend)>) -> Result<()> {
         let parameters: Vec<usize> = gradients.iter().map(|(parameter, _)| *parameter).collect();
         self.gradients.add(leaf, gradients)?;
@@ -53,12 +53,12 @@ impl<'a> Sum<'a> {
         })
     }
 
-    /// Hears that this rank's next leaf has been computed, and has handed over its gradients.
+    /// Called when this rank's next micro-batch has been computed and has passed on its gradients.
     pub(crate) fn leaf(&self) -> Result<()> {
         self.gathering(|gather| gather.leaf(&self.gradients))
     }
 
-    /// Hears that this rank has computed its last leaf: before it waits for others in another exchange.
+    /// Called when this rank has computed its last micro-batch, before it waits for others in another exchange.
     pub(crate) fn computed(&self) -> Result<()> {
         self.gathering(Gather::computed)
     }
@@ -68,11 +68,11 @@ impl<'a> Sum<'a> {
         work(&mut gather.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// The sum of this rank's pieces, in their order, once every rank has computed its leaves.
+    /// The sums of this rank's pieces, in their order, once every rank has computed its micro-batches.
     pub(crate) fn finish(self, owners: &Ownership) -> Result<Vec<Tensor>> {
         let Some(gather) = self.gather else {
             let sum = self.gradients.finish()?;
-            // Pieces are aliases of what is contiguous.
+            // Pieces alias the tensor, which must be contiguous.
             let whole = sum.iter().map(|one| one.f_contiguous().map_err(refused));
             let sum = whole.collect::<Result<Vec<Tensor>>>()?;
             return Ok(owners.own().map(|piece| piece.of(&sum[piece.tensor])).collect());
@@ -103,7 +103,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// What leaf `leaf` has for each parameter: numbers whose sums depend on their order.
+    /// Micro-batch `leaf`'s gradient of each parameter: numbers whose sums depend on their order.
     fn gradient(layout: &Layout, leaf: u64) -> Vec<Tensor> {
         let values = |(index, parameter): (usize, &crate::model::ParamSpec)| {
             let count = parameter.shape.iter().product::<i64>();
@@ -113,7 +113,7 @@ mod tests {
         layout.parameters.iter().enumerate().map(values).collect()
     }
 
-    /// What a layer would exchange: every rank of the line tells the others which turn it is at.
+    /// Simulates the exchange of a layer: every rank of the line sends the others its turn.
     fn exchange_in_layer(line: &Axis, turn: u64) -> Result<()> {
         let mut exchange = line.begin("a layer").map_err(lost)?;
         let receive = |from| exchange.receive(0, from, Kind::Int64, 1).map_err(lost);
@@ -128,7 +128,7 @@ mod tests {
         exchange.finish().map_err(lost)
     }
 
-    /// Gathers `leaves` as one rank, with an exchange inside each, and compares what it owns with the whole sum.
+    /// Reduces `leaves` micro-batches as one rank, with an exchange inside each, and compares with the whole sum.
     fn gather(place: &Place, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
@@ -138,7 +138,7 @@ mod tests {
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
         let owners = Ownership::cut(pieces, me);
         let numbers = lines.micro_batches(leaves).unwrap();
-        // Parameters alone, in pairs, and what stands behind the last of them.
+        // Layers of one parameter, of two, and a last one that follows the layers.
         let (count, layers) = (layout.parameters.len(), [0..1, 1..3, 3..4, 4..5]);
         let sum = Sum::begin(&lines, owners.pieces(), count, &layers, leaves).unwrap();
         let compute = |turn: u64| {
@@ -148,7 +148,7 @@ mod tests {
                 exchange_in_layer(&line, turn * 3 + layer)?;
             }
             let leaf = numbers[turn as usize];
-            // Mostly from the last layer on, but not all of a layer before the next one.
+            // Mostly from the last layer backwards, but a layer may begin before the one above it is complete.
             let whole = gradient(&layout, leaf).into_iter().map(Addend::from);
             let mut tensors: Vec<_> = whole.enumerate().collect();
             tensors.sort_by_key(|(parameter, _)| (4 - parameter + leaf as usize % 2 * 2) % 5);
@@ -176,7 +176,7 @@ mod tests {
     fn a_layer_may_exchange_while_gradients_are_gathered() {
         for (world, size) in [(1, 1), (2, 2), (3, 3), (4, 2), (8, 4)] {
             for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
-                // As many turns on every rank of a line.
+                // The same number of turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
                 let store =
                     Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();

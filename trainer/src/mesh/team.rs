@@ -1,4 +1,4 @@
-//! The ranks of a run: who of them computes which micro-batches, and who speaks with whom. Nothing here can change a bit.
+//! The ranks of a run: how micro-batches are assigned and which ranks communicate. Nothing here can change a result.
 
 use std::ops::Range;
 
@@ -12,13 +12,13 @@ use crate::model::{Cut, Fold, ParamSpec};
 use crate::refusal::lost;
 use crate::timing;
 
-/// How the micro-batches of a step are dealt and their gradients brought together: two ways to walk one expression.
+/// How the micro-batches of a step are assigned and their gradients reduced: two schedules of the same sum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum GradReduce {
     /// A rank has a run of micro-batches and adds whole subtrees before it sends anything: the fewest bytes.
     #[default]
     Whole,
-    /// In turn s rank r of N computes micro-batch s N + r, whose pieces go to their owners at once: the least memory.
+    /// In turn s rank r of N computes micro-batch s N + r and sends its pieces to their owners: the least memory.
     Bucketed,
 }
 
@@ -32,45 +32,45 @@ impl GradReduce {
     }
 }
 
-/// All ranks, as one of them sees them.
+/// All ranks, as seen by one of them.
 pub struct Team<'a> {
     /// How they exchange bytes.
     pub group: &'a Group,
-    /// How many may share a micro-batch.
+    /// How many ranks may share a micro-batch.
     pub degrees: Degrees,
-    /// Which of them share a machine.
+    /// Which ranks share a machine.
     pub nodes: Nodes,
-    /// Who computes what.
+    /// How micro-batches are assigned.
     pub grad_reduce: GradReduce,
-    /// Whether machines are passed over.
+    /// Whether all ranks count as one machine (`--no-hierarchical`).
     pub flat: bool,
 }
 
-/// The ranks in a phase, as one of them sees them: who shares micro-batches, and who computes others.
+/// The ranks in a phase, as seen by one of them: which share micro-batches, and which compute others.
 pub struct Lines<'a> {
-    /// All of them.
+    /// All ranks.
     pub team: &'a Team<'a>,
     /// How micro-batches are cut.
     pub cut: Cut,
-    /// The axes along which they lie.
+    /// The mesh of the ranks.
     pub mesh: Mesh,
-    /// The line along which gradients travel: ranks that have the same place in the sharing of their micro-batches.
+    /// The line along which gradients are reduced: ranks at the same position in the sharing of their micro-batches.
     pub data: Line,
 }
 
-/// Ranks that are numbered by their places along an axis.
+/// Ranks numbered by their positions along an axis.
 #[derive(Clone, Debug)]
 pub struct Line {
-    /// The rank at each place.
+    /// The rank at each position.
     pub ranks: Vec<u32>,
-    /// This one's.
+    /// This rank's position.
     pub place: u32,
-    /// Which places share a machine.
+    /// Which positions share a machine.
     pub nodes: Nodes,
 }
 
 impl<'a> Team<'a> {
-    /// The ranks of `group`, of which up to `degrees` share a micro-batch; `flat` passes over that some of them share a machine.
+    /// The ranks of `group`, of which up to `degrees` share a micro-batch; with `flat` all ranks count as one machine.
     pub fn new(
         group: &'a Group,
         degrees: Degrees,
@@ -81,14 +81,14 @@ impl<'a> Team<'a> {
         Ok(Team { group, degrees, nodes, grad_reduce, flat })
     }
 
-    /// The ranks as they stand where micro-batches are cut so.
+    /// The lines of the ranks in a phase whose micro-batches are cut by `cut`.
     pub fn lines(&'a self, cut: Cut) -> Result<Lines<'a>> {
         let (rank, names) = (self.group.rank(), self.group.nodes());
         let mesh = Mesh::of(self.group.world(), self.degrees, cut);
         Ok(Lines { team: self, cut, mesh, data: Line::data(mesh, names, rank, self.flat)? })
     }
 
-    /// Tells all ranks, and hears the same from them: for what is small.
+    /// Sends a small message to all ranks, and receives theirs.
     pub(crate) fn tell(&self, what: &str, mine: &Writer) -> Result<Heard> {
         let _watch = timing::part(timing::Part::Peers);
         self.group.all_gather(what, mine.bytes()).map(Heard).map_err(lost)
@@ -111,13 +111,13 @@ impl Lines<'_> {
         slice(self.team.grad_reduce, self.data.place, self.mesh.dp)
     }
 
-    /// Which shards of weights this rank holds.
+    /// Which weight shards this rank holds.
     pub fn fold(&self, parameters: &[ParamSpec]) -> Fold {
         let place = self.mesh.place(Axis::Tsp, self.team.group.rank());
         Fold::new(self.mesh.tsp, place, parameters, self.cut.shards)
     }
 
-    /// The micro-batches of each place of the line of gradients in a step that has `micro_batches`, by round.
+    /// The micro-batches of each position on the line of gradients in a step of `micro_batches`, by round.
     pub fn parts(&self, micro_batches: u64) -> Result<Vec<Vec<Range<u64>>>> {
         parts(self.team.grad_reduce, self.mesh.dp, micro_batches)
     }
@@ -127,19 +127,19 @@ impl Lines<'_> {
         self.micro_batches_of(self.team.group.rank(), micro_batches)
     }
 
-    /// The micro-batches of `rank`.
+    /// The micro-batches of `rank` in such a step.
     pub(crate) fn micro_batches_of(&self, rank: u32, micro_batches: u64) -> Result<Vec<u64>> {
         let place = self.mesh.place(Axis::Dp, rank) as usize;
         Ok(self.parts(micro_batches)?[place].iter().cloned().flatten().collect())
     }
 
-    /// The micro-batches of all of them that are this rank's, by round.
+    /// The runs of micro-batches of such a step that are this rank's, by round.
     pub fn own(&self, micro_batches: u64) -> Result<Vec<Range<u64>>> {
         Ok(self.parts(micro_batches)?.swap_remove(self.data.place as usize))
     }
 
-    /// Of what each rank says of each of its micro-batches, in the order of all of them. What ranks that share one say is
-    /// `joined`.
+    /// Orders by micro-batch what each rank reported about each of its micro-batches. `joined` combines the reports of
+    /// ranks that share one.
     pub(crate) fn in_order<T>(
         &self,
         micro_batches: u64,
@@ -193,11 +193,11 @@ pub(crate) fn parts(
     (0..world).map(|rank| Ok(slice(grad_reduce, rank, world)?.rounds(micro_batches))).collect()
 }
 
-/// Which ranks share a machine. What a machine and a rank elsewhere have for each other goes through one rank of the
-/// machine, the leader to that rank: it adds what its neighbours have before it sends, and passes on what it receives.
+/// Which ranks share a machine. A machine and a rank elsewhere exchange data through one rank of the machine, its
+/// leader for that rank: it adds its neighbours' data before it sends, and forwards what it receives.
 ///
-/// Ranks of a machine are neighbours, as launchers number them unless told otherwise. Where they are not, each run of
-/// neighbours counts as a machine of its own here.
+/// Ranks of a machine are consecutive, as launchers number them by default. Where they are not, each run of consecutive
+/// ranks counts as a machine of its own here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nodes {
     /// The first rank of each, then the number of all ranks.
@@ -206,8 +206,8 @@ pub struct Nodes {
 }
 
 impl Nodes {
-    /// From the machine of each rank, as seen by `rank`; `flat` takes all for one machine, so that each rank sends to every
-    /// other one directly.
+    /// From the machine name of each rank, as seen by `rank`. With `flat` all ranks count as one machine, so that each
+    /// rank sends to every other one directly.
     pub fn new(names: &[String], rank: u32, flat: bool) -> Result<Self> {
         let begins = |rank: &usize| *rank == 0 || (!flat && names[*rank] != names[*rank - 1]);
         let mut ends: Vec<u32> = (0..names.len()).filter(begins).map(|rank| rank as u32).collect();
@@ -227,7 +227,7 @@ impl Nodes {
         self.ends.windows(2).map(|ends| ends[1] - ends[0]).collect()
     }
 
-    /// The machine that this was made on.
+    /// This rank's machine.
     pub fn here(&self) -> usize {
         self.here
     }
@@ -248,7 +248,7 @@ impl Nodes {
         (0..self.count()).filter(move |node| *node != here)
     }
 
-    /// Who of `node` speaks with `outside`, a rank elsewhere.
+    /// The rank of `node` that communicates with `outside`, a rank elsewhere.
     pub(crate) fn leader(&self, node: usize, outside: u32) -> u32 {
         let Range { start, end } = self.ranks(node);
         start + outside % (end - start)
@@ -261,7 +261,7 @@ impl Nodes {
         all.filter(move |other| self.of(*other) != node && self.leader(node, *other) == rank)
     }
 
-    /// Who hands on to `rank` what `owner` has for everybody: the owner itself, or a neighbour that is the leader to it.
+    /// The rank that sends `rank` what `owner` sends to all: the owner, or the neighbour that is the leader for it.
     pub fn relay(&self, rank: u32, owner: u32) -> u32 {
         let node = self.of(rank);
         let leader = self.leader(node, owner);

@@ -3,11 +3,11 @@
 use contract::{Digest, Fault, Result};
 use store::Location;
 
-/// What every rank has told, by rank.
+/// What every rank sent, by rank.
 pub(crate) struct Heard(pub(crate) Vec<Vec<u8>>);
 
 impl Heard {
-    /// To be read, rank by rank.
+    /// A reader for each rank's message.
     pub(crate) fn readers(&self) -> Vec<Reader<'_>> {
         self.0.iter().map(|words| Reader::new(words)).collect()
     }
@@ -39,12 +39,12 @@ impl Writer {
         self
     }
 
-    /// A text as its length and its bytes, eight to a word.
+    /// A text: its length and its bytes, eight to a word.
     pub(crate) fn text(&mut self, text: &str) -> &mut Self {
         self.name(text.as_bytes())
     }
 
-    /// A place, whatever bytes its name is of.
+    /// A location; its name may have any bytes.
     pub(crate) fn place(&mut self, place: &Location) -> &mut Self {
         self.name(&storage::written(place))
     }
@@ -61,7 +61,7 @@ impl Writer {
     }
 }
 
-/// Reads them.
+/// Reads words.
 pub(crate) struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -103,7 +103,7 @@ impl<'a> Reader<'a> {
         Ok(&name[..length])
     }
 
-    /// Everything was read: ranks agree on what is written.
+    /// Checks that everything was read: readers and writers must agree on the format.
     pub(crate) fn end(self) -> Result<()> {
         match self.0 {
             [] => Ok(()),

@@ -1,25 +1,25 @@
-//! What a layer shows of its insides.
+//! Statistics of a layer's activations.
 
 use contract::Result;
 use tch::{Kind, Tensor};
 
 use crate::refusal::refused;
 
-/// What goes through a layer of the model.
+/// Statistics of a layer's activations.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LayerActivity {
-    /// The sum of squares of the residual that enters it, over all tokens.
+    /// The sum of squares of the residual at its input, over all tokens.
     pub residual: f64,
-    /// Of what its attention adds.
+    /// The same of its attention's output.
     pub attention: f64,
-    /// Of what its feed-forward adds.
+    /// The same of its feed-forward's output.
     pub feed_forward: f64,
-    /// The largest logit of its attention, if it has such.
+    /// The largest logit of its attention, if that has logits.
     pub largest_logit: Option<f64>,
 }
 
 impl LayerActivity {
-    /// Of both inputs together.
+    /// The statistics of both inputs together.
     pub fn and(self, other: LayerActivity) -> LayerActivity {
         let logits = self.largest_logit.into_iter().chain(other.largest_logit);
         LayerActivity {
@@ -31,7 +31,7 @@ impl LayerActivity {
     }
 }
 
-/// What is not a number is largest.
+/// NaN counts as the largest.
 pub(super) fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || a > b { a } else { b }
 }

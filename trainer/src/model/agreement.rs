@@ -1,4 +1,4 @@
-//! The written-out passes against what they must agree with: differentiation, a formula, themselves on other threads.
+//! Checks the hand-written passes against autograd, against a formula, and against themselves on other threads.
 
 use curriculum::Dtype;
 use kernels::device::Stager;
@@ -17,15 +17,15 @@ fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
     middling_of(ZayaConfig { skip, ..preset() })
 }
 
-/// The same of another shape.
+/// The same with another configuration.
 pub(super) fn middling_of(config: ZayaConfig) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
     let config = ZayaConfig { vocab_size: 331, num_hidden_layers: 2, loss_chunk: 50, ..config };
     let key = contract::Key::from_seed(3);
     let draw = |i| contract::draw(key, contract::Purpose::Generate, i);
     let tokens = (0..256).map(|i| (draw(i) % 331) as i32).collect();
     let arrays = Arrays::new(tokens, 2, vec![vec![0, 1, 2, 40, 41, 127], vec![0, 64]]);
-    // Larger weights than a run begins with: near the beginning attention is almost uniform, and the gradient of its
-    // temperature a sum of terms that cancel.
+    // Larger weights than initial ones: with those, attention is almost uniform, and the gradient of its temperature is
+    // a sum of terms that cancel.
     let larger = |(spec, weight): (&ParamSpec, Tensor)| match spec.init {
         Init::Normal(_) => weight * 5.0,
         Init::Constant(_) => weight,
@@ -44,7 +44,7 @@ fn preset() -> ZayaConfig {
     ZayaConfig::preset("zaya1-nano").unwrap()
 }
 
-/// What makes the skip class about as likely as the others.
+/// Balancing biases that make the skip class about as likely as the others.
 fn skip_lift() -> Tensor {
     let mut lift = vec![0.0f32; 8];
     lift.push(1.0);
@@ -85,8 +85,8 @@ fn gradients_are_those_of_automatic_differentiation() {
     }
 }
 
-/// Plain feed-forwards before, after and instead of experts: differentiated, counted and measured like these. The first router
-/// has no state before it, wherever it stands.
+/// Plain feed-forwards before, after and instead of experts: checked like these. The first router has no previous
+/// state, whichever layer it is in.
 #[test]
 fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
     use FeedForward::{Mlp, Moe};
@@ -123,7 +123,7 @@ fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
     }
 }
 
-/// Three products of the width of an expert in place of a router and one expert: 6 operations a weight and token.
+/// Three matmuls of an expert's width instead of a router and one expert: 6 operations per weight and token.
 #[test]
 fn a_plain_feed_forward_costs_what_an_expert_does() {
     let config = ZayaConfig { num_hidden_layers: 2, ..preset() };
@@ -137,7 +137,7 @@ fn a_plain_feed_forward_costs_what_an_expert_does() {
     assert_eq!(operations(&config) - operations(&plain), 6.0 * router as f64);
 }
 
-/// Workers: the same micro-batch beside itself on several threads, and in other company, has the same bits.
+/// A micro-batch gives the same bits on several threads at once, and while the workers compute other micro-batches.
 #[test]
 fn threads_do_not_change_a_bit() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
@@ -163,7 +163,7 @@ fn threads_do_not_change_a_bit() {
     assert!(same_bits(&alone, &again));
 }
 
-/// Recomputation makes the same calls twice: the same bits in either kind, and in bf16 they are not those of f32.
+/// Recomputation repeats the same calls, so each dtype gives the same bits; bf16 gives other bits than f32.
 #[test]
 fn what_is_kept_between_the_passes_decides_no_bit() {
     let (config, params, balance, arrays) = middling(Skip::Identity);
@@ -183,7 +183,7 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
     assert!(!same_bits(&wide, &narrow));
 }
 
-/// The way of a prefetcher: staged on another thread, computed on this one.
+/// As a prefetcher does it: staged on another thread, computed on this one.
 #[test]
 fn a_staged_micro_batch_has_the_same_bits() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
@@ -198,7 +198,7 @@ fn a_staged_micro_batch_has_the_same_bits() {
     assert!(same_bits(&alone, &out));
 }
 
-/// How many logits exist at once changes the rounding of one sum and nothing else.
+/// The number of logits that exist at once changes the rounding of one sum and nothing else.
 #[test]
 fn chunks_of_the_head_agree() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
@@ -211,7 +211,7 @@ fn chunks_of_the_head_agree() {
     }
 }
 
-/// What has no label costs nothing and teaches nothing, whatever stands there.
+/// Tokens without a label have no loss and no gradient, whatever their ids.
 #[test]
 fn padding_has_no_effect() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
@@ -231,7 +231,7 @@ fn padding_has_no_effect() {
     labels[200..].fill(-1);
     let other = super::MicroBatchInput { mask: &mask, tokens: &tokens, labels: &labels, ..input };
     let b = forward_backward(&config, &params, &balance, &other, 9).unwrap();
-    // Other tokens of the padding stand in other experts' products, so rounding may differ, and nothing else.
+    // Other padding tokens are routed to other experts' matmuls, so only the rounding may differ.
     assert!(relative(&a.token_losses, &b.token_losses) < 1e-6);
     assert_eq!(a.labels, b.labels);
     assert!(a.token_losses.narrow(0, 200, 56).abs().sum(Kind::Float).double_value(&[]) == 0.0);
@@ -240,7 +240,7 @@ fn padding_has_no_effect() {
     }
 }
 
-/// Zyphra's skip against its formula in f64: one layer, attention silenced, every token on the skip class.
+/// Zyphra's skip against its formula in f64: one layer, zero attention output, every token in the skip class.
 #[test]
 fn identity_skip_is_its_probability_times_its_input() {
     let fixture = Fixture::read("wide");

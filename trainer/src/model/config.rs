@@ -21,7 +21,7 @@ pub enum Skip {
 }
 
 impl Skip {
-    /// As a curriculum writes it.
+    /// Its name in a curriculum.
     pub fn name(self) -> &'static str {
         match self {
             Skip::Zero => "zero",
@@ -41,11 +41,11 @@ pub enum Decay {
 }
 
 impl Decay {
-    /// What is left of a state after a token, of key head number `head`.
+    /// The factor by which a token scales the state, for key head `head`.
     pub fn rate(self, head: u32) -> f64 {
         match self {
             Decay::None => 1.0,
-            // Beyond 52 halvings an f64 has no room for the difference.
+            // For larger exponents, an f64 near 1 cannot represent the difference.
             Decay::Retention => 1.0 - 1.0 / (1u64 << (5 + head).min(62)) as f64,
         }
     }
@@ -163,12 +163,12 @@ impl ZayaConfig {
         }
     }
 
-    /// The preset (by default `zaya1-nano`) with `fields` of the curriculum's `[model]` in place of its own, checked.
+    /// The preset (by default `zaya1-nano`) with the keys of a curriculum's `[model]` applied, checked.
     pub fn resolve(preset: Option<&str>, fields: &BTreeMap<String, Value>) -> Result<ZayaConfig> {
         ZayaConfig::resolve_at(preset, fields, |key| format!("[model] {key}"))
     }
 
-    /// The same where `place` tells where a key stands, for faults.
+    /// The same, where `place` names the location of a key for error messages.
     pub(crate) fn resolve_at(
         preset: Option<&str>,
         fields: &BTreeMap<String, Value>,
@@ -211,7 +211,7 @@ impl ZayaConfig {
                         None => format!("known here: {}", known().collect::<Vec<_>>().join(", ")),
                     }));
             }
-            // A curriculum has no other value that JSON does not know.
+            // Nan and inf are the only curriculum values that JSON lacks.
             if value.is_null() {
                 return Err(Fault::usage(format!("`{key}` is not a finite number"))
                     .at(place(key))
@@ -220,7 +220,7 @@ impl ZayaConfig {
             }
             let mut one = all.clone();
             one.insert(key.clone(), value.clone());
-            // One field at a time, so that the message can name the one that does not fit.
+            // One field at a time, so that the message can name the wrong one.
             serde_json::from_value::<ZayaConfig>(Value::Object(one))
                 .map_err(|error| unfit(key, &all[key], value, &error).at(place(key)))?;
             all.insert(key.clone(), value.clone());
@@ -229,7 +229,7 @@ impl ZayaConfig {
             .map_err(|error| Fault::bug(format!("fields that fit alone but not together: {error}")))
     }
 
-    /// Refuses a shape that this model cannot have, naming the field.
+    /// Refuses a shape that this model cannot have; the error names the field.
     fn validate(&self, place: impl Fn(&str) -> String) -> Result<()> {
         self.validate_sizes(&place)?;
         self.validate_fixed(&place)?;
@@ -296,7 +296,7 @@ impl ZayaConfig {
         Ok(())
     }
 
-    /// Fields that exist so that Hugging Face's configurations can be read, with the one value built here.
+    /// Checks fields that exist only so that Hugging Face's configurations can be read: each has one supported value.
     fn validate_fixed(&self, place: impl Fn(&str) -> String) -> Result<()> {
         let fixed = [
             ("num_experts_per_tok", self.num_experts_per_tok.to_string(), "1"),
@@ -320,7 +320,7 @@ impl ZayaConfig {
         Ok(())
     }
 
-    /// The first kind of layer that ZAYA1 has not, with its key: who knows the layers of ZAYA1 alone refuses it by name.
+    /// The first kind of layer that is not ZAYA1's, with its key: code for ZAYA1's layers alone refuses it by name.
     pub fn foreign(&self) -> Option<(&'static str, &'static str)> {
         let attention = self.layers.iter().find(|kind| **kind != Attention::Cca);
         let feed_forward = self.feed_forward.iter().find(|kind| **kind != FeedForward::Moe);
@@ -333,7 +333,7 @@ impl ZayaConfig {
         self.num_attention_heads * self.head_dim
     }
 
-    /// Width of all key heads together, which is that of all value heads.
+    /// Width of all key heads together, and of all value heads.
     pub(crate) fn key_size(&self) -> i64 {
         self.num_key_value_heads * self.head_dim
     }
@@ -369,7 +369,7 @@ fn wrong(key: &str, place: String, found: String, wanted: &str) -> Fault {
     Fault::usage(what).at(place).found(found).wanted(wanted)
 }
 
-/// Trained in minutes on a CPU.
+/// Trains in minutes on a CPU.
 fn nano() -> ZayaConfig {
     ZayaConfig {
         vocab_size: 8192,
@@ -386,7 +386,7 @@ fn nano() -> ZayaConfig {
     }
 }
 
-/// Twenty million weights at work on a token outside the embedding, of 108 million: what a CPU can still measure.
+/// Twenty million active weights per token outside the embedding, of 108 million: small enough to measure on a CPU.
 fn twenty_million() -> ZayaConfig {
     ZayaConfig { hidden_size: 512, num_hidden_layers: 16, moe_intermediate_size: 512, ..nano() }
 }
@@ -407,8 +407,8 @@ fn one_billion() -> ZayaConfig {
     }
 }
 
-/// Tokens whose logits exist at the same time, for a vocabulary: 4,096, whose products fill a GPU, or the largest power of two
-/// whose logits are about 2^28 numbers.
+/// Tokens whose logits exist at the same time, for a vocabulary: 4,096, whose matmuls fill a GPU, or the largest power
+/// of two whose logits are about 2^28 numbers.
 fn loss_chunk(vocabulary: i64) -> i64 {
     let most = (5 << 26) / vocabulary.max(1);
     (1i64 << most.max(1).ilog2()).min(4096)
@@ -511,7 +511,7 @@ impl Digestible for ZayaConfig {
     }
 }
 
-/// ZAYA1 itself has the digest that it had before there were other layers.
+/// ZAYA1 itself keeps the digest that it had before other kinds of layers existed.
 fn feed_attention(layers: &[Attention], decay: Decay, hasher: &mut Hasher) {
     if *layers == [Attention::Cca] && decay == Decay::Retention {
         return;
@@ -526,7 +526,7 @@ fn feed_attention(layers: &[Attention], decay: Decay, hasher: &mut Hasher) {
     });
 }
 
-/// Nor does it say that it has experts.
+/// Likewise, experts add nothing to the digest.
 fn feed_feed_forward(kinds: &[FeedForward], hasher: &mut Hasher) {
     if *kinds != [FeedForward::Moe] {
         hasher.tag("zaya-config.feed-forward.v1").u64(kinds.len() as u64);

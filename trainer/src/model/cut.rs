@@ -1,10 +1,11 @@
 //! The canonical cut of a micro-batch: into chunks of its sequences, and shards of its weights.
 //!
-//! Chunk c is the c-th of C equal parts of every sequence. Every operation is called for one chunk at a time, so that its bits
-//! are the same whoever computes the chunk. What a chunk reads of the others are operands, never sums: earlier keys and values
-//! ([`Chunk::keys`]), and the rows beside it that convolutions and the value shift reach ([`Chunk::around`]). Both take them from
-//! the rows of the chunks that are here, in the order of chunks, and below them those of the places of a line that has the others
-//! ([`Chunks::beside`], [`Chunks::earlier`]); one process that has all chunks exchanges nothing.
+//! Chunk c is the c-th of C equal parts of every sequence. Every operation is called for one chunk at a time, so that
+//! its bits do not depend on the rank that computes the chunk. What a chunk reads of other chunks are operands, never
+//! sums: earlier keys and values ([`Chunk::keys`]), and the adjacent rows that convolutions and the value shift read
+//! ([`Chunk::around`]). Both index a table: first the rows of the local chunks, in the order of chunks, then rows
+//! received from other ranks of the line ([`Chunks::beside`], [`Chunks::earlier`]). A process that has all chunks
+//! exchanges nothing.
 //!
 //! ```text
 //! sequences        a0 a1 a2 a3 | a4 a5 a6 a7        C = 2
@@ -26,12 +27,12 @@ use super::line::{Dealt, Fetched, Line, Rows, Table};
 use super::rotary::Rotary;
 use crate::refusal::refused;
 
-/// Into how many parts a micro-batch is cut inside; decides bits.
+/// Into how many parts a micro-batch is cut. This decides bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// Equal parts of every sequence.
     pub chunks: u64,
-    /// Parts of heads, of inner widths and of the vocabulary.
+    /// Parts of the heads, the inner widths and the vocabulary.
     pub shards: u64,
 }
 
@@ -46,7 +47,7 @@ impl Default for Cut {
     }
 }
 
-/// The chunks of a micro-batch that are computed here, on the device.
+/// The chunks of a micro-batch that this rank computes, on the device.
 pub(super) struct Chunks<'a> {
     /// In the order of the sequence.
     parts: Vec<Chunk>,
@@ -55,9 +56,9 @@ pub(super) struct Chunks<'a> {
     grid: Grid,
     /// Documents of the whole micro-batch.
     documents: Vec<Span>,
-    /// With what convolutions and the value shift reach.
+    /// Includes the rows of other ranks that convolutions and the value shift read.
     beside: Table,
-    /// With earlier keys and values.
+    /// Includes the earlier keys and values of other ranks.
     earlier: Table,
 }
 
@@ -69,50 +70,50 @@ pub(super) struct Chunk {
     pub(super) labels: Tensor,
     /// `[n]`, f32: 1 or 0.
     pub(super) mask: Tensor,
-    /// Documents, or what of them lies here; in order, covering every token.
+    /// Documents, or their parts in this chunk; in order, covering every token.
     pub(super) spans: Vec<Span>,
-    /// What attention made of them in the first layer.
+    /// What attention computed from the spans, cached by the first layer.
     pub(super) attending: OnceCell<Tensor>,
     pub(super) rotary: Rotary,
-    /// What it reads of other chunks; absent where there is no other.
+    /// Which rows of other chunks it reads; `None` where there is one chunk.
     others: Option<Others>,
-    /// Rows of [`Chunk::around`] at which documents begin, i64.
+    /// Indices of the first rows of documents in [`Chunk::around`], i64.
     starts: Tensor,
 }
 
-/// What a chunk reads of others, as rows of a table.
+/// Table rows that a chunk reads.
 struct Others {
-    /// Each part of a document with what stands beside it, i64.
+    /// Each part of a document with its adjacent rows, i64.
     around: Tensor,
-    /// Which of these are the chunk's own, i64.
+    /// Indices of the chunk's own rows among these, i64.
     own: Tensor,
-    /// Every key that its queries see, span by span, i64.
+    /// Every key that the chunk's queries see, span by span, i64.
     keys: Tensor,
-    /// The same by chunk.
+    /// The same keys by document and chunk.
     pieces: Vec<Piece>,
 }
 
 /// Keys of one document that lie in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// The first among the keys that the reading chunk sees.
+    /// The index of the first one among the keys that the reading chunk sees.
     pub(super) key: i64,
-    /// Where they lie: in which document and chunk.
+    /// Their document and chunk.
     pub(super) of: KeyPart,
-    /// How many.
+    /// How many keys.
     pub(super) len: i64,
 }
 
-/// What lies of a document in a chunk.
+/// The part of a document in a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct KeyPart {
-    /// Of the micro-batch, counted from 0.
+    /// The document's index in the micro-batch, from 0.
     pub(super) document: usize,
     pub(super) chunk: u64,
 }
 
 impl<'a> Chunks<'a> {
-    /// Cuts a micro-batch into `count` chunks, of which those of this place of `line` are made; all, where there is no line.
+    /// Cuts a micro-batch into `count` chunks and makes those of this rank of `line`; all, without a line.
     pub(super) fn new(
         config: &ZayaConfig,
         input: &Prepared,
@@ -159,32 +160,32 @@ impl<'a> Chunks<'a> {
         Ok(Chunks { parts, dealt, line, grid, documents, beside, earlier })
     }
 
-    /// How many there are, here and elsewhere.
+    /// The number of chunks of the micro-batch, on all ranks.
     pub(super) fn count(&self) -> u64 {
         self.dealt.chunks
     }
 
-    /// Who has which.
+    /// How the chunks are assigned to ranks.
     pub(super) fn shared(&self) -> Dealt {
         self.dealt
     }
 
-    /// The places that have the others.
+    /// The ranks that have the other chunks.
     pub(super) fn line(&self) -> Option<&'a dyn Line> {
         self.line
     }
 
-    /// The `at`-th of those here.
+    /// The `at`-th local chunk.
     pub(super) fn of(&self, at: usize) -> &Chunk {
         &self.parts[at]
     }
 
-    /// Those here, in the order of the sequence.
+    /// The local chunks, in the order of the sequence.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Chunk> {
         self.parts.iter()
     }
 
-    /// Which one the `at`-th of those here is of all.
+    /// The number of the `at`-th local chunk among all chunks.
     pub(super) fn number(&self, at: usize) -> u64 {
         self.dealt.own()[at]
     }
@@ -194,8 +195,8 @@ impl<'a> Chunks<'a> {
         self.grid.width
     }
 
-    /// By sequence, how many tokens stand before the `at`-th chunk here of the document with which it begins, and how many
-    /// after it of the one with which it ends.
+    /// For each sequence: how many tokens of the `at`-th local chunk's first document precede the chunk, and how many
+    /// of its last document follow it.
     pub(super) fn crossing(&self, at: usize) -> Vec<[i64; 2]> {
         let mut found = vec![[0; 2]; self.grid.rows as usize];
         let chunk = self.number(at) as i64;
@@ -207,36 +208,36 @@ impl<'a> Chunks<'a> {
         found
     }
 
-    /// Places in [`Chunks::iter`] in the order of the tree of parameter gradients, in which the fewest sums wait.
+    /// Indices into [`Chunks::iter`] in the order of the tree of gradients, which keeps the fewest partial sums.
     pub(super) fn by_leaf(&self) -> impl Iterator<Item = usize> + use<> {
         let (dealt, own) = (self.dealt, self.dealt.own());
         let leaves = dealt.leaves(dealt.place);
         leaves.map(move |leaf| own.partition_point(|chunk| *chunk < dealt.chunk(leaf)))
     }
 
-    /// Begins to bring together the rows of [`Chunk::around`], of which `own` are those of all chunks here, along `dim`.
+    /// Begins to fetch the table for [`Chunk::around`]; `own` has the rows of all local chunks along `dim`.
     pub(super) fn beside(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
         self.beside.fetch(self.line, own, dim)
     }
 
-    /// The same of [`Chunk::keys`].
+    /// The same for [`Chunk::keys`].
     pub(super) fn earlier(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
         self.earlier.fetch(self.line, own, dim)
     }
 
-    /// Where a part of a document lies: its first row in the table of [`Chunks::earlier`], and how many it has.
+    /// The first row of a document's part in the table of [`Chunks::earlier`], and how many rows it has.
     pub(super) fn rows_of(&self, part: KeyPart) -> Rows {
         let Rows { chunk, first, len } =
             self.grid.rows_of(self.documents[part.document], part.chunk);
         Rows { chunk, first: self.earlier.row(chunk, first), len }
     }
 
-    /// The chunks whose queries see a part of a document: its own to the last that the document reaches.
+    /// The chunks whose queries see a part of a document: from its own chunk to the last one of the document.
     pub(super) fn seen_by(&self, part: KeyPart) -> std::ops::Range<u64> {
         part.chunk..self.grid.reach(self.documents[part.document]).end
     }
 
-    /// One number a token, f32, of the chunks here, `[n]` each: of all tokens in the order of the micro-batch, `[N]`.
+    /// From one f32 per token, `[n]` for each local chunk: those of all tokens in the order of the micro-batch, `[N]`.
     pub(super) fn in_sequence(&self, parts: &[Tensor]) -> kernels::Result<Tensor> {
         if let ([whole], None) = (parts, self.line) {
             return Ok(whole.shallow_clone());
@@ -247,7 +248,7 @@ impl<'a> Chunks<'a> {
         Ok(by_chunk.f_transpose(0, 1)?.f_reshape([-1])?)
     }
 
-    /// What every place has for its chunks, `[c, n]`, f32: of all of them, in the order of chunks.
+    /// Gathers every rank's `[c, n]`, f32, one row per chunk: those of all chunks, in the order of chunks.
     pub(super) fn of_all(&self, what: &'static str, own: &Tensor) -> kernels::Result<Tensor> {
         let Some(line) = self.line else { return Ok(own.shallow_clone()) };
         let Dealt { chunks, degree, place } = self.dealt;
@@ -334,32 +335,32 @@ impl Chunk {
         })
     }
 
-    /// Of the table of [`Chunks::beside`], along `dim`: the chunk's own rows, and those beside them in their documents.
+    /// From the table of [`Chunks::beside`], along `dim`: the chunk's rows, and adjacent rows of their documents.
     pub(super) fn around(&self, all: &Tensor, dim: i64) -> kernels::Result<Tensor> {
         self.select(all, dim, |others| &others.around)
     }
 
-    /// The chunk's own rows of what [`Chunk::around`] answered with.
+    /// The chunk's own rows of the result of [`Chunk::around`].
     pub(super) fn own(&self, around: &Tensor, dim: i64) -> kernels::Result<Tensor> {
         self.select(around, dim, |others| &others.own)
     }
 
-    /// Of the table of [`Chunks::earlier`], along `dim`: every row that a query of the chunk sees, span by span.
+    /// From the table of [`Chunks::earlier`], along `dim`: every row that a query of the chunk sees, span by span.
     pub(super) fn keys(&self, all: &Tensor, dim: i64) -> kernels::Result<Tensor> {
         self.select(all, dim, |others| &others.keys)
     }
 
-    /// Rows of [`Chunk::around`] at which documents begin, or what there is of them.
+    /// Rows of [`Chunk::around`] where documents, or their parts, begin.
     pub(super) fn starts(&self) -> &Tensor {
         &self.starts
     }
 
-    /// Rows of [`Chunk::around`] that are its own; absent where all are.
+    /// The chunk's own rows in [`Chunk::around`]; `None` where all are its own.
     pub(super) fn counted(&self) -> Option<&Tensor> {
         self.others.as_ref().map(|others| &others.own)
     }
 
-    /// The keys that its queries see by chunk and document; nothing where there is one chunk.
+    /// The keys that its queries see by chunk and document; empty where there is one chunk.
     pub(super) fn pieces(&self) -> &[Piece] {
         self.others.as_ref().map_or(&[], |others| &others.pieces)
     }
@@ -377,7 +378,7 @@ impl Chunk {
     }
 }
 
-/// What chunks come to, in one row after the other.
+/// Concatenates the results of chunks.
 pub(super) fn joined(parts: &[Tensor], dim: i64) -> kernels::Result<Tensor> {
     match parts {
         [whole] => Ok(whole.shallow_clone()),

@@ -1,4 +1,4 @@
-//! A micro-batch that is cut inside against what it must agree with: differentiation, its parts computed alone, itself.
+//! Checks cut micro-batches against autograd, against their parts computed alone, and against themselves.
 
 use curriculum::Dtype;
 use kernels::device::Stager;
@@ -18,7 +18,7 @@ use super::{
     ZayaConfig, forward_backward_staged, losses, oracle, parameters, random,
 };
 
-/// What a micro-batch is computed with.
+/// The model of a test.
 struct Model {
     config: ZayaConfig,
     params: Vec<Tensor>,
@@ -36,7 +36,7 @@ impl Model {
             .unwrap()
     }
 
-    /// Asserts that losses and gradients are those of differentiation in f64.
+    /// Asserts that losses and gradients match autograd in f64.
     fn assert_differentiated(&self, arrays: &Arrays, options: MicroBatchOptions) {
         let prepared = arrays.input().prepare(&self.config, Device::Cpu).unwrap();
         let (specs, weights) = (parameters(&self.config), (&self.params[..], &self.balance[..]));
@@ -71,7 +71,7 @@ fn both(chunks: u64, shards: u64) -> MicroBatchOptions {
     MicroBatchOptions::default().cut(Cut { chunks, shards })
 }
 
-/// Documents cross every boundary, down to chunks of two tokens and of one, in which convolutions reach over two chunks.
+/// Documents cross every boundary, down to chunks of two tokens and of one, where convolutions reach over two chunks.
 #[test]
 fn chunks_have_the_gradients_of_automatic_differentiation() {
     let (model, arrays) = model(Skip::Identity);
@@ -84,7 +84,8 @@ fn chunks_have_the_gradients_of_automatic_differentiation() {
         .assert_differentiated(&arrays, MicroBatchOptions { ops: CPU, ..cut(16) });
 }
 
-/// A layer of each kind; documents end and begin within chunks and cross several of them, of one token too, and decay or not.
+/// A layer of each kind, with and without decay. Documents begin and end within chunks and cross several of them; some
+/// have one token.
 #[test]
 fn linear_layers_have_the_gradients_of_automatic_differentiation() {
     for linear_decay in [Decay::None, Decay::Retention] {
@@ -100,7 +101,7 @@ fn linear_layers_have_the_gradients_of_automatic_differentiation() {
     }
 }
 
-/// Longer than a block, beside one whose documents are short; a chunk knows nothing of what stands after it.
+/// Sequences longer than a block, one of them with short documents; a chunk does not depend on later tokens.
 #[test]
 fn linear_layers_go_from_block_to_block() {
     let layers = vec![Attention::Linear];
@@ -120,7 +121,7 @@ fn linear_layers_go_from_block_to_block() {
     assert_ne!(before, after);
 }
 
-/// Shards alone and with chunks: heads as they are, more and fewer than shards; parts of unequal size everywhere.
+/// Shards alone and with chunks: as many heads as shards, more and fewer; unequal parts everywhere.
 #[test]
 fn shards_have_the_gradients_of_automatic_differentiation() {
     let preset = ZayaConfig::preset("zaya1-nano").unwrap();
@@ -141,8 +142,8 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
     other.assert_differentiated(&arrays, both(1, 50));
 }
 
-/// What a group of heads comes to is a part of its own: with the others' way out shut it is what it was, and both parts make
-/// up the whole, to the bit.
+/// A group of heads does not depend on the others: zeroing the others' output weights leaves its part as it was, and
+/// the sum of both parts is the whole, bit for bit.
 #[test]
 fn a_shard_of_heads_knows_nothing_of_the_others() {
     let (Model { config, .. }, arrays) = model(Skip::Zero);
@@ -178,8 +179,8 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
     assert_eq!(out(&params), left + right);
 }
 
-/// Where every chunk begins with a document, a chunk is a micro-batch by itself: the same losses to the bit, and gradients
-/// that are the sum of theirs in the order of the tree.
+/// Where every chunk begins with a document, each chunk is a separate micro-batch: the losses have the same bits, and
+/// the gradients are the sum of theirs in the order of the tree.
 #[test]
 fn chunks_of_whole_documents_are_micro_batches() {
     let (model, arrays) = model(Skip::Identity);
@@ -211,7 +212,7 @@ fn chunks_of_whole_documents_are_micro_batches() {
     for (index, spec) in parameters(&model.config).iter().enumerate() {
         let [a, b, c, d] = parts.each_ref().map(|part| &part.grads[index]);
         let wanted = (a + d) + (b + c);
-        // Head and rows looked up are two sums here, and one in a micro-batch by itself.
+        // The gradients of head and embedding rows are two sums here, and one sum in a separate micro-batch.
         match index {
             0 => assert!(relative(&whole.grads[0], &wanted) < 1e-6),
             _ => assert_eq!(whole.grads[index], wanted, "{}", spec.name),
@@ -219,7 +220,7 @@ fn chunks_of_whole_documents_are_micro_batches() {
     }
 }
 
-/// What stands in later chunks has no part in earlier ones, down to the bits: another rank may compute it.
+/// Later chunks do not change the bits of earlier ones: another rank may compute them.
 #[test]
 fn a_chunk_knows_nothing_of_later_ones() {
     let (model, arrays) = model(Skip::Zero);
@@ -238,7 +239,7 @@ fn a_chunk_knows_nothing_of_later_ones() {
     }
 }
 
-/// Neither recomputation nor other threads change a bit, in either kind; validation has the losses of training.
+/// Neither recomputation nor other threads change a bit, in either dtype; validation gives the losses of training.
 #[test]
 fn cuts_have_their_bits_wherever_they_are_computed() {
     let layers = vec![Attention::Cca, Attention::Linear];
@@ -275,7 +276,7 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
     }
 }
 
-/// What has no label costs nothing and teaches nothing, also where it fills whole chunks.
+/// Tokens without a label have no loss and no gradient, also where they fill whole chunks.
 #[test]
 fn padded_tails_have_no_effect() {
     let (model, arrays) = model(Skip::Zero);
@@ -308,7 +309,7 @@ fn sequences_that_do_not_divide_are_refused() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Every chunk sees all of its documents up to its own end, and beside each part up to two rows of the same document.
+    /// Every chunk sees its documents up to its own end, and up to two adjacent rows on both sides of each part.
     #[test]
     fn chunks_read_their_documents(
         (rows, chunks, width) in (1usize..4, 1usize..7, 1usize..6),
@@ -335,7 +336,7 @@ proptest! {
                     let token = |at: usize| (row * length + at) as i64;
                     own.push(token(at));
                     let (left, right) = (number * width, (number + 1) * width);
-                    // The first token of each part speaks for it.
+                    // Checked at the first token of each part.
                     if at == first.max(left) {
                         keys.extend((first..end.min(right)).map(token));
                         around.extend((first.max(at.saturating_sub(2))..end.min(right + 2)).map(token));

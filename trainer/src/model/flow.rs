@@ -1,4 +1,4 @@
-//! What runs through the layers of a model, and what comes back, by chunk.
+//! The activations between layers, and their gradients, by chunk.
 
 use contract::Result;
 use tch::Tensor;
@@ -7,21 +7,21 @@ use super::gradients::Gradients;
 use super::layer::Pass;
 use super::layers::norm::{Normed, Returned, RmsNorm};
 
-/// What runs through the layers.
+/// The activations between two layers.
 pub(super) struct Flow {
     /// `[n, D]`, f32.
     pub(super) residual: Vec<Tensor>,
-    /// `[n, R]`, from the first router on.
+    /// Router states, `[n, R]`, from the first router on.
     pub(super) state: Option<Vec<Tensor>>,
-    /// What the next norm makes of the residual, where that was made with it.
+    /// The next norm's output, where it was computed together with the residual.
     pub(super) normed: Option<Vec<(Tensor, Normed)>>,
 }
 
-/// Its gradients, as far as the norm that reads the residual: what comes before goes back through both at once.
+/// Gradients of the activations, up to the norm that reads the residual: the layer before it passes on both at once.
 pub(super) struct FlowBack {
-    /// To the norm, and past it.
+    /// Gradients of the norm's output, and of the residual that bypasses it.
     pub(super) residual: Vec<Returned>,
-    /// `[n, R]`, f32.
+    /// Gradients of the router states, `[n, R]`, f32.
     pub(super) state: Option<Vec<Tensor>>,
 }
 
@@ -46,7 +46,7 @@ impl Flow {
 }
 
 impl FlowBack {
-    /// Through `norm`, before which there is no layer: the gradients of the residual.
+    /// Backward through the first `norm`, which follows no layer: returns the gradients of the residual.
     pub(super) fn through(
         self,
         pass: &Pass<'_>,

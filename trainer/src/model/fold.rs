@@ -1,14 +1,14 @@
-//! Weights that ranks hold for each other: folded tensor and sequence parallelism (TSP: V. Shyam, arXiv 2604.26294), in which
-//! each rank stores a part of the weights and a part of the sequence.
+//! Weights that ranks hold for each other: folded tensor and sequence parallelism (TSP: V. Shyam, arXiv 2604.26294), in
+//! which each rank stores a part of the weights and a part of the sequence.
 //!
-//! A parameter that is cut into shards lies in one row of numbers, in which a place has the shards that it holds, each where a
-//! tensor of its own could begin. Before a layer uses a shard, the place that holds it hands it to the others, in the order of
-//! shards and one ahead of use; all arithmetic is that of one process with the same shards.
+//! A rank stores its shards of a parameter in one flat buffer, each aligned as a separate tensor would be. Before a
+//! layer uses a shard, the rank that holds it sends it to the others, in the order of shards and one ahead of use. All
+//! arithmetic is that of one process with the same shards.
 //!
 //! ```text
-//! places      0          1            K = 4 shards, degree 2
-//! hold        s0 s1      s2 s3
-//! a layer     s0 from 0, s1 from 0, s2 from 1, s3 from 1: forward, and again on the way back
+//! rank        0          1            K = 4 shards, degree 2
+//! holds       s0 s1      s2 s3
+//! a layer     s0 from 0, s1 from 0, s2 from 1, s3 from 1: in the forward pass, and again in the backward pass
 //! ```
 
 use std::ops::Range;
@@ -21,59 +21,59 @@ use super::line::Line;
 use super::param::ParamSpec;
 use super::sharding::Sharding;
 
-/// Numbers at whose multiples a shard begins: where memory of its own would, for every kind of number.
+/// Shards begin at multiples of this many numbers, so that each is aligned like a separate allocation in every dtype.
 const ALIGN: i64 = 64;
 
-/// Which shards of its weights a place holds for the others of a line; by default all weights whole.
+/// Which weight shards a rank holds for the others of a line; by default all weights whole.
 #[derive(Clone, Debug, Default)]
 pub struct Fold {
     pub(super) degree: i64,
     pub(super) place: i64,
     pub(super) shards: i64,
-    /// By parameter; nothing where the weights are whole.
+    /// By parameter; empty where the weights are whole.
     cuts: Arc<[Option<Sharding>]>,
 }
 
 impl PartialEq for Fold {
     fn eq(&self, other: &Fold) -> bool {
-        // What is cut follows from the model, of which a run has one.
+        // The cuts follow from the model, and a run has only one.
         let Fold { degree, place, shards, cuts: _ } = self;
         (*degree, *place, *shards) == (other.degree, other.place, other.shards)
     }
 }
 
-/// A shard that a place holds.
+/// A shard that this rank holds.
 pub(super) struct Held {
     pub(super) shard: i64,
-    /// Where it begins in the row.
+    /// Its offset in the buffer.
     pub(super) first: i64,
 }
 
-/// A block of numbers that a run of a parameter's and what a place holds of it have in common.
+/// A strided block of numbers that a run of a parameter and the rank's shards of the parameter share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Common {
-    /// Equal stretches of it, which is their distance in the run and in what is held.
+    /// The number of its rows, equally spaced in the run and in the shards.
     rows: i64,
-    /// Numbers in each.
+    /// Numbers of each row that belong to the block.
     length: i64,
-    /// Of the run: where a stretch's row begins, how long that row is, and where in it the stretch does.
+    /// In the run: the offset of the first row, the length of a row, and the block's offset in it.
     run: [i64; 3],
-    /// The same of what is held.
+    /// The same in the shards.
     held: [i64; 3],
 }
 
 impl Common {
-    /// Its numbers.
+    /// How many numbers it has.
     pub fn count(&self) -> i64 {
         self.rows * self.length
     }
 
-    /// These numbers of the run, `[rows, length]`, as an alias.
+    /// The block in the run, `[rows, length]`, as an alias.
     pub fn of_run(&self, flat: &Tensor) -> Result<Tensor> {
         self.of(flat, self.run)
     }
 
-    /// These numbers of what is held.
+    /// The block in the shards, likewise.
     pub fn of_held(&self, flat: &Tensor) -> Result<Tensor> {
         self.of(flat, self.held)
     }
@@ -85,7 +85,7 @@ impl Common {
 }
 
 impl Fold {
-    /// Of place `place` among `degree`, of these parameters cut into so many shards.
+    /// For rank `place` of `degree`, with these parameters cut into `shards` shards.
     pub fn new(degree: u32, place: u32, parameters: &[ParamSpec], shards: u64) -> Fold {
         if degree == 1 {
             return Fold::default();
@@ -94,17 +94,17 @@ impl Fold {
         Fold { degree: degree.into(), place: place.into(), shards: shards as i64, cuts }
     }
 
-    /// What another place of a line holds.
+    /// What another rank of the line holds.
     pub fn at(&self, place: u32) -> Fold {
         Fold { place: place.into(), ..self.clone() }
     }
 
-    /// How many places there are; 1 where weights are whole.
+    /// The number of ranks on the line; 1 where weights are whole.
     pub fn degree(&self) -> u32 {
         self.degree.max(1) as u32
     }
 
-    /// Whether a parameter is held in shards.
+    /// Whether a parameter is sharded.
     pub fn cuts(&self, parameter: usize) -> bool {
         self.cut(parameter).is_some()
     }
@@ -113,7 +113,7 @@ impl Fold {
         self.cuts.get(parameter)?.as_ref()
     }
 
-    /// Who holds a shard.
+    /// The rank that holds a shard.
     pub(super) fn holder(&self, cut: &Sharding, shard: i64) -> i64 {
         shard * self.degree / cut.count(self.shards)
     }
@@ -129,14 +129,14 @@ impl Fold {
         found
     }
 
-    /// Numbers of the row in which this place has its shards of a parameter; `None` where it has all of it.
+    /// The length of this rank's buffer of shards of a parameter; `None` where it holds the whole parameter.
     pub fn length(&self, parameter: usize) -> Option<i64> {
         let cut = self.cut(parameter)?;
         let last = self.held(cut).pop();
         Some(last.map_or(0, |held| held.first + cut.length(self.shards, held.shard)))
     }
 
-    /// Room for what this place holds of a parameter.
+    /// Allocates the buffer for this rank's part of a parameter.
     pub fn room(
         &self,
         spec: &ParamSpec,
@@ -146,12 +146,12 @@ impl Fold {
     ) -> Result<Tensor> {
         Ok(match self.length(parameter) {
             None => Tensor::f_empty(spec.shape.as_slice(), (kind, device))?,
-            // What lies between shards is never read, but it is copied.
+            // The padding between shards is never read, but it is copied.
             Some(length) => Tensor::f_zeros([length], (kind, device))?,
         })
     }
 
-    /// What this place holds of the numbers `run` of a parameter that is cut, in an order that all places come to.
+    /// The blocks that this rank holds of the run `run` of a sharded parameter, in the same order on all ranks.
     pub fn common(&self, parameter: usize, run: Range<i64>) -> Vec<Common> {
         let Some(cut) = self.cut(parameter) else { return Vec::new() };
         let row = cut.size() * cut.inner();
@@ -160,7 +160,7 @@ impl Fold {
             let Range { start, end } = cut.rows(self.shards, shard);
             let (start, end) = (start * cut.inner(), end * cut.inner());
             let own = end - start;
-            // A row of which the run has a part, those that it has whole, and again a part.
+            // The run splits into a partial row, whole rows, and another partial row.
             let whole = up(run.start, row)..run.end / row * row;
             let parts = match whole.start < whole.end {
                 true => [run.start..whole.start, whole.clone(), whole.end..run.end].to_vec(),
@@ -196,7 +196,7 @@ fn up(number: i64, step: i64) -> i64 {
     (number + step - 1) / step * step
 }
 
-/// The parts of a run that lie in one row each.
+/// Splits a run into the parts that lie in one row each.
 fn split(run: &Range<i64>, row: i64) -> Vec<Range<i64>> {
     let (mut parts, mut first) = (Vec::new(), run.start);
     while first < run.end {
@@ -207,11 +207,11 @@ fn split(run: &Range<i64>, row: i64) -> Vec<Range<i64>> {
     parts
 }
 
-/// A process among those that hold weights for each other.
+/// A process among those that shard the weights.
 #[derive(Clone, Copy)]
 pub struct Folded<'a> {
-    /// What it holds.
+    /// Which shards it holds.
     pub fold: &'a Fold,
-    /// The others.
+    /// The other processes.
     pub line: &'a dyn Line,
 }

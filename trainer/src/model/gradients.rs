@@ -1,4 +1,4 @@
-//! Gradients on their way out: made for each chunk of a micro-batch, added over chunks, handed on.
+//! Parameter gradients: computed for each chunk of a micro-batch, added over chunks, passed to the sink.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,21 +13,21 @@ use super::line::Dealt;
 use super::param::ParamId;
 use crate::refusal::refused;
 
-/// Where gradients go, each the moment it exists.
+/// Takes each gradient as soon as it is computed.
 pub trait Sink {
-    /// Takes the gradient of the loss over the label count with respect to parameter `id`, of its shape, as a layer made it.
+    /// Takes the gradient of the loss divided by the label count for parameter `id`, in its shape.
     ///
-    /// Each parameter has exactly one in a micro-batch; in which order they come is not promised.
+    /// Each parameter has exactly one per micro-batch; their order is unspecified.
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()>;
 
-    /// Takes what the chunks here add to it where other places of a line have the others: their blocks in the tree, in its
-    /// order. All places hand over the same parameters in the same order.
+    /// Takes the sums over the local chunks where other ranks of a line have the other chunks: their blocks in the
+    /// tree, in its order. All ranks pass the same parameters in the same order.
     fn part(&mut self, id: ParamId, _: Term, _: Vec<ChunkSum>) -> Result<()> {
         Err(Fault::bug(format!("nobody adds up the parts of parameter {}", id.index())))
     }
 }
 
-/// All gradients of a micro-batch, for who wants them together.
+/// Collects all gradients of a micro-batch.
 #[derive(Debug, Default)]
 pub struct Collected(Vec<Option<Tensor>>);
 
@@ -51,92 +51,92 @@ impl Sink for Collected {
     }
 }
 
-/// Elements of the largest gradient on a device whose sum over chunks waits for its layer's end, to be made together with others:
-/// a larger one is worth a launch of its own, and should not be kept.
+/// Largest gradient on a device, in elements, that waits for the end of its layer to be added together with others. A
+/// larger one is worth a separate launch, and its memory should be released early.
 const SMALL: usize = 1 << 20;
 
-/// Gradients of the chunks that are here: each parameter's sum goes to the sink when its last chunk has come.
+/// Adds the gradients of the local chunks; passes each parameter's sum to the sink after its last chunk.
 pub(super) struct Gradients<'a> {
     sink: &'a mut dyn Sink,
     dealt: Dealt,
-    /// The chunks here, in the order of the sequence.
+    /// The local chunks, in the order of the sequence.
     own: Vec<u64>,
     waiting: BTreeMap<Key, Waiting>,
-    /// First terms that wait for second ones, where all chunks are here.
+    /// First terms that wait for second ones, where all chunks are local.
     first: BTreeMap<usize, Tensor>,
-    /// What is still to be finished.
+    /// Gradients to be added at the end of the layer.
     begun: Vec<Begun>,
 }
 
-/// What a chunk adds to the gradient of a parameter, before it is finished.
+/// A chunk's gradient of a parameter, before it is added.
 struct Begun {
     id: ParamId,
     term: Term,
     chunk: u64,
     gradient: Gradient,
-    /// Of a stack of experts, which had tokens: that decides the sum over chunks.
+    /// For stacked experts: which had tokens. This decides the sum over chunks.
     used: Option<Present>,
 }
 
-/// The same, as a chunk sees them.
+/// The gradients as one chunk adds to them.
 pub(super) struct ChunkGradients<'a, 'b> {
     all: &'a mut Gradients<'b>,
     chunk: u64,
 }
 
-/// Which of the sums over chunks that make up a gradient.
+/// Which of a parameter's gradient terms, each a sum over chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Term {
-    /// There is no other.
+    /// The only term.
     Only,
-    /// The second one is added to it.
+    /// The first of two terms.
     First,
-    /// Comes when the first one has come.
+    /// The second of two terms, complete after the first.
     Second,
 }
 
-/// A gradient, or one of the sums that make it up.
+/// A gradient, or one of its terms.
 type Key = (ParamId, Term);
 
-/// A sum over the chunks here.
+/// A sum over the local chunks.
 struct Waiting {
     nodes: Nodes<ChunkSum>,
     missing: u64,
 }
 
-/// What a chunk, or some that stand together in the tree, add to the gradient of a parameter.
+/// A chunk's gradient of a parameter, or the sum over a block of chunks in the tree.
 #[derive(Debug)]
 pub struct ChunkSum {
-    /// The numbers, f32: of the parameter's shape, or some of them in one row.
+    /// The numbers, f32: in the parameter's shape, or some of them flat.
     pub(crate) gradient: Tensor,
-    /// Of a stack of experts, which of them had tokens.
+    /// For stacked experts, which of them had tokens.
     pub(crate) experts: Option<Used>,
 }
 
-/// Which experts had tokens, and where their numbers stand.
+/// Which experts had tokens, and where their numbers are.
 #[derive(Debug)]
 pub(crate) struct Used {
-    /// Them.
+    /// The experts that had tokens.
     pub(crate) present: Present,
-    /// Of each run of numbers of one expert: which one, where it begins, how many they are.
+    /// Runs of one expert's numbers: the expert, the offset, the length.
     spans: Vec<(usize, i64, i64)>,
 }
 
 impl<'a> Gradients<'a> {
-    /// To `sink`, of the chunks that `dealt` says are here.
+    /// Passes gradients to `sink`; `dealt` says which chunks are local.
     pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
         let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
         let (own, begun) = (dealt.own(), Vec::new());
         Gradients { sink, dealt, own, waiting, first, begun }
     }
 
-    /// Where the `at`-th chunk here hands its gradients.
+    /// Where the `at`-th local chunk adds its gradients.
     pub(super) fn of(&mut self, at: usize) -> ChunkGradients<'_, 'a> {
         let chunk = self.own[at];
         ChunkGradients { all: self, chunk }
     }
 
-    /// Finishes what was begun, all at once, and hands it on: a layer does so at its end.
+    /// Adds the pending gradients, all at once, and passes them on: called at the end of a layer.
     pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
         let begun = std::mem::take(&mut self.begun).into_iter();
         let (places, gradients): (Vec<_>, Vec<_>) =
@@ -152,7 +152,7 @@ impl<'a> Gradients<'a> {
         self.together(parts)
     }
 
-    /// Takes what chunks add to many gradients: those that meet in the tree are added by one launch.
+    /// Adds many gradients of chunks: pairs that meet in the tree are added by one launch.
     fn together(&mut self, parts: Vec<(Key, u64, ChunkSum)>) -> Result<()> {
         let (mut complete, mut nodes) = (Vec::new(), Vec::new());
         for (key, chunk, value) in parts {
@@ -173,7 +173,7 @@ impl<'a> Gradients<'a> {
         complete.into_iter().try_for_each(|key| self.complete(key))
     }
 
-    /// The sum over the chunks here of a gradient.
+    /// The sum over the local chunks for a gradient.
     fn waiting(&mut self, key: Key) -> &mut Waiting {
         let leaves = self.dealt.leaves(self.dealt.place);
         let missing = leaves.end - leaves.start;
@@ -181,13 +181,13 @@ impl<'a> Gradients<'a> {
         self.waiting.entry(key).or_insert_with(begin)
     }
 
-    /// Hands on a gradient that is a sum over chunks already.
+    /// Passes on a gradient that is already summed over chunks.
     pub(super) fn whole(&mut self, id: ParamId, gradient: Tensor) -> Result<()> {
         self.sink.gradient(id, gradient.into())
     }
 
-    /// At once, as it is, where there is no sum over chunks. For a sum in f32: at once in main memory, on a device together with
-    /// others when their layer ends, but for large ones that are f32 already.
+    /// With a single chunk, passes the gradient on at once, as it is. With several, f32 sums: in main memory at once;
+    /// on a device together with others at the end of the layer, except for large ones that are f32 already.
     fn take(&mut self, begun: Begun) -> Result<()> {
         let Begun { id, term, chunk, gradient, used } = begun;
         let gradient = match gradient {
@@ -230,7 +230,7 @@ impl<'a> Gradients<'a> {
         if sum.missing > 0 { Ok(()) } else { self.complete((id, term)) }
     }
 
-    /// All chunks here have come.
+    /// Called when all local chunks have been added.
     fn complete(&mut self, (id, term): Key) -> Result<()> {
         let mut sum = self.waiting.remove(&(id, term)).ok_or_else(missing_chunk)?.nodes;
         if self.dealt.degree > 1 {
@@ -254,7 +254,7 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// The sums of pairs, each with the bits of [`Sum`], by a launch or two for all of them.
+/// The sums of pairs, each with the bits of [`Sum`], by one or two launches in all.
 fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
     let (mut meeting, mut nodes) = (Meeting::default(), Vec::with_capacity(pairs.len()));
     for (key, Pair { level, first, mut left, right }) in pairs {
@@ -270,20 +270,20 @@ fn missing_chunk() -> Fault {
 }
 
 impl ChunkGradients<'_, '_> {
-    /// Of a stack of experts: `used` says which had tokens. The others have no part in the sum over chunks.
+    /// Adds the gradient of stacked experts; `used` says which had tokens. The others are not summed over chunks.
     pub(super) fn experts(&mut self, id: ParamId, gradient: Gradient, used: Present) -> Result<()> {
         let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
         self.all.take(Begun { id, term, chunk, gradient, used })
     }
 
-    /// One of several sums over chunks that make up a gradient.
+    /// Adds one of several terms of a gradient.
     pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Gradient) -> Result<()> {
         let chunk = self.chunk;
         self.all.take(Begun { id, term, chunk, gradient, used: None })
     }
 }
 
-/// Hands on a gradient.
+/// Adds a chunk's gradient of a parameter.
 pub(super) fn emit(
     sink: &mut ChunkGradients<'_, '_>,
     id: ParamId,
@@ -293,14 +293,14 @@ pub(super) fn emit(
 }
 
 impl ChunkSum {
-    /// Of one chunk; of a stack of experts, `used` says which had tokens.
+    /// Of one chunk; for stacked experts, `used` says which had tokens.
     fn of(gradient: Tensor, used: Option<Present>) -> Result<ChunkSum> {
         let Some(used) = used else { return Ok(ChunkSum { gradient, experts: None }) };
         Ok(ChunkSum::experts(gradient.f_contiguous().map_err(refused)?, used))
     }
 
-    /// Puts into `meeting` to which of its numbers others of `right` are to be added, and to which copied, as if that was done:
-    /// an expert that had tokens in one of both is copied, never added to zero.
+    /// Queues in `meeting` which numbers of `right` are added to its own and which are copied; marks the experts of
+    /// both as used. An expert that had tokens in only one of them is copied, never added to zero.
     fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) -> kernels::Result<()> {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
@@ -348,7 +348,7 @@ impl ChunkSum {
         ChunkSum { gradient, experts: Some(experts) }
     }
 
-    /// Some ranges of its numbers, one after the other in memory of their own.
+    /// Copies some ranges of its numbers, one after the other.
     pub(crate) fn cut(&self, ranges: &[Range<i64>]) -> kernels::Result<ChunkSum> {
         let gradient = ChunkSum::numbers(std::slice::from_ref(self), ranges)?;
         let elements = self.gradient.numel() as i64;
@@ -357,7 +357,7 @@ impl ChunkSum {
         Ok(ChunkSum { gradient, experts })
     }
 
-    /// Those of each of some sums of one parameter.
+    /// The same ranges of each of several sums of one parameter.
     pub(crate) fn numbers(sums: &[ChunkSum], ranges: &[Range<i64>]) -> kernels::Result<Tensor> {
         let Some(first) = sums.first() else { return Ok(Tensor::default()) };
         let mut parts = Vec::with_capacity(sums.len() * ranges.len());
@@ -372,7 +372,7 @@ impl ChunkSum {
 }
 
 impl Used {
-    /// A number for each expert, u8, on `device`: whether it had tokens.
+    /// One u8 for each expert, on `device`: whether it had tokens.
     pub(crate) fn marks(&self, device: Device) -> kernels::Result<Tensor> {
         Ok(match &self.present {
             Present::Known(used) => {
@@ -383,7 +383,7 @@ impl Used {
         })
     }
 
-    /// What marks say that came from elsewhere: known where `like` is.
+    /// From the marks of another rank; on the host if `like` is.
     pub(crate) fn marked(like: &Present, marks: &Tensor) -> Result<Present> {
         match like {
             Present::Known(_) => {
@@ -394,7 +394,7 @@ impl Used {
         }
     }
 
-    /// Of a stack of `elements` numbers in all, of which `ranges` stand here, one after the other.
+    /// For a stack of `elements` numbers, of which only `ranges` are stored, one after the other.
     pub(crate) fn of(present: Present, elements: i64, ranges: &[Range<i64>]) -> Used {
         let (each, mut spans, mut at) = (elements / present.experts().max(1) as i64, Vec::new(), 0);
         for range in ranges {
@@ -410,17 +410,17 @@ impl Used {
     }
 }
 
-/// What is to be done where sums meet.
+/// The additions and copies of a launch.
 #[derive(Default)]
 struct Meeting {
     added: Vec<(Tensor, Tensor)>,
     copied: Vec<(Tensor, Tensor)>,
-    /// What the device alone knows how to add.
+    /// Additions that depend on counts on the device.
     there: tree::There,
 }
 
 impl Meeting {
-    /// By a launch or two on a device.
+    /// Runs them; on a device by one or two launches.
     fn make(mut self) -> kernels::Result<()> {
         if self.there.experts.is_empty() {
             tree::add_all(&mut self.added)?;
@@ -432,7 +432,7 @@ impl Meeting {
     }
 }
 
-/// How many tokens experts had, as a device adds that up; only that they had some is asked for.
+/// The token counts of experts, as a device adds them; only whether they are zero matters.
 fn counts(present: &Present, device: Device) -> kernels::Result<Tensor> {
     Ok(match present {
         Present::There(counts) => counts.shallow_clone(),
@@ -460,7 +460,7 @@ mod tests {
     use super::super::param::Declare;
     use super::*;
 
-    /// Together or one by one, in whatever order chunks come: the same bits, to the sink in the same order.
+    /// Added together or one by one, in any order of chunks: the same bits, passed to the sink in the same order.
     #[test]
     fn sums_that_are_made_together_are_those_made_one_by_one() {
         struct Order(Vec<(usize, Tensor)>);
@@ -498,7 +498,7 @@ mod tests {
         assert!(alone.0.len() == 3 && alone.0 == together.0);
     }
 
-    /// -0.0 of an expert that one chunk used stays what it is; zero added to it would be 0.0.
+    /// -0.0 of an expert that only one chunk used is preserved; adding zero would make it 0.0.
     #[test]
     fn an_expert_without_tokens_is_absent() {
         let part = |values: [f32; 3], used: [bool; 3]| {

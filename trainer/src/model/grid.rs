@@ -1,5 +1,5 @@
-//! Where the tokens of a micro-batch stand that is cut into chunks: rows in the order of chunks, and what of a document lies in
-//! which of them.
+//! Layout of a micro-batch that is cut into chunks: the row of each token in the order of chunks, and the part of each
+//! document in each chunk.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -9,10 +9,10 @@ use kernels::tree::blocks;
 
 use super::line::{Dealt, Rows, SharedRows};
 
-/// Rows before and after a part of a document that its convolutions reach: two that each see the token before.
+/// Rows before and after a document's part that its convolutions read: each of the two sees the token before.
 pub(super) const REACH: i64 = 2;
 
-/// Where the tokens of a cut micro-batch stand.
+/// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
     /// Tokens in a sequence.
@@ -23,11 +23,11 @@ pub(super) struct Grid {
     pub(super) rows: i64,
 }
 
-/// What lies in a chunk of a document.
+/// The part of a document in a chunk.
 #[derive(Clone, Copy)]
 pub(super) struct DocumentPart {
     pub(super) sequence: i64,
-    /// Place of its first token in the sequence.
+    /// Index of its first token in the sequence.
     pub(super) place: i64,
     pub(super) span: Span,
     pub(super) before: i64,
@@ -35,13 +35,13 @@ pub(super) struct DocumentPart {
 }
 
 impl Grid {
-    /// Row of a token in the order of chunks.
+    /// The row of a token in the order of chunks.
     pub(super) fn row(self, sequence: i64, place: i64) -> i64 {
         let Grid { width, rows, .. } = self;
         (place / width * rows + sequence) * width + place % width
     }
 
-    /// What of a document lies in a chunk.
+    /// The part of a document in a chunk.
     pub(super) fn part(self, document: Span, chunk: i64) -> Option<DocumentPart> {
         let (sequence, begins) = (document.start / self.length, document.start % self.length);
         let (left, ends) = (chunk * self.width, begins + document.len);
@@ -57,18 +57,18 @@ impl Grid {
         })
     }
 
-    /// The chunk of a place in a sequence.
+    /// The chunk of a token's index in its sequence.
     pub(super) fn chunk(self, place: i64) -> u64 {
         (place / self.width) as u64
     }
 
-    /// The chunks in which a document lies.
+    /// The chunks that contain a document.
     pub(super) fn reach(self, document: Span) -> Range<u64> {
         let begins = document.start % self.length;
         self.chunk(begins)..self.chunk(begins + document.len - 1) + 1
     }
 
-    /// The rows of a document in a chunk that it reaches.
+    /// The rows of a document in one of its chunks.
     pub(super) fn rows_of(self, document: Span, chunk: u64) -> Rows {
         let (sequence, begins) = (document.start / self.length, document.start % self.length);
         let first = begins.max(chunk as i64 * self.width);
@@ -76,7 +76,7 @@ impl Grid {
         Rows { chunk, first: self.row(sequence, first), len: end - first }
     }
 
-    /// Rows that convolutions and the value shift of the chunks of `place` reach in those of others, ascending.
+    /// Rows in chunks of other ranks that convolutions and the value shift of the chunks of `place` read, ascending.
     pub(super) fn beside(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
         let mut rows = BTreeSet::new();
         for (document, chunk) in documents.iter().flat_map(|one| {
@@ -96,7 +96,7 @@ impl Grid {
         rows.into_iter().filter(|rows| dealt.place_of(rows.chunk) != place).collect()
     }
 
-    /// How many rows all places together send.
+    /// How many rows all ranks together send.
     pub(super) fn shared(self, dealt: Dealt, documents: &[Span]) -> SharedRows {
         let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
         let mut all = SharedRows { states, ..SharedRows::default() };
@@ -117,7 +117,7 @@ impl Grid {
         all
     }
 
-    /// Rows of other places that queries of the chunks of `place` see, document after document.
+    /// Rows of other ranks that queries of the chunks of `place` see, document after document.
     pub(super) fn earlier(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
         let of = |document: &Span| {
             let (document, reach) = (*document, self.reach(*document));
@@ -136,8 +136,8 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Of one document a sequence every place computes as many pairs of a query and a key as planned, and under zig-zag as
-        /// many as any other.
+        /// With one document per sequence every rank computes as many pairs of a query and a key as planned, and with
+        /// zig-zag assignment all compute equally many.
         #[test]
         fn attention_is_dealt_evenly(each in 1u64..5, degree in 1u64..5, width in 1i64..7, rows in 1i64..4) {
             let (chunks, length) = (2 * each * degree, width * (2 * each * degree) as i64);

@@ -1,4 +1,4 @@
-//! What a micro-batch computes on: tokens, labels, and where one document ends and the next begins.
+//! The input of a micro-batch: tokens, labels, and document boundaries.
 
 use contract::{Fault, Result};
 use kernels::ops::Span;
@@ -11,9 +11,9 @@ use super::ZayaConfig;
 pub struct MicroBatchInput<'a> {
     /// Token ids, row after row.
     pub tokens: &'a [i32],
-    /// The token to predict at each place; without meaning where the mask is 0.
+    /// The token to predict at each position; undefined where the mask is 0.
     pub labels: &'a [i32],
-    /// Place of each token in its document.
+    /// Index of each token in its document.
     pub positions: &'a [i32],
     /// 1 where there is a label.
     pub mask: &'a [u8],
@@ -25,7 +25,7 @@ pub struct MicroBatchInput<'a> {
     pub seq_len: usize,
 }
 
-/// What is known of a micro-batch without its arrays, which hold no more than a model has.
+/// A checked micro-batch without its arrays: its layout and counts.
 #[derive(Debug)]
 pub struct CheckedMicroBatch {
     pub(super) tokens: usize,
@@ -33,12 +33,12 @@ pub struct CheckedMicroBatch {
     pub(super) spans: Vec<Span>,
     pub(super) rows: i64,
     pub(super) seq_len: i64,
-    /// Whether positions count from where documents begin; else from where rows do.
+    /// Whether positions count from the start of each document; otherwise from the start of each row.
     pub(super) by_document: bool,
     pub(super) label_count: u64,
 }
 
-/// A micro-batch on the device, with everything that follows from its boundaries.
+/// A micro-batch on the device, with the tensors that follow from its boundaries.
 #[derive(Debug)]
 pub(super) struct Prepared {
     /// `[tokens]`, i64.
@@ -47,11 +47,11 @@ pub(super) struct Prepared {
     pub(super) labels: Tensor,
     /// `[tokens]`, f32: 1 or 0.
     pub(super) mask: Tensor,
-    /// `[tokens]`, i64: place in the span, as rotary embedding sees it.
+    /// `[tokens]`, i64: index in the span, for rotary embedding.
     pub(super) positions: Tensor,
     /// In order, covering every token.
     pub(super) spans: Vec<Span>,
-    /// Rows at which they start, i64.
+    /// The first rows of the spans, i64.
     pub(super) starts: Tensor,
     /// Sequences.
     pub(super) rows: i64,
@@ -60,7 +60,7 @@ pub(super) struct Prepared {
 }
 
 impl MicroBatchInput<'_> {
-    /// Refuses what would read past an end; a loader never serves it.
+    /// Refuses input that would read out of bounds; a loader never produces it.
     pub(super) fn validate(&self, config: &ZayaConfig) -> Result<()> {
         let bug =
             |what: String| Err(Fault::bug(format!("a micro-batch that fits no model: {what}")));
@@ -118,8 +118,8 @@ impl MicroBatchInput<'_> {
         })
     }
 
-    /// The same of a micro-batch that a device reads as it is: a mask of zeros and ones, and label 0, a token of every
-    /// vocabulary, where there is none.
+    /// The same for arrays that a device reads as they are: the mask must be zeros and ones, and labels outside it must
+    /// be 0, a token of every vocabulary.
     pub fn check_in_place(&self, config: &ZayaConfig) -> Result<CheckedMicroBatch> {
         let mut places = self.labels.iter().zip(self.mask);
         if places.any(|(label, mask)| *mask > 1 || (*mask == 0 && *label != 0)) {

@@ -1,7 +1,7 @@
 //! The kinds of layers that a configuration names.
 //!
-//! A new kind is a file in `layers/` and a line here: how curricula, faults and digests call it follows from that. The compiler
-//! then asks for the line in `layers/mod.rs` by which it is made.
+//! A new kind is a file in `layers/` and a line here: its name in curricula, faults and digests follows from that. The
+//! compiler then requires the line in `layers/mod.rs` that constructs it.
 
 use contract::Fault;
 use schemars::JsonSchema;
@@ -52,8 +52,8 @@ kinds! {
     }
 }
 
-/// The fault of a value that the field `key` cannot have: what it may be follows from what it is in a preset, and from what serde
-/// says of the value.
+/// The fault for a value that the field `key` cannot have. What is allowed follows from the field's value in a preset
+/// and from serde's error.
 pub(super) fn unfit(key: &str, before: &Value, found: &Value, error: &serde_json::Error) -> Fault {
     let error = error.to_string();
     let wanted = match before {

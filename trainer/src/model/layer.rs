@@ -1,7 +1,7 @@
-//! What a layer is: an attention or a feed-forward, between the norm before it and the residual scaling after it.
+//! The interface of sublayers: attention or feed-forward, between the norm before it and the residual scaling after it.
 //!
-//! A new kind is one file with a type that implements [`LayerKind`] and [`Layer`], a line in [`super::kinds`], and the one by
-//! which [`super::layers`] makes it.
+//! A new kind is one file with a type that implements [`LayerKind`] and [`Layer`], a line in [`super::kinds`], and a
+//! line in [`super::layers`] that constructs it.
 
 use std::any::Any;
 
@@ -17,32 +17,32 @@ use super::line::SharedRows;
 use super::param::{Declare, Weights};
 use crate::refusal::refused;
 
-/// What a micro-batch is computed with.
+/// The context of a pass over a micro-batch.
 pub(super) struct Pass<'a> {
-    /// By which operations.
+    /// The kernels to use.
     pub(super) ops: Table,
     pub(super) config: &'a ZayaConfig,
     pub(super) chunks: &'a Chunks<'a>,
-    /// Into how many shards weights are cut.
+    /// The number of shards of the weights.
     pub(super) shards: i64,
-    /// Where they are held in shards, in [`Pass::folded`], a row of what is held here.
+    /// The weights; where [`Pass::folded`] shards them, flat buffers of this rank's shards.
     pub(super) weights: Weights<'a>,
-    /// Who holds which shards.
+    /// Which rank holds which shards.
     pub(super) folded: Option<Folded<'a>>,
-    /// Balancing biases by layer of the model.
+    /// Balancing biases by layer.
     pub(super) balance: &'a [Tensor],
-    /// The kind of large products' operands.
+    /// The dtype of the operands of large matmuls.
     pub(super) kind: Kind,
 }
 
 impl Pass<'_> {
-    /// Chunks of so many that go through a layer's shards together: each by itself, but where shards of weights come from
-    /// others, so that each comes once.
+    /// How many of `chunks` chunks go through a layer's shards together: one, unless shards are received from other
+    /// ranks; then all, so that each shard is received once.
     pub(super) fn together(&self, chunks: usize) -> usize {
         if self.folded.is_some() { chunks } else { 1 }
     }
 
-    /// A product that is the gradient of a weight: where there are chunks it is a part of a sum.
+    /// A matmul whose result is a weight's gradient; with several chunks it is one term of a sum.
     pub(super) fn gradient(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
         match self.chunks.count() {
             1 => self.ops.matmul(left, right),
@@ -50,7 +50,7 @@ impl Pass<'_> {
         }
     }
 
-    /// A product over what is cut into shards: where there are several it is a part of a sum.
+    /// A matmul over a sharded dimension; with several shards it is one term of a sum.
     pub(super) fn of_shard(&self, left: &Tensor, right: &Tensor) -> kernels::Result<Tensor> {
         match self.shards {
             1 => self.ops.matmul(left, right),
@@ -59,19 +59,19 @@ impl Pass<'_> {
     }
 }
 
-/// What a layer comes to, by chunk.
+/// A sublayer's forward results, by chunk.
 pub(super) struct Forward<S> {
     /// `[n, D]`: what is added to the residual.
     pub(super) out: Vec<Tensor>,
     /// `[n, R]`: the router state for the layers after this one.
     pub(super) state: Option<Vec<Tensor>>,
-    /// Tokens by router class, the skip last, i64; nothing where there is no router.
+    /// Tokens by router class, the skip last, i64; `None` without a router.
     pub(super) counts: Option<Tensor>,
     /// What its backward pass reads.
     pub(super) saved: S,
 }
 
-/// Gradients of what entered a layer, by chunk.
+/// Gradients of a sublayer's inputs, by chunk.
 pub(super) struct Backward {
     /// Of the normed residual, in [`Pass::kind`].
     pub(super) x: Vec<Tensor>,
@@ -79,51 +79,50 @@ pub(super) struct Backward {
     pub(super) state: Option<Vec<Tensor>>,
 }
 
-/// How much there is to compute, for a count of operations.
+/// The work of a pass, to count its operations.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Work {
     /// Tokens.
     pub(super) tokens: f64,
     /// (query, key) pairs that see each other.
     pub(super) pairs: f64,
-    /// Tokens that went to an expert of this layer.
+    /// Tokens that were routed to an expert of this layer.
     pub(super) routed: f64,
 }
 
-/// Where a layer stands in the model.
+/// A layer's place in the model.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Place {
-    /// Its number among the model's layers.
+    /// Its index among the model's layers.
     pub(super) layer: usize,
-    /// Whether a router stands in a layer before it, whose state comes to it.
+    /// Whether an earlier layer has a router, whose state this layer receives.
     pub(super) state: bool,
 }
 
-/// What every kind of layer tells about itself.
+/// What every kind of layer declares.
 pub(super) trait LayerKind: Send + Sync + Sized + 'static {
     /// Declares its parameters, in canonical order.
     fn declare(params: &mut Declare<'_>, config: &ZayaConfig, place: Place) -> Self;
 
-    /// Classes to which its router sends tokens, the skip last; 0 where there is no router: then there are no balancing biases,
-    /// and nothing is counted. Only a feed-forward may have one.
+    /// Classes of its router, the skip last. 0 without a router: then there are no balancing biases, and nothing is
+    /// counted. Only a feed-forward may have one.
     fn classes(&self, _: &ZayaConfig) -> usize {
         0
     }
 
-    /// Multiplications, each with its addition, of a forward pass.
+    /// Multiply-adds of a forward pass.
     fn products(&self, config: &ZayaConfig, work: Work) -> f64;
 
-    /// Bytes of what it saves for a token, its input and output included; `narrow` bytes in a number of [`Pass::kind`].
+    /// Bytes that it saves for a token, input and output included; a number of [`Pass::kind`] has `narrow` bytes.
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
 
-    /// Bytes of weights that it copies for a micro-batch where they are cut into several shards; nothing where it reads them
-    /// as they are.
+    /// Bytes of weights copied for a micro-batch where they are cut into several shards; 0 if they are read in place.
     fn weight_copies(&self, _: &ZayaConfig, _: u64, _: Cut) -> u64 {
         0
     }
 
-    /// Bytes that the places of a line send each other, in a forward pass and in a backward pass; nothing where no token sees
-    /// another.
+    /// Bytes that the ranks of a line send each other, in a forward pass and in a backward pass; 0 where no token
+    /// attends to another.
     fn shared_bytes(&self, _: &ZayaConfig, _: u64, _: SharedRows) -> [u64; 2] {
         [0; 2]
     }
@@ -131,14 +130,14 @@ pub(super) trait LayerKind: Send + Sync + Sized + 'static {
 
 /// An attention or a feed-forward.
 ///
-/// Its gradients are written out rather than recorded: every addition has its place in the text, and what is kept between
-/// the passes is what [`Layer::Saved`] names.
+/// Its gradients are written by hand, without autograd: the source fixes the order of every addition, and exactly
+/// [`Layer::Saved`] is kept between the passes.
 pub(super) trait Layer: LayerKind {
     /// What the backward pass reads.
     type Saved: 'static;
 
-    /// From the normed residual of each chunk, `[n, D]` in [`Pass::kind`], and the router states of the layers before. A layer
-    /// without a router passes the states on.
+    /// `x` is the normed residual of each chunk, `[n, D]` in [`Pass::kind`]; `state` are the router states of earlier
+    /// layers, which a layer without a router passes on.
     fn forward(
         &self,
         pass: &Pass<'_>,
@@ -146,7 +145,7 @@ pub(super) trait Layer: LayerKind {
         state: Option<Vec<Tensor>>,
     ) -> Result<Forward<Self::Saved>>;
 
-    /// From the gradients of what [`Layer::forward`] made; those of the parameters go to `sink`.
+    /// Takes the gradients of [`Layer::forward`]'s results; gradients of the parameters are passed to `sink`.
     fn backward(
         &self,
         pass: &Pass<'_>,
@@ -156,13 +155,13 @@ pub(super) trait Layer: LayerKind {
         sink: &mut Gradients<'_>,
     ) -> Result<Backward>;
 
-    /// The largest logit of what [`Layer::forward`] kept, where there is attention.
+    /// The largest logit, from what [`Layer::forward`] saved, where there is attention.
     fn largest_logit(&self, _: &Pass<'_>, _: &Self::Saved) -> Result<Option<f64>> {
         Ok(None)
     }
 }
 
-/// What chunks counted so far, and one more: integers, so any order gives the same sum.
+/// Adds a chunk's counts: integers, so any order gives the same sum.
 pub(super) fn counted(sum: Option<Tensor>, own: Option<&Tensor>) -> Result<Option<Tensor>> {
     let Some(own) = own else { return Ok(sum) };
     let sum = match sum {
@@ -180,7 +179,7 @@ pub(super) fn by_chunk(state: Option<Vec<Tensor>>, chunks: usize) -> Vec<Option<
     }
 }
 
-/// A layer of any kind: [`Layer`] without the type of what it keeps.
+/// A layer of any kind: [`Layer`] without the type of what it saves.
 pub(super) trait AnyLayer: Send + Sync {
     /// See [`Layer::forward`].
     fn forward(
@@ -270,7 +269,7 @@ impl<L: Layer> AnyLayer for L {
     }
 }
 
-/// Makes a layer of a kind.
+/// Constructs a layer of a kind.
 pub(super) type Make = fn(&mut Declare<'_>, &ZayaConfig, Place) -> Box<dyn AnyLayer>;
 
 /// The [`Make`] of kind `L`.

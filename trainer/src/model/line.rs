@@ -1,12 +1,12 @@
-//! Places of a line of processes that share the chunks of a micro-batch: who has which, and rows of others beside one's own.
+//! Ranks of a line that share the chunks of a micro-batch: which has which chunks, and rows received from others.
 //!
 //! ```text
-//! order of the tree   0  C-1 | 1  C-2 | 2  C-3 | ...        a place has as many neighbours in it as any other
-//! place               0      | 1      | 2      | ...        so the first chunks, of few keys, are dealt with the last ones
+//! order of the tree   0  C-1 | 1  C-2 | 2  C-3 | ...        each rank has the same number of consecutive chunks in it
+//! rank                0      | 1      | 2      | ...        so early chunks, with few keys, are paired with late ones
 //! ```
 //!
-//! Everything that one place sends another follows from the cut and from where documents begin, which all of them know: no
-//! lengths travel.
+//! Everything that one rank sends another follows from the cut and the document boundaries, which all ranks know, so
+//! lengths are never sent.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,16 +17,16 @@ use tch::{Kind, Tensor};
 
 use super::causal_pairs;
 
-/// The other places of a line, as one of them reaches them. All call it in one order: that of the computation.
+/// The other ranks of a line. All ranks call it in the same order: that of the computation.
 pub trait Line: Sync {
-    /// Which one this is, from 0.
+    /// This rank's index, from 0.
     fn place(&self) -> u64;
 
-    /// How many there are.
+    /// The number of ranks.
     fn degree(&self) -> u64;
 
-    /// Begins to hand each other place the numbers in its place of `give`, flat, of `kind` and on the device, and to take from
-    /// each as many as `take` says. What is this place's own is passed over.
+    /// Begins to send each other rank its entry of `give`, flat, of `kind` and on the device, and to receive `take`
+    /// numbers from each. Entries of this rank are ignored.
     fn begin(
         &self,
         what: &'static str,
@@ -36,65 +36,65 @@ pub trait Line: Sync {
     ) -> Result<Box<dyn Coming + '_>>;
 }
 
-/// What other places have begun to hand over.
+/// Data that other ranks have begun to send.
 pub trait Coming {
-    /// By place, flat, once it is here; of this place nothing.
+    /// Waits for it; returns it flat, by rank, empty for this rank.
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
 
-/// Which place of a line has which chunks of a micro-batch.
+/// Which rank of a line has which chunks of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dealt {
     /// Chunks of the micro-batch.
     pub chunks: u64,
-    /// Places, which divide them.
+    /// Ranks of the line; divides the chunks.
     pub degree: u64,
-    /// This one.
+    /// This rank's index on the line.
     pub place: u64,
 }
 
 impl Dealt {
-    /// One place that has all.
+    /// One rank that has all chunks.
     pub(super) fn alone(chunks: u64) -> Dealt {
         Dealt { chunks, degree: 1, place: 0 }
     }
 
-    /// Where chunk number `chunk` stands in the order of the tree: 0, C-1, 1, C-2, ...
+    /// The index of chunk `chunk` in the order of the tree: 0, C-1, 1, C-2, ...
     pub fn leaf(self, chunk: u64) -> u64 {
         if 2 * chunk < self.chunks { 2 * chunk } else { 2 * (self.chunks - chunk) - 1 }
     }
 
-    /// Which chunk stands there.
+    /// The chunk at an index of that order.
     pub fn chunk(self, leaf: u64) -> u64 {
         if leaf.is_multiple_of(2) { leaf / 2 } else { self.chunks - 1 - leaf / 2 }
     }
 
-    /// What `place` has, in the order of the tree.
+    /// The chunks of `place`, as indices in the order of the tree.
     pub fn leaves(self, place: u64) -> Range<u64> {
         let each = self.chunks / self.degree;
         place * each..(place + 1) * each
     }
 
-    /// Who has a chunk.
+    /// The rank that has a chunk.
     pub(crate) fn place_of(self, chunk: u64) -> u64 {
         self.leaf(chunk) / (self.chunks / self.degree)
     }
 
-    /// The chunks of this place, in the order of the sequence.
+    /// The chunks of this rank, in the order of the sequence.
     pub fn own(self) -> Vec<u64> {
         let mut own: Vec<u64> = self.leaves(self.place).map(|leaf| self.chunk(leaf)).collect();
         own.sort_unstable();
         own
     }
 
-    /// Pairs of a query and a key that each place computes of a document as long as all chunks, of `width` tokens each.
+    /// Pairs of a query and a key that each rank computes for one document that fills all chunks of `width` tokens.
     pub fn pairs(self, width: u64) -> Vec<u64> {
         let of = |chunk: u64| width * width * chunk + width * (width + 1) / 2;
         let place = |place| Dealt { place, ..self }.own().into_iter().map(of).sum();
         (0..self.degree).map(place).collect()
     }
 
-    /// The same of a row of `length` tokens with documents that begin at `starts`.
+    /// The same for a row of `length` tokens with documents that begin at `starts`.
     pub(crate) fn pairs_of(self, starts: &[u32], length: u32) -> Vec<u64> {
         let width = length / self.chunks as u32;
         let before = |end: u32| {
@@ -109,7 +109,7 @@ impl Dealt {
         (0..self.degree).map(place).collect()
     }
 
-    /// Of `chunks`, consecutive ones, the runs that `place` has, counted from the first of them.
+    /// The runs of the consecutive `chunks` that `place` has, relative to the first of them.
     pub(super) fn runs(self, chunks: Range<u64>, place: u64) -> Vec<Range<u64>> {
         let mut runs: Vec<Range<u64>> = Vec::new();
         for chunk in chunks.clone().filter(|chunk| self.place_of(*chunk) == place) {
@@ -123,7 +123,7 @@ impl Dealt {
     }
 }
 
-/// Consecutive rows of a chunk, as all places number them: in the order of chunks.
+/// Consecutive rows of a chunk, numbered the same on all ranks: in the order of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Rows {
     pub(super) chunk: u64,
@@ -131,12 +131,12 @@ pub(super) struct Rows {
     pub(super) len: i64,
 }
 
-/// Rows that all places of a line together send for one micro-batch, in each layer and direction.
+/// Rows that all ranks of a line together send for one micro-batch, in each layer and direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct SharedRows {
-    /// Beside chunks.
+    /// Rows adjacent to chunks.
     pub(super) beside: u64,
-    /// Of earlier keys.
+    /// Rows of earlier keys.
     pub(super) earlier: u64,
     /// Blocks of gradients of keys.
     pub(super) sums: u64,
@@ -144,13 +144,13 @@ pub(super) struct SharedRows {
     pub(super) states: u64,
 }
 
-/// This place's rows, and below them those of other places that it reads.
+/// This rank's rows, followed by the rows of other ranks that it reads.
 pub(super) struct Table {
-    /// By place: which of our rows it reads.
+    /// By rank: which of our rows it reads.
     give: Vec<Tensor>,
-    /// By place: how many we read of it.
+    /// By rank: how many of its rows we read.
     take: Vec<i64>,
-    /// Where rows of others come to lie, by their first one.
+    /// The table index of each run of received rows, by its first row.
     at: BTreeMap<i64, i64>,
     /// Rows of a chunk.
     size: i64,
@@ -158,8 +158,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// Of the rows that `reads` says each place reads, every run once and in an order that all places come to; chunks have
-    /// `size` rows.
+    /// For the rows that each rank `reads`: every run once, in the same order on all ranks. Chunks have `size` rows.
     pub(super) fn new(
         dealt: Dealt,
         size: i64,
@@ -191,7 +190,7 @@ impl Table {
         Ok(table)
     }
 
-    /// Where a row lies: of our own, or the first of a run of another place's.
+    /// The table index of a local row, or of the first row of a received run.
     pub(super) fn row(&self, chunk: u64, row: i64) -> i64 {
         match self.at.get(&row) {
             Some(at) => *at,
@@ -204,7 +203,7 @@ impl Table {
         at * self.size + row - chunk as i64 * self.size
     }
 
-    /// Begins to bring together what `own` are this place's rows of, along `dim`.
+    /// Begins to fetch the table, along `dim`; `own` has this rank's rows.
     pub(super) fn fetch<'a>(
         &self,
         line: Option<&'a dyn Line>,
@@ -227,17 +226,17 @@ impl Table {
     }
 }
 
-/// A table under way.
+/// A table that is being fetched.
 pub(super) struct Fetched<'a> {
     own: Tensor,
     dim: i64,
-    /// The shape of what comes from each place.
+    /// The shape of the rows from each rank.
     parts: Vec<Vec<i64>>,
     coming: Option<Box<dyn Coming + 'a>>,
 }
 
 impl Fetched<'_> {
-    /// The table, once all of it is here. Rows without numbers count: a shard may have none of one half of the values.
+    /// Waits for the table. Empty rows are allowed: a shard may have nothing in one half of the values.
     pub(super) fn wait(self) -> Result<Tensor> {
         let Some(coming) = self.coming else { return Ok(self.own) };
         let mut all = vec![self.own];
@@ -269,10 +268,10 @@ mod tests {
                     prop_assert_eq!(dealt.chunk(dealt.leaf(*chunk)), *chunk);
                     prop_assert!(dealt.leaves(place).contains(&dealt.leaf(*chunk)));
                 }
-                // Under zig-zag all have as many pairs of a query and a key.
+                // With zig-zag assignment all ranks have equally many pairs.
                 let (pairs, length) = (dealt.pairs(3), 3 * each * degree);
                 prop_assert_eq!(&dealt.pairs_of(&[0], length as u32), &pairs);
-                // Pairs of several documents are those of each, wherever chunks begin.
+                // The pairs of several documents add up, wherever chunks begin.
                 let starts: Vec<u32> = (0..length as u32).filter(|at| at % 5 == 0).collect();
                 let all = dealt.pairs_of(&starts, length as u32).iter().sum::<u64>();
                 prop_assert_eq!(all, causal_pairs(&starts, length as u32));

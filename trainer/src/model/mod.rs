@@ -1,22 +1,23 @@
 //! The ZAYA1 model: one micro-batch of sequences in, its losses and gradients out.
 //!
 //! ```text
-//! config     every number that decides the computation     param      what a parameter is, and how a layer declares one
-//! kinds      the kinds of layers that it names
-//! input      tokens of a micro-batch, its documents        layer      what a layer is
-//! cut        chunks of a micro-batch                       gradients  where gradients go, and their sums over chunks
-//! grid       where its tokens stand                        line       places that share its chunks
-//! fold       weights that places hold for each other       sharding   how they are cut; shards: how those come
-//! zaya       the model, top to bottom: read this first     layers/    attention, experts, and what stands around them
-//! rotary     angles of tokens                              activity   what a layer shows of its insides
-//! probe      what a forward pass shows of its insides, for who explains a step
+//! config     every number that decides the computation     param      parameters, and how a layer declares one
+//! kinds      the kinds of layers in a configuration
+//! input      tokens of a micro-batch, its documents        layer      the interface of layers
+//! cut        chunks of a micro-batch                       gradients  sums of gradients over chunks, and their sink
+//! grid       the layout of its tokens                      line       ranks that share its chunks
+//! fold       weights sharded over ranks                    sharding   how they are cut; shards: how they are fetched
+//! zaya       the model, top to bottom: read this first     layers/    attention, experts, norms, head
+//! rotary     rotary angles of tokens                       activity   statistics of a layer's activations
+//! probe      a forward pass with these statistics, to explain a step
 //! oracle     the same equations differentiated by libtorch in f64
 //! fixtures/  parity with Hugging Face, and its traps
 //! ```
 //!
-//! What computes is [`kernels::ops`]: the model says which operations, a table how.
+//! All computation is in [`kernels::ops`]: the model chooses the operations, a kernel table implements them.
 //!
-//! Invariant: [`forward_backward`] is a pure function of the weights, the balancing biases, the micro-batch and the kernel table.
+//! Invariant: [`forward_backward`] is a pure function of the weights, the balancing biases, the micro-batch and the
+//! kernel table.
 
 mod activity;
 mod config;
@@ -76,42 +77,42 @@ use zaya::Zaya;
 
 use crate::refusal::{refused, values};
 
-/// What a micro-batch keeps between its forward and its backward pass. Decides memory and time, never bits.
+/// Activation checkpointing: what a micro-batch keeps for its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Keep {
     /// Every activation that the backward pass reads.
     #[default]
     Everything,
-    /// What enters each layer; its activations are computed again, layer by layer, on the way back.
+    /// Only the input of each layer; its activations are recomputed, layer by layer, in the backward pass.
     LayerInputs,
 }
 
 /// How a micro-batch is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchOptions {
-    /// By which operations; they decide bits, and stand in the kernel table.
+    /// The kernels; they decide bits, and are part of the kernel table.
     pub ops: Table,
-    /// What is kept between the passes.
+    /// What is kept for the backward pass.
     pub keep: Keep,
-    /// Into how many parts it is cut inside, which decides bits: the phase says so.
+    /// Into how many parts it is cut, which decides bits: set by the phase.
     pub cut: Cut,
 }
 
 impl MicroBatchOptions {
-    /// The same of a micro-batch that is cut inside.
+    /// The same options with this cut.
     pub fn cut(self, cut: Cut) -> Self {
         MicroBatchOptions { cut, ..self }
     }
 }
 
-/// How a micro-batch is computed, and with whom: `None` for a process that has all of it.
+/// How a micro-batch is computed and which ranks share it: `None` where one process has it all.
 #[derive(Clone, Copy)]
 pub struct Computing<'a> {
-    /// How.
+    /// The options.
     pub options: MicroBatchOptions,
-    /// Who has the other chunks.
+    /// The ranks that have the other chunks.
     pub line: Option<&'a dyn Line>,
-    /// Who holds which shards of the weights; `None` where each process has all of them.
+    /// Which ranks hold which weight shards; `None` where each process has the whole weights.
     pub folded: Option<Folded<'a>>,
 }
 
@@ -127,36 +128,36 @@ impl Default for MicroBatchOptions {
     }
 }
 
-/// What a micro-batch answers with.
+/// The results of a micro-batch.
 #[derive(Debug)]
 pub struct MicroBatchOutput {
     /// Sum of the token losses, in nats.
     pub loss: f64,
     /// Tokens that had a label.
     pub labels: u64,
-    /// Gradient of `loss / label_count` for every parameter, in canonical order, f32. What was not used has exact zeros.
+    /// Gradient of `loss / label_count` for every parameter, in canonical order, f32; exact zeros where unused.
     pub grads: Vec<Tensor>,
     /// Loss of every token, `[rows * seq_len]`, f32; 0 where there is no label.
     pub token_losses: Tensor,
-    /// Tokens by layer and router class; the skip is the last class. Nothing of a layer without a router.
+    /// Tokens by layer and router class; the skip is the last class. Empty for a layer without a router.
     pub counts: Vec<Vec<u64>>,
 }
 
-/// What a micro-batch says besides its gradients; see [`MicroBatchOutput`].
+/// The results of a micro-batch besides its gradients; see [`MicroBatchOutput`].
 #[derive(Debug)]
 pub struct MicroBatchLosses {
-    /// Sum of the token losses, in nats: one f64 where it was computed.
+    /// Sum of the token losses, in nats: one f64 on the device.
     pub loss: Tensor,
     /// Tokens that had a label.
     pub labels: u64,
     /// Loss of every token.
     pub token_losses: Tensor,
-    /// By layer, if it has a router: tokens by class, i64, where they were counted.
+    /// By layer, if it has a router: tokens by class, i64, on the device.
     pub counts: Vec<Option<Tensor>>,
 }
 
 impl MicroBatchLosses {
-    /// Tokens by layer and router class, which the host waits for.
+    /// Tokens by layer and router class; the host waits for them.
     pub(crate) fn read_counts(&self) -> Result<Vec<Vec<u64>>> {
         let read = |counts: &Option<Tensor>| match counts {
             Some(counts) => {
@@ -170,10 +171,9 @@ impl MicroBatchLosses {
 
 /// Computes one micro-batch: forward, loss and backward of `sum of token losses / label_count`.
 ///
-/// `params` in the order of [`parameters`], f32 or as [`rounded`] left them, `balance` one tensor of biases per layer,
-/// of no numbers where it has no router.
-/// Nothing is written to either, so several threads may compute micro-batches of the same weights at once, each with its own
-/// aliases ([`kernels::share`]).
+/// `params` are in the order of [`parameters`], f32 or rounded by [`rounded`]; `balance` has one tensor of biases per
+/// layer, empty where the layer has no router. Neither is written, so several threads may compute micro-batches of the
+/// same weights at once, each with its own aliases ([`kernels::share`]).
 pub fn forward_backward(
     config: &ZayaConfig,
     params: &[Tensor],
@@ -185,17 +185,17 @@ pub fn forward_backward(
     collected(config, (params, balance), &input, label_count, options_for(params)?)
 }
 
-/// The operations for the device of these weights.
+/// Options with the kernels for the device of these weights.
 fn options_for(params: &[Tensor]) -> Result<MicroBatchOptions> {
     let ops = ops::choose(params[0].device()).map_err(refused)?;
     Ok(MicroBatchOptions { ops, ..MicroBatchOptions::default() })
 }
 
-/// Computes a micro-batch that a prefetcher staged as `options` say, and hands each gradient to `sink` the moment it exists;
-/// otherwise as [`forward_backward`].
+/// Computes a micro-batch that a prefetcher staged, with these `options`, and passes each gradient to `sink` as soon as
+/// it is computed; otherwise as [`forward_backward`].
 ///
-/// Where places of a line share it, each calls this at once with the same input: losses are those of the whole, counts those of
-/// the chunks here, and gradients come as [`Sink::part`].
+/// The ranks of a line that share it call this at the same time with the same input: losses are those of the whole,
+/// counts those of the local chunks, and gradients are passed to [`Sink::part`].
 pub fn micro_batch<'a>(
     config: &ZayaConfig,
     params: &[Tensor],
@@ -208,7 +208,7 @@ pub fn micro_batch<'a>(
     compute(config, (params, balance), &staged.arrive()?, (label_count, how.into()), sink)
 }
 
-/// The same, with all gradients together.
+/// The same, with all gradients collected.
 #[cfg(test)]
 pub(crate) fn forward_backward_staged(
     config: &ZayaConfig,
@@ -256,7 +256,7 @@ fn compute(
 
 /// The sum of the token losses of some sequences, in nats: forward only.
 ///
-/// Places of a line that share it call this at once, as [`micro_batch`]: each hears the whole sum.
+/// Ranks of a line that share them call this at the same time, as [`micro_batch`]; each gets the whole sum.
 pub fn losses<'a>(
     how: impl Into<Computing<'a>>,
     config: &ZayaConfig,
@@ -271,7 +271,7 @@ pub fn losses<'a>(
     number(&total(&losses)?)
 }
 
-/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts, a micro-batch never holds them all.
+/// Logits of every token, `[rows * seq_len, vocab_size]`: for tests and short texts; training never holds them all.
 pub fn logits(
     config: &ZayaConfig,
     params: &[Tensor],
@@ -284,10 +284,10 @@ pub fn logits(
     model.with((options.into(), config), (params, balance), &input, |pass| model.logits(pass))
 }
 
-/// Operations that the model defines for forward and backward over `tokens`, of which layer by layer `routed` go to an
-/// expert, with `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of
-/// attention inside each document, the router, the one expert of each routed token, and the head; norms, activations and the
-/// optimizer are not counted, nor is recomputation.
+/// Model FLOPs of forward and backward over `tokens`, of which layer by layer `routed` are routed to an expert, with
+/// `pairs` of a query and a key that see each other: projections, the grouped convolution, the causal half of attention
+/// inside each document, the router, the one expert of each routed token, and the head. Norms, activations, the
+/// optimizer and recomputation are not counted.
 pub(crate) fn flops(config: &ZayaConfig, tokens: u64, routed: &[u64], pairs: u64) -> f64 {
     Zaya::new(config).flops(config, tokens, routed, pairs)
 }
@@ -301,10 +301,9 @@ pub(crate) fn pairs(config: &ZayaConfig, batch: &Batch) -> u64 {
     batch.boundaries.iter().map(row).sum()
 }
 
-/// Operations of a step by its model: those of tokens that the router sent to experts (by layer and class, the skip last) and of
-/// `pairs`, forward and backward.
+/// Model FLOPs of a step, forward and backward, from tokens by layer and router class (the skip last) and `pairs`.
 pub(crate) fn step_flops(config: &ZayaConfig, tokens: u64, router: &[Vec<u64>], pairs: u64) -> f64 {
-    // None of a layer without a router.
+    // A layer without a router has no counts.
     let experts = |counts: &Vec<u64>| counts.iter().rev().skip(1).sum::<u64>();
     flops(config, tokens, &router.iter().map(experts).collect::<Vec<_>>(), pairs)
 }
@@ -316,8 +315,8 @@ pub(crate) fn causal_pairs(starts: &[u32], length: u32) -> u64 {
     lengths.map(|n| n * (n + 1) / 2).sum()
 }
 
-/// Bytes that a micro-batch of `tokens` has alive between its passes: at the head, with its logits, and when it is back at the
-/// embedding; while attention of a layer is computed, `attending` more.
+/// Bytes that a micro-batch of `tokens` holds between its passes: at the head, with its logits, and at the end of the
+/// backward pass. Attention needs `attending` more while a layer computes it.
 pub(crate) fn activation_bytes(
     config: &ZayaConfig,
     (tokens, attending): (u64, u64),
@@ -328,15 +327,14 @@ pub(crate) fn activation_bytes(
     Zaya::new(config).activation_bytes(config, (tokens, narrow), (attending, on_device), options)
 }
 
-/// Bytes of the keys and values of all chunks of a micro-batch of `tokens` that ranks share, and of their gradients in f32:
-/// those of one layer at a time.
+/// Bytes of one layer's keys and values of all chunks of a shared micro-batch, and of their gradients in f32.
 pub(crate) fn gathered_bytes(config: &ZayaConfig, tokens: u64, dtype: Dtype) -> u64 {
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     2 * (narrow + 4) * config.key_size() as u64 * tokens
 }
 
-/// Bytes that `degree` ranks which share a micro-batch of `rows` sequences of `seq_len` tokens, each one document, send each
-/// other in all for it: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
+/// Bytes that `degree` ranks send each other in all for a shared micro-batch of `rows` sequences of `seq_len` tokens,
+/// each one document: operands of layers, gradients of keys and values, losses of tokens; not gradients of weights.
 pub(crate) fn shared_bytes(
     config: &ZayaConfig,
     (rows, seq_len): (u64, u64),
@@ -355,8 +353,8 @@ pub(crate) fn shared_bytes(
         + 4 * rows * seq_len * (degree - 1)
 }
 
-/// Bytes of shards of weights that `degree` places that hold them for each other send in all for a micro-batch: every one for the
-/// way forward and for the way back, and once more where activations are computed again.
+/// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
+/// pass, once for the backward pass, and once more for recomputation.
 pub(crate) fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dtype) -> u64 {
     let passes = if keep == Keep::LayerInputs { 3 } else { 2 };
     let cut = parameters.iter().filter(|one| one.sharding.is_some());
@@ -369,7 +367,7 @@ fn total(losses: &Tensor) -> Result<Tensor> {
     losses.f_sum(Kind::Double).map_err(refused)
 }
 
-/// The one number of a tensor.
+/// The value of a one-element tensor.
 fn number(tensor: &Tensor) -> Result<f64> {
     tensor.f_double_value(&[]).map_err(refused)
 }
@@ -378,7 +376,7 @@ fn enter() -> Result<()> {
     kernels::runtime::enter_thread().map_err(|error| Fault::machine(error.to_string()))
 }
 
-/// Numbers between -1 and 1 that depend on nothing but `seed`.
+/// Numbers between -1 and 1 that depend only on `seed`.
 #[cfg(test)]
 pub(crate) fn random(shape: &[i64], seed: u64) -> Tensor {
     let key = contract::Key::from_seed(seed);
@@ -419,7 +417,7 @@ mod tests {
         assert_eq!(out.grads, again.grads);
     }
 
-    /// Six operations for each token and active weight, plus attention: the rule of thumb, on matrices alone.
+    /// Six operations for each token and active weight, plus attention: the rule of thumb, for matrices only.
     #[test]
     fn it_is_six_for_each_active_weight_and_token() {
         let config = ZayaConfig::preset("zaya1-8b").unwrap();

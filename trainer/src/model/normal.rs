@@ -1,7 +1,7 @@
 //! A normal number from 64 uniform bits, with the same bits on every machine.
 //!
-//! The inverse of the normal distribution by Wichura's AS 241 (accurate to about 16 digits). The standard library's `ln`
-//! belongs to the platform, so there is one here: only operations that IEEE 754 defines exactly are used.
+//! The inverse normal distribution by Wichura's AS 241 (accurate to about 16 digits). The standard library's `ln`
+//! depends on the platform, so this file has its own, made only of operations that IEEE 754 defines exactly.
 
 #![expect(clippy::excessive_precision, reason = "coefficients stand as they were published")]
 
@@ -67,15 +67,15 @@ const F: [f64; 8] = [
     2.044_263_103_389_939_785_64e-15,
 ];
 
-/// The standard normal number at the quantile that `bits` name: the middle of one of 2^52 equal intervals, which both
-/// it and its distance from 1 hit exactly.
+/// The standard normal number at the quantile given by `bits`: the middle of one of 2^52 equal intervals. Both the
+/// quantile and its distance from 1 are exact.
 pub(super) fn standard_normal(bits: u64) -> f64 {
     let intervals = (1u64 << 52) as f64;
     let middle = (bits >> 12) as f64 + 0.5;
     quantile(middle / intervals, (intervals - middle) / intervals)
 }
 
-/// The number that a standard normal one is below with probability `p`, where `q = 1 - p`.
+/// The inverse of the normal distribution function at `p`, where `q = 1 - p`.
 fn quantile(p: f64, q: f64) -> f64 {
     let centred = p - 0.5;
     if centred.abs() <= 0.425 {
@@ -101,7 +101,7 @@ fn ln(x: f64) -> f64 {
         mantissa /= 2.0;
         exponent += 1;
     }
-    // ln(m) = 2 atanh(s), s = (m - 1) / (m + 1), |s| < 0.172: 12 terms reach the last bit or two.
+    // ln(m) = 2 atanh(s), s = (m - 1) / (m + 1), |s| < 0.172: 12 terms are accurate to the last bit or two.
     let s = (mantissa - 1.0) / (mantissa + 1.0);
     let square = s * s;
     let series = (0..12).rev().fold(0.0, |sum, k| sum * square + 1.0 / f64::from(2 * k + 1));

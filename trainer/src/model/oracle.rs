@@ -1,7 +1,7 @@
-//! The model as its equations read, differentiated by libtorch: the oracle of the passes written out beside it.
+//! The model written as its equations and differentiated by libtorch: the reference for the hand-written passes.
 //!
-//! Slow and plain on purpose, and in f64, so that what differs is the rounding of the passes. Shares with them only the
-//! micro-batch's spans, and the names and sizes of parameters.
+//! Deliberately slow and simple, and in f64, so that any difference is the rounding of the passes. It shares with them
+//! only the micro-batch's spans, and the names and sizes of parameters.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ struct Forward<'a> {
     params: BTreeMap<&'a str, &'a Tensor>,
 }
 
-/// The parameters below a prefix.
+/// The parameters whose names have a prefix.
 struct Below<'a>(&'a Forward<'a>, String);
 
 impl<'a> Below<'a> {
@@ -59,7 +59,7 @@ impl<'a> Below<'a> {
         rms_norm(x, self.p(&format!("{name}.weight")), self.0.config.rms_norm_eps)
     }
 
-    /// The scaled sum of what half of a layer made and the residual.
+    /// The scaled sum of a sublayer's output and the residual.
     fn residual(&self, out: &Tensor, residual: &Tensor, name: &str) -> Tensor {
         let p = |part: &str| self.p(&format!("{name}.{part}"));
         (out + p("hidden_states_bias")) * p("hidden_states_scale")
@@ -137,7 +137,7 @@ impl Forward<'_> {
         at.linear(&(Tensor::cat(&parts, 0) * gate), "self_attn.o_proj")
     }
 
-    /// Router and experts; `state` comes from the layer before and goes to the next one.
+    /// Router and experts; `state` is the previous layer's router state, and becomes this layer's.
     fn mixture(
         &self,
         at: &Below<'_>,
@@ -271,7 +271,7 @@ impl Forward<'_> {
     }
 }
 
-/// Row t of the answer is row t - 1 of `x`, or `first` where a span starts.
+/// Row t of the result is row t - 1 of `x`, or `first` where a span starts.
 fn shifted(x: &Tensor, first: &Tensor, spans: &[Span]) -> Tensor {
     let mut parts = Vec::new();
     for span in spans {

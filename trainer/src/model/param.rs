@@ -1,7 +1,7 @@
-//! Parameters: each layer declares its own once, in its own file. Nothing here allocates a weight except [`initial`].
+//! Parameters: each layer declares its own, once, in its own file. Only [`initial`] allocates a weight.
 //!
-//! The canonical order is the order of declaration. Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so that
-//! a checkpoint needs no renaming; the name in Zyphra's older layout stands beside each.
+//! The canonical order is the order of declaration. Names and shapes are those of Hugging Face's `ZayaForCausalLM`, so
+//! that a checkpoint needs no renaming; each declaration also has the name in Zyphra's older layout.
 
 use std::ops::{Index, Range};
 
@@ -13,31 +13,31 @@ use super::ZayaConfig;
 use super::normal::standard_normal;
 use super::sharding::Sharding;
 
-/// A parameter by its place in the canonical order.
+/// A parameter by its index in the canonical order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ParamId(usize);
 
 impl ParamId {
-    /// Its place in any list in canonical order.
+    /// Its index in any list in canonical order.
     pub fn index(self) -> usize {
         self.0
     }
 }
 
-/// Which optimizer owns a parameter.
+/// Which optimizer updates a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
     /// A linear weight: Muon.
     Matrix,
-    /// `[experts, rows, columns]`: every expert's matrix is a Muon matrix by itself.
+    /// `[experts, rows, columns]`: every expert's matrix is a separate Muon matrix.
     Experts,
     /// Embedding and convolutions: AdamW.
     Elementwise,
-    /// Biases, norms, scales, temperatures: AdamW without weight decay, since zero is no neutral place for them.
+    /// Biases, norms, scales, temperatures: AdamW without weight decay, since zero is not neutral for them.
     Vector,
 }
 
-/// How a parameter begins.
+/// How a parameter is initialized.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Normal with mean 0 and this standard deviation.
@@ -46,36 +46,36 @@ pub enum Init {
     Constant(f32),
 }
 
-/// A parameter before it exists.
+/// The declaration of a parameter.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// Hugging Face's name.
     pub name: String,
-    /// Its name in Zyphra's older layout; of a stack of experts with `*` for the number of the expert.
+    /// Its name in Zyphra's older layout; for stacked experts with `*` for the number of the expert.
     pub zyphra: String,
     /// Its shape.
     pub shape: Vec<i64>,
-    /// Who updates it.
+    /// Which optimizer updates it.
     pub role: Role,
-    /// How it begins.
+    /// How it is initialized.
     pub init: Init,
-    /// Whether it is an operand of the products that most of the time goes into, which bf16 rounds.
+    /// Whether it is an operand of the large matmuls, which take most of the time and whose operands bf16 rounds.
     pub in_large_products: bool,
-    /// How it is cut into shards that ranks hold for each other; `None` where each rank holds all of it.
+    /// How it is cut into shards that ranks hold for each other; `None` where each rank holds the whole parameter.
     pub sharding: Option<Sharding>,
-    /// Whether it lies in memory right behind the one before it, so that a product reads both as one matrix.
+    /// Whether it directly follows the previous parameter in memory, so that a matmul reads both as one matrix.
     pub adjoins: bool,
 }
 
 impl ParamSpec {
-    /// Numbers in it.
+    /// The number of its elements.
     pub fn elements(&self) -> u64 {
         self.shape.iter().map(|&size| size as u64).product()
     }
 
-    /// In which numbers the model reads it: under `Bf16` the operands of large products are rounded.
+    /// The dtype in which the model reads it: under `Bf16` the operands of large matmuls are rounded.
     ///
-    /// Vectors, the depthwise convolution and the router's small network stay f32: they are no large products.
+    /// Vectors, the depthwise convolution and the router's small network stay f32: they are not in large matmuls.
     pub fn kind(&self, dtype: Dtype) -> Kind {
         match dtype {
             Dtype::Bf16 if self.in_large_products => Kind::BFloat16,
@@ -89,7 +89,7 @@ pub(crate) fn balance_name(layer: i64) -> String {
     format!("model.layers.{layer}.mlp.gate.balancing_biases")
 }
 
-/// Where a layer declares its parameters: below a prefix of names, in the order in which they are asked for.
+/// Where a layer declares its parameters: under a name prefix, in the order of the calls.
 pub(super) struct Declare<'a> {
     specs: &'a mut Vec<ParamSpec>,
     /// Standard deviation of initial weights.
@@ -105,7 +105,7 @@ impl<'a> Declare<'a> {
         Declare { specs, deviation: config.initializer_range, name, zyphra }
     }
 
-    /// Below these names: ours, and Zyphra's.
+    /// Under these names: ours, and Zyphra's.
     pub(super) fn inside(&mut self, name: &str, zyphra: &str) -> Declare<'_> {
         let (name, zyphra) = (format!("{}.{name}", self.name), format!("{}.{zyphra}", self.zyphra));
         Declare { specs: &mut *self.specs, deviation: self.deviation, name, zyphra }
@@ -116,7 +116,7 @@ impl<'a> Declare<'a> {
         self.drawn(name, zyphra, &shape, Role::Matrix)
     }
 
-    /// A linear weight of a small network: it stays f32, since a route that flips by rounding costs more than it does.
+    /// A linear weight of a small network: it stays f32, since a route changed by rounding costs more than f32 does.
     pub(super) fn small_matrix(&mut self, name: &str, zyphra: &str, shape: [i64; 2]) -> ParamId {
         let id = self.matrix(name, zyphra, shape);
         self.in_f32(id)
@@ -132,18 +132,18 @@ impl<'a> Declare<'a> {
         self.drawn(name, zyphra, &shape, Role::Elementwise)
     }
 
-    /// A convolution over channels that mix, `[channels, inputs, taps]`: a product.
+    /// A convolution that mixes channels, `[channels, inputs, taps]`: a matmul.
     pub(super) fn convolution(&mut self, name: &str, zyphra: &str, shape: [i64; 3]) -> ParamId {
         self.drawn(name, zyphra, &shape, Role::Elementwise)
     }
 
-    /// A convolution of each channel by itself, `[channels, 1, taps]`: no product, so it stays f32.
+    /// A depthwise convolution, `[channels, 1, taps]`: not a matmul, so it stays f32.
     pub(super) fn depthwise(&mut self, name: &str, zyphra: &str, shape: [i64; 3]) -> ParamId {
         let id = self.drawn(name, zyphra, &shape, Role::Elementwise);
         self.in_f32(id)
     }
 
-    /// A bias, norm, scale or temperature that begins as `value`.
+    /// A bias, norm, scale or temperature with the initial value `value`.
     pub(super) fn vector(&mut self, name: &str, zyphra: &str, size: i64, value: f32) -> ParamId {
         let spec = self.spec(name, zyphra, &[size], Role::Vector);
         self.push(ParamSpec { init: Init::Constant(value), in_large_products: false, ..spec })
@@ -172,13 +172,13 @@ impl<'a> Declare<'a> {
         ParamId(self.specs.len() - 1)
     }
 
-    /// Says how a parameter is cut into shards.
+    /// Sets how a parameter is sharded.
     pub(super) fn cut(&mut self, id: ParamId, sharding: Sharding) -> ParamId {
         self.specs[id.0].sharding = Some(sharding);
         id
     }
 
-    /// Lays a parameter right behind the one before it.
+    /// Places a parameter directly after the previous one in memory.
     pub(super) fn adjoining(&mut self, id: ParamId) {
         self.specs[id.0].adjoins = true;
     }
@@ -194,7 +194,7 @@ impl<'a> Declare<'a> {
 pub(super) struct Weights<'a>(pub(super) &'a [Tensor]);
 
 impl<'a> Weights<'a> {
-    /// The weight for as long as the list lives.
+    /// The weight, for the lifetime of the list.
     pub(super) fn of(self, id: ParamId) -> &'a Tensor {
         &self.0[id.0]
     }
@@ -208,7 +208,7 @@ impl Index<ParamId> for Weights<'_> {
     }
 }
 
-/// A weight as products see it: what they read in fewer bits is rounded to nearest even, anything else is the same tensor.
+/// A weight as matmuls read it: rounded to nearest even if they read it in bf16, otherwise the same tensor.
 pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> kernels::Result<Tensor> {
     Ok(match spec.kind(dtype) {
         Kind::Float => weight.shallow_clone(),
@@ -216,9 +216,10 @@ pub fn rounded(spec: &ParamSpec, weight: &Tensor, dtype: Dtype) -> kernels::Resu
     })
 }
 
-/// The elements `part` of what a parameter begins with, flat, in f32, on CPU.
+/// The elements `part` of a parameter's initial values, flat, in f32, on CPU.
 ///
-/// Every number is drawn at (seed, parameter name, index), so none depends on another's shape or place, or on who draws it.
+/// Every number is sampled from (seed, parameter name, index), so it depends neither on the parameter's shape nor on
+/// the rank that samples it.
 pub(crate) fn initial(spec: &ParamSpec, seed: u64, part: Range<u64>) -> kernels::Result<Tensor> {
     let key = Key::from_seed(seed).child("init").child(&spec.name);
     let values: Vec<f32> = match spec.init {
@@ -251,12 +252,12 @@ mod tests {
         assert_eq!(all - count(&config, EMBEDDING), 8_303_355_728);
         assert_eq!(count(&config, "layers.3.self_attn"), 5_575_682);
         assert_eq!(count(&config, "layers.3.mlp.experts"), 201_326_592);
-        // The published counts of a router leave its balancing biases out, as parameters() does.
+        // The published counts of a router exclude its balancing biases, as parameters() does.
         assert_eq!(count(&config, "layers.3.mlp.gate"), 660_992);
         assert_eq!(count(&config, "layers.0.mlp.gate"), 660_736);
     }
 
-    /// What checkpoints, digests and Hugging Face rely on, written down by hand.
+    /// The order that checkpoints, digests and Hugging Face rely on, written by hand.
     #[test]
     fn the_canonical_order_stands() {
         let config = ZayaConfig::preset("zaya1-nano").unwrap();
@@ -289,7 +290,7 @@ mod tests {
         layer.extend(["gate_up_proj", "down_proj"].map(|part| format!("mlp.experts.{part}")));
         layer.extend(residual("post_mlp"));
         let layers = (0..config.num_hidden_layers).flat_map(|number| {
-            // No state comes to the first router.
+            // The first router receives no state.
             let own =
                 layer.iter().filter(move |part| number > 0 || !part.contains("router_states"));
             own.map(move |part| format!("model.layers.{number}.{part}"))
@@ -317,7 +318,7 @@ mod tests {
         }
     }
 
-    /// bf16 reaches what most of the time goes into, and leaves the small things alone.
+    /// bf16 rounds the weights of the large matmuls, and leaves small ones in f32.
     #[test]
     fn large_products_are_rounded() {
         for spec in parameters(&ZayaConfig::preset("zaya1-8b").unwrap()) {

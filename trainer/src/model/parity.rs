@@ -26,7 +26,7 @@ pub(crate) struct Fixture {
     bf16: BTreeMap<String, f64>,
 }
 
-/// The arrays that a micro-batch borrows.
+/// Owned arrays for a micro-batch to borrow.
 pub(crate) struct Arrays {
     pub(crate) tokens: Vec<i32>,
     labels: Vec<i32>,
@@ -38,7 +38,7 @@ pub(crate) struct Arrays {
 }
 
 impl Arrays {
-    /// Rows of tokens with the starts of their documents; the last token of a document has no label.
+    /// From rows of tokens and the starts of their documents; the last token of a document has no label.
     pub(crate) fn new(tokens: Vec<i32>, rows: usize, boundaries: Vec<Vec<u32>>) -> Arrays {
         let (count, seq_len) = (tokens.len(), tokens.len() / rows);
         let labels: Vec<i32> = tokens[1..].iter().copied().chain([0]).collect();
@@ -134,7 +134,7 @@ fn family(name: &str) -> String {
     name.split('.').filter(|part| part.parse::<u32>().is_err()).collect::<Vec<_>>().join(".")
 }
 
-/// Every weight as products see it.
+/// Every weight as matmuls read it.
 pub(crate) fn all_rounded(
     specs: &[ParamSpec],
     weights: &[Tensor],
@@ -172,8 +172,8 @@ fn errors(
 
 /// In bf16 no tensor is more than twice as far from Hugging Face's f32 as Hugging Face's own bf16 is.
 ///
-/// The mean loss is one number whose error is chance: the losses of all tokens stand for it. So are temperatures, one number a
-/// key head: those of all layers stand together.
+/// The error of the mean loss is chance, because it is one number: the losses of all tokens are compared instead.
+/// Likewise temperatures, one number per key head, are compared over all layers together.
 fn check_bf16(fixture: &Fixture) {
     let (found, out) = errors(fixture, curriculum::Dtype::Bf16);
     let counts: Vec<i32> = out.counts.iter().flatten().map(|&count| count as i32).collect();
@@ -266,7 +266,7 @@ fn idle_experts_have_exact_zeros() {
     assert!(idle >= 2, "the fixtures have idle experts");
 }
 
-/// Documents in a row compute what each computes alone, losses and gradients.
+/// Documents packed in a row give the losses and gradients that each gives alone.
 #[test]
 fn documents_in_a_row_are_documents_alone() {
     for skip in [Skip::Zero, Skip::Identity] {
@@ -307,7 +307,7 @@ fn documents_in_a_row_are_documents_alone() {
     }
 }
 
-/// With `document_mask = false` boundaries and positions are not looked at: that is the reference's packing.
+/// With `document_mask = false` boundaries and positions are ignored: that is the reference's packing.
 #[test]
 fn the_reference_behaviour_ignores_boundaries() {
     let fixture = Fixture::read("wide");

@@ -1,4 +1,4 @@
-//! What a forward pass shows of its insides: for who explains a step, never in training.
+//! A forward pass that reports statistics of activations: to explain a step, never in training.
 
 use contract::Result;
 use tch::Tensor;
@@ -8,7 +8,7 @@ use super::input::MicroBatchInput;
 use super::zaya::Zaya;
 use super::{MicroBatchOptions, ZayaConfig, enter};
 
-/// What goes through each layer, first to last, when it computes `input`: forward only.
+/// Statistics of each layer's activations for `input`, first to last: forward only.
 pub(crate) fn probe(
     options: MicroBatchOptions,
     config: &ZayaConfig,
@@ -26,8 +26,7 @@ mod tests {
     use super::*;
     use crate::model::{init, init_balance};
 
-    /// One document, computed once more from the definitions: no logit lies above the largest, and the first residual is the
-    /// embedding's.
+    /// One document, recomputed by definition: no logit exceeds the largest; the first residual is the embedding.
     #[test]
     fn a_temperature_scales_the_largest_logit_and_bounds_it() {
         let preset = ZayaConfig::preset("zaya1-nano").unwrap();
@@ -52,7 +51,7 @@ mod tests {
         let hot = specs.iter().position(|spec| spec.name.ends_with("qk_norm.temp")).unwrap();
         let bound = (config.head_dim as f64).sqrt();
         let logit = first[0].largest_logit.unwrap();
-        // A token sees itself, and its query and key share what the mean gives them: the largest is no small one.
+        // A token sees itself, and its query and key share the q-k mean, so the largest logit is not small.
         assert!(logit > 0.1 * bound && logit <= 1.0001 * bound, "{logit} of {bound}");
         params[hot] = &params[hot] * 3.0;
         let then = probe(options, &config, &params, &balance, &input).unwrap();

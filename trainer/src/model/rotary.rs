@@ -13,7 +13,7 @@ pub(super) struct Rotary {
 }
 
 impl Rotary {
-    /// Angles in f32, as Hugging Face computes them.
+    /// Computes angles in f32, as Hugging Face does.
     pub(super) fn new(config: &ZayaConfig, positions: &Tensor) -> Result<Rotary> {
         let dim = config.rotary_dim();
         let options = (Kind::Float, positions.device());

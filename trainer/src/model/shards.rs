@@ -1,4 +1,4 @@
-//! Shards of weights on their way to the layer that uses them: while one is used the next one comes.
+//! Fetches weight shards from other ranks: the next shard is received while a layer uses the current one.
 
 use kernels::Result;
 use tch::Tensor;
@@ -8,18 +8,18 @@ use super::layer::Pass;
 use super::line::Coming;
 use super::param::ParamId;
 
-/// A shard of a weight on its way here.
+/// A shard of a weight that is being fetched.
 pub(super) struct Shard<'a> {
     shape: Vec<i64>,
-    /// What this place has of it: all or nothing.
+    /// The shard if this rank holds it, otherwise empty.
     own: Tensor,
     coming: Option<Box<dyn Coming + 'a>>,
-    /// The other place that holds it.
+    /// The other rank that holds it.
     from: Option<usize>,
 }
 
 impl<'a> Pass<'a> {
-    /// Begins to bring a shard of a weight here; all places ask for the same ones in one order.
+    /// Begins to fetch a shard of a weight; all ranks fetch the same ones in the same order.
     pub(super) fn fetch(
         &self,
         Folded { fold, line }: Folded<'a>,
@@ -49,7 +49,7 @@ impl<'a> Pass<'a> {
 }
 
 impl Shard<'_> {
-    /// The shard, once it is here, or has left.
+    /// Waits until the shard has been received, or sent.
     pub(super) fn wait(self) -> Result<Tensor> {
         let Shard { shape, own, coming, from } = self;
         let mut found = coming.map_or_else(|| Ok(Vec::new()), Coming::wait)?;
@@ -58,26 +58,26 @@ impl Shard<'_> {
     }
 }
 
-/// The shards of some weights, in their order: while one is used the next one is under way.
+/// The shards of some weights, in order: the next one is fetched while one is used.
 pub(super) struct Shards<'a, 'b, const N: usize> {
     pass: &'b Pass<'a>,
     ids: [ParamId; N],
     count: i64,
-    /// The next one.
+    /// The index of the next shard.
     at: i64,
-    /// It, on its way here.
+    /// The next shards, being fetched.
     coming: Vec<Shard<'a>>,
 }
 
 impl<'a, 'b, const N: usize> Shards<'a, 'b, N> {
-    /// Of weights that are cut into `count` shards each.
+    /// For weights that are cut into `count` shards each.
     pub(super) fn new(pass: &'b Pass<'a>, ids: [ParamId; N], count: i64) -> Result<Self> {
         let mut shards = Shards { pass, ids, count, at: 0, coming: Vec::new() };
         shards.coming = shards.fetch()?;
         Ok(shards)
     }
 
-    /// Begins to bring the next one here, if there is one.
+    /// Begins to fetch the next shards, if any.
     fn fetch(&self) -> Result<Vec<Shard<'a>>> {
         match self.pass.folded.filter(|_| self.at < self.count) {
             None => Ok(Vec::new()),
@@ -87,7 +87,7 @@ impl<'a, 'b, const N: usize> Shards<'a, 'b, N> {
         }
     }
 
-    /// The next one of each weight, in the order in which they were named; `None` where weights are whole.
+    /// The next shard of each weight, in the order of `ids`; `None` where weights are whole.
     pub(super) fn next(&mut self) -> Result<Option<[Tensor; N]>> {
         let coming = std::mem::take(&mut self.coming);
         self.at += 1;

@@ -1,13 +1,13 @@
-//! Micro-batches on their way to a device: the columns of a batch side by side in a buffer of the device's ring, where the
-//! readers of a prefetcher write them.
+//! Staging of micro-batches for a device: the columns of a batch lie side by side in a buffer of the device's ring,
+//! where the readers of a prefetcher write them.
 //!
 //! ```text
 //! flags: the mask | words: tokens | labels | positions | where the spans of each micro-batch start
 //! ```
 //!
-//! A column of words begins at a multiple of 16 of them: of 64 bytes here, and on the device, whose words are twice as wide.
-//! Starts come last, because how many there are is known when the columns are written: there is room for as many as tokens, and
-//! what is behind them is not sent.
+//! A column of words begins at a multiple of 16 words: of 64 bytes here, and 128 on the device, whose words are twice
+//! as wide. Starts come last, because their number is known only after the columns are written: there is space for as
+//! many as tokens, and the unused rest is not sent.
 
 use contract::{Fault, Result};
 use kernels::device::{Buffer, Buffers, Staged, Stager};
@@ -18,7 +18,7 @@ use super::ZayaConfig;
 use super::input::{CheckedMicroBatch, MicroBatchInput, Prepared};
 use crate::refusal::refused;
 
-/// Words or flags between the beginnings of two columns are a multiple of this.
+/// Words or flags between the starts of two columns are a multiple of this.
 const ALIGNED: usize = 16;
 
 /// The columns of a batch in a buffer of a device's ring.
@@ -28,39 +28,39 @@ pub struct BatchBuffer {
     tokens: usize,
 }
 
-/// A micro-batch on its way to the device: sent by a prefetcher's last stage, computed by [`super::micro_batch`].
+/// A micro-batch on its way to the device: a prefetcher's last stage sends it, [`super::micro_batch`] computes it.
 #[derive(Debug)]
 pub struct StagedMicroBatch {
     batch: Staged,
-    /// Tokens of the batch before it.
+    /// Tokens of the batch that precede it.
     first: usize,
     /// Words from one column of the batch to the next.
     column: usize,
-    /// Where its starts stand among the words.
+    /// The offset of its starts among the words.
     starts: usize,
     micro_batch: CheckedMicroBatch,
 }
 
-/// Words from one column of so many tokens to the next.
+/// Words from one column of `tokens` tokens to the next.
 fn column(tokens: usize) -> usize {
     tokens.next_multiple_of(ALIGNED)
 }
 
 impl BatchBuffer {
-    /// A buffer for a batch of so many tokens; what it holds is of no account.
+    /// A buffer for a batch of `tokens` tokens, with undefined contents.
     pub fn take(buffers: &Buffers, tokens: usize) -> Result<BatchBuffer> {
         let words = 3 * column(tokens) + tokens;
         let buffer = buffers.take(tokens, words).map_err(machine)?;
         Ok(BatchBuffer { buffer, tokens })
     }
 
-    /// A buffer with the columns of a batch that lies elsewhere.
+    /// A buffer with a copy of a batch's columns.
     pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<BatchBuffer> {
         let mut copy = BatchBuffer::take(buffers, batch.tokens.len())?;
         let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
         tokens.copy_from_slice(batch.tokens);
         positions.copy_from_slice(batch.positions);
-        // A place without a label may hold anything: 0 is a token of every vocabulary.
+        // A position without a label may hold any value: replaced by 0, a token of every vocabulary.
         let places = batch.labels.iter().zip(batch.mask).zip(labels.iter_mut().zip(mask));
         for ((label, counts), (own_label, own_mask)) in places {
             *own_mask = u8::from(*counts != 0);
@@ -69,7 +69,7 @@ impl BatchBuffer {
         Ok(copy)
     }
 
-    /// Starts moving it: the batch of `micro_batches`, which were checked, one after the other.
+    /// Starts to copy it to the device: the batch of the checked `micro_batches`, one after the other.
     pub fn send(
         &mut self,
         micro_batches: Vec<CheckedMicroBatch>,
@@ -120,7 +120,7 @@ impl Memory for BatchBuffer {
 }
 
 impl MicroBatchInput<'_> {
-    /// Checks the micro-batch and starts moving it alone; on a GPU beside the computation.
+    /// Checks the micro-batch and starts to copy it to the device alone; on a GPU this overlaps with computation.
     pub fn stage(&self, config: &ZayaConfig, stager: &Stager) -> Result<StagedMicroBatch> {
         let checked = self.check(config)?;
         let MicroBatchInput { tokens, labels, positions, mask, .. } = *self;
@@ -130,20 +130,20 @@ impl MicroBatchInput<'_> {
         micro_batch.ok_or_else(|| Fault::bug("a micro-batch was not staged"))
     }
 
-    /// The micro-batch on `device`, at once.
+    /// Copies the micro-batch to `device` at once.
     pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
         let stager = Stager::kept(device).map_err(machine)?;
         self.stage(config, &stager)?.arrive()
     }
 }
 
-/// A foreign refusal is the machine's.
+/// Errors of the device are environment faults.
 fn machine(error: kernels::Error) -> Fault {
     Fault::machine(error.to_string())
 }
 
 impl StagedMicroBatch {
-    /// Waits, on the device, for the copy; the arrays are views of it.
+    /// Waits, on the device, for the copy; the arrays are views of the device buffer.
     pub(super) fn arrive(self) -> Result<Prepared> {
         let StagedMicroBatch { batch, first, column, starts, micro_batch } = self;
         let (flags, words) = batch.arrive().map_err(refused)?;
@@ -153,7 +153,7 @@ impl StagedMicroBatch {
                 if first.is_multiple_of(ALIGNED) {
                     return Ok(view);
                 }
-                // A micro-batch of an odd size has arrays of its own, so that each begins where any load of a device may.
+                // A micro-batch of odd size gets separate arrays, so that each is aligned for vector loads of a device.
                 let mut apart = view.f_empty_like()?;
                 apart.f_copy_(&view)?;
                 Ok(apart)
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// A batch of micro-batches as a loader has it, and what its model makes of it.
+    /// A batch of micro-batches as a loader produces it, and what the model should read.
     struct Batch {
         tokens: Vec<i32>,
         labels: Vec<i32>,
@@ -255,7 +255,7 @@ mod tests {
             (0..self.boundaries.len() / self.rows).map(|micro_batch| self.micro_batch(micro_batch))
         }
 
-        /// Lies in `buffer` from here on.
+        /// Writes it into `buffer`.
         fn write(&self, buffer: &mut BatchBuffer) {
             let ColumnsMut { tokens, labels, positions, mask } = buffer.columns_mut().unwrap();
             tokens.copy_from_slice(&self.tokens);
@@ -269,7 +269,7 @@ mod tests {
         ZayaConfig { vocab_size: 97, document_mask, ..ZayaConfig::preset("zaya1-nano").unwrap() }
     }
 
-    /// Whether what has arrived is the micro-batch.
+    /// Asserts that the staged tensors are the micro-batch.
     fn assert_is(found: Prepared, micro_batch: &MicroBatchInput<'_>, documents: bool) {
         let wide = |values: &[i32]| values.iter().copied().map(i64::from).collect::<Vec<_>>();
         let read = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
@@ -303,13 +303,13 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
-        /// Written in place, copied as a batch, or each micro-batch by itself: what arrives is what the ordinary columns say.
+        /// Written in place, copied as a batch, or each micro-batch alone: what is staged equals the ordinary columns.
         #[test]
         fn what_arrives_is_what_was_written(
             seed: u64, count in 0usize..5, rows in 1usize..4, seq_len in 1usize..40, documents: bool,
         ) {
             let (config, stager) = (config(documents), Stager::new(Device::Cpu).unwrap());
-            // The second batch lies where the first one did, or part of it.
+            // The second batch reuses the first one's buffer, or a part.
             for batch in [Batch::draw(seed, count + 1, rows, seq_len), Batch::draw(seed ^ 1, count, rows, seq_len)] {
                 let mut buffer = BatchBuffer::take(stager.buffers(), batch.tokens.len()).unwrap();
                 batch.write(&mut buffer);
@@ -322,7 +322,7 @@ mod tests {
                 for (one, micro_batch) in staged.into_iter().zip(batch.micro_batches()) {
                     assert_is(one.arrive().unwrap(), &micro_batch, documents);
                 }
-                // Elsewhere a place without a label may hold anything.
+                // In ordinary columns a position without a label may hold any value.
                 let mut dirty = Batch { labels: batch.labels.clone(), ..Batch::draw(seed, 0, rows, seq_len) };
                 dirty.labels.iter_mut().zip(&batch.mask).for_each(|(label, mask)| *label -= i32::from(*mask == 0));
                 let labels = &dirty.labels;

@@ -1,5 +1,5 @@
-//! The ZAYA1 model, top to bottom. Beside `modeling_zaya.py` of transformers the backward pass is what is new: it is written
-//! out, layer by layer, so that nothing depends on the order in which a graph is walked.
+//! The ZAYA1 model, top to bottom. Unlike `modeling_zaya.py` of transformers, the backward pass is written by hand,
+//! layer by layer, so that nothing depends on the order in which autograd walks a graph.
 //!
 //! ```text
 //! residual = (embedding[token] + bias) * scale
@@ -8,11 +8,11 @@
 //! loss     = cross-entropy of norm(residual) times the embedding
 //! ```
 //!
-//! With [`Keep::LayerInputs`] what the backward pass reads of a layer is made a second time from what entered it: the same
+//! With [`Keep::LayerInputs`] a layer's activations are recomputed from its input for the backward pass: the same
 //! calls, so the same bits.
 //!
-//! A micro-batch runs through the layers by chunk ([`super::cut`]): every tensor here is one of a list, of which there is one
-//! where nothing is cut.
+//! A micro-batch runs through the layers by chunk ([`super::cut`]): every tensor here is a list with one entry per
+//! chunk, a single one where nothing is cut.
 
 use std::any::Any;
 
@@ -38,12 +38,12 @@ pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
     Zaya::new(config).params
 }
 
-/// Classes of each layer's router, the skip last; 0 where a layer has none.
+/// Classes of each layer's router, the skip last; 0 where a layer has no router.
 pub(crate) fn router_classes(config: &ZayaConfig) -> Vec<usize> {
     Zaya::new(config).layers.iter().map(|layer| layer.classes(config)).collect()
 }
 
-/// The balancing biases a run begins with, one tensor per layer: 0, and -1 for the skip class; none without a router.
+/// The initial balancing biases, one tensor per layer: 0, and -1 for the skip class; empty without a router.
 pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
     let biases = |classes: usize| {
         let biases = Tensor::zeros([classes as i64], tch::kind::FLOAT_CPU);
@@ -55,7 +55,7 @@ pub fn init_balance(config: &ZayaConfig) -> Vec<Tensor> {
     router_classes(config).into_iter().map(biases).collect()
 }
 
-/// The weights a run begins with, in f32, on CPU.
+/// The initial weights, in f32, on CPU.
 pub fn init(config: &ZayaConfig, seed: u64) -> kernels::Result<Vec<Tensor>> {
     let whole = |spec: &ParamSpec| {
         Ok(initial(spec, seed, 0..spec.elements())?.f_reshape(spec.shape.as_slice())?)
@@ -71,7 +71,7 @@ pub(super) struct Zaya {
     norm: RmsNorm,
 }
 
-/// The embedding, which is the head as well, and what makes the residual of it.
+/// The embedding, which is also the head, and the scaling that makes the first residual.
 struct Embedding {
     tokens: ParamId,
     scale: ParamId,
@@ -84,29 +84,29 @@ struct DecoderLayer {
     feed_forward: Half,
 }
 
-/// Half of a layer: what it adds to the residual, from the normed residual.
+/// A sublayer: computes what is added to the residual from the normed residual.
 struct Half {
     norm: RmsNorm,
     layer: Box<dyn AnyLayer>,
     scale: Residual,
 }
 
-/// What is kept of a layer until its backward pass.
+/// What is saved of a layer until its backward pass.
 enum Kept {
     All(Box<[Saved; 2]>),
     Inputs(Flow),
 }
 
-/// What half of a layer needs for its backward pass, by chunk but for what the layer keeps.
+/// What a sublayer saves for its backward pass, by chunk except for `layer`.
 struct Saved {
-    /// The residual that entered.
+    /// The residual at its input.
     residual: Vec<Tensor>,
     normed: Vec<Normed>,
     layer: Box<dyn Any>,
     out: Vec<Tensor>,
 }
 
-/// The final normed residual, and all that led there, by chunk but for the layers.
+/// The final normed residual, and everything saved before it, by chunk except for the layers.
 struct Forward {
     embedded: Vec<Tensor>,
     layers: Vec<Kept>,
@@ -115,17 +115,17 @@ struct Forward {
     counts: Vec<Option<Tensor>>,
 }
 
-/// What the head comes to.
+/// The head's losses and gradients.
 struct HeadBack {
     /// `[N]`, in the order of the micro-batch.
     losses: Tensor,
-    /// Of the final normed residual, by chunk.
+    /// Gradient of the final normed residual, by chunk.
     hidden: Vec<Tensor>,
-    /// Of the embedding as the head, where there is one chunk; of several each has gone its way.
+    /// Gradient of the embedding as the head, if there is one chunk; with several, each chunk's is in the sink already.
     weights: Option<Tensor>,
 }
 
-/// What a micro-batch says besides its gradients.
+/// The results of a micro-batch besides its gradients.
 pub(super) struct Outcome {
     /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
@@ -140,7 +140,7 @@ impl Zaya {
         let mut root = Declare::new(config, &mut params);
         let embedding = Embedding::declare(&mut root, config);
         let mut layers: Vec<DecoderLayer> = Vec::new();
-        // Each list begins anew where it ends.
+        // Each list repeats where it ends.
         let kinds = config.layers.iter().cycle().zip(config.feed_forward.iter().cycle());
         let kinds = kinds.take(config.num_hidden_layers as usize);
         for (layer, (attention, feed_forward)) in kinds.enumerate() {
@@ -153,7 +153,7 @@ impl Zaya {
         Zaya { params, embedding, layers, norm }
     }
 
-    /// Begins a pass over `input` with these weights, in canonical order, and balancing biases.
+    /// Runs a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
         (Computing { options, line, folded }, config): (Computing<'_>, &ZayaConfig),
@@ -238,7 +238,7 @@ impl Zaya {
         logits.and_then(|logits| joined(&logits, 0)).map_err(refused)
     }
 
-    /// What goes through each layer: forward only.
+    /// Statistics of each layer's activations: forward only.
     pub(super) fn probe(&self, pass: &Pass<'_>) -> Result<Vec<LayerActivity>> {
         let kept = self.forward(pass, Keep::Everything)?.layers;
         let layer = |(layer, kept): (&DecoderLayer, Kept)| match kept {
@@ -267,7 +267,7 @@ impl Zaya {
         Ok(Forward { embedded, layers, normed, hidden, counts })
     }
 
-    /// From the gradients of the final normed residual, and of the embedding as the head.
+    /// Takes the gradients of the final normed residual, and of the embedding as the head.
     fn backward(
         &self,
         pass: &Pass<'_>,
@@ -294,7 +294,7 @@ impl Zaya {
         sink.settle(pass.ops)
     }
 
-    /// Operations of forward and backward over `tokens`, of which each layer sends `routed` to experts, with `pairs` of a
+    /// FLOPs of forward and backward over `tokens`, of which each layer routes `routed` to experts, with `pairs` of a
     /// query and a key that see each other.
     pub(super) fn flops(
         &self,
@@ -311,11 +311,11 @@ impl Zaya {
         let layers = self.layers.iter().zip(routed).map(|(layer, routed)| {
             layer.halves().map(|half| half.layer.products(config, work(*routed))).sum::<f64>()
         });
-        // A product of m x k and k x n is 2 m k n; the backward pass is twice the forward pass.
+        // A matmul of m x k and k x n is 2 m k n; the backward pass is twice the forward pass.
         3.0 * 2.0 * (layers.sum::<f64>() + head::products(config, tokens as f64))
     }
 
-    /// Bytes that the places of a line send each other for a micro-batch that makes them send these rows, but for gradients of
+    /// Bytes that the ranks of a line send each other for a micro-batch with these shared rows, without gradients of
     /// weights and losses.
     pub(super) fn shared_bytes(
         &self,
@@ -328,7 +328,7 @@ impl Zaya {
             let halves = layer.halves().map(|half| half.layer.shared_bytes(config, narrow, rows));
             let passes = halves.map(|[forward, back]| match keep {
                 Keep::Everything => forward + back,
-                // Recomputation gathers again.
+                // Recomputation gathers them again.
                 Keep::LayerInputs => 2 * forward + back,
             });
             passes.sum::<u64>()
@@ -336,8 +336,8 @@ impl Zaya {
         self.layers.iter().map(layer).sum()
     }
 
-    /// Bytes of what a micro-batch of `tokens` has alive at the head, with its logits, and at most when only one layer's
-    /// activations are left; `narrow` bytes in a number of [`Pass::kind`].
+    /// Bytes that a micro-batch of `tokens` holds at the head, with its logits, and at most when only one layer's
+    /// activations remain; a number of [`Pass::kind`] has `narrow` bytes.
     pub(super) fn activation_bytes(
         &self,
         config: &ZayaConfig,
@@ -348,7 +348,7 @@ impl Zaya {
         let routed = self.layers.iter().any(|layer| layer.classes(config) > 0);
         let state = if routed { config.router_hidden_size as u64 } else { 0 };
         let width = config.hidden_size as u64;
-        // The residual that enters each half, f32, and the factors of its norm.
+        // The residual at each sublayer's input, f32, and the factors of its norm.
         let size = |half: &Half| {
             tokens * (half.layer.activation_bytes(config, narrow, cut) + 4 * width + 4)
         };
@@ -358,11 +358,11 @@ impl Zaya {
             if cut.shards > 1 { copied.sum() } else { 0 }
         };
         let head = head::activation_bytes(config, tokens / cut.chunks, narrow, on_device);
-        // The embedded tokens, and the residual before and after the final norm with their gradients; further back the embedded
-        // tokens, and gradients of the residual on both sides of a half.
+        // At the head: the embedded tokens, and the residual before and after the final norm with their gradients.
+        // Later: the embedded tokens, and gradients of the residual on both sides of a sublayer.
         let [ends, beside] = [5, 3].map(|rows| rows * 4 * tokens * width);
-        // A half on its way back has gradients beside about a third of what it saved, where no token sees another of a chunk at
-        // a time; when it comes to attention, what the feed-forward saved is gone.
+        // A backward pass adds gradients of about a third of what was saved: the feed-forward's for one chunk at a
+        // time. When attention's backward pass begins, the feed-forward's saved tensors have been freed.
         let back = |layer: &DecoderLayer| -> u64 {
             let [attention, rest] = halves(layer);
             let rest = attention + rest + rest / (3 * cut.chunks);
@@ -408,7 +408,7 @@ impl Embedding {
         }
     }
 
-    /// Embeddings with their bias, and the residual that they make, by chunk.
+    /// Embeddings with their bias, and the residual computed from them, by chunk.
     fn forward(&self, pass: &Pass<'_>) -> Result<(Vec<Tensor>, Vec<Tensor>)> {
         let w = pass.weights;
         let (bias, scale) = (&w[self.bias], &w[self.scale]);
@@ -419,7 +419,7 @@ impl Embedding {
         made.collect()
     }
 
-    /// From the gradient of the residual, and where there is one chunk the head's part of that of the embedding.
+    /// Takes the gradient of the residual and, if there is one chunk, the head's term of the embedding's gradient.
     fn backward(
         &self,
         pass: &Pass<'_>,
@@ -427,7 +427,7 @@ impl Embedding {
         (residual, head): (&[Tensor], Option<Tensor>),
         sink: &mut Gradients<'_>,
     ) -> Result<()> {
-        // The head's part came first; the input's part is added to it.
+        // The head's term was computed first; the input's is added to it.
         if let Some(mut head) = head {
             let own = (&embedded[0], &residual[0]);
             self.looked_up(pass, pass.chunks.of(0), own, &mut head, &mut sink.of(0))?;
@@ -445,7 +445,7 @@ impl Embedding {
         Ok(())
     }
 
-    /// A chunk's rows of the embedding: adds their gradients to `table`.
+    /// Adds the gradients of a chunk's embedding rows to `table`.
     fn looked_up(
         &self,
         pass: &Pass<'_>,
@@ -470,7 +470,7 @@ impl DecoderLayer {
         [attention, feed_forward]: [Make; 2],
     ) -> DecoderLayer {
         let mut half = |number: usize, (norm, scale): (&str, &str), make: Make| {
-            // Zyphra counts halves, and scales the residual that enters one where we scale the one that leaves the half before.
+            // Zyphra counts sublayers and scales the residual at their inputs; we scale it at the previous output.
             let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
             let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
                 true => format!("layers.{}.res_scale", theirs + 1),
@@ -492,7 +492,7 @@ impl DecoderLayer {
         }
     }
 
-    /// Classes of its router; 0 if it has none.
+    /// Classes of its router; 0 if it has no router.
     fn classes(&self, config: &ZayaConfig) -> usize {
         self.feed_forward.layer.classes(config)
     }
@@ -514,8 +514,8 @@ impl DecoderLayer {
         [&self.attention, &self.feed_forward].into_iter()
     }
 
-    /// What leaves it, what its backward pass reads, and how many tokens each class of its router got. The norm that comes next
-    /// is made with what leaves it, if it is wanted.
+    /// Returns its output, what its backward pass reads, and its router's token counts by class. Also computes the next
+    /// norm of its output, if that is wanted.
     fn forward(
         &self,
         pass: &Pass<'_>,
@@ -528,7 +528,7 @@ impl DecoderLayer {
         Ok((flow, [attention, feed_forward], counts))
     }
 
-    /// From the gradients of what left it, and the norm that they have come to: those of what entered.
+    /// Takes the gradients of its output, and the norm that they reach; returns those of its input.
     fn backward(
         &self,
         pass: &Pass<'_>,
@@ -548,7 +548,7 @@ impl Half {
         mut flow: Flow,
         next: Option<&RmsNorm>,
     ) -> Result<(Flow, Saved, Option<Tensor>)> {
-        // The residual is f32; what the products of a layer see has the kind of their weights.
+        // The residual is f32; the operands of a layer's matmuls have the dtype of their weights.
         let (x, normed) = flow.normed(pass, &self.norm)?;
         let Flow { residual, state, .. } = flow;
         let made = self.layer.forward(pass, &x, state)?;

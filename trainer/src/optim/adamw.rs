@@ -1,4 +1,4 @@
-//! AdamW: elementwise, so any cut of a tensor gives the same bits as long as the cuts are fixed.
+//! AdamW: elementwise, so any fixed split of a tensor gives the same bits.
 //!
 //! ```text
 //! w <- (1 - lr * decay) * w
@@ -9,7 +9,7 @@
 
 use kernels::ops;
 
-/// What AdamW does at one step, as plain numbers.
+/// The scalars of an AdamW step.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamW {
     /// `1 - lr * decay`.
@@ -27,7 +27,7 @@ pub struct AdamW {
 }
 
 impl AdamW {
-    /// The numbers of step `step` (from 1).
+    /// The scalars of step `step` (from 1).
     pub fn at(step: u64, lr: f64, decay: f64, betas: (f64, f64), eps: f64) -> Self {
         let (beta1, beta2) = betas;
         let rate = lr / (1.0 - power(beta1, step));
@@ -35,8 +35,8 @@ impl AdamW {
         AdamW { keep: 1.0 - lr * decay, beta1, beta2, eps, rate, root }
     }
 
-    /// The same numbers, rounded to what the elements are computed in; `scale` is what a gradient is multiplied with first, and
-    /// 1 touches nothing.
+    /// The same scalars, rounded to the precision of the elements; gradients are multiplied by `scale` first, and 1
+    /// leaves them unchanged.
     pub(super) fn rounded(&self, scale: f64) -> ops::AdamW {
         ops::AdamW {
             keep: self.keep as f32,

@@ -1,24 +1,24 @@
 //! The router's balancing biases: integer counts over the global batch, one AdamW step for each training step.
 //!
-//! An expert's error is its share of the tokens that went to experts, minus 1/E; fed as a gradient, it lowers the bias
-//! of what is used too much. The skip class stands last, keeps its bias of -1 and stays outside. Shares come from
-//! integers, so neither the order of micro-batches nor their number of ranks can be seen.
+//! An expert's error is its share of the tokens that were routed to experts, minus 1/E; used as a gradient, it lowers
+//! the bias of overused experts. The skip class comes last, keeps its bias of -1 and is not updated. Shares are
+//! computed from integers, so they depend neither on the order of micro-batches nor on the number of ranks.
 
 use super::adamw::power;
 
-/// Betas and eps of this AdamW, and its learning rate where the curriculum says none. Nothing of it is published; these
-/// are the values of the AMD port of ZAYA1.
+/// Betas and eps of this AdamW. ZAYA1's are not published; these are the values of its AMD port, as is the default
+/// learning rate.
 const BETAS: (f64, f64) = (0.9, 0.999);
 const EPS: f64 = 1e-8;
 
-/// The default learning rate.
+/// The learning rate if the curriculum gives none.
 pub(crate) const LR: f64 = 1e-3;
 
-/// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`. Of a layer without
-/// a router, the default, there are none.
+/// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`. Empty (the
+/// default) for a layer without a router.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Balance {
-    /// Added to the router's probabilities for the choice alone.
+    /// Added to the router's probabilities only for the choice of experts.
     pub bias: Vec<f32>,
     /// First moment, for the experts.
     pub first: Vec<f32>,
@@ -27,7 +27,7 @@ pub struct Balance {
 }
 
 impl Balance {
-    /// Before the first step: no preference, and a skip class that cannot win.
+    /// The initial state: no preference, and a skip class that cannot be chosen.
     pub fn new(experts: usize, skip: bool) -> Self {
         let mut bias = vec![0.0; experts];
         bias.extend(skip.then_some(-1.0));
@@ -39,7 +39,7 @@ impl Balance {
         self.bias.is_empty()
     }
 
-    /// Moves the biases by what step `step` (from 1) counted.
+    /// Updates the biases by the counts of step `step` (from 1).
     pub fn update(&mut self, step: u64, counts: &[u64], lr: f64) {
         if self.is_empty() {
             return;
@@ -48,7 +48,7 @@ impl Balance {
         let total: u64 = counts[..experts].iter().sum();
         let correction = (1.0 - power(BETAS.0, step), 1.0 - power(BETAS.1, step));
         for (expert, &count) in counts[..experts].iter().enumerate() {
-            // A step whose tokens all skipped says nothing about the experts.
+            // A step whose tokens were all skipped has no information about the experts.
             let share =
                 if total == 0 { 0.0 } else { count as f64 / total as f64 - 1.0 / experts as f64 };
             let first = BETAS.0 * f64::from(self.first[expert]) + (1.0 - BETAS.0) * share;

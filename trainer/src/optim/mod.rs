@@ -1,7 +1,7 @@
-//! The optimizers: Muon on matrices, AdamW on everything else, one update of the routers' balance for each step.
+//! The optimizers: Muon for matrices, AdamW for everything else, and one update of the routers' biases in each step.
 //!
-//! Invariant: an update is a function of its own tensor, moments and gradient, and of the step's few numbers. So whoever
-//! owns a tensor can update it, on whatever worker.
+//! Invariant: an update is a function of its tensor, moments and gradient, and of the step's scalars. So any rank that
+//! owns a tensor can update it, on any worker.
 
 pub mod adamw;
 pub mod balance;
@@ -24,10 +24,10 @@ use adamw::AdamW;
 use muon::Muon;
 use norm::CHUNK;
 
-/// Chunks of an elementwise piece: enough to be worth a worker's while, few enough to share a large embedding.
+/// Chunks of an elementwise work item: enough to be worth scheduling, few enough to spread a large embedding.
 pub(crate) const CHUNKS: i64 = 8;
 
-/// Which optimizer rules the matrices.
+/// Which optimizer updates the matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// Muon on matrices, AdamW elsewhere.
@@ -36,10 +36,10 @@ pub enum Kind {
     AdamW,
 }
 
-/// The numbers of `[optimizer]` and `[schedule]`.
+/// The values of `[optimizer]` and `[schedule]`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Settings {
-    /// Who rules the matrices.
+    /// The optimizer of the matrices.
     pub kind: Kind,
     /// The learning rate by step.
     pub schedule: Schedule,
@@ -51,11 +51,11 @@ pub struct Settings {
     pub momentum: f64,
     /// Muon's.
     pub newton_schulz: NewtonSchulzForm,
-    /// Decoupled, by the learning rate shared by both.
+    /// Decoupled weight decay, scaled by the learning rate of both optimizers.
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
-    /// Which steps are skipped, and how the clip follows the norms.
+    /// Which steps are skipped, and how the clip threshold follows the norms.
     pub guard: Guard,
 }
 
@@ -68,7 +68,7 @@ pub enum Rule {
     MuonEach,
     /// Elementwise, with weight decay or without.
     AdamW {
-        /// Whether it decays.
+        /// Whether weight decay applies.
         decay: bool,
     },
 }
@@ -90,10 +90,10 @@ impl Rule {
     }
 }
 
-/// One piece of work: a matrix, or some chunks of a tensor.
+/// A work item: a matrix, or some chunks of a tensor.
 pub(crate) struct Item {
     pub(crate) weight: Tensor,
-    /// What the model reads of it, where that is rounded and this rank's to write: it begins at this element there.
+    /// The rounded tensor that the model reads, if this rank writes it, and the item's first element in it.
     pub(crate) rounded: Option<(Tensor, i64)>,
     /// Its first moment, or momentum.
     pub(crate) first: Tensor,
@@ -102,23 +102,23 @@ pub(crate) struct Item {
     pub(crate) sums: Sums,
 }
 
-/// Who moves it.
+/// How an item is updated.
 pub(crate) enum How {
     Muon,
     AdamW { second: Tensor, decay: bool },
 }
 
-/// How its checksums are made.
+/// How its checksums are computed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sums {
-    /// The number of its first element in its tensor.
+    /// The index of its first element in its tensor.
     pub(crate) first: u64,
-    /// Of weights, first and second moments.
+    /// The salts of weights, first and second moments.
     pub(crate) salts: [u64; 3],
 }
 
 impl Item {
-    /// A part of it that begins at element `first`: what `cut` makes of each of its tensors.
+    /// The part that begins at element `first`; `cut` cuts each of its tensors.
     fn part(&self, first: i64, cut: impl Fn(&Tensor) -> Tensor) -> Item {
         let how = match &self.how {
             How::Muon => How::Muon,
@@ -130,25 +130,25 @@ impl Item {
         Item { weight, rounded, first: moment, gradient, how, sums }
     }
 
-    /// How many chunks it has.
+    /// The number of its chunks.
     fn chunks(&self) -> usize {
         self.weight.numel().div_ceil(CHUNK as usize)
     }
 }
 
-/// What pieces of work came to, for the host to read.
+/// The results of work items, for the host to read.
 pub(crate) struct Outcome {
     record: Record,
-    /// Of each piece.
+    /// Chunks of each item.
     chunks: Vec<usize>,
 }
 
-/// What one came to: the sum of squares of new weights minus old ones, and checksums of weights and moments, 0 where there are
-/// none of those.
+/// The result of one item: the sum of squares of new weights minus old ones, and checksums of weights and moments, 0
+/// for moments that do not exist.
 pub(crate) type Came = (f64, [u64; 3]);
 
 impl Outcome {
-    /// Reads it, if the host has not: piece by piece.
+    /// Reads the results, item by item; the host waits for the device unless it has read them already.
     pub(crate) fn read(self) -> Result<Vec<Came>> {
         let Outcome { mut record, chunks } = self;
         record.read().map_err(refused)?;
@@ -169,18 +169,18 @@ impl Outcome {
     }
 }
 
-/// The numbers of one step.
+/// The scalars of one step.
 #[derive(Clone, Copy, Debug)]
 pub struct At {
-    /// How often the moments will have moved with it: the step, less those that were skipped.
+    /// How many times the moments have been updated after this step: the step, minus skipped steps.
     pub step: u64,
     /// Its learning rate.
     pub lr: f64,
-    /// What the gradient is multiplied with first; 1 touches nothing.
+    /// The gradient is multiplied by this first; 1 leaves it unchanged.
     pub scale: f64,
 }
 
-/// Does the pieces of work on the workers; what they came to stands in their order.
+/// Runs the items on the workers; results are in the order of the items.
 pub(crate) fn run(
     settings: &Settings,
     items: Vec<Item>,
@@ -213,7 +213,7 @@ pub(crate) fn run(
     Ok(Outcome { record, chunks })
 }
 
-/// The pieces of work of a piece that an owner has: its matrices, or all of it, which is some chunks.
+/// Splits an owner's piece into work items: its matrices, or the whole piece, which is some chunks.
 pub(crate) fn split(rule: Rule, whole: Item, items: &mut Vec<Item>) {
     if rule != Rule::MuonEach {
         items.push(whole);

@@ -9,16 +9,16 @@
 //! w <- w - lr * 0.2 * sqrt(max(rows, columns)) * X   the size of an AdamW update
 //! ```
 //!
-//! Of a matrix at least twice as long one way as the other `A` alone is iterated, unless the curriculum says
-//! `newton_schulz = "direct"`: the same but for rounding. `"bf16"` iterates every matrix itself, in bf16.
+//! For a matrix at least twice as long one way as the other only `A` is iterated, unless the curriculum sets
+//! `newton_schulz = "direct"`: the results differ only in rounding. `"bf16"` iterates every matrix itself, in bf16.
 //!
-//! Each matrix is a work item of its own (an expert's too): its new bits are a function of that matrix alone, whichever worker
-//! or rank owns it. The table of operations takes stacks of matrices as well, under the same rule; its CPU kernels have
-//! nothing to gain from them.
+//! Each matrix is a separate work item (an expert's too): its new bits depend on that matrix alone, whichever worker or
+//! rank updates it. The table of operations also takes stacks of matrices, under the same rule; its CPU kernels gain
+//! nothing from them.
 
 use kernels::ops::{NewtonSchulz, NewtonSchulzForm};
 
-/// The quintic iteration: it pushes singular values into about 0.7..1.2, fast rather than exact.
+/// The quintic iteration: it brings singular values to about 0.7..1.2, which is fast rather than exact.
 pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
@@ -26,32 +26,32 @@ pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
     form: NewtonSchulzForm::Gram,
 };
 
-/// What Muon does at one step, as plain numbers.
+/// The scalars of a Muon step.
 #[derive(Clone, Copy, Debug)]
 pub struct Muon {
     /// The learning rate shared with AdamW.
     pub lr: f64,
     /// `1 - lr * decay`.
     pub keep: f64,
-    /// Of the momentum.
+    /// The decay of the momentum.
     pub momentum: f64,
-    /// What makes the momentum nearly orthogonal.
+    /// The Newton-Schulz iteration.
     pub newton_schulz: NewtonSchulz,
 }
 
 impl Muon {
-    /// The numbers of a step.
+    /// The scalars of a step.
     pub fn at(lr: f64, decay: f64, momentum: f64) -> Self {
         Muon { lr, keep: 1.0 - lr * decay, momentum, newton_schulz: QUINTIC }
     }
 
-    /// The same with iterations of this form.
+    /// The same with this form of the iteration.
     #[must_use]
     pub(crate) fn by_form(self, form: NewtonSchulzForm) -> Self {
         Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
-    /// By what a direction is multiplied before it moves a matrix with so many rows or columns, whichever are more.
+    /// The factor of an update direction, for a matrix whose longer side is `longest`.
     pub(super) fn rate(&self, longest: i64) -> f64 {
         self.lr * 0.2 * (longest as f64).sqrt()
     }
@@ -72,7 +72,7 @@ mod tests {
         crate::model::random(&[rows, columns], seed as u64)
     }
 
-    /// In which direction the weights go of a matrix whose momentum this is.
+    /// The update direction of a matrix with this momentum.
     fn direction(muon: Muon, momentum: &mut Tensor, gradient: &Tensor) -> Tensor {
         let direction = CPU.nesterov(momentum, gradient, muon.momentum as f32, 1.0).unwrap();
         CPU.newton_schulz(&direction, muon.newton_schulz).unwrap()
@@ -85,7 +85,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
 
-        /// In exact arithmetic the iteration acts on singular values alone, by the scalar polynomial.
+        /// In exact arithmetic the iteration only applies the scalar polynomial to the singular values.
         #[test]
         fn it_is_the_polynomial_on_singular_values(rows in 1i64..24, columns in 1i64..24, seed in 0i64..1000) {
             let matrix = random(rows, columns, seed).to_kind(Kind::Double);
@@ -124,14 +124,14 @@ mod tests {
             let found = orthogonalized(&random(rows, columns, 3));
             let (_, s, _) = found.svd(true, false);
             let values: Vec<f64> = Vec::try_from(s.to_kind(Kind::Double)).unwrap();
-            // The smallest singular value of a square random matrix may be too small for five steps; the bulk is not.
+            // The smallest singular value of a square random matrix may be too small for five steps; most are not.
             let inside = values.iter().filter(|value| (0.6..1.3).contains(*value)).count();
             assert!(inside * 10 >= values.len() * 9, "{rows} x {columns}: {values:?}");
             assert!(values.iter().all(|value| *value < 1.3), "{rows} x {columns}: {values:?}");
         }
     }
 
-    /// The forms differ in rounding alone, and only where a matrix is twice as long one way as the other.
+    /// The forms differ only in rounding, and only where a matrix is twice as long one way as the other.
     #[test]
     fn a_form_is_the_one_that_is_asked_for() {
         let by = |rows, columns, form| {

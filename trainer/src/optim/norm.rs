@@ -1,7 +1,7 @@
-//! The global gradient norm: sums of squares of fixed chunks, then the fixed tree, twice.
+//! The global gradient norm: sums of squares of fixed chunks, added by the fixed tree over chunks, then over tensors.
 //!
 //! A chunk's sum is a function of its 65,536 elements; chunks are added by the tree over chunk numbers, tensors by the
-//! tree over tensor numbers. So whoever holds whichever chunks can contribute, and the norm has the same bits.
+//! tree over tensor numbers. So any assignment of chunks to ranks gives a norm with the same bits.
 
 use contract::Result;
 use kernels::ops::Ops;
@@ -19,7 +19,7 @@ pub fn squares(ops: &dyn Ops, tensor: &Tensor) -> Result<f64> {
     Ok(sum(&values(&squares)?))
 }
 
-/// The tree over the chunks of a tensor.
+/// Adds the chunks of a tensor by the tree.
 pub fn sum(chunks: &[f64]) -> f64 {
     tree::total(chunks.iter().copied())
 }
@@ -29,7 +29,7 @@ pub fn norm(squares: &[f64]) -> f64 {
     sum(squares).sqrt()
 }
 
-/// What to multiply the gradient with so that its norm is at most `clip`: exactly 1 (nothing is touched) if it is.
+/// The factor of the gradient that makes its norm at most `clip`: exactly 1, which changes nothing, if it is already.
 pub fn scale(norm: f64, clip: f64) -> f64 {
     if clip > 0.0 && norm > clip { clip / norm } else { 1.0 }
 }

@@ -1,4 +1,4 @@
-//! The update of many tensors at once, with the bits that each has by itself.
+//! Updates many tensors at once, with the bits of separate updates.
 
 use kernels::Result;
 use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops, Update, UpdateRule, newton_schulz_bytes};
@@ -9,8 +9,8 @@ use super::muon::{Muon, QUINTIC};
 use super::{How, Item, Rule};
 use crate::timing::{Part, part};
 
-/// Elements of matrices that are moved together on a device: their directions are kept beside them, 256 MiB, and what these are
-/// turned with.
+/// Elements of matrices that are updated together on a device: limits the memory of their directions (256 MiB) and of
+/// the Newton-Schulz iterations.
 const ELEMENTS: usize = 1 << 26;
 
 /// The rules of one step.
@@ -19,13 +19,13 @@ pub(super) struct Rules {
     pub(super) muon: Muon,
     /// Without weight decay.
     pub(super) plain: AdamW,
-    /// With it.
+    /// With weight decay.
     pub(super) decayed: AdamW,
-    /// What gradients are multiplied with first.
+    /// Gradients are multiplied by this first.
     pub(super) scale: f64,
 }
 
-/// Items in their order, in groups whose matrices have a bounded size; a larger one is in a group by itself.
+/// Groups items in their order so that a group's matrices have a bounded size; a larger matrix is a group by itself.
 pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
     grouped(items, |item| match item.how {
         How::Muon => item.weight.numel(),
@@ -33,8 +33,8 @@ pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
     })
 }
 
-/// Bytes that moving tensors holds beside them and their gradients, by the rule and the shape of each: directions of a group's
-/// matrices, and what these are turned with.
+/// Bytes of temporary memory of an update, from the rule and shape of each tensor: the directions of a group's
+/// matrices, and what Newton-Schulz needs for them.
 pub(crate) fn bytes<'a>(
     moved: impl Iterator<Item = (Rule, &'a [i64])>,
     form: NewtonSchulzForm,
@@ -69,7 +69,7 @@ fn grouped<T>(items: Vec<T>, elements: impl Fn(&T) -> usize) -> Vec<Vec<T>> {
 }
 
 impl Rules {
-    /// Moves them, and says what they came to, as [`Ops::update`] does: the host waits for nothing.
+    /// Updates the items and returns the results of [`Ops::update`]: the host does not wait.
     pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<Tensor> {
         self.turn(ops, &mut items)?;
         let matrices = items.iter().all(|item| matches!(item.how, How::Muon));
@@ -94,7 +94,7 @@ impl Rules {
         ops.update(&mut moved)
     }
 
-    /// Moves the momenta of the matrices, and puts in place of each one's gradient the direction in which its weights go.
+    /// Updates the momenta of the matrices, and replaces each one's gradient by its update direction.
     fn turn(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
         let matrices = items.iter_mut().filter(|item| matches!(item.how, How::Muon));
         let mut matrices: Vec<&mut Item> = matrices.collect();
@@ -134,7 +134,7 @@ mod tests {
         parts.into_iter().flatten().map(Tensor::copy).collect()
     }
 
-    /// Together or each by itself, in any groups: the same weights, moments, distances and checksums.
+    /// Together or each by itself, in any groups: the same weights, moments, update norms and checksums.
     #[test]
     fn a_group_is_its_items() {
         let at = At { step: 3, lr: 0.01, scale: 0.7 };
@@ -159,7 +159,7 @@ mod tests {
             let flat = |count: i64, seed: u64, decay| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(&[count], seed + index));
                 let how = How::AdamW { second: of(&[count], seed + 3).square(), decay };
-                // In the middle of what the model reads.
+                // In the middle of the tensor that the model reads.
                 let read = Tensor::zeros([count + 9], (tch::Kind::BFloat16, tch::Device::Cpu));
                 let rounded = decay.then_some((read, 5));
                 Item { weight, rounded, first, gradient, how, sums: sums(seed << 32) }

@@ -1,8 +1,8 @@
-//! Bytes that ranks send each other in a step, by sums over machines: as many ranks as there may be, each is looked at once.
+//! Bytes that ranks send each other in a step, summed by machine, so that each rank is visited once.
 //!
-//! What is summed up is what a step does (`mesh::gather`, `mesh::share`): each block of a rank goes to the leaders of its
-//! machine, each block of a machine from a leader to the owners elsewhere, each owner's new weights to everybody, into a
-//! machine once.
+//! The sums follow the exchanges of a step (`mesh::gather`, `mesh::share`): each block of a rank is sent to the leaders
+//! of its machine, each block of a machine from a leader to the owners elsewhere, and each owner's new weights to all
+//! ranks, once to each machine.
 
 use std::ops::Range;
 
@@ -14,55 +14,55 @@ use crate::mesh::Mesh;
 use crate::mesh::behind::Owned;
 use crate::mesh::team::Nodes;
 
-/// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few kilobytes
-/// from each rank to each other, are not counted.
+/// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few
+/// kilobytes from each rank to each other, are not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct SentInStep {
     /// Gradients, between ranks of one machine.
     pub gradients_within_machines: u64,
-    /// Gradients, from machine to machine.
+    /// Gradients, between machines.
     pub gradients_between_machines: u64,
     /// New weights, between ranks of one machine.
     pub weights_within_machines: u64,
-    /// New weights, from machine to machine.
+    /// New weights, between machines.
     pub weights_between_machines: u64,
 }
 
 impl SentInStep {
-    /// From machine to machine.
+    /// Bytes sent between machines.
     pub fn between_machines(self) -> u64 {
         self.gradients_between_machines + self.weights_between_machines
     }
 
-    /// In all.
+    /// All bytes.
     pub fn sum(self) -> u64 {
         self.gradients_within_machines + self.weights_within_machines + self.between_machines()
     }
 }
 
-/// What decides it.
+/// The inputs of the sums.
 pub(super) struct Sending<'a> {
-    /// How the ranks stand.
+    /// The mesh of the ranks.
     pub(super) mesh: Mesh,
     /// How many of them share a machine; the last may have fewer.
     pub(super) ranks_per_node: u32,
-    /// Whether they send as if all were on one machine.
+    /// Whether all ranks count as one machine (`--no-hierarchical`).
     pub(super) flat: bool,
-    /// The micro-batches of each place of a line of gradients, by round.
+    /// The micro-batches of each position on a line of gradients, by round.
     pub(super) parts: &'a [Vec<Range<u64>>],
-    /// Bytes of the gradients of what each rank owns.
+    /// Bytes of gradients of the pieces that each rank owns.
     pub(super) lengths: &'a [u64],
-    /// Bytes of its new weights that go to everybody.
+    /// Bytes of its new weights that are sent to all ranks.
     pub(super) weights: &'a [u64],
-    /// Bytes of those of which each rank gets its shards: by owner and place along the folded axis.
+    /// Bytes of its new weights that are sharded: by owner and position along the folded axis.
     pub(super) shards: &'a [Vec<u64>],
 }
 
 impl Sending<'_> {
-    /// All of it.
+    /// The sums over all ranks.
     pub(super) fn sum(&self) -> Result<SentInStep> {
         let mut sent = SentInStep::default();
-        // Gradients travel along lines of ranks that have the same place in the sharing of their micro-batches.
+        // Gradients are reduced along lines of ranks at the same position in the sharing of their micro-batches.
         let together = self.mesh.together();
         for sharing in 0..together {
             let ranks = (0..self.mesh.dp).map(|place| place * together + sharing);
@@ -73,7 +73,7 @@ impl Sending<'_> {
         Ok(sent)
     }
 
-    /// The gradients of a line.
+    /// Adds the gradients of a line.
     fn line(&self, ranks: &[u32], sent: &mut SentInStep) -> Result<()> {
         let machine = |rank: &u32| (rank / self.ranks_per_node).to_string();
         let machines: Vec<String> = ranks.iter().map(machine).collect();
@@ -91,7 +91,7 @@ impl Sending<'_> {
                     sent.gradients_between_machines += own * (owned.all() - here);
                     continue;
                 }
-                // Its neighbours take all blocks but what is its own, or its own to hand on.
+                // Its neighbours receive all blocks except what it owns or forwards itself.
                 let kept = owned.of(place) + owned.behind(&nodes, place);
                 sent.gradients_within_machines += own * (owned.all() - kept);
             }
@@ -108,7 +108,7 @@ impl Sending<'_> {
         Ok(())
     }
 
-    /// Each owner's to all ranks of its machine and to one of each other machine, which passes them on there.
+    /// Each owner sends to all ranks of its machine and to one rank of each other machine, which forwards them.
     fn weights(&self, sent: &mut SentInStep) {
         let all: u64 = self.weights.iter().sum();
         let nodes: Vec<&[u64]> = self.weights.chunks(self.ranks_per_node as usize).collect();
@@ -125,7 +125,7 @@ impl Sending<'_> {
         }
     }
 
-    /// Shards go from their owner to who holds them, directly.
+    /// Shards are sent by their owner directly to the ranks that hold them.
     fn shards(&self, sent: &mut SentInStep) {
         let tsp = self.mesh.tsp as usize;
         let of_place = |ranks: Range<usize>| {
@@ -148,7 +148,7 @@ impl Sending<'_> {
     }
 }
 
-/// How many blocks make up a run of micro-batches.
+/// How many blocks a run of micro-batches has.
 fn count(first: u64, end: u64) -> u64 {
     blocks(first, end).len() as u64
 }

@@ -1,4 +1,4 @@
-//! Attention by itself: how fast each table computes it, and whether it has the same bits every time.
+//! Measures attention alone: how fast each table computes it, and whether its bits are reproducible.
 
 use contract::Result;
 use kernels::Result as Computed;
@@ -11,7 +11,7 @@ use super::machine::Bench;
 use super::numbers::numbers;
 use crate::refusal::refused;
 
-/// Operands of a call and of its way back, over tokens that lie in documents.
+/// Operands of a forward and a backward call, over tokens of documents.
 pub(super) struct Operands {
     query: Tensor,
     key: Tensor,
@@ -23,7 +23,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Without structure.
+    /// Random operands.
     pub(super) fn of(
         spans: &[Span],
         heads: [i64; 3],
@@ -53,7 +53,7 @@ impl Operands {
         ops.attention(self.by())
     }
 
-    /// There and back: gradients of queries, keys and values.
+    /// Forward and backward: gradients of queries, keys and values.
     pub(super) fn both(&self, ops: Table) -> Computed<[Tensor; 3]> {
         let saved = self.forward(ops)?.saved;
         let float = (Kind::Float, self.query.device());
@@ -66,8 +66,8 @@ impl Operands {
     }
 }
 
-/// The tables by whose kernels attention over these operands could be computed, with what they are called, beside the one that
-/// trains; none but on a device, and where libtorch's kernels do not take them.
+/// Other tables whose kernels can compute attention over these operands, with their names. Empty on a CPU, and where
+/// libtorch's kernels do not support the operands.
 pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str, Table)>> {
     match trains.name() == DEVICE.name() && library_attends(of.by())? {
         true => Ok(["own", "library"].into_iter().zip(ATTENTIONS).collect()),
@@ -75,32 +75,32 @@ pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str
     }
 }
 
-/// Operations in a second of a call over one document.
+/// Operations per second of a call over one document.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Rates {
-    /// There.
+    /// Of the forward pass.
     pub forward: f64,
-    /// Back, over twice as many operations.
+    /// Of the backward pass, which has twice as many operations.
     pub backward: f64,
 }
 
-/// What was measured of a call over one document.
+/// Measurements of a call over one document.
 #[derive(Clone, Debug)]
 pub struct Measured {
-    /// Operations that the causal mask leaves, forward.
+    /// Operations of the forward pass that the causal mask leaves.
     pub operations: f64,
-    /// As training computes it.
+    /// With the kernels that training uses.
     pub trained: Rates,
-    /// By our own kernels and by libtorch's, where there are both.
+    /// With our own kernels and with libtorch's, where both exist.
     pub others: Vec<(&'static str, Rates)>,
 }
 
 impl Bench {
-    /// A causal call over `tokens` of one document, each way that it could be computed; of a worker while all are at work.
-    /// `heads` are `[H, K, d]`.
+    /// Measures a causal call over one document of `tokens`, with every table that can compute it: on one worker while
+    /// all workers run it. `heads` are `[H, K, d]`.
     ///
     /// # Errors
-    /// Where an operation refuses, or memory ends.
+    /// If an operation fails, or memory runs out.
     pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<Measured> {
         let trains = self.workers.ops();
         let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;

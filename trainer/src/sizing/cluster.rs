@@ -1,8 +1,8 @@
-//! A cluster as a file describes it: how many ranks, what each holds, and how fast it computes, remembers and sends.
+//! A cluster as described by a file: its ranks, their memory, and their rates of computation, memory and network.
 //!
-//! `ztrain bench gemm | memory | collectives --out FILE` each write their part of such a file; [`PUBLISHED`] are files that
-//! hold published figures, each with its source beside it. A plan asks for the parts that it reads, and says what measures
-//! those that are not there.
+//! `ztrain bench gemm | memory | collectives --out FILE` each write their part of such a file; [`PUBLISHED`] files hold
+//! published figures with their sources. A plan requires the parts that it reads; if one is missing, it names the
+//! command that measures it.
 
 use contract::{Fault, Result};
 use serde::Deserialize;
@@ -10,57 +10,57 @@ use settings::{File, Spanned};
 
 use super::Curve;
 
-/// Names and texts of the clusters that come with the program.
+/// Names and texts of the built-in clusters.
 pub const PUBLISHED: [(&str, &str); 2] = [
     ("mi300x-pollara", include_str!("clusters/mi300x-pollara.toml")),
     ("h100", include_str!("clusters/h100.toml")),
 ];
 
-/// The file. What it leaves out has not been measured.
+/// The file. Missing values have not been measured.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Described {
-    /// What people call it.
+    /// Its name, for people.
     pub name: Option<String>,
-    /// Ranks, each with a device of its own, or on CPUs with cores of its own.
+    /// Ranks, each with its own device, or on CPUs its own cores.
     pub ranks: Option<u32>,
     /// How many of them share a machine.
     pub ranks_per_node: Option<u32>,
     /// Memory of a rank's device, in GiB.
     pub memory_gib: Option<f64>,
-    /// Micro-batches that a rank computes at once: rates of products are those of one of them.
+    /// Micro-batches that a rank computes at once: the rates of matmuls are those of one of them.
     pub workers: Option<usize>,
-    /// The part of an exchange that computing can hide, from 0, where the processors that compute also move the bytes, to 1.
+    /// The part of an exchange that computation can hide, from 0 (the same processors compute and send) to 1.
     pub overlap: Option<f64>,
-    /// How long a rank waits for the slowest one where all have computed the same, of the time that it computed itself.
+    /// How long a rank waits for the slowest one although all compute the same, as a share of its own computing time.
     pub uneven: Option<f64>,
-    /// Operations in a second.
+    /// Rates of matmuls, in operations per second.
     pub gemm: Option<Gemm>,
-    /// Bytes in a second.
+    /// Memory bandwidths, in bytes per second.
     pub memory: Option<Memory>,
-    /// Between ranks of a machine.
+    /// The link between ranks of a machine.
     pub within: Option<Link>,
-    /// Between machines.
+    /// The link between machines.
     pub between: Option<Link>,
-    /// Where checkpoints go.
+    /// Where checkpoints are written.
     pub checkpoint: Option<Medium>,
     /// How often ranks fail.
     pub faults: Option<Faults>,
 }
 
-/// Rates of products over their operations: 2 m k n for `[m, k]` times `[k, n]`, with all workers of a rank at work.
+/// Rates of matmuls over their operations: 2 m k n for `[m, k]` times `[k, n]`, with all workers of a rank busy.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gemm {
-    /// Of f32 operands.
+    /// With f32 operands.
     pub f32: Option<Curve>,
-    /// Of bf16 operands.
+    /// With bf16 operands.
     pub bf16: Option<Curve>,
-    /// Attention, forward, over the operations of a call that the causal mask leaves; of bf16 operands where both were measured.
+    /// Attention, forward, over the operations that the causal mask leaves; with bf16 operands if both were measured.
     pub attention: Option<Curve>,
-    /// The same backward, over twice those.
+    /// The same backward, over twice as many operations.
     pub attention_back: Option<Curve>,
-    /// The same of f32 operands, where that is another rate.
+    /// The same with f32 operands, where that rate differs.
     pub attention_f32: Option<Curve>,
     /// See above.
     pub attention_f32_back: Option<Curve>,
@@ -68,7 +68,7 @@ pub struct Gemm {
     pub newton_schulz: Option<Curve>,
 }
 
-/// Bandwidth over the bytes that an operation reads and writes, as STREAM counts them.
+/// Bandwidth over the bytes that an operation reads and writes, counted as in STREAM.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Memory {
@@ -84,44 +84,44 @@ pub struct Memory {
     pub checksum: Option<Curve>,
     /// An addition of the tree: `a = a + b`.
     pub tree: Option<Curve>,
-    /// The softmax of the head and its slope.
+    /// The head's softmax and its gradient.
     pub softmax: Option<Curve>,
 }
 
-/// A way from rank to rank.
+/// A link from rank to rank.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Link {
     /// Seconds before the first byte arrives.
     pub latency_s: f64,
-    /// Bytes in a second that a rank sends while all others do.
+    /// Bytes per second that a rank sends while all others do.
     pub bytes_per_s: f64,
 }
 
-/// Where checkpoints go.
+/// Where checkpoints are written.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Medium {
-    /// Bytes in a second from a rank's device into memory of its machine, for which the step waits.
+    /// Bytes per second from a rank's device into main memory, for which the step waits.
     pub copy_bytes_per_s: f64,
-    /// Bytes in a second that a machine writes beside the steps.
+    /// Bytes per second that a machine writes during training.
     pub write_bytes_per_s: f64,
 }
 
-/// How often ranks fail, and what that costs.
+/// How often ranks fail, and the cost of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Faults {
-    /// Failures of a rank in an hour that end the run.
+    /// Failures of a rank per hour that end the run.
     pub per_rank_hour: f64,
-    /// Seconds from a failure until the first step is computed again.
+    /// Seconds from a failure until a step is computed again.
     pub restart_s: f64,
 }
 
-/// What a plan reads of the file.
+/// The values of the file that a plan reads.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
-    /// What people call it.
+    /// Its name, for people.
     pub name: String,
     /// Ranks.
     pub ranks: u32,
@@ -131,44 +131,44 @@ pub struct Cluster {
     pub memory_bytes: u64,
     /// Micro-batches that a rank computes at once.
     pub workers: usize,
-    /// The part of an exchange that computing can hide: all of it, if nothing else is said.
+    /// The part of an exchange that computation can hide: all of the exchange, by default.
     pub overlap: f64,
-    /// How long a rank waits for the slowest one, of the time that it computes: nothing, if nothing is said.
+    /// How long a rank waits for the slowest one, as a share of its computing time: 0 by default.
     pub uneven: f64,
-    /// Rates of f32 products.
+    /// Rates of f32 matmuls.
     pub f32: Curve,
-    /// Rates of bf16 products.
+    /// Rates of bf16 matmuls.
     pub bf16: Curve,
     /// Rates of attention, forward and backward.
     pub attention: [Curve; 2],
-    /// The same of f32 operands.
+    /// The same with f32 operands.
     pub attention_f32: [Curve; 2],
-    /// Rates of Newton-Schulz iterations; those of f32 products stand in for them.
+    /// Rates of Newton-Schulz iterations; by default those of f32 matmuls.
     pub newton_schulz: Option<Curve>,
-    /// Bandwidth of what reads and writes once.
+    /// Bandwidth of an operation that reads and writes once.
     pub stream: Curve,
-    /// Of checksums.
+    /// Bandwidth of checksums.
     pub checksum: Curve,
-    /// Of additions of the tree.
+    /// Bandwidth of additions of the tree.
     pub tree: Curve,
-    /// Of the softmax of the head and its slope.
+    /// Bandwidth of the head's softmax and its gradient.
     pub softmax: Curve,
-    /// Seconds of a call that does next to nothing, where one was measured.
+    /// Seconds of a minimal call, if measured.
     pub call_s: f64,
-    /// Between ranks of a machine.
+    /// The link between ranks of a machine.
     pub within: Option<Link>,
-    /// Between machines.
+    /// The link between machines.
     pub between: Option<Link>,
-    /// Where checkpoints go.
+    /// Where checkpoints are written.
     pub checkpoint: Option<Medium>,
     /// How often ranks fail.
     pub faults: Option<Faults>,
-    /// What the file leaves out and what stands in for it.
+    /// Values missing from the file, and what is assumed for them.
     pub assumed: Vec<String>,
 }
 
 impl Described {
-    /// This machine with one rank, of which nothing is measured.
+    /// This machine as a single rank, without measurements.
     pub fn of_this_machine() -> Described {
         Described {
             name: Some("this machine".to_owned()),
@@ -179,7 +179,7 @@ impl Described {
         }
     }
 
-    /// Reads a file, or the published one of that name.
+    /// Reads a file, or the built-in one of that name.
     pub fn read(place: &str) -> Result<Described> {
         if let Some((name, text)) = PUBLISHED.iter().find(|(name, _)| *name == place) {
             return Described::parse(&File::new(format!("cluster {name}"), *text));
@@ -197,7 +197,7 @@ impl Described {
         Described::parse(&File::from_bytes(place, bytes)?)
     }
 
-    /// Reads a text.
+    /// Parses a text.
     pub fn parse(file: &File) -> Result<Described> {
         let found: Described = file.parse()?;
         let spanned: std::collections::BTreeMap<String, Spanned<settings::Value>> = file.parse()?;
@@ -249,7 +249,7 @@ impl Described {
         Ok(found)
     }
 
-    /// The rates of products that are there, with their keys.
+    /// The rates of matmuls in the file, with their keys.
     fn rates(&self) -> Vec<(&'static str, &Curve)> {
         let Some(gemm) = &self.gemm else { return Vec::new() };
         let Gemm { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
@@ -265,7 +265,7 @@ impl Described {
         ])
     }
 
-    /// The bandwidths that are there, with their keys.
+    /// The bandwidths in the file, with their keys.
     fn bandwidths(&self) -> Vec<(&'static str, &Curve)> {
         let Some(Memory { copy, scale, add, triad, checksum, tree, softmax }) = &self.memory else {
             return Vec::new();
@@ -281,7 +281,7 @@ impl Described {
         ])
     }
 
-    /// What a plan reads: the parts that must be there, and for the others what is assumed.
+    /// The values for a plan: required parts must be in the file, defaults are assumed for others.
     pub fn resolve(self, place: &str) -> Result<Cluster> {
         let missing = |what: &str, hint: &str| {
             Fault::usage(format!("the cluster has no {what}"))
@@ -349,7 +349,7 @@ impl Described {
         })
     }
 
-    /// The file's text; it says what the numbers mean.
+    /// The file's text, with comments that explain the numbers.
     pub fn text(&self) -> String {
         let mut out = String::from(
             "# What these machines can do, for `ztrain plan CURRICULUM --cluster FILE`. `ztrain bench gemm`, `memory` and\n\

@@ -1,6 +1,6 @@
-//! Fear: that the list of products is not what a micro-batch computes.
+//! Guards against a list of matmuls that differs from what a micro-batch computes.
 //!
-//! A micro-batch is computed by a table of operations that writes down every product it is asked for.
+//! A micro-batch is computed by a table of operations that records every matmul that is called.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -198,19 +198,19 @@ impl Ops for Counting {
     }
 }
 
-/// The shapes of every product that a table is asked for: the router's are made inside one of its operations, and left out.
+/// The expected shapes of all recorded matmuls: the router's are computed inside one operation, and left out.
 fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<Shape, u64> {
     let mut all = BTreeMap::new();
     let layers = counts.len() as u64;
     for (layer, counts) in counts.iter().enumerate() {
-        // The table for the CPU fills the rows of an expert up to a multiple of eight: a little more than was routed.
+        // The CPU table pads the rows of an expert to a multiple of eight: a little more than was routed.
         let filled = |count: &u64| count.next_multiple_of(8) as i64;
         let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(filled).collect();
         let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
         for product in products::of_micro_batch(config, by) {
             let count = match product.part {
                 Part::Router | Part::RouterBack => continue,
-                // The list is of all layers; here each has its own routes.
+                // The list covers all layers; here each layer has different routes.
                 Part::Head if layer > 0 => continue,
                 Part::Head => product.count,
                 _ => product.count / layers,

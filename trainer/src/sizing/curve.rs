@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Points (size, rate), sizes ascending, all above zero. Between two points the logarithm of the rate is linear in that of the
-/// size; beyond the ends the rate stays that of the end.
+/// Points (size, rate), sizes ascending, all positive. Between two points the logarithm of the rate is linear in the
+/// logarithm of the size; beyond the ends the rate is constant.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve(pub Vec<[f64; 2]>);
@@ -14,7 +14,7 @@ impl Curve {
         Curve(vec![[1.0, rate]])
     }
 
-    /// Of measurements in any order: those of sizes that differ by less than a tenth become one point, their median.
+    /// From measurements in any order: sizes that differ by less than a tenth become one point, their median.
     pub fn of(mut found: Vec<[f64; 2]>) -> Curve {
         found.retain(|[size, rate]| *size > 0.0 && *rate > 0.0 && (size + rate).is_finite());
         found.sort_by(|left, right| left[0].total_cmp(&right[0]));
@@ -28,7 +28,7 @@ impl Curve {
         Curve(found.chunk_by(near).map(point).collect())
     }
 
-    /// Whether a file may say this.
+    /// Whether the points are valid in a file.
     pub fn is_valid(&self) -> bool {
         let finite = |[size, rate]: &[f64; 2]| {
             *size > 0.0 && *rate > 0.0 && size.is_finite() && rate.is_finite()
@@ -38,7 +38,7 @@ impl Curve {
             && self.0.windows(2).all(|pair| pair[0][0] < pair[1][0])
     }
 
-    /// The rate at `size`; 0 where there is no point.
+    /// The rate at `size`; 0 without points.
     pub fn at(&self, size: f64) -> f64 {
         let after = self.0.partition_point(|[at, _]| *at <= size);
         let (Some(first), Some(last)) = (self.0.first(), self.0.last()) else { return 0.0 };
@@ -72,7 +72,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// A power law is met everywhere between its points, and a rate never leaves those around it.
+        /// A power law is reproduced between its points, and a rate stays between those of the adjacent points.
         #[test]
         fn it_goes_through_its_points(
             power in -2.0..2.0f64, scale in 0.1..1e9f64, sizes in prop::collection::vec(1.0..1e12f64, 2..12), at in 0.5..2e12f64,
@@ -81,7 +81,7 @@ mod tests {
             let curve = Curve::of(sizes.iter().map(|size| [*size, law(*size)]).collect());
             prop_assert!(curve.is_valid());
             let (first, last) = (curve.0[0][0], curve.0[curve.0.len() - 1][0]);
-            // Sizes that were near each other are one point, with a rate of one of them.
+            // Near sizes became one point, with the rate of one of them.
             let room = 1.1f64.powf(2.0 * power.abs() * sizes.len() as f64);
             let found = curve.at(at) / law(at.clamp(first, last));
             prop_assert!((1.0 / room - 1e-9..=room + 1e-9).contains(&found), "{found} of {room}");

@@ -1,11 +1,11 @@
-//! What it costs that ranks share micro-batches, and which degree of it pays.
+//! The cost of sharing micro-batches between ranks, and the best degree.
 //!
 //! ```text
-//! context   operands and gradients of chunks, by the link that the ranks of a line have; nobody computes meanwhile
+//! context   operands and gradients of chunks, over the slowest link of a line; they do not overlap with computation
 //! folded    shards of weights, one ahead of use: what the computation of layers does not hide
 //! ```
 //!
-//! A rank then computes its chunks alone, one micro-batch at a time, and there are as many lines of gradients less.
+//! A rank then computes only its chunks, one micro-batch at a time, and there are fewer lines of gradients.
 
 use contract::Result;
 use serde::Serialize;
@@ -15,7 +15,7 @@ use super::standing::Setting;
 use crate::mesh::{Degrees, Mesh};
 use crate::plan::{self, Fleet};
 
-/// Ranks that share a micro-batch at most where degrees are compared.
+/// The largest number of ranks that share a micro-batch in the comparison.
 const MOST: u32 = 64;
 
 /// A phase under one degree.
@@ -23,19 +23,19 @@ const MOST: u32 = 64;
 pub struct Degree {
     /// The phase.
     pub phase: String,
-    /// As `ztrain --cp` and `--tsp` have it.
+    /// The degrees, as for `ztrain --cp` and `--tsp`.
     pub cp: u32,
     /// See above.
     pub tsp: u32,
     /// Seconds of a step.
     pub seconds: f64,
-    /// Bytes of the rank that holds most.
+    /// Bytes of the rank that needs most memory.
     pub memory: u64,
-    /// Whether it has them.
+    /// Whether its device has that much.
     pub fits: bool,
 }
 
-/// Every phase under each degree that its cut allows; nothing where no phase allows one.
+/// Every phase with each degree that its cut allows; empty if no phase allows any.
 pub fn compared(setting: Setting<'_>) -> Result<Vec<Degree>> {
     let Setting { spec, cluster, fleet } = setting;
     let firsts: Vec<u64> = spec.plan.phases().iter().map(|phase| phase.first_step).collect();

@@ -1,16 +1,16 @@
-//! How long a step will take on a cluster, part by part.
+//! Estimates the time of a step on a cluster, part by part.
 //!
 //! ```text
-//! micro-batch   each product by the curve of its operations, attention by its own, what is left by bandwidth      x rounds
+//! micro-batch   each matmul by the curve of its operations, attention by its own, the rest by bandwidth       x rounds
 //! exactness     checksums of each gradient, and of the sum
-//! optimizer     of the owner that needs longest: Newton-Schulz by the curve of f32 products, the rest by bandwidth, checksums of
-//!               the state included
-//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients hide behind the way back of the last round
-//!               and behind waiting; what is packed and taken over, by bandwidth; where ranks share micro-batches, what they
-//!               wait for each other (see `standing`); and for the slowest rank, a measured share of what is computed
+//! optimizer     the slowest owner: Newton-Schulz by the curve of f32 matmuls, the rest by bandwidth, with checksums
+//!               of the state
+//! exchange      bytes of `plan` by tier over the tier's bandwidth; gradients overlap with the last backward pass and
+//!               with waiting; packing and unpacking by bandwidth; where ranks share micro-batches, how long they
+//!               wait for each other (see `standing`); and for the slowest rank, a measured share of the computation
 //! ```
 //!
-//! Left out: what reading batches takes (it hides), and, where `[memory]` begins above 4 KB, what calls cost whatever their size.
+//! Not included: reading batches, which is hidden, and, where `[memory]` begins above 4 KB, the fixed costs of calls.
 
 use contract::Result;
 use curriculum::Dtype;
@@ -30,51 +30,51 @@ use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
 use crate::state::ownership::{self, Piece};
 use crate::timing::{EXACTNESS, PARTS, Part};
 
-/// What a step of a phase takes.
+/// The time of a step in a phase.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct StepTime {
     /// The phase.
     pub phase: String,
-    /// Micro-batches that the busiest rank computes, and how often it begins one, or one for each worker.
+    /// Micro-batches that the busiest rank computes, and in how many rounds: one micro-batch per worker, or per rank.
     pub micro_batches: u64,
     /// See above.
     pub rounds: u64,
     /// Ranks without a micro-batch.
     pub idle_ranks: u64,
-    /// Seconds of each part on the busiest rank, by the names of [`PARTS`]; exchanges as far as nothing hides them.
+    /// Seconds of each part on the busiest rank, by the names of [`PARTS`]; exchanges only where nothing hides them.
     pub parts: Vec<(&'static str, f64)>,
     /// Seconds of all parts.
     pub seconds: f64,
-    /// Seconds of the parts that only check bits.
+    /// Seconds of the parts that only serve verification.
     pub exactness: f64,
-    /// Seconds that gradients travel, and how many of them are hidden by computing or waiting for the slowest rank.
+    /// Seconds of gradient reduction, and how many are hidden by computation or by waiting for the slowest rank.
     pub gradients: f64,
     /// See above.
     pub hidden: f64,
-    /// Seconds that new weights travel.
+    /// Seconds in which new weights are sent.
     pub weights: f64,
-    /// Operations of the model in a step.
+    /// Model FLOPs of a step.
     pub model_flops: f64,
-    /// The model's operations over what the highest rate of products would allow in the same time.
+    /// Model FLOPs over what the highest rate of matmuls would allow in the same time.
     pub utilisation: f64,
-    /// Tokens in a second.
+    /// Tokens per second.
     pub tokens_per_s: f64,
     /// Days of the whole phase without failures.
     pub days: f64,
 }
 
-/// What keeping the run costs.
+/// The cost of checkpoints and failures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Keeping {
-    /// Seconds for which a checkpoint stops the run: the copy out of the device that holds most of it.
+    /// Seconds for which a checkpoint stops the run: the copy from the device that owns most.
     pub stall: f64,
-    /// Seconds that writing it takes beside the steps.
+    /// Seconds to write it during training.
     pub write: f64,
     /// Mean seconds between failures.
     pub between: f64,
-    /// Steps after which a checkpoint is best written: by Daly's interval, and not before the last one is written.
+    /// The best number of steps between checkpoints: Daly's interval, but no shorter than writing one takes.
     pub every: u64,
-    /// The share of the time that becomes work that is kept.
+    /// The share of the time that becomes saved work.
     pub goodput: f64,
 }
 
@@ -95,7 +95,7 @@ impl Seconds {
     }
 }
 
-/// The step of `phase`, whose bytes `needs` tells.
+/// The time of a step in `phase`; `needs` has its bytes.
 pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
     let Setting { spec, cluster, fleet } = setting;
     let micro_batches = needs.batch / needs.micro_batch;
@@ -113,7 +113,7 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     whole_gradients(setting, own, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
     let (gradients, weights) = exchange(setting, needs.sent);
-    // Blocks of a streaming round travel while the next ones are computed; all gradients while the last way back ends.
+    // Blocks of a bucketed round are sent while the next is computed; all gradients during the last backward pass.
     let covered = match fleet.grad_reduce {
         GradReduce::Whole => way_back,
         GradReduce::Bucketed => way_back + (rounds - 1) as f64 / rounds as f64 * gradients,
@@ -121,10 +121,10 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
     let mut hidden = cluster.overlap * gradients.min(covered);
     if fleet.ranks > 1 {
         let slowest = cluster.between.or(cluster.within).map_or(0.0, |link| link.latency_s);
-        // Whoever waits leaves its processor to what travels.
+        // A waiting rank leaves its processors to transfers.
         let waits = cluster.uneven * seconds.sum();
         hidden += waits.min(gradients - hidden);
-        // Facts, losses, norms, checksums; each goes to everybody in as many hops as a tree has.
+        // Facts, losses, norms, checksums: each reaches all ranks in as many hops as a tree has levels.
         seconds.add(Part::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
         packing(setting, first, (own, standing), &mut seconds);
     }
@@ -141,7 +141,7 @@ struct Counts {
     standing: Standing,
 }
 
-/// Seconds of exchanges, and those that nobody waits for.
+/// Seconds of exchanges, and those that are hidden.
 struct Travel {
     gradients: f64,
     hidden: f64,
@@ -178,7 +178,7 @@ fn finish(
     }
 }
 
-/// `rounds` micro-batches, one after the other, as far as the busiest of those who share them computes them.
+/// `rounds` micro-batches, one after the other, on the busiest of the ranks that share them.
 fn micro_batch(
     Setting { spec, cluster, fleet }: Setting<'_>,
     first: u64,
@@ -197,7 +197,7 @@ fn micro_batch(
     let by = MicroBatch { tokens, chunks, routed: &routed, recompute };
     for product in products::of_micro_batch(config, by) {
         let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
-        // What is cut into shards is multiplied shard by shard.
+        // Sharded operands are multiplied shard by shard.
         let shards = if product.wide { 1 } else { phase.cut.shards.max(1) };
         let rate = curve.at(product.shape.operations() / shards as f64);
         seconds.add(product.part, rounds * product.operations() / rate);
@@ -205,14 +205,14 @@ fn micro_batch(
     let pairs = needs.micro_batch * model::causal_pairs(&[0], needs.seq_len);
     let most = (1.0 + needs.uneven) / together as f64;
     let operations = most * products::of_attention(config, pairs);
-    // A call is one sequence in one layer.
+    // A call covers one sequence in one layer.
     let call = operations / (config.num_hidden_layers as f64 * needs.micro_batch as f64);
     let again = 1.0 + f64::from(u8::from(recompute));
     let [there, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
     let (there, back) = (there.at(call), back.at(call));
     seconds.add(Part::Attention, rounds * again * operations / there);
     seconds.add(Part::AttentionBack, rounds * 2.0 * operations / back);
-    // A pass over a layer's activations is what a bandwidth is looked up for.
+    // The bandwidth is looked up for the size of a pass over a layer's activations.
     let narrow = if bf16 { 2 } else { 4 };
     let size = 3.0 * 4.0 * tokens as f64 * config.hidden_size as f64;
     for (part, bytes) in traffic::of_micro_batch(config, all, narrow) {
@@ -232,7 +232,7 @@ fn micro_batch(
     Ok(())
 }
 
-/// Checksums of the gradients of this rank's micro-batches, and their additions; then those of blocks that arrive.
+/// Checksums of the gradients of this rank's micro-batches, and their additions; then the additions of received blocks.
 fn whole_gradients(
     Setting { spec, cluster, fleet }: Setting<'_>,
     own: u64,
@@ -242,7 +242,7 @@ fn whole_gradients(
     let f = |count: u64| count as f64;
     let (own, ranks, together, lines) = (f(own), f64::from(fleet.ranks), f(together), f(lines));
     let workers = f(workers);
-    // Of what is shared a rank has its slice, to which the others of its line add their chunks. Each tensor is a call.
+    // Of a shared gradient a rank has its slice, and adds the chunks of the others on its line. Each tensor is a call.
     let once = |curve: &Curve, width: f64| -> f64 {
         let sizes = spec.parameters.iter().map(|it| width * f(it.elements()) / together);
         sizes.map(|bytes| bytes / curve.at(bytes)).sum()
@@ -250,15 +250,15 @@ fn whole_gradients(
     let rounds = (own / workers).ceil();
     seconds.add(Part::MicroBatchSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
-    // A rank adds its own; blocks of the others of its machine for the owners behind it, and those of machines for itself: so
-    // many times its slice.
+    // A rank adds its own micro-batches, its neighbours' blocks for the owners that it leads, and blocks of machines
+    // for itself: in multiples of its slice.
     let near = (lines / machines - 1.0) * together * machines / ranks;
     let far = (machines - 1.0) * together / ranks;
     let added = own - 1.0 + own * (together - 1.0) + near + far;
     seconds.add(Part::Tree, added * once(&cluster.tree, 12.0) / workers);
 }
 
-/// What ranks copy to hand it over: each block's pieces by owner, and weights into what is sent and out of what has come.
+/// Copies for transfers: packing each block's pieces by owner, and packing and unpacking new weights.
 fn packing(
     Setting { spec, cluster, fleet }: Setting<'_>,
     first: u64,
@@ -280,7 +280,7 @@ fn packing(
     seconds.add(Part::Share, copied(&read_as));
 }
 
-/// What the owner that needs longest does.
+/// The time of the slowest owner.
 fn owners(
     Setting { spec, cluster, fleet }: Setting<'_>,
     first: u64,
@@ -294,16 +294,16 @@ fn owners(
         let length = piece.length() as f64;
         let sets = 2.0 + f64::from(u8::from(piece.rule.has_second_moment()));
         let stream = cluster.stream.at(12.0 * length);
-        // Moments and weights are changed in place, as a sum of the tree is.
+        // Moments and weights are updated in place, as in an addition of the tree.
         let in_place = cluster.tree.at(12.0 * length);
         let checksum = |bytes: f64| bytes / cluster.checksum.at(bytes);
         own[0] += checksum(4.0 * length) + 4.0 * length / stream;
-        // Old weights kept and compared, new ones rounded: in a cache but for what is written.
+        // Old weights are kept and compared, new ones rounded: in a cache except for what is written.
         let narrow = dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products;
         let beside = length * if narrow { 14.0 } else { 12.0 } / stream;
         let moved = 28.0 * length / in_place + beside + sets * checksum(4.0 * length);
         match orthogonalized(piece) {
-            // The momentum, and the weights by their direction.
+            // The momentum, then the weights by the update direction.
             Some(seconds) => own[1] += seconds(cluster) + moved,
             None => own[2] += moved,
         }
@@ -316,7 +316,7 @@ fn owners(
     }
 }
 
-/// Seconds of the Newton-Schulz iterations of a piece, if Muon moves it.
+/// Seconds of the Newton-Schulz iterations of a piece, if Muon updates it.
 fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
     let [.., rows, columns] = piece.shape[..] else { return None };
     if !matches!(piece.rule, Rule::Muon | Rule::MuonEach) {
@@ -332,7 +332,7 @@ fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
     Some(move |cluster: &Cluster| matrices * operations / rate(cluster))
 }
 
-/// Seconds in which gradients and new weights travel: the bytes of a rank by tier, tiers one after the other.
+/// Seconds to exchange gradients and new weights: the bytes of a rank by tier, one tier after the other.
 fn exchange(Setting { cluster, fleet, .. }: Setting<'_>, sent: SentInStep) -> (f64, f64) {
     let ranks = f64::from(fleet.ranks);
     let near = f64::from(fleet.ranks_per_node.min(fleet.ranks)) - 1.0;
@@ -352,7 +352,7 @@ fn exchange(Setting { cluster, fleet, .. }: Setting<'_>, sent: SentInStep) -> (f
     )
 }
 
-/// What checkpoints and failures cost where a step takes `step` seconds; nothing if the cluster does not say how often it fails.
+/// The cost of checkpoints and failures for steps of `step` seconds; `None` if the cluster has no failure rate.
 pub fn keeping(
     Setting { cluster, fleet, .. }: Setting<'_>,
     needs: &CheckpointNeeds,
@@ -368,8 +368,8 @@ pub fn keeping(
     Some(Keeping { stall, write, between, every, goodput: run.goodput() })
 }
 
-/// Steps of `step` seconds after which a checkpoint is best written, which stalls the run, takes `write` seconds beside it, and
-/// keeps work from failures `between` seconds apart. A day where nothing fails.
+/// The best number of steps of `step` seconds between checkpoints that stall the run for `stall` seconds and are
+/// written in `write` seconds meanwhile, with failures `between` seconds apart. A day if nothing fails.
 pub fn best_steps(stall: f64, write: f64, between: f64, step: f64) -> u64 {
     let interval = match between.is_finite() {
         true => faults::best_interval(stall, between),

@@ -1,4 +1,4 @@
-//! Products of all experts of a layer on a device, each way that they could be computed: whether training uses the fastest.
+//! Measures the matmuls of a layer's experts on a device, with each implementation: does training use the fastest?
 
 use contract::Result;
 use kernels::ops::{DEVICE, Dispatch, EXPERTS, REFERENCE, Table};
@@ -8,54 +8,53 @@ use tch::{Kind, Tensor};
 use super::machine::{Bench, COLD};
 use super::shapes::Shape;
 
-/// Products of a layer's experts.
+/// The matmuls of a layer's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Experts {
-    /// How many there are.
+    /// The number of experts.
     pub count: i64,
-    /// Of a product; rows of all of them together.
+    /// The shape of a matmul; rows of all experts together.
     pub shape: Shape,
 }
 
-/// Operations in a second, by who computes. Rows lie sorted by expert already, as training has them.
+/// Operations per second, by implementation. Rows are already sorted by expert, as in training.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Rates {
-    /// As training computes it.
+    /// The one that training uses.
     pub trained: f64,
-    /// By our own kernels, where there are any.
+    /// Our own kernels, where they exist.
     pub own: Option<f64>,
-    /// By libtorch's grouped product, where it takes such operands.
+    /// libtorch's grouped matmul, where it supports the operands.
     pub library: Option<f64>,
-    /// By a product for each expert.
+    /// One matmul per expert.
     #[serde(rename = "loop")]
     pub one_by_one: f64,
-    /// By one product of a stack, in which each expert has as many rows as the one with most. Operations are those of rows that
-    /// there are.
+    /// One batched matmul, padded to the rows of the expert with most. Only real rows count as operations.
     pub padded: f64,
 }
 
 impl Rates {
-    /// Of the ways that training could go, by name.
+    /// The implementations that training could use, by name.
     pub fn alternatives(&self) -> [(&'static str, Option<f64>); 4] {
         let Rates { own, library, one_by_one, padded, .. } = *self;
         [("own", own), ("library", library), ("loop", Some(one_by_one)), ("padded", Some(padded))]
     }
 
-    /// What training reaches of the fastest of them.
+    /// The rate of training relative to the fastest.
     pub fn of_best(&self) -> f64 {
         let rates = self.alternatives().into_iter().filter_map(|(_, rate)| rate);
         self.trained / rates.fold(f64::MIN_POSITIVE, f64::max)
     }
 }
 
-/// Forward, or back to rows and weights.
+/// Forward, or backward to rows and weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Way {
     Forward,
     Backward,
 }
 
-/// Operands of a product, of its way back, and where the rows of each expert are.
+/// Operands of a matmul, of its backward pass, and where the rows of each expert are.
 struct Operands {
     rows: Tensor,
     grad: Tensor,
@@ -64,8 +63,7 @@ struct Operands {
 }
 
 impl Experts {
-    /// The expert of each row: neighbours have nothing in common, and none has many more than another, as a router that is
-    /// balanced leaves them.
+    /// The expert of each row: unrelated between neighbouring rows, and nearly even, as with a balanced router.
     fn choice(self) -> Vec<i64> {
         let mixed = |row: i64| {
             let mut word = row.cast_unsigned().wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -75,14 +73,14 @@ impl Experts {
         (0..self.shape.rows).map(|row| mixed(row) % self.count).collect()
     }
 
-    /// Rows of the expert that has most.
+    /// The number of rows of the expert with most.
     fn most(self) -> i64 {
         let mut counts = vec![0i64; self.count as usize];
         self.choice().into_iter().for_each(|expert| counts[expert as usize] += 1);
         counts.into_iter().max().unwrap_or_default()
     }
 
-    /// Of the operands, which calls go round: a few sets where they are small, for a layer that anybody trains has more.
+    /// Bytes of an operand set; at least [`COLD`] / 8, so that few sets are made of small operands.
     fn bytes(self, kind: Kind) -> u64 {
         let Shape { rows, inner, columns } = self.shape;
         let numbers = rows * (inner + columns) + self.count * inner * columns;
@@ -91,10 +89,10 @@ impl Experts {
 }
 
 impl Bench {
-    /// How fast all of them are, forward and backward; a way back has twice the operations.
+    /// The rates of all implementations, forward and backward; a backward pass has twice the operations.
     ///
     /// # Errors
-    /// Where an operation refuses, or memory ends.
+    /// If an operation fails, or memory runs out.
     pub fn experts(self, of: Experts, kind: Kind) -> Result<[Rates; 2]> {
         let widths = [of.shape.inner, of.shape.columns];
         let has_own = self.workers.ops().name() == DEVICE.name();
@@ -120,7 +118,7 @@ impl Bench {
         Ok([rates(Way::Forward)?, rates(Way::Backward)?])
     }
 
-    /// Seconds of a table's own operation.
+    /// Seconds of a table's grouped matmul.
     fn grouped(self, of: Experts, kind: Kind, ops: Table, way: Way) -> Result<f64> {
         let Shape { rows, inner, columns } = of.shape;
         let one = || {
@@ -141,7 +139,7 @@ impl Bench {
         self.time_cold(of.bytes(kind), one, work)
     }
 
-    /// Seconds of products of a stack.
+    /// Seconds of a padded batched matmul.
     fn padded(self, of: Experts, kind: Kind, way: Way) -> Result<f64> {
         let (Shape { inner, columns, .. }, most) = (of.shape, of.most());
         let one = || {

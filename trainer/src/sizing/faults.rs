@@ -1,12 +1,13 @@
-//! What failures cost: in closed form, and by simulating a run event by event.
+//! The cost of failures: in closed form, and by simulating a run event by event.
 //!
-//! The model is that of Young (1974) and Daly (2006): failures come independently at a constant rate, M seconds apart in the
-//! mean; work is kept by a checkpoint after every tau seconds of it, for which the run stops delta seconds; a failure takes
-//! back what was done since the last one, and R seconds later the run goes on. Failures may hit checkpoints and restarts too.
+//! The model is that of Young (1974) and Daly (2006): failures are independent with a constant rate, M seconds apart on
+//! average; a checkpoint saves the work after every tau seconds and stops the run for delta seconds; a failure discards
+//! the work since the last checkpoint, and the run continues R seconds later. Failures may also hit checkpoints and
+//! restarts.
 //!
 //! ```text
-//! tau   = sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + delta / 18M) - delta          the best interval (Daly, equation 37)
-//! share = tau / (M e^(R/M) (e^((tau + delta)/M) - 1))                               of the time that is kept work
+//! tau   = sqrt(2 delta M) (1 + sqrt(delta / 2M) / 3 + delta / 18M) - delta       the best interval (Daly, equation 37)
+//! share = tau / (M e^(R/M) (e^((tau + delta)/M) - 1))                            of the time that becomes saved work
 //! ```
 
 use contract::{Key, Purpose, draw};
@@ -15,7 +16,7 @@ use serde::Serialize;
 /// Seconds in a day.
 pub(crate) const DAY: f64 = 86_400.0;
 
-/// A run that fails now and then.
+/// A run with failures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Failing {
     /// Seconds of a step.
@@ -24,7 +25,7 @@ pub struct Failing {
     pub every: u64,
     /// Seconds for which a checkpoint stops the run.
     pub stall: f64,
-    /// Mean seconds between failures of any rank; infinite where none fails.
+    /// Mean seconds between failures of any rank; infinite without failures.
     pub between: f64,
     /// Seconds from a failure to the next step.
     pub restart: f64,
@@ -35,7 +36,7 @@ pub fn between(ranks: u32, per_rank_hour: f64) -> f64 {
     3600.0 / (f64::from(ranks) * per_rank_hour)
 }
 
-/// The seconds of work after which a checkpoint is best written. Without a stall, or without failures, there is no best one.
+/// The best seconds of work between checkpoints. Without a stall, or without failures, there is no optimum.
 pub(crate) fn best_interval(stall: f64, between: f64) -> f64 {
     if stall >= 2.0 * between {
         return between;
@@ -45,7 +46,7 @@ pub(crate) fn best_interval(stall: f64, between: f64) -> f64 {
 }
 
 impl Failing {
-    /// The share of the time that becomes work that is kept.
+    /// The share of the time that becomes saved work.
     pub fn goodput(&self) -> f64 {
         let (work, between) = (self.step * self.every as f64, self.between);
         if between.is_infinite() {
@@ -55,39 +56,39 @@ impl Failing {
     }
 }
 
-/// What a simulated day came to.
+/// The results of a simulated day.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct Day {
-    /// Steps that a checkpoint of this day kept.
+    /// Steps that a checkpoint of this day saved.
     pub kept: u64,
-    /// Steps that a failure of this day took back.
+    /// Steps that a failure of this day discarded.
     pub lost: u64,
     /// Failures.
     pub failures: u64,
 }
 
-/// What a simulated time came to.
+/// The results of a simulation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Simulated {
     /// Day by day.
     pub days: Vec<Day>,
-    /// Steps kept in all, those after the last checkpoint included.
+    /// Steps saved in all, those after the last checkpoint included.
     pub kept: u64,
-    /// Steps computed in vain.
+    /// Steps discarded.
     pub lost: u64,
     /// Failures.
     pub failures: u64,
-    /// Times that the run went on after one; a failure during a restart begins it anew.
+    /// Completed restarts; a failure during a restart begins it again.
     pub restarts: u64,
     /// Seconds for which checkpoints stopped it.
     pub stalled: f64,
     /// Seconds of restarts, those cut short included.
     pub restarting: f64,
-    /// The share of the time that became work that was kept.
+    /// The share of the time that became saved work.
     pub goodput: f64,
 }
 
-/// Seconds to each next failure.
+/// Samples the seconds to each next failure.
 struct Clock {
     key: Key,
     next: u64,
@@ -107,7 +108,7 @@ impl Clock {
     }
 }
 
-/// Runs for `days` days; a function of its arguments alone.
+/// Simulates `days` days; a pure function of its arguments.
 pub fn simulate(run: Failing, days: u32, seed: u64) -> Simulated {
     let end = f64::from(days) * DAY;
     let key = Key::from_seed(seed).child("failures");
@@ -138,7 +139,7 @@ pub fn simulate(run: Failing, days: u32, seed: u64) -> Simulated {
     out
 }
 
-/// The moment at which the run goes on after `failure`, which becomes the next one.
+/// The time at which the run continues after `failure`, which becomes the next failure.
 fn restart(
     run: Failing,
     clock: &mut Clock,
@@ -192,7 +193,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(48))]
 
-        /// Over thousands of failures the simulated goodput is the closed form's.
+        /// Over thousands of failures the simulated goodput matches the closed form.
         #[test]
         fn a_long_run_is_the_closed_form(
             step in 0.5..20.0f64, every in 1u64..400, stall in 0.0..60.0f64, failures in 0.2..30.0f64,
@@ -200,7 +201,7 @@ mod tests {
         ) {
             let segment = step * every as f64 + stall;
             let run = Failing { step, every, stall, between: segment.max(60.0) * failures, restart };
-            // Ten thousand failures: a standard error of about one per cent of what is lost.
+            // Ten thousand failures: a standard error of about one per cent of the lost time.
             let days = (run.between * 1e4 / DAY).ceil() as u32;
             let found = simulate(run, days, seed);
             let expected = f64::from(days) * DAY / run.between;
@@ -210,7 +211,7 @@ mod tests {
             prop_assert!((found.goodput - run.goodput()).abs() < 0.06 * lost + 0.003, "{} and {}", found.goodput, run.goodput());
         }
 
-        /// Time is either kept, lost or waited, and the days add up; the same seed gives the same month.
+        /// All time is saved work, lost work or waiting, and the days add up; the same seed gives the same month.
         #[test]
         fn nothing_is_left_over(
             step in 0.5..20.0f64, every in 1u64..400, stall in 0.0..60.0f64, between in 50.0..1e6f64,
@@ -224,12 +225,12 @@ mod tests {
             prop_assert_eq!(days(|day| day.failures), found.failures);
             prop_assert!(found.restarts <= found.failures);
             let spent = (found.kept + found.lost) as f64 * step + found.stalled + found.restarting;
-            // Of a step that a failure or the end cuts, a part is in no count.
+            // A step that a failure or the end interrupts is partly uncounted.
             let cut = (found.failures + 1) as f64 * step;
             prop_assert!(spent <= 30.0 * DAY * (1.0 + 1e-9) && spent + cut >= 30.0 * DAY * (1.0 - 1e-9), "{spent}");
         }
 
-        /// No interval near the best one does better by the closed form.
+        /// No nearby interval is better than the best one by the closed form.
         #[test]
         fn the_best_interval_is_best(stall in 0.1..100.0f64, ratio in 20.0..1e5f64, other in 0.3..3.0f64) {
             let between = stall * ratio;

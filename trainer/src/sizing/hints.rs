@@ -1,7 +1,8 @@
-//! What to change before anyone pays: one hint for each rule of thumb that a run on a cluster breaks.
+//! Hints on what to change before paying for a cluster: one for each rule of thumb that a run breaks.
 //!
-//! The rules are those of the ZAYA1 paper (arXiv 2511.17127, section III) where it has one: dimensions of 64, products large
-//! enough for the peak, degrees that span a machine or are not used, gradients that travel while something is computed.
+//! The rules are those of the ZAYA1 paper (arXiv 2511.17127, section III) where it has one: dimensions that are
+//! multiples of 64, matmuls large enough for the peak, degrees that span a machine or are unused, and gradient
+//! reduction during computation.
 
 use contract::Result;
 
@@ -11,10 +12,10 @@ use super::shapes::ALIGNMENT;
 use crate::model::ZayaConfig;
 use crate::plan::PhaseNeeds;
 
-/// Of its peak, what products should reach.
+/// The share of the peak that matmuls should reach.
 const ENOUGH: f64 = 0.8;
 
-/// What is wrong with the model's shapes, whatever the cluster.
+/// Rules that the model's shapes break, on any cluster.
 pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
     let sizes = [
         ("head_dim", config.head_dim),
@@ -30,7 +31,7 @@ pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
     .collect()
 }
 
-/// What is wrong with a phase on the cluster.
+/// Rules that a phase breaks on the cluster.
 pub fn of_phase(
     setting: Setting<'_>,
     first: u64,
@@ -105,7 +106,7 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
     hints
 }
 
-/// The largest part of the arithmetic that runs below what products can reach.
+/// A hint that names the largest of the matmuls that are too small for the peak, if they take a notable share.
 fn small_products(
     Setting { spec, cluster, fleet: _ }: Setting<'_>,
     first: u64,
@@ -141,7 +142,7 @@ fn small_products(
     }))
 }
 
-/// A time for people.
+/// Formats a time for people.
 pub fn seconds(value: f64) -> String {
     match value {
         value if value >= 2.0 * 86_400.0 => format!("{:.1} days", value / 86_400.0),

@@ -1,9 +1,9 @@
-//! What this machine does: products of matrices, attention, and passes over memory.
+//! Measures this machine: matmuls, attention, and passes over memory.
 //!
-//! Each is measured as training uses it, through the table of operations and with every worker at work, and beside it by
-//! libtorch's own call in the same minute. A time is the median of the calls that fit into the seconds asked for: others may use
-//! the machine. Calls go round operands of [`COLD`] bytes together, as a step goes round the state of a model: what is measured
-//! on operands that a cache already has, a step does not reach.
+//! Each is measured as training uses it, through the table of operations and with every worker busy, and in the same
+//! minute with libtorch's own call for comparison. A time is the median of the calls that fit into the given seconds,
+//! because others may use the machine. Calls rotate through operands of [`COLD`] bytes in total, as a step passes over
+//! the state of a model: a step does not reach the rates of operands that are already cached.
 
 use std::time::Instant;
 
@@ -18,55 +18,55 @@ use crate::optim::muon::QUINTIC;
 use crate::refusal::refused;
 use crate::workers::Workers;
 
-/// Bytes of the operands that calls go round, each worker its own.
+/// Bytes of the operands that calls rotate through, for each worker.
 pub const COLD: u64 = 64 << 20;
 
-/// Width of the product before each pass over memory: 0.2 ms or so.
+/// Width of the matmul before each pass over memory: about 0.2 ms.
 const WIDTH: i64 = 256;
 
-/// How many sets of operands that is, where one has `bytes`.
+/// The number of operand sets, if one has `bytes`.
 fn sets(bytes: u64) -> usize {
     COLD.div_ceil(bytes.max(1)).clamp(1, 1 << 12) as usize
 }
 
-/// Operands that calls go round.
+/// Operands that calls rotate through.
 struct Round<T> {
     all: Vec<T>,
     next: usize,
 }
 
 impl<T> Round<T> {
-    /// So many of them, and each has been written when this returns.
+    /// `count` operand sets, each already written.
     fn of(count: usize, one: impl Fn() -> kernels::Result<T>) -> kernels::Result<Round<T>> {
         let all = (0..count).map(|_| one()).collect::<kernels::Result<Vec<T>>>()?;
         Ok(Round { all, next: 0 })
     }
 
-    /// The one whose last use is longest ago.
+    /// The least recently used set.
     fn next(&mut self) -> &mut T {
         self.next = (self.next + 1) % self.all.len();
         &mut self.all[self.next]
     }
 }
 
-/// Where and how it is measured.
+/// How to measure.
 #[derive(Clone, Copy, Debug)]
 pub struct Bench {
-    /// Where tensors lie.
+    /// The device of the tensors.
     pub device: Device,
-    /// How many threads do the same at once.
+    /// How many threads run the same work at once.
     pub workers: Workers,
-    /// About how long a row takes.
+    /// About how many seconds a row takes.
     pub seconds: f64,
 }
 
-/// Whose call it was.
+/// The implementation that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum By {
     /// The table of operations, as training calls it.
     Ours,
-    /// libtorch's own.
+    /// libtorch's own call.
     Libtorch,
 }
 
@@ -80,7 +80,7 @@ impl By {
     }
 }
 
-/// An operation on memory.
+/// A pass over memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Pass {
@@ -96,14 +96,14 @@ pub enum Pass {
     Checksum,
     /// An addition of the tree: `a = a + b`.
     Tree,
-    /// The softmax of the head and its slope: `a = log_softmax(b)` over rows of [`VOCABULARY`], `a = exp(a)`.
+    /// The head's softmax and its gradient: `a = log_softmax(b)` over rows of [`VOCABULARY`], `a = exp(a)`.
     Softmax,
 }
 
-/// Numbers in a row that a softmax is measured over, at most.
+/// The longest row over which a softmax is measured.
 pub const VOCABULARY: i64 = 2048;
 
-/// All of them.
+/// All passes.
 pub const PASSES: [Pass; 7] =
     [Pass::Copy, Pass::Scale, Pass::Add, Pass::Triad, Pass::Checksum, Pass::Tree, Pass::Softmax];
 
@@ -121,7 +121,7 @@ impl Pass {
         }
     }
 
-    /// How often it reads or writes a tensor.
+    /// How many tensors it reads or writes.
     pub fn tensors(self) -> u64 {
         match self {
             Pass::Checksum => 1,
@@ -133,8 +133,8 @@ impl Pass {
 }
 
 impl Bench {
-    /// Seconds of one `work` on each worker, all at once: the median over the calls, of the slowest worker. `prepare` makes what
-    /// a worker needs, and is not timed.
+    /// Seconds of one `work` on each worker, all at once: the median over the calls, of the slowest worker. `prepare`
+    /// makes a worker's operands, and is not timed.
     pub(super) fn time<T>(
         self,
         prepare: impl Fn() -> kernels::Result<T> + Sync,
@@ -149,8 +149,8 @@ impl Bench {
         self.looks(prepare, timed)
     }
 
-    /// The same, each call after a product that is not timed: a processor that multiplies much runs at a lower clock for a while,
-    /// and what a step does between its products meets it so.
+    /// The same, each call after an untimed matmul: a processor lowers its clock for a while after many matmuls, and a
+    /// step runs its other operations in that state.
     fn time_between_products<T>(
         self,
         prepare: impl Fn() -> kernels::Result<T> + Sync,
@@ -176,7 +176,7 @@ impl Bench {
         self.looks(with_product, timed)
     }
 
-    /// The same of what works on operands of so many bytes that no cache has.
+    /// The same for operands of `bytes` bytes that are not cached.
     pub(super) fn time_cold<T>(
         self,
         bytes: u64,
@@ -187,7 +187,7 @@ impl Bench {
         self.time_between_products(prepare, |round: &mut Round<T>| work(round.next()))
     }
 
-    /// The median of what `timed` answers for so many calls, of the slowest worker.
+    /// The median of `timed` over batches of calls, of the slowest worker.
     fn looks<T>(
         self,
         prepare: impl Fn() -> kernels::Result<T> + Sync,
@@ -201,7 +201,7 @@ impl Bench {
             let begin = Instant::now();
             look(1)?;
             let once = begin.elapsed().as_secs_f64().max(1e-8);
-            // So many calls to a look at the clock that looking costs nothing.
+            // Enough calls between two clock readings that reading the clock costs nothing.
             let calls = (self.seconds / 12.0 / once).clamp(1.0, 1e5) as u32;
             let looks = (self.seconds / (once * f64::from(calls))).clamp(3.0, 12.0) as usize;
             let mut times = (0..looks).map(|_| look(calls)).collect::<Result<Vec<f64>>>()?;
@@ -219,15 +219,15 @@ impl Bench {
         }
     }
 
-    /// Numbers of this shape and format.
+    /// A tensor of this shape and dtype.
     pub(super) fn random(self, shape: &[i64], kind: Kind) -> kernels::Result<Tensor> {
         let count: i64 = shape.iter().product();
         let flat = Tensor::f_arange(count, (Kind::Float, self.device))?;
         Ok(flat.f_mul_scalar(0.7)?.f_sin()?.f_reshape(shape)?.f_to_kind(kind)?)
     }
 
-    /// Operations in a second of products of this shape, of a worker while all are at work. The right operand is a weight's
-    /// transpose, as in a forward pass.
+    /// Operations per second of matmuls of this shape, on one worker while all are busy. The right operand is a
+    /// transposed weight, as in a forward pass.
     pub fn product(self, shape: Shape, kind: Kind, by: By) -> Result<f64> {
         let Shape { rows, inner, columns } = shape;
         let ops = self.workers.ops();
@@ -248,7 +248,7 @@ impl Bench {
         Ok(shape.operations() / self.time(|| Round::of(count, one), work)?)
     }
 
-    /// Operations of the optimizer's Newton-Schulz iterations on a matrix, and those in a second.
+    /// Operations of the optimizer's Newton-Schulz iterations on a matrix, and operations per second.
     pub fn newton_schulz(self, [rows, columns]: [i64; 2]) -> Result<[f64; 2]> {
         let ops = self.workers.ops();
         let bytes = 4 * (rows * columns) as u64;
@@ -258,8 +258,7 @@ impl Bench {
         Ok([operations, operations / self.time(prepare, work)?])
     }
 
-    /// Bytes in a second, read and written as STREAM counts them, of an operation that reads and writes so many; of a worker
-    /// while all are at work.
+    /// Bytes per second, counted as in STREAM, of a pass over `bytes` bytes; on one worker while all are busy.
     pub fn memory(self, pass: Pass, bytes: u64) -> Result<f64> {
         let mut shape = vec![(bytes / pass.tensors() / 4).max(1) as i64];
         if pass == Pass::Softmax {
@@ -282,7 +281,7 @@ impl Bench {
                 Pass::Add => drop(b.f_add_out(a, c)?),
                 Pass::Triad => drop(b.f_addcmul_out(a, c, half)?),
                 Pass::Checksum => {
-                    // A device's stays there: its elements would have to come to the host.
+                    // A device's checksum stays there: reading it would copy its elements to the host.
                     drop(std::hint::black_box(checksum::slices(&[(a, 0, 1)])?));
                 }
                 Pass::Tree => *a += &*b,

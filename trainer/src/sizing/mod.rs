@@ -1,17 +1,17 @@
-//! How fast a run will be on machines that are described in a file, and what to change before anyone pays for them.
+//! Estimates how fast a run will be on machines described in a file, and what to change before paying for them.
 //!
 //! ```text
-//! curve      a rate over a size                         cluster    the file: as measured here, or as published
-//! machine    measures products and memory               shapes     which products the bench measures
-//! operations  measures what lies between products    attention  by itself, each way that it could be computed
-//! products   those of a micro-batch, by part            traffic    its bytes outside of products
+//! curve      a rate over a size                         cluster    the file: measured here, or published
+//! machine    measures matmuls and memory                shapes     which matmuls the bench measures
+//! operations  measures the other operations          attention  measures attention, with each implementation
+//! products   the matmuls of a micro-batch, by part      traffic    its bytes outside of matmuls
 //! estimate   the seconds of a step, part by part        hints      rules of thumb that a run breaks
-//! repeat     whether each product has the same bits every time
+//! repeat     whether each matmul is reproducible
 //! faults     failures, in closed form and simulated   degrees    ranks that share micro-batches
-//! standing   a run on a cluster, and what its ranks wait for each other
+//! standing   a run on a cluster, and how long its ranks wait for each other
 //! ```
 //!
-//! Nothing here decides a bit: what is planned is the work that [`crate::step`] does, read from the same shapes.
+//! Nothing here decides a bit. The planned work is that of [`crate::step`], computed from the same shapes.
 
 pub mod attention;
 pub mod cluster;

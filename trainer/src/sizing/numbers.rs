@@ -1,9 +1,9 @@
-//! What operands of a measurement hold.
+//! The operands of a measurement.
 
 use kernels::Result as Computed;
 use tch::{Device, Kind, Tensor};
 
-/// Numbers between -1 and 1 without structure: neighbours have nothing in common.
+/// Numbers between -1 and 1, unrelated between neighbours.
 pub(crate) fn numbers(shape: &[i64], by: f64, kind: Kind, device: Device) -> Computed<Tensor> {
     let count: i64 = shape.iter().product();
     let flat = Tensor::f_arange(count, (Kind::Float, device))?.f_mul_scalar(by * 1e3)?;

@@ -1,8 +1,8 @@
-//! Operations of the table over the numbers of a micro-batch: what a step does between its products, which `machine` measures.
+//! Measures the other operations of a micro-batch: what a step computes between the matmuls, which `machine` measures.
 //!
-//! Each is timed by the table in use, and by libtorch's operators for the same ("reference"), in the same minute and on operands
-//! that no cache has. Its bytes are those of what it takes and answers with, each once, so that a bandwidth says how far it is
-//! from what memory allows.
+//! Each is timed with the table in use and with libtorch's equivalent operators ("reference"), in the same minute and
+//! on uncached operands. Its bytes are those of its inputs and outputs, each once, so that its bandwidth shows how far
+//! it is from the limit of memory.
 
 use kernels::ops::{AdamW, ConvShift, CrossEntropy, Dispatch, QueryKey, REFERENCE, Scaling, Table};
 use tch::Kind::{Float, Int64};
@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 use super::machine::{Bench, By};
 use crate::model::ZayaConfig;
 
-/// How many numbers there are, and in which format products have theirs.
+/// The sizes of a micro-batch, and the dtype of its matmuls.
 #[derive(Clone, Debug)]
 pub struct Numbers {
     /// The model's sizes.
@@ -22,32 +22,32 @@ pub struct Numbers {
     pub kind: Kind,
 }
 
-/// One operation on these numbers.
+/// One operation at these sizes.
 pub struct Operation {
-    /// What it is.
+    /// Its name.
     pub name: &'static str,
-    /// Bytes of what it takes and answers with.
+    /// Bytes of its inputs and outputs.
     pub bytes: u64,
-    /// Shape and format of each operand.
+    /// Shape and dtype of each operand.
     operands: Vec<(Vec<i64>, Kind)>,
     work: Work,
 }
 
-/// What an operation is given besides its operands.
+/// What an operation needs besides its operands.
 #[derive(Clone, Copy)]
 struct With<'a> {
     numbers: &'a Numbers,
-    /// All tokens at one expert.
+    /// All tokens routed to one expert.
     order: &'a Dispatch,
 }
 
 type Work = fn(Table, With<'_>, &mut [Tensor]) -> kernels::Result<()>;
 
-/// Rows of an expert beyond its tokens, at most: a table fills them up.
+/// The largest number of rows by which a table pads an expert.
 const FILLED: i64 = 7;
 
 impl Operation {
-    /// The narrowest format of its operands.
+    /// The narrowest dtype of its operands.
     pub fn kind(&self) -> Kind {
         let narrow = self.operands.iter().any(|(_, kind)| *kind == Kind::BFloat16);
         if narrow { Kind::BFloat16 } else { Float }
@@ -55,7 +55,7 @@ impl Operation {
 }
 
 impl Numbers {
-    /// All of them, in the order of a step.
+    /// All operations, in the order of a step.
     pub fn operations(&self) -> Vec<Operation> {
         let mut all = self.between();
         all.extend(self.of_attention());
@@ -64,7 +64,7 @@ impl Numbers {
         all
     }
 
-    /// One that takes these operands, and answers with so many numbers of each format.
+    /// An operation with these operands and outputs, given as counts by dtype.
     fn operation(
         &self,
         name: &'static str,
@@ -211,7 +211,7 @@ impl Numbers {
         vec![
             self.operation("head and loss, both ways", &head, &answers, |ops, by, t| {
                 let [hidden, weights, labels, mask] = t else { return Ok(()) };
-                // Tokens are numbered here, and a label has to be one of the vocabulary.
+                // These labels are token numbers, which must become ids of the vocabulary.
                 let labels = &labels.f_remainder(by.numbers.config.vocab_size)?;
                 let (chunk, shards, part) = (by.numbers.config.loss_chunk, 1, false);
                 let by = CrossEntropy { hidden, weights, labels, mask, chunk, shards, part };
@@ -219,7 +219,7 @@ impl Numbers {
             }),
             self.operation("AdamW", &four, &[(3 * size, Float)], |ops, _, t| {
                 let [weight, first, second, gradient] = t else { return Ok(()) };
-                // Second moments are sums of squares.
+                // Second moments must be nonnegative.
                 let by = AdamW {
                     keep: 1.0,
                     first: 0.1,
@@ -249,7 +249,7 @@ impl Numbers {
         [config.num_attention_heads + config.num_key_value_heads, config.head_dim]
     }
 
-    /// Pairs of numbers that a head has turned.
+    /// Pairs of numbers that rotary embedding rotates in a head.
     fn angles(&self) -> i64 {
         (self.config.head_dim as f64 * self.config.partial_rotary_factor / 2.0) as i64
     }
@@ -268,7 +268,7 @@ fn convolution<'a>(by: &Numbers, t: &'a [Tensor]) -> ConvShift<'a> {
 }
 
 impl Bench {
-    /// Seconds of an operation, of a worker while all are at work.
+    /// Seconds of an operation, on one worker while all are busy.
     pub fn operation(self, numbers: &Numbers, of: &Operation, by: By) -> contract::Result<f64> {
         let ops = match by {
             By::Ours => self.workers.ops(),

@@ -1,6 +1,6 @@
-//! The products of a micro-batch, each with its shape and how often it is computed, forward and backward.
+//! The matmuls of a micro-batch, each with its shape and how often it is computed, forward and backward.
 //!
-//! A test computes a micro-batch with a table of operations that writes down what it is asked for, and finds these.
+//! A test checks them: it computes a micro-batch with a table of operations that records every matmul.
 
 use std::ops::Range;
 
@@ -8,16 +8,16 @@ use super::shapes::Shape;
 use crate::model::ZayaConfig;
 use crate::timing::Part;
 
-/// Products of one shape.
+/// Matmuls of one shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Products {
     /// The part of a step that they belong to.
     pub part: Part,
-    /// What they multiply.
+    /// The shape of their operands.
     pub shape: Shape,
-    /// How many there are in a micro-batch.
+    /// How many a micro-batch computes.
     pub count: u64,
-    /// Whether they stay f32 whatever the run computes in.
+    /// Whether they stay f32 in every dtype of a run.
     pub wide: bool,
 }
 
@@ -33,20 +33,20 @@ impl Products {
 pub struct MicroBatch<'a> {
     /// Tokens of a chunk.
     pub tokens: i64,
-    /// Chunks, each computed by itself.
+    /// Chunks, each computed separately.
     pub chunks: u64,
-    /// Tokens of a chunk that each expert computes.
+    /// Tokens of a chunk that are routed to each expert.
     pub routed: &'a [i64],
-    /// Whether layers are computed forward a second time on the way back.
+    /// Whether layers are recomputed in the backward pass.
     pub recompute: bool,
 }
 
-/// The tokens of each expert where the router deals evenly.
+/// The tokens of each expert with even routing.
 pub fn even(tokens: i64, experts: i64) -> Vec<i64> {
     (0..experts).map(|expert| tokens * (expert + 1) / experts - tokens * expert / experts).collect()
 }
 
-/// All products of a micro-batch but those inside of attention.
+/// All matmuls of a micro-batch except those inside attention.
 pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> {
     let layers = config.num_hidden_layers as u64 * by.chunks;
     let mut list = List { found: Vec::new(), count: layers, forward: 1 + u64::from(by.recompute) };
@@ -63,14 +63,14 @@ pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Pro
     merged(list.found)
 }
 
-/// Operations of attention over `pairs` of a query and a key that see each other, in all layers, forward; backward are twice as
-/// many.
+/// Operations of attention over `pairs` of a query and a key that see each other, in all layers, forward; twice as many
+/// backward.
 pub(crate) fn of_attention(config: &ZayaConfig, pairs: u64) -> f64 {
     4.0 * config.query_size() as f64 * pairs as f64 * config.num_hidden_layers as f64
 }
 
-/// Operations of the five Newton-Schulz iterations on a matrix, as the table for the CPU does them: halves of symmetric products,
-/// and the short side alone where the matrix is oblong.
+/// Operations of the five Newton-Schulz iterations on a matrix, as the CPU table computes them: half of each symmetric
+/// matmul, and only the short side where the matrix is oblong.
 pub(crate) fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
     let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
     match long >= 2.0 * short {
@@ -79,7 +79,7 @@ pub(crate) fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
     }
 }
 
-/// Equal products as one entry.
+/// Merges equal matmuls into one entry.
 fn merged(mut all: Vec<Products>) -> Vec<Products> {
     let key = |it: &Products| (it.part as usize, it.shape, it.wide);
     all.sort_by_key(key);
@@ -93,13 +93,13 @@ fn merged(mut all: Vec<Products>) -> Vec<Products> {
 
 struct List {
     found: Vec<Products>,
-    /// How often what follows is there.
+    /// How often the next entries are computed.
     count: u64,
-    /// How often a forward pass is.
+    /// How often a forward pass is computed.
     forward: u64,
 }
 
-/// Where the product of a layer belongs, forward and backward.
+/// The parts of a layer's matmul, forward and backward.
 #[derive(Clone, Copy)]
 struct Place {
     forward: Part,
@@ -113,7 +113,7 @@ impl List {
         self.found.push(Products { part, shape, count, wide });
     }
 
-    /// `n` rows of `inputs` numbers to `outputs`, `times` of them, and both of its gradients.
+    /// A linear map of `n` rows from `inputs` to `outputs` numbers, `times` times, and both of its gradients.
     fn linear(&mut self, place: Place, [n, inputs, outputs]: [i64; 3], times: u64) {
         let (there, count) = (self.count * times * self.forward, self.count * times);
         self.put(place.forward, [n, inputs, outputs], there, place.wide);
@@ -159,7 +159,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Together they are the operations that the model defines.
+        /// Their sum is the model's FLOPs.
         #[test]
         fn they_are_the_models_operations(
             tokens in 1i64..300, pairs in 0u64..100_000, loss_chunk in 1i64..200, preset in 0usize..4,
@@ -173,7 +173,7 @@ mod tests {
             let found = all.iter().map(Products::operations).sum::<f64>() + 3.0 * of_attention(&config, pairs);
             let layers = vec![tokens as u64; config.num_hidden_layers as usize];
             prop_assert_eq!(found, model::flops(&config, tokens as u64, &layers, pairs));
-            // A second forward pass of the layers is a third of theirs.
+            // A second forward pass of the layers is a third of their operations.
             let again = of_micro_batch(&config, MicroBatch { recompute: true, ..by });
             let sum = |all: &[Products]| all.iter().map(Products::operations).sum::<f64>();
             let more = sum(&again) - sum(&all);

@@ -1,7 +1,7 @@
-//! Whether the same product, asked for many times, has the same bits each time: every shape that a step of a model has.
+//! Checks that a matmul gives the same bits each time it is computed, for every shape in a step of a model.
 //!
-//! Before each call its output, or memory of the same size, is filled with something else: what a call does not write is found,
-//! and so is what one call leaves for the next.
+//! Before each call its output, or memory of the same size, is filled with other values: this finds what a call does
+//! not write, and what one call leaves for the next.
 
 use std::collections::BTreeSet;
 
@@ -18,48 +18,49 @@ use crate::optim::muon::QUINTIC;
 use crate::optim::{self, Rule};
 use crate::refusal::refused;
 
-/// What was asked for, and what came of it.
+/// A repeated computation and its result.
 #[derive(Clone, Debug, Serialize)]
 pub struct Repeated {
-    /// Where a model has it.
+    /// Its name in a model.
     pub name: String,
-    /// Forward, or back to the input or to the weights; or Newton-Schulz.
+    /// Forward, or backward to the input or to the weights; or Newton-Schulz.
     pub way: &'static str,
-    /// Of the operands.
+    /// The dtype of the operands.
     pub dtype: &'static str,
-    /// Of a product; of experts, rows of all of them together.
+    /// The shape of a matmul; for experts, rows of all together.
     #[serde(flatten)]
     pub shape: Shape,
-    /// Who computed: the table of operations; of experts also a loop over them and libtorch's grouped product; of attention on a
-    /// device also our own kernels and libtorch's. A part of a sum stays f32.
+    /// The implementation: the table of operations; for experts also a loop over them and libtorch's grouped matmul;
+    /// for attention on a device also our own kernels and libtorch's. A term of a sum stays f32.
     pub by: &'static str,
-    /// How often.
+    /// How often it was computed.
     pub times: u32,
-    /// How many different outcomes there were: 1 if all is well.
+    /// The number of different results: 1 if all are equal.
     pub outcomes: usize,
-    /// Of the first one.
+    /// The digest of the first result.
     pub digest: String,
 }
 
-/// By what, where and how often.
+/// How to repeat.
 #[derive(Clone, Copy, Debug)]
 pub struct Repeats {
-    /// What computes.
+    /// The table that computes.
     pub ops: Table,
-    /// Where tensors lie.
+    /// The device of the tensors.
     pub device: Device,
     /// How often each is computed.
     pub times: u32,
 }
 
-/// A product of matrices of a forward pass, and both of its way back.
+/// A matmul of a forward pass, and both of its backward pass.
 const WAYS: [&str; 3] = ["forward", "to the input", "to the weights"];
 
 impl Repeats {
-    /// All of a model's micro-batch of `tokens` with operands of `kind`; Newton-Schulz, which has one kind, comes with f32.
+    /// Repeats all operations of a model's micro-batch of `tokens` with operands of `kind`; Newton-Schulz, which has
+    /// only one, is included with f32.
     ///
     /// # Errors
-    /// Where an operation refuses, or memory ends.
+    /// If an operation fails, or memory runs out.
     pub fn of_model(
         self,
         config: &ZayaConfig,
@@ -92,7 +93,7 @@ impl Repeats {
         Ok(found)
     }
 
-    /// Asks so often, and looks at each outcome.
+    /// Repeats a call, and compares the results.
     fn asked(
         self,
         row: Repeated,
@@ -102,11 +103,11 @@ impl Repeats {
         let (mut outcomes, mut first) = (BTreeSet::new(), None);
         for time in 0..self.times {
             let outcome = call()?;
-            // Of all its bits.
+            // Over all bits of the result.
             let digest = checksum::tensor(&outcome, 1)?;
             first.get_or_insert(digest);
             outcomes.insert(digest);
-            // Freed at once, so that the next call finds this in the memory that it is given.
+            // Freed at once, so that the next call gets the memory with these values.
             let other = outcome.f_empty_like()?.f_fill_(f64::from(time))?;
             drop((outcome, other));
         }
@@ -115,7 +116,7 @@ impl Repeats {
         Ok(())
     }
 
-    /// One product, or those of as many as `heads` says.
+    /// One matmul, or a batch of them for `heads`.
     fn product(
         self,
         name: &str,
@@ -139,7 +140,7 @@ impl Repeats {
             let [rows, inner, columns] = shape;
             let row = |by| row(name, way, kind, Shape { rows, inner, columns }, by);
             if kind == Kind::BFloat16 {
-                // As a micro-batch that is cut multiplies it.
+                // As a cut micro-batch multiplies it.
                 self.asked(row("a part"), || self.ops.matmul_part(left, right), found)?;
             }
             let row = row("ours");
@@ -159,7 +160,7 @@ impl Repeats {
         Ok(())
     }
 
-    /// Of experts with rows as a router leaves them, few of one and many of another.
+    /// Grouped matmuls of experts with uneven routing: few rows for one and many for another.
     fn grouped(
         self,
         name: &str,
@@ -172,7 +173,7 @@ impl Repeats {
         let x = numbers(&[rows, inner], 0.7, kind, self.device)?;
         let weights = numbers(&[experts, columns, inner], 0.9, kind, self.device)?;
         let grad = numbers(&[rows, columns], 1.1, kind, self.device)?;
-        // Each has a token: what a library leaves for one without is nobody's.
+        // Every expert has a token: a library may leave the result of an empty one undefined.
         let choice: Vec<i64> = (0..rows)
             .map(|row| if row < experts { row } else { row * row / 3 % experts })
             .collect();
@@ -180,7 +181,7 @@ impl Repeats {
         for (by, ops) in [("ours", self.ops), ("loop", REFERENCE)] {
             let dispatch = ops.dispatch(&choice, experts + 1)?;
             let [x, grad] = [ops.permute(&x, &dispatch)?, ops.permute(&grad, &dispatch)?];
-            // Rows that fill places up have no value.
+            // Padding rows are undefined.
             let own = |out: Tensor| Ok(out.f_index_select(0, &dispatch.places)?);
             let row = |way| row(name, way, kind, shape, by);
             self.asked(row(WAYS[0]), || own(ops.grouped_matmul(&x, &weights, &dispatch)?), found)?;
@@ -202,7 +203,7 @@ impl Repeats {
         Ok(())
     }
 
-    /// Over two documents, one of which began before.
+    /// Attention over two documents, one of which began in an earlier chunk.
     fn attention(
         self,
         config: &ZayaConfig,
@@ -239,7 +240,7 @@ impl Repeats {
     }
 }
 
-/// The matrices of a model that Muon moves, one of each shape.
+/// The matrices of a model that Muon updates, one of each shape.
 fn matrices(config: &ZayaConfig) -> BTreeSet<[i64; 2]> {
     let all = model::parameters(config)
         .into_iter()
@@ -253,7 +254,7 @@ fn row(name: &str, way: &'static str, kind: Kind, shape: Shape, by: &'static str
     Repeated { name, way, dtype, shape, by, times: 0, outcomes: 0, digest }
 }
 
-/// A gradient, with what is left to do for it done.
+/// Finishes a gradient's pending computation.
 fn made(ops: Table, gradient: Gradient) -> Computed<Tensor> {
     let mut all = ops.finish(vec![gradient])?;
     Ok(all.swap_remove(0))
@@ -292,7 +293,7 @@ mod tests {
         }
     }
 
-    /// What changes from call to call is counted.
+    /// A result that changes from call to call is counted.
     #[test]
     fn another_outcome_is_found() {
         let calls = std::cell::Cell::new(0);

@@ -1,28 +1,28 @@
-//! Shapes of products: what a bench measures, and which rules of thumb they keep.
+//! Shapes of matmuls: what a bench measures, and which rules of thumb they follow.
 //!
-//! The rules are those that the ZAYA1 paper (arXiv 2511.17127, section III) found on MI300X: dimensions that are multiples of
-//! 64, and enough operations in a product to reach the peak.
+//! The rules are those that the ZAYA1 paper (arXiv 2511.17127, section III) found on MI300X: dimensions that are
+//! multiples of 64, and enough operations in a matmul to reach the peak.
 
 use serde::Serialize;
 
 use crate::model::ZayaConfig;
 
-/// What dimensions should be multiples of.
+/// Dimensions should be multiples of this.
 pub const ALIGNMENT: i64 = 64;
 
-/// A product of `[rows, inner]` and `[inner, columns]`.
+/// A matmul of `[rows, inner]` and `[inner, columns]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Shape {
-    /// Rows of the left operand and of the outcome.
+    /// Rows of the left operand and of the result.
     pub rows: i64,
     /// Columns of the left operand, rows of the right one.
     pub inner: i64,
-    /// Columns of the right operand and of the outcome.
+    /// Columns of the right operand and of the result.
     pub columns: i64,
 }
 
 impl Shape {
-    /// Additions and multiplications.
+    /// Multiplications and additions.
     pub fn operations(self) -> f64 {
         2.0 * self.rows as f64 * self.inner as f64 * self.columns as f64
     }
@@ -33,7 +33,7 @@ impl Shape {
     }
 }
 
-/// Rows times widths, as the paper sweeps them: a square weight of each width, and the same with dimensions that keep no rule.
+/// Rows times widths, as the paper sweeps them: a square weight of each width, and the same with unaligned dimensions.
 pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
     let mut found = Vec::new();
     for width in widths {
@@ -42,7 +42,7 @@ pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
             found.push((format!("width {width}"), shape));
         }
     }
-    // One less in each direction: what a forgotten rule costs.
+    // One less in each dimension: the cost of breaking the rule.
     let last = rows.last().copied().unwrap_or(ALIGNMENT);
     for width in widths {
         let shape = Shape { rows: last, inner: width - 1, columns: width - 1 };
@@ -51,32 +51,32 @@ pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
     found
 }
 
-/// A forward product of a model.
+/// A forward matmul of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Product {
-    /// Where it stands.
+    /// Its name in the model.
     pub name: &'static str,
-    /// What it multiplies; one of those that are computed together.
+    /// Its shape; that of one where several are batched.
     pub shape: Shape,
-    /// What one call computes.
+    /// Which matmuls one call computes.
     pub together: Together,
-    /// Whether its operands stay f32 whatever the run computes in.
+    /// Whether its operands stay f32 in every dtype of a run.
     pub wide: bool,
 }
 
-/// Which products one call computes.
+/// Which matmuls one call computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Together {
-    /// This one.
+    /// A single one.
     One,
-    /// Those of so many heads, side by side in memory.
+    /// A batch over this many heads, side by side in memory.
     Heads(i64),
-    /// Those of all experts, each of which has rows of its own number.
+    /// Those of all experts, each with its own number of rows.
     Experts,
 }
 
-/// The forward products of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III as this trainer
-/// multiplies. Experts have the rows that even routing leaves them.
+/// The forward matmuls of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III for this
+/// trainer. Experts have the rows of even routing.
 pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<Product> {
     let (hidden, state, dim) = (config.hidden_size, config.router_hidden_size, config.head_dim);
     let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
     use crate::sizing::products::{MicroBatch, even, of_micro_batch};
 
-    /// What is measured and asked for again is what a step multiplies, forward and both ways back.
+    /// The shapes that are measured and repeated are those of a step, forward and both backward.
     #[test]
     fn products_of_a_model_are_those_of_its_steps() {
         for name in ["zaya1-nano", "zaya1-20m", "zaya1-1b", "zaya1-8b"] {

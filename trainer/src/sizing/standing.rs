@@ -1,29 +1,29 @@
-//! A run on a cluster: how its ranks stand to each other, and what those wait that share micro-batches.
+//! A run on a cluster: the arrangement of its ranks, and how long ranks that share micro-batches wait for each other.
 
 use super::cluster::{Cluster, Link};
 use crate::plan::{Fleet, PhaseNeeds};
 use crate::spec::RunSpec;
 
-/// Exchanges of a layer of compressed attention along a line, both ways: rows beside a chunk, keys, values, their gradients.
+/// Exchanges of a CCA layer along a line, forward and backward: adjacent rows, keys, values, their gradients.
 const EXCHANGES: f64 = 8.0;
 
 /// A run on a cluster.
 #[derive(Clone, Copy)]
 pub struct Setting<'a> {
-    /// What is trained.
+    /// The run.
     pub spec: &'a RunSpec,
-    /// On what.
+    /// The cluster.
     pub cluster: &'a Cluster,
-    /// How its ranks work together.
+    /// The number of its ranks and how they work together.
     pub fleet: &'a Fleet,
 }
 
-/// How the ranks stand in a phase.
+/// The arrangement of the ranks in a phase.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Standing {
     /// Ranks that share a micro-batch.
     pub(super) together: u64,
-    /// Ranks, or groups of these, that compute different ones.
+    /// Ranks, or groups of these, that compute different micro-batches.
     pub(super) lines: u64,
     /// Micro-batches that each computes at once.
     pub(super) workers: u64,
@@ -37,8 +37,8 @@ impl Standing {
     }
 }
 
-/// Seconds in a step for which a rank waits for those with whom it shares `own` micro-batches, of whose layers it computes
-/// `layers` seconds.
+/// Seconds of a step in which a rank waits for the ranks that share its `own` micro-batches; computing their layers
+/// takes it `layers` seconds.
 pub(super) fn waits(
     Setting { spec, cluster, fleet }: Setting<'_>,
     needs: &PhaseNeeds,

@@ -1,4 +1,4 @@
-//! Checksums and the digest of a state: what the ledger knows of it.
+//! Checksums and the digest of a state, as the ledger records them.
 
 use contract::{Digest, Hasher};
 
@@ -14,7 +14,7 @@ pub struct StateSums {
     pub digest: Digest,
 }
 
-/// What of a state a checksum belongs to; part of its salt, so that two tensors never stand for each other.
+/// The part of a state that a checksum covers: in its salt, so that tensors cannot be exchanged for each other.
 #[derive(Clone, Copy)]
 pub(crate) enum Part {
     Weight = 1,
@@ -30,7 +30,7 @@ pub(crate) fn salt(part: Part, index: usize) -> u64 {
 }
 
 /// The digest of a state after `step`, from the checksums of its tensors: all weights, then all first moments, then the
-/// second moments of those that have one.
+/// existing second moments.
 pub(super) fn digest(
     step: u64,
     has_second: &[bool],
@@ -52,7 +52,7 @@ pub(super) fn digest(
             hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
         }
     }
-    // Nothing for nothing: a run without windows has the digests that it had before there were any.
+    // A run without windows keeps the digests that it had before windows existed.
     if let Some(Windows { skipped, losses, norms }) = windows {
         hasher.tag("windows.v1").u64(*skipped);
         for window in [losses, norms] {

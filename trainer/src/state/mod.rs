@@ -1,12 +1,12 @@
-//! The state of a run as one rank holds it: every weight in the numbers in which the model reads it, and of the pieces that the
-//! rank owns the moments, and the weights in f32 where the model reads them rounded. A rank that is alone owns all pieces.
+//! The state of a run as one rank holds it: every weight in the dtype in which the model reads it; and for the pieces
+//! that the rank owns the moments, and the weights in f32 where the model reads them rounded. A rank that is alone owns
+//! all pieces.
 //!
-//! Where ranks hold weights for each other ([`Fold`]), a rank has of those that are cut its shards, and of its own pieces of them
-//! the weights in f32 besides.
+//! Where weights are sharded ([`Fold`]), a rank holds its shards of them, and also its own pieces in f32.
 //!
-//! Invariant: what the model reads of a piece is its owner's weights, rounded once, by the owner.
+//! Invariant: the model reads an owner's weights, rounded once, by the owner.
 //!
-//! [`ownership`] says who owns what, [`digest`] what the ledger knows of a state.
+//! [`ownership`] assigns pieces to ranks, [`digest`] computes what the ledger records of a state.
 
 pub mod digest;
 pub mod ownership;
@@ -32,40 +32,40 @@ pub use digest::StateSums;
 pub(crate) use digest::{Part, salt};
 use ownership::{Ownership, Piece};
 
-/// What one step hands to the next, and nothing else.
+/// Everything that one step passes to the next.
 pub struct State {
     /// The step; 0 before the first.
     pub step: u64,
-    /// Weights in canonical order, as the model read them in `step`: the same on every rank, but for those that are cut into
-    /// shards, of which this is a row of what this rank holds.
+    /// Weights in canonical order, as the model read them in `step`: the same on every rank, except sharded ones, which
+    /// are flat buffers of this rank's shards.
     pub weights: Vec<Tensor>,
-    /// Which shards those are.
+    /// The shards that this rank holds.
     pub fold: Fold,
     /// The routers' balancing biases, by layer: the same on every rank.
     pub balance: Vec<Balance>,
-    /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the curriculum asks
-    /// for neither, and no step was without labels.
+    /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the
+    /// curriculum does neither, and no step was without labels.
     pub windows: Option<Windows>,
-    /// Who owns what.
+    /// Which rank owns which pieces.
     pub owners: Ownership,
-    /// What this rank alone holds of its pieces, in their order.
+    /// What only this rank holds of its pieces, in their order.
     pub owned: Vec<Owned>,
-    /// Copies that a device still makes of this rank's pieces, for a checkpoint: whoever writes those in place holds first.
+    /// Pending device copies of this rank's pieces for a checkpoint: wait for them before writing pieces in place.
     pub departures: Departures,
 }
 
-/// What the owner of a piece holds of it besides [`State::weights`], in the shape of the piece.
+/// What the owner of a piece holds in addition to [`State::weights`], in the shape of the piece.
 pub struct Owned {
     /// Its weights in f32, where the model reads them rounded or in shards.
     pub master: Option<Tensor>,
     /// First moments (AdamW) or momenta (Muon).
     pub first: Tensor,
-    /// Second moments; none where Muon rules.
+    /// Second moments; `None` under Muon.
     pub second: Option<Tensor>,
 }
 
 impl Owned {
-    /// That of `piece`, of whose tensor the model reads `weight`; each tensor is made by `make`.
+    /// For `piece`; the model reads its tensor as `weight`, and `make` allocates each tensor.
     pub fn of(
         piece: &Piece,
         weight: &Tensor,
@@ -84,14 +84,14 @@ impl Owned {
     }
 }
 
-/// A tensor of its own, with the same numbers.
+/// A copy in separate memory.
 fn copied(tensor: &Tensor) -> kernels::Result<Tensor> {
     let mut copy = tensor.f_empty_like()?;
     tch::no_grad(|| copy.f_copy_(tensor))?;
     Ok(copy)
 }
 
-/// Room for the weights of these parameters as the model reads them under `dtype`, of those that adjoin each other in one piece.
+/// Allocates the weights of these parameters as the model reads them under `dtype`; adjoining ones share an allocation.
 pub(crate) fn room(
     parameters: &[ParamSpec],
     dtype: Dtype,
@@ -104,7 +104,7 @@ pub(crate) fn room(
     Ok(found)
 }
 
-/// Parameters that adjoin each other.
+/// Runs of adjoining parameters.
 fn runs(parameters: &[ParamSpec]) -> impl Iterator<Item = &[ParamSpec]> {
     parameters.chunk_by(|_, next| next.adjoins)
 }
@@ -120,7 +120,7 @@ fn room_of_run(run: &[ParamSpec], kind: Kind, device: Device) -> kernels::Result
     Ok(room)
 }
 
-/// The weights in the numbers of `dtype`, laid out as [`room`] does it; those that are held so already are the same tensors.
+/// The weights in `dtype`, laid out as by [`room`]; those that have it already are the same tensors.
 fn moved(
     parameters: &[ParamSpec],
     dtype: Dtype,
@@ -143,18 +143,18 @@ fn moved(
     Ok(found)
 }
 
-/// Checksums of a piece: of its weights, first moments and second moments, 0 where there are none of those.
+/// Checksums of a piece: of its weights, first moments and second moments, 0 where it has no second moments.
 pub type PieceSums = [u64; 3];
 
-/// What moving this rank's pieces came to, for the host to read.
+/// The results of updating this rank's pieces, for the host to read.
 pub(crate) struct Moved {
     outcome: Outcome,
-    /// Behind which piece of work each of them ends.
+    /// The end of each piece in the list of work items.
     ends: Vec<usize>,
 }
 
 impl Moved {
-    /// Of each piece the sum of squares of new weights minus old ones, and its checksums.
+    /// For each piece the sum of squares of new weights minus old ones, and its checksums.
     pub(crate) fn read(self) -> Result<Vec<(f64, PieceSums)>> {
         let came = self.outcome.read()?;
         let starts = [0].into_iter().chain(self.ends.iter().copied());
@@ -170,8 +170,8 @@ impl Moved {
 }
 
 impl State {
-    /// The state before the first step: drawn weights, or those of the start. Each rank has what it owns; what others own it
-    /// hears from them ([`crate::mesh`]).
+    /// The state before the first step: sampled weights, or those of the start. Each rank fills in what it owns and
+    /// receives the rest from the other ranks ([`crate::mesh`]).
     pub fn begin(
         spec: &RunSpec,
         device: Device,
@@ -229,7 +229,7 @@ impl State {
         })
     }
 
-    /// This rank's pieces with their weights in f32, as an alias, and what else it holds of them.
+    /// This rank's pieces with aliases of their weights in f32, and what else it holds of them.
     pub fn own(&self) -> impl Iterator<Item = (&Piece, Tensor, &Owned)> {
         self.owners.own().zip(&self.owned).map(|(piece, owned)| {
             let read = || piece.of(&self.weights[piece.tensor]);
@@ -237,12 +237,12 @@ impl State {
         })
     }
 
-    /// One of the weights in f32; `None` where only another rank has it so.
+    /// One weight in f32; `None` where only another rank has it in f32.
     pub(crate) fn weight(&self, tensor: usize, element: i64) -> Option<f32> {
         self.wide_place(tensor, element).map(|place| place.double_value(&[0]) as f32)
     }
 
-    /// Puts a number in the place of one of the weights, here and where the model reads it.
+    /// Overwrites one weight, in f32 and where the model reads it.
     pub(crate) fn set_weight(&self, tensor: usize, element: i64, value: f32) {
         let read = self.weights[tensor].view([-1]).narrow(0, element, 1);
         let wide = self.wide_place(tensor, element);
@@ -251,7 +251,7 @@ impl State {
         }
     }
 
-    /// Where one of the weights lies in f32, as an alias.
+    /// An alias of one weight in f32.
     fn wide_place(&self, tensor: usize, element: i64) -> Option<Tensor> {
         let read = &self.weights[tensor];
         if read.kind() == Kind::Float {
@@ -264,7 +264,7 @@ impl State {
         Some(weight.view([-1]).narrow(0, element - piece.first, 1))
     }
 
-    /// All pieces with their weights: this rank's in f32, those of others as the model reads them.
+    /// All pieces with their weights: this rank's in f32, others as the model reads them.
     fn all(&self) -> impl Iterator<Item = (&Piece, Tensor)> {
         let mut own = self.own();
         self.owners.pieces().iter().map(move |piece| {
@@ -274,7 +274,7 @@ impl State {
         })
     }
 
-    /// Rounds this rank's pieces to what the model reads of them. Those that a step moves are rounded by it where they are whole.
+    /// Rounds this rank's pieces to what the model reads. A step itself rounds the whole pieces that it updates.
     pub(crate) fn round(&self, workers: Workers) -> Result<()> {
         let mut whole = Vec::new();
         for (piece, owned) in self.owners.own().zip(&self.owned) {
@@ -292,7 +292,7 @@ impl State {
         self.round_shards(workers)
     }
 
-    /// The same of those that are cut into shards.
+    /// The same for sharded pieces.
     fn round_shards(&self, workers: Workers) -> Result<()> {
         let mut shards = Vec::new();
         let cut = |(piece, _): &(&Piece, &Owned)| self.fold.cuts(piece.tensor);
@@ -313,8 +313,8 @@ impl State {
         Ok(())
     }
 
-    /// The weights as the model reads them under `dtype`, aliases where they are held so. In more bits than they are held in
-    /// they are known where one rank owns everything.
+    /// The weights as the model reads them under `dtype`, aliases where they have it already. A wider dtype than the
+    /// held one is available only where one rank owns everything.
     pub(crate) fn read_as(
         &self,
         parameters: &[ParamSpec],
@@ -334,7 +334,7 @@ impl State {
         })
     }
 
-    /// All weights in f32, of a state of which this rank owns everything; aliases where they are held so.
+    /// All weights in f32, of a state that this rank owns completely; aliases where they are f32.
     pub(crate) fn in_f32(&self) -> Result<Vec<Tensor>> {
         let whole = self.weights.iter().map(|one| one.f_to_kind(Kind::Float));
         let whole = whole.collect::<std::result::Result<Vec<_>, _>>();
@@ -343,7 +343,7 @@ impl State {
             if weight.kind() != Kind::Float {
                 return Err(Fault::bug("the f32 weights of another rank are asked for"));
             }
-            // What is held in f32 is its own alias.
+            // A weight held in f32 is an alias already.
             if self.weights[piece.tensor].kind() != Kind::Float {
                 tch::no_grad(|| piece.of(&whole[piece.tensor]).f_copy_(&weight))
                     .map_err(refused)?;
@@ -352,8 +352,8 @@ impl State {
         Ok(whole)
     }
 
-    /// Holds weights from here on as the model reads them under `dtype`, and of those that are cut the shards that `fold` says.
-    /// Returns whether other ranks have to say what theirs are, because they were held in fewer bits, or were not held.
+    /// Changes the held weights to what the model reads under `dtype`, sharded by `fold`. Returns whether other ranks
+    /// have to send theirs, because they were held in a narrower dtype, or not held.
     pub(crate) fn hold_as(
         &mut self,
         parameters: &[ParamSpec],
@@ -363,7 +363,7 @@ impl State {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
         let same = parameters.iter().zip(&self.weights).all(stays);
         if self.fold != fold || !same {
-            // What others own of a tensor is written beside what this rank does.
+            // Whole tensors are overwritten, other ranks' pieces included.
             self.let_go()?;
         }
         if self.fold != fold || (!same && fold.degree() > 1) {
@@ -373,7 +373,7 @@ impl State {
         if same { Ok(false) } else { self.hold_in(parameters, dtype).map_err(refused) }
     }
 
-    /// Room for what is held under `fold`, into which this rank's pieces are put. What others own is for them to say.
+    /// Allocates the weights under `fold` and copies this rank's pieces into them. Other ranks must send theirs.
     fn hold_anew(
         &mut self,
         parameters: &[ParamSpec],
@@ -409,7 +409,7 @@ impl State {
         Ok(())
     }
 
-    /// The same where all weights are whole: whether others have to say what theirs are.
+    /// The same where all weights are whole: returns whether others have to send theirs.
     fn hold_in(&mut self, parameters: &[ParamSpec], dtype: Dtype) -> kernels::Result<bool> {
         let (mut asks, mut changed) = (false, vec![false; self.weights.len()]);
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
@@ -440,14 +440,13 @@ impl State {
         Ok(asks)
     }
 
-    /// What is queued from here on may write this rank's pieces: a device has copied them by then.
+    /// Work queued from here on may write this rank's pieces: it runs after a device's copies for a checkpoint.
     fn let_go(&self) -> Result<()> {
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
         self.departures.hold(device).map_err(refused)
     }
 
-    /// Moves this rank's pieces by their gradients, which come in the order of its pieces. What `step` counts is left to the
-    /// caller.
+    /// Updates this rank's pieces by their gradients, given in the order of the pieces. The caller advances `step`.
     pub(crate) fn update(
         &mut self,
         settings: &Settings,
@@ -478,8 +477,8 @@ impl State {
         Ok(Moved { outcome, ends })
     }
 
-    /// What moves of one of this rank's pieces: its weights in f32, and the tensor in which the model reads them rounded, with
-    /// their first element there, unless that is cut into shards.
+    /// What is updated for one of this rank's pieces: its weights in f32, and the rounded tensor that the model reads,
+    /// with the first element there, unless that is sharded.
     fn moves(&self, piece: &Piece, owned: &Owned) -> (Tensor, Option<(Tensor, i64)>) {
         let read = &self.weights[piece.tensor];
         let Some(master) = &owned.master else { return (piece.of(read), None) };
@@ -516,8 +515,8 @@ impl State {
 
     /// The checksums of the whole state, from those of all pieces in canonical order.
     pub(crate) fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
-        // No `..`: whatever is added to the state enters its digest.
-        // Who holds what decides no digest.
+        // No `..`, so that a new field of the state cannot be missed in its digest.
+        // The distribution over ranks does not enter the digest.
         let State { step, weights, fold: _, balance, windows, owners, owned: _, departures: _ } =
             self;
         let mut sums = [(); 3].map(|()| vec![0u64; weights.len()]);
@@ -535,17 +534,17 @@ impl State {
         StateSums { weights, digest }
     }
 
-    /// The same of a state of which this rank owns everything.
+    /// The same for a state that this rank owns completely.
     pub fn sums(&self, workers: Workers) -> Result<StateSums> {
         Ok(self.sums_of(&self.own_sums(workers)?))
     }
 }
 
-/// Elements that a worker draws at a time.
+/// Elements that a worker samples at a time.
 const DRAWN: usize = 1 << 20;
 
-/// Draws this rank's weights before the first step, each into its place: each number has an address. On all cores, however few
-/// workers a device has: one thread takes most of a minute for 10^9 weights.
+/// Samples this rank's initial weights in place: each number depends only on its index. Uses all cores, even if a
+/// device has few workers: one thread takes most of a minute for 10^9 weights.
 fn drawn(spec: &RunSpec, state: &State, workers: Workers) -> Result<()> {
     let mut parts = Vec::new();
     for (piece, weight, _) in state.own() {

@@ -1,13 +1,13 @@
-//! Who owns what: every piece of the parameters has one rank that adds its gradients, keeps its moments and moves it.
+//! Ownership: every piece of the parameters has one rank that adds its gradients, keeps its moments and updates it.
 //!
-//! A piece is what can be updated by itself: a whole matrix where Muon rules, some experts of a stack of them, or whole
-//! chunks of a tensor elsewhere. Each starts where a chunk of the gradient norm does, so that its owner has whole chunks.
+//! A piece can be updated alone: it is a whole matrix under Muon, some matrices of stacked experts, or whole chunks of
+//! any other tensor. Each starts at a chunk of the gradient norm, so that its owner has whole chunks.
 //!
-//! Neighbours that are small together make a bundle, which has one owner and lies in one blob of a checkpoint: so each
-//! rank writes what it owns, and what is written does not depend on the number of ranks. No bundle of several pieces
-//! costs more, or has more elements, than the largest piece: ranks are as evenly laden as by single pieces.
+//! Small neighbouring pieces form a bundle, which has one owner and is one blob of a checkpoint: so each rank writes
+//! what it owns, and the files do not depend on the number of ranks. No bundle of several pieces costs more, or has
+//! more elements, than the largest piece, so ranks are loaded as evenly as with single pieces.
 //!
-//! Invariant: pieces and bundles are a function of the parameters alone; only who owns them depends on the number of ranks.
+//! Invariant: pieces and bundles depend only on the parameters; only their owners depend on the number of ranks.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,21 +20,21 @@ use crate::optim::norm::CHUNK;
 use crate::optim::{CHUNKS, Rule};
 use crate::spec::RunSpec;
 
-/// Work for each element of an elementwise update, in floating-point operations.
+/// Cost of each element of an elementwise update, in floating-point operations.
 const ELEMENTWISE: u128 = 20;
 
-/// A part of one tensor, contiguous in it.
+/// A contiguous part of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Which tensor, in canonical order.
+    /// The tensor's index in canonical order.
     pub tensor: usize,
-    /// Its first element there.
+    /// Its first element in the tensor.
     pub first: i64,
     /// Its shape: the matrix, the matrices, or a flat run of elements.
     pub shape: Vec<i64>,
     /// How it is updated.
     pub rule: Rule,
-    /// The bundle that it belongs to, counted from 0 in canonical order.
+    /// The bundle that it belongs to, numbered from 0 in canonical order.
     pub bundle: usize,
     /// The rank that owns it.
     pub owner: u32,
@@ -46,17 +46,17 @@ impl Piece {
         self.shape.iter().product()
     }
 
-    /// Bytes of its weights and moments, f32, as a checkpoint has them.
+    /// Bytes of its weights and moments, f32, in a checkpoint.
     pub fn kept(&self) -> u64 {
         4 * (2 + u64::from(self.rule.has_second_moment())) * self.length().cast_unsigned()
     }
 
-    /// Its chunks in the gradient norm.
+    /// The number of its chunks in the gradient norm.
     pub fn chunks(&self) -> usize {
         self.length().cast_unsigned().div_ceil(CHUNK.cast_unsigned()) as usize
     }
 
-    /// This piece of `whole`, which is its tensor or one like it, as an alias if that is contiguous.
+    /// This piece of `whole`, its tensor or one of the same shape, as an alias if that is contiguous.
     pub fn of(&self, whole: &Tensor) -> Tensor {
         if whole.size() == self.shape && whole.is_contiguous() {
             return whole.shallow_clone();
@@ -65,7 +65,7 @@ impl Piece {
         if self.shape.len() == 1 { part } else { part.view(self.shape.as_slice()) }
     }
 
-    /// A cost that grows like the time of an update: Newton-Schulz is cubic in the short side of a matrix.
+    /// A cost proportional to the time of an update: Newton-Schulz is cubic in the short side of a matrix.
     fn cost(&self) -> u128 {
         let elements = self.length() as u128;
         match (self.rule, self.shape.as_slice()) {
@@ -77,8 +77,8 @@ impl Piece {
     }
 }
 
-/// The pieces of all parameters in canonical order, in bundles of which each is given to one of `world` ranks: the
-/// costliest first, always to the rank that has least so far.
+/// The pieces of all parameters in canonical order, in bundles that are assigned to `world` ranks: the costliest first,
+/// always to the rank with the least load.
 pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece> {
     let mut pieces = Vec::new();
     for (tensor, (parameter, rule)) in parameters.iter().zip(rules).enumerate() {
@@ -87,7 +87,7 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
     let costs = bundle(&mut pieces);
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by_key(|index| (Reverse(costs[*index]), *index));
-    // Of ranks with equally little the first.
+    // Of ranks with equal load the first.
     let mut loads: BinaryHeap<_> = (0..world.max(1)).map(|rank| Reverse((0u128, rank))).collect();
     let mut owners = vec![0; costs.len()];
     for index in order {
@@ -101,7 +101,7 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
     pieces
 }
 
-/// The elements of the pieces of `owner`.
+/// The number of elements in the pieces of `owner`.
 pub fn length(pieces: &[Piece], owner: u32) -> i64 {
     pieces.iter().filter(|piece| piece.owner == owner).map(Piece::length).sum()
 }
@@ -114,12 +114,12 @@ pub struct Ownership {
 }
 
 impl Ownership {
-    /// Of the parameters of a run, as `rank` among `world` sees it.
+    /// For the parameters of a run, as seen by `rank` of `world`.
     pub fn new(spec: &RunSpec, rank: u32, world: u32) -> Self {
         Ownership::cut(pieces(&spec.parameters, &spec.rules, world), rank)
     }
 
-    /// Of these pieces.
+    /// From these pieces.
     pub fn cut(pieces: Vec<Piece>, rank: u32) -> Self {
         Ownership { pieces: pieces.into(), rank }
     }
@@ -144,12 +144,12 @@ impl Ownership {
         self.pieces.iter().filter(move |piece| piece.owner == rank)
     }
 
-    /// The elements of the pieces of `rank`.
+    /// The number of elements in the pieces of `rank`.
     pub fn length(&self, rank: u32) -> i64 {
         length(&self.pieces, rank)
     }
 
-    /// Cuts the pieces of `rank` apart, which lie one after the other.
+    /// Splits a tensor that has the pieces of `rank` one after the other.
     pub fn unpack(&self, rank: u32, packed: &Tensor) -> Vec<Tensor> {
         let mut at = 0;
         let cut = |piece: &Piece| {
@@ -160,7 +160,7 @@ impl Ownership {
     }
 }
 
-/// Numbers the bundles, and returns the cost of each.
+/// Assigns pieces to bundles, and returns the cost of each bundle.
 fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
     let most_cost = pieces.iter().map(Piece::cost).max().unwrap_or(0);
     let most_elements = pieces.iter().map(Piece::length).max().unwrap_or(0).max(CHUNK * CHUNKS);
@@ -188,7 +188,7 @@ fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {
         |first, shape| pieces.push(Piece { tensor, first, shape, rule, bundle: 0, owner: 0 });
     match (rule, shape) {
         (Rule::MuonEach, [experts, rows, columns]) => {
-            // As many experts as fill whole chunks.
+            // The smallest number of experts that fills whole chunks.
             let matrix = rows * columns;
             let together = CHUNK / common_divisor(CHUNK, matrix);
             for first in (0..*experts).step_by(together as usize) {

@@ -1,4 +1,4 @@
-//! The end of a step: owners move their pieces, everybody takes the new weights, and the ledger gets its line.
+//! The end of a step: owners update their pieces, all ranks receive the new weights, and the ledger gets its record.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::optim::balance::Balance;
 use crate::spec::RunSpec;
 use crate::state::{Moved, State, StateSums};
 
-/// Moves weights, moments and balance, if the step moves anything: what that came to.
+/// Updates weights, moments and balancing biases, unless the step is skipped; returns the results.
 pub(super) fn apply(
     cx: Context<'_>,
     state: &mut State,
@@ -28,7 +28,7 @@ pub(super) fn apply(
     let mut moved = None;
     if decided.decision.moves() {
         moved = Some(state.update(&decided.settings, &own, decided.at, cx.workers)?);
-        // Gone before the weights of others come.
+        // Freed before the weights of other ranks are received.
         drop(own);
         update_balance(cx.spec, gradient, decided.at.step, &mut state.balance)?;
         share::weights(cx.team, state)?;
@@ -37,8 +37,8 @@ pub(super) fn apply(
     Ok(moved)
 }
 
-/// Sees to it that the weights are held as the model reads them in `step`: an amendment may have changed that, or a phase has
-/// other ranks hold them for each other.
+/// Makes the state hold the weights as the model reads them in `step`: an amendment may have changed their dtype, or a
+/// phase their sharding.
 pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> {
     let Context { spec, team, workers } = cx;
     let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
@@ -48,7 +48,7 @@ pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> 
     }
 }
 
-/// Moves the balancing biases by what the whole step counted; `moved` is how often they will have moved with it.
+/// Updates the balancing biases by the counts of the whole step, as update number `moved`.
 fn update_balance(
     spec: &RunSpec,
     gradient: &Gradient,
@@ -61,29 +61,29 @@ fn update_balance(
     Ok(())
 }
 
-/// What a rank says at the end of a step, and hears of all.
+/// What a rank sends to all at the end of a step, or the combination of all ranks' reports.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Ended {
-    /// What it was asked to do then; of all: what any was.
+    /// Requests to this rank; combined: requests to any rank.
     pub(super) asked: Asked,
-    /// What it has sent in this step; of all: together.
+    /// What it has sent in this step; combined: the sum.
     pub(super) sent: Sent,
-    /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
+    /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     pub(super) shared: [u64; 2],
-    /// How long it waited for blocks of the gradient when its micro-batches had been computed; of all: the longest.
+    /// How long it waited for gradient blocks after it had computed its micro-batches; combined: the longest.
     pub(super) waited: Duration,
 }
 
-/// What all ranks found of the state after the step.
+/// What all ranks report of the state after the step.
 pub(super) struct Settled {
-    /// Its checksums.
+    /// The checksums of the state.
     sums: StateSums,
     /// By layer, the norm of new weights minus old ones.
     updates: Vec<f64>,
 }
 
-/// The checksums of the whole state after the step, how far its layers have moved, and what all ranks say of its end;
-/// `moved` is what [`apply`] said of this rank's pieces, which is read here.
+/// Exchanges the checksums of the whole state after the step, the update norms of its layers, and the ranks' reports;
+/// `moved` has the results of [`apply`] for this rank's pieces, which are read here.
 pub(super) fn settle(
     cx: Context<'_>,
     state: &State,
@@ -117,7 +117,7 @@ pub(super) fn settle(
         all.shared[1] += heard.word()?;
         all.waited = all.waited.max(Duration::from_nanos(heard.word()?));
     }
-    // Of the pieces of a tensor in their order, whoever owns them.
+    // By tensor, in the order of its pieces, on all ranks.
     let mut squares = vec![Vec::new(); state.weights.len()];
     for piece in state.owners.pieces() {
         squares[piece.tensor].push(heard[piece.owner as usize].float()?);
@@ -127,8 +127,8 @@ pub(super) fn settle(
     Ok((Settled { sums, updates: norm::by_layer(cx, &squares) }, all))
 }
 
-/// Labels and losses of a step by source. A row is of one source; those of a source are added by the tree, in the order of
-/// the batch.
+/// Labels and losses of a step by source. A row has one source; the rows of a source are added by the tree, in the
+/// order of the batch.
 fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, SourceSums>> {
     let first = spec.plan.step(gradient.step)?.first_sample;
     let rows = gradient.micro_batches.iter().flat_map(|one| &one.rows);
@@ -146,7 +146,7 @@ fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, Sou
     Ok(sums.into_iter().map(named).collect())
 }
 
-/// The ledger's line of a step.
+/// The ledger's record of a step.
 pub(super) fn record(
     spec: &RunSpec,
     gradient: &Gradient,

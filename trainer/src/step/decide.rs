@@ -1,4 +1,4 @@
-//! The decision of a step: whether it moves anything, and by which numbers. Every rank comes to the same one.
+//! The decision of a step: whether it updates anything, and with which scalars. Every rank makes the same decision.
 
 use contract::{Fault, Result};
 
@@ -7,21 +7,21 @@ use crate::optim::guard::{Decision, StepMeasure, Windows};
 use crate::optim::{self, Settings, norm};
 use crate::spec::RunSpec;
 
-/// What a step was found to be before it moves anything.
+/// The decision of a step, before anything is updated.
 pub(super) struct Decided {
     /// The gradient's norm.
     pub(super) norm: f64,
     /// The learning rate.
     pub(super) lr: f64,
-    /// By which numbers it moves.
+    /// The settings of the update.
     pub(super) settings: Settings,
-    /// Whether it moves, and by which clip.
+    /// Whether the step is skipped, and which clip threshold applies.
     pub(super) decision: Decision,
-    /// The numbers of the update.
+    /// The scalars of the update.
     pub(super) at: optim::At,
 }
 
-/// A loss that is not finite ends the run before anything moves, unless the curriculum skips such a step.
+/// A loss that is not finite ends the run before anything is updated, unless the curriculum skips such a step.
 fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Result<()> {
     let Some(micro_batch) = micro_batches.iter().position(|one| !one.loss.is_finite()) else {
         return Ok(());
@@ -30,7 +30,7 @@ fn check_losses(step: u64, micro_batches: &[MicroBatchSums]) -> Result<()> {
     Err(diverged("the loss is not finite", step).found(found))
 }
 
-/// So does a gradient that is not.
+/// The same for a gradient norm that is not finite.
 fn check_norm(step: u64, norm: f64) -> Result<()> {
     if norm.is_finite() {
         return Ok(());
@@ -42,7 +42,7 @@ fn diverged(what: &str, step: u64) -> Fault {
     Fault::diverged(what).at(format!("step {step}"))
 }
 
-/// Decides on a step: a function of its labels, loss and norm, of the curriculum, and of the losses and norms before it.
+/// Decides on a step: a function of its labels, loss and norm, of the curriculum, and of earlier losses and norms.
 pub(super) fn decide(
     spec: &RunSpec,
     windows: &mut Option<Windows>,

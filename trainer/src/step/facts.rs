@@ -1,4 +1,4 @@
-//! What ranks tell each other of a step before its norm: labels and data first, losses when all micro-batches are computed.
+//! What ranks exchange about a step before its norm: first labels and data, then the losses of all micro-batches.
 
 use contract::{Digest, Fault, Result};
 use kernels::tree;
@@ -14,12 +14,12 @@ use crate::model;
 pub(super) struct Head {
     pub(super) micro_batches: u64,
     pub(super) label_count: u64,
-    /// Pairs of a query and a key that its attention sees.
+    /// Pairs of a query and a key in its attention.
     pub(super) pairs: u64,
     pub(super) data: Digest,
 }
 
-/// Labels and digests of the whole step. Ranks that are not at the same step are found out here.
+/// Labels and digests of the whole step. Fails if the ranks are not at the same step.
 pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<Head> {
     let mut mine = Writer::default();
     let pairs = model::pairs(&cx.spec.model_at(batch.step)?.config, batch);
@@ -38,7 +38,7 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
             )));
         }
         let own = [heard.word()?, heard.word()?];
-        // Ranks that share micro-batches have read the same.
+        // Ranks that share micro-batches have read the same data, so only one of them counts.
         if lines.mesh.place(Axis::Sharing, rank as u32) == 0 {
             labels += own[0];
             pairs += own[1];
@@ -60,17 +60,17 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
     Ok(Head { micro_batches, label_count: labels, pairs, data })
 }
 
-/// What all ranks found of the micro-batches of a step.
+/// What all ranks report of the micro-batches of a step.
 pub(super) struct Losses {
     /// Sum of token losses, by the tree over micro-batches.
     pub(super) loss: f64,
-    /// Of each micro-batch, in micro-batch order.
+    /// By micro-batch, in order.
     pub(super) micro_batches: Vec<MicroBatchSums>,
     /// Tokens by layer and router class.
     pub(super) router: Vec<Vec<u64>>,
 }
 
-/// Writes what this rank found: its micro-batches, and the router's counts over them.
+/// Writes this rank's report: its micro-batches, and the router's counts over them.
 pub(super) fn write_losses(mine: &mut Writer, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
     mine.word(kept.len() as u64);
     for MicroBatchSums { loss, labels, gradient, rows, token_losses: _ } in kept {
@@ -88,8 +88,8 @@ pub(super) fn write_losses(mine: &mut Writer, kept: &[MicroBatchSums], router: &
     }
 }
 
-/// Losses of all micro-batches in their order, and the router's counts over all ranks, from what each wrote. The losses of
-/// single tokens stay where they are, in `kept`: a rank that is alone has them all.
+/// Losses of all micro-batches in their order, and the router's counts over all ranks, from their reports. Losses of
+/// single tokens are not sent: a rank that is alone has them all in `kept`.
 pub(super) fn losses(
     lines: &Lines<'_>,
     micro_batches: u64,
@@ -112,7 +112,7 @@ pub(super) fn losses(
             (0..classes).map(|_| heard.word()).collect()
         };
         let counts: Vec<Vec<u64>> = (0..layers).map(layer).collect::<Result<_>>()?;
-        // A rank without micro-batches has counted nothing.
+        // A rank without micro-batches has no counts.
         if !counts.is_empty() {
             add_counts(&mut router, counts);
         }
@@ -126,7 +126,7 @@ pub(super) fn losses(
     })
 }
 
-/// What two ranks that share a micro-batch say of it: the same, but for the checksum, to which each adds that of its slice.
+/// Joins the reports of two ranks that share a micro-batch: equal except for checksums of their slices, which add up.
 fn joined(one: MicroBatchSums, other: MicroBatchSums) -> Result<MicroBatchSums> {
     if one.loss.to_bits() != other.loss.to_bits() || one.labels != other.labels {
         return Err(Fault::mismatch("ranks that share a micro-batch found different losses")
@@ -141,7 +141,7 @@ fn joined(one: MicroBatchSums, other: MicroBatchSums) -> Result<MicroBatchSums> 
     Ok(MicroBatchSums { gradient, token_losses, ..one })
 }
 
-/// Integers: any order gives the same sum.
+/// Adds integers, so any order gives the same sum.
 pub(crate) fn add_counts(total: &mut Vec<Vec<u64>>, counts: Vec<Vec<u64>>) {
     if total.is_empty() {
         *total = counts;

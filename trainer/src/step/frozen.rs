@@ -1,4 +1,4 @@
-//! The model as the workers of a step read it: weights in the dtype in which its products see them, and the routers' biases.
+//! The model as the workers of a step read it: weights in the dtype of their matmuls, and the routers' biases.
 
 use contract::Result;
 use kernels::device;
@@ -14,14 +14,14 @@ use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
 
-/// A thread's own aliases of the weights, in canonical order, and of the biases, one tensor a layer.
+/// A thread's own aliases of the weights, in canonical order, and of the biases, one tensor per layer.
 #[derive(Clone, Copy)]
 pub(crate) struct Weights<'a> {
     pub(crate) weights: &'a [Tensor],
     pub(crate) biases: &'a [Tensor],
 }
 
-/// The model of a step, which any number of workers read.
+/// The model of a step, for any number of workers to read.
 pub(crate) struct FrozenModel<'a> {
     spec: &'a RunSpec,
     model: &'a PhaseModel,
@@ -32,7 +32,7 @@ pub(crate) struct FrozenModel<'a> {
 }
 
 impl<'a> FrozenModel<'a> {
-    /// That of `step`, with the weights and balances of `state`: aliases where the state holds them so.
+    /// The model of `step`, with the weights and biases of `state`: aliases where their dtype is already right.
     pub(crate) fn at(
         spec: &'a RunSpec,
         step: u64,
@@ -50,17 +50,17 @@ impl<'a> FrozenModel<'a> {
         &self.model.config
     }
 
-    /// Where the weights lie.
+    /// The device of the weights.
     pub(crate) fn device(&self) -> Device {
         self.device
     }
 
-    /// How a worker computes with it.
+    /// The options with which a worker computes.
     pub(crate) fn options(&self) -> MicroBatchOptions {
         self.workers.options().cut(self.model.cut)
     }
 
-    /// What `compute` finds on the calling thread. What breaks in it is a fault at `place`.
+    /// Runs `compute` on the calling thread. A failure in it is reported as a fault at `place`.
     pub(crate) fn read<T>(
         &self,
         compute: impl FnOnce(Weights<'_>) -> Result<T>,
@@ -71,7 +71,7 @@ impl<'a> FrozenModel<'a> {
         caught(compute).map_err(|fault| fault.or_at(place))
     }
 
-    /// What the workers find for each micro-batch of `batch`, in order.
+    /// Runs `compute` on the workers for each micro-batch of `batch`; results in order.
     pub(crate) fn map<T: Send>(
         &self,
         batch: &Batch,

@@ -1,5 +1,4 @@
-//! The micro-batches of a step: each computed by one worker with one math thread, a pure function of the weights and of its
-//! rows.
+//! The micro-batches of a step: each computed by one worker with one math thread, a function of weights and rows.
 
 use std::sync::Mutex;
 
@@ -20,19 +19,19 @@ use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
 use crate::workers::Workers;
 
-/// The micro-batches of one step on their way to the device; each is taken once.
+/// The micro-batches of one step that are being copied to the device; each is taken once.
 ///
-/// The prefetcher's last stage makes them, so that on a GPU the copy runs beside the step before.
+/// The prefetcher's last stage makes them, so that on a GPU the copy overlaps with the step before.
 pub struct StagedBatch(Vec<Mutex<Option<StagedMicroBatch>>>);
 
 impl StagedBatch {
-    /// Checks every micro-batch of `batch`, which lies in a [`BatchBuffer`]: what a prefetcher's readers do.
+    /// Checks every micro-batch of `batch`, which is in a [`BatchBuffer`]: called by a prefetcher's readers.
     pub fn check(spec: &RunSpec, batch: &Batch) -> Result<Vec<CheckedMicroBatch>> {
         let config = &spec.model_at(batch.step)?.config;
         inputs(batch).map(|one| one.check_in_place(config)).collect()
     }
 
-    /// Starts moving the micro-batches of `batch`, which were checked.
+    /// Starts to copy the checked micro-batches of `batch`.
     pub fn send(
         micro_batches: Vec<CheckedMicroBatch>,
         batch: &mut Batch,
@@ -43,7 +42,7 @@ impl StagedBatch {
         Ok(StagedBatch::of(buffer.send(micro_batches, stager)?))
     }
 
-    /// Checks every micro-batch of a batch that lies anywhere, and starts moving a copy.
+    /// Checks every micro-batch of a batch in any memory, and starts to copy it.
     pub fn stage(spec: &RunSpec, batch: &Batch, stager: &Stager) -> Result<StagedBatch> {
         let config = &spec.model_at(batch.step)?.config;
         let micro_batches = inputs(batch).map(|one| one.check(config)).collect::<Result<_>>()?;
@@ -63,13 +62,13 @@ impl StagedBatch {
     }
 }
 
-/// The micro-batches of `batch`, on their way to `device`.
+/// Starts to copy the micro-batches of `batch` to `device`.
 pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Result<StagedBatch> {
     let stager = Stager::kept(device).map_err(|error| Fault::machine(error.to_string()))?;
     StagedBatch::stage(spec, batch, &stager)
 }
 
-/// Micro-batches of one step, to be computed here.
+/// The micro-batches of one step that this rank computes.
 pub(crate) struct MicroBatches<'a> {
     pub(crate) spec: &'a RunSpec,
     pub(crate) batch: &'a Batch,
@@ -80,15 +79,15 @@ pub(crate) struct MicroBatches<'a> {
     pub(crate) label_count: u64,
     pub(crate) detail: Detail,
     pub(crate) workers: Workers,
-    /// This rank, as it was launched.
+    /// This rank's number at launch.
     pub(crate) rank: u32,
-    /// With whom it shares them, if with anybody.
+    /// How it shares them with other ranks, if it does.
     pub(crate) shared: Option<Shared<'a>>,
 }
 
 impl MicroBatches<'_> {
-    /// Computes every one with the weights and balances of `state`; `begun` hears of each before it is computed, `sum`
-    /// gets each gradient when a layer has it, `computed` hears of each in their order. What they say is for others to read.
+    /// Computes each with the weights and biases of `state`. `begun` is called before each is computed, `sum` gets each
+    /// gradient as soon as a layer has it, `computed` is called after each, in order. Results stay on the device.
     pub(super) fn each(
         &self,
         state: &State,
@@ -113,7 +112,7 @@ impl MicroBatches<'_> {
             };
             model.read(compute, || place(spec, batch, micro_batch))
         };
-        // What ranks that share a micro-batch exchange has one order.
+        // The exchanges of ranks that share a micro-batch have one order.
         let workers = if shared.is_some() { workers.one() } else { workers };
         let mut all = Vec::new();
         workers.fold(batch.rows / batch.micro_batch, work, |_, said| {
@@ -123,7 +122,7 @@ impl MicroBatches<'_> {
         Ok(all)
     }
 
-    /// Computes a micro-batch, whose gradients go to `sum` if to anybody; with it, whether its checksum is asked for at once.
+    /// Computes a micro-batch and adds its gradients to `sum`, if given; the flag asks for its checksum at once.
     fn once(
         &self,
         micro_batch: u64,
@@ -156,7 +155,7 @@ impl MicroBatches<'_> {
         Said::of(losses, checksum, &input(batch, micro_batch), detail)
     }
 
-    /// Computes a micro-batch a second time, and refuses to go on where it comes out otherwise.
+    /// Computes a micro-batch a second time, and fails if the result differs.
     fn again(&self, micro_batch: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
         let stager = Stager::kept(weights.weights[0].device()).map_err(refused)?;
@@ -190,7 +189,7 @@ pub fn micro_batch_alone(
             model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
         Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
     };
-    // On a worker of its own, as in the run.
+    // On a separate worker, as in the run.
     let mut found = workers.map(vec![staged], |staged| {
         model.read(|weights| compute(staged, weights), || place(spec, batch, micro_batch))
     })?;

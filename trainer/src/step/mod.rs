@@ -1,19 +1,19 @@
-//! One step: a pure function of the state and the batch, evaluated where its parts are, on one rank or on many.
+//! One step: a pure function of the state and the batch, computed on one rank or on many.
 //!
 //! ```text
-//! 1 facts        step, labels, sequence digests              everybody to everybody, small
-//! 2 micro_batch  micro-batches, computed by the workers; their gradients added by the tree, on the way to the owners of their
-//!                pieces: `mesh::sum`
-//! 3 record       loss, labels and checksum of each micro-batch, router counts, checksum and chunk squares of each piece of G:
-//!                read by the host at once, then told                                       small
+//! 1 facts        step, labels, sequence digests                                            all to all, small
+//! 2 micro_batch  micro-batches, computed by the workers; their gradients added by the tree while they are sent to the
+//!                owners of their pieces: `mesh::sum`
+//! 3 record       loss, labels and checksum of each micro-batch, router counts, checksum and chunk squares of each
+//!                piece of G: read by the host in one go, then exchanged                    small
 //! 4 decide       the same on every rank: skip, clip, learning rate
-//! 5 apply        owners move their pieces and share the new weights; checksums of each piece of the state, and whether
-//!                somebody was asked to stop                                                small
+//! 5 apply        owners update their pieces and share the new weights; checksums of each piece of the state, and
+//!                requests to stop                                                          small
 //! ```
 //!
-//! A rank that is alone hears only itself: nothing is copied for it, and nothing travels. The host reads a device twice in a
-//! step, before the decision and behind the move; one of several ranks once more, since it says how long it has computed before
-//! it waits for the others.
+//! A rank that is alone exchanges nothing: nothing is copied or sent. The host reads a device twice in a step, before
+//! the decision and after the update. With several ranks it reads once more, because each reports how long it has
+//! computed before it waits for the others.
 
 mod apply;
 mod decide;
@@ -56,18 +56,18 @@ use readout::Said;
 pub use readout::{Detail, MicroBatchSums};
 pub(crate) use rows::rows;
 
-/// What is trained, and who computes a step of it.
+/// The run, its ranks, and this rank's workers.
 #[derive(Clone, Copy)]
 pub struct Context<'a> {
     /// The run.
     pub spec: &'a RunSpec,
     /// The ranks.
     pub team: &'a Team<'a>,
-    /// Of this rank.
+    /// This rank's workers.
     pub workers: Workers,
 }
 
-/// What the micro-batches of a step came to: computed, and of a rank that is alone not read.
+/// The computed micro-batches of a step; on a rank that is alone the host has not read them yet.
 pub struct Computed {
     step: u64,
     head: facts::Head,
@@ -80,7 +80,7 @@ pub struct Computed {
     waited: Duration,
 }
 
-/// What the micro-batches of a step say before anything moves.
+/// The results of the micro-batches of a step, before anything is updated.
 pub struct Gradient {
     /// The step.
     pub step: u64,
@@ -94,73 +94,73 @@ pub struct Gradient {
     pub loss: f64,
     /// The summed gradient: this rank's pieces, in their order.
     pub own: Vec<Tensor>,
-    /// What the ledger keeps of each micro-batch.
+    /// The ledger's entries of each micro-batch.
     pub micro_batches: Vec<MicroBatchSums>,
     /// Tokens by layer and router class.
     pub router: Vec<Vec<u64>>,
-    /// Of the summed gradient.
+    /// The norms of the summed gradient.
     norms: Norms,
-    /// What this rank had sent when the step began.
+    /// What this rank had sent before the step.
     begun: Sent,
-    /// Bytes that it sent to those with whom it shares micro-batches, and of shards of weights.
+    /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     shared: [u64; 2],
-    /// How long this rank waited for blocks of others when its micro-batches had been computed.
+    /// How long this rank waited for other ranks' blocks after it had computed its micro-batches.
     waited: Duration,
 }
 
 impl Gradient {
-    /// The mean loss of a label; not a number where there is none.
+    /// The mean loss per label; NaN without labels.
     pub fn mean(&self) -> f64 {
         self.loss / self.label_count as f64
     }
 }
 
-/// What a step came to.
+/// The results of a step.
 pub struct Stepped {
-    /// The ledger's line, the same on every rank.
+    /// The ledger's record, the same on every rank.
     pub record: StepRecord,
     /// Ranks that computed it.
     pub ranks: u32,
-    /// Operations that the model defines for it, forward and backward, on all ranks together.
+    /// Its model FLOPs, forward and backward, on all ranks together.
     pub model_flops: f64,
-    /// What any rank was asked to do when it is done.
+    /// What any rank was requested to do after the step.
     pub asked: Asked,
     /// What all ranks together have sent, up to the last small exchange.
     pub sent: Sent,
-    /// Of it, bytes between ranks that share micro-batches, for these.
+    /// Bytes included in `sent` that ranks which share micro-batches sent each other for them.
     pub shared: u64,
-    /// Of it, bytes of shards of weights, between ranks that hold them for each other.
+    /// Bytes of weight shards included in `sent`.
     pub folded: u64,
-    /// The longest that a rank waited for blocks of the gradient when its micro-batches had been computed.
+    /// The longest that a rank waited for gradient blocks after it had computed its micro-batches.
     pub waited: Duration,
 }
 
-/// What ranks may be asked to do between two steps.
+/// Requests to ranks between two steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Asked {
     /// To stop.
     pub stop: bool,
-    /// To keep the state, and to go on.
+    /// To write a checkpoint, and to continue.
     pub keep: bool,
-    /// To take in a rank that was started again.
+    /// To admit a restarted rank.
     pub join: bool,
 }
 
 impl Asked {
-    /// As ranks tell it each other.
+    /// The request as a word that ranks exchange.
     fn word(self) -> u64 {
         u64::from(self.stop) | u64::from(self.join) << 1 | u64::from(self.keep) << 2
     }
 
-    /// What this one or another one was asked.
+    /// Combines the requests to this rank and another one.
     fn or(self, word: u64) -> Asked {
         let has = |bit: u64| word & bit != 0;
         Asked { stop: self.stop | has(1), join: self.join | has(2), keep: self.keep | has(4) }
     }
 }
 
-/// Computes one step and moves the state: `batch` and `staged` are this rank's part. `asked` is asked at the end what
-/// to do then.
+/// Computes one step and updates the state: `batch` and `staged` are this rank's part. `asked` is called at the end for
+/// requests to this rank.
 pub fn advance(
     cx: Context<'_>,
     state: &mut State,
@@ -175,7 +175,7 @@ pub fn advance(
     stepped.map_err(|fault| fault.or_at(|| format!("step {}", batch.step)))
 }
 
-/// Computes the micro-batches of a step and adds them up. The state stays as it is.
+/// Computes the micro-batches of a step and adds up their gradients. The state does not change.
 pub fn compute(
     cx: Context<'_>,
     state: &State,
@@ -206,10 +206,10 @@ pub fn compute(
     });
     let reached = |number: u64| {
         team.group.reached(&format!("step {}, micro-batch {number}", batch.step));
-        // What the others have given up is not computed to its end.
+        // Stops if the other ranks have given up the step.
         team.group.check().map_err(lost)
     };
-    // Without labels every gradient is 0, whatever it is divided by.
+    // Without labels every gradient is 0, whatever the divisor.
     let numbers = &lines.micro_batches(head.micro_batches)?;
     let label_count = head.label_count.max(1);
     let rank = team.group.launched_as();
@@ -230,14 +230,14 @@ pub fn compute(
     let own = sum.finish(&state.owners)?;
     let waited = start.elapsed();
     if alone {
-        // Only now all checksums are known: on several ranks when their blocks have left.
+        // All checksums are known only now; on several ranks, once their blocks have been sent.
         said.iter().try_for_each(|said| said.put(&mut record))?;
     }
     Ok(Computed { step: batch.step, head, said, record, own, begun, shared, waited })
 }
 
 impl Computed {
-    /// Reads what was computed, with checksums and squares of the sum, and hears the same of all ranks.
+    /// Reads the results, with checksums and squares of the sum, and exchanges them with all ranks.
     pub fn read(self, cx: Context<'_>, owners: &Ownership) -> Result<Gradient> {
         let Computed { step, head, said, mut record, own, begun, shared, waited } = self;
         let mut measured = norm::measure(cx, owners, &own)?;
@@ -276,12 +276,12 @@ impl Computed {
     }
 }
 
-/// This rank's place among those that share a micro-batch.
+/// This rank's position among those that share a micro-batch.
 fn place(lines: &Lines<'_>) -> u32 {
     lines.mesh.place(Axis::Sharing, lines.team.group.rank())
 }
 
-/// Decides on a step by its gradient, moves the state, and writes down what happened.
+/// Decides on a step from its gradient, updates the state, and makes the record.
 pub(crate) fn complete(
     cx: Context<'_>,
     state: &mut State,
@@ -305,7 +305,7 @@ pub(crate) fn complete(
     Ok(Stepped { record, ranks, model_flops, asked, sent, shared, folded, waited })
 }
 
-/// Does `work` with a team of which this process is the only rank.
+/// Calls `work` with a team of this process as its only rank.
 pub fn alone<T>(
     spec: &RunSpec,
     workers: Workers,
@@ -316,7 +316,7 @@ pub fn alone<T>(
     work(Context { spec, team: &team, workers })
 }
 
-/// How many numbers a configuration trains.
+/// The number of a configuration's trainable parameters.
 pub(crate) fn parameter_count(config: &ZayaConfig) -> u64 {
     model::parameters(config).iter().map(model::ParamSpec::elements).sum()
 }

@@ -1,4 +1,4 @@
-//! The norm of the summed gradient: each owner has whole chunks of it, and all come to the same number.
+//! The norm of the summed gradient: each owner has whole chunks of the gradient, and all ranks get the same norm.
 
 use contract::Result;
 use kernels::record::Record;
@@ -14,24 +14,24 @@ use crate::state::{Part, salt};
 use crate::timing;
 use crate::workers::Workers;
 
-/// What all ranks found of the summed gradient.
+/// What all ranks report of the summed gradient.
 pub(super) struct Norms {
     /// The checksum of each tensor.
     pub(super) checksums: Vec<u64>,
-    /// The norm of the whole.
+    /// The norm of the whole gradient.
     pub(super) norm: f64,
-    /// The same of each layer.
+    /// The norm of each layer.
     pub(super) by_layer: Vec<f64>,
 }
 
-/// What this rank's pieces of the summed gradient come to, for the host to read.
+/// Checksums and squares of this rank's pieces of the summed gradient, for the host to read.
 pub(super) struct Measured {
     record: Record,
     /// Chunks of each piece, in groups that were measured together.
     groups: Vec<Vec<usize>>,
 }
 
-/// Measures the pieces `own`, each number read once: the squares of chunks, and what they add to checksums.
+/// Measures the pieces `own` in one pass: the squares of chunks, and the terms of checksums.
 pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Result<Measured> {
     let device = own.first().map_or(Device::Cpu, Tensor::device);
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
@@ -56,12 +56,12 @@ pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Re
 }
 
 impl Measured {
-    /// Puts its words down, to be read with others.
+    /// Adds its words to `record`, to be read with others.
     pub(super) fn put(&mut self, record: &mut Record) {
         record.append(std::mem::take(&mut self.record));
     }
 
-    /// Writes what was read, for the others: of each piece its checksum and the squares of its chunks.
+    /// Writes the report for other ranks: for each piece its checksum and the squares of its chunks.
     pub(super) fn write(self, record: &mut Record, mine: &mut Writer) -> Result<()> {
         for chunks in self.groups {
             let all: usize = chunks.iter().sum();
@@ -84,7 +84,7 @@ impl Measured {
     }
 }
 
-/// Checksums and norms of the summed gradient, from what each rank wrote.
+/// Checksums and norms of the summed gradient, from the ranks' reports.
 pub(super) fn norms(
     cx: Context<'_>,
     owners: &Ownership,

@@ -1,8 +1,8 @@
-//! What a micro-batch has to say, for the record of its step: it stays where it was computed until the host reads that.
+//! The results of a micro-batch for the record of its step: they stay on the device until the host reads the record.
 //!
 //! ```text
 //! of each micro-batch, in words of 64 bits: sum of losses (f64) | sum of losses of each row (f64)
-//!     | tokens by router class of each layer | checksums of its gradients, to be added, which are known when these are summed up
+//!     | tokens by router class of each layer | checksums of its gradients, to be added, known once these are summed
 //! ```
 
 use contract::Result;
@@ -14,7 +14,7 @@ use crate::model::{MicroBatchInput, MicroBatchLosses};
 use crate::refusal::{refused, values};
 use crate::timing;
 
-/// What the ledger keeps of a micro-batch, and what explains it.
+/// The ledger's entries of a micro-batch, and details that explain it.
 #[derive(Clone, Debug)]
 pub struct MicroBatchSums {
     /// Sum of its token losses.
@@ -25,20 +25,20 @@ pub struct MicroBatchSums {
     pub gradient: u64,
     /// Sum of token losses and labels of each of its rows: the ledger keeps them by source.
     pub rows: Vec<(f64, u64)>,
-    /// The loss of each of its tokens, only where asked for.
+    /// The loss of each token, only where requested.
     pub token_losses: Vec<f32>,
 }
 
-/// How much is kept of a micro-batch.
+/// How much detail is recorded of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
     /// What the ledger needs.
     Sums,
-    /// The loss of each token as well.
+    /// Also the loss of each token.
     Tokens,
 }
 
-/// What one micro-batch says; its numbers are not known yet.
+/// The results of one micro-batch, not yet read by the host.
 pub(super) struct Said {
     words: Tensor,
     /// The checksum.
@@ -48,11 +48,11 @@ pub(super) struct Said {
     rows: Vec<u64>,
     /// Router classes of each layer.
     classes: Vec<usize>,
-    /// Only where asked for.
+    /// Only where requested.
     token_losses: Option<Tensor>,
 }
 
-/// The same, read: and tokens by layer and router class.
+/// The results as read: sums, and tokens by layer and router class.
 pub(super) type Read = (MicroBatchSums, Vec<Vec<u64>>);
 
 impl Said {
@@ -85,14 +85,14 @@ impl Said {
         })
     }
 
-    /// Puts its words down, to be read with others.
+    /// Adds its words to `record`, to be read with others.
     pub(super) fn put(&self, record: &mut Record) -> Result<()> {
         let (_, there) = self.gradient.parts();
         let mut words = std::iter::once(&self.words).chain(&there);
         words.try_for_each(|words| record.put(words)).map_err(refused)
     }
 
-    /// Reads one alone, in the middle of a step: on a device the host waits for it here.
+    /// Reads one micro-batch alone, in the middle of a step: the host waits for the device here.
     pub(super) fn alone(&self) -> Result<Read> {
         let _watch = timing::part(timing::Part::MicroBatchSums);
         let mut record = Record::default();
@@ -103,7 +103,7 @@ impl Said {
         Ok(read)
     }
 
-    /// Takes its own words off a record that was read.
+    /// Takes its words from a record that was read.
     pub(super) fn take(&self, record: &mut Record) -> Result<Read> {
         let Said { gradient, labels, rows, classes, token_losses, .. } = self;
         let mut next = || record.word().map_err(refused);

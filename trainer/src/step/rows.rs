@@ -1,4 +1,4 @@
-//! Micro-batches as they lie in a batch: what the model is given of one, and how a fault names it.
+//! The micro-batches of a batch: the model's input for each, and its name in a fault.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ pub(super) fn inputs(batch: &Batch) -> impl Iterator<Item = MicroBatchInput<'_>>
     (0..batch.rows / batch.micro_batch).map(|micro_batch| input(batch, micro_batch))
 }
 
-/// Micro-batch number `micro_batch` of a batch.
+/// The input of micro-batch `micro_batch` of a batch.
 pub(super) fn input(batch: &Batch, micro_batch: u64) -> MicroBatchInput<'_> {
     rows(batch, micro_batch * batch.micro_batch..(micro_batch + 1) * batch.micro_batch)
 }
@@ -33,7 +33,7 @@ pub(crate) fn rows(batch: &Batch, rows: Range<u64>) -> MicroBatchInput<'_> {
     }
 }
 
-/// How a fault names a micro-batch: counted in the step, whatever part of it `batch` is.
+/// A micro-batch's name in a fault: numbered within the step, even if `batch` is only part of the step.
 pub(super) fn place(spec: &RunSpec, batch: &Batch, micro_batch: u64) -> String {
     let begins = spec.plan.step(batch.step).map_or(batch.first_sample, |step| step.first_sample);
     let sample = batch

@@ -1,4 +1,4 @@
-//! What a configuration may be, and what is said of one that cannot.
+//! Valid configurations, and the errors of invalid ones.
 
 use super::*;
 use serde_json::json;
@@ -76,7 +76,7 @@ fn what_cannot_be_names_the_field() {
     }
 }
 
-/// A start that was made before there was a choice, and who asks for ZAYA1 alone.
+/// A start written before there was a choice, and a curriculum that needs only ZAYA1.
 #[test]
 fn experts_are_what_goes_without_saying() {
     let mut value = serde_json::to_value(nano()).unwrap();

@@ -1,12 +1,13 @@
 //! Compressed convolutional attention: projections, two convolutions, q-k mean, value shift, norm, rotation, attention.
 //!
-//! Shapes: n tokens of a chunk, N of all chunks here, H query heads and K key heads of d, G = H + K, C = G d; of a shard, those
-//! of its heads. Both convolutions see the token before: their left padding is applied once, in front of the first, so that the
-//! second sees the first one's bias before a span begins. Queries, keys and values are one product.
+//! Shapes: n tokens of a chunk, N of all local chunks, H query heads and K key heads of d, G = H + K, C = G d; in a
+//! shard, those of its heads. Both convolutions see the token before: their left padding is applied once, before the
+//! first, so that the second sees the first one's bias before a span begins. Queries, keys and values are one matmul.
 //!
-//! A chunk takes from the others what stands beside its rows, and the keys and values before them. Where ranks share the chunks,
-//! keys and values are gathered once more on the way back, so that no rank keeps those of others. A key is made of the queries'
-//! projection too (their mean), so that it is the values that travel while queries and keys are made. The way back: `cca_back`.
+//! A chunk reads adjacent rows of other chunks, and earlier keys and values. Where ranks share the chunks, keys and
+//! values are gathered again in the backward pass, so that no rank saves those of others. Keys need the mean of the
+//! queries, so values are sent first and travel while queries and keys are computed. The backward pass is in
+//! `cca_back`.
 
 use kernels::Result;
 use kernels::ops::{Attended, Attention, ConvShift, QueryKey};
@@ -40,24 +41,24 @@ pub(in crate::model) struct Cca {
     pub(super) o_proj: ParamId,
 }
 
-/// What the backward pass needs of a shard.
+/// What the backward pass reads of a shard.
 pub(in crate::model) struct Saved {
     pub(super) heads: Heads,
-    /// `[N, C + K d]`: projected queries, keys and values before convolutions and shift, by chunk one below the other, and below
-    /// them the rows of other ranks' that these reach.
+    /// `[N, C + K d]`: projected queries, keys and values before convolutions and shift, chunk after chunk, followed by
+    /// the rows of other ranks that these read.
     pub(super) projected: Tensor,
-    /// `[K, N, d]`, of the chunks here.
+    /// `[K, N, d]`, of the local chunks.
     pub(super) key: Tensor,
     /// `[N, K d]`, likewise.
     pub(super) value: Tensor,
     pub(super) chunks: Vec<SavedChunk>,
 }
 
-/// The same of a chunk.
+/// What the backward pass reads of a chunk.
 pub(in crate::model) struct SavedChunk {
     /// `[n, D]`: the normed residual.
     pub(super) x: Tensor,
-    /// `[G, n, 2 d]`: first convolution of each channel, at the token before and at the token.
+    /// `[G, n, 2 d]`: the depthwise convolution of each channel, at the token before and at the token.
     pub(super) taps: Tensor,
     /// `[G, n, d]`: queries and keys before their norm.
     pub(super) raw: Tensor,
@@ -92,7 +93,7 @@ impl LayerKind for Cca {
         let conv_grouped = own.convolution("conv_qk_grouped.weight", "1.weight", [conv, dim, 2]);
         let conv_grouped_bias = own.vector("conv_qk_grouped.bias", "1.bias", conv, 0.0);
         let mut own = params.inside("self_attn", "self_attn");
-        // Hugging Face starts at 0, a placeholder for a checkpoint: keys would be 0 and attention uniform.
+        // Hugging Face initializes it with 0, a placeholder for a checkpoint: keys would be 0 and attention uniform.
         let temp = own.vector("qk_norm.temp", "qkv.temp", config.num_key_value_heads, 1.0);
         let o_proj = own.matrix("o_proj.weight", "o_proj.weight", [hidden, query]);
         own.cut(o_proj, Sharding::new(&[hidden, query], 1, 1, keys));
@@ -114,7 +115,7 @@ impl LayerKind for Cca {
         let f = |size: i64| size as f64;
         let (width, query, key) =
             (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
-        // Queries, keys, both halves of the values, and the way out.
+        // Queries, keys, both halves of the values, and the output projection.
         let projections = width * (query + key + key + query);
         let convolution = f(config.conv_size()) * f(config.head_dim) * 2.0;
         // Scores and values.
@@ -126,15 +127,15 @@ impl LayerKind for Cca {
         let (query, key, conv) =
             (size(config.query_size()), size(config.key_size()), size(config.conv_size()));
         let (heads, keys) = (size(config.num_attention_heads), size(config.num_key_value_heads));
-        // Input and output; projected, both taps, normed; the values before and after their shift, and the heads.
+        // Input and output; projected, depthwise convolution, normed; values before and after their shift; the heads.
         let products = 2 * size(config.hidden_size) + 4 * conv + 2 * key + query;
-        // The keys of all chunks in one row, which later ones read.
+        // The keys of all chunks in one tensor, which later chunks read.
         let products = products + if cut.chunks > 1 { key } else { 0 };
         // Before the norm, its factors, and two numbers of each query's softmax.
         narrow * products + 4 * (conv + heads + keys + 2 * heads)
     }
 
-    /// All of them: shards are kept between the passes.
+    /// All of them: shards are saved for the backward pass.
     fn weight_copies(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
         let size = |size: i64| size as u64;
         let (width, conv) = (size(config.hidden_size), size(config.conv_size()));
@@ -145,9 +146,9 @@ impl LayerKind for Cca {
     fn shared_bytes(&self, config: &ZayaConfig, narrow: u64, rows: SharedRows) -> [u64; 2] {
         let SharedRows { beside, earlier, sums, .. } = rows;
         let (key, conv) = (config.key_size() as u64, config.conv_size() as u64);
-        // Projected queries and keys and both halves of values; keys and values.
+        // Forward: projected queries and keys and both halves of values; keys and values.
         let forward = narrow * (beside * (conv + key) + earlier * 2 * key);
-        // Gradients at both taps and of values; keys and values again; their gradients, f32.
+        // Backward: gradients at both taps and of values; keys and values again; their gradients, f32.
         let back = narrow * (beside * (2 * conv + key) + earlier * 2 * key) + 4 * sums * 2 * key;
         [forward, back]
     }
@@ -202,7 +203,7 @@ impl Layer for Cca {
 }
 
 impl Cca {
-    /// The heads of shard number `shard`; of the projections what came from another process, where they are not whole.
+    /// The heads of shard `shard`; `came` has the projections received from another rank, where weights are sharded.
     fn heads(&self, pass: &Pass<'_>, shard: i64, came: Option<[Tensor; 5]>) -> Result<Heads> {
         let (w, config) = (pass.weights, pass.config);
         let (keys, dim, group) = (config.num_key_value_heads, config.head_dim, config.group());
@@ -239,7 +240,7 @@ impl Cca {
         })
     }
 
-    /// Hands the gradients on.
+    /// Passes the gradients on.
     fn emit(&self, grads: CcaGrads, sink: &mut ChunkGradients<'_, '_>) -> contract::Result<()> {
         let [q_proj, k_proj, current, delayed, _] = self.held();
         for (id, gradient) in [q_proj, k_proj, current, delayed].into_iter().zip(grads.projections)
@@ -255,12 +256,12 @@ impl Cca {
         emit(sink, self.o_proj, grads.o_proj)
     }
 
-    /// What is cut into shards that processes hold for each other, as [`Cca::heads`] takes them.
+    /// The parameters that ranks shard, as [`Cca::heads`] takes them.
     fn held(&self) -> [ParamId; 5] {
         [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed, self.o_proj]
     }
 
-    /// What attention makes of the normed residual of each chunk: a sum over shards.
+    /// Attention over the normed residual of each chunk: a sum over shards.
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         let mut coming = Shards::new(pass, self.held(), shards(pass))?;
@@ -316,7 +317,7 @@ impl Heads {
             taps.push(chunk.own(&conv, 1)?);
             values.push(chunk.own(&value, 0)?);
         }
-        // The values travel while queries and keys are made.
+        // Values are sent while queries and keys are computed.
         let value = joined(&values, 0)?;
         drop(values);
         let values = all.earlier(&value, 0)?;
@@ -341,7 +342,7 @@ impl Heads {
         Ok((outs, Saved { heads: self, projected, key, value, chunks: saved }))
     }
 
-    /// Queries and keys of a chunk, from its rows of what was projected, and what the backward pass reads of them.
+    /// Queries and keys of a chunk, from its rows of the projections, and what the backward pass reads of them.
     fn query_key(
         &self,
         pass: &Pass<'_>,
@@ -367,7 +368,7 @@ impl Heads {
     }
 }
 
-/// What the queries of a chunk see.
+/// A chunk's queries with the keys and values that they see.
 pub(super) struct Seen {
     query: Tensor,
     pub(super) key: Tensor,
@@ -376,7 +377,7 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// Of the tables of keys and values.
+    /// From the tables of keys and values.
     pub(super) fn of(
         chunk: &Chunk,
         qk: &Tensor,
@@ -388,7 +389,7 @@ impl Seen {
         Ok(Seen { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
     }
 
-    /// The largest product of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
+    /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
     fn largest_logit(&self, chunk: &Chunk) -> Result<f64> {
         let [queries, keys, width] = self.shape;
         let (mut largest, mut first) = (f64::NEG_INFINITY, 0);
@@ -413,7 +414,7 @@ impl Seen {
     }
 }
 
-/// The sum over shards of what each has by chunk: a tree in the order of shards.
+/// The sum over shards, by chunk: a tree in the order of shards.
 fn over_shards(shards: Vec<Vec<Tensor>>) -> Result<Vec<Tensor>> {
     let mut sum = Counter::new();
     shards.into_iter().try_for_each(|shard| sum.push(shard))?;

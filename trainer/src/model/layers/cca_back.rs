@@ -1,7 +1,7 @@
-//! Compressed convolutional attention, back: from the gradient of a shard's output to those of its input and weights.
+//! Compressed convolutional attention, backward: from the gradient of a shard's output to its input and weights.
 //!
-//! Gradients of keys and values are summed over the chunks that see them; those of rows beside a chunk are computed where
-//! the rows are, from the gradients beside it.
+//! Gradients of keys and values are summed over the chunks that see them. Gradients of rows that adjacent chunks read
+//! are computed where the rows are, from those chunks' gradients.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,17 +16,17 @@ use crate::model::cut::{Chunk, Chunks, KeyPart, Piece, joined};
 use crate::model::layer::Pass;
 use crate::model::line::Fetched;
 
-/// What the backward pass of attention leaves, by chunk.
+/// Gradients from the backward pass of attention, by chunk.
 struct AttentionBack {
     /// `[G, n, d]`, f32: of queries and keys.
     qk: Vec<Tensor>,
-    /// `[N, K d]`: of values, by chunk one below the other.
+    /// `[N, K d]`: of values, chunk after chunk.
     value: Tensor,
     o_proj: Vec<Tensor>,
 }
 
 impl Saved {
-    /// From the gradient of the output, by chunk: what this shard adds to that of the normed residual, and those of the weights.
+    /// From the gradient of the output, by chunk: this shard's term for the normed residual, and for its weights.
     pub(super) fn backward(
         mut self,
         pass: &Pass<'_>,
@@ -72,12 +72,12 @@ impl Saved {
         Ok((inputs, gradients))
     }
 
-    /// Back to queries, keys and values: those of a key are summed over the chunks that see it.
+    /// Gradients of queries, keys and values: those of a key are summed over the chunks that see it.
     fn attention(&mut self, pass: &Pass<'_>, grad: &[Tensor]) -> Result<AttentionBack> {
         let (ops, [queries, keys, _]) = (pass.ops, self.heads.shape);
         let alone = pass.chunks.count() == 1;
         let float = (Kind::Float, self.value.device());
-        // Parts of sums stay f32.
+        // Terms of sums stay f32.
         let value = match alone {
             true => self.value.f_empty_like()?,
             false => Tensor::f_empty(self.value.size(), float)?,
@@ -122,16 +122,16 @@ impl Saved {
     }
 }
 
-/// Gradients of keys and values: of each document's part in a chunk, a tree over the chunks from its own to the last that sees
-/// it, in this order. Blocks of it that stand here of keys elsewhere go there.
+/// Gradients of keys and values, for each document's part in a chunk: a tree over the chunks from its own to the last
+/// that sees it, in this order. Blocks for keys of another rank are sent there.
 #[derive(Default)]
 struct KeySums(BTreeMap<KeyPart, Nodes<Vec<Tensor>>>);
 
-/// A block of such a tree: whose keys, its first leaf, its level, the sums for keys and values.
+/// A block of such a tree: its keys, its first leaf, its level, the sums for keys and values.
 type Block = (KeyPart, u64, u32, Vec<Tensor>);
 
 impl KeySums {
-    /// Takes what the queries of a chunk here have for all keys that they see.
+    /// Adds the gradients from a local chunk's queries for all keys that they see.
     fn add(
         &mut self,
         all: &Chunks<'_>,
@@ -149,7 +149,7 @@ impl KeySums {
         Ok(())
     }
 
-    /// Writes the sums of keys here, each where its rows are.
+    /// Writes the sums of the local keys to their rows.
     fn finish(self, all: &Chunks<'_>, key: &Tensor, value: &Tensor) -> Result<()> {
         let (dealt, of_row) = (all.shared(), [key.size()[0], key.size()[2], value.size()[1]]);
         let mut give: Vec<Vec<Tensor>> = (0..dealt.degree).map(|_| Vec::new()).collect();
@@ -182,8 +182,8 @@ impl KeySums {
         Ok(())
     }
 
-    /// Hands over `give`, and hears what other places have for the keys here: `own`, of heads, numbers and numbers of values in a
-    /// row.
+    /// Sends `give`, and receives the other ranks' blocks for the local keys `own`. `of_row` are heads, numbers, and
+    /// numbers of values in a row.
     fn others(
         all: &Chunks<'_>,
         own: &BTreeSet<KeyPart>,

@@ -1,6 +1,6 @@
-//! Top-1 experts without capacity: tokens sorted by expert, one matrix product per expert, gathered back.
+//! Top-1 experts without capacity: tokens sorted by expert, one matmul per expert, gathered back.
 //!
-//! Un-sorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
+//! Unsorting is a gather, never an addition. The skip class comes last in the order and has no expert. An expert
 //! without a token is not computed, and its gradient is exactly zero. Shards are parts of the inner width.
 
 use std::ops::Range;
@@ -18,19 +18,19 @@ use crate::model::{Skip, ZayaConfig};
 
 /// Parameters of one layer's experts.
 pub(super) struct Experts {
-    /// `[E, 2 I, D]`: the gate's rows, then the other side's.
+    /// `[E, 2 I, D]`: the gate's rows, then those of up.
     pub(super) gate_up: ParamId,
     /// `[E, D, I]`.
     pub(super) down: ParamId,
     skip: Skip,
 }
 
-/// What the backward pass needs; all but the weight by place, tokens of experts only where the host knows their number.
+/// What the backward pass reads, sorted by expert except for `weight`; without skipped tokens if the host counts them.
 #[derive(Debug)]
 pub(super) struct Saved {
     order: Dispatch,
     weight: Tensor,
-    /// What entered.
+    /// The sorted input.
     sorted: Tensor,
     /// By shard: gate and up, and their product.
     inner: Vec<[Tensor; 2]>,
@@ -39,36 +39,36 @@ pub(super) struct Saved {
 
 /// Gradients of the experts.
 pub(super) struct Grads {
-    /// Of their input, in the order of experts; and of what passed them by, where that came to anything.
+    /// Of their input, in the order of experts; and of the skipped tokens, where these contribute anything.
     pub(super) input: Tensor,
     pub(super) passed: Option<Tensor>,
-    /// That order.
+    /// The order of experts.
     pub(super) order: Dispatch,
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
     pub(super) params: [Gradient; 2],
-    /// Which experts had tokens, which decides the sum over chunks.
+    /// Which experts had tokens: decides the sum over chunks.
     pub(super) used: Present,
 }
 
-/// A chunk on its way through the experts.
+/// A chunk in the forward pass of the experts.
 struct Passing {
     order: Dispatch,
-    /// In the order of experts, with those that have none.
+    /// The tokens in the order of experts, with skipped ones.
     sorted: Tensor,
-    /// Without them.
+    /// The tokens without skipped ones.
     rows: Tensor,
     inner: Vec<[Tensor; 2]>,
     sum: Counter<Tensor>,
 }
 
-/// The same on its way back.
+/// A chunk in the backward pass.
 struct PassingBack {
     order: Dispatch,
     rows: Tensor,
     inner: Vec<[Tensor; 2]>,
-    /// Gradients of what the experts made and of what passed them by, and of the routing weights.
+    /// Gradients of the output of experts and of skipped tokens, and of the routing weights.
     out: Tensor,
     weight: Tensor,
     params: Vec<[Gradient; 2]>,
@@ -90,7 +90,7 @@ impl Experts {
         }
     }
 
-    /// From the normed residual of some chunks and its routes. Each shard is used by all of these chunks before the next one.
+    /// From the normed residual of some chunks and its routes. All of these chunks use a shard before the next one.
     pub(super) fn forward(
         &self,
         pass: &Pass<'_>,
@@ -115,7 +115,7 @@ impl Experts {
         found.collect()
     }
 
-    /// From the gradients of what [`Experts::forward`] made of some chunks.
+    /// From the gradients of [`Experts::forward`]'s output for some chunks.
     pub(super) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -139,7 +139,7 @@ impl Experts {
         found.collect()
     }
 
-    /// A shard of gate-up and down: as it came from another process, or of whole weights, in memory of its own.
+    /// A shard of gate-up and down: as received from another rank, or a copy from whole weights.
     fn shard(&self, pass: &Pass<'_>, shard: i64, came: Option<[Tensor; 2]>) -> Result<[Tensor; 2]> {
         let (gate_up, down) = (&pass.weights[self.gate_up], &pass.weights[self.down]);
         match (came, pass.shards) {
@@ -154,7 +154,7 @@ impl Experts {
         Ok([Tensor::f_cat(&[side(0)?, side(inner)?], 1)?, down])
     }
 
-    /// What stands in for the rows that no expert computes, or for their gradients; otherwise zeros do.
+    /// The rows that skipped tokens contribute, or their gradients; `None` stands for zeros.
     fn passed<'a>(&self, rows: &'a Tensor) -> Option<&'a Tensor> {
         match self.skip {
             Skip::Zero => None,
@@ -224,12 +224,12 @@ impl Saved {
     }
 }
 
-/// The kind of what a shard comes to: several are parts of a sum.
+/// The dtype of a shard's result: f32 where several are added.
 fn part_kind(pass: &Pass<'_>, x: &Tensor) -> Kind {
     if pass.shards == 1 { x.kind() } else { Kind::Float }
 }
 
-/// An operand of a product over what is cut into shards.
+/// An operand of a matmul over a sharded dimension.
 fn part(pass: &Pass<'_>, x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(part_kind(pass, x))?)
 }
@@ -238,12 +238,12 @@ fn wide(x: &Tensor) -> Result<Tensor> {
     Ok(x.f_to_kind(Kind::Float)?)
 }
 
-/// The sum over shards, in the kind of `x`.
+/// The sum over shards, in the dtype of `x`.
 fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
     Ok(sum.total()?.f_to_kind(x.kind())?)
 }
 
-/// Gate-up and down from those of each shard: all gates, then all others; and columns side by side.
+/// Gate-up and down from those of each shard: all gate rows, then all up rows; and columns side by side.
 fn joined(ops: Table, mut shards: Vec<[Gradient; 2]>) -> Result<[Gradient; 2]> {
     if shards.len() == 1 {
         return Ok(shards.remove(0));

@@ -1,7 +1,7 @@
 //! The head and its loss, without ever holding all logits.
 //!
-//! Logits exist for `loss_chunk` tokens at a time. Their gradient is written down, `softmax - one_hot`, so nothing is
-//! kept for a backward pass: each chunk adds its part to the gradient of the embedding, in order, and leaves.
+//! Logits exist for `loss_chunk` tokens at a time. Their gradient is `softmax - one_hot`, so nothing is saved for a
+//! backward pass: each such chunk adds its term to the gradient of the embedding, in order, and is freed.
 
 use kernels::ops::CrossEntropy;
 use tch::Tensor;
@@ -24,13 +24,13 @@ pub(in crate::model) fn of<'a>(
     CrossEntropy { hidden, weights, labels, mask, chunk, shards, part }
 }
 
-/// Multiplications of a forward pass, each with its addition.
+/// Multiply-adds of a forward pass.
 pub(in crate::model) fn products(config: &ZayaConfig, tokens: f64) -> f64 {
     tokens * config.hidden_size as f64 * config.vocab_size as f64
 }
 
-/// Bytes of the logits that exist at a time, their logarithms and their gradient as a product sees it. A device makes the
-/// gradient where the logits are; in bf16 what the weights' gradient grows by is a matrix of its own there.
+/// Bytes of the logits that exist at a time, their logarithms, and their gradient as an operand of matmuls. A device
+/// computes the gradient in place of the logits; in bf16 it adds the weights' gradient from a separate matrix.
 pub(in crate::model) fn activation_bytes(
     config: &ZayaConfig,
     tokens: u64,

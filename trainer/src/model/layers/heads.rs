@@ -1,7 +1,7 @@
-//! The weights of attention as a shard of its heads reads them, and gradients of shards put together again.
+//! The weights of attention as a shard of its heads reads them, and the joining of the shards' gradients.
 //!
-//! A shard is a group of key heads, whole with their query heads, means, convolutions and temperatures. One shard reads the
-//! weights as they are.
+//! A shard is a group of key heads with their query heads, means, convolutions and temperatures. A single shard reads
+//! the weights in place.
 
 use std::ops::Range;
 
@@ -16,7 +16,7 @@ use crate::model::layer::Pass;
 pub(super) struct Heads {
     /// `[C' + K' d, D]`: projections of queries, keys, and both halves of values, one below the other.
     pub(super) proj: Tensor,
-    /// Of its rows those of each half of the values: of a shard, either may have none.
+    /// How many of its rows belong to each half of the values: a shard may have none of one half.
     pub(super) values: [i64; 2],
     /// `[C', 1, 2]`.
     pub(super) depthwise: Tensor,
@@ -34,7 +34,7 @@ pub(super) struct Heads {
     pub(super) shape: [i64; 3],
 }
 
-/// Gradients of the same, of one chunk; the second convolution as it is stored.
+/// Gradients of these weights, of one chunk; the second convolution as it is stored.
 pub(super) struct HeadsGrads {
     pub(super) proj: Tensor,
     pub(super) values: [i64; 2],
@@ -56,13 +56,13 @@ pub(super) struct CcaGrads {
     pub(super) o_proj: Tensor,
 }
 
-/// Shards of attention: no more than key heads.
+/// The number of shards of attention: at most one for each key head.
 pub(super) fn shards(pass: &Pass<'_>) -> i64 {
     pass.shards.min(pass.config.num_key_value_heads)
 }
 
 impl Heads {
-    /// Lets go of what came from another process: it comes again for the way back.
+    /// Frees weights received from another rank: they are fetched again for the backward pass.
     pub(super) fn let_go(&mut self) {
         self.proj = Tensor::new();
         self.o_proj = Tensor::new();
@@ -116,14 +116,14 @@ impl HeadsGrads {
     }
 }
 
-/// Of a shard's channels, or their numbers, those of queries and of keys: queries come first, as many for each of keys as there
-/// are query heads to a key head.
+/// Splits a shard's channels, or their count, into those of queries and keys. Queries come first, `query` times as
+/// many, one for each query head of a key head.
 fn split(channels: i64, query: i64) -> [i64; 2] {
     let queries = channels / (query + 1) * query;
     [queries, channels - queries]
 }
 
-/// What shards have of their channels: all queries, then all keys.
+/// Joins the channels of shards: all queries, then all keys.
 fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
     if let [whole] = parts {
         return Ok(whole.shallow_clone());
@@ -141,19 +141,19 @@ fn channels(parts: &[Tensor], query: i64) -> Result<Tensor> {
     Ok(Tensor::f_cat(&sides, 0)?)
 }
 
-/// Matrices one below the other: where they lie so in memory, as one layer's projections do, all of them as one.
+/// Stacks matrices: an alias where they are adjacent in memory, as one layer's projections are.
 pub(super) fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
     let bytes = |part: &Tensor| part.numel() * part.kind().elt_size_in_bytes();
     let follows = |pair: &[&Tensor]| {
         pair.iter().all(|part| part.is_contiguous())
             && pair[0].data_ptr() as usize + bytes(pair[0]) == pair[1].data_ptr() as usize
     };
-    // What has no rows has no place.
+    // A part without rows has no address.
     let there: Vec<&Tensor> = parts.iter().filter(|part| part.numel() > 0).collect();
     if let (true, [first, ..]) = (there.windows(2).all(follows), &there[..]) {
         let rows: i64 = parts.iter().map(|part| part.size()[0]).sum();
         let width = first.size()[1];
-        // Refused where the storage of the first one ends before: then they are neighbours by chance.
+        // Refused where the first one's storage ends earlier: then they are adjacent by chance.
         if let Ok(all) = first.f_as_strided([rows, width], [width, 1], None) {
             return Ok(all);
         }
@@ -161,7 +161,7 @@ pub(super) fn below(parts: &[Tensor; 4]) -> Result<Tensor> {
     Ok(Tensor::f_cat(parts, 0)?)
 }
 
-/// Some rows, one range below the other, in memory of their own unless they are all.
+/// Some ranges of rows, stacked: copied unless they are all rows.
 pub(super) fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
     let count: i64 = ranges.iter().map(|range| range.end - range.start).sum();
     if count == weight.size()[0] {
@@ -171,12 +171,12 @@ pub(super) fn rows(weight: &Tensor, ranges: &[Range<i64>]) -> Result<Tensor> {
     Ok(Tensor::f_cat(&parts.collect::<std::result::Result<Vec<_>, _>>()?, 0)?)
 }
 
-/// Some columns, side by side in memory: a product's bits may depend on where its rows lie.
+/// Some columns, contiguous: a matmul's bits may depend on the layout of its rows.
 pub(super) fn columns(weight: &Tensor, range: Range<i64>) -> Result<Tensor> {
     Ok(weight.f_narrow(1, range.start, range.end - range.start)?.f_contiguous()?)
 }
 
-/// What shards have, one beside the other along `dim`.
+/// Concatenates the parts of shards along `dim`.
 pub(super) fn together(parts: &[Tensor], dim: i64) -> Result<Tensor> {
     match parts {
         [whole] => Ok(whole.shallow_clone()),
@@ -190,7 +190,7 @@ mod tests {
 
     use super::*;
 
-    /// Neighbours in one piece of memory are read where they are; others, be they equal, are put together.
+    /// Neighbours in one allocation are read in place; others, even if adjacent, are copied.
     #[test]
     fn neighbours_are_one_matrix() {
         let all = Tensor::arange(24, (Kind::Float, Device::Cpu));

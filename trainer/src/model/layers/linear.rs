@@ -1,18 +1,20 @@
-//! Linear attention: a state of fixed size instead of keys and values, so that a sequence costs what its tokens cost.
+//! Linear attention: a state of fixed size instead of keys and values, so that the cost is linear in the tokens.
 //!
 //! ```text
-//! q, k, v, u = x W_q, x W_k, x W_v, x W_u        H query heads and K key heads of d, as attention beside it has
+//! q, k, v, u = x W_q, x W_k, x W_v, x W_u        H query heads and K key heads of d, the same as in CCA layers
 //! f(z) = elu(z) + 1                              Katharopoulos et al. 2020, equation 7
 //! o_i  = sum over j <= i of g^(i-j) f(q_i).f(k_j) v_j / (eps + sum over j <= i of g^(i-j) f(q_i).f(k_j))
 //! out  = (o * silu(u)) W_o                       an output gate, as in Sun et al. 2023, equation 8
 //! ```
 //!
-//! `j` begins with the document of `i`. `g` is 1, or by key head 1 - 2^(-5-h) (Sun et al. 2023): the only trace of positions, for
-//! nothing is rotated. A column of ones beside the values makes the denominator a value like others.
+//! `j` begins with the document of `i`. `g` is 1, or by key head 1 - 2^(-5-h) (Sun et al. 2023): the only dependence on
+//! positions, because there is no rotary embedding. A column of ones appended to the values makes the denominator one
+//! of them.
 //!
-//! Between chunks goes one state for each sequence (Sun et al. 2025, LASP-2, section 3): M = K^T V of a chunk by itself, all of
-//! them gathered once, then folded in the order of chunks by whoever reads them. The gradients of states go back likewise. The
-//! public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal attention.
+//! Chunks pass on one state for each sequence (Sun et al. 2025, LASP-2, section 3): each computes M = K^T V alone, all
+//! are gathered once, and each reader folds them in the order of chunks. Gradients of states are exchanged in the same
+//! way. The public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal
+//! attention.
 
 use kernels::ops::Span;
 use kernels::ops::linear_attention::{Features, Recurrence, State, divided, gated, gated_back};
@@ -37,20 +39,20 @@ pub(in crate::model) struct Linear {
     o_proj: ParamId,
 }
 
-/// What the backward pass needs of a chunk of n tokens.
+/// What the backward pass reads of a chunk of n tokens.
 pub(in crate::model) struct Saved {
     /// `[n, D]`: the normed residual.
     x: Tensor,
     projected: Projected,
-    /// `[n, H d]`, f32: what heads read, over its denominators.
+    /// `[n, H d]`, f32: the heads' output, divided by the denominators.
     heads: Tensor,
     /// `[n, H, 1]`, f32.
     denominator: Tensor,
-    /// The state that comes into each sequence.
+    /// The state at the start of each sequence's part.
     before: Vec<State>,
 }
 
-/// `[n, H d]`, twice `[n, K d]`, `[n, H d]`, as products leave them.
+/// `[n, H d]`, twice `[n, K d]`, `[n, H d]`: the outputs of the projections.
 struct Projected {
     query: Tensor,
     key: Tensor,
@@ -72,7 +74,7 @@ impl LayerKind for Linear {
         }
     }
 
-    /// Of the recurrence, however it is computed.
+    /// Those of the recurrence, however it is computed.
     fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
         let f = |size: i64| size as f64;
         let (width, query, key) =
@@ -84,7 +86,7 @@ impl LayerKind for Linear {
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, _: Cut) -> u64 {
         let size = |size: i64| size as u64;
         let (query, key) = (size(config.query_size()), size(config.key_size()));
-        // Input and output, what is projected; what heads read, and its denominators.
+        // Input and output, the projections; the heads' output, and its denominators.
         narrow * (2 * size(config.hidden_size) + 2 * query + 2 * key)
             + 4 * (query + size(config.num_attention_heads))
     }
@@ -212,7 +214,7 @@ impl Linear {
         Ok(found)
     }
 
-    /// The gradients of what heads read with its denominator, `[K, J, n, d + 1]`, of the gate's projection, and of the way out.
+    /// Gradients of the heads' output with denominator, `[K, J, n, d + 1]`, of the gate's projection, and of `o_proj`.
     fn gate_back(
         &self,
         pass: &Pass<'_>,
@@ -236,26 +238,26 @@ impl Projected {
     }
 }
 
-/// On which side of a chunk states come in.
+/// The side from which a chunk receives states.
 #[derive(Clone, Copy, PartialEq)]
 enum Side {
-    /// Those of earlier tokens.
+    /// States of earlier tokens.
     Before,
-    /// Gradients, of those of later ones.
+    /// Gradients of states, from later tokens.
     After,
 }
 
-/// What each chunk by itself leaves of the documents that go on beyond it.
+/// The state that each chunk alone contributes to documents that continue beyond it.
 struct Carried {
     side: Side,
-    /// By chunk and sequence; absent where there is one chunk.
+    /// By chunk and sequence; `None` where there is one chunk.
     all: Option<Tensor>,
     /// Tokens of a sequence in a chunk.
     width: i64,
 }
 
 impl Carried {
-    /// Of what `left` says that a span of a chunk here leaves.
+    /// Gathers them; `left` computes the state of a span of a local chunk.
     fn gather(
         pass: &Pass<'_>,
         side: Side,
@@ -282,7 +284,7 @@ impl Carried {
         Ok(carried)
     }
 
-    /// What comes into each sequence of the `at`-th chunk here: the fold over the chunks of its document, the farthest first.
+    /// The state that enters each sequence of the `at`-th local chunk: folds its document's chunks, farthest first.
     fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<State>> {
         let crossing = pass.chunks.crossing(at);
         let Some(all) = &self.all else { return Ok(crossing.into_iter().map(|_| None).collect()) };
@@ -308,7 +310,7 @@ impl Carried {
         (span.start / self.width) as usize
     }
 
-    /// Whether a span ends where its sequence does in its chunk.
+    /// Whether a span ends at the end of its sequence's part of the chunk.
     fn is_last(&self, span: Span) -> bool {
         (span.start + span.len) % self.width == 0
     }
@@ -321,7 +323,7 @@ fn recurrence(pass: &Pass<'_>) -> Result<Recurrence> {
     Recurrence::new(pass.ops, rates, device)
 }
 
-/// From the gradients of what `x` was projected to: that of `x`, f32, and those of the projections.
+/// From the gradients of the projections' outputs: that of `x`, f32, and those of the projections.
 fn inputs(
     pass: &Pass<'_>,
     x: &Tensor,

@@ -1,5 +1,5 @@
-//! A plain gated feed-forward (SwiGLU), the same for every token: a model without routers, or layers between those that have
-//! one. Shards are parts of the inner width, as of the experts.
+//! A plain gated feed-forward (SwiGLU), the same for every token: for a model without routers, or for some of its
+//! layers. Shards are parts of the inner width, as in the experts.
 
 use contract::{Fault, Result};
 use kernels::tree::Counter;
@@ -23,20 +23,20 @@ pub(in crate::model) struct Mlp {
     down: ParamId,
 }
 
-/// What the backward pass needs of a chunk.
+/// What the backward pass reads of a chunk.
 pub(in crate::model) struct Saved {
     x: Tensor,
     /// By shard: gate, then up; and their product.
     inner: Vec<[Tensor; 2]>,
 }
 
-/// A chunk on its way back.
+/// A chunk in the backward pass.
 struct Returning<'a> {
     saved: Saved,
     grad: &'a Tensor,
     /// Gradients of gate, up and down, by shard.
     weights: [Vec<Tensor>; 3],
-    /// Of what entered, over shards.
+    /// The gradient of the input, summed over shards.
     sum: Counter<Tensor>,
 }
 
@@ -124,7 +124,7 @@ impl Layer for Mlp {
 }
 
 impl Mlp {
-    /// What comes of some chunks. Each shard is used by all of them before the next one.
+    /// The outputs of some chunks. All of them use a shard before the next one.
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> kernels::Result<Vec<(Tensor, Saved)>> {
         let begun = |x: &Tensor| Saved { x: x.shallow_clone(), inner: Vec::new() };
         let mut passing: Vec<(Saved, Counter<Tensor>)> =
@@ -170,8 +170,7 @@ impl Mlp {
         [self.gate, self.up, self.down]
     }
 
-    /// Gate, up and down as a shard of the inner width reads them: as they came from another process, or of whole weights, in
-    /// memory of their own.
+    /// A shard of gate, up and down: as received from another rank, or a copy from whole weights.
     fn shard(
         &self,
         pass: &Pass<'_>,
@@ -193,7 +192,7 @@ impl<'a> Returning<'a> {
         Returning { saved, grad, weights: [const { Vec::new() }; 3], sum: Counter::new() }
     }
 
-    /// Through the shard number `number` of gate, up and down.
+    /// Backward through shard `number` of gate, up and down.
     fn shard(
         &mut self,
         pass: &Pass<'_>,

@@ -1,7 +1,7 @@
-//! The layers of the model: attention and feed-forward, one kind a file, and what stands around them.
+//! The layers of the model: attention and feed-forward, one file for each kind, with norms and the head.
 //!
 //! ```text
-//! cca   compressed convolutional attention (cca_back: its way back; heads: its weights by shard)
+//! cca   compressed convolutional attention (cca_back: its backward pass; heads: its weights by shard)
 //! linear  linear attention
 //! moe   a mixture of experts: router, experts
 //! mlp   a plain feed-forward
@@ -22,7 +22,7 @@ mod router;
 use super::kinds::{Attention, FeedForward};
 use super::layer::{Make, make};
 
-/// How a layer of a kind of attention is made.
+/// The constructor of a kind of attention.
 pub(super) fn make_attention(kind: Attention) -> Make {
     match kind {
         Attention::Cca => make::<cca::Cca>,
@@ -30,7 +30,7 @@ pub(super) fn make_attention(kind: Attention) -> Make {
     }
 }
 
-/// The same of a feed-forward.
+/// The constructor of a kind of feed-forward.
 pub(super) fn make_feed_forward(kind: FeedForward) -> Make {
     match kind {
         FeedForward::Moe => make::<moe::Moe>,

@@ -20,11 +20,11 @@ use crate::timing::{Part, part};
 pub(in crate::model) struct Moe {
     router: Router,
     experts: Experts,
-    /// Whose balancing biases the router adds.
+    /// The layer whose balancing biases the router adds.
     layer: usize,
 }
 
-/// What the backward pass needs.
+/// What the backward pass reads.
 pub(in crate::model) struct Saved {
     x: Tensor,
     router: RouterSaved,
@@ -53,9 +53,9 @@ impl LayerKind for Moe {
         let size = |size: i64| size as u64;
         // Input and output, and the same in the order of experts; gate, up, and their product.
         let products = 4 * size(config.hidden_size) + 3 * size(config.moe_intermediate_size);
-        // State, its norm with a factor, and both hidden layers before and after their activation; all probabilities.
+        // State, its norm with a factor, both hidden layers before and after their activation, all probabilities.
         let router = 6 * size(config.router_hidden_size) + 1 + size(config.router_classes());
-        // The chosen class and its probability, and the order of tokens there and back.
+        // The chosen class and its probability, and the permutation of tokens and its inverse.
         narrow * products + 4 * router + 8 + 4 + 2 * 8
     }
 
@@ -67,7 +67,7 @@ impl LayerKind for Moe {
 }
 
 impl Moe {
-    /// The routes of a chunk, and what the backward pass needs of them.
+    /// The routes of a chunk, and what the backward pass reads of them.
     fn routed(
         &self,
         pass: &Pass<'_>,
@@ -79,7 +79,7 @@ impl Moe {
         pass.ops.router(router, x, state, balance).map_err(refused)
     }
 
-    /// From what a chunk's experts have: gradients of what entered it.
+    /// From the gradients of a chunk's experts: gradients of its input.
     fn chunk_back(
         &self,
         pass: &Pass<'_>,

@@ -1,4 +1,4 @@
-//! RMS norm and residual scaling: forward, and backward written out.
+//! RMS norm and residual scaling: forward, and hand-written backward.
 
 use contract::Result;
 use kernels::ops::{NormBack, Scaling};
@@ -16,19 +16,19 @@ pub(in crate::model) struct RmsNorm {
     eps: f64,
 }
 
-/// What the backward pass needs of a norm: what it was given, and the factor of each row.
+/// What the backward pass of a norm reads: its input, and the factor of each row.
 pub(in crate::model) struct Normed {
     x: Tensor,
     factor: Tensor,
 }
 
-/// What comes back to a norm, and past it.
+/// The gradients that arrive at a norm, and at the branch that bypasses it.
 pub(in crate::model) struct Returned {
-    /// What goes back through it.
+    /// What the norm saved.
     pub(in crate::model) normed: Normed,
-    /// The gradient of what it came to, in [`Pass::kind`].
+    /// The gradient of its output, in [`Pass::kind`].
     pub(in crate::model) grad: Tensor,
-    /// That of its input as far as it went past the norm too, f32.
+    /// The gradient of its input from the branch that bypasses the norm, f32.
     pub(in crate::model) beside: Option<Tensor>,
 }
 
@@ -56,7 +56,7 @@ impl RmsNorm {
         Ok((out, Normed { x: x.shallow_clone(), factor }))
     }
 
-    /// The same of each chunk.
+    /// The same for each chunk.
     pub(in crate::model) fn each(
         &self,
         pass: &Pass<'_>,
@@ -65,7 +65,7 @@ impl RmsNorm {
         x.iter().map(|x| self.forward(pass, x)).collect()
     }
 
-    /// From what came back to it: the gradient of the input.
+    /// Returns the gradient of the input.
     pub(in crate::model) fn backward(
         &self,
         pass: &Pass<'_>,
@@ -120,7 +120,7 @@ impl Residual {
         pass.ops.residual(out, residual, self.scaling(pass)).map_err(refused)
     }
 
-    /// The same, and its norm in [`Pass::kind`].
+    /// The scaled sum, and its norm in [`Pass::kind`].
     pub(in crate::model) fn forward_norm(
         &self,
         pass: &Pass<'_>,
@@ -134,7 +134,7 @@ impl Residual {
         Ok((sum, (normed, Normed { x, factor })))
     }
 
-    /// From what came back to the norm of the sum: the gradients of `out`, in its kind, and of `residual`.
+    /// From the gradients at the norm of the sum: the gradients of `out`, in its dtype, and of `residual`.
     pub(in crate::model) fn backward_norm(
         &self,
         pass: &Pass<'_>,

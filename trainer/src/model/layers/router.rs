@@ -1,8 +1,8 @@
 //! The router: a small network over a state that runs through the layers, its choice, and its only gradient.
 //!
-//! The state of a layer is its projection plus a learned decay of the state before (exponential depth averaging), kept
-//! before its norm. The choice adds the balancing biases to the probabilities, not to the logits, and does not touch
-//! the weight of the chosen expert, which is its plain probability.
+//! The state of a layer is its projection plus a learned decay of the previous state (exponential depth averaging),
+//! passed on before its norm. The choice adds the balancing biases to the probabilities, not to the logits. They do not
+//! affect the weight of the chosen expert, which is its plain probability.
 
 use contract::Result;
 use kernels::ops::{RouterGrads, RouterWeights};
@@ -16,7 +16,7 @@ use crate::model::param::{Declare, ParamId};
 pub(super) struct Router {
     pub(super) down: ParamId,
     pub(super) down_bias: ParamId,
-    /// Absent in the first router, which has no state before it.
+    /// Absent in the first router, which has no previous state.
     pub(super) decay: Option<ParamId>,
     pub(super) norm: ParamId,
     pub(super) fc1: ParamId,
@@ -24,7 +24,7 @@ pub(super) struct Router {
     pub(super) fc2: ParamId,
     pub(super) fc2_bias: ParamId,
     pub(super) out: ParamId,
-    /// Of the norm.
+    /// The norm's epsilon.
     pub(super) eps: f64,
 }
 
@@ -72,7 +72,7 @@ impl Router {
         }
     }
 
-    /// Hands the gradients on, in canonical order.
+    /// Passes the gradients on, in canonical order.
     pub(super) fn emit(&self, grads: RouterGrads, sink: &mut ChunkGradients<'_, '_>) -> Result<()> {
         emit(sink, self.down, grads.down)?;
         emit(sink, self.down_bias, grads.down_bias)?;

@@ -1,4 +1,4 @@
-//! What is summed up by machine is what comes out where every rank is asked about every other one.
+//! The sums by machine equal the sums over all pairs of ranks.
 
 use contract::Result;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use super::*;
 use crate::mesh::team::{self, Line, Nodes};
 use crate::mesh::{GradReduce, Mesh};
 
-/// Rank by rank, as they send.
+/// Sums rank by rank, as they send.
 fn one_by_one(sending: &Sending<'_>) -> Result<SentInStep> {
     let Sending { mesh, ranks_per_node, flat, parts, lengths, weights, shards } = *sending;
     let world = mesh.world();
