@@ -109,7 +109,7 @@ fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
         let ran: Ran = ztrain(&with(&run, &["--metrics-exec", program]));
         assert!(ran.err.contains(how) && ran.err.contains(status), "{}", ran.err);
         assert!(ran.ok().starts_with("done after step 20"));
-        // What it has read is not known, so all of it is sent again.
+        // What the program has read is not known, so every step is sent again.
         let mark = fs::read_to_string(scratch.path("run/metrics-exec.json")).unwrap();
         assert_eq!(mark.trim(), "{\"step\":0}");
     }

@@ -1,7 +1,7 @@
 //! `dropped.jsonl.zst`: every record of a source that was read and not kept, one line of JSON for each, in order.
 //!
 //! ```text
-//! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840,"kept":{"source":"web",...}}
+//! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840,"kept":{...}}
 //! ```
 //!
 //! `file` is the index of the manifest's input, `row` and `group` are as in the provenance, `bytes` as in the

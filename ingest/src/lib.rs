@@ -1,7 +1,7 @@
 //! Raw documents to an immutable, checksummed, tokenized store.
 //!
 //! ```text
-//! corpus.toml -> files -> slabs (1 reader) -> documents, steps, tokens (n workers) -> shards (1 committer, in input order)
+//! corpus.toml -> files -> slabs (1 reader) -> documents, steps, tokens (n workers) -> shards (1 committer, in order)
 //! ```
 //!
 //! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`. The

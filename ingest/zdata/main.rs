@@ -1,4 +1,5 @@
-//! `zdata`: raw corpora to an immutable, checksummed, tokenized store, and answers about what a curriculum reads from it.
+//! `zdata`: raw corpora to an immutable, checksummed, tokenized store, and answers about what a curriculum reads from
+//! it.
 
 mod cmd;
 

@@ -1,6 +1,7 @@
 //! `ztrain`: trains a model as a curriculum says, and computes any past step again, bit for bit.
 
-/// Puts a line for people on standard output, by the rule of `contract::terminal`; for functions that return a `Result`.
+/// Puts a line for people on standard output, by the rule of `contract::terminal`; for functions that return a
+/// `Result`.
 macro_rules! tell {
     ($($text:tt)*) => { contract::terminal::print(&format!("{}\n", format_args!($($text)*)))? };
 }
@@ -36,7 +37,8 @@ struct Cli {
 enum Command {
     /// Compute a past step again, compare it with the ledger, and show the documents behind its loss.
     Replay(Box<cmd::replay::Args>),
-    /// Say in one sentence what is odd about a step, then give the evidence: documents, layers, changes, counterfactuals.
+    /// Say in one sentence what is odd about a step, then give the evidence: documents, layers, changes,
+    /// counterfactuals.
     Explain(cmd::explain::Args),
     /// Make a new run that shares everything up to a step, and differs from there.
     Fork(cmd::fork::Args),

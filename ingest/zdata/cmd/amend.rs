@@ -33,7 +33,8 @@ pub(crate) struct Args {
     /// The first step that changes.
     #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(1..), required_unless_present = "skip")]
     step: Option<u64>,
-    /// Hide the document with this id from then on, SOURCE:ID where several sources have one; may be given several times.
+    /// Hide the document with this id from then on, SOURCE:ID where several sources have one; may be given several
+    /// times.
     #[arg(long, value_name = "ID")]
     ban: Vec<String>,
     /// Look for these documents in this source only.
@@ -46,9 +47,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "STORE", value_parser = super::place())]
     store: Option<Location>,
     /// Train by another number from then on: optimizer.lr, optimizer.clip, schedule.warmup_steps, schedule.decay_steps,
-    /// schedule.final_lr, skip_step.window, skip_step.sigma, skip_step.non_finite, auto_clip.window, auto_clip.percentile or
-    /// dtype; may be given several times. Rates are those of a run that had it from its beginning; windows that come new begin
-    /// empty.
+    /// schedule.final_lr, skip_step.window, skip_step.sigma, skip_step.non_finite, auto_clip.window,
+    /// auto_clip.percentile or dtype; may be given several times. Rates are those of a run that had it from its
+    /// beginning; windows that come new begin empty.
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Let this one step move nothing, whatever its loss and gradient are; instead of --step.
@@ -104,7 +105,7 @@ struct BanRow {
     source: String,
     document: u64,
     origin: String,
-    /// Tokens of it that later steps would have seen.
+    /// Its tokens that later steps would have seen.
     tokens: u64,
     labels: u64,
 }

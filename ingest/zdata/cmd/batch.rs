@@ -53,7 +53,7 @@ struct Report {
     micro_batch: u64,
     seq_len: u32,
     first_sample: u64,
-    /// The step's digest, if all of it is shown and there is text.
+    /// The step's digest, if the whole step is shown and there is text.
     digest: Option<String>,
     sequences: Vec<Sequence>,
 }

@@ -14,8 +14,9 @@ pub(super) fn ledger_beside(path: &Path) -> Option<PathBuf> {
     (path.file_name().is_some_and(|name| name == "run.toml") && ledger.is_file()).then_some(ledger)
 }
 
-/// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is replaced. One
-/// that is under way would never see what is written, and its folder would tell of an amendment that it has not.
+/// Holds the run whose own curriculum lies at `path`, if it is one, so that it does not begin while the file is
+/// replaced. One that is under way would never see what is written, and its folder would tell of an amendment that it
+/// has not.
 pub(super) fn held(path: &Path) -> Result<Option<Held>> {
     let lock = ledger_beside(path).map(|ledger| ledger.with_file_name("lock"));
     let Some(lock) = lock.filter(|lock| lock.exists()) else { return Ok(None) };

@@ -37,14 +37,16 @@ pub(crate) struct Args {
     /// Threads that parse and encode [default: one for each core]; never changes a bit.
     #[arg(long, value_parser = super::workers)]
     workers: Option<usize>,
-    /// The library that encodes; never changes a token or a digest [default: fastest; a store that is there may be of either].
+    /// The library that encodes; never changes a token or a digest [default: fastest; a store that is there may be of
+    /// either].
     #[arg(long, value_enum)]
     encoder: Option<Encoder>,
     /// Where the work is done; never changes a bit.
     #[arg(long, value_enum, default_value_t = Place::Local)]
     executor: Place,
-    /// The folder of parts; what is in it is not made again, by this build after a kill or by another one after an edit. One
-    /// that is named is kept (`zdata task prune --help`: how it is cleared) [default: OUT.work, removed when the store is whole].
+    /// The folder of parts; what is in it is not made again, by this build after a kill or by another one after an
+    /// edit. One that is named is kept (`zdata task prune --help`: how it is cleared) [default: OUT.work, removed when
+    /// the store is whole].
     #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
     cache_dir: Option<PathBuf>,
     /// Bytes of input that a part is made of, which a kill can cost; a larger file is a part by itself.

@@ -31,7 +31,8 @@ pub(crate) struct Args {
     /// Tokens in the vocabulary, special ones included.
     #[arg(long)]
     vocab: u32,
-    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key. Another one there is never overwritten.
+    /// The tokenizer to write, in Hugging Face's format: a path or s3://bucket/key. Another one there is never
+    /// overwritten.
     #[arg(long, value_parser = super::place())]
     out: Location,
     /// A special token; repeat it for more. They get the last ids.

@@ -1,6 +1,6 @@
-//! `zdata verify-run`: recomputes of a run what needs no tensors: every data digest and label count from its curriculum and
-//! stores, learning rates and skipped steps from the lines of its ledger; and holds the ledger against every checkpoint there
-//! is. Needs no GPU, no libtorch.
+//! `zdata verify-run`: recomputes of a run what needs no tensors: every data digest and label count from its curriculum
+//! and stores, learning rates and skipped steps from the lines of its ledger; and holds the ledger against every
+//! checkpoint there is. Needs no GPU, no libtorch.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
@@ -114,7 +114,8 @@ fn of_no_checkpoint(run: &Path, first: u64, last: u64) -> String {
     )
 }
 
-/// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were there.
+/// A checkpoint is kept only when the lines up to its step are on the disk: where they are not in the ledger, they were
+/// there.
 fn ends_behind(ledger: &Ledger, newest: Option<u64>) -> Result<()> {
     let last = ledger.data.len() as u64;
     match newest.filter(|newest| *newest > last) {
@@ -180,8 +181,8 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
     }
 }
 
-/// Whether a difference of two curricula reaches what a step reads: one of the model, the optimizer or the schedule does not,
-/// wherever it stands.
+/// Whether a difference of two curricula reaches what a step reads: one of the model, the optimizer or the schedule
+/// does not, wherever it stands.
 fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool {
     let keys: Vec<&str> = edit.key.split('.').collect();
     // Of an amendment, what decides data; nothing where there is none, or where it leaves the data alone.
@@ -214,7 +215,8 @@ fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool
     }
 }
 
-/// Holds every curriculum that was in force against the steps that were trained before it, and the run's own against the last.
+/// Holds every curriculum that was in force against the steps that were trained before it, and the run's own against
+/// the last.
 fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
     let parse = |text: &str, step: u64| {
         let place = ledger.place(step);
@@ -386,7 +388,8 @@ mod tests {
         forged
     }
 
-    /// A step that moves nothing leaves its weights, and one that says so has to; a checkpoint knows the chain of its step.
+    /// A step that moves nothing leaves its weights, and one that says so has to; a checkpoint knows the chain of its
+    /// step.
     #[test]
     fn what_moves_nothing_and_what_a_checkpoint_saw_are_checked() {
         let skip = "[[amendment]]\\nstep = 2\\nskip = true\\n";

@@ -78,8 +78,8 @@ pub enum Dtype {
     Bf16,
 }
 
-/// What a phase does with what an earlier `seq_len` left of the open group, where its windows are not whole numbers of the
-/// phase's sequences (where they are, they are split and served first).
+/// What a phase does with what an earlier `seq_len` left of the open group, where its windows are not whole numbers of
+/// the phase's sequences (where they are, they are split and served first).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum RemainderRule {
@@ -242,7 +242,7 @@ pub enum NonFinite {
     /// It ends the run before anything moves.
     #[default]
     Stop,
-    /// It moves nothing, and the run goes on.
+    /// It changes nothing, and the run continues.
     Skip,
 }
 
@@ -256,8 +256,8 @@ impl NonFinite {
     }
 }
 
-/// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half a
-/// window lies before it.
+/// `[auto_clip]`: a gradient is not longer than this percentile of the norms of the `window` steps before it, once half
+/// a window lies before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "AutoClip")]

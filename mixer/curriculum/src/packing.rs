@@ -42,8 +42,8 @@ pub(super) struct SourceText {
     /// How documents become sequences.
     #[schemars(extend("default" = "concatenate", "digest" = "plan, run (where not `\"concatenate\"`)"))]
     packing: Option<PackingText>,
-    /// Lengths of sequences at which documents are packed (tokens, at most 2^24), each with a whole number as weight. Needed
-    /// with `"best-fit"`; every phase that has the source uses one of them as `seq_len`.
+    /// Lengths of sequences at which documents are packed (tokens, at most 2^24), each with a whole number as weight.
+    /// Needed with `"best-fit"`; every phase that has the source uses one of them as `seq_len`.
     #[schemars(extend("digest" = "plan, run"))]
     lengths: Option<BTreeMap<String, u64>>,
     /// Documents in a sequence, at most.

@@ -27,12 +27,12 @@ const TOKENS_MAX: u64 = 1 << 62;
 #[serde(deny_unknown_fields)]
 #[schemars(rename = "Curriculum")]
 struct CurriculumText {
-    /// Stores, or files that describe stores without data (for planning); relative to this file. Names of sources are unique
-    /// over all of them.
+    /// Stores, or files that describe stores without data (for planning); relative to this file. Names of sources are
+    /// unique over all of them.
     #[schemars(with = "StoreText", extend("digest" = "-"))]
     store: Spanned<Value>,
-    /// Folder with the initial weights, as `ztrain import` writes it; relative to this file. `[model]` may then be empty; its
-    /// keys override those of the folder. Without it weights are random.
+    /// Folder with the initial weights, as `ztrain import` writes it; relative to this file. `[model]` may then be
+    /// empty; its keys override those of the folder. Without it weights are random.
     #[schemars(with = "Option<String>", extend("digest" = "run, by content"))]
     start: Option<Spanned<String>>,
     /// Root of all random numbers: order of the text, initial weights.
@@ -99,11 +99,13 @@ struct PhaseText {
     #[serde(default = "one")]
     #[schemars(extend("digest" = "plan, run"))]
     micro_batch: NonZeroU64,
-    /// Equal parts of every sequence of a micro-batch, which `--cp` shares between ranks; divides `seq_len`. Changes bits.
+    /// Equal parts of every sequence of a micro-batch, which `--cp` shares between ranks; divides `seq_len`. Changes
+    /// bits.
     #[serde(default = "one")]
     #[schemars(extend("digest" = "plan, run (where not 1)"))]
     context_chunks: NonZeroU64,
-    /// Parts of the heads, of the experts' width and of the vocabulary, which `--tsp` shares between ranks. Changes bits.
+    /// Parts of the heads, of the experts' width and of the vocabulary, which `--tsp` shares between ranks. Changes
+    /// bits.
     #[serde(default = "one")]
     #[schemars(extend("digest" = "plan, run (where not 1)"))]
     weight_shards: NonZeroU64,

@@ -7,7 +7,8 @@
 //! gradient_norm/LAYER   update_norm/LAYER  of the embedding, each layer and the final norm
 //! router/entropy   router/entropy_least    load over the experts, 1 for even: mean and least over the layers
 //! router/skipped                           share of tokens on the skip class
-//! optimizer/clip_threshold optimizer/skipped     the clip of `[auto_clip]`; 1 where `[skip_step]` skipped the step, else 0
+//! optimizer/clip_threshold                 the clip of `[auto_clip]`
+//! optimizer/skipped                        1 where `[skip_step]` skipped the step, else 0
 //! data/tokens                              tokens of all steps so far
 //! speed/tokens_per_second   speed/data_stall   and the share of the time in which the step waited for its batch
 //! speed/tflops                             operations that the model defines, in units of 10^12 a second, of one rank

@@ -36,7 +36,8 @@ impl Skip {
 pub enum Decay {
     /// Nothing.
     None,
-    /// By key head, as in retention: all but `1 - 2^(-5-h)` of it (Sun et al. 2023, arXiv 2307.08621, equation 8).
+    /// By key head, as in retention: a factor of `1 - 2^(-5-h)` per token (Sun et al. 2023, arXiv 2307.08621,
+    /// equation 8).
     Retention,
 }
 
@@ -102,12 +103,13 @@ pub struct ZayaConfig {
     /// Whether attention, convolutions and the value shift stop at document boundaries. The reference
     /// implementation does not (`false`): there only rows separate.
     pub document_mask: bool,
-    /// Tokens whose logits exist at the same time; without a word about it, by the vocabulary. Decides bits: the gradient of the
-    /// head is summed chunk by chunk.
+    /// Tokens whose logits exist at the same time; without a word about it, by the vocabulary. Decides bits: the
+    /// gradient of the head is summed chunk by chunk.
     pub loss_chunk: i64,
     /// Kinds of attention, first layer to last; where there are more layers they come again. ZAYA1 has `["cca"]`.
     pub layers: Vec<Attention>,
-    /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`, which is what a start says that was made before there were others.
+    /// Kinds of feed-forward, likewise. ZAYA1 has `["moe"]`, which is what a start says that was made before there were
+    /// others.
     #[serde(default = "experts")]
     pub feed_forward: Vec<FeedForward>,
     /// Of linear attention.

@@ -159,7 +159,8 @@ fn keep(
     })
 }
 
-/// Seconds of the smallest exchange of ours, and the highest bus bandwidth of its all-to-all: what blocks of gradients travel at.
+/// Seconds of the smallest exchange of ours, and the highest bus bandwidth of its all-to-all: what blocks of gradients
+/// travel at.
 fn link(all: &[Measured]) -> (f64, f64) {
     let ours = all.iter().filter(|one| one.by != "libtorch" && one.collective == "all-to-all");
     let least = ours.clone().map(|one| one.microseconds * 1e-6).fold(f64::INFINITY, f64::min);

@@ -7,8 +7,9 @@ use trainer::model::ZayaConfig;
 use trainer::sizing::attention::{Measured, Rates};
 use trainer::sizing::machine::Bench;
 
-/// Measures documents of several lengths up to `most`, or the tokens of the model's micro-batch, with the heads of a model, and
-/// tells a line of each. Answers with operations, and those in a second, forward and backward, as training computes them.
+/// Measures documents of several lengths up to `most`, or the tokens of the model's micro-batch, with the heads of a
+/// model, and tells a line of each. Answers with operations, and those in a second, forward and backward, as training
+/// computes them.
 pub(super) fn tell(
     bench: Bench,
     (dtype, kind): (&'static str, Kind),

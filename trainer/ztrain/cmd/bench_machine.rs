@@ -54,7 +54,8 @@ struct Formats {
 /// What those take that a plan is made from.
 #[derive(clap::Args)]
 struct Out {
-    /// Write what was measured into a description of this machine for `ztrain plan --cluster`; other parts of the file stay.
+    /// Write what was measured into a description of this machine for `ztrain plan --cluster`; other parts of the file
+    /// stay.
     #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
     out: Option<PathBuf>,
 }
@@ -62,8 +63,8 @@ struct Out {
 /// Arguments of `kernels`.
 #[derive(clap::Args)]
 pub(crate) struct KernelArgs {
-    /// Take the sizes of this curriculum's model in its first phase; described stores are enough [default: zaya1-nano on a CPU,
-    /// zaya1-8b on a GPU].
+    /// Take the sizes of this curriculum's model in its first phase; described stores are enough [default: zaya1-nano
+    /// on a CPU, zaya1-8b on a GPU].
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
     /// Tokens of a micro-batch [default: of the curriculum's, else 1024 on a CPU, 16384 on a GPU].
@@ -78,8 +79,8 @@ pub(crate) struct KernelArgs {
 /// Arguments of `gemm`.
 #[derive(clap::Args)]
 pub(crate) struct GemmArgs {
-    /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its experts each
-    /// way that they could be computed; described stores are enough.
+    /// Also measure the shapes of this curriculum's model in its first phase, and on a device the products of its
+    /// experts each way that they could be computed; described stores are enough.
     #[arg(long, value_name = "FILE", value_parser = super::place())]
     curriculum: Option<Location>,
     /// Rows of the left operand: tokens of a micro-batch [default: 64,256,1024 on a CPU, 512,2048,8192 on a GPU].
@@ -88,11 +89,12 @@ pub(crate) struct GemmArgs {
     /// Widths of square weights [default: 64,128,256,512,1024 on a CPU, 512,1024,2048,4096,7168 on a GPU].
     #[arg(long, value_name = "N,N", value_delimiter = ',', value_parser = clap::value_parser!(i64).range(2..=1 << 17))]
     widths: Vec<i64>,
-    /// Measure nothing: compute each product of the curriculum's model so many times, with those of experts and Newton-Schulz,
-    /// and tell how many different outcomes there were. Exit 4 where there was more than one.
+    /// Measure nothing: compute each product of the curriculum's model so many times, with those of experts and
+    /// Newton-Schulz, and tell how many different outcomes there were. Exit 4 where there was more than one.
     #[arg(long, value_name = "TIMES", requires = "curriculum", value_parser = clap::value_parser!(u32).range(1..))]
     hash: Option<u32>,
-    /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192 on a GPU].
+    /// Tokens of the longest document of attention [default: of the curriculum's micro-batch, else 2048 on a CPU, 8192
+    /// on a GPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(i64).range(1..=1 << 20))]
     tokens: Option<i64>,
     #[command(flatten)]
@@ -106,8 +108,8 @@ pub(crate) struct GemmArgs {
 /// Arguments of `memory`.
 #[derive(clap::Args)]
 pub(crate) struct MemoryArgs {
-    /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four times as
-    /// large.
+    /// The smallest size of all tensors of an operation together (K, M and G are understood); each next one is four
+    /// times as large.
     #[arg(long, value_name = "SIZE", default_value = "1K")]
     from: String,
     /// The largest size.

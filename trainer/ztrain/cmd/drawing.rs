@@ -1,5 +1,5 @@
-//! Files that a command writes where a person says, most of them pages and plots: where they may be written is found out before
-//! anything is computed.
+//! Files that a command writes where a person says, most of them pages and plots: where they may be written is found
+//! out before anything is computed.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
@@ -22,8 +22,8 @@ pub(crate) struct Drawing {
 }
 
 impl Drawing {
-    /// The place that `flag` names: a new file in an existing folder, or a page or plot, which is replaced. Any other file is
-    /// refused: it may be a ledger.
+    /// The place that `flag` names: a new file in an existing folder, or a page or plot, which is replaced. Any other
+    /// file is refused: it may be a ledger.
     pub(crate) fn at(flag: &'static str, path: &Path) -> Result<Drawing> {
         let there = fs::metadata(path).is_ok_and(|there| there.is_file() && there.len() > 0);
         if there && !is_ours(path).map_err(|error| Fault::io("read", path, &error))? {

@@ -106,8 +106,8 @@ impl Run {
     }
 }
 
-/// A refusal of the command line with what to type instead, where that is known: a curriculum is named by its flag, and how many
-/// steps there are is its own.
+/// A refusal of the command line with what to type instead, where that is known: a curriculum is named by its flag, and
+/// how many steps there are is its own.
 pub(crate) fn advised(mut refusal: clap::Error) -> clap::Error {
     let said = |kind| match refusal.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
@@ -139,7 +139,8 @@ pub(crate) struct Speed {
     /// Where to compute: cpu, cuda or cuda:1 (HIP devices answer to the same name).
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device_name)]
     pub(crate) device: String,
-    /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here; on a GPU 1].
+    /// Micro-batches computed at once, one math thread each [default: the cores, shared among the ranks here; on a GPU
+    /// 1].
     #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) workers: Option<usize>,
     /// What --workers was called.
@@ -160,8 +161,8 @@ pub(crate) struct Speed {
 #[derive(clap::Args)]
 #[command(next_help_heading = "For the next question")]
 pub(crate) struct Keeping {
-    /// Newest states before replayed steps that are kept in RUN/replays, so that the next question about such a step begins
-    /// there; 0 keeps none. No run continues from them.
+    /// Newest states before replayed steps that are kept in RUN/replays, so that the next question about such a step
+    /// begins there; 0 keeps none. No run continues from them.
     #[arg(long, value_name = "COUNT", default_value_t = 4)]
     keep_states: usize,
     /// GiB that they take together at most; one that is larger is not kept.
@@ -194,9 +195,9 @@ impl Speed {
         }
     }
 
-    /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared among the
-    /// ranks on it. A GPU computes one micro-batch after the other: there one thread queues them, and more would only hold more
-    /// of its memory.
+    /// Workers that compute by the operations of `table`: as many as asked for, else the cores of the machine, shared
+    /// among the ranks on it. A GPU computes one micro-batch after the other: there one thread queues them, and more
+    /// would only hold more of its memory.
     pub(crate) fn workers(
         &self,
         launched: Option<&Launched>,
@@ -216,8 +217,8 @@ impl Speed {
         Ok(workers.keeping(keep).computing_by(ops))
     }
 
-    /// Refuses operations or a device that no rank of this machine has, before any of them starts. The device is only looked
-    /// for: to start it would take some of its memory for as long as the ranks run.
+    /// Refuses operations or a device that no rank of this machine has, before any of them starts. The device is only
+    /// looked for: to start it would take some of its memory for as long as the ranks run.
     pub(crate) fn refuse_missing(&self) -> Result<()> {
         known_choices()?;
         device::open(&self.device).map(drop).map_err(|error| machine(&self.device, &error))
@@ -258,9 +259,9 @@ fn known(what: &str, variable: &str, all: &[&str]) -> Result<()> {
         .wanted(format!("one of {}, or nothing", all.join(", "))))
 }
 
-/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A terminal sends
-/// its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one. A run that `nohup`
-/// started outlives its terminal.
+/// The first SIGINT, SIGTERM or SIGHUP lets the step at hand end and be kept; the second one ends the process. A
+/// terminal sends its signal to a rank and to its launcher, which asks the rank to stop as well: that is no second one.
+/// A run that `nohup` started outlives its terminal.
 pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
     const SIGNALS: [c_int; 3] = [SIGINT, SIGTERM, SIGHUP];
     let heard: [Arc<AtomicBool>; SIGNALS.len()] = Default::default();
@@ -269,7 +270,8 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
         let (signal, own) = (SIGNALS[place], &heard[place]);
         second(signal, Arc::clone(own))?;
         flag::register(signal, Arc::clone(own))?;
-        // Two signals may interrupt each other: each says that it is there before it looks for another, so one finds the other.
+        // Two signals may interrupt each other: each says that it is there before it looks for another, so one finds
+        // the other.
         for other in heard.iter().filter(|other| !Arc::ptr_eq(own, other)) {
             second(signal, Arc::clone(other))?;
         }
@@ -294,8 +296,8 @@ pub(crate) struct Requests {
 }
 
 impl Requests {
-    /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the first has
-    /// the state kept, the second is a request to stop that no other one waits for.
+    /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the
+    /// first has the state kept, the second is a request to stop that no other one waits for.
     pub(crate) fn listen(&self) -> Result<()> {
         let cannot = |error: io::Error| deaf(&error);
         flag::register(SIGUSR1, Arc::clone(&self.keep)).map_err(cannot)?;
@@ -303,8 +305,8 @@ impl Requests {
         listen(&self.stop)
     }
 
-    /// Says at once what was asked for, also before this: the step at hand takes its time. Ranks that this process starts are
-    /// asked to keep the state as well.
+    /// Says at once what was asked for, also before this: the step at hand takes its time. Ranks that this process
+    /// starts are asked to keep the state as well.
     pub(crate) fn answer(&self, ranks: Starts) -> Result<()> {
         const STOP: &str = "asked to stop: the step at hand ends and the state is kept; a second SIGTERM or SIGINT ends the run \
                             at once";
@@ -378,8 +380,8 @@ fn on_signals(
     thread.map(drop).map_err(|error| Fault::not_started("a thread", &error))
 }
 
-/// Hands SIGUSR1 on to the processes of this program that this one has started; whether there is one. One that has only begun
-/// keeps it until it listens.
+/// Hands SIGUSR1 on to the processes of this program that this one has started; whether there is one. One that has only
+/// begun keeps it until it listens.
 fn hand_on() -> bool {
     let own = std::fs::read_link("/proc/self/exe").ok();
     let parent = format!("PPid:\t{}\n", std::process::id());
@@ -397,8 +399,8 @@ fn hand_on() -> bool {
     any
 }
 
-/// Whether the parent process made this program ignore SIGHUP. A shell also makes background programs ignore SIGINT, but
-/// only means its own terminal's, so SIGINT is still handled.
+/// Whether the parent process made this program ignore SIGHUP. A shell also makes background programs ignore SIGINT,
+/// but only means its own terminal's, so SIGINT is still handled.
 fn is_ignored(signal: c_int) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -29,8 +29,8 @@ pub(crate) struct Args {
     /// How many of them share a machine [default: the cluster's, or all].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     ranks_per_node: Option<u32>,
-    /// What each rank computes on: cpu (the ranks of a machine share its memory, as large as this one's), mi300x, mi325x, h100,
-    /// h200 or b200 (each rank has one).
+    /// What each rank computes on: cpu (the ranks of a machine share its memory, as large as this one's), mi300x,
+    /// mi325x, h100, h200 or b200 (each rank has one).
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: String,
     /// Micro-batches that a rank computes at once [default: 1].

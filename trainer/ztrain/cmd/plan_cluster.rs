@@ -16,11 +16,13 @@ use super::drawing::Drawing;
 /// What is asked of the plan besides.
 #[derive(clap::Args)]
 pub(super) struct ClusterArgs {
-    /// Say how fast it will be: a description of the machines (`ztrain bench gemm --out FILE` begins one), or mi300x-pollara or
-    /// h100, published figures. Ranks, ranks a machine and memory are then the description's where they are not given.
+    /// Say how fast it will be: a description of the machines (`ztrain bench gemm --out FILE` begins one), or
+    /// mi300x-pollara or h100, published figures. Ranks, ranks a machine and memory are then the description's where
+    /// they are not given.
     #[arg(long, value_name = "FILE|NAME")]
     pub(super) cluster: Option<String>,
-    /// Compare how many ranks may share a micro-batch (`--cp`, `--tsp`): seconds and memory of each degree that a phase allows.
+    /// Compare how many ranks may share a micro-batch (`--cp`, `--tsp`): seconds and memory of each degree that a phase
+    /// allows.
     #[arg(long, requires = "cluster")]
     compare_degrees: bool,
     /// Simulate so many days of the first phase, with the failures that the cluster has.

@@ -22,24 +22,24 @@ pub(crate) struct Ranks {
     /// How long a rank waits for another before it names it and stops.
     #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = super::patience)]
     rank_timeout: Duration,
-    /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets that are
-    /// sent as soon as each micro-batch is computed (least memory).
+    /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets
+    /// that are sent as soon as each micro-batch is computed (least memory).
     #[arg(long, value_name = "HOW", value_enum, default_value = "whole")]
     grad_reduce: How,
-    /// How many ranks may share each micro-batch: each phase uses the most, up to N, that divide its `context_chunks` and the
-    /// number of ranks; the others compute other micro-batches.
+    /// How many ranks may share each micro-batch: each phase uses the most, up to N, that divide its `context_chunks`
+    /// and the number of ranks; the others compute other micro-batches.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cp: u32,
-    /// How many ranks may besides hold the weights of experts and attention for each other, each a part: as many of the sequences
-    /// more are shared. Each phase uses the most, up to N, that divide its `weight_shards`, its `context_chunks` and the number
-    /// of ranks.
+    /// How many ranks may besides hold the weights of experts and attention for each other, each a part: as many of the
+    /// sequences more are shared. Each phase uses the most, up to N, that divide its `weight_shards`, its
+    /// `context_chunks` and the number of ranks.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     tsp: u32,
     /// Reduce gradients between all ranks at once instead of within each machine first.
     #[arg(long)]
     no_hierarchical: bool,
-    /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open), through
-    /// plain memory by Gloo, or the first where every rank has it.
+    /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open),
+    /// through plain memory by Gloo, or the first where every rank has it.
     #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
     transport: By,
     /// Ranks on each machine, to try out what is sent between machines [default: as the launcher says].
@@ -88,7 +88,8 @@ impl Ranks {
         }
     }
 
-    /// How many ranks to start, if it is for this process to start them. What each of them would refuse is said here, once.
+    /// How many ranks to start, if it is for this process to start them. What each of them would refuse is said here,
+    /// once.
     pub(crate) fn to_spawn(&self, speed: &Speed) -> Result<Option<u32>> {
         let Some(count) = self.nproc.filter(|_| !spawned_us()) else { return Ok(None) };
         if self.launched()?.is_some() {
@@ -152,8 +153,8 @@ impl Ranks {
         (grad_reduce, self.no_hierarchical)
     }
 
-    /// What this process computes with: the device first, then the other ranks if there are any. With `min_ranks` they can go on
-    /// without each other. `stop` is set when the launcher asks this rank to stop.
+    /// What this process computes with: the device first, then the other ranks if there are any. With `min_ranks` they
+    /// can go on without each other. `stop` is set when the launcher asks this rank to stop.
     pub(crate) fn world(
         &self,
         speed: &Speed,

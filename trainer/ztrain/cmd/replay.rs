@@ -42,7 +42,8 @@ pub(crate) struct Args {
     /// Several steps, from A to before B.
     #[arg(long, value_name = "A..B", value_parser = super::step_range)]
     steps: Option<Range<u64>>,
-    /// Of --steps only every K-th, each from the newest state before it: those right after a checkpoint cost one step each.
+    /// Of --steps only every K-th, each from the newest state before it: those right after a checkpoint cost one step
+    /// each.
     #[arg(
         long,
         value_name = "K",

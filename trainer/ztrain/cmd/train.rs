@@ -63,7 +63,8 @@ pub(crate) struct Args {
     /// Newest snapshots on disk that are kept.
     #[arg(long, value_name = "COUNT", default_value_t = 8, value_parser = clap::value_parser!(u64).range(1..))]
     snapshot_keep: u64,
-    /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no bit.
+    /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no
+    /// bit.
     #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
     audit: Option<Audit>,
     /// Stop after this step; the same command without this flag continues.
@@ -75,8 +76,8 @@ pub(crate) struct Args {
     /// Validation sequences of each source, spread evenly over its held-out text.
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u64).range(1..))]
     validation_sequences: u64,
-    /// A program (by sh) that gets each step's curves as a line of JSON on its standard input, in the order of steps, once
-    /// each; it never holds training up.
+    /// A program (by sh) that gets each step's curves as a line of JSON on its standard input, in the order of steps,
+    /// once each; it never holds training up.
     #[arg(long, value_name = "PROGRAM")]
     metrics_exec: Option<String>,
     /// No line for each step.
@@ -85,12 +86,12 @@ pub(crate) struct Args {
     /// Print the answer at the end as JSON.
     #[arg(long)]
     json: bool,
-    /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the others
-    /// end.
+    /// When a rank is lost, go on in the same processes with those who are left, if they are at least N; without it the
+    /// others end.
     #[arg(long, value_name = "N", help_heading = "Ranks (never bits)", value_parser = clap::value_parser!(u32).range(1..))]
     min_ranks: Option<u32>,
-    /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one: after a
-    /// loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
+    /// Keep a copy of what each rank owns of the state on another one as well, on another machine where there is one:
+    /// after a loss no step before the one at hand is computed again. Costs memory and bytes: see `ztrain plan`.
     #[arg(long, help_heading = "Ranks (never bits)")]
     replicate: bool,
     /// The name under which the process that starts this one holds the run's folder.
@@ -112,8 +113,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let supervised = Supervised::of_environment(&args.folder()?)?;
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
-        // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number is
-        // asked for.
+        // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number
+        // is asked for.
         let touched = supervised.as_ref().is_some_and(Supervised::touches_ranks);
         let min_ranks = args.min_ranks.or(touched.then_some(1));
         let stay = args.min_ranks.unwrap_or(count.div_ceil(2));

@@ -18,15 +18,15 @@ use super::drawing::Drawing;
 #[derive(clap::Args)]
 #[command(next_help_heading = "What if")]
 pub(crate) struct Changes {
-    /// Without this document from the step on: its text is hidden, everything else keeps its place. SOURCE:ID where documents
-    /// of several sources have the id.
+    /// Without this document from the step on: its text is hidden, everything else keeps its place. SOURCE:ID where
+    /// documents of several sources have the id.
     #[arg(long, value_name = "ID")]
     drop_doc: Vec<String>,
     /// Without this source, in every mix that the steps have: the others take its place.
     #[arg(long, value_name = "NAME")]
     drop_source: Vec<String>,
-    /// With this learning rate in the step; each later step has its own in the same proportion, whether the schedule or a
-    /// later amendment set it. Where the step has rate 0, this one stays.
+    /// With this learning rate in the step; each later step has its own in the same proportion, whether the schedule or
+    /// a later amendment set it. Where the step has rate 0, this one stays.
     #[arg(long, value_name = "RATE", value_parser = super::not_negative, allow_hyphen_values = true)]
     lr: Option<f64>,
     /// With gradients clipped at this norm; 0 for no clipping.
