@@ -75,6 +75,13 @@ enum Command {
 fn main() -> ExitCode {
     // A file that may not grow is then an error of the write, which says so, and not the end of the process.
     let _ = flag::register(consts::SIGXFSZ, Arc::default());
+    // The first process of a container does not have the default action of a signal: it would outlive a request to end.
+    if std::process::id() == 1 {
+        for signal in [consts::SIGTERM, consts::SIGINT] {
+            let _ =
+                flag::register_conditional_shutdown(signal, 128 + signal, Arc::new(true.into()));
+        }
+    }
     OrEnd::in_c_too();
     // A request for more memory than the machine has is an error, not a crash; where it is not checked, Rust aborts.
     let _ = flag::register_conditional_shutdown(consts::SIGABRT, 6, Arc::new(true.into()));
