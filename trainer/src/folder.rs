@@ -46,8 +46,7 @@ pub struct OpenRun {
     pub ledger: Ledger,
     /// What an accepted edit of the curriculum changed, for the events.
     pub edits: Vec<String>,
-    /// Settings of recorded steps in `run.toml` that differ from what these were trained with: the file was edited by
-    /// hand.
+    /// Settings in `run.toml` that recorded steps were not trained with: the file was edited by hand.
     pub by_hand: Vec<String>,
     /// The first step for which the curriculum differs from the ledger's, if any.
     pub changes_from: Option<u64>,
@@ -295,9 +294,8 @@ impl RunFolder {
         holds.take_folder(&self.root, patience)
     }
 
-    /// Takes the folder for `spec`: begins a run in it, or continues its run if that is the same one. Waits up to
-    /// `patience` for another process that holds it. If the ledger of a run is missing, it begins again only with
-    /// `restart`.
+    /// Takes the folder for `spec`: begins a run, or continues its run if that is the same one. Waits up to `patience`
+    /// for another process that holds it. A run whose ledger is missing begins again only with `restart`.
     pub fn open(
         &self,
         spec: &RunSpec,
