@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::python::{provision, skipped, tests_folder};
-use crate::ranks::signal;
+use crate::ranks::{Fixture, ranks_of, signal, until_lines};
 use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_command};
 
 /// The words of a command for a run of 20 steps, begun nowhere yet.
@@ -113,6 +113,26 @@ fn a_program_that_ends_or_never_began_is_told_of_and_changes_nothing() {
         let mark = fs::read_to_string(scratch.path("run/metrics-exec.json")).unwrap();
         assert_eq!(mark.trim(), "{\"step\":0}");
     }
+}
+
+/// The ranks that are left after a loss do not wait for the program, and do not start it again.
+#[test]
+fn a_program_outlives_the_loss_of_a_rank() {
+    let fixture = Fixture::new(&[]);
+    let [run, lines, starts] = ["run", "lines", "starts"].map(|name| fixture.scratch.path(name));
+    let program = format!("echo started >> '{}'; cat >> '{}'", arg(&starts), arg(&lines));
+    let more = ["--nproc", "3", "--min-ranks", "1", "--replicate", "--metrics-exec", &program];
+    let mut launcher =
+        fixture.run("run", &more).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let ranks = ranks_of(&launcher, 3);
+    until_lines(&run, 7, &mut launcher);
+    signal("KILL", ranks[2]);
+    assert!(launcher.wait().unwrap().success());
+    let pair = |line: &Value| (line["step"].as_u64().unwrap(), line["loss/all"].as_f64().unwrap());
+    assert_eq!(sent(&lines).iter().map(pair).collect::<Vec<_>>(), losses(&run));
+    assert_eq!(fs::read_to_string(starts).unwrap(), "started\n");
+    let events = fs::read_to_string(run.join("events.jsonl")).unwrap();
+    assert!(events.contains("\"event\":\"loss\""), "no rank was lost");
 }
 
 /// A resumed run continues the same run of the tracker, through the tracker's own package.

@@ -15,7 +15,7 @@ use std::io::{self, Write as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -38,9 +38,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const PAUSE: Duration = Duration::from_secs(5);
 
 /// Sends steps to a program.
+#[derive(Debug)]
 pub(crate) struct Feed {
     shared: Arc<Shared>,
-    ended: Receiver<()>,
+    ended: Mutex<Receiver<()>>,
 }
 
 /// The file with the progress of a program.
@@ -49,14 +50,14 @@ struct Mark {
     step: u64,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Shared {
     state: Mutex<Queue>,
     changed: Condvar,
     program: Mutex<Option<Child>>,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct Queue {
     lines: VecDeque<(u64, String)>,
     bytes: usize,
@@ -96,7 +97,7 @@ impl Feed {
         thread::Builder::new().name("metrics".to_owned()).spawn(work).map_err(|error| {
             Fault::machine(format!("the thread of --metrics-exec cannot be started: {error}"))
         })?;
-        Ok(Feed { shared, ended })
+        Ok(Feed { shared, ended: Mutex::new(ended) })
     }
 
     /// Queues the line of a new step, or drops it if the program is far behind; the ledger has it.
@@ -126,13 +127,14 @@ impl Drop for Feed {
     fn drop(&mut self) {
         self.shared.lock().ending = true;
         self.shared.changed.notify_one();
-        if let Err(RecvTimeoutError::Timeout) = self.ended.recv_timeout(PATIENCE) {
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(PATIENCE) {
             note!(
                 "warning: the program of --metrics-exec had not read all in {} s and is ended; a run that goes on sends the rest",
                 PATIENCE.as_secs()
             );
             let _ = self.shared.program().as_mut().map(Child::kill);
-            let _ = self.ended.recv_timeout(PAUSE);
+            let _ = ended.recv_timeout(PAUSE);
         }
     }
 }
@@ -144,6 +146,18 @@ impl Shared {
 
     fn program(&self) -> MutexGuard<'_, Option<Child>> {
         self.program.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the program has ended. The lock is free meanwhile, so that it can be killed.
+    fn ended(&self) -> Option<ExitStatus> {
+        loop {
+            let ended = self.program().as_mut().map(Child::try_wait);
+            match ended {
+                Some(Ok(None)) => thread::sleep(Duration::from_millis(20)),
+                Some(Ok(status)) => return status,
+                Some(Err(_)) | None => return None,
+            }
+        }
     }
 }
 
@@ -213,14 +227,7 @@ impl Sender {
         }
         // Closing its input tells the program that the run has ended.
         self.input = None;
-        let status = loop {
-            match self.shared.program().as_mut().map(Child::try_wait) {
-                Some(Ok(None)) => thread::sleep(Duration::from_millis(20)),
-                Some(Ok(status)) => break status,
-                Some(Err(_)) | None => break None,
-            }
-        };
-        if status.is_some_and(|status| !status.success()) {
+        if self.shared.ended().is_some_and(|status| !status.success()) {
             self.reap("the program of --metrics-exec has failed");
         }
     }
@@ -285,8 +292,7 @@ impl Sender {
     /// gets all steps since the failed one was started.
     fn reap(&mut self, why: &str) {
         self.input = None;
-        let child = self.shared.program().take();
-        let status = child.and_then(|mut child| child.wait().ok());
+        let status = self.shared.ended();
         if !status.is_some_and(|status| status.success()) {
             self.sent = self.before;
         }

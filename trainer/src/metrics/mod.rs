@@ -23,6 +23,7 @@ mod peak;
 mod tensorboard;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use contract::Result;
@@ -34,13 +35,13 @@ use crate::ledger::{self, Seen, StepRecord};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::validate::SourceLoss;
-use feed::Feed;
+pub(crate) use feed::Feed;
 use tensorboard::Writer;
 
 /// The curves of one process's part of a run.
 pub struct Metrics {
     writer: Writer,
-    feed: Option<Feed>,
+    feed: Option<Arc<Feed>>,
     waited: Duration,
     stall: DataStall,
 }
@@ -124,19 +125,9 @@ impl Metrics {
         self.writer.scalars(record.step, &values)
     }
 
-    /// Also sends every step recorded after `last` to a program.
-    pub(crate) fn feed(
-        &mut self,
-        command: &str,
-        root: &Path,
-        spec: &RunSpec,
-        last: u64,
-    ) -> Result<()> {
-        let layers = layer_names(&spec.names());
-        let of_record =
-            move |record: &StepRecord| line(record.step, &curves(&Seen::of(record), &layers, None));
-        self.feed = Some(Feed::start(command, root, last, of_record)?);
-        Ok(())
+    /// Sends the curves of every step from now on to a program as well.
+    pub(crate) fn feed(&mut self, feed: Arc<Feed>) {
+        self.feed = Some(feed);
     }
 
     /// Writes the validation losses after `step`.
@@ -216,6 +207,14 @@ fn line(step: u64, values: &[(String, f64)]) -> String {
         finite.map(|(name, value)| (name.clone(), json!(value))).collect();
     fields.insert("step".to_owned(), json!(step));
     feed::json(&fields)
+}
+
+/// Starts a program for the run at `root`, whose ledger ends with step `last`: it gets the curves of all steps.
+pub(crate) fn feed(command: &str, root: &Path, spec: &RunSpec, last: u64) -> Result<Arc<Feed>> {
+    let layers = layer_names(&spec.names());
+    let of_record =
+        move |record: &StepRecord| line(record.step, &curves(&Seen::of(record), &layers, None));
+    Feed::start(command, root, last, of_record).map(Arc::new)
 }
 
 /// The names of the layers in a ledger's norms.

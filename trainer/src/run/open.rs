@@ -371,7 +371,12 @@ impl<'a> Opening<'a> {
         });
         events.write("start", fields)?;
         if let Some(command) = &exec.metrics_exec {
-            metrics.feed(command, open.folder.root(), spec, recorded)?;
+            // It outlives a loss of ranks: the run does not wait for it, and it is not started twice.
+            if world.feed.get().is_none() {
+                let feed = metrics::feed(command, open.folder.root(), spec, recorded)?;
+                let _ = world.feed.set(feed);
+            }
+            world.feed.get().into_iter().for_each(|feed| metrics.feed(Arc::clone(feed)));
         }
         let peak = metrics::peak(world.device, spec.curriculum.dtype);
         Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0, peak })

@@ -1,6 +1,7 @@
 //! The ranks, kernels and device of a run. Built at start; after a loss, another one can be built in the same process.
 
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kernels::group::{Group, Rendezvous};
@@ -8,6 +9,7 @@ use kernels::runtime::KernelTable;
 use tch::Device;
 
 use crate::folder::Holds;
+use crate::metrics::Feed;
 
 /// The ranks, and this rank's device and kernels.
 #[derive(Debug)]
@@ -30,14 +32,27 @@ pub struct World {
     pub(super) joins: bool,
     /// Its locks on the run's folder, which do not depend on other ranks.
     pub(super) holds: Holds,
+    /// The program that gets the curves of this run, if rank 0 has started one.
+    pub(super) feed: OnceLock<Arc<Feed>>,
 }
 
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
         let (strangers, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
-        let (rendezvous, joins, holds) = (None, false, Holds::default());
-        World { comm, runtime, device, rendezvous, strangers, in_vain, patience, joins, holds }
+        let (rendezvous, joins, holds, feed) = (None, false, Holds::default(), OnceLock::new());
+        World {
+            comm,
+            runtime,
+            device,
+            rendezvous,
+            strangers,
+            in_vain,
+            patience,
+            joins,
+            holds,
+            feed,
+        }
     }
 
     /// The same ranks, which can meet again after a loss.
