@@ -55,6 +55,8 @@ mod pretended;
 mod python;
 #[cfg(feature = "train")]
 mod ranks;
+#[cfg(feature = "train")]
+mod recipes;
 mod remote;
 mod resume;
 #[cfg(feature = "train")]
