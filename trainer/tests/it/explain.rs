@@ -200,9 +200,9 @@ fn what_differs_first_decides_what_a_replay_says() {
         }
     };
     let cases = [
-        ("data", Verdict::Repeatable, "other text than the run"),
-        ("gradients", Verdict::RunHit, "the addition of gradients was hit"),
-        ("weights", Verdict::RunHit, "the update of weights and moments was hit"),
+        ("batch_digest", Verdict::Repeatable, "other text than the run"),
+        ("grad_checksums", Verdict::RunHit, "the addition of gradients was hit"),
+        ("weight_checksums", Verdict::RunHit, "the update of weights and moments was hit"),
     ];
     for (field, verdict, words) in cases {
         std::fs::write(&ledger, &whole).unwrap();
@@ -218,7 +218,7 @@ fn what_differs_first_decides_what_a_replay_says() {
         let replayed = replayer.step(&mut state, Detail::Sums).unwrap();
         assert_eq!(replayed.verdict, Verdict::Repeatable, "{field}");
         let kernels = replayed.advice.contains("software or kernels changed since the run: ");
-        assert_eq!(kernels, field != "data", "{}", replayed.advice);
+        assert_eq!(kernels, field != "batch_digest", "{}", replayed.advice);
     }
 }
 
