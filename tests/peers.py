@@ -196,8 +196,10 @@ def write_mds(folder, docs, compression=None):
     from streaming.base.hashing import get_hashes
 
     columns = {"tokens": "ndarray:int32", "id": "str", "extra": "pkl"}
-    # Every sum that the package offers, of both files.
-    more = {"hashes": sorted(get_hashes()), "compression": compression}
+    # Every sum that we check, of both files.
+    known = {"md5", "sha1", "sha256", "xxh64", "xxh128"}
+    assert known <= get_hashes()
+    more = {"hashes": sorted(known), "compression": compression}
     with writer.MDSWriter(columns=columns, out=os.path.join(folder, "peer"), **more) as out:
         for number, (_, tokens) in enumerate(docs):
             value = numpy.array(tokens, dtype=numpy.int32)
