@@ -36,7 +36,7 @@ const CASES: [Case; 18] = [
     Case { name: "bf16, cut", change: &[BF16, CUT], ranks: &["1", "--recompute"] },
     Case { name: "f32, 2 ranks", change: &[], ranks: &["2"] },
     Case {
-        name: "f32, 2 ranks, streaming",
+        name: "f32, 2 ranks, bucketed",
         change: &[],
         ranks: &["2", "--grad-reduce", "bucketed"],
     },
