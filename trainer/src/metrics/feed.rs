@@ -59,7 +59,7 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct Queue {
-    lines: VecDeque<(u64, String)>,
+    lines: VecDeque<(Option<u64>, String)>,
     bytes: usize,
     /// The last recorded step.
     last: u64,
@@ -102,21 +102,20 @@ impl Feed {
 
     /// Queues the line of a new step, or drops it if the program is far behind; the ledger has it.
     pub(crate) fn step(&self, step: u64, line: String) {
-        let mut queue = self.shared.lock();
-        queue.last = step;
-        if queue.bytes + line.len() <= WAITING {
-            queue.bytes += line.len();
-            queue.lines.push_back((step, line));
-        }
-        self.shared.changed.notify_one();
+        self.put(Some(step), line);
     }
 
     /// Queues a line that belongs to no new step, or drops it if the queue is full.
     pub(crate) fn line(&self, line: String) {
+        self.put(None, line);
+    }
+
+    fn put(&self, step: Option<u64>, line: String) {
         let mut queue = self.shared.lock();
+        queue.last = step.unwrap_or(queue.last);
         if queue.bytes + line.len() <= WAITING {
             queue.bytes += line.len();
-            queue.lines.push_back((0, line));
+            queue.lines.push_back((step, line));
         }
         self.shared.changed.notify_one();
     }
@@ -233,7 +232,7 @@ impl Sender {
     }
 
     /// Waits for something to send, and returns it.
-    fn wait(&self) -> (VecDeque<(u64, String)>, u64, bool) {
+    fn wait(&self) -> (VecDeque<(Option<u64>, String)>, u64, bool) {
         let mut queue = self.shared.lock();
         while queue.lines.is_empty() && queue.last <= self.sent && !queue.ending {
             queue = self.shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
@@ -243,14 +242,14 @@ impl Sender {
     }
 
     /// Sends lines, and steps missing between them, up to step `last`.
-    fn send(&mut self, lines: VecDeque<(u64, String)>, last: u64) -> Result<()> {
+    fn send(&mut self, lines: VecDeque<(Option<u64>, String)>, last: u64) -> Result<()> {
         let before = self.sent;
         let sent = lines
             .into_iter()
             .try_for_each(|(step, line)| match step {
-                0 => self.write(&line),
-                step if step <= self.sent => Ok(()),
-                step => {
+                None => self.write(&line),
+                Some(step) if step <= self.sent => Ok(()),
+                Some(step) => {
                     self.missing(step - 1)?;
                     self.write(&line)?;
                     self.sent = step;
