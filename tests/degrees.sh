@@ -25,10 +25,10 @@ tell() { # TEXT NAME
 }
 for degree in 1 2 4; do for data in 1 2 3; do
   ranks=$((degree * data)); [ "$ranks" -le 8 ] && [ "$ranks" -gt 1 ] || continue
-  for schedule in subtree streaming; do
-    name=$data-$degree-$schedule
-    run "$name" "$ranks" "$degree" --grad-reduce "$schedule" "$@"
-    tell "dp $data cp $degree $schedule" "$name"
+  for reduce in whole bucketed; do
+    name=$data-$degree-$reduce
+    run "$name" "$ranks" "$degree" --grad-reduce "$reduce" "$@"
+    tell "dp $data cp $degree $reduce" "$name"
   done
 done; done
 for folded in 2 4; do for degree in 1 2 4; do for data in 1 2 3; do

@@ -14,6 +14,11 @@ crashes() {
   FULL=1 cargo test -p trainer --test it -- crashes::
 }
 
+# What ranks hold at most, in every way to share the work of up to eight.
+memory() {
+  FULL=1 cargo test --test it -- memory:: --nocapture
+}
+
 # A run in each tracker, by its own package.
 trackers() {
   FULL=1 cargo test --test it -- metrics:: --nocapture
@@ -31,4 +36,4 @@ cases() {
   for crate in mixer loader kernels trainer ingest; do cargo test -p "$crate" --lib --no-fail-fast; done
 }
 
-for section in ${@:-verdicts crashes trackers}; do "$section"; done
+for section in ${@:-verdicts crashes memory trackers}; do "$section"; done

@@ -47,6 +47,8 @@ mod own;
 mod packed;
 #[cfg(feature = "train")]
 mod page;
+#[cfg(feature = "train")]
+mod pages;
 mod places;
 mod poor;
 mod prepare;

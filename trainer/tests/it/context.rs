@@ -35,6 +35,7 @@ fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
 fn ranks_that_share_micro_batches_write_the_ledger_of_one() {
     for (dtype, degrees) in [("f32", [(6, 2), (4, 4)]), ("bf16", [(2, 2), (8, 4)])] {
         let scratch = cut(dtype);
+        scratch.five_steps();
         let alone = scratch.train("alone");
         degrees.into_iter().for_each(|degrees| assert_shared(&scratch, alone, degrees));
     }
@@ -64,6 +65,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         let hybrid = text.replace("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
         assert_ne!(hybrid, text);
         std::fs::write(&path, hybrid).unwrap();
+        scratch.five_steps();
         let alone = scratch.train("alone");
         assert_shared(&scratch, alone, degrees);
         let again = |_, exec: &mut ExecOptions| {
@@ -76,7 +78,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         assert_same(&scratch, "alone", "again");
         let root = scratch.path("again");
         let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
-        let mut state = replayer.state_after(6).unwrap();
+        let mut state = replayer.state_after(3).unwrap();
         let replayed = replayer.step(&mut state, Detail::Tokens).unwrap();
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
         let fault = export(replayer.spec(), &state, &scratch.path("hf")).unwrap_err();
@@ -192,6 +194,7 @@ fn what_is_sent_is_what_is_planned() {
         ];
         let changes: Vec<_> = changes.iter().map(|(from, to)| (*from, to.as_str())).collect();
         scratch.edited("run.toml", &changes);
+        scratch.five_steps();
         let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
         for cp in degrees.step_by(2) {
             let world = cp;
@@ -199,15 +202,15 @@ fn what_is_sent_is_what_is_planned() {
             let workers = Workers::new(1).keeping(keep);
             let outcomes = train_with(&scratch, &out, world, |_, exec| {
                 (exec.degrees.cp, exec.workers) = (cp, workers);
-                stop_after(7)(exec);
+                stop_after(4)(exec);
             });
-            outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 7));
+            outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 4));
             let (grad_reduce, device) = (GradReduce::Whole, "cpu".to_owned());
             let (ranks, ranks_per_node, degrees) = (world, world, Degrees { cp, tsp: 1 });
             let fleet =
                 Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };
             let needs = needs(&spec, &fleet).unwrap();
-            for (step, phase) in [(1, &needs.phases[0]), (7, &needs.phases[1])] {
+            for (step, phase) in [(1, &needs.phases[0]), (4, &needs.phases[1])] {
                 let sent = shared(&scratch, &out, step);
                 println!("{out}, step {step}: {sent} bytes, planned {}", phase.shared);
                 match mask {

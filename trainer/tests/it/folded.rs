@@ -55,15 +55,16 @@ fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
     let cases: [(&[Change], &[Ranks]); 6] = [
-        (&[], &[(2, 1, 2), (4, 1, 4), (4, 2, 2), (6, 1, 2)]),
+        (&[], &[(2, 1, 2), (4, 2, 2), (6, 1, 2)]),
         (&[BF16], &[(2, 1, 2), (8, 2, 4)]),
         (&[ADAMW], &[(4, 1, 4)]),
         (&[BF16, HYBRID], &[(8, 2, 2)]),
-        (&[PLAIN], &[(2, 1, 2), (4, 1, 4)]),
+        (&[PLAIN], &[(4, 1, 4)]),
         (&[BF16, PLAIN], &[(8, 2, 2)]),
     ];
     for (changes, degrees) in cases {
         let scratch = folded(changes);
+        scratch.five_steps();
         let alone = scratch.train("alone");
         degrees.iter().for_each(|degrees| assert_folded(&scratch, alone, *degrees));
     }
@@ -164,6 +165,7 @@ fn a_degree_that_no_phase_can_fold_is_refused() {
 fn shards_that_are_sent_are_those_that_are_planned() {
     let unmasked = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
     let scratch = folded(&[unmasked, PLAIN]);
+    scratch.five_steps();
     for (keep, cp, tsp) in
         [(Keep::Everything, 1, 2), (Keep::LayerInputs, 1, 4), (Keep::Everything, 2, 2)]
     {
@@ -172,10 +174,10 @@ fn shards_that_are_sent_are_those_that_are_planned() {
         let outcomes = train_with(&scratch, &out, cp * tsp, |_, exec| {
             (exec.degrees, exec.workers) = (degrees, workers);
         });
-        outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 10));
+        outcomes.into_iter().for_each(|outcome| assert_eq!(outcome.unwrap().step, 5));
         let planned = planned(&scratch, degrees, workers);
         let sent = events(&scratch, &out, "exchange");
-        for (step, phase) in [(2, &planned[0]), (8, &planned[1])] {
+        for (step, phase) in [(2, &planned[0]), (5, &planned[1])] {
             let event = sent.iter().find(|event| event["step"] == step).unwrap();
             let bytes = |name: &str| event[name].as_u64().unwrap();
             println!(

@@ -63,6 +63,17 @@ impl Scratch {
         self.write(name, &text)
     }
 
+    /// Cuts `run.toml` to five steps, three of its first phase and two of its second.
+    pub(crate) fn five_steps(&self) {
+        let path = self.path("run.toml");
+        let mut text = fs::read_to_string(&path).unwrap();
+        for (from, to) in [("\nsteps = 6\n", "\nsteps = 3\n"), ("\nsteps = 4\n", "\nsteps = 2\n")] {
+            assert!(text.contains(from), "no {from:?}");
+            text = text.replace(from, to);
+        }
+        fs::write(path, text).unwrap();
+    }
+
     pub(crate) fn write_store(&self, seed: u64) {
         self.write_other_store("store", ["web", "math"], seed);
     }
