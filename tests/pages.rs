@@ -1,7 +1,7 @@
 //! Fear: that a command on a page fails, or prints something else than the page shows.
 //!
-//! A block of a page whose fence says `sh run` or `console run` is run here. In a `console` block, commands follow `$ `, and
-//! the other lines are output: each must be printed, in this order, but for numbers, digests and what `...` stands for.
+//! A block whose fence says `sh run` or `console run` is run here. In a `console` block, commands follow `$ `, and the
+//! other lines are output: each must be printed, in this order, except for numbers, digests and what `...` replaces.
 
 use std::fs;
 use std::path::Path;
@@ -62,7 +62,7 @@ fn blocks(page: &str) -> Vec<Block> {
     found
 }
 
-/// A line with each number and digest replaced by `#`, and without repeated spaces: a table's columns follow its numbers.
+/// A line with each number and digest replaced by `#`, and without repeated spaces: columns follow a table's numbers.
 fn shape(line: &str) -> String {
     let of_word = |c: char| c.is_ascii_alphanumeric() || ".,+-".contains(c);
     let of_number = |c: char| c.is_ascii_hexdigit() || ".,+-".contains(c);
