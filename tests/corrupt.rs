@@ -7,7 +7,9 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::support::{Scratch, arg, build, corpus, curriculum, document, json_lines, tree, zdata};
+use crate::support::{
+    Scratch, arg, build, corpus, curriculum, document, json_lines, parquet, tree, zdata,
+};
 
 /// A corpus of one file, next to a valid tokenizer, built with `on_error` as given.
 fn one_file(scratch: &Scratch, file: &str, bytes: &[u8], keys: &str) -> PathBuf {
@@ -58,8 +60,8 @@ fn truncated_files_are_named() {
     let mut gz = flate(&lines);
     gz.truncate(gz.len() / 2);
     build_fails("bad.jsonl.gz", &gz, 3, &["bad.jsonl.gz"]);
-    let parquet = parquet_file(&lines);
-    build_fails("bad.parquet", &parquet[..parquet.len() / 2], 3, &["bad.parquet"]);
+    let half = parquet_file(&lines);
+    build_fails("bad.parquet", &half[..half.len() / 2], 3, &["bad.parquet"]);
     build_fails("bad.parquet", b"not a parquet file", 3, &["bad.parquet"]);
 }
 
@@ -76,16 +78,7 @@ fn flate(text: &str) -> Vec<u8> {
 }
 
 fn parquet_file(lines: &str) -> Vec<u8> {
-    let texts: Vec<&str> = lines.lines().collect();
-    let column: arrow::array::ArrayRef =
-        std::sync::Arc::new(arrow::array::StringArray::from(texts));
-    let batch = arrow::array::RecordBatch::try_from_iter([("text", column)]).unwrap();
-    let mut bytes = Vec::new();
-    let mut writer =
-        parquet::arrow::ArrowWriter::try_new(&mut bytes, batch.schema(), None).unwrap();
-    writer.write(&batch).unwrap();
-    writer.close().unwrap();
-    bytes
+    parquet(&[("text", lines.lines().map(str::to_owned).collect())])
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 use std::fs;
 
-use crate::support::{
-    Ran, Scratch, arg, assert_same_tree, build, compiled, corpus, curriculum, zdata, ztrain_command,
-};
+#[cfg(feature = "train")]
+use crate::support::{Ran, compiled, ztrain_command};
+use crate::support::{Scratch, arg, assert_same_tree, build, corpus, curriculum, zdata};
 
 #[test]
 fn worker_counts_do_not_reach_the_store() {
@@ -76,6 +76,7 @@ fn what_comes_later_leaves_what_was_before() {
 }
 
 /// The table of operations is a property of the run: chosen at its start, recorded, and fixed.
+#[cfg(feature = "train")]
 #[test]
 fn another_table_of_operations_is_another_run() {
     let scratch = Scratch::new();
@@ -105,6 +106,7 @@ fn another_table_of_operations_is_another_run() {
 }
 
 /// The C library affects bits and has no version to query, so its results are recorded as a property of the run.
+#[cfg(feature = "train")]
 #[test]
 fn another_mathematics_library_is_another_run() {
     let scratch = Scratch::new();

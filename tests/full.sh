@@ -14,9 +14,10 @@ crashes() {
   FULL=1 cargo test -p trainer --test it -- crashes::
 }
 
-# What ranks hold at most, in every way to share the work of up to eight.
-memory() {
-  FULL=1 cargo test --test it -- memory:: --nocapture
+# What ranks hold, send and lose, in more ways to share the work.
+ranks() {
+  FULL=1 cargo test --test it -- memory:: between::
+  FULL=1 cargo test -p trainer --test it -- folded::
 }
 
 # A run in each tracker, by its own package.
@@ -36,4 +37,4 @@ cases() {
   for crate in mixer loader kernels trainer ingest; do cargo test -p "$crate" --lib --no-fail-fast; done
 }
 
-for section in ${@:-verdicts crashes memory trackers}; do "$section"; done
+for section in ${@:-verdicts crashes ranks trackers}; do "$section"; done

@@ -2,7 +2,7 @@
 //!
 //! Each case runs in its own process, since memory is counted per process.
 
-use crate::support::{Scratch, arg, build, corpus, curriculum, ztrain};
+use crate::support::{Scratch, arg, build, corpus, curriculum, is_full, ztrain};
 
 /// The configuration of a run.
 struct Case {
@@ -77,7 +77,7 @@ const FEW: usize = 12;
 fn what_ranks_hold_at_most_is_the_formula() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 200, ""), "store");
-    let cases = if std::env::var_os("FULL").is_some() { CASES.len() } else { FEW };
+    let cases = if is_full() { CASES.len() } else { FEW };
     for Case { name, change, ranks } in CASES.into_iter().take(cases) {
         let path = curriculum(&scratch, &store, "run.toml", &[&WIDE, change].concat());
         let command = ["bench", "step", "--curriculum", arg(&path), "--steps", "1", "--json"];

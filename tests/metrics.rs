@@ -9,7 +9,9 @@ use serde_json::Value;
 
 use crate::python::{provision, skipped, tests_folder};
 use crate::ranks::{Fixture, ranks_of, signal, until_lines};
-use crate::support::{Ran, Scratch, arg, build, corpus, curriculum, zdata, ztrain, ztrain_command};
+use crate::support::{
+    Ran, Scratch, arg, build, corpus, curriculum, is_full, zdata, ztrain, ztrain_command,
+};
 
 /// The words of a command for a run of 20 steps, begun nowhere yet.
 fn begun(scratch: &Scratch) -> Vec<String> {
@@ -140,8 +142,7 @@ fn a_program_outlives_the_loss_of_a_rank() {
 /// A resumed run continues the same run of the tracker, through the tracker's own package.
 #[test]
 fn trackers_have_every_step_in_one_run() {
-    let full = std::env::var_os("FULL").is_some();
-    for (tracker, wanted) in [("mlflow", true), ("wandb", full)] {
+    for (tracker, wanted) in [("mlflow", true), ("wandb", is_full())] {
         if !wanted {
             skipped("a run in W&B", "sh tests/full.sh trackers");
             continue;

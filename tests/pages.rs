@@ -6,12 +6,8 @@
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 
-use arrow::array::{Array as _, RecordBatch, StringArray};
-use parquet::arrow::ArrowWriter;
-
-use crate::support::{Ran, Scratch};
+use crate::support::{Ran, Scratch, parquet};
 use crate::tidy::{files, forbid, root};
 
 /// Every page with such blocks, and the folder where they run: a folder of texts alone (`raw`), or what the commands of
@@ -103,14 +99,11 @@ fn texts(folder: &Path) {
     fs::create_dir_all(folder.join("notes")).unwrap();
     let read = |path: &Path| fs::read_to_string(path).unwrap();
     let pages: Vec<String> = files(root(), &[".md"]).iter().map(|path| read(path)).collect();
-    let sections = StringArray::from_iter_values(pages.iter().flat_map(|page| page.split("\n## ")));
-    let ids = StringArray::from_iter_values((0..sections.len()).map(|index| format!("a-{index}")));
-    let columns = [("id", Arc::new(ids) as _), ("text", Arc::new(sections) as _)];
-    let batch = RecordBatch::try_from_iter(columns).unwrap();
-    let file = fs::File::create(folder.join("articles/pages.parquet")).unwrap();
-    let mut writer = ArrowWriter::try_new(file, batch.schema(), None).unwrap();
-    writer.write(&batch).unwrap();
-    writer.close().unwrap();
+    let sections = pages.iter().flat_map(|page| page.split("\n## ")).map(str::to_owned);
+    let sections: Vec<String> = sections.collect();
+    let ids = (0..sections.len()).map(|index| format!("a-{index}")).collect();
+    let file = parquet(&[("id", ids), ("text", sections)]);
+    fs::write(folder.join("articles/pages.parquet"), file).unwrap();
     let line = |(index, path): (usize, &std::path::PathBuf)| {
         serde_json::json!({"id": format!("n-{index}"), "text": read(path)}).to_string() + "\n"
     };

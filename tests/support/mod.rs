@@ -5,10 +5,13 @@ mod folder;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::Arc;
 
+use arrow::array::{ArrayRef, RecordBatch, StringArray};
 use contract::{Key, Purpose, draw};
 
 pub(crate) use folder::tree;
+use parquet::arrow::ArrowWriter;
 
 use crate::python::tests_folder;
 
@@ -117,6 +120,24 @@ pub(crate) fn compiled(source: &str, name: &str) -> PathBuf {
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     fs::rename(own, &library).unwrap();
     library
+}
+
+/// Whether to run all cases, which takes minutes (`tests/full.sh`).
+#[cfg(feature = "train")]
+pub(crate) fn is_full() -> bool {
+    std::env::var_os("FULL").is_some()
+}
+
+/// A Parquet file of columns of text.
+pub(crate) fn parquet(columns: &[(&str, Vec<String>)]) -> Vec<u8> {
+    let array = |texts: &Vec<String>| Arc::new(StringArray::from_iter_values(texts)) as ArrayRef;
+    let columns = columns.iter().map(|(name, texts)| (*name, array(texts)));
+    let batch = RecordBatch::try_from_iter(columns).unwrap();
+    let mut bytes = Vec::new();
+    let mut writer = ArrowWriter::try_new(&mut bytes, batch.schema(), None).unwrap();
+    writer.write(&batch).unwrap();
+    writer.close().unwrap();
+    bytes
 }
 
 /// A path as an argument.

@@ -2,7 +2,7 @@
 
 use storage::crash::Recording;
 
-use crate::support::{Scratch, stop_after};
+use crate::support::{Scratch, is_full, stop_after};
 
 /// Power is lost at any write of ledger, checkpoints or other files of a run, from its start or after a resume.
 /// Whatever was synced or lost, the same command trains to the end, and every line equals that of an undisturbed run.
@@ -14,7 +14,7 @@ fn a_run_goes_on_after_any_loss_of_power() {
     let scratch = Scratch::new();
     let (root, path) = (scratch.path(""), scratch.path("run.toml"));
     let (mut anew, mut further) = (0, 0);
-    let states = if std::env::var_os("FULL").is_some() { 60 } else { 8 };
+    let states = if is_full() { 60 } else { 8 };
     for steps in [4, 8] {
         let (recording, trained) =
             Recording::of(&root, || scratch.run(&path, "run", stop_after(steps)));

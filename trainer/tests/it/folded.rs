@@ -17,7 +17,7 @@ use trainer::{ExecOptions, Outcome, RunSpec};
 
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
-use crate::support::{Scratch, stop_after, table};
+use crate::support::{Scratch, is_full, stop_after, table};
 
 /// A scratch folder whose `run.toml` shards the weights of its phases into two and four, with further changes.
 fn folded(changes: &[(&str, &str)]) -> Scratch {
@@ -54,15 +54,18 @@ fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
 /// chunks.
 #[test]
 fn ranks_that_hold_weights_for_each_other_write_the_ledger_of_one() {
-    let cases: [(&[Change], &[Ranks]); 6] = [
+    let cases: [(&[Change], &[Ranks]); 8] = [
         (&[], &[(2, 1, 2), (4, 2, 2), (6, 1, 2)]),
         (&[BF16], &[(2, 1, 2), (8, 2, 4)]),
         (&[ADAMW], &[(4, 1, 4)]),
         (&[BF16, HYBRID], &[(8, 2, 2)]),
         (&[PLAIN], &[(4, 1, 4)]),
         (&[BF16, PLAIN], &[(8, 2, 2)]),
+        // With `FULL=1` alone.
+        (&[], &[(4, 1, 4)]),
+        (&[PLAIN], &[(2, 1, 2)]),
     ];
-    for (changes, degrees) in cases {
+    for (changes, degrees) in cases.into_iter().take(if is_full() { 8 } else { 6 }) {
         let scratch = folded(changes);
         scratch.five_steps();
         let alone = scratch.train("alone");

@@ -31,6 +31,11 @@ pub(crate) struct Text {
     pub(crate) planted: BTreeMap<String, Vec<u32>>,
 }
 
+/// Whether to run all cases, which takes minutes (`tests/full.sh`).
+pub(crate) fn is_full() -> bool {
+    std::env::var_os("FULL").is_some()
+}
+
 /// A scratch folder with a store of two sources.
 pub(crate) struct Scratch(TempDir);
 

@@ -17,12 +17,7 @@ use trainer::replay::Replayer;
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
-use crate::support::{CURRICULUM, Scratch, Text, VOCAB, table};
-
-/// Whether to run all cases, which takes minutes.
-fn is_full() -> bool {
-    std::env::var_os("FULL").is_some()
-}
+use crate::support::{CURRICULUM, Scratch, Text, VOCAB, is_full, table};
 
 /// The expected head of a verdict.
 enum Wanted {
