@@ -259,14 +259,17 @@ pub(crate) fn curriculum(
 }
 
 /// A change of the curriculum that cuts its micro-batches inside.
+#[cfg(feature = "train")]
 pub(crate) const CUT: (&str, &str) =
     ("micro_batch = 2", "micro_batch = 2\ncontext_chunks = 4\nweight_shards = 2");
 
 /// Curriculum changes that leave ten steps, of both phases.
+#[cfg(feature = "train")]
 pub(crate) const SHORT: [(&str, &str); 2] =
     [("steps = 12", "steps = 6"), ("\nsteps = 8", "\nsteps = 4")];
 
 /// Curriculum changes that leave fourteen steps.
+#[cfg(feature = "train")]
 pub(crate) const MIDDLING: [(&str, &str); 2] =
     [("\nsteps = 8", "\nsteps = 6"), ("steps = 12", "steps = 8")];
 
