@@ -12,7 +12,7 @@ use std::ops::Range;
 use contract::words::bytes as size;
 use contract::{Fault, Result, counted};
 use curriculum::Dtype;
-use kernels::ops::NewtonSchulzForm;
+use kernels::ops::NewtonSchulzIterate;
 use serde::Serialize;
 use tch::{Device, Kind};
 
@@ -110,7 +110,7 @@ pub(crate) struct Ranks<'a> {
     /// Largest number of sums that an owner holds between two bucketed rounds.
     pending: u32,
     /// On a device, the Newton-Schulz form: there many tensors are updated together.
-    together: Option<NewtonSchulzForm>,
+    together: Option<NewtonSchulzIterate>,
 }
 
 /// How ranks work together, in every phase.

@@ -446,9 +446,9 @@ fn settings(curriculum: &Curriculum, step: u64) -> Settings {
         eps: optimizer.eps,
         momentum: optimizer.momentum,
         newton_schulz: match optimizer.newton_schulz {
-            NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzForm::Gram,
-            NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzForm::Direct,
-            NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzForm::Bf16,
+            NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzIterate::Gram,
+            NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzIterate::Direct,
+            NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzIterate::Bf16,
         },
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,

@@ -51,7 +51,7 @@ impl Workers {
     }
 
     /// The same workers with these operations, which the kernel table names.
-    pub fn computing_by(self, ops: ops::Table) -> Self {
+    pub fn computing_by(self, ops: ops::OpsTable) -> Self {
         Workers { options: MicroBatchOptions { ops, ..self.options }, ..self }
     }
 
@@ -71,7 +71,7 @@ impl Workers {
     }
 
     /// The operations by which they compute.
-    pub fn ops(self) -> ops::Table {
+    pub fn ops(self) -> ops::OpsTable {
         self.options.ops
     }
 

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use contract::{Class, Digest, Fault, Result};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use safetensors::{Dtype, SafeTensors};
 use store::Location;
 use tch::{Device, Kind, Tensor};
@@ -240,7 +240,7 @@ impl<'a> Reader<'a> {
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
         let (owners, fold) = (owners.clone(), Fold::default());
-        let departures = Departures::default();
+        let departures = PendingCopies::default();
         Ok(State { step, weights, fold, balance, windows, owners, owned, departures })
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use contract::{Key, Purpose, draw};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use proptest::prelude::*;
 use tch::Tensor;
 use tempfile::TempDir;
@@ -76,7 +76,7 @@ impl Whole {
         let owned = owned.collect();
         let weights = weights.iter().map(Tensor::copy).collect();
         let (balance, windows) = (balance.clone(), windows.clone());
-        let (fold, departures) = (Fold::default(), Departures::default());
+        let (fold, departures) = (Fold::default(), PendingCopies::default());
         State { step, weights, fold, balance, windows, owners, owned, departures }
     }
 }

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use contract::{Fault, Result};
-use kernels::device::{Copies, Unloader};
+use kernels::device::{HostCopier, HostCopies};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use store::FileRecord;
@@ -30,7 +30,7 @@ pub struct Snapshot {
     /// Each piece with its copied sets: weight, first moment and, if it has one, second moment.
     pieces: Vec<(Piece, &'static [Set])>,
     /// The values of all pieces, set by set; f32.
-    copies: Copies,
+    copies: HostCopies,
     balance: Vec<Balance>,
     windows: Option<Windows>,
 }
@@ -39,14 +39,14 @@ impl Snapshot {
     /// Copies what this rank owns of `state`, and waits for the copy.
     pub fn of(state: &State) -> Result<Self> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let snapshot = Snapshot::beside(state, &*Unloader::kept(device).map_err(refused)?)?;
+        let snapshot = Snapshot::beside(state, &*HostCopier::kept(device).map_err(refused)?)?;
         snapshot.arrive()?;
         Ok(snapshot)
     }
 
     /// The same without waiting: a device copies into pinned memory while training continues, and the next update of
     /// the state waits for it. Rank 0 owns the balance; the windows, which every rank has, are stored in the manifest.
-    pub fn beside(state: &State, unloader: &Unloader) -> Result<Self> {
+    pub fn beside(state: &State, unloader: &HostCopier) -> Result<Self> {
         // No `..`: every new field of the state must be written.
         let State { step, weights: _, fold: _, balance, windows, owners, owned: _, departures } =
             state;
@@ -69,7 +69,7 @@ impl Snapshot {
     /// An empty one.
     #[cfg(test)]
     pub(super) fn empty(step: u64) -> Self {
-        let (pieces, copies) = (Vec::new(), Copies::default());
+        let (pieces, copies) = (Vec::new(), HostCopies::default());
         Snapshot { step, pieces, copies, balance: Vec::new(), windows: None }
     }
 

@@ -16,8 +16,8 @@ use std::ops::Range;
 use contract::Result;
 use kernels::addend::Addend;
 use kernels::device::Stager;
-use kernels::ops::Table;
-use kernels::share::Frozen;
+use kernels::ops::OpsTable;
+use kernels::share::SharedTensors;
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
@@ -70,7 +70,7 @@ pub(super) struct StepGradient<'a> {
 
 /// Reduces each gradient to its sum of squares and its dot product with the step's.
 struct Against<'a> {
-    ops: Table,
+    ops: OpsTable,
     pieces: &'a [Piece],
     step: &'a [Tensor],
     squares: Vec<f64>,
@@ -192,7 +192,7 @@ pub(super) fn gradients(
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
-    let (own, config) = (Frozen::new(step.own), model.config());
+    let (own, config) = (SharedTensors::new(step.own), model.config());
     let whole = rows(batch, 0..batch.rows);
     let label_count = batch.label_count.max(1);
     let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {

@@ -15,7 +15,7 @@
 //! the number of tasks of a step.
 
 use contract::{Fault, Result};
-use kernels::group::Place;
+use kernels::group::RankAddress;
 
 use super::key::run_key;
 
@@ -31,7 +31,7 @@ pub fn spawned_us() -> bool {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
     /// Its place among all ranks.
-    pub place: Place,
+    pub place: RankAddress,
     /// Its number on this machine, from 0, which selects its device.
     pub local_rank: u32,
     /// Ranks on this machine.
@@ -104,7 +104,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         let local_world = local_world.and_then(|text| text.split(['(', ',']).next()?.parse().ok());
         let (host, port) = store(&variable, rank_name, world)?;
         let key = run_key(&variable, &host)?;
-        let place = Place {
+        let place = RankAddress {
             rank,
             world,
             host,
@@ -236,7 +236,7 @@ mod tests {
         ];
         let launched = found(&torchrun).unwrap().unwrap();
         assert_eq!(launched.device(), "cuda:1");
-        let Place { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
+        let RankAddress { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
         assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1235));
         assert_eq!(node, "1");
         assert_eq!((rank_0_serves, name.as_str()), (true, "ztrain/job/2/"));

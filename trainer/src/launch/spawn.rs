@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
-use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
+use kernels::group::{self, Agent, Group, KeyValueStore, Rendezvous, RunKey};
 use kernels::signals;
 
 use super::background::in_background;
@@ -51,7 +51,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     refuse_too_many(*count, store::memory::limit())?;
     let secret = RunKey::draw().map_err(lost)?;
     let key = RunKey::of(&secret);
-    let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
+    let store = KeyValueStore::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
     let program = std::env::current_exe()
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
     let start = |rank: u32, again: bool| {

@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result};
-use kernels::group::{Agent, Store};
+use kernels::group::{Agent, KeyValueStore};
 
 use super::ends::{End, Ends};
 use super::happened::{Happened, tell};
@@ -201,7 +201,7 @@ pub(super) struct Launcher<'a> {
     pub(super) elastic: Option<Elastic>,
     pub(super) supervision: Option<Supervision>,
     /// The store in which the ranks meet.
-    pub(super) store: &'a Store,
+    pub(super) store: &'a KeyValueStore,
     /// Starts the process of a rank; `true`: to join the others.
     pub(super) start: &'a dyn Fn(u32, bool) -> Result<Child>,
     pub(super) stop: &'a AtomicBool,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use kernels::group::Whereabouts;
+use kernels::group::RankProgress;
 
 use super::rules::Slow;
 
@@ -16,7 +16,7 @@ pub(super) fn system_says(process: u32) -> Vec<String> {
 }
 
 /// The progress of each rank, by its number as launched.
-pub(super) type Seen = Vec<(u32, Option<Whereabouts>)>;
+pub(super) type Seen = Vec<(u32, Option<RankProgress>)>;
 
 /// Detects a run without progress.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ impl<T: PartialEq> Pulse<T> {
 
 /// The one rank that the others wait for: it has begun fewer exchanges than each of them. `None` if there is none.
 pub(super) fn behind(seen: &Seen) -> Option<u32> {
-    let begun = |at: &Option<Whereabouts>| at.as_ref().map_or(0, |at| at.begun[0]);
+    let begun = |at: &Option<RankProgress>| at.as_ref().map_or(0, |at| at.begun[0]);
     let least = seen.iter().map(|(_, at)| begun(at)).min()?;
     let mut behind = seen.iter().filter(|(_, at)| begun(at) == least).map(|(rank, _)| *rank);
     let first = behind.next()?;
@@ -149,12 +149,12 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<Whereabouts> {
+    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<RankProgress> {
         let mut begun = [0; 4];
         begun[0] = exchanges;
         let computed = vec![(step, Duration::from_secs_f64(seconds))];
         let [exchange, place] = [String::new(), String::new()];
-        Some(Whereabouts { begun, computed, exchange, place })
+        Some(RankProgress { begun, computed, exchange, place })
     }
 
     #[test]

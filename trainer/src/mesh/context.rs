@@ -18,7 +18,7 @@ use contract::{Fault, Result};
 use kernels::addend::Addend;
 use kernels::checksum;
 use kernels::group::{self, Arrival, Exchange};
-use kernels::ops::Present;
+use kernels::ops::UsedExperts;
 use kernels::tree::{Counter, Sum as _, blocks};
 use tch::{Kind, Tensor};
 
@@ -39,7 +39,7 @@ const FOLDED: usize = 2;
 
 /// The line of a rank, before a step begins.
 pub(crate) struct Along {
-    axis: group::Axis,
+    axis: group::AxisRanks,
     what: &'static str,
     degree: u64,
     place: u64,
@@ -179,7 +179,7 @@ pub(crate) struct SharedSink<'a, 'b> {
     /// First terms of parameters whose second term is not there yet.
     first: BTreeMap<usize, Tensor>,
     /// The checksum of this rank's slices.
-    checksum: checksum::Total,
+    checksum: checksum::RunningChecksum,
 }
 
 /// A parameter's blocks of all chunks, under way to this rank.
@@ -189,18 +189,24 @@ struct Travelling<'a> {
     own: Vec<ChunkSum>,
     numbers: Box<dyn Coming + 'a>,
     /// For stacked experts: the number of elements, and the experts in the first local block and in each other.
-    experts: Option<(i64, Present, Box<dyn Coming + 'a>)>,
+    experts: Option<(i64, UsedExperts, Box<dyn Coming + 'a>)>,
 }
 
 impl<'a, 'b> SharedSink<'a, 'b> {
     /// The sink of a micro-batch whose slices are added to `into`.
     pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a sum::Sum<'b>, u64)>) -> Self {
         let (under_way, first) = (VecDeque::new(), BTreeMap::new());
-        SharedSink { shared, into, under_way, first, checksum: checksum::Total::default() }
+        SharedSink {
+            shared,
+            into,
+            under_way,
+            first,
+            checksum: checksum::RunningChecksum::default(),
+        }
     }
 
     /// Waits for the transfers under way; returns the checksum of this rank's slices of the micro-batch's gradient.
-    pub(crate) fn finish(mut self) -> Result<checksum::Total> {
+    pub(crate) fn finish(mut self) -> Result<checksum::RunningChecksum> {
         while let Some(travelling) = self.under_way.pop_front() {
             self.add(travelling)?;
         }

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use contract::{Fault, Result};
 use kernels::addend::{self, Addend, Addends};
-use kernels::tree::{Counter, Node, Nodes, Pair, blocks};
+use kernels::tree::{Counter, Node, Pair, TreeNodes, blocks};
 use tch::Tensor;
 
 use crate::refusal::refused;
@@ -20,7 +20,7 @@ pub(super) const TOGETHER: usize = 32;
 
 /// The gradients of this rank's micro-batches of a step, added up parameter by parameter.
 pub(crate) struct Gradients {
-    parameters: Vec<Mutex<Nodes<Addend>>>,
+    parameters: Vec<Mutex<TreeNodes<Addend>>>,
     /// The blocks of these micro-batches, in their order.
     blocks: Vec<(u32, u64)>,
 }
@@ -28,7 +28,7 @@ pub(crate) struct Gradients {
 impl Gradients {
     /// For the runs `parts` of micro-batches, numbered within the step, of a model with `parameters` parameters.
     pub(crate) fn new(parts: &[Range<u64>], parameters: usize) -> Gradients {
-        let nodes = |_| Mutex::new(Nodes::new(parts));
+        let nodes = |_| Mutex::new(TreeNodes::new(parts));
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
         Gradients { parameters: (0..parameters).map(nodes).collect(), blocks }
     }

@@ -17,7 +17,7 @@ use crate::timing;
 
 /// The checksum over the whole gradient of a micro-batch: the sum of those of its tensors, in whatever order they come.
 #[derive(Default)]
-pub(crate) struct Checksum(checksum::Total);
+pub(crate) struct Checksum(checksum::RunningChecksum);
 
 /// The sink of one micro-batch.
 pub(crate) struct MicroBatchSink<'s, 'a> {
@@ -41,7 +41,7 @@ impl<'a> Sum<'a> {
 
 impl MicroBatchSink<'_, '_> {
     /// Passes on what remains; returns the checksum of all gradients.
-    pub(crate) fn checksum(mut self) -> Result<checksum::Total> {
+    pub(crate) fn checksum(mut self) -> Result<checksum::RunningChecksum> {
         self.pass()?;
         Ok(self.checksum.0)
     }
@@ -66,7 +66,7 @@ impl Checksum {
     }
 
     /// The checksum of all gradients that were passed.
-    pub(crate) fn total(self) -> checksum::Total {
+    pub(crate) fn total(self) -> checksum::RunningChecksum {
         self.0
     }
 }
@@ -94,7 +94,7 @@ mod tests {
     use crate::state::ownership::{self, Ownership};
     use kernels::device::Stager;
     use kernels::group::Group;
-    use kernels::share::Frozen;
+    use kernels::share::SharedTensors;
     use kernels::tree::Counter;
 
     /// Workers that compute micro-batches in any order get the sums and checksums of whole gradients in order.
@@ -134,7 +134,7 @@ mod tests {
         let rules: Vec<_> = specs.iter().map(|one| Rule::of(optim::Kind::AdamW, one)).collect();
         let owners = Ownership::cut(ownership::pieces(&specs, &rules, 1), 0);
         let sum = Sum::begin(&lines, owners.pieces(), params.len(), &[], 5).unwrap();
-        let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+        let (params, balance) = (SharedTensors::new(&params), SharedTensors::new(&balance));
         std::thread::scope(|scope| {
             for micro_batches in [vec![4, 1, 2], vec![3, 0]] {
                 let (config, input, sum, wanted) = (&config, &input, &sum, &wanted);

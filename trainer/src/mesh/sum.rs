@@ -88,7 +88,7 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use kernels::group::{Axis, Group, Place, RunKey, Store};
+    use kernels::group::{AxisRanks, Group, KeyValueStore, RankAddress, RunKey};
     use kernels::tree::Counter;
     use tch::Kind;
 
@@ -114,7 +114,7 @@ mod tests {
     }
 
     /// Simulates the exchange of a layer: every rank of the line sends the others its turn.
-    fn exchange_in_layer(line: &Axis, turn: u64) -> Result<()> {
+    fn exchange_in_layer(line: &AxisRanks, turn: u64) -> Result<()> {
         let mut exchange = line.begin("a layer").map_err(lost)?;
         let receive = |from| exchange.receive(0, from, Kind::Int64, 1).map_err(lost);
         let arrivals = line.others().map(receive).collect::<Result<Vec<_>>>()?;
@@ -129,7 +129,7 @@ mod tests {
     }
 
     /// Reduces `leaves` micro-batches as one rank, with an exchange inside each, and compares with the whole sum.
-    fn gather(place: &Place, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
+    fn gather(place: &RankAddress, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
         let team = Team::new(&group, Degrees::ALONE, grad_reduce, false).unwrap();
@@ -179,14 +179,15 @@ mod tests {
                 // The same number of turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
                 let store =
-                    Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
+                    KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE)
+                        .unwrap();
                 let port = store.port();
                 thread::scope(|scope| {
                     for rank in 0..world {
                         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
                         let (interface, node) = (String::new(), (rank / 2).to_string());
                         let (rank_0_serves, key) = (false, RunKey::default());
-                        let place = Place {
+                        let place = RankAddress {
                             rank,
                             world,
                             host,

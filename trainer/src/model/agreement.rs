@@ -3,7 +3,7 @@
 use curriculum::Dtype;
 use kernels::device::Stager;
 use kernels::ops::{CPU, REFERENCE};
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use tch::{Device, Kind, Tensor};
 
 use super::parity::{Arrays, Fixture, all_rounded, relative};
@@ -142,10 +142,10 @@ fn a_plain_feed_forward_costs_what_an_expert_does() {
 fn threads_do_not_change_a_bit() {
     let (config, params, balance, arrays) = middling(Skip::Zero);
     let alone = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
-    let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+    let (params, balance) = (SharedTensors::new(&params), SharedTensors::new(&balance));
     std::thread::scope(|scope| {
         for worker in 0..3 {
-            let (config, arrays, alone) = (&config, &arrays, Frozen::new(&alone.grads));
+            let (config, arrays, alone) = (&config, &arrays, SharedTensors::new(&alone.grads));
             let (params, balance) = (&params, &balance);
             scope.spawn(move || {
                 let (params, balance) = (params.aliases(), balance.aliases());

@@ -17,7 +17,7 @@ use std::cell::OnceCell;
 
 use contract::{Fault, Result};
 use kernels::device;
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
@@ -55,7 +55,7 @@ pub(super) struct Chunks<'a> {
     line: Option<&'a dyn Line>,
     grid: Grid,
     /// Documents of the whole micro-batch.
-    documents: Vec<Span>,
+    documents: Vec<AttentionSpan>,
     /// Includes the rows of other ranks that convolutions and the value shift read.
     beside: Table,
     /// Includes the earlier keys and values of other ranks.
@@ -71,7 +71,7 @@ pub(super) struct Chunk {
     /// `[n]`, f32: 1 or 0.
     pub(super) mask: Tensor,
     /// Documents, or their parts in this chunk; in order, covering every token.
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Vec<AttentionSpan>,
     /// What attention computed from the spans, cached by the first layer.
     pub(super) attending: OnceCell<Tensor>,
     pub(super) rotary: Rotary,

@@ -3,7 +3,7 @@
 use curriculum::Dtype;
 use kernels::device::Stager;
 use kernels::ops::{CPU, REFERENCE};
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -262,8 +262,8 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
         let Model { config, params, balance } = &model;
         let alone = losses(how, config, params, balance, &arrays.input()).unwrap();
         assert_eq!(alone.to_bits(), found.loss.to_bits());
-        let (params, balance) = (Frozen::new(params), Frozen::new(balance));
-        let grads = Frozen::new(&found.grads);
+        let (params, balance) = (SharedTensors::new(params), SharedTensors::new(balance));
+        let grads = SharedTensors::new(&found.grads);
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 use kernels::addend::Addend;
-use kernels::ops::{Gradient, Present, Table};
-use kernels::tree::{self, Node, Nodes, Pair, Sum, blocks};
+use kernels::ops::{OpsTable, ParamGradient, UsedExperts};
+use kernels::tree::{self, Node, Pair, Sum, TreeNodes, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::line::Dealt;
@@ -73,9 +73,9 @@ struct Begun {
     id: ParamId,
     term: Term,
     chunk: u64,
-    gradient: Gradient,
+    gradient: ParamGradient,
     /// For stacked experts: which had tokens. This decides the sum over chunks.
-    used: Option<Present>,
+    used: Option<UsedExperts>,
 }
 
 /// The gradients as one chunk adds to them.
@@ -100,7 +100,7 @@ type Key = (ParamId, Term);
 
 /// A sum over the local chunks.
 struct Waiting {
-    nodes: Nodes<ChunkSum>,
+    nodes: TreeNodes<ChunkSum>,
     missing: u64,
 }
 
@@ -117,7 +117,7 @@ pub struct ChunkSum {
 #[derive(Debug)]
 pub(crate) struct Used {
     /// The experts that had tokens.
-    pub(crate) present: Present,
+    pub(crate) present: UsedExperts,
     /// Runs of one expert's numbers: the expert, the offset, the length.
     spans: Vec<(usize, i64, i64)>,
 }
@@ -137,7 +137,7 @@ impl<'a> Gradients<'a> {
     }
 
     /// Adds the pending gradients, all at once, and passes them on: called at the end of a layer.
-    pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
+    pub(super) fn settle(&mut self, ops: OpsTable) -> Result<()> {
         let begun = std::mem::take(&mut self.begun).into_iter();
         let (places, gradients): (Vec<_>, Vec<_>) =
             begun.map(|one| ((one.id, one.term, one.chunk, one.used), one.gradient)).unzip();
@@ -177,7 +177,7 @@ impl<'a> Gradients<'a> {
     fn waiting(&mut self, key: Key) -> &mut Waiting {
         let leaves = self.dealt.leaves(self.dealt.place);
         let missing = leaves.end - leaves.start;
-        let begin = || Waiting { nodes: Nodes::new(&[leaves]), missing };
+        let begin = || Waiting { nodes: TreeNodes::new(&[leaves]), missing };
         self.waiting.entry(key).or_insert_with(begin)
     }
 
@@ -191,7 +191,7 @@ impl<'a> Gradients<'a> {
     fn take(&mut self, begun: Begun) -> Result<()> {
         let Begun { id, term, chunk, gradient, used } = begun;
         let gradient = match gradient {
-            Gradient::Made(made) if self.at_once(&made) => {
+            ParamGradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(refused)?;
                 return self.finished(id, term, chunk, made, used);
             }
@@ -216,10 +216,10 @@ impl<'a> Gradients<'a> {
         term: Term,
         chunk: u64,
         gradient: Tensor,
-        used: Option<Present>,
+        used: Option<UsedExperts>,
     ) -> Result<()> {
         let dealt = self.dealt;
-        if let Some(Present::There(_)) = used {
+        if let Some(UsedExperts::There(_)) = used {
             let value = ChunkSum::of(gradient, used)?;
             return self.together(vec![((id, term), chunk, value)]);
         }
@@ -271,13 +271,18 @@ fn missing_chunk() -> Fault {
 
 impl ChunkGradients<'_, '_> {
     /// Adds the gradient of stacked experts; `used` says which had tokens. The others are not summed over chunks.
-    pub(super) fn experts(&mut self, id: ParamId, gradient: Gradient, used: Present) -> Result<()> {
+    pub(super) fn experts(
+        &mut self,
+        id: ParamId,
+        gradient: ParamGradient,
+        used: UsedExperts,
+    ) -> Result<()> {
         let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
         self.all.take(Begun { id, term, chunk, gradient, used })
     }
 
     /// Adds one of several terms of a gradient.
-    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Gradient) -> Result<()> {
+    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: ParamGradient) -> Result<()> {
         let chunk = self.chunk;
         self.all.take(Begun { id, term, chunk, gradient, used: None })
     }
@@ -287,14 +292,14 @@ impl ChunkGradients<'_, '_> {
 pub(super) fn emit(
     sink: &mut ChunkGradients<'_, '_>,
     id: ParamId,
-    gradient: impl Into<Gradient>,
+    gradient: impl Into<ParamGradient>,
 ) -> Result<()> {
     sink.term(id, Term::Only, gradient.into())
 }
 
 impl ChunkSum {
     /// Of one chunk; for stacked experts, `used` says which had tokens.
-    fn of(gradient: Tensor, used: Option<Present>) -> Result<ChunkSum> {
+    fn of(gradient: Tensor, used: Option<UsedExperts>) -> Result<ChunkSum> {
         let Some(used) = used else { return Ok(ChunkSum { gradient, experts: None }) };
         Ok(ChunkSum::experts(gradient.f_contiguous().map_err(refused)?, used))
     }
@@ -314,7 +319,7 @@ impl ChunkSum {
             kernels::Result::<_>::Ok((*expert, (here?, there?)))
         });
         own.present = match (&own.present, &others.present) {
-            (Present::Known(here), Present::Known(there)) => {
+            (UsedExperts::Known(here), UsedExperts::Known(there)) => {
                 for span in spans {
                     let (expert, pair) = span?;
                     match (here[expert], there[expert]) {
@@ -323,7 +328,9 @@ impl ChunkSum {
                         (false, true) => meeting.copied.push(pair),
                     }
                 }
-                Present::Known(here.iter().zip(there).map(|(here, there)| here | there).collect())
+                UsedExperts::Known(
+                    here.iter().zip(there).map(|(here, there)| here | there).collect(),
+                )
             }
             (here, there) => {
                 let device = gradient.device();
@@ -336,13 +343,13 @@ impl ChunkSum {
                 }
                 let both = here.f_empty_like()?;
                 meeting.there.rows.push([here, there, both.shallow_clone()]);
-                Present::There(both)
+                UsedExperts::There(both)
             }
         };
         Ok(())
     }
 
-    fn experts(gradient: Tensor, used: Present) -> ChunkSum {
+    fn experts(gradient: Tensor, used: UsedExperts) -> ChunkSum {
         let whole = 0..gradient.numel() as i64;
         let experts = Used::of(used, gradient.numel() as i64, &[whole]);
         ChunkSum { gradient, experts: Some(experts) }
@@ -375,27 +382,29 @@ impl Used {
     /// One u8 for each expert, on `device`: whether it had tokens.
     pub(crate) fn marks(&self, device: Device) -> kernels::Result<Tensor> {
         Ok(match &self.present {
-            Present::Known(used) => {
+            UsedExperts::Known(used) => {
                 let marks: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
                 Tensor::f_from_slice(&marks)?.f_to_device(device)?
             }
-            Present::There(counts) => counts.f_gt(0)?.f_to_kind(Kind::Uint8)?,
+            UsedExperts::There(counts) => counts.f_gt(0)?.f_to_kind(Kind::Uint8)?,
         })
     }
 
     /// From the marks of another rank; on the host if `like` is.
-    pub(crate) fn marked(like: &Present, marks: &Tensor) -> Result<Present> {
+    pub(crate) fn marked(like: &UsedExperts, marks: &Tensor) -> Result<UsedExperts> {
         match like {
-            Present::Known(_) => {
+            UsedExperts::Known(_) => {
                 let marks = crate::refusal::values::<u8>(marks)?;
-                Ok(Present::Known(marks.into_iter().map(|mark| mark != 0).collect()))
+                Ok(UsedExperts::Known(marks.into_iter().map(|mark| mark != 0).collect()))
             }
-            Present::There(_) => Ok(Present::There(marks.f_to_kind(Kind::Int64).map_err(refused)?)),
+            UsedExperts::There(_) => {
+                Ok(UsedExperts::There(marks.f_to_kind(Kind::Int64).map_err(refused)?))
+            }
         }
     }
 
     /// For a stack of `elements` numbers, of which only `ranges` are stored, one after the other.
-    pub(crate) fn of(present: Present, elements: i64, ranges: &[Range<i64>]) -> Used {
+    pub(crate) fn of(present: UsedExperts, elements: i64, ranges: &[Range<i64>]) -> Used {
         let (each, mut spans, mut at) = (elements / present.experts().max(1) as i64, Vec::new(), 0);
         for range in ranges {
             let mut first = range.start;
@@ -416,7 +425,7 @@ struct Meeting {
     added: Vec<(Tensor, Tensor)>,
     copied: Vec<(Tensor, Tensor)>,
     /// Additions that depend on counts on the device.
-    there: tree::There,
+    there: tree::DeviceSums,
 }
 
 impl Meeting {
@@ -433,10 +442,10 @@ impl Meeting {
 }
 
 /// The token counts of experts, as a device adds them; only whether they are zero matters.
-fn counts(present: &Present, device: Device) -> kernels::Result<Tensor> {
+fn counts(present: &UsedExperts, device: Device) -> kernels::Result<Tensor> {
     Ok(match present {
-        Present::There(counts) => counts.shallow_clone(),
-        Present::Known(used) => {
+        UsedExperts::There(counts) => counts.shallow_clone(),
+        UsedExperts::Known(used) => {
             let used: Vec<i64> = used.iter().map(|used| i64::from(*used)).collect();
             Tensor::f_from_slice(&used)?.f_to_device(device)?
         }
@@ -478,7 +487,7 @@ mod tests {
             let gradient = crate::model::random(&[4, 5], 10 * chunk + id.index() as u64);
             let used: Vec<bool> =
                 (0..4).map(|expert| !(expert + chunk).is_multiple_of(3)).collect();
-            (gradient, (id == ids[1]).then_some(Present::Known(used)))
+            (gradient, (id == ids[1]).then_some(UsedExperts::Known(used)))
         };
         let (mut alone, mut together) = (Order(Vec::new()), Order(Vec::new()));
         let mut gradients = Gradients::new(&mut alone, dealt);
@@ -502,7 +511,7 @@ mod tests {
     #[test]
     fn an_expert_without_tokens_is_absent() {
         let part = |values: [f32; 3], used: [bool; 3]| {
-            let used = Present::Known(used.to_vec());
+            let used = UsedExperts::Known(used.to_vec());
             ChunkSum::experts(Tensor::from_slice(&values).view([3, 1]), used)
         };
         let bits = |part: &ChunkSum| {
@@ -513,7 +522,7 @@ mod tests {
         let sum = part([-0.0, 0.0, 1.0], left).sum(part([0.0, 0.0, 2.0], right)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
         let used = sum.experts.as_ref().map(|used| &used.present);
-        assert!(matches!(used, Some(Present::Known(used)) if *used == [true, false, true]));
+        assert!(matches!(used, Some(UsedExperts::Known(used)) if *used == [true, false, true]));
         let sum = part([0.0, 0.0, 2.0], right).sum(part([-0.0, 0.0, 1.0], left)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
     }

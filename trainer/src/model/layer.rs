@@ -6,7 +6,7 @@
 use std::any::Any;
 
 use contract::{Fault, Result};
-use kernels::ops::Table;
+use kernels::ops::OpsTable;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
@@ -20,7 +20,7 @@ use crate::refusal::refused;
 /// The context of a pass over a micro-batch.
 pub(super) struct Pass<'a> {
     /// The kernels to use.
-    pub(super) ops: Table,
+    pub(super) ops: OpsTable,
     pub(super) config: &'a ZayaConfig,
     pub(super) chunks: &'a Chunks<'a>,
     /// The number of shards of the weights.

@@ -69,7 +69,7 @@ pub use zaya::{init, init_balance, parameters};
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use grid::Grid;
-use kernels::ops::{self, Span, Table};
+use kernels::ops::{self, AttentionSpan, OpsTable};
 use layer::Pass;
 use loader::Batch;
 use tch::{Kind, Tensor};
@@ -91,7 +91,7 @@ pub enum Keep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchOptions {
     /// The kernels; they decide bits, and are part of the kernel table.
-    pub ops: Table,
+    pub ops: OpsTable,
     /// What is kept for the backward pass.
     pub keep: Keep,
     /// Into how many parts it is cut, which decides bits: set by the phase.
@@ -345,8 +345,8 @@ pub(crate) fn shared_bytes(
     let (chunks, length) = (options.cut.chunks, seq_len as i64);
     let dealt = Dealt { chunks, degree, place: 0 };
     let grid = Grid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<Span> =
-        (0..rows as i64).map(|row| Span::whole(row * length, length)).collect();
+    let documents: Vec<AttentionSpan> =
+        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     let sent = grid.shared(dealt, &documents);
     Zaya::new(config).shared_bytes(config, narrow, options.keep, sent)

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use tch::{Device, Kind, Tensor};
 
 use super::input::Prepared;
@@ -272,7 +272,7 @@ impl Forward<'_> {
 }
 
 /// Row t of the result is row t - 1 of `x`, or `first` where a span starts.
-fn shifted(x: &Tensor, first: &Tensor, spans: &[Span]) -> Tensor {
+fn shifted(x: &Tensor, first: &Tensor, spans: &[AttentionSpan]) -> Tensor {
     let mut parts = Vec::new();
     for span in spans {
         parts.push(first.shallow_clone());

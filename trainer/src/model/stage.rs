@@ -10,7 +10,7 @@
 //! many as tokens, and the unused rest is not sent.
 
 use contract::{Fault, Result};
-use kernels::device::{Buffer, Buffers, Staged, Stager};
+use kernels::device::{Staged, Stager, StagingBuffer, StagingRing};
 use loader::{Columns, ColumnsMut, Memory};
 use tch::{Device, Kind, Tensor};
 
@@ -24,7 +24,7 @@ const ALIGNED: usize = 16;
 /// The columns of a batch in a buffer of a device's ring.
 #[derive(Debug)]
 pub struct BatchBuffer {
-    buffer: Buffer,
+    buffer: StagingBuffer,
     tokens: usize,
 }
 
@@ -48,14 +48,14 @@ fn column(tokens: usize) -> usize {
 
 impl BatchBuffer {
     /// A buffer for a batch of `tokens` tokens, with undefined contents.
-    pub fn take(buffers: &Buffers, tokens: usize) -> Result<BatchBuffer> {
+    pub fn take(buffers: &StagingRing, tokens: usize) -> Result<BatchBuffer> {
         let words = 3 * column(tokens) + tokens;
         let buffer = buffers.take(tokens, words).map_err(machine)?;
         Ok(BatchBuffer { buffer, tokens })
     }
 
     /// A buffer with a copy of a batch's columns.
-    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<BatchBuffer> {
+    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &StagingRing) -> Result<BatchBuffer> {
         let mut copy = BatchBuffer::take(buffers, batch.tokens.len())?;
         let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
         tokens.copy_from_slice(batch.tokens);

@@ -37,8 +37,8 @@ impl AdamW {
 
     /// The same scalars, rounded to the precision of the elements; gradients are multiplied by `scale` first, and 1
     /// leaves them unchanged.
-    pub(super) fn rounded(&self, scale: f64) -> ops::AdamW {
-        ops::AdamW {
+    pub(super) fn rounded(&self, scale: f64) -> ops::AdamWStep {
+        ops::AdamWStep {
             keep: self.keep as f32,
             first: (1.0 - self.beta1) as f32,
             second: (1.0 - self.beta2) as f32,

@@ -13,7 +13,7 @@ use contract::Result;
 pub use curriculum::guard;
 use curriculum::guard::Guard;
 use curriculum::rate::Schedule;
-use kernels::ops::NewtonSchulzForm;
+use kernels::ops::NewtonSchulzIterate;
 use kernels::record::Record;
 use tch::Tensor;
 
@@ -50,7 +50,7 @@ pub struct Settings {
     /// Muon's.
     pub momentum: f64,
     /// Muon's.
-    pub newton_schulz: NewtonSchulzForm,
+    pub newton_schulz: NewtonSchulzIterate,
     /// Decoupled weight decay, scaled by the learning rate of both optimizers.
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.

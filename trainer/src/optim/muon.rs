@@ -16,14 +16,14 @@
 //! rank updates it. The table of operations also takes stacks of matrices, under the same rule; its CPU kernels gain
 //! nothing from them.
 
-use kernels::ops::{NewtonSchulz, NewtonSchulzForm};
+use kernels::ops::{NewtonSchulz, NewtonSchulzIterate};
 
 /// The quintic iteration: it brings singular values to about 0.7..1.2, which is fast rather than exact.
 pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,
-    form: NewtonSchulzForm::Gram,
+    form: NewtonSchulzIterate::Gram,
 };
 
 /// The scalars of a Muon step.
@@ -47,7 +47,7 @@ impl Muon {
 
     /// The same with this form of the iteration.
     #[must_use]
-    pub(crate) fn by_form(self, form: NewtonSchulzForm) -> Self {
+    pub(crate) fn by_form(self, form: NewtonSchulzIterate) -> Self {
         Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
@@ -139,7 +139,7 @@ mod tests {
             direction(muon, &mut random(rows, columns, 1), &random(rows, columns, 2))
         };
         for (rows, columns, differ) in [(20, 40, true), (90, 30, true), (20, 39, false)] {
-            let [gram, direct] = [NewtonSchulzForm::Gram, NewtonSchulzForm::Direct]
+            let [gram, direct] = [NewtonSchulzIterate::Gram, NewtonSchulzIterate::Direct]
                 .map(|form| by(rows, columns, form));
             assert_eq!(gram != direct, differ, "{rows} x {columns}");
             assert!((gram - direct).abs().max().double_value(&[]) < 1e-4, "{rows} x {columns}");

@@ -1,7 +1,9 @@
 //! Updates many tensors at once, with the bits of separate updates.
 
 use kernels::Result;
-use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops, Update, UpdateRule, newton_schulz_bytes};
+use kernels::ops::{
+    NewtonSchulz, NewtonSchulzIterate, Ops, Update, UpdateRule, newton_schulz_bytes,
+};
 use tch::Tensor;
 
 use super::adamw::AdamW;
@@ -37,7 +39,7 @@ pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
 /// matrices, and what Newton-Schulz needs for them.
 pub(crate) fn bytes<'a>(
     moved: impl Iterator<Item = (Rule, &'a [i64])>,
-    form: NewtonSchulzForm,
+    form: NewtonSchulzIterate,
 ) -> u64 {
     let matrices = moved.flat_map(|(rule, shape)| match (rule, shape) {
         (Rule::Muon, &[rows, columns]) => vec![[rows, columns]],
@@ -141,7 +143,7 @@ mod tests {
         let schedule = Schedule { peak: 0.01, warmup_steps: 0, decay_steps: 0, last: 0.0 };
         let (kind, betas, guard) = (optim::Kind::Muon, (0.9, 0.95), Guard::default());
         let (eps, momentum, weight_decay, clip) = (1e-8, 0.95, 0.1, 1.0);
-        let newton_schulz = NewtonSchulzForm::Gram;
+        let newton_schulz = NewtonSchulzIterate::Gram;
         let settings = Settings {
             kind,
             schedule,

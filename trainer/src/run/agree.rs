@@ -2,7 +2,7 @@
 //! transport.
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Chosen;
+use kernels::group::TransportChoice;
 use loader::Opened;
 use mixer::Curriculum;
 
@@ -23,7 +23,7 @@ pub(super) fn join(
     exec: &ExecOptions,
     world: &mut World,
     after_loss: bool,
-) -> Result<Chosen> {
+) -> Result<TransportChoice> {
     same(spec, &options(exec), world)?;
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;

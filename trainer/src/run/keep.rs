@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Digest, Fault, Result};
-use kernels::device::Unloader;
-use kernels::group::{Group, Store};
+use kernels::device::HostCopier;
+use kernels::group::{Group, KeyValueStore};
 use serde_json::json;
 
 use super::record::Recorder;
@@ -27,7 +27,7 @@ pub(super) struct Keeper<'a> {
     kept: u64,
     saver: Saver,
     /// Copies the state off the device while training continues.
-    unloader: Unloader,
+    unloader: HostCopier,
     /// This rank's part of recent states.
     snapshots: Snapshots,
     /// Whether the run may survive the loss of a rank.
@@ -57,7 +57,7 @@ impl<'a> Keeper<'a> {
         exec: &ExecOptions,
         kept: u64,
     ) -> Result<Self> {
-        let unloader = Unloader::new(layout.device).map_err(lost)?;
+        let unloader = HostCopier::new(layout.device).map_err(lost)?;
         let (retention, saver, snapshots) =
             (exec.retention, Saver::new(), Snapshots::new(exec.snapshots));
         let (elastic, timeout) = (exec.min_ranks.is_some(), exec.checkpoint_timeout);
@@ -275,7 +275,12 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
 }
 
 /// Waits for the report of a rank.
-fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
+fn heard(
+    store: &KeyValueStore,
+    key: &str,
+    rank: u32,
+    patience: Duration,
+) -> Result<Vec<BlobRecord>> {
     match store.wait(key, patience).map_err(lost)? {
         Some(word) => {
             store.forget(key).map_err(lost)?;
@@ -300,9 +305,14 @@ mod tests {
     #[test]
     fn a_slow_rank_and_one_whose_disk_is_full_are_named() {
         let patience = Duration::from_millis(50);
-        let store =
-            Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), Duration::from_secs(10))
-                .unwrap();
+        let store = KeyValueStore::serve(
+            "127.0.0.1",
+            0,
+            "test/",
+            &RunKey::default(),
+            Duration::from_secs(10),
+        )
+        .unwrap();
         let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Chosen;
+use kernels::group::TransportChoice;
 use loader::Opened;
 use serde_json::json;
 use store::Location;
@@ -59,7 +59,7 @@ pub(super) fn open<'a>(
     opened: &Opened,
     exec: &'a ExecOptions,
     world: &'a World,
-    (team, chosen): (&Team<'_>, &Chosen),
+    (team, chosen): (&Team<'_>, &TransportChoice),
     After { recovery, replicas }: After<'_>,
 ) -> Result<Begun<'a>> {
     let comm = &world.comm;
@@ -156,7 +156,7 @@ fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
 fn say_ranks(
     book: &mut Book<'_>,
     team: &Team<'_>,
-    chosen: &Chosen,
+    chosen: &TransportChoice,
     pieces: &[Piece],
 ) -> Result<()> {
     let (world, transport) = (team.group.world(), if chosen.rccl { "rccl" } else { "gloo" });

@@ -16,7 +16,7 @@
 use std::collections::VecDeque;
 
 use contract::{Digest, Result};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use kernels::group::Group;
 use kernels::tree;
 use tch::{Device, Kind, Tensor};
@@ -113,7 +113,7 @@ impl Replicas {
         let owned = owners.own().zip(&found).map(put).collect::<kernels::Result<_>>();
         let owned = owned.map_err(refused)?;
         let owners = owners.clone();
-        let (fold, departures) = (Fold::default(), Departures::default());
+        let (fold, departures) = (Fold::default(), PendingCopies::default());
         let state = State { step, weights, fold, balance, windows, owners, owned, departures };
         state.round(workers)?;
         share::weights(team, &state)?;

@@ -3,7 +3,8 @@
 use contract::Result;
 use kernels::Result as Computed;
 use kernels::ops::{
-    ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span, Table, library_attends,
+    ATTENTIONS, Attended, Attention, AttentionGrads, AttentionSpan, DEVICE, OpsTable,
+    library_attends,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -17,7 +18,7 @@ pub(super) struct Operands {
     key: Tensor,
     value: Tensor,
     grad: Tensor,
-    spans: Vec<Span>,
+    spans: Vec<AttentionSpan>,
     /// `[H, K, d]`.
     heads: [i64; 3],
 }
@@ -25,7 +26,7 @@ pub(super) struct Operands {
 impl Operands {
     /// Random operands.
     pub(super) fn of(
-        spans: &[Span],
+        spans: &[AttentionSpan],
         heads: [i64; 3],
         kind: Kind,
         device: Device,
@@ -49,12 +50,12 @@ impl Operands {
         Attention { query, key, value, spans, shape: *heads, kept: None }
     }
 
-    pub(super) fn forward(&self, ops: Table) -> Computed<Attended> {
+    pub(super) fn forward(&self, ops: OpsTable) -> Computed<Attended> {
         ops.attention(self.by())
     }
 
     /// Forward and backward: gradients of queries, keys and values.
-    pub(super) fn both(&self, ops: Table) -> Computed<[Tensor; 3]> {
+    pub(super) fn both(&self, ops: OpsTable) -> Computed<[Tensor; 3]> {
         let saved = self.forward(ops)?.saved;
         let float = (Kind::Float, self.query.device());
         let query = Tensor::f_empty(self.query.size(), float)?;
@@ -68,7 +69,7 @@ impl Operands {
 
 /// Other tables whose kernels can compute attention over these operands, with their names. Empty on a CPU, and where
 /// libtorch's kernels do not support the operands.
-pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str, Table)>> {
+pub(super) fn others(trains: OpsTable, of: &Operands) -> Computed<Vec<(&'static str, OpsTable)>> {
     match trains.name() == DEVICE.name() && library_attends(of.by())? {
         true => Ok(["own", "library"].into_iter().zip(ATTENTIONS).collect()),
         false => Ok(Vec::new()),
@@ -105,8 +106,8 @@ impl Bench {
         let trains = self.workers.ops();
         let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;
         let operations = 4.0 * (heads[0] * heads[2]) as f64 * pairs;
-        let prepare = || Operands::of(&[Span::whole(0, tokens)], heads, kind, self.device);
-        let rates = |ops: Table| -> Result<Rates> {
+        let prepare = || Operands::of(&[AttentionSpan::whole(0, tokens)], heads, kind, self.device);
+        let rates = |ops: OpsTable| -> Result<Rates> {
             let there = self.time(prepare, |own| own.forward(ops).map(drop))?;
             let both = self.time(prepare, |own| own.both(ops).map(drop))?;
             let back = (both - there).max(0.05 * both);

@@ -8,8 +8,9 @@ use std::sync::Mutex;
 use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
-    AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch, Gradient,
-    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    AdamWStep, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
+    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    ResidualScaling,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -90,11 +91,11 @@ impl Ops for Counting {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         CPU.rms_norm_backward(x, factors, weight, grad)
     }
 
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
         CPU.residual(branch, residual, by)
     }
 
@@ -102,7 +103,7 @@ impl Ops for Counting {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         CPU.residual_backward(branch, residual, by, grad)
@@ -167,7 +168,7 @@ impl Ops for Counting {
 
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         moments: [&mut Tensor; 2],
         gradient: &Tensor,

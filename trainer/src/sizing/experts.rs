@@ -1,7 +1,7 @@
 //! Measures the matmuls of a layer's experts on a device, with each implementation: does training use the fastest?
 
 use contract::Result;
-use kernels::ops::{DEVICE, Dispatch, EXPERTS, REFERENCE, Table};
+use kernels::ops::{DEVICE, Dispatch, EXPERTS, OpsTable, REFERENCE};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -105,7 +105,7 @@ impl Bench {
         };
         let rates = |way| -> Result<Rates> {
             let by =
-                |ops: Table| -> Result<f64> { Ok(rate(way, self.grouped(of, kind, ops, way)?)) };
+                |ops: OpsTable| -> Result<f64> { Ok(rate(way, self.grouped(of, kind, ops, way)?)) };
             let [own, library] = EXPERTS;
             Ok(Rates {
                 trained: by(self.workers.ops())?,
@@ -119,7 +119,7 @@ impl Bench {
     }
 
     /// Seconds of a table's grouped matmul.
-    fn grouped(self, of: Experts, kind: Kind, ops: Table, way: Way) -> Result<f64> {
+    fn grouped(self, of: Experts, kind: Kind, ops: OpsTable, way: Way) -> Result<f64> {
         let Shape { rows, inner, columns } = of.shape;
         let one = || {
             let choice = Tensor::f_from_slice(&of.choice())?.f_to_device(self.device)?;

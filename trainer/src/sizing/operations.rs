@@ -4,7 +4,9 @@
 //! on uncached operands. Its bytes are those of its inputs and outputs, each once, so that its bandwidth shows how far
 //! it is from the limit of memory.
 
-use kernels::ops::{AdamW, ConvShift, CrossEntropy, Dispatch, QueryKey, REFERENCE, Scaling, Table};
+use kernels::ops::{
+    AdamWStep, ConvShift, CrossEntropy, Dispatch, OpsTable, QueryKey, REFERENCE, ResidualScaling,
+};
 use tch::Kind::{Float, Int64};
 use tch::{Kind, Tensor};
 
@@ -41,7 +43,7 @@ struct With<'a> {
     order: &'a Dispatch,
 }
 
-type Work = fn(Table, With<'_>, &mut [Tensor]) -> kernels::Result<()>;
+type Work = fn(OpsTable, With<'_>, &mut [Tensor]) -> kernels::Result<()>;
 
 /// The largest number of rows by which a table pads an expert.
 const FILLED: i64 = 7;
@@ -220,7 +222,7 @@ impl Numbers {
             self.operation("AdamW", &four, &[(3 * size, Float)], |ops, _, t| {
                 let [weight, first, second, gradient] = t else { return Ok(()) };
                 // Second moments must be nonnegative.
-                let by = AdamW {
+                let by = AdamWStep {
                     keep: 1.0,
                     first: 0.1,
                     second: 0.05,
@@ -256,8 +258,8 @@ impl Numbers {
 }
 
 /// Operands 2 to 5 of a residual addition.
-fn scaling(t: &[Tensor]) -> Scaling<'_> {
-    Scaling { scale: &t[2], bias: &t[3], residual_scale: &t[4], residual_bias: &t[5] }
+fn scaling(t: &[Tensor]) -> ResidualScaling<'_> {
+    ResidualScaling { scale: &t[2], bias: &t[3], residual_scale: &t[4], residual_bias: &t[5] }
 }
 
 /// Operands 1 to 3 of a convolution.

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use kernels::ops::{Gradient, REFERENCE, Span, Table};
+use kernels::ops::{AttentionSpan, OpsTable, ParamGradient, REFERENCE};
 use kernels::{Result as Computed, checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
@@ -45,7 +45,7 @@ pub struct Repeated {
 #[derive(Clone, Copy, Debug)]
 pub struct Repeats {
     /// The table that computes.
-    pub ops: Table,
+    pub ops: OpsTable,
     /// The device of the tensors.
     pub device: Device,
     /// How often each is computed.
@@ -215,8 +215,8 @@ impl Repeats {
         let (first, shape) = (tokens / 3, [tokens, config.head_dim, config.query_size()]);
         let [rows, inner, columns] = shape;
         let shape = Shape { rows, inner, columns };
-        let begun = Span { start: 0, len: first.max(1), before: first };
-        let whole = Span::whole(begun.len, (tokens - begun.len).max(1));
+        let begun = AttentionSpan { start: 0, len: first.max(1), before: first };
+        let whole = AttentionSpan::whole(begun.len, (tokens - begun.len).max(1));
         let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
         let others = attention::others(self.ops, &own)?;
         for (by, ops) in [("ours", self.ops)].into_iter().chain(others) {
@@ -255,7 +255,7 @@ fn row(name: &str, way: &'static str, kind: Kind, shape: Shape, by: &'static str
 }
 
 /// Finishes a gradient's pending computation.
-fn made(ops: Table, gradient: Gradient) -> Computed<Tensor> {
+fn made(ops: OpsTable, gradient: ParamGradient) -> Computed<Tensor> {
     let mut all = ops.finish(vec![gradient])?;
     Ok(all.swap_remove(0))
 }

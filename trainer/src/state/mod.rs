@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::checksum;
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use kernels::record::Record;
 use tch::{Device, Kind, Tensor};
 
@@ -51,7 +51,7 @@ pub struct State {
     /// What only this rank holds of its pieces, in their order.
     pub owned: Vec<Owned>,
     /// Pending device copies of this rank's pieces for a checkpoint: wait for them before writing pieces in place.
-    pub departures: Departures,
+    pub departures: PendingCopies,
 }
 
 /// What the owner of a piece holds in addition to [`State::weights`], in the shape of the piece.
@@ -186,7 +186,7 @@ impl State {
         let owned = owners.own().map(of).collect::<kernels::Result<_>>().map_err(refused)?;
         let windows = spec.settings.guard.windows();
         let fold = Fold::default();
-        let departures = Departures::default();
+        let departures = PendingCopies::default();
         let mut state =
             State { step: 0, weights, fold, balance, windows, owners, owned, departures };
         match &spec.start {
@@ -225,7 +225,7 @@ impl State {
             windows: windows.clone(),
             owners: owners.clone(),
             owned: owned.map_err(refused)?,
-            departures: Departures::default(),
+            departures: PendingCopies::default(),
         })
     }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use contract::Result;
-use kernels::group::Sent;
+use kernels::group::SentBytes;
 use kernels::tree;
 
 use super::decide::Decided;
@@ -67,7 +67,7 @@ pub(super) struct Ended {
     /// Requests to this rank; combined: requests to any rank.
     pub(super) asked: Asked,
     /// What it has sent in this step; combined: the sum.
-    pub(super) sent: Sent,
+    pub(super) sent: SentBytes,
     /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     pub(super) shared: [u64; 2],
     /// How long it waited for gradient blocks after it had computed its micro-batches; combined: the longest.

@@ -2,7 +2,7 @@
 
 use contract::Result;
 use kernels::device;
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use loader::Batch;
 use tch::{Device, Tensor};
 
@@ -25,8 +25,8 @@ pub(crate) struct Weights<'a> {
 pub(crate) struct FrozenModel<'a> {
     spec: &'a RunSpec,
     model: &'a PhaseModel,
-    weights: Frozen,
-    biases: Frozen,
+    weights: SharedTensors,
+    biases: SharedTensors,
     device: Device,
     workers: Workers,
 }
@@ -40,9 +40,9 @@ impl<'a> FrozenModel<'a> {
         workers: Workers,
     ) -> Result<FrozenModel<'a>> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let biases = Frozen::new(&bias_tensors(device, &state.balance)?);
+        let biases = SharedTensors::new(&bias_tensors(device, &state.balance)?);
         let weights = state.read_as(&spec.parameters, spec.dtype_at(step), workers)?;
-        let (model, weights) = (spec.model_at(step)?, Frozen::new(&weights));
+        let (model, weights) = (spec.model_at(step)?, SharedTensors::new(&weights));
         Ok(FrozenModel { spec, model, weights, biases, device, workers })
     }
 

@@ -27,7 +27,7 @@ mod rows;
 use std::time::{Duration, Instant};
 
 use contract::{Digest, Result};
-use kernels::group::{Group, Sent};
+use kernels::group::{Group, SentBytes};
 use kernels::record::Record;
 use loader::Batch;
 use tch::Tensor;
@@ -75,7 +75,7 @@ pub struct Computed {
     record: Record,
     /// The summed gradient: this rank's pieces, in their order.
     pub own: Vec<Tensor>,
-    begun: Sent,
+    begun: SentBytes,
     shared: [u64; 2],
     waited: Duration,
 }
@@ -101,7 +101,7 @@ pub struct Gradient {
     /// The norms of the summed gradient.
     norms: Norms,
     /// What this rank had sent before the step.
-    begun: Sent,
+    begun: SentBytes,
     /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     shared: [u64; 2],
     /// How long this rank waited for other ranks' blocks after it had computed its micro-batches.
@@ -126,7 +126,7 @@ pub struct Stepped {
     /// What any rank was requested to do after the step.
     pub asked: Asked,
     /// What all ranks together have sent, up to the last small exchange.
-    pub sent: Sent,
+    pub sent: SentBytes,
     /// Bytes included in `sent` that ranks which share micro-batches sent each other for them.
     pub shared: u64,
     /// Bytes of weight shards included in `sent`.
@@ -292,7 +292,7 @@ pub(crate) fn complete(
     let moved = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
-    let sent = Sent { all: now.all - begun.all, between_nodes };
+    let sent = SentBytes { all: now.all - begun.all, between_nodes };
     let mine = Ended { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
     let (settled, Ended { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
     let record = apply::record(cx.spec, gradient, &decided, settled)?;

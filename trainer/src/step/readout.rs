@@ -42,7 +42,7 @@ pub enum Detail {
 pub(super) struct Said {
     words: Tensor,
     /// The checksum.
-    gradient: checksum::Total,
+    gradient: checksum::RunningChecksum,
     labels: u64,
     /// Labels of each row.
     rows: Vec<u64>,
@@ -58,7 +58,7 @@ pub(super) type Read = (MicroBatchSums, Vec<Vec<u64>>);
 impl Said {
     pub(super) fn of(
         output: MicroBatchLosses,
-        gradient: checksum::Total,
+        gradient: checksum::RunningChecksum,
         input: &MicroBatchInput<'_>,
         detail: Detail,
     ) -> Result<Said> {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Class, Result};
 use curriculum::Dtype;
-use kernels::group::{Group, Place, RunKey, Store};
+use kernels::group::{Group, KeyValueStore, RankAddress, RunKey};
 use loader::Opened;
 use serde_json::Value;
 use tch::Device;
@@ -65,7 +65,8 @@ fn train_on(
 
 /// Runs `work` on each rank of several machines.
 pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
+    let store =
+        KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
     let (table, work, port, world) = (table(), &work, store.port(), machines.iter().sum());
     let name = |(index, count): (usize, &u32)| vec![format!("machine {index}"); *count as usize];
     let nodes: Vec<String> = machines.iter().enumerate().flat_map(name).collect();
@@ -73,8 +74,17 @@ pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sy
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let key = RunKey::default();
-        let place =
-            Place { rank, world, host, port, rank_0_serves: false, key, name, interface, node };
+        let place = RankAddress {
+            rank,
+            world,
+            host,
+            port,
+            rank_0_serves: false,
+            key,
+            name,
+            interface,
+            node,
+        };
         let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
         work(World::new(group, Device::Cpu, table.clone()))
     };

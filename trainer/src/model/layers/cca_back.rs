@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
 use kernels::ops::AttentionGrads;
-use kernels::tree::{Counter, Nodes, blocks};
+use kernels::tree::{Counter, TreeNodes, blocks};
 use tch::{Kind, Tensor};
 
 use super::cca::{Saved, Seen};
@@ -125,7 +125,7 @@ impl Saved {
 /// Gradients of keys and values, for each document's part in a chunk: a tree over the chunks from its own to the last
 /// that sees it, in this order. Blocks for keys of another rank are sent there.
 #[derive(Default)]
-struct KeySums(BTreeMap<KeyPart, Nodes<Vec<Tensor>>>);
+struct KeySums(BTreeMap<KeyPart, TreeNodes<Vec<Tensor>>>);
 
 /// A block of such a tree: its keys, its first leaf, its level, the sums for keys and values.
 type Block = (KeyPart, u64, u32, Vec<Tensor>);
@@ -143,7 +143,7 @@ impl KeySums {
         for Piece { key: first, of, len } in chunk.pieces().iter().copied() {
             let key = key.f_narrow(1, first, len)?.f_contiguous()?;
             let value = value.f_narrow(0, first, len)?.f_contiguous()?;
-            let runs = || Nodes::new(&dealt.runs(all.seen_by(of), dealt.place));
+            let runs = || TreeNodes::new(&dealt.runs(all.seen_by(of), dealt.place));
             self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
         }
         Ok(())

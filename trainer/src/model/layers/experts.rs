@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Dispatch, Gradient, Present, Routes, Table};
+use kernels::ops::{Dispatch, OpsTable, ParamGradient, Routes, UsedExperts};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
@@ -47,9 +47,9 @@ pub(super) struct Grads {
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
-    pub(super) params: [Gradient; 2],
+    pub(super) params: [ParamGradient; 2],
     /// Which experts had tokens: decides the sum over chunks.
-    pub(super) used: Present,
+    pub(super) used: UsedExperts,
 }
 
 /// A chunk in the forward pass of the experts.
@@ -71,7 +71,7 @@ struct PassingBack {
     /// Gradients of the output of experts and of skipped tokens, and of the routing weights.
     out: Tensor,
     weight: Tensor,
-    params: Vec<[Gradient; 2]>,
+    params: Vec<[ParamGradient; 2]>,
     sum: Counter<Tensor>,
 }
 
@@ -244,7 +244,7 @@ fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Gate-up and down from those of each shard: all gate rows, then all up rows; and columns side by side.
-fn joined(ops: Table, mut shards: Vec<[Gradient; 2]>) -> Result<[Gradient; 2]> {
+fn joined(ops: OpsTable, mut shards: Vec<[ParamGradient; 2]>) -> Result<[ParamGradient; 2]> {
     if shards.len() == 1 {
         return Ok(shards.remove(0));
     }

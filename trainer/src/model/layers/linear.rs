@@ -16,8 +16,10 @@
 //! way. The public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal
 //! attention.
 
-use kernels::ops::Span;
-use kernels::ops::linear_attention::{Features, Recurrence, State, divided, gated, gated_back};
+use kernels::ops::AttentionSpan;
+use kernels::ops::linear_attention::{
+    Features, Recurrence, RecurrentState, divided, gated, gated_back,
+};
 use kernels::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -49,7 +51,7 @@ pub(in crate::model) struct Saved {
     /// `[n, H, 1]`, f32.
     denominator: Tensor,
     /// The state at the start of each sequence's part.
-    before: Vec<State>,
+    before: Vec<RecurrentState>,
 }
 
 /// `[n, H d]`, twice `[n, K d]`, `[n, H d]`: the outputs of the projections.
@@ -261,7 +263,7 @@ impl Carried {
     fn gather(
         pass: &Pass<'_>,
         side: Side,
-        left: impl Fn(usize, Span) -> Result<State>,
+        left: impl Fn(usize, AttentionSpan) -> Result<RecurrentState>,
     ) -> Result<Carried> {
         let (width, config) = (pass.chunks.width(), pass.config);
         let mut carried = Carried { side, all: None, width };
@@ -285,7 +287,7 @@ impl Carried {
     }
 
     /// The state that enters each sequence of the `at`-th local chunk: folds its document's chunks, farthest first.
-    fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<State>> {
+    fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<RecurrentState>> {
         let crossing = pass.chunks.crossing(at);
         let Some(all) = &self.all else { return Ok(crossing.into_iter().map(|_| None).collect()) };
         let chunk = pass.chunks.number(at) as i64;
@@ -306,12 +308,12 @@ impl Carried {
         states.collect()
     }
 
-    fn row(&self, span: Span) -> usize {
+    fn row(&self, span: AttentionSpan) -> usize {
         (span.start / self.width) as usize
     }
 
     /// Whether a span ends at the end of its sequence's part of the chunk.
-    fn is_last(&self, span: Span) -> bool {
+    fn is_last(&self, span: AttentionSpan) -> bool {
         (span.start + span.len) % self.width == 0
     }
 }

@@ -1,7 +1,7 @@
 //! RMS norm and residual scaling: forward, and hand-written backward.
 
 use contract::Result;
-use kernels::ops::{NormBack, Scaling};
+use kernels::ops::{NormBack, ResidualScaling};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
@@ -153,9 +153,9 @@ impl Residual {
         Ok((found.branch, found.residual))
     }
 
-    fn scaling<'a>(&self, pass: &Pass<'a>) -> Scaling<'a> {
+    fn scaling<'a>(&self, pass: &Pass<'a>) -> ResidualScaling<'a> {
         let of = |id| pass.weights.of(id);
-        Scaling {
+        ResidualScaling {
             scale: of(self.hidden_scale),
             bias: of(self.hidden_bias),
             residual_scale: of(self.residual_scale),
