@@ -150,7 +150,7 @@ fn curricula(a: &str, b: &str) -> String {
         return "the runs have different curricula".to_owned();
     };
     let all = a.difference(&b);
-    let of = |one: &curriculum::Difference| {
+    let of = |one: &curriculum::CurriculumDifference| {
         format!("{} is {} and {}", one.key, name(&one.wanted), name(&one.found))
     };
     let mut told: Vec<String> = all.iter().take(TOLD).map(of).collect();

@@ -18,7 +18,7 @@ use std::time::Duration;
 use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
-use mixer::{Curriculum, Difference};
+use mixer::{Curriculum, CurriculumDifference};
 use store::{Location, disk, disk::Writing, open::MANIFEST};
 
 use crate::checkpoint::Checkpoints;
@@ -395,7 +395,7 @@ impl RunFolder {
         }
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
-        let told = |list: Vec<Difference>| list.iter().map(ToString::to_string).collect();
+        let told = |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
         Ok((
             by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
             told(edits),
@@ -477,7 +477,7 @@ pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -
 }
 
 /// The differences between a curriculum and the ledger's, by the first step that each affects.
-fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Difference>> {
+fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<CurriculumDifference>> {
     let place = format!("the curriculum in {}", path.display());
     Ok(Curriculum::parse(ledger.curriculum(), &place)?.difference(&spec.curriculum))
 }

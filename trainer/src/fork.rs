@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result, note};
 use kernels::runtime::KernelTable;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -114,7 +114,7 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
     old.check(step)?;
     let curriculum = amended(&old.spec, step, change, amend)?;
     // Parsed from the text that will be trained, so that errors are reported here, with their line.
-    let opened = Opened::open_text(old.folder.curriculum(), curriculum.canonical())?;
+    let opened = OpenedCurriculum::open_text(old.folder.curriculum(), curriculum.canonical())?;
     let spec = RunSpec::new(&opened)?;
     let (scratch, _lock) = scratch(out)?;
     let new = RunFolder::new(&scratch);
@@ -147,7 +147,7 @@ impl Old {
     fn open(root: &Path, stores: &[Location], table: &KernelTable) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
+        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
         compare_content(ledger.head(), &head(&spec, table)?, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
         Ok(Old { folder, spec, ledger })

@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
 use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind};
-use loader::{Opened, Stores};
-use mixer::{Curriculum, Plan};
+use loader::{OpenedCurriculum, Stores};
+use mixer::{Curriculum, DataPlan};
 
 use crate::hf::Start;
 use crate::model::{self, Cut, ParamSpec, ZayaConfig};
 use crate::optim::balance::{self, Balance};
-use crate::optim::guard::Guard;
+use crate::optim::guard::SpikePolicy;
 use crate::optim::{Kind, Rule, Settings};
 
 /// The one field of the model that is ours: the learning rate of the balancing biases.
@@ -63,13 +63,13 @@ pub struct RunSpec {
     /// How each is updated.
     pub rules: Vec<Rule>,
     /// Which text each step reads.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<DataPlan>,
     /// The stores of the text.
     pub data: Arc<Stores>,
 }
 
 /// Refuses steps with too many micro-batches to keep records of.
-fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
+fn refuse_many(curriculum: &Curriculum, plan: &DataPlan) -> Result<()> {
     for phase in plan.phases() {
         let found = phase.batch / phase.micro_batch;
         if found > MICRO_BATCHES {
@@ -88,14 +88,14 @@ fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
 
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
-    pub fn new(opened: &Opened) -> Result<Self> {
+    pub fn new(opened: &OpenedCurriculum) -> Result<Self> {
         // A run's own curriculum is in the folder that also records its start.
         let folder = opened.file.folder();
         RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
     }
 
     /// The same for the run in the folder `run`: once begun, it does not need its start unless something reads it.
-    pub fn of_run(opened: &Opened, run: &Path) -> Result<Self> {
+    pub fn of_run(opened: &OpenedCurriculum, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
         let content = Content::of(&data, opened.curriculum.stores.len());
         let start = open_start(opened, &data, run)?;
@@ -104,7 +104,7 @@ impl RunSpec {
 
     /// The same for a curriculum whose store may be a stub: enough to plan a run. Nothing can be read, and a model that
     /// sets no vocabulary has that of its preset.
-    pub fn for_planning(opened: &Opened) -> Result<Self> {
+    pub fn for_planning(opened: &OpenedCurriculum) -> Result<Self> {
         if opened.text().is_some() || opened.curriculum.start.is_some() {
             return RunSpec::new(opened);
         }
@@ -113,7 +113,7 @@ impl RunSpec {
     }
 
     fn of(
-        opened: &Opened,
+        opened: &OpenedCurriculum,
         data: Arc<Stores>,
         content: Content,
         start: Option<Start>,
@@ -334,7 +334,7 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
 }
 
 /// The start that the curriculum names, relative to the curriculum's folder.
-fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start>> {
+fn open_start(opened: &OpenedCurriculum, data: &Stores, run: &Path) -> Result<Option<Start>> {
     let Some(path) = &opened.curriculum.start else { return Ok(None) };
     let place = || opened.curriculum.place("start");
     let folder = storage::resolve(&opened.file.folder(), path);
@@ -434,7 +434,7 @@ fn resolve_model(
 /// The settings of a step. Kind, moments and decay are the same in the whole run.
 fn settings(curriculum: &Curriculum, step: u64) -> Settings {
     let numbers = curriculum.numbers_at(step);
-    let (schedule, guard) = (numbers.rates(), Guard::of(&numbers));
+    let (schedule, guard) = (numbers.rates(), SpikePolicy::of(&numbers));
     let optimizer = numbers.optimizer;
     Settings {
         kind: match optimizer.kind {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use contract::{Result, counted};
-use curriculum::{Amendment, ChangedNumber};
+use curriculum::{Amendment, ChangedHyperparameter};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -162,7 +162,7 @@ pub(super) fn number(value: f64) -> String {
 }
 
 /// An amendment in words; `changed` are the settings that it changes.
-fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
+fn amended(amendment: &Amendment, changed: &[ChangedHyperparameter]) -> String {
     let Amendment { step: _, mix, ban, store, numbers: _, skip } = amendment;
     let mut parts: Vec<String> = Vec::new();
     if !mix.is_empty() {
@@ -177,7 +177,7 @@ fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
         (Err(_), Ok(value)) => number(value),
         _ => value.to_owned(),
     };
-    parts.extend(changed.iter().map(|ChangedNumber { key, was, becomes }| {
+    parts.extend(changed.iter().map(|ChangedHyperparameter { key, was, becomes }| {
         format!("{key} {}, before {}", people(becomes), people(was))
     }));
     if *skip {

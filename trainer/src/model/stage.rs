@@ -11,7 +11,7 @@
 
 use contract::{Fault, Result};
 use kernels::device::{Staged, Stager, StagingBuffer, StagingRing};
-use loader::{Columns, ColumnsMut, Memory};
+use loader::{Columns, ColumnsMut, BatchMemory};
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
@@ -98,7 +98,7 @@ impl BatchBuffer {
     }
 }
 
-impl Memory for BatchBuffer {
+impl BatchMemory for BatchBuffer {
     fn columns(&self) -> Columns<'_> {
         let ((mask, words), column) = (self.buffer.parts(), column(self.tokens));
         let part = |number: usize| &words[number * column..number * column + self.tokens];

@@ -11,7 +11,7 @@ pub(crate) mod together;
 
 use contract::Result;
 pub use curriculum::guard;
-use curriculum::guard::Guard;
+use curriculum::guard::SpikePolicy;
 use curriculum::rate::Schedule;
 use kernels::ops::NewtonSchulzIterate;
 use kernels::record::Record;
@@ -56,7 +56,7 @@ pub struct Settings {
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
     /// Which steps are skipped, and how the clip threshold follows the norms.
-    pub guard: Guard,
+    pub guard: SpikePolicy,
 }
 
 /// How one tensor is updated.

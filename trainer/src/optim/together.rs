@@ -118,7 +118,7 @@ impl Rules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::guard::Guard;
+    use crate::optim::guard::SpikePolicy;
     use crate::optim::{self, At, Outcome, Settings, Sums};
     use crate::workers::Workers;
     use curriculum::rate::Schedule;
@@ -141,7 +141,7 @@ mod tests {
     fn a_group_is_its_items() {
         let at = At { step: 3, lr: 0.01, scale: 0.7 };
         let schedule = Schedule { peak: 0.01, warmup_steps: 0, decay_steps: 0, last: 0.0 };
-        let (kind, betas, guard) = (optim::Kind::Muon, (0.9, 0.95), Guard::default());
+        let (kind, betas, guard) = (optim::Kind::Muon, (0.9, 0.95), SpikePolicy::default());
         let (eps, momentum, weight_decay, clip) = (1e-8, 0.95, 0.1, 1.0);
         let newton_schulz = NewtonSchulzIterate::Gram;
         let settings = Settings {

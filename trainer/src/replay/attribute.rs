@@ -16,7 +16,7 @@
 use std::ops::Range;
 
 use contract::{Fault, Key, Purpose, Result, draw};
-use loader::{Batch, Opened, RankSlice, explain};
+use loader::{Batch, OpenedCurriculum, RankSlice, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
@@ -267,7 +267,7 @@ fn trained(
         ban.entry(one.source.clone()).or_default().insert(one.document);
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
-    let opened = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let opened = OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let (spec, mut state) = (RunSpec::new(&opened)?, before.copy()?);
     for step in window {
         let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
-use loader::{Batch, Opened, RankSlice};
+use loader::{Batch, OpenedCurriculum, RankSlice};
 use serde::Serialize;
 use store::Location;
 use tch::{Device, Tensor};
@@ -145,7 +145,7 @@ impl Replayer {
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
+        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
         let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;

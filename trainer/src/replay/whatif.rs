@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use contract::{Class, Fault, Result};
-use loader::{Batch, Opened, explain};
+use loader::{Batch, OpenedCurriculum, explain};
 use serde::Serialize;
 
 use super::{Replayer, Verdict};
@@ -56,7 +56,7 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
     let on = change.amended(spec, steps.start..spec.plan.steps() + 1, documents);
     let no_fork = on.err().map(|fault| fault.to_string());
     // Parsed from the text that a fork would train.
-    let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let amended = OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let amended = RunSpec::new(&amended)?;
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps)?;
@@ -171,7 +171,7 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64
 pub(super) fn each_piece(
     replayer: &Replayer,
     batch: &Batch,
-    mut each: impl FnMut(usize, &explain::Piece, u64),
+    mut each: impl FnMut(usize, &explain::SequencePart, u64),
 ) -> Result<()> {
     let spec = replayer.spec();
     let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;

@@ -3,7 +3,7 @@
 
 use contract::{Digest, Fault, Result, counted};
 use kernels::group::TransportChoice;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use mixer::Curriculum;
 
 use super::World;
@@ -41,7 +41,7 @@ pub(super) fn join(
 
 /// Reduces the workers of `exec` to as many as fit into memory, and prints a note. If not even one fits, the run is
 /// refused later, with its numbers.
-pub fn fit_workers(exec: &mut ExecOptions, opened: &Opened, world: &World) -> Result<()> {
+pub fn fit_workers(exec: &mut ExecOptions, opened: &OpenedCurriculum, world: &World) -> Result<()> {
     let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
     let fits = |count: usize| {
         let demand = Demand { workers: exec.workers.of(count), ..exec.demand() };

@@ -22,7 +22,7 @@ use std::sync::atomic::Ordering;
 use contract::{Digest, Result};
 use kernels::device::Stager;
 use kernels::runtime;
-use loader::{Ahead, Batch, Memory, Opened, Prefetcher, RankSlice};
+use loader::{PrefetchSource, Batch, BatchMemory, OpenedCurriculum, Prefetcher, RankSlice};
 
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
@@ -49,7 +49,7 @@ pub struct Outcome {
 }
 
 /// Trains the run `opened` from the state of its folder to its last step, as one of the ranks of `world`.
-pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
+pub fn train(opened: &OpenedCurriculum, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
     let (mut recovery, mut replicas) = (recover::joined(world)?, Replicas::new(exec.replicate));
     loop {
         // A panic becomes a fault: the other ranks are notified, and the process reports it when it ends.
@@ -74,7 +74,7 @@ enum Ended {
 }
 
 fn run(
-    opened: &Opened,
+    opened: &OpenedCurriculum,
     exec: &ExecOptions,
     world: &mut World,
     replicas: &mut Replicas,
@@ -97,7 +97,7 @@ fn run(
     let context = Context { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
     let (plan, stores, options) = (spec.plan.clone(), spec.data.clone(), exec.prefetch);
-    let ahead = Ahead { plan, stores, steps, options };
+    let ahead = PrefetchSource { plan, stores, steps, options };
     let stager = Stager::new(world.device).map_err(lost)?;
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
     let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
@@ -167,7 +167,7 @@ fn slices(
 /// The allocator for batches: buffers of the device's ring.
 fn memory(
     stager: &Stager,
-) -> impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + use<> + 'static {
+) -> impl Fn(usize) -> Result<Box<dyn BatchMemory>> + Send + Sync + use<> + 'static {
     let buffers = stager.buffers().clone();
     move |tokens| Ok(Box::new(BatchBuffer::take(&buffers, tokens)?))
 }

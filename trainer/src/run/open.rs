@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use contract::{Digest, Fault, Result, counted};
 use kernels::group::TransportChoice;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::json;
 use store::Location;
 use tch::Device;
@@ -56,7 +56,7 @@ pub(super) struct After<'a> {
 /// Opens the run's folder, and reads this rank's part of the state.
 pub(super) fn open<'a>(
     spec: &'a RunSpec,
-    opened: &Opened,
+    opened: &OpenedCurriculum,
     exec: &'a ExecOptions,
     world: &'a World,
     (team, chosen): (&Team<'_>, &TransportChoice),
@@ -198,7 +198,7 @@ impl<'a> Opening<'a> {
     /// Takes the folder.
     fn new(
         spec: &'a RunSpec,
-        opened: &Opened,
+        opened: &OpenedCurriculum,
         exec: &'a ExecOptions,
         world: &'a World,
         recovery: Option<&Recovery>,

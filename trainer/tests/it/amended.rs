@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use contract::Class;
 use curriculum::Dtype;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tch::Device;
@@ -299,7 +299,7 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
             said.iter().map(|(step, said)| format!("\n[[amendment]]\nstep = {step}\n{said}\n"));
         let path =
             scratch.write("run.toml", &(CURRICULUM.to_owned() + &amendments.collect::<String>()));
-        let Ok(opened) = Opened::open(&path) else {
+        let Ok(opened) = OpenedCurriculum::open(&path) else {
             return Err(TestCaseError::reject("these amendments change nothing"));
         };
         let spec = RunSpec::new(&opened).unwrap();
@@ -309,7 +309,7 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
         let change = Change { lr: Some(asked), ..Change::default() };
         let amended = change.amended(&spec, first..11, Documents::new()).unwrap();
         let amended =
-            RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+            RunSpec::new(&OpenedCurriculum::open_text(&path, amended.canonical()).unwrap()).unwrap();
         for step in 1..=10 {
             let wanted = match step {
                 _ if step < first => rate(&spec, step),
@@ -337,10 +337,10 @@ fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() 
         [[amendment]]\nstep = 9\ndtype = \"bf16\"\n";
     let text = CURRICULUM.replace("\"f32\"", "\"bf16\"") + later;
     let path = scratch.write("run.toml", &text);
-    let spec = RunSpec::new(&Opened::open(&path).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(&path).unwrap()).unwrap();
     let change = Change { clip: Some(1e-3), fp32: true, ..Change::default() };
     let amended = change.amended(&spec, 6..11, Documents::new()).unwrap();
-    let amended = RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+    let amended = RunSpec::new(&OpenedCurriculum::open_text(&path, amended.canonical()).unwrap()).unwrap();
     for step in 1..=10 {
         let (was, now) = (spec.settings_at(step), amended.settings_at(step));
         assert_eq!(now.clip, if step < 6 { was.clip } else { 1e-3 }, "step {step}");

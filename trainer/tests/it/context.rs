@@ -1,7 +1,7 @@
 //! Fear: that ranks that share the chunks of a micro-batch leave a trace in the bits.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::Value;
 use tch::Device;
 use trainer::export::export;
@@ -139,7 +139,7 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     let scratch = Scratch::new();
     let change = ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 16");
     scratch.edited("run.toml", &[change]);
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let of = |context| {
         let (workers, grad_reduce, device) =
             (Workers::new(2), GradReduce::Whole, "h100".to_owned());
@@ -192,7 +192,7 @@ fn what_is_sent_is_what_is_planned() {
         ];
         let changes: Vec<_> = changes.iter().map(|(from, to)| (*from, to.as_str())).collect();
         scratch.edited("run.toml", &changes);
-        let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+        let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
         for cp in degrees.step_by(2) {
             let world = cp;
             let out = format!("{mask}-{keep:?}-{cp}");

@@ -2,7 +2,7 @@
 //! should.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -198,7 +198,7 @@ fn shards_that_are_sent_are_those_that_are_planned() {
 #[test]
 fn weights_fall_with_the_degree() {
     let scratch = folded(&[]);
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let bytes = |name: &str| {
         let cut = spec.parameters.iter().filter(|one| one.sharding.is_some());
         cut.filter(|one| one.name.contains(name)).map(|one| 4 * one.elements()).sum::<u64>()
@@ -228,7 +228,7 @@ fn planned_for(
     degrees: Degrees,
     workers: Workers,
 ) -> Vec<PhaseNeeds> {
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let (grad_reduce, device) = (GradReduce::Whole, "cpu".to_owned());
     let ranks_per_node = ranks;
     let fleet = Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };

@@ -216,12 +216,12 @@ fn silenced(scratch: &Scratch, name: &str, sections: &str, silent: usize) -> std
     if silent == 0 {
         return plain;
     }
-    let opened = loader::Opened::open(plain).unwrap();
+    let opened = loader::OpenedCurriculum::open(plain).unwrap();
     let web = opened.plan.sources().iter().find(|source| source.name == "web").unwrap();
     let all: Vec<String> = (0..web.documents).map(|document| document.to_string()).collect();
     let ban = format!("[[amendment]]\nstep = 5\nban = {{ web = [{}] }}\n", all.join(", "));
     let path = scratch.write(name, &format!("{head}{sections}{phases}{ban}"));
-    let steps = loader::steps_without_labels(&loader::Opened::open(&path).unwrap()).unwrap();
+    let steps = loader::steps_without_labels(&loader::OpenedCurriculum::open(&path).unwrap()).unwrap();
     assert_eq!(steps, (5..5 + silent as u64).collect::<Vec<_>>());
     path
 }

@@ -5,7 +5,7 @@ use std::io::Write as _;
 
 use kernels::device::Stager;
 use kernels::group::Transport;
-use loader::{Batch, Opened};
+use loader::{Batch, OpenedCurriculum};
 use serde_json::json;
 use tch::{Device, Tensor};
 use trainer::RunSpec;
@@ -27,7 +27,7 @@ use crate::support::{Scratch, table};
 const STEP: u64 = 7;
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// A run of two ranks up to the step before.

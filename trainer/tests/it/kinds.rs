@@ -2,7 +2,7 @@
 //! explanation.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::{Value, json};
 use tch::Device;
 use trainer::explain::{Request, explain};
@@ -34,7 +34,7 @@ fn scratch_of(kinds: &str) -> Scratch {
 }
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// Each step of the ledger.

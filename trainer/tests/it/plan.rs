@@ -1,6 +1,6 @@
 //! Fear: that the planned resources of a run differ from what it takes.
 
-use loader::Opened;
+use loader::OpenedCurriculum;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::model::Keep;
 use trainer::plan::{Fleet, needs};
@@ -22,7 +22,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
 }
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// Bytes of tensor data in a safetensors file: everything after its header.
@@ -64,7 +64,7 @@ fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic
     let opened = |batch: u64| {
         let batch = format!("batch = {batch}\nmicro_batch = 2");
         let edits = [("[model]", epochs), ("batch = 6\nmicro_batch = 2", &*batch)];
-        Opened::open(scratch.edited("large.toml", &edits)).unwrap()
+        OpenedCurriculum::open(scratch.edited("large.toml", &edits)).unwrap()
     };
     let fault = RunSpec::new(&opened(1 << 33)).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), contract::Class::Usage, "{fault}");

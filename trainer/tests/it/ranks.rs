@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use contract::{Class, Result};
 use curriculum::Dtype;
 use kernels::group::{Group, KeyValueStore, RankAddress, RunKey};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::Value;
 use tch::Device;
 use trainer::mesh::{Degrees, GradReduce};
@@ -59,7 +59,7 @@ fn train_on(
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(world.comm.rank(), &mut exec);
-        train(&Opened::open(scratch.path("run.toml"))?, &exec, &mut world)
+        train(&OpenedCurriculum::open(scratch.path("run.toml"))?, &exec, &mut world)
     })
 }
 
@@ -139,7 +139,7 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
     let numbers = [("dtype = \"f32\"", dtype.as_str())];
     scratch.edited("run.toml", &[&many[..], &short, &numbers].concat());
     let alone = scratch.train("alone");
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     for machines in fleets.iter().copied() {
         for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
             let [flat, joined] = [true, false].map(|flat| {
@@ -305,7 +305,7 @@ fn ranks_of_different_curricula_are_told_the_key() {
             let file = if world.comm.rank() == 1 { &other } else { &scratch.path("run.toml") };
             let mut exec = ExecOptions::new(scratch.path("apart"));
             (exec.progress, exec.workers) = (false, Workers::new(1));
-            train(&Opened::open(file.clone())?, &exec, &mut world)
+            train(&OpenedCurriculum::open(file.clone())?, &exec, &mut world)
         });
         for outcome in outcomes {
             let fault = outcome.unwrap_err();

@@ -1,6 +1,6 @@
 //! Fear: that a plan does not warn of a problem.
 
-use loader::Opened;
+use loader::OpenedCurriculum;
 use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
@@ -14,7 +14,7 @@ fn published() -> Cluster {
 
 fn shipped(name: &str) -> RunSpec {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula").join(name);
-    RunSpec::for_planning(&Opened::open(path).unwrap()).unwrap()
+    RunSpec::for_planning(&OpenedCurriculum::open(path).unwrap()).unwrap()
 }
 
 fn fleet(ranks: u32) -> Fleet {
@@ -121,7 +121,7 @@ fn long() -> RunSpec {
     let text = text.replace("batch = 512 ", "batch = 8 #");
     let cut = "seq_len = 32_768\ncontext_chunks = 16\nweight_shards = 2 #";
     let text = text.replace("seq_len = 32_768", cut);
-    RunSpec::for_planning(&Opened::open_text(path, text).unwrap()).unwrap()
+    RunSpec::for_planning(&OpenedCurriculum::open_text(path, text).unwrap()).unwrap()
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Identity, Key, Purpose, Result, draw};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use store::manifest::{TokenizerRecord, chain};
 use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
@@ -122,7 +122,7 @@ impl Scratch {
         let mut exec = ExecOptions::new(self.path(out));
         (exec.progress, exec.checkpoint_every) = (false, 3);
         change(&mut exec);
-        train(&Opened::open(curriculum)?, &exec, &mut World::alone(Device::Cpu, table()))
+        train(&OpenedCurriculum::open(curriculum)?, &exec, &mut World::alone(Device::Cpu, table()))
     }
 
     pub(crate) fn ledger(&self, out: &str) -> String {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde::Serialize;
 use settings::File;
 use store::Location;
@@ -308,7 +308,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
 
 /// The model of a curriculum's first phase, and the tokens of its micro-batches.
 fn model(place: &Location) -> Result<(ZayaConfig, i64)> {
-    let opened = Opened::open(place)?;
+    let opened = OpenedCurriculum::open(place)?;
     let spec = RunSpec::for_planning(&opened)?;
     if let Some((key, kind)) = spec.config().foreign() {
         return Err(Fault::usage("shapes are known of the layers of ZAYA1 alone")

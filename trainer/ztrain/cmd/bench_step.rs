@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Result, counted};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use store::Location;
 use trainer::RunSpec;
 use trainer::bench::{Exchanged, RankMemory, StepTable, step};
@@ -57,7 +57,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
-    let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
+    let spec = RunSpec::new(&OpenedCurriculum::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     world.comm.choose_transport(world.device, args.ranks.transport()).map_err(lost)?;

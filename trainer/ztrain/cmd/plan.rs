@@ -3,7 +3,7 @@
 use clap::builder::RangedU64ValueParser;
 use contract::words::{bytes as size, flops};
 use contract::{Result, terminal};
-use loader::{Opened, steps_without_labels, without_labels};
+use loader::{OpenedCurriculum, steps_without_labels, without_labels};
 use store::Location;
 use trainer::RunSpec;
 use trainer::memory::Holds;
@@ -76,7 +76,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         degrees: Degrees { cp: args.cp, tsp: args.tsp },
         device: args.device,
     };
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = OpenedCurriculum::open(&args.curriculum)?;
     let spec = RunSpec::for_planning(&opened)?;
     trainer::refuse_unshared(&spec, fleet.ranks, fleet.degrees)?;
     let mut needs = needs(&spec, &fleet)?;

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use contract::{Fault, Result, terminal};
 use kernels::group::Transport;
-use loader::{Opened, PrefetchOptions};
+use loader::{OpenedCurriculum, PrefetchOptions};
 use store::Location;
 use trainer::audit::Audit;
 use trainer::checkpoint::{Retention, SnapshotOptions};
@@ -125,7 +125,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
                 .hint("give --min-ranks 1 as well, or leave --replicate out"));
         }
         // What is wrong with the curriculum is said once, and before anything starts.
-        RunSpec::of_run(&Opened::open(curriculum)?, &args.folder()?)?;
+        RunSpec::of_run(&OpenedCurriculum::open(curriculum)?, &args.folder()?)?;
         if stops_early(stop) {
             return Ok(0);
         }
@@ -206,7 +206,7 @@ fn as_rank(
     let joins = launch::started_again() && exec.out.join("run.toml").exists();
     let curriculum = if joins { &of_run } else { curriculum };
     let opened =
-        Opened::open(curriculum).inspect_err(|fault| world.comm.report(&fault.to_string()));
+        OpenedCurriculum::open(curriculum).inspect_err(|fault| world.comm.report(&fault.to_string()));
     // Ranks agree on it after their first step.
     if opened.is_ok() && launched.is_none() && stops_early(stop) {
         return Ok((Told { spoke_first: true, missed: None }, Ok(())));
