@@ -10,16 +10,16 @@ use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use store::FileRecord;
 use tch::{Device, Kind, Tensor};
 
-use super::format::{self, BlobRecord, Set};
+use super::format::{self, BlobRecord, TensorSet};
 use super::medium::Medium;
 use super::region::Region;
-use super::{Layout, name};
+use super::{StateLayout, name};
 use crate::model::balance_name;
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
 use crate::refusal::refused;
-use crate::state::ownership::Piece;
-use crate::state::{Owned, State};
+use crate::state::ownership::ParamShard;
+use crate::state::{OwnedState, State};
 
 /// Bytes of an element.
 const F32: usize = 4;
@@ -28,10 +28,10 @@ const F32: usize = 4;
 pub struct Snapshot {
     step: u64,
     /// Each piece with its copied sets: weight, first moment and, if it has one, second moment.
-    pieces: Vec<(Piece, &'static [Set])>,
+    pieces: Vec<(ParamShard, &'static [TensorSet])>,
     /// The values of all pieces, set by set; f32.
     copies: HostCopies,
-    balance: Vec<Balance>,
+    balance: Vec<RouterBalance>,
     windows: Option<Windows>,
 }
 
@@ -51,10 +51,10 @@ impl Snapshot {
         let State { step, weights: _, fold: _, balance, windows, owners, owned: _, departures } =
             state;
         let (mut tensors, mut pieces) = (Vec::new(), Vec::new());
-        for (piece, weight, Owned { master: _, first, second }) in state.own() {
+        for (piece, weight, OwnedState { master: _, first, second }) in state.own() {
             let held = [Some(&weight), Some(first), second.as_ref()];
             tensors.extend(held.iter().flatten().map(|tensor| tensor.to_kind(Kind::Float)));
-            pieces.push((piece.clone(), &Set::ALL[..held.iter().flatten().count()]));
+            pieces.push((piece.clone(), &TensorSet::ALL[..held.iter().flatten().count()]));
         }
         let copies = unloader.copies(&tensors, departures).map_err(refused)?;
         let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };
@@ -84,7 +84,7 @@ impl Snapshot {
     }
 
     /// The blobs of this writer by name, with their entries. Waits until the copy is complete.
-    fn blobs(&self, layout: &Layout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
+    fn blobs(&self, layout: &StateLayout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
         let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
         let sets =
             self.pieces.iter().flat_map(|(piece, sets)| sets.iter().map(move |set| (piece, *set)));
@@ -99,7 +99,7 @@ impl Snapshot {
         }
         for (layer, balance) in format::balances(&self.balance) {
             let blob = blobs.entry(format::BALANCE.to_owned()).or_default();
-            for set in Set::ALL {
+            for set in TensorSet::ALL {
                 let values = format::values(balance, set);
                 let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 let region = Region::whole(&[values.len() as i64]);
@@ -114,7 +114,7 @@ impl Snapshot {
 /// Writes the blobs of a snapshot.
 pub(super) fn blobs(
     medium: &dyn Medium,
-    layout: &Layout,
+    layout: &StateLayout,
     snapshot: &Snapshot,
 ) -> Result<Vec<BlobRecord>> {
     let put = |(blob, entries): (String, Vec<Entry>)| {
@@ -152,7 +152,7 @@ struct Entry<'a> {
 }
 
 impl<'a> Entry<'a> {
-    fn new(set: Set, tensor: &str, region: &Region, bytes: Cow<'a, [u8]>) -> Self {
+    fn new(set: TensorSet, tensor: &str, region: &Region, bytes: Cow<'a, [u8]>) -> Self {
         let shape = region.lengths.iter().map(|length| *length as usize).collect();
         Entry { key: format::key(set, tensor, &region.offsets), shape, bytes }
     }

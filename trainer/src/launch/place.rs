@@ -29,7 +29,7 @@ pub fn spawned_us() -> bool {
 
 /// A rank, and the number of ranks on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Launched {
+pub struct LaunchedRank {
     /// Its place among all ranks.
     pub place: RankAddress,
     /// Its number on this machine, from 0, which selects its device.
@@ -40,7 +40,7 @@ pub struct Launched {
     pub one_device: bool,
 }
 
-impl Launched {
+impl LaunchedRank {
     /// The meaning of `--device cuda` for this rank: the device of its local rank, or the only one that it sees.
     pub fn device(&self) -> String {
         format!("cuda:{}", if self.one_device { 0 } else { self.local_rank })
@@ -57,7 +57,7 @@ const RANKS_MAX: u32 = 1 << 20;
 const PORT: u16 = 29500;
 
 /// The place of this process, if a launcher started it. `variable` reads the environment.
-pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launched>> {
+pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>> {
     let number = |name: &str| -> Result<Option<u32>> {
         let Some(text) = variable(name) else { return Ok(None) };
         let wrong = |_| Fault::usage("not a number").at(name).found(&text).wanted("a whole number");
@@ -119,7 +119,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         // An empty list hides all devices, which leaves no choice.
         let one_device = visible.is_some_and(|list| !list.is_empty() && !list.contains(','));
         let local_world = local_world.unwrap_or(1);
-        return Ok(Some(Launched { place, local_rank, local_world, one_device }));
+        return Ok(Some(LaunchedRank { place, local_rank, local_world, one_device }));
     }
     no_half(&variable).map(|()| None)
 }
@@ -209,7 +209,7 @@ mod tests {
 
     const SECRET: (&str, &str) = ("ZTRAIN_RUN_KEY", "a secret of twenty-five...");
 
-    fn found(environment: &[(&str, &str)]) -> Result<Option<Launched>> {
+    fn found(environment: &[(&str, &str)]) -> Result<Option<LaunchedRank>> {
         place(|name| {
             let entry = environment.iter().find(|(key, _)| *key == name);
             entry.map(|(_, value)| (*value).to_owned())

@@ -9,12 +9,12 @@ use kernels::ops::{OpsTable, ParamGradient, UsedExperts};
 use kernels::tree::{self, Node, Pair, Sum, TreeNodes, blocks};
 use tch::{Device, Kind, Tensor};
 
-use super::line::Dealt;
+use super::line::Assignment;
 use super::param::ParamId;
 use crate::refusal::refused;
 
 /// Takes each gradient as soon as it is computed.
-pub trait Sink {
+pub trait GradientSink {
     /// Takes the gradient of the loss divided by the label count for parameter `id`, in its shape.
     ///
     /// Each parameter has exactly one per micro-batch; their order is unspecified.
@@ -22,16 +22,16 @@ pub trait Sink {
 
     /// Takes the sums over the local chunks where other ranks of a line have the other chunks: their blocks in the
     /// tree, in its order. All ranks pass the same parameters in the same order.
-    fn part(&mut self, id: ParamId, _: Term, _: Vec<ChunkSum>) -> Result<()> {
+    fn part(&mut self, id: ParamId, _: GradientTerm, _: Vec<ChunkSum>) -> Result<()> {
         Err(Fault::bug(format!("nobody adds up the parts of parameter {}", id.index())))
     }
 }
 
 /// Collects all gradients of a micro-batch.
 #[derive(Debug, Default)]
-pub struct Collected(Vec<Option<Tensor>>);
+pub struct CollectedGradients(Vec<Option<Tensor>>);
 
-impl Collected {
+impl CollectedGradients {
     /// The gradients in canonical order.
     pub(crate) fn into_vec(self) -> Result<Vec<Tensor>> {
         let missing = || Fault::bug("a parameter has no gradient");
@@ -39,7 +39,7 @@ impl Collected {
     }
 }
 
-impl Sink for Collected {
+impl GradientSink for CollectedGradients {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         if self.0.len() <= id.index() {
             self.0.resize_with(id.index() + 1, || None);
@@ -57,21 +57,21 @@ const SMALL: usize = 1 << 20;
 
 /// Adds the gradients of the local chunks; passes each parameter's sum to the sink after its last chunk.
 pub(super) struct Gradients<'a> {
-    sink: &'a mut dyn Sink,
-    dealt: Dealt,
+    sink: &'a mut dyn GradientSink,
+    dealt: Assignment,
     /// The local chunks, in the order of the sequence.
     own: Vec<u64>,
-    waiting: BTreeMap<Key, Waiting>,
+    waiting: BTreeMap<Key, PartialSum>,
     /// First terms that wait for second ones, where all chunks are local.
     first: BTreeMap<usize, Tensor>,
     /// Gradients to be added at the end of the layer.
-    begun: Vec<Begun>,
+    begun: Vec<PendingGradient>,
 }
 
 /// A chunk's gradient of a parameter, before it is added.
-struct Begun {
+struct PendingGradient {
     id: ParamId,
-    term: Term,
+    term: GradientTerm,
     chunk: u64,
     gradient: ParamGradient,
     /// For stacked experts: which had tokens. This decides the sum over chunks.
@@ -86,7 +86,7 @@ pub(super) struct ChunkGradients<'a, 'b> {
 
 /// Which of a parameter's gradient terms, each a sum over chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Term {
+pub enum GradientTerm {
     /// The only term.
     Only,
     /// The first of two terms.
@@ -96,10 +96,10 @@ pub enum Term {
 }
 
 /// A gradient, or one of its terms.
-type Key = (ParamId, Term);
+type Key = (ParamId, GradientTerm);
 
 /// A sum over the local chunks.
-struct Waiting {
+struct PartialSum {
     nodes: TreeNodes<ChunkSum>,
     missing: u64,
 }
@@ -110,12 +110,12 @@ pub struct ChunkSum {
     /// The numbers, f32: in the parameter's shape, or some of them flat.
     pub(crate) gradient: Tensor,
     /// For stacked experts, which of them had tokens.
-    pub(crate) experts: Option<Used>,
+    pub(crate) experts: Option<ExpertNumbers>,
 }
 
 /// Which experts had tokens, and where their numbers are.
 #[derive(Debug)]
-pub(crate) struct Used {
+pub(crate) struct ExpertNumbers {
     /// The experts that had tokens.
     pub(crate) present: UsedExperts,
     /// Runs of one expert's numbers: the expert, the offset, the length.
@@ -124,7 +124,7 @@ pub(crate) struct Used {
 
 impl<'a> Gradients<'a> {
     /// Passes gradients to `sink`; `dealt` says which chunks are local.
-    pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
+    pub(super) fn new(sink: &'a mut dyn GradientSink, dealt: Assignment) -> Self {
         let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
         let (own, begun) = (dealt.own(), Vec::new());
         Gradients { sink, dealt, own, waiting, first, begun }
@@ -174,10 +174,10 @@ impl<'a> Gradients<'a> {
     }
 
     /// The sum over the local chunks for a gradient.
-    fn waiting(&mut self, key: Key) -> &mut Waiting {
+    fn waiting(&mut self, key: Key) -> &mut PartialSum {
         let leaves = self.dealt.leaves(self.dealt.place);
         let missing = leaves.end - leaves.start;
-        let begin = || Waiting { nodes: TreeNodes::new(&[leaves]), missing };
+        let begin = || PartialSum { nodes: TreeNodes::new(&[leaves]), missing };
         self.waiting.entry(key).or_insert_with(begin)
     }
 
@@ -188,8 +188,8 @@ impl<'a> Gradients<'a> {
 
     /// With a single chunk, passes the gradient on at once, as it is. With several, f32 sums: in main memory at once;
     /// on a device together with others at the end of the layer, except for large ones that are f32 already.
-    fn take(&mut self, begun: Begun) -> Result<()> {
-        let Begun { id, term, chunk, gradient, used } = begun;
+    fn take(&mut self, begun: PendingGradient) -> Result<()> {
+        let PendingGradient { id, term, chunk, gradient, used } = begun;
         let gradient = match gradient {
             ParamGradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(refused)?;
@@ -201,7 +201,7 @@ impl<'a> Gradients<'a> {
             },
             gradient => gradient,
         };
-        self.begun.push(Begun { id, term, chunk, gradient, used });
+        self.begun.push(PendingGradient { id, term, chunk, gradient, used });
         Ok(())
     }
 
@@ -213,7 +213,7 @@ impl<'a> Gradients<'a> {
     fn finished(
         &mut self,
         id: ParamId,
-        term: Term,
+        term: GradientTerm,
         chunk: u64,
         gradient: Tensor,
         used: Option<UsedExperts>,
@@ -241,12 +241,12 @@ impl<'a> Gradients<'a> {
         }
         let gradient = sum.finish().map_err(refused)?.ok_or_else(missing_chunk)?.gradient;
         match term {
-            Term::Only => self.whole(id, gradient),
-            Term::First => {
+            GradientTerm::Only => self.whole(id, gradient),
+            GradientTerm::First => {
                 self.first.insert(id.index(), gradient);
                 Ok(())
             }
-            Term::Second => {
+            GradientTerm::Second => {
                 let first = self.first.remove(&id.index()).ok_or_else(missing_chunk)?;
                 self.whole(id, first.sum(gradient).map_err(refused)?)
             }
@@ -256,7 +256,7 @@ impl<'a> Gradients<'a> {
 
 /// The sums of pairs, each with the bits of [`Sum`], by one or two launches in all.
 fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
-    let (mut meeting, mut nodes) = (Meeting::default(), Vec::with_capacity(pairs.len()));
+    let (mut meeting, mut nodes) = (LaunchBatch::default(), Vec::with_capacity(pairs.len()));
     for (key, Pair { level, first, mut left, right }) in pairs {
         left.takes(&right, &mut meeting).map_err(refused)?;
         nodes.push((key, Node { level, first, value: left }));
@@ -277,14 +277,19 @@ impl ChunkGradients<'_, '_> {
         gradient: ParamGradient,
         used: UsedExperts,
     ) -> Result<()> {
-        let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
-        self.all.take(Begun { id, term, chunk, gradient, used })
+        let (term, chunk, used) = (GradientTerm::Only, self.chunk, Some(used));
+        self.all.take(PendingGradient { id, term, chunk, gradient, used })
     }
 
     /// Adds one of several terms of a gradient.
-    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: ParamGradient) -> Result<()> {
+    pub(super) fn term(
+        &mut self,
+        id: ParamId,
+        term: GradientTerm,
+        gradient: ParamGradient,
+    ) -> Result<()> {
         let chunk = self.chunk;
-        self.all.take(Begun { id, term, chunk, gradient, used: None })
+        self.all.take(PendingGradient { id, term, chunk, gradient, used: None })
     }
 }
 
@@ -294,7 +299,7 @@ pub(super) fn emit(
     id: ParamId,
     gradient: impl Into<ParamGradient>,
 ) -> Result<()> {
-    sink.term(id, Term::Only, gradient.into())
+    sink.term(id, GradientTerm::Only, gradient.into())
 }
 
 impl ChunkSum {
@@ -306,7 +311,7 @@ impl ChunkSum {
 
     /// Queues in `meeting` which numbers of `right` are added to its own and which are copied; marks the experts of
     /// both as used. An expert that had tokens in only one of them is copied, never added to zero.
-    fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) -> kernels::Result<()> {
+    fn takes(&mut self, right: &ChunkSum, meeting: &mut LaunchBatch) -> kernels::Result<()> {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
             *experts = None;
@@ -351,7 +356,7 @@ impl ChunkSum {
 
     fn experts(gradient: Tensor, used: UsedExperts) -> ChunkSum {
         let whole = 0..gradient.numel() as i64;
-        let experts = Used::of(used, gradient.numel() as i64, &[whole]);
+        let experts = ExpertNumbers::of(used, gradient.numel() as i64, &[whole]);
         ChunkSum { gradient, experts: Some(experts) }
     }
 
@@ -359,8 +364,10 @@ impl ChunkSum {
     pub(crate) fn cut(&self, ranges: &[Range<i64>]) -> kernels::Result<ChunkSum> {
         let gradient = ChunkSum::numbers(std::slice::from_ref(self), ranges)?;
         let elements = self.gradient.numel() as i64;
-        let experts =
-            self.experts.as_ref().map(|used| Used::of(used.present.shared(), elements, ranges));
+        let experts = self
+            .experts
+            .as_ref()
+            .map(|used| ExpertNumbers::of(used.present.shared(), elements, ranges));
         Ok(ChunkSum { gradient, experts })
     }
 
@@ -378,7 +385,7 @@ impl ChunkSum {
     }
 }
 
-impl Used {
+impl ExpertNumbers {
     /// One u8 for each expert, on `device`: whether it had tokens.
     pub(crate) fn marks(&self, device: Device) -> kernels::Result<Tensor> {
         Ok(match &self.present {
@@ -404,7 +411,7 @@ impl Used {
     }
 
     /// For a stack of `elements` numbers, of which only `ranges` are stored, one after the other.
-    pub(crate) fn of(present: UsedExperts, elements: i64, ranges: &[Range<i64>]) -> Used {
+    pub(crate) fn of(present: UsedExperts, elements: i64, ranges: &[Range<i64>]) -> ExpertNumbers {
         let (each, mut spans, mut at) = (elements / present.experts().max(1) as i64, Vec::new(), 0);
         for range in ranges {
             let mut first = range.start;
@@ -415,20 +422,20 @@ impl Used {
                 (at, first) = (at + end - first, end);
             }
         }
-        Used { present, spans }
+        ExpertNumbers { present, spans }
     }
 }
 
 /// The additions and copies of a launch.
 #[derive(Default)]
-struct Meeting {
+struct LaunchBatch {
     added: Vec<(Tensor, Tensor)>,
     copied: Vec<(Tensor, Tensor)>,
     /// Additions that depend on counts on the device.
     there: tree::DeviceSums,
 }
 
-impl Meeting {
+impl LaunchBatch {
     /// Runs them; on a device by one or two launches.
     fn make(mut self) -> kernels::Result<()> {
         if self.there.experts.is_empty() {
@@ -456,7 +463,7 @@ impl Sum for ChunkSum {
     type Error = kernels::Error;
 
     fn sum(mut self, right: ChunkSum) -> kernels::Result<ChunkSum> {
-        let mut meeting = Meeting::default();
+        let mut meeting = LaunchBatch::default();
         self.takes(&right, &mut meeting)?;
         meeting.make()?;
         Ok(self)
@@ -466,23 +473,23 @@ impl Sum for ChunkSum {
 #[cfg(test)]
 mod tests {
     use super::super::config::ZayaConfig;
-    use super::super::param::Declare;
+    use super::super::param::ParamDeclarations;
     use super::*;
 
     /// Added together or one by one, in any order of chunks: the same bits, passed to the sink in the same order.
     #[test]
     fn sums_that_are_made_together_are_those_made_one_by_one() {
         struct Order(Vec<(usize, Tensor)>);
-        impl Sink for Order {
+        impl GradientSink for Order {
             fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
                 self.0.push((id.index(), gradient.wide().unwrap()));
                 Ok(())
             }
         }
         let (config, mut specs) = (ZayaConfig::preset("zaya1-nano").unwrap(), Vec::new());
-        let mut declare = Declare::new(&config, &mut specs);
+        let mut declare = ParamDeclarations::new(&config, &mut specs);
         let ids = ["a", "b", "c"].map(|name| declare.matrix(name, name, [4, 5]));
-        let dealt = Dealt::alone(6);
+        let dealt = Assignment::alone(6);
         let leaf = |id: ParamId, chunk: u64| {
             let gradient = crate::model::random(&[4, 5], 10 * chunk + id.index() as u64);
             let used: Vec<bool> =
@@ -498,9 +505,13 @@ mod tests {
                 chunks.iter().flat_map(|chunk| ids.iter().map(move |id| (*chunk, *id)))
             {
                 let (gradient, used) = leaf(id, chunk);
-                gradients.finished(id, Term::Only, chunk, gradient, used).unwrap();
+                gradients.finished(id, GradientTerm::Only, chunk, gradient, used).unwrap();
                 let (gradient, used) = leaf(id, chunk);
-                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used).unwrap()));
+                parts.push((
+                    (id, GradientTerm::Only),
+                    chunk,
+                    ChunkSum::of(gradient, used).unwrap(),
+                ));
             }
             others.together(parts).unwrap();
         }

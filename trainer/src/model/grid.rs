@@ -7,14 +7,14 @@ use std::ops::Range;
 use kernels::ops::AttentionSpan;
 use kernels::tree::blocks;
 
-use super::line::{Dealt, Rows, SharedRows};
+use super::line::{Assignment, Rows, SharedRows};
 
 /// Rows before and after a document's part that its convolutions read: each of the two sees the token before.
 pub(super) const REACH: i64 = 2;
 
 /// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
-pub(super) struct Grid {
+pub(super) struct ChunkGrid {
     /// Tokens in a sequence.
     pub(super) length: i64,
     /// Tokens of a sequence in a chunk.
@@ -34,10 +34,10 @@ pub(super) struct DocumentPart {
     pub(super) after: i64,
 }
 
-impl Grid {
+impl ChunkGrid {
     /// The row of a token in the order of chunks.
     pub(super) fn row(self, sequence: i64, place: i64) -> i64 {
-        let Grid { width, rows, .. } = self;
+        let ChunkGrid { width, rows, .. } = self;
         (place / width * rows + sequence) * width + place % width
     }
 
@@ -77,7 +77,12 @@ impl Grid {
     }
 
     /// Rows in chunks of other ranks that convolutions and the value shift of the chunks of `place` read, ascending.
-    pub(super) fn beside(self, dealt: Dealt, documents: &[AttentionSpan], place: u64) -> Vec<Rows> {
+    pub(super) fn beside(
+        self,
+        dealt: Assignment,
+        documents: &[AttentionSpan],
+        place: u64,
+    ) -> Vec<Rows> {
         let mut rows = BTreeSet::new();
         for (document, chunk) in documents.iter().flat_map(|one| {
             let own = self.reach(*one).filter(move |chunk| dealt.place_of(*chunk) == place);
@@ -97,7 +102,7 @@ impl Grid {
     }
 
     /// How many rows all ranks together send.
-    pub(super) fn shared(self, dealt: Dealt, documents: &[AttentionSpan]) -> SharedRows {
+    pub(super) fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
         let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
         let mut all = SharedRows { states, ..SharedRows::default() };
         for place in 0..dealt.degree {
@@ -120,7 +125,7 @@ impl Grid {
     /// Rows of other ranks that queries of the chunks of `place` see, document after document.
     pub(super) fn earlier(
         self,
-        dealt: Dealt,
+        dealt: Assignment,
         documents: &[AttentionSpan],
         place: u64,
     ) -> Vec<Rows> {
@@ -146,9 +151,9 @@ mod tests {
         #[test]
         fn attention_is_dealt_evenly(each in 1u64..5, degree in 1u64..5, width in 1i64..7, rows in 1i64..4) {
             let (chunks, length) = (2 * each * degree, width * (2 * each * degree) as i64);
-            let grid = Grid { length, width, rows };
+            let grid = ChunkGrid { length, width, rows };
             let pairs = |place| {
-                let own = Dealt { chunks, degree, place }.own();
+                let own = Assignment { chunks, degree, place }.own();
                 let parts = (0..rows).flat_map(|row| {
                     let document = AttentionSpan::whole(row * length, length);
                     own.iter().filter_map(move |chunk| grid.part(document, *chunk as i64))
@@ -157,7 +162,7 @@ mod tests {
                 pairs.sum::<i64>() as u64
             };
             let found: Vec<u64> = (0..degree).map(pairs).collect();
-            let planned = Dealt { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
+            let planned = Assignment { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
             prop_assert_eq!(&found, &planned.map(|pairs| pairs * rows as u64).collect::<Vec<_>>());
             prop_assert!(found.iter().all(|own| *own == found[0]));
         }

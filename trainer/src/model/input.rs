@@ -40,7 +40,7 @@ pub struct CheckedMicroBatch {
 
 /// A micro-batch on the device, with the tensors that follow from its boundaries.
 #[derive(Debug)]
-pub(super) struct Prepared {
+pub(super) struct DeviceMicroBatch {
     /// `[tokens]`, i64.
     pub(super) tokens: Tensor,
     /// `[tokens]`, i64.

@@ -11,11 +11,11 @@
 
 use contract::{Fault, Result};
 use kernels::device::{Staged, Stager, StagingBuffer, StagingRing};
-use loader::{Columns, ColumnsMut, BatchMemory};
+use loader::{BatchMemory, Columns, ColumnsMut};
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
-use super::input::{CheckedMicroBatch, MicroBatchInput, Prepared};
+use super::input::{CheckedMicroBatch, DeviceMicroBatch, MicroBatchInput};
 use crate::refusal::refused;
 
 /// Words or flags between the starts of two columns are a multiple of this.
@@ -131,7 +131,7 @@ impl MicroBatchInput<'_> {
     }
 
     /// Copies the micro-batch to `device` at once.
-    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
+    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<DeviceMicroBatch> {
         let stager = Stager::kept(device).map_err(machine)?;
         self.stage(config, &stager)?.arrive()
     }
@@ -144,7 +144,7 @@ fn machine(error: kernels::Error) -> Fault {
 
 impl StagedMicroBatch {
     /// Waits, on the device, for the copy; the arrays are views of the device buffer.
-    pub(super) fn arrive(self) -> Result<Prepared> {
+    pub(super) fn arrive(self) -> Result<DeviceMicroBatch> {
         let StagedMicroBatch { batch, first, column, starts, micro_batch } = self;
         let (flags, words) = batch.arrive().map_err(refused)?;
         let views = || -> kernels::Result<_> {
@@ -165,7 +165,7 @@ impl StagedMicroBatch {
                     row.f_repeat([micro_batch.rows])?
                 }
             };
-            Ok(Prepared {
+            Ok(DeviceMicroBatch {
                 tokens: own(&words, 0)?,
                 labels: own(&words, column)?,
                 positions,
@@ -270,7 +270,7 @@ mod tests {
     }
 
     /// Asserts that the staged tensors are the micro-batch.
-    fn assert_is(found: Prepared, micro_batch: &MicroBatchInput<'_>, documents: bool) {
+    fn assert_is(found: DeviceMicroBatch, micro_batch: &MicroBatchInput<'_>, documents: bool) {
         let wide = |values: &[i32]| values.iter().copied().map(i64::from).collect::<Vec<_>>();
         let read = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
         assert_eq!(read(&found.tokens), wide(micro_batch.tokens));

@@ -8,7 +8,7 @@ use tch::{Device, Tensor};
 
 use super::rows::{inputs, place};
 use crate::model::{MicroBatchInput, MicroBatchOptions, ZayaConfig};
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
@@ -85,7 +85,7 @@ impl<'a> FrozenModel<'a> {
 }
 
 /// The balancing biases as tensors on `device`.
-fn bias_tensors(device: Device, balance: &[Balance]) -> Result<Vec<Tensor>> {
+fn bias_tensors(device: Device, balance: &[RouterBalance]) -> Result<Vec<Tensor>> {
     let all: Vec<f32> = balance.iter().flat_map(|layer| layer.bias.iter().copied()).collect();
     let (all, mut at) = (device::floats(device, &all).map_err(refused)?, 0);
     let mut layers = Vec::with_capacity(balance.len());

@@ -2,7 +2,7 @@
 
 use loader::OpenedCurriculum;
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
 use trainer::{RunSpec, plan};
@@ -122,7 +122,7 @@ fn eight_ranks_hold_the_largest_model() {
                 ("batch = 6\nmicro_batch = 2", &batch),
             ],
         );
-        let workers = Workers::new(1).keeping(Keep::LayerInputs);
+        let workers = Workers::new(1).keeping(ActivationCheckpointing::LayerInputs);
         let fleet = Fleet { workers, grad_reduce: GradReduce::Bucketed, ..fleet(8, "mi300x") };
         let needs = needs(&spec(&scratch), &fleet).unwrap();
         let phase = &needs.phases[0];

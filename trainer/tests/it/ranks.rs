@@ -14,9 +14,9 @@ use serde_json::Value;
 use tch::Device;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
-use trainer::state::ownership::{self, Piece};
+use trainer::state::ownership::{self, ParamShard};
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec, World, train};
+use trainer::{ExecOptions, RunOutcome, RunSpec, World, train};
 
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, table};
@@ -29,7 +29,7 @@ pub(crate) fn train_with(
     out: &str,
     world: u32,
     change: impl Fn(u32, &mut ExecOptions) + Sync,
-) -> Vec<Result<Outcome>> {
+) -> Vec<Result<RunOutcome>> {
     train_on(scratch, out, &[world], change)
 }
 
@@ -53,7 +53,7 @@ fn train_on(
     out: &str,
     machines: &[u32],
     change: impl Fn(u32, &mut ExecOptions) + Sync,
-) -> Vec<Result<Outcome>> {
+) -> Vec<Result<RunOutcome>> {
     let change = &change;
     on_ranks(machines, |mut world| {
         let mut exec = ExecOptions::new(scratch.path(out));
@@ -187,7 +187,7 @@ fn crossing(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: boo
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
     // New weights are sent as the model reads them: rounded if they are operands of large matmuls.
-    let rounded = |piece: &&Piece| {
+    let rounded = |piece: &&ParamShard| {
         spec.curriculum.dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products
     };
     let narrow = |owner: u32| {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use contract::Class;
 use loader::OpenedCurriculum;
 use tch::Device;
-use trainer::folder::{Holds, RunFolder};
+use trainer::folder::{RunFolder, RunLocks};
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, RunSpec, World, bench, fit_workers, step, train};
@@ -210,7 +210,7 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
     let folder = RunFolder::new(&scratch.path("run"));
     drop(
         folder
-            .open(&spec, &opened.file, &table(), (&Holds::default(), Duration::ZERO, false))
+            .open(&spec, &opened.file, &table(), (&RunLocks::default(), Duration::ZERO, false))
             .unwrap(),
     );
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();

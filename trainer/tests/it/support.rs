@@ -14,7 +14,7 @@ use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, 
 use tch::Device;
 use tempfile::TempDir;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, World, train};
+use trainer::{ExecOptions, RunOutcome, World, train};
 
 use crate::folder::tree;
 
@@ -108,7 +108,7 @@ impl Scratch {
     }
 
     /// Trains `run.toml` in the folder `out` until its end.
-    pub(crate) fn train(&self, out: &str) -> Outcome {
+    pub(crate) fn train(&self, out: &str) -> RunOutcome {
         self.run(&self.path("run.toml"), out, |_| ()).unwrap()
     }
 
@@ -118,7 +118,7 @@ impl Scratch {
         curriculum: &Path,
         out: &str,
         change: impl Fn(&mut ExecOptions),
-    ) -> Result<Outcome> {
+    ) -> Result<RunOutcome> {
         let mut exec = ExecOptions::new(self.path(out));
         (exec.progress, exec.checkpoint_every) = (false, 3);
         change(&mut exec);

@@ -221,7 +221,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
     let path = scratch.path("run");
     let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(8).unwrap();
-    let bias = |layer: &trainer::optim::balance::Balance| Tensor::from_slice(&layer.bias);
+    let bias = |layer: &trainer::optim::balance::RouterBalance| Tensor::from_slice(&layer.bias);
     let biases: Vec<Tensor> = state.balance.iter().map(bias).collect();
     let config = &spec.model_at(8).unwrap().config;
     let (mut all, mut all_labels) = (0.0, 0);

@@ -106,7 +106,8 @@ proptest! {
             disk::sync_folders(root).unwrap();
         });
         let there = tree(root);
-        for loss in [UnsyncedLoss::All, UnsyncedLoss::Bytes, UnsyncedLoss::Zeros, UnsyncedLoss::Names, UnsyncedLoss::Drawn(1), UnsyncedLoss::Drawn(2)] {
+        use UnsyncedLoss as Loss;
+        for loss in [Loss::All, Loss::Bytes, Loss::Zeros, Loss::Names, Loss::Drawn(1), Loss::Drawn(2)] {
             prop_assert_eq!(&recording.after(recording.acts(), loss), &there);
         }
     }

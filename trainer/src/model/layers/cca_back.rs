@@ -10,11 +10,11 @@ use kernels::ops::AttentionGrads;
 use kernels::tree::{Counter, TreeNodes, blocks};
 use tch::{Kind, Tensor};
 
-use super::cca::{Saved, Seen};
+use super::cca::{QueriesWithKeys, Saved};
 use super::heads::HeadsGrads;
-use crate::model::cut::{Chunk, Chunks, KeyPart, Piece, joined};
+use crate::model::cut::{Chunk, Chunks, KeyPart, VisibleKeys, joined};
 use crate::model::layer::Pass;
-use crate::model::line::Fetched;
+use crate::model::line::PendingTable;
 
 /// Gradients from the backward pass of attention, by chunk.
 struct AttentionBack {
@@ -83,7 +83,7 @@ impl Saved {
             false => Tensor::f_empty(self.value.size(), float)?,
         };
         let seen = [pass.chunks.earlier(&self.key, 1)?, pass.chunks.earlier(&self.value, 0)?];
-        let [keys_seen, values_seen] = seen.map(Fetched::wait);
+        let [keys_seen, values_seen] = seen.map(PendingTable::wait);
         let (keys_seen, values_seen) = (keys_seen?, values_seen?);
         let (mut sums, mut o_proj, mut back) = (KeySums::default(), Vec::new(), Vec::new());
         let own = pass.chunks.shared().own();
@@ -91,7 +91,8 @@ impl Saved {
             let chunk = pass.chunks.of(at);
             o_proj.push(pass.gradient(&grad.f_tr()?, &saved.attended.heads)?);
             let heads = ops.matmul(grad, &self.heads.o_proj)?;
-            let seen = Seen::of(chunk, &saved.qk, &keys_seen, &values_seen, self.heads.shape)?;
+            let seen =
+                QueriesWithKeys::of(chunk, &saved.qk, &keys_seen, &values_seen, self.heads.shape)?;
             let qk = Tensor::f_empty(saved.qk.size(), float)?;
             let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
             let kept = std::mem::take(&mut saved.attended.saved);
@@ -140,7 +141,7 @@ impl KeySums {
         value: &Tensor,
     ) -> Result<()> {
         let dealt = all.shared();
-        for Piece { key: first, of, len } in chunk.pieces().iter().copied() {
+        for VisibleKeys { key: first, of, len } in chunk.pieces().iter().copied() {
             let key = key.f_narrow(1, first, len)?.f_contiguous()?;
             let value = value.f_narrow(0, first, len)?.f_contiguous()?;
             let runs = || TreeNodes::new(&dealt.runs(all.seen_by(of), dealt.place));
