@@ -7,7 +7,7 @@
 use std::process::Command;
 use std::time::Duration;
 
-use kernels::device::{Buffer, Departures, Stager, Unloader};
+use kernels::device::{HostCopier, PendingCopies, Stager, StagingBuffer};
 use tch::{Device, Kind, Tensor};
 
 use crate::pretended::{contexts, pretend, total};
@@ -17,7 +17,7 @@ use crate::support::{Ran, Scratch};
 const ROLE: &str = "TEST_OF_THE_RING";
 
 /// A buffer filled with `value`.
-fn written(stager: &Stager, value: u8) -> Buffer {
+fn written(stager: &Stager, value: u8) -> StagingBuffer {
     let mut buffer = stager.buffers().take(300, 1000).unwrap();
     let (flags, words) = buffer.parts_mut().unwrap();
     flags.fill(value);
@@ -28,7 +28,7 @@ fn written(stager: &Stager, value: u8) -> Buffer {
 /// Uses the buffers of the ring in turn.
 fn at_work() {
     let stager = Stager::new(kernels::device::open("cuda").unwrap()).unwrap();
-    let place = |buffer: &Buffer| buffer.parts().1.as_ptr();
+    let place = |buffer: &StagingBuffer| buffer.parts().1.as_ptr();
     let mut first = written(&stager, 1);
     let at = place(&first);
     let sent = stager.send(&mut first, 1000).unwrap();
@@ -96,7 +96,7 @@ fn at_the_second(both: bool) {
     });
     let words = apart(|| sent.arrive().unwrap().1);
     let copies = apart(move || {
-        let (unloader, departures) = (Unloader::new(device).unwrap(), Departures::default());
+        let (unloader, departures) = (HostCopier::new(device).unwrap(), PendingCopies::default());
         let copies = unloader.copies(&[words], &departures).unwrap();
         departures.hold(device).unwrap();
         copies

@@ -351,6 +351,27 @@ fn modules_use_each_other_in_one_direction() {
     forbid("modules of one folder that use each other in a circle", offences);
 }
 
+/// A search for a name finds one type. `Result` is each crate's own, as elsewhere in Rust.
+#[test]
+fn no_public_type_name_stands_in_two_crates() {
+    let mut crates: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+    for (path, text) in sources() {
+        let member = CRATES.iter().find(|source| path.starts_with(&format!("{source}/")));
+        for line in text.lines().filter(|_| member.is_some()) {
+            let words = words_of(line);
+            let [public, kind, name, ..] = &words[..] else { continue };
+            let kinds = ["struct", "enum", "trait", "type", "union"];
+            if public == "pub" && kinds.contains(&&**kind) && name != "Result" {
+                crates.entry(name.clone()).or_default().extend(member);
+            }
+        }
+    }
+    assert!(crates.len() > 100, "found only {} types", crates.len());
+    crates.retain(|_, members| members.len() > 1);
+    let offences = crates.iter().map(|twice| format!("{twice:?}")).collect();
+    forbid("a public type name stands in one crate", offences);
+}
+
 #[test]
 fn unsafe_stands_only_in_kernels() {
     let mut offences = Vec::new();

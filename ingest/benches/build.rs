@@ -25,7 +25,7 @@ use ingest::{Corpus, Outcome, build};
 
 /// The allocator of `zdata`, for both rows.
 #[global_allocator]
-static ALLOCATOR: allocator::OrEnd = allocator::OrEnd;
+static ALLOCATOR: allocator::ExitWithoutMemory = allocator::ExitWithoutMemory;
 
 fn main() {
     // Cargo adds `--bench`.

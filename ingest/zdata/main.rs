@@ -7,13 +7,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use allocator::OrEnd;
+use allocator::ExitWithoutMemory;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use contract::{Fault, Result, terminal};
 use signal_hook::{consts, flag};
 
 #[global_allocator]
-static ALLOCATOR: OrEnd = OrEnd;
+static ALLOCATOR: ExitWithoutMemory = ExitWithoutMemory;
 
 /// Prepares corpora for pretraining, and tells what any training step reads.
 ///
@@ -82,7 +82,7 @@ fn main() -> ExitCode {
                 flag::register_conditional_shutdown(signal, 128 + signal, Arc::new(true.into()));
         }
     }
-    OrEnd::in_c_too();
+    ExitWithoutMemory::in_c_too();
     // A request for more memory than the machine has is an error, not a crash; where it is not checked, Rust aborts.
     let _ = flag::register_conditional_shutdown(consts::SIGABRT, 6, Arc::new(true.into()));
     terminal::end(match Cli::try_parse() {

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use kernels::ops::{Attention, AttentionGrads, CPU, Span};
+use kernels::ops::{Attention, AttentionGrads, AttentionSpan, CPU};
 use tch::{Device, Kind, Tensor};
 
 /// Query heads, key heads, head width.
@@ -39,7 +39,7 @@ fn main() {
         let made = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu)).to_kind(kind);
         let (query, key) = (made(&[heads, tokens, width]), made(&[keys, tokens, width]));
         let (value, grad) = (made(&[tokens, keys * width]), made(&[tokens, heads * width]));
-        let spans = [Span::whole(0, tokens)];
+        let spans = [AttentionSpan::whole(0, tokens)];
         let by = Attention {
             query: &query,
             key: &key,

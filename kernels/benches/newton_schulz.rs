@@ -4,7 +4,7 @@
 
 #![expect(clippy::print_stdout, reason = "results go to standard output")]
 
-use kernels::ops::{CPU, NewtonSchulz, NewtonSchulzForm, REFERENCE};
+use kernels::ops::{CPU, NewtonSchulz, NewtonSchulzIterate, REFERENCE};
 use kernels::{Result, product};
 use tch::{Device, Kind, Tensor};
 
@@ -12,7 +12,7 @@ const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,
-    form: NewtonSchulzForm::Gram,
+    form: NewtonSchulzIterate::Gram,
 };
 
 fn main() -> Result<()> {

@@ -7,10 +7,10 @@ use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
-use crate::checksum::Total;
-use crate::device::additions::{self, Addition, Side};
+use crate::checksum::RunningChecksum;
+use crate::device::additions::{self, Addition, Operand};
 use crate::device::queue::Queue;
-use crate::ops::{Experts, Gradient};
+use crate::ops::{ExpertGradient, ParamGradient};
 use crate::{Error, Result, tree};
 
 /// Numbers of a parameter that are added to others.
@@ -21,7 +21,7 @@ pub struct Addend {
     /// Where the rows of each expert end: an expert without rows counts as zeros, whatever its memory holds.
     ends: Option<Tensor>,
     /// The total to which its checksum is added when it is read, and the salt.
-    asked: Option<(Total, u64)>,
+    asked: Option<(RunningChecksum, u64)>,
 }
 
 /// Of many parameters, in a fixed order.
@@ -34,17 +34,17 @@ impl From<Tensor> for Addend {
     }
 }
 
-impl TryFrom<Gradient> for Addend {
-    type Error = Gradient;
+impl TryFrom<ParamGradient> for Addend {
+    type Error = ParamGradient;
 
     /// Fails for sums over bands, which must be finished first.
-    fn try_from(gradient: Gradient) -> std::result::Result<Self, Gradient> {
+    fn try_from(gradient: ParamGradient) -> std::result::Result<Self, ParamGradient> {
         match gradient {
-            Gradient::Made(made) => Ok(made.into()),
-            Gradient::Experts(Experts { made, ends }) => {
+            ParamGradient::Made(made) => Ok(made.into()),
+            ParamGradient::Experts(ExpertGradient { made, ends }) => {
                 Ok(Addend { ends: Some(ends), ..made.into() })
             }
-            Gradient::Banded(_) => Err(gradient),
+            ParamGradient::Banded(_) => Err(gradient),
         }
     }
 }
@@ -56,7 +56,7 @@ impl Addend {
     }
 
     /// Adds its checksum, as f32, to `total`: on a device later, when it is read anyway, together with others.
-    pub fn counted(self, total: &Total, salt: u64) -> Result<Addend> {
+    pub fn counted(self, total: &RunningChecksum, salt: u64) -> Result<Addend> {
         let asked = Some((total.clone(), salt));
         if queue(Some(&self)).is_some() {
             return Ok(Addend { numbers: self.numbers.f_contiguous()?, asked, ..self });
@@ -75,10 +75,10 @@ impl Addend {
         Ok(all.swap_remove(0))
     }
 
-    fn side(&self) -> Side<'_> {
+    fn side(&self) -> Operand<'_> {
         let Addend { numbers, ends, asked } = self;
         let asked = asked.as_ref().map(|(_, salt)| *salt);
-        Side { tensor: numbers, ends: ends.as_ref(), asked }
+        Operand { tensor: numbers, ends: ends.as_ref(), asked }
     }
 
     /// Memory for a result: its own, unless that is bf16.
@@ -95,7 +95,7 @@ impl Addend {
 }
 
 /// One row of a launch.
-struct Row<'a> {
+struct LaunchRow<'a> {
     left: &'a Addend,
     right: Option<&'a Addend>,
     /// Where to write the sum.
@@ -104,15 +104,15 @@ struct Row<'a> {
     range: Range<i64>,
 }
 
-impl<'a> Row<'a> {
+impl<'a> LaunchRow<'a> {
     fn of(left: &'a Addend, out: Option<&'a Tensor>) -> Self {
-        Row { left, right: None, out, range: 0..left.numbers.numel() as i64 }
+        LaunchRow { left, right: None, out, range: 0..left.numbers.numel() as i64 }
     }
 }
 
 /// Computes the rows, and adds requested checksums to their totals.
-fn make(queue: &Queue, rows: &[Row]) -> Result<()> {
-    let table = rows.iter().map(|Row { left, right, out, range }| Addition {
+fn make(queue: &Queue, rows: &[LaunchRow]) -> Result<()> {
+    let table = rows.iter().map(|LaunchRow { left, right, out, range }| Addition {
         left: left.side(),
         right: right.map(Addend::side),
         out: *out,
@@ -150,7 +150,7 @@ pub fn wide(all: Vec<Addend>) -> Result<Vec<Tensor>> {
 fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
     let out: Vec<Tensor> = all.iter().map(|one| one.room(queue)).collect::<Result<_>>()?;
     let left = all.iter().zip(&out).filter(|(one, _)| !one.is_wide() || one.asked.is_some());
-    let rows = left.map(|(one, out)| Row::of(one, (!one.is_wide()).then_some(out)));
+    let rows = left.map(|(one, out)| LaunchRow::of(one, (!one.is_wide()).then_some(out)));
     make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out)
 }
@@ -159,7 +159,7 @@ fn wide_on(queue: &Queue, all: &[Addend]) -> Result<Vec<Tensor>> {
 pub fn checked(mut all: Vec<Addend>) -> Result<Vec<Addend>> {
     if let Some(queue) = queue(all.first()) {
         let asked = all.iter().filter(|one| one.asked.is_some());
-        let rows: Vec<_> = asked.map(|one| Row::of(one, None)).collect();
+        let rows: Vec<_> = asked.map(|one| LaunchRow::of(one, None)).collect();
         make(&queue, &rows)?;
     } else {
         settle(&all.iter().collect::<Vec<_>>())?;
@@ -202,7 +202,8 @@ pub fn add(pairs: Vec<(Addend, Addend)>) -> Result<Vec<Addend>> {
 
 fn add_on(queue: &Queue, pairs: &[(Addend, Addend)]) -> Result<Vec<Addend>> {
     let out = pairs.iter().map(|(left, _)| left.room(queue)).collect::<Result<Vec<Tensor>>>()?;
-    let row = |((left, right), out)| Row { right: Some(right), ..Row::of(left, Some(out)) };
+    let row =
+        |((left, right), out)| LaunchRow { right: Some(right), ..LaunchRow::of(left, Some(out)) };
     let rows = pairs.iter().map(|(left, right)| (left, right)).zip(&out).map(row);
     make(queue, &rows.collect::<Vec<_>>())?;
     Ok(out.into_iter().map(Addend::from).collect())
@@ -226,9 +227,10 @@ pub fn copy(parts: &mut [(&Addend, Range<i64>, Tensor)]) -> Result<()> {
 }
 
 fn copy_on(queue: &Queue, parts: &[(&Addend, Range<i64>, Tensor)]) -> Result<()> {
-    let rows = parts
-        .iter()
-        .map(|(one, range, out)| Row { range: range.clone(), ..Row::of(one, Some(out)) });
+    let rows = parts.iter().map(|(one, range, out)| LaunchRow {
+        range: range.clone(),
+        ..LaunchRow::of(one, Some(out))
+    });
     make(queue, &rows.collect::<Vec<_>>())
 }
 
@@ -261,7 +263,7 @@ mod tests {
         (Addend { ends: Some(ends), ..made.into() }, whole)
     }
 
-    fn asks(addend: Addend, total: &Total) -> Addend {
+    fn asks(addend: Addend, total: &RunningChecksum) -> Addend {
         Addend { asked: Some((total.clone(), SALT)), ..addend }
     }
 
@@ -282,7 +284,7 @@ mod tests {
         {
             let counts = [[3i64, 0, 2, 0], [0, 0, 1, 8], [1, 1, 0, 1]];
             let leaves = [0, 1, 2].map(|at| experts(shape, &counts[at], 7 * at as i64, kind));
-            let totals = [0, 1, 2].map(|_| Total::default());
+            let totals = [0, 1, 2].map(|_| RunningChecksum::default());
             let wanted = leaves.each_ref().map(|(_, whole)| whole.copy());
             let small = Tensor::from_slice(&[-0.0f32, 1.0, -0.0]);
             let [a, b, c] = leaves.map(|(leaf, _)| leaf);
@@ -306,11 +308,11 @@ mod tests {
     fn a_leaf_alone_is_counted_once() {
         let queue = queue(Device::Cpu).unwrap();
         for kind in [Kind::BFloat16, Kind::Float] {
-            let leaf = |total: &Total| {
+            let leaf = |total: &RunningChecksum| {
                 let (leaf, whole) = experts([3, 50, 41], &[0, 5, 1], 3, kind);
                 (asks(leaf, total), whole)
             };
-            let total = Total::default();
+            let total = RunningChecksum::default();
             let (one, wanted) = leaf(&total);
             let vector = Tensor::from_slice(&[-0.0f32, 2.0]);
             let found = wide_on(&queue, &[one, asks(plain(&vector), &total)]).unwrap();
@@ -318,7 +320,7 @@ mod tests {
             let both = checksum(&wanted).wrapping_add(checksum(&vector));
             assert_eq!(total.read().unwrap(), both);
 
-            let total = Total::default();
+            let total = RunningChecksum::default();
             let (one, _) = leaf(&total);
             let room = Tensor::zeros([3 * 50 * 41 + 1], (Kind::Float, Device::Cpu));
             let cuts = [0, 1, 2049, 2050, 3 * 50 * 41];

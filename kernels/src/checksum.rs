@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::device::pieces::{Piece, checksums};
+use crate::device::pieces::{TensorRange, checksums};
 use crate::device::queue::Queue;
 use crate::sums::{FIRST, HIGH_INDEX, SECOND, salted, sum};
 
@@ -55,7 +55,7 @@ pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
         return Ok(Tensor::f_from_slice(&found)?);
     }
     if let Ok(queue) = Queue::of(device) {
-        let piece = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| Piece {
+        let piece = |(tensor, (_, first, salt)): (_, &(_, u64, u64))| TensorRange {
             tensor,
             other: None,
             first: *first,
@@ -69,9 +69,9 @@ pub fn slices(slices: &[(&Tensor, u64, u64)]) -> Result<Tensor> {
 
 /// A running sum of checksums, whose terms may stay on a device until it is read. Clones are the same sum.
 #[derive(Clone, Debug, Default)]
-pub struct Total(Arc<Mutex<(u64, Vec<Tensor>)>>);
+pub struct RunningChecksum(Arc<Mutex<(u64, Vec<Tensor>)>>);
 
-impl Total {
+impl RunningChecksum {
     /// Adds the checksums of some slices of one device.
     ///
     /// # Errors
@@ -96,7 +96,7 @@ impl Total {
     }
 
     /// Whether both are the same sum.
-    pub(crate) fn is(&self, other: &Total) -> bool {
+    pub(crate) fn is(&self, other: &RunningChecksum) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
@@ -229,7 +229,7 @@ mod tests {
             let wanted = by_formula(&values, first, salt);
             prop_assert_eq!(slice(&tensor, first, salt), wanted);
             prop_assert_eq!(by_operators(&tensor, first, salt).unwrap().int64_value(&[]).cast_unsigned(), wanted);
-            let total = Total::default();
+            let total = RunningChecksum::default();
             total.add(&[(&tensor, first, salt), (&tensor, first, salt)]).unwrap();
             prop_assert_eq!(total.read().unwrap(), wanted.wrapping_mul(2));
         }

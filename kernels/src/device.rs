@@ -33,9 +33,9 @@ use torch_sys::C_tensor;
 use crate::shim::{guarded, number, said};
 use crate::{Error, Result};
 pub use found::{Gpu, Gpus, gpus, identity, memory};
-pub use leave::{Copies, Departures, Unloader};
+pub use leave::{HostCopier, HostCopies, PendingCopies};
 pub(crate) use own::digest as kernels_digest;
-pub use stage::{Buffer, Buffers, Staged, Stager};
+pub use stage::{Staged, Stager, StagingBuffer, StagingRing};
 
 unsafe extern "C" {
     fn shim_gpu_count(out: *mut c_int) -> c_int;

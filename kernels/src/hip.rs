@@ -13,7 +13,7 @@ use crate::{Error, Result};
 
 /// One device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct HipIdentity {
     /// Its product name.
     pub name: String,
     /// Its UUID, in hexadecimal digits.
@@ -31,7 +31,7 @@ pub fn count() -> Result<i32> {
 }
 
 /// The identity of device `index`.
-pub fn identity(index: i32) -> Result<Identity> {
+pub fn identity(index: i32) -> Result<HipIdentity> {
     let mut name = [0; 256];
     // SAFETY: HIP writes at most the number of bytes passed, so the last byte stays zero.
     let answer =
@@ -46,7 +46,7 @@ pub fn identity(index: i32) -> Result<Identity> {
     // SAFETY: zero-terminated, as explained above.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let uuid = uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
-    Ok(Identity { name, uuid, runtime })
+    Ok(HipIdentity { name, uuid, runtime })
 }
 
 fn checked(call: &'static str, answer: hiprt::hipError_t) -> Result<()> {

@@ -157,7 +157,7 @@ pub struct KernelTable {
 
 impl KernelTable {
     /// The table of operations that it names.
-    pub fn ops(&self) -> Result<ops::Table> {
+    pub fn ops(&self) -> Result<ops::OpsTable> {
         ops::named(&self.operations).ok_or_else(|| Error::NoDevice {
             device: self.device.clone(),
             reason: format!("this program has no operations {:?}", self.operations),
@@ -404,7 +404,7 @@ fn read_table(device: tch::Device) -> Result<KernelTable> {
 }
 
 /// Properties of a GPU, besides its architecture, that affect bits.
-fn gpu_table(device: tch::Device, operations: ops::Table) -> Result<BTreeMap<String, String>> {
+fn gpu_table(device: tch::Device, operations: ops::OpsTable) -> Result<BTreeMap<String, String>> {
     let mut table = crate::device::table(device)?;
     if operations == ops::DEVICE {
         let by = if ops::multiplies_wide(device)? { "libtorch" } else { "operands in f32" };

@@ -8,16 +8,16 @@ use tch::Tensor;
 ///
 /// Their owner must not write their memory while threads read it, as with every alias of a tensor
 /// (`Tensor::shallow_clone` is safe, and may be sent to another thread).
-pub struct Frozen(Vec<Tensor>);
+pub struct SharedTensors(Vec<Tensor>);
 
 // SAFETY: the tensors are aliases without another owner, each with its own metadata. The only method with `&self`
 // creates new aliases, which reads metadata and counts references to the storage atomically.
-unsafe impl Sync for Frozen {}
+unsafe impl Sync for SharedTensors {}
 
-impl Frozen {
+impl SharedTensors {
     /// Aliases of `tensors` for reading by threads.
     pub fn new(tensors: &[Tensor]) -> Self {
-        Frozen(tensors.iter().map(Tensor::detach).collect())
+        SharedTensors(tensors.iter().map(Tensor::detach).collect())
     }
 
     /// The calling thread's own aliases: shared storage, own metadata, no gradient history.
@@ -33,7 +33,7 @@ mod tests {
     #[test]
     fn threads_see_one_storage() {
         let tensors = [Tensor::from_slice(&[1.0f32, 2.0]), Tensor::from_slice(&[3.0f32])];
-        let frozen = Frozen::new(&tensors);
+        let frozen = SharedTensors::new(&tensors);
         let place = tensors[0].data_ptr() as usize;
         std::thread::scope(|scope| {
             for _ in 0..4 {

@@ -14,7 +14,7 @@ use std::ops::Range;
 use tch::{Device, Kind, Tensor};
 
 use crate::device::additions::{self, Addition};
-use crate::device::pieces::{self, Piece};
+use crate::device::pieces::{self, TensorRange};
 use crate::device::queue::Queue;
 use crate::{Error, Result};
 
@@ -131,7 +131,7 @@ pub fn joined(parts: &[Tensor], (kind, device): (Kind, Device)) -> Result<Tensor
 
 /// Sums over chunks where only the device knows which chunks contribute: all are computed in one launch.
 #[derive(Debug, Default)]
-pub struct There {
+pub struct DeviceSums {
     /// As for [`add_all`].
     pub added: Vec<(Tensor, Tensor)>,
     /// The same for an expert, with the numbers of rows in the left and the right one, i64. If only one has rows, the
@@ -141,12 +141,12 @@ pub struct There {
     pub rows: Vec<[Tensor; 3]>,
 }
 
-impl There {
+impl DeviceSums {
     /// Computes the sums.
     ///
     /// # Errors If the device has no kernels of ours, a tensor has another kind or layout, or a launch fails.
     pub fn make(&self) -> Result<()> {
-        let There { added, experts, rows } = self;
+        let DeviceSums { added, experts, rows } = self;
         let mut pairs = added.iter().chain(experts.iter().map(|(pair, _)| pair));
         let Some((one, _)) = pairs.clone().next() else { return Ok(()) };
         let queue = Queue::of(one.device())?;
@@ -158,15 +158,18 @@ impl There {
             return Err(Error::Operand { operation, operand: "pairs", found, wanted });
         }
         let address = |tensor: &Tensor| (tensor.data_ptr() as i64).cast_unsigned();
-        let mut pieces: Vec<Piece> = added.iter().map(|(left, right)| piece(left, right)).collect();
-        pieces.extend(experts.iter().map(|((left, right), [here, there])| Piece {
+        let mut pieces: Vec<TensorRange> =
+            added.iter().map(|(left, right)| piece(left, right)).collect();
+        pieces.extend(experts.iter().map(|((left, right), [here, there])| TensorRange {
             first: address(here),
             salt: address(there),
             ..piece(left, right)
         }));
         pieces.extend(
-            rows.iter()
-                .map(|[left, right, sum]| Piece { first: address(sum), ..piece(left, right) }),
+            rows.iter().map(|[left, right, sum]| TensorRange {
+                first: address(sum),
+                ..piece(left, right)
+            }),
         );
         pieces::add_present(&queue, &pieces)
     }
@@ -184,8 +187,8 @@ fn copied((left, right): &(Tensor, Tensor)) -> bool {
     float && alike && left.is_contiguous() && right.is_contiguous()
 }
 
-fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> Piece<'a> {
-    Piece { tensor, other: Some(other), first: 0, salt: 0 }
+fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor) -> TensorRange<'a> {
+    TensorRange { tensor, other: Some(other), first: 0, salt: 0 }
 }
 
 /// Adds leaves in the order of the tree; they must be pushed in leaf order.
@@ -325,7 +328,7 @@ impl<T: Sum> Blocks<T> {
 /// # Ok::<(), std::convert::Infallible>(())
 /// ```
 #[derive(Debug)]
-pub struct Nodes<T> {
+pub struct TreeNodes<T> {
     blocks: Vec<(u32, u64)>,
     /// Sums that wait for their partner, by level and first leaf.
     waiting: BTreeMap<(u32, u64), T>,
@@ -355,11 +358,11 @@ pub struct Pair<T> {
     pub right: T,
 }
 
-impl<T> Nodes<T> {
+impl<T> TreeNodes<T> {
     /// For the leaves of `parts`, in ascending order; no node spans two parts.
     pub fn new(parts: &[Range<u64>]) -> Self {
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
-        Nodes { blocks, waiting: BTreeMap::new() }
+        TreeNodes { blocks, waiting: BTreeMap::new() }
     }
 
     /// Takes a leaf, or the sum of a pair that it returned before. Stores it, or, if its partner is known, returns the
@@ -384,7 +387,7 @@ impl<T> Nodes<T> {
     }
 }
 
-impl<T: Sum> Nodes<T> {
+impl<T: Sum> TreeNodes<T> {
     /// Pushes a leaf, each once.
     pub fn push(&mut self, leaf: u64, value: T) -> Result<(), T::Error> {
         let mut node = Node { level: 0, first: leaf, value };
@@ -525,12 +528,12 @@ mod tests {
         ) {
             let term = |leaf: u64| Term(leaf.to_string());
             let count = order.len() as u64;
-            let mut all = Nodes::new(std::slice::from_ref(&(0..count)));
+            let mut all = TreeNodes::new(std::slice::from_ref(&(0..count)));
             order.iter().for_each(|leaf| all.push(*leaf, term(*leaf)).unwrap());
             prop_assert_eq!(all.finish(), Ok(counted((0..count).map(term))));
 
             let part = first..first + count;
-            let mut some = Nodes::new(std::slice::from_ref(&part));
+            let mut some = TreeNodes::new(std::slice::from_ref(&part));
             for (seen, leaf) in order.iter().enumerate() {
                 let done = |(level, begins): &(u32, u64)| {
                     let block = *begins..*begins + (1 << level);
@@ -563,7 +566,7 @@ mod tests {
         /// Two threads that take turns arbitrarily, and add outside of the tree.
         #[test]
         fn pairs_may_be_added_anywhere(turns in prop::collection::vec(any::<bool>(), 64), count in 2u64..24) {
-            let mut nodes = Nodes::new(std::slice::from_ref(&(0..count)));
+            let mut nodes = TreeNodes::new(std::slice::from_ref(&(0..count)));
             let leaf = |first: u64| Node { level: 0, first, value: Term(first.to_string()) };
             let mut left: [Vec<Node<Term>>; 2] = [(0..count).step_by(2), (1..count).step_by(2)]
                 .map(|leaves| leaves.map(leaf).collect());

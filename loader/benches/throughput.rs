@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use contract::{Digest, Hasher};
 use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
-use mixer::{Curriculum, Plan, SourceFacts};
+use mixer::{Curriculum, DataPlan, SourceFacts};
 use store::read::ReadCache;
 use store::write::ShardWriter;
 use store::{BLOCK_TOKENS, SourceRecord, Split, StreamRecord};
@@ -74,7 +74,7 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
     commit_store(path, vec![web], 2, 131_072);
 }
 
-fn plan_over(stores: &Stores, path: &Path, steps: u64) -> Plan {
+fn plan_over(stores: &Stores, path: &Path, steps: u64) -> DataPlan {
     let text = curriculum(&[path], &["web"], &[PhaseText(steps, SEQ_LEN, ROWS, 1, "web = 1")]);
     support::plan(&text, stores)
 }
@@ -173,7 +173,7 @@ fn assembly(path: &Path) {
 }
 
 /// How the time with a warm page cache is spent.
-fn parts(plan: &Plan, stores: &Stores, path: &Path, steps: u64) {
+fn parts(plan: &DataPlan, stores: &Stores, path: &Path, steps: u64) {
     let samples = steps * ROWS;
     let tokens = (samples * u64::from(SEQ_LEN)) as f64;
     let start = |sample| plan.sample(sample).unwrap().spans[0].start;
@@ -258,7 +258,7 @@ fn planning() {
     let phases = [PhaseText(2_000_000, SEQ_LEN, 1024, 1, "web = 1")];
     let text = curriculum(&[Path::new("web.toml")], &["web"], &phases);
     let begin = Instant::now();
-    let plan = Plan::new(&Curriculum::parse(&text, "described").unwrap(), &facts).unwrap();
+    let plan = DataPlan::new(&Curriculum::parse(&text, "described").unwrap(), &facts).unwrap();
     row("10^13 tokens: planning", begin.elapsed().as_secs_f64() * 1e3, "ms");
     for step in [10, 1_000_000] {
         let seconds = best(5, || {

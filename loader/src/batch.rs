@@ -3,11 +3,11 @@
 use std::ops::Range;
 
 use contract::{Digest, Hasher, Result};
-use mixer::{Plan, SampleSpec, StepSpec};
+use mixer::{DataPlan, SampleSpec, StepSpec};
 use store::Split;
 
 use crate::assemble::{Row, Scratch};
-use crate::memory::{Columns, ColumnsMut, Held, Memory};
+use crate::memory::{AnyBatchMemory, BatchMemory, Columns, ColumnsMut};
 use crate::{RankSlice, Stores};
 
 /// Rows of `seq_len` tokens, row after row.
@@ -24,7 +24,7 @@ pub struct Batch {
     /// Tokens in a row, padding included.
     pub seq_len: u32,
     /// `rows * seq_len` of each column.
-    memory: Held,
+    memory: AnyBatchMemory,
     /// For each row: where documents begin, or the part of one in this row. The first is 0; padding has its own.
     pub boundaries: Vec<Vec<u32>>,
     /// For each row: its sample.
@@ -53,7 +53,7 @@ impl Batch {
     }
 
     /// The memory of the columns if its type is `M`, the type that the caller passed in.
-    pub fn memory_mut<M: Memory>(&mut self) -> Option<&mut M> {
+    pub fn memory_mut<M: BatchMemory>(&mut self) -> Option<&mut M> {
         self.memory.as_mut()
     }
 
@@ -88,13 +88,13 @@ impl Batch {
 
     /// Fills `memory` with the batch described by `head`.
     pub(crate) fn assemble<'a>(
-        head: Head,
+        head: BatchHeader,
         stores: &Stores,
-        memory: Box<dyn Memory>,
+        memory: Box<dyn BatchMemory>,
         name: impl Fn(&SampleSpec) -> &'a str,
     ) -> Result<Self> {
-        let mut memory = Held::new(memory, head.tokens())?;
-        let Head { step, first_sample, micro_batch, seq_len, split, samples } = head;
+        let mut memory = AnyBatchMemory::new(memory, head.tokens())?;
+        let BatchHeader { step, first_sample, micro_batch, seq_len, split, samples } = head;
         let width = seq_len as usize;
         let mut columns = memory.columns_mut()?;
         let mut boundaries = Vec::with_capacity(samples.len());
@@ -124,7 +124,7 @@ impl Batch {
 }
 
 /// The description of a batch to fill.
-pub(crate) struct Head {
+pub(crate) struct BatchHeader {
     pub(crate) step: u64,
     pub(crate) first_sample: u64,
     pub(crate) micro_batch: u64,
@@ -134,7 +134,7 @@ pub(crate) struct Head {
     pub(crate) samples: Vec<SampleSpec>,
 }
 
-impl Head {
+impl BatchHeader {
     /// Tokens of all its rows.
     pub(crate) fn tokens(&self) -> usize {
         self.samples.len() * self.seq_len as usize
@@ -142,24 +142,24 @@ impl Head {
 }
 
 /// The rows of `slice` in step `step`.
-pub fn batch(plan: &Plan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
+pub fn batch(plan: &DataPlan, stores: &Stores, step: u64, slice: RankSlice) -> Result<Batch> {
     batch_in(plan, stores, step, slice, |tokens| Ok(stores.memory(tokens)))
 }
 
 /// The same, in memory that `memory` allocates for a number of tokens.
 pub fn batch_in(
-    plan: &Plan,
+    plan: &DataPlan,
     stores: &Stores,
     step: u64,
     slice: RankSlice,
-    memory: impl FnOnce(usize) -> Result<Box<dyn Memory>>,
+    memory: impl FnOnce(usize) -> Result<Box<dyn BatchMemory>>,
 ) -> Result<Batch> {
     rows_in(plan, stores, step, slice.rows(&plan.step(step)?), memory)
 }
 
 /// Rows `rows` of step `step`, numbered from 0: for inspection.
 pub fn rows(
-    plan: &Plan,
+    plan: &DataPlan,
     stores: &Stores,
     step: u64,
     rows: impl IntoIterator<Item = u64>,
@@ -190,11 +190,11 @@ pub struct RowLabels {
 /// Summarizes step `step` with at most `held` tokens (at least one row) in memory at a time, however large the step is.
 /// `memory` allocates for a number of tokens.
 pub fn summary_of(
-    plan: &Plan,
+    plan: &DataPlan,
     stores: &Stores,
     step: u64,
     held: u64,
-    memory: impl Fn(usize) -> Result<Box<dyn Memory>>,
+    memory: impl Fn(usize) -> Result<Box<dyn BatchMemory>>,
 ) -> Result<StepSummary> {
     let StepSpec { batch, seq_len, .. } = plan.step(step)?;
     let piece = (held / u64::from(seq_len)).max(1);
@@ -215,18 +215,19 @@ pub fn summary_of(
 }
 
 fn rows_in(
-    plan: &Plan,
+    plan: &DataPlan,
     stores: &Stores,
     step: u64,
     rows: impl IntoIterator<Item = u64>,
-    memory: impl FnOnce(usize) -> Result<Box<dyn Memory>>,
+    memory: impl FnOnce(usize) -> Result<Box<dyn BatchMemory>>,
 ) -> Result<Batch> {
     let spec = plan.step(step)?;
     let samples = rows.into_iter().map(|row| plan.sample(spec.first_sample + row));
     let samples = samples.collect::<Result<Vec<_>>>()?;
     let first_sample = samples.first().map_or(spec.first_sample, |sample| sample.sample);
     let StepSpec { micro_batch, seq_len, .. } = spec;
-    let head = Head { step, first_sample, micro_batch, seq_len, split: Split::Train, samples };
+    let head =
+        BatchHeader { step, first_sample, micro_batch, seq_len, split: Split::Train, samples };
     let memory = memory(head.tokens())?;
     Batch::assemble(head, stores, memory, |sample| plan.sources()[sample.source].name.as_str())
 }

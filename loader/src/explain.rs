@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use contract::{Fault, Result};
-use mixer::{Plan, SampleSpec};
+use mixer::{DataPlan, SampleSpec};
 use store::{DocumentRecord, Split};
 
 use crate::Stores;
 
 /// A run of tokens of one document within a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct SequencePart {
     /// Its range in the sequence.
     pub place: Range<u32>,
     /// Its tokens, as numbered in the source's training stream.
@@ -25,7 +25,7 @@ pub struct Piece {
     pub banned: bool,
 }
 
-impl Piece {
+impl SequencePart {
     /// Its tokens, as numbered in the document.
     pub fn in_document(&self) -> Range<u64> {
         let first = self.record.first_token;
@@ -34,7 +34,11 @@ impl Piece {
 }
 
 /// The pieces of each sample in reading order, without padding. Opens each provenance file once.
-pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Vec<Vec<Piece>>> {
+pub fn pieces(
+    plan: &DataPlan,
+    stores: &Stores,
+    samples: &[SampleSpec],
+) -> Result<Vec<Vec<SequencePart>>> {
     let unknown = Arc::new(DocumentRecord {
         id: String::new(),
         file: 0,
@@ -59,10 +63,10 @@ pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Ve
     }
     let found = samples.iter().zip(all).map(|(sample, cut)| {
         let known = &wanted[&sample.source];
-        let piece = |(place, tokens, document): Cut| {
+        let piece = |(place, tokens, document): PartRange| {
             let record = Arc::clone(&known[&document]);
             let banned = sample.banned.iter().any(|banned| banned.contains(&place.start));
-            Piece { place, tokens, document, record, banned }
+            SequencePart { place, tokens, document, record, banned }
         };
         cut.into_iter().map(piece).collect()
     });
@@ -70,10 +74,10 @@ pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Ve
 }
 
 /// Range in the sequence, tokens of the stream, document.
-type Cut = (Range<u32>, Range<u64>, u64);
+type PartRange = (Range<u32>, Range<u64>, u64);
 
 /// Splits a sample where documents begin and where spans join.
-fn cut(plan: &Plan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<Cut>> {
+fn cut(plan: &DataPlan, stores: &Stores, sample: &SampleSpec) -> Result<Vec<PartRange>> {
     let stream = stores.stream(&plan.sources()[sample.source].name, Split::Train)?;
     let (mut found, mut starts, mut place) = (Vec::new(), Vec::new(), 0);
     for span in &sample.spans {

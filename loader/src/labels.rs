@@ -3,15 +3,15 @@
 use std::collections::BTreeSet;
 
 use contract::{Result, counted};
-use mixer::{Plan, SampleSpec};
+use mixer::{DataPlan, SampleSpec};
 
-use crate::{Opened, RankSlice, batch};
+use crate::{OpenedCurriculum, RankSlice, batch};
 
 /// A visible run longer than this must contain labels, unless its documents are single tokens.
 const SHORT: u32 = 64;
 
 /// The steps without any label, ascending. Reads text only of steps that the plan alone cannot decide.
-pub fn steps_without_labels(opened: &Opened) -> Result<Vec<u64>> {
+pub fn steps_without_labels(opened: &OpenedCurriculum) -> Result<Vec<u64>> {
     let plan = &opened.plan;
     let mut steps = BTreeSet::new();
     for ban in plan.bans() {
@@ -51,7 +51,7 @@ pub fn without_labels(steps: &[u64]) -> String {
 }
 
 /// The longest run of visible text in a step; stops searching once it exceeds [`SHORT`].
-fn longest_shown(plan: &Plan, step: u64) -> Result<u32> {
+fn longest_shown(plan: &DataPlan, step: u64) -> Result<u32> {
     let (spec, mut longest) = (plan.step(step)?, 0);
     for sample in spec.first_sample..spec.first_sample + spec.batch {
         longest = longest.max(shown(&plan.sample(sample)?));

@@ -25,8 +25,8 @@ pub mod validation;
 
 pub use batch::{Batch, RowLabels, StepSummary, batch, batch_in, rows, step_digest, summary_of};
 pub use labels::{steps_without_labels, without_labels};
-pub use memory::{Columns, ColumnsMut, Memory};
-pub use open::Opened;
-pub use prefetch::{Ahead, PrefetchOptions, Prefetcher};
+pub use memory::{BatchMemory, Columns, ColumnsMut};
+pub use open::OpenedCurriculum;
+pub use prefetch::{PrefetchOptions, PrefetchSource, Prefetcher};
 pub use slice::RankSlice;
 pub use stores::Stores;

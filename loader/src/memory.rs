@@ -41,7 +41,7 @@ pub struct ColumnsMut<'a> {
 }
 
 /// Memory for one batch. Its initial content does not matter: every value is written.
-pub trait Memory: Any + Send + Sync {
+pub trait BatchMemory: Any + Send + Sync {
     /// Its columns, each of the requested length.
     fn columns(&self) -> Columns<'_>;
 
@@ -50,18 +50,18 @@ pub trait Memory: Any + Send + Sync {
 }
 
 /// The memory of a batch, of any type. Cloning copies it to plain memory.
-pub(crate) struct Held(Box<dyn Memory>);
+pub(crate) struct AnyBatchMemory(Box<dyn BatchMemory>);
 
-impl Held {
+impl AnyBatchMemory {
     /// Takes `memory` for a batch; an error if its columns do not have `tokens` tokens.
-    pub(crate) fn new(memory: Box<dyn Memory>, tokens: usize) -> Result<Held> {
+    pub(crate) fn new(memory: Box<dyn BatchMemory>, tokens: usize) -> Result<AnyBatchMemory> {
         let Columns { tokens: ids, labels, positions, mask } = memory.columns();
         let lengths = [ids.len(), labels.len(), positions.len(), mask.len()];
         if lengths.iter().any(|length| *length != tokens) {
             let what = format!("columns of {lengths:?} for {tokens} tokens");
             return Err(Fault::bug(format!("memory that does not fit its batch: {what}")));
         }
-        Ok(Held(memory))
+        Ok(AnyBatchMemory(memory))
     }
 
     pub(crate) fn columns(&self) -> Columns<'_> {
@@ -73,29 +73,29 @@ impl Held {
     }
 
     /// The memory itself if its type is `M`.
-    pub(crate) fn as_mut<M: Memory>(&mut self) -> Option<&mut M> {
+    pub(crate) fn as_mut<M: BatchMemory>(&mut self) -> Option<&mut M> {
         let memory: &mut dyn Any = &mut *self.0;
         memory.downcast_mut()
     }
 }
 
-impl Clone for Held {
+impl Clone for AnyBatchMemory {
     fn clone(&self) -> Self {
         let Columns { tokens, labels, positions, mask } = self.columns();
         let words = [tokens, labels, positions].concat();
-        Held(Box::new(Pooled { words, mask: mask.to_vec(), pool: Arc::default() }))
+        AnyBatchMemory(Box::new(Pooled { words, mask: mask.to_vec(), pool: Arc::default() }))
     }
 }
 
-impl PartialEq for Held {
+impl PartialEq for AnyBatchMemory {
     fn eq(&self, other: &Self) -> bool {
         self.columns() == other.columns()
     }
 }
 
-impl Eq for Held {}
+impl Eq for AnyBatchMemory {}
 
-impl fmt::Debug for Held {
+impl fmt::Debug for AnyBatchMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.columns().fmt(f)
     }
@@ -115,7 +115,7 @@ pub(crate) struct Pool(Mutex<Vec<(Vec<i32>, Vec<u8>)>>);
 
 impl Pool {
     /// Memory for `tokens` tokens.
-    pub(crate) fn take(self: &Arc<Self>, tokens: usize) -> Box<dyn Memory> {
+    pub(crate) fn take(self: &Arc<Self>, tokens: usize) -> Box<dyn BatchMemory> {
         let waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let (mut words, mut mask) = waiting.unwrap_or_default();
         resize(&mut words, 3 * tokens);
@@ -130,7 +130,7 @@ fn resize<T: Clone + Default>(values: &mut Vec<T>, length: usize) {
     values.resize(length, T::default());
 }
 
-impl Memory for Pooled {
+impl BatchMemory for Pooled {
     fn columns(&self) -> Columns<'_> {
         let (tokens, words) = self.words.split_at(self.mask.len());
         let (labels, positions) = words.split_at(self.mask.len());
@@ -162,7 +162,7 @@ mod tests {
         let pool: Arc<Pool> = Arc::default();
         let mut first = pool.take(1000);
         first.columns_mut().unwrap().mask.fill(7);
-        let place = |memory: &dyn Memory| {
+        let place = |memory: &dyn BatchMemory| {
             let Columns { tokens, labels, positions, mask } = memory.columns();
             assert!([labels.len(), positions.len(), mask.len()] == [tokens.len(); 3]);
             (tokens.as_ptr(), labels.as_ptr(), positions.as_ptr(), mask.as_ptr())
@@ -182,8 +182,8 @@ mod tests {
     #[test]
     fn memory_that_does_not_fit_is_refused() {
         let pool: Arc<Pool> = Arc::default();
-        assert!(Held::new(pool.take(3), 4).is_err());
-        let held = Held::new(pool.take(3), 3).unwrap();
+        assert!(AnyBatchMemory::new(pool.take(3), 4).is_err());
+        let held = AnyBatchMemory::new(pool.take(3), 3).unwrap();
         let mut other = held.clone();
         assert_eq!(other, held);
         other.columns_mut().unwrap().labels[2] += 1;

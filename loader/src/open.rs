@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use contract::{Class, Fault, Identity, Result};
 use curriculum::AddedStore;
-use mixer::{Curriculum, PackTables, Plan, SourceFacts, described_store};
+use mixer::{Curriculum, DataPlan, PackTables, SourceFacts, described_store};
 use settings::File;
 use store::open::MANIFEST;
 use store::read::ReadCache;
@@ -14,7 +14,7 @@ use store::{DocumentRecord, Location, Split};
 use crate::{Stores, packs};
 
 /// A curriculum with its plan and its stores (none if it names store stubs).
-pub struct Opened {
+pub struct OpenedCurriculum {
     /// Its location.
     pub file: Location,
     /// Its text, as read.
@@ -22,11 +22,11 @@ pub struct Opened {
     /// The parsed curriculum.
     pub curriculum: Curriculum,
     /// The plan.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<DataPlan>,
     stores: Option<Arc<Stores>>,
 }
 
-impl Opened {
+impl OpenedCurriculum {
     /// Reads the curriculum `file`, opens its stores (paths relative to its folder), and plans.
     pub fn open(file: impl Into<Location>) -> Result<Self> {
         let file = file.into();
@@ -42,7 +42,7 @@ impl Opened {
                 .hint("name a TOML file of phases whose `store` is the store's folder"));
         }
         let text = text(&file)?;
-        Opened::open_text(file, text)
+        OpenedCurriculum::open_text(file, text)
     }
 
     /// The same for text that would be in `file`.
@@ -77,7 +77,7 @@ impl Opened {
             Some(stores) => packs::tables(&curriculum, stores)?,
             None => PackTables::new(),
         };
-        let mut plan = Plan::with_packs(&curriculum, &facts, packs)?;
+        let mut plan = DataPlan::with_packs(&curriculum, &facts, packs)?;
         if let Some(stores) = stores.as_ref().filter(|_| !described) {
             plan.place_bans(|source, documents| {
                 let ranges: Vec<_> = documents.iter().map(|number| *number..number + 1).collect();
@@ -91,7 +91,7 @@ impl Opened {
         if let Some(stores) = &stores {
             check_added(&curriculum, &plan, stores)?;
         }
-        Ok(Opened { file, source: text, curriculum, plan, stores })
+        Ok(OpenedCurriculum { file, source: text, curriculum, plan, stores })
     }
 
     /// Opens the curriculum of the run in `root`. `moved` are the present locations of its stores, those of amendments
@@ -135,7 +135,7 @@ impl Opened {
         }
         // If nothing moved, errors refer to lines of the file.
         let source = if moved.is_empty() { source } else { curriculum.canonical() };
-        Opened::open_text(file, source)
+        OpenedCurriculum::open_text(file, source)
     }
 
     /// The stores; `None` if the curriculum names a store stub.
@@ -199,7 +199,7 @@ fn check_store_of_run(place: &str, digest: &str, said: bool) -> Result<()> {
 }
 
 /// Checks the digests of stores that amendments add, and refuses their sources in earlier steps.
-fn check_added(curriculum: &Curriculum, plan: &Plan, stores: &Stores) -> Result<()> {
+fn check_added(curriculum: &Curriculum, plan: &DataPlan, stores: &Stores) -> Result<()> {
     let added = curriculum.amendments.iter().enumerate();
     let added = added.filter_map(|(number, one)| Some((number + 1, one.step, one.store.as_ref()?)));
     let opened = stores.stores().get(curriculum.stores.len()..).unwrap_or_default();
@@ -272,14 +272,14 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("run.toml");
         std::fs::write(&path, b"seed = 1\nstore = \"\xff\"").unwrap();
-        let fault = Opened::open(&path).map(drop).unwrap_err();
+        let fault = OpenedCurriculum::open(&path).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Usage);
         assert!(fault.to_string().contains("run.toml:2"), "{fault}");
-        let fault = Opened::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
+        let fault = OpenedCurriculum::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Data, "nobody wrote what a run keeps");
         assert!(fault.to_string().contains("run.toml:2"), "{fault}");
         std::fs::write(&path, "seed = 1\nstoer = 3\n").unwrap();
-        let fault = Opened::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
+        let fault = OpenedCurriculum::of_run(folder.path(), &[], &[]).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Data);
         assert!(fault.to_string().contains("writes it anew"), "{fault}");
     }

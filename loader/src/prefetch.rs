@@ -27,9 +27,9 @@ use std::thread::{self, JoinHandle};
 
 use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
-use mixer::Plan;
+use mixer::DataPlan;
 
-use crate::{Batch, Memory, RankSlice, StepSummary, Stores, batch_in, summary_of};
+use crate::{Batch, BatchMemory, RankSlice, StepSummary, Stores, batch_in, summary_of};
 
 /// Settings that affect only speed, so none has a digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,9 +47,9 @@ impl Default for PrefetchOptions {
 }
 
 /// What to prefetch.
-pub struct Ahead {
+pub struct PrefetchSource {
     /// The plan.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<DataPlan>,
     /// The stores with its text.
     pub stores: Arc<Stores>,
     /// The steps, half-open.
@@ -71,7 +71,7 @@ type Slot<B> = Receiver<Result<B>>;
 impl<T: Send + 'static> Prefetcher<T> {
     /// Starts prefetching the batches of `steps` (half-open) for `slice`; `next` returns what `last` makes of each.
     pub fn start(
-        plan: Arc<Plan>,
+        plan: Arc<DataPlan>,
         stores: Arc<Stores>,
         steps: Range<u64>,
         slice: RankSlice,
@@ -80,20 +80,20 @@ impl<T: Send + 'static> Prefetcher<T> {
     ) -> Result<Self> {
         let pool = Arc::clone(&stores);
         let memory = move |tokens| Ok(pool.memory(tokens));
-        let ahead = Ahead { plan, stores, steps, options };
+        let ahead = PrefetchSource { plan, stores, steps, options };
         Prefetcher::by_step(ahead, move |_| Ok(slice), memory, Ok, last)
     }
 
     /// The same with a slice that depends on the step. `memory` allocates for a number of tokens. Readers apply `check`
     /// to each batch before `last`.
     pub fn by_step<B: Send + 'static>(
-        ahead: Ahead,
+        ahead: PrefetchSource,
         slice: impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static,
-        memory: impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + 'static,
+        memory: impl Fn(usize) -> Result<Box<dyn BatchMemory>> + Send + Sync + 'static,
         check: impl Fn(Batch) -> Result<B> + Send + Sync + 'static,
         last: impl FnMut(B) -> Result<T> + Send + 'static,
     ) -> Result<Self> {
-        let Ahead { plan, stores, steps, options } = ahead;
+        let PrefetchSource { plan, stores, steps, options } = ahead;
         let make = move |step| check(batch_in(&plan, &stores, step, slice(step)?, &memory)?);
         Prefetcher::over(steps, options, make, last, begin)
     }
@@ -130,8 +130,8 @@ impl<T: Send + 'static> Prefetcher<T> {
 
 impl Prefetcher<StepSummary> {
     /// The summary of each step. A reader holds at most `held` tokens at a time (at least one row).
-    pub fn summaries(ahead: Ahead, held: u64) -> Result<Self> {
-        let Ahead { plan, stores, steps, options } = ahead;
+    pub fn summaries(ahead: PrefetchSource, held: u64) -> Result<Self> {
+        let PrefetchSource { plan, stores, steps, options } = ahead;
         let make = move |step| {
             let memory = |tokens| Ok(stores.memory(tokens));
             summary_of(&plan, &stores, step, held, memory)

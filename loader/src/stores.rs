@@ -7,7 +7,7 @@ use contract::{Fault, Result};
 use mixer::SourceFacts;
 use store::{Location, Split, Store, StreamReader, TokenizerRecord, read::ReadCache};
 
-use crate::memory::{Memory, Pool};
+use crate::memory::{BatchMemory, Pool};
 
 /// Several stores with one tokenizer and unique source names.
 pub struct Stores {
@@ -157,7 +157,7 @@ impl Stores {
     }
 
     /// Plain memory for a batch of `tokens` tokens, reused after it is dropped.
-    pub(crate) fn memory(&self, tokens: usize) -> Box<dyn Memory> {
+    pub(crate) fn memory(&self, tokens: usize) -> Box<dyn BatchMemory> {
         self.pool.take(tokens)
     }
 

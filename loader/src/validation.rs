@@ -7,7 +7,7 @@ use mixer::{SampleSpec, Span};
 use store::Split;
 
 use crate::Stores;
-use crate::batch::{Batch, Head};
+use crate::batch::{Batch, BatchHeader};
 
 /// How many windows of `seq_len` tokens the validation split of a source has.
 pub fn windows(stores: &Stores, source: &str, seq_len: u32) -> Result<u64> {
@@ -38,7 +38,8 @@ pub fn batch(stores: &Stores, source: &str, seq_len: u32, first: u64, rows: u64)
         }
     };
     let (split, samples) = (Split::Validation, (first..end).map(sample).collect());
-    let head = Head { step: 0, first_sample: first, micro_batch: 1, seq_len, split, samples };
+    let head =
+        BatchHeader { step: 0, first_sample: first, micro_batch: 1, seq_len, split, samples };
     let memory = stores.memory(head.tokens());
     Batch::assemble(head, stores, memory, |_| source)
 }

@@ -7,7 +7,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use mixer::{Curriculum, Plan, SourceFacts};
+use mixer::{Curriculum, DataPlan, SourceFacts};
 
 fn main() {
     let facts: Vec<SourceFacts> = (0..1000u64)
@@ -28,7 +28,7 @@ fn main() {
     let curriculum = Curriculum::parse(&text, "bench.toml").expect("the text is fixed");
     println!("{:<44} {:>10.1} us", "Curriculum::parse", started.elapsed().as_secs_f64() * 1e6);
     let started = Instant::now();
-    let plan = Plan::new(&curriculum, &facts).expect("the curriculum fits its sources");
+    let plan = DataPlan::new(&curriculum, &facts).expect("the curriculum fits its sources");
     println!("{:<44} {:>10.1} us", "Plan::new", started.elapsed().as_secs_f64() * 1e6);
     let before = resident();
     for step in [10, 100_000, 1_000_000, plan.steps()] {
@@ -54,7 +54,7 @@ fn curriculum() -> String {
     )
 }
 
-fn questions(plan: &Plan, step: u64) {
+fn questions(plan: &DataPlan, step: u64) {
     let spec = plan.step(step).expect("the step is part of the run");
     let samples = spec.first_sample..spec.first_sample + spec.batch;
     row(&format!("Plan::sample, step {step}"), spec.batch, || {

@@ -6,12 +6,12 @@ use std::ops::Range;
 use contract::{Fault, Result};
 
 use crate::bans::{Ban, Bans};
-use crate::plan::Plan;
+use crate::plan::DataPlan;
 use crate::sample::{names, unknown};
 use curriculum::Curriculum;
 
 /// The bans of a curriculum whose phases are planned.
-pub(crate) fn banned(curriculum: &Curriculum, plan: &Plan) -> Result<Bans> {
+pub(crate) fn banned(curriculum: &Curriculum, plan: &DataPlan) -> Result<Bans> {
     let mut all = Vec::new();
     for (number, amendment) in curriculum.amendments.iter().enumerate() {
         let step = amendment.step;
@@ -37,7 +37,7 @@ pub(crate) fn banned(curriculum: &Curriculum, plan: &Plan) -> Result<Bans> {
     Ok(Bans { all, by_source: BTreeMap::new() })
 }
 
-impl Plan {
+impl DataPlan {
     /// The banned documents, in the order of the amendments.
     pub fn bans(&self) -> &[Ban] {
         &self.bans.all

@@ -14,11 +14,11 @@ pub struct Ban {
     pub step: u64,
     /// The first global sample number of that step.
     pub first_sample: u64,
-    /// Index into [`crate::Plan::sources`].
+    /// Index into [`crate::DataPlan::sources`].
     pub source: usize,
     /// Its number in the source's training stream.
     pub document: u64,
-    /// Its tokens there, filled in by [`crate::Plan::place_bans`]; until then nothing is hidden.
+    /// Its tokens there, filled in by [`crate::DataPlan::place_bans`]; until then nothing is hidden.
     pub tokens: Range<u64>,
 }
 

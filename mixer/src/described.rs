@@ -16,7 +16,7 @@ use crate::sample::SourceFacts;
 /// The file as written.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Described {
+struct StoreStub {
     source: Vec<Spanned<SourceFacts>>,
 }
 
@@ -26,7 +26,7 @@ pub fn described_store(text: &str, name: &str) -> Result<Option<Vec<SourceFacts>
     if !file.parse::<Table>()?.contains_key("source") {
         return Ok(None);
     }
-    let Described { source } = file.parse()?;
+    let StoreStub { source } = file.parse()?;
     let mut all: Vec<SourceFacts> = Vec::new();
     for facts in source {
         let SourceFacts { name, tokens: _, documents: _, unit } = facts.get_ref();

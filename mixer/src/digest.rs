@@ -5,7 +5,7 @@
 use contract::{Digest, Digestible, Fault, Hasher, Result};
 use curriculum::RemainderRule;
 
-use crate::plan::{PhasePlan, Plan};
+use crate::plan::{DataPlan, PhasePlan};
 use crate::sample::SourceFacts;
 
 /// The version of the rules that turn a curriculum into a plan. A run can only continue under the version that it began
@@ -24,21 +24,21 @@ pub fn check_version(begun: u32) -> Result<()> {
 }
 
 /// The part of a plan up to `step`.
-struct Until<'a> {
-    plan: &'a Plan,
+struct PlanPrefix<'a> {
+    plan: &'a DataPlan,
     step: u64,
 }
 
-impl Plan {
+impl DataPlan {
     /// The digest of everything that affects steps 1 to `step`; steps after the plan's last add nothing.
     pub fn digest_through(&self, step: u64) -> Digest {
-        Digest::of(&Until { plan: self, step })
+        Digest::of(&PlanPrefix { plan: self, step })
     }
 }
 
-impl Digestible for Until<'_> {
+impl Digestible for PlanPrefix<'_> {
     fn feed(&self, hasher: &mut Hasher) {
-        let Plan { seed, phases, sources, orders: _, packs, bans } = self.plan;
+        let DataPlan { seed, phases, sources, orders: _, packs, bans } = self.plan;
         let begun = phases.iter().take_while(|phase| phase.first_step <= self.step);
         hasher
             .tag("plan")

@@ -48,7 +48,7 @@ impl Lengths {
 
 /// The packs of one length: a list of spans for each pack, in stream order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Fitted {
+pub struct FittedPacks {
     /// Full packs of one contiguous span.
     pub contiguous: Vec<Span>,
     /// Full packs of several pieces.
@@ -62,12 +62,12 @@ pub struct Fitted {
 }
 
 /// A pack with free space.
-struct Open {
+struct OpenPack {
     pieces: Vec<Span>,
     room: u32,
 }
 
-impl Fitted {
+impl FittedPacks {
     /// Packs one more block of documents, each a range of tokens of its stream.
     ///
     /// # Panics
@@ -89,7 +89,7 @@ impl Fitted {
         }
         // A stable sort: equal sizes stay in the order of the stream.
         pieces.sort_by_key(|piece| Reverse(piece.tokens));
-        for Open { mut pieces, room } in packed(&pieces, length, most) {
+        for OpenPack { mut pieces, room } in packed(&pieces, length, most) {
             pieces.sort_unstable();
             if room == 0 { &mut self.joined } else { &mut self.padded }.push(pieces);
         }
@@ -97,12 +97,12 @@ impl Fitted {
 }
 
 /// Packs pieces that are shorter than `length` and sorted by decreasing size.
-fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<Open> {
-    let mut packs: Vec<Open> = Vec::new();
-    let mut by_room = Rooms::new(length);
+fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<OpenPack> {
+    let mut packs: Vec<OpenPack> = Vec::new();
+    let mut by_room = FreeSpaceIndex::new(length);
     for piece in pieces {
         let number = by_room.take(piece.tokens).unwrap_or_else(|| {
-            packs.push(Open { pieces: Vec::new(), room: length });
+            packs.push(OpenPack { pieces: Vec::new(), room: length });
             packs.len() - 1
         });
         let pack = &mut packs[number];
@@ -116,7 +116,7 @@ fn packed(pieces: &[Span], length: u32, most: u32) -> Vec<Open> {
 }
 
 /// Packs indexed by free space: finds the least sufficient free space in a few steps, whatever the length.
-struct Rooms {
+struct FreeSpaceIndex {
     /// For each amount of free space, the numbers of the packs that have it, the lowest on top.
     packs: Vec<BinaryHeap<Reverse<usize>>>,
     /// A tree of bitmaps: a bit for each amount of free space that some pack has, a bit for each nonzero word of those,
@@ -124,14 +124,14 @@ struct Rooms {
     levels: Vec<Vec<u64>>,
 }
 
-impl Rooms {
+impl FreeSpaceIndex {
     /// No packs; free space is below `length`.
     fn new(length: u32) -> Self {
         let mut levels = vec![vec![0u64; (length as usize).div_ceil(64)]];
         while let Some(last) = levels.last().filter(|last| last.len() > 1) {
             levels.push(vec![0; last.len().div_ceil(64)]);
         }
-        Rooms { packs: vec![BinaryHeap::new(); length as usize], levels }
+        FreeSpaceIndex { packs: vec![BinaryHeap::new(); length as usize], levels }
     }
 
     fn put(&mut self, room: u32, pack: usize) {
@@ -233,7 +233,7 @@ mod tests {
             most in 1u32..6,
         ) {
             let documents = documents(&sizes);
-            let mut packs = Fitted::default();
+            let mut packs = FittedPacks::default();
             packs.add(&documents, length, most);
             let (single, several) = naive(&documents, u64::from(length), most as usize);
             let full = |pack: &&Vec<Span>| {
@@ -252,7 +252,7 @@ mod tests {
         fn the_least_room_that_is_enough_is_found(
             length in 1u32..20_000, puts in prop::collection::vec((0.0f64..1.0, 0.0f64..1.0), 1..60),
         ) {
-            let mut rooms = Rooms::new(length);
+            let mut rooms = FreeSpaceIndex::new(length);
             let mut plain: Vec<(u32, usize)> = Vec::new();
             let room = |share: f64| (share * f64::from(length)) as u32;
             for (number, (put, take)) in puts.into_iter().enumerate() {
@@ -292,10 +292,10 @@ mod tests {
         let sizes: Vec<u64> = (0..(BLOCK as u64 * 5 / 2)).map(size).collect();
         let documents = documents(&sizes);
         for length in [512, 4096] {
-            let (mut whole, mut blocks) = (Fitted::default(), Fitted::default());
+            let (mut whole, mut blocks) = (FittedPacks::default(), FittedPacks::default());
             whole.add(&documents, length, 256);
             documents.chunks(BLOCK).for_each(|block| blocks.add(block, length, 256));
-            let packs = |of: &Fitted| of.contiguous.len() + of.joined.len() + of.padded.len();
+            let packs = |of: &FittedPacks| of.contiguous.len() + of.joined.len() + of.padded.len();
             assert!(
                 packs(&blocks) * 50 <= packs(&whole) * 51,
                 "{} {}",

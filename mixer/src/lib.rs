@@ -19,7 +19,7 @@
 //! A source with packed documents permutes packs instead of windows, so a sample has several [`Span`]s. The content of
 //! packs is in a table next to the store ([`PackTable`]), made by [`fit`]. A ramp of weights or batch size can be added
 //! without another clock: it gives a phase other closed forms of the same queries ([`mixing::Mixing`]: pick, count,
-//! nth; [`Plan::step`]).
+//! nth; [`DataPlan::step`]).
 
 #![forbid(unsafe_code)]
 
@@ -42,11 +42,11 @@ mod segment;
 mod visits;
 
 pub use bans::Ban;
-pub use curriculum::{Curriculum, Difference, RemainderRule};
+pub use curriculum::{Curriculum, CurriculumDifference, RemainderRule};
 pub use described::described_store;
 pub use digest::{PLAN_VERSION, check_version};
-pub use makeup::Makeup;
+pub use makeup::Composition;
 pub use packs::{PackPlace, PackTable, PackedLength};
-pub use plan::{PackTables, PhasePlan, Plan, SourceUse, Standing};
+pub use plan::{DataPlan, PackTables, PhasePlan, SourceState, SourceUse};
 pub use sample::{SampleSpec, SourceFacts, Span, StepSpec, unknown};
 pub use visits::Visit;

@@ -3,7 +3,7 @@
 use contract::{Fault, Result};
 
 use crate::packing::Segment;
-use crate::plan::{PhasePlan, Plan, SourceUse};
+use crate::plan::{DataPlan, PhasePlan, SourceUse};
 use curriculum::Curriculum;
 
 /// A source with too little text.
@@ -17,7 +17,7 @@ struct Shortfall {
 }
 
 /// Refuses the plan if a source runs out.
-pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
+pub(crate) fn check(plan: &DataPlan, curriculum: &Curriculum) -> Result<()> {
     let mut short: Vec<Shortfall> = Vec::new();
     for (index, phase) in plan.phases.iter().enumerate() {
         for (entry, part) in phase.uses.iter().enumerate() {
@@ -40,7 +40,12 @@ pub(crate) fn check(plan: &Plan, curriculum: &Curriculum) -> Result<()> {
     }
 }
 
-fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shortfall]) -> Fault {
+fn fault(
+    plan: &DataPlan,
+    curriculum: &Curriculum,
+    first: &Shortfall,
+    others: &[Shortfall],
+) -> Fault {
     let Shortfall { sample: _, step, phase, source, max_epochs } = *first;
     let (facts, phase) = (&plan.sources[source], &plan.phases[phase]);
     let (name, needed) = (&facts.name, plan.tokens_needed(source));
@@ -71,7 +76,7 @@ fn fault(plan: &Plan, curriculum: &Curriculum, first: &Shortfall, others: &[Shor
 }
 
 /// For packed documents: the packs of the phase's length used by the end of the phase, and how many exist.
-fn packs_needed(plan: &Plan, short: &Shortfall) -> Option<(u64, u64)> {
+fn packs_needed(plan: &DataPlan, short: &Shortfall) -> Option<(u64, u64)> {
     let part = plan.phases[short.phase].uses.iter().find(|part| part.source == short.source)?;
     match &part.segment {
         Segment::Packs(segment) => Some((segment.served() + part.samples, segment.size().packs())),
@@ -85,7 +90,7 @@ fn hundredths(part: u64, whole: u64) -> String {
     format!("{}.{:02}", value / 100, value % 100)
 }
 
-impl Plan {
+impl DataPlan {
     /// Tokens that the run takes from a source, repeats included.
     pub fn tokens_needed(&self, source: usize) -> u64 {
         self.last_use(source).map_or(0, |(_, part)| part.tokens_before + part.tokens)

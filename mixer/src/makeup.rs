@@ -6,7 +6,7 @@ use serde::Serialize;
 
 /// Sequences by composition; each is counted once.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Makeup {
+pub struct Composition {
     /// Full, and one run of contiguous tokens.
     pub contiguous: u64,
     /// Full, of several runs.
@@ -15,15 +15,15 @@ pub struct Makeup {
     pub padded: u64,
 }
 
-impl Makeup {
+impl Composition {
     /// `samples` sequences, of which `joined` are joined and `padded` are padded.
     pub(crate) fn of(samples: u64, joined: u64, padded: u64) -> Self {
-        Makeup { contiguous: samples - joined - padded, joined, padded }
+        Composition { contiguous: samples - joined - padded, joined, padded }
     }
 }
 
-impl AddAssign for Makeup {
-    fn add_assign(&mut self, other: Makeup) {
+impl AddAssign for Composition {
+    fn add_assign(&mut self, other: Composition) {
         self.contiguous += other.contiguous;
         self.joined += other.joined;
         self.padded += other.padded;

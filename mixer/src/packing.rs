@@ -5,7 +5,7 @@ use std::sync::Arc;
 use contract::{Fault, Result};
 use curriculum::Phase;
 
-use crate::makeup::Makeup;
+use crate::makeup::Composition;
 use crate::order::{Cursor, SourceOrder};
 use crate::packs::{PackOrder, PackSegment, PackTable};
 use crate::sample::{SourceFacts, Span};
@@ -102,7 +102,7 @@ impl Segment {
     }
 
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, samples: u64) -> Makeup {
+    pub(crate) fn makeup(&self, samples: u64) -> Composition {
         match self {
             Segment::Windows(order, segment) => segment.makeup(order, samples),
             Segment::Packs(segment) => segment.makeup(samples),

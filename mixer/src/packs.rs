@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use contract::{Digest, Key, Permutation, Result};
 
-use crate::makeup::Makeup;
+use crate::makeup::Composition;
 use crate::order::Cursor;
 use crate::sample::Span;
 
@@ -179,13 +179,13 @@ impl PackSegment {
     }
 
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, samples: u64) -> Makeup {
+    pub(crate) fn makeup(&self, samples: u64) -> Composition {
         let count = |packs: Range<u64>| {
             self.count(&packs, self.served() + samples) - self.count(&packs, self.served())
         };
         let of = self.size();
         let (joined, padded) = (of.contiguous, of.contiguous + of.joined);
-        Makeup::of(samples, count(joined..padded), count(padded..of.packs()))
+        Composition::of(samples, count(joined..padded), count(padded..of.packs()))
     }
 
     /// How many of the first `served` packs served, over all epochs, are among `packs`.

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use contract::{Fault, Result};
 
 use crate::bans::Bans;
-use crate::makeup::Makeup;
+use crate::makeup::Composition;
 use crate::mixing::Mixing;
 use crate::order::Cursor;
 use crate::packing::{Order, Segment};
@@ -22,7 +22,7 @@ pub type PackTables = BTreeMap<String, Arc<dyn PackTable>>;
 
 /// What a run reads, in closed form.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct DataPlan {
     pub(crate) seed: u64,
     pub(crate) phases: Vec<PhasePlan>,
     pub(crate) sources: Vec<SourceFacts>,
@@ -69,7 +69,7 @@ pub struct PhasePlan {
 /// How a phase uses a source.
 #[derive(Clone, Debug)]
 pub struct SourceUse {
-    /// Index into [`Plan::sources`].
+    /// Index into [`DataPlan::sources`].
     pub source: usize,
     /// Its integer weight.
     pub weight: u64,
@@ -86,14 +86,14 @@ pub struct SourceUse {
 
 /// A source's state before a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct SourceState {
     /// The position in its order.
     pub cursor: Cursor,
     /// Tokens that the run has read from it, repeats included.
     pub tokens: u64,
 }
 
-impl Plan {
+impl DataPlan {
     /// The phases in order, split into segments where their mix is amended.
     pub fn phases(&self) -> &[PhasePlan] {
         &self.phases
@@ -104,7 +104,7 @@ impl Plan {
         &self.sources
     }
 
-    /// The packs of a source (index into [`Plan::sources`]); `None` if its documents are concatenated and cut.
+    /// The packs of a source (index into [`DataPlan::sources`]); `None` if its documents are concatenated and cut.
     pub fn packs(&self, source: usize) -> Option<&dyn PackTable> {
         self.packs.get(&self.sources[source].name).map(AsRef::as_ref)
     }
@@ -159,8 +159,8 @@ impl Plan {
         Ok(SampleSpec { sample, phase: index, source, ordinal, epoch, seq_len, spans, banned })
     }
 
-    /// The state of a source (index into [`Plan::sources`]) before step `step`.
-    pub fn standing(&self, source: usize, step: u64) -> Standing {
+    /// The state of a source (index into [`DataPlan::sources`]) before step `step`.
+    pub fn standing(&self, source: usize, step: u64) -> SourceState {
         let mut cursor = Cursor::default();
         for phase in self.phases.iter().filter(|phase| phase.first_step < step) {
             let of_source = |part: &SourceUse| part.source == source;
@@ -170,11 +170,11 @@ impl Plan {
             cursor = phase.uses[entry].segment.after(samples);
         }
         let tokens = self.orders[source].as_ref().map_or(0, |order| order.tokens_before(&cursor));
-        Standing { cursor, tokens }
+        SourceState { cursor, tokens }
     }
 
-    /// The composition of a source's sequences in a phase; `phase` and `entry` index [`Plan::phases`] and its `uses`.
-    pub fn makeup(&self, phase: usize, entry: usize) -> Makeup {
+    /// The composition of a source's sequences in a phase; `phase` and `entry` index [`DataPlan::phases`] and its `uses`.
+    pub fn makeup(&self, phase: usize, entry: usize) -> Composition {
         let SourceUse { segment, samples, .. } = &self.phases[phase].uses[entry];
         segment.makeup(*samples)
     }

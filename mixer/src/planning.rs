@@ -9,14 +9,14 @@ use crate::mixing::Mixing;
 use crate::order::Cursor;
 use crate::packing::Order;
 use crate::packs::PackedLength;
-use crate::plan::{PackTables, PhasePlan, Plan, SourceUse};
+use crate::plan::{DataPlan, PackTables, PhasePlan, SourceUse};
 use crate::sample::{SourceFacts, names, unknown};
 use curriculum::{Curriculum, Phase, PhaseSegment};
 
-impl Plan {
+impl DataPlan {
     /// Plans `curriculum` over sources without packed documents; an error if it cannot run.
-    pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<Plan> {
-        Plan::with_packs(curriculum, facts, PackTables::new())
+    pub fn new(curriculum: &Curriculum, facts: &[SourceFacts]) -> Result<DataPlan> {
+        DataPlan::with_packs(curriculum, facts, PackTables::new())
     }
 
     /// The same, with the packs of the sources that the curriculum packs.
@@ -24,9 +24,9 @@ impl Plan {
         curriculum: &Curriculum,
         facts: &[SourceFacts],
         packs: PackTables,
-    ) -> Result<Plan> {
+    ) -> Result<DataPlan> {
         check_sources(curriculum, facts)?;
-        let mut plan = Plan {
+        let mut plan = DataPlan {
             seed: curriculum.seed,
             phases: Vec::with_capacity(curriculum.phases.len()),
             sources: facts.to_vec(),

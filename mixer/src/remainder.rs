@@ -4,13 +4,13 @@
 //! in the order of the windows. Otherwise the windows are concatenated without padding and cut anew. Each joint is a
 //! document boundary, and the last sequence is padded.
 
-use crate::makeup::Makeup;
+use crate::makeup::Composition;
 use crate::order::{Group, Remainder};
 use crate::sample::Span;
 
 /// A remainder within a segment.
 #[derive(Clone, Debug)]
-pub(crate) struct Part {
+pub(crate) struct RemainderPart {
     /// What is left when the segment begins.
     pub(crate) left: Remainder,
     /// The first of the segment's samples that reads it.
@@ -29,12 +29,12 @@ pub(crate) fn fits(left: &Remainder, seq_len: u32) -> bool {
     left.cut.is_multiple_of(seq_len) && left.offset.is_multiple_of(u64::from(seq_len))
 }
 
-impl Part {
+impl RemainderPart {
     /// The part for `left` of `group` at `seq_len`; its first sample is the segment's sample `first`.
     pub(crate) fn new(group: &Group, left: Remainder, seq_len: u32, first: u64) -> Self {
         let split = fits(&left, seq_len);
         let seq_len = u64::from(seq_len);
-        let mut part = Part { left, first, samples: 0, split, origin: 0, seq_len };
+        let mut part = RemainderPart { left, first, samples: 0, split, origin: 0, seq_len };
         part.origin = part.coordinate(group, left.served) + left.offset;
         let end = part.coordinate(group, group.windows());
         part.samples = (end - part.origin).div_ceil(seq_len);
@@ -101,7 +101,7 @@ impl Part {
     }
 
     /// The composition of its sequences among the segment's first `samples`.
-    pub(crate) fn makeup(&self, group: &Group, samples: u64) -> Makeup {
+    pub(crate) fn makeup(&self, group: &Group, samples: u64) -> Composition {
         let taken = self.taken(samples);
         if self.split {
             let short = group.short.filter(|(_, lacking)| !lacking.is_multiple_of(self.seq_len));
@@ -109,11 +109,11 @@ impl Part {
                 let last = self.coordinate(group, place + 1);
                 (self.origin + 1..=self.origin + taken * self.seq_len).contains(&last)
             });
-            return Makeup::of(taken, 0, u64::from(padded));
+            return Composition::of(taken, 0, u64::from(padded));
         }
         let tokens = group.tokens - self.origin;
         let full = taken.min(tokens / self.seq_len);
-        Makeup::of(taken, self.joined(group, full), taken - full)
+        Composition::of(taken, self.joined(group, full), taken - full)
     }
 
     /// How many of the first `full` sequences contain a joint. Counts joints: each is inside one sequence or between

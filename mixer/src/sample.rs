@@ -31,9 +31,9 @@ impl Span {
 pub struct SampleSpec {
     /// The global sample number, on which every position in the run is based.
     pub sample: u64,
-    /// Index into [`crate::Plan::phases`].
+    /// Index into [`crate::DataPlan::phases`].
     pub phase: usize,
-    /// Index into [`crate::Plan::sources`].
+    /// Index into [`crate::DataPlan::sources`].
     pub source: usize,
     /// Number of this sample among the phase's samples of this source.
     pub ordinal: u64,
@@ -52,7 +52,7 @@ pub struct SampleSpec {
 pub struct StepSpec {
     /// The step, from 1.
     pub step: u64,
-    /// Index into [`crate::Plan::phases`].
+    /// Index into [`crate::DataPlan::phases`].
     pub phase: usize,
     /// First global sample number.
     pub first_sample: u64,

@@ -14,9 +14,9 @@ use std::ops::Range;
 
 use curriculum::RemainderRule;
 
-use crate::makeup::Makeup;
+use crate::makeup::Composition;
 use crate::order::{Cursor, Remainder, SourceOrder};
-use crate::remainder::{Part, fits};
+use crate::remainder::{RemainderPart, fits};
 use crate::sample::Span;
 
 /// A source during a segment.
@@ -26,13 +26,13 @@ pub(crate) struct SourceSegment {
     /// The source's position when the segment began.
     pub(crate) start: Cursor,
     /// Remainders served first.
-    first: Vec<Part>,
+    first: Vec<RemainderPart>,
     /// Whether the last of them is what is left of the open group.
     opens: bool,
     /// The first window to serve in the epoch.
     first_window: u64,
     /// Remainders served when the epoch has no more windows.
-    late: Vec<Part>,
+    late: Vec<RemainderPart>,
     /// Windows of an epoch.
     pub(crate) windows: u64,
 }
@@ -40,7 +40,7 @@ pub(crate) struct SourceSegment {
 /// A sample of a segment, before its text is looked up.
 enum Position<'a> {
     /// Sample number `ordinal` of a remainder.
-    Part { part: &'a Part, ordinal: u64 },
+    Part { part: &'a RemainderPart, ordinal: u64 },
     /// A window of an epoch.
     Window { epoch: u64, window: u64 },
 }
@@ -64,9 +64,10 @@ impl SourceSegment {
         let epoch = order.epoch(start.epoch);
         let windows = order.windows(seq_len);
         let first_window = epoch.windows_before(start.next, seq_len);
-        let parts = |lefts: Vec<&Remainder>, mut at: u64| -> Vec<Part> {
+        let parts = |lefts: Vec<&Remainder>, mut at: u64| -> Vec<RemainderPart> {
             let part = |left: &Remainder| {
-                let part = Part::new(&epoch.group(left.group, left.cut), *left, seq_len, at);
+                let part =
+                    RemainderPart::new(&epoch.group(left.group, left.cut), *left, seq_len, at);
                 at += part.samples;
                 part
             };
@@ -78,7 +79,7 @@ impl SourceSegment {
     }
 
     /// The remainders in serving order.
-    pub(crate) fn parts(&self) -> impl Iterator<Item = &Part> {
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &RemainderPart> {
         self.first.iter().chain(&self.late)
     }
 
@@ -102,7 +103,7 @@ impl SourceSegment {
     }
 
     fn position(&self, ordinal: u64) -> Position<'_> {
-        let of = |part: &&Part| (part.first..part.first + part.samples).contains(&ordinal);
+        let of = |part: &&RemainderPart| (part.first..part.first + part.samples).contains(&ordinal);
         if let Some(part) = self.parts().find(of) {
             return Position::Part { part, ordinal: ordinal - part.first };
         }
@@ -145,7 +146,9 @@ impl SourceSegment {
             return self.at_window(order, epoch, later % self.windows);
         }
         let epoch = order.epoch(self.start.epoch);
-        let left = |part: &Part| part.after(&epoch.group(part.left.group, part.left.cut), samples);
+        let left = |part: &RemainderPart| {
+            part.after(&epoch.group(part.left.group, part.left.cut), samples)
+        };
         let (put_off, opened) = self.first.split_at(self.first.len() - usize::from(self.opens));
         let mut cursor = match windows {
             0 => {
@@ -187,15 +190,15 @@ impl SourceSegment {
 }
 
 /// The number after the last sample of these parts.
-fn end_of(parts: &[Part]) -> Option<u64> {
+fn end_of(parts: &[RemainderPart]) -> Option<u64> {
     parts.last().map(|part| part.first + part.samples)
 }
 
 impl SourceSegment {
     /// The composition of the first `samples` samples.
-    pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Makeup {
+    pub(crate) fn makeup(&self, order: &SourceOrder, samples: u64) -> Composition {
         let epoch = order.epoch(self.start.epoch);
-        let mut all = Makeup::default();
+        let mut all = Composition::default();
         for part in self.parts() {
             let group = epoch.group(part.left.group, part.left.cut);
             all += part.makeup(&group, samples);
@@ -206,11 +209,11 @@ impl SourceSegment {
             u64::from(short.is_some_and(|short| windows.contains(&short)))
         };
         let of_first = self.first_window..self.first_window + first;
-        all += Makeup::of(first, 0, short(self.start.epoch, of_first));
+        all += Composition::of(first, 0, short(self.start.epoch, of_first));
         let (whole, rest) = (later / self.windows, later % self.windows);
         let number = self.start.epoch + 1;
         let padded = whole * short(number, 0..self.windows) + short(number + whole, 0..rest);
-        all += Makeup::of(later, 0, padded);
+        all += Composition::of(later, 0, padded);
         all
     }
 }

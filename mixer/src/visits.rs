@@ -7,8 +7,8 @@ use contract::Result;
 use crate::order::{Epoch, SourceOrder};
 use crate::packing::Segment;
 use crate::packs::PackSegment;
-use crate::plan::{PhasePlan, Plan, SourceUse};
-use crate::remainder::Part;
+use crate::plan::{DataPlan, PhasePlan, SourceUse};
+use crate::remainder::RemainderPart;
 use crate::segment::SourceSegment;
 
 /// A run of contiguous tokens of a source within one sample.
@@ -33,8 +33,8 @@ struct Search<'a> {
     found: Vec<Visit>,
 }
 
-impl Plan {
-    /// Every appearance of tokens `tokens` of `source`, in the order of the run: the inverse of [`Plan::sample`].
+impl DataPlan {
+    /// Every appearance of tokens `tokens` of `source`, in the order of the run: the inverse of [`DataPlan::sample`].
     pub fn visits(&self, source: usize, tokens: Range<u64>) -> Result<Vec<Visit>> {
         let Some(facts) = self.sources.get(source) else { return Ok(Vec::new()) };
         let tokens = tokens.start..tokens.end.min(facts.tokens);
@@ -115,7 +115,7 @@ impl Search<'_> {
     }
 
     /// Finds `tokens` of a remainder, which start at `at` of its group in serving order.
-    fn remainder(&mut self, part: &Part, at: u64, tokens: Range<u64>) {
+    fn remainder(&mut self, part: &RemainderPart, at: u64, tokens: Range<u64>) {
         let seq_len = u64::from(self.phase.seq_len);
         let mut token = (tokens.start + part.origin.saturating_sub(at)).min(tokens.end);
         while token < tokens.end {

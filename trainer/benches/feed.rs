@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use kernels::device::Stager;
-use loader::{Columns, Memory};
+use loader::{BatchMemory, Columns};
 use tch::Device;
 use trainer::model::{BatchBuffer, MicroBatchInput, ZayaConfig};
 

@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use trainer::model::{MicroBatchInput, ZayaConfig, forward_backward, init, init_balance};
 
 const RUNS: usize = 7;
@@ -73,7 +73,7 @@ fn main() {
     println!("{}", table.fingerprint());
     let (params, balance) =
         (init(&config, 1).expect("memory for the weights"), init_balance(&config));
-    let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+    let (params, balance) = (SharedTensors::new(&params), SharedTensors::new(&balance));
     let data = MicroBatch::new(&config, rows, seq_len, document);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     for workers in [1, cores] {

@@ -9,12 +9,12 @@ use contract::{Fault, Key, Purpose, Result, Symptom, draw};
 
 /// The fraction of micro-batches that are computed twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Audit {
+pub struct AuditFraction {
     part: u32,
     of: u32,
 }
 
-impl FromStr for Audit {
+impl FromStr for AuditFraction {
     type Err = String;
 
     /// Parses "1/1000".
@@ -24,11 +24,11 @@ impl FromStr for Audit {
         let (part, of) = text.split_once('/').ok_or_else(wrong)?;
         let number = |text: &str| text.trim().parse::<u32>().map_err(|_| wrong());
         let (part, of) = (number(part)?, number(of)?);
-        if part == 0 || part > of { Err(wrong()) } else { Ok(Audit { part, of }) }
+        if part == 0 || part > of { Err(wrong()) } else { Ok(AuditFraction { part, of }) }
     }
 }
 
-impl Audit {
+impl AuditFraction {
     /// Whether micro-batch `micro_batch` of `step` is computed twice.
     pub(crate) fn picks(self, seed: u64, step: u64, micro_batch: u64) -> bool {
         let key = Key::from_seed(seed).child("micro-batches computed twice").nth(step);
@@ -39,7 +39,7 @@ impl Audit {
 
 /// The result of a micro-batch: its loss and the checksum of its gradient.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Outcome {
+pub(crate) struct AuditedResult {
     /// Sum of its token losses.
     pub(crate) loss: f64,
     /// Checksum of its gradient.
@@ -50,7 +50,12 @@ pub(crate) struct Outcome {
 ///
 /// Ranks that share a micro-batch compute from each other's values: an error of one may show on all of them, or on a
 /// different one. So the error does not say which machine is at fault.
-pub(crate) fn compare(first: Outcome, second: Outcome, rank: u32, shared: bool) -> Result<()> {
+pub(crate) fn compare(
+    first: AuditedResult,
+    second: AuditedResult,
+    rank: u32,
+    shared: bool,
+) -> Result<()> {
     let losses = [first.loss, second.loss].map(f64::to_bits);
     let ([one, other], what) = match losses[0] == losses[1] {
         true => ([first.gradient, second.gradient], "gradient"),
@@ -84,7 +89,7 @@ mod tests {
         #[test]
         fn the_part_that_is_picked_is_the_part_that_was_asked_for(seed: u64, of in 1u32..40, part in 1u32..40) {
             let text = format!("{part}/{of}");
-            let read = text.parse::<Audit>();
+            let read = text.parse::<AuditFraction>();
             prop_assert_eq!(read.is_ok(), part <= of);
             if let Ok(audit) = read {
                 let picked = (0..4000).filter(|at| audit.picks(seed, at / 16, at % 16)).count() as f64;
@@ -96,12 +101,12 @@ mod tests {
 
         #[test]
         fn one_bit_of_loss_or_gradient_is_found(loss in 0.0..9.0f64, gradient: u64, bit in 0u32..64) {
-            let first = Outcome { loss, gradient };
+            let first = AuditedResult { loss, gradient };
             prop_assert!(compare(first, first, 2, false).is_ok());
             let flipped = f64::from_bits(loss.to_bits() ^ (1 << bit));
             let cases = [
-                (Outcome { loss: flipped, ..first }, "loss"),
-                (Outcome { gradient: gradient ^ (1 << bit), ..first }, "gradient"),
+                (AuditedResult { loss: flipped, ..first }, "loss"),
+                (AuditedResult { gradient: gradient ^ (1 << bit), ..first }, "gradient"),
             ];
             for (second, what) in cases {
                 let fault = compare(first, second, 2, false).unwrap_err();
@@ -114,7 +119,7 @@ mod tests {
     #[test]
     fn what_is_no_part_is_refused() {
         for text in ["", "1", "0/5", "6/5", "a/b", "1/0", "-1/3"] {
-            assert!(text.parse::<Audit>().is_err(), "{text}");
+            assert!(text.parse::<AuditFraction>().is_err(), "{text}");
         }
     }
 }

@@ -11,17 +11,17 @@ use loader::RankSlice;
 use serde::Serialize;
 use tch::{Device, Kind};
 
-use crate::memory::{self, Demand, Holds, Ways};
-use crate::mesh::words::{Reader, Writer};
-use crate::mesh::{Team, share};
-use crate::model::Dealt;
+use crate::memory::{self, MachineDemand, MemoryUse, Parallelism};
+use crate::mesh::words::{WordReader, WordWriter};
+use crate::mesh::{ProcessMesh, share};
+use crate::model::Assignment;
 use crate::refusal::refused;
 use crate::sizing::numbers::numbers;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::{Ownership, Piece};
-use crate::step::{self, Context, Stepped, micro_batch};
-use crate::timing::{EXACTNESS, PARTS, Part, measured, part};
+use crate::state::ownership::{Ownership, ParamShard};
+use crate::step::{self, StepContext, StepResult, micro_batch};
+use crate::timing::{EXACTNESS, PARTS, StepPart, measured, part};
 use crate::trace::Trace;
 use crate::workers::Workers;
 
@@ -65,7 +65,7 @@ pub struct StepTable {
     /// Operations per second that all workers together reach in large matmuls of that format.
     pub limit: f64,
     /// What the ranks exchanged in all steps, if there is more than one.
-    pub exchanged: Option<Exchanged>,
+    pub exchanged: Option<ExchangedBytes>,
     /// Memory of each rank.
     pub memory: Vec<RankMemory>,
     /// Where rank 0 spent the time of one more step by libtorch's profiler, if requested.
@@ -83,7 +83,7 @@ pub struct OneStep {
 
 /// What all ranks exchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Exchanged {
+pub struct ExchangedBytes {
     /// Bytes sent from any rank to any other.
     pub bytes: u64,
     /// Those of them that were sent between machines.
@@ -98,7 +98,7 @@ pub struct RankMemory {
     /// The rank.
     pub rank: u32,
     /// Its memory by formula.
-    pub formula: Holds,
+    pub formula: MemoryUse,
     /// Its resident size before it had any weights.
     pub before: u64,
     /// Its peak resident size.
@@ -111,7 +111,7 @@ pub struct RankMemory {
 }
 
 impl StepTable {
-    fn exchanged(&mut self, Stepped { sent, waited, ranks, .. }: &Stepped) {
+    fn exchanged(&mut self, StepResult { sent, waited, ranks, .. }: &StepResult) {
         if *ranks == 1 {
             return;
         }
@@ -126,7 +126,7 @@ impl StepTable {
         let of_part = |index: usize| self.by_step.iter().map(move |step| step.parts[index]);
         let spent: Vec<f64> = (0..PARTS.len()).map(|index| of_part(index).sum()).collect();
         let named = PARTS.iter().zip(&spent);
-        let inside = named.clone().filter(|((part, _), _)| *part != Part::Batch);
+        let inside = named.clone().filter(|((part, _), _)| *part != StepPart::Batch);
         let inside: f64 = inside.map(|(_, spent)| spent).sum();
         self.idle = self.seconds * self.workers as f64 - inside;
         let exact = named.clone().filter(|((part, _), _)| EXACTNESS.contains(part));
@@ -166,15 +166,15 @@ fn median(numbers: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Computes step `number`: returns its outcome and the seconds that it took.
-fn timed(cx: Context<'_>, state: &mut State, number: u64) -> Result<(Stepped, f64)> {
+fn timed(cx: StepContext<'_>, state: &mut State, number: u64) -> Result<(StepResult, f64)> {
     let batch = {
-        let _watch = part(Part::Batch);
+        let _watch = part(StepPart::Batch);
         let slice = cx.team.lines(cx.spec.model_at(number)?.cut)?.slice()?;
         loader::batch(&cx.spec.plan, &cx.spec.data, number, slice)?
     };
     let micro_batches = micro_batch::stage(cx.spec, &batch, state.weights[0].device())?;
     let begin = Instant::now();
-    let stepped = step::advance(cx, state, &batch, &micro_batches, step::Asked::default)?;
+    let stepped = step::advance(cx, state, &batch, &micro_batches, step::Requests::default)?;
     Ok((stepped, begin.elapsed().as_secs_f64()))
 }
 
@@ -192,7 +192,12 @@ fn enough(spec: &RunSpec, warm_up: u64, steps: u64, traced: bool) -> Result<()> 
 }
 
 /// Computes step `number` under libtorch's profiler on rank 0, and writes the whole trace into `file`.
-fn traced(cx: Context<'_>, state: &mut State, number: u64, file: &Path) -> Result<Option<Trace>> {
+fn traced(
+    cx: StepContext<'_>,
+    state: &mut State,
+    number: u64,
+    file: &Path,
+) -> Result<Option<Trace>> {
     if cx.team.group.rank() > 0 {
         timed(cx, state, number)?;
         return Ok(None);
@@ -206,19 +211,19 @@ fn traced(cx: Context<'_>, state: &mut State, number: u64, file: &Path) -> Resul
 /// Computes `steps` steps of a run from its beginning, after `warm_up` others, as one rank of a team, and returns what
 /// this rank measured. If `trace` names a file, one more step runs under libtorch's profiler. Nothing else is written.
 pub fn step(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     device: Device,
     warm_up: u64,
     steps: u64,
     trace: Option<&Path>,
 ) -> Result<StepTable> {
-    let Context { spec, team, workers } = cx;
+    let StepContext { spec, team, workers } = cx;
     enough(spec, warm_up, steps, trace.is_some())?;
     let (rank, world) = (team.group.rank(), team.group.world());
-    let Team { degrees, flat, grad_reduce, .. } = *team;
+    let ProcessMesh { degrees, flat, grad_reduce, .. } = *team;
     let (replicate, copies, limit_here) = (false, 0, store::memory::limit());
     let demand =
-        Demand { degrees, flat, grad_reduce, workers, replicate, copies, limit: limit_here };
+        MachineDemand { degrees, flat, grad_reduce, workers, replicate, copies, limit: limit_here };
     memory::refuse(spec, demand, (team.group.nodes(), rank), device)?;
     let dtype = spec.curriculum.dtype;
     let first_limit = limit(device, workers, dtype)?;
@@ -277,24 +282,24 @@ pub fn step(
 /// The memory of each rank by formula from step `first` on, with the `sizes` that the ranks exchange: resident size
 /// before and at most, bytes of tensors in main memory and on the device.
 fn memory_of_all(
-    cx: Context<'_>,
-    pieces: &[Piece],
+    cx: StepContext<'_>,
+    pieces: &[ParamShard],
     first: u64,
     sizes: [u64; 4],
 ) -> Result<Vec<RankMemory>> {
-    let Context { spec, team, workers } = cx;
-    let mut mine = Writer::default();
+    let StepContext { spec, team, workers } = cx;
+    let mut mine = WordWriter::default();
     sizes.iter().for_each(|size| {
         mine.word(*size);
     });
     let heard = team.tell("the sizes of ranks", &mine)?;
-    let Team { degrees, flat, grad_reduce, .. } = *team;
+    let ProcessMesh { degrees, flat, grad_reduce, .. } = *team;
     let names = team.group.nodes();
     // A CPU counts none.
     let on_device = sizes[3] > 0;
-    let ways = Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device };
+    let ways = Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
-    let of = |(rank, mut heard): (u32, Reader<'_>)| {
+    let of = |(rank, mut heard): (u32, WordReader<'_>)| {
         let (before, most) = (heard.word()?, heard.word()?);
         let (tensors, on_device) = (heard.word()?, heard.word()?);
         let formula = ranks.holds(spec, first, rank);
@@ -304,11 +309,11 @@ fn memory_of_all(
 }
 
 /// Adds the query-key pairs of a step's micro-batches: those of the busiest rank of each, and the mean over ranks.
-fn uneven(cx: Context<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<()> {
-    let Context { spec, team, .. } = cx;
+fn uneven(cx: StepContext<'_>, number: u64, [most, mean]: &mut [f64; 2]) -> Result<()> {
+    let StepContext { spec, team, .. } = cx;
     let model = spec.model_at(number)?;
     let together = u64::from(team.lines(model.cut)?.mesh.together());
-    let dealt = Dealt { chunks: model.cut.chunks, degree: together, place: 0 };
+    let dealt = Assignment { chunks: model.cut.chunks, degree: together, place: 0 };
     let batch = loader::batch(&spec.plan, &spec.data, number, RankSlice::WHOLE)?;
     for rows in batch.boundaries.chunks(batch.micro_batch as usize) {
         let mut places = vec![0; together as usize];

@@ -14,7 +14,7 @@ use crate::spec::RunSpec;
 
 /// What changes from a step on.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Change {
+pub struct WhatIfChange {
     /// Documents whose text is masked, `ID` or `SOURCE:ID`; everything else keeps its position.
     pub drop_documents: Vec<String>,
     /// Sources that are removed from every mix; text of the others takes their place.
@@ -30,9 +30,9 @@ pub struct Change {
 }
 
 /// Numbers of documents by source, counted in its training stream.
-pub type Documents = BTreeMap<String, BTreeSet<u64>>;
+pub type DocumentsBySource = BTreeMap<String, BTreeSet<u64>>;
 
-impl Change {
+impl WhatIfChange {
     /// Whether `asked` names the document `id` of `source`: `ID`, or `SOURCE:ID` where several sources have that id.
     pub(crate) fn drops(asked: &str, source: &str, id: &str) -> bool {
         let of_source = asked.strip_prefix(source).and_then(|rest| rest.strip_prefix(':'));
@@ -51,7 +51,7 @@ impl Change {
 
     /// Whether anything is changed.
     pub fn is_some(&self) -> bool {
-        *self != Change::default()
+        *self != WhatIfChange::default()
     }
 
     /// The curriculum of `spec` with this change from the first of `steps` on; `documents` are the numbers of the
@@ -60,7 +60,7 @@ impl Change {
         &self,
         spec: &RunSpec,
         steps: Range<u64>,
-        documents: Documents,
+        documents: DocumentsBySource,
     ) -> Result<Curriculum> {
         let (mut curriculum, step) = (spec.curriculum.clone(), steps.start);
         let numbers = self.numbers(spec, step)?;
@@ -128,7 +128,7 @@ impl Change {
 
     /// The change for people: one phrase for each part.
     pub fn words(&self) -> Vec<String> {
-        let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
+        let WhatIfChange { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
         let documents = drop_documents.iter().map(|id| format!("without document {id:?}"));
         let sources = drop_sources
             .iter()
@@ -146,7 +146,7 @@ impl Change {
 
     /// The change as flags of `ztrain replay` and `ztrain fork`, for a shell.
     pub fn flags(&self) -> String {
-        let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
+        let WhatIfChange { drop_documents, drop_sources, lr, clip, fp32, skip } = self;
         let documents = drop_documents.iter().map(|id| flag("--drop-doc", id));
         let sources = drop_sources.iter().map(|name| flag("--drop-source", name));
         let numbers = [

@@ -12,21 +12,21 @@ use serde_json::{Value, json};
 use crate::chart::Chart;
 use crate::folder::{RunFolder, table_difference};
 use crate::fork::Origin;
-use crate::ledger::{Difference, Follower, Head, Ledger, Seen};
+use crate::ledger::{Follower, Ledger, LedgerHead, StepDifference, StepSummaryFields};
 
 /// The result of a comparison.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Answer {
+pub struct Comparison {
     /// Steps recorded by each run.
     pub steps: [u64; 2],
     /// Differences between the heads, for people: they may explain a difference, but are none themselves.
     pub notes: Vec<String>,
     /// The first step that differs, and its first quantity.
-    pub difference: Option<(u64, Difference)>,
+    pub difference: Option<(u64, StepDifference)>,
 }
 
 /// Compares the runs in two folders over the steps that both have.
-pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
+pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     let open = |root: &Path| {
         let path = RunFolder::new(root).ledger();
         if path.exists() { Ledger::read_whole(&path) } else { Err(no_run(root, "ledger.jsonl")) }
@@ -52,14 +52,14 @@ pub fn compare(a: &Path, b: &Path) -> Result<Answer> {
         if let Some(difference) =
             left.record(step)?.difference(&right.record(step)?, &left.head().parameters)
         {
-            return Ok(Answer { steps, notes, difference: Some((step, difference)) });
+            return Ok(Comparison { steps, notes, difference: Some((step, difference)) });
         }
     }
-    Ok(Answer { steps, notes, difference: None })
+    Ok(Comparison { steps, notes, difference: None })
 }
 
 /// A chart of the losses of two runs. If they differ, from the first different step on, and as many steps before it.
-pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
+pub fn chart(a: &Path, b: &Path, answer: &Comparison) -> Result<Chart> {
     let last = answer.steps[0].max(answer.steps[1]);
     let from = answer.difference.as_ref().map_or(1, |(parted, _)| {
         let apart = last + 1 - parted;
@@ -77,7 +77,7 @@ pub fn chart(a: &Path, b: &Path, answer: &Answer) -> Result<Chart> {
 fn losses(root: &Path, from: u64) -> Result<Vec<(f64, f64)>> {
     let (_, mut follower) = Follower::open(&RunFolder::new(root).ledger())?;
     let mut points = Vec::new();
-    while let Some(Seen { step, loss, .. }) = follower.next_step()? {
+    while let Some(StepSummaryFields { step, loss, .. }) = follower.next_step()? {
         if step >= from {
             points.push((step as f64, loss));
         }
@@ -109,9 +109,9 @@ impl Side<'_> {
     }
 }
 
-fn notes(left: &Head, right: &Head) -> Vec<String> {
+fn notes(left: &LedgerHead, right: &LedgerHead) -> Vec<String> {
     // No `..`: every new field of the head must be considered.
-    let Head {
+    let LedgerHead {
         kind: _,
         // The ledger is refused when it is opened if this differs.
         format: _,
@@ -150,7 +150,7 @@ fn curricula(a: &str, b: &str) -> String {
         return "the runs have different curricula".to_owned();
     };
     let all = a.difference(&b);
-    let of = |one: &curriculum::Difference| {
+    let of = |one: &curriculum::CurriculumDifference| {
         format!("{} is {} and {}", one.key, name(&one.wanted), name(&one.found))
     };
     let mut told: Vec<String> = all.iter().take(TOLD).map(of).collect();
@@ -164,10 +164,10 @@ fn curricula(a: &str, b: &str) -> String {
     }
 }
 
-impl Answer {
+impl Comparison {
     /// The answer for programs.
     pub fn to_json(&self) -> Value {
-        let Answer { steps, notes, difference } = self;
+        let Comparison { steps, notes, difference } = self;
         let difference = difference.as_ref().map(|(step, found)| {
             json!({"step": step, "quantity": found.quantity, "a": found.left, "b": found.right})
         });
@@ -175,9 +175,9 @@ impl Answer {
     }
 }
 
-impl fmt::Display for Answer {
+impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Answer { steps: [a, b], notes, difference } = self;
+        let Comparison { steps: [a, b], notes, difference } = self;
         for note in notes {
             writeln!(f, "note: {note}")?;
         }

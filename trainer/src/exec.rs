@@ -10,7 +10,7 @@ use loader::PrefetchOptions;
 use store::Location;
 
 use crate::checkpoint::{Retention, SnapshotOptions};
-use crate::memory::Demand;
+use crate::memory::MachineDemand;
 use crate::mesh::{Degrees, GradReduce};
 use crate::validate::Validation;
 use crate::workers::Workers;
@@ -96,11 +96,11 @@ impl ExecOptions {
     }
 
     /// The memory demand of training: one copy of the state while a checkpoint is written, and one for each snapshot.
-    pub(crate) fn demand(&self) -> Demand {
+    pub(crate) fn demand(&self) -> MachineDemand {
         let ExecOptions { degrees, flat, grad_reduce, workers, replicate, memory: limit, .. } =
             *self;
         let copies = (self.snapshots.states as u64).saturating_add(1);
-        Demand { degrees, flat, grad_reduce, workers, replicate, copies, limit }
+        MachineDemand { degrees, flat, grad_reduce, workers, replicate, copies, limit }
     }
 
     /// Whether a stop was requested.

@@ -4,12 +4,12 @@ use std::path::Path;
 
 use contract::Result;
 
-use crate::hf::export::{self, Exported, Model};
+use crate::hf::export::{self, HfExport, Model};
 use crate::spec::RunSpec;
 use crate::state::State;
 
 /// Writes the weights of `state` for `transformers`, with the model configuration of the state's last step.
-pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<Exported> {
+pub fn export(spec: &RunSpec, state: &State, target: &Path) -> Result<HfExport> {
     let config = &spec.model_at(state.step.max(1))?.config;
     let record = &spec.data.stores()[0].manifest().tokenizer;
     let tokenizer = &spec.data.tokenizer()?;

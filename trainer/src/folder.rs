@@ -18,15 +18,15 @@ use std::time::Duration;
 use contract::{Class, Digest, Fault, Result, shell};
 use kernels::runtime::KernelTable;
 use loader::open::no_run;
-use mixer::{Curriculum, Difference};
+use mixer::{Curriculum, CurriculumDifference};
 use store::{Location, disk, disk::Writing, open::MANIFEST};
 
 use crate::checkpoint::Checkpoints;
 use crate::events;
-use crate::ledger::{self, Head, Ledger, RESTORE};
+use crate::ledger::{self, Ledger, LedgerHead, RESTORE};
 use crate::spec::RunSpec;
 
-pub use self::lock::Holds;
+pub use self::lock::RunLocks;
 pub(crate) use self::lock::{try_lock, was_taken};
 
 /// The file with the place of the checkpoints, if they are not in the run's folder.
@@ -68,7 +68,7 @@ impl OpenRun {
     pub(crate) fn take_checkpoints(
         &self,
         wanted: Option<&Location>,
-        (holds, patience): (&Holds, Duration),
+        (holds, patience): (&RunLocks, Duration),
     ) -> Result<Checkpoints> {
         let (folder, recorded) = (self.folder.clone(), self.ledger.last_step());
         let found = folder.elsewhere()?;
@@ -285,7 +285,7 @@ impl RunFolder {
     }
 
     /// Takes the folder for the processes of this run, once no other run holds it.
-    pub fn take(&self, holds: &Holds, patience: Duration) -> Result<()> {
+    pub fn take(&self, holds: &RunLocks, patience: Duration) -> Result<()> {
         if self.root.join(MANIFEST).exists() {
             return Err(Fault::usage("this folder holds a store, which is never altered")
                 .at(self.root.display().to_string())
@@ -301,7 +301,7 @@ impl RunFolder {
         spec: &RunSpec,
         source: &Location,
         table: &KernelTable,
-        (holds, patience, restart): (&Holds, Duration, bool),
+        (holds, patience, restart): (&RunLocks, Duration, bool),
     ) -> Result<OpenRun> {
         self.take(holds, patience)?;
         let writing = holds.write(patience)?;
@@ -395,7 +395,7 @@ impl RunFolder {
         }
         let (by_hand, edits): (Vec<_>, Vec<_>) =
             last.difference(&spec.curriculum).into_iter().partition(|it| it.first_step <= recorded);
-        let told = |list: Vec<Difference>| list.iter().map(ToString::to_string).collect();
+        let told = |list: Vec<CurriculumDifference>| list.iter().map(ToString::to_string).collect();
         Ok((
             by_hand.into_iter().map(|it| format!("{} = {}", it.key, it.wanted)).collect(),
             told(edits),
@@ -477,7 +477,7 @@ pub(crate) fn compare_curriculum(ledger: &Ledger, spec: &RunSpec, path: &Path) -
 }
 
 /// The differences between a curriculum and the ledger's, by the first step that each affects.
-fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<Difference>> {
+fn differences(ledger: &Ledger, spec: &RunSpec, path: &Path) -> Result<Vec<CurriculumDifference>> {
     let place = format!("the curriculum in {}", path.display());
     Ok(Curriculum::parse(ledger.curriculum(), &place)?.difference(&spec.curriculum))
 }
@@ -491,10 +491,10 @@ fn write_whole(path: &Path, text: &str) -> Result<()> {
 }
 
 /// Line 0 of the ledger of `spec` on this machine.
-pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
+pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<LedgerHead> {
     let kernel_table = serde_json::to_value(table)
         .map_err(|error| Fault::bug(format!("the kernel table cannot be written: {error}")))?;
-    Ok(Head {
+    Ok(LedgerHead {
         kind: "head".to_owned(),
         format: ledger::FORMAT,
         kernel_table,
@@ -508,7 +508,7 @@ pub fn head(spec: &RunSpec, table: &KernelTable) -> Result<Head> {
 }
 
 /// Refuses to continue with other data, other kernels or another model than the ledger's.
-fn compare_heads(begun: &Head, now: &Head, path: &Path) -> Result<()> {
+fn compare_heads(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()> {
     compare_content(begun, now, path)?;
     if let Some((key, before, after)) = table_difference(&begun.kernel_table, &now.kernel_table) {
         let variable = key.strip_prefix("environment.");
@@ -532,7 +532,7 @@ fn other(what: &str, found: String, wanted: String, path: &Path) -> Fault {
 }
 
 /// Refuses other data or another model than the ledger's.
-pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<()> {
+pub(crate) fn compare_content(begun: &LedgerHead, now: &LedgerHead, path: &Path) -> Result<()> {
     let mismatch =
         |what: &str, found: String, wanted: String| Err(other(what, found, wanted, path));
     mixer::check_version(begun.plan).map_err(|fault| fault.at(path.display().to_string()))?;
@@ -565,7 +565,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
             "put the store that the run began with back{which}: its data is part of a run. A new run needs another --out"
         )));
     }
-    let start = |head: &Head| {
+    let start = |head: &LedgerHead| {
         let line = head.curriculum.lines().find_map(|line| line.strip_prefix("start = "));
         line.unwrap_or("drawn").to_owned()
     };
@@ -573,7 +573,7 @@ pub(crate) fn compare_content(begun: &Head, now: &Head, path: &Path) -> Result<(
         return mismatch("the set of weights at the start", start(now), start(begun));
     }
     if begun.parameters != now.parameters {
-        let count = |head: &Head| format!("{} tensors", head.parameters.len());
+        let count = |head: &LedgerHead| format!("{} tensors", head.parameters.len());
         return mismatch("the list of the model's parameters", count(now), count(begun));
     }
     Ok(())

@@ -18,14 +18,14 @@ use std::path::{Path, PathBuf};
 
 use contract::{Class, Digest, Fault, Result, note};
 use kernels::runtime::KernelTable;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use mixer::Curriculum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use store::Location;
 use store::disk::{self, Lock, Output};
 
-use crate::change::{Change, Documents};
+use crate::change::{DocumentsBySource, WhatIfChange};
 use crate::checkpoint::Checkpoints;
 use crate::events;
 use crate::folder::{self, RunFolder, compare_content, compare_curriculum, head};
@@ -36,7 +36,7 @@ use crate::spec::RunSpec;
 const FORKED: &str = "forked.json";
 
 /// The fork to make.
-pub struct Request<'a> {
+pub struct ForkRequest<'a> {
     /// The run to fork.
     pub run: &'a Path,
     /// The last shared step.
@@ -46,7 +46,7 @@ pub struct Request<'a> {
     /// Where the run's stores are now, if they were moved.
     pub stores: &'a [Location],
     /// The change from the next step on.
-    pub change: &'a Change,
+    pub change: &'a WhatIfChange,
     /// A file with further amendments.
     pub amend: Option<&'a Path>,
 }
@@ -93,8 +93,8 @@ impl Origin {
 }
 
 /// Makes the fork.
-pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
-    let Request { run, step, out, stores, change, amend } = *request;
+pub fn fork(request: &ForkRequest<'_>, table: &KernelTable) -> Result<Forked> {
+    let ForkRequest { run, step, out, stores, change, amend } = *request;
     if fs::symlink_metadata(out).is_ok() {
         return Err(Fault::usage("there is something at this place already")
             .at("--out")
@@ -110,11 +110,11 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
             .found(out.display())
             .wanted(format!("a place outside of {}", run.display())));
     }
-    let old = Old::open(run, stores, table)?;
+    let old = OriginalRun::open(run, stores, table)?;
     old.check(step)?;
     let curriculum = amended(&old.spec, step, change, amend)?;
     // Parsed from the text that will be trained, so that errors are reported here, with their line.
-    let opened = Opened::open_text(old.folder.curriculum(), curriculum.canonical())?;
+    let opened = OpenedCurriculum::open_text(old.folder.curriculum(), curriculum.canonical())?;
     let spec = RunSpec::new(&opened)?;
     let (scratch, _lock) = scratch(out)?;
     let new = RunFolder::new(&scratch);
@@ -137,20 +137,20 @@ pub fn fork(request: &Request<'_>, table: &KernelTable) -> Result<Forked> {
 }
 
 /// The original run.
-struct Old {
+struct OriginalRun {
     folder: RunFolder,
     spec: RunSpec,
     ledger: Ledger,
 }
 
-impl Old {
+impl OriginalRun {
     fn open(root: &Path, stores: &[Location], table: &KernelTable) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
+        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
         compare_content(ledger.head(), &head(&spec, table)?, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
-        Ok(Old { folder, spec, ledger })
+        Ok(OriginalRun { folder, spec, ledger })
     }
 
     /// Refuses a step that cannot be the last shared one.
@@ -187,7 +187,12 @@ fn write(path: &Path, bytes: &mut dyn Read) -> Result<()> {
 }
 
 /// The curriculum of the new run: the old one, amended from the step after `step` on.
-fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> Result<Curriculum> {
+fn amended(
+    spec: &RunSpec,
+    step: u64,
+    change: &WhatIfChange,
+    amend: Option<&Path>,
+) -> Result<Curriculum> {
     let mut curriculum = match change.is_some() {
         false => spec.curriculum.clone(),
         true => {
@@ -216,8 +221,8 @@ fn amended(spec: &RunSpec, step: u64, change: &Change, amend: Option<&Path>) -> 
 }
 
 /// The numbers of the documents with these ids; an id must be unique to one source.
-fn documents(spec: &RunSpec, ids: &[String]) -> Result<Documents> {
-    let mut found = Documents::new();
+fn documents(spec: &RunSpec, ids: &[String]) -> Result<DocumentsBySource> {
+    let mut found = DocumentsBySource::new();
     for id in ids {
         let Some((source, numbers)) = spec.data.named("--drop-doc", id, None)? else {
             return Err(Fault::usage("no document that is trained on has this id")
@@ -249,7 +254,7 @@ fn scratch(out: &Path) -> Result<(PathBuf, Lock)> {
 }
 
 /// Links the checkpoints up to `step`; from a bucket, only the newest is copied.
-fn share_checkpoints(old: &Old, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
+fn share_checkpoints(old: &OriginalRun, step: u64, new: &RunFolder) -> Result<Vec<u64>> {
     let (from, to) = (old.folder.found_checkpoints()?, new.checkpoints()?);
     let mut steps = from.steps()?;
     steps.retain(|at| *at <= step);

@@ -57,5 +57,5 @@ mod waiting;
 pub mod workers;
 
 pub use exec::ExecOptions;
-pub use run::{Outcome, World, fit_workers, idle_ranks, refuse_unshared, train};
+pub use run::{RunOutcome, World, fit_workers, idle_ranks, refuse_unshared, train};
 pub use spec::RunSpec;

@@ -12,27 +12,27 @@ use std::ops::Range;
 use contract::words::bytes as size;
 use contract::{Fault, Result, counted};
 use curriculum::Dtype;
-use kernels::ops::NewtonSchulzForm;
+use kernels::ops::NewtonSchulzIterate;
 use serde::Serialize;
 use tch::{Device, Kind};
 
 use crate::ledger;
 use crate::mesh::axes::Axis;
-use crate::mesh::behind::Owned;
+use crate::mesh::behind::OwnedBytes;
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
-use crate::mesh::team::{self, Line};
+use crate::mesh::team::{self, AxisGroup};
 use crate::mesh::{Degrees, GradReduce, Mesh, gather};
-use crate::model::{self, Cut, Fold, ParamSpec};
-use crate::optim::{Rule, together};
+use crate::model::{self, Cut, ParamSpec, WeightShards};
+use crate::optim::{OptimizerRule, together};
 use crate::spec::{PhaseModel, RunSpec};
-use crate::state::ownership::{self, Piece};
+use crate::state::ownership::{self, ParamShard};
 use crate::workers::Workers;
-use line::{Place, levels};
+use line::{SharingPosition, levels};
 
 /// Bytes by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Holds {
+pub struct MemoryUse {
     /// All weights, as the model reads them; of sharded ones, this rank's shards.
     pub weights: u64,
     /// The weights of this rank's pieces in f32, where the model reads them rounded or in shards.
@@ -52,30 +52,30 @@ pub struct Holds {
     pub sums: u64,
 }
 
-impl Holds {
+impl MemoryUse {
     /// The sum.
     pub fn sum(self) -> u64 {
-        let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
+        let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =
             self;
         weights + masters + moments + activations + gradients + sent + received + sums
     }
 }
 
 /// A rank as a position on its line of gradients. Unless ranks share micro-batches, the line has all ranks.
-struct Holder<'a> {
+struct RankMemoryUse<'a> {
     /// Its position on the line.
     rank: u32,
     /// The line.
-    line: &'a Place<'a>,
+    line: &'a SharingPosition<'a>,
     /// All ranks.
     ranks: &'a Ranks<'a>,
     /// Which weight shards it holds.
-    fold: &'a Fold,
+    fold: &'a WeightShards,
 }
 
-impl Holder<'_> {
+impl RankMemoryUse<'_> {
     /// Its pieces of the gradients that are reduced along the line.
-    fn own(&self) -> impl Iterator<Item = &Piece> {
+    fn own(&self) -> impl Iterator<Item = &ParamShard> {
         self.line.own[self.rank as usize].iter().map(|at| &self.line.pieces[*at])
     }
 
@@ -98,28 +98,28 @@ pub(crate) struct Ranks<'a> {
     /// The micro-batches of each position on a line of gradients, by round.
     parts: Vec<Vec<Range<u64>>>,
     /// By position in the sharing of micro-batches.
-    places: Vec<Place<'a>>,
+    places: Vec<SharingPosition<'a>>,
     /// By position along the folded axis.
-    folds: Vec<Fold>,
+    folds: Vec<WeightShards>,
     /// Bytes of a running micro-batch: at the head, and in the backward pass.
     activations: [u64; 2],
     /// Gradients that a worker is computing.
-    flight: Flight,
+    flight: GradientsInProgress,
     /// Bytes of a micro-batch's gradient that waits in its original dtype: on a device, if not a sum over chunks.
     leaf: Option<u64>,
     /// Largest number of sums that an owner holds between two bucketed rounds.
     pending: u32,
     /// On a device, the Newton-Schulz form: there many tensors are updated together.
-    together: Option<NewtonSchulzForm>,
+    together: Option<NewtonSchulzIterate>,
 }
 
 /// How ranks work together, in every phase.
 #[derive(Clone, Copy)]
-pub(crate) struct Ways<'a> {
+pub(crate) struct Parallelism<'a> {
     /// The machine of each rank.
     pub(crate) names: &'a [String],
     /// All pieces with their owners.
-    pub(crate) pieces: &'a [Piece],
+    pub(crate) pieces: &'a [ParamShard],
     /// How many ranks may share a micro-batch.
     pub(crate) degrees: Degrees,
     /// Whether all ranks count as one machine (`--no-hierarchical`).
@@ -132,10 +132,10 @@ pub(crate) struct Ways<'a> {
     pub(crate) on_device: bool,
 }
 
-impl<'a> Ways<'a> {
+impl<'a> Parallelism<'a> {
     /// The ranks in the phase of `step`.
     pub(crate) fn at(self, spec: &RunSpec, step: u64) -> Result<Ranks<'a>> {
-        let Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device } = self;
+        let Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device } = self;
         let PhaseModel { config, cut, .. } = spec.model_at(step)?;
         let (placed, dtype) = (spec.plan.step(step)?, spec.dtype_at(step));
         let mesh = Mesh::of(names.len() as u32, degrees, *cut);
@@ -148,11 +148,11 @@ impl<'a> Ways<'a> {
                 1 => Cow::Borrowed(pieces),
                 _ => Cow::Owned(slices.pieces(pieces, place)),
             };
-            let Line { nodes, .. } = Line::data(mesh, names, place, flat)?;
-            Place::new(spec, pieces, nodes, &parts, streams)
+            let AxisGroup { nodes, .. } = AxisGroup::data(mesh, names, place, flat)?;
+            SharingPosition::new(spec, pieces, nodes, &parts, streams)
         };
         let places = (0..mesh.together()).map(place).collect::<Result<Vec<_>>>()?;
-        let fold = |place| Fold::new(mesh.tsp, place, &spec.parameters, cut.shards);
+        let fold = |place| WeightShards::new(mesh.tsp, place, &spec.parameters, cut.shards);
         let ranks = u64::from(mesh.together());
         let here = Cut { chunks: cut.chunks / ranks, ..*cut };
         let tokens = placed.micro_batch * u64::from(placed.seq_len);
@@ -164,7 +164,7 @@ impl<'a> Ways<'a> {
         let between = 0..parts.first().map_or(0, Vec::len).saturating_sub(1);
         let pending = between.map(|round| after(round).count_ones()).max().unwrap_or(0);
         let (folds, flight) =
-            ((0..mesh.tsp).map(fold).collect(), Flight::new(spec, here.chunks, ranks));
+            ((0..mesh.tsp).map(fold).collect(), GradientsInProgress::new(spec, here.chunks, ranks));
         let leaf = (on_device && cut.chunks == 1).then(|| leaf_bytes(spec, dtype));
         let together = on_device.then(|| spec.settings_at(step).newton_schulz);
         Ok(Ranks {
@@ -185,18 +185,18 @@ impl<'a> Ways<'a> {
 
 impl Ranks<'_> {
     /// The most that `rank` holds in `step`, which must be in the same phase.
-    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
+    pub(crate) fn holds(&self, spec: &RunSpec, step: u64, rank: u32) -> MemoryUse {
         holds(spec, spec.dtype_at(step), &self.holder(rank))
     }
 
     /// What `rank` always holds.
-    fn holds_always(&self, spec: &RunSpec, step: u64, rank: u32) -> Holds {
+    fn holds_always(&self, spec: &RunSpec, step: u64, rank: u32) -> MemoryUse {
         always(spec, spec.dtype_at(step), &self.holder(rank))
     }
 
-    fn holder(&self, rank: u32) -> Holder<'_> {
+    fn holder(&self, rank: u32) -> RankMemoryUse<'_> {
         let mesh = self.mesh;
-        Holder {
+        RankMemoryUse {
             rank: mesh.place(Axis::Dp, rank),
             line: &self.places[mesh.place(Axis::Sharing, rank) as usize],
             ranks: self,
@@ -207,24 +207,24 @@ impl Ranks<'_> {
 
 /// The peak memory of `holder`: while it computes micro-batches, when it has computed them, while it updates its
 /// pieces, or while new weights are exchanged.
-fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
+fn holds(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse {
     let always = always(spec, dtype, holder);
     let Ranks { workers, activations: [most, last], flight, .. } = holder.ranks;
     let own = holder.part().iter().map(|part| part.end - part.start).sum::<u64>();
     let workers = own.min(workers.count() as u64);
-    let travelling = Travelling::new(holder);
-    let first = Holds {
+    let travelling = GradientsInTransit::new(holder);
+    let first = MemoryUse {
         activations: workers * most,
         gradients: travelling.waiting[0] + workers * flight.head,
         ..travelling.on(always)
     };
-    let last = Holds {
+    let last = MemoryUse {
         activations: workers * last,
         gradients: travelling.waiting[1] + workers * flight.layer,
         sent: travelling.sent[1],
         ..travelling.on(always)
     };
-    let handing = Holds {
+    let handing = MemoryUse {
         gradients: travelling.waiting[2],
         sent: travelling.sent[2],
         ..travelling.on(always)
@@ -235,7 +235,7 @@ fn holds(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
 }
 
 /// What is always held: the state.
-fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
+fn always(spec: &RunSpec, dtype: Dtype, holder: &RankMemoryUse<'_>) -> MemoryUse {
     let (mut masters, mut moments) = (0, 0);
     for piece in holder.own() {
         let bytes = 4 * piece.length() as u64;
@@ -248,7 +248,7 @@ fn always(spec: &RunSpec, dtype: Dtype, holder: &Holder<'_>) -> Holds {
         width(one, dtype) * cut.unwrap_or_else(|| one.elements())
     };
     let weights = spec.parameters.iter().enumerate().map(held).sum();
-    Holds { weights, masters, moments, ..Holds::default() }
+    MemoryUse { weights, masters, moments, ..MemoryUse::default() }
 }
 
 /// Bytes of an element of a parameter as the model reads it.
@@ -265,14 +265,14 @@ fn leaf_bytes(spec: &RunSpec, dtype: Dtype) -> u64 {
 }
 
 /// Bytes of gradients that a worker is computing.
-struct Flight {
+struct GradientsInProgress {
     /// At the head, where all activations are alive.
     head: u64,
     /// In the layers: the head's gradient waits for the embedding's.
     layer: u64,
 }
 
-impl Flight {
+impl GradientsInProgress {
     fn new(spec: &RunSpec, chunks: u64, ranks: u64) -> Self {
         let layers = ledger::layers(&spec.names());
         let bytes = |one: &Range<usize>| -> u64 {
@@ -291,17 +291,17 @@ impl Flight {
                 (embedding * (levels + 1), embedding + sums)
             }
         };
-        Flight { head: head + shared, layer: layer + shared }
+        GradientsInProgress { head: head + shared, layer: layer + shared }
     }
 }
 
 /// While Muon updates matrices, it needs memory for their directions and iterations in addition to the sum.
-fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
+fn updating(always: MemoryUse, holder: &RankMemoryUse<'_>) -> MemoryUse {
     if let Some(form) = holder.ranks.together {
         let moved = holder.own().map(|piece| (piece.rule, &piece.shape[..]));
-        return Holds { sums: 4 * holder.length() + together::bytes(moved, form), ..always };
+        return MemoryUse { sums: 4 * holder.length() + together::bytes(moved, form), ..always };
     }
-    let matrix = |piece: &&Piece| !matches!(piece.rule, Rule::AdamW { .. });
+    let matrix = |piece: &&ParamShard| !matches!(piece.rule, OptimizerRule::AdamW { .. });
     let matrices = holder.own().filter(matrix);
     let bytes = matrices.map(|piece| {
         let [.., rows, columns] = piece.shape[..] else { return 0 };
@@ -311,27 +311,32 @@ fn updating(always: Holds, holder: &Holder<'_>) -> Holds {
     bytes.sort_unstable();
     // One matrix at a time for each worker.
     let scratch = 4 * bytes.iter().rev().take(holder.ranks.workers.count()).sum::<u64>();
-    Holds { sums: 4 * holder.length() + scratch, ..always }
+    MemoryUse { sums: 4 * holder.length() + scratch, ..always }
 }
 
 /// While new weights are exchanged each rank has its own packed, and receives those of all others.
-fn sharing(spec: &RunSpec, dtype: Dtype, always: Holds, holder: &Holder<'_>) -> Holds {
+fn sharing(
+    spec: &RunSpec,
+    dtype: Dtype,
+    always: MemoryUse,
+    holder: &RankMemoryUse<'_>,
+) -> MemoryUse {
     if holder.ranks.mesh.world() == 1 {
         return always;
     }
     let bytes =
-        |piece: &Piece| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
-    let cut = |piece: &&Piece| holder.fold.cuts(piece.tensor);
+        |piece: &ParamShard| width(&spec.parameters[piece.tensor], dtype) * piece.length() as u64;
+    let cut = |piece: &&ParamShard| holder.fold.cuts(piece.tensor);
     let shards: u64 = holder.own().filter(cut).map(bytes).sum();
     let mine: u64 = holder.own().map(bytes).sum();
     // Of the shards of its own pieces a rank keeps its share.
     let own = mine - shards + shards / u64::from(holder.fold.degree());
-    Holds { sent: mine, received: always.weights.saturating_sub(own), ..always }
+    MemoryUse { sent: mine, received: always.weights.saturating_sub(own), ..always }
 }
 
 /// What the ranks of a machine will hold, for any command that computes steps.
 #[derive(Clone, Copy)]
-pub(crate) struct Demand {
+pub(crate) struct MachineDemand {
     /// How many ranks may share a micro-batch.
     pub(crate) degrees: Degrees,
     /// Whether all ranks count as one machine (`--no-hierarchical`).
@@ -348,11 +353,11 @@ pub(crate) struct Demand {
     pub(crate) limit: u64,
 }
 
-impl Demand {
+impl MachineDemand {
     /// Bytes of a rank's largest number of copies of its pieces.
-    fn copied(self, pieces: &[Piece], rank: u32) -> u64 {
+    fn copied(self, pieces: &[ParamShard], rank: u32) -> u64 {
         let own = pieces.iter().filter(|piece| piece.owner == rank);
-        own.map(Piece::kept).sum::<u64>().saturating_mul(self.copies)
+        own.map(ParamShard::kept).sum::<u64>().saturating_mul(self.copies)
     }
 }
 
@@ -363,7 +368,7 @@ impl Demand {
 /// depends on documents and on the allocator, and a failure would come only after minutes of initializing weights.
 pub(crate) fn refuse(
     spec: &RunSpec,
-    demand: Demand,
+    demand: MachineDemand,
     (names, me): (&[String], u32),
     device: Device,
 ) -> Result<()> {
@@ -371,11 +376,12 @@ pub(crate) fn refuse(
     let here = (0u32..).zip(names).filter(|(_, name)| **name == names[me as usize]);
     let here: Vec<u32> = here.map(|(rank, _)| rank).collect();
     let partners = Partners::new(names);
-    let Demand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
+    let MachineDemand { degrees, flat, grad_reduce, workers, replicate, limit, .. } = demand;
     for (name, first, _) in spec.segments() {
-        let (mut all, mut mine) = (0u64, Holds::default());
+        let (mut all, mut mine) = (0u64, MemoryUse::default());
         let on_device = device != Device::Cpu;
-        let ways = Ways { names, pieces: &pieces, degrees, flat, grad_reduce, workers, on_device };
+        let ways =
+            Parallelism { names, pieces: &pieces, degrees, flat, grad_reduce, workers, on_device };
         let ranks = ways.at(spec, first)?;
         if on_device {
             refuse_state(name, ranks.holds_always(spec, first, me), device)?;
@@ -402,11 +408,11 @@ pub(crate) fn refuse(
 }
 
 /// Refuses a state that is too large for a device, if its driver reports its memory.
-fn refuse_state(phase: &str, state: Holds, device: Device) -> Result<()> {
+fn refuse_state(phase: &str, state: MemoryUse, device: Device) -> Result<()> {
     let Some(there) = kernels::device::memory(device).filter(|there| state.sum() > *there) else {
         return Ok(());
     };
-    let Holds { weights, masters, moments, .. } = state;
+    let MemoryUse { weights, masters, moments, .. } = state;
     Err(Fault::machine("the state of this run needs more memory than the GPU has")
         .at(format!("phase {phase:?}"))
         .found(format!(
@@ -422,10 +428,11 @@ fn refuse_state(phase: &str, state: Holds, device: Device) -> Result<()> {
 fn too_large(
     phase: &str,
     (needed, there): (u64, u64),
-    (mine, copies): (Holds, u64),
+    (mine, copies): (MemoryUse, u64),
     ranks: usize,
 ) -> Fault {
-    let Holds { weights, masters, moments, activations, gradients, sent, received, sums } = mine;
+    let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =
+        mine;
     Fault::machine("this run needs more memory than the machine has, or leaves this job")
         .at(format!("phase {phase:?}"))
         .found(format!(
@@ -463,7 +470,7 @@ pub fn refuse_limit(limits: &str) -> Result<()> {
 
 /// Bytes of gradients of a rank's and other ranks' micro-batches during their reduction.
 #[derive(Default)]
-struct Travelling {
+struct GradientsInTransit {
     /// Gradients that wait for a partner in this rank's tree: while a micro-batch is at the head, in its backward pass,
     /// and when a block is complete and no micro-batch is running.
     waiting: [u64; 3],
@@ -475,14 +482,14 @@ struct Travelling {
     sums: u64,
 }
 
-impl Travelling {
-    fn new(holder: &Holder<'_>) -> Travelling {
+impl GradientsInTransit {
+    fn new(holder: &RankMemoryUse<'_>) -> GradientsInTransit {
         // Each rank has its slice of a gradient that ranks share.
         let all = holder.line.owned.all();
         let leaf = holder.ranks.leaf.unwrap_or(all);
         let alone = holder.ranks.mesh.world() == 1;
         if holder.ranks.grad_reduce == GradReduce::Bucketed && !alone {
-            return Travelling::streaming(holder);
+            return GradientsInTransit::streaming(holder);
         }
         // Blocks are computed one after the other: complete ones wait; the last one has a sum at each level, the lowest
         // of a single micro-batch.
@@ -501,11 +508,14 @@ impl Travelling {
         let at_end = most(&|level| waiting(level).max(sum(level))) + more;
         let blocks = levels.len() as u64;
         if alone {
-            return Travelling { waiting: [at_head, at_end, 0], ..Travelling::default() };
+            return GradientsInTransit {
+                waiting: [at_head, at_end, 0],
+                ..GradientsInTransit::default()
+            };
         }
         // A block's payloads are filled while its sum is still alive; earlier blocks may still be being sent.
         let left = all * blocks.saturating_sub(1);
-        Travelling {
+        GradientsInTransit {
             waiting: [at_head, at_end, levels.iter().map(|level| sum(*level)).max().unwrap_or(0)],
             sent: [left, left, all * blocks],
             received: holder.line.received(holder.rank, &holder.line.owned),
@@ -514,10 +524,10 @@ impl Travelling {
     }
 
     /// With buckets: several consecutive stages are sent and received at a time, of which the largest run counts.
-    fn streaming(holder: &Holder<'_>) -> Travelling {
-        let Holder { rank, line, ranks, .. } = holder;
+    fn streaming(holder: &RankMemoryUse<'_>) -> GradientsInTransit {
+        let RankMemoryUse { rank, line, ranks, .. } = holder;
         let (parts, several) = (holder.part(), line.nodes.count() > 1);
-        let whole: Vec<u64> = line.buckets.iter().map(Owned::all).collect();
+        let whole: Vec<u64> = line.buckets.iter().map(OwnedBytes::all).collect();
         let came = line.buckets.iter().map(|bucket| line.received(*rank, bucket));
         let came: Vec<u64> = came.collect();
         // The stages of all rounds follow each other: the last bucket is followed by the first one of the next round.
@@ -534,7 +544,7 @@ impl Travelling {
         let bucket = whole.iter().max().copied().unwrap_or(0);
         let waiting = idle * ranks.leaf.unwrap_or_else(|| whole.iter().sum());
         let sent = together(&whole, gather::BEHIND);
-        Travelling {
+        GradientsInTransit {
             waiting: [waiting, waiting + bucket, bucket],
             sent: [if parts.len() > 1 { sent } else { 0 }, sent, sent],
             received: together(&came, (1 + usize::from(several)) * gather::BEHIND + 1),
@@ -543,9 +553,9 @@ impl Travelling {
     }
 
     /// Adds these to what is always held.
-    fn on(&self, always: Holds) -> Holds {
-        let Travelling { sent, received, sums, .. } = *self;
-        Holds { sent: sent[0], received, sums, ..always }
+    fn on(&self, always: MemoryUse) -> MemoryUse {
+        let GradientsInTransit { sent, received, sums, .. } = *self;
+        MemoryUse { sent: sent[0], received, sums, ..always }
     }
 }
 

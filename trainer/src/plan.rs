@@ -13,21 +13,21 @@ use mixer::SourceUse;
 use serde::Serialize;
 use tch::Device;
 
-use crate::checkpoint::{Layout, manifest_bytes};
+use crate::checkpoint::{StateLayout, manifest_bytes};
 use crate::ledger::{self, Packed, SourceSums, StepRecord};
-use crate::memory::{Holds, Ways};
+use crate::memory::{MemoryUse, Parallelism};
 use crate::mesh::copies::Partners;
 use crate::mesh::slices::Slices;
 use crate::mesh::team;
 use crate::mesh::{Degrees, GradReduce, Mesh, context, copies};
-use crate::model::{self, Dealt, Fold};
-use crate::optim::balance::Balance;
+use crate::model::{self, Assignment, WeightShards};
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Skipped;
 use crate::spec::{PhaseModel, RunSpec};
-use crate::state::ownership::{self, Piece};
+use crate::state::ownership::{self, ParamShard};
 use crate::workers::Workers;
-use sent::Sending;
 pub use sent::SentInStep;
+use sent::SentInputs;
 
 /// Devices whose memory is known, in GiB; `cpu` is this machine.
 /// Sources: AMD Instinct MI300X and MI325X data sheets, NVIDIA H100, H200 and B200 data sheets.
@@ -97,7 +97,7 @@ pub struct PhaseNeeds {
     /// The rank that needs most memory.
     pub largest_rank: u32,
     /// Its peak memory, in bytes.
-    pub memory: Holds,
+    pub memory: MemoryUse,
     /// Memory of all ranks on the fullest machine, in bytes.
     pub machine_bytes: u64,
     /// How many ranks share a micro-batch.
@@ -180,7 +180,7 @@ pub fn needs(spec: &RunSpec, fleet: &Fleet) -> Result<RunNeeds> {
     })
 }
 
-fn replicas(pieces: &[Piece], names: &[String]) -> ReplicaNeeds {
+fn replicas(pieces: &[ParamShard], names: &[String]) -> ReplicaNeeds {
     let partners = Partners::new(names);
     let held = partners.all_held(pieces).into_iter();
     let sent = if names.len() == 1 { 0 } else { copies::sent(pieces) };
@@ -199,7 +199,7 @@ impl RunNeeds {
 /// The machine of each rank, and all pieces with their owners.
 struct Shares<'a> {
     names: &'a [String],
-    pieces: &'a [Piece],
+    pieces: &'a [ParamShard],
 }
 
 /// The machine of each rank.
@@ -228,12 +228,12 @@ fn phase_needs(
     (name, first, last): (String, u64, u64),
 ) -> Result<PhaseNeeds> {
     let step = spec.plan.step(first)?;
-    let (mut largest_rank, mut most) = (0, Holds::default());
+    let (mut largest_rank, mut most) = (0, MemoryUse::default());
     let mut machine_bytes = vec![0; fleet.ranks.div_ceil(fleet.ranks_per_node) as usize];
     let Fleet { degrees, flat, grad_reduce, workers, .. } = *fleet;
     let Shares { names, pieces } = *shares;
     let on_device = fleet.device != "cpu";
-    let ways = Ways { names, pieces, degrees, flat, grad_reduce, workers, on_device };
+    let ways = Parallelism { names, pieces, degrees, flat, grad_reduce, workers, on_device };
     let ranks = ways.at(spec, first)?;
     for rank in 0..fleet.ranks {
         let holds = ranks.holds(spec, first, rank);
@@ -271,7 +271,7 @@ fn phase_needs(
 }
 
 fn uneven(mesh: Mesh, chunks: u64, seq_len: u64) -> f64 {
-    let dealt = Dealt { chunks, degree: u64::from(mesh.together()), place: 0 };
+    let dealt = Assignment { chunks, degree: u64::from(mesh.together()), place: 0 };
     let pairs = dealt.pairs(seq_len / chunks);
     let most = pairs.iter().copied().max().unwrap_or(0);
     most as f64 * pairs.len() as f64 / pairs.iter().sum::<u64>() as f64 - 1.0
@@ -292,7 +292,7 @@ fn shared(
     let rows = (step.micro_batch, u64::from(step.seq_len));
     let layers = model::shared_bytes(config, rows, degree, options, spec.dtype_at(first));
     let slices = Slices::new(mesh, shares.pieces, spec.parameters.len());
-    let dealt = Dealt { chunks: cut.chunks, degree, place: 0 };
+    let dealt = Assignment { chunks: cut.chunks, degree, place: 0 };
     Ok(layers + context::gradient_bytes(&slices, &spec.parameters, dealt))
 }
 
@@ -324,7 +324,7 @@ fn sent(
             weights[owner] += width * length;
         }
     }
-    let sending = Sending {
+    let sending = SentInputs {
         mesh,
         ranks_per_node: fleet.ranks_per_node,
         flat: fleet.flat,
@@ -339,8 +339,8 @@ fn sent(
 /// Bytes of new weights that are sharded: by owner and position along the folded axis.
 fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<Vec<Vec<u64>>> {
     let (dtype, shards) = (spec.dtype_at(step), spec.model_at(step)?.cut.shards);
-    let fold = Fold::new(mesh.tsp, 0, &spec.parameters, shards);
-    let places: Vec<Fold> = (0..mesh.tsp).map(|place| fold.at(place)).collect();
+    let fold = WeightShards::new(mesh.tsp, 0, &spec.parameters, shards);
+    let places: Vec<WeightShards> = (0..mesh.tsp).map(|place| fold.at(place)).collect();
     let mut found = vec![vec![0; mesh.tsp as usize]; mesh.world() as usize];
     for piece in shares.pieces.iter().filter(|piece| fold.cuts(piece.tensor)) {
         let width = spec.parameters[piece.tensor].kind(dtype).elt_size_in_bytes() as u64;
@@ -353,7 +353,7 @@ fn shards(spec: &RunSpec, shares: &Shares<'_>, mesh: Mesh, step: u64) -> Result<
 }
 
 /// Each bundle has a file of weights and one of moments; the routers' biases and the manifest have one each.
-fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<CheckpointNeeds> {
+fn checkpoint(spec: &RunSpec, pieces: &[ParamShard], fleet: &Fleet) -> Result<CheckpointNeeds> {
     let mut kept = vec![0; fleet.ranks as usize];
     let mut own = vec![BTreeSet::new(); fleet.ranks as usize];
     for piece in pieces {
@@ -362,7 +362,7 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
     }
     let machines = kept.chunks(fleet.ranks_per_node as usize);
     let copies = machines.map(|ranks| ranks.iter().sum::<u64>()).max().unwrap_or(0);
-    let of_layer = |Balance { bias, first, second }: &Balance| {
+    let of_layer = |RouterBalance { bias, first, second }: &RouterBalance| {
         4 * (bias.len() + first.len() + second.len()) as u64
     };
     let balance: u64 = spec.balance().iter().map(of_layer).sum();
@@ -373,10 +373,10 @@ fn checkpoint(spec: &RunSpec, pieces: &[Piece], fleet: &Fleet) -> Result<Checkpo
     let files =
         (0u32..).zip(&own).map(|(rank, own)| 2 * own.len() as u64 + others * u64::from(rank == 0));
     Ok(CheckpointNeeds {
-        bytes: pieces.iter().map(Piece::kept).sum::<u64>() + balance,
+        bytes: pieces.iter().map(ParamShard::kept).sum::<u64>() + balance,
         files: 2 * bundles + others,
         most_files: files.max().unwrap_or(0),
-        manifest: manifest_bytes(&Layout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
+        manifest: manifest_bytes(&StateLayout::new(spec, Device::Cpu), pieces, spec.plan.steps())?,
         largest_part: kept.iter().copied().max().unwrap_or(0),
         copies,
     })

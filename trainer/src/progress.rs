@@ -14,7 +14,7 @@ use crate::shown::{clock, rate};
 use crate::validate::SourceLoss;
 
 /// Prints the lines of one process of a run.
-pub struct Progress {
+pub struct ProgressPrinter {
     steps: u64,
     shown: bool,
     last: Instant,
@@ -22,10 +22,10 @@ pub struct Progress {
     pace: Option<f64>,
 }
 
-impl Progress {
+impl ProgressPrinter {
     /// For a run of `steps` steps in total; silent unless `shown`.
     pub fn new(steps: u64, shown: bool) -> Self {
-        Progress { steps, shown, last: Instant::now(), pace: None }
+        ProgressPrinter { steps, shown, last: Instant::now(), pace: None }
     }
 
     /// Prints a note.

@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use contract::{Digestible, Fault, Hasher, Identity, Result};
 use curriculum::{Dtype, ModelTable, NewtonSchulzForm, OptimizerKind};
-use loader::{Opened, Stores};
-use mixer::{Curriculum, Plan};
+use loader::{OpenedCurriculum, Stores};
+use mixer::{Curriculum, DataPlan};
 
-use crate::hf::Start;
+use crate::hf::InitialModel;
 use crate::model::{self, Cut, ParamSpec, ZayaConfig};
-use crate::optim::balance::{self, Balance};
-use crate::optim::guard::Guard;
-use crate::optim::{Kind, Rule, Settings};
+use crate::optim::balance::{self, RouterBalance};
+use crate::optim::guard::SpikePolicy;
+use crate::optim::{MatrixOptimizer, OptimizerRule, OptimizerSettings};
 
 /// The one field of the model that is ours: the learning rate of the balancing biases.
 const BALANCE_LR: &str = "balance_lr";
@@ -26,7 +26,7 @@ const MICRO_BATCHES: u64 = 1 << 20;
 
 /// The data that a run reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Content {
+pub struct RunData {
     /// The digests of its initial stores, in the order of the curriculum.
     pub stores: Vec<Identity>,
     /// SHA-256 of their tokenizer.
@@ -51,25 +51,25 @@ pub struct RunSpec {
     /// The curriculum, as read.
     pub curriculum: Curriculum,
     /// What it reads.
-    pub content: Content,
+    pub content: RunData,
     /// The initial weights, if they are not sampled.
-    pub start: Option<Start>,
+    pub start: Option<InitialModel>,
     /// The model in each phase: the same parameters, some different numbers.
     pub models: Vec<PhaseModel>,
     /// The optimizer's settings at the start of the run; [`RunSpec::settings_at`] has those of a step.
-    pub settings: Settings,
+    pub settings: OptimizerSettings,
     /// The parameters in canonical order.
     pub parameters: Vec<ParamSpec>,
     /// How each is updated.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<OptimizerRule>,
     /// Which text each step reads.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<DataPlan>,
     /// The stores of the text.
     pub data: Arc<Stores>,
 }
 
 /// Refuses steps with too many micro-batches to keep records of.
-fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
+fn refuse_many(curriculum: &Curriculum, plan: &DataPlan) -> Result<()> {
     for phase in plan.phases() {
         let found = phase.batch / phase.micro_batch;
         if found > MICRO_BATCHES {
@@ -88,35 +88,35 @@ fn refuse_many(curriculum: &Curriculum, plan: &Plan) -> Result<()> {
 
 impl RunSpec {
     /// Resolves an opened curriculum; refuses what cannot be trained.
-    pub fn new(opened: &Opened) -> Result<Self> {
+    pub fn new(opened: &OpenedCurriculum) -> Result<Self> {
         // A run's own curriculum is in the folder that also records its start.
         let folder = opened.file.folder();
         RunSpec::of_run(opened, folder.local().unwrap_or(Path::new("")))
     }
 
     /// The same for the run in the folder `run`: once begun, it does not need its start unless something reads it.
-    pub fn of_run(opened: &Opened, run: &Path) -> Result<Self> {
+    pub fn of_run(opened: &OpenedCurriculum, run: &Path) -> Result<Self> {
         let data = Arc::clone(opened.stores()?);
-        let content = Content::of(&data, opened.curriculum.stores.len());
+        let content = RunData::of(&data, opened.curriculum.stores.len());
         let start = open_start(opened, &data, run)?;
         RunSpec::of(opened, data, content, start)
     }
 
     /// The same for a curriculum whose store may be a stub: enough to plan a run. Nothing can be read, and a model that
     /// sets no vocabulary has that of its preset.
-    pub fn for_planning(opened: &Opened) -> Result<Self> {
+    pub fn for_planning(opened: &OpenedCurriculum) -> Result<Self> {
         if opened.text().is_some() || opened.curriculum.start.is_some() {
             return RunSpec::new(opened);
         }
-        let content = Content { stores: Vec::new(), tokenizer: Identity([0; 32]), vocab: 0 };
+        let content = RunData { stores: Vec::new(), tokenizer: Identity([0; 32]), vocab: 0 };
         RunSpec::of(opened, Arc::new(Stores::none()), content, None)
     }
 
     fn of(
-        opened: &Opened,
+        opened: &OpenedCurriculum,
         data: Arc<Stores>,
-        content: Content,
-        start: Option<Start>,
+        content: RunData,
+        start: Option<InitialModel>,
     ) -> Result<Self> {
         let curriculum = opened.curriculum.clone();
         // Without a tokenizer the vocabulary has no required size.
@@ -124,7 +124,10 @@ impl RunSpec {
         let models = models(&curriculum, vocab, start.as_ref())?;
         let settings = settings(&curriculum, 1);
         let parameters = model::parameters(&models[0].config);
-        let rules = parameters.iter().map(|parameter| Rule::of(settings.kind, parameter)).collect();
+        let rules = parameters
+            .iter()
+            .map(|parameter| OptimizerRule::of(settings.kind, parameter))
+            .collect();
         let plan = Arc::clone(&opened.plan);
         refuse_many(&curriculum, &plan)?;
         Ok(RunSpec { curriculum, content, start, models, settings, parameters, rules, plan, data })
@@ -175,7 +178,7 @@ impl RunSpec {
     }
 
     /// The optimizer's settings in `step`: amendments change some of them.
-    pub fn settings_at(&self, step: u64) -> Settings {
+    pub fn settings_at(&self, step: u64) -> OptimizerSettings {
         settings(&self.curriculum, step)
     }
 
@@ -199,10 +202,10 @@ impl RunSpec {
     }
 
     /// The initial balancing biases, by layer: empty where there is no router.
-    pub fn balance(&self) -> Vec<Balance> {
+    pub fn balance(&self) -> Vec<RouterBalance> {
         let layer = |classes: usize| match classes.checked_sub(1) {
-            Some(experts) => Balance::new(experts, true),
-            None => Balance::default(),
+            Some(experts) => RouterBalance::new(experts, true),
+            None => RouterBalance::default(),
         };
         model::router_classes(self.config()).into_iter().map(layer).collect()
     }
@@ -213,12 +216,12 @@ impl RunSpec {
     }
 }
 
-impl Content {
+impl RunData {
     /// From the first `count` of these stores: amendments name the others by their digests.
     pub fn of(stores: &Stores, count: usize) -> Self {
         let manifests = stores.stores().iter().take(count).map(|store| store.manifest());
         let tokenizer = &stores.stores()[0].manifest().tokenizer;
-        Content {
+        RunData {
             stores: manifests.map(|manifest| manifest.digest).collect(),
             tokenizer: tokenizer.sha256,
             vocab: tokenizer.vocab,
@@ -245,7 +248,7 @@ impl Digestible for RunSpec {
         let tables = text.take_models();
         hasher.tag("run.v2").str(&text.canonical()).u64(tables.len() as u64);
         tables.iter().for_each(|table| table.feed(hasher));
-        let Content { stores, tokenizer, vocab } = content;
+        let RunData { stores, tokenizer, vocab } = content;
         hasher.u64(stores.len() as u64);
         stores.iter().for_each(|store| {
             hasher.bytes(&store.0);
@@ -263,7 +266,7 @@ impl Digestible for RunSpec {
 fn models(
     curriculum: &Curriculum,
     vocab: Option<u32>,
-    start: Option<&Start>,
+    start: Option<&InitialModel>,
 ) -> Result<Vec<PhaseModel>> {
     let mut models: Vec<PhaseModel> = Vec::new();
     let place = |field: &str| curriculum.place(&format!("model.{field}"));
@@ -334,7 +337,11 @@ fn same_shape(model: &ZayaConfig, other: &ZayaConfig) -> bool {
 }
 
 /// The start that the curriculum names, relative to the curriculum's folder.
-fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start>> {
+fn open_start(
+    opened: &OpenedCurriculum,
+    data: &Stores,
+    run: &Path,
+) -> Result<Option<InitialModel>> {
     let Some(path) = &opened.curriculum.start else { return Ok(None) };
     let place = || opened.curriculum.place("start");
     let folder = storage::resolve(&opened.file.folder(), path);
@@ -347,16 +354,20 @@ fn open_start(opened: &Opened, data: &Stores, run: &Path) -> Result<Option<Start
             .hint("copy it here, and name the copy")
     })?;
     // Its vocabulary was compared with the store's when the run began.
-    if let Some(start) = Start::kept(run, folder)? {
+    if let Some(start) = InitialModel::kept(run, folder)? {
         return Ok(Some(start));
     }
-    let start = Start::open(folder).map_err(|fault| fault.or_at(place))?;
+    let start = InitialModel::open(folder).map_err(|fault| fault.or_at(place))?;
     start.compare_tokenizer(&data.tokenizer()?, place)?;
     Ok(Some(start))
 }
 
 /// Refuses a model whose parameters differ from those of the start.
-fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String) -> Result<()> {
+fn compare_start(
+    start: &InitialModel,
+    config: &ZayaConfig,
+    place: impl Fn() -> String,
+) -> Result<()> {
     let (theirs, ours) = (model::parameters(start.config()), model::parameters(config));
     let shown = |spec: Option<&ParamSpec>| {
         spec.map_or_else(|| "nothing".to_owned(), |spec| format!("{} {:?}", spec.name, spec.shape))
@@ -380,7 +391,7 @@ fn compare_start(start: &Start, config: &ZayaConfig, place: impl Fn() -> String)
 fn resolve_model(
     ModelTable(table): &ModelTable,
     vocab: Option<u32>,
-    start: Option<&Start>,
+    start: Option<&InitialModel>,
     place: impl Fn(&str) -> String,
 ) -> Result<PhaseModel> {
     let mut fields = BTreeMap::new();
@@ -432,23 +443,23 @@ fn resolve_model(
 }
 
 /// The settings of a step. Kind, moments and decay are the same in the whole run.
-fn settings(curriculum: &Curriculum, step: u64) -> Settings {
+fn settings(curriculum: &Curriculum, step: u64) -> OptimizerSettings {
     let numbers = curriculum.numbers_at(step);
-    let (schedule, guard) = (numbers.rates(), Guard::of(&numbers));
+    let (schedule, guard) = (numbers.rates(), SpikePolicy::of(&numbers));
     let optimizer = numbers.optimizer;
-    Settings {
+    OptimizerSettings {
         kind: match optimizer.kind {
-            OptimizerKind::Muon => Kind::Muon,
-            OptimizerKind::AdamW => Kind::AdamW,
+            OptimizerKind::Muon => MatrixOptimizer::Muon,
+            OptimizerKind::AdamW => MatrixOptimizer::AdamW,
         },
         schedule,
         betas: (optimizer.betas[0], optimizer.betas[1]),
         eps: optimizer.eps,
         momentum: optimizer.momentum,
         newton_schulz: match optimizer.newton_schulz {
-            NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzForm::Gram,
-            NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzForm::Direct,
-            NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzForm::Bf16,
+            NewtonSchulzForm::Gram => kernels::ops::NewtonSchulzIterate::Gram,
+            NewtonSchulzForm::Direct => kernels::ops::NewtonSchulzIterate::Direct,
+            NewtonSchulzForm::Bf16 => kernels::ops::NewtonSchulzIterate::Bf16,
         },
         weight_decay: optimizer.weight_decay,
         clip: optimizer.clip,

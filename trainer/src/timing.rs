@@ -9,7 +9,7 @@ use std::time::Instant;
 
 /// A part of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum StepPart {
     /// Reading and assembling the batch; a run overlaps this with the step before.
     Batch,
     /// Rounding weights to the dtype of matmuls, where the step that updates them does not.
@@ -53,31 +53,32 @@ pub enum Part {
 }
 
 /// Every part, in the order of a step, with its name.
-pub const PARTS: [(Part, &str); 20] = [
-    (Part::Batch, "batch: read, assemble"),
-    (Part::Round, "weights rounded for products"),
-    (Part::Stream, "embedding, norms, residuals"),
-    (Part::Attention, "attention, forward"),
-    (Part::Router, "router, forward"),
-    (Part::Experts, "experts, forward"),
-    (Part::Head, "head and loss, both ways"),
-    (Part::ExpertsBack, "experts, backward"),
-    (Part::RouterBack, "router, backward"),
-    (Part::AttentionBack, "attention, backward"),
-    (Part::MicroBatchSums, "checksums of micro-batches"),
-    (Part::Tree, "tree of additions"),
-    (Part::Send, "blocks packed and sent"),
-    (Part::Blocks, "waiting for blocks of other ranks"),
-    (Part::Peers, "waiting for the slowest rank"),
-    (Part::Norm, "checksums and norm of the sum"),
-    (Part::Muon, "Muon"),
-    (Part::AdamW, "AdamW"),
-    (Part::Share, "new weights to every rank"),
-    (Part::StateSums, "checksums of the state"),
+pub const PARTS: [(StepPart, &str); 20] = [
+    (StepPart::Batch, "batch: read, assemble"),
+    (StepPart::Round, "weights rounded for products"),
+    (StepPart::Stream, "embedding, norms, residuals"),
+    (StepPart::Attention, "attention, forward"),
+    (StepPart::Router, "router, forward"),
+    (StepPart::Experts, "experts, forward"),
+    (StepPart::Head, "head and loss, both ways"),
+    (StepPart::ExpertsBack, "experts, backward"),
+    (StepPart::RouterBack, "router, backward"),
+    (StepPart::AttentionBack, "attention, backward"),
+    (StepPart::MicroBatchSums, "checksums of micro-batches"),
+    (StepPart::Tree, "tree of additions"),
+    (StepPart::Send, "blocks packed and sent"),
+    (StepPart::Blocks, "waiting for blocks of other ranks"),
+    (StepPart::Peers, "waiting for the slowest rank"),
+    (StepPart::Norm, "checksums and norm of the sum"),
+    (StepPart::Muon, "Muon"),
+    (StepPart::AdamW, "AdamW"),
+    (StepPart::Share, "new weights to every rank"),
+    (StepPart::StateSums, "checksums of the state"),
 ];
 
 /// Parts that only serve verification; the weights would be the same without them.
-pub(crate) const EXACTNESS: [Part; 3] = [Part::MicroBatchSums, Part::Norm, Part::StateSums];
+pub(crate) const EXACTNESS: [StepPart; 3] =
+    [StepPart::MicroBatchSums, StepPart::Norm, StepPart::StateSums];
 
 static ON: AtomicBool = AtomicBool::new(false);
 static SPENT: [AtomicU64; PARTS.len()] = [const { AtomicU64::new(0) }; PARTS.len()];
@@ -89,21 +90,21 @@ thread_local! {
 
 /// Measures a part until it is dropped.
 #[must_use]
-pub(crate) struct Watch(Option<Running>);
+pub(crate) struct PartTimer(Option<Running>);
 
 struct Running {
-    part: Part,
+    part: StepPart,
     begin: Instant,
     before: u64,
 }
 
 /// Starts to measure a part on this thread.
-pub(crate) fn part(part: Part) -> Watch {
+pub(crate) fn part(part: StepPart) -> PartTimer {
     let on = ON.load(Ordering::Relaxed);
-    Watch(on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) }))
+    PartTimer(on.then(|| Running { part, begin: Instant::now(), before: INSIDE.replace(0) }))
 }
 
-impl Drop for Watch {
+impl Drop for PartTimer {
     fn drop(&mut self) {
         let Some(Running { part, begin, before }) = self.0.take() else { return };
         let all = begin.elapsed().as_nanos() as u64;
@@ -121,7 +122,7 @@ pub fn measured<T>(work: impl FnOnce() -> T) -> (T, Vec<f64>) {
     let outcome = work();
     ON.store(false, Ordering::Relaxed);
     let seconds =
-        |(part, _): &(Part, &str)| SPENT[*part as usize].load(Ordering::Relaxed) as f64 / 1e9;
+        |(part, _): &(StepPart, &str)| SPENT[*part as usize].load(Ordering::Relaxed) as f64 / 1e9;
     (outcome, PARTS.iter().map(seconds).collect())
 }
 
@@ -136,10 +137,10 @@ mod tests {
         let nap = |milliseconds| sleep(Duration::from_millis(milliseconds));
         let start = Instant::now();
         let ((), spent) = measured(|| {
-            let _outer = part(Part::Tree);
+            let _outer = part(StepPart::Tree);
             nap(20);
             {
-                let _inner = part(Part::Batch);
+                let _inner = part(StepPart::Batch);
                 nap(40);
             }
             nap(20);
@@ -148,9 +149,12 @@ mod tests {
             let index = PARTS.iter().position(|(one, _)| *one == part);
             spent[index.unwrap()]
         };
-        assert!(of(Part::Batch) >= 0.04 && of(Part::Tree) >= 0.04);
+        assert!(of(StepPart::Batch) >= 0.04 && of(StepPart::Tree) >= 0.04);
         let all = start.elapsed().as_secs_f64();
-        assert!(of(Part::Tree) + of(Part::Batch) <= all, "the inner part is not in the outer one");
+        assert!(
+            of(StepPart::Tree) + of(StepPart::Batch) <= all,
+            "the inner part is not in the outer one"
+        );
         for (index, (part, _)) in PARTS.iter().enumerate() {
             let twice = PARTS[index + 1..].iter().any(|(other, _)| other == part);
             assert!(!twice, "{part:?} stands there twice");

@@ -20,16 +20,16 @@ pub struct Trace {
     /// The sum of all shares, in seconds.
     pub busy: f64,
     /// The names with the most time, in descending order.
-    pub top: Vec<Share>,
+    pub top: Vec<TimeShare>,
     /// All time by [`part`], in descending order.
-    pub parts: Vec<Share>,
+    pub parts: Vec<TimeShare>,
     /// Seconds of the parts that only serve verification: checksums, and sums of squares.
     pub exactness: f64,
 }
 
 /// The time of one name.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Share {
+pub struct TimeShare {
     /// The name of a kernel, an operation or a part.
     pub name: String,
     /// Seconds, without nested events.
@@ -169,10 +169,10 @@ fn add(to: &mut BTreeMap<String, (u64, u64)>, name: &str, nanoseconds: u64) {
 }
 
 /// Sorted by seconds, descending; equal ones by name.
-fn sorted(all: BTreeMap<String, (u64, u64)>) -> Vec<Share> {
+fn sorted(all: BTreeMap<String, (u64, u64)>) -> Vec<TimeShare> {
     let share =
-        |(name, (nanoseconds, calls))| Share { name, seconds: nanoseconds as f64 / 1e9, calls };
-    let mut found: Vec<Share> = all.into_iter().map(share).collect();
+        |(name, (nanoseconds, calls))| TimeShare { name, seconds: nanoseconds as f64 / 1e9, calls };
+    let mut found: Vec<TimeShare> = all.into_iter().map(share).collect();
     found.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
     found
 }
@@ -196,7 +196,7 @@ mod tests {
             event("aten::mm", false, 2, [10, 7]),
         ];
         let trace = Trace::of(&events, 1.0);
-        let told = |name: &str, nanoseconds: f64, calls| Share {
+        let told = |name: &str, nanoseconds: f64, calls| TimeShare {
             name: name.to_owned(),
             seconds: nanoseconds / 1e9,
             calls,

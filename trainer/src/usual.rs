@@ -43,7 +43,7 @@ const FRESH: u64 = 8;
 
 /// The previous values, oldest first.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Window {
+pub(crate) struct RecentValues {
     values: VecDeque<f64>,
     /// Whether eight values are enough.
     few: bool,
@@ -70,17 +70,17 @@ struct Trend {
 
 /// The position of a value relative to those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Position {
+pub struct Deviation {
     /// The expected value.
     pub usual: f64,
     /// The distance from it in spreads, negative if below.
     pub score: f64,
 }
 
-impl Window {
+impl RecentValues {
     /// A window that judges by as few as eight values.
-    pub(crate) fn of_few() -> Window {
-        Window { few: true, ..Window::default() }
+    pub(crate) fn of_few() -> RecentValues {
+        RecentValues { few: true, ..RecentValues::default() }
     }
 
     /// Records a change from the next value on.
@@ -114,7 +114,7 @@ impl Window {
     }
 
     /// The position of `value`, the next one, with this minimum spread; `None` if there are too few values.
-    pub(crate) fn position(&mut self, value: f64, floor: f64) -> Option<Position> {
+    pub(crate) fn position(&mut self, value: f64, floor: f64) -> Option<Deviation> {
         self.trend = self.fresh(self.trend, || self.found());
         let (at, Trend { next, slope, level, spread }) = self.trend?;
         let expected = next + slope * (self.came - at) as f64;
@@ -130,7 +130,7 @@ impl Window {
             false => (level, by_level),
         };
         let score = if by_trend * by_level > 0.0 { by / spread } else { 0.0 };
-        Some(Position { usual, score })
+        Some(Deviation { usual, score })
     }
 
     /// The cached result while it is fresh, else a new one; `None` if there are too few values.
@@ -148,7 +148,7 @@ impl Window {
             self.noise = self.found().spread;
         }
         let (values, came, noise) = (since, self.came, self.noise);
-        *self = Window { values, came, noise, ..Window::of_few() };
+        *self = RecentValues { values, came, noise, ..RecentValues::of_few() };
     }
 
     fn found(&self) -> Trend {
@@ -199,7 +199,7 @@ mod tests {
 
         #[test]
         fn the_median_is_that_of_the_last_values(values in prop::collection::vec(-1e3..1e3f64, 32..200)) {
-            let mut window = Window::default();
+            let mut window = RecentValues::default();
             values.iter().for_each(|value| window.push(*value));
             let mut last: Vec<f64> = values[values.len().saturating_sub(LENGTH)..].to_vec();
             last.sort_by(f64::total_cmp);
@@ -218,7 +218,7 @@ mod tests {
         fn where_a_value_lies_does_not_depend_on_unit_or_origin(
             values in prop::collection::vec(-1e3..1e3f64, 64), value in -1e4..1e4f64, scale in 0.1..10f64, shift in -1e3..1e3f64,
         ) {
-            let (mut plain, mut moved) = (Window::default(), Window::default());
+            let (mut plain, mut moved) = (RecentValues::default(), RecentValues::default());
             for one in &values {
                 plain.push(*one);
                 moved.push(one * scale + shift);
@@ -232,7 +232,7 @@ mod tests {
     /// A shift at a phase is no longer odd after eight of its steps, and an odd value among those is found.
     #[test]
     fn what_came_before_a_change_is_forgotten() {
-        let mut window = Window::default();
+        let mut window = RecentValues::default();
         let noise = |step: u32| f64::from(step * 7919 % 13) / 13.0;
         for step in 0..100 {
             window.push(9.0 + noise(step));
@@ -245,14 +245,14 @@ mod tests {
         }
         assert!(window.position(3.5, 1e-6).unwrap().score.abs() < 2.0);
         assert!(window.position(9.0, 1e-6).unwrap().score > 8.0);
-        let mut young = Window::default();
+        let mut young = RecentValues::default();
         (0..31).for_each(|step| young.push(noise(step)));
         assert!(young.position(9.0, 1e-6).is_none());
     }
 
     #[test]
     fn a_steady_fall_is_not_odd_and_a_spike_does_not_hide_the_next() {
-        let mut window = Window::default();
+        let mut window = RecentValues::default();
         for step in 0..200 {
             let value = 10.0 - 0.01 * f64::from(step);
             if let Some(found) = window.position(value, 1e-6) {

@@ -10,16 +10,16 @@ use contract::{Fault, Result};
 use loader::validation;
 use serde_json::{Value, json};
 
-use crate::mesh::Team;
-use crate::mesh::context::Along;
-use crate::mesh::team::Lines;
-use crate::mesh::words::Writer;
-use crate::model::{self, Computing, Folded, Line};
+use crate::mesh::ProcessMesh;
+use crate::mesh::context::SharingGroup;
+use crate::mesh::team::PhaseMesh;
+use crate::mesh::words::WordWriter;
+use crate::model::{self, AxisComm, MicroBatchContext, ShardedWeights};
 use crate::refusal::lost;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{Context, FrozenModel, Weights, rows};
-use crate::waiting::Waiting;
+use crate::step::{FrozenModel, StepContext, Weights, rows};
+use crate::waiting::WaitCounter;
 
 /// The interval and size of validation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,11 +73,11 @@ impl Validation {
     /// without those that have no held-out text. `None` if a rank was `asked` to stop before the end.
     pub fn take(
         &self,
-        cx: Context<'_>,
+        cx: StepContext<'_>,
         state: &State,
         asked: &dyn Fn() -> bool,
     ) -> Result<Option<Vec<SourceLoss>>> {
-        let Context { spec, team, .. } = cx;
+        let StepContext { spec, team, .. } = cx;
         let cut = spec.model_at(state.step.max(1))?.cut;
         let lines = team.lines(cut)?;
         let (place, places) = match lines.mesh.tsp {
@@ -88,7 +88,7 @@ impl Validation {
         let dealt = (place as usize..windows.len()).step_by(places as usize);
         let mut left = dealt.map(|index| (index, windows[index].clone()));
         let what = format!("validation after step {}", state.step);
-        let waiting = Mutex::new(Waiting::new(what, left.len() as u64));
+        let waiting = Mutex::new(WaitCounter::new(what, left.len() as u64));
         let mut mine = Vec::new();
         // In rounds: in between, the ranks exchange whether one of them was asked to stop.
         loop {
@@ -144,8 +144,8 @@ enum Progress {
 }
 
 /// Exchanges with the other ranks whether they were asked to stop, and how many windows they have left.
-fn progress(team: &Team<'_>, asked: bool, left: usize) -> Result<Progress> {
-    let mut words = Writer::default();
+fn progress(team: &ProcessMesh<'_>, asked: bool, left: usize) -> Result<Progress> {
+    let mut words = WordWriter::default();
     words.word(u64::from(asked)).word(left as u64);
     let heard = team.tell("the progress on held-out text", &words)?;
     let (mut stopped, mut done) = (false, true);
@@ -177,10 +177,10 @@ struct Loss {
 
 /// The losses of numbered windows; `how` gathers weights that are sharded.
 fn computed(
-    Context { spec, team, workers }: Context<'_>,
+    StepContext { spec, team, workers }: StepContext<'_>,
     state: &State,
     windows: Vec<(usize, Window)>,
-    (how, waiting): (Computing<'_>, &Mutex<Waiting>),
+    (how, waiting): (MicroBatchContext<'_>, &Mutex<WaitCounter>),
 ) -> Result<Vec<(usize, Loss)>> {
     let step = state.step;
     let at = spec.plan.step(step.max(1))?;
@@ -206,22 +206,22 @@ fn computed(
 
 /// The same, together with the ranks that shard weights for this one.
 fn computed_together(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &State,
-    lines: &Lines<'_>,
-    (windows, waiting): (Vec<(usize, Window)>, &Mutex<Waiting>),
+    lines: &PhaseMesh<'_>,
+    (windows, waiting): (Vec<(usize, Window)>, &Mutex<WaitCounter>),
 ) -> Result<Vec<(usize, Loss)>> {
-    let along = [Along::sharing(lines)?, Along::folded(lines)?];
-    let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
+    let along = [SharingGroup::sharing(lines)?, SharingGroup::folded(lines)?];
+    let [sharing, folded] = along.each_ref().map(|along| along.as_ref().map(SharingGroup::begin));
     let (sharing, folded) = (sharing.transpose()?, folded.transpose()?);
-    let how = Computing {
+    let how = MicroBatchContext {
         options: cx.workers.options().cut(lines.cut),
-        line: sharing.as_ref().map(|line| line as &dyn Line),
-        folded: folded.as_ref().map(|line| Folded { fold: &state.fold, line }),
+        line: sharing.as_ref().map(|line| line as &dyn AxisComm),
+        folded: folded.as_ref().map(|line| ShardedWeights { fold: &state.fold, line }),
     };
     // One worker, since the exchanges must have one order.
     let found =
-        computed(Context { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
+        computed(StepContext { workers: cx.workers.one(), ..cx }, state, windows, (how, waiting))?;
     for line in [sharing, folded].into_iter().flatten() {
         line.finish()?;
     }
@@ -230,8 +230,8 @@ fn computed_together(
 }
 
 /// The losses of all `windows`; `mine` are this rank's.
-fn told(team: &Team<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
-    let mut words = Writer::default();
+fn told(team: &ProcessMesh<'_>, windows: usize, mine: &[(usize, Loss)]) -> Result<Vec<Loss>> {
+    let mut words = WordWriter::default();
     words.word(mine.len() as u64);
     for (index, Loss { loss, labels }) in mine {
         words.word(*index as u64).float(*loss).word(*labels);

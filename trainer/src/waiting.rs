@@ -15,7 +15,7 @@ pub(crate) const SILENCE: Duration = Duration::from_secs(2);
 const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Counts what is done, and prints it to standard error.
-pub(crate) struct Waiting {
+pub(crate) struct WaitCounter {
     what: String,
     total: u64,
     done: u64,
@@ -24,11 +24,11 @@ pub(crate) struct Waiting {
     next: Instant,
 }
 
-impl Waiting {
+impl WaitCounter {
     /// For `total` items, which `what` names.
     pub(crate) fn new(what: impl Into<String>, total: u64) -> Self {
         let begun = Instant::now();
-        Waiting { what: what.into(), total, done: 0, begun, next: begun + SILENCE }
+        WaitCounter { what: what.into(), total, done: 0, begun, next: begun + SILENCE }
     }
 
     /// Counts one more, and prints if it is time.

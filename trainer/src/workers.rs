@@ -13,8 +13,8 @@ use contract::fault::more_of;
 use contract::{Fault, Result};
 use kernels::{ops, runtime};
 
-use crate::audit::Audit;
-use crate::model::{Keep, MicroBatchOptions};
+use crate::audit::AuditFraction;
+use crate::model::{ActivationCheckpointing, MicroBatchOptions};
 use crate::refusal::{self, caught};
 
 /// A number of workers, at least one, and how each computes a micro-batch.
@@ -22,7 +22,7 @@ use crate::refusal::{self, caught};
 pub struct Workers {
     count: usize,
     options: MicroBatchOptions,
-    audit: Option<Audit>,
+    audit: Option<AuditFraction>,
 }
 
 /// The shared state of the workers of one fold.
@@ -46,22 +46,22 @@ impl Workers {
     }
 
     /// The same workers with this activation checkpointing.
-    pub fn keeping(self, keep: Keep) -> Self {
+    pub fn keeping(self, keep: ActivationCheckpointing) -> Self {
         Workers { options: MicroBatchOptions { keep, ..self.options }, ..self }
     }
 
     /// The same workers with these operations, which the kernel table names.
-    pub fn computing_by(self, ops: ops::Table) -> Self {
+    pub fn computing_by(self, ops: ops::OpsTable) -> Self {
         Workers { options: MicroBatchOptions { ops, ..self.options }, ..self }
     }
 
     /// The same workers, which compute the audited micro-batches of a step twice.
-    pub fn auditing(self, audit: Option<Audit>) -> Self {
+    pub fn auditing(self, audit: Option<AuditFraction>) -> Self {
         Workers { audit, ..self }
     }
 
     /// Which micro-batches of a step are computed twice.
-    pub fn audit(self) -> Option<Audit> {
+    pub fn audit(self) -> Option<AuditFraction> {
         self.audit
     }
 
@@ -71,12 +71,12 @@ impl Workers {
     }
 
     /// The operations by which they compute.
-    pub fn ops(self) -> ops::Table {
+    pub fn ops(self) -> ops::OpsTable {
         self.options.ops
     }
 
     /// The activation checkpointing of a micro-batch.
-    pub fn keep(self) -> Keep {
+    pub fn keep(self) -> ActivationCheckpointing {
         self.options.keep
     }
 

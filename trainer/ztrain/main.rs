@@ -10,12 +10,12 @@ mod cmd;
 
 use std::process::ExitCode;
 
-use allocator::OrEnd;
+use allocator::ExitWithoutMemory;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use contract::Result;
 
 #[global_allocator]
-static ALLOCATOR: OrEnd = OrEnd;
+static ALLOCATOR: ExitWithoutMemory = ExitWithoutMemory;
 
 /// Trains a ZAYA1-style model as a curriculum says; any step can be computed again, bit for bit, and explained.
 ///

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
-use storage::copies::Copies;
+use storage::copies::ObjectCopies;
 use store::{InputRecord, Location, Split, disk};
 
 use super::{Documents, Hints, NextDocument, Peer, datatrove, mds, megatron, olmo};
@@ -54,7 +54,7 @@ impl Unit {
             Location::Object(_) => {
                 let is_file = matches!(self, Unit::File(_));
                 let folder = if is_file { place.folder() } else { place.clone() };
-                let copies = Copies::of(&folder, &names)?;
+                let copies = ObjectCopies::of(&folder, &names)?;
                 let path =
                     if is_file { copies.path(&place.name()) } else { copies.folder().into() };
                 let documents = self.open_at(&path, disk, peer, hints);
@@ -101,11 +101,11 @@ fn files_of(peer: Peer, name: &str) -> Vec<String> {
 /// Documents of objects, read from local copies.
 struct Copied {
     documents: Box<dyn Documents>,
-    copies: Copies,
+    copies: ObjectCopies,
 }
 
 impl Copied {
-    fn input(copies: &Copies, record: InputRecord) -> InputRecord {
+    fn input(copies: &ObjectCopies, record: InputRecord) -> InputRecord {
         let path = copies.object(&record.path).unwrap_or(record.path);
         InputRecord { path, ..record }
     }
@@ -192,7 +192,7 @@ fn shards(disk: &dyn Disk, place: &Location) -> Result<(Vec<Unit>, Option<InputR
     let (shards, index) = match &folder {
         Location::Local(path) => mds::shards(disk, path)?,
         Location::Object(_) => {
-            let copies = Copies::of(&folder, &[mds::INDEX.to_owned()])?;
+            let copies = ObjectCopies::of(&folder, &[mds::INDEX.to_owned()])?;
             let found = mds::shards(disk, copies.folder());
             let (shards, index) = found.map_err(|fault| copies.told(fault))?;
             (shards, Copied::input(&copies, index))

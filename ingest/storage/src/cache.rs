@@ -43,12 +43,12 @@ const HOUR: Duration = Duration::from_secs(60 * 60);
 pub(super) struct Cache {
     folder: PathBuf,
     limit: u64,
-    known: Mutex<Known>,
+    known: Mutex<FolderState>,
 }
 
 /// What this process knows of the folder.
 #[derive(Default)]
-struct Known {
+struct FolderState {
     /// Bytes in the folder, approximately: recounted when over the limit, or when a sixteenth of the limit was added.
     bytes: u64,
     /// Bytes added since the last count: other processes add copies too.
@@ -59,19 +59,19 @@ struct Known {
 
 /// A copy that is not removed while this lives.
 #[derive(Debug)]
-pub(super) struct Copy {
+pub(super) struct PinnedCopy {
     path: PathBuf,
     file: File,
 }
 
-impl Copy {
+impl PinnedCopy {
     pub(super) fn file(&self) -> &File {
         &self.file
     }
 }
 
-impl From<Copy> for LocalFile {
-    fn from(Copy { path, file }: Copy) -> Self {
+impl From<PinnedCopy> for LocalFile {
+    fn from(PinnedCopy { path, file }: PinnedCopy) -> Self {
         LocalFile::copy(path, file)
     }
 }
@@ -101,7 +101,7 @@ impl Cache {
         Ok(cache)
     }
 
-    fn known(&self) -> MutexGuard<'_, Known> {
+    fn known(&self) -> MutexGuard<'_, FolderState> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -129,7 +129,7 @@ impl Cache {
         name: &str,
         bytes: u64,
         fill: impl Fn(&mut dyn Write) -> Result<()>,
-    ) -> Result<Copy> {
+    ) -> Result<PinnedCopy> {
         let path = self.path(key, name);
         for _ in 0..TRIES {
             match self.take(&path, bytes)? {
@@ -169,7 +169,7 @@ impl Cache {
     }
 
     /// The existing copy, if it is whole.
-    fn take(&self, path: &Path, bytes: u64) -> Result<Option<Copy>> {
+    fn take(&self, path: &Path, bytes: u64) -> Result<Option<PinnedCopy>> {
         let file = match regular::open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
             file => file.map_err(|error| unusable(path, &error))?,
@@ -186,7 +186,7 @@ impl Cache {
             self.remove(path);
             return Ok(None);
         }
-        Ok(Some(Copy { path: path.to_owned(), file }))
+        Ok(Some(PinnedCopy { path: path.to_owned(), file }))
     }
 
     fn is_whole(&self, path: &Path, file: &File, bytes: u64) -> Result<bool> {

@@ -24,7 +24,7 @@ use object_store::{
 use store::location::Address;
 use tokio::runtime::Runtime;
 
-use crate::environment::{self, Access};
+use crate::environment::{self, BucketAccess};
 use crate::listing::Connector;
 use crate::tag;
 
@@ -57,7 +57,7 @@ fn key_of(address: &Address) -> Result<Key> {
 
 /// The size and version of an object.
 #[derive(Clone, Debug)]
-pub(super) struct About {
+pub(super) struct ObjectInfo {
     pub(super) bytes: u64,
     /// Its tag, size and time. A tag alone may repeat with other bytes, where a server does not make it from the
     /// content.
@@ -65,18 +65,18 @@ pub(super) struct About {
     pub(super) tag: Option<String>,
 }
 
-impl About {
+impl ObjectInfo {
     fn of(meta: ObjectMeta) -> Self {
         let (tag, bytes) = (meta.e_tag, meta.size);
         let shown = tag.as_deref().unwrap_or("no tag");
         let version = format!("{shown} {bytes} {}", meta.last_modified.to_rfc3339());
-        About { bytes, version, tag }
+        ObjectInfo { bytes, version, tag }
     }
 }
 
 /// The outcome of a conditional put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Put {
+pub(super) enum PutOutcome {
     /// The object was created.
     Created,
     /// The object existed and was left as it is.
@@ -85,29 +85,29 @@ pub(super) enum Put {
 
 /// Which side failed while local bytes were uploaded or compared with an object.
 #[derive(Debug)]
-pub(super) enum Failed {
+pub(super) enum TransferError {
     /// The local side, where a retry of the request does not help.
     Here(Error),
     /// The object's side.
     There(Error),
 }
 
-impl From<Error> for Failed {
+impl From<Error> for TransferError {
     fn from(error: Error) -> Self {
-        Failed::There(error)
+        TransferError::There(error)
     }
 }
 
 /// Starts the configuration of a client for a bucket.
-pub(super) type Settings = Arc<dyn Fn() -> AmazonS3Builder + Send + Sync>;
+pub(super) type BuilderSource = Arc<dyn Fn() -> AmazonS3Builder + Send + Sync>;
 
 /// One client for all buckets that the environment gives access to.
 pub(super) struct Client {
-    access: Access,
+    access: BucketAccess,
     /// The settings of a client before its bucket is known.
-    settings: Settings,
+    settings: BuilderSource,
     buckets: Mutex<BTreeMap<String, Arc<AmazonS3>>>,
-    known: Mutex<BTreeMap<Address, About>>,
+    known: Mutex<BTreeMap<Address, ObjectInfo>>,
 }
 
 /// The runtime that requests run on. The caller's threads wait for the answers.
@@ -161,10 +161,10 @@ fn may_pass(error: &Error) -> bool {
 
 impl Client {
     pub(super) fn new() -> Result<Self> {
-        Client::with(Access::of(&environment::here)?, Arc::new(AmazonS3Builder::from_env))
+        Client::with(BucketAccess::of(&environment::here)?, Arc::new(AmazonS3Builder::from_env))
     }
 
-    pub(super) fn with(access: Access, settings: Settings) -> Result<Self> {
+    pub(super) fn with(access: BucketAccess, settings: BuilderSource) -> Result<Self> {
         runtime()?;
         // Required for TLS, since the libraries bring no provider. An error means that one is installed already.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -176,7 +176,7 @@ impl Client {
         if let Some(bucket) = buckets.get(name) {
             return Ok(Arc::clone(bucket));
         }
-        let Access { timeout, plain_http } = self.access;
+        let BucketAccess { timeout, plain_http } = self.access;
         let options = ClientOptions::new()
             .with_allow_http(plain_http)
             .with_connect_timeout(timeout.min(Duration::from_secs(10)))
@@ -236,21 +236,21 @@ impl Client {
     }
 
     /// Size and version of an object, now.
-    pub(super) fn about(&self, place: &Address) -> Result<About> {
+    pub(super) fn about(&self, place: &Address) -> Result<ObjectInfo> {
         let meta = self.ask(place, |bucket, key| async move { bucket.head(&key).await })?;
-        let about = About::of(meta);
+        let about = ObjectInfo::of(meta);
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         known.insert(place.clone(), about.clone());
         Ok(about)
     }
 
     /// The size and version, as this process first learned them.
-    pub(super) fn known(&self, place: &Address) -> Result<About> {
+    pub(super) fn known(&self, place: &Address) -> Result<ObjectInfo> {
         self.seen(place).map_or_else(|| self.about(place), Ok)
     }
 
     /// The size and version, if this process has learned them.
-    pub(super) fn seen(&self, place: &Address) -> Option<About> {
+    pub(super) fn seen(&self, place: &Address) -> Option<ObjectInfo> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).get(place).cloned()
     }
 
@@ -258,7 +258,7 @@ impl Client {
     pub(super) fn range(
         &self,
         place: &Address,
-        about: &About,
+        about: &ObjectInfo,
         range: Range<u64>,
     ) -> Result<Vec<u8>> {
         let wanted = (range.end - range.start) as usize;
@@ -270,7 +270,7 @@ impl Client {
             };
             async move {
                 let found = bucket.get_opts(&key, options).await?;
-                let version = About::of(found.meta.clone()).version;
+                let version = ObjectInfo::of(found.meta.clone()).version;
                 let bytes = found.bytes().await?;
                 // Fewer bytes than requested: the answer was cut.
                 match version == about.version && bytes.len() < wanted {
@@ -315,7 +315,7 @@ impl Client {
 
     /// Creates an object unless it exists. A request whose answer is lost may have taken effect: the retry then finds
     /// an object, and the caller compares it.
-    pub(super) fn create(&self, place: &Address, bytes: &[u8]) -> Result<Put> {
+    pub(super) fn create(&self, place: &Address, bytes: &[u8]) -> Result<PutOutcome> {
         let payload = PutPayload::from(bytes.to_vec());
         for _ in 0..TRIES {
             let put = self.ask(place, |bucket, key| {
@@ -325,7 +325,7 @@ impl Client {
             });
             // Another client may be creating it at this moment, and may fail.
             match put_or_taken(put)? {
-                Put::Taken if !self.is_there(place)? => std::thread::sleep(WAIT_MOST / 10),
+                PutOutcome::Taken if !self.is_there(place)? => std::thread::sleep(WAIT_MOST / 10),
                 put => return Ok(put),
             }
         }
@@ -348,20 +348,20 @@ impl Client {
         place: &Address,
         size: u64,
         open: impl Fn() -> Result<R>,
-    ) -> std::result::Result<bool, Failed> {
+    ) -> std::result::Result<bool, TransferError> {
         let about = self.about(place)?;
         if about.bytes != size {
             return Ok(false);
         }
         let tag = about.tag.as_deref().unwrap_or_default();
-        if tag::is_of(tag, size, &open).map_err(Failed::Here)? {
+        if tag::is_of(tag, size, &open).map_err(TransferError::Here)? {
             return Ok(true);
         }
-        let (mut at, mut buffer, mut bytes) = (0, Vec::new(), open().map_err(Failed::Here)?);
+        let (mut at, mut buffer, mut bytes) = (0, Vec::new(), open().map_err(TransferError::Here)?);
         while at < size {
             let end = size.min(at + COMPARED_BYTES);
             buffer.resize((end - at) as usize, 0);
-            bytes.read_exact(&mut buffer).map_err(Failed::Here)?;
+            bytes.read_exact(&mut buffer).map_err(TransferError::Here)?;
             if self.range(place, &about, at..end)? != buffer {
                 return Ok(false);
             }
@@ -379,7 +379,7 @@ impl Client {
     }
 
     /// Copies the object at `from` to `to` within the server, unless `to` exists.
-    pub(super) fn copy(&self, from: &Address, to: &Address) -> Result<Put> {
+    pub(super) fn copy(&self, from: &Address, to: &Address) -> Result<PutOutcome> {
         let from = key_of(from)?;
         let copied = self.ask(to, |bucket, to| {
             let from = from.clone();
@@ -397,9 +397,9 @@ impl Client {
         path: &Path,
         part: u64,
         passed: &dyn Fn(u64),
-    ) -> std::result::Result<(), Failed> {
-        let file = File::open(path).map_err(Failed::Here)?;
-        let size = file.metadata().map_err(Failed::Here)?.len();
+    ) -> std::result::Result<(), TransferError> {
+        let file = File::open(path).map_err(TransferError::Here)?;
+        let size = file.metadata().map_err(TransferError::Here)?.len();
         let id =
             &self.ask(place, |bucket, key| async move { bucket.create_multipart(&key).await })?;
         let failed = Cell::new(None);
@@ -446,15 +446,15 @@ impl Client {
                 bucket.abort_multipart(&key, id).await
             });
             let _ = runtime().and_then(|runtime| runtime.block_on(abort));
-            failed.take().map_or(Failed::There(error), Failed::Here)
+            failed.take().map_or(TransferError::There(error), TransferError::Here)
         })
     }
 }
 
 /// The outcome of creating an object that must not exist.
-fn put_or_taken<T>(made: Result<T>) -> Result<Put> {
+fn put_or_taken<T>(made: Result<T>) -> Result<PutOutcome> {
     match made {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(Put::Taken),
-        made => made.map(|_| Put::Created),
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(PutOutcome::Taken),
+        made => made.map(|_| PutOutcome::Created),
     }
 }

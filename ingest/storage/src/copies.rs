@@ -13,13 +13,13 @@ use store::location::LocalFile;
 use tempfile::TempDir;
 
 /// Copies of some objects.
-pub struct Copies {
+pub struct ObjectCopies {
     folder: TempDir,
     from: Location,
     held: Vec<(Location, LocalFile)>,
 }
 
-impl Copies {
+impl ObjectCopies {
     /// Fetches those of `names` that are there from the folder `from`.
     pub fn of(from: &Location, names: &[String]) -> Result<Self> {
         let folder = tempfile::tempdir();
@@ -36,7 +36,7 @@ impl Copies {
             linked.map_err(|error| Fault::io("create", &link, &error))?;
             held.push((object, copy));
         }
-        Ok(Copies { folder, from: from.clone(), held })
+        Ok(ObjectCopies { folder, from: from.clone(), held })
     }
 
     /// The path of the copy of the object called `name`.
@@ -73,7 +73,7 @@ mod tests {
     fn a_copy_is_told_by_the_name_of_its_object() {
         for from in ["s3://bucket", "s3://bucket/a/b"] {
             let object = crate::locate(&format!("{from}/x.index")).unwrap();
-            let copies = Copies::of(&object.folder(), &[]).unwrap();
+            let copies = ObjectCopies::of(&object.folder(), &[]).unwrap();
             let line = format!("{}:7", copies.path("x.index").display());
             assert_eq!(copies.object(&line), Some(format!("{from}/x.index:7")));
         }

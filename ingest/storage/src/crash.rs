@@ -36,7 +36,7 @@ pub struct Recording {
 
 /// What happens to the acts that were not synced.
 #[derive(Clone, Copy, Debug)]
-enum Loss {
+enum UnsyncedLoss {
     /// All are lost.
     All,
     /// None is lost: a kill, not a crash.
@@ -52,7 +52,7 @@ enum Loss {
 }
 
 /// The state after a crash.
-pub struct State {
+pub struct CrashState {
     /// After which act the crash came, and what was lost.
     pub told: String,
     /// The number of acts after it.
@@ -69,7 +69,7 @@ impl Recording {
         let watch = watch(folder, u64::MAX);
         let result = run();
         let recording = Recording { folder: folder.to_owned(), before, acts: watch.acts() };
-        let told = recording.after(recording.acts.len(), Loss::Nothing);
+        let told = recording.after(recording.acts.len(), UnsyncedLoss::Nothing);
         let there = tree(folder);
         let differ = |path: &&PathBuf| told.get(*path) != there.get(*path);
         // After a power loss no process holds a folder.
@@ -96,31 +96,37 @@ impl Recording {
 
     /// About `most` different states that a crash may leave: after every rename and every sync, just before each of
     /// them, some sampled states, and all at the end.
-    pub fn states(&self, most: usize) -> Vec<State> {
-        let mut found: BTreeMap<Digest, State> = BTreeMap::new();
+    pub fn states(&self, most: usize) -> Vec<CrashState> {
+        let mut found: BTreeMap<Digest, CrashState> = BTreeMap::new();
         let names = |act: &Act| !matches!(act, Act::Write(..) | Act::Create(_));
         let near = |at: usize| self.acts[at.saturating_sub(1)..].iter().take(2).any(names);
         for at in (0..=self.acts.len()).filter(|at| near(*at)) {
-            let drawn = (0..3).map(|turn| Loss::Drawn(3 * at as u64 + turn));
-            let plain = [Loss::All, Loss::Nothing, Loss::Bytes, Loss::Zeros, Loss::Names];
+            let drawn = (0..3).map(|turn| UnsyncedLoss::Drawn(3 * at as u64 + turn));
+            let plain = [
+                UnsyncedLoss::All,
+                UnsyncedLoss::Nothing,
+                UnsyncedLoss::Bytes,
+                UnsyncedLoss::Zeros,
+                UnsyncedLoss::Names,
+            ];
             for loss in plain.into_iter().chain(drawn) {
                 let tree = self.after(at, loss);
                 let last = at.checked_sub(1).map(|last| shown(&self.acts[last]));
                 let told = format!("after act {at} ({}): {loss:?}", last.unwrap_or_default());
                 let later = self.acts.len() - at;
-                found.insert(digest(&tree), State { told, later, tree });
+                found.insert(digest(&tree), CrashState { told, later, tree });
             }
         }
         // Sorted by content, so an even step is as good as a random sample.
         let step = found.len().div_ceil(most.max(1)).max(1);
-        let drawn = |(at, state): &(usize, State)| at % step == 0 || state.later < 8;
+        let drawn = |(at, state): &(usize, CrashState)| at % step == 0 || state.later < 8;
         found.into_values().enumerate().filter(drawn).map(|(_, state)| state).collect()
     }
 
     /// Writes each of about `most` states into the folder, in turn, and checks it. Nothing is really synced meanwhile.
-    pub fn each(&self, most: usize, mut check: impl FnMut(&State)) {
+    pub fn each(&self, most: usize, mut check: impl FnMut(&CrashState)) {
         for state in self.states(most) {
-            let _naming = Naming(&state.told);
+            let _naming = StateOnPanic(&state.told);
             state.put(&self.folder);
             let _watch = watch(&self.folder, u64::MAX);
             check(&state);
@@ -128,35 +134,35 @@ impl Recording {
     }
 
     /// The folder after the first `acts` acts.
-    fn after(&self, acts: usize, loss: Loss) -> Tree {
+    fn after(&self, acts: usize, loss: UnsyncedLoss) -> Tree {
         let mut disk = Disk::new(&self.before);
         self.acts[..acts].iter().for_each(|act| disk.act(act, &self.folder));
         let key = |turn| Key::from_seed(turn);
         let coin = |number: usize, sides: u64| match loss {
-            Loss::Drawn(turn) => draw(key(turn), Purpose::Generate, number as u64) % sides,
+            UnsyncedLoss::Drawn(turn) => draw(key(turn), Purpose::Generate, number as u64) % sides,
             _ => 0,
         };
         let name = |number: usize| match loss {
-            Loss::All | Loss::Names => false,
-            Loss::Nothing | Loss::Bytes | Loss::Zeros => true,
-            Loss::Drawn(_) => coin(number, 2) == 0,
+            UnsyncedLoss::All | UnsyncedLoss::Names => false,
+            UnsyncedLoss::Nothing | UnsyncedLoss::Bytes | UnsyncedLoss::Zeros => true,
+            UnsyncedLoss::Drawn(_) => coin(number, 2) == 0,
         };
         let bytes = |number: usize| match loss {
-            Loss::All | Loss::Bytes => disk::Left::Nothing,
-            Loss::Nothing | Loss::Names => disk::Left::All,
-            Loss::Zeros => disk::Left::Zeros,
-            Loss::Drawn(_) => match coin(number, 4) {
-                0 => disk::Left::All,
-                1 => disk::Left::Nothing,
-                2 => disk::Left::Zeros,
-                _ => disk::Left::Share(coin(number, 1 << 10)),
+            UnsyncedLoss::All | UnsyncedLoss::Bytes => disk::Surviving::Nothing,
+            UnsyncedLoss::Nothing | UnsyncedLoss::Names => disk::Surviving::All,
+            UnsyncedLoss::Zeros => disk::Surviving::Zeros,
+            UnsyncedLoss::Drawn(_) => match coin(number, 4) {
+                0 => disk::Surviving::All,
+                1 => disk::Surviving::Nothing,
+                2 => disk::Surviving::Zeros,
+                _ => disk::Surviving::Share(coin(number, 1 << 10)),
             },
         };
         disk.left(name, bytes)
     }
 }
 
-impl State {
+impl CrashState {
     /// Makes the content of `folder` this state.
     pub fn put(&self, folder: &Path) {
         let put = || -> io::Result<()> {
@@ -175,9 +181,9 @@ impl State {
 }
 
 /// Prints the current state if its check panics.
-struct Naming<'a>(&'a str);
+struct StateOnPanic<'a>(&'a str);
 
-impl Drop for Naming<'_> {
+impl Drop for StateOnPanic<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             eprintln!("the state {}", self.0);

@@ -34,14 +34,14 @@ pub(super) fn here(name: &str) -> Option<OsString> {
 
 /// How buckets are reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Access {
+pub(super) struct BucketAccess {
     /// How long a request may take.
     pub(super) timeout: Duration,
     /// Whether requests go out unencrypted, because the endpoint says so.
     pub(super) plain_http: bool,
 }
 
-impl Access {
+impl BucketAccess {
     /// Reads the variables. A wrong one is [`ErrorKind::InvalidInput`], by its name.
     pub(super) fn of(variables: Variables<'_>) -> Result<Self> {
         let mut plain_http = false;
@@ -74,7 +74,7 @@ impl Access {
         if seconds == 0 {
             return Err(wrong("ZDATA_S3_TIMEOUT", "0", wanted));
         }
-        Ok(Access { timeout: Duration::from_secs(seconds), plain_http })
+        Ok(BucketAccess { timeout: Duration::from_secs(seconds), plain_http })
     }
 }
 
@@ -137,8 +137,8 @@ fn refused(what: impl Into<String>) -> Error {
 mod tests {
     use super::*;
 
-    fn access(pairs: &[(&str, &str)]) -> Result<Access> {
-        Access::of(&|name| {
+    fn access(pairs: &[(&str, &str)]) -> Result<BucketAccess> {
+        BucketAccess::of(&|name| {
             let found = pairs.iter().find(|(key, _)| *key == name);
             found.map(|(_, value)| OsString::from(value))
         })
@@ -175,19 +175,19 @@ mod tests {
             ("ZDATA_S3_TIMEOUT", "0"),
             ("ZDATA_S3_TIMEOUT", "-1"),
         ] {
-            let told = one(name, value, Access::of).unwrap_err();
+            let told = one(name, value, BucketAccess::of).unwrap_err();
             assert!(told.contains(name), "{name}={value:?}: {told}");
         }
-        let told = one("AWS_ACCESS_KEY_ID", "key", Access::of).unwrap_err();
+        let told = one("AWS_ACCESS_KEY_ID", "key", BucketAccess::of).unwrap_err();
         assert!(told.contains("AWS_SECRET_ACCESS_KEY"), "{told}");
-        let told = one("AWS_SECRET_ACCESS_KEY", "se cret", Access::of).unwrap_err();
+        let told = one("AWS_SECRET_ACCESS_KEY", "se cret", BucketAccess::of).unwrap_err();
         assert!(!told.contains("cret"), "a secret is never shown: {told}");
     }
 
     #[test]
     fn settings_that_work_are_taken() {
         let minute = Duration::from_secs(60);
-        assert_eq!(access(&[]).unwrap(), Access { timeout: minute, plain_http: false });
+        assert_eq!(access(&[]).unwrap(), BucketAccess { timeout: minute, plain_http: false });
         let found = access(&[
             ("AWS_ENDPOINT_URL", "http://127.0.0.1:9000"),
             ("AWS_ACCESS_KEY_ID", "test"),
@@ -195,7 +195,7 @@ mod tests {
             ("AWS_REGION", "eu-central-1"),
             ("ZDATA_S3_TIMEOUT", "1"),
         ]);
-        let wanted = Access { timeout: Duration::from_secs(1), plain_http: true };
+        let wanted = BucketAccess { timeout: Duration::from_secs(1), plain_http: true };
         assert_eq!(found.unwrap(), wanted);
         let found = access(&[("AWS_ENDPOINT", "https://minio.example/s3/")]).unwrap();
         assert!(!found.plain_http);

@@ -43,7 +43,7 @@ use store::location::{Address, LocalFile, Object, Remote, SCHEME};
 use store::regular;
 
 use self::cache::Cache;
-use self::client::{About, Client, Failed, Put};
+use self::client::{Client, ObjectInfo, PutOutcome, TransferError};
 
 /// Bytes read at a time where a range of a file is wanted, and cached.
 const BLOCK_BYTES: u64 = 1 << 20;
@@ -189,12 +189,12 @@ impl Remote for S3 {
     fn create(&self, object: &Address, bytes: &[u8]) -> io::Result<()> {
         let client = &self.reader()?.client;
         match client.create(object, bytes)? {
-            Put::Created => Ok(()),
+            PutOutcome::Created => Ok(()),
             // The answer was lost, or another client created it: the bytes tell.
-            Put::Taken => match client.holds(object, bytes.len() as u64, || Ok(bytes)) {
+            PutOutcome::Taken => match client.holds(object, bytes.len() as u64, || Ok(bytes)) {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(io::ErrorKind::AlreadyExists.into()),
-                Err(Failed::Here(error) | Failed::There(error)) => Err(error),
+                Err(TransferError::Here(error) | TransferError::There(error)) => Err(error),
             },
         }
     }
@@ -242,12 +242,12 @@ impl Reader {
 
     /// Fetches the whole object, block by block. If the bytes do not match its tag they are fetched once more: the same
     /// bytes twice are those of the object, whose tag is then not an MD5.
-    fn fetch(&self, place: &Address, about: &About) -> io::Result<LocalFile> {
+    fn fetch(&self, place: &Address, about: &ObjectInfo) -> io::Result<LocalFile> {
         let tag = about.tag.as_deref().and_then(tag::md5_of);
         let before = RefCell::new(None);
         let copy = || {
             self.cache.get(&key(place, about, WHOLE), place.name(), about.bytes, |file| {
-                let (mut at, mut sum) = (0, tag::Sum::default());
+                let (mut at, mut sum) = (0, tag::Md5Sum::default());
                 while at < about.bytes {
                     let end = about.bytes.min(at + 8 * BLOCK_BYTES);
                     let piece = self.client.range(place, about, at..end)?;
@@ -284,7 +284,7 @@ impl Reader {
     }
 
     /// Removes the cached data of an object.
-    fn forget(&self, place: &Address, about: &About) {
+    fn forget(&self, place: &Address, about: &ObjectInfo) {
         for block in 0..about.bytes.div_ceil(BLOCK_BYTES) {
             self.cache.drop(&key(place, about, &format!("block {block}")), "block");
         }
@@ -294,7 +294,7 @@ impl Reader {
 }
 
 /// The cache key of a part of an object.
-fn key(place: &Address, about: &About, part: &str) -> String {
+fn key(place: &Address, about: &ObjectInfo, part: &str) -> String {
     format!("{place} {} {part}", about.version)
 }
 

@@ -17,7 +17,7 @@ use contract::{Digest, Fault, Result};
 use store::location::{Address, Object};
 use store::{Location, Manifest};
 
-use super::client::{Client, Failed, Put};
+use super::client::{Client, PutOutcome, TransferError};
 use super::tag::PART_BYTES;
 use super::{apart, cache};
 
@@ -105,10 +105,10 @@ pub fn publish(
 }
 
 /// Makes the fault of a failure, for the file or for the object.
-fn failed<'a>(file: &'a Path, place: &'a Address) -> impl Fn(Failed) -> Fault + 'a {
+fn failed<'a>(file: &'a Path, place: &'a Address) -> impl Fn(TransferError) -> Fault + 'a {
     |failed| match failed {
-        Failed::Here(error) => Fault::io("read", file, &error),
-        Failed::There(error) => Fault::io("write", Path::new(""), &error)
+        TransferError::Here(error) => Fault::io("read", file, &error),
+        TransferError::There(error) => Fault::io("write", Path::new(""), &error)
             .at(place.to_string())
             .hint("run the same command again: what is there already is compared, not sent"),
     }
@@ -139,11 +139,11 @@ fn put(client: &Client, file: &Path, place: &Address, passed: &dyn Fn(u64)) -> R
         let bytes = fs::read(file).map_err(|error| Fault::io("read", file, &error))?;
         client.create(place, &bytes).map_err(|error| fault(error.into()))?
     } else if found(client, file, place)? {
-        Put::Taken
+        PutOutcome::Taken
     } else {
         put_large(client, file, (place, size), passed, &fault)?
     };
-    if put == Put::Created {
+    if put == PutOutcome::Created {
         return Ok(());
     }
     compare(client, file, place)?;
@@ -168,18 +168,18 @@ fn put_large(
     file: &Path,
     (place, size): (&Address, u64),
     passed: &dyn Fn(u64),
-    fault: &dyn Fn(Failed) -> Fault,
-) -> Result<Put> {
+    fault: &dyn Fn(TransferError) -> Fault,
+) -> Result<PutOutcome> {
     let upload = |place: &Address| client.upload(place, file, PART_BYTES, passed).map_err(fault);
     if size > COPY_BYTES_MAX {
         // The library completes a multipart upload without a condition: of two uploads the last one wins.
-        return upload(place).map(|()| Put::Created);
+        return upload(place).map(|()| PutOutcome::Created);
     }
     let beside = beside(file, place)?;
     upload(&beside)?;
     let put = match client.copy(&beside, place) {
         // Another publisher of the same bytes has copied and removed them: its result is compared.
-        Err(error) if error.kind() == ErrorKind::NotFound => Put::Taken,
+        Err(error) if error.kind() == ErrorKind::NotFound => PutOutcome::Taken,
         put => put.map_err(|error| fault(error.into()))?,
     };
     client.remove(&beside).map_err(|error| fault(error.into()))?;

@@ -20,9 +20,9 @@ pub(super) fn md5_of(tag: &str) -> Option<&str> {
 
 /// The MD5 of bytes that arrive in pieces.
 #[derive(Default)]
-pub(super) struct Sum(Md5);
+pub(super) struct Md5Sum(Md5);
 
-impl Sum {
+impl Md5Sum {
     /// Adds the next bytes.
     pub(super) fn add(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
@@ -72,7 +72,7 @@ mod tests {
         assert!(is("\"900150983cd24fb0d6963f7d28e17f72\"", b"abc"));
         assert!(is("d41d8cd98f00b204e9800998ecf8427e", b""));
         assert!(!is("900150983cd24fb0d6963f7d28e17f72", b"abd"));
-        let mut parts = Sum::default();
+        let mut parts = Md5Sum::default();
         for part in [&vec![0; PART_BYTES as usize][..], b"abc"] {
             parts.add(&Md5::digest(part));
         }

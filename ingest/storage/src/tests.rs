@@ -12,8 +12,8 @@ use store::location::Address;
 use tempfile::TempDir;
 
 use super::cache::Cache;
-use super::client::{Client, Failed, Put};
-use super::environment::Access;
+use super::client::{Client, PutOutcome, TransferError};
+use super::environment::BucketAccess;
 use super::{BLOCK_BYTES, Reader, tag};
 
 /// An object: its bytes, its tag, the second of its time.
@@ -60,7 +60,7 @@ impl Server {
                 }
             }
         });
-        let access = Access { timeout, plain_http: true };
+        let access = BucketAccess { timeout, plain_http: true };
         let settings = AmazonS3Builder::new()
             .with_endpoint(format!("http://127.0.0.1:{port}"))
             .with_access_key_id("test")
@@ -157,7 +157,7 @@ impl State {
             }
             "PUT" if self.objects.contains_key(&key) => plain(412),
             "PUT" => {
-                let mut sum = tag::Sum::default();
+                let mut sum = tag::Md5Sum::default();
                 sum.add(&body);
                 let tag = format!("\"{}\"", sum.digits());
                 self.objects.insert(key, (body, tag.clone(), 1));
@@ -233,7 +233,7 @@ fn read(reader: &Reader, key: &str) -> std::io::Result<(Vec<u8>, Vec<u8>)> {
 }
 
 fn md5(bytes: &[u8]) -> String {
-    let mut sum = tag::Sum::default();
+    let mut sum = tag::Md5Sum::default();
     sum.add(bytes);
     sum.digits()
 }
@@ -334,7 +334,7 @@ fn an_upload_that_fails_leaves_no_parts() {
     std::fs::write(&file, [vec![1; 10], vec![2; 10], vec![3; 5]].concat()).unwrap();
     let upload = |part| reader.client.upload(&place, &file, part, &|_| ());
     server.state(|state| state.refuses_parts = true);
-    assert!(matches!(upload(10), Err(Failed::There(_))));
+    assert!(matches!(upload(10), Err(TransferError::There(_))));
     assert_eq!(server.asked("DELETE /b/k?uploadId=u"), 1);
     server.state(|state| state.refuses_parts = false);
     // An upload whose completion answer is lost is complete.
@@ -343,7 +343,7 @@ fn an_upload_that_fails_leaves_no_parts() {
     assert_eq!(server.state(|state| state.objects["k"].0.clone()), std::fs::read(&file).unwrap());
     assert_eq!(server.asked("DELETE"), 0);
     std::fs::remove_file(&file).unwrap();
-    assert!(matches!(upload(10), Err(Failed::Here(_))));
+    assert!(matches!(upload(10), Err(TransferError::Here(_))));
     assert_eq!(server.asked(""), 0);
 }
 
@@ -351,8 +351,8 @@ fn an_upload_that_fails_leaves_no_parts() {
 fn what_is_there_already_is_told_from_its_tag() {
     let (_folder, server, reader) = reader();
     let (client, place) = (&reader.client, place("k"));
-    assert_eq!(client.create(&place, b"bytes").unwrap(), Put::Created);
-    assert_eq!(client.create(&place, b"bytes").unwrap(), Put::Taken);
+    assert_eq!(client.create(&place, b"bytes").unwrap(), PutOutcome::Created);
+    assert_eq!(client.create(&place, b"bytes").unwrap(), PutOutcome::Taken);
     let holds = |bytes: &'static [u8]| client.holds(&place, 5, || Ok(bytes)).unwrap();
     server.asked("");
     assert!(holds(b"bytes"));

@@ -6,10 +6,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Ratio, Result, counted, note, shell};
-use curriculum::{AddedStore, Amendment, ChangedNumber, NumbersChange};
+use curriculum::{AddedStore, Amendment, ChangedHyperparameter, NumbersChange};
 use ingest::progress::meanwhile;
-use loader::{Opened, Stores, steps_without_labels, without_labels};
-use mixer::Plan;
+use loader::{OpenedCurriculum, Stores, steps_without_labels, without_labels};
+use mixer::DataPlan;
 use serde::Serialize;
 use settings::File;
 use store::{Location, Split, Store, disk, regular};
@@ -79,7 +79,7 @@ struct Proof {
     left_out: u64,
     banned: Vec<BanRow>,
     /// Numbers that change with the step.
-    numbers: Vec<ChangedNumber>,
+    numbers: Vec<ChangedHyperparameter>,
     /// Whether the step moves nothing.
     skip: bool,
     /// Steps of the whole run that have no labels then, and so move nothing.
@@ -150,7 +150,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
     let text = appended(&before.source, &amendment.text()?, &found);
     // What stands in the file is what is planned: an amendment that cannot run is refused here, with its line.
     let lines = before.source.lines().count();
-    let after = Opened::open_text(&args.curriculum, text)
+    let after = OpenedCurriculum::open_text(&args.curriculum, text)
         .map_err(|fault| of_no_line(fault, &args.curriculum, lines))?;
     let mut proof = Proof::new(&before, &after, step, found)?;
     proof.skip = skip;
@@ -313,8 +313,13 @@ fn replace(path: &Path, before: &str, after: &str) -> Result<()> {
 
 impl Proof {
     /// Holds the plan with the amendment against the one without.
-    fn new(was: &Opened, becomes: &Opened, step: u64, found: Vec<FoundDocument>) -> Result<Self> {
-        let (before, after): (&Plan, &Plan) = (&was.plan, &becomes.plan);
+    fn new(
+        was: &OpenedCurriculum,
+        becomes: &OpenedCurriculum,
+        step: u64,
+        found: Vec<FoundDocument>,
+    ) -> Result<Self> {
+        let (before, after): (&DataPlan, &DataPlan) = (&was.plan, &becomes.plan);
         let [old, new] = [before, after].map(|plan| plan.digest_through(step - 1).to_string());
         if old != new {
             return Err(Fault::bug(format!(
@@ -412,7 +417,7 @@ impl Proof {
                 counted(*labels, "label")
             );
         }
-        for ChangedNumber { key, was, becomes } in &self.numbers {
+        for ChangedHyperparameter { key, was, becomes } in &self.numbers {
             let _ = writeln!(out, "  {key}: was {was}, becomes {becomes}");
         }
         if self.skip {
@@ -431,7 +436,7 @@ impl Proof {
 
 impl BanRow {
     fn new(
-        plan: &Plan,
+        plan: &DataPlan,
         FoundDocument { id, source, document, origin }: FoundDocument,
     ) -> Result<Self> {
         let ban = plan

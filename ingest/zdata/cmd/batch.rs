@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 
 use contract::{Fault, Result, counted};
 use ingest::tokenize::Decoder;
-use loader::explain::{Piece, pieces};
+use loader::explain::{SequencePart, pieces};
 use loader::{RankSlice, Stores};
-use mixer::{Plan, SampleSpec, StepSpec};
+use mixer::{DataPlan, SampleSpec, StepSpec};
 use serde::Serialize;
 use store::{Location, Split};
 
@@ -133,14 +133,14 @@ fn rows(args: &Args, spec: &StepSpec) -> Result<Vec<u64>> {
 }
 
 /// Sequences of which only the place is known.
-fn positions(plan: &Plan, spec: &StepSpec, rows: Vec<u64>) -> Result<Vec<Sequence>> {
+fn positions(plan: &DataPlan, spec: &StepSpec, rows: Vec<u64>) -> Result<Vec<Sequence>> {
     let sequence = |row| Ok(Sequence::new(plan, row, &plan.sample(spec.first_sample + row)?));
     rows.into_iter().map(sequence).collect()
 }
 
 /// Sequences with documents and text, and the digest of all of them.
 fn explained(
-    plan: &Plan,
+    plan: &DataPlan,
     stores: &Stores,
     spec: &StepSpec,
     rows: Vec<u64>,
@@ -167,7 +167,7 @@ fn explained(
 
 impl Sequence {
     /// The sequence without its documents.
-    fn new(plan: &Plan, sequence: u64, sample: &SampleSpec) -> Self {
+    fn new(plan: &DataPlan, sequence: u64, sample: &SampleSpec) -> Self {
         let filled: u32 = sample.spans.iter().map(|span| span.tokens).sum();
         let span = |s: &mixer::Span| [s.start, s.start + u64::from(s.tokens)];
         Sequence {
@@ -208,7 +208,7 @@ impl Sequence {
 }
 
 impl Document {
-    fn new(decoder: &Decoder, stores: &Stores, source: &str, piece: Piece) -> Result<Self> {
+    fn new(decoder: &Decoder, stores: &Stores, source: &str, piece: SequencePart) -> Result<Self> {
         let stream = stores.stream(source, Split::Train)?;
         let mut ids = Vec::new();
         stream.read_tokens(piece.tokens.clone(), &mut ids)?;

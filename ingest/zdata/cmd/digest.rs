@@ -7,7 +7,7 @@ use std::sync::Arc;
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use ingest::progress::{Measure, Progress};
-use loader::{Ahead, Opened, PrefetchOptions, Prefetcher, StepSummary};
+use loader::{OpenedCurriculum, PrefetchOptions, PrefetchSource, Prefetcher, StepSummary};
 use store::Location;
 
 use super::output;
@@ -65,7 +65,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
 
 /// The steps `steps` in sum, in order.
 pub(crate) fn summaries(
-    opened: &Opened,
+    opened: &OpenedCurriculum,
     steps: Range<u64>,
     workers: usize,
 ) -> Result<Prefetcher<StepSummary>> {
@@ -78,5 +78,5 @@ pub(crate) fn summaries(
     }
     let (plan, stores) = (Arc::clone(&opened.plan), Arc::clone(opened.stores()?));
     let options = PrefetchOptions { threads: workers, depth: 2 * workers };
-    Prefetcher::summaries(Ahead { plan, stores, steps, options }, HELD_TOKENS)
+    Prefetcher::summaries(PrefetchSource { plan, stores, steps, options }, HELD_TOKENS)
 }

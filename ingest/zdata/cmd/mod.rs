@@ -26,7 +26,7 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use ingest::WORKERS_MAX;
 use ingest::progress::meanwhile;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use store::Location;
 
 /// Reads a place: a path, or `s3://bucket/key`.
@@ -40,8 +40,8 @@ pub(crate) fn local(otherwise: &'static str) -> impl TypedValueParser<Value = Pa
 }
 
 /// Opens what a curriculum trains on. Documents that are packed for the first time can take long.
-pub(crate) fn opened(curriculum: &Location) -> contract::Result<Opened> {
-    meanwhile("plan", "opening stores and packing documents", || Opened::open(curriculum))
+pub(crate) fn opened(curriculum: &Location) -> contract::Result<OpenedCurriculum> {
+    meanwhile("plan", "opening stores and packing documents", || OpenedCurriculum::open(curriculum))
 }
 
 /// Reads a number of threads.

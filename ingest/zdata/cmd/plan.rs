@@ -3,8 +3,8 @@
 
 use contract::Result;
 use ingest::inspect::{grouped as count, many};
-use loader::{Opened, steps_without_labels, without_labels};
-use mixer::{Ban, Curriculum, Makeup, PackedLength, Plan, SourceFacts};
+use loader::{OpenedCurriculum, steps_without_labels, without_labels};
+use mixer::{Ban, Composition, Curriculum, DataPlan, PackedLength, SourceFacts};
 use serde::Serialize;
 use store::Location;
 
@@ -81,7 +81,7 @@ struct PhaseRow {
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: Makeup,
+    makeup: Composition,
     /// The plan digest up to the phase's last step.
     digest: String,
     sources: Vec<UseRow>,
@@ -99,7 +99,7 @@ struct UseRow {
     tokens: u64,
     padding: u64,
     #[serde(flatten)]
-    makeup: Makeup,
+    makeup: Composition,
     epochs_before: f64,
     epochs_after: f64,
 }
@@ -135,8 +135,8 @@ struct PackedRow {
 }
 
 impl Report {
-    fn new(opened: &Opened) -> Result<Self> {
-        let (plan, curriculum): (&Plan, &Curriculum) = (&opened.plan, &opened.curriculum);
+    fn new(opened: &OpenedCurriculum) -> Result<Self> {
+        let (plan, curriculum): (&DataPlan, &Curriculum) = (&opened.plan, &opened.curriculum);
         let phases: Vec<PhaseRow> =
             (0..plan.phases().len()).map(|index| PhaseRow::new(plan, curriculum, index)).collect();
         let source = |(index, facts): (usize, &SourceFacts)| {
@@ -226,7 +226,7 @@ impl Report {
 
 impl PackedRow {
     /// A row for each length at which the documents of a source are packed: none where they are not.
-    fn all(plan: &Plan, source: usize) -> Vec<PackedRow> {
+    fn all(plan: &DataPlan, source: usize) -> Vec<PackedRow> {
         let Some(packs) = plan.packs(source) else { return Vec::new() };
         let taken = plan.standing(source, plan.steps() + 1).cursor.packs;
         let row = |(number, length): (usize, &PackedLength)| {
@@ -251,7 +251,7 @@ impl PackedRow {
 }
 
 impl BanRow {
-    fn new(plan: &Plan, ban: &Ban) -> Result<Self> {
+    fn new(plan: &DataPlan, ban: &Ban) -> Result<Self> {
         let (tokens, labels) = plan.hidden_by(ban)?;
         let source = plan.sources()[ban.source].name.clone();
         Ok(BanRow { step: ban.step, source, document: ban.document, tokens, labels })
@@ -259,10 +259,10 @@ impl BanRow {
 }
 
 impl PhaseRow {
-    fn new(plan: &Plan, curriculum: &Curriculum, index: usize) -> Self {
+    fn new(plan: &DataPlan, curriculum: &Curriculum, index: usize) -> Self {
         let phase = &plan.phases()[index];
         let weights: u64 = phase.uses.iter().map(|part| part.weight).sum();
-        let mut makeup = Makeup::default();
+        let mut makeup = Composition::default();
         let sources: Vec<UseRow> = phase
             .uses
             .iter()
@@ -333,7 +333,7 @@ impl PhaseRow {
     /// What its sequences are made of, in shares of them all.
     fn made_of(&self) -> String {
         let share = |count: u64| format!("{:.2} %", count as f64 / self.samples as f64 * 100.0);
-        let Makeup { contiguous, joined, padded } = self.makeup;
+        let Composition { contiguous, joined, padded } = self.makeup;
         format!(
             "  sequences: {} contiguous text, {} joined from several pieces, {} padded at the end\n",
             share(contiguous),

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use contract::{Digest, Fault, Hasher, Packed, Result, SourceSums, StepSums, note};
-use curriculum::guard::{Guard, Skipped, StepMeasure, Windows};
+use curriculum::guard::{Skipped, SpikePolicy, StepMeasure, Windows};
 use mixer::Curriculum;
 use serde::Deserialize;
 use store::Location;
@@ -87,7 +87,7 @@ impl Rules {
         if found.to_bits() != rate.to_bits() {
             return Err(format!("its learning rate is {found:e}, the curriculum's {rate:e}"));
         }
-        let guard = Guard::of(&numbers);
+        let guard = SpikePolicy::of(&numbers);
         let mut amendments = self.curriculum.amendments.iter();
         let amended = amendments.any(|one| one.step == step.step && one.skip);
         let loss = step.micro_batch_losses.tree_sum() / step.label_count as f64;

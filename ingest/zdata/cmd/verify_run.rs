@@ -10,8 +10,8 @@ use contract::{Digest, Fault, Identity, Result, chain, counted, note, shell, wor
 use curriculum::Phase;
 use ingest::progress::{Measure, Progress, meanwhile};
 use loader::open::no_run;
-use loader::{Opened, StepSummary};
-use mixer::{Curriculum, Difference, Plan};
+use loader::{OpenedCurriculum, StepSummary};
+use mixer::{Curriculum, CurriculumDifference, DataPlan};
 use serde::Deserialize;
 use store::{Location, regular};
 
@@ -79,7 +79,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         );
     }
     ends_behind(&ledger, kept.newest())?;
-    let opened = Opened::of_run(&args.run, &args.store, &ledger.head.stores)?;
+    let opened = OpenedCurriculum::of_run(&args.run, &args.store, &ledger.head.stores)?;
     let steps = ledger.data.len() as u64;
     if steps > 0 {
         compare(&ledger, &opened, args.workers, quiet)?;
@@ -129,7 +129,7 @@ fn ends_behind(ledger: &Ledger, newest: Option<u64>) -> Result<()> {
 }
 
 /// Recomputes each step's digest, in order, up to the first that differs.
-fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Result<()> {
+fn compare(ledger: &Ledger, opened: &OpenedCurriculum, workers: usize, quiet: bool) -> Result<()> {
     let steps = ledger.data.len() as u64;
     let mut progress = Progress::new("verify-run", Measure::Count("step"), steps, quiet);
     let mut all = ledger.data.iter();
@@ -153,7 +153,7 @@ fn compare(ledger: &Ledger, opened: &Opened, workers: usize, quiet: bool) -> Res
 }
 
 /// The labels of a step, as [`Step::labels`] has those of the ledger.
-fn labels(plan: &Plan, summary: &StepSummary) -> Result<Digest> {
+fn labels(plan: &DataPlan, summary: &StepSummary) -> Result<Digest> {
     let mut sources: BTreeMap<&str, u64> = BTreeMap::new();
     for row in &summary.rows {
         *sources.entry(&plan.sources()[row.source].name).or_default() += row.labels;
@@ -164,7 +164,7 @@ fn labels(plan: &Plan, summary: &StepSummary) -> Result<Digest> {
 }
 
 /// What differs that data follows from: the stores are those of the run.
-fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
+fn cause(ledger: &Ledger, opened: &OpenedCurriculum, step: u64) -> String {
     let begun = Curriculum::parse(&ledger.head.curriculum, "the ledger's curriculum");
     let edit = begun.ok().and_then(|begun| {
         let edits = begun.difference(&opened.curriculum).into_iter();
@@ -183,7 +183,7 @@ fn cause(ledger: &Ledger, opened: &Opened, step: u64) -> String {
 
 /// Whether a difference of two curricula reaches what a step reads: one of the model, the optimizer or the schedule
 /// does not, wherever it stands.
-fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool {
+fn reaches_data(edit: &CurriculumDifference, begun: &Curriculum, now: &Curriculum) -> bool {
     let keys: Vec<&str> = edit.key.split('.').collect();
     // Of an amendment, what decides data; nothing where there is none, or where it leaves the data alone.
     let read = |of: &Curriculum, number: usize| {
@@ -217,7 +217,7 @@ fn reaches_data(edit: &Difference, begun: &Curriculum, now: &Curriculum) -> bool
 
 /// Holds every curriculum that was in force against the steps that were trained before it, and the run's own against
 /// the last.
-fn same_curriculum(ledger: &Ledger, opened: &Opened) -> Result<()> {
+fn same_curriculum(ledger: &Ledger, opened: &OpenedCurriculum) -> Result<()> {
     let parse = |text: &str, step: u64| {
         let place = ledger.place(step);
         Curriculum::parse(text, &place).map_err(|fault| fault.or_at(|| place.clone()))

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use contract::{Fault, Result, counted};
 use ingest::progress::meanwhile;
 use loader::Stores;
-use mixer::{Plan, Visit};
+use mixer::{DataPlan, Visit};
 use serde::Serialize;
 use store::{DocumentRecord, Location, Split};
 
@@ -76,7 +76,7 @@ pub(crate) fn exec(args: Args) -> Result<()> {
 }
 
 /// All documents with the id, in the order of the plan's sources.
-fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>> {
+fn search(plan: &DataPlan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>> {
     if let Some(name) = &args.source {
         stores.stream(name, Split::Train)?; // A fault that knows the names, if this is none.
     }
@@ -108,7 +108,7 @@ fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>>
     Ok(found)
 }
 
-fn seen(plan: &Plan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>> {
+fn seen(plan: &DataPlan, source: usize, record: &DocumentRecord) -> Result<Vec<Seen>> {
     let visits = plan.visits(source, record.first_token..record.first_token + record.tokens)?;
     let seen = |visit: Visit| {
         let step = plan.step_of(visit.sample)?;

@@ -19,7 +19,7 @@ unsafe extern "C" {
 
 /// The system's allocator, which ends the program properly when our own code gets no memory: with a message and exit
 /// code 6, which means a fault of the machine, instead of a signal.
-pub struct OrEnd;
+pub struct ExitWithoutMemory;
 
 /// No machine can allocate this much at once: the size comes from a corrupt file. The caller (`try_reserve`) gets an
 /// error and names that file.
@@ -37,7 +37,7 @@ thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
 }
 
-impl OrEnd {
+impl ExitWithoutMemory {
     /// Also ends the program this way when C code gets no memory: Oniguruma does not check every result of `malloc`.
     ///
     /// Not for programs that link libtorch, whose C++ reports a lack of memory with an exception.
@@ -80,7 +80,7 @@ fn end() -> ! {
 }
 
 // SAFETY: returns the results of the system's allocator.
-unsafe impl GlobalAlloc for OrEnd {
+unsafe impl GlobalAlloc for ExitWithoutMemory {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
         Self::given(layout.size(), || unsafe { System.alloc(layout) })

@@ -39,23 +39,23 @@ pub struct UniqueId {
 /// The result of querying a mark that the stream has not passed, as in the runtime libraries of both vendors.
 const NOT_READY: c_int = 600;
 
-type Answer = c_int;
+type Status = c_int;
 type Handle = *mut c_void;
 type Stream = *mut c_void;
 
 /// The functions of the library.
 pub struct Library {
-    get_version: unsafe extern "C" fn(*mut c_int) -> Answer,
-    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Answer,
-    error_string: unsafe extern "C" fn(Answer) -> *const c_char,
-    comm_init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Answer,
-    comm_destroy: unsafe extern "C" fn(Handle) -> Answer,
-    comm_abort: unsafe extern "C" fn(Handle) -> Answer,
-    comm_async_error: unsafe extern "C" fn(Handle, *mut Answer) -> Answer,
-    group_start: unsafe extern "C" fn() -> Answer,
-    group_end: unsafe extern "C" fn() -> Answer,
-    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> Answer,
-    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> Answer,
+    get_version: unsafe extern "C" fn(*mut c_int) -> Status,
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    error_string: unsafe extern "C" fn(Status) -> *const c_char,
+    comm_init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
+    comm_destroy: unsafe extern "C" fn(Handle) -> Status,
+    comm_abort: unsafe extern "C" fn(Handle) -> Status,
+    comm_async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
+    group_start: unsafe extern "C" fn() -> Status,
+    group_end: unsafe extern "C" fn() -> Status,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> Status,
+    recv: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> Status,
     host: Option<HostFunctions>,
 }
 
@@ -83,7 +83,7 @@ impl Library {
         let asked = std::env::var_os(VARIABLE);
         let asked = asked.and_then(|name| CString::new(name.into_encoded_bytes()).ok());
         let names = asked.as_deref().map_or(NAMES.to_vec(), |name| vec![name]);
-        let library = Opened::first(&names).ok_or_else(|| {
+        let library = LoadedLibrary::first(&names).ok_or_else(|| {
             let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
             format!("none of {} could be opened", names.join(", "))
         })?;
@@ -133,7 +133,7 @@ impl Library {
         Ok(id)
     }
 
-    fn checked(&self, call: &str, answer: Answer) -> Result<()> {
+    fn checked(&self, call: &str, answer: Status) -> Result<()> {
         if answer == 0 {
             return Ok(());
         }
@@ -144,7 +144,7 @@ impl Library {
 }
 
 /// The functions of a library that has streams over host memory.
-fn host_functions(library: &Opened) -> Option<HostFunctions> {
+fn host_functions(library: &LoadedLibrary) -> Option<HostFunctions> {
     // SAFETY: each name belongs to the function of that type in any library that has it.
     unsafe {
         Some(HostFunctions {
@@ -159,18 +159,18 @@ fn host_functions(library: &Opened) -> Option<HostFunctions> {
 /// A library that stays open until the end of the process, so its functions stay valid. Used for all vendor libraries:
 /// this one and those that compile and launch kernels.
 #[derive(Debug)]
-pub struct Opened(ManuallyDrop<unix::Library>);
+pub struct LoadedLibrary(ManuallyDrop<unix::Library>);
 
-impl Opened {
+impl LoadedLibrary {
     /// The first of these that exists. Every symbol is resolved at once and hidden from other libraries.
-    pub fn first(names: &[&CStr]) -> Option<Opened> {
+    pub fn first(names: &[&CStr]) -> Option<LoadedLibrary> {
         let open = |name: &&CStr| {
             let name = OsStr::from_bytes(name.to_bytes());
             // SAFETY: opening a library runs its initializers, as linking it would; it is never closed.
             let opened = unsafe { unix::Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) };
             opened.ok()
         };
-        names.iter().find_map(open).map(|library| Opened(ManuallyDrop::new(library)))
+        names.iter().find_map(open).map(|library| LoadedLibrary(ManuallyDrop::new(library)))
     }
 
     /// The function of this name.
@@ -239,7 +239,7 @@ impl Drop for HostStream {
 pub struct Communicator {
     library: &'static Library,
     handle: Handle,
-    life: Mutex<Life>,
+    life: Mutex<CommunicatorState>,
     changed: Condvar,
 }
 
@@ -251,7 +251,7 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// Whether a communicator was given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Life {
+enum CommunicatorState {
     Alive,
     /// A thread is about to call the library's group end, or is inside it.
     Ending,
@@ -275,7 +275,7 @@ impl Communicator {
         library.checked("ncclCommInitRank", unsafe {
             (library.comm_init_rank)(&raw mut handle, world as c_int, id, rank as c_int)
         })?;
-        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        let (life, changed) = (Mutex::new(CommunicatorState::Alive), Condvar::new());
         Ok(Communicator { library, handle, life, changed })
     }
 
@@ -298,40 +298,42 @@ impl Communicator {
         let (mut life, mut looks) = (self.lock(), 0);
         loop {
             match *life {
-                Life::Aborted => return,
-                Life::Aborting => {
+                CommunicatorState::Aborted => return,
+                CommunicatorState::Aborting => {
                     life = self.changed.wait(life).unwrap_or_else(PoisonError::into_inner);
                 }
                 // An abort that completes before the other thread enters the library would free the handles that the
                 // open group refers to. Once that thread is inside, the library supports an abort during the call. Many
                 // short waits instead of one: each shows that this process was running.
-                Life::Ending if looks < GRACE => {
+                CommunicatorState::Ending if looks < GRACE => {
                     looks += 1;
                     let waited = self.changed.wait_timeout(life, LOOK);
                     life = waited.unwrap_or_else(PoisonError::into_inner).0;
                 }
-                Life::Alive | Life::Ending => break,
+                CommunicatorState::Alive | CommunicatorState::Ending => break,
             }
         }
-        *life = Life::Aborting;
+        *life = CommunicatorState::Aborting;
         drop(life);
         // SAFETY: the communicator is alive, only one call gets here, and `alive` refuses every later call. Another
         // thread may hang in a call, which this function exists to end.
         let _ = unsafe { (self.library.comm_abort)(self.handle) };
-        *self.lock() = Life::Aborted;
+        *self.lock() = CommunicatorState::Aborted;
         self.changed.notify_all();
     }
 
-    fn lock(&self) -> MutexGuard<'_, Life> {
+    fn lock(&self) -> MutexGuard<'_, CommunicatorState> {
         self.life.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Refuses calls after an abort.
-    fn alive(&self) -> Result<MutexGuard<'_, Life>> {
+    fn alive(&self) -> Result<MutexGuard<'_, CommunicatorState>> {
         let life = self.lock();
         match *life {
-            Life::Alive | Life::Ending => Ok(life),
-            Life::Aborting | Life::Aborted => Err("the communicator was given up".to_owned()),
+            CommunicatorState::Alive | CommunicatorState::Ending => Ok(life),
+            CommunicatorState::Aborting | CommunicatorState::Aborted => {
+                Err("the communicator was given up".to_owned())
+            }
         }
     }
 
@@ -343,13 +345,13 @@ impl Communicator {
         let queued = transfers();
         // If the communicator was given up meanwhile, the group refers to a freed handle: leave it open on this thread,
         // which has no other use for it.
-        *self.alive()? = Life::Ending;
+        *self.alive()? = CommunicatorState::Ending;
         // SAFETY: takes no argument; closes the group opened above, even if a transfer was refused. An abort waits
         // until this call is inside the library.
         let ended = self.library.checked("ncclGroupEnd", unsafe { (self.library.group_end)() });
         let mut life = self.lock();
-        if *life == Life::Ending {
-            *life = Life::Alive;
+        if *life == CommunicatorState::Ending {
+            *life = CommunicatorState::Alive;
         }
         drop(life);
         self.changed.notify_all();
@@ -397,7 +399,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if *self.lock() == Life::Alive {
+        if *self.lock() == CommunicatorState::Alive {
             // SAFETY: the communicator is alive and not used after this.
             let _ = unsafe { (self.library.comm_destroy)(self.handle) };
         }
@@ -417,39 +419,39 @@ mod tests {
 
     const SLOW: Duration = Duration::from_millis(200);
 
-    extern "C" fn number(out: *mut c_int) -> Answer {
+    extern "C" fn number(out: *mut c_int) -> Status {
         // SAFETY: the caller's out-pointer.
         unsafe { *out = 1 };
         0
     }
-    extern "C" fn name(_: *mut UniqueId) -> Answer {
+    extern "C" fn name(_: *mut UniqueId) -> Status {
         0
     }
-    extern "C" fn words(_: Answer) -> *const c_char {
+    extern "C" fn words(_: Status) -> *const c_char {
         c"refused".as_ptr()
     }
-    extern "C" fn join(_: *mut Handle, _: c_int, _: UniqueId, _: c_int) -> Answer {
+    extern "C" fn join(_: *mut Handle, _: c_int, _: UniqueId, _: c_int) -> Status {
         0
     }
-    extern "C" fn end(_: Handle) -> Answer {
+    extern "C" fn end(_: Handle) -> Status {
         USES.fetch_add(1, Ordering::SeqCst);
         0
     }
-    extern "C" fn slow_abort(_: Handle) -> Answer {
+    extern "C" fn slow_abort(_: Handle) -> Status {
         sleep(SLOW);
         ABORTS.fetch_add(1, Ordering::SeqCst);
         0
     }
-    extern "C" fn state(_: Handle, out: *mut Answer) -> Answer {
+    extern "C" fn state(_: Handle, out: *mut Status) -> Status {
         USES.fetch_add(1, Ordering::SeqCst);
         // SAFETY: the caller's out-pointer.
         unsafe { *out = 0 };
         0
     }
-    extern "C" fn group() -> Answer {
+    extern "C" fn group() -> Status {
         0
     }
-    extern "C" fn group_end() -> Answer {
+    extern "C" fn group_end() -> Status {
         USES.fetch_add(1, Ordering::SeqCst);
         0
     }
@@ -460,7 +462,7 @@ mod tests {
         _: c_int,
         _: Handle,
         _: Stream,
-    ) -> Answer {
+    ) -> Status {
         USES.fetch_add(1, Ordering::SeqCst);
         0
     }
@@ -471,7 +473,7 @@ mod tests {
         _: c_int,
         _: Handle,
         _: Stream,
-    ) -> Answer {
+    ) -> Status {
         USES.fetch_add(1, Ordering::SeqCst);
         0
     }
@@ -480,12 +482,12 @@ mod tests {
     static ENDS: AtomicU32 = AtomicU32::new(0);
     static INSIDE: AtomicU32 = AtomicU32::new(0);
 
-    extern "C" fn slow_end() -> Answer {
+    extern "C" fn slow_end() -> Status {
         sleep(SLOW);
         ENDS.fetch_add(1, Ordering::SeqCst);
         0
     }
-    extern "C" fn abort_after_end(_: Handle) -> Answer {
+    extern "C" fn abort_after_end(_: Handle) -> Status {
         INSIDE.fetch_add(u32::from(ENDS.load(Ordering::SeqCst) == 0), Ordering::SeqCst);
         0
     }
@@ -496,11 +498,11 @@ mod tests {
     fn an_abort_lets_the_end_of_a_group_begin() {
         let library = Library { group_end: slow_end, comm_abort: abort_after_end, ..stand_in() };
         let (library, handle) = (&*Box::leak(Box::new(library)), std::ptr::null_mut());
-        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        let (life, changed) = (Mutex::new(CommunicatorState::Alive), Condvar::new());
         let communicator = Communicator { library, handle, life, changed };
         scope(|scope| {
             scope.spawn(|| communicator.together(|| Ok(())));
-            while *communicator.lock() != Life::Ending {
+            while *communicator.lock() != CommunicatorState::Ending {
                 sleep(SLOW / 100);
             }
             communicator.abort();
@@ -512,15 +514,15 @@ mod tests {
     /// An abort exists to end calls that never return.
     #[test]
     fn an_abort_does_not_wait_for_the_end_of_a_group_for_ever() {
-        extern "C" fn aborted(_: Handle) -> Answer {
+        extern "C" fn aborted(_: Handle) -> Status {
             0
         }
         let library = Library { comm_abort: aborted, ..stand_in() };
         let (library, handle) = (&*Box::leak(Box::new(library)), std::ptr::null_mut());
-        let (life, changed) = (Mutex::new(Life::Ending), Condvar::new());
+        let (life, changed) = (Mutex::new(CommunicatorState::Ending), Condvar::new());
         let communicator = Communicator { library, handle, life, changed };
         communicator.abort();
-        assert_eq!(*communicator.lock(), Life::Aborted);
+        assert_eq!(*communicator.lock(), CommunicatorState::Aborted);
     }
 
     /// A library that counts calls.
@@ -544,7 +546,7 @@ mod tests {
     #[test]
     fn nothing_uses_a_communicator_that_is_given_up_and_nobody_returns_before_it_is() {
         let (library, handle) = (&*Box::leak(Box::new(stand_in())), std::ptr::null_mut());
-        let (life, changed) = (Mutex::new(Life::Alive), Condvar::new());
+        let (life, changed) = (Mutex::new(CommunicatorState::Alive), Condvar::new());
         let communicator = Communicator { library, handle, life, changed };
         communicator.together(|| Ok(())).unwrap();
         let before = USES.load(Ordering::SeqCst);

@@ -17,7 +17,7 @@ const SUM: i64 = 6;
 
 /// One operand of an addition: contiguous, bf16 or f32.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Side<'a> {
+pub(crate) struct Operand<'a> {
     pub(crate) tensor: &'a Tensor,
     /// Where the rows of each expert end, i32; experts without rows count as zeros.
     pub(crate) ends: Option<&'a Tensor>,
@@ -25,18 +25,18 @@ pub(crate) struct Side<'a> {
     pub(crate) asked: Option<u64>,
 }
 
-impl<'a> From<&'a Tensor> for Side<'a> {
+impl<'a> From<&'a Tensor> for Operand<'a> {
     fn from(tensor: &'a Tensor) -> Self {
-        Side { tensor, ends: None, asked: None }
+        Operand { tensor, ends: None, asked: None }
     }
 }
 
 /// A row of the table.
 #[derive(Clone, Debug)]
 pub(crate) struct Addition<'a> {
-    pub(crate) left: Side<'a>,
+    pub(crate) left: Operand<'a>,
     /// As many elements as the left side; without it the left is only converted to f32.
-    pub(crate) right: Option<Side<'a>>,
+    pub(crate) right: Option<Operand<'a>>,
     /// Where the sum is written, as f32 from the first element on; without it the sides are only checked.
     pub(crate) out: Option<&'a Tensor>,
     /// The range of elements of both sides.
@@ -45,7 +45,7 @@ pub(crate) struct Addition<'a> {
 
 impl<'a> Addition<'a> {
     /// One side as a whole, without an addition.
-    pub(crate) fn of(left: Side<'a>, out: Option<&'a Tensor>) -> Self {
+    pub(crate) fn of(left: Operand<'a>, out: Option<&'a Tensor>) -> Self {
         Addition { left, right: None, out, range: 0..left.tensor.numel() as i64 }
     }
 }
@@ -71,12 +71,12 @@ pub(crate) fn make(queue: &Queue, all: &[Addition]) -> Result<Tensor> {
                 sums[place].extend([0, 0, elements, 0, 0, 4 | block << 32]);
             }
         }
-        let begin = |side: &Option<Side>| {
+        let begin = |side: &Option<Operand>| {
             side.map_or(0, |side| {
                 address(side.tensor) + range.start * side.tensor.kind().elt_size_in_bytes() as i64
             })
         };
-        let ends = |side: &Option<Side>| side.and_then(|side| side.ends).map_or(0, address);
+        let ends = |side: &Option<Operand>| side.and_then(|side| side.ends).map_or(0, address);
         let salt = sides.iter().flatten().find_map(|side| side.asked).unwrap_or(0);
         let count = left.tensor.size().first().copied().unwrap_or(1).max(1);
         words.extend([begin(&sides[0]), begin(&sides[1]), out.map_or(0, address)]);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use tch::Device;
 
-use super::library::{Compiler, Described, described};
+use super::library::{Compiler, DeviceDescription, described};
 use super::own::vendors;
 use super::{architecture, count, half, table};
 use crate::Result;
@@ -60,23 +60,23 @@ fn release(number: i32) -> String {
 
 fn gpu(index: i32) -> Result<Gpu> {
     let device = Device::Cuda(usize::try_from(index).unwrap_or_default());
-    let Described { name, uuid, memory } = of(index).unwrap_or_default();
+    let DeviceDescription { name, uuid, memory } = of(index).unwrap_or_default();
     Ok(Gpu { architecture: architecture(device)?, name, uuid, memory, table: table(device)? })
 }
 
 /// Description of a device: from HIP if this program was built with it, otherwise from the driver.
-fn of(index: i32) -> Option<Described> {
+fn of(index: i32) -> Option<DeviceDescription> {
     let found = vendors().into_iter().find_map(|vendor| described(vendor, index))?;
     #[cfg(feature = "hip")]
-    if let Ok(crate::hip::Identity { name, uuid, .. }) = crate::hip::identity(index) {
-        return Some(Described { name: Some(name), uuid: Some(uuid), ..found });
+    if let Ok(crate::hip::HipIdentity { name, uuid, .. }) = crate::hip::identity(index) {
+        return Some(DeviceDescription { name: Some(name), uuid: Some(uuid), ..found });
     }
     Some(found)
 }
 
 /// Name and UUID of the computing GPU, as far as reported: for the log of where a run was.
 pub fn identity(device: Device) -> Option<[Option<String>; 2]> {
-    let Described { name, uuid, .. } = described_at(device)?;
+    let DeviceDescription { name, uuid, .. } = described_at(device)?;
     Some([name, uuid])
 }
 
@@ -85,7 +85,7 @@ pub fn memory(device: Device) -> Option<u64> {
     described_at(device)?.memory
 }
 
-fn described_at(device: Device) -> Option<Described> {
+fn described_at(device: Device) -> Option<DeviceDescription> {
     let Device::Cuda(index) = device else { return None };
     of(i32::try_from(index).ok()?)
 }

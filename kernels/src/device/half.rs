@@ -64,8 +64,8 @@ pub(super) fn open() -> std::result::Result<(), String> {
     let in_use = folder_in_use().map_err(words)?;
     let variable =
         |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let Looked { folders, passed } =
-        Places { in_use, release: &release, variable: &variable }.folders();
+    let SearchResult { folders, passed } =
+        SearchPaths { in_use, release: &release, variable: &variable }.folders();
     let mut refusals = Vec::new();
     for library in LIBRARIES {
         // The loader's own choice for the bare name takes precedence over the other folders.
@@ -124,24 +124,24 @@ fn folder_in_use() -> Result<PathBuf> {
 }
 
 /// What determines where a GPU half is searched for.
-struct Places<'a> {
+struct SearchPaths<'a> {
     in_use: PathBuf,
     release: &'a str,
     variable: &'a dyn Fn(&str) -> Option<PathBuf>,
 }
 
 /// Result of the search.
-struct Looked {
+struct SearchResult {
     /// Likeliest first.
     folders: Vec<PathBuf>,
     /// Descriptions of installations that do not fit.
     passed: Vec<String>,
 }
 
-impl Places<'_> {
+impl SearchPaths<'_> {
     /// Folders to search: next to the libtorch in use, in the libtorch or Python environment named by variables, and
     /// where `provision.py --cuda` installs it.
-    fn folders(&self) -> Looked {
+    fn folders(&self) -> SearchResult {
         let (mut folders, mut passed) = (vec![self.in_use.clone()], Vec::new());
         let mut fits = |torch: &PathBuf| {
             let (version, fits) = self.stated(torch);
@@ -168,7 +168,7 @@ impl Places<'_> {
         if let Some(cache) = cache {
             add(cache.join(format!("ztrain/libtorch-{}-cuda/torch/lib", self.release)));
         }
-        Looked { folders, passed }
+        SearchResult { folders, passed }
     }
 
     /// The version that a torch folder states, and whether it fits: our release, but no Python package for ROCm.
@@ -223,7 +223,7 @@ mod tests {
             let variables: BTreeMap<_, _> = variables.iter().copied().collect();
             let variable = |name: &str| variables.get(name).map(|name| scratch.path().join(name));
             let places =
-                Places { in_use: "/in/use".into(), release: "2.11.0", variable: &variable };
+                SearchPaths { in_use: "/in/use".into(), release: "2.11.0", variable: &variable };
             places.folders()
         };
         let passed = looked(&[("VIRTUAL_ENV", "2.10.0+cu130"), ("CONDA_PREFIX", "right")]).passed;

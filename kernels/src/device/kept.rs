@@ -11,11 +11,11 @@ use crate::Result;
 ///
 /// libtorch has 32 streams per GPU and hands them out in turn. With a new stream for each validation batch or saved
 /// state, a communicator would sooner or later share its stream with copies.
-pub(super) struct Kept<T>(Mutex<BTreeMap<usize, Arc<T>>>);
+pub(super) struct PerGpu<T>(Mutex<BTreeMap<usize, Arc<T>>>);
 
-impl<T> Kept<T> {
+impl<T> PerGpu<T> {
     pub(super) const fn new() -> Self {
-        Kept(Mutex::new(BTreeMap::new()))
+        PerGpu(Mutex::new(BTreeMap::new()))
     }
 
     /// The object of `device`; on a CPU a new one, which is cheap.

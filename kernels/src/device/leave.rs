@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-use super::kept::Kept;
+use super::kept::PerGpu;
 use super::{Event, SideStream, mark};
 use crate::Result;
 use crate::shim::guarded;
@@ -30,38 +30,38 @@ unsafe extern "C" {
 
 /// Makes copies of one device's tensors.
 #[derive(Debug)]
-pub struct Unloader {
+pub struct HostCopier {
     side: Option<(usize, Mutex<SideStream>)>,
 }
 
-/// Copies under way: before the copied tensors are written again, call [`Departures::hold`].
+/// Copies under way: before the copied tensors are written again, call [`PendingCopies::hold`].
 #[derive(Debug, Default)]
-pub struct Departures(Mutex<Vec<Arc<Event>>>);
+pub struct PendingCopies(Mutex<Vec<Arc<Event>>>);
 
 /// Copies in host memory, constant once they have arrived.
 #[derive(Debug, Default)]
-pub struct Copies {
+pub struct HostCopies {
     /// Contiguous, without another owner.
     tensors: Vec<Tensor>,
     landing: Option<Arc<Event>>,
 }
 
-impl Unloader {
+impl HostCopier {
     /// For `device`, which [`super::open`] has opened.
-    pub fn new(device: Device) -> Result<Unloader> {
-        let Device::Cuda(index) = device else { return Ok(Unloader { side: None }) };
-        Ok(Unloader { side: Some((index, Mutex::new(SideStream::new(index)?))) })
+    pub fn new(device: Device) -> Result<HostCopier> {
+        let Device::Cuda(index) = device else { return Ok(HostCopier { side: None }) };
+        Ok(HostCopier { side: Some((index, Mutex::new(SideStream::new(index)?))) })
     }
 
     /// The shared unloader of `device` for occasional copies: a state to save or replay. One per GPU.
-    pub fn kept(device: Device) -> Result<Arc<Unloader>> {
-        static KEPT: Kept<Unloader> = Kept::new();
-        KEPT.of(device, Unloader::new)
+    pub fn kept(device: Device) -> Result<Arc<HostCopier>> {
+        static KEPT: PerGpu<HostCopier> = PerGpu::new();
+        KEPT.of(device, HostCopier::new)
     }
 
     /// Copies tensors as they are after all work that the calling thread has queued, into plain or pinned host memory.
     /// On a CPU they are made at once.
-    pub fn copies(&self, tensors: &[Tensor], departures: &Departures) -> Result<Copies> {
+    pub fn copies(&self, tensors: &[Tensor], departures: &PendingCopies) -> Result<HostCopies> {
         let Some((index, side)) = &self.side else {
             let copy = |tensor: &Tensor| -> Result<Tensor> {
                 let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), Device::Cpu))?;
@@ -69,7 +69,7 @@ impl Unloader {
                 Ok(copy)
             };
             let tensors = tensors.iter().map(copy).collect::<Result<_>>()?;
-            return Ok(Copies { tensors, landing: None });
+            return Ok(HostCopies { tensors, landing: None });
         };
         let side = side.lock().unwrap_or_else(PoisonError::into_inner);
         // Also enters the device, on whichever thread this is.
@@ -88,11 +88,11 @@ impl Unloader {
         }
         let event = Arc::new(side.mark()?);
         departures.0.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&event));
-        Ok(Copies { tensors: copies, landing: Some(event) })
+        Ok(HostCopies { tensors: copies, landing: Some(event) })
     }
 }
 
-impl Departures {
+impl PendingCopies {
     /// Makes what the calling thread queues on `device` from here on wait for the copies, so that it may write the
     /// tensors. The host does not wait.
     pub fn hold(&self, device: Device) -> Result<()> {
@@ -101,7 +101,7 @@ impl Departures {
     }
 }
 
-impl Copies {
+impl HostCopies {
     /// Blocks the calling thread until the copies have arrived.
     pub fn wait(&self) -> Result<()> {
         self.landing.as_ref().map_or(Ok(()), |event| event.wait())
@@ -131,7 +131,8 @@ mod tests {
 
     #[test]
     fn copies_on_a_cpu_are_there_at_once_and_share_nothing() {
-        let (unloader, departures) = (Unloader::new(Device::Cpu).unwrap(), Departures::default());
+        let (unloader, departures) =
+            (HostCopier::new(Device::Cpu).unwrap(), PendingCopies::default());
         let whole = Tensor::arange(6, (Kind::Float, Device::Cpu)).view([2, 3]);
         let mut tensors = [whole.shallow_clone(), whole.tr()];
         let copies = unloader.copies(&tensors, &departures).unwrap();

@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::ptr;
 use std::sync::{PoisonError, RwLock};
 
-use rccl_sys::Opened;
+use rccl_sys::LoadedLibrary;
 
 use super::half;
 use crate::{Error, Result};
@@ -70,7 +70,7 @@ fn refuse(call: &'static str, reason: String) -> Error {
 }
 
 /// The first of these that the loader finds, or that is installed with the GPU half of libtorch.
-fn open(names: &[&CStr]) -> Result<Opened> {
+fn open(names: &[&CStr]) -> Result<LoadedLibrary> {
     let none = || refuse("open a GPU's library", format!("none of {names:?} is here"));
     let beside = || {
         let paths = half::beside().into_iter().flat_map(|folder| {
@@ -83,14 +83,14 @@ fn open(names: &[&CStr]) -> Result<Opened> {
             names.iter().filter_map(path).collect::<Vec<_>>()
         });
         let paths: Vec<_> = paths.collect();
-        Opened::first(&paths.iter().map(CString::as_c_str).collect::<Vec<_>>())
+        LoadedLibrary::first(&paths.iter().map(CString::as_c_str).collect::<Vec<_>>())
     };
-    Opened::first(names).or_else(beside).ok_or_else(none)
+    LoadedLibrary::first(names).or_else(beside).ok_or_else(none)
 }
 
 /// A driver's description of a device, for users.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Described {
+pub(super) struct DeviceDescription {
     /// Its product name.
     pub(super) name: Option<String>,
     /// Its UUID, in hexadecimal digits.
@@ -100,7 +100,7 @@ pub(super) struct Described {
 }
 
 /// For device `index`; `None` without such a driver.
-pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
+pub(super) fn described(vendor: Vendor, index: c_int) -> Option<DeviceDescription> {
     type Init = unsafe extern "C" fn(c_uint) -> c_int;
     type Get = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
     type Name = unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int;
@@ -136,15 +136,15 @@ pub(super) fn described(vendor: Vendor, index: c_int) -> Option<Described> {
             check("number a device", ask(&raw mut bytes, device)).ok()?;
             Some(bytes.map(|byte| format!("{byte:02x}")).concat())
         });
-        Some(Described { name, uuid, memory })
+        Some(DeviceDescription { name, uuid, memory })
     }
 }
 
 /// The function of this name.
 ///
 /// # Safety
-/// As [`Opened::function`].
-unsafe fn function<F: Copy>(library: &Opened, name: &str) -> Result<F> {
+/// As [`LoadedLibrary::function`].
+unsafe fn function<F: Copy>(library: &LoadedLibrary, name: &str) -> Result<F> {
     let wanted = CString::new(name).unwrap_or_default();
     // SAFETY: the caller's promise.
     let found = unsafe { library.function(&wanted) };
@@ -159,12 +159,12 @@ fn check(call: &'static str, answer: c_int) -> Result<()> {
 }
 
 /// Files of a source, by name; the first is compiled and includes the others.
-pub(super) type Files<'a> = &'a [(&'a CStr, &'a CStr)];
+pub(super) type SourceFiles<'a> = &'a [(&'a CStr, &'a CStr)];
 
 /// A run-time compiler.
 #[derive(Debug)]
 pub(super) struct Compiler<'a> {
-    library: Opened,
+    library: LoadedLibrary,
     vendor: Vendor<'a>,
     /// Its release.
     pub(super) release: [c_int; 2],
@@ -206,7 +206,7 @@ impl<'a> Compiler<'a> {
     }
 
     /// # Safety
-    /// As [`Opened::function`]; `name` is without its prefix.
+    /// As [`LoadedLibrary::function`]; `name` is without its prefix.
     unsafe fn function<F: Copy>(&self, name: &str) -> Result<F> {
         // SAFETY: the caller's promise.
         unsafe { function(&self.library, &format!("{}{name}", self.vendor.compiler_prefix)) }
@@ -219,7 +219,7 @@ impl<'a> Compiler<'a> {
     }
 
     /// Compiles a source to machine code.
-    pub(super) fn compile(&self, files: Files, options: &[String]) -> Result<Vec<u8>> {
+    pub(super) fn compile(&self, files: SourceFiles, options: &[String]) -> Result<Vec<u8>> {
         let Some(((name, source), headers)) = files.split_first() else { return Ok(Vec::new()) };
         let names: Vec<_> = headers.iter().map(|(name, _)| name.as_ptr()).collect();
         let texts: Vec<_> = headers.iter().map(|(_, text)| text.as_ptr()).collect();

@@ -13,7 +13,7 @@ const ELEMENTS: i64 = 4096;
 
 /// A piece of a tensor, contiguous, as a row of the table.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Piece<'a> {
+pub(crate) struct TensorRange<'a> {
     /// The piece.
     pub(crate) tensor: &'a Tensor,
     /// The second operand: as many elements.
@@ -25,9 +25,9 @@ pub(crate) struct Piece<'a> {
 }
 
 /// The rows in the layout of `exact.h`, and their number of blocks.
-pub(crate) fn table(pieces: &[Piece]) -> (Vec<i64>, i64) {
+pub(crate) fn table(pieces: &[TensorRange]) -> (Vec<i64>, i64) {
     let (mut rows, mut blocks) = (Vec::with_capacity(6 * pieces.len()), 0);
-    for Piece { tensor, other, first, salt } in pieces {
+    for TensorRange { tensor, other, first, salt } in pieces {
         let elements = tensor.numel() as i64;
         let width = tensor.kind().elt_size_in_bytes() as i64;
         let address = tensor.data_ptr() as i64;
@@ -46,7 +46,7 @@ pub(super) fn blocks_of(elements: i64) -> i64 {
 
 /// The checksum of each piece, i64, on the device. The tensors must live until the queued work is done, as those of a
 /// stream do.
-pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
+pub(crate) fn checksums(queue: &Queue, pieces: &[TensorRange]) -> Result<Tensor> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
     let [partial, out] = [blocks, count].map(|count| queue.room(&[count], Kind::Int64));
@@ -59,14 +59,14 @@ pub(crate) fn checksums(queue: &Queue, pieces: &[Piece]) -> Result<Tensor> {
 }
 
 /// Tensors or parts of some, contiguous f32: each with the number of its first element in its tensor, and a salt.
-pub(crate) type Parts<'a> = [(&'a Tensor, u64, u64)];
+pub(crate) type TensorParts<'a> = [(&'a Tensor, u64, u64)];
 
 /// The sum of squares of each `chunk` elements of each part, in f64, on the device; and, if requested, each chunk's
 /// part of its tensor's checksum, i64. Rows are built from addresses: a model of 10^9 weights has 15,000 chunks, and a
 /// tensor for each would take the host longer than the device takes for all of them.
 pub(crate) fn squares(
     queue: &Queue,
-    parts: &Parts,
+    parts: &TensorParts,
     chunk: i64,
     checked: bool,
 ) -> Result<[Tensor; 2]> {
@@ -90,22 +90,22 @@ pub(crate) fn squares(
 }
 
 /// Adds `other` to each piece; `add_present` of `exact.h` defines the meaning of `first` and `salt`.
-pub(crate) fn add_present(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+pub(crate) fn add_present(queue: &Queue, pieces: &[TensorRange]) -> Result<()> {
     over(queue, c"add_present", pieces, &[])
 }
 
 /// Copies each piece, of 2 or 4 bytes an element, into its `other`.
-pub(crate) fn copy(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+pub(crate) fn copy(queue: &Queue, pieces: &[TensorRange]) -> Result<()> {
     over(queue, c"copy_blocks", pieces, &[])
 }
 
 /// Rounds each piece, f32, into its `other`, bf16.
-pub(crate) fn round(queue: &Queue, pieces: &[Piece]) -> Result<()> {
+pub(crate) fn round(queue: &Queue, pieces: &[TensorRange]) -> Result<()> {
     over(queue, c"round_blocks", pieces, &[])
 }
 
 /// Launches a kernel over the table of pieces, with the number of blocks that they have.
-fn over(queue: &Queue, kernel: &CStr, pieces: &[Piece], rest: &[Argument]) -> Result<()> {
+fn over(queue: &Queue, kernel: &CStr, pieces: &[TensorRange], rest: &[Argument]) -> Result<()> {
     let (rows, blocks) = table(pieces);
     let (rows, count) = (queue.upload(&rows)?, pieces.len() as i64);
     let arguments = [&[(&rows).into(), count.into()][..], rest].concat();

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-use super::kept::Kept;
+use super::kept::PerGpu;
 use super::{Event, SideStream, enter};
 use crate::shim::guarded;
 use crate::thread;
@@ -53,25 +53,25 @@ const ALIGNED: usize = 64;
 
 /// A ring of buffers that feeds one device. A clone is the same ring; any thread may take from it.
 #[derive(Clone, Debug)]
-pub struct Buffers(Arc<Ring>);
+pub struct StagingRing(Arc<Ring>);
 
 #[derive(Debug)]
 struct Ring {
     device: Device,
-    waiting: Mutex<Waiting>,
+    waiting: Mutex<FreeBuffers>,
 }
 
 /// Memory of buffers that were dropped.
 #[derive(Debug, Default)]
-struct Waiting {
-    free: Vec<Memory>,
+struct FreeBuffers {
+    free: Vec<HostBytes>,
     /// Memory that copies may still be reading, in the order in which it was dropped.
-    leaving: VecDeque<Memory>,
+    leaving: VecDeque<HostBytes>,
 }
 
 /// Bytes of host memory.
 #[derive(Debug)]
-struct Memory {
+struct HostBytes {
     /// Owns the bytes; contiguous, without another owner.
     tensor: Tensor,
     place: *mut u8,
@@ -83,14 +83,14 @@ struct Memory {
 }
 
 // SAFETY: it owns its bytes, which any thread may free.
-unsafe impl Send for Memory {}
+unsafe impl Send for HostBytes {}
 // SAFETY: shared references allow no writes, neither to the bytes nor to the tensor.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for HostBytes {}
 
 /// Flags and words, written in place; returns to its ring when dropped.
 #[derive(Debug)]
-pub struct Buffer {
-    memory: Option<Memory>,
+pub struct StagingBuffer {
+    memory: Option<HostBytes>,
     flags: usize,
     words: usize,
     ring: Arc<Ring>,
@@ -101,8 +101,8 @@ fn padded(flags: usize) -> usize {
     flags.next_multiple_of(ALIGNED)
 }
 
-impl Memory {
-    fn new(device: Device, bytes: usize) -> Result<Memory> {
+impl HostBytes {
+    fn new(device: Device, bytes: usize) -> Result<HostBytes> {
         let tensor = match device {
             Device::Cuda(index) => {
                 let mut tensor = ptr::null_mut();
@@ -116,7 +116,7 @@ impl Memory {
             _ => Tensor::f_zeros([bytes as i64], (Kind::Uint8, Device::Cpu))?,
         };
         let place = tensor.data_ptr().cast();
-        Ok(Memory { tensor, place, bytes, copies: Vec::new(), lost: false })
+        Ok(HostBytes { tensor, place, bytes, copies: Vec::new(), lost: false })
     }
 
     /// So many flags, and the words after them.
@@ -170,12 +170,12 @@ impl Memory {
 }
 
 impl Ring {
-    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+    fn waiting(&self) -> MutexGuard<'_, FreeBuffers> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Memory that is not being copied, waiting for the end of a copy if necessary; `None` if there is none.
-    fn next(&self) -> Result<Option<Memory>> {
+    fn next(&self) -> Result<Option<HostBytes>> {
         let next = {
             let mut waiting = self.waiting();
             while let Some(first) = waiting.leaving.front() {
@@ -185,7 +185,7 @@ impl Ring {
                 let first = waiting
                     .leaving
                     .pop_front()
-                    .map(|memory| Memory { copies: Vec::new(), ..memory });
+                    .map(|memory| HostBytes { copies: Vec::new(), ..memory });
                 waiting.free.extend(first);
             }
             waiting.free.pop().or_else(|| waiting.leaving.pop_front())
@@ -195,26 +195,26 @@ impl Ring {
     }
 }
 
-impl Buffers {
+impl StagingRing {
     /// An empty ring for `device`, which [`super::open`] has opened.
-    pub fn new(device: Device) -> Buffers {
-        Buffers(Arc::new(Ring { device, waiting: Mutex::default() }))
+    pub fn new(device: Device) -> StagingRing {
+        StagingRing(Arc::new(Ring { device, waiting: Mutex::default() }))
     }
 
     /// A buffer of so many flags and words with arbitrary content: the caller writes all of them.
-    pub fn take(&self, flags: usize, words: usize) -> Result<Buffer> {
+    pub fn take(&self, flags: usize, words: usize) -> Result<StagingBuffer> {
         let bytes = padded(flags) + words * size_of::<i32>();
         enter(self.0.device)?;
         // A buffer that is too small is replaced: batches grow between phases.
         let memory = match self.0.next()?.filter(|memory| memory.bytes >= bytes) {
             Some(memory) => memory,
-            None => Memory::new(self.0.device, bytes)?,
+            None => HostBytes::new(self.0.device, bytes)?,
         };
-        Ok(Buffer { memory: Some(memory), flags, words, ring: Arc::clone(&self.0) })
+        Ok(StagingBuffer { memory: Some(memory), flags, words, ring: Arc::clone(&self.0) })
     }
 }
 
-impl Buffer {
+impl StagingBuffer {
     /// Its flags and words.
     pub fn parts(&self) -> (&[u8], &[i32]) {
         self.memory.as_ref().map_or((&[], &[]), |memory| memory.parts(self.flags, self.words))
@@ -227,7 +227,7 @@ impl Buffer {
     }
 }
 
-impl Drop for Buffer {
+impl Drop for StagingBuffer {
     fn drop(&mut self) {
         // If the end of a copy is unknown, the memory is returned to libtorch, which keeps it until then.
         let Some(memory) = self.memory.take().filter(|memory| !memory.lost) else { return };
@@ -242,7 +242,7 @@ impl Drop for Buffer {
 /// Copies buffers to a device; on a GPU in parallel with the computation. Any thread may send.
 #[derive(Debug)]
 pub struct Stager {
-    buffers: Buffers,
+    buffers: StagingRing,
     side: Option<Mutex<SideStream>>,
 }
 
@@ -261,24 +261,24 @@ impl Stager {
             Device::Cuda(index) => Some(Mutex::new(SideStream::new(index)?)),
             _ => None,
         };
-        Ok(Stager { buffers: Buffers::new(device), side })
+        Ok(Stager { buffers: StagingRing::new(device), side })
     }
 
     /// The shared stager of `device` for occasional batches: held-out text, a micro-batch that is recomputed. One per
     /// GPU.
     pub fn kept(device: Device) -> Result<Arc<Stager>> {
-        static KEPT: Kept<Stager> = Kept::new();
+        static KEPT: PerGpu<Stager> = PerGpu::new();
         KEPT.of(device, Stager::new)
     }
 
     /// The ring from which its buffers are taken.
-    pub fn buffers(&self) -> &Buffers {
+    pub fn buffers(&self) -> &StagingRing {
         &self.buffers
     }
 
     /// Starts copying the flags and the first `words` words of `buffer`, which is from this stager's ring; on a CPU it
     /// completes at once. The host may continue to read the buffer, and may drop it at any time.
-    pub fn send(&self, buffer: &mut Buffer, words: usize) -> Result<Staged> {
+    pub fn send(&self, buffer: &mut StagingBuffer, words: usize) -> Result<Staged> {
         let refuse =
             |reason: &str| Error::Foreign { call: "send a buffer", reason: reason.to_owned() };
         if !Arc::ptr_eq(&buffer.ring, &self.buffers.0) {
@@ -349,7 +349,7 @@ mod tests {
     }
 
     /// A buffer with these flags and words.
-    fn written(stager: &Stager, flags: &[u8], words: &[i32]) -> Buffer {
+    fn written(stager: &Stager, flags: &[u8], words: &[i32]) -> StagingBuffer {
         let mut buffer = stager.buffers().take(flags.len(), words.len()).unwrap();
         let (own_flags, own_words) = buffer.parts_mut().unwrap();
         own_flags.copy_from_slice(flags);

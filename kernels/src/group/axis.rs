@@ -28,7 +28,7 @@ use std::sync::Arc;
 use tch::Device;
 
 use super::Group;
-use super::comm_loop::Party;
+use super::comm_loop::Members;
 use super::comm_thread::CommThread;
 use super::exchange::Exchange;
 use super::exchange_id::AXES;
@@ -37,7 +37,7 @@ use crate::{Error, Result};
 
 /// The ranks of this rank's line along one axis of the mesh.
 #[derive(Debug)]
-pub struct Axis {
+pub struct AxisRanks {
     peers: Option<Arc<Peers>>,
     axis: usize,
     members: Vec<u32>,
@@ -49,7 +49,7 @@ pub struct Axis {
 impl Group {
     /// The line of `members`, which include this rank, along axis `axis` (1 or higher). Every rank of the line calls
     /// this with the same members. Lines of one axis share no rank.
-    pub fn axis(&self, axis: usize, members: &[u32]) -> Result<Axis> {
+    pub fn axis(&self, axis: usize, members: &[u32]) -> Result<AxisRanks> {
         let known = (1..AXES).contains(&axis) && members.contains(&self.rank());
         if !known || members.iter().any(|rank| *rank >= self.world()) {
             let reason = format!("axis {axis} of {members:?} is no line of rank {}", self.rank());
@@ -58,13 +58,13 @@ impl Group {
         let (peers, device, members) = (self.peers.clone(), self.device(), members.to_vec());
         let comm = match members.len() {
             1 => None,
-            _ => self.comm_along(Party { axis, members: members.clone() })?,
+            _ => self.comm_along(Members { axis, members: members.clone() })?,
         };
-        Ok(Axis { peers, axis, members, device, comm })
+        Ok(AxisRanks { peers, axis, members, device, comm })
     }
 }
 
-impl Axis {
+impl AxisRanks {
     /// The ranks of the line, by their numbers in the group.
     pub fn members(&self) -> &[u32] {
         &self.members

@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use super::ffi::{StoreCalls, shim_bytes, shim_group_open};
-use super::{Store, milliseconds, text};
+use super::{KeyValueStore, milliseconds, text};
 use crate::shim::{DONE, FAILED, LATE, guarded};
 use crate::{Error, Result};
 
 /// The owner that the callbacks get.
-struct Asked {
+struct CallbackOwner {
     /// Weak: Gloo must not keep the store open after its owner has dropped it.
-    store: Weak<Store>,
+    store: Weak<KeyValueStore>,
     timeout: Duration,
     /// Why a call failed: Gloo reports less.
     failed: Arc<Mutex<Option<Error>>>,
@@ -24,17 +24,18 @@ struct Asked {
 /// Connects `rank` to all other ranks of `world` and returns Gloo's process group, to be freed with `shim_group_free`.
 /// An interface takes precedence over a host; without either libtorch chooses.
 pub(super) fn connect(
-    store: &Arc<Store>,
+    store: &Arc<KeyValueStore>,
     (rank, world): (u32, u32),
     [interface, host]: [&str; 2],
     timeout: Duration,
 ) -> Result<*mut c_void> {
     let (interface, host, mut handle) = (text(interface)?, text(host)?, ptr::null_mut());
     let failed = Arc::new(Mutex::new(None));
-    let asked = Asked { store: Arc::downgrade(store), timeout, failed: Arc::clone(&failed) };
+    let asked =
+        CallbackOwner { store: Arc::downgrade(store), timeout, failed: Arc::clone(&failed) };
     let owner = Box::into_raw(Box::new(asked)).cast();
     let calls = StoreCalls { owner, set, wait, free };
-    // SAFETY: texts and out-pointer outlive the call; the ownership of `Asked` is handed over, and `free` releases it.
+    // SAFETY: texts and out-pointer outlive the call; the ownership of `CallbackOwner` is handed over, and `free` releases it.
     let connected = guarded("connect the ranks", unsafe {
         shim_group_open(
             calls,
@@ -50,9 +51,9 @@ pub(super) fn connect(
     connected.map_err(|error| failed.unwrap_or(error)).map(|()| handle)
 }
 
-impl Asked {
+impl CallbackOwner {
     /// Answers a request; an error is kept in `failed`.
-    fn answer(&self, ask: impl FnOnce(&Store) -> Result<()>) -> c_int {
+    fn answer(&self, ask: impl FnOnce(&KeyValueStore) -> Result<()>) -> c_int {
         let gone = || Error::Foreign { call: "ask the store", reason: "it is closed".to_owned() };
         let answer = self.store.upgrade().ok_or_else(gone).and_then(|store| ask(&store));
         let Err(error) = answer else { return DONE };
@@ -80,7 +81,7 @@ unsafe extern "C" fn set(
 ) -> c_int {
     // SAFETY: the caller's promises.
     let (asked, key, value) =
-        unsafe { (&*owner.cast::<Asked>(), given(key, key_length), given(value, length)) };
+        unsafe { (&*owner.cast::<CallbackOwner>(), given(key, key_length), given(value, length)) };
     asked.answer(|store| store.put(&String::from_utf8_lossy(key), value))
 }
 
@@ -93,7 +94,7 @@ unsafe extern "C" fn wait(
     sink: *mut c_void,
 ) -> c_int {
     // SAFETY: the caller's promises.
-    let (asked, key) = unsafe { (&*owner.cast::<Asked>(), given(key, key_length)) };
+    let (asked, key) = unsafe { (&*owner.cast::<CallbackOwner>(), given(key, key_length)) };
     asked.answer(|store| {
         let found = store.wait_for_bytes(&String::from_utf8_lossy(key), asked.timeout)?;
         let found = found.ok_or(Error::Late { call: "hear from another rank" })?;
@@ -106,5 +107,5 @@ unsafe extern "C" fn wait(
 /// `owner` was made by [`connect`], and no other call uses it from here on.
 unsafe extern "C" fn free(owner: *mut c_void) {
     // SAFETY: the caller's promise.
-    drop(unsafe { Box::from_raw(owner.cast::<Asked>()) });
+    drop(unsafe { Box::from_raw(owner.cast::<CallbackOwner>()) });
 }

@@ -28,13 +28,13 @@ pub(super) const WORDS: Duration = Duration::from_millis(100);
 
 /// The ranks of a communicator, which numbers them by their positions in this list.
 #[derive(Clone, Debug)]
-pub(super) struct Party {
+pub(super) struct Members {
     /// The axis of their line; 0 is the axis of all ranks.
     pub(super) axis: usize,
     pub(super) members: Vec<u32>,
 }
 
-impl Party {
+impl Members {
     /// The position of a rank; fails for a rank that is not a member.
     pub(super) fn place(&self, rank: u32) -> Result<u32> {
         let place = self.members.iter().position(|member| *member == rank);
@@ -96,7 +96,7 @@ impl Shared {
 /// State of both threads.
 pub(super) struct CommLoop {
     pub(super) peers: Arc<Peers>,
-    pub(super) party: Party,
+    pub(super) party: Members,
     pub(super) device: Device,
     pub(super) communicator: Arc<Communicator>,
     /// Held by the thread that is inside a call of the communicator.

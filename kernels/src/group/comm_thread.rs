@@ -62,7 +62,7 @@ use std::time::Duration;
 use rccl_sys::{Communicator, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::comm_loop::{CommLoop, FAREWELL, PARTING, Party, Shared, State, WORDS};
+use super::comm_loop::{CommLoop, FAREWELL, Members, PARTING, Shared, State, WORDS};
 use super::comm_stream::{CommStream, End, Round, Ticket, refused};
 use super::exchange_id::ExchangeId;
 use super::peers::Peers;
@@ -100,7 +100,7 @@ impl CommThread {
     pub(super) fn join(
         peers: &Arc<Peers>,
         (device, stream): (Device, CommStream),
-        party: Party,
+        party: Members,
         id: UniqueId,
     ) -> std::result::Result<CommThread, String> {
         let (inbox, rounds) = channel();

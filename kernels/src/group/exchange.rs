@@ -10,7 +10,7 @@ use super::comm_stream::{Round, Ticket};
 use super::comm_thread::CommThread;
 use super::exchange_id::ExchangeId;
 use super::peers::Peers;
-use super::work::Work;
+use super::work::GlooTransfer;
 use crate::Result;
 
 /// One exchange: any number of transfers between ranks, each with a deadline.
@@ -30,7 +30,7 @@ pub struct Exchange<'a> {
     device: Device,
     comm: Option<&'a CommThread>,
     /// Sends that may still be under way, oldest first.
-    pub(super) sends: VecDeque<(u32, Move<'a>)>,
+    pub(super) sends: VecDeque<(u32, Transfer<'a>)>,
     /// How many sends were begun.
     begun: usize,
     /// Rounds to which transfers may still be added.
@@ -47,12 +47,12 @@ pub struct Arrival<'a> {
     from: u32,
     tensor: Tensor,
     device: Device,
-    way: Option<Move<'a>>,
+    way: Option<Transfer<'a>>,
 }
 
 /// A transfer under way.
-pub(super) enum Move<'a> {
-    Plain(Work),
+pub(super) enum Transfer<'a> {
+    Plain(GlooTransfer),
     Issued(&'a CommThread, Arc<Ticket>),
 }
 
@@ -82,13 +82,13 @@ impl<'a> Exchange<'a> {
         }
         assert!(tensor.is_contiguous() && tensor.device() == self.device, "sent as it lies there");
         let way = match self.comm {
-            Some(comm) => Move::Issued(comm, self.round(round).send(to, tensor)),
+            Some(comm) => Transfer::Issued(comm, self.round(round).send(to, tensor)),
             None => {
                 // On a GPU this copies to host memory; on a CPU it is the tensor itself.
                 let plain = tensor.f_to_device(Device::Cpu)?;
                 let begun = self.peers.send(to, &plain, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.id, to, &error);
-                Move::Plain(begun.map_err(missing)?)
+                Transfer::Plain(begun.map_err(missing)?)
             }
         };
         self.sends.push_back((to, way));
@@ -126,11 +126,11 @@ impl<'a> Exchange<'a> {
         let tensor = Tensor::f_empty([count], (kind, lies))?;
         let way = match self.comm {
             _ if count == 0 => None,
-            Some(comm) => Some(Move::Issued(comm, self.round(round).receive(from, &tensor))),
+            Some(comm) => Some(Transfer::Issued(comm, self.round(round).receive(from, &tensor))),
             None => {
                 let begun = self.peers.receive(from, &tensor, self.tag());
                 let missing = |error| self.peers.missing(self.what, self.id, from, &error);
-                Some(Move::Plain(begun.map_err(missing)?))
+                Some(Transfer::Plain(begun.map_err(missing)?))
             }
         };
         let Exchange { peers, what, id, device, .. } = *self;
@@ -184,13 +184,13 @@ impl Arrival<'_> {
 fn wait(
     peers: &Peers,
     (what, id, peer): (&str, ExchangeId, u32),
-    way: Move<'_>,
+    way: Transfer<'_>,
     device: Device,
 ) -> Result<()> {
     match way {
-        Move::Plain(work) => {
+        Transfer::Plain(work) => {
             work.wait(peers.timeout()).map_err(|error| peers.missing(what, id, peer, &error))
         }
-        Move::Issued(comm, ticket) => comm.wait(&ticket, device),
+        Transfer::Issued(comm, ticket) => comm.wait(&ticket, device),
     }
 }

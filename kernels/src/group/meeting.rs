@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::clock::{LOOK, lived};
 use super::key::Bytes32;
-use super::word::{Word, seconds};
-use super::{Place, Store};
+use super::word::{StopReason, seconds};
+use super::{KeyValueStore, RankAddress};
 use crate::{Error, Result};
 
 /// Prefix of what a rank registers; the name of its machine follows.
@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// What a rank has registered.
 #[derive(Clone)]
-struct Said {
+struct Registration {
     node: String,
     process: String,
     nonce: Bytes32,
@@ -29,8 +29,8 @@ struct Said {
 
 /// Registers this rank and its nonce. If two processes register as the same rank, both fail, and so do all other ranks;
 /// after all ranks have met, only the surplus process fails.
-pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<()> {
-    let Place { rank, world, node, .. } = place;
+pub(super) fn announce(store: &KeyValueStore, place: &RankAddress, nonce: &Bytes32) -> Result<()> {
+    let RankAddress { rank, world, node, .. } = place;
     let key = format!("here/{rank}");
     let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let process = format!("process {} on {}", std::process::id(), machine.trim());
@@ -49,17 +49,17 @@ pub(super) fn announce(store: &Store, place: &Place, nonce: &Bytes32) -> Result<
 
 /// Error for a process that was started wrongly. All registered ranks get it too, unless all `world` ranks have met
 /// already: those continue.
-fn mistaken(store: &Store, world: u32, what: String) -> Result<Error> {
+fn mistaken(store: &KeyValueStore, world: u32, what: String) -> Result<Error> {
     for rank in 0..world {
         if store.find(&format!("here/{rank}"))?.is_none() {
-            store.leave(&Word::mistake(what.clone()))?;
+            store.leave(&StopReason::mistake(what.clone()))?;
             break;
         }
     }
     Ok(Error::Mistaken { what })
 }
 
-fn read(said: &str) -> Option<Said> {
+fn read(said: &str) -> Option<Registration> {
     let mut lines = said.lines();
     let node = lines.next()?.trim_start_matches(HERE).to_owned();
     let process = lines.next()?.to_owned();
@@ -67,11 +67,15 @@ fn read(said: &str) -> Option<Said> {
     for (index, byte) in nonce.iter_mut().enumerate() {
         *byte = u8::from_str_radix(digits.get(2 * index..2 * index + 2)?, 16).ok()?;
     }
-    Some(Said { node, process, nonce, world: lines.next()?.parse().ok()? })
+    Some(Registration { node, process, nonce, world: lines.next()?.parse().ok()? })
 }
 
 /// Refuses a rank that was started with another number of ranks, and reports it to all registered ranks.
-fn same_world(store: &Store, place: &Place, (rank, said): (usize, &Said)) -> Result<()> {
+fn same_world(
+    store: &KeyValueStore,
+    place: &RankAddress,
+    (rank, said): (usize, &Registration),
+) -> Result<()> {
     let (me, world, theirs, process) = (place.rank, place.world, said.world, &said.process);
     if theirs == world {
         return Ok(());
@@ -99,14 +103,14 @@ fn listed(are: &str, ranks: &[usize]) -> String {
 
 /// Waits until every rank has registered; returns what they registered.
 pub(super) fn meet(
-    store: &Store,
-    place: &Place,
+    store: &KeyValueStore,
+    place: &RankAddress,
     timeout: Duration,
     tell: &dyn Fn(&str),
 ) -> Result<Vec<(String, Bytes32)>> {
-    let Place { world, host, port, .. } = place;
+    let RankAddress { world, host, port, .. } = place;
     let (start, mut told) = (lived(), Duration::ZERO);
-    let mut found: Vec<Option<Said>> = vec![None; *world as usize];
+    let mut found: Vec<Option<Registration>> = vec![None; *world as usize];
     loop {
         for (rank, one) in found.iter_mut().enumerate().filter(|(_, one)| one.is_none()) {
             // Querying many ranks may itself take longer than the timeout.
@@ -117,7 +121,7 @@ pub(super) fn meet(
             one.as_ref().map_or(Ok(()), |said| same_world(store, place, (rank, said)))?;
         }
         if found.iter().all(Option::is_some) {
-            let said = |Said { node, nonce, .. }: Said| (node, nonce);
+            let said = |Registration { node, nonce, .. }: Registration| (node, nonce);
             return Ok(found.into_iter().flatten().map(said).collect());
         }
         if let Some(word) = store.word()? {

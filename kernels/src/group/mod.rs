@@ -59,14 +59,14 @@ use std::time::Duration;
 
 use tch::{Device, Tensor};
 
-pub use axis::Axis;
+pub use axis::AxisRanks;
 pub use exchange::{Arrival, Exchange};
 pub use key::{RunKey, is_loopback};
-pub use rendezvous::{Agent, Change, Rendezvous};
-pub use server::Strangers;
-pub use store::Store;
-pub use transport::{Chosen, Transport};
-pub use whereabouts::Whereabouts;
+pub use rendezvous::{Agent, MembershipChange, Rendezvous};
+pub use server::UnauthenticatedConnections;
+pub use store::KeyValueStore;
+pub use transport::{Transport, TransportChoice};
+pub use whereabouts::RankProgress;
 
 use crate::shim::guarded;
 use crate::{Error, Result};
@@ -76,7 +76,7 @@ use peers::Peers;
 
 /// A rank's identity and how it reaches the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RankAddress {
     /// The rank, from 0.
     pub rank: u32,
     /// The number of ranks.
@@ -99,7 +99,7 @@ pub struct Place {
 
 /// Bytes that a rank sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent {
+pub struct SentBytes {
     /// To any rank.
     pub all: u64,
     /// To ranks on other machines.
@@ -110,7 +110,7 @@ pub struct Sent {
 #[derive(Debug)]
 pub struct Group {
     /// Declared first: it must be dropped before the peers.
-    bulk: Bulk,
+    bulk: TensorTransport,
     /// `None` for a single rank.
     peers: Option<Arc<Peers>>,
     /// See [`Group::launched_as`].
@@ -119,22 +119,22 @@ pub struct Group {
 
 /// How tensors travel.
 #[derive(Debug)]
-struct Bulk {
+struct TensorTransport {
     /// The device of the tensors.
     device: Device,
     /// Moves the tensors; `None` with Gloo.
     comm: Option<Arc<CommThread>>,
     /// The communication threads of other axes, made when first used.
-    along: Mutex<Along>,
+    along: Mutex<AxisThreads>,
 }
 
 /// By axis: the ranks of a line, and its communication thread.
-type Along = BTreeMap<usize, (Vec<u32>, Arc<CommThread>)>;
+type AxisThreads = BTreeMap<usize, (Vec<u32>, Arc<CommThread>)>;
 
-impl Bulk {
+impl TensorTransport {
     /// No communication thread yet: tensors travel over Gloo.
-    fn of(device: Device) -> Bulk {
-        Bulk { device, comm: None, along: Mutex::new(BTreeMap::new()) }
+    fn of(device: Device) -> TensorTransport {
+        TensorTransport { device, comm: None, along: Mutex::new(BTreeMap::new()) }
     }
 }
 
@@ -144,7 +144,7 @@ static ALONE: [String; 1] = [String::new()];
 impl Group {
     /// Meets the other ranks. The error names ranks that do not come within `timeout`; `tell` gets messages about
     /// awaited ranks.
-    pub fn open(place: &Place, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
+    pub fn open(place: &RankAddress, timeout: Duration, tell: &dyn Fn(&str)) -> Result<Group> {
         let serves = place.rank_0_serves && place.rank == 0;
         let peers = Peers::open(place, serves, timeout, tell)?;
         Ok(Group { peers: Some(Arc::new(peers)), ..Group::only(place.rank) })
@@ -152,7 +152,7 @@ impl Group {
 
     /// The same with an open store, for a rank that was launched with another number.
     fn join(
-        place: &Place,
+        place: &RankAddress,
         launched_as: u32,
         timeout: Duration,
         tell: &dyn Fn(&str),
@@ -168,7 +168,7 @@ impl Group {
 
     /// The group of a rank that is the only one left.
     fn only(launched_as: u32) -> Group {
-        Group { bulk: Bulk::of(Device::Cpu), peers: None, launched_as }
+        Group { bulk: TensorTransport::of(Device::Cpu), peers: None, launched_as }
     }
 
     /// Sets the timeout for other ranks from here on. Must be called before any tensor travels.
@@ -199,18 +199,18 @@ impl Group {
     }
 
     /// The store that the ranks share, for messages outside of exchanges; `None` for a single rank.
-    pub fn store(&self) -> Option<Arc<Store>> {
+    pub fn store(&self) -> Option<Arc<KeyValueStore>> {
         self.peers.as_ref().map(|peers| peers.store())
     }
 
-    /// The machine of each rank, as its [`Place`] named it.
+    /// The machine of each rank, as its [`RankAddress`] named it.
     pub fn nodes(&self) -> &[String] {
         self.peers.as_ref().map_or(&ALONE, |peers| peers.nodes())
     }
 
     /// Bytes that this rank has sent since it met the others, without libtorch's own collectives.
-    pub fn sent(&self) -> Sent {
-        self.peers.as_ref().map_or_else(Sent::default, |peers| peers.sent())
+    pub fn sent(&self) -> SentBytes {
+        self.peers.as_ref().map_or_else(SentBytes::default, |peers| peers.sent())
     }
 
     /// The other ranks, starting with the next one, so that not all ranks send to the same one first.
@@ -256,7 +256,7 @@ impl Group {
 
     /// Connections that the store refused because they did not prove the run's key; none if the store cannot be
     /// reached.
-    pub fn strangers(&self) -> Strangers {
+    pub fn strangers(&self) -> UnauthenticatedConnections {
         self.peers.as_ref().and_then(|peers| peers.strangers()).unwrap_or_default()
     }
 

@@ -14,10 +14,10 @@ use super::ffi::{shim_group_free, shim_recv, shim_send};
 use super::key::{Bytes32, PROOF, is_loopback, nonce, same};
 use super::meeting::{announce, meet};
 use super::store::TAKEN;
-use super::whereabouts::Whereabouts;
-use super::word::{Word, seconds};
-use super::work::Work;
-use super::{Place, Sent, Store, Strangers, bridge};
+use super::whereabouts::RankProgress;
+use super::word::{StopReason, seconds};
+use super::work::GlooTransfer;
+use super::{KeyValueStore, RankAddress, SentBytes, UnauthenticatedConnections, bridge};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
@@ -34,12 +34,12 @@ const ROLL: Duration = Duration::from_millis(300);
 /// All ranks of a run, from the view of one of them.
 #[derive(Debug)]
 pub(super) struct Peers {
-    place: Place,
+    place: RankAddress,
     timeout: Duration,
-    store: Arc<Store>,
+    store: Arc<KeyValueStore>,
     handle: *mut c_void,
     /// The progress of this rank.
-    now: Mutex<Whereabouts>,
+    now: Mutex<RankProgress>,
     /// Held while a transfer is begun: threads of several axes may do so at once.
     posting: Mutex<()>,
     /// Whether the report that stands is this rank's.
@@ -66,16 +66,16 @@ impl Peers {
     /// Meets the other ranks at the store, which this rank holds if it `serves`. The error names ranks that do not come
     /// within `timeout`.
     pub(super) fn open(
-        place: &Place,
+        place: &RankAddress,
         serves: bool,
         timeout: Duration,
         tell: &dyn Fn(&str),
     ) -> Result<Peers> {
         refuse_date()?;
-        let Place { rank, host, port, rank_0_serves, name, key, .. } = place;
+        let RankAddress { rank, host, port, rank_0_serves, name, key, .. } = place;
         let store = match serves {
-            true => Store::serve(host, *port, name, key, timeout),
-            false => Store::connect(host, *port, name, key, timeout),
+            true => KeyValueStore::serve(host, *port, name, key, timeout),
+            false => KeyValueStore::connect(host, *port, name, key, timeout),
         };
         let store = store.map_err(|error| match error {
             Error::Stranger { what } => Error::Stranger { what: format!("rank {rank} met a stranger: {what}") },
@@ -96,12 +96,12 @@ impl Peers {
 
     /// The same with an open store.
     pub(super) fn at(
-        store: Store,
-        place: &Place,
+        store: KeyValueStore,
+        place: &RankAddress,
         timeout: Duration,
         tell: &dyn Fn(&str),
     ) -> Result<Peers> {
-        let Place { rank, world, host, port, interface, .. } = place;
+        let RankAddress { rank, world, host, port, interface, .. } = place;
         let mine = nonce()?;
         let met = announce(&store, place, &mine).and_then(|()| meet(&store, place, timeout, tell));
         let met = met.inspect_err(|error| {
@@ -124,7 +124,7 @@ impl Peers {
                 ),
             },
         })?;
-        let (place, now) = (place.clone(), Mutex::new(Whereabouts::start()));
+        let (place, now) = (place.clone(), Mutex::new(RankProgress::start()));
         let spoke_first = AtomicBool::new(false);
         let sent = [AtomicU64::new(0), AtomicU64::new(0)];
         let posting = Mutex::new(());
@@ -136,7 +136,7 @@ impl Peers {
     /// Proves the run's key to each other rank and checks the proof of that rank, on the connection that tensors will
     /// use, before anything else is sent. `nonces` are those that the ranks left in the store.
     fn prove(&self, nonces: &[Bytes32]) -> Result<()> {
-        let Place { rank, world, name, key, .. } = &self.place;
+        let RankAddress { rank, world, name, key, .. } = &self.place;
         let proof = |from: u32, to: u32| {
             let numbers = [*world, from, to].map(u32::to_le_bytes).concat();
             let [sender, receiver] = [from, to].map(|rank| &nonces[rank as usize][..]);
@@ -185,12 +185,12 @@ impl Peers {
              these machines, and start again"
         );
         // Best effort: the others do not hear from this rank otherwise either.
-        let _ = self.store.leave(&Word::stops(what.clone()));
+        let _ = self.store.leave(&StopReason::stops(what.clone()));
         Error::Missing { what }
     }
 
     /// Connections that the store refused for lack of the run's key; `None` if the store does not answer.
-    pub(super) fn strangers(&self) -> Option<Strangers> {
+    pub(super) fn strangers(&self) -> Option<UnauthenticatedConnections> {
         self.store.strangers().ok()
     }
 
@@ -215,19 +215,22 @@ impl Peers {
     }
 
     /// The store that the ranks share, for messages outside of exchanges.
-    pub(super) fn store(&self) -> Arc<Store> {
+    pub(super) fn store(&self) -> Arc<KeyValueStore> {
         Arc::clone(&self.store)
     }
 
-    /// The machine of each rank, as its [`Place`] named it.
+    /// The machine of each rank, as its [`RankAddress`] named it.
     pub(super) fn nodes(&self) -> &[String] {
         &self.nodes
     }
 
     /// Bytes that this rank has sent since it met the others, without libtorch's own collectives.
-    pub(super) fn sent(&self) -> Sent {
+    pub(super) fn sent(&self) -> SentBytes {
         let [all, between] = &self.sent;
-        Sent { all: all.load(Ordering::Relaxed), between_nodes: between.load(Ordering::Relaxed) }
+        SentBytes {
+            all: all.load(Ordering::Relaxed),
+            between_nodes: between.load(Ordering::Relaxed),
+        }
     }
 
     /// libtorch's process group, for the shim.
@@ -244,7 +247,7 @@ impl Peers {
 
     /// The other ranks, starting with the next one, so that not all ranks send to the same one first.
     pub(super) fn others(&self) -> impl Iterator<Item = u32> + use<> {
-        let Place { rank, world, .. } = self.place;
+        let RankAddress { rank, world, .. } = self.place;
         (1..world).map(move |distance| (rank + distance) % world)
     }
 
@@ -274,7 +277,7 @@ impl Peers {
 
     /// Reports why this rank stops, for the ranks that will miss it. The first report stands.
     pub(super) fn report(&self, reason: &str) {
-        let word = Word::stops(format!("rank {}: {reason}", self.place.rank));
+        let word = StopReason::stops(format!("rank {}: {reason}", self.place.rank));
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
@@ -288,12 +291,12 @@ impl Peers {
 
     /// The rank after this one, and the one before.
     pub(super) fn neighbours(&self) -> (u32, u32) {
-        let Place { rank, world, .. } = self.place;
+        let RankAddress { rank, world, .. } = self.place;
         ((rank + 1) % world, (rank + world - 1) % world)
     }
 
     /// Starts to send `tensor`, which is contiguous and on the CPU, and is kept as long as the work.
-    pub(super) fn send(&self, to: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
+    pub(super) fn send(&self, to: u32, tensor: &Tensor, tag: c_int) -> Result<GlooTransfer> {
         assert!(tensor.is_contiguous() && tensor.device() == Device::Cpu, "plain memory is sent");
         let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
@@ -301,18 +304,18 @@ impl Peers {
         guarded("send", unsafe {
             shim_send(self.handle, tensor.as_ptr(), to as c_int, tag, &raw mut work)
         })?;
-        Ok(Work(work))
+        Ok(GlooTransfer(work))
     }
 
     /// Starts to receive into `tensor`, in the same way.
-    pub(super) fn receive(&self, from: u32, tensor: &Tensor, tag: c_int) -> Result<Work> {
+    pub(super) fn receive(&self, from: u32, tensor: &Tensor, tag: c_int) -> Result<GlooTransfer> {
         let _posting = self.posting.lock();
         let mut work = ptr::null_mut();
         // SAFETY: the tensor is alive, and the work keeps it alive; the out-pointer outlives the call.
         guarded("receive", unsafe {
             shim_recv(self.handle, tensor.as_ptr(), from as c_int, tag, &raw mut work)
         })?;
-        Ok(Work(work))
+        Ok(GlooTransfer(work))
     }
 
     /// The error for a `peer` that could not be reached in exchange `id`.
@@ -399,7 +402,7 @@ impl Peers {
     /// Reports that this rank misses others, unless a report stands already.
     fn speak(&self, what: &str, lost: Vec<u32>, mine: String) -> Error {
         let text = format!("rank {}: {mine}", self.place.rank);
-        match self.store.leave(&Word::loses(lost, text)) {
+        match self.store.leave(&StopReason::loses(lost, text)) {
             Err(error) => self.without_store(what, &error),
             Ok(None) => {
                 self.spoke_first.store(true, Ordering::Relaxed);
@@ -410,7 +413,7 @@ impl Peers {
     }
 
     /// The report that stands of why the ranks stop, if there is one.
-    pub(super) fn word(&self) -> Option<Word> {
+    pub(super) fn word(&self) -> Option<StopReason> {
         self.store.word().ok()?
     }
 
@@ -421,7 +424,7 @@ impl Peers {
 
     /// Another rank's reason to stop, if it reports one soon: a rank that misses a third rank first closes its own
     /// connections, and would be mistaken for the lost one.
-    fn word_of_another(&self) -> Option<Word> {
+    fn word_of_another(&self) -> Option<StopReason> {
         let start = Instant::now();
         while start.elapsed() < WORD {
             match self.store.word() {
@@ -445,14 +448,14 @@ impl Peers {
     }
 
     /// The progress of a rank, as far as known.
-    fn seen(&self, rank: u32) -> Option<Whereabouts> {
-        Whereabouts::find(&self.store, rank).ok()?
+    fn seen(&self, rank: u32) -> Option<RankProgress> {
+        RankProgress::find(&self.store, rank).ok()?
     }
 
     /// Reports that this rank counts as lost, by its own judgement.
     pub(super) fn give_up(&self, why: &str) {
         let text = format!("rank {}: {why}", self.place.rank);
-        let word = Word::loses(vec![self.place.rank], text);
+        let word = StopReason::loses(vec![self.place.rank], text);
         if self.store.leave(&word).is_ok_and(|other| other.is_none()) {
             self.spoke_first.store(true, Ordering::Relaxed);
         }
@@ -460,7 +463,7 @@ impl Peers {
 }
 
 /// If the store ends with this process, gives the other ranks a moment to read it.
-fn linger(place: &Place) {
+fn linger(place: &RankAddress) {
     if place.rank_0_serves && place.rank == 0 {
         std::thread::sleep(Duration::from_millis(500));
     }
@@ -468,9 +471,9 @@ fn linger(place: &Place) {
 
 /// The error if the port of this rank's store is taken. If the other process was started as this same rank, both of
 /// them report that; otherwise the other one would wait for the rest in vain.
-fn taken(place: &Place, reason: &str) -> Error {
-    let Place { rank, host, port, name, key, .. } = place;
-    if let (Some(store), Ok(mine)) = (Store::ready(host, *port, name, key, WORD), nonce()) {
+fn taken(place: &RankAddress, reason: &str) -> Error {
+    let RankAddress { rank, host, port, name, key, .. } = place;
+    if let (Some(store), Ok(mine)) = (KeyValueStore::ready(host, *port, name, key, WORD), nonce()) {
         // If this process registers first, the other one detects the conflict.
         let told = announce(&store, place, &mine).and_then(|()| store.wait("nobody", WORD));
         if let Err(error @ Error::Mistaken { .. }) = told {

@@ -34,8 +34,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::clock::{LOOK, lived};
-use super::whereabouts::Whereabouts;
-use super::{Group, Place, RunKey, Store, Strangers};
+use super::whereabouts::RankProgress;
+use super::{Group, KeyValueStore, RankAddress, RunKey, UnauthenticatedConnections};
 use crate::{Error, Result};
 
 /// How long connecting the ranks that have met may take: all of them were present a moment ago.
@@ -61,7 +61,7 @@ const STOOD: &str = "stood";
 
 /// Differences between a generation and the last one that was connected, by launch numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Change {
+pub struct MembershipChange {
     /// Ranks whose processes ended; includes ranks that were restarted in the meantime.
     pub lost: Vec<u32>,
     /// Ranks that were restarted and have joined.
@@ -71,18 +71,18 @@ pub struct Change {
 /// Takes one rank from generation to generation.
 #[derive(Debug)]
 pub struct Rendezvous {
-    store: Store,
+    store: KeyValueStore,
     /// The store that rank 0 holds, kept open even when the first group ends.
-    _held: Option<Arc<Store>>,
+    _held: Option<Arc<KeyValueStore>>,
     /// Standby stores, if a rank holds the current store: host and port by launch number.
     standby: BTreeMap<u32, (String, u16)>,
     /// This rank's standby store, and how many of its refused connections were reported.
-    ready: Option<Store>,
+    ready: Option<KeyValueStore>,
     told: AtomicU64,
     /// The rank that holds the current store, if one does.
     holder: Option<u32>,
     /// The place at launch, with the current store.
-    place: Place,
+    place: RankAddress,
     generation: u64,
     members: Vec<u32>,
     /// The last generation that was connected, and its members.
@@ -91,16 +91,16 @@ pub struct Rendezvous {
 
 impl Rendezvous {
     /// For a rank that was launched at `place` and met the others in `group`, the first generation.
-    pub fn open(place: &Place, group: &Group, timeout: Duration) -> Result<Rendezvous> {
+    pub fn open(place: &RankAddress, group: &Group, timeout: Duration) -> Result<Rendezvous> {
         let (name, key) = (meeting(&place.name), &place.key);
-        let store = Store::connect(&place.host, place.port, &name, key, timeout)?;
+        let store = KeyValueStore::connect(&place.host, place.port, &name, key, timeout)?;
         let members: Vec<u32> = (0..place.world).collect();
         let (mut standby, mut own, mut holder) = (BTreeMap::new(), None, None);
         if place.rank_0_serves {
             holder = Some(0);
             if place.rank > 0 {
                 let host = own_address(&place.host, place.port)?;
-                let ready = Store::serve(&host, 0, &name, key, timeout)?;
+                let ready = KeyValueStore::serve(&host, 0, &name, key, timeout)?;
                 store.set(&ready_key(place.rank), &format!("{} {host}", ready.port()))?;
                 own = Some(ready);
             }
@@ -115,8 +115,8 @@ impl Rendezvous {
 
     /// For a rank that neither holds a store nor knows of a standby: the launcher holds it.
     fn new(
-        store: Store,
-        place: &Place,
+        store: KeyValueStore,
+        place: &RankAddress,
         (generation, members): (u64, Vec<u32>),
         stood: (u64, Vec<u32>),
     ) -> Rendezvous {
@@ -127,9 +127,9 @@ impl Rendezvous {
 
     /// For a restarted rank that replaces a lost one, under a launcher: returns once a generation includes it. If that
     /// never happens, the launcher ends the process.
-    pub fn rejoin(place: &Place, timeout: Duration) -> Result<Rendezvous> {
+    pub fn rejoin(place: &RankAddress, timeout: Duration) -> Result<Rendezvous> {
         let (name, me) = (meeting(&place.name), place.rank);
-        let store = Store::connect(&place.host, place.port, &name, &place.key, timeout)?;
+        let store = KeyValueStore::connect(&place.host, place.port, &name, &place.key, timeout)?;
         let mut generation = 0;
         while store.find(&members_key(generation + 1))?.is_some() {
             generation += 1;
@@ -159,8 +159,9 @@ impl Rendezvous {
 
     /// For a rank that was launched at `place`, under a launcher, and could not meet the others: lets it meet the
     /// remaining ranks. `None` if the launcher does not report a loss.
-    pub fn unmet(place: &Place, timeout: Duration) -> Result<Option<Rendezvous>> {
-        let reach = |name: &str| Store::connect(&place.host, place.port, name, &place.key, timeout);
+    pub fn unmet(place: &RankAddress, timeout: Duration) -> Result<Option<Rendezvous>> {
+        let reach =
+            |name: &str| KeyValueStore::connect(&place.host, place.port, name, &place.key, timeout);
         let (first, start) = (reach(&place.name)?, lived());
         let word = loop {
             match first.word()? {
@@ -178,7 +179,7 @@ impl Rendezvous {
     }
 
     /// Changes since the last generation that was connected. Call it once this one is connected: it records that it is.
-    pub fn stands(&mut self) -> Result<Change> {
+    pub fn stands(&mut self) -> Result<MembershipChange> {
         let (last, before) = &self.stood;
         let mut fresh = Vec::new();
         for rank in &self.members {
@@ -190,7 +191,7 @@ impl Rendezvous {
         let joined = self.members.iter().copied().filter(is_new).collect();
         self.store.set(STOOD, &self.generation.to_string())?;
         self.stood = (self.generation, self.members.clone());
-        Ok(Change { lost, joined })
+        Ok(MembershipChange { lost, joined })
     }
 
     /// Whether a restarted rank waits for the next generation.
@@ -213,7 +214,8 @@ impl Rendezvous {
         let new = strangers.refused - self.told.swap(strangers.refused, Ordering::Relaxed);
         // If the standby store has become the current one, they are counted already.
         if new > 0 && self.holder != Some(self.place.rank) {
-            let _ = self.store.add_strangers(&Strangers { refused: new, ..strangers });
+            let _ =
+                self.store.add_strangers(&UnauthenticatedConnections { refused: new, ..strangers });
         }
     }
 
@@ -256,7 +258,7 @@ impl Rendezvous {
     fn next_store(&mut self) -> Option<()> {
         while let Some((rank, (host, port))) = self.standby.pop_first() {
             let name = meeting(&self.place.name);
-            let store = Store::ready(&host, port, &name, &self.place.key, PROBE);
+            let store = KeyValueStore::ready(&host, port, &name, &self.place.key, PROBE);
             if let Some(store) = store {
                 (self.store, self.holder) = (store, Some(rank));
                 (self.place.host, self.place.port) = (host, port);
@@ -314,7 +316,7 @@ impl Rendezvous {
             return Ok(Group::only(self.place.rank));
         }
         let name = generation_name(&self.place.name, self.generation);
-        let place = Place { rank, world, name, ..self.place.clone() };
+        let place = RankAddress { rank, world, name, ..self.place.clone() };
         let mut group = Group::join(&place, self.place.rank, timeout.min(CONNECT), tell)?;
         group.wait_at_most(timeout);
         Ok(group)
@@ -324,7 +326,7 @@ impl Rendezvous {
 /// The launcher's side: it knows which processes have ended, and reports this to the ranks at once.
 #[derive(Debug)]
 pub struct Agent {
-    store: Store,
+    store: KeyValueStore,
     port: u16,
     name: String,
     key: RunKey,
@@ -347,7 +349,7 @@ impl Agent {
         count: u32,
         timeout: Duration,
     ) -> Result<Agent> {
-        let store = Store::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
+        let store = KeyValueStore::connect("127.0.0.1", port, &meeting(name), key, timeout)?;
         let (name, key, members) = (name.to_owned(), key.clone(), (0..count).collect());
         let (generation, ended) = (0, BTreeMap::new());
         let (back, awaited) = (BTreeMap::new(), Vec::new());
@@ -368,11 +370,11 @@ impl Agent {
     }
 
     /// The last progress of each rank of the newest generation; `None` for a rank that has not published any.
-    pub fn whereabouts(&mut self) -> Result<Vec<(u32, Option<Whereabouts>)>> {
+    pub fn whereabouts(&mut self) -> Result<Vec<(u32, Option<RankProgress>)>> {
         self.members()?;
         let name = generation_name(&self.name, self.generation);
-        let store = Store::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
-        let of = |(at, rank): (u32, &u32)| Ok((*rank, Whereabouts::find(&store, at)?));
+        let store = KeyValueStore::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
+        let of = |(at, rank): (u32, &u32)| Ok((*rank, RankProgress::find(&store, at)?));
         (0..).zip(&self.members).map(of).collect()
     }
 
@@ -423,7 +425,7 @@ impl Agent {
         let how = |rank: &u32| format!("rank {rank}: {}", self.ended[rank]);
         let how: Vec<String> = lost.iter().map(how).collect();
         let name = generation_name(&self.name, self.generation);
-        let store = Store::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
+        let store = KeyValueStore::connect("127.0.0.1", self.port, &name, &self.key, self.timeout)?;
         let numbers: Vec<u32> = lost.iter().filter_map(position).map(|at| at as u32).collect();
         store.lose(&numbers, &format!("a rank is gone: {}", how.join("; ")))
     }
@@ -445,7 +447,7 @@ fn own_address(host: &str, port: u16) -> Result<String> {
 }
 
 /// The address of `rank`'s standby store.
-fn ready_of(store: &Store, rank: u32, timeout: Duration) -> Result<(String, u16)> {
+fn ready_of(store: &KeyValueStore, rank: u32, timeout: Duration) -> Result<(String, u16)> {
     let text = store.wait(&ready_key(rank), timeout)?;
     let found = text.as_deref().and_then(|text| text.split_once(' '));
     let found = found.and_then(|(port, host)| Some((host.to_owned(), port.parse().ok()?)));
@@ -469,7 +471,7 @@ fn born(rank: u32) -> String {
 }
 
 /// A number in the store; zero if missing.
-fn number(store: &Store, key: &str) -> Result<u64> {
+fn number(store: &KeyValueStore, key: &str) -> Result<u64> {
     Ok(store.find(key)?.and_then(|text| text.parse().ok()).unwrap_or(0))
 }
 

@@ -13,7 +13,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use super::key::RunKey;
-use super::wire::{self, Connection, Deadline, Refused, Request, What};
+use super::wire::{self, Connection, ConnectionError, Deadline, Request, RequestKind};
 use crate::error::is_short;
 
 /// How long a caller may take to prove the key.
@@ -39,17 +39,17 @@ const FLOOD: usize = 8;
 
 /// Connections that were refused because they did not prove the run's key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Strangers {
+pub struct UnauthenticatedConnections {
     /// How many.
     pub refused: u64,
     /// Address of the last one, and what it did.
     pub last: String,
 }
 
-impl Strangers {
+impl UnauthenticatedConnections {
     /// A short message; `None` if there was none.
     pub fn words(&self) -> Option<String> {
-        let Strangers { refused, last } = self;
+        let UnauthenticatedConnections { refused, last } = self;
         let connections = if *refused == 1 { "connection was" } else { "connections were" };
         (*refused > 0).then(|| {
             format!(
@@ -62,49 +62,49 @@ impl Strangers {
         format!("{} {}", self.refused, self.last).into_bytes()
     }
 
-    pub(super) fn read(bytes: &[u8]) -> Option<Strangers> {
+    pub(super) fn read(bytes: &[u8]) -> Option<UnauthenticatedConnections> {
         let (refused, last) = str::from_utf8(bytes).ok()?.split_once(' ')?;
-        Some(Strangers { refused: refused.parse().ok()?, last: last.to_owned() })
+        Some(UnauthenticatedConnections { refused: refused.parse().ok()?, last: last.to_owned() })
     }
 }
 
 /// A store that this process holds, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Server {
-    held: Arc<Held>,
+    held: Arc<ServerState>,
     address: SocketAddr,
     thread: Option<JoinHandle<()>>,
 }
 
 /// State shared by its threads.
 #[derive(Debug)]
-struct Held {
+struct ServerState {
     key: RunKey,
     values: Mutex<BTreeMap<String, Vec<u8>>>,
-    callers: Mutex<Callers>,
+    callers: Mutex<OpenConnections>,
     over: AtomicBool,
 }
 
 /// Open connections, by the order in which they came.
 #[derive(Debug, Default)]
-struct Callers {
+struct OpenConnections {
     came: u64,
     unproven: VecDeque<(u64, TcpStream)>,
     proven: BTreeMap<u64, TcpStream>,
-    strangers: Strangers,
-    short: Option<Short>,
+    strangers: UnauthenticatedConnections,
+    short: Option<ResourceShortage>,
 }
 
 /// A shortage of system resources during which no connection is admitted.
 #[derive(Clone, Copy, Debug)]
-struct Short {
+struct ResourceShortage {
     since: Instant,
     last: Instant,
     /// The system's error code.
     code: i32,
 }
 
-impl Callers {
+impl OpenConnections {
     /// Notes that the system lacks the resources for a connection. Among many strangers the oldest is dropped instead.
     fn lack(&mut self, error: &io::Error) {
         if self.unproven.len() >= FLOOD {
@@ -113,8 +113,11 @@ impl Callers {
         }
         let (now, code) = (Instant::now(), error.raw_os_error().unwrap_or_default());
         let before = self.short.filter(|short| now - short.last < APART);
-        self.short =
-            Some(Short { since: before.map_or(now, |short| short.since), last: now, code });
+        self.short = Some(ResourceShortage {
+            since: before.map_or(now, |short| short.since),
+            last: now,
+            code,
+        });
     }
 
     /// Adds a connection; if there are too many, drops the oldest.
@@ -146,7 +149,7 @@ impl Server {
         let address = listener.local_addr()?;
         let (values, callers) = (Mutex::default(), Mutex::default());
         let over = AtomicBool::new(false);
-        let held = Arc::new(Held { key: key.clone(), values, callers, over });
+        let held = Arc::new(ServerState { key: key.clone(), values, callers, over });
         let shared = Arc::clone(&held);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || {
             while !shared.over.load(Ordering::Acquire) {
@@ -198,8 +201,8 @@ impl Drop for Server {
     }
 }
 
-impl Held {
-    fn callers(&self) -> MutexGuard<'_, Callers> {
+impl ServerState {
+    fn callers(&self) -> MutexGuard<'_, OpenConnections> {
         self.callers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -218,18 +221,19 @@ impl Held {
     /// Serves a caller that proves the key; counts one that does not.
     fn hear(&self, stream: TcpStream, from: SocketAddr, number: u64) {
         let mut proved = false;
-        let admitted = Connection::new(stream).map_err(Refused::from).and_then(|mut connection| {
-            let enter = || {
-                proved = true;
-                let mut callers = self.callers();
-                let copy = callers.take(number).ok_or(io::ErrorKind::ConnectionAborted)?;
-                callers.proven.insert(number, copy);
-                callers.short = None;
-                Ok(())
-            };
-            connection.admit(&self.key, Deadline::after(PATIENCE), enter)?;
-            Ok(connection.patiently()?)
-        });
+        let admitted =
+            Connection::new(stream).map_err(ConnectionError::from).and_then(|mut connection| {
+                let enter = || {
+                    proved = true;
+                    let mut callers = self.callers();
+                    let copy = callers.take(number).ok_or(io::ErrorKind::ConnectionAborted)?;
+                    callers.proven.insert(number, copy);
+                    callers.short = None;
+                    Ok(())
+                };
+                connection.admit(&self.key, Deadline::after(PATIENCE), enter)?;
+                Ok(connection.patiently()?)
+            });
         if let Ok(mut stream) = admitted {
             // Returns when the caller disconnects.
             let _ = wire::answer_all(&mut stream, |request| self.answer(request));
@@ -240,9 +244,11 @@ impl Held {
             // A caller that was dropped retries.
             _ if proved => return,
             (_, None) => "it said nothing while many others came",
-            (Err(Refused::Lost(error)), _) if is_short(&error) => return callers.lack(&error),
-            (Err(Refused::Stranger(why)), _) => why,
-            (Err(Refused::Lost(error)), _) if error.kind() == io::ErrorKind::TimedOut => {
+            (Err(ConnectionError::Lost(error)), _) if is_short(&error) => {
+                return callers.lack(&error);
+            }
+            (Err(ConnectionError::Stranger(why)), _) => why,
+            (Err(ConnectionError::Lost(error)), _) if error.kind() == io::ErrorKind::TimedOut => {
                 "it did not prove the key in time"
             }
             _ => "it left without proving the key",
@@ -257,21 +263,21 @@ impl Held {
         let mut values = self.values.lock().unwrap_or_else(PoisonError::into_inner);
         let (key, value) = (request.key, request.value);
         match request.what {
-            What::Set => {
+            RequestKind::Set => {
                 values.insert(key.to_owned(), value.to_vec());
                 None
             }
-            What::First => {
+            RequestKind::First => {
                 Some(values.entry(key.to_owned()).or_insert_with(|| value.to_vec()).clone())
             }
-            What::Find => values.get(key).cloned(),
-            What::Forget => {
+            RequestKind::Find => values.get(key).cloned(),
+            RequestKind::Forget => {
                 values.remove(key);
                 None
             }
-            What::Strangers => Some(self.callers().strangers.written()),
-            What::Others => {
-                let others = Strangers::read(value)?;
+            RequestKind::Strangers => Some(self.callers().strangers.written()),
+            RequestKind::Others => {
+                let others = UnauthenticatedConnections::read(value)?;
                 let strangers = &mut self.callers().strangers;
                 strangers.refused = strangers.refused.saturating_add(others.refused);
                 strangers.last = others.last;
@@ -295,7 +301,7 @@ mod tests {
         let (now, emfile) = (Instant::now(), io::Error::from_raw_os_error(24));
         let lack = |since: Duration, last: Duration| {
             let mut callers = server.held.callers();
-            let before = Short { since: now - since, last: now - last, code: 24 };
+            let before = ResourceShortage { since: now - since, last: now - last, code: 24 };
             callers.short = Some(before);
             callers.lack(&emfile);
         };

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use super::clock::{LOOK, lived};
 use super::key::{RunKey, is_loopback};
-use super::server::{Server, Strangers};
-use super::wire::{Connection, Deadline, Refused, Request, What};
-use super::word::Word;
+use super::server::{Server, UnauthenticatedConnections};
+use super::wire::{Connection, ConnectionError, Deadline, Request, RequestKind};
+use super::word::StopReason;
 use crate::error::is_short;
 use crate::{Error, Result};
 
@@ -29,8 +29,8 @@ pub(super) const FAULT: &str = "fault";
 /// A store that does not answer within the timeout is not asked again. Time in which this process was stopped does not
 /// count, as it was not the store that was slow.
 #[derive(Debug)]
-pub struct Store {
-    way: Way,
+pub struct KeyValueStore {
+    way: Backend,
     port: u16,
     /// Prefix of every key.
     name: String,
@@ -40,14 +40,14 @@ pub struct Store {
 
 /// How the store is reached.
 #[derive(Debug)]
-enum Way {
+enum Backend {
     /// Held by this process.
     Here(Server),
     /// Held by another process; `None` once it has failed to answer.
     There(Mutex<Option<Connection>>),
 }
 
-impl Store {
+impl KeyValueStore {
     /// Holds a store at `host` for callers that have `key`; with port 0 the system chooses one.
     pub fn serve(
         host: &str,
@@ -55,11 +55,11 @@ impl Store {
         name: &str,
         key: &RunKey,
         timeout: Duration,
-    ) -> Result<Store> {
+    ) -> Result<KeyValueStore> {
         let address = resolved(host, port, timeout)?[0];
         let server = Server::start(listener(host, port, address)?, key).map_err(cannot)?;
         let port = server.port();
-        Ok(Store::new(Way::Here(server), port, name, timeout))
+        Ok(KeyValueStore::new(Backend::Here(server), port, name, timeout))
     }
 
     /// Connects to a store that another process holds, waiting until it exists.
@@ -69,20 +69,20 @@ impl Store {
         name: &str,
         key: &RunKey,
         timeout: Duration,
-    ) -> Result<Store> {
+    ) -> Result<KeyValueStore> {
         // A host name that does not resolve fails here.
         let (addresses, deadline) = (resolved(host, port, timeout)?, Deadline::after(timeout));
         loop {
             let error = match reach(&addresses, port, key, deadline) {
-                Ok(way) => return Ok(Store::new(way, port, name, timeout)),
-                Err(Refused::Stranger(why)) => {
+                Ok(way) => return Ok(KeyValueStore::new(way, port, name, timeout)),
+                Err(ConnectionError::Stranger(why)) => {
                     let what = format!("the store at {host}:{port}: {why}");
                     return Err(Error::Stranger { what });
                 }
-                Err(Refused::Lost(error)) if is_short(&error) => {
+                Err(ConnectionError::Lost(error)) if is_short(&error) => {
                     return Err(Error::Short { call: "reach the store of the ranks", error });
                 }
-                Err(Refused::Lost(error)) => error,
+                Err(ConnectionError::Lost(error)) => error,
             };
             if deadline.left().is_zero() {
                 return Err(Error::Foreign { call: "reach the store", reason: error.to_string() });
@@ -99,13 +99,13 @@ impl Store {
         name: &str,
         key: &RunKey,
         timeout: Duration,
-    ) -> Option<Store> {
+    ) -> Option<KeyValueStore> {
         use ErrorKind::{ConnectionAborted, ConnectionReset, UnexpectedEof};
         let (addresses, deadline) = (resolved(host, port, timeout).ok()?, Deadline::after(timeout));
         loop {
             match reach(&addresses, port, key, deadline) {
-                Ok(way) => return Some(Store::new(way, port, name, timeout)),
-                Err(Refused::Lost(error))
+                Ok(way) => return Some(KeyValueStore::new(way, port, name, timeout)),
+                Err(ConnectionError::Lost(error))
                     if matches!(
                         error.kind(),
                         ConnectionAborted | ConnectionReset | UnexpectedEof
@@ -118,9 +118,9 @@ impl Store {
         }
     }
 
-    fn new(way: Way, port: u16, name: &str, timeout: Duration) -> Store {
+    fn new(way: Backend, port: u16, name: &str, timeout: Duration) -> KeyValueStore {
         let timeout = AtomicU64::new(timeout.as_millis() as u64);
-        Store { way, port, name: name.to_owned(), timeout }
+        KeyValueStore { way, port, name: name.to_owned(), timeout }
     }
 
     /// Sets the timeout of answers from here on.
@@ -129,16 +129,16 @@ impl Store {
     }
 
     /// Sends a request; after one without an answer no more are sent.
-    fn ask(&self, what: What, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
+    fn ask(&self, what: RequestKind, key: &str, value: &[u8]) -> Result<Option<Vec<u8>>> {
         let key = &format!("{}{key}", self.name);
         let (request, call) = (Request { what, key, value }, "ask the store");
         let gone = || Error::Foreign { call, reason: "the store does not answer".to_owned() };
         let connection = match &self.way {
-            Way::Here(server) => {
+            Backend::Here(server) => {
                 self.check()?;
                 return Ok(server.answer(&request));
             }
-            Way::There(connection) => connection,
+            Backend::There(connection) => connection,
         };
         let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
         let open = connection.as_mut().ok_or_else(gone)?;
@@ -152,7 +152,7 @@ impl Store {
 
     /// Fails if this process holds the store and lacks files or threads to accept connections.
     pub fn check(&self) -> Result<()> {
-        let Way::Here(server) = &self.way else { return Ok(()) };
+        let Backend::Here(server) = &self.way else { return Ok(()) };
         match server.trouble() {
             Some(error) => Err(Error::Short { call: "hear the ranks at their store", error }),
             None => Ok(()),
@@ -165,14 +165,14 @@ impl Store {
     }
 
     /// Connections that were refused because they did not prove the run's key.
-    pub fn strangers(&self) -> Result<Strangers> {
-        let said = self.ask(What::Strangers, "", &[])?.unwrap_or_default();
-        Ok(Strangers::read(&said).unwrap_or_default())
+    pub fn strangers(&self) -> Result<UnauthenticatedConnections> {
+        let said = self.ask(RequestKind::Strangers, "", &[])?.unwrap_or_default();
+        Ok(UnauthenticatedConnections::read(&said).unwrap_or_default())
     }
 
     /// Adds the refused connections of another store.
-    pub(super) fn add_strangers(&self, others: &Strangers) -> Result<()> {
-        self.ask(What::Others, "", &others.written()).map(|_| ())
+    pub(super) fn add_strangers(&self, others: &UnauthenticatedConnections) -> Result<()> {
+        self.ask(RequestKind::Others, "", &others.written()).map(|_| ())
     }
 
     /// Sets `key` to a value.
@@ -182,12 +182,12 @@ impl Store {
 
     /// The same with bytes that need not be text.
     pub(super) fn put(&self, key: &str, value: &[u8]) -> Result<()> {
-        self.ask(What::Set, key, value).map(|_| ())
+        self.ask(RequestKind::Set, key, value).map(|_| ())
     }
 
     /// Sets `key` to a value unless it has one, and returns the value that it then has.
     pub fn first(&self, key: &str, value: &str) -> Result<String> {
-        Ok(text(self.ask(What::First, key, value.as_bytes())?.unwrap_or_default()))
+        Ok(text(self.ask(RequestKind::First, key, value.as_bytes())?.unwrap_or_default()))
     }
 
     /// The value of `key` once it has one; `None` after `timeout`. Fails as soon as a rank reports that it stops.
@@ -199,7 +199,7 @@ impl Store {
     pub(super) fn wait_for_bytes(&self, key: &str, timeout: Duration) -> Result<Option<Vec<u8>>> {
         let start = lived();
         loop {
-            let found = self.ask(What::Find, key, &[])?;
+            let found = self.ask(RequestKind::Find, key, &[])?;
             if found.is_some() || lived() - start > timeout {
                 return Ok(found);
             }
@@ -212,29 +212,29 @@ impl Store {
 
     /// Reports that `ranks` are lost, unless a report stands already.
     pub fn lose(&self, ranks: &[u32], what: &str) -> Result<()> {
-        self.leave(&Word::loses(ranks.to_vec(), what.to_owned())).map(|_| ())
+        self.leave(&StopReason::loses(ranks.to_vec(), what.to_owned())).map(|_| ())
     }
 
     /// Reports why ranks stop, unless another report stands already. Returns that other one.
-    pub(super) fn leave(&self, word: &Word) -> Result<Option<Word>> {
+    pub(super) fn leave(&self, word: &StopReason) -> Result<Option<StopReason>> {
         let written = word.write();
         let first = self.first(FAULT, &written)?;
-        Ok((first != written).then(|| Word::read(&first)))
+        Ok((first != written).then(|| StopReason::read(&first)))
     }
 
     /// The report that stands of why the ranks stop, if there is one.
-    pub(super) fn word(&self) -> Result<Option<Word>> {
-        Ok(self.find(FAULT)?.map(|text| Word::read(&text)))
+    pub(super) fn word(&self) -> Result<Option<StopReason>> {
+        Ok(self.find(FAULT)?.map(|text| StopReason::read(&text)))
     }
 
     /// Removes `key`, so that entries that are written all the time do not fill the store.
     pub fn forget(&self, key: &str) -> Result<()> {
-        self.ask(What::Forget, key, &[]).map(|_| ())
+        self.ask(RequestKind::Forget, key, &[]).map(|_| ())
     }
 
     /// The value of `key`, if it has one.
     pub fn find(&self, key: &str) -> Result<Option<String>> {
-        Ok(self.ask(What::Find, key, &[])?.map(text))
+        Ok(self.ask(RequestKind::Find, key, &[])?.map(text))
     }
 }
 
@@ -248,12 +248,12 @@ fn reach(
     port: u16,
     key: &RunKey,
     deadline: Deadline,
-) -> std::result::Result<Way, Refused> {
-    let mut failed = Refused::Lost(ErrorKind::AddrNotAvailable.into());
+) -> std::result::Result<Backend, ConnectionError> {
+    let mut failed = ConnectionError::Lost(ErrorKind::AddrNotAvailable.into());
     for address in addresses {
         match introduced((*address, port).into(), key, deadline) {
-            Ok(connection) => return Ok(Way::There(Mutex::new(Some(connection)))),
-            Err(error) if matches!(failed, Refused::Lost(_)) => failed = error,
+            Ok(connection) => return Ok(Backend::There(Mutex::new(Some(connection)))),
+            Err(error) if matches!(failed, ConnectionError::Lost(_)) => failed = error,
             Err(_) => (),
         }
     }
@@ -264,12 +264,12 @@ fn introduced(
     address: SocketAddr,
     key: &RunKey,
     deadline: Deadline,
-) -> std::result::Result<Connection, Refused> {
+) -> std::result::Result<Connection, ConnectionError> {
     let time = deadline.left().clamp(LOOK, ATTEMPT);
     let stream = TcpStream::connect_timeout(&address, time)?;
     if stream.local_addr()? == stream.peer_addr()? {
         // No process listens there: the system chose that very port for this end (a self-connect).
-        return Err(Refused::Lost(ErrorKind::ConnectionRefused.into()));
+        return Err(ConnectionError::Lost(ErrorKind::ConnectionRefused.into()));
     }
     let mut connection = Connection::new(stream)?;
     connection.introduce(key, deadline)?;
@@ -366,10 +366,12 @@ mod tests {
 
     #[test]
     fn a_store_on_the_loopback_listens_there_alone() {
-        let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
+        let store =
+            KeyValueStore::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
         assert_eq!(listening(store.port()), [format!("0100007F:{:04X}", store.port())]);
         let other =
-            Store::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), PATIENCE).unwrap();
+            KeyValueStore::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), PATIENCE)
+                .unwrap();
         other.set("key", "value").unwrap();
         assert_eq!(store.find("key").unwrap().as_deref(), Some("value"));
     }
@@ -377,9 +379,14 @@ mod tests {
     #[test]
     fn a_host_that_has_no_address_is_named_at_once() {
         let start = std::time::Instant::now();
-        let error =
-            Store::connect("no-such-host.invalid", 1, "a/", &RunKey::default(), 60 * PATIENCE)
-                .unwrap_err();
+        let error = KeyValueStore::connect(
+            "no-such-host.invalid",
+            1,
+            "a/",
+            &RunKey::default(),
+            60 * PATIENCE,
+        )
+        .unwrap_err();
         assert!(error.to_string().contains("\"no-such-host.invalid\" has no address"), "{error}");
         assert!(start.elapsed() < 60 * PATIENCE);
     }
@@ -387,7 +394,8 @@ mod tests {
     #[test]
     fn a_process_that_was_stopped_does_not_blame_the_store() {
         if is_the_other() {
-            let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
+            let store =
+                KeyValueStore::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
             println!("it says ready");
             let start = lived();
             while lived() - start < Duration::from_secs(2) {
@@ -411,16 +419,22 @@ mod tests {
     #[test]
     fn a_store_that_was_stopped_is_given_up_in_time() {
         if is_the_other() {
-            let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
+            let store =
+                KeyValueStore::serve("127.0.0.1", 0, "a/", &RunKey::default(), PATIENCE).unwrap();
             println!("it says {}", store.port());
             // Until the first process ends.
             std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
             return;
         }
         let (mut child, port, _said) = other("a_store_that_was_stopped_is_given_up_in_time");
-        let store =
-            Store::connect("127.0.0.1", port.parse().unwrap(), "a/", &RunKey::default(), PATIENCE)
-                .unwrap();
+        let store = KeyValueStore::connect(
+            "127.0.0.1",
+            port.parse().unwrap(),
+            "a/",
+            &RunKey::default(),
+            PATIENCE,
+        )
+        .unwrap();
         assert_eq!(store.find("key").unwrap(), None);
         signal("-STOP", &child);
         // A signal takes a moment to arrive.

@@ -13,16 +13,16 @@ fn key() -> RunKey {
     RunKey::of("the secret of a run")
 }
 
-fn serve(key: &RunKey) -> Store {
-    Store::serve("127.0.0.1", 0, "test/", key, SECONDS).unwrap()
+fn serve(key: &RunKey) -> KeyValueStore {
+    KeyValueStore::serve("127.0.0.1", 0, "test/", key, SECONDS).unwrap()
 }
 
-fn keyed(rank: u32, world: u32, port: u16) -> Place {
-    Place { key: key(), ..place(rank, world, port) }
+fn keyed(rank: u32, world: u32, port: u16) -> RankAddress {
+    RankAddress { key: key(), ..place(rank, world, port) }
 }
 
 /// Waits until the store has refused so many.
-fn refused(store: &Store, count: u64) -> Strangers {
+fn refused(store: &KeyValueStore, count: u64) -> UnauthenticatedConnections {
     let start = Instant::now();
     loop {
         let strangers = store.strangers().unwrap();
@@ -44,7 +44,8 @@ fn whoever_has_another_key_or_none_is_refused_at_once_and_counted() {
     for ours in &keys {
         let (store, mut strangers) = (serve(ours), 0);
         for theirs in &keys {
-            let caller = Store::connect("127.0.0.1", store.port(), "test/", theirs, SECONDS);
+            let caller =
+                KeyValueStore::connect("127.0.0.1", store.port(), "test/", theirs, SECONDS);
             match (caller, ours == theirs) {
                 (Ok(caller), true) => {
                     caller.set("key", "value").unwrap();
@@ -83,7 +84,7 @@ fn what_was_overheard_lets_nobody_in() {
         caller.write_all(&verdict).unwrap();
         (greeting, said, verdict)
     });
-    drop(Store::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap());
+    drop(KeyValueStore::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap());
     let (greeting, said, verdict) = overheard.join().unwrap();
     assert_eq!(verdict[0], 1, "whom it was overheard from was let in");
     // Replayed to the store, as if from that caller.
@@ -104,7 +105,7 @@ fn what_was_overheard_lets_nobody_in() {
         caller.read_exact(&mut [0; 64]).unwrap();
         caller.write_all(&verdict).unwrap();
     });
-    let refusal = Store::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap_err();
+    let refusal = KeyValueStore::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap_err();
     assert!(refusal.to_string().contains("does not have this rank's run key"), "{refusal}");
     pretender.join().unwrap();
 }
@@ -118,7 +119,7 @@ fn a_port_of_another_program_is_told() {
         caller.write_all(&[b'!'; 100]).unwrap();
         let _ = caller.read(&mut [0; 1]);
     });
-    let refusal = Store::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap_err();
+    let refusal = KeyValueStore::connect("127.0.0.1", near, "test/", &key(), SECONDS).unwrap_err();
     assert!(refusal.to_string().contains("not a store of this program"), "{refusal}");
     other.join().unwrap();
 }
@@ -180,7 +181,7 @@ fn strangers_disturb_neither_a_meeting_nor_a_run() {
 fn a_meeting_that_fails_names_the_strangers() {
     let store = serve(&key());
     let other = RunKey::of("the secret of another run");
-    Store::connect("127.0.0.1", store.port(), "test/", &other, SECONDS).unwrap_err();
+    KeyValueStore::connect("127.0.0.1", store.port(), "test/", &other, SECONDS).unwrap_err();
     refused(&store, 1);
     let patience = Duration::from_millis(300);
     let error = Group::open(&keyed(1, 2, store.port()), patience, &|_| ()).unwrap_err().to_string();
@@ -198,10 +199,10 @@ fn a_store_kept_ready_that_lets_a_rank_go_is_asked_again() {
         let mut caller = wire::Connection::new(ears.accept().unwrap().0).unwrap();
         caller.admit(&key(), wire::Deadline::after(SECONDS), || Ok(())).unwrap();
     });
-    assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_some());
+    assert!(KeyValueStore::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_some());
     busy.join().unwrap();
     // No process listens there any more: the next one is asked.
-    assert!(Store::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_none());
+    assert!(KeyValueStore::ready("127.0.0.1", near, "test/", &key(), SECONDS).is_none());
 }
 
 /// One that speaks with the store but has another key for the transfers, as if it had taken a rank's connection over.
@@ -214,8 +215,8 @@ fn a_transfer_that_does_not_prove_the_key_ends_the_meeting() {
         let ranks = [0, 1, 2].map(|rank| {
             scope.spawn(move || {
                 let mut place = keyed(rank, 3, port);
-                let store =
-                    Store::connect("127.0.0.1", port, &place.name, &key(), SECONDS).unwrap();
+                let store = KeyValueStore::connect("127.0.0.1", port, &place.name, &key(), SECONDS)
+                    .unwrap();
                 if rank == 2 {
                     place.key = RunKey::of("the secret of another run");
                 }
@@ -242,11 +243,12 @@ fn strangers_at_a_store_that_is_kept_ready_are_counted_too() {
     thread::scope(|scope| {
         for rank in [0, 1] {
             scope.spawn(move || {
-                let place = Place { rank_0_serves: true, ..keyed(rank, 2, port) };
+                let place = RankAddress { rank_0_serves: true, ..keyed(rank, 2, port) };
                 let group = Group::open(&place, SECONDS, &|_| ()).unwrap();
                 let rendezvous = Rendezvous::open(&place, &group, SECONDS).unwrap();
                 let ready = group.store().unwrap();
-                let meeting = Store::connect("127.0.0.1", port, "test/meeting/", &key(), SECONDS);
+                let meeting =
+                    KeyValueStore::connect("127.0.0.1", port, "test/meeting/", &key(), SECONDS);
                 let said = meeting.unwrap().find("ready/1").unwrap().unwrap();
                 let standby = said.split(' ').next().unwrap().parse().unwrap();
                 if rank == 1 {
@@ -269,7 +271,7 @@ fn strangers_at_a_store_that_is_kept_ready_are_counted_too() {
 fn a_store_that_is_dropped_is_gone() {
     let store = serve(&key());
     let port = store.port();
-    let caller = Store::connect("127.0.0.1", port, "test/", &key(), SECONDS).unwrap();
+    let caller = KeyValueStore::connect("127.0.0.1", port, "test/", &key(), SECONDS).unwrap();
     caller.set("key", "value").unwrap();
     let start = Instant::now();
     drop(store);

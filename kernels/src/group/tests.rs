@@ -8,19 +8,19 @@ use std::time::Instant;
 
 use tch::Kind;
 
-pub(super) fn place(rank: u32, world: u32, port: u16) -> Place {
+pub(super) fn place(rank: u32, world: u32, port: u16) -> RankAddress {
     let (host, name, interface) = ("127.0.0.1".to_owned(), "test/".to_owned(), String::new());
     // Two ranks to a machine.
     let node = (rank / 2).to_string();
     let key = RunKey::default();
-    Place { rank, world, host, port, rank_0_serves: false, key, name, interface, node }
+    RankAddress { rank, world, host, port, rank_0_serves: false, key, name, interface, node }
 }
 
 pub(super) const SECONDS: Duration = Duration::from_secs(20);
 
 /// Runs `work` as every rank but those in `absent`, each on a thread.
 fn ranks<T: Send>(world: u32, timeout: Duration, work: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (port, work) = (store.port(), &work);
     thread::scope(|scope| {
         let run = |rank| {
@@ -176,12 +176,12 @@ fn a_rank_that_leaves_is_missed_at_once() {
 
 #[test]
 fn a_rank_that_never_starts_is_named() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let timeout = Duration::from_millis(300);
     let error = Group::open(&place(1, 3, store.port()), timeout, &|_| ()).unwrap_err().to_string();
     assert!(error.contains("within 0.3 s: here is rank 1; missing are ranks 0, 2"), "{error}");
     assert!(error.contains("MASTER_ADDR"), "{error}");
-    let nobody = Store::connect("127.0.0.1", 1, "test/", &RunKey::default(), timeout)
+    let nobody = KeyValueStore::connect("127.0.0.1", 1, "test/", &RunKey::default(), timeout)
         .unwrap_err()
         .to_string();
     assert!(nobody.contains("store"), "{nobody}");
@@ -190,7 +190,7 @@ fn a_rank_that_never_starts_is_named() {
 /// Of very many ranks a few are named, and neither querying nor naming them takes longer than the deadline.
 #[test]
 fn many_ranks_that_never_start_are_counted() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (timeout, start) = (Duration::from_millis(300), Instant::now());
     let many = place(1, 1 << 20, store.port());
     let error = Group::open(&many, timeout, &|_| ()).unwrap_err().to_string();
@@ -201,7 +201,7 @@ fn many_ranks_that_never_start_are_counted() {
 
 #[test]
 fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let (start, port) = (Instant::now(), store.port());
     let open = move |rank| {
         thread::spawn(move || {
@@ -216,7 +216,7 @@ fn two_processes_of_one_rank_are_told_so_and_nobody_waits_for_the_rest() {
 /// A process that comes when all have met, as from a second launch, fails alone: the others continue.
 #[test]
 fn a_process_too_many_ends_alone_once_all_have_met() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let port = store.port();
     let open =
         move |rank| thread::spawn(move || Group::open(&place(rank, 2, port), SECONDS, &|_| ()));
@@ -236,7 +236,7 @@ fn two_processes_of_rank_0_are_both_told_so_at_once() {
     let start = Instant::now();
     let open = || {
         thread::spawn(move || {
-            let place = Place { rank_0_serves: true, ..place(0, 2, free) };
+            let place = RankAddress { rank_0_serves: true, ..place(0, 2, free) };
             Group::open(&place, SECONDS, &|_| ()).unwrap_err()
         })
     };
@@ -252,7 +252,7 @@ fn two_processes_of_rank_0_are_both_told_so_at_once() {
 fn a_port_that_is_taken_is_told_as_that() {
     let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = other.local_addr().unwrap().port();
-    let place = Place { rank_0_serves: true, ..place(0, 2, port) };
+    let place = RankAddress { rank_0_serves: true, ..place(0, 2, port) };
     let error = Group::open(&place, SECONDS, &|_| ()).unwrap_err();
     assert!(
         matches!(error, Error::Mistaken { .. }),
@@ -267,7 +267,8 @@ fn a_port_that_is_taken_is_told_as_that() {
 #[test]
 fn ranks_of_different_numbers_are_told_both_of_them_at_once() {
     for ranks in [[(0, 2), (1, 3)], [(0, 2), (2, 3)]] {
-        let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+        let store =
+            KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
         let (start, port) = (Instant::now(), store.port());
         let open = |(rank, world)| {
             thread::spawn(move || {
@@ -286,9 +287,10 @@ fn ranks_of_different_numbers_are_told_both_of_them_at_once() {
 
 #[test]
 fn the_first_word_stands() {
-    let store = Store::serve("127.0.0.1", 0, "a/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "a/", &RunKey::default(), SECONDS).unwrap();
     let other =
-        Store::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), SECONDS).unwrap();
+        KeyValueStore::connect("127.0.0.1", store.port(), "a/", &RunKey::default(), SECONDS)
+            .unwrap();
     assert_eq!(store.find("key").unwrap(), None);
     assert_eq!(other.first("key", "mine").unwrap(), "mine");
     assert_eq!(store.first("key", "yours").unwrap(), "mine");
@@ -301,7 +303,8 @@ fn the_first_word_stands() {
     let error = store.wait("never", SECONDS).unwrap_err().to_string();
     assert!(error.contains("rank 3: the disk is full") && start.elapsed() < SECONDS);
     let apart =
-        Store::connect("127.0.0.1", store.port(), "b/", &RunKey::default(), SECONDS).unwrap();
+        KeyValueStore::connect("127.0.0.1", store.port(), "b/", &RunKey::default(), SECONDS)
+            .unwrap();
     assert_eq!(apart.find("key").unwrap(), None, "names keep launches apart");
 }
 
@@ -311,12 +314,12 @@ fn where_a_library_does_not_serve_every_rank_is_told() {
         let refused = group.choose_transport(Device::Cpu, Transport::Rccl).unwrap_err().to_string();
         // Plain memory with `Auto` chooses Gloo without a reason.
         let chosen = group.choose_transport(Device::Cpu, Transport::Auto).unwrap();
-        assert_eq!(chosen, Chosen::default());
+        assert_eq!(chosen, TransportChoice::default());
         assert!(!group.by_rccl());
         // A choice may be made anew.
         assert_eq!(
             group.choose_transport(Device::Cpu, Transport::Gloo).unwrap(),
-            Chosen::default()
+            TransportChoice::default()
         );
         refused
     });
@@ -331,12 +334,15 @@ fn where_a_library_does_not_serve_every_rank_is_told() {
 fn a_rank_that_is_alone_hears_itself_and_waits_for_nobody() {
     let mut group = Group::alone();
     assert_eq!((group.rank(), group.world(), group.nodes().len()), (0, 1, 1));
-    assert_eq!(group.choose_transport(Device::Cpu, Transport::Rccl).unwrap(), Chosen::default());
+    assert_eq!(
+        group.choose_transport(Device::Cpu, Transport::Rccl).unwrap(),
+        TransportChoice::default()
+    );
     assert_eq!(group.all_gather("a word", b"mine").unwrap(), [b"mine"]);
     group.barrier("the end").unwrap();
     group.report("a fault");
     assert!(group.spoke_first() && group.others().next().is_none() && group.store().is_none());
-    assert_eq!(group.sent(), Sent::default());
+    assert_eq!(group.sent(), SentBytes::default());
     assert!(group.begin("an exchange").is_err(), "there is nobody to exchange with");
 }
 
@@ -484,7 +490,7 @@ fn a_rank_that_does_not_come_to_its_line_is_missed_there() {
 
 /// A rank of five that loses others one after the other; the remaining ones meet again each time.
 fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
-    let place = Place { rank_0_serves, ..place(rank, 5, port) };
+    let place = RankAddress { rank_0_serves, ..place(rank, 5, port) };
     let mut group = Group::open(&place, SECONDS, &|_| ()).unwrap();
     let mut rendezvous = Rendezvous::open(&place, &group, SECONDS).unwrap();
     for (gone, leaver) in leavers.iter().enumerate() {
@@ -514,7 +520,7 @@ fn outlive(rank: u32, port: u16, rank_0_serves: bool, leavers: &[u32]) {
 
 #[test]
 fn those_who_are_left_meet_again_until_one_is_alone() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let port = store.port();
     thread::scope(|scope| {
         for rank in 0..5 {
@@ -537,7 +543,7 @@ fn so_do_they_where_the_store_is_lost_with_the_rank_that_held_it() {
 
 #[test]
 fn nobody_goes_on_with_too_few_nor_waits_for_whom_the_others_left() {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
+    let store = KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), SECONDS).unwrap();
     let mut agent = Agent::open(store.port(), "test/", &RunKey::default(), 3, SECONDS).unwrap();
     let meets = |rank: u32| {
         let place = place(rank, 3, store.port());

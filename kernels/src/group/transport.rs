@@ -5,12 +5,12 @@ use std::sync::{Arc, PoisonError};
 use rccl_sys::{Library, UniqueId};
 use tch::{Device, Kind, Tensor};
 
-use super::comm_loop::Party;
+use super::comm_loop::Members;
 use super::comm_stream::CommStream;
 use super::comm_thread::CommThread;
 use super::exchange::Exchange;
 use super::peers::Peers;
-use super::{Bulk, Group};
+use super::{Group, TensorTransport};
 use crate::{Error, Result};
 
 /// What a rank asks for.
@@ -27,7 +27,7 @@ pub enum Transport {
 
 /// What the ranks have chosen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Chosen {
+pub struct TransportChoice {
     /// Whether tensors travel from device to device; otherwise through host memory over Gloo.
     pub rccl: bool,
     /// Release of the library, as it encodes it.
@@ -36,7 +36,7 @@ pub struct Chosen {
     pub reason: Option<String>,
 }
 
-impl Chosen {
+impl TransportChoice {
     /// A short message, for a line at the start.
     pub fn words(&self) -> String {
         match (self.rccl, self.release, &self.reason) {
@@ -48,7 +48,7 @@ impl Chosen {
 }
 
 /// One rank's message: what it requests, and why it cannot use RCCL.
-type Word = (Transport, Option<String>);
+type TransportRequest = (Transport, Option<String>);
 
 impl Group {
     /// Agrees with all ranks how tensors on `device` travel from here on. Every rank calls it before the first
@@ -56,9 +56,9 @@ impl Group {
     ///
     /// Ranks join RCCL only after all have reported that they have it, and use it only after all have reported that
     /// joining succeeded: so no rank waits in the library for one that will not come.
-    pub fn choose_transport(&mut self, device: Device, wish: Transport) -> Result<Chosen> {
-        self.bulk = Bulk::of(device);
-        let Some(peers) = &self.peers else { return Ok(Chosen::default()) };
+    pub fn choose_transport(&mut self, device: Device, wish: Transport) -> Result<TransportChoice> {
+        self.bulk = TensorTransport::of(device);
+        let Some(peers) = &self.peers else { return Ok(TransportChoice::default()) };
         let asked = match wish {
             Transport::Auto => device != Device::Cpu,
             Transport::Gloo => false,
@@ -74,17 +74,17 @@ impl Group {
         mine.extend(named.unwrap_or([0; 128]));
         mine.extend(against.unwrap_or_default().into_bytes());
         let heard = self.all_gather("the choice of a transport", &mine)?;
-        let words: Vec<Word> = heard.iter().map(|word| read(word)).collect();
+        let words: Vec<TransportRequest> = heard.iter().map(|word| read(word)).collect();
         let (mut chosen, mut comm) = (decide(&words)?, None);
         if let (true, Ok(stream)) = (chosen.rccl, stream) {
             let mut id = UniqueId { bytes: [0; 128] };
             id.bytes.copy_from_slice(&heard[0][2..130]);
-            let party = Party { axis: 0, members: (0..self.world()).collect() };
+            let party = Members { axis: 0, members: (0..self.world()).collect() };
             let joined = CommThread::join(peers, (device, stream), party, id);
             let against = joined.as_ref().err().cloned();
             let mine = [&[wish as u8], against.unwrap_or_default().as_bytes()].concat();
             let heard = self.all_gather("the joining of a communicator", &mine)?;
-            let words: Vec<Word> = heard.iter().map(|word| joined_word(word)).collect();
+            let words: Vec<TransportRequest> = heard.iter().map(|word| joined_word(word)).collect();
             chosen = decide(&words)?;
             comm = joined.ok().filter(|_| chosen.rccl);
             chosen.release = Library::open().and_then(Library::version).ok();
@@ -95,7 +95,7 @@ impl Group {
 
     /// The communication thread of a line of ranks; `None` with Gloo. The ranks of a line join it together when they
     /// first ask for it, and leave it when its axis gets another line.
-    pub(super) fn comm_along(&self, party: Party) -> Result<Option<Arc<CommThread>>> {
+    pub(super) fn comm_along(&self, party: Members) -> Result<Option<Arc<CommThread>>> {
         let Some(peers) = self.peers.as_ref().filter(|_| self.by_rccl()) else { return Ok(None) };
         let mut along = self.bulk.along.lock().unwrap_or_else(PoisonError::into_inner);
         let known = along.get(&party.axis).filter(|(members, _)| *members == party.members);
@@ -115,7 +115,7 @@ impl Group {
 
 /// The communicator id that the first rank of a line creates. It also shows that all ranks of the line have come this
 /// far.
-fn named(peers: &Peers, Party { axis, members }: &Party) -> Result<UniqueId> {
+fn named(peers: &Peers, Members { axis, members }: &Members) -> Result<UniqueId> {
     const WHAT: &str = "the naming of a line";
     let (me, mut id) = (peers.rank(), UniqueId { bytes: [0; 128] });
     if members.first() == Some(&me) {
@@ -144,18 +144,18 @@ fn wish_of(byte: u8) -> Transport {
     all.into_iter().find(|wish| *wish as u8 == byte).unwrap_or_default()
 }
 
-fn read(word: &[u8]) -> Word {
+fn read(word: &[u8]) -> TransportRequest {
     let reason = word.get(130..).map(|reason| String::from_utf8_lossy(reason).into_owned());
     (wish_of(word[0]), reason.filter(|_| word[1] != 0))
 }
 
-fn joined_word(word: &[u8]) -> Word {
+fn joined_word(word: &[u8]) -> TransportRequest {
     let reason = String::from_utf8_lossy(&word[1..]).into_owned();
     (wish_of(word[0]), (!reason.is_empty()).then_some(reason))
 }
 
 /// The decision, equal on every rank since all have the same messages. A rank that did not try has no objection.
-fn decide(words: &[Word]) -> Result<Chosen> {
+fn decide(words: &[TransportRequest]) -> Result<TransportChoice> {
     let against = words.iter().position(|(_, against)| against.is_some());
     let said = |rank: usize| {
         let reason = words[rank].1.clone().unwrap_or_default();
@@ -164,7 +164,7 @@ fn decide(words: &[Word]) -> Result<Chosen> {
     };
     let insists = words.iter().any(|(wish, _)| *wish == Transport::Rccl);
     match against {
-        None => Ok(Chosen { rccl: true, ..Chosen::default() }),
+        None => Ok(TransportChoice { rccl: true, ..TransportChoice::default() }),
         Some(rank) if insists => {
             Err(Error::Foreign { call: "open RCCL on every rank", reason: said(rank) })
         }
@@ -172,7 +172,7 @@ fn decide(words: &[Word]) -> Result<Chosen> {
             let told = words
                 .iter()
                 .position(|(_, against)| against.as_ref().is_some_and(|reason| !reason.is_empty()));
-            Ok(Chosen { reason: told.map(said), ..Chosen::default() })
+            Ok(TransportChoice { reason: told.map(said), ..TransportChoice::default() })
         }
     }
 }
@@ -187,7 +187,7 @@ mod tests {
         let (has, lacks) = (None, Some("no library".to_owned()));
         let idle = Some(String::new());
         let choose = |words: &[(Transport, &Option<String>)]| {
-            let words: Vec<Word> =
+            let words: Vec<TransportRequest> =
                 words.iter().map(|(wish, said)| (*wish, (*said).clone())).collect();
             decide(&words).map(|chosen| (chosen.rccl, chosen.reason)).map_err(|e| e.to_string())
         };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::Store;
+use super::KeyValueStore;
 use super::exchange_id::AXES;
 use crate::Result;
 
@@ -11,7 +11,7 @@ const STEPS: usize = 4;
 
 /// The progress of a rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Whereabouts {
+pub struct RankProgress {
     /// The number of exchanges begun on each axis; the axis of all ranks comes first.
     pub begun: [u64; AXES],
     /// The last steps for which it finished its own computation, with the time taken; the newest last.
@@ -22,11 +22,11 @@ pub struct Whereabouts {
     pub place: String,
 }
 
-impl Whereabouts {
+impl RankProgress {
     /// For a rank that has just met the others.
     pub(super) fn start() -> Self {
         let (exchange, place) = (String::new(), "the start".to_owned());
-        Whereabouts { begun: [0; AXES], computed: Vec::new(), exchange, place }
+        RankProgress { begun: [0; AXES], computed: Vec::new(), exchange, place }
     }
 
     /// Adds a step and drops the oldest beyond [`STEPS`]: enough that a reader that polls now and then sees every step.
@@ -37,13 +37,13 @@ impl Whereabouts {
     }
 
     /// Publishes the progress in the store, for `rank`.
-    pub(super) fn post(&self, store: &Store, rank: u32) -> Result<()> {
+    pub(super) fn post(&self, store: &KeyValueStore, rank: u32) -> Result<()> {
         store.set(&key(rank), &self.written())
     }
 
     /// The progress of `rank`, once it has published any.
-    pub(super) fn find(store: &Store, rank: u32) -> Result<Option<Self>> {
-        Ok(store.find(&key(rank))?.as_deref().and_then(Whereabouts::read))
+    pub(super) fn find(store: &KeyValueStore, rank: u32) -> Result<Option<Self>> {
+        Ok(store.find(&key(rank))?.as_deref().and_then(RankProgress::read))
     }
 
     fn written(&self) -> String {
@@ -65,7 +65,7 @@ impl Whereabouts {
         };
         let computed = parts.next()?.split(',').filter_map(step).collect();
         let (exchange, place) = (parts.next()?.to_owned(), parts.next()?.to_owned());
-        Some(Whereabouts { begun, computed, exchange, place })
+        Some(RankProgress { begun, computed, exchange, place })
     }
 }
 
@@ -84,8 +84,8 @@ mod tests {
             begun: [u64; AXES], steps: Vec<(u64, u64)>, exchange in "[ -{}~]{0,40}", place in "[ -~]{0,40}",
         ) {
             let computed = steps.iter().map(|(step, nanos)| (*step, Duration::from_nanos(*nanos))).collect();
-            let written = Whereabouts { begun, computed, exchange, place };
-            prop_assert_eq!(Whereabouts::read(&written.written()), Some(written));
+            let written = RankProgress { begun, computed, exchange, place };
+            prop_assert_eq!(RankProgress::read(&written.written()), Some(written));
         }
     }
 }

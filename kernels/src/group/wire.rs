@@ -58,16 +58,16 @@ impl Deadline {
 
 /// Why a connection failed.
 #[derive(Debug)]
-pub(super) enum Refused {
+pub(super) enum ConnectionError {
     /// The other end does not have the same key or does not speak this protocol: retrying is useless.
     Stranger(&'static str),
     /// It did not answer, or disconnected.
     Lost(io::Error),
 }
 
-impl From<io::Error> for Refused {
+impl From<io::Error> for ConnectionError {
     fn from(error: io::Error) -> Self {
-        Refused::Lost(error)
+        ConnectionError::Lost(error)
     }
 }
 
@@ -125,7 +125,7 @@ impl Connection {
         key: &RunKey,
         deadline: Deadline,
         enter: impl FnOnce() -> io::Result<()>,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ConnectionError> {
         let mine = drawn()?;
         self.write(&[*MAGIC, mine].concat(), deadline)?;
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
@@ -136,23 +136,33 @@ impl Connection {
             enter()?;
         }
         self.write(&[&[u8::from(known)], &answer[..]].concat(), deadline)?;
-        if known { Ok(()) } else { Err(Refused::Stranger("its proof of the run's key is wrong")) }
+        if known {
+            Ok(())
+        } else {
+            Err(ConnectionError::Stranger("its proof of the run's key is wrong"))
+        }
     }
 
     /// The caller's side of the proof.
-    pub(super) fn introduce(&mut self, key: &RunKey, deadline: Deadline) -> Result<(), Refused> {
+    pub(super) fn introduce(
+        &mut self,
+        key: &RunKey,
+        deadline: Deadline,
+    ) -> Result<(), ConnectionError> {
         let said: [u8; 2 * PROOF] = self.read(deadline)?;
         let (magic, theirs) = said.split_at(PROOF);
         if magic != MAGIC {
-            return Err(Refused::Stranger("what listens there is not a store of this program"));
+            return Err(ConnectionError::Stranger(
+                "what listens there is not a store of this program",
+            ));
         }
         let mine = drawn()?;
         self.write(&[mine, key.proof("caller", &[theirs, &mine])].concat(), deadline)?;
         let said: [u8; 1 + PROOF] = self.read(deadline)?;
         match (said[0], same(&key.proof("store", &[theirs, &mine]), &said[1..])) {
             (1, true) => Ok(()),
-            (0, _) => Err(Refused::Stranger("it refused this rank's run key")),
-            _ => Err(Refused::Stranger("it does not have this rank's run key")),
+            (0, _) => Err(ConnectionError::Stranger("it refused this rank's run key")),
+            _ => Err(ConnectionError::Stranger("it does not have this rank's run key")),
         }
     }
 
@@ -172,7 +182,7 @@ impl Connection {
 
 /// Kinds of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
+pub(super) enum RequestKind {
     /// Sets a key to a value.
     Set = 1,
     /// Sets a key unless it has a value, and returns the value that it then has.
@@ -190,7 +200,7 @@ pub(super) enum What {
 /// A request of a caller that has proven the key.
 #[derive(Debug)]
 pub(super) struct Request<'a> {
-    pub(super) what: What,
+    pub(super) what: RequestKind,
     pub(super) key: &'a str,
     pub(super) value: &'a [u8],
 }
@@ -218,7 +228,14 @@ pub(super) fn answer_all(
         let mut head = [0; 9];
         stream.read_exact(&mut head)?;
         let [what, a, b, c, d, value @ ..] = head;
-        let all = [What::Set, What::First, What::Find, What::Strangers, What::Others, What::Forget];
+        let all = [
+            RequestKind::Set,
+            RequestKind::First,
+            RequestKind::Find,
+            RequestKind::Strangers,
+            RequestKind::Others,
+            RequestKind::Forget,
+        ];
         let what = all.into_iter().find(|one| *one as u8 == what).ok_or(ErrorKind::InvalidData)?;
         let mut key = vec![0; bounded([a, b, c, d], LONGEST[0])?];
         let mut value = vec![0; bounded(value, LONGEST[1])?];

@@ -17,7 +17,7 @@ const MISTAKE: &str = "mistake\n";
 
 /// Why ranks stop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Word {
+pub(super) struct StopReason {
     /// Set if ranks were lost: their numbers, as far as known. `None` if a rank gave up by itself.
     pub(super) lost: Option<Vec<u32>>,
     /// Set if ranks were started wrongly; then none is lost.
@@ -26,20 +26,20 @@ pub(super) struct Word {
     pub(super) text: String,
 }
 
-impl Word {
+impl StopReason {
     /// Ranks stop for a reason that may pass.
-    pub(super) fn stops(text: String) -> Word {
-        Word { lost: None, mistake: false, text }
+    pub(super) fn stops(text: String) -> StopReason {
+        StopReason { lost: None, mistake: false, text }
     }
 
     /// Ranks are lost.
-    pub(super) fn loses(ranks: Vec<u32>, text: String) -> Word {
-        Word { lost: Some(ranks), mistake: false, text }
+    pub(super) fn loses(ranks: Vec<u32>, text: String) -> StopReason {
+        StopReason { lost: Some(ranks), mistake: false, text }
     }
 
     /// Ranks were started wrongly.
-    pub(super) fn mistake(text: String) -> Word {
-        Word { lost: None, mistake: true, text }
+    pub(super) fn mistake(text: String) -> StopReason {
+        StopReason { lost: None, mistake: true, text }
     }
 
     /// The error for a rank that reads the report.
@@ -61,16 +61,16 @@ impl Word {
     }
 
     /// Parses the form in the store.
-    pub(super) fn read(text: &str) -> Word {
+    pub(super) fn read(text: &str) -> StopReason {
         let lost = text.strip_prefix(LOST).and_then(|rest| rest.split_once('\n'));
         match lost {
             None => match text.strip_prefix(MISTAKE) {
-                Some(text) => Word::mistake(text.to_owned()),
-                None => Word::stops(text.to_owned()),
+                Some(text) => StopReason::mistake(text.to_owned()),
+                None => StopReason::stops(text.to_owned()),
             },
             Some((ranks, text)) => {
                 let lost = ranks.split(',').filter_map(|rank| rank.parse().ok()).collect();
-                Word::loses(lost, text.to_owned())
+                StopReason::loses(lost, text.to_owned())
             }
         }
     }
@@ -86,8 +86,8 @@ mod tests {
         fn what_is_written_is_read(lost: Option<Vec<u32>>, mistake: bool, text in "[ -~]{0,40}(\n[ -~]{0,40})?") {
             prop_assume!(lost.is_some() || !(text.starts_with(LOST) || text.starts_with(MISTAKE)));
             let mistake = mistake && lost.is_none();
-            let word = Word { lost, mistake, text };
-            prop_assert_eq!(Word::read(&word.write()), word);
+            let word = StopReason { lost, mistake, text };
+            prop_assert_eq!(StopReason::read(&word.write()), word);
         }
     }
 }

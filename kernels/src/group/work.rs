@@ -12,19 +12,19 @@ use crate::shim::guarded;
 
 /// A transfer over Gloo. The tensor is kept as long as the transfer; dropping it cancels the transfer.
 #[derive(Debug)]
-pub(super) struct Work(pub(super) *mut c_void);
+pub(super) struct GlooTransfer(pub(super) *mut c_void);
 
 // SAFETY: it holds handles of transfers, which any thread may wait for or free.
-unsafe impl Send for Work {}
+unsafe impl Send for GlooTransfer {}
 
-impl Drop for Work {
+impl Drop for GlooTransfer {
     fn drop(&mut self) {
         // SAFETY: made by `shim_send` or `shim_recv`, freed once. Gloo then forgets the buffer under its lock.
         unsafe { shim_work_free(self.0) }
     }
 }
 
-impl Work {
+impl GlooTransfer {
     /// Waits until the transfer is done. Gloo closes every connection of this rank when the time runs out.
     pub(super) fn wait(&self, timeout: Duration) -> Result<()> {
         // SAFETY: the work is alive.

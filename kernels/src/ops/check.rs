@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::call::Call;
 use super::{
     Attention, AttentionGrads, ConvShift, CrossEntropy, Dispatch, NormBack, QueryKey,
-    RouterWeights, Scaling, Update,
+    ResidualScaling, RouterWeights, Update,
 };
 use crate::{Error, Result};
 
@@ -33,7 +33,11 @@ pub(super) fn rms_norm_backward(
     Ok(shape)
 }
 
-pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<[i64; 2]> {
+pub(super) fn residual(
+    branch: &Tensor,
+    residual: &Tensor,
+    by: ResidualScaling,
+) -> Result<[i64; 2]> {
     let call = Call("residual");
     let shape = call.matrix("residual", residual)?;
     call.float("branch", branch, &shape)?;
@@ -48,7 +52,7 @@ pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Resul
 pub(super) fn residual_backward(
     branch: &Tensor,
     stream: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     grad: &Tensor,
 ) -> Result<[i64; 2]> {
     let shape = residual(branch, stream, by)?;
@@ -59,7 +63,7 @@ pub(super) fn residual_backward(
 pub(super) fn residual_norm_backward(
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     norm: NormBack,
 ) -> Result<[i64; 2]> {
     let shape = rms_norm_backward(norm.x, norm.factors, norm.weight, norm.grad)?;

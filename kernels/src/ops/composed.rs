@@ -5,13 +5,15 @@ use tch::{Kind, Tensor};
 
 use super::call::Call;
 use super::check;
-use super::operands::Inputs;
-use super::{ConvShift, Dispatch, Gradient, Ops, RouterGrads, RouterSaved, RouterWeights, Routes};
+use super::operands::HiddenInputs;
+use super::{
+    ConvShift, Dispatch, Ops, ParamGradient, RouterGrads, RouterSaved, RouterWeights, Routes,
+};
 use crate::Result;
 
 /// The sum over rows.
-fn columns(x: &Tensor) -> Result<Gradient> {
-    Ok(Gradient::Made(x.f_sum_dim_intlist(0, false, Kind::Float)?))
+fn columns(x: &Tensor) -> Result<ParamGradient> {
+    Ok(ParamGradient::Made(x.f_sum_dim_intlist(0, false, Kind::Float)?))
 }
 
 pub(super) fn router<O: Ops + ?Sized>(
@@ -42,7 +44,7 @@ pub(super) fn router<O: Ops + ?Sized>(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        inputs: Inputs::Apart([normed, first_out]),
+        inputs: HiddenInputs::Apart([normed, first_out]),
         first,
         second,
         second_out,
@@ -179,13 +181,13 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &mut Tensor,
-) -> Result<[Gradient; 2]> {
+) -> Result<[ParamGradient; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let to_scale = columns(&grad.f_mul(embedded)?)?;
     let to_bias = grad.f_sum_dim_intlist(0, false, Kind::Float)?.f_mul(scale)?;
     // In token order, as a token may occur several times.
     let _ = table.f_index_add_(0, tokens, &grad.f_mul(scale)?)?;
-    Ok([Gradient::Made(to_bias), to_scale])
+    Ok([ParamGradient::Made(to_bias), to_scale])
 }
 
 /// The shifted values of [`Ops::conv_shift`].

@@ -20,7 +20,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{Span, Table};
+use super::{AttentionSpan, OpsTable};
 use crate::{Result, device};
 
 /// Tokens per block, within which pairs are computed; affects bits.
@@ -31,7 +31,7 @@ const EPS: f64 = 1e-6;
 
 /// The decay of the state at each token, by key head.
 pub struct Recurrence {
-    ops: Table,
+    ops: OpsTable,
     rates: Vec<f64>,
     /// `[K, BLOCK + 1]`: powers of the rates, from 0 on.
     powers: Tensor,
@@ -47,13 +47,13 @@ pub struct Features {
 }
 
 /// A state before the first token or after the last one; `None` is zero.
-pub type State = Option<Tensor>;
+pub type RecurrentState = Option<Tensor>;
 
 impl Recurrence {
     /// For key heads whose states keep a factor of `rates` at each token, computed by `ops` on `device`.
     ///
     /// # Errors As everywhere in this file: if libtorch or the device refuses, or memory runs out.
-    pub fn new(ops: Table, rates: Vec<f64>, device: Device) -> Result<Recurrence> {
+    pub fn new(ops: OpsTable, rates: Vec<f64>, device: Device) -> Result<Recurrence> {
         let heads = rates.len() as i64;
         let row = |rate: f64| (0..=BLOCK).map(move |tokens| power(rate, tokens) as f32);
         let powers: Vec<f32> = rates.iter().copied().flat_map(row).collect();
@@ -67,7 +67,7 @@ impl Recurrence {
     }
 
     /// `state` after decaying over `tokens`, plus `own`: `[K, d, e]`.
-    pub fn join(&self, own: &Tensor, state: &State, tokens: i64) -> Result<Tensor> {
+    pub fn join(&self, own: &Tensor, state: &RecurrentState, tokens: i64) -> Result<Tensor> {
         let Some(state) = state else { return Ok(own.shallow_clone()) };
         let left: Vec<f32> = self.rates.iter().map(|rate| power(*rate, tokens) as f32).collect();
         let left = device::floats(own.device(), &left)?.f_view([-1, 1, 1])?;
@@ -75,7 +75,12 @@ impl Recurrence {
     }
 
     /// The state after `span`, given the state `before` it.
-    pub fn after(&self, of: &Features, span: Span, before: &State) -> Result<State> {
+    pub fn after(
+        &self,
+        of: &Features,
+        span: AttentionSpan,
+        before: &RecurrentState,
+    ) -> Result<RecurrentState> {
         let mut state = copy(before);
         for (first, len) in blocks(span) {
             state = Some(self.after_block(&of.block(first, len)?, &state)?);
@@ -83,7 +88,7 @@ impl Recurrence {
         Ok(state)
     }
 
-    fn after_block(&self, block: &Features, before: &State) -> Result<Tensor> {
+    fn after_block(&self, block: &Features, before: &RecurrentState) -> Result<Tensor> {
         let Features { key, value, .. } = block;
         let len = key.size()[1];
         let key = key.f_mul(&self.falling(0, len)?)?;
@@ -91,7 +96,12 @@ impl Recurrence {
     }
 
     /// What the queries of `span` read, by block: `[K, J, n, e]` each.
-    pub fn read(&self, of: &Features, span: Span, before: &State) -> Result<Vec<Tensor>> {
+    pub fn read(
+        &self,
+        of: &Features,
+        span: AttentionSpan,
+        before: &RecurrentState,
+    ) -> Result<Vec<Tensor>> {
         let (mut state, mut outs) = (copy(before), Vec::new());
         for (first, len) in blocks(span) {
             let block = of.block(first, len)?;
@@ -111,9 +121,9 @@ impl Recurrence {
     pub fn before(
         &self,
         of: &Features,
-        (grad, span): (&Tensor, Span),
-        after: &State,
-    ) -> Result<State> {
+        (grad, span): (&Tensor, AttentionSpan),
+        after: &RecurrentState,
+    ) -> Result<RecurrentState> {
         let mut state = copy(after);
         for (first, len) in blocks(span).rev() {
             let grad = grad.f_narrow(2, first, len)?;
@@ -122,7 +132,12 @@ impl Recurrence {
         Ok(state)
     }
 
-    fn before_block(&self, block: &Features, grad: &Tensor, after: &State) -> Result<Tensor> {
+    fn before_block(
+        &self,
+        block: &Features,
+        grad: &Tensor,
+        after: &RecurrentState,
+    ) -> Result<Tensor> {
         let len = grad.size()[2];
         let query = block.query.f_mul(&self.rising(0, len)?.f_unsqueeze(1)?)?;
         let own = self.ops.matmul(&rows(&query)?.f_transpose(1, 2)?, &rows(grad)?)?;
@@ -133,9 +148,9 @@ impl Recurrence {
     pub fn back(
         &self,
         of: &Features,
-        (grad, span): (&Tensor, Span),
-        before: &State,
-        after: &State,
+        (grad, span): (&Tensor, AttentionSpan),
+        before: &RecurrentState,
+        after: &RecurrentState,
     ) -> Result<Vec<Features>> {
         let mut states = vec![copy(before)];
         for (first, len) in blocks(span) {
@@ -156,8 +171,8 @@ impl Recurrence {
         &self,
         block: &Features,
         grad: &Tensor,
-        earlier: &State,
-        later: &State,
+        earlier: &RecurrentState,
+        later: &RecurrentState,
     ) -> Result<Features> {
         let (ops, len) = (self.ops, grad.size()[2]);
         let seen = self.seen.f_narrow(2, 0, len)?.f_narrow(3, 0, len)?;
@@ -291,7 +306,7 @@ fn positive(z: &Tensor) -> Result<Tensor> {
 }
 
 /// First token and length of each block of a span.
-fn blocks(span: Span) -> impl DoubleEndedIterator<Item = (i64, i64)> + ExactSizeIterator {
+fn blocks(span: AttentionSpan) -> impl DoubleEndedIterator<Item = (i64, i64)> + ExactSizeIterator {
     let count = (span.len + BLOCK - 1) / BLOCK;
     (0..count as usize).map(move |block| {
         let first = block as i64 * BLOCK;
@@ -311,7 +326,7 @@ fn unrows(of: &Tensor, like: &Tensor) -> Result<Tensor> {
     Ok(of.f_view([heads, each, tokens, -1])?)
 }
 
-fn copy(state: &State) -> State {
+fn copy(state: &RecurrentState) -> RecurrentState {
     state.as_ref().map(Tensor::shallow_clone)
 }
 

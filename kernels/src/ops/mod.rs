@@ -38,15 +38,15 @@ use tch::{Device, Kind, Tensor};
 use crate::device::queue::Queue;
 use crate::{Error, Result, checksum};
 use call::Call;
-pub use device::choice::{ANSWERS, ATTENTION, CHOICES, Choice, GROUPED};
+pub use device::choice::{ANSWERS, ATTENTION, CHOICES, GROUPED, KernelChoice};
 pub(crate) use device::wide::multiplies as multiplies_wide;
 pub use operands::{
-    Attended, Attention, AttentionGrads, Banded, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Experts, Gradient, NewtonSchulz, NewtonSchulzForm, NormBack,
-    Present, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, RouterGrads, RouterSaved,
-    RouterWeights, Routes, Scaling, Span,
+    Attended, Attention, AttentionGrads, AttentionSpan, BandSums, ConvShift, ConvShiftGrads,
+    CrossEntropy, CrossEntropyGrads, Dispatch, ExpertGradient, NewtonSchulz, NewtonSchulzIterate,
+    NormBack, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    ResidualScaling, RouterGrads, RouterSaved, RouterWeights, Routes, UsedExperts,
 };
-pub use update::{AdamW, CHUNK, Update, UpdateRule};
+pub use update::{AdamWStep, CHUNK, Update, UpdateRule};
 
 /// The variable that requests another table than the device's default.
 pub const VARIABLE: &str = "ZTRAIN_OPS";
@@ -55,7 +55,7 @@ pub const VARIABLE: &str = "ZTRAIN_OPS";
 pub const TABLES: [&str; 3] = ["cpu", "reference", "device"];
 
 /// A table, as passed to everything that computes.
-pub type Table = &'static dyn Ops;
+pub type OpsTable = &'static dyn Ops;
 
 /// The operations. "Float" is f32 or bf16, the kind of the model's large matmuls; all tensors are contiguous unless
 /// stated otherwise, and on the table's device.
@@ -113,7 +113,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Gradient; 2]> {
+    ) -> Result<[ParamGradient; 2]> {
         composed::embedding_backward(tokens, embedded, scale, grad, table)
     }
 
@@ -174,7 +174,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         grad: &Tensor,
         rows: &Tensor,
         by: &Dispatch,
-    ) -> Result<Gradient> {
+    ) -> Result<ParamGradient> {
         Ok(composed::grouped_matmul_weights(self, grad, rows, by)?.into())
     }
 
@@ -210,7 +210,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)>;
+    ) -> Result<(Tensor, ParamGradient)>;
 
     /// The same where `x` is also used outside of the norm: `beside`, the gradient from there, is added to its
     /// gradient.
@@ -221,16 +221,16 @@ pub trait Ops: fmt::Debug + Send + Sync {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         let (input, weight) = self.rms_norm_backward(x, factors, weight, grad)?;
         Ok((beside.f_add(&input)?, weight))
     }
 
     /// Finishes gradients of this table: each complete and in f32.
-    fn finish(&self, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
+    fn finish(&self, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
         let made = all.into_iter().map(|one| match one {
-            Gradient::Made(made) => Ok(made.f_to_kind(Kind::Float)?),
-            Gradient::Banded(_) | Gradient::Experts(_) => {
+            ParamGradient::Made(made) => Ok(made.f_to_kind(Kind::Float)?),
+            ParamGradient::Banded(_) | ParamGradient::Experts(_) => {
                 let found = "another table's".to_owned();
                 Err(Call("finish").refuse("all", found, "its own".to_owned()))
             }
@@ -240,14 +240,14 @@ pub trait Ops: fmt::Debug + Send + Sync {
 
     /// `(branch + bias) * scale + (residual + residual_bias) * residual_scale`, `[N, D]`: `branch` float, the others
     /// and the sum f32.
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor>;
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor>;
 
     /// [`Ops::residual`] followed by [`Ops::rms_norm`], in the kind of `branch`: the sum, the norm, and its factors.
     fn residual_norm(
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         (weight, eps): (&Tensor, f64),
     ) -> Result<[Tensor; 3]> {
         let sum = self.residual(branch, residual, by)?;
@@ -260,7 +260,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads>;
 
@@ -271,9 +271,9 @@ pub trait Ops: fmt::Debug + Send + Sync {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Gradient)> {
+    ) -> Result<(ResidualGrads, ParamGradient)> {
         let NormBack { x, factors, weight, grad, beside } = norm;
         let (sum, weight) = match beside {
             None => self.rms_norm_backward(x, factors, weight, grad)?,
@@ -358,7 +358,7 @@ pub trait Ops: fmt::Debug + Send + Sync {
     /// ```
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         moments: [&mut Tensor; 2],
         gradient: &Tensor,
@@ -466,10 +466,10 @@ pub fn chunks(tensor: &Tensor, chunk: i64) -> Result<Vec<Tensor>> {
 impl Eq for dyn Ops {}
 
 /// The table for main memory.
-pub const CPU: Table = &cpu::Cpu;
+pub const CPU: OpsTable = &cpu::Cpu;
 
 /// The table of libtorch's operators, for any device.
-pub const REFERENCE: Table = &reference::Reference;
+pub const REFERENCE: OpsTable = &reference::Reference;
 
 /// Refuses invalid values of the environment variables that choose implementations.
 pub(crate) fn known_choices() -> Result<()> {
@@ -477,16 +477,16 @@ pub(crate) fn known_choices() -> Result<()> {
 }
 
 /// The table of our own kernels on a GPU.
-pub const DEVICE: Table = &device::Own::GPU;
+pub const DEVICE: OpsTable = &device::DeviceTable::GPU;
 
 /// The same with our own matmuls of experts, and with libtorch's grouped matmul where it applies: for benchmarks that
 /// compare them.
-pub const EXPERTS: [Table; 2] =
-    [&device::Own::with_grouped(false), &device::Own::with_grouped(true)];
+pub const EXPERTS: [OpsTable; 2] =
+    [&device::DeviceTable::with_grouped(false), &device::DeviceTable::with_grouped(true)];
 
 /// The same with our own attention, and with libtorch's where it applies.
-pub const ATTENTIONS: [Table; 2] =
-    [&device::Own::with_attention(false), &device::Own::with_attention(true)];
+pub const ATTENTIONS: [OpsTable; 2] =
+    [&device::DeviceTable::with_attention(false), &device::DeviceTable::with_attention(true)];
 
 /// Whether the second of [`ATTENTIONS`] uses libtorch's kernels for this call; otherwise it uses our own.
 ///
@@ -502,7 +502,7 @@ pub fn newton_schulz_bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
 
 /// The table for a device: the one that [`VARIABLE`] requests; otherwise the CPU's kernels in main memory, and on a GPU
 /// our own, or, with a message, the reference if they cannot be compiled.
-pub fn choose(device: Device) -> Result<Table> {
+pub fn choose(device: Device) -> Result<OpsTable> {
     let asked = std::env::var(VARIABLE).unwrap_or_default();
     match (asked.as_str(), device) {
         ("" | "cpu", Device::Cpu) => Ok(CPU),
@@ -525,6 +525,6 @@ pub fn choose(device: Device) -> Result<Table> {
 }
 
 /// The table with this name, as a kernel table states it.
-pub fn named(name: &str) -> Option<Table> {
+pub fn named(name: &str) -> Option<OpsTable> {
     [CPU, REFERENCE, DEVICE].into_iter().find(|table| table.name() == name)
 }

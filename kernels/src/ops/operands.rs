@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// Vectors `[D]`, f32, that scale and shift both sides of a residual addition.
 #[derive(Clone, Copy, Debug)]
-pub struct Scaling<'a> {
+pub struct ResidualScaling<'a> {
     /// Scale of the branch.
     pub scale: &'a Tensor,
     /// Added to the branch before scaling.
@@ -27,30 +27,30 @@ pub struct ResidualGrads {
     pub branch: Tensor,
     /// Of the residual, `[N, D]`, f32.
     pub residual: Tensor,
-    /// Of the vectors in the order of [`Scaling`], `[D]` each.
-    pub scaling: [Gradient; 4],
+    /// Of the vectors in the order of [`ResidualScaling`], `[D]` each.
+    pub scaling: [ParamGradient; 4],
 }
 
 /// The gradient of a parameter. [`super::Ops::finish`] completes many of them at once.
 #[derive(Debug)]
-pub enum Gradient {
+pub enum ParamGradient {
     /// Complete, float.
     Made(Tensor),
     /// Of a vector: sums over bands of rows, still on the device.
-    Banded(Banded),
+    Banded(BandSums),
     /// Of a stack of experts: from a library, float, valid for experts with rows; the others' gradient is zero.
-    Experts(Experts),
+    Experts(ExpertGradient),
 }
 
-impl From<Tensor> for Gradient {
+impl From<Tensor> for ParamGradient {
     fn from(made: Tensor) -> Self {
-        Gradient::Made(made)
+        ParamGradient::Made(made)
     }
 }
 
 /// A gradient in which some experts have no rows.
 #[derive(Debug)]
-pub struct Experts {
+pub struct ExpertGradient {
     /// `[E, B, A]`.
     pub(crate) made: Tensor,
     /// `[E]` or more, i32: where the rows of each end.
@@ -59,15 +59,15 @@ pub struct Experts {
 
 /// Sums over bands of rows that remain to be added; the columns of several sums are interleaved.
 #[derive(Debug)]
-pub struct Banded {
-    pub(super) sums: Vec<Bands>,
+pub struct BandSums {
+    pub(super) sums: Vec<BandSum>,
     /// Shape of the result.
     pub(super) shape: Vec<i64>,
 }
 
 /// One of these sums over bands: times the factor, or plus the factor times the other one.
 #[derive(Debug)]
-pub(super) struct Bands {
+pub(super) struct BandSum {
     /// `[bands, width]`.
     pub(super) partial: Tensor,
     /// The other sum, likewise.
@@ -76,7 +76,7 @@ pub(super) struct Bands {
     pub(super) factor: Option<Tensor>,
 }
 
-impl Scaling<'_> {
+impl ResidualScaling<'_> {
     /// The gradients of the vectors, from the sums over rows of the gradient, of the gradient times the branch, and of
     /// the gradient times the residual.
     pub(super) fn gradients(
@@ -84,14 +84,14 @@ impl Scaling<'_> {
         all: &Tensor,
         branch: &Tensor,
         residual: &Tensor,
-    ) -> Result<[Gradient; 4]> {
+    ) -> Result<[ParamGradient; 4]> {
         let found = [
             branch.f_addcmul(self.bias, all)?,
             all.f_mul(self.scale)?,
             residual.f_addcmul(self.residual_bias, all)?,
             all.f_mul(self.residual_scale)?,
         ];
-        Ok(found.map(Gradient::Made))
+        Ok(found.map(ParamGradient::Made))
     }
 }
 
@@ -148,9 +148,9 @@ pub struct ConvShiftGrads {
     /// `[N, G d + a + b]`, in the kind of what was convolved.
     pub input: Tensor,
     /// `[G d, 1, 2]`, f32.
-    pub weights: Gradient,
+    pub weights: ParamGradient,
     /// `[G d]`, f32.
-    pub bias: Gradient,
+    pub bias: ParamGradient,
 }
 
 /// Parameters of queries and keys: H query heads in K groups, then K key heads, G = H + K heads of d dimensions.
@@ -185,15 +185,15 @@ pub struct QueryKeyGrads {
     /// Of `z` through the means, `[N, G d]`.
     pub means: Tensor,
     /// Of the temperature, `[K]`.
-    pub temperature: Gradient,
+    pub temperature: ParamGradient,
     /// Of the bias, `[G d]`.
-    pub bias: Gradient,
+    pub bias: ParamGradient,
 }
 
 /// Tokens `start..start + len` that see only each other and the earlier tokens of their document: a document or a part
 /// of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
+pub struct AttentionSpan {
     /// The first.
     pub start: i64,
     /// How many.
@@ -202,10 +202,10 @@ pub struct Span {
     pub before: i64,
 }
 
-impl Span {
+impl AttentionSpan {
     /// A whole document.
-    pub fn whole(start: i64, len: i64) -> Span {
-        Span { start, len, before: 0 }
+    pub fn whole(start: i64, len: i64) -> AttentionSpan {
+        AttentionSpan { start, len, before: 0 }
     }
 
     /// Keys that its last token sees.
@@ -225,7 +225,7 @@ pub struct Attention<'a> {
     /// `[M, K d]`, in the kind of `query` and in the order of the keys.
     pub value: &'a Tensor,
     /// In order, covering every query. Scores are divided by sqrt(d).
-    pub spans: &'a [Span],
+    pub spans: &'a [AttentionSpan],
     /// `[H, K, d]`.
     pub shape: [i64; 3],
     /// Where a table may cache data derived from the spans, for all layers with the same spans.
@@ -254,7 +254,7 @@ pub struct AttentionGrads<'a> {
 
 /// The token at each place, in the form that a table's own kernels need.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum TokenOrder {
     /// `[P]`, i64, with an arbitrary token in padding; and the places of padding, i64.
     Listed {
         /// The tokens.
@@ -270,7 +270,7 @@ pub(super) enum Order {
 #[derive(Debug)]
 pub struct Dispatch {
     /// The token at each place.
-    pub(super) order: Order,
+    pub(super) order: TokenOrder,
     /// `[N]`, i64: the place of each token.
     pub places: Tensor,
     /// `[E + 1]`, i64: tokens of each expert, and those without one.
@@ -282,12 +282,12 @@ pub struct Dispatch {
     /// The first places, which include all places of experts: operands of matmuls. Places without an expert follow, or,
     /// if the host does not know how many there are, are among them.
     pub computed: i64,
-    pub(super) groups: Groups,
+    pub(super) groups: ExpertRanges,
 }
 
 /// Places of each expert.
 #[derive(Debug)]
-pub(super) enum Groups {
+pub(super) enum ExpertRanges {
     /// Experts with tokens, ascending: the expert, its first place, and its number of places.
     Known(Vec<[i64; 3]>),
     /// `[E + 1]`, i32, on the device: end of the places of each class.
@@ -296,73 +296,75 @@ pub(super) enum Groups {
 
 /// Which experts have tokens.
 #[derive(Debug)]
-pub enum Present {
+pub enum UsedExperts {
     /// By expert.
     Known(Vec<bool>),
     /// `[E]`, i64, on the device: number of tokens of each.
     There(Tensor),
 }
 
-impl Present {
+impl UsedExperts {
     /// How many experts there are.
     pub fn experts(&self) -> usize {
         match self {
-            Present::Known(used) => used.len(),
-            Present::There(counts) => counts.numel(),
+            UsedExperts::Known(used) => used.len(),
+            UsedExperts::There(counts) => counts.numel(),
         }
     }
 
     /// Another handle of the same data; tensors on a device are not copied.
-    pub fn shared(&self) -> Present {
+    pub fn shared(&self) -> UsedExperts {
         match self {
-            Present::Known(used) => Present::Known(used.clone()),
-            Present::There(counts) => Present::There(counts.shallow_clone()),
+            UsedExperts::Known(used) => UsedExperts::Known(used.clone()),
+            UsedExperts::There(counts) => UsedExperts::There(counts.shallow_clone()),
         }
     }
 }
 
 impl Dispatch {
     /// Which experts have tokens, without a wait of the host.
-    pub fn used(&self) -> Result<Present> {
+    pub fn used(&self) -> Result<UsedExperts> {
         match &self.groups {
-            Groups::Known(runs) => {
+            ExpertRanges::Known(runs) => {
                 let mut used = vec![false; self.experts as usize];
                 runs.iter().for_each(|[expert, ..]| used[*expert as usize] = true);
-                Ok(Present::Known(used))
+                Ok(UsedExperts::Known(used))
             }
-            Groups::There(_) => Ok(Present::There(self.counts.f_narrow(0, 0, self.experts)?)),
+            ExpertRanges::There(_) => {
+                Ok(UsedExperts::There(self.counts.f_narrow(0, 0, self.experts)?))
+            }
         }
     }
 
     /// The runs of experts, for a table whose `dispatch` returns them.
     pub(super) fn runs(&self, operation: &'static str) -> Result<&[[i64; 3]]> {
         match &self.groups {
-            Groups::Known(runs) => Ok(runs),
-            Groups::There(_) => Err(foreign(operation, "by")),
+            ExpertRanges::Known(runs) => Ok(runs),
+            ExpertRanges::There(_) => Err(foreign(operation, "by")),
         }
     }
 
     /// The ends of the places of each class, for a table whose `dispatch` leaves them on the device.
     pub(super) fn ends(&self, operation: &'static str) -> Result<&Tensor> {
         match &self.groups {
-            Groups::There(ends) => Ok(ends),
-            Groups::Known(_) => Err(foreign(operation, "by")),
+            ExpertRanges::There(ends) => Ok(ends),
+            ExpertRanges::Known(_) => Err(foreign(operation, "by")),
         }
     }
 
     /// The token at each place, and the places of padding, for a table whose `dispatch` lists them.
     pub(super) fn listed(&self, operation: &'static str) -> Result<[&Tensor; 2]> {
         match &self.order {
-            Order::Listed { tokens, filled } => Ok([tokens, filled]),
-            Order::Marked(_) => Err(foreign(operation, "by")),
+            TokenOrder::Listed { tokens, filled } => Ok([tokens, filled]),
+            TokenOrder::Marked(_) => Err(foreign(operation, "by")),
         }
     }
 
     /// The token at each place or -1, for a table whose `dispatch` marks them.
     pub(super) fn marked(&self, operation: &'static str) -> Result<&Tensor> {
         match &self.order {
-            Order::Marked(order) => Ok(order),
-            Order::Listed { .. } => Err(foreign(operation, "by")),
+            TokenOrder::Marked(order) => Ok(order),
+            TokenOrder::Listed { .. } => Err(foreign(operation, "by")),
         }
     }
 }
@@ -416,7 +418,7 @@ pub struct RouterSaved {
     pub(super) before: Option<Tensor>,
     pub(super) state: Tensor,
     pub(super) factors: Tensor,
-    pub(super) inputs: Inputs,
+    pub(super) inputs: HiddenInputs,
     pub(super) first: Tensor,
     pub(super) second: Tensor,
     pub(super) second_out: Tensor,
@@ -426,7 +428,7 @@ pub struct RouterSaved {
 
 /// The inputs of both hidden layers of a router, f32, in the form that a table's backward pass needs.
 #[derive(Debug)]
-pub(super) enum Inputs {
+pub(super) enum HiddenInputs {
     /// `[N, R]` each.
     Apart([Tensor; 2]),
     /// `[2, N, R]`: one matmul gives the gradients of both layers' weights.
@@ -437,16 +439,16 @@ impl RouterSaved {
     /// The inputs of the hidden layers, for a table whose `router` keeps them apart.
     pub(super) fn apart(&self) -> Result<[&Tensor; 2]> {
         match &self.inputs {
-            Inputs::Apart(inputs) => Ok(inputs.each_ref()),
-            Inputs::Stacked(_) => Err(foreign("router_backward", "saved")),
+            HiddenInputs::Apart(inputs) => Ok(inputs.each_ref()),
+            HiddenInputs::Stacked(_) => Err(foreign("router_backward", "saved")),
         }
     }
 
     /// The same for a table that stacks them.
     pub(super) fn stacked(&self) -> Result<&Tensor> {
         match &self.inputs {
-            Inputs::Stacked(inputs) => Ok(inputs),
-            Inputs::Apart(_) => Err(foreign("router_backward", "saved")),
+            HiddenInputs::Stacked(inputs) => Ok(inputs),
+            HiddenInputs::Apart(_) => Err(foreign("router_backward", "saved")),
         }
     }
 }
@@ -460,13 +462,13 @@ pub struct RouterGrads {
     /// Of the previous router's state, `[N, R]`, if there was one.
     pub before: Option<Tensor>,
     pub down: Tensor,
-    pub down_bias: Gradient,
-    pub decay: Option<Gradient>,
-    pub norm: Gradient,
+    pub down_bias: ParamGradient,
+    pub decay: Option<ParamGradient>,
+    pub norm: ParamGradient,
     pub fc1: Tensor,
-    pub fc1_bias: Gradient,
+    pub fc1_bias: ParamGradient,
     pub fc2: Tensor,
-    pub fc2_bias: Gradient,
+    pub fc2_bias: ParamGradient,
     pub out: Tensor,
 }
 
@@ -511,12 +513,12 @@ pub struct NewtonSchulz {
     /// Added to a matrix's length before dividing by it.
     pub eps: f32,
     /// What is iterated, and in which precision.
-    pub form: NewtonSchulzForm,
+    pub form: NewtonSchulzIterate,
 }
 
 /// What is iterated: equal in exact arithmetic, different in rounding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NewtonSchulzForm {
+pub enum NewtonSchulzIterate {
     /// `A` only, if a matrix is at least twice as long in one dimension as in the other: polynomials of `A` commute, so
     /// a step takes `A` to `P A P`, and the matrix is multiplied once, by the product of all `P`.
     Gram,
@@ -529,6 +531,6 @@ pub enum NewtonSchulzForm {
 impl NewtonSchulz {
     /// Whether only the square of a matrix of this size is iterated.
     pub fn by_gram(self, [rows, columns]: [i64; 2]) -> bool {
-        self.form == NewtonSchulzForm::Gram && rows.max(columns) >= 2 * rows.min(columns)
+        self.form == NewtonSchulzIterate::Gram && rows.max(columns) >= 2 * rows.min(columns)
     }
 }

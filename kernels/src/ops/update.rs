@@ -7,7 +7,7 @@ use crate::{Result, checksum};
 
 /// The numbers of one step of AdamW, rounded to the precision of the elements' arithmetic.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct AdamW {
+pub struct AdamWStep {
     /// Factor of the weight, applied first: 1 minus learning rate times weight decay.
     pub keep: f32,
     /// Fraction by which the first moment moves towards the gradient.
@@ -50,7 +50,7 @@ pub enum UpdateRule<'a> {
     /// As [`super::Ops::adamw`].
     AdamW {
         /// The numbers of the step.
-        by: AdamW,
+        by: AdamWStep,
         /// First and second moments.
         moments: [&'a mut Tensor; 2],
     },

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use contract::{Digest, Fault, Hasher, Result};
 use curriculum::{Curriculum, Packing};
-use mixer::fit::{BLOCK, Fitted, Lengths};
+use mixer::fit::{BLOCK, FittedPacks, Lengths};
 use mixer::{PackTable, PackTables};
 use store::{Location, Split, StreamReader, disk};
 
@@ -98,10 +98,10 @@ fn folders(store: &Location) -> Vec<PathBuf> {
 }
 
 /// Packs all documents of a stream; the packs of each length, in ascending order.
-fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<Fitted>> {
+fn fitted(source: &str, packing: &Packing, stream: &StreamReader) -> Result<Vec<FittedPacks>> {
     let lengths: Vec<u32> = packing.lengths.keys().copied().collect();
     let draws = Lengths::new(source, packing);
-    let mut packs = vec![Fitted::default(); lengths.len()];
+    let mut packs = vec![FittedPacks::default(); lengths.len()];
     let mut waiting: Vec<Vec<(u64, u64)>> = vec![Vec::new(); lengths.len()];
     let (mut number, mut begun, mut starts) = (0, None, Vec::new());
     let mut take = |start: u64, end: u64| {

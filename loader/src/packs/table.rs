@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 
 use contract::digest::block_sum;
 use contract::{Digest, Fault, Hasher, Result};
-use mixer::fit::Fitted;
+use mixer::fit::FittedPacks;
 use mixer::{PackPlace, PackTable, PackedLength, Span};
 use store::disk::{self, Whole};
 use store::regular;
@@ -117,7 +117,7 @@ pub(super) fn write(
     name: &str,
     key: Digest,
     lengths: &[u32],
-    packs: &[Fitted],
+    packs: &[FittedPacks],
 ) -> Result<PathBuf> {
     disk::create_folder(folder)?;
     // Writers share this lock, so that no cleanup removes a partial file. Without working locks there is no cleanup.
@@ -134,7 +134,8 @@ pub(super) fn write(
     put(&MAGIC.to_le_bytes())?;
     put(&key.0.to_le_bytes())?;
     put(&(lengths.len() as u64).to_le_bytes())?;
-    for (length, Fitted { contiguous, joined, padded, documents, cut }) in lengths.iter().zip(packs)
+    for (length, FittedPacks { contiguous, joined, padded, documents, cut }) in
+        lengths.iter().zip(packs)
     {
         let pieces: usize = joined.iter().chain(padded).map(Vec::len).sum();
         let counts = [contiguous.len(), joined.len(), padded.len(), contiguous.len() + pieces];
@@ -189,8 +190,12 @@ fn chance() -> u64 {
 }
 
 /// Writes the columns of one length.
-fn columns(length: u32, packs: &Fitted, put: &mut impl FnMut(&[u8]) -> Result<()>) -> Result<()> {
-    let Fitted { contiguous, joined, padded, documents: _, cut: _ } = packs;
+fn columns(
+    length: u32,
+    packs: &FittedPacks,
+    put: &mut impl FnMut(&[u8]) -> Result<()>,
+) -> Result<()> {
+    let FittedPacks { contiguous, joined, padded, documents: _, cut: _ } = packs;
     let all = || {
         let single = contiguous.iter().map(std::slice::from_ref);
         single.chain(joined.iter().chain(padded).map(Vec::as_slice))
@@ -381,7 +386,7 @@ mod tests {
         let bench = tempfile::tempdir().unwrap();
         let folder = bench.path().join("place");
         fs::create_dir(&folder).unwrap();
-        let mut packs = Fitted::default();
+        let mut packs = FittedPacks::default();
         packs.add(&[(0, 5), (5, 9), (14, 3), (17, 30)], 16, 4);
         let (key, packs) = (Digest(7), [packs]);
         let beside = folder.join("store.packs");

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use contract::Result;
-use loader::{Batch, Opened, RankSlice, batch, explain};
+use loader::{Batch, OpenedCurriculum, RankSlice, batch, explain};
 use proptest::prelude::*;
 
 use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
@@ -11,7 +11,7 @@ use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
 const NAMES: [&str; 2] = ["a", "b"];
 
 /// A curriculum of three phases over the store in `dir`, followed by `amendments`.
-fn open(dir: &Path, packed: bool, amendments: &str) -> Result<Opened> {
+fn open(dir: &Path, packed: bool, amendments: &str) -> Result<OpenedCurriculum> {
     let phases = [
         PhaseText(9, 16, 3, 1, "a = 2, b = 1"),
         PhaseText(7, 64, 2, 1, "a = 1, b = 3"),
@@ -22,10 +22,10 @@ fn open(dir: &Path, packed: bool, amendments: &str) -> Result<Opened> {
         let packing = "[source.a]\npacking = \"best-fit\"\nlengths = { 16 = 1, 64 = 1, 32 = 1 }\n";
         text = text.replace("[source.a]\n", packing);
     }
-    Opened::open_text(dir.join("run.toml"), text)
+    OpenedCurriculum::open_text(dir.join("run.toml"), text)
 }
 
-fn step(opened: &Opened, step: u64) -> Batch {
+fn step(opened: &OpenedCurriculum, step: u64) -> Batch {
     batch(&opened.plan, opened.stores().unwrap(), step, RankSlice::WHOLE).unwrap()
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::Digest;
 use loader::{Batch, RankSlice, Stores, batch, step_digest, validation};
-use mixer::{Plan, SampleSpec, Span};
+use mixer::{DataPlan, SampleSpec, Span};
 use proptest::prelude::*;
 
 /// A stream as plain vectors: each token, and the number of the document that it belongs to.
@@ -212,7 +212,7 @@ proptest! {
     }
 }
 
-fn check_world(plan: &Plan, stores: &Stores, whole: &Batch, world: u32) {
+fn check_world(plan: &DataPlan, stores: &Stores, whole: &Batch, world: u32) {
     let part =
         |rank| batch(plan, stores, whole.step, RankSlice::new(rank, world).unwrap()).unwrap();
     let parts: Vec<Batch> = (0..world).map(part).collect();

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::support::{PhaseText, Text, curriculum, plan, scratch, write_store};
 use contract::{Class, Digest};
 use loader::{
-    Ahead, Batch, Columns, ColumnsMut, Memory, PrefetchOptions, Prefetcher, RankSlice, Stores,
-    batch, summary_of,
+    Batch, BatchMemory, Columns, ColumnsMut, PrefetchOptions, PrefetchSource, Prefetcher,
+    RankSlice, Stores, batch, summary_of,
 };
-use mixer::Plan;
+use mixer::DataPlan;
 use proptest::prelude::*;
 use store::read::ReadCache;
 
@@ -25,7 +25,7 @@ fn two_sources() -> Vec<Text> {
         .collect()
 }
 
-fn world(dir: &std::path::Path, cache: Arc<ReadCache>) -> (Arc<Plan>, Arc<Stores>) {
+fn world(dir: &std::path::Path, cache: Arc<ReadCache>) -> (Arc<DataPlan>, Arc<Stores>) {
     let stores = Stores::open_with(&[dir], cache).unwrap();
     let phases = [
         PhaseText(12, 64, 6, 2, "web = 0.7, math = 0.3"),
@@ -67,14 +67,14 @@ struct Apart {
 }
 
 impl Apart {
-    fn take(tokens: usize, alive: &Arc<AtomicUsize>) -> Box<dyn Memory> {
+    fn take(tokens: usize, alive: &Arc<AtomicUsize>) -> Box<dyn BatchMemory> {
         alive.fetch_add(1, Ordering::Relaxed);
         let words = vec![-7; 3 * (tokens + 5)];
         Box::new(Apart { words, mask: vec![9; tokens], alive: Arc::clone(alive) })
     }
 }
 
-impl Memory for Apart {
+impl BatchMemory for Apart {
     fn columns(&self) -> Columns<'_> {
         let tokens = self.mask.len();
         let mut parts = self.words.chunks(tokens + 5).map(|part| &part[..tokens]);
@@ -118,7 +118,7 @@ fn readers_write_the_callers_memory_and_the_last_stage_sees_it_in_order() {
         Ok((calls, thread, batch))
     };
     let slice = |step| RankSlice::new((step % 3) as u32, 3);
-    let ahead = Ahead {
+    let ahead = PrefetchSource {
         plan: Arc::clone(&plan),
         stores: Arc::clone(&stores),
         steps: 1..steps + 1,
@@ -173,7 +173,8 @@ fn a_digest_holds_only_so_many_tokens() {
         .clone()
         .map(|step| (step, batch(&plan, &stores, step, RankSlice::WHOLE).unwrap().digest()))
         .collect();
-    let found = Prefetcher::summaries(Ahead { plan, stores, steps, options }, 200).unwrap();
+    let found =
+        Prefetcher::summaries(PrefetchSource { plan, stores, steps, options }, 200).unwrap();
     let found = found.map(Result::unwrap).map(|found| (found.step, found.digest));
     assert_eq!(found.collect::<Vec<_>>(), wanted);
 }

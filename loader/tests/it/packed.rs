@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use contract::{Class, Result};
-use loader::{Opened, RankSlice, batch, explain};
+use loader::{OpenedCurriculum, RankSlice, batch, explain};
 use proptest::prelude::*;
 
 use crate::naive::{Plain, check_rows};
@@ -14,7 +14,7 @@ use crate::support::{PhaseText, Text, curriculum, scratch, write_store};
 
 const LENGTHS: [u32; 3] = [16, 32, 64];
 
-fn open(store: &Path, seed: u64) -> Result<Opened> {
+fn open(store: &Path, seed: u64) -> Result<OpenedCurriculum> {
     let phases: Vec<PhaseText> =
         LENGTHS.iter().map(|length| PhaseText(40, *length, 3, 1, "a = 1, b = 1")).collect();
     let text = curriculum(&[store], &["a", "b"], &phases)
@@ -23,7 +23,7 @@ fn open(store: &Path, seed: u64) -> Result<Opened> {
             "[source.a]\npacking = \"best-fit\"\nlengths = { 16 = 3, 32 = 1, 64 = 1 }\n",
         )
         .replace("seed = 7", &format!("seed = {seed}"));
-    Opened::open_text(store.with_file_name("run.toml"), text)
+    OpenedCurriculum::open_text(store.with_file_name("run.toml"), text)
 }
 
 /// A store in a folder of its own, so that packs can be stored next to it.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use contract::{Identity, Key, Purpose, draw};
-use mixer::{Curriculum, Plan};
+use mixer::{Curriculum, DataPlan};
 use store::manifest::{TokenizerRecord, chain};
 use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
@@ -161,7 +161,7 @@ pub(crate) fn curriculum(stores: &[&Path], sources: &[&str], phases: &[PhaseText
 }
 
 /// The plan of such a curriculum over `stores`.
-pub(crate) fn plan(text: &str, stores: &loader::Stores) -> Plan {
+pub(crate) fn plan(text: &str, stores: &loader::Stores) -> DataPlan {
     let curriculum = Curriculum::parse(text, "curriculum.toml").unwrap();
-    Plan::new(&curriculum, &stores.facts()).unwrap()
+    DataPlan::new(&curriculum, &stores.facts()).unwrap()
 }

@@ -18,9 +18,9 @@ use settings::{File, Spanned, Table};
 
 use super::mix::{SUM, Weight, mix_of, mix_text};
 use super::numbers::{
-    AutoClipChange, Numbers, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
+    AutoClipChange, Hyperparameters, NumbersChange, OptimizerChange, ScheduleChange, SkipStepChange,
 };
-use super::places::Places;
+use super::places::KeySpans;
 use super::text::{Text as Out, inline, key, quoted};
 use super::{Curriculum, Dtype, Phase};
 
@@ -234,9 +234,9 @@ impl Curriculum {
 /// The amendments of a run with these phases and these initial numbers.
 pub(super) fn amendments(
     file: &File,
-    places: &Places,
+    places: &KeySpans,
     phases: &[Phase],
-    mut numbers: Numbers,
+    mut numbers: Hyperparameters,
     texts: Vec<AmendmentText>,
 ) -> Result<Vec<Amendment>> {
     let mut all: Vec<Amendment> = Vec::new();
@@ -282,7 +282,7 @@ pub(super) fn amendments(
     Ok(all)
 }
 
-fn amendment(file: &File, places: &Places, path: &str, text: AmendmentText) -> Result<Amendment> {
+fn amendment(file: &File, places: &KeySpans, path: &str, text: AmendmentText) -> Result<Amendment> {
     let AmendmentText { step, mix, ban, store, digest, optimizer, schedule, .. } = text;
     let AmendmentText { skip_step, auto_clip, dtype, skip, .. } = text;
     let mix = mix.map(|mix| mix_of(file, &mix)).transpose()?.unwrap_or_default();

@@ -11,7 +11,7 @@ const NO_AMENDMENT: &str = "no amendment";
 
 /// One key whose value differs such that some step changes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Difference {
+pub struct CurriculumDifference {
     /// The key (`optimizer.lr`, `phase.NAME.mix.SOURCE`).
     pub key: String,
     /// The value in the other curriculum.
@@ -22,9 +22,9 @@ pub struct Difference {
     pub first_step: u64,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for CurriculumDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Difference { key, found, wanted, first_step } = self;
+        let CurriculumDifference { key, found, wanted, first_step } = self;
         match (wanted.as_str(), found.as_str()) {
             (NO_AMENDMENT, new) => write!(f, "{key} is new: {new}")?,
             (old, NO_AMENDMENT) => write!(f, "{key} is gone: {old}")?,
@@ -39,7 +39,7 @@ impl Curriculum {
     ///
     /// Phase names, `max_epochs` and store paths change no step and never appear: a limit either refuses the plan or
     /// has no effect, and stores and initial weights are identified by their digests.
-    pub fn difference(&self, other: &Curriculum) -> Vec<Difference> {
+    pub fn difference(&self, other: &Curriculum) -> Vec<CurriculumDifference> {
         let Curriculum {
             stores: _,
             start: _,
@@ -73,7 +73,7 @@ impl Curriculum {
 }
 
 #[derive(Default)]
-struct List(Vec<Difference>);
+struct List(Vec<CurriculumDifference>);
 
 impl List {
     fn compare(
@@ -85,7 +85,7 @@ impl List {
     ) {
         let (found, wanted) = (found.to_string(), wanted.to_string());
         if found != wanted {
-            self.0.push(Difference { key: key.to_owned(), found, wanted, first_step });
+            self.0.push(CurriculumDifference { key: key.to_owned(), found, wanted, first_step });
         }
     }
 }

@@ -16,11 +16,11 @@
 use contract::Packed;
 use serde::{Deserialize, Serialize};
 
-use super::{AutoClipSpec, NonFinite, Numbers, SkipStepSpec};
+use super::{AutoClipSpec, Hyperparameters, NonFinite, SkipStepSpec};
 
 /// The curriculum's rules for skipping and clipping.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Guard {
+pub struct SpikePolicy {
     /// Which steps are skipped.
     pub skip: Option<SkipStepSpec>,
     /// The percentile clip.
@@ -97,10 +97,10 @@ pub struct Decision {
     pub longest: Option<f64>,
 }
 
-impl Guard {
+impl SpikePolicy {
     /// The rules in these numbers.
-    pub fn of(numbers: &Numbers) -> Self {
-        Guard { skip: numbers.skip_step, clip: numbers.auto_clip }
+    pub fn of(numbers: &Hyperparameters) -> Self {
+        SpikePolicy { skip: numbers.skip_step, clip: numbers.auto_clip }
     }
 
     /// Empty windows, before the first step; `None` if the curriculum has no rules.
@@ -233,7 +233,7 @@ mod tests {
     #[test]
     fn what_is_not_measured_is_not_remembered() {
         let clip = Some(AutoClipSpec { window: 4, percentile: 50 });
-        let guard = Guard { skip: None, clip };
+        let guard = SpikePolicy { skip: None, clip };
         let mut windows = guard.windows();
         for norm in [3.0, 4.0, 5.0] {
             assert!(guard.decide(&mut windows, step_of(1.0, norm), false).moves());
@@ -266,7 +266,7 @@ mod tests {
     /// steps.
     #[test]
     fn steps_that_move_nothing_are_counted_in_any_run() {
-        let (guard, mut windows) = (Guard::default(), None);
+        let (guard, mut windows) = (SpikePolicy::default(), None);
         guard.decide(&mut windows, step_of(1.0, 1.0), false);
         guard.decide(&mut windows, step_of(1.0, 1.0), true);
         assert_eq!(windows, None);
@@ -288,7 +288,7 @@ mod tests {
         ) {
             let skip = parts.0.then_some(SkipStepSpec { window: windows.0, sigma, ..Default::default() });
             let clip = parts.1.then_some(AutoClipSpec { window: windows.1, percentile });
-            let guard = Guard { skip, clip };
+            let guard = SpikePolicy { skip, clip };
             let mut state = guard.windows();
             prop_assert_eq!(state.is_some(), parts.0 || parts.1);
             // An occasional spike.
@@ -348,7 +348,7 @@ mod tests {
             early in prop::collection::vec(0.1..9.0f64, 0..40),
             late in prop::collection::vec(0.1..9.0f64, 16..40),
         ) {
-            let guard = Guard {
+            let guard = SpikePolicy {
                 skip: Some(SkipStepSpec { window: 16, sigma: 1.0, ..Default::default() }),
                 clip: Some(AutoClipSpec { window: 9, percentile: 50 }),
             };

@@ -26,11 +26,11 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize, de};
 
 pub use amendment::{AddedStore, Amendment, PhaseSegment};
-pub use difference::Difference;
+pub use difference::CurriculumDifference;
 pub use model::ModelTable;
 pub use numbers::{
-    AutoClipChange, ChangedNumber, Numbers, NumbersChange, OptimizerChange, ScheduleChange,
-    SkipStepChange,
+    AutoClipChange, ChangedHyperparameter, Hyperparameters, NumbersChange, OptimizerChange,
+    ScheduleChange, SkipStepChange,
 };
 pub use packing::Packing;
 pub use parse::schema;
@@ -65,7 +65,7 @@ pub struct Curriculum {
     pub auto_clip: Option<AutoClipSpec>,
     /// The amendments, in the order of their steps.
     pub amendments: Vec<Amendment>,
-    places: places::Places,
+    places: places::KeySpans,
 }
 
 /// What the model computes in; master weights and sums are 32-bit floats either way.

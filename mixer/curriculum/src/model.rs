@@ -10,7 +10,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::Deserialize;
 use settings::Value;
 
-use super::places::Places;
+use super::places::KeySpans;
 use super::text::{float, inline, key, quoted};
 
 /// A table of model keys without dates. Its digest is over typed values: `1e4` and `10_000.0` are equal, `10_000`
@@ -69,7 +69,7 @@ fn feed_value(value: &Value, hasher: &mut Hasher) {
 
 impl ModelTable {
     /// Refuses dates. No model key is one, and their digest would depend on the TOML library.
-    pub(super) fn check(&self, places: &Places, path: &str) -> Result<()> {
+    pub(super) fn check(&self, places: &KeySpans, path: &str) -> Result<()> {
         let dated = self.0.iter().find(|(_, value)| has_date(value));
         dated.map_or(Ok(()), |(key, value)| {
             Err(places.fault(&format!("{path}.{key}"), "a model has no dates").found(value).wanted(

@@ -9,7 +9,7 @@ use contract::Result;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::places::{Places, check_numbers, check_windows};
+use super::places::{KeySpans, check_numbers, check_windows};
 use super::rate::Schedule;
 use super::text::{Text as Out, float, inline, quoted};
 use super::{
@@ -18,7 +18,7 @@ use super::{
 
 /// The numbers in force at a step.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Numbers {
+pub struct Hyperparameters {
     /// `[optimizer]`.
     pub optimizer: OptimizerSpec,
     /// `[schedule]`.
@@ -33,7 +33,7 @@ pub struct Numbers {
 
 /// A number that changed; `not set` where the run does not have it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct ChangedNumber {
+pub struct ChangedHyperparameter {
     /// Its key, as `zdata amend --set` takes it.
     pub key: &'static str,
     /// Its old value.
@@ -104,8 +104,8 @@ pub struct AutoClipChange {
 
 impl Curriculum {
     /// The numbers in force at `step`.
-    pub fn numbers_at(&self, step: u64) -> Numbers {
-        let mut numbers = Numbers {
+    pub fn numbers_at(&self, step: u64) -> Hyperparameters {
+        let mut numbers = Hyperparameters {
             optimizer: self.optimizer.clone(),
             schedule: self.schedule.clone(),
             skip_step: self.skip_step,
@@ -118,7 +118,7 @@ impl Curriculum {
     }
 }
 
-impl Numbers {
+impl Hyperparameters {
     /// The learning rate by step if these numbers applied from the beginning.
     pub fn rates(&self) -> Schedule {
         let ScheduleSpec { warmup_steps, decay_steps, final_lr } = self.schedule;
@@ -126,7 +126,7 @@ impl Numbers {
     }
 
     /// The amendable keys whose values differ in `later`.
-    pub fn changed(&self, later: &Numbers) -> Vec<ChangedNumber> {
+    pub fn changed(&self, later: &Hyperparameters) -> Vec<ChangedHyperparameter> {
         let shown = |value: Option<String>| match value {
             Some(value) => value.trim_matches('"').to_owned(),
             None => "not set".to_owned(),
@@ -135,14 +135,14 @@ impl Numbers {
         let all = all.filter(|((_, was), (_, becomes))| was != becomes);
         let number = |((key, was), (_, becomes))| {
             let [was, becomes] = [was, becomes].map(shown);
-            ChangedNumber { key, was, becomes }
+            ChangedHyperparameter { key, was, becomes }
         };
         all.map(number).collect()
     }
 
     /// All amendable numbers, as an amendment would set them.
     fn amendable(&self) -> NumbersChange {
-        let Numbers { optimizer, schedule, skip_step: skip, auto_clip: clip, dtype } = self;
+        let Hyperparameters { optimizer, schedule, skip_step: skip, auto_clip: clip, dtype } = self;
         let ScheduleSpec { warmup_steps, decay_steps, final_lr } = *schedule;
         NumbersChange {
             optimizer: OptimizerChange { lr: Some(optimizer.lr), clip: Some(optimizer.clip) },
@@ -201,7 +201,12 @@ impl NumbersChange {
     }
 
     /// Refuses changes that `before`, the numbers in force, does not allow. `path` is the amendment's.
-    pub(super) fn check(&self, places: &Places, path: &str, before: &Numbers) -> Result<()> {
+    pub(super) fn check(
+        &self,
+        places: &KeySpans,
+        path: &str,
+        before: &Hyperparameters,
+    ) -> Result<()> {
         let NumbersChange { optimizer, schedule, skip_step: _, auto_clip, dtype: _ } = self;
         let key = |name: &str| format!("{path}.{name}");
         let numbers = [

@@ -7,7 +7,7 @@ use contract::ratio::gcd;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::places::Places;
+use super::places::KeySpans;
 use super::text::inline;
 use super::{SourceSpec, WEIGHT_MAX};
 
@@ -62,7 +62,7 @@ enum PackingText {
 
 impl SourceText {
     /// The settings of source `name`.
-    pub(super) fn spec(self, name: &str, places: &Places) -> Result<SourceSpec> {
+    pub(super) fn spec(self, name: &str, places: &KeySpans) -> Result<SourceSpec> {
         let SourceText { max_epochs, packing, lengths, pack_documents } = self;
         let key = |key: &str| format!("source.{name}.{key}");
         let max_epochs = max_epochs.unwrap_or(SourceSpec::default().max_epochs);

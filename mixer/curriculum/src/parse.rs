@@ -11,9 +11,9 @@ use toml::de::DeTable;
 
 use super::amendment::{Amendment, AmendmentText, amendments};
 use super::mix::{SUM, Weight, mix_of};
-use super::numbers::Numbers;
+use super::numbers::Hyperparameters;
 use super::packing::SourceText;
-use super::places::{Places, check_numbers, check_windows};
+use super::places::{KeySpans, check_numbers, check_windows};
 use super::{
     AutoClipSpec, Curriculum, Dtype, ModelTable, OptimizerSpec, Phase, RemainderRule, ScheduleSpec,
     SkipStepSpec,
@@ -154,7 +154,7 @@ impl Curriculum {
         file.check_kind(CURRICULUM)?;
         renamed(&file)?;
         let raw: CurriculumText = file.parse()?;
-        let places = Places::of(&file);
+        let places = KeySpans::of(&file);
         raw.model.check(&places, "model")?;
         let phases = phases(&file, &places, raw.phase)?;
         check_optimizer(&places, &raw.optimizer)?;
@@ -169,7 +169,7 @@ impl Curriculum {
         }
         let schedule = schedule(&places, raw.schedule, &raw.optimizer)?;
         let dtype = raw.dtype.unwrap_or(Dtype::F32);
-        let numbers = Numbers {
+        let numbers = Hyperparameters {
             optimizer: raw.optimizer.clone(),
             schedule: schedule.clone(),
             skip_step: raw.skip_step,
@@ -207,7 +207,7 @@ impl Curriculum {
     pub fn read_amendments(&self, text: &str, name: &str) -> Result<Vec<Amendment>> {
         let file = File::new(name, text);
         let raw: AmendmentsText = file.parse()?;
-        let places = Places::of(&file);
+        let places = KeySpans::of(&file);
         // The numbers in force before the first of them.
         let first = raw.amendment.iter().map(AmendmentText::step).min().unwrap_or(1);
         let numbers = self.numbers_at(first);
@@ -243,7 +243,7 @@ fn stores(file: &File, store: &Spanned<Value>) -> Result<Vec<String>> {
     paths.ok_or_else(|| file.wrong("store", store, "a path, or a list of paths"))
 }
 
-fn phases(file: &File, places: &Places, all: Vec<PhaseText>) -> Result<Vec<Phase>> {
+fn phases(file: &File, places: &KeySpans, all: Vec<PhaseText>) -> Result<Vec<Phase>> {
     let mut phases: Vec<Phase> = Vec::new();
     let mut total = 0u64;
     for raw in all {
@@ -272,7 +272,7 @@ fn phases(file: &File, places: &Places, all: Vec<PhaseText>) -> Result<Vec<Phase
     Ok(phases)
 }
 
-fn phase(file: &File, places: &Places, raw: PhaseText) -> Result<Phase> {
+fn phase(file: &File, places: &KeySpans, raw: PhaseText) -> Result<Phase> {
     let path = format!("phase.{}", raw.name);
     let key = |key: &str| format!("{path}.{key}");
     if raw.name.is_empty() {
@@ -308,7 +308,7 @@ fn phase(file: &File, places: &Places, raw: PhaseText) -> Result<Phase> {
     }
 }
 
-fn steps(places: &Places, path: &str, raw: &PhaseText) -> Result<u64> {
+fn steps(places: &KeySpans, path: &str, raw: &PhaseText) -> Result<u64> {
     let (seq_len, batch) = (raw.seq_len, raw.batch);
     match (raw.steps, raw.tokens) {
         (Some(steps), None) => Ok(steps.get()),
@@ -328,7 +328,7 @@ fn steps(places: &Places, path: &str, raw: &PhaseText) -> Result<u64> {
     }
 }
 
-fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
+fn check_optimizer(places: &KeySpans, optimizer: &OptimizerSpec) -> Result<()> {
     let OptimizerSpec { kind: _, lr, betas, eps, momentum, newton_schulz: _, weight_decay, clip } =
         *optimizer;
     let ([first, second], all) = (betas, f64::INFINITY);
@@ -351,7 +351,7 @@ fn check_optimizer(places: &Places, optimizer: &OptimizerSpec) -> Result<()> {
 }
 
 fn schedule(
-    places: &Places,
+    places: &KeySpans,
     ScheduleText { warmup_steps, decay_steps, final_lr }: ScheduleText,
     optimizer: &OptimizerSpec,
 ) -> Result<ScheduleSpec> {

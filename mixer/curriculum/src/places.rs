@@ -11,15 +11,15 @@ use super::{AutoClipSpec, SkipStepSpec};
 
 /// The spans of keys and values by path; a table in a list is identified by its `name`, else by its number from 1.
 #[derive(Clone, Debug)]
-pub(super) struct Places {
+pub(super) struct KeySpans {
     file: File,
     spans: BTreeMap<String, [Range<usize>; 2]>,
 }
 
-impl Places {
+impl KeySpans {
     /// Indexes `file`; empty if it is not valid TOML.
     pub(super) fn of(file: &File) -> Self {
-        let mut places = Places { file: file.clone(), spans: BTreeMap::new() };
+        let mut places = KeySpans { file: file.clone(), spans: BTreeMap::new() };
         places.walk("", DeTable::parse_recoverable(file.text()).0.get_ref());
         places
     }
@@ -88,7 +88,7 @@ impl Places {
 }
 
 /// Refuses numbers below zero, or not below their limit.
-pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Result<()> {
+pub(super) fn check_numbers(places: &KeySpans, numbers: &[(&str, f64, f64)]) -> Result<()> {
     let outside = |(_, number, below): &&(&str, f64, f64)| !(0.0..*below).contains(number);
     match numbers.iter().find(outside) {
         None => Ok(()),
@@ -104,7 +104,7 @@ pub(super) fn check_numbers(places: &Places, numbers: &[(&str, f64, f64)]) -> Re
 
 /// Refuses invalid windows; `above` is the prefix of their sections' names.
 pub(super) fn check_windows(
-    places: &Places,
+    places: &KeySpans,
     above: &str,
     (skip, clip): (Option<SkipStepSpec>, Option<AutoClipSpec>),
 ) -> Result<()> {
@@ -125,7 +125,7 @@ pub(super) fn check_windows(
 }
 
 /// Windows are saved in every checkpoint, so they have to be small.
-fn check_window(places: &Places, key: &str, window: u64) -> Result<()> {
+fn check_window(places: &KeySpans, key: &str, window: u64) -> Result<()> {
     match window {
         4..=65_536 => Ok(()),
         _ => Err(places.out_of_range(key).wanted("at least 4 and at most 65536 steps")),

@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use mixer::{Curriculum, Plan, described_store};
+use mixer::{Curriculum, DataPlan, described_store};
 
-fn plan(name: &str) -> (Curriculum, Plan) {
+fn plan(name: &str) -> (Curriculum, DataPlan) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula");
     let read = |name: &str| std::fs::read_to_string(folder.join(name)).unwrap();
     let curriculum = Curriculum::parse(&read(name), name).unwrap();
@@ -12,7 +12,7 @@ fn plan(name: &str) -> (Curriculum, Plan) {
         .stores
         .iter()
         .flat_map(|store| described_store(&read(store), store).unwrap().unwrap());
-    let plan = Plan::new(&curriculum, &facts.collect::<Vec<_>>()).unwrap();
+    let plan = DataPlan::new(&curriculum, &facts.collect::<Vec<_>>()).unwrap();
     (curriculum, plan)
 }
 

@@ -2,7 +2,7 @@
 
 use contract::{Class, Ratio};
 use curriculum::{Amendment, Dtype, NewtonSchulzForm, OptimizerKind};
-use mixer::{Curriculum, Difference, Plan, SourceFacts, described_store};
+use mixer::{Curriculum, CurriculumDifference, DataPlan, SourceFacts, described_store};
 use proptest::prelude::*;
 
 const WHOLE: &str = r#"store = ["a/store", "b/store"]
@@ -188,7 +188,7 @@ fn mistakes_against_the_sources_are_named() {
     ];
     for (from, to, words) in cases {
         let curriculum = parse(&edited(from, to));
-        let fault = Plan::new(&curriculum, &facts(10_000, 10_000)).expect_err(to);
+        let fault = DataPlan::new(&curriculum, &facts(10_000, 10_000)).expect_err(to);
         let told = fault.to_string();
         assert_eq!(fault.class(), Class::Usage, "{told}");
         for word in *words {
@@ -196,10 +196,10 @@ fn mistakes_against_the_sources_are_named() {
         }
     }
     let whole = parse(WHOLE);
-    assert!(Plan::new(&whole, &facts(10_000, 0)).unwrap_err().to_string().contains("no text"));
+    assert!(DataPlan::new(&whole, &facts(10_000, 0)).unwrap_err().to_string().contains("no text"));
     let twice = [facts(10_000, 10_000), facts(1, 1)].concat();
-    assert!(Plan::new(&whole, &twice).unwrap_err().to_string().contains("two stores"));
-    Plan::new(&whole, &facts(10_000, 10_000)).unwrap();
+    assert!(DataPlan::new(&whole, &twice).unwrap_err().to_string().contains("two stores"));
+    DataPlan::new(&whole, &facts(10_000, 10_000)).unwrap();
 }
 
 #[test]
@@ -334,10 +334,10 @@ fn windows_and_amendments_arrive() {
         let told = Curriculum::parse(&text, "c.toml").expect_err(to).to_string();
         assert!(told.contains(word), "{from:?} -> {to:?}: no {word:?} in\n{told}");
     }
-    let told = Plan::new(&c, &facts(10_000, 10_000)).map(|_| "planned");
+    let told = DataPlan::new(&c, &facts(10_000, 10_000)).map(|_| "planned");
     assert_eq!(told.unwrap(), "planned");
     let few = parse(&(WHOLE.to_owned() + &MORE.replace("[7, 2]", "[9]")));
-    let told = Plan::new(&few, &facts(10_000, 10_000)).unwrap_err().to_string();
+    let told = DataPlan::new(&few, &facts(10_000, 10_000)).unwrap_err().to_string();
     assert!(told.contains("no document 9") && told.contains("c.toml:"), "{told}");
 }
 
@@ -371,7 +371,8 @@ fn amended_numbers_hold_from_their_step_on() {
     let keys: Vec<_> = plain.difference(&c).into_iter().map(|it| (it.key, it.first_step)).collect();
     assert_eq!(keys, [("amendment.1".to_owned(), 3), ("amendment.2".to_owned(), 13)]);
     // Numbers change no text: the plan is the same without them.
-    let plan = |of: &Curriculum| Plan::new(of, &facts(10_000, 10_000)).unwrap().digest_through(14);
+    let plan =
+        |of: &Curriculum| DataPlan::new(of, &facts(10_000, 10_000)).unwrap().digest_through(14);
     assert_eq!(plan(&c), plan(&plain));
 
     let mistakes: &[(&str, &str, &str)] = &[
@@ -450,7 +451,7 @@ fn odd_names_survive_the_canonical_text() {
 #[test]
 fn the_cut_of_a_micro_batch_enters_the_plan_digest() {
     let digest = |to: &str| {
-        let plan = Plan::new(&parse(&edited("batch = 6", to)), &facts(10_000, 10_000)).unwrap();
+        let plan = DataPlan::new(&parse(&edited("batch = 6", to)), &facts(10_000, 10_000)).unwrap();
         [12, 13].map(|step| plan.digest_through(step))
     };
     let [before, plain] = digest("batch = 6");
@@ -483,7 +484,7 @@ fn the_models_table_passes_through() {
 }
 
 fn change(from: &str, to: &str) -> Vec<(String, u64)> {
-    let key = |difference: Difference| (difference.key, difference.first_step);
+    let key = |difference: CurriculumDifference| (difference.key, difference.first_step);
     parse(WHOLE).difference(&parse(&edited(from, to))).into_iter().map(key).collect()
 }
 

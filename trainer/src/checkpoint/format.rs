@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 use contract::{Digest, Fault, Result};
 use serde::{Deserialize, Serialize};
 
-use super::Layout;
+use super::StateLayout;
 use super::region::{self, Region};
 use crate::model::balance_name;
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// The version of the format.
 pub(super) const FORMAT: u32 = 2;
@@ -47,7 +47,7 @@ pub(super) fn is_file(name: &str) -> bool {
 /// Which part of the state a tensor belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Set {
+pub enum TensorSet {
     /// Weights, and balancing biases.
     Weights,
     /// First moments (AdamW), momenta (Muon).
@@ -56,22 +56,23 @@ pub enum Set {
     Second,
 }
 
-impl Set {
-    pub(super) const ALL: [Set; 3] = [Set::Weights, Set::First, Set::Second];
+impl TensorSet {
+    pub(super) const ALL: [TensorSet; 3] =
+        [TensorSet::Weights, TensorSet::First, TensorSet::Second];
 
     fn name(self) -> &'static str {
         match self {
-            Set::Weights => "weights",
-            Set::First => "first",
-            Set::Second => "second",
+            TensorSet::Weights => "weights",
+            TensorSet::First => "first",
+            TensorSet::Second => "second",
         }
     }
 
     /// The blob that holds this set of a piece.
     pub(super) fn blob(self, bundle: usize) -> String {
         match self {
-            Set::Weights => format!("weights-{bundle:05}.safetensors"),
-            Set::First | Set::Second => format!("moments-{bundle:05}.safetensors"),
+            TensorSet::Weights => format!("weights-{bundle:05}.safetensors"),
+            TensorSet::First | TensorSet::Second => format!("moments-{bundle:05}.safetensors"),
         }
     }
 }
@@ -79,7 +80,7 @@ impl Set {
 /// `manifest.json`. It contains no time, device, path or number of ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Manifest {
+pub struct CheckpointManifest {
     /// Version of the format.
     pub format: u32,
     /// The step after which this is the state.
@@ -117,7 +118,7 @@ pub struct BlobRecord {
 #[serde(deny_unknown_fields)]
 pub struct TensorRecord {
     /// Its part of the state.
-    pub set: Set,
+    pub set: TensorSet,
     /// The parameter's name, as in Hugging Face transformers.
     pub name: String,
     /// "F32".
@@ -147,33 +148,33 @@ impl BoxRecord {
 }
 
 /// The balances of layers that have a router, with the layers' numbers.
-pub(super) fn balances(all: &[Balance]) -> impl Iterator<Item = (i64, &Balance)> {
+pub(super) fn balances(all: &[RouterBalance]) -> impl Iterator<Item = (i64, &RouterBalance)> {
     (0..).zip(all).filter(|(_, balance)| !balance.is_empty())
 }
 
 /// The values of a layer's balance that belong to a set.
-pub(super) fn values(balance: &Balance, set: Set) -> &[f32] {
+pub(super) fn values(balance: &RouterBalance, set: TensorSet) -> &[f32] {
     match set {
-        Set::Weights => &balance.bias,
-        Set::First => &balance.first,
-        Set::Second => &balance.second,
+        TensorSet::Weights => &balance.bias,
+        TensorSet::First => &balance.first,
+        TensorSet::Second => &balance.second,
     }
 }
 
 /// The name of a box in its blob: `first/model.norm.weight@0`.
-pub(super) fn key(set: Set, tensor: &str, offsets: &[i64]) -> String {
+pub(super) fn key(set: TensorSet, tensor: &str, offsets: &[i64]) -> String {
     let offsets: Vec<String> = offsets.iter().map(i64::to_string).collect();
     format!("{}/{tensor}@{}", set.name(), offsets.join(","))
 }
 
 /// Every tensor of a state of this layout, in the order of the manifest: set, name, shape, and the number of the
 /// parameter (`None` for balances).
-pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usize>)> {
+pub(super) fn tensors(layout: &StateLayout) -> Vec<(TensorSet, String, Vec<i64>, Option<usize>)> {
     let mut found = Vec::new();
-    for set in Set::ALL {
+    for set in TensorSet::ALL {
         let parameters = layout.parameters.iter().zip(&layout.rules).enumerate();
         for (index, (parameter, rule)) in parameters {
-            if set != Set::Second || rule.has_second_moment() {
+            if set != TensorSet::Second || rule.has_second_moment() {
                 found.push((set, parameter.name.clone(), parameter.shape.clone(), Some(index)));
             }
         }
@@ -186,11 +187,15 @@ pub(super) fn tensors(layout: &Layout) -> Vec<(Set, String, Vec<i64>, Option<usi
 }
 
 /// Size in bytes of the manifest after `step` for a state of this layout, cut into `pieces`, without windows.
-pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Result<u64> {
+pub(crate) fn manifest_bytes(
+    layout: &StateLayout,
+    pieces: &[ParamShard],
+    step: u64,
+) -> Result<u64> {
     let mut sizes: BTreeMap<String, u64> = BTreeMap::new();
     for piece in pieces {
-        for set in Set::ALL {
-            if set != Set::Second || piece.rule.has_second_moment() {
+        for set in TensorSet::ALL {
+            if set != TensorSet::Second || piece.rule.has_second_moment() {
                 *sizes.entry(set.blob(piece.bundle)).or_default() += 4 * piece.length() as u64;
             }
         }
@@ -202,18 +207,18 @@ pub(crate) fn manifest_bytes(layout: &Layout, pieces: &[Piece], step: u64) -> Re
         (name.clone(), BlobRecord { name, bytes, digest: Digest::default() })
     };
     let (blobs, digests) = (sizes.into_iter().map(record).collect(), Default::default());
-    let manifest = Manifest::new((step, None), digests, layout, pieces, blobs)?;
+    let manifest = CheckpointManifest::new((step, None), digests, layout, pieces, blobs)?;
     Ok(manifest.text()?.len() as u64)
 }
 
-impl Manifest {
+impl CheckpointManifest {
     /// The manifest after a step, with the windows of that step. The state has the digest `state` and is cut into
     /// `pieces`, which are stored in `blobs`.
     pub(super) fn new(
         (step, windows): (u64, Option<Windows>),
         (state, chain): (Digest, Digest),
-        layout: &Layout,
-        pieces: &[Piece],
+        layout: &StateLayout,
+        pieces: &[ParamShard],
         blobs: BTreeMap<String, BlobRecord>,
     ) -> Result<Self> {
         let numbers: BTreeMap<String, usize> = blobs.keys().cloned().zip(0..).collect();
@@ -242,14 +247,15 @@ impl Manifest {
         }
         let blobs = blobs.into_values().collect();
         let (format, tensors, sum) = (FORMAT, records, Digest::default());
-        let mut manifest = Manifest { format, step, state, chain, windows, blobs, tensors, sum };
+        let mut manifest =
+            CheckpointManifest { format, step, state, chain, windows, blobs, tensors, sum };
         manifest.sum = Digest::of_bytes(manifest.text()?.as_bytes());
         Ok(manifest)
     }
 
     /// The text of the file: one line for each blob and each tensor.
     pub(super) fn text(&self) -> Result<String> {
-        let Manifest { format, step, state, chain, windows, blobs, tensors, sum } = self;
+        let CheckpointManifest { format, step, state, chain, windows, blobs, tensors, sum } = self;
         let lines = |values: Vec<serde_json::Result<String>>| -> Result<String> {
             let lines = values.into_iter().collect::<serde_json::Result<Vec<_>>>();
             let unwritten = |error| Fault::bug(format!("a manifest cannot be written: {error}"));
@@ -268,14 +274,14 @@ impl Manifest {
         ))
     }
 
-    /// Parses a manifest. A file that [`Manifest::text`] would not write byte for byte is refused.
+    /// Parses a manifest. A file that [`CheckpointManifest::text`] would not write byte for byte is refused.
     pub(super) fn parse(bytes: &[u8]) -> std::result::Result<Self, String> {
-        let manifest: Manifest =
+        let manifest: CheckpointManifest =
             serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
         if manifest.format != FORMAT {
             return Err(format!("its format is {}", manifest.format));
         }
-        let unsummed = Manifest { sum: Digest::default(), ..manifest.clone() };
+        let unsummed = CheckpointManifest { sum: Digest::default(), ..manifest.clone() };
         let (text, unsummed) = (manifest.text(), unsummed.text());
         let (Ok(text), Ok(unsummed)) = (text, unsummed) else { return Err("it is odd".to_owned()) };
         if text.as_bytes() != bytes || Digest::of_bytes(unsummed.as_bytes()) != manifest.sum {

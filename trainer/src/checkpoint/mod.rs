@@ -27,41 +27,41 @@ use store::{Location, disk, open};
 use tch::Device;
 
 pub(crate) use format::manifest_bytes;
-pub use format::{BlobRecord, BoxRecord, Manifest, Set, TensorRecord};
+pub use format::{BlobRecord, BoxRecord, CheckpointManifest, TensorRecord, TensorSet};
+pub use read::{CheckpointReader, ReadRequest};
 pub(crate) use read::{GO_ON, OTHER_VERSION};
-pub use read::{Reader, Want};
-pub use saver::{Saver, Written};
+pub use saver::{Saver, WrittenCheckpoint};
 pub use snapshots::{SnapshotOptions, Snapshots};
 pub use write::Snapshot;
 
 use crate::model::ParamSpec;
-use crate::optim::Rule;
-use crate::optim::balance::Balance;
+use crate::optim::OptimizerRule;
+use crate::optim::balance::RouterBalance;
 use crate::spec::RunSpec;
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 use medium::Medium;
 
 /// The shape of a state, which follows from the run and not from the files.
 #[derive(Clone)]
-pub struct Layout {
+pub struct StateLayout {
     /// The parameters in canonical order.
     pub parameters: Vec<ParamSpec>,
     /// How each is updated, which decides what moments it has.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<OptimizerRule>,
     /// The balance before the first step, by layer; its size never changes.
-    pub balance: Vec<Balance>,
+    pub balance: Vec<RouterBalance>,
     /// The device of the tensors.
     pub device: Device,
     /// Ascending steps, each with the number format that the model computes in from then on.
     pub dtypes: Vec<(u64, Dtype)>,
 }
 
-impl Layout {
+impl StateLayout {
     /// The layout of a run on this device.
     pub fn new(spec: &RunSpec, device: Device) -> Self {
         let (parameters, rules) = (spec.parameters.clone(), spec.rules.clone());
         let (balance, dtypes) = (spec.balance(), spec.dtypes());
-        Layout { parameters, rules, balance, device, dtypes }
+        StateLayout { parameters, rules, balance, device, dtypes }
     }
 
     /// The number format of `step`; before the first step, that of the first.
@@ -123,7 +123,7 @@ impl Retention {
 }
 
 /// The result of a search for a usable checkpoint.
-pub struct Found<T> {
+pub struct UsableCheckpoint<T> {
     /// What was read from the newest usable one; `None`: start from the beginning.
     pub state: Option<T>,
     /// Newer ones that could not be used, newest first: the step and what is wrong with it.
@@ -229,7 +229,7 @@ impl Checkpoints {
     }
 
     /// Writes the blobs of one writer. They become part of a checkpoint with [`Checkpoints::commit`].
-    pub fn write(&self, layout: &Layout, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
+    pub fn write(&self, layout: &StateLayout, snapshot: &Snapshot) -> Result<Vec<BlobRecord>> {
         write::blobs(self.medium.as_ref(), layout, snapshot)
     }
 
@@ -239,21 +239,26 @@ impl Checkpoints {
         &self,
         snapshot: &Snapshot,
         digests: (Digest, Digest),
-        layout: &Layout,
-        pieces: &[Piece],
+        layout: &StateLayout,
+        pieces: &[ParamShard],
         blobs: Vec<BlobRecord>,
     ) -> Result<()> {
         let blobs: BTreeMap<_, _> =
             blobs.into_iter().map(|blob| (blob.name.clone(), blob)).collect();
-        let manifest =
-            Manifest::new((snapshot.step(), snapshot.windows()), digests, layout, pieces, blobs)?;
+        let manifest = CheckpointManifest::new(
+            (snapshot.step(), snapshot.windows()),
+            digests,
+            layout,
+            pieces,
+            blobs,
+        )?;
         let text = manifest.text()?;
         self.medium.put(&name(snapshot.step(), format::MANIFEST), &[text.as_bytes()]).map(drop)
     }
 
     /// Opens the checkpoint of `step`.
-    pub fn open(&self, step: u64) -> Result<Reader<'_>> {
-        Reader::open(self.medium.as_ref(), step)
+    pub fn open(&self, step: u64) -> Result<CheckpointReader<'_>> {
+        CheckpointReader::open(self.medium.as_ref(), step)
     }
 
     /// Calls `read` for the newest checkpoint up to step `last` that is intact and, by the ledger's `chain`, belongs to
@@ -262,8 +267,8 @@ impl Checkpoints {
         &self,
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
-        read: impl FnMut(&Reader<'_>) -> Result<T>,
-    ) -> Result<Found<T>> {
+        read: impl FnMut(&CheckpointReader<'_>) -> Result<T>,
+    ) -> Result<UsableCheckpoint<T>> {
         Checkpoints::newest_of(&[self], last, chain, read)
     }
 
@@ -272,8 +277,8 @@ impl Checkpoints {
         places: &[&Checkpoints],
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
-        mut read: impl FnMut(&Reader<'_>) -> Result<T>,
-    ) -> Result<Found<T>> {
+        mut read: impl FnMut(&CheckpointReader<'_>) -> Result<T>,
+    ) -> Result<UsableCheckpoint<T>> {
         let (mut all, mut passed) = (Vec::new(), Vec::new());
         for (number, place) in places.iter().enumerate() {
             let steps = place.steps()?.into_iter().filter(|step| *step <= last);
@@ -287,13 +292,13 @@ impl Checkpoints {
                 read(&reader)
             });
             match found {
-                Ok(state) => return Ok(Found { state: Some(state), passed }),
+                Ok(state) => return Ok(UsableCheckpoint { state: Some(state), passed }),
                 // A machine that cannot read does not mean that the bytes are damaged.
                 Err(fault) if fault.class() == Class::Data => passed.push((step, fault)),
                 Err(fault) => return Err(fault),
             }
         }
-        Ok(Found { state: None, passed })
+        Ok(UsableCheckpoint { state: None, passed })
     }
 
     /// Renames a damaged checkpoint: it is not used any more, and can still be inspected.

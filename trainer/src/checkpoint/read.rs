@@ -4,26 +4,26 @@
 use std::collections::BTreeMap;
 
 use contract::{Class, Digest, Fault, Result};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use safetensors::{Dtype, SafeTensors};
 use store::Location;
 use tch::{Device, Kind, Tensor};
 
-use super::format::{self, BlobRecord, BoxRecord, Manifest, Set};
+use super::format::{self, BlobRecord, BoxRecord, CheckpointManifest, TensorSet};
 use super::medium::Medium;
 use super::region::Region;
-use super::{Layout, name};
-use crate::model::{Fold, ParamSpec, balance_name};
-use crate::optim::balance::Balance;
+use super::{StateLayout, name};
+use crate::model::{ParamSpec, WeightShards, balance_name};
+use crate::optim::balance::RouterBalance;
 use crate::refusal::refused;
-use crate::state::ownership::{self, Ownership, Piece};
-use crate::state::{self, Owned, State};
+use crate::state::ownership::{self, Ownership, ParamShard};
+use crate::state::{self, OwnedState, State};
 use crate::workers::Workers;
 
 /// A box to read, and the tensor of its shape to copy it into.
-pub struct Want {
+pub struct ReadRequest {
     /// The part of the state.
-    pub set: Set,
+    pub set: TensorSet,
     /// The tensor's name.
     pub name: String,
     /// Which box of the tensor.
@@ -39,9 +39,9 @@ pub(crate) const OTHER_VERSION: &str = "this checkpoint was written by another v
 pub(crate) const GO_ON: &str = "go on with, replay or export it with the version that wrote it";
 
 /// A checkpoint whose manifest has been checked.
-pub struct Reader<'a> {
+pub struct CheckpointReader<'a> {
     medium: &'a dyn Medium,
-    manifest: Manifest,
+    manifest: CheckpointManifest,
 }
 
 /// A part of a stored box, and its destination.
@@ -52,11 +52,11 @@ struct Copy {
     into: Tensor,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> CheckpointReader<'a> {
     /// Opens the checkpoint of `step`.
     pub(super) fn open(medium: &'a dyn Medium, step: u64) -> Result<Self> {
         let file = name(step, format::MANIFEST);
-        medium.location(&file).reread(|| Reader::opened(medium, step, &file))
+        medium.location(&file).reread(|| CheckpointReader::opened(medium, step, &file))
     }
 
     fn opened(medium: &'a dyn Medium, step: u64, file: &str) -> Result<Self> {
@@ -68,16 +68,16 @@ impl<'a> Reader<'a> {
                 .wanted(format!("format {}", format::FORMAT))
                 .hint(GO_ON));
         }
-        let manifest = Manifest::parse(&bytes).and_then(|manifest| match manifest.step {
+        let manifest = CheckpointManifest::parse(&bytes).and_then(|manifest| match manifest.step {
             found if found == step => Ok(manifest),
             found => Err(format!("it is that of step {found}")),
         });
         let manifest = manifest.map_err(|what| damaged(medium.location(file), &what))?;
-        Ok(Reader { medium, manifest })
+        Ok(CheckpointReader { medium, manifest })
     }
 
     /// The manifest.
-    pub fn manifest(&self) -> &Manifest {
+    pub fn manifest(&self) -> &CheckpointManifest {
         &self.manifest
     }
 
@@ -117,7 +117,7 @@ impl<'a> Reader<'a> {
     }
 
     /// Refuses the checkpoint of another model.
-    pub fn compare(&self, layout: &Layout) -> Result<()> {
+    pub fn compare(&self, layout: &StateLayout) -> Result<()> {
         let wanted = format::tensors(layout);
         let wanted = wanted.iter().map(|(set, name, shape, _)| (set, name, shape));
         let found = self.manifest.tensors.iter();
@@ -129,14 +129,14 @@ impl<'a> Reader<'a> {
     }
 
     /// Fills all `wants`. Each blob is read at most once, and only if it is needed.
-    pub fn fill(&self, wants: Vec<Want>, workers: Workers) -> Result<()> {
-        let mut stored: BTreeMap<(Set, &str), Vec<(Region, &BoxRecord)>> = BTreeMap::new();
+    pub fn fill(&self, wants: Vec<ReadRequest>, workers: Workers) -> Result<()> {
+        let mut stored: BTreeMap<(TensorSet, &str), Vec<(Region, &BoxRecord)>> = BTreeMap::new();
         for tensor in &self.manifest.tensors {
             let boxes = tensor.boxes.iter().map(|one| (one.region(), one)).collect();
             stored.insert((tensor.set, &tensor.name), boxes);
         }
         let mut by_blob: BTreeMap<usize, Vec<Copy>> = BTreeMap::new();
-        for Want { set, name, region, into } in wants {
+        for ReadRequest { set, name, region, into } in wants {
             let boxes = stored.get(&(set, name.as_str())).map_or(&[][..], Vec::as_slice);
             let mut volume = 0;
             for (stored, record) in boxes {
@@ -187,33 +187,39 @@ impl<'a> Reader<'a> {
     }
 
     /// The balance of all layers, which every rank holds completely.
-    pub fn balance(&self, layout: &Layout, workers: Workers) -> Result<Vec<Balance>> {
+    pub fn balance(&self, layout: &StateLayout, workers: Workers) -> Result<Vec<RouterBalance>> {
         let (mut wants, mut found) = (Vec::new(), Vec::new());
         for (layer, balance) in format::balances(&layout.balance) {
-            for set in Set::ALL {
+            for set in TensorSet::ALL {
                 let length = format::values(balance, set).len() as i64;
                 let into =
                     Tensor::f_zeros([length], (Kind::Float, Device::Cpu)).map_err(refused)?;
                 found.push(into.shallow_clone());
                 let (name, region) = (balance_name(layer), Region::whole(&[length]));
-                wants.push(Want { set, name, region, into });
+                wants.push(ReadRequest { set, name, region, into });
             }
         }
         self.fill(wants, workers)?;
         let odd = |error: tch::TchError| damaged(self.location(), &error.to_string());
         let values = |tensor: &Tensor| Vec::<f32>::try_from(tensor).map_err(odd);
-        let mut all = vec![Balance::default(); layout.balance.len()];
-        for ((layer, _), of) in format::balances(&layout.balance).zip(found.chunks(Set::ALL.len()))
+        let mut all = vec![RouterBalance::default(); layout.balance.len()];
+        for ((layer, _), of) in
+            format::balances(&layout.balance).zip(found.chunks(TensorSet::ALL.len()))
         {
             let (bias, first, second) = (values(&of[0])?, values(&of[1])?, values(&of[2])?);
-            all[layer as usize] = Balance { bias, first, second };
+            all[layer as usize] = RouterBalance { bias, first, second };
         }
         Ok(all)
     }
 
     /// The state of one rank: all weights in the number format of the model, and the optimizer state of its own pieces.
     /// The digest of the state is checked once all ranks have read their parts.
-    pub fn part(&self, layout: &Layout, owners: &Ownership, workers: Workers) -> Result<State> {
+    pub fn part(
+        &self,
+        layout: &StateLayout,
+        owners: &Ownership,
+        workers: Workers,
+    ) -> Result<State> {
         self.compare(layout)?;
         let empty = |shape: &[i64]| Ok(Tensor::f_empty(shape, (Kind::Float, layout.device))?);
         let dtype = layout.dtype_after(self.manifest.step);
@@ -221,31 +227,36 @@ impl<'a> Reader<'a> {
         let (mut owned, mut wants) = (Vec::new(), Vec::new());
         for (parameter, weight) in layout.parameters.iter().zip(&weights) {
             let (into, region) = (weight.shallow_clone(), Region::whole(&parameter.shape));
-            wants.push(Want { set: Set::Weights, name: parameter.name.clone(), region, into });
+            wants.push(ReadRequest {
+                set: TensorSet::Weights,
+                name: parameter.name.clone(),
+                region,
+                into,
+            });
         }
         for piece in owners.own() {
-            let of_piece = Owned::of(piece, &weights[piece.tensor], || empty(&piece.shape));
+            let of_piece = OwnedState::of(piece, &weights[piece.tensor], || empty(&piece.shape));
             let of_piece = of_piece.map_err(refused)?;
             let parameter = &layout.parameters[piece.tensor];
             let master = of_piece.master.as_ref().into_iter();
-            wants.extend(master.flat_map(|into| run(Set::Weights, parameter, piece, into)));
-            wants.extend(run(Set::First, parameter, piece, &of_piece.first));
+            wants.extend(master.flat_map(|into| run(TensorSet::Weights, parameter, piece, into)));
+            wants.extend(run(TensorSet::First, parameter, piece, &of_piece.first));
             let second = of_piece.second.as_ref();
             wants.extend(
-                second.into_iter().flat_map(|into| run(Set::Second, parameter, piece, into)),
+                second.into_iter().flat_map(|into| run(TensorSet::Second, parameter, piece, into)),
             );
             owned.push(of_piece);
         }
         self.fill(wants, workers)?;
         let balance = self.balance(layout, workers)?;
         let (step, windows) = (self.manifest.step, self.manifest.windows.clone());
-        let (owners, fold) = (owners.clone(), Fold::default());
-        let departures = Departures::default();
+        let (owners, fold) = (owners.clone(), WeightShards::default());
+        let departures = PendingCopies::default();
         Ok(State { step, weights, fold, balance, windows, owners, owned, departures })
     }
 
     /// The complete state, checked.
-    pub fn whole(&self, layout: &Layout, workers: Workers) -> Result<State> {
+    pub fn whole(&self, layout: &StateLayout, workers: Workers) -> Result<State> {
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
         let state = self.part(layout, &Ownership::cut(pieces, 0), workers)?;
         self.check(state.sums(workers)?.digest)?;
@@ -263,14 +274,19 @@ impl<'a> Reader<'a> {
 }
 
 /// The boxes of `piece` to read; `into` holds its elements in order.
-fn run(set: Set, parameter: &ParamSpec, piece: &Piece, into: &Tensor) -> Vec<Want> {
+fn run(
+    set: TensorSet,
+    parameter: &ParamSpec,
+    piece: &ParamShard,
+    into: &Tensor,
+) -> Vec<ReadRequest> {
     let (flat, mut at) = (into.view([-1]), 0);
     let regions = Region::run(&parameter.shape, piece.first, piece.length()).into_iter();
     let want = |region: Region| {
         at += region.volume();
         let into = flat.narrow(0, at - region.volume(), region.volume());
         let into = into.view(region.lengths.as_slice());
-        Want { set, name: parameter.name.clone(), region, into }
+        ReadRequest { set, name: parameter.name.clone(), region, into }
     };
     regions.map(want).collect()
 }

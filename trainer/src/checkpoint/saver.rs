@@ -10,7 +10,7 @@ use contract::{Digest, Fault, Result};
 
 /// A checkpoint that was written.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Written {
+pub struct WrittenCheckpoint {
     /// Its step.
     pub step: u64,
     /// The digest of its state.
@@ -25,7 +25,7 @@ pub struct Written {
 
 /// At most one checkpoint that is being written.
 #[derive(Default)]
-pub struct Saver(Option<JoinHandle<Result<Written>>>);
+pub struct Saver(Option<JoinHandle<Result<WrittenCheckpoint>>>);
 
 /// The polling interval of [`Saver::is_busy`].
 const LOOK: Duration = Duration::from_millis(2);
@@ -49,7 +49,7 @@ impl Saver {
         let work = move || {
             let start = Instant::now();
             let left = write()?;
-            Ok(Written { step, state, stall, writing: start.elapsed(), left })
+            Ok(WrittenCheckpoint { step, state, stall, writing: start.elapsed(), left })
         };
         let thread = thread::Builder::new().name("checkpoint".to_owned()).spawn(work);
         self.0 = Some(thread.map_err(|error| Fault::not_started("a thread", &error))?);
@@ -67,12 +67,12 @@ impl Saver {
     }
 
     /// The checkpoint that was written, if one is done.
-    pub fn done(&mut self) -> Result<Option<Written>> {
+    pub fn done(&mut self) -> Result<Option<WrittenCheckpoint>> {
         if self.0.as_ref().is_some_and(JoinHandle::is_finished) { self.wait() } else { Ok(None) }
     }
 
     /// Waits for the checkpoint that is being written.
-    pub fn wait(&mut self) -> Result<Option<Written>> {
+    pub fn wait(&mut self) -> Result<Option<WrittenCheckpoint>> {
         let Some(thread) = self.0.take() else { return Ok(None) };
         let joined = thread.join();
         joined.unwrap_or_else(|_| Err(Fault::bug("the writing of a checkpoint panicked"))).map(Some)

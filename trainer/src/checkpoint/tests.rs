@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use contract::{Key, Purpose, draw};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use proptest::prelude::*;
 use tch::Tensor;
 use tempfile::TempDir;
@@ -15,23 +15,23 @@ use super::medium::{Folder, Medium};
 use super::region::Region;
 use super::*;
 use crate::ledger::Packed;
-use crate::model::{Fold, Init, Role};
-use crate::optim::Kind;
+use crate::model::{Init, Role, WeightShards};
+use crate::optim::MatrixOptimizer;
 use crate::optim::guard::Windows;
-use crate::state::ownership::{self, Ownership, Piece};
-use crate::state::{Owned, State};
+use crate::state::ownership::{self, Ownership, ParamShard};
+use crate::state::{OwnedState, State};
 use crate::workers::Workers;
 
 const LANES: fn() -> Workers = || Workers::new(1);
 const CHAIN: Digest = Digest(77);
 
 /// A few parameters of every kind.
-pub(crate) fn layout() -> Layout {
+pub(crate) fn layout() -> StateLayout {
     layout_in(Dtype::F32)
 }
 
 /// The same, computing in `dtype`.
-pub(crate) fn layout_in(dtype: Dtype) -> Layout {
+pub(crate) fn layout_in(dtype: Dtype) -> StateLayout {
     let parameter = |name: &str, shape: &[i64], role| ParamSpec {
         name: name.to_owned(),
         zyphra: name.to_owned(),
@@ -49,9 +49,10 @@ pub(crate) fn layout_in(dtype: Dtype) -> Layout {
         parameter("norm", &[7], Role::Vector),
         parameter("convolution", &[4, 3, 2], Role::Elementwise),
     ];
-    let rules = parameters.iter().map(|parameter| Rule::of(Kind::Muon, parameter)).collect();
-    let balance = vec![Balance::new(4, true), Balance::new(3, false)];
-    Layout { parameters, rules, balance, device: Device::Cpu, dtypes: vec![(0, dtype)] }
+    let rule = |parameter| OptimizerRule::of(MatrixOptimizer::Muon, parameter);
+    let rules = parameters.iter().map(rule).collect();
+    let balance = vec![RouterBalance::new(4, true), RouterBalance::new(3, false)];
+    StateLayout { parameters, rules, balance, device: Device::Cpu, dtypes: vec![(0, dtype)] }
 }
 
 /// A state as complete tensors.
@@ -59,16 +60,16 @@ pub(crate) struct Whole {
     pub(crate) weights: Vec<Tensor>,
     pub(crate) first: Vec<Tensor>,
     second: Vec<Option<Tensor>>,
-    balance: Vec<Balance>,
+    balance: Vec<RouterBalance>,
     windows: Option<Windows>,
 }
 
 impl Whole {
     /// The part of `rank` after `step`, where the state is cut into `pieces`.
-    pub(crate) fn cut(&self, step: u64, pieces: &[Piece], rank: u32) -> State {
+    pub(crate) fn cut(&self, step: u64, pieces: &[ParamShard], rank: u32) -> State {
         let Whole { weights, first, second, balance, windows } = self;
         let owners = Ownership::cut(pieces.to_vec(), rank);
-        let owned = owners.own().map(|piece| Owned {
+        let owned = owners.own().map(|piece| OwnedState {
             master: None,
             first: piece.of(&first[piece.tensor]).copy(),
             second: second[piece.tensor].as_ref().map(|second| piece.of(second).copy()),
@@ -76,24 +77,24 @@ impl Whole {
         let owned = owned.collect();
         let weights = weights.iter().map(Tensor::copy).collect();
         let (balance, windows) = (balance.clone(), windows.clone());
-        let (fold, departures) = (Fold::default(), Departures::default());
+        let (fold, departures) = (WeightShards::default(), PendingCopies::default());
         State { step, weights, fold, balance, windows, owners, owned, departures }
     }
 }
 
 /// A state of this layout with one owner.
-fn state(layout: &Layout, step: u64) -> State {
+fn state(layout: &StateLayout, step: u64) -> State {
     let pieces = ownership::pieces(&layout.parameters, &layout.rules, 1);
     whole(layout, step).cut(step, &pieces, 0)
 }
 
 /// The digest of that state.
-pub(crate) fn digest_of(layout: &Layout, step: u64) -> Digest {
+pub(crate) fn digest_of(layout: &StateLayout, step: u64) -> Digest {
     digest(&state(layout, step))
 }
 
 /// That state as complete tensors: any bits, including NaN.
-pub(crate) fn whole(layout: &Layout, step: u64) -> Whole {
+pub(crate) fn whole(layout: &StateLayout, step: u64) -> Whole {
     let mut number = 0;
     let mut values = |count: i64| -> Vec<f32> {
         number += 1;
@@ -112,7 +113,7 @@ pub(crate) fn whole(layout: &Layout, step: u64) -> Whole {
         second.map(|(parameter, rule)| rule.has_second_moment().then(|| tensor(parameter)));
     let second = second.collect();
     let mut balance = layout.balance.clone();
-    for Balance { bias, first, second } in &mut balance {
+    for RouterBalance { bias, first, second } in &mut balance {
         [bias, first, second].into_iter().for_each(|part| *part = values(part.len() as i64));
     }
     let mut window =
@@ -126,7 +127,7 @@ fn digest(state: &State) -> Digest {
     state.sums(LANES()).unwrap().digest
 }
 
-pub(super) fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Result<()> {
+pub(super) fn save(checkpoints: &Checkpoints, layout: &StateLayout, step: u64) -> Result<()> {
     let state = state(layout, step);
     let snapshot = Snapshot::of(&state)?;
     let blobs = checkpoints.write(layout, &snapshot)?;
@@ -136,10 +137,11 @@ pub(super) fn save(checkpoints: &Checkpoints, layout: &Layout, step: u64) -> Res
 /// Reads the newest state, which must be one that was saved; also returns the steps that were passed over.
 pub(super) fn newest(
     checkpoints: &Checkpoints,
-    layout: &Layout,
+    layout: &StateLayout,
 ) -> (Option<u64>, Vec<(u64, Fault)>) {
-    let read = |reader: &Reader<'_>| reader.whole(layout, LANES());
-    let Found { state: found, passed } = checkpoints.newest(9, |_| Some(CHAIN), read).unwrap();
+    let read = |reader: &CheckpointReader<'_>| reader.whole(layout, LANES());
+    let UsableCheckpoint { state: found, passed } =
+        checkpoints.newest(9, |_| Some(CHAIN), read).unwrap();
     if let Some(found) = &found {
         assert_eq!(digest(found), digest(&state(layout, found.step)));
     }
@@ -423,11 +425,11 @@ fn a_manifest_with_any_byte_changed_is_none() {
     let folder = TempDir::new().unwrap();
     save(&Checkpoints::new(folder.path()), &layout, 3).unwrap();
     let good = fs::read(folder.path().join("step-3/manifest.json")).unwrap();
-    assert!(Manifest::parse(&good).is_ok());
+    assert!(CheckpointManifest::parse(&good).is_ok());
     for place in 0..good.len() {
         let mut bad = good.clone();
         bad[place] ^= 1 << (place % 7);
-        assert!(Manifest::parse(&bad).is_err(), "byte {place}");
+        assert!(CheckpointManifest::parse(&bad).is_err(), "byte {place}");
     }
 }
 
@@ -439,11 +441,11 @@ fn a_manifest_that_leads_elsewhere_is_none() {
     save(&Checkpoints::new(folder.path()), &layout, 3).unwrap();
     let good = fs::read(folder.path().join("step-3/manifest.json")).unwrap();
     for name in ["../step-2/weights-00000.safetensors", "/etc/passwd", "manifest.json", ""] {
-        let mut bad = Manifest::parse(&good).unwrap();
+        let mut bad = CheckpointManifest::parse(&good).unwrap();
         bad.blobs[0].name = name.to_owned();
         bad.sum = Digest::default();
         bad.sum = Digest::of_bytes(bad.text().unwrap().as_bytes());
-        let said = Manifest::parse(bad.text().unwrap().as_bytes()).unwrap_err();
+        let said = CheckpointManifest::parse(bad.text().unwrap().as_bytes()).unwrap_err();
         assert!(said.contains("no file of a checkpoint"), "{name}: {said}");
     }
 }
@@ -456,9 +458,9 @@ fn nothing_is_read_but_what_is_wanted() {
     let checkpoints = Checkpoints::new(folder.path());
     save(&checkpoints, &layout, 3).unwrap();
     let reader = checkpoints.open(3).unwrap();
-    let Manifest { blobs, tensors, .. } = reader.manifest();
+    let CheckpointManifest { blobs, tensors, .. } = reader.manifest();
     let of_matrix =
-        |tensor: &&TensorRecord| (tensor.set, &*tensor.name) == (Set::Weights, "matrix");
+        |tensor: &&TensorRecord| (tensor.set, &*tensor.name) == (TensorSet::Weights, "matrix");
     let boxes = &tensors.iter().find(of_matrix).unwrap().boxes;
     let needed: Vec<&str> = boxes.iter().map(|one| blobs[one.blob].name.as_str()).collect();
     for blob in blobs.iter().filter(|blob| !needed.contains(&blob.name.as_str())) {
@@ -466,14 +468,14 @@ fn nothing_is_read_but_what_is_wanted() {
     }
     let want = |set| {
         let (name, region) = ("matrix".to_owned(), Region::whole(&[5, 6]));
-        Want { set, name, region, into: Tensor::zeros([5, 6], tch::kind::FLOAT_CPU) }
+        ReadRequest { set, name, region, into: Tensor::zeros([5, 6], tch::kind::FLOAT_CPU) }
     };
-    let wanted = want(Set::Weights);
+    let wanted = want(TensorSet::Weights);
     let into = wanted.into.shallow_clone();
     reader.fill(vec![wanted], LANES()).unwrap();
     let whole = state(&layout, 3).weights[1].shallow_clone();
     assert_eq!(into, whole);
-    assert!(reader.fill(vec![want(Set::First)], LANES()).is_err(), "its file is gone");
+    assert!(reader.fill(vec![want(TensorSet::First)], LANES()).is_err(), "its file is gone");
 }
 
 #[test]
@@ -506,17 +508,18 @@ fn runs(length: i64, cuts: &[prop::sample::Index]) -> Vec<(i64, i64)> {
 
 /// The pieces of a layout that cuts every tensor anywhere, in buckets that end anywhere, each with some owner.
 pub(crate) fn pieces_of(
-    layout: &Layout,
+    layout: &StateLayout,
     cuts: &[prop::sample::Index],
     (ends, owners): (&[bool], &[u32]),
-) -> Vec<Piece> {
+) -> Vec<ParamShard> {
     let (mut pieces, mut bundle) = (Vec::new(), 0);
     for (tensor, (parameter, rule)) in layout.parameters.iter().zip(&layout.rules).enumerate() {
         let length = parameter.shape.iter().product();
         for (first, length) in runs(length, &cuts[tensor % cuts.len()..]) {
             bundle += usize::from(!pieces.is_empty() && ends[pieces.len() % ends.len()]);
             let owner = owners[bundle % owners.len()];
-            pieces.push(Piece { tensor, first, shape: vec![length], rule: *rule, bundle, owner });
+            let (shape, rule) = (vec![length], *rule);
+            pieces.push(ParamShard { tensor, first, shape, rule, bundle, owner });
         }
     }
     pieces
@@ -560,7 +563,7 @@ proptest! {
             let there = region::Region::whole(&parameter.shape).part(&region, &state.first[index]);
             let into = there.zeros_like();
             asked.insert(index, (there, into.shallow_clone()));
-            wants.push(Want { set: Set::First, name: parameter.name.clone(), region, into });
+            wants.push(ReadRequest { set: TensorSet::First, name: parameter.name.clone(), region, into });
         }
         reader.fill(wants, LANES()).unwrap();
         for (there, into) in asked.values() {

@@ -4,22 +4,22 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 use contract::{Fault, Result};
-use kernels::device::{Copies, Unloader};
+use kernels::device::{HostCopier, HostCopies};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use store::FileRecord;
 use tch::{Device, Kind, Tensor};
 
-use super::format::{self, BlobRecord, Set};
+use super::format::{self, BlobRecord, TensorSet};
 use super::medium::Medium;
 use super::region::Region;
-use super::{Layout, name};
+use super::{StateLayout, name};
 use crate::model::balance_name;
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
 use crate::refusal::refused;
-use crate::state::ownership::Piece;
-use crate::state::{Owned, State};
+use crate::state::ownership::ParamShard;
+use crate::state::{OwnedState, State};
 
 /// Bytes of an element.
 const F32: usize = 4;
@@ -28,10 +28,10 @@ const F32: usize = 4;
 pub struct Snapshot {
     step: u64,
     /// Each piece with its copied sets: weight, first moment and, if it has one, second moment.
-    pieces: Vec<(Piece, &'static [Set])>,
+    pieces: Vec<(ParamShard, &'static [TensorSet])>,
     /// The values of all pieces, set by set; f32.
-    copies: Copies,
-    balance: Vec<Balance>,
+    copies: HostCopies,
+    balance: Vec<RouterBalance>,
     windows: Option<Windows>,
 }
 
@@ -39,22 +39,22 @@ impl Snapshot {
     /// Copies what this rank owns of `state`, and waits for the copy.
     pub fn of(state: &State) -> Result<Self> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let snapshot = Snapshot::beside(state, &*Unloader::kept(device).map_err(refused)?)?;
+        let snapshot = Snapshot::beside(state, &*HostCopier::kept(device).map_err(refused)?)?;
         snapshot.arrive()?;
         Ok(snapshot)
     }
 
     /// The same without waiting: a device copies into pinned memory while training continues, and the next update of
     /// the state waits for it. Rank 0 owns the balance; the windows, which every rank has, are stored in the manifest.
-    pub fn beside(state: &State, unloader: &Unloader) -> Result<Self> {
+    pub fn beside(state: &State, unloader: &HostCopier) -> Result<Self> {
         // No `..`: every new field of the state must be written.
         let State { step, weights: _, fold: _, balance, windows, owners, owned: _, departures } =
             state;
         let (mut tensors, mut pieces) = (Vec::new(), Vec::new());
-        for (piece, weight, Owned { master: _, first, second }) in state.own() {
+        for (piece, weight, OwnedState { master: _, first, second }) in state.own() {
             let held = [Some(&weight), Some(first), second.as_ref()];
             tensors.extend(held.iter().flatten().map(|tensor| tensor.to_kind(Kind::Float)));
-            pieces.push((piece.clone(), &Set::ALL[..held.iter().flatten().count()]));
+            pieces.push((piece.clone(), &TensorSet::ALL[..held.iter().flatten().count()]));
         }
         let copies = unloader.copies(&tensors, departures).map_err(refused)?;
         let balance = if owners.rank() == 0 { balance.clone() } else { Vec::new() };
@@ -69,7 +69,7 @@ impl Snapshot {
     /// An empty one.
     #[cfg(test)]
     pub(super) fn empty(step: u64) -> Self {
-        let (pieces, copies) = (Vec::new(), Copies::default());
+        let (pieces, copies) = (Vec::new(), HostCopies::default());
         Snapshot { step, pieces, copies, balance: Vec::new(), windows: None }
     }
 
@@ -84,7 +84,7 @@ impl Snapshot {
     }
 
     /// The blobs of this writer by name, with their entries. Waits until the copy is complete.
-    fn blobs(&self, layout: &Layout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
+    fn blobs(&self, layout: &StateLayout) -> Result<BTreeMap<String, Vec<Entry<'_>>>> {
         let mut blobs: BTreeMap<String, Vec<Entry>> = BTreeMap::new();
         let sets =
             self.pieces.iter().flat_map(|(piece, sets)| sets.iter().map(move |set| (piece, *set)));
@@ -99,7 +99,7 @@ impl Snapshot {
         }
         for (layer, balance) in format::balances(&self.balance) {
             let blob = blobs.entry(format::BALANCE.to_owned()).or_default();
-            for set in Set::ALL {
+            for set in TensorSet::ALL {
                 let values = format::values(balance, set);
                 let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
                 let region = Region::whole(&[values.len() as i64]);
@@ -114,7 +114,7 @@ impl Snapshot {
 /// Writes the blobs of a snapshot.
 pub(super) fn blobs(
     medium: &dyn Medium,
-    layout: &Layout,
+    layout: &StateLayout,
     snapshot: &Snapshot,
 ) -> Result<Vec<BlobRecord>> {
     let put = |(blob, entries): (String, Vec<Entry>)| {
@@ -152,7 +152,7 @@ struct Entry<'a> {
 }
 
 impl<'a> Entry<'a> {
-    fn new(set: Set, tensor: &str, region: &Region, bytes: Cow<'a, [u8]>) -> Self {
+    fn new(set: TensorSet, tensor: &str, region: &Region, bytes: Cow<'a, [u8]>) -> Self {
         let shape = region.lengths.iter().map(|length| *length as usize).collect();
         Entry { key: format::key(set, tensor, &region.offsets), shape, bytes }
     }

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use contract::{Result, counted};
-use curriculum::{Amendment, ChangedNumber};
+use curriculum::{Amendment, ChangedHyperparameter};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::history::History;
+use super::history::PreviousSteps;
 use crate::change::rate_at;
 use crate::events;
 use crate::folder::RunFolder;
@@ -19,7 +19,7 @@ use crate::spec::RunSpec;
 /// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum RunChangeKind {
     /// The learning rate jumped, other than by its warm-up or decay.
     LearningRate,
     /// The share of the samples of a source.
@@ -36,46 +36,49 @@ pub enum Kind {
     Skipped,
 }
 
-impl Kind {
+impl RunChangeKind {
     /// All kinds.
-    pub const ALL: [Kind; 7] = [
-        Kind::LearningRate,
-        Kind::Mixture,
-        Kind::Phase,
-        Kind::Amendment,
-        Kind::Kernels,
-        Kind::Ranks,
-        Kind::Skipped,
+    pub const ALL: [RunChangeKind; 7] = [
+        RunChangeKind::LearningRate,
+        RunChangeKind::Mixture,
+        RunChangeKind::Phase,
+        RunChangeKind::Amendment,
+        RunChangeKind::Kernels,
+        RunChangeKind::Ranks,
+        RunChangeKind::Skipped,
     ];
 
     /// Whether it can change what a step learns. Ranks and kernels do not change results, and a skipped step updates
     /// nothing.
     pub(super) fn moves(self) -> bool {
         match self {
-            Kind::LearningRate | Kind::Mixture | Kind::Phase | Kind::Amendment => true,
-            Kind::Kernels | Kind::Ranks | Kind::Skipped => false,
+            RunChangeKind::LearningRate
+            | RunChangeKind::Mixture
+            | RunChangeKind::Phase
+            | RunChangeKind::Amendment => true,
+            RunChangeKind::Kernels | RunChangeKind::Ranks | RunChangeKind::Skipped => false,
         }
     }
 
     /// For people.
     pub fn words(self) -> &'static str {
         match self {
-            Kind::LearningRate => "learning rate",
-            Kind::Mixture => "mixture",
-            Kind::Phase => "phase",
-            Kind::Amendment => "amendments",
-            Kind::Kernels => "kernels",
-            Kind::Ranks => "ranks",
-            Kind::Skipped => "skipped steps",
+            RunChangeKind::LearningRate => "learning rate",
+            RunChangeKind::Mixture => "mixture",
+            RunChangeKind::Phase => "phase",
+            RunChangeKind::Amendment => "amendments",
+            RunChangeKind::Kernels => "kernels",
+            RunChangeKind::Ranks => "ranks",
+            RunChangeKind::Skipped => "skipped steps",
         }
     }
 }
 
 /// A change.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Change {
+pub struct RunChange {
     /// Its kind.
-    pub kind: Kind,
+    pub kind: RunChangeKind,
     /// The first step that it affects.
     pub step: u64,
     /// A description for people.
@@ -89,7 +92,7 @@ const JUMP: f64 = 1.5;
 const SHARE: f64 = 0.02;
 
 /// What is known of a step before it is computed.
-struct Known {
+struct StepInputs {
     step: u64,
     lr: f64,
     /// Whether it was skipped, and why; if that is recorded.
@@ -98,10 +101,10 @@ struct Known {
     edited: bool,
 }
 
-impl From<&StepRecord> for Known {
-    fn from(record: &StepRecord) -> Known {
+impl From<&StepRecord> for StepInputs {
+    fn from(record: &StepRecord) -> StepInputs {
         let (step, lr, skipped) = (record.step, record.lr(), record.skipped);
-        Known { step, lr, skipped, edited: record.curriculum.is_some() }
+        StepInputs { step, lr, skipped, edited: record.curriculum.is_some() }
     }
 }
 
@@ -110,25 +113,30 @@ impl From<&StepRecord> for Known {
 pub(super) fn changes(
     spec: &RunSpec,
     folder: &RunFolder,
-    history: &History,
+    history: &PreviousSteps,
     (step, record): (u64, Option<&StepRecord>),
-) -> Result<Vec<Change>> {
-    let planned = || Known { step, lr: rate_at(spec, step), skipped: None, edited: false };
-    let last = record.map_or_else(planned, Known::from);
-    let records: Vec<Known> = history.records.iter().map(Known::from).chain([last]).collect();
+) -> Result<Vec<RunChange>> {
+    let planned = || StepInputs { step, lr: rate_at(spec, step), skipped: None, edited: false };
+    let last = record.map_or_else(planned, StepInputs::from);
+    let records: Vec<StepInputs> =
+        history.records.iter().map(StepInputs::from).chain([last]).collect();
     let first = records[0].step;
     let mut found = rates(&records, if first == 1 { 0.0 } else { rate_at(spec, first - 1) });
     for pair in records.windows(2) {
         found.extend(curriculum(spec, pair[0].step, pair[1].step)?);
         if let Some(reason) = pair[0].skipped.filter(|skipped| *skipped != Skipped::No) {
-            let (kind, step) = (Kind::Skipped, pair[0].step);
-            found.push(Change { kind, step, what: format!("step {step} was {}", reason.words()) });
+            let (kind, step) = (RunChangeKind::Skipped, pair[0].step);
+            found.push(RunChange {
+                kind,
+                step,
+                what: format!("step {step} was {}", reason.words()),
+            });
         }
         let amended = spec.curriculum.amendments.iter().any(|one| one.step == pair[1].step);
         if pair[1].edited && !amended {
-            let (kind, step) = (Kind::Amendment, pair[1].step);
+            let (kind, step) = (RunChangeKind::Amendment, pair[1].step);
             let what = format!("an edit of the curriculum came into force at step {step}");
-            found.push(Change { kind, step, what });
+            found.push(RunChange { kind, step, what });
         }
     }
     let mut numbers = spec.curriculum.numbers_at(0);
@@ -138,7 +146,7 @@ pub(super) fn changes(
         if (first + 1..=step).contains(&at) {
             let told = amended(amendment, &before.changed(&numbers));
             let what = format!("amended from step {at} on: {told}");
-            found.push(Change { kind: Kind::Amendment, step: at, what });
+            found.push(RunChange { kind: RunChangeKind::Amendment, step: at, what });
         }
     }
     let machines = machines(folder)?;
@@ -148,7 +156,7 @@ pub(super) fn changes(
 }
 
 /// The last step with a change that can affect what a step learns; 0 if there is none.
-pub(super) fn last(changes: &[Change]) -> u64 {
+pub(super) fn last(changes: &[RunChange]) -> u64 {
     let moving = changes.iter().filter(|change| change.kind.moves());
     moving.map(|change| change.step).max().unwrap_or(0)
 }
@@ -162,7 +170,7 @@ pub(super) fn number(value: f64) -> String {
 }
 
 /// An amendment in words; `changed` are the settings that it changes.
-fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
+fn amended(amendment: &Amendment, changed: &[ChangedHyperparameter]) -> String {
     let Amendment { step: _, mix, ban, store, numbers: _, skip } = amendment;
     let mut parts: Vec<String> = Vec::new();
     if !mix.is_empty() {
@@ -177,7 +185,7 @@ fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
         (Err(_), Ok(value)) => number(value),
         _ => value.to_owned(),
     };
-    parts.extend(changed.iter().map(|ChangedNumber { key, was, becomes }| {
+    parts.extend(changed.iter().map(|ChangedHyperparameter { key, was, becomes }| {
         format!("{key} {}, before {}", people(becomes), people(was))
     }));
     if *skip {
@@ -188,7 +196,7 @@ fn amended(amendment: &Amendment, changed: &[ChangedNumber]) -> String {
 
 /// Jumps of the learning rate; `before` is the rate of the step before these. A warm-up rises by equal amounts, so a
 /// rise no larger than the one before is not a jump.
-fn rates(records: &[Known], before: f64) -> Vec<Change> {
+fn rates(records: &[StepInputs], before: f64) -> Vec<RunChange> {
     let mut found = Vec::new();
     let mut risen = records.first().map_or(0.0, |first| first.lr - before);
     for pair in records.windows(2) {
@@ -198,7 +206,7 @@ fn rates(records: &[Known], before: f64) -> Vec<Change> {
         if jumps || lr * JUMP * 2.0 < before {
             let what =
                 format!("the learning rate went from {before:.3e} to {lr:.3e} at step {step}");
-            found.push(Change { kind: Kind::LearningRate, step, what });
+            found.push(RunChange { kind: RunChangeKind::LearningRate, step, what });
         }
         risen = rise;
     }
@@ -206,7 +214,7 @@ fn rates(records: &[Known], before: f64) -> Vec<Change> {
 }
 
 /// Changes by the curriculum between two consecutive steps.
-fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
+fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<RunChange>> {
     let (old, new) = (spec.plan.step(before)?, spec.plan.step(step)?);
     if old.phase == new.phase {
         return Ok(Vec::new());
@@ -225,15 +233,15 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
             "from step {step} on context_chunks {chunks} and weight_shards {shards}, before {} and {}",
             was.cut.chunks, was.cut.shards
         );
-        found.push(Change { kind: Kind::Phase, step, what });
+        found.push(RunChange { kind: RunChangeKind::Phase, step, what });
     }
     if (&is.config, is.balance_lr) != (&was.config, was.balance_lr) {
         let what = format!("at step {step} phase {:?} brings other numbers of [model]", new.name);
-        found.push(Change { kind: Kind::Phase, step, what });
+        found.push(RunChange { kind: RunChangeKind::Phase, step, what });
     }
     if shape(old) != shape(new) {
         let what = format!("from step {step} on {}, before {}", shape(new), shape(old));
-        found.push(Change { kind: Kind::Phase, step, what });
+        found.push(RunChange { kind: RunChangeKind::Phase, step, what });
     }
     let (was, is) = (shares(spec, old), shares(spec, new));
     let names = is.keys().chain(was.keys().filter(|name| !is.contains_key(*name)));
@@ -248,7 +256,7 @@ fn curriculum(spec: &RunSpec, before: u64, step: u64) -> Result<Vec<Change>> {
         };
         let words: Vec<String> = moved.iter().map(one).collect();
         let what = format!("the mixture changed at step {step}: {}", words.join(", "));
-        found.push(Change { kind: Kind::Mixture, step, what });
+        found.push(RunChange { kind: RunChangeKind::Mixture, step, what });
     }
     Ok(found)
 }
@@ -265,7 +273,7 @@ fn shares<'a>(spec: &'a RunSpec, phase: &mixer::PhasePlan) -> BTreeMap<&'a str, 
 
 /// The ranks and kernels that computed a step, by the events.
 #[derive(Clone, Debug, Default, PartialEq)]
-struct Computed {
+struct ComputedBy {
     ranks: u64,
     exchange: String,
     kernels: String,
@@ -274,9 +282,9 @@ struct Computed {
 
 /// Changes of ranks and kernels, by the events. Lines that cannot be parsed are skipped: events are not chained, and no
 /// result depends on them.
-fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
+fn machines(folder: &RunFolder) -> Result<Vec<RunChange>> {
     let text = events::read(&folder.events())?;
-    let (mut now, mut last, mut found) = (Computed::default(), None::<Computed>, Vec::new());
+    let (mut now, mut last, mut found) = (ComputedBy::default(), None::<ComputedBy>, Vec::new());
     for event in text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok()) {
         let word = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
         match event["event"].as_str() {
@@ -285,7 +293,7 @@ fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
                     Value::String(text) => text.clone(),
                     other => other.to_string(),
                 };
-                now = Computed {
+                now = ComputedBy {
                     ranks: 1,
                     exchange: "none".into(),
                     kernels,
@@ -314,7 +322,7 @@ fn machines(folder: &RunFolder) -> Result<Vec<Change>> {
     Ok(found)
 }
 
-fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
+fn differences(before: &ComputedBy, now: &ComputedBy, step: u64) -> Vec<RunChange> {
     let mut found = Vec::new();
     if (before.ranks, &before.exchange) != (now.ranks, &now.exchange) {
         let what = format!(
@@ -324,14 +332,14 @@ fn differences(before: &Computed, now: &Computed, step: u64) -> Vec<Change> {
             before.ranks,
             before.exchange
         );
-        found.push(Change { kind: Kind::Ranks, step, what });
+        found.push(RunChange { kind: RunChangeKind::Ranks, step, what });
     }
     if (&before.kernels, &before.device) != (&now.kernels, &now.device) {
         let what = format!(
             "from step {step} on the kernel table was {} on {}, before {} on {}",
             now.kernels, now.device, before.kernels, before.device
         );
-        found.push(Change { kind: Kind::Kernels, step, what });
+        found.push(RunChange { kind: RunChangeKind::Kernels, step, what });
     }
     found
 }

@@ -16,20 +16,20 @@ use std::ops::Range;
 use contract::Result;
 use kernels::addend::Addend;
 use kernels::device::Stager;
-use kernels::ops::Table;
-use kernels::share::Frozen;
+use kernels::ops::OpsTable;
+use kernels::share::SharedTensors;
 use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
 
-use crate::model::{self, MicroBatchInput, ParamId, Sink};
+use crate::model::{self, GradientSink, MicroBatchInput, ParamId};
 use crate::optim::norm;
 use crate::refusal::refused;
-use crate::replay::documents::{DocumentLoss, Place};
+use crate::replay::documents::{DocumentLoss, DocumentPlace};
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 use crate::step::{FrozenModel, Weights, rows};
 use crate::workers::Workers;
 
@@ -64,20 +64,20 @@ pub struct DocumentEvidence {
 /// The gradient of a step in pieces, in canonical order, all on one rank.
 #[derive(Clone, Copy)]
 pub(super) struct StepGradient<'a> {
-    pub(super) pieces: &'a [Piece],
+    pub(super) pieces: &'a [ParamShard],
     pub(super) own: &'a [Tensor],
 }
 
 /// Reduces each gradient to its sum of squares and its dot product with the step's.
-struct Against<'a> {
-    ops: Table,
-    pieces: &'a [Piece],
+struct GradientComparison<'a> {
+    ops: OpsTable,
+    pieces: &'a [ParamShard],
     step: &'a [Tensor],
     squares: Vec<f64>,
     dots: Vec<f64>,
 }
 
-impl Sink for Against<'_> {
+impl GradientSink for GradientComparison<'_> {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         let (index, gradient) = (id.index(), gradient.wide().map_err(refused)?);
         self.squares[index] = norm::squares(self.ops, &gradient)?;
@@ -119,8 +119,12 @@ struct Isolated {
 impl Isolated {
     /// The spans between the boundaries around the `places` of a document, with only its labels counted. Where the
     /// model lets documents attend to each other, a span is the whole row.
-    fn of(batch: &MicroBatchInput<'_>, places: &[Place], documents_apart: bool) -> Isolated {
-        let around = |place: &Place| match documents_apart {
+    fn of(
+        batch: &MicroBatchInput<'_>,
+        places: &[DocumentPlace],
+        documents_apart: bool,
+    ) -> Isolated {
+        let around = |place: &DocumentPlace| match documents_apart {
             true => {
                 around(&batch.boundaries[place.row as usize], &place.columns, batch.seq_len as u32)
             }
@@ -142,7 +146,7 @@ impl Isolated {
         all
     }
 
-    fn push(&mut self, batch: &MicroBatchInput<'_>, place: &Place, span: Range<u32>) {
+    fn push(&mut self, batch: &MicroBatchInput<'_>, place: &DocumentPlace, span: Range<u32>) {
         let row = place.row as usize;
         let first = row * batch.seq_len;
         let columns = first + span.start as usize..first + span.end as usize;
@@ -192,7 +196,7 @@ pub(super) fn gradients(
     workers: Workers,
 ) -> Result<(Vec<DocumentGradient>, u64)> {
     let model = FrozenModel::at(spec, batch.step, state, workers)?;
-    let (own, config) = (Frozen::new(step.own), model.config());
+    let (own, config) = (SharedTensors::new(step.own), model.config());
     let whole = rows(batch, 0..batch.rows);
     let label_count = batch.label_count.max(1);
     let work = |document: &DocumentLoss, Weights { weights, biases }: Weights<'_>| {
@@ -200,7 +204,7 @@ pub(super) fn gradients(
             return Ok((DocumentGradient::default(), 0));
         }
         let own = own.aliases();
-        let mut sink = Against {
+        let mut sink = GradientComparison {
             ops: workers.ops(),
             pieces: step.pieces,
             step: &own,

@@ -70,12 +70,16 @@ impl Rows {
     }
 
     /// One document between each two boundaries; the last of the first row continues at the start of the last row.
-    fn documents(&self) -> Vec<Vec<Place>> {
+    fn documents(&self) -> Vec<Vec<DocumentPlace>> {
         let mut found = Vec::new();
         for (row, starts) in self.boundaries.iter().enumerate() {
             let ends = starts.iter().skip(1).copied().chain([WIDTH as u32]);
             for (start, end) in starts.iter().zip(ends) {
-                found.push(vec![Place { row: row as u64, columns: *start..end, first_token: 0 }]);
+                found.push(vec![DocumentPlace {
+                    row: row as u64,
+                    columns: *start..end,
+                    first_token: 0,
+                }]);
             }
         }
         if self.boundaries.len() > 1 {

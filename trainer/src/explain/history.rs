@@ -12,16 +12,16 @@ const COST: usize = 32;
 const LATELY: usize = 16;
 
 /// The last steps before one, oldest first.
-pub(super) struct History {
+pub(super) struct PreviousSteps {
     pub(super) records: Vec<StepRecord>,
 }
 
-impl History {
+impl PreviousSteps {
     /// The `window` steps before `step`, or as many as there are.
-    pub(super) fn read(ledger: &Ledger, step: u64, window: u64) -> Result<History> {
+    pub(super) fn read(ledger: &Ledger, step: u64, window: u64) -> Result<PreviousSteps> {
         let last = (step - 1).min(ledger.last_step());
         let first = last.saturating_sub(window) + 1;
-        Ok(History {
+        Ok(PreviousSteps {
             records: (first..=last).map(|step| ledger.record(step)).collect::<Result<_>>()?,
         })
     }

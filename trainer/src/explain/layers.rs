@@ -5,7 +5,7 @@ use kernels::tree;
 use loader::Batch;
 use serde::Serialize;
 
-use super::history::History;
+use super::history::PreviousSteps;
 use crate::ledger::{self, Packed, StepRecord};
 use crate::metrics::entropy;
 use crate::model::{self, LayerActivity, ParamSpec, ZayaConfig};
@@ -17,14 +17,14 @@ use crate::workers::Workers;
 
 /// A norm, and how it compares with the steps before.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub struct Norm {
+pub struct NormEvidence {
     /// Of this step.
     pub norm: f64,
     /// The median over the steps before; `None` where there are none.
     pub median: Option<f64>,
 }
 
-impl Norm {
+impl NormEvidence {
     /// Its ratio to the median.
     pub fn times(&self) -> Option<f64> {
         self.median.filter(|median| *median > 0.0).map(|median| self.norm / median)
@@ -39,11 +39,11 @@ pub struct LayerEvidence {
     /// The norm of its weights before the step.
     pub weights: f64,
     /// Of its gradient, before clipping.
-    pub gradient: Norm,
+    pub gradient: NormEvidence,
     /// Of its update: new weights minus old ones.
-    pub update: Norm,
+    pub update: NormEvidence,
     /// The update of the step before, which led to these weights, compared with the steps before that.
-    pub update_before: Option<Norm>,
+    pub update_before: Option<NormEvidence>,
 }
 
 /// Activations of a layer, as root mean squares over the tokens and dimensions of the step.
@@ -92,7 +92,7 @@ pub(super) fn layers(
     spec: &RunSpec,
     before: &State,
     record: Option<&StepRecord>,
-    (history, changed): (&History, u64),
+    (history, changed): (&PreviousSteps, u64),
     workers: Workers,
 ) -> Result<Vec<LayerEvidence>> {
     let weights = before.own().map(|(piece, weight, _)| (piece.tensor, weight)).collect();
@@ -109,17 +109,17 @@ pub(super) fn layers(
     let layer = |(index, layer): (usize, ledger::LayerParameters)| LayerEvidence {
         name: layer.name,
         weights: norm::norm(&squares[layer.parameters]),
-        gradient: Norm {
+        gradient: NormEvidence {
             norm: record.map_or(f64::NAN, |record| gradient(record, index).unwrap_or(0.0)),
             median: history.median(|record| gradient(record, index)),
         },
-        update: Norm {
+        update: NormEvidence {
             norm: record.map_or(f64::NAN, |record| update(record, index).unwrap_or(0.0)),
             median: history.median(|record| update(record, index)),
         },
         update_before: last.and_then(|(last, rest)| {
             let rest = rest.iter().filter_map(|record| update(record, index)).collect();
-            Some(Norm { norm: update(last, index)?, median: super::history::median(rest) })
+            Some(NormEvidence { norm: update(last, index)?, median: super::history::median(rest) })
         }),
     };
     Ok(ledger::layers(&spec.names()).into_iter().enumerate().map(layer).collect())
@@ -154,7 +154,7 @@ pub(super) fn activities(
 }
 
 /// The load of every router, from the ledger's counts; layers without a router are omitted.
-pub(super) fn routers(record: &StepRecord, history: &History) -> Vec<RouterEvidence> {
+pub(super) fn routers(record: &StepRecord, history: &PreviousSteps) -> Vec<RouterEvidence> {
     let router = |(layer, counts): (usize, &Vec<u64>)| {
         let total: u64 = counts.iter().sum();
         // Adding zero turns the -0.0 of a single expert into 0.0.

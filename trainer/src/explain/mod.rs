@@ -30,10 +30,12 @@ use loader::Batch;
 use serde::Serialize;
 use tch::Tensor;
 
-pub use changes::{Change, Kind};
+pub use changes::{RunChange, RunChangeKind};
 pub use documents::{DocumentEvidence, DocumentGradient};
-pub use layers::{ActivityEvidence, LayerEvidence, Norm, RouterEvidence, TemperatureEvidence};
-pub use moved::Moved;
+pub use layers::{
+    ActivityEvidence, LayerEvidence, NormEvidence, RouterEvidence, TemperatureEvidence,
+};
+pub use moved::Deviations;
 pub use removal::Removal;
 pub use speed::SpeedEvidence;
 pub use tokens::WorstToken;
@@ -43,17 +45,17 @@ use crate::change::{self, flag, rate_at};
 use crate::ledger::StepRecord;
 use crate::optim::norm;
 use crate::replay::documents::DocumentLoss;
-use crate::replay::narrow::Narrowed;
+use crate::replay::narrow::LocatedDifference;
 use crate::replay::texts::Decoder;
 use crate::replay::{Replayer, Verdict, tokens as tokens_of};
 use crate::state::State;
 use documents::StepGradient;
-use history::History;
-use removal::Without;
+use history::PreviousSteps;
+use removal::RemovalReplay;
 
 /// The step to explain, and how much to compute.
 #[derive(Clone, Copy, Debug)]
-pub struct Request {
+pub struct ExplainRequest {
     /// The step.
     pub step: u64,
     /// The number of steps before it to compare with.
@@ -88,7 +90,7 @@ pub struct Explanation {
     /// The findings: what stands out, causes first; then context.
     pub findings: Vec<Finding>,
     /// How far the step is from usual.
-    pub moved: Moved,
+    pub moved: Deviations,
     /// How fast it was computed, if the events say.
     pub speed: Option<SpeedEvidence>,
     /// The result of the replay: whether its bits match.
@@ -96,7 +98,7 @@ pub struct Explanation {
     /// What that means.
     pub advice: String,
     /// Where its bits differ from the ledger.
-    pub bits: Option<Narrowed>,
+    pub bits: Option<LocatedDifference>,
     /// Why the step cannot be completed, if it diverges.
     pub diverged: Option<String>,
     /// The mean loss of a label.
@@ -130,21 +132,21 @@ pub struct Explanation {
     /// Temperatures of attention by layer.
     pub temperatures: Vec<TemperatureEvidence>,
     /// Changes in the window.
-    pub changes: Vec<Change>,
+    pub changes: Vec<RunChange>,
     /// Commands to continue with if documents are named: a replay and a fork without them.
     pub next: Vec<String>,
 }
 
 /// Explains a step of a run.
-pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation> {
-    let Request { step, window, top, tokens } = request;
+pub fn explain(replayer: &mut Replayer, request: ExplainRequest) -> Result<Explanation> {
+    let ExplainRequest { step, window, top, tokens } = request;
     if step == 0 {
         return Err(Fault::usage("steps are counted from 1").at("--step"));
     }
     replayer.refuse_ranks("an explanation")?;
     let before = replayer.state_after(step - 1)?;
     let replayer = &*replayer;
-    let history = || History::read(replayer.ledger(), step, window);
+    let history = || PreviousSteps::read(replayer.ledger(), step, window);
     let history = replayer.timed("window", history)?;
     let mut after = before.copy()?;
     let kept = replayer.step_with_gradient(&before, &mut after)?;
@@ -162,7 +164,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         .map(|one| tokens::worst(batch, &one.document, &kept.token_losses, tokens, &decoder));
     let worst = worst.collect::<Result<Vec<_>>>()?;
     let next = (step < spec.plan.steps()).then(|| replayer.batch(step + 1)).transpose()?;
-    let without = Without { replayer, before: &before, batch, next: next.as_ref() };
+    let without = RemovalReplay { replayer, before: &before, batch, next: next.as_ref() };
     let removals = replayer.timed("removals", || removals(without, named))?;
     let next = next.as_ref().filter(|_| replayed.record.is_some());
     let next_loss = || next.map(|next| removal::loss_of(spec, &after, next, workers)).transpose();
@@ -176,7 +178,7 @@ pub fn explain(replayer: &mut Replayer, request: Request) -> Result<Explanation>
         step,
         sentence: String::new(),
         findings: Vec::new(),
-        moved: Moved::default(),
+        moved: Deviations::default(),
         speed: SpeedEvidence::read(replayer.folder(), step)?,
         verdict: replayed.verdict,
         advice: replayed.advice,
@@ -229,7 +231,7 @@ impl Explanation {
         &mut self,
         replayer: &Replayer,
         before: &State,
-        history: &History,
+        history: &PreviousSteps,
         again: Option<StepRecord>,
     ) -> Result<()> {
         let (step, spec, workers) = (self.step, replayer.spec(), replayer.workers());
@@ -240,7 +242,7 @@ impl Explanation {
         let changed = changes::last(&self.changes);
         self.layers = layers::layers(spec, before, record, (history, changed), workers)?;
         self.routers = record.map_or_else(Vec::new, |record| layers::routers(record, history));
-        self.moved = Moved::of(history, &self.changes, (self.loss, self.norm), record);
+        self.moved = Deviations::of(history, &self.changes, (self.loss, self.norm), record);
         self.moved.rates = [step, step - 1].map(|at| if at > 0 { rate_at(spec, at) } else { 0.0 });
         Ok(())
     }
@@ -291,7 +293,7 @@ fn squares(gradient: &[Tensor], workers: crate::workers::Workers) -> Result<f64>
 }
 
 /// The step without each of the top documents that have labels, and without all of them.
-fn removals(without: Without<'_>, named: &[DocumentEvidence]) -> Result<Vec<Removal>> {
+fn removals(without: RemovalReplay<'_>, named: &[DocumentEvidence]) -> Result<Vec<Removal>> {
     let named: Vec<&DocumentEvidence> =
         named.iter().filter(|one| one.document.labels > 0).collect();
     let mut found = Vec::new();

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::Change;
-use super::history::History;
+use super::RunChange;
+use super::history::PreviousSteps;
 use crate::ledger::{Packed, StepRecord};
 use crate::optim::guard::Skipped;
-use crate::usual::{Position, Window};
+use crate::usual::{Deviation, RecentValues};
 
 /// The distance in spreads from which a value counts as moved.
 const FAR: f64 = 4.5;
@@ -30,13 +30,13 @@ const PART: f64 = 0.05;
 
 /// How far a step is from usual; `None` where there are too few steps before it.
 #[derive(Clone, Debug, Default, Serialize)]
-pub struct Moved {
+pub struct Deviations {
     /// Its loss.
-    pub loss: Option<Position>,
+    pub loss: Option<Deviation>,
     /// The loss of its sources.
-    pub sources: BTreeMap<String, Position>,
+    pub sources: BTreeMap<String, Deviation>,
     /// The logarithm of its gradient norm.
-    pub norm: Option<Position>,
+    pub norm: Option<Deviation>,
     /// The update of the weights by this step or by the one before, whichever is larger, relative to the median before.
     pub update: Option<f64>,
     /// Its learning rate, and that of the step before.
@@ -45,16 +45,16 @@ pub struct Moved {
     pub skipped: Option<Skipped>,
 }
 
-impl Moved {
+impl Deviations {
     /// For a step with this loss and norm, and its record if there is one.
     pub(super) fn of(
-        history: &History,
-        changes: &[Change],
+        history: &PreviousSteps,
+        changes: &[RunChange],
         (loss, norm): (f64, f64),
         record: Option<&StepRecord>,
-    ) -> Moved {
+    ) -> Deviations {
         let position = |value: f64, floor: f64, of: &dyn Fn(&StepRecord) -> Option<f64>| {
-            let mut window = Window::of_few();
+            let mut window = RecentValues::of_few();
             for record in &history.records {
                 if changes.iter().any(|change| change.step == record.step && change.kind.moves()) {
                     window.change();
@@ -63,7 +63,7 @@ impl Moved {
             }
             match value.is_finite() {
                 true => window.position(value, floor),
-                false => Some(Position { usual: window.median()?, score: f64::INFINITY }),
+                false => Some(Deviation { usual: window.median()?, score: f64::INFINITY }),
             }
         };
         let log = |norm: f64| norm.max(f64::MIN_POSITIVE).ln();
@@ -79,16 +79,16 @@ impl Moved {
             if let (Some(found), Some(usually)) = (found, usually) {
                 // The mean of fewer labels is noisier.
                 let score = found.score * (labels / usually.max(1.0)).sqrt().min(1.0);
-                sources.insert(name.clone(), Position { score, ..found });
+                sources.insert(name.clone(), Deviation { score, ..found });
             }
         }
-        Moved {
+        Deviations {
             loss: position(loss, LOSS_FLOOR * loss.abs(), &|record| Some(record.loss)),
             sources,
-            norm: of_norm.map(|found| Position { usual: found.usual.exp(), ..found }),
+            norm: of_norm.map(|found| Deviation { usual: found.usual.exp(), ..found }),
             update: update(history.since(super::changes::last(changes)), record),
             skipped: record.and_then(|record| record.skipped).filter(|why| *why != Skipped::No),
-            ..Moved::default()
+            ..Deviations::default()
         }
     }
 

@@ -36,7 +36,7 @@ pub struct Removal {
 
 /// The step after a state, to recompute without some of its documents.
 #[derive(Clone, Copy)]
-pub(super) struct Without<'a> {
+pub(super) struct RemovalReplay<'a> {
     pub(super) replayer: &'a Replayer,
     pub(super) before: &'a State,
     pub(super) batch: &'a Batch,
@@ -44,10 +44,10 @@ pub(super) struct Without<'a> {
     pub(super) next: Option<&'a Batch>,
 }
 
-impl Without<'_> {
+impl RemovalReplay<'_> {
     /// Computes the step without `documents`.
     pub(super) fn remove(&self, documents: &[&DocumentEvidence]) -> Result<Removal> {
-        let Without { replayer, before, batch, next } = *self;
+        let RemovalReplay { replayer, before, batch, next } = *self;
         let (spec, workers) = (replayer.spec(), replayer.workers());
         let (mut batch, mut state) = (batch.clone(), before.copy()?);
         let mut labels = 0;

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use super::history::median;
 use crate::folder::RunFolder;
-use crate::report::{Log, SLOW};
+use crate::report::{EventLog, SLOW};
 
 /// The number of steps before it to compare with.
 const BEFORE: usize = 64;
@@ -33,7 +33,7 @@ pub struct SpeedEvidence {
 impl SpeedEvidence {
     /// The speed of a step; `None` if the events do not contain it.
     pub(super) fn read(folder: &RunFolder, step: u64) -> Result<Option<SpeedEvidence>> {
-        let mut log = Log::new(&folder.events(), &folder.ledger());
+        let mut log = EventLog::new(&folder.events(), &folder.ledger());
         log.refresh()?;
         let at = step as usize - 1;
         let of = |column: &[f32]| column.get(at).copied().filter(|value| value.is_finite());

@@ -4,9 +4,9 @@ use std::fmt::{Display, Formatter, Result};
 
 use contract::terminal;
 
-use super::{DocumentEvidence, Explanation, Norm, Removal, WorstToken};
+use super::{DocumentEvidence, Explanation, NormEvidence, Removal, WorstToken};
 use crate::optim::guard::Skipped;
-use crate::usual::Position;
+use crate::usual::Deviation;
 
 impl Display for Explanation {
     fn fmt(&self, out: &mut Formatter<'_>) -> Result {
@@ -43,7 +43,7 @@ impl Explanation {
         if let Some(why) = &self.diverged {
             writeln!(out, "  diverges       {}", why.replace('\n', "\n                 "))?;
         }
-        let far = |found: &Option<Position>| {
+        let far = |found: &Option<Deviation>| {
             found.map_or_else(String::new, |found| format!(" [{:+.1} spreads]", found.score))
         };
         let (loss, norm) = (before(self.loss_before), before(self.norm_before));
@@ -230,7 +230,7 @@ impl Explanation {
         for change in &self.changes {
             writeln!(out, "  {}: {}", change.kind.words(), change.what)?;
         }
-        let still = super::Kind::ALL
+        let still = super::RunChangeKind::ALL
             .iter()
             .filter(|kind| self.changes.iter().all(|change| change.kind != **kind));
         let still: Vec<&str> = still.map(|kind| kind.words()).collect();
@@ -238,7 +238,7 @@ impl Explanation {
     }
 }
 
-fn times(norm: &Norm) -> String {
+fn times(norm: &NormEvidence) -> String {
     norm.times().map_or_else(|| "-".to_owned(), |times| format!("{times:.2}"))
 }
 

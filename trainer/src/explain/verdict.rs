@@ -3,7 +3,7 @@
 use contract::terminal;
 use serde::Serialize;
 
-use super::changes::{Change, Kind, number};
+use super::changes::{RunChange, RunChangeKind, number};
 use super::text::short;
 use super::{Explanation, RouterEvidence, documents};
 use crate::replay::Verdict;
@@ -92,7 +92,7 @@ const APART: f64 = 3.3;
 
 /// The order of findings: the lowest leads the sentence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Place {
+enum Order {
     Bits,
     Rate,
     /// Documents that dominate the gradient, where nothing changed at this very step.
@@ -112,31 +112,31 @@ enum Place {
 /// All findings: what stands out, causes first; then context.
 pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
     let moved = found.diverged.is_some() || found.moved.learned();
-    let or_context = |leads: bool, place| if leads { place } else { Place::Context };
-    let mut all: Vec<(Place, Subject, String)> = Vec::new();
+    let or_context = |leads: bool, place| if leads { place } else { Order::Context };
+    let mut all: Vec<(Order, Subject, String)> = Vec::new();
     if let Some(words) = bits(found) {
-        all.push((Place::Bits, Subject::Bits, words));
+        all.push((Order::Bits, Subject::Bits, words));
     }
     let spike = update(found);
     for change in &found.changes {
-        let place = or_context(leads(change, found, moved), Place::Changed);
-        let is_rate = change.kind == Kind::LearningRate && place != Place::Context;
+        let place = or_context(leads(change, found, moved), Order::Changed);
+        let is_rate = change.kind == RunChangeKind::LearningRate && place != Order::Context;
         let far = is_rate && (spike.is_some() || found.diverged.is_some());
-        all.push((if far { Place::Rate } else { place }, subject(change), change.what.clone()));
+        all.push((if far { Order::Rate } else { place }, subject(change), change.what.clone()));
     }
     let rate = found.moved.rates.into_iter().fold(0.0, f64::max);
-    if rate > WILD && !all.iter().any(|(place, _, _)| *place == Place::Rate) {
+    if rate > WILD && !all.iter().any(|(place, _, _)| *place == Order::Rate) {
         let words =
             format!("the learning rate is {}: no weight outlives such an update", number(rate));
-        let place = or_context(moved || found.moved.updated(), Place::Rate);
+        let place = or_context(moved || found.moved.updated(), Order::Rate);
         all.push((place, Subject::LearningRate, words));
     }
     if let Some((share, words)) = culprits(found) {
-        let at_once = |change: &Change| change.step == found.step && change.kind.moves();
+        let at_once = |change: &RunChange| change.step == found.step && change.kind.moves();
         let dominant = share >= MOST && !found.changes.iter().any(at_once);
         let longer = found.moved.norm.is_some_and(|norm| found.norm > LONGER * norm.usual);
         if moved || dominant && longer || is_apart(found) {
-            let place = if dominant { Place::Dominant } else { Place::Documents };
+            let place = if dominant { Order::Dominant } else { Order::Documents };
             all.push((place, Subject::Documents, words));
         }
     }
@@ -145,57 +145,59 @@ pub(super) fn findings(found: &Explanation) -> Vec<Finding> {
         .iter()
         .partition(|one| one.median.is_some_and(|median| median - one.entropy > LOST));
     if let Some(words) = router(&now) {
-        all.push((or_context(moved, Place::Router), Subject::Router, words));
+        all.push((or_context(moved, Order::Router), Subject::Router, words));
     }
     let lasting: Vec<_> = lasting.into_iter().filter(|one| one.entropy < EVEN).collect();
     if let Some(words) = router(&lasting) {
         let before = lasting.iter().any(|one| one.median.is_some());
         let words = format!("{}{words}", if before { "as before, " } else { "" });
-        all.push((Place::Context, Subject::Lasting, words));
+        all.push((Order::Context, Subject::Lasting, words));
     }
     if let Some(words) = temperature(found) {
-        all.push((or_context(moved, Place::Temperature), Subject::Temperature, words));
+        all.push((or_context(moved, Order::Temperature), Subject::Temperature, words));
     }
     if let Some(words) = spike {
-        all.push((Place::Update, Subject::Update, words));
+        all.push((Order::Update, Subject::Update, words));
     }
     if let Some(why) = found.moved.skipped {
-        all.push((Place::Skipped, Subject::Skipped, format!("it moved nothing: {}", why.words())));
+        all.push((Order::Skipped, Subject::Skipped, format!("it moved nothing: {}", why.words())));
     }
-    if found.window > 0 && found.moved.learned() && all.iter().all(|one| one.0 == Place::Context) {
-        all.extend(symptom(found).map(|words| (Place::Symptom, Subject::Symptom, words)));
+    if found.window > 0 && found.moved.learned() && all.iter().all(|one| one.0 == Order::Context) {
+        all.extend(symptom(found).map(|words| (Order::Symptom, Subject::Symptom, words)));
     }
     if let Some(speed) = found.speed.as_ref().filter(|speed| speed.is_slow()) {
-        all.push((Place::Speed, Subject::Speed, speed.words()));
+        all.push((Order::Speed, Subject::Speed, speed.words()));
     }
     all.sort_by_key(|(place, subject, _)| (*place, *subject));
-    let finding = |(place, subject, words): (Place, Subject, String)| Finding {
+    let finding = |(place, subject, words): (Order, Subject, String)| Finding {
         subject,
         words,
-        context: place == Place::Context,
+        context: place == Order::Context,
     };
     all.into_iter().map(finding).collect()
 }
 
 /// Whether a change is a cause: it is recent, and what it affects has moved since. A learning rate that makes a run
 /// diverge may be older.
-fn leads(change: &Change, found: &Explanation, moved: bool) -> bool {
+fn leads(change: &RunChange, found: &Explanation, moved: bool) -> bool {
     let lately = found.step - change.step < FEW as u64;
     match change.kind {
-        Kind::LearningRate => {
+        RunChangeKind::LearningRate => {
             found.diverged.is_some() || lately && (moved || found.moved.updated())
         }
         _ => change.kind.moves() && lately && moved,
     }
 }
 
-fn subject(change: &Change) -> Subject {
+fn subject(change: &RunChange) -> Subject {
     match change.kind {
-        Kind::LearningRate => Subject::LearningRate,
-        Kind::Mixture => Subject::Mixture,
-        Kind::Phase | Kind::Amendment | Kind::Kernels | Kind::Ranks | Kind::Skipped => {
-            Subject::Changed
-        }
+        RunChangeKind::LearningRate => Subject::LearningRate,
+        RunChangeKind::Mixture => Subject::Mixture,
+        RunChangeKind::Phase
+        | RunChangeKind::Amendment
+        | RunChangeKind::Kernels
+        | RunChangeKind::Ranks
+        | RunChangeKind::Skipped => Subject::Changed,
     }
 }
 

@@ -20,18 +20,18 @@ const PREDECESSOR: Duration = Duration::from_secs(10);
 /// The locks that each process of a run shares: the run's folder, and the place of its checkpoints if that is
 /// elsewhere. So both stay locked until the last process ends, in any order.
 #[derive(Debug, Default)]
-pub struct Holds {
+pub struct RunLocks {
     /// The group name that these processes share.
     group: OnceLock<String>,
     folder: OnceLock<Held>,
     place: OnceLock<Held>,
 }
 
-impl Holds {
+impl RunLocks {
     /// For a process that was started by another one of this group; `None` for the first process of a group.
-    pub fn of(group: Option<String>) -> Holds {
+    pub fn of(group: Option<String>) -> RunLocks {
         let group = group.map(OnceLock::from).unwrap_or_default();
-        Holds { group, ..Holds::default() }
+        RunLocks { group, ..RunLocks::default() }
     }
 
     /// The name of the group.

@@ -7,35 +7,35 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use store::manifest::TokenizerRecord;
 
-use crate::model::{Skip, ZayaConfig};
+use crate::model::{SkipOutput, ZayaConfig};
 
 /// The software that wrote a folder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Layout {
+pub enum HfLayout {
     /// `transformers`: a layer is an attention and its experts.
     Transformers,
     /// Zyphra's first releases (ZAYA1-base): attention and experts are alternating layers.
     Zyphra,
 }
 
-impl Layout {
+impl HfLayout {
     /// For people.
     pub fn name(self) -> &'static str {
         match self {
-            Layout::Transformers => "transformers",
-            Layout::Zyphra => "Zyphra's first releases",
+            HfLayout::Transformers => "transformers",
+            HfLayout::Zyphra => "Zyphra's first releases",
         }
     }
 }
 
 /// What a `config.json` describes.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Described {
+pub struct HfDescription {
     /// The model.
     pub config: ZayaConfig,
     /// The layout of its tensors.
-    pub layout: Layout,
+    pub layout: HfLayout,
     /// Fields that were not taken literally, and why.
     pub notes: Vec<String>,
 }
@@ -92,7 +92,7 @@ pub fn write(config: &ZayaConfig, tokenizer: &TokenizerRecord) -> Value {
 }
 
 /// Parses the text of a `config.json`; `place` names it in errors.
-pub fn read(text: &str, place: &str) -> Result<Described> {
+pub fn read(text: &str, place: &str) -> Result<HfDescription> {
     let fields: Map<String, Value> = serde_json::from_str(text)
         .map_err(|error| Fault::data(format!("this is not a JSON object: {error}")).at(place))?;
     let mut reader = Reader { fields: &fields, place, notes: Vec::new() };
@@ -101,20 +101,20 @@ pub fn read(text: &str, place: &str) -> Result<Described> {
         return Err(reader.refuse("model_type", "\"zaya\"", "only ZAYA1 models are known here"));
     }
     let layout = match ZYPHRA.iter().any(|key| fields.contains_key(*key)) {
-        true => Layout::Zyphra,
-        false => Layout::Transformers,
+        true => HfLayout::Zyphra,
+        false => HfLayout::Transformers,
     };
     let mut found = match layout {
-        Layout::Transformers => reader.transformers()?,
-        Layout::Zyphra => reader.zyphra()?,
+        HfLayout::Transformers => reader.transformers()?,
+        HfLayout::Zyphra => reader.zyphra()?,
     };
     reader.rope(&mut found)?;
     let skip = match layout {
-        Layout::Transformers => Skip::Zero,
-        Layout::Zyphra => Skip::Identity,
+        HfLayout::Transformers => SkipOutput::Zero,
+        HfLayout::Zyphra => SkipOutput::Identity,
     };
     let config = ZayaConfig::resolve(Some("zaya1-8b"), &found).map_err(|fault| fault.at(place))?;
-    Ok(Described { config: ZayaConfig { skip, ..config }, layout, notes: reader.notes })
+    Ok(HfDescription { config: ZayaConfig { skip, ..config }, layout, notes: reader.notes })
 }
 
 type Found = BTreeMap<String, Value>;

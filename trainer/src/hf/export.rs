@@ -13,14 +13,14 @@ use store::disk;
 use store::manifest::TokenizerRecord;
 use tch::Tensor;
 
-use super::files::{self, Named, Written};
+use super::files::{self, NamedTensor, WrittenFile};
 use super::{config, files::commit};
-use crate::model::{self, ParamSpec, Skip, ZayaConfig};
-use crate::optim::balance::Balance;
+use crate::model::{self, ParamSpec, SkipOutput, ZayaConfig};
+use crate::optim::balance::RouterBalance;
 
 /// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exported {
+pub struct HfExport {
     /// Tensors, balancing biases included.
     pub tensors: usize,
     /// Total size of the weight files.
@@ -31,7 +31,7 @@ pub struct Exported {
 pub(crate) struct Model<'a> {
     pub(crate) config: &'a ZayaConfig,
     pub(crate) parameters: &'a [ParamSpec],
-    pub(crate) balance: &'a [Balance],
+    pub(crate) balance: &'a [RouterBalance],
     pub(crate) record: &'a TokenizerRecord,
     /// The tokenizer file.
     pub(crate) tokenizer: &'a [u8],
@@ -42,7 +42,7 @@ pub(crate) fn write(
     target: &Path,
     model: &Model<'_>,
     weights: impl FnOnce() -> Result<Vec<Tensor>>,
-) -> Result<Exported> {
+) -> Result<HfExport> {
     let Model { config, parameters, balance, record, tokenizer } = *model;
     refuse_foreign(config)?;
     commit(target, |folder| {
@@ -51,7 +51,7 @@ pub(crate) fn write(
         disk::write_whole(&folder.join("tokenizer.json"), tokenizer)?;
         let text = tokenizer_config(tokenizer, record, config.max_position_embeddings);
         files::text(folder, "tokenizer_config.json", &text)?;
-        Ok(Exported { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })
+        Ok(HfExport { tensors: tensors.len(), bytes: written.iter().map(|file| file.bytes).sum() })
     })
 }
 
@@ -68,8 +68,8 @@ fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
             .hint("such a model stays here: replay, fork and validate it with ztrain"));
     }
     match config.skip {
-        Skip::Zero => Ok(()),
-        Skip::Identity => Err(fault("skip")
+        SkipOutput::Zero => Ok(()),
+        SkipOutput::Identity => Err(fault("skip")
             .found("\"identity\": a skipped token keeps p times its input")
             .wanted("\"zero\", its only meaning there")),
     }
@@ -79,13 +79,13 @@ fn refuse_foreign(config: &ZayaConfig) -> Result<()> {
 pub(super) fn named(
     parameters: &[ParamSpec],
     weights: &[Tensor],
-    balance: &[Balance],
-) -> Vec<Named> {
+    balance: &[RouterBalance],
+) -> Vec<NamedTensor> {
     let weights = parameters.iter().zip(weights);
-    let weights = weights.map(|(spec, tensor)| Named::new(spec.name.clone(), tensor));
+    let weights = weights.map(|(spec, tensor)| NamedTensor::new(spec.name.clone(), tensor));
     let biases = (0i64..).zip(balance);
     let biases = biases.map(|(layer, balance)| {
-        Named::new(model::balance_name(layer), &Tensor::from_slice(&balance.bias))
+        NamedTensor::new(model::balance_name(layer), &Tensor::from_slice(&balance.bias))
     });
     weights.chain(biases).collect()
 }
@@ -95,8 +95,8 @@ pub(super) fn model_files(
     folder: &Path,
     config: &ZayaConfig,
     tokenizer: &TokenizerRecord,
-    tensors: &[Named],
-) -> Result<Vec<Written>> {
+    tensors: &[NamedTensor],
+) -> Result<Vec<WrittenFile>> {
     files::text(folder, "config.json", &config::write(config, tokenizer))?;
     let generation = json!({"bos_token_id": tokenizer.begin, "eos_token_id": tokenizer.end});
     files::text(folder, "generation_config.json", &generation)?;

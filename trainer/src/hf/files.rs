@@ -22,23 +22,23 @@ const PART_BYTES: u64 = 5_000_000_000;
 /// A written file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct Written {
+pub(super) struct WrittenFile {
     pub(super) name: String,
     pub(super) bytes: u64,
     pub(super) digest: Digest,
 }
 
 /// A named tensor, f32.
-pub(super) struct Named {
+pub(super) struct NamedTensor {
     pub(super) name: String,
     pub(super) tensor: Tensor,
     shape: Vec<usize>,
 }
 
-impl Named {
-    pub(super) fn new(name: String, tensor: &Tensor) -> Named {
+impl NamedTensor {
+    pub(super) fn new(name: String, tensor: &Tensor) -> NamedTensor {
         let shape = tensor.size().iter().map(|length| *length as usize).collect();
-        Named { name, tensor: tensor.to_kind(Kind::Float), shape }
+        NamedTensor { name, tensor: tensor.to_kind(Kind::Float), shape }
     }
 
     fn bytes(&self) -> u64 {
@@ -46,7 +46,7 @@ impl Named {
     }
 }
 
-impl View for &Named {
+impl View for &NamedTensor {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
@@ -67,12 +67,16 @@ impl View for &Named {
 }
 
 /// Writes tensors as `model.safetensors`, or as parts with an index.
-pub(super) fn write(folder: &Path, tensors: &[Named]) -> Result<Vec<Written>> {
+pub(super) fn write(folder: &Path, tensors: &[NamedTensor]) -> Result<Vec<WrittenFile>> {
     write_parts(folder, tensors, PART_BYTES)
 }
 
-pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Result<Vec<Written>> {
-    let mut parts: Vec<(u64, Vec<&Named>)> = Vec::new();
+pub(super) fn write_parts(
+    folder: &Path,
+    tensors: &[NamedTensor],
+    limit: u64,
+) -> Result<Vec<WrittenFile>> {
+    let mut parts: Vec<(u64, Vec<&NamedTensor>)> = Vec::new();
     for tensor in tensors {
         match parts.last_mut() {
             Some((bytes, part)) if *bytes + tensor.bytes() <= limit => {
@@ -92,7 +96,7 @@ pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Resul
         written.push(write_one(folder, name, part)?);
     }
     if count > 1 {
-        let total: u64 = tensors.iter().map(Named::bytes).sum();
+        let total: u64 = tensors.iter().map(NamedTensor::bytes).sum();
         let index = json!({"metadata": {"total_size": total}, "weight_map": index});
         text(folder, "model.safetensors.index.json", &index)?;
     }
@@ -103,7 +107,7 @@ pub(super) fn write_parts(folder: &Path, tensors: &[Named], limit: u64) -> Resul
     clippy::disallowed_types,
     reason = "the library takes metadata so; with one entry it has one order"
 )]
-fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
+fn write_one(folder: &Path, name: String, part: &[&NamedTensor]) -> Result<WrittenFile> {
     let path = folder.join(&name);
     // The library restricts the file to its owner; it gets the permissions of the files next to it.
     let plain = File::create(&path).and_then(|file| file.metadata());
@@ -118,7 +122,7 @@ fn write_one(folder: &Path, name: String, part: &[&Named]) -> Result<Written> {
     fs::set_permissions(&path, plain).map_err(|error| Fault::io("open up", &path, &error))?;
     sync(&path)?;
     let bytes = fs::read(&path).map_err(|error| Fault::io("read back", &path, &error))?;
-    Ok(Written { name, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
+    Ok(WrittenFile { name, bytes: bytes.len() as u64, digest: Digest::of_bytes(&bytes) })
 }
 
 /// Writes a JSON file.

@@ -7,20 +7,20 @@ use std::path::Path;
 use contract::{Fault, Result};
 use tch::Tensor;
 
-use super::config::{self, Described, Layout};
+use super::config::{self, HfDescription, HfLayout};
 use super::files;
-use super::names::{Place, Places};
-use super::start::{self, Start};
+use super::names::{NameMeaning, TensorNames};
+use super::start::{self, InitialModel};
 use crate::model::{self, ZayaConfig};
 use crate::refusal::values;
 
 /// The result of an import.
 #[derive(Clone, Debug)]
-pub struct Imported {
+pub struct HfImport {
     /// The start that was written.
-    pub start: Start,
+    pub start: InitialModel,
     /// The layout of the folder.
-    pub layout: Layout,
+    pub layout: HfLayout,
     /// Fields that were not taken literally.
     pub notes: Vec<String>,
     /// Tensors, balancing biases included.
@@ -28,12 +28,12 @@ pub struct Imported {
 }
 
 /// Reads the model in `source` and writes it as the start `target`.
-pub fn import(source: &Path, target: &Path) -> Result<Imported> {
+pub fn import(source: &Path, target: &Path) -> Result<HfImport> {
     let path = source.join("config.json");
     let text = fs::read_to_string(&path).map_err(|error| Fault::io("read", &path, &error))?;
     let described = config::read(&text, &path.display().to_string())?;
     let found = tensors(source, &described)?;
-    let Described { config, layout, notes } = described;
+    let HfDescription { config, layout, notes } = described;
     let (weights, balance) = assemble(source, &config, found)?;
     let tokenizer = source.join("tokenizer.json");
     let tokenizer = tokenizer.exists().then(|| fs::read(&tokenizer)).transpose();
@@ -41,12 +41,12 @@ pub fn import(source: &Path, target: &Path) -> Result<Imported> {
         tokenizer.map_err(|error| Fault::io("read", &source.join("tokenizer.json"), &error))?;
     let tensors = weights.len() + balance.len();
     let start = start::write(target, &config, &weights, &balance, tokenizer.as_deref())?;
-    Ok(Imported { start, layout, notes, tensors })
+    Ok(HfImport { start, layout, notes, tensors })
 }
 
 /// All tensors of the folder by our names.
-fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tensor>> {
-    let places = Places::new(&described.config);
+fn tensors(source: &Path, described: &HfDescription) -> Result<BTreeMap<String, Tensor>> {
+    let places = TensorNames::new(&described.config);
     let mut found = BTreeMap::new();
     let mut experts: BTreeMap<String, BTreeMap<usize, Tensor>> = BTreeMap::new();
     for (part, mut listed) in files::parts(source)? {
@@ -63,13 +63,13 @@ fn tensors(source: &Path, described: &Described) -> Result<BTreeMap<String, Tens
             }
             files::refuse_non_finite(&path, name, &tensor)?;
             let place = match described.layout {
-                Layout::Transformers => Some(Place::Whole(name.to_owned())),
-                Layout::Zyphra if name == HEAD => Some(Place::Whole(name.to_owned())),
-                Layout::Zyphra => places.of(name),
+                HfLayout::Transformers => Some(NameMeaning::Whole(name.to_owned())),
+                HfLayout::Zyphra if name == HEAD => Some(NameMeaning::Whole(name.to_owned())),
+                HfLayout::Zyphra => places.of(name),
             };
             let before = match place {
-                Some(Place::Whole(name)) => found.insert(name, tensor),
-                Some(Place::Expert(name, expert)) => {
+                Some(NameMeaning::Whole(name)) => found.insert(name, tensor),
+                Some(NameMeaning::Expert(name, expert)) => {
                     experts.entry(name).or_default().insert(expert, tensor)
                 }
                 None => return Err(unknown(&path, name)),

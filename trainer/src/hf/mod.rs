@@ -21,4 +21,4 @@ mod start;
 #[cfg(test)]
 mod tests;
 
-pub use start::Start;
+pub use start::InitialModel;

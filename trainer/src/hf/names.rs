@@ -8,7 +8,7 @@ use crate::model::{self, ParamSpec, Role, ZayaConfig};
 
 /// The meaning of a tensor name in the older layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Place {
+pub(super) enum NameMeaning {
     /// A whole parameter.
     Whole(String),
     /// One expert of a parameter.
@@ -16,36 +16,36 @@ pub(super) enum Place {
 }
 
 /// All tensor names of the older layout.
-pub(super) struct Places(BTreeMap<String, Place>);
+pub(super) struct TensorNames(BTreeMap<String, NameMeaning>);
 
-impl Places {
+impl TensorNames {
     /// The names for a model.
-    pub(super) fn new(config: &ZayaConfig) -> Places {
+    pub(super) fn new(config: &ZayaConfig) -> TensorNames {
         let mut places = BTreeMap::new();
         for ParamSpec { name, zyphra, role, shape, .. } in model::parameters(config) {
             if role == Role::Experts {
                 let expert = |expert: i64| {
-                    let place = Place::Expert(name.clone(), expert as usize);
+                    let place = NameMeaning::Expert(name.clone(), expert as usize);
                     (zyphra.replace('*', &expert.to_string()), place)
                 };
                 places.extend((0..shape[0]).map(expert));
             } else {
-                places.insert(zyphra, Place::Whole(name));
+                places.insert(zyphra, NameMeaning::Whole(name));
             }
         }
         for layer in 0..config.num_hidden_layers {
             let theirs =
                 format!("model.layers.{}.zaya_block.router.balancing_biases", 2 * layer + 1);
-            places.insert(theirs, Place::Whole(model::balance_name(layer)));
+            places.insert(theirs, NameMeaning::Whole(model::balance_name(layer)));
         }
         // Some folders use the newer name for the final norm.
         let norm = "model.norm.weight".to_owned();
-        places.insert(norm.clone(), Place::Whole(norm));
-        Places(places)
+        places.insert(norm.clone(), NameMeaning::Whole(norm));
+        TensorNames(places)
     }
 
     /// The meaning of `name`; `None` if there is no such tensor.
-    pub(super) fn of(&self, name: &str) -> Option<Place> {
+    pub(super) fn of(&self, name: &str) -> Option<NameMeaning> {
         self.0.get(name).cloned()
     }
 }

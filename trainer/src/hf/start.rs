@@ -21,9 +21,9 @@ use store::{disk, regular};
 use tch::Tensor;
 
 use super::export;
-use super::files::{self, Written};
+use super::files::{self, WrittenFile};
 use crate::model::{self, ZayaConfig};
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::refusal::refused;
 
 /// The version of the format.
@@ -37,14 +37,14 @@ const KEPT: &str = "start.kept.json";
 
 /// A start on disk.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Start {
+pub struct InitialModel {
     folder: PathBuf,
-    manifest: Manifest,
+    manifest: InitialManifest,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Manifest {
+struct InitialManifest {
     format: u32,
     /// Over configuration and `weights`.
     content: Digest,
@@ -53,12 +53,12 @@ struct Manifest {
     /// SHA-256 of the tokenizer in the folder, if there is one.
     tokenizer: Option<Identity>,
     config: ZayaConfig,
-    files: Vec<Written>,
+    files: Vec<WrittenFile>,
 }
 
-impl Start {
-    /// Opens the start in `folder`; [`Start::read`] reads and checks the weights.
-    pub fn open(folder: &Path) -> Result<Start> {
+impl InitialModel {
+    /// Opens the start in `folder`; [`InitialModel::read`] reads and checks the weights.
+    pub fn open(folder: &Path) -> Result<InitialModel> {
         let path = folder.join(MANIFEST);
         if !folder.exists() {
             return Err(gone(folder));
@@ -68,15 +68,15 @@ impl Start {
                 .at(folder.display().to_string())
                 .hint("make one with `ztrain import HF_DIR --out START`"));
         }
-        Start::described(&path, folder)
+        InitialModel::described(&path, folder)
     }
 
     /// The start by the run's copy of its manifest, if `folder` no longer exists; `None` if there is no need or no
     /// copy.
-    pub(crate) fn kept(run: &Path, folder: &Path) -> Result<Option<Start>> {
+    pub(crate) fn kept(run: &Path, folder: &Path) -> Result<Option<InitialModel>> {
         let path = run.join(KEPT);
         match !folder.join(MANIFEST).exists() && path.exists() {
-            true => Start::described(&path, folder).map(Some),
+            true => InitialModel::described(&path, folder).map(Some),
             false => Ok(None),
         }
     }
@@ -86,9 +86,9 @@ impl Start {
         files::text(run, KEPT, &self.manifest.value()?)
     }
 
-    fn described(path: &Path, folder: &Path) -> Result<Start> {
+    fn described(path: &Path, folder: &Path) -> Result<InitialModel> {
         let text = fs::read_to_string(path).map_err(|error| Fault::io("read", path, &error))?;
-        let manifest: Manifest = serde_json::from_str(&text)
+        let manifest: InitialManifest = serde_json::from_str(&text)
             .map_err(|error| damaged(path, &format!("its manifest cannot be read: {error}")))?;
         if manifest.format != FORMAT {
             return Err(damaged(path, "its format is another version's"));
@@ -102,7 +102,7 @@ impl Start {
             let fault = damaged(path, "its configuration is not that of its content digest");
             return Err(fault.found(wanted).wanted(manifest.content));
         }
-        Ok(Start { folder: folder.to_owned(), manifest })
+        Ok(InitialModel { folder: folder.to_owned(), manifest })
     }
 
     /// The first of its files that has changed; reads every byte.
@@ -242,7 +242,7 @@ impl Vocabulary {
     }
 }
 
-impl Manifest {
+impl InitialManifest {
     fn value(&self) -> Result<serde_json::Value> {
         let value = serde_json::to_value(self);
         value.map_err(|error| Fault::bug(format!("a start cannot be written: {error}")))
@@ -256,7 +256,7 @@ pub(super) fn write(
     weights: &[Tensor],
     biases: &[Vec<f32>],
     tokenizer: Option<&[u8]>,
-) -> Result<Start> {
+) -> Result<InitialModel> {
     let manifest = files::commit(target, |folder| {
         // The meaning of the tokens is unknown here, only their number.
         let record = TokenizerRecord {
@@ -266,8 +266,9 @@ pub(super) fn write(
             end: None,
             encoder: String::new(),
         };
-        let like = |bias: &Vec<f32>| Balance { bias: bias.clone(), first: vec![], second: vec![] };
-        let balance: Vec<Balance> = biases.iter().map(like).collect();
+        let like =
+            |bias: &Vec<f32>| RouterBalance { bias: bias.clone(), first: vec![], second: vec![] };
+        let balance: Vec<RouterBalance> = biases.iter().map(like).collect();
         let tensors = export::named(&model::parameters(config), weights, &balance);
         let written = export::model_files(folder, config, &record, &tensors)?;
         let sums = weights.iter().enumerate().map(|(place, weight)| sum(place, weight));
@@ -276,7 +277,7 @@ pub(super) fn write(
             disk::write_whole(&folder.join("tokenizer.json"), bytes)?;
         }
         let weights = weights_digest(&sums, biases);
-        let manifest = Manifest {
+        let manifest = InitialManifest {
             format: FORMAT,
             content: content(config, weights),
             weights,
@@ -287,7 +288,7 @@ pub(super) fn write(
         files::text(folder, MANIFEST, &manifest.value()?)?;
         Ok(manifest)
     })?;
-    Ok(Start { folder: target.to_owned(), manifest })
+    Ok(InitialModel { folder: target.to_owned(), manifest })
 }
 
 /// The checksum of a weight at an index in canonical order, as it enters the weights' digest.

@@ -11,23 +11,23 @@ use serde_json::{Value, json};
 use store::manifest::TokenizerRecord;
 use tch::{Kind, Tensor};
 
-use super::config::{self, Layout};
+use super::config::{self, HfLayout};
 use super::export::{model_files, named};
 use super::files::write_parts;
-use super::import::{Imported, import};
-use super::start::Start;
+use super::import::{HfImport, import};
+use super::start::InitialModel;
 use crate::model::parity::{Fixture, relative};
-use crate::model::{Skip, ZayaConfig, balance_name, logits, parameters};
-use crate::optim::balance::Balance;
+use crate::model::{SkipOutput, ZayaConfig, balance_name, logits, parameters};
+use crate::optim::balance::RouterBalance;
 
 fn record() -> TokenizerRecord {
     let (sha256, encoder) = (Identity([0; 32]), String::new());
     TokenizerRecord { sha256, vocab: 96, begin: Some(2), end: Some(1), encoder }
 }
 
-fn balance(fixture: &Fixture) -> Vec<Balance> {
+fn balance(fixture: &Fixture) -> Vec<RouterBalance> {
     let bias = |tensor: &Tensor| Vec::<f32>::try_from(tensor).unwrap();
-    let layer = |tensor| Balance { bias: bias(tensor), first: vec![], second: vec![] };
+    let layer = |tensor| RouterBalance { bias: bias(tensor), first: vec![], second: vec![] };
     fixture.balance().iter().map(layer).collect()
 }
 
@@ -38,7 +38,7 @@ fn write(fixture: &Fixture, folder: &Path) {
 }
 
 /// Weights of a start, in canonical order, and its biases.
-fn read(start: &Start) -> (Vec<Tensor>, Vec<Vec<f32>>) {
+fn read(start: &InitialModel) -> (Vec<Tensor>, Vec<Vec<f32>>) {
     let mut weights = BTreeMap::new();
     let taken = |place, weight: &Tensor| {
         assert!(weights.insert(place, weight.shallow_clone()).is_none());
@@ -49,12 +49,12 @@ fn read(start: &Start) -> (Vec<Tensor>, Vec<Vec<f32>>) {
 }
 
 /// Asserts that a start has the fixture's weights, bit for bit, and computes its logits.
-fn same(fixture: &Fixture, imported: &Imported, expected: &[Tensor]) {
+fn same(fixture: &Fixture, imported: &HfImport, expected: &[Tensor]) {
     let (weights, biases) = read(&imported.start);
     assert_eq!(weights, expected);
     let biases: Vec<Tensor> = biases.iter().map(|bias| Tensor::from_slice(bias)).collect();
     assert_eq!(biases, fixture.balance());
-    let config = ZayaConfig { skip: Skip::Zero, ..imported.start.config().clone() };
+    let config = ZayaConfig { skip: SkipOutput::Zero, ..imported.start.config().clone() };
     let found = logits(&config, &weights, &biases, &fixture.arrays().input()).unwrap();
     let wanted = fixture.tensors["logits"].view([-1, config.vocab_size]);
     assert!(relative(&found, &wanted) < 1e-4);
@@ -101,7 +101,7 @@ fn out_and_in_again_is_the_same_model() {
         assert_eq!(may("model.safetensors"), may("config.json"), "who reads one reads the other");
         let imported = import(&source, &scratch.path().join("start")).unwrap();
         assert_eq!(imported.start.config(), &fixture.config);
-        assert_eq!((imported.layout, imported.notes.len()), (Layout::Transformers, 0));
+        assert_eq!((imported.layout, imported.notes.len()), (HfLayout::Transformers, 0));
         same(&fixture, &imported, &fixture.params());
         // In parts, with an index and an explicit output head.
         let parts = scratch.path().join("parts");
@@ -275,9 +275,9 @@ fn zyphras_layout_and_its_stale_numbers_are_understood() {
         let source = scratch.path().join("base");
         write_zyphra(&fixture, &source, "");
         let imported = import(&source, &scratch.path().join("start")).unwrap();
-        let wanted = ZayaConfig { skip: Skip::Identity, ..fixture.config.clone() };
+        let wanted = ZayaConfig { skip: SkipOutput::Identity, ..fixture.config.clone() };
         assert_eq!(imported.start.config(), &wanted);
-        assert_eq!(imported.layout, Layout::Zyphra);
+        assert_eq!(imported.layout, HfLayout::Zyphra);
         let notes = imported.notes.join("\n");
         assert!(
             notes.contains("num_hidden_layers says 120")
@@ -288,7 +288,7 @@ fn zyphras_layout_and_its_stale_numbers_are_understood() {
         let (weights, _) = read(&imported.start);
         assert_eq!(weights, expected);
         // The embedding was rounded to bf16; with the original one, the logits are those of transformers.
-        let config = ZayaConfig { skip: Skip::Zero, ..imported.start.config().clone() };
+        let config = ZayaConfig { skip: SkipOutput::Zero, ..imported.start.config().clone() };
         let whole: Vec<_> =
             fixture.params()[..1].iter().chain(&weights[1..]).map(Tensor::copy).collect();
         let found = logits(&config, &whole, &fixture.balance(), &fixture.arrays().input()).unwrap();

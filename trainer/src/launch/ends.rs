@@ -18,7 +18,7 @@ pub(super) const VARIABLE: &str = "ZTRAIN_LAST_WORDS";
 
 /// The exit report of a process.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct End {
+pub(super) struct ExitReport {
     /// The rank, as launched. In a report of the launcher: the rank that it is about.
     pub(super) rank: Option<u32>,
     /// Whether the launcher wrote it.
@@ -36,25 +36,25 @@ pub(super) struct End {
 
 /// A start note: where a rank started. A killed rank leaves nothing else.
 #[derive(Debug, Serialize, Deserialize)]
-struct Begin {
+struct StartNote {
     begins: u32,
     host: String,
 }
 
 /// The file of exit reports of a supervised run.
 #[derive(Clone, Debug)]
-pub(super) struct Ends(PathBuf);
+pub(super) struct ExitReports(PathBuf);
 
-impl Ends {
+impl ExitReports {
     /// The file that this process's supervisor reads, if it has one.
-    pub(super) fn of_environment() -> Option<Ends> {
-        std::env::var_os(VARIABLE).map(|path| Ends(path.into()))
+    pub(super) fn of_environment() -> Option<ExitReports> {
+        std::env::var_os(VARIABLE).map(|path| ExitReports(path.into()))
     }
 
     /// Creates a new file that only its owner can read.
-    pub(super) fn begin(path: &Path) -> std::io::Result<Ends> {
+    pub(super) fn begin(path: &Path) -> std::io::Result<ExitReports> {
         OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
-        Ok(Ends(path.to_owned()))
+        Ok(ExitReports(path.to_owned()))
     }
 
     /// Removes all reports.
@@ -72,13 +72,13 @@ impl Ends {
     }
 
     /// The reports so far, oldest first.
-    pub(super) fn read(&self) -> Vec<End> {
+    pub(super) fn read(&self) -> Vec<ExitReport> {
         self.lines()
     }
 
     /// The host on which a rank last started.
     pub(super) fn host_of(&self, rank: u32) -> Option<String> {
-        let all: Vec<Begin> = self.lines();
+        let all: Vec<StartNote> = self.lines();
         all.into_iter().rev().find(|one| one.begins == rank).map(|one| one.host)
     }
 
@@ -91,8 +91,8 @@ impl Ends {
 
 /// Records for the supervisor on which host this rank, as launched, starts.
 pub fn first_words(rank: u32) {
-    if let Some(ends) = Ends::of_environment() {
-        ends.leave(&Begin { begins: rank, host: super::place::host_name() });
+    if let Some(ends) = ExitReports::of_environment() {
+        ends.leave(&StartNote { begins: rank, host: super::place::host_name() });
     }
 }
 
@@ -101,13 +101,13 @@ pub fn first_words(rank: u32) {
 pub fn last_words((rank, missed): (Option<u32>, Option<u32>), fault: &Fault, spoke_first: bool) {
     // A rank that the others continue without reports before it notifies them, not when it exits.
     static LEFT: AtomicBool = AtomicBool::new(false);
-    let Some(ends) = Ends::of_environment().filter(|_| spoke_first) else { return };
+    let Some(ends) = ExitReports::of_environment().filter(|_| spoke_first) else { return };
     if LEFT.swap(true, Ordering::Relaxed) {
         return;
     }
     let (cause, host) = (Cause::of(fault), super::place::host_name());
     let what = fault.to_string().lines().next().unwrap_or_default().to_owned();
-    ends.leave(&End { rank, launcher: false, cause, host, what, missed });
+    ends.leave(&ExitReport { rank, launcher: false, cause, host, what, missed });
 }
 
 /// The process that starts the ranks of a supervised run.
@@ -123,12 +123,12 @@ pub(super) enum Starter {
 
 /// The cause of a run's end, from its exit `code` (`None`: a signal) and exit reports. The launcher's report takes
 /// precedence, then the first that names a cause other than a lost rank.
-pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
+pub(super) fn verdict(ends: &[ExitReport], code: Option<u8>, starter: Starter) -> ExitReport {
     let of_launcher = ends.iter().rev().find(|end| end.launcher);
     if let Some(end) = of_launcher.filter(|_| code.is_some()) {
         return end.clone();
     }
-    let unknown = |cause: Option<Cause>, what: &str| End {
+    let unknown = |cause: Option<Cause>, what: &str| ExitReport {
         rank: None,
         launcher: false,
         cause,
@@ -142,7 +142,7 @@ pub(super) fn verdict(ends: &[End], code: Option<u8>, starter: Starter) -> End {
         return unknown(Some(cause), "it was ended from outside");
     };
     // A report of the original fault says more than those of ranks that were lost or missed another.
-    let tells = |end: &&End| end.cause.is_none() || end.cause != Some(Cause::Crash);
+    let tells = |end: &&ExitReport| end.cause.is_none() || end.cause != Some(Cause::Crash);
     let machine = Class::Machine.exit_code();
     let end = ends.iter().find(tells).or(ends.last()).cloned();
     end.unwrap_or_else(|| {
@@ -158,8 +158,8 @@ mod tests {
     use super::*;
     use contract::Symptom;
 
-    fn end(rank: u32, launcher: bool, cause: Option<Cause>) -> End {
-        End {
+    fn end(rank: u32, launcher: bool, cause: Option<Cause>) -> ExitReport {
+        ExitReport {
             rank: Some(rank),
             launcher,
             cause,
@@ -191,7 +191,7 @@ mod tests {
             assert_eq!(of(Starter::Another), "", "{code:?}");
             assert_eq!([of(Starter::Ours), of(Starter::Nobody)], [(); 2].map(|()| host_name()));
         }
-        let said = [End { host: "there".to_owned(), ..end(1, false, Some(Cause::Crash)) }];
+        let said = [ExitReport { host: "there".to_owned(), ..end(1, false, Some(Cause::Crash)) }];
         assert_eq!(verdict(&said, Some(6), Starter::Another).host, "there");
     }
 
@@ -199,7 +199,7 @@ mod tests {
     fn what_is_left_is_read() {
         let folder = tempfile::TempDir::new().unwrap();
         let path = folder.path().join("ends");
-        let ends = Ends::begin(&path).unwrap();
+        let ends = ExitReports::begin(&path).unwrap();
         let all = [end(0, false, None), end(3, true, Some(Cause::Audit))];
         all.iter().for_each(|end| ends.leave(end));
         // A crash left an incomplete line.
@@ -210,9 +210,9 @@ mod tests {
     #[test]
     fn where_a_rank_began_last_is_known() {
         let folder = tempfile::TempDir::new().unwrap();
-        let ends = Ends::begin(&folder.path().join("ends")).unwrap();
+        let ends = ExitReports::begin(&folder.path().join("ends")).unwrap();
         for (begins, host) in [(0, "a"), (1, "b"), (1, "c")] {
-            ends.leave(&Begin { begins, host: host.to_owned() });
+            ends.leave(&StartNote { begins, host: host.to_owned() });
         }
         let said = end(0, false, Some(Cause::Crash));
         ends.leave(&said);

@@ -26,11 +26,11 @@ use settings::File;
 use store::Location;
 
 use super::background::in_background;
-use super::ends::{End, Ends, Starter, VARIABLE, verdict};
-use super::happened::{Happened, tell};
-use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
+use super::ends::{ExitReport, ExitReports, Starter, VARIABLE, verdict};
+use super::happened::{FailureEvent, tell};
+use super::rules::{Action, ActionHistory, Cause, FaultRule, FaultRules, RuleScope};
 use super::supervise::Supervision;
-use super::watch::{Pulse, system_says};
+use super::watch::{Heartbeat, system_says};
 use crate::folder::RunFolder;
 use crate::refusal::lost;
 
@@ -54,21 +54,22 @@ const LITTLE: u64 = 1 << 20;
 
 /// What a launcher does for its supervisor.
 #[derive(Clone, Debug)]
-pub struct Supervised {
-    rules: Rules,
-    ends: Ends,
+pub struct SupervisorLink {
+    rules: FaultRules,
+    ends: ExitReports,
     events: PathBuf,
 }
 
-impl Supervised {
+impl SupervisorLink {
     /// Reads it from the environment, for the run in the folder `run`; `None` if this process has no supervisor.
-    pub fn of_environment(run: &Path) -> Result<Option<Supervised>> {
+    pub fn of_environment(run: &Path) -> Result<Option<SupervisorLink>> {
         let Some(text) = std::env::var_os(RULES).filter(|_| !super::spawned_us()) else {
             return Ok(None);
         };
-        let Some(ends) = Ends::of_environment() else { return Ok(None) };
-        let rules = Rules::parse(&File::new("the supervisor's rules", text.to_string_lossy()))?;
-        Ok(Some(Supervised { rules, ends, events: run.join("events.jsonl") }))
+        let Some(ends) = ExitReports::of_environment() else { return Ok(None) };
+        let rules =
+            FaultRules::parse(&File::new("the supervisor's rules", text.to_string_lossy()))?;
+        Ok(Some(SupervisorLink { rules, ends, events: run.join("events.jsonl") }))
     }
 
     /// Obeys the supervisor's standard input: a request to stop, or its end.
@@ -96,9 +97,9 @@ impl Supervised {
 
 /// A run to supervise.
 #[derive(Clone, Debug)]
-pub struct Guard {
+pub struct Watchdog {
     /// The rules.
-    pub rules: Rules,
+    pub rules: FaultRules,
     /// The text of their file; empty if there is none.
     pub text: String,
     /// The arguments of `ztrain`.
@@ -120,19 +121,20 @@ struct Attempt {
     began: bool,
 }
 
-impl Guard {
+impl Watchdog {
     /// Runs the command until it is done, `stop` is set, or the rules say to stop. The exit code is the command's.
     pub fn run(&self, stop: &AtomicBool) -> Result<u8> {
         let words = self.words()?;
-        let ends = Ends::begin(&words).map_err(|error| Fault::io("write", &words, &error))?;
+        let ends =
+            ExitReports::begin(&words).map_err(|error| Fault::io("write", &words, &error))?;
         let outcome = self.attempts(&words, &ends, stop);
         // No process reads it any more.
         let _ = std::fs::remove_file(&words);
         outcome
     }
 
-    fn attempts(&self, words: &Path, ends: &Ends, stop: &AtomicBool) -> Result<u8> {
-        let (mut history, mut began) = (History::default(), false);
+    fn attempts(&self, words: &Path, ends: &ExitReports, stop: &AtomicBool) -> Result<u8> {
+        let (mut history, mut began) = (ActionHistory::default(), false);
         loop {
             ends.clear();
             let attempt = self.attempt(words, stop)?;
@@ -146,11 +148,11 @@ impl Guard {
             let Some((end, cause, code)) = self.judge(&attempt, ends, began)? else {
                 return Ok(code_of(attempt.status));
             };
-            let culprit = Culprit::Machine(end.host.clone());
+            let culprit = RuleScope::Machine(end.host.clone());
             let rule = history.choose(&self.rules, (cause, &culprit), possible, Instant::now());
             let (events, action) = (self.events(), rule.action);
             let (what, host) = (end.what.as_str(), end.host.as_str());
-            tell(&events, &Happened { cause, rank: end.rank, action, what, host });
+            tell(&events, &FailureEvent { cause, rank: end.rank, action, what, host });
             match action {
                 Action::Retry => pause(rule.pause(), stop),
                 Action::Wait => self.wait(&rule, stop),
@@ -169,9 +171,9 @@ impl Guard {
     fn judge(
         &self,
         attempt: &Attempt,
-        ends: &Ends,
+        ends: &ExitReports,
         began: bool,
-    ) -> Result<Option<(End, Cause, u8)>> {
+    ) -> Result<Option<(ExitReport, Cause, u8)>> {
         let Attempt { status, hung, began: _ } = *attempt;
         let starter = match self.launch {
             Some(_) => Starter::Another,
@@ -211,7 +213,7 @@ impl Guard {
         // Our launcher detects hung ranks itself, so it gets more time.
         let times = if self.ranks > 1 && self.launch.is_none() { 2.0 } else { 1.0 };
         let patience = Duration::from_secs_f64(times * self.rules.hang_seconds);
-        let mut pulse = Pulse::new(patience, Instant::now());
+        let mut pulse = Heartbeat::new(patience, Instant::now());
         let before = self.written();
         let (mut asked, mut hung): (_, Option<Instant>) = (false, None);
         loop {
@@ -303,7 +305,7 @@ impl Guard {
     }
 
     /// Waits until what was missing is available.
-    fn wait(&self, rule: &Rule, stop: &AtomicBool) {
+    fn wait(&self, rule: &FaultRule, stop: &AtomicBool) {
         let time = if rule.pause().is_zero() { TRY } else { rule.pause() };
         loop {
             pause(time, stop);
@@ -420,7 +422,7 @@ fn pause(time: Duration, stop: &AtomicBool) {
 }
 
 /// Requeues the Slurm job, and excludes the machine at fault if it is known.
-fn requeue(end: &End) -> Result<()> {
+fn requeue(end: &ExitReport) -> Result<()> {
     let job = std::env::var("SLURM_JOB_ID").unwrap_or_default();
     let cannot = |(line, why): (String, String)| {
         Fault::machine("cannot give the job back to Slurm")

@@ -8,7 +8,7 @@ use super::rules::{Action, Cause};
 use crate::events::Events;
 
 /// A failure of a run, and the action taken.
-pub(super) struct Happened<'a> {
+pub(super) struct FailureEvent<'a> {
     pub(super) cause: Cause,
     /// As launched; `None` if it concerns all ranks, or is unknown.
     pub(super) rank: Option<u32>,
@@ -18,8 +18,8 @@ pub(super) struct Happened<'a> {
 }
 
 /// Prints and records it. A run without a folder has no events.
-pub(super) fn tell(events: &Path, happened: &Happened<'_>) {
-    let Happened { cause, rank, action, what, host } = happened;
+pub(super) fn tell(events: &Path, happened: &FailureEvent<'_>) {
+    let FailureEvent { cause, rank, action, what, host } = happened;
     let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
     contract::note!("supervisor: {}{who} ({what}): {}", cause.name(), action.name());
     if events.is_file() {

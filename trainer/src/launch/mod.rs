@@ -22,6 +22,6 @@ mod supervise;
 mod watch;
 
 pub use ends::{first_words, last_words};
-pub use guard::{Guard, Supervised};
-pub use place::{Launched, place, spawned_us};
+pub use guard::{SupervisorLink, Watchdog};
+pub use place::{LaunchedRank, place, spawned_us};
 pub use spawn::{Launch, meet, meet_without, rejoin, rendezvous, spawn, started_again};

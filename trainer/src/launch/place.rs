@@ -15,7 +15,7 @@
 //! the number of tasks of a step.
 
 use contract::{Fault, Result};
-use kernels::group::Place;
+use kernels::group::RankAddress;
 
 use super::key::run_key;
 
@@ -29,9 +29,9 @@ pub fn spawned_us() -> bool {
 
 /// A rank, and the number of ranks on its machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Launched {
+pub struct LaunchedRank {
     /// Its place among all ranks.
-    pub place: Place,
+    pub place: RankAddress,
     /// Its number on this machine, from 0, which selects its device.
     pub local_rank: u32,
     /// Ranks on this machine.
@@ -40,7 +40,7 @@ pub struct Launched {
     pub one_device: bool,
 }
 
-impl Launched {
+impl LaunchedRank {
     /// The meaning of `--device cuda` for this rank: the device of its local rank, or the only one that it sees.
     pub fn device(&self) -> String {
         format!("cuda:{}", if self.one_device { 0 } else { self.local_rank })
@@ -57,7 +57,7 @@ const RANKS_MAX: u32 = 1 << 20;
 const PORT: u16 = 29500;
 
 /// The place of this process, if a launcher started it. `variable` reads the environment.
-pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launched>> {
+pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<LaunchedRank>> {
     let number = |name: &str| -> Result<Option<u32>> {
         let Some(text) = variable(name) else { return Ok(None) };
         let wrong = |_| Fault::usage("not a number").at(name).found(&text).wanted("a whole number");
@@ -104,7 +104,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         let local_world = local_world.and_then(|text| text.split(['(', ',']).next()?.parse().ok());
         let (host, port) = store(&variable, rank_name, world)?;
         let key = run_key(&variable, &host)?;
-        let place = Place {
+        let place = RankAddress {
             rank,
             world,
             host,
@@ -119,7 +119,7 @@ pub fn place(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launche
         // An empty list hides all devices, which leaves no choice.
         let one_device = visible.is_some_and(|list| !list.is_empty() && !list.contains(','));
         let local_world = local_world.unwrap_or(1);
-        return Ok(Some(Launched { place, local_rank, local_world, one_device }));
+        return Ok(Some(LaunchedRank { place, local_rank, local_world, one_device }));
     }
     no_half(&variable).map(|()| None)
 }
@@ -209,7 +209,7 @@ mod tests {
 
     const SECRET: (&str, &str) = ("ZTRAIN_RUN_KEY", "a secret of twenty-five...");
 
-    fn found(environment: &[(&str, &str)]) -> Result<Option<Launched>> {
+    fn found(environment: &[(&str, &str)]) -> Result<Option<LaunchedRank>> {
         place(|name| {
             let entry = environment.iter().find(|(key, _)| *key == name);
             entry.map(|(_, value)| (*value).to_owned())
@@ -236,7 +236,7 @@ mod tests {
         ];
         let launched = found(&torchrun).unwrap().unwrap();
         assert_eq!(launched.device(), "cuda:1");
-        let Place { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
+        let RankAddress { rank, world, host, port, rank_0_serves, name, node, .. } = launched.place;
         assert_eq!((rank, world, host.as_str(), port), (3, 8, "node7", 1235));
         assert_eq!(node, "1");
         assert_eq!((rank_0_serves, name.as_str()), (true, "ztrain/job/2/"));

@@ -133,7 +133,7 @@ impl Action {
 /// One action for a cause.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Rule {
+pub struct FaultRule {
     /// The action.
     #[serde(rename = "do")]
     pub action: Action,
@@ -156,15 +156,15 @@ fn hour() -> f64 {
     3600.0
 }
 
-impl Rule {
+impl FaultRule {
     /// An unlimited rule.
     const fn always(action: Action) -> Self {
-        Rule { action, times: None, within: 3600.0, pause: 0.0, again: None, until: None }
+        FaultRule { action, times: None, within: 3600.0, pause: 0.0, again: None, until: None }
     }
 
     /// At most this often in an hour.
     fn often(action: Action, times: u32) -> Self {
-        Rule { times: Some(times), ..Rule::always(action) }
+        FaultRule { times: Some(times), ..FaultRule::always(action) }
     }
 
     /// The time to wait before the action.
@@ -176,7 +176,7 @@ impl Rule {
 /// When a rank is a straggler; all conditions hold in each of the last `steps` steps.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Slow {
+pub struct StragglerRule {
     /// It computed this many times as long as the median rank.
     pub times: f64,
     /// And longer by this many standard deviations over ranks, estimated from the median absolute deviation.
@@ -185,9 +185,9 @@ pub struct Slow {
     pub steps: usize,
 }
 
-impl Default for Slow {
+impl Default for StragglerRule {
     fn default() -> Self {
-        Slow { times: 1.5, score: 6.0, steps: 10 }
+        StragglerRule { times: 1.5, score: 6.0, steps: 10 }
     }
 }
 
@@ -197,50 +197,50 @@ const MOST: usize = 1 << 16;
 /// The rules for all causes.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Rules {
+pub struct FaultRules {
     /// Seconds without progress after which a run counts as hung.
     pub hang_seconds: f64,
     /// When a rank is a straggler.
-    pub slow: Slow,
-    crash: Vec<Rule>,
-    hang: Vec<Rule>,
-    straggler: Vec<Rule>,
-    diverged: Vec<Rule>,
-    mismatch: Vec<Rule>,
-    audit: Vec<Rule>,
-    disk: Vec<Rule>,
-    launcher: Vec<Rule>,
-    bug: Vec<Rule>,
+    pub slow: StragglerRule,
+    crash: Vec<FaultRule>,
+    hang: Vec<FaultRule>,
+    straggler: Vec<FaultRule>,
+    diverged: Vec<FaultRule>,
+    mismatch: Vec<FaultRule>,
+    audit: Vec<FaultRule>,
+    disk: Vec<FaultRule>,
+    launcher: Vec<FaultRule>,
+    bug: Vec<FaultRule>,
 }
 
-impl Default for Rules {
+impl Default for FaultRules {
     /// The default rules. Failures that would recur are not retried.
     fn default() -> Self {
         let lost = || {
-            let retry = Rule { pause: 5.0, ..Rule::often(Action::Retry, 5) };
-            let evict = Rule { again: Some(600.0), ..Rule::always(Action::Evict) };
-            vec![Rule::often(Action::Restart, 3), evict, retry]
+            let retry = FaultRule { pause: 5.0, ..FaultRule::often(Action::Retry, 5) };
+            let evict = FaultRule { again: Some(600.0), ..FaultRule::always(Action::Evict) };
+            vec![FaultRule::often(Action::Restart, 3), evict, retry]
         };
-        Rules {
+        FaultRules {
             hang_seconds: 600.0,
-            slow: Slow::default(),
+            slow: StragglerRule::default(),
             crash: lost(),
             hang: lost(),
-            straggler: vec![Rule::always(Action::Note)],
+            straggler: vec![FaultRule::always(Action::Note)],
             diverged: Vec::new(),
             mismatch: Vec::new(),
-            audit: vec![Rule::always(Action::Evict)],
-            disk: vec![Rule { pause: 10.0, ..Rule::always(Action::Wait) }],
-            launcher: vec![Rule { pause: 1.0, ..Rule::often(Action::Retry, 5) }],
+            audit: vec![FaultRule::always(Action::Evict)],
+            disk: vec![FaultRule { pause: 10.0, ..FaultRule::always(Action::Wait) }],
+            launcher: vec![FaultRule { pause: 1.0, ..FaultRule::often(Action::Retry, 5) }],
             bug: Vec::new(),
         }
     }
 }
 
-impl Rules {
+impl FaultRules {
     /// Reads a file; what it does not mention has its default. Also returns the text, to be passed on to other
     /// processes.
-    pub fn read(place: &Location) -> Result<(Rules, String)> {
+    pub fn read(place: &Location) -> Result<(FaultRules, String)> {
         let bytes = place.read().map_err(|error| place.fault("read", &error))?;
         let file = File::from_bytes(place.to_string(), bytes)?;
         if file.text().len() > MOST {
@@ -248,12 +248,12 @@ impl Rules {
             let fault = Fault::usage("this file is too large for rules").at(file.name());
             return Err(fault.found(format!("{} bytes", file.text().len())).wanted(wanted));
         }
-        Ok((Rules::parse(&file)?, file.text().to_owned()))
+        Ok((FaultRules::parse(&file)?, file.text().to_owned()))
     }
 
     /// Parses a text.
-    pub fn parse(file: &File) -> Result<Rules> {
-        let rules: Rules = file.parse()?;
+    pub fn parse(file: &File) -> Result<FaultRules> {
+        let rules: FaultRules = file.parse()?;
         let spanned: std::collections::BTreeMap<String, Spanned<Value>> = file.parse()?;
         let wrong = |key: &str, wanted: &str| match spanned.get(key) {
             Some(value) => file.wrong(key, value, wanted),
@@ -263,7 +263,7 @@ impl Rules {
         if !above(rules.hang_seconds) {
             return Err(wrong("hang_seconds", "seconds, above 0 and below 1e9"));
         }
-        let Slow { times, score, steps } = rules.slow;
+        let StragglerRule { times, score, steps } = rules.slow;
         if !(above(times) && times > 1.0 && score >= 0.0 && (1..=1000).contains(&steps)) {
             return Err(wrong("slow", "times above 1, a score from 0, steps from 1 to 1,000"));
         }
@@ -296,7 +296,7 @@ impl Rules {
     }
 
     /// The rules for a cause, in order.
-    pub fn about(&self, cause: Cause) -> &[Rule] {
+    pub fn about(&self, cause: Cause) -> &[FaultRule] {
         match cause {
             Cause::Crash => &self.crash,
             Cause::Hang => &self.hang,
@@ -319,7 +319,7 @@ impl Rules {
 
 /// The subject of a rule's counts: failures of one rank do not count for another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Culprit {
+pub(crate) enum RuleScope {
     /// A rank, as launched.
     Rank(Option<u32>),
     /// A machine by name; empty if unknown.
@@ -328,18 +328,18 @@ pub(crate) enum Culprit {
 
 /// The actions taken so far.
 #[derive(Clone, Debug, Default)]
-pub struct History(Vec<(Cause, usize, Culprit, Instant)>);
+pub struct ActionHistory(Vec<(Cause, usize, RuleScope, Instant)>);
 
-impl History {
+impl ActionHistory {
     /// The action for `cause` now: the first rule that is `possible` and not used up for the culprit, and recorded as
     /// used. If there is none, stop.
     pub(crate) fn choose(
         &mut self,
-        rules: &Rules,
-        (cause, culprit): (Cause, &Culprit),
+        rules: &FaultRules,
+        (cause, culprit): (Cause, &RuleScope),
         possible: impl Fn(Action) -> bool,
         now: Instant,
-    ) -> Rule {
+    ) -> FaultRule {
         for (number, rule) in rules.about(cause).iter().enumerate() {
             let within = Duration::from_secs_f64(rule.within);
             let lately = |at: &Instant| now.saturating_duration_since(*at) < within;
@@ -348,15 +348,15 @@ impl History {
                 let before = self.used(cause, number, culprit).count();
                 self.0.push((cause, number, culprit.clone(), now));
                 let again = rule.again.map(|again| again * f64::from(1u32 << before.min(8)));
-                return Rule { again, ..rule.clone() };
+                return FaultRule { again, ..rule.clone() };
             }
         }
-        Rule::always(Action::Stop)
+        FaultRule::always(Action::Stop)
     }
 
     /// When a rule was used for a culprit.
-    fn used(&self, cause: Cause, rule: usize, who: &Culprit) -> impl Iterator<Item = &Instant> {
-        let of_this = move |(of, number, culprit, _): &&(Cause, usize, Culprit, Instant)| {
+    fn used(&self, cause: Cause, rule: usize, who: &RuleScope) -> impl Iterator<Item = &Instant> {
+        let of_this = move |(of, number, culprit, _): &&(Cause, usize, RuleScope, Instant)| {
             (*of, *number) == (cause, rule) && culprit == who
         };
         self.0.iter().filter(of_this).map(|(.., at)| at)
@@ -368,17 +368,17 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn parse(text: &str) -> Result<Rules> {
-        Rules::parse(&File::new("rules.toml", text))
+    fn parse(text: &str) -> Result<FaultRules> {
+        FaultRules::parse(&File::new("rules.toml", text))
     }
 
     #[test]
     fn a_file_changes_what_it_mentions() {
         let rules = parse("hang_seconds = 5\n[[crash]]\ndo = \"evict\"\ntimes = 2\n").unwrap();
         assert_eq!(rules.hang_seconds, 5.0);
-        assert_eq!(rules.about(Cause::Crash), [Rule::often(Action::Evict, 2)]);
-        assert_eq!(rules.about(Cause::Disk), Rules::default().about(Cause::Disk));
-        assert_eq!(parse("").unwrap(), Rules::default());
+        assert_eq!(rules.about(Cause::Crash), [FaultRule::often(Action::Evict, 2)]);
+        assert_eq!(rules.about(Cause::Disk), FaultRules::default().about(Cause::Disk));
+        assert_eq!(parse("").unwrap(), FaultRules::default());
     }
 
     #[test]
@@ -404,9 +404,10 @@ mod tests {
 
     #[test]
     fn what_befalls_one_rank_uses_up_nothing_of_another() {
-        let (rules, now, mut history) = (Rules::default(), Instant::now(), History::default());
+        let (rules, now, mut history) =
+            (FaultRules::default(), Instant::now(), ActionHistory::default());
         let mut choose = |rank: u32| {
-            let culprit = Culprit::Rank(Some(rank));
+            let culprit = RuleScope::Rank(Some(rank));
             let rule = history.choose(&rules, (Cause::Crash, &culprit), |_| true, now);
             (rule.action, rule.again)
         };
@@ -432,16 +433,16 @@ mod tests {
             evict: bool,
         ) {
             let actions = [Action::Restart, Action::Evict, Action::Retry];
-            let crash = times.iter().zip(actions).map(|(times, action)| Rule {
+            let crash = times.iter().zip(actions).map(|(times, action)| FaultRule {
                 within: 60.0,
-                ..Rule::often(action, *times)
+                ..FaultRule::often(action, *times)
             });
-            let rules = Rules { crash: crash.collect(), ..Rules::default() };
+            let rules = FaultRules { crash: crash.collect(), ..FaultRules::default() };
             let possible = |action| evict || action != Action::Evict;
-            let (mut history, mut now, mut used) = (History::default(), Instant::now(), Vec::new());
+            let (mut history, mut now, mut used) = (ActionHistory::default(), Instant::now(), Vec::new());
             for pause in seconds {
                 now += Duration::from_secs(pause);
-                let rule = history.choose(&rules, (Cause::Crash, &Culprit::Rank(None)), possible, now);
+                let rule = history.choose(&rules, (Cause::Crash, &RuleScope::Rank(None)), possible, now);
                 let lately = |action: Action| {
                     let close = |at: &Instant| now - *at < Duration::from_secs(60);
                     used.iter().filter(|(done, at)| *done == action && close(at)).count() as u32

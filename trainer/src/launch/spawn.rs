@@ -8,13 +8,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use contract::{Class, Fault, Result};
-use kernels::group::{self, Agent, Group, Rendezvous, RunKey, Store};
+use kernels::group::{self, Agent, Group, KeyValueStore, Rendezvous, RunKey};
 use kernels::signals;
 
 use super::background::in_background;
-use super::guard::Supervised;
+use super::guard::SupervisorLink;
 use super::key::{KEY, KEY_FILE};
-use super::place::{self, LAUNCHER, Launched, spawned_us};
+use super::place::{self, LAUNCHER, LaunchedRank, spawned_us};
 use super::supervise::{Elastic, Launcher, Rank};
 use crate::refusal::lost;
 
@@ -38,7 +38,7 @@ pub struct Launch {
     /// Evictions by a supervisor leave at least this many.
     pub stay: u32,
     /// The supervisor's requests, if there is one.
-    pub supervised: Option<Supervised>,
+    pub supervised: Option<SupervisorLink>,
     /// Additional arguments of each rank.
     pub arguments: Vec<OsString>,
 }
@@ -51,7 +51,7 @@ pub fn spawn(launch: &Launch, stop: &AtomicBool) -> Result<u8> {
     refuse_too_many(*count, store::memory::limit())?;
     let secret = RunKey::draw().map_err(lost)?;
     let key = RunKey::of(&secret);
-    let store = Store::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
+    let store = KeyValueStore::serve("127.0.0.1", 0, "launcher/", &key, START).map_err(lost)?;
     let program = std::env::current_exe()
         .map_err(|error| Fault::machine(format!("cannot find this program: {error}")))?;
     let start = |rank: u32, again: bool| {
@@ -107,7 +107,7 @@ pub fn started_again() -> bool {
 
 /// Joins running ranks in place of a lost one: returns when they have met again.
 pub fn rejoin(
-    launched: &Launched,
+    launched: &LaunchedRank,
     least: u32,
     timeout: Duration,
     stop: &Arc<AtomicBool>,
@@ -136,7 +136,7 @@ fn connected(
 /// If ranks of our launcher failed to [`meet`] with `fault` because one of them was lost before, lets those that are
 /// left meet; else returns the fault.
 pub fn meet_without(
-    launched: &Launched,
+    launched: &LaunchedRank,
     least: u32,
     timeout: Duration,
     fault: Fault,
@@ -152,7 +152,7 @@ pub fn meet_without(
 }
 
 /// Meets the other ranks, waiting for each up to `timeout`. `stop` is set when our launcher asks this rank to stop.
-pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> Result<Group> {
+pub fn meet(launched: &LaunchedRank, timeout: Duration, stop: &Arc<AtomicBool>) -> Result<Group> {
     if spawned_us() {
         follow_launcher(Arc::clone(stop))?;
     }
@@ -164,7 +164,7 @@ pub fn meet(launched: &Launched, timeout: Duration, stop: &Arc<AtomicBool>) -> R
 }
 
 /// The rendezvous where the ranks of `group` meet again if some are lost.
-pub fn rendezvous(launched: &Launched, group: &Group) -> Result<Rendezvous> {
+pub fn rendezvous(launched: &LaunchedRank, group: &Group) -> Result<Rendezvous> {
     Rendezvous::open(&launched.place, group, group.timeout()).map_err(lost)
 }
 

@@ -10,13 +10,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result};
-use kernels::group::{Agent, Store};
+use kernels::group::{Agent, KeyValueStore};
 
-use super::ends::{End, Ends};
-use super::happened::{Happened, tell};
+use super::ends::{ExitReport, ExitReports};
+use super::happened::{FailureEvent, tell};
 use super::place::host_name;
-use super::rules::{Action, Cause, Culprit, History, Rule, Rules};
-use super::watch::{Pace, Pulse, Seen, behind, system_says};
+use super::rules::{Action, ActionHistory, Cause, FaultRule, FaultRules, RuleScope};
+use super::watch::{Heartbeat, ProgressByRank, StragglerDetector, behind, system_says};
 use crate::refusal::lost;
 
 /// The polling interval for the ranks' processes.
@@ -39,7 +39,7 @@ pub(super) struct Rank {
     /// Why the launcher ended it, if it did.
     evicted: Option<&'static str>,
     /// The rule that made the launcher end it.
-    sentence: Option<Rule>,
+    sentence: Option<FaultRule>,
     /// Whether its end was handled.
     judged: bool,
     /// When to restart it.
@@ -72,20 +72,20 @@ impl Rank {
     }
 
     /// Whether it ended by itself without a report: if another rank ends too, that one knows more.
-    fn is_silent(&self, ends: &Ends) -> bool {
+    fn is_silent(&self, ends: &ExitReports) -> bool {
         let code = self.ended.and_then(|status| status.code());
         let lost = code == Some(i32::from(Class::Machine.exit_code()));
         lost && self.evicted.is_none() && self.said(ends).is_none()
     }
 
     /// Its exit report.
-    fn said(&self, ends: &Ends) -> Option<End> {
-        let of_this = |end: &End| end.rank == Some(self.rank) && !end.launcher;
+    fn said(&self, ends: &ExitReports) -> Option<ExitReport> {
+        let of_this = |end: &ExitReport| end.rank == Some(self.rank) && !end.launcher;
         ends.read().into_iter().skip(self.words).find(of_this)
     }
 
     /// The cause of its end, and a description. Its own exit report takes precedence.
-    fn befallen(&self, ends: &Ends) -> (Option<Cause>, String) {
+    fn befallen(&self, ends: &ExitReports) -> (Option<Cause>, String) {
         let how = self.ended.map(|status| format!("its process ended ({status})"));
         let how = how.unwrap_or_default();
         // A rank that was ended because the others continued without it may have reported why they did.
@@ -152,43 +152,58 @@ impl Elastic {
 
 /// The state of a supervised launcher.
 pub(super) struct Supervision {
-    rules: Rules,
-    history: History,
+    rules: FaultRules,
+    history: ActionHistory,
     /// Evictions leave at least this many ranks.
     stay: u32,
-    ends: Ends,
+    ends: ExitReports,
     /// The run's events.
     events: PathBuf,
     /// Their size when the ranks were started.
     before: u64,
-    pulse: Pulse<(Seen, u64)>,
-    pace: Pace,
+    pulse: Heartbeat<(ProgressByRank, u64)>,
+    pace: StragglerDetector,
 }
 
 impl Supervision {
     /// Supervises with these rules the run with these events.
-    pub(super) fn new(rules: Rules, stay: u32, ends: Ends, events: PathBuf) -> Self {
+    pub(super) fn new(rules: FaultRules, stay: u32, ends: ExitReports, events: PathBuf) -> Self {
         let patience = Duration::from_secs_f64(rules.hang_seconds);
-        let (pulse, pace) = (Pulse::new(patience, Instant::now()), Pace::new(rules.slow));
+        let (pulse, pace) =
+            (Heartbeat::new(patience, Instant::now()), StragglerDetector::new(rules.slow));
         let before = events.metadata().map_or(0, |file| file.len());
-        Supervision { rules, history: History::default(), stay, ends, events, before, pulse, pace }
+        Supervision {
+            rules,
+            history: ActionHistory::default(),
+            stay,
+            ends,
+            events,
+            before,
+            pulse,
+            pace,
+        }
     }
 
     /// The rule for one rank, or for all. `left` ranks would be left without it, and `may_lose` is whether they can
     /// continue.
-    fn choose(&mut self, (cause, rank): (Cause, Option<u32>), left: u64, may_lose: bool) -> Rule {
+    fn choose(
+        &mut self,
+        (cause, rank): (Cause, Option<u32>),
+        left: u64,
+        may_lose: bool,
+    ) -> FaultRule {
         let Supervision { rules, history, stay, .. } = self;
         let possible = |action: Action| match action {
             Action::Restart => may_lose,
             Action::Evict => may_lose && left >= u64::from(*stay),
             _ => true,
         };
-        let culprit = Culprit::Rank(rank);
+        let culprit = RuleScope::Rank(rank);
         let rule = history.choose(rules, (cause, &culprit), possible, Instant::now());
         // A rank that is only slow loses nothing: if no other action is possible, the run continues.
         match (cause, rule.action) {
             (Cause::Straggler, Action::Stop) if !rules.about(cause).contains(&rule) => {
-                Rule { action: Action::Note, ..rule }
+                FaultRule { action: Action::Note, ..rule }
             }
             _ => rule,
         }
@@ -201,7 +216,7 @@ pub(super) struct Launcher<'a> {
     pub(super) elastic: Option<Elastic>,
     pub(super) supervision: Option<Supervision>,
     /// The store in which the ranks meet.
-    pub(super) store: &'a Store,
+    pub(super) store: &'a KeyValueStore,
     /// Starts the process of a rank; `true`: to join the others.
     pub(super) start: &'a dyn Fn(u32, bool) -> Result<Child>,
     pub(super) stop: &'a AtomicBool,
@@ -326,7 +341,10 @@ impl Launcher<'_> {
         let rule = supervision.choose((cause, rank), left, may_lose);
         let action = rule.action;
         if action.is_of_one_rank() {
-            tell(&supervision.events, &Happened { cause, rank, action, what, host: &host_name() });
+            tell(
+                &supervision.events,
+                &FailureEvent { cause, rank, action, what, host: &host_name() },
+            );
         }
         match (index, action) {
             (_, Action::Note) => (),
@@ -371,7 +389,7 @@ impl Launcher<'_> {
                     if action.is_of_one_rank() {
                         tell(
                             &supervision.events,
-                            &Happened { cause, rank, action, what: &what, host: &host },
+                            &FailureEvent { cause, rank, action, what: &what, host: &host },
                         );
                     }
                     rule
@@ -404,7 +422,14 @@ impl Launcher<'_> {
     fn give_up(&mut self, rank: Option<u32>, cause: Cause, what: &str) {
         if let Some(Supervision { ends, .. }) = &self.supervision {
             let (host, what) = (host_name(), what.to_owned());
-            ends.leave(&End { rank, launcher: true, cause: Some(cause), host, what, missed: None });
+            ends.leave(&ExitReport {
+                rank,
+                launcher: true,
+                cause: Some(cause),
+                host,
+                what,
+                missed: None,
+            });
         }
         self.ranks.iter_mut().for_each(|rank| rank.end("all ranks end, by the supervisor's rules"));
         // No rank continues without the others, and no more rules apply.

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use kernels::group::Whereabouts;
+use kernels::group::RankProgress;
 
-use super::rules::Slow;
+use super::rules::StragglerRule;
 
 /// The fields of /proc/PID/stat from the process state (the third) on; empty if the process has ended.
 pub(super) fn system_says(process: u32) -> Vec<String> {
@@ -16,11 +16,11 @@ pub(super) fn system_says(process: u32) -> Vec<String> {
 }
 
 /// The progress of each rank, by its number as launched.
-pub(super) type Seen = Vec<(u32, Option<Whereabouts>)>;
+pub(super) type ProgressByRank = Vec<(u32, Option<RankProgress>)>;
 
 /// Detects a run without progress.
 #[derive(Debug)]
-pub(super) struct Pulse<T> {
+pub(super) struct Heartbeat<T> {
     seen: Option<T>,
     since: Instant,
     patience: Duration,
@@ -31,10 +31,10 @@ pub(super) struct Pulse<T> {
 /// The minimum patience before the first progress: on a busy machine, starting and loading may take a while.
 const START: Duration = Duration::from_secs(60);
 
-impl<T: PartialEq> Pulse<T> {
+impl<T: PartialEq> Heartbeat<T> {
     /// With this patience.
     pub(super) fn new(patience: Duration, now: Instant) -> Self {
-        Pulse { seen: None, since: now, patience, moved: false }
+        Heartbeat { seen: None, since: now, patience, moved: false }
     }
 
     /// Records an observation; returns whether nothing has changed for too long.
@@ -54,8 +54,8 @@ impl<T: PartialEq> Pulse<T> {
 }
 
 /// The one rank that the others wait for: it has begun fewer exchanges than each of them. `None` if there is none.
-pub(super) fn behind(seen: &Seen) -> Option<u32> {
-    let begun = |at: &Option<Whereabouts>| at.as_ref().map_or(0, |at| at.begun[0]);
+pub(super) fn behind(seen: &ProgressByRank) -> Option<u32> {
+    let begun = |at: &Option<RankProgress>| at.as_ref().map_or(0, |at| at.begun[0]);
     let least = seen.iter().map(|(_, at)| begun(at)).min()?;
     let mut behind = seen.iter().filter(|(_, at)| begun(at) == least).map(|(rank, _)| *rank);
     let first = behind.next()?;
@@ -64,8 +64,8 @@ pub(super) fn behind(seen: &Seen) -> Option<u32> {
 
 /// Detects a rank that computes longer than the others, step after step.
 #[derive(Debug)]
-pub(super) struct Pace {
-    slow: Slow,
+pub(super) struct StragglerDetector {
+    slow: StragglerRule,
     /// Seconds of each rank, for steps that not all ranks have finished.
     steps: BTreeMap<u64, BTreeMap<u32, f64>>,
     /// The last step that was evaluated.
@@ -83,15 +83,15 @@ pub(super) struct Straggler {
     pub(super) usual: f64,
 }
 
-impl Pace {
+impl StragglerDetector {
     /// With no observations yet.
-    pub(super) fn new(slow: Slow) -> Self {
-        Pace { slow, steps: BTreeMap::new(), judged: 0, count: BTreeMap::new() }
+    pub(super) fn new(slow: StragglerRule) -> Self {
+        StragglerDetector { slow, steps: BTreeMap::new(), judged: 0, count: BTreeMap::new() }
     }
 
     /// Records an observation; returns a rank that has just become a straggler. A step is evaluated once all ranks
     /// finished it.
-    pub(super) fn look(&mut self, seen: &Seen) -> Option<Straggler> {
+    pub(super) fn look(&mut self, seen: &ProgressByRank) -> Option<Straggler> {
         for (rank, at) in seen {
             for (step, time) in at.iter().flat_map(|at| &at.computed) {
                 if *step > self.judged {
@@ -109,7 +109,7 @@ impl Pace {
     }
 
     /// The first step with the times of all ranks.
-    fn complete(&self, seen: &Seen) -> Option<(u64, BTreeMap<u32, f64>)> {
+    fn complete(&self, seen: &ProgressByRank) -> Option<(u64, BTreeMap<u32, f64>)> {
         let all = |times: &BTreeMap<u32, f64>| {
             seen.len() > 1 && seen.iter().all(|(rank, _)| times.contains_key(rank))
         };
@@ -149,18 +149,18 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<Whereabouts> {
+    fn at(exchanges: u64, step: u64, seconds: f64) -> Option<RankProgress> {
         let mut begun = [0; 4];
         begun[0] = exchanges;
         let computed = vec![(step, Duration::from_secs_f64(seconds))];
         let [exchange, place] = [String::new(), String::new()];
-        Some(Whereabouts { begun, computed, exchange, place })
+        Some(RankProgress { begun, computed, exchange, place })
     }
 
     #[test]
     fn a_pulse_is_missed_after_its_time_and_not_before() {
         let start = Instant::now();
-        let mut pulse = Pulse::new(Duration::from_secs(5), start);
+        let mut pulse = Heartbeat::new(Duration::from_secs(5), start);
         let mut look = |seen, seconds| pulse.is_missed(seen, start + Duration::from_secs(seconds));
         // Before the first progress it has time to start.
         assert!(!look(1, 0) && !look(1, 60));
@@ -188,8 +188,8 @@ mod tests {
             steps in 1usize..6,
         ) {
             prop_assume!(!(1.3..2.0).contains(&factor));
-            let slow = Slow { times: 1.6, score: 3.0, steps };
-            let (mut pace, mut found) = (Pace::new(slow), Vec::new());
+            let slow = StragglerRule { times: 1.6, score: 3.0, steps };
+            let (mut pace, mut found) = (StragglerDetector::new(slow), Vec::new());
             for step in 1..=20 {
                 let time = |rank: u32| {
                     let base = 1.0 + noise[(step as u32 * 9 + rank) as usize];

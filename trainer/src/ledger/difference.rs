@@ -12,7 +12,7 @@ use crate::optim::guard::Skipped;
 /// The stage of a step that computes a quantity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Stage {
+pub enum StepStage {
     /// The step's number and its batch.
     Data,
     /// From the weights to the losses.
@@ -27,11 +27,11 @@ pub enum Stage {
 
 /// The first quantity in which two records of a step differ, in the order in which a step computes them.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Difference {
+pub struct StepDifference {
     /// Its name ("gradient of micro-batch 3").
     pub quantity: String,
     /// The stage that computes it.
-    pub stage: Stage,
+    pub stage: StepStage,
     /// Its value on the left.
     pub left: String,
     /// Its value on the right.
@@ -40,7 +40,7 @@ pub struct Difference {
 
 impl StepRecord {
     /// The first difference between this record and `other`; `parameters` names the tensors.
-    pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<Difference> {
+    pub fn difference(&self, other: &StepRecord, parameters: &[String]) -> Option<StepDifference> {
         // A new field must be placed in this order; those of the batch and the forward pass are compared below. `loss`
         // follows from `micro_batch_losses`; the phase's name and the step at which an edit was accepted do not affect
         // results.
@@ -100,19 +100,19 @@ impl StepRecord {
                 })
                 .or_else(|| single("state digest", state_digest, &other.state_digest))
         };
-        let at = |stage: Stage| {
-            move |(quantity, left, right)| Difference { quantity, stage, left, right }
+        let at = |stage: StepStage| {
+            move |(quantity, left, right)| StepDifference { quantity, stage, left, right }
         };
         self.data_difference(other)
-            .map(at(Stage::Data))
-            .or_else(|| self.forward_difference(other).map(at(Stage::Forward)))
-            .or_else(|| backward().map(at(Stage::Backward)))
-            .or_else(|| sum().map(at(Stage::Sum)))
-            .or_else(|| update().map(at(Stage::Update)))
+            .map(at(StepStage::Data))
+            .or_else(|| self.forward_difference(other).map(at(StepStage::Forward)))
+            .or_else(|| backward().map(at(StepStage::Backward)))
+            .or_else(|| sum().map(at(StepStage::Sum)))
+            .or_else(|| update().map(at(StepStage::Update)))
     }
 
     /// Differences in the batch.
-    fn data_difference(&self, other: &StepRecord) -> Differs {
+    fn data_difference(&self, other: &StepRecord) -> DifferingValues {
         let labels = |source: &SourceSums| source.labels.to_string();
         None.or_else(|| single("step", &self.step, &other.step))
             .or_else(|| single("data digest", &self.batch_digest, &other.batch_digest))
@@ -130,7 +130,7 @@ impl StepRecord {
     }
 
     /// Differences in the forward pass.
-    fn forward_difference(&self, other: &StepRecord) -> Differs {
+    fn forward_difference(&self, other: &StepRecord) -> DifferingValues {
         let layer = |index: usize| format!("of layer {index}");
         let text = |value: &Vec<u64>| format!("{value:?}");
         let loss =
@@ -174,9 +174,9 @@ fn skip_of(skipped: &Option<Skipped>) -> String {
 }
 
 /// The name of a quantity that differs, and both values.
-type Differs = Option<(String, String, String)>;
+type DifferingValues = Option<(String, String, String)>;
 
-fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> Differs {
+fn single<T: PartialEq + ToString>(quantity: &str, left: &T, right: &T) -> DifferingValues {
     (left != right).then(|| (quantity.to_owned(), left.to_string(), right.to_string()))
 }
 
@@ -186,7 +186,7 @@ fn by_source(
     left: &BTreeMap<String, SourceSums>,
     right: &BTreeMap<String, SourceSums>,
     show: impl Fn(&SourceSums) -> String,
-) -> Differs {
+) -> DifferingValues {
     let shown = |side: Option<&SourceSums>| side.map_or_else(|| "none".to_owned(), &show);
     let mut names = left.keys().chain(right.keys().filter(|name| !left.contains_key(*name)));
     names.find_map(|name| {
@@ -201,7 +201,7 @@ fn listed<T: PartialEq>(
     right: &[T],
     place: impl Fn(usize) -> String,
     show: impl Fn(&T) -> String,
-) -> Differs {
+) -> DifferingValues {
     if left.len() != right.len() {
         return single(&format!("number of values of {quantity}"), &left.len(), &right.len());
     }

@@ -13,8 +13,8 @@ use std::sync::{Mutex, PoisonError};
 use contract::{Digest, Fault, Result, chain};
 use store::disk::{Log, Output};
 
-use super::index::{InForce, Index, Line, Mark, SPACING};
-use super::record::{Checked, Head, StepRecord};
+use super::index::{CurriculumLine, Index, LedgerLine, LedgerMark, SPACING};
+use super::record::{LedgerHead, StepFields, StepRecord};
 use super::{FORMAT, RESTORE};
 use crate::events;
 
@@ -23,22 +23,22 @@ const BUFFER: usize = 1 << 16;
 
 /// An open ledger. Lines after its newest mark are held by offset and chain; earlier ones are looked up.
 pub struct Ledger {
-    source: Source,
-    head: Head,
+    source: LedgerFile,
+    head: LedgerHead,
     /// Line 0.
-    head_line: Line,
+    head_line: LedgerLine,
     /// The lines after step `tail.first - 1`.
-    tail: Lines,
+    tail: LineRange,
     /// The curriculum in force at the end, and the line that holds it.
     curriculum: String,
-    in_force: InForce,
+    in_force: CurriculumLine,
     index: Index,
     /// The earlier lines that were looked up most recently.
-    looked_up: Mutex<Option<Lines>>,
+    looked_up: Mutex<Option<LineRange>>,
 }
 
 /// The file. It is read by offset, without a cursor, so threads may read at once.
-pub(super) struct Source {
+pub(super) struct LedgerFile {
     log: Log,
     /// Bytes read since it was opened.
     #[cfg(test)]
@@ -46,17 +46,17 @@ pub(super) struct Source {
 }
 
 /// Consecutive lines.
-struct Lines {
+struct LineRange {
     /// The step of the first of them.
     first: u64,
     /// The line before them.
-    before: Line,
-    lines: Vec<Line>,
+    before: LedgerLine,
+    lines: Vec<LedgerLine>,
 }
 
-impl Lines {
-    fn after(step: u64, before: Line) -> Lines {
-        Lines { first: step + 1, before, lines: Vec::new() }
+impl LineRange {
+    fn after(step: u64, before: LedgerLine) -> LineRange {
+        LineRange { first: step + 1, before, lines: Vec::new() }
     }
 
     /// The last step.
@@ -64,12 +64,12 @@ impl Lines {
         self.first - 1 + self.lines.len() as u64
     }
 
-    fn last(&self) -> Line {
+    fn last(&self) -> LedgerLine {
         self.lines.last().copied().unwrap_or(self.before)
     }
 
     /// The line of `step`, or of the step before the first.
-    fn line(&self, step: u64) -> Option<Line> {
+    fn line(&self, step: u64) -> Option<LedgerLine> {
         match (step + 1).checked_sub(self.first)? {
             0 => Some(self.before),
             number => self.lines.get(number as usize - 1).copied(),
@@ -79,7 +79,7 @@ impl Lines {
 
 /// The purpose for which a ledger is opened.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum For {
+enum Purpose {
     /// For appending: an incomplete last line is cut, and the index is maintained.
     Appending,
     /// For reading: an incomplete last line is ignored, and nothing is written.
@@ -96,7 +96,7 @@ impl Ledger {
             return Ok(None);
         }
         let log = Log::open(path).map_err(|error| Fault::io("open", path, &error))?;
-        let Some(ledger) = Ledger::of(log, For::Appending)? else { return Ok(None) };
+        let Some(ledger) = Ledger::of(log, Purpose::Appending)? else { return Ok(None) };
         ledger.nothing_relies_on_what_is_torn()?;
         let cut = ledger.source.log.cut(ledger.tail.last().end);
         cut.map_err(|error| Fault::io("cut the torn end of", path, &error))?;
@@ -105,12 +105,12 @@ impl Ledger {
 
     /// Opens the ledger at `path` for reading; an incomplete last line is ignored.
     pub fn read(path: &Path) -> Result<Ledger> {
-        Ledger::to_read(path, For::Reading)
+        Ledger::to_read(path, Purpose::Reading)
     }
 
     /// The same, with every line checked.
     pub(crate) fn read_whole(path: &Path) -> Result<Ledger> {
-        Ledger::to_read(path, For::Checking)
+        Ledger::to_read(path, Purpose::Checking)
     }
 
     /// Refuses zeros in a line that was synced before a checkpoint: a power loss cannot have caused them.
@@ -129,19 +129,20 @@ impl Ledger {
         }
     }
 
-    fn to_read(path: &Path, aim: For) -> Result<Ledger> {
+    fn to_read(path: &Path, aim: Purpose) -> Result<Ledger> {
         let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
         Ledger::of(log, aim)?.ok_or_else(|| empty(path))
     }
 
     /// Creates a ledger with its head; replaces an incomplete one.
-    pub fn create(path: &Path, head: Head) -> Result<Ledger> {
+    pub fn create(path: &Path, head: LedgerHead) -> Result<Ledger> {
         Index::remove(path)?;
         let opened = Log::open(path).and_then(|log| log.cut(0).map(|()| log));
-        let source = Source::new(opened.map_err(|error| Fault::io("create", path, &error))?);
-        let head_line = source.append(Line::default(), &to_json(&head)?)?;
-        let (tail, curriculum) = (Lines::after(0, head_line), head.curriculum.clone());
-        let in_force = InForce { before: Line::default(), text: text_digest(&curriculum) };
+        let source = LedgerFile::new(opened.map_err(|error| Fault::io("create", path, &error))?);
+        let head_line = source.append(LedgerLine::default(), &to_json(&head)?)?;
+        let (tail, curriculum) = (LineRange::after(0, head_line), head.curriculum.clone());
+        let in_force =
+            CurriculumLine { before: LedgerLine::default(), text: text_digest(&curriculum) };
         let (index, looked_up) = (Index::open(path, true), Mutex::new(None));
         let ledger =
             Ledger { source, head, head_line, tail, curriculum, in_force, index, looked_up };
@@ -149,21 +150,22 @@ impl Ledger {
         Ok(ledger)
     }
 
-    fn of(log: Log, aim: For) -> Result<Option<Ledger>> {
-        let source = Source::new(log);
+    fn of(log: Log, aim: Purpose) -> Result<Option<Ledger>> {
+        let source = LedgerFile::new(log);
         let Some((head, head_line)) = source.head()? else { return Ok(None) };
         let text = text_digest(&head.curriculum);
-        let in_force = InForce { before: Line::default(), text };
-        let mut from = Mark { step: 0, line: head_line, head: head_line.chain, in_force };
-        let mut index = Index::open(source.path(), aim == For::Appending);
-        if aim == For::Checking {
+        let in_force = CurriculumLine { before: LedgerLine::default(), text };
+        let mut from = LedgerMark { step: 0, line: head_line, head: head_line.chain, in_force };
+        let mut index = Index::open(source.path(), aim == Purpose::Appending);
+        if aim == Purpose::Checking {
             index.cut(0)?;
         }
         let newest = match aim {
             // Marks after a wrong one are rewritten, too.
-            For::Appending => source.last_in_order(&index, &from),
-            For::Reading | For::Checking => {
-                let fits = |mark: &Mark| source.fits(mark, &from) && source.holds(mark, &from);
+            Purpose::Appending => source.last_in_order(&index, &from),
+            Purpose::Reading | Purpose::Checking => {
+                let fits =
+                    |mark: &LedgerMark| source.fits(mark, &from) && source.holds(mark, &from);
                 (1..=index.count()).rev().find_map(|number| index.mark(number).filter(fits))
             }
         };
@@ -173,15 +175,15 @@ impl Ledger {
             from = mark;
             curriculum = source.curriculum(&from.in_force)?.unwrap_or(curriculum);
         }
-        let mut tail = Lines::after(from.step, from.line);
+        let mut tail = LineRange::after(from.step, from.line);
         let mut in_force = from.in_force;
         source.scan(&mut tail, u64::MAX, |step, before, line, text| {
             if let Some(text) = text {
-                in_force = InForce { before, text: text_digest(&text) };
+                in_force = CurriculumLine { before, text: text_digest(&text) };
                 curriculum = text;
             }
             if step.is_multiple_of(SPACING) {
-                index.push(&Mark { step, line, head: from.head, in_force })?;
+                index.push(&LedgerMark { step, line, head: from.head, in_force })?;
             }
             Ok(())
         })?;
@@ -190,7 +192,7 @@ impl Ledger {
     }
 
     /// Line 0.
-    pub fn head(&self) -> &Head {
+    pub fn head(&self) -> &LedgerHead {
         &self.head
     }
 
@@ -208,15 +210,16 @@ impl Ledger {
     /// The curriculum in force at `step`; for 0, that of line 0.
     pub(crate) fn curriculum_at(&self, step: u64) -> Result<String> {
         let text = text_digest(&self.head.curriculum);
-        let in_force = InForce { before: Line::default(), text };
+        let in_force = CurriculumLine { before: LedgerLine::default(), text };
         let (line, head) = (self.head_line, self.head_line.chain);
-        let begin = Mark { step: 0, line, head, in_force };
-        let fits = |mark: &Mark| self.source.fits(mark, &begin) && self.source.holds(mark, &begin);
+        let begin = LedgerMark { step: 0, line, head, in_force };
+        let fits =
+            |mark: &LedgerMark| self.source.fits(mark, &begin) && self.source.holds(mark, &begin);
         let mut marks = (1..=step / SPACING).rev();
         let from = marks.find_map(|number| self.index.mark(number).filter(fits)).unwrap_or(begin);
         let found = self.source.curriculum(&from.in_force)?;
         let mut curriculum = found.unwrap_or_else(|| self.head.curriculum.clone());
-        let mut lines = Lines::after(from.step, from.line);
+        let mut lines = LineRange::after(from.step, from.line);
         self.source.scan(&mut lines, step - from.step, |_, _, _, text| {
             curriculum = text.unwrap_or_else(|| std::mem::take(&mut curriculum));
             Ok(())
@@ -238,7 +241,7 @@ impl Ledger {
     }
 
     /// The line of `step`; for 0, the head.
-    fn line(&self, step: u64) -> Result<Line> {
+    fn line(&self, step: u64) -> Result<LedgerLine> {
         if let Some(line) = self.tail.line(step) {
             return Ok(line);
         }
@@ -247,17 +250,17 @@ impl Ledger {
             return Ok(line);
         }
         // Opened again: a run that continues may cut the index.
-        let begin = Mark {
+        let begin = LedgerMark {
             step: 0,
             line: self.head_line,
             head: self.head_line.chain,
             in_force: self.in_force,
         };
         let mut marks = (1..=step.saturating_sub(1) / SPACING).rev();
-        let fits = |mark: &Mark| self.source.fits(mark, &begin);
+        let fits = |mark: &LedgerMark| self.source.fits(mark, &begin);
         let from = marks.find_map(|number| self.index.mark(number).filter(fits));
         let from = from.unwrap_or(begin);
-        let mut lines = Lines::after(from.step, from.line);
+        let mut lines = LineRange::after(from.step, from.line);
         let most = (step.div_ceil(SPACING) * SPACING).min(self.tail.first - 1) - from.step;
         self.source.scan(&mut lines, most, |_, _, _, _| Ok(()))?;
         let line = lines.line(step);
@@ -273,7 +276,7 @@ impl Ledger {
     }
 
     /// The fields of `T` in the line of `step`, checked.
-    pub(crate) fn step_as<T: Checked>(&self, step: u64) -> Result<T> {
+    pub(crate) fn step_as<T: StepFields>(&self, step: u64) -> Result<T> {
         let path = self.source.path();
         if step == 0 || step > self.last_step() {
             return Err(Fault::usage(format!("step {step} is not in the ledger"))
@@ -301,7 +304,7 @@ impl Ledger {
         let record = match curriculum {
             None => Cow::Borrowed(record),
             Some(text) => {
-                self.in_force = InForce { before, text: text_digest(&text) };
+                self.in_force = CurriculumLine { before, text: text_digest(&text) };
                 self.curriculum.clone_from(&text);
                 Cow::Owned(StepRecord { curriculum: Some(text), ..record.clone() })
             }
@@ -310,7 +313,7 @@ impl Ledger {
         self.tail.lines.push(line);
         if step.is_multiple_of(SPACING) {
             let (head, in_force) = (self.head_line.chain, self.in_force);
-            self.index.push(&Mark { step, line, head, in_force })?;
+            self.index.push(&LedgerMark { step, line, head, in_force })?;
         }
         Ok(())
     }
@@ -331,12 +334,12 @@ impl Ledger {
 }
 
 /// A reader of the file, at an offset.
-struct At<'a> {
-    source: &'a Source,
+struct OffsetReader<'a> {
+    source: &'a LedgerFile,
     place: u64,
 }
 
-impl Read for At<'_> {
+impl Read for OffsetReader<'_> {
     fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
         let count = self.source.log.file().read_at(into, self.place)?;
         self.place += count as u64;
@@ -346,9 +349,9 @@ impl Read for At<'_> {
     }
 }
 
-impl Source {
-    pub(super) fn new(log: Log) -> Source {
-        Source {
+impl LedgerFile {
+    pub(super) fn new(log: Log) -> LedgerFile {
+        LedgerFile {
             log,
             #[cfg(test)]
             read: Default::default(),
@@ -365,22 +368,22 @@ impl Source {
     }
 
     /// A reader from an offset on.
-    fn reader(&self, place: u64) -> BufReader<At<'_>> {
-        BufReader::with_capacity(BUFFER, At { source: self, place })
+    fn reader(&self, place: u64) -> BufReader<OffsetReader<'_>> {
+        BufReader::with_capacity(BUFFER, OffsetReader { source: self, place })
     }
 
     /// The body of line 0, if it is complete.
-    fn first(&self) -> Result<Option<(String, Line)>> {
+    fn first(&self) -> Result<Option<(String, LedgerLine)>> {
         let mut bytes = Vec::new();
         let read = self.reader(0).read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
         let Some(line) = bytes.strip_suffix(b"\n") else { return Ok(None) };
         let (body, chain) = opened(Digest::default(), line)
             .ok_or_else(|| broken(self.path(), 0, "its chain is broken"))?;
-        Ok(Some((body, Line { end: read as u64, chain })))
+        Ok(Some((body, LedgerLine { end: read as u64, chain })))
     }
 
     /// Line 0, if it is complete.
-    pub(super) fn head(&self) -> Result<Option<(Head, Line)>> {
+    pub(super) fn head(&self) -> Result<Option<(LedgerHead, LedgerLine)>> {
         let Some((body, line)) = self.first()? else { return Ok(None) };
         check_format(self.path(), &body)?;
         Ok(Some((from_json(self.path(), 0, &body)?, line)))
@@ -388,33 +391,33 @@ impl Source {
 
     /// The body of the line from the end of `before` to `end`, and the chain after it; `None` if it does not continue
     /// the chain.
-    fn body(&self, before: Line, end: u64) -> Result<Option<(String, Digest)>> {
+    fn body(&self, before: LedgerLine, end: u64) -> Result<Option<(String, Digest)>> {
         let mut bytes = vec![0; end.saturating_sub(before.end) as usize];
-        let mut at = At { source: self, place: before.end };
+        let mut at = OffsetReader { source: self, place: before.end };
         at.read_exact(&mut bytes).map_err(self.fault("read"))?;
         Ok(bytes.strip_suffix(b"\n").and_then(|line| opened(before.chain, line)))
     }
 
     /// Whether the ledger that begins as `begin` says contains the line of `mark`.
-    fn fits(&self, mark: &Mark, begin: &Mark) -> bool {
+    fn fits(&self, mark: &LedgerMark, begin: &LedgerMark) -> bool {
         let ends = format!("\"chain\":\"{}\"}}\n", mark.line.chain);
         let Some(place) = mark.line.end.checked_sub(ends.len() as u64) else { return false };
         let mut bytes = vec![0; ends.len()];
-        let read = At { source: self, place }.read_exact(&mut bytes);
+        let read = OffsetReader { source: self, place }.read_exact(&mut bytes);
         read.is_ok() && bytes == ends.as_bytes() && mark.head == begin.head
     }
 
     /// Whether the line that the mark names contains the curriculum in force.
-    fn holds(&self, mark: &Mark, begin: &Mark) -> bool {
+    fn holds(&self, mark: &LedgerMark, begin: &LedgerMark) -> bool {
         mark.in_force == begin.in_force || matches!(self.curriculum(&mark.in_force), Ok(Some(_)))
     }
 
     /// The last mark before the first wrong one.
-    fn last_in_order(&self, index: &Index, begin: &Mark) -> Option<Mark> {
-        let mut last: Option<Mark> = None;
+    fn last_in_order(&self, index: &Index, begin: &LedgerMark) -> Option<LedgerMark> {
+        let mut last: Option<LedgerMark> = None;
         for number in 1..=index.count() {
             let mark = index.mark(number).filter(|mark| self.fits(mark, begin));
-            let known = |mark: &Mark| {
+            let known = |mark: &LedgerMark| {
                 last.is_some_and(|last| last.in_force == mark.in_force) || self.holds(mark, begin)
             };
             match mark.filter(known) {
@@ -426,8 +429,8 @@ impl Source {
     }
 
     /// The curriculum in the line that holds it; `None` if that is line 0.
-    fn curriculum(&self, in_force: &InForce) -> Result<Option<String>> {
-        if in_force.before == Line::default() {
+    fn curriculum(&self, in_force: &CurriculumLine) -> Result<Option<String>> {
+        if in_force.before == LedgerLine::default() {
             return Ok(None);
         }
         let changed = || {
@@ -439,7 +442,7 @@ impl Source {
         let mut reader = self.reader(in_force.before.end);
         reader.read_until(b'\n', &mut bytes).map_err(self.fault("read"))?;
         let line = bytes.strip_suffix(b"\n").and_then(|line| opened(in_force.before.chain, line));
-        let said = line.and_then(|(body, _)| serde_json::from_str::<Said>(&body).ok());
+        let said = line.and_then(|(body, _)| serde_json::from_str::<CommonFields>(&body).ok());
         let text = said.and_then(|said| said.curriculum);
         text.filter(|text| text_digest(text) == in_force.text).map(Some).ok_or_else(changed)
     }
@@ -448,9 +451,9 @@ impl Source {
     /// the curriculum if it changes there.
     fn scan(
         &self,
-        lines: &mut Lines,
+        lines: &mut LineRange,
         most: u64,
-        mut each: impl FnMut(u64, Line, Line, Option<String>) -> Result<()>,
+        mut each: impl FnMut(u64, LedgerLine, LedgerLine, Option<String>) -> Result<()>,
     ) -> Result<()> {
         let mut reader = self.reader(lines.last().end);
         let mut bytes = Vec::new();
@@ -462,18 +465,18 @@ impl Source {
             let number = step as usize;
             let (body, chain) = opened(before.chain, line)
                 .ok_or_else(|| broken(self.path(), number, "its chain is broken"))?;
-            let said = from_json::<Said>(self.path(), number, &body)?;
+            let said = from_json::<CommonFields>(self.path(), number, &body)?;
             if said.step != step {
                 return Err(broken(self.path(), number, &format!("it should be step {step}")));
             }
-            let line = Line { end: before.end + read as u64, chain };
+            let line = LedgerLine { end: before.end + read as u64, chain };
             lines.lines.push(line);
             each(step, before, line, said.curriculum)?;
         }
         Ok(())
     }
 
-    fn append(&self, before: Line, body: &str) -> Result<Line> {
+    fn append(&self, before: LedgerLine, body: &str) -> Result<LedgerLine> {
         let (mut line, chain) = chain::seal(before.chain, body);
         line.push('\n');
         if is_another(self.path(), self.log.file()).map_err(self.fault("look at"))? {
@@ -482,7 +485,7 @@ impl Source {
                 .hint("nothing was written since: go on in the folder that the run is in now, by naming it with --out"));
         }
         self.log.append(line.as_bytes()).map_err(self.fault("append to"))?;
-        Ok(Line { end: before.end + line.len() as u64, chain })
+        Ok(LedgerLine { end: before.end + line.len() as u64, chain })
     }
 }
 
@@ -519,7 +522,7 @@ fn check_format(path: &Path, body: &str) -> Result<()> {
 
 /// The fields that are read from every line.
 #[derive(serde::Deserialize)]
-struct Said {
+struct CommonFields {
     step: u64,
     #[serde(default)]
     curriculum: Option<String>,
@@ -555,7 +558,7 @@ fn to_json(value: &impl serde::Serialize) -> Result<String> {
 }
 
 /// The content of a step's line, checked against the rest of the line.
-pub(super) fn said<T: Checked>(path: &Path, number: usize, body: &str) -> Result<T> {
+pub(super) fn said<T: StepFields>(path: &Path, number: usize, body: &str) -> Result<T> {
     let said: T = from_json(path, number, body)?;
     said.checked().map_err(|what| broken(path, number, &what))
 }

@@ -7,9 +7,9 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
-use super::file::{Source, broken, empty, of_one, opened, said};
-use super::index::Line;
-use super::record::{Checked, Head};
+use super::file::{LedgerFile, broken, empty, of_one, opened, said};
+use super::index::LedgerLine;
+use super::record::{LedgerHead, StepFields};
 use contract::{Fault, Result, chain};
 use store::disk::Log;
 use store::regular;
@@ -21,17 +21,17 @@ const BUFFER: usize = 1 << 18;
 pub struct Follower {
     path: PathBuf,
     reader: BufReader<File>,
-    last: Line,
+    last: LedgerLine,
     step: u64,
     text: Vec<u8>,
 }
 
 impl Follower {
     /// Opens the ledger at `path` before its first step.
-    pub fn open(path: &Path) -> Result<(Head, Follower)> {
+    pub fn open(path: &Path) -> Result<(LedgerHead, Follower)> {
         let open = || regular::open(path).map_err(|error| Fault::io("open", path, &error));
         let log = Log::read(path).map_err(|error| Fault::io("open", path, &error))?;
-        let (head, last) = Source::new(log).head()?.ok_or_else(|| empty(path))?;
+        let (head, last) = LedgerFile::new(log).head()?.ok_or_else(|| empty(path))?;
         let mut reader = BufReader::with_capacity(BUFFER, open()?);
         reader.seek(SeekFrom::Start(last.end)).map_err(|error| Fault::io("read", path, &error))?;
         Ok((head, Follower { path: path.to_owned(), reader, last, step: 0, text: Vec::new() }))
@@ -52,7 +52,7 @@ impl Follower {
 
     /// The fields of `T` in the next line. `None` at the end, also if the last line is still being written: a later
     /// call returns it.
-    pub fn next_step<T: Checked>(&mut self) -> Result<Option<T>> {
+    pub fn next_step<T: StepFields>(&mut self) -> Result<Option<T>> {
         let Follower { path, reader, last, step, text } = self;
         let fault = |error| Fault::io("read", path, &error);
         text.clear();
@@ -67,7 +67,7 @@ impl Follower {
         let (body, chain) =
             opened(last.chain, line).ok_or_else(|| broken(path, number, "its chain is broken"))?;
         let said = said(path, number, &body)?;
-        *last = Line { end: last.end + read as u64, chain };
+        *last = LedgerLine { end: last.end + read as u64, chain };
         *step += 1;
         Ok(Some(said))
     }

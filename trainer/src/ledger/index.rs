@@ -19,7 +19,7 @@ const WIDTH: usize = 3 * 21 + 4 * 33;
 
 /// A line of the ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Line {
+pub(super) struct LedgerLine {
     /// Its end offset.
     pub(super) end: u64,
     /// The chain after it.
@@ -28,46 +28,51 @@ pub(super) struct Line {
 
 /// The line that holds the curriculum in force.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct InForce {
+pub(super) struct CurriculumLine {
     /// The end of the line before it.
-    pub(super) before: Line,
+    pub(super) before: LedgerLine,
     /// The digest of its text.
     pub(super) text: Digest,
 }
 
 /// The state of the ledger at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Mark {
+pub(super) struct LedgerMark {
     /// The step.
     pub(super) step: u64,
     /// Its line.
-    pub(super) line: Line,
+    pub(super) line: LedgerLine,
     /// The chain after line 0.
     pub(super) head: Digest,
     /// The curriculum that it was trained with.
-    pub(super) in_force: InForce,
+    pub(super) in_force: CurriculumLine,
 }
 
-impl Mark {
+impl LedgerMark {
     fn text(&self) -> String {
-        let Mark { step, line, head, in_force } = self;
-        let InForce { before, text } = in_force;
+        let LedgerMark { step, line, head, in_force } = self;
+        let CurriculumLine { before, text } = in_force;
         format!(
             "{step:020} {:020} {} {head} {:020} {} {text}\n",
             line.end, line.chain, before.end, before.chain
         )
     }
 
-    fn parse(text: &str) -> Option<Mark> {
+    fn parse(text: &str) -> Option<LedgerMark> {
         fn next<'a, T: FromStr>(words: &mut impl Iterator<Item = &'a str>) -> Option<T> {
             words.next()?.parse().ok()
         }
         let words = &mut text.split_whitespace();
         let step = next(words)?;
-        let line = Line { end: next(words)?, chain: next(words)? };
+        let line = LedgerLine { end: next(words)?, chain: next(words)? };
         let head = next(words)?;
-        let before = Line { end: next(words)?, chain: next(words)? };
-        Some(Mark { step, line, head, in_force: InForce { before, text: next(words)? } })
+        let before = LedgerLine { end: next(words)?, chain: next(words)? };
+        Some(LedgerMark {
+            step,
+            line,
+            head,
+            in_force: CurriculumLine { before, text: next(words)? },
+        })
     }
 }
 
@@ -98,11 +103,11 @@ impl Index {
     }
 
     /// The mark of step `number` times [`SPACING`], from 1.
-    pub(super) fn mark(&self, number: u64) -> Option<Mark> {
+    pub(super) fn mark(&self, number: u64) -> Option<LedgerMark> {
         let log = self.log.as_ref().filter(|_| (1..=self.count).contains(&number))?;
         let mut bytes = [0; WIDTH];
         log.file().read_exact_at(&mut bytes, (number - 1) * WIDTH as u64).ok()?;
-        let mark = Mark::parse(std::str::from_utf8(&bytes).ok()?)?;
+        let mark = LedgerMark::parse(std::str::from_utf8(&bytes).ok()?)?;
         (mark.step == number * SPACING).then_some(mark)
     }
 
@@ -119,7 +124,7 @@ impl Index {
     }
 
     /// Appends the next mark.
-    pub(super) fn push(&mut self, mark: &Mark) -> Result<()> {
+    pub(super) fn push(&mut self, mark: &LedgerMark) -> Result<()> {
         if !self.writes || mark.step != (self.count + 1) * SPACING {
             return Ok(());
         }
@@ -149,11 +154,11 @@ mod tests {
         #[test]
         fn marks_come_back_from_text(step: u64, ends: [u64; 2], digests: [u128; 4]) {
             let [chain, head, before, text] = digests.map(Digest);
-            let in_force = InForce { before: Line { end: ends[1], chain: before }, text };
-            let mark = Mark { step, line: Line { end: ends[0], chain }, head, in_force };
+            let in_force = CurriculumLine { before: LedgerLine { end: ends[1], chain: before }, text };
+            let mark = LedgerMark { step, line: LedgerLine { end: ends[0], chain }, head, in_force };
             let written = mark.text();
             prop_assert_eq!(written.len(), WIDTH);
-            prop_assert_eq!(Mark::parse(&written), Some(mark));
+            prop_assert_eq!(LedgerMark::parse(&written), Some(mark));
         }
     }
 }

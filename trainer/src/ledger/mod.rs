@@ -11,12 +11,12 @@ mod record;
 mod seen;
 
 pub use contract::{Packed, SourceSums};
-pub use difference::{Difference, Stage};
+pub use difference::{StepDifference, StepStage};
 pub use file::Ledger;
 pub use follow::Follower;
 pub use layers::{LayerParameters, layers};
-pub use record::{Checked, Head, StepRecord};
-pub use seen::Seen;
+pub use record::{LedgerHead, StepFields, StepRecord};
+pub use seen::StepSummaryFields;
 
 /// The version of the lines. 3: sums by source, norms by layer. 4: labels and micro-batches are called so. 5: a
 /// processor's instructions in the kernel table.

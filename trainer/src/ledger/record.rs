@@ -10,7 +10,7 @@ use super::{Packed, SourceSums};
 use crate::optim::guard::Skipped;
 
 /// The fields read from a step's line.
-pub trait Checked: DeserializeOwned {
+pub trait StepFields: DeserializeOwned {
     /// Checks that its numbers are consistent; else returns which one is not.
     fn checked(self) -> Result<Self, String>;
 }
@@ -18,7 +18,7 @@ pub trait Checked: DeserializeOwned {
 /// Line 0: the inputs of the run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Head {
+pub struct LedgerHead {
     /// Always "head".
     pub kind: String,
     /// Version of these lines.
@@ -130,7 +130,7 @@ impl StepRecord {
     }
 }
 
-impl Checked for StepRecord {
+impl StepFields for StepRecord {
     fn checked(self) -> Result<Self, String> {
         self.check().map(|()| self)
     }

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 use contract::{Digest, StepSums};
 use serde::Deserialize;
 
-use super::{Checked, Packed, SourceSums, StepRecord};
+use super::{Packed, SourceSums, StepFields, StepRecord};
 use crate::optim::guard::Skipped;
 
 /// A step as shown to people.
 #[derive(Clone, Debug, Deserialize)]
-pub struct Seen {
+pub struct StepSummaryFields {
     /// Its number, from 1.
     pub step: u64,
     /// The phase's name.
@@ -45,7 +45,7 @@ pub struct Seen {
     pub curriculum: Option<String>,
 }
 
-impl Checked for Seen {
+impl StepFields for StepSummaryFields {
     fn checked(mut self) -> Result<Self, String> {
         let sums = StepSums {
             label_count: self.label_count,
@@ -63,10 +63,10 @@ impl Checked for Seen {
     }
 }
 
-impl Seen {
+impl StepSummaryFields {
     /// The shown fields of a record.
-    pub(crate) fn of(record: &StepRecord) -> Seen {
-        Seen {
+    pub(crate) fn of(record: &StepRecord) -> StepSummaryFields {
+        StepSummaryFields {
             step: record.step,
             phase: record.phase.clone(),
             batch_digest: record.batch_digest,

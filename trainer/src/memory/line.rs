@@ -7,36 +7,36 @@ use contract::Result;
 use kernels::tree::blocks;
 
 use crate::ledger;
-use crate::mesh::behind::Owned;
+use crate::mesh::behind::OwnedBytes;
 use crate::mesh::buckets::Buckets;
-use crate::mesh::team::Nodes;
+use crate::mesh::team::NodeLayout;
 use crate::spec::RunSpec;
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// A position in the sharing of micro-batches: what is the same for all ranks on its line of gradients.
-pub(super) struct Place<'a> {
+pub(super) struct SharingPosition<'a> {
     /// The pieces that are reduced along it, owned by positions of the line.
-    pub(super) pieces: Cow<'a, [Piece]>,
+    pub(super) pieces: Cow<'a, [ParamShard]>,
     /// The pieces of each position.
     pub(super) own: Vec<Vec<usize>>,
     /// Which positions share a machine.
-    pub(super) nodes: Nodes,
+    pub(super) nodes: NodeLayout,
     /// The bytes of a whole gradient that each position owns.
-    pub(super) owned: Owned,
+    pub(super) owned: OwnedBytes,
     /// The same for each bucket, in the order of sending, where gradients are reduced in buckets.
-    pub(super) buckets: Vec<Owned>,
+    pub(super) buckets: Vec<OwnedBytes>,
     /// Counts of the blocks of ranks and machines.
     blocks: Blocks,
 }
 
-impl<'a> Place<'a> {
+impl<'a> SharingPosition<'a> {
     pub(super) fn new(
         spec: &RunSpec,
-        pieces: Cow<'a, [Piece]>,
-        nodes: Nodes,
+        pieces: Cow<'a, [ParamShard]>,
+        nodes: NodeLayout,
         parts: &[Vec<Range<u64>>],
         streams: bool,
-    ) -> Result<Place<'a>> {
+    ) -> Result<SharingPosition<'a>> {
         let (mut own, mut bytes) = (vec![Vec::new(); parts.len()], vec![0; parts.len()]);
         for (at, piece) in pieces.iter().enumerate() {
             own[piece.owner as usize].push(at);
@@ -48,16 +48,16 @@ impl<'a> Place<'a> {
             let lengths = Buckets::by_layer(&layers.collect::<Vec<_>>());
             for lengths in lengths.lengths(&pieces, parts.len())? {
                 let bytes = lengths.into_iter().map(|length| 4 * length as u64).collect();
-                buckets.push(Owned::new(bytes, &nodes));
+                buckets.push(OwnedBytes::new(bytes, &nodes));
             }
         }
-        let (owned, blocks) = (Owned::new(bytes, &nodes), Blocks::new(parts, &nodes));
-        Ok(Place { pieces, own, nodes, owned, buckets, blocks })
+        let (owned, blocks) = (OwnedBytes::new(bytes, &nodes), Blocks::new(parts, &nodes));
+        Ok(SharingPosition { pieces, own, nodes, owned, buckets, blocks })
     }
 
     /// Bytes of the blocks that a rank receives in a round: from its neighbours for itself and the owners that it
     /// leads, from other machines for itself; `owned` are the bytes of a block by owner.
-    pub(super) fn received(&self, rank: u32, owned: &Owned) -> u64 {
+    pub(super) fn received(&self, rank: u32, owned: &OwnedBytes) -> u64 {
         let payload = owned.of(rank) + owned.behind(&self.nodes, rank);
         let Blocks { ranks, near, joined, all } = &self.blocks;
         let node = self.nodes.of(rank);
@@ -82,7 +82,7 @@ struct Blocks {
 }
 
 impl Blocks {
-    fn new(parts: &[Vec<Range<u64>>], nodes: &Nodes) -> Blocks {
+    fn new(parts: &[Vec<Range<u64>>], nodes: &NodeLayout) -> Blocks {
         let count = |part: Range<u64>| levels(&part).len() as u64;
         let rounds = parts.first().map_or(0, Vec::len);
         let ranks = parts.iter().map(|parts| parts.iter().cloned().map(count).collect()).collect();

@@ -11,7 +11,7 @@
 //! Chunks of a micro-batch are assigned over `cp` and `tsp` as one line ([`Axis::Sharing`]). Along `tsp` the weights
 //! are also sharded.
 //!
-//! Each axis orders its exchanges by itself: `kernels::group::Axis` says why the exchanges of a layer and those of
+//! Each axis orders its exchanges by itself: `kernels::group::AxisRanks` says why the exchanges of a layer and those of
 //! gradients never wait for each other. A rank on a line of several computes one micro-batch at a time, so that the
 //! exchanges of its line have one order.
 

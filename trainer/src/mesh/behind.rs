@@ -3,20 +3,20 @@
 
 use std::collections::BTreeMap;
 
-use super::team::Nodes;
+use super::team::NodeLayout;
 
 /// Bytes that each position of a line owns.
-pub(crate) struct Owned {
+pub(crate) struct OwnedBytes {
     bytes: Vec<u64>,
     all: u64,
     /// By the number of ranks of a machine: sums by the remainder of the owner's position, which determines its leader
-    /// ([`Nodes::leader`]).
+    /// ([`NodeLayout::leader`]).
     by_remainder: BTreeMap<u32, Vec<u64>>,
 }
 
-impl Owned {
+impl OwnedBytes {
     /// From the bytes of each position.
-    pub(crate) fn new(bytes: Vec<u64>, nodes: &Nodes) -> Owned {
+    pub(crate) fn new(bytes: Vec<u64>, nodes: &NodeLayout) -> OwnedBytes {
         let mut by_remainder = BTreeMap::new();
         for size in nodes.sizes() {
             by_remainder.entry(size).or_insert_with(|| {
@@ -27,7 +27,7 @@ impl Owned {
                 sums
             });
         }
-        Owned { all: bytes.iter().sum(), bytes, by_remainder }
+        OwnedBytes { all: bytes.iter().sum(), bytes, by_remainder }
     }
 
     /// Bytes of all positions.
@@ -41,7 +41,7 @@ impl Owned {
     }
 
     /// Bytes of the ranks elsewhere for which `place` is the leader of its machine.
-    pub(crate) fn behind(&self, nodes: &Nodes, place: u32) -> u64 {
+    pub(crate) fn behind(&self, nodes: &NodeLayout, place: u32) -> u64 {
         let here = nodes.ranks(nodes.of(place));
         let size = here.end - here.start;
         let remainder = place - here.start;
@@ -64,8 +64,8 @@ mod tests {
             let machines = sizes.iter().enumerate();
             let names: Vec<String> =
                 machines.flat_map(|(node, size)| vec![node.to_string(); *size as usize]).collect();
-            let nodes = Nodes::new(&names, 0, flat).unwrap();
-            let owned = Owned::new(bytes[..names.len()].to_vec(), &nodes);
+            let nodes = NodeLayout::new(&names, 0, flat).unwrap();
+            let owned = OwnedBytes::new(bytes[..names.len()].to_vec(), &nodes);
             for place in 0..names.len() as u32 {
                 let behind: u64 = nodes.behind(place).map(|other| owned.of(other)).sum();
                 prop_assert_eq!(owned.behind(&nodes, place), behind);

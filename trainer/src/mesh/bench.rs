@@ -13,13 +13,13 @@ use kernels::tree::Counter;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::words::{Reader, Writer};
+use super::words::{WordReader, WordWriter};
 use crate::chart::Chart;
 use crate::refusal::{lost, refused};
 
 /// A collective and its implementation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum CollectiveKind {
     /// libtorch's own, over Gloo.
     Libtorch(Collective),
     /// Ours: transfers between ranks, sums by the fixed tree.
@@ -32,23 +32,23 @@ pub enum Way {
 }
 
 /// Everything that is measured.
-pub const WAYS: [Way; 11] = [
-    Way::Libtorch(Collective::AllReduce),
-    Way::Exact(Collective::AllReduce),
-    Way::Libtorch(Collective::ReduceScatter),
-    Way::Exact(Collective::ReduceScatter),
-    Way::Libtorch(Collective::AllGather),
-    Way::Exact(Collective::AllGather),
-    Way::InTurn,
-    Way::Around,
-    Way::Libtorch(Collective::Broadcast),
-    Way::Libtorch(Collective::AllToAll),
-    Way::Exact(Collective::AllToAll),
+pub const WAYS: [CollectiveKind; 11] = [
+    CollectiveKind::Libtorch(Collective::AllReduce),
+    CollectiveKind::Exact(Collective::AllReduce),
+    CollectiveKind::Libtorch(Collective::ReduceScatter),
+    CollectiveKind::Exact(Collective::ReduceScatter),
+    CollectiveKind::Libtorch(Collective::AllGather),
+    CollectiveKind::Exact(Collective::AllGather),
+    CollectiveKind::InTurn,
+    CollectiveKind::Around,
+    CollectiveKind::Libtorch(Collective::Broadcast),
+    CollectiveKind::Libtorch(Collective::AllToAll),
+    CollectiveKind::Exact(Collective::AllToAll),
 ];
 
 /// One measurement, the same on every rank.
 #[derive(Clone, Debug, Serialize)]
-pub struct Measured {
+pub struct CollectiveTiming {
     /// "all-reduce".
     pub collective: &'static str,
     /// "libtorch", "fixed tree", or "rccl" for the fixed tree with RCCL transfers; for shards, "in turn" or "a ring".
@@ -67,11 +67,11 @@ pub struct Measured {
     pub wrong: u64,
 }
 
-impl Way {
+impl CollectiveKind {
     fn collective(self) -> Collective {
         match self {
-            Way::Libtorch(collective) | Way::Exact(collective) => collective,
-            Way::InTurn | Way::Around => Collective::AllGather,
+            CollectiveKind::Libtorch(collective) | CollectiveKind::Exact(collective) => collective,
+            CollectiveKind::InTurn | CollectiveKind::Around => Collective::AllGather,
         }
     }
 
@@ -89,11 +89,11 @@ impl Way {
     /// The name of its implementation.
     pub fn by(self, group: &Group) -> &'static str {
         match self {
-            Way::Libtorch(_) => "libtorch",
-            Way::InTurn => "in turn",
-            Way::Around => "a ring",
-            Way::Exact(_) if group.by_rccl() => "rccl",
-            Way::Exact(_) => "fixed tree",
+            CollectiveKind::Libtorch(_) => "libtorch",
+            CollectiveKind::InTurn => "in turn",
+            CollectiveKind::Around => "a ring",
+            CollectiveKind::Exact(_) if group.by_rccl() => "rccl",
+            CollectiveKind::Exact(_) => "fixed tree",
         }
     }
 
@@ -109,16 +109,23 @@ impl Way {
 
     fn run(self, group: &Group, input: &Tensor, output: &mut Tensor) -> Result<()> {
         match self {
-            Way::Libtorch(collective) => group.collective(collective, input, output).map_err(lost),
-            Way::Exact(collective) => exact(group, collective, input, output),
-            Way::InTurn => in_turn(group, input, &parts(group, output)),
-            Way::Around => around(group, input, &parts(group, output)),
+            CollectiveKind::Libtorch(collective) => {
+                group.collective(collective, input, output).map_err(lost)
+            }
+            CollectiveKind::Exact(collective) => exact(group, collective, input, output),
+            CollectiveKind::InTurn => in_turn(group, input, &parts(group, output)),
+            CollectiveKind::Around => around(group, input, &parts(group, output)),
         }
     }
 }
 
 /// Measures one way at about `bytes`, for about `seconds`.
-pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Measured> {
+pub fn measure(
+    group: &Group,
+    way: CollectiveKind,
+    bytes: u64,
+    seconds: f64,
+) -> Result<CollectiveTiming> {
     let world = i64::from(group.world());
     let share = (bytes as i64 / 4 / world).max(1);
     let (input_shares, output_shares) = match way.collective() {
@@ -127,15 +134,18 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
         _ => (world, world),
     };
     let device = match way {
-        Way::Libtorch(_) => tch::Device::Cpu,
-        Way::Exact(_) | Way::InTurn | Way::Around => group.device(),
+        CollectiveKind::Libtorch(_) => tch::Device::Cpu,
+        CollectiveKind::Exact(_) | CollectiveKind::InTurn | CollectiveKind::Around => {
+            group.device()
+        }
     };
     let input = filled(group.rank(), 0, share * input_shares);
     let input = input.f_to_device(device).map_err(refused)?;
     let output = Tensor::f_zeros([share * output_shares], (Kind::Float, device));
     let mut output = output.map_err(refused)?;
     // libtorch's all-reduce and broadcast work in place.
-    let in_place = matches!(way, Way::Libtorch(Collective::AllReduce | Collective::Broadcast));
+    let in_place =
+        matches!(way, CollectiveKind::Libtorch(Collective::AllReduce | Collective::Broadcast));
     let run = |output: &mut Tensor| {
         if in_place {
             tch::no_grad(|| output.copy_(&input));
@@ -163,7 +173,7 @@ pub fn measure(group: &Group, way: Way, bytes: u64, seconds: f64) -> Result<Meas
     let wrong = agree(group, wrong as f64)? as u64;
     let bytes = (share * world * 4) as u64;
     let algorithm = bytes as f64 / median / 1e9;
-    Ok(Measured {
+    Ok(CollectiveTiming {
         collective: way.name(),
         by: way.by(group),
         bytes,
@@ -208,9 +218,9 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
     let mut shares = Vec::new();
     for _ in 0..rounds {
         group.barrier("a stretch of computing").map_err(lost)?;
-        let said = Writer::default().float(load(calls)?).bytes().to_vec();
+        let said = WordWriter::default().float(load(calls)?).bytes().to_vec();
         let heard = group.all_gather("a stretch of computing", &said).map_err(lost)?;
-        let all = heard.iter().map(|heard| Reader::new(heard).float());
+        let all = heard.iter().map(|heard| WordReader::new(heard).float());
         let all = all.collect::<Result<Vec<f64>>>()?;
         let slowest = all.iter().copied().fold(0.0, f64::max);
         let mean = all.iter().sum::<f64>() / all.len() as f64;
@@ -222,10 +232,11 @@ pub fn uneven(group: &Group, seconds: f64) -> Result<f64> {
 
 /// The largest value that any rank has.
 fn agree(group: &Group, mine: f64) -> Result<f64> {
-    let heard =
-        group.all_gather("a measurement", Writer::default().float(mine).bytes()).map_err(lost)?;
+    let heard = group
+        .all_gather("a measurement", WordWriter::default().float(mine).bytes())
+        .map_err(lost)?;
     let values =
-        heard.iter().map(|heard| Reader::new(heard).float()).collect::<Result<Vec<_>>>()?;
+        heard.iter().map(|heard| WordReader::new(heard).float()).collect::<Result<Vec<_>>>()?;
     Ok(values.into_iter().fold(0.0, f64::max))
 }
 
@@ -388,7 +399,7 @@ fn around(group: &Group, mine: &Tensor, out: &Tensor) -> Result<()> {
 }
 
 /// Plots bus bandwidth over size, both axes logarithmic.
-pub fn plot(measured: &[Measured], world: u32) -> String {
+pub fn plot(measured: &[CollectiveTiming], world: u32) -> String {
     let mut curves: BTreeMap<String, Vec<(f64, f64)>> = BTreeMap::new();
     for one in measured {
         let name = format!("{}, {}", one.collective, one.by);

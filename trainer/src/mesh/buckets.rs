@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// The buckets of a step, in the order in which every rank sends them.
 pub(crate) struct Buckets(Vec<Vec<Range<usize>>>);
@@ -49,13 +49,13 @@ impl Buckets {
     pub(crate) fn pieces<'a>(
         &'a self,
         bucket: usize,
-        pieces: &'a [Piece],
-    ) -> impl Iterator<Item = &'a Piece> {
+        pieces: &'a [ParamShard],
+    ) -> impl Iterator<Item = &'a ParamShard> {
         self.parameters(bucket).flat_map(move |parameter| of_tensor(pieces, parameter))
     }
 
     /// The elements of each bucket that each of `world` ranks owns.
-    pub(crate) fn lengths(&self, pieces: &[Piece], world: usize) -> Result<Vec<Vec<i64>>> {
+    pub(crate) fn lengths(&self, pieces: &[ParamShard], world: usize) -> Result<Vec<Vec<i64>>> {
         let mut lengths = vec![vec![0; world]; self.count()];
         for piece in pieces {
             let owned = lengths[self.of(piece.tensor)?].get_mut(piece.owner as usize);
@@ -66,7 +66,7 @@ impl Buckets {
 }
 
 /// The pieces of a tensor; `pieces` has those of all tensors in canonical order.
-pub(super) fn of_tensor(pieces: &[Piece], tensor: usize) -> &[Piece] {
+pub(super) fn of_tensor(pieces: &[ParamShard], tensor: usize) -> &[ParamShard] {
     let first = pieces.partition_point(|piece| piece.tensor < tensor);
     let count = pieces[first..].partition_point(|piece| piece.tensor == tensor);
     &pieces[first..first + count]
@@ -91,13 +91,13 @@ mod tests {
             let ends: Vec<usize> = [0].into_iter().chain(cuts).chain([layout.parameters.len()]).collect();
             let layers: Vec<_> = ends.windows(2).map(|ends| ends[0]..ends[1]).collect();
             for buckets in [Buckets::whole(layout.parameters.len()), Buckets::by_layer(&layers)] {
-                let mut found: Vec<Piece> =
+                let mut found: Vec<ParamShard> =
                     (0..buckets.count()).flat_map(|one| buckets.pieces(one, &pieces)).cloned().collect();
                 found.sort_by_key(|piece| (piece.tensor, piece.first));
                 prop_assert_eq!(&found, &pieces);
                 let lengths = buckets.lengths(&pieces, world as usize).unwrap();
                 let all: i64 = lengths.iter().flatten().sum();
-                prop_assert_eq!(all, pieces.iter().map(Piece::length).sum::<i64>());
+                prop_assert_eq!(all, pieces.iter().map(ParamShard::length).sum::<i64>());
                 for parameter in 0..layout.parameters.len() {
                     let bucket = buckets.of(parameter).unwrap();
                     prop_assert!(buckets.parameters(bucket).any(|one| one == parameter));

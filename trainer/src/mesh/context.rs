@@ -18,16 +18,17 @@ use contract::{Fault, Result};
 use kernels::addend::Addend;
 use kernels::checksum;
 use kernels::group::{self, Arrival, Exchange};
-use kernels::ops::Present;
+use kernels::ops::UsedExperts;
 use kernels::tree::{Counter, Sum as _, blocks};
 use tch::{Kind, Tensor};
 
 use super::axes::Axis;
 use super::slices::Slices;
 use super::sum;
-use super::team::Lines;
+use super::team::PhaseMesh;
 use crate::model::{
-    ChunkSum, Coming, Dealt, Folded, Line, ParamId, ParamSpec, Role, Sink, Term, Used,
+    Assignment, AxisComm, ChunkSum, ExpertNumbers, GradientSink, GradientTerm, ParamId, ParamSpec,
+    PendingReceive, Role, ShardedWeights,
 };
 use crate::refusal::{lost, refused};
 use crate::state::{Part, salt};
@@ -38,61 +39,66 @@ const SHARING: usize = 1;
 const FOLDED: usize = 2;
 
 /// The line of a rank, before a step begins.
-pub(crate) struct Along {
-    axis: group::Axis,
+pub(crate) struct SharingGroup {
+    axis: group::AxisRanks,
     what: &'static str,
     degree: u64,
     place: u64,
 }
 
 /// The same during a step.
-pub(crate) struct Context<'a> {
-    along: &'a Along,
+pub(crate) struct SharingExchange<'a> {
+    along: &'a SharingGroup,
     exchange: Mutex<Exchange<'a>>,
     /// How many rounds (transfers that run together) have begun: all positions begin them in the same order.
     rounds: AtomicU64,
     sent: AtomicU64,
 }
 
-impl Along {
+impl SharingGroup {
     /// The line of the ranks that share micro-batches with this one, if any.
-    pub(crate) fn sharing(lines: &Lines<'_>) -> Result<Option<Along>> {
-        Along::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
+    pub(crate) fn sharing(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
+        SharingGroup::of(lines, (SHARING, Axis::Sharing), "the sharing of micro-batches")
     }
 
     /// The line of the ranks that shard the weights with this one.
-    pub(crate) fn folded(lines: &Lines<'_>) -> Result<Option<Along>> {
-        Along::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
+    pub(crate) fn folded(lines: &PhaseMesh<'_>) -> Result<Option<SharingGroup>> {
+        SharingGroup::of(lines, (FOLDED, Axis::Tsp), "the handing over of shards")
     }
 
     fn of(
-        lines: &Lines<'_>,
+        lines: &PhaseMesh<'_>,
         (number, axis): (usize, Axis),
         what: &'static str,
-    ) -> Result<Option<Along>> {
+    ) -> Result<Option<SharingGroup>> {
         let (mesh, rank) = (lines.mesh, lines.team.group.rank());
         let (line, place) = (mesh.line(axis, rank), u64::from(mesh.place(axis, rank)));
         if line.len() == 1 {
             return Ok(None);
         }
         let axis = lines.team.group.axis(number, &line).map_err(lost)?;
-        Ok(Some(Along { axis, what, degree: line.len() as u64, place }))
+        Ok(Some(SharingGroup { axis, what, degree: line.len() as u64, place }))
     }
 
     /// Begins a step. Every rank of the line must call it, whatever it computes.
-    pub(crate) fn begin(&self) -> Result<Context<'_>> {
+    pub(crate) fn begin(&self) -> Result<SharingExchange<'_>> {
         let exchange = self.axis.begin(self.what).map_err(lost)?;
         let exchange = Mutex::new(exchange);
-        Ok(Context { along: self, exchange, rounds: AtomicU64::new(0), sent: AtomicU64::new(0) })
+        Ok(SharingExchange {
+            along: self,
+            exchange,
+            rounds: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+        })
     }
 
     /// How `chunks` chunks are assigned to the line.
-    pub(crate) fn dealt(&self, chunks: u64) -> Dealt {
-        Dealt { chunks, degree: self.degree, place: self.place }
+    pub(crate) fn dealt(&self, chunks: u64) -> Assignment {
+        Assignment { chunks, degree: self.degree, place: self.place }
     }
 }
 
-impl Context<'_> {
+impl SharingExchange<'_> {
     /// Ends the step once everything has been sent; returns how many bytes were sent.
     pub(crate) fn finish(self) -> Result<u64> {
         let exchange = self.exchange.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -101,7 +107,7 @@ impl Context<'_> {
     }
 }
 
-impl Line for Context<'_> {
+impl AxisComm for SharingExchange<'_> {
     fn place(&self) -> u64 {
         self.along.place
     }
@@ -116,8 +122,8 @@ impl Line for Context<'_> {
         give: &[Tensor],
         take: &[i64],
         kind: Kind,
-    ) -> kernels::Result<Box<dyn Coming + '_>> {
-        let _watch = timing::part(timing::Part::Send);
+    ) -> kernels::Result<Box<dyn PendingReceive + '_>> {
+        let _watch = timing::part(timing::StepPart::Send);
         let mut exchange = self.exchange.lock().unwrap_or_else(PoisonError::into_inner);
         let (members, mut arrivals) = (self.along.axis.members(), Vec::new());
         let round = self.rounds.fetch_add(1, Ordering::Relaxed);
@@ -134,22 +140,22 @@ impl Line for Context<'_> {
         }
         exchange.close(round)?;
         let begun = exchange.begun();
-        Ok(Box::new(Moving { exchange: &self.exchange, arrivals, begun }))
+        Ok(Box::new(PendingBlocks { exchange: &self.exchange, arrivals, begun }))
     }
 }
 
 /// Transfers under way from each rank of the line.
-struct Moving<'a, 'b> {
+struct PendingBlocks<'a, 'b> {
     exchange: &'b Mutex<Exchange<'a>>,
     arrivals: Vec<Arrival<'a>>,
     /// How many sends had begun with this round and before it.
     begun: usize,
 }
 
-impl Coming for Moving<'_, '_> {
+impl PendingReceive for PendingBlocks<'_, '_> {
     fn wait(self: Box<Self>) -> kernels::Result<Vec<Tensor>> {
-        let _watch = timing::part(timing::Part::Blocks);
-        let Moving { exchange, arrivals, begun } = *self;
+        let _watch = timing::part(timing::StepPart::Blocks);
+        let PendingBlocks { exchange, arrivals, begun } = *self;
         let found = arrivals.into_iter().map(Arrival::wait).collect::<kernels::Result<_>>()?;
         // The others have begun to receive these sends, or are about to, so their memory is released.
         exchange.lock().unwrap_or_else(PoisonError::into_inner).left(begun)?;
@@ -159,48 +165,57 @@ impl Coming for Moving<'_, '_> {
 
 /// How ranks share micro-batches.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared<'a> {
-    pub(crate) line: &'a dyn Line,
+pub(crate) struct SharedMicroBatch<'a> {
+    pub(crate) line: &'a dyn AxisComm,
     /// Which position has which chunks.
-    pub(crate) dealt: Dealt,
+    pub(crate) dealt: Assignment,
     /// Which position adds which numbers.
     pub(crate) slices: &'a Slices,
     /// Which position holds which weight shards; `None` where each has the whole weights.
-    pub(crate) folded: Option<Folded<'a>>,
+    pub(crate) folded: Option<ShardedWeights<'a>>,
 }
 
 /// The gradient sink of a shared micro-batch: it passes on this rank's slice of each gradient.
 pub(crate) struct SharedSink<'a, 'b> {
-    shared: Shared<'a>,
+    shared: SharedMicroBatch<'a>,
     /// Where slices are added, and the micro-batch's number; `None` if only the checksum is needed.
-    into: Option<(&'a sum::Sum<'b>, u64)>,
+    into: Option<(&'a sum::GradientSum<'b>, u64)>,
     /// Transfers under way, oldest first: one parameter is sent while the next one is computed.
-    under_way: VecDeque<Travelling<'a>>,
+    under_way: VecDeque<PendingParameter<'a>>,
     /// First terms of parameters whose second term is not there yet.
     first: BTreeMap<usize, Tensor>,
     /// The checksum of this rank's slices.
-    checksum: checksum::Total,
+    checksum: checksum::RunningChecksum,
 }
 
 /// A parameter's blocks of all chunks, under way to this rank.
-struct Travelling<'a> {
+struct PendingParameter<'a> {
     id: ParamId,
-    term: Term,
+    term: GradientTerm,
     own: Vec<ChunkSum>,
-    numbers: Box<dyn Coming + 'a>,
+    numbers: Box<dyn PendingReceive + 'a>,
     /// For stacked experts: the number of elements, and the experts in the first local block and in each other.
-    experts: Option<(i64, Present, Box<dyn Coming + 'a>)>,
+    experts: Option<(i64, UsedExperts, Box<dyn PendingReceive + 'a>)>,
 }
 
 impl<'a, 'b> SharedSink<'a, 'b> {
     /// The sink of a micro-batch whose slices are added to `into`.
-    pub(crate) fn new(shared: Shared<'a>, into: Option<(&'a sum::Sum<'b>, u64)>) -> Self {
+    pub(crate) fn new(
+        shared: SharedMicroBatch<'a>,
+        into: Option<(&'a sum::GradientSum<'b>, u64)>,
+    ) -> Self {
         let (under_way, first) = (VecDeque::new(), BTreeMap::new());
-        SharedSink { shared, into, under_way, first, checksum: checksum::Total::default() }
+        SharedSink {
+            shared,
+            into,
+            under_way,
+            first,
+            checksum: checksum::RunningChecksum::default(),
+        }
     }
 
     /// Waits for the transfers under way; returns the checksum of this rank's slices of the micro-batch's gradient.
-    pub(crate) fn finish(mut self) -> Result<checksum::Total> {
+    pub(crate) fn finish(mut self) -> Result<checksum::RunningChecksum> {
         while let Some(travelling) = self.under_way.pop_front() {
             self.add(travelling)?;
         }
@@ -208,9 +223,9 @@ impl<'a, 'b> SharedSink<'a, 'b> {
     }
 
     /// Adds the blocks of all chunks to this rank's slice.
-    fn add(&mut self, travelling: Travelling<'_>) -> Result<()> {
-        let Travelling { id, term, own, numbers, experts } = travelling;
-        let Shared { dealt, slices, .. } = self.shared;
+    fn add(&mut self, travelling: PendingParameter<'_>) -> Result<()> {
+        let PendingParameter { id, term, own, numbers, experts } = travelling;
+        let SharedMicroBatch { dealt, slices, .. } = self.shared;
         let ranges = slices.of(id.index(), dealt.place);
         let length = slices.length(id.index(), dealt.place);
         let numbers = numbers.wait().map_err(refused)?;
@@ -218,7 +233,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
             Some((elements, like, marks)) => Some((elements, like, marks.wait().map_err(refused)?)),
             None => None,
         };
-        let _watch = timing::part(timing::Part::Tree);
+        let _watch = timing::part(timing::StepPart::Tree);
         let (mut sum, mut own) = (Counter::new(), own.into_iter());
         for place in 0..dealt.degree {
             for (at, (level, _)) in (0..).zip(levels(dealt, place)) {
@@ -234,7 +249,11 @@ impl<'a, 'b> SharedSink<'a, 'b> {
                         let count = like.experts() as i64;
                         let marks = marks[place as usize].f_narrow(0, at * count, count);
                         let marks = marks.map_err(refused)?;
-                        Some(Used::of(Used::marked(like, &marks)?, *elements, ranges))
+                        Some(ExpertNumbers::of(
+                            ExpertNumbers::marked(like, &marks)?,
+                            *elements,
+                            ranges,
+                        ))
                     }
                     None => None,
                 };
@@ -243,12 +262,12 @@ impl<'a, 'b> SharedSink<'a, 'b> {
         }
         let sum = sum.finish().map_err(refused)?.ok_or_else(missing)?.gradient;
         let sum = match term {
-            Term::Only => sum,
-            Term::First => {
+            GradientTerm::Only => sum,
+            GradientTerm::First => {
                 self.first.insert(id.index(), sum);
                 return Ok(());
             }
-            Term::Second => {
+            GradientTerm::Second => {
                 let first = self.first.remove(&id.index()).ok_or_else(missing)?;
                 first.sum(sum).map_err(refused)?
             }
@@ -266,7 +285,7 @@ impl<'a, 'b> SharedSink<'a, 'b> {
     }
 }
 
-impl Sink for SharedSink<'_, '_> {
+impl GradientSink for SharedSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, _: Addend) -> Result<()> {
         Err(Fault::bug(format!(
             "parameter {} has a whole gradient on one of several ranks",
@@ -274,8 +293,8 @@ impl Sink for SharedSink<'_, '_> {
         )))
     }
 
-    fn part(&mut self, id: ParamId, term: Term, parts: Vec<ChunkSum>) -> Result<()> {
-        let Shared { line, dealt, slices, .. } = self.shared;
+    fn part(&mut self, id: ParamId, term: GradientTerm, parts: Vec<ChunkSum>) -> Result<()> {
+        let SharedMicroBatch { line, dealt, slices, .. } = self.shared;
         let own = parts.iter().map(|part| part.cut(slices.of(id.index(), dealt.place)));
         let own = own.collect::<kernels::Result<_>>().map_err(refused)?;
         let give = (0..dealt.degree).map(|place| {
@@ -307,7 +326,7 @@ impl Sink for SharedSink<'_, '_> {
             }
             None => None,
         };
-        self.under_way.push_back(Travelling { id, term, own, numbers, experts });
+        self.under_way.push_back(PendingParameter { id, term, own, numbers, experts });
         match self.under_way.len() > 1 {
             true => self.under_way.pop_front().map_or(Ok(()), |travelling| self.add(travelling)),
             false => Ok(()),
@@ -316,7 +335,7 @@ impl Sink for SharedSink<'_, '_> {
 }
 
 /// Bytes of weight gradients that the ranks of a line send each other for a micro-batch.
-pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Dealt) -> u64 {
+pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: Assignment) -> u64 {
     let places = || 0..dealt.degree;
     let of = |(index, parameter): (usize, &ParamSpec)| {
         // The embedding has two terms: the head's gradient and that of the rows looked up.
@@ -336,7 +355,7 @@ pub(crate) fn gradient_bytes(slices: &Slices, parameters: &[ParamSpec], dealt: D
 }
 
 /// The blocks of the tree over chunks that a position has.
-fn levels(dealt: Dealt, place: u64) -> Vec<(u32, u64)> {
+fn levels(dealt: Assignment, place: u64) -> Vec<(u32, u64)> {
     let leaves = dealt.leaves(place);
     blocks(leaves.start, leaves.end)
 }

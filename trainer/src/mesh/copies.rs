@@ -1,6 +1,6 @@
 //! Which rank keeps replicas of which rank's part of the state, and their cost.
 
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// The steps whose replicas are held at a time: those of one step are sent while those of the step before stay.
 pub(crate) const STEPS: usize = 2;
@@ -41,7 +41,7 @@ impl Partners {
     }
 
     /// The same for every rank.
-    pub(crate) fn all_held(self, pieces: &[Piece]) -> Vec<u64> {
+    pub(crate) fn all_held(self, pieces: &[ParamShard]) -> Vec<u64> {
         let mut own = vec![0; self.world];
         for piece in pieces {
             own[piece.owner as usize] += 4 * STEPS as u64 * length(piece) as u64;
@@ -54,7 +54,7 @@ impl Partners {
     }
 
     /// Bytes of replicas that `rank` holds: of its own pieces and its partner's.
-    pub(crate) fn held(self, pieces: &[Piece], rank: u32) -> u64 {
+    pub(crate) fn held(self, pieces: &[ParamShard], rank: u32) -> u64 {
         if self.world == 1 {
             return 0;
         }
@@ -65,13 +65,13 @@ impl Partners {
 }
 
 /// The length of a piece's replica: weights in f32, and moments.
-pub(crate) fn length(piece: &Piece) -> i64 {
+pub(crate) fn length(piece: &ParamShard) -> i64 {
     let parts = if piece.rule.has_second_moment() { 3 } else { 2 };
     parts * piece.length()
 }
 
 /// Bytes that all ranks together send for the replicas of a step.
-pub(crate) fn sent(pieces: &[Piece]) -> u64 {
+pub(crate) fn sent(pieces: &[ParamShard]) -> u64 {
     4 * pieces.iter().map(|piece| length(piece) as u64).sum::<u64>()
 }
 

@@ -10,7 +10,7 @@
 //! nodes of the tree, independent of the rank that adds them. Pieces for owners on the same machine take the same path,
 //! so a single machine is no special case.
 //!
-//! Ranks here are positions on the line of gradients (`team::Lines`): all ranks, unless some share micro-batches. If
+//! Ranks here are positions on the line of gradients (`team::PhaseMesh`): all ranks, unless some share micro-batches. If
 //! some do, each has the slice of a gradient that its line owns, and pieces and owners refer to it (`slices`).
 //!
 //! `whole` has one round, in which each rank has a run of micro-batches, and one bucket that holds every parameter: a
@@ -38,19 +38,19 @@ use kernels::tree::{self, Blocks, Counter, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::buckets::{self, Buckets};
-use super::gradients::{Gradients, TOGETHER};
-use super::team::{GradReduce, Lines};
+use super::gradients::{MicroBatchGradients, TOGETHER};
+use super::team::{GradReduce, PhaseMesh};
 use crate::refusal::{lost, refused};
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 use crate::timing;
 
 /// How many stages sending is ahead of adding.
 pub(crate) const BEHIND: usize = 2;
 
 /// The gradient reduction of one step, under way.
-pub(crate) struct Gather<'a> {
-    lines: &'a Lines<'a>,
-    pieces: &'a [Piece],
+pub(crate) struct GradientReduction<'a> {
+    lines: &'a PhaseMesh<'a>,
+    pieces: &'a [ParamShard],
     buckets: Buckets,
     /// The elements of each bucket that each rank owns.
     lengths: Vec<Vec<i64>>,
@@ -79,12 +79,12 @@ pub(crate) struct Gather<'a> {
     next: [usize; 3],
 }
 
-impl<'a> Gather<'a> {
+impl<'a> GradientReduction<'a> {
     /// Begins a step of `leaves` micro-batches. Receives of the first stages are posted before anything is computed, so
     /// that finished blocks are sent while micro-batches are still being computed.
     pub(crate) fn begin(
-        lines: &'a Lines<'a>,
-        pieces: &'a [Piece],
+        lines: &'a PhaseMesh<'a>,
+        pieces: &'a [ParamShard],
         buckets: Buckets,
         leaves: u64,
     ) -> Result<Self> {
@@ -92,7 +92,7 @@ impl<'a> Gather<'a> {
         let coming = parts.iter().map(|_| VecDeque::new()).collect();
         let count = buckets.count();
         let lengths = buckets.lengths(pieces, parts.len())?;
-        let mut gather = Gather {
+        let mut gather = GradientReduction {
             lines,
             pieces,
             buckets,
@@ -120,7 +120,7 @@ impl<'a> Gather<'a> {
         &mut self,
         leaf: u64,
         parameter: usize,
-        gradients: &Gradients,
+        gradients: &MicroBatchGradients,
     ) -> Result<()> {
         if !self.streams() {
             return Ok(());
@@ -143,7 +143,7 @@ impl<'a> Gather<'a> {
     }
 
     /// Called when this rank's next micro-batch is computed; sends the block that it completes.
-    pub(crate) fn leaf(&mut self, gradients: &Gradients) -> Result<()> {
+    pub(crate) fn leaf(&mut self, gradients: &MicroBatchGradients) -> Result<()> {
         if self.streams() {
             return Ok(());
         }
@@ -172,15 +172,15 @@ impl<'a> Gather<'a> {
     }
 
     /// Returns this rank's pieces of the sum, bucket by bucket, once every rank has computed its micro-batches.
-    pub(crate) fn finish(mut self) -> Result<Vec<(Piece, Tensor)>> {
+    pub(crate) fn finish(mut self) -> Result<Vec<(ParamShard, Tensor)>> {
         let stages = self.stages();
         self.ask(stages)?;
         self.join(stages)?;
         self.add(stages)?;
         let (me, none) = (self.me(), || Fault::bug("a step had no micro-batches"));
-        let Gather { exchange, sums, buckets, pieces, .. } = self;
+        let GradientReduction { exchange, sums, buckets, pieces, .. } = self;
         {
-            let _watch = timing::part(timing::Part::Blocks);
+            let _watch = timing::part(timing::StepPart::Blocks);
             exchange.finish().map_err(lost)?;
         }
         let mut found = Vec::new();
@@ -240,7 +240,7 @@ impl<'a> Gather<'a> {
         self.ask(stage + BEHIND)?;
         let before = |stages: usize| (stage + 1).saturating_sub(stages);
         if self.leaving.len() >= BEHIND {
-            let _watch = timing::part(timing::Part::Blocks);
+            let _watch = timing::part(timing::StepPart::Blocks);
             let count = self.leaving.pop_front().unwrap_or(0);
             self.exchange.left(count).map_err(lost)?;
         }
@@ -278,8 +278,8 @@ impl<'a> Gather<'a> {
 
     /// Sends every rank of the machine its payload of this rank's block that begins with micro-batch `first`, of the
     /// current stage.
-    fn send(&mut self, gradients: &Gradients, first: u64) -> Result<()> {
-        let _watch = timing::part(timing::Part::Send);
+    fn send(&mut self, gradients: &MicroBatchGradients, first: u64) -> Result<()> {
+        let _watch = timing::part(timing::StepPart::Send);
         let round = near(self.stage, self.sent);
         let here = self.lines.data.nodes.ranks(self.lines.data.nodes.here());
         for (to, payload) in here.zip(self.payloads(gradients, first)?) {
@@ -306,7 +306,7 @@ impl<'a> Gather<'a> {
     /// A block's payload of the stage for each rank of the machine. On a device, bf16 gradients are converted to f32
     /// and checked while they are copied. Parameters are copied and released a few at a time, so that the block is not
     /// held twice.
-    fn payloads(&self, gradients: &Gradients, first: u64) -> Result<Vec<Tensor>> {
+    fn payloads(&self, gradients: &MicroBatchGradients, first: u64) -> Result<Vec<Tensor>> {
         let (_, bucket) = self.place(self.stage);
         // For each owner: the payload and the offset in it of its next piece.
         let (mut lengths, mut next) = (Vec::new(), BTreeMap::new());
@@ -363,7 +363,7 @@ impl<'a> Gather<'a> {
                     let payload =
                         mine.map_or_else(|| arrived(&mut self.coming[rank as usize]), Ok)?;
                     let complete = {
-                        let _watch = timing::part(timing::Part::Tree);
+                        let _watch = timing::part(timing::StepPart::Tree);
                         joined.push_block(level, payload).map_err(refused)?
                     };
                     if let Some((_, sum)) = complete {
@@ -380,7 +380,7 @@ impl<'a> Gather<'a> {
 
     /// Sends a block of this machine to the owners that this leader serves, and keeps this rank's own pieces.
     fn forward(&mut self, round: u64, bucket: usize, sum: Tensor) -> Result<()> {
-        let _watch = timing::part(timing::Part::Send);
+        let _watch = timing::part(timing::StepPart::Send);
         let owners = self.payload(self.me());
         if owners.len() == 1 {
             self.joined.push_back(sum);
@@ -414,7 +414,7 @@ impl<'a> Gather<'a> {
                     let own = if node == nodes.here() { self.joined.pop_front() } else { None };
                     let block =
                         own.map_or_else(|| arrived(&mut self.coming[leader as usize]), Ok)?;
-                    let _watch = timing::part(timing::Part::Tree);
+                    let _watch = timing::part(timing::StepPart::Tree);
                     self.sums[bucket].push_block(level, block).map_err(refused)?;
                 }
             }
@@ -439,7 +439,7 @@ fn far(stage: usize, block: u64) -> u64 {
 
 /// Waits for the next posted receive.
 fn arrived(coming: &mut VecDeque<Arrival<'_>>) -> Result<Tensor> {
-    let _watch = timing::part(timing::Part::Blocks);
+    let _watch = timing::part(timing::StepPart::Blocks);
     let next = coming.pop_front().ok_or_else(|| Fault::bug("a block was not asked for"))?;
     next.wait().map_err(lost)
 }

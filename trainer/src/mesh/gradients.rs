@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 use contract::{Fault, Result};
 use kernels::addend::{self, Addend, Addends};
-use kernels::tree::{Counter, Node, Nodes, Pair, blocks};
+use kernels::tree::{Counter, Node, Pair, TreeNodes, blocks};
 use tch::Tensor;
 
 use crate::refusal::refused;
@@ -19,24 +19,24 @@ use crate::timing;
 pub(super) const TOGETHER: usize = 32;
 
 /// The gradients of this rank's micro-batches of a step, added up parameter by parameter.
-pub(crate) struct Gradients {
-    parameters: Vec<Mutex<Nodes<Addend>>>,
+pub(crate) struct MicroBatchGradients {
+    parameters: Vec<Mutex<TreeNodes<Addend>>>,
     /// The blocks of these micro-batches, in their order.
     blocks: Vec<(u32, u64)>,
 }
 
-impl Gradients {
+impl MicroBatchGradients {
     /// For the runs `parts` of micro-batches, numbered within the step, of a model with `parameters` parameters.
-    pub(crate) fn new(parts: &[Range<u64>], parameters: usize) -> Gradients {
-        let nodes = |_| Mutex::new(Nodes::new(parts));
+    pub(crate) fn new(parts: &[Range<u64>], parameters: usize) -> MicroBatchGradients {
+        let nodes = |_| Mutex::new(TreeNodes::new(parts));
         let blocks = parts.iter().flat_map(|part| blocks(part.start, part.end)).collect();
-        Gradients { parameters: (0..parameters).map(nodes).collect(), blocks }
+        MicroBatchGradients { parameters: (0..parameters).map(nodes).collect(), blocks }
     }
 
     /// Adds micro-batch `leaf`'s gradients of some parameters: gradients of two micro-batches or blocks are added level
     /// by level of the tree.
     pub(super) fn add(&self, leaf: u64, gradients: Vec<(usize, Addend)>) -> Result<()> {
-        let _watch = timing::part(timing::Part::Tree);
+        let _watch = timing::part(timing::StepPart::Tree);
         let leaf = |(parameter, value)| (parameter, Node { level: 0, first: leaf, value });
         let mut nodes: Vec<(usize, Node<Addend>)> = gradients.into_iter().map(leaf).collect();
         while !nodes.is_empty() {
@@ -67,7 +67,7 @@ impl Gradients {
 
     /// The sum of all micro-batches of the step, by parameter, in f32.
     pub(crate) fn finish(self) -> Result<Vec<Tensor>> {
-        let _watch = timing::part(timing::Part::Tree);
+        let _watch = timing::part(timing::StepPart::Tree);
         let mut found = Vec::with_capacity(self.parameters.len());
         while found.len() < self.parameters.len() {
             let some = found.len()..self.parameters.len().min(found.len() + TOGETHER);

@@ -26,4 +26,4 @@ pub mod team;
 pub(crate) mod words;
 
 pub use axes::{Degrees, Mesh};
-pub use team::{GradReduce, Team};
+pub use team::{GradReduce, ProcessMesh};

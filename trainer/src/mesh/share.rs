@@ -4,28 +4,28 @@ use contract::Result;
 use kernels::tree;
 use tch::{Device, Kind, Tensor};
 
-use super::Team;
-use super::words::Reader;
-use crate::model::{Common, Fold};
+use super::ProcessMesh;
+use super::words::WordReader;
+use crate::model::{Overlap, WeightShards};
 use crate::refusal::{lost, refused};
-use crate::state::ownership::{Ownership, Piece};
-use crate::state::{PieceSums, State};
+use crate::state::ownership::{Ownership, ParamShard};
+use crate::state::{ShardChecksums, State};
 use crate::timing;
 
 /// Sends this rank's new weights to every other rank, in the dtype in which the model reads them, and receives theirs.
 /// Each weight is sent to another machine once: the leader there forwards it in a second round. Sharded weights are
 /// sent directly by their owners, to each rank its shards.
-pub(crate) fn weights(team: &Team<'_>, state: &State) -> Result<()> {
+pub(crate) fn weights(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     if team.group.world() == 1 {
         return Ok(());
     }
-    let _watch = timing::part(timing::Part::Share);
+    let _watch = timing::part(timing::StepPart::Share);
     whole(team, state)?;
     if state.fold.degree() > 1 { shards(team, state) } else { Ok(()) }
 }
 
 /// Exchanges the new weights that every rank holds whole.
-fn whole(team: &Team<'_>, state: &State) -> Result<()> {
+fn whole(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     let (owners, weights) = (&state.owners, &state.weights);
     let (group, nodes, me) = (team.group, &team.nodes, owners.rank());
     let here = |rank: &u32| nodes.of(*rank) == nodes.here();
@@ -65,7 +65,7 @@ fn whole(team: &Team<'_>, state: &State) -> Result<()> {
 }
 
 /// Exchanges the new weights that are sharded: all ranks at one position of the axis hold the same shards.
-fn shards(team: &Team<'_>, state: &State) -> Result<()> {
+fn shards(team: &ProcessMesh<'_>, state: &State) -> Result<()> {
     let (group, degree) = (team.group, state.fold.degree());
     let packed = (0..degree).map(|place| packed(state, &state.fold.at(place)));
     let packed = packed.collect::<Result<Vec<Tensor>>>()?;
@@ -105,8 +105,8 @@ fn wide(weight: &Tensor) -> i64 {
 fn held<'a>(
     state: &'a State,
     owner: u32,
-    fold: &Fold,
-) -> impl Iterator<Item = (Common, &'a Tensor)> {
+    fold: &WeightShards,
+) -> impl Iterator<Item = (Overlap, &'a Tensor)> {
     let cut = state.owners.of(owner).filter(|piece| state.fold.cuts(piece.tensor));
     let common = cut.flat_map(|piece| {
         let common = fold.common(piece.tensor, piece.first..piece.first + piece.length());
@@ -118,7 +118,7 @@ fn held<'a>(
 }
 
 /// The bytes of this rank's weights to send to a rank with `fold`.
-fn packed(state: &State, fold: &Fold) -> Result<Tensor> {
+fn packed(state: &State, fold: &WeightShards) -> Result<Tensor> {
     let mut parts = Vec::new();
     for (piece, weight, _) in state.own().filter(|(piece, ..)| state.fold.cuts(piece.tensor)) {
         let (kind, flat) = (state.weights[piece.tensor].kind(), weight.reshape([-1]));
@@ -137,15 +137,15 @@ fn place(weights: &[Tensor]) -> Device {
 }
 
 /// The pieces of `owner` in the order in which they are sent whole: the widest dtypes first, so that all are aligned.
-fn order(state: &State, owner: u32) -> Vec<&Piece> {
+fn order(state: &State, owner: u32) -> Vec<&ParamShard> {
     let whole = state.owners.of(owner).filter(|piece| !state.fold.cuts(piece.tensor));
-    let mut pieces: Vec<&Piece> = whole.collect();
+    let mut pieces: Vec<&ParamShard> = whole.collect();
     pieces.sort_by_key(|piece| std::cmp::Reverse(wide(&state.weights[piece.tensor])));
     pieces
 }
 
 /// The bytes of a piece as it is sent.
-fn bytes(piece: &Piece, weights: &[Tensor]) -> i64 {
+fn bytes(piece: &ParamShard, weights: &[Tensor]) -> i64 {
     piece.length() * wide(&weights[piece.tensor])
 }
 
@@ -176,12 +176,15 @@ fn copied(pairs: &mut [(Tensor, Tensor)]) -> Result<()> {
 }
 
 /// The checksums of all pieces in canonical order, from the ends of the messages that each rank sent about its own.
-pub(crate) fn sums(owners: &Ownership, mut said: Vec<Reader<'_>>) -> Result<Vec<PieceSums>> {
-    let of_piece = |piece: &Piece| {
+pub(crate) fn sums(
+    owners: &Ownership,
+    mut said: Vec<WordReader<'_>>,
+) -> Result<Vec<ShardChecksums>> {
+    let of_piece = |piece: &ParamShard| {
         let said = &mut said[piece.owner as usize];
         Ok([said.word()?, said.word()?, said.word()?])
     };
     let sums = owners.pieces().iter().map(of_piece).collect::<Result<_>>()?;
-    said.into_iter().try_for_each(Reader::end)?;
+    said.into_iter().try_for_each(WordReader::end)?;
     Ok(sums)
 }

@@ -9,39 +9,39 @@ use kernels::checksum;
 use tch::Device;
 
 use super::gradients::TOGETHER;
-use super::sum::Sum;
-use crate::model::{ParamId, Sink};
+use super::sum::GradientSum;
+use crate::model::{GradientSink, ParamId};
 use crate::refusal::refused;
 use crate::state::{Part, salt};
 use crate::timing;
 
 /// The checksum over the whole gradient of a micro-batch: the sum of those of its tensors, in whatever order they come.
 #[derive(Default)]
-pub(crate) struct Checksum(checksum::Total);
+pub(crate) struct GradientChecksum(checksum::RunningChecksum);
 
 /// The sink of one micro-batch.
 pub(crate) struct MicroBatchSink<'s, 'a> {
-    sum: &'s Sum<'a>,
+    sum: &'s GradientSum<'a>,
     micro_batch: u64,
-    checksum: Checksum,
+    checksum: GradientChecksum,
     /// Whether to compute the checksum before the gradient is added to others.
     at_once: bool,
     /// Gradients not yet passed on.
     waiting: Vec<(usize, Addend)>,
 }
 
-impl<'a> Sum<'a> {
+impl<'a> GradientSum<'a> {
     /// The sink of micro-batch `micro_batch`. With `at_once` its checksum is computed by a separate pass; otherwise, on
     /// a device, by the pass that adds its gradients to others, so it is known only with the sum.
     pub(crate) fn sink(&self, micro_batch: u64, at_once: bool) -> MicroBatchSink<'_, 'a> {
-        let (checksum, waiting) = (Checksum::default(), Vec::new());
+        let (checksum, waiting) = (GradientChecksum::default(), Vec::new());
         MicroBatchSink { sum: self, micro_batch, checksum, at_once, waiting }
     }
 }
 
 impl MicroBatchSink<'_, '_> {
     /// Passes on what remains; returns the checksum of all gradients.
-    pub(crate) fn checksum(mut self) -> Result<checksum::Total> {
+    pub(crate) fn checksum(mut self) -> Result<checksum::RunningChecksum> {
         self.pass()?;
         Ok(self.checksum.0)
     }
@@ -58,26 +58,26 @@ impl MicroBatchSink<'_, '_> {
     }
 }
 
-impl Checksum {
+impl GradientChecksum {
     /// Counts the gradient in the checksum; in main memory that is computed at once.
     fn take(&self, id: ParamId, gradient: Addend) -> Result<Addend> {
-        let _watch = timing::part(timing::Part::MicroBatchSums);
+        let _watch = timing::part(timing::StepPart::MicroBatchSums);
         gradient.counted(&self.0, salt(Part::MicroBatchGradient, id.index())).map_err(refused)
     }
 
     /// The checksum of all gradients that were passed.
-    pub(crate) fn total(self) -> checksum::Total {
+    pub(crate) fn total(self) -> checksum::RunningChecksum {
         self.0
     }
 }
 
-impl Sink for Checksum {
+impl GradientSink for GradientChecksum {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         addend::checked(vec![self.take(id, gradient)?]).map(drop).map_err(refused)
     }
 }
 
-impl Sink for MicroBatchSink<'_, '_> {
+impl GradientSink for MicroBatchSink<'_, '_> {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         let together = if gradient.device() == Device::Cpu { 1 } else { TOGETHER };
         self.waiting.push((id.index(), self.checksum.take(id, gradient)?));
@@ -88,13 +88,13 @@ impl Sink for MicroBatchSink<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mesh::{Degrees, GradReduce, Team};
+    use crate::mesh::{Degrees, GradReduce, ProcessMesh};
     use crate::model::{self, MicroBatchInput, MicroBatchOptions, ZayaConfig};
-    use crate::optim::{self, Rule};
+    use crate::optim::{self, OptimizerRule};
     use crate::state::ownership::{self, Ownership};
     use kernels::device::Stager;
     use kernels::group::Group;
-    use kernels::share::Frozen;
+    use kernels::share::SharedTensors;
     use kernels::tree::Counter;
 
     /// Workers that compute micro-batches in any order get the sums and checksums of whole gradients in order.
@@ -128,13 +128,14 @@ mod tests {
             whole.push(grads).unwrap();
         }
         let group = Group::alone();
-        let team = Team::new(&group, Degrees::ALONE, GradReduce::default(), false).unwrap();
+        let team = ProcessMesh::new(&group, Degrees::ALONE, GradReduce::default(), false).unwrap();
         let lines = team.lines(model::Cut::WHOLE).unwrap();
         let specs = model::parameters(&config);
-        let rules: Vec<_> = specs.iter().map(|one| Rule::of(optim::Kind::AdamW, one)).collect();
+        let rules: Vec<_> =
+            specs.iter().map(|one| OptimizerRule::of(optim::MatrixOptimizer::AdamW, one)).collect();
         let owners = Ownership::cut(ownership::pieces(&specs, &rules, 1), 0);
-        let sum = Sum::begin(&lines, owners.pieces(), params.len(), &[], 5).unwrap();
-        let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+        let sum = GradientSum::begin(&lines, owners.pieces(), params.len(), &[], 5).unwrap();
+        let (params, balance) = (SharedTensors::new(&params), SharedTensors::new(&balance));
         std::thread::scope(|scope| {
             for micro_batches in [vec![4, 1, 2], vec![3, 0]] {
                 let (config, input, sum, wanted) = (&config, &input, &sum, &wanted);

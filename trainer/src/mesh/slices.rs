@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use super::axes::{Axis, Mesh};
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// The numbers of each parameter that each position of a sharing line adds.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub(crate) struct Slices {
 
 impl Slices {
     /// For a model with `parameters` parameters, cut into `pieces`.
-    pub(crate) fn new(mesh: Mesh, pieces: &[Piece], parameters: usize) -> Slices {
+    pub(crate) fn new(mesh: Mesh, pieces: &[ParamShard], parameters: usize) -> Slices {
         let places = || (0..mesh.together()).map(|_| Vec::new()).collect();
         let mut ranges: Vec<Vec<Vec<Range<i64>>>> = (0..parameters).map(|_| places()).collect();
         for piece in pieces {
@@ -38,7 +38,7 @@ impl Slices {
 
     /// The pieces on the line of gradients of the ranks at `place`: owners are positions on that line, and offsets
     /// count within the ranges of [`Slices::of`], one after the other.
-    pub(crate) fn pieces(&self, pieces: &[Piece], place: u32) -> Vec<Piece> {
+    pub(crate) fn pieces(&self, pieces: &[ParamShard], place: u32) -> Vec<ParamShard> {
         let (mut tensor, mut at) = (usize::MAX, 0);
         let own =
             pieces.iter().filter(|piece| self.mesh.place(Axis::Sharing, piece.owner) == place);
@@ -47,7 +47,7 @@ impl Slices {
             tensor = piece.tensor;
             let (first, owner) = (at, self.mesh.place(Axis::Dp, piece.owner));
             at += piece.length();
-            Piece { first, owner, ..piece.clone() }
+            ParamShard { first, owner, ..piece.clone() }
         })
         .collect()
     }

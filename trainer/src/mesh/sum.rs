@@ -9,25 +9,25 @@ use tch::Tensor;
 
 use super::GradReduce;
 use super::buckets::Buckets;
-use super::gather::Gather;
-use super::gradients::Gradients;
-use super::team::Lines;
+use super::gather::GradientReduction;
+use super::gradients::MicroBatchGradients;
+use super::team::PhaseMesh;
 use crate::refusal::refused;
-use crate::state::ownership::{Ownership, Piece};
+use crate::state::ownership::{Ownership, ParamShard};
 
 /// The gradients of one step, under way: the sums of this rank's micro-batches, and their reduction.
-pub(crate) struct Sum<'a> {
-    gradients: Gradients,
+pub(crate) struct GradientSum<'a> {
+    gradients: MicroBatchGradients,
     /// `None` where this rank has all micro-batches and all pieces: nothing is sent or copied.
-    gather: Option<Mutex<Gather<'a>>>,
+    gather: Option<Mutex<GradientReduction<'a>>>,
 }
 
-impl<'a> Sum<'a> {
+impl<'a> GradientSum<'a> {
     /// Begins a step of `leaves` micro-batches, for a model with `parameters` parameters in these layers. `pieces` are
     /// those of the line of gradients, with owners as positions on it.
     pub(crate) fn begin(
-        lines: &'a Lines<'a>,
-        pieces: &'a [Piece],
+        lines: &'a PhaseMesh<'a>,
+        pieces: &'a [ParamShard],
         parameters: usize,
         layers: &[Range<usize>],
         leaves: u64,
@@ -38,9 +38,12 @@ impl<'a> Sum<'a> {
         };
         let gather = match lines.team.group.world() {
             1 => None,
-            _ => Some(Mutex::new(Gather::begin(lines, pieces, buckets, leaves)?)),
+            _ => Some(Mutex::new(GradientReduction::begin(lines, pieces, buckets, leaves)?)),
         };
-        Ok(Sum { gradients: Gradients::new(&lines.own(leaves)?, parameters), gather })
+        Ok(GradientSum {
+            gradients: MicroBatchGradients::new(&lines.own(leaves)?, parameters),
+            gather,
+        })
     }
 
     /// Adds micro-batch `leaf`'s gradients of some parameters, and sends what they complete.
@@ -60,10 +63,10 @@ impl<'a> Sum<'a> {
 
     /// Called when this rank has computed its last micro-batch, before it waits for others in another exchange.
     pub(crate) fn computed(&self) -> Result<()> {
-        self.gathering(Gather::computed)
+        self.gathering(GradientReduction::computed)
     }
 
-    fn gathering(&self, work: impl FnOnce(&mut Gather<'a>) -> Result<()>) -> Result<()> {
+    fn gathering(&self, work: impl FnOnce(&mut GradientReduction<'a>) -> Result<()>) -> Result<()> {
         let Some(gather) = &self.gather else { return Ok(()) };
         work(&mut gather.lock().unwrap_or_else(PoisonError::into_inner))
     }
@@ -88,14 +91,14 @@ mod tests {
     use std::thread;
     use std::time::Duration;
 
-    use kernels::group::{Axis, Group, Place, RunKey, Store};
+    use kernels::group::{AxisRanks, Group, KeyValueStore, RankAddress, RunKey};
     use kernels::tree::Counter;
     use tch::Kind;
 
     use super::*;
-    use crate::checkpoint::Layout;
+    use crate::checkpoint::StateLayout;
     use crate::checkpoint::tests::layout;
-    use crate::mesh::{Degrees, Team};
+    use crate::mesh::{Degrees, ProcessMesh};
     use crate::model::Cut;
     use crate::refusal::lost;
     use crate::state::ownership;
@@ -104,7 +107,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(30);
 
     /// Micro-batch `leaf`'s gradient of each parameter: numbers whose sums depend on their order.
-    fn gradient(layout: &Layout, leaf: u64) -> Vec<Tensor> {
+    fn gradient(layout: &StateLayout, leaf: u64) -> Vec<Tensor> {
         let values = |(index, parameter): (usize, &crate::model::ParamSpec)| {
             let count = parameter.shape.iter().product::<i64>();
             let places = Tensor::arange(count, (Kind::Float, tch::Device::Cpu)) + index as f64;
@@ -114,7 +117,7 @@ mod tests {
     }
 
     /// Simulates the exchange of a layer: every rank of the line sends the others its turn.
-    fn exchange_in_layer(line: &Axis, turn: u64) -> Result<()> {
+    fn exchange_in_layer(line: &AxisRanks, turn: u64) -> Result<()> {
         let mut exchange = line.begin("a layer").map_err(lost)?;
         let receive = |from| exchange.receive(0, from, Kind::Int64, 1).map_err(lost);
         let arrivals = line.others().map(receive).collect::<Result<Vec<_>>>()?;
@@ -129,10 +132,10 @@ mod tests {
     }
 
     /// Reduces `leaves` micro-batches as one rank, with an exchange inside each, and compares with the whole sum.
-    fn gather(place: &Place, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
+    fn gather(place: &RankAddress, grad_reduce: GradReduce, line: Range<u32>, leaves: u64) {
         let (layout, me) = (layout(), place.rank);
         let group = Group::open(place, PATIENCE, &|_| ()).unwrap();
-        let team = Team::new(&group, Degrees::ALONE, grad_reduce, false).unwrap();
+        let team = ProcessMesh::new(&group, Degrees::ALONE, grad_reduce, false).unwrap();
         let lines = team.lines(Cut::WHOLE).unwrap();
         let line = group.axis(1, &line.collect::<Vec<_>>()).unwrap();
         let pieces = ownership::pieces(&layout.parameters, &layout.rules, place.world);
@@ -140,7 +143,7 @@ mod tests {
         let numbers = lines.micro_batches(leaves).unwrap();
         // Layers of one parameter, of two, and a last one that follows the layers.
         let (count, layers) = (layout.parameters.len(), [0..1, 1..3, 3..4, 4..5]);
-        let sum = Sum::begin(&lines, owners.pieces(), count, &layers, leaves).unwrap();
+        let sum = GradientSum::begin(&lines, owners.pieces(), count, &layers, leaves).unwrap();
         let compute = |turn: u64| {
             for layer in 0..3 {
                 let mixed = (turn * 3 + layer + 1) * (u64::from(me) + 7) * 0x9e37_79b9;
@@ -179,14 +182,15 @@ mod tests {
                 // The same number of turns on every rank of a line.
                 let leaves = 3 * u64::from(world);
                 let store =
-                    Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
+                    KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE)
+                        .unwrap();
                 let port = store.port();
                 thread::scope(|scope| {
                     for rank in 0..world {
                         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
                         let (interface, node) = (String::new(), (rank / 2).to_string());
                         let (rank_0_serves, key) = (false, RunKey::default());
-                        let place = Place {
+                        let place = RankAddress {
                             rank,
                             world,
                             host,

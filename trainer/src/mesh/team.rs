@@ -7,8 +7,8 @@ use kernels::group::Group;
 use loader::RankSlice;
 
 use super::axes::{Axis, Degrees, Mesh};
-use super::words::{Heard, Writer};
-use crate::model::{Cut, Fold, ParamSpec};
+use super::words::{Gathered, WordWriter};
+use crate::model::{Cut, ParamSpec, WeightShards};
 use crate::refusal::lost;
 use crate::timing;
 
@@ -33,13 +33,13 @@ impl GradReduce {
 }
 
 /// All ranks, as seen by one of them.
-pub struct Team<'a> {
+pub struct ProcessMesh<'a> {
     /// How they exchange bytes.
     pub group: &'a Group,
     /// How many ranks may share a micro-batch.
     pub degrees: Degrees,
     /// Which ranks share a machine.
-    pub nodes: Nodes,
+    pub nodes: NodeLayout,
     /// How micro-batches are assigned.
     pub grad_reduce: GradReduce,
     /// Whether all ranks count as one machine (`--no-hierarchical`).
@@ -47,29 +47,29 @@ pub struct Team<'a> {
 }
 
 /// The ranks in a phase, as seen by one of them: which share micro-batches, and which compute others.
-pub struct Lines<'a> {
+pub struct PhaseMesh<'a> {
     /// All ranks.
-    pub team: &'a Team<'a>,
+    pub team: &'a ProcessMesh<'a>,
     /// How micro-batches are cut.
     pub cut: Cut,
     /// The mesh of the ranks.
     pub mesh: Mesh,
     /// The line along which gradients are reduced: ranks at the same position in the sharing of their micro-batches.
-    pub data: Line,
+    pub data: AxisGroup,
 }
 
 /// Ranks numbered by their positions along an axis.
 #[derive(Clone, Debug)]
-pub struct Line {
+pub struct AxisGroup {
     /// The rank at each position.
     pub ranks: Vec<u32>,
     /// This rank's position.
     pub place: u32,
     /// Which positions share a machine.
-    pub nodes: Nodes,
+    pub nodes: NodeLayout,
 }
 
-impl<'a> Team<'a> {
+impl<'a> ProcessMesh<'a> {
     /// The ranks of `group`, of which up to `degrees` share a micro-batch; with `flat` all ranks count as one machine.
     pub fn new(
         group: &'a Group,
@@ -77,44 +77,49 @@ impl<'a> Team<'a> {
         grad_reduce: GradReduce,
         flat: bool,
     ) -> Result<Self> {
-        let nodes = Nodes::new(group.nodes(), group.rank(), flat)?;
-        Ok(Team { group, degrees, nodes, grad_reduce, flat })
+        let nodes = NodeLayout::new(group.nodes(), group.rank(), flat)?;
+        Ok(ProcessMesh { group, degrees, nodes, grad_reduce, flat })
     }
 
     /// The lines of the ranks in a phase whose micro-batches are cut by `cut`.
-    pub fn lines(&'a self, cut: Cut) -> Result<Lines<'a>> {
+    pub fn lines(&'a self, cut: Cut) -> Result<PhaseMesh<'a>> {
         let (rank, names) = (self.group.rank(), self.group.nodes());
         let mesh = Mesh::of(self.group.world(), self.degrees, cut);
-        Ok(Lines { team: self, cut, mesh, data: Line::data(mesh, names, rank, self.flat)? })
+        Ok(PhaseMesh {
+            team: self,
+            cut,
+            mesh,
+            data: AxisGroup::data(mesh, names, rank, self.flat)?,
+        })
     }
 
     /// Sends a small message to all ranks, and receives theirs.
-    pub(crate) fn tell(&self, what: &str, mine: &Writer) -> Result<Heard> {
-        let _watch = timing::part(timing::Part::Peers);
-        self.group.all_gather(what, mine.bytes()).map(Heard).map_err(lost)
+    pub(crate) fn tell(&self, what: &str, mine: &WordWriter) -> Result<Gathered> {
+        let _watch = timing::part(timing::StepPart::Peers);
+        self.group.all_gather(what, mine.bytes()).map(Gathered).map_err(lost)
     }
 }
 
-impl Line {
+impl AxisGroup {
     /// The line along which `rank` exchanges gradients; `names` are the machines of all ranks.
-    pub fn data(mesh: Mesh, names: &[String], rank: u32, flat: bool) -> Result<Line> {
+    pub fn data(mesh: Mesh, names: &[String], rank: u32, flat: bool) -> Result<AxisGroup> {
         let ranks = mesh.line(Axis::Dp, rank);
         let names: Vec<String> = ranks.iter().map(|rank| names[*rank as usize].clone()).collect();
         let place = mesh.place(Axis::Dp, rank);
-        Ok(Line { nodes: Nodes::new(&names, place, flat)?, ranks, place })
+        Ok(AxisGroup { nodes: NodeLayout::new(&names, place, flat)?, ranks, place })
     }
 }
 
-impl Lines<'_> {
+impl PhaseMesh<'_> {
     /// This rank's part of a step.
     pub fn slice(&self) -> Result<RankSlice> {
         slice(self.team.grad_reduce, self.data.place, self.mesh.dp)
     }
 
     /// Which weight shards this rank holds.
-    pub fn fold(&self, parameters: &[ParamSpec]) -> Fold {
+    pub fn fold(&self, parameters: &[ParamSpec]) -> WeightShards {
         let place = self.mesh.place(Axis::Tsp, self.team.group.rank());
-        Fold::new(self.mesh.tsp, place, parameters, self.cut.shards)
+        WeightShards::new(self.mesh.tsp, place, parameters, self.cut.shards)
     }
 
     /// The micro-batches of each position on the line of gradients in a step of `micro_batches`, by round.
@@ -199,13 +204,13 @@ pub(crate) fn parts(
 /// Ranks of a machine are consecutive, as launchers number them by default. Where they are not, each run of consecutive
 /// ranks counts as a machine of its own here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nodes {
+pub struct NodeLayout {
     /// The first rank of each, then the number of all ranks.
     ends: Vec<u32>,
     here: usize,
 }
 
-impl Nodes {
+impl NodeLayout {
     /// From the machine name of each rank, as seen by `rank`. With `flat` all ranks count as one machine, so that each
     /// rank sends to every other one directly.
     pub fn new(names: &[String], rank: u32, flat: bool) -> Result<Self> {
@@ -214,7 +219,7 @@ impl Nodes {
         let here = ends.iter().rposition(|first| *first <= rank);
         let here = here.ok_or_else(|| Fault::bug("a group without ranks"))?;
         ends.push(names.len() as u32);
-        Ok(Nodes { ends, here })
+        Ok(NodeLayout { ends, here })
     }
 
     /// How many machines there are.
@@ -282,7 +287,7 @@ mod tests {
                 .collect();
             let world = names.len() as u32;
             for rank in 0..world {
-                let nodes = Nodes::new(&names, rank, false).unwrap();
+                let nodes = NodeLayout::new(&names, rank, false).unwrap();
                 prop_assert_eq!(nodes.sizes(), sizes.clone());
                 prop_assert_eq!(nodes.here(), nodes.of(rank));
                 prop_assert!(nodes.ranks(nodes.here()).contains(&rank));
@@ -298,7 +303,7 @@ mod tests {
                     let crosses = nodes.of(relay) != nodes.here();
                     prop_assert_eq!(crosses, nodes.behind(rank).any(|one| one == owner));
                 }
-                let flat = Nodes::new(&names, rank, true).unwrap();
+                let flat = NodeLayout::new(&names, rank, true).unwrap();
                 prop_assert_eq!((flat.count(), flat.behind(rank).count()), (1, 0));
             }
         }
@@ -307,6 +312,6 @@ mod tests {
     #[test]
     fn ranks_dealt_to_machines_like_cards_are_machines_of_their_own() {
         let names = ["a", "b", "a", "b"].map(str::to_owned);
-        assert_eq!(Nodes::new(&names, 2, false).unwrap().sizes(), [1, 1, 1, 1]);
+        assert_eq!(NodeLayout::new(&names, 2, false).unwrap().sizes(), [1, 1, 1, 1]);
     }
 }

@@ -4,20 +4,20 @@ use contract::{Digest, Fault, Result};
 use store::Location;
 
 /// What every rank sent, by rank.
-pub(crate) struct Heard(pub(crate) Vec<Vec<u8>>);
+pub(crate) struct Gathered(pub(crate) Vec<Vec<u8>>);
 
-impl Heard {
+impl Gathered {
     /// A reader for each rank's message.
-    pub(crate) fn readers(&self) -> Vec<Reader<'_>> {
-        self.0.iter().map(|words| Reader::new(words)).collect()
+    pub(crate) fn readers(&self) -> Vec<WordReader<'_>> {
+        self.0.iter().map(|words| WordReader::new(words)).collect()
     }
 }
 
 /// Writes words.
 #[derive(Default)]
-pub(crate) struct Writer(Vec<u8>);
+pub(crate) struct WordWriter(Vec<u8>);
 
-impl Writer {
+impl WordWriter {
     pub(crate) fn word(&mut self, word: u64) -> &mut Self {
         self.0.extend(word.to_le_bytes());
         self
@@ -62,11 +62,11 @@ impl Writer {
 }
 
 /// Reads words.
-pub(crate) struct Reader<'a>(&'a [u8]);
+pub(crate) struct WordReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> WordReader<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        Reader(bytes)
+        WordReader(bytes)
     }
 
     pub(crate) fn word(&mut self) -> Result<u64> {

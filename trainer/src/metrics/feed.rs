@@ -39,14 +39,14 @@ const PAUSE: Duration = Duration::from_secs(5);
 
 /// Sends steps to a program.
 #[derive(Debug)]
-pub(crate) struct Feed {
+pub(crate) struct MetricsFeed {
     shared: Arc<Shared>,
     ended: Mutex<Receiver<()>>,
 }
 
 /// The file with the progress of a program.
 #[derive(Clone, Copy, Default, Serialize, Deserialize)]
-struct Mark {
+struct FeedMark {
     step: u64,
 }
 
@@ -66,7 +66,7 @@ struct Queue {
     ending: bool,
 }
 
-impl Feed {
+impl MetricsFeed {
     /// Starts `command` by `sh` for the run at `root`, whose ledger ends with step `last`; `curves` makes the line of a
     /// step that is read from the ledger.
     pub(crate) fn start(
@@ -74,7 +74,7 @@ impl Feed {
         root: &Path,
         last: u64,
         curves: impl Fn(&StepRecord) -> String + Send + 'static,
-    ) -> Result<Feed> {
+    ) -> Result<MetricsFeed> {
         let shared = Arc::new(Shared::default());
         shared.lock().last = last;
         let (done, ended) = channel();
@@ -97,7 +97,7 @@ impl Feed {
         thread::Builder::new().name("metrics".to_owned()).spawn(work).map_err(|error| {
             Fault::machine(format!("the thread of --metrics-exec cannot be started: {error}"))
         })?;
-        Ok(Feed { shared, ended: Mutex::new(ended) })
+        Ok(MetricsFeed { shared, ended: Mutex::new(ended) })
     }
 
     /// Queues the line of a new step, or drops it if the program is far behind; the ledger has it.
@@ -121,7 +121,7 @@ impl Feed {
     }
 }
 
-impl Drop for Feed {
+impl Drop for MetricsFeed {
     /// Lets the program read the queued lines and exit.
     fn drop(&mut self) {
         self.shared.lock().ending = true;
@@ -181,7 +181,7 @@ impl Sender {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(0),
             Err(error) => return Err(Fault::io("read", &self.mark, &error)),
         };
-        let mark: Mark = serde_json::from_slice(&text).map_err(|error| {
+        let mark: FeedMark = serde_json::from_slice(&text).map_err(|error| {
             Fault::data(format!("not a mark of --metrics-exec: {error}"))
                 .at(self.mark.display().to_string())
                 .wanted("{\"step\": N}, the last step that was sent")
@@ -284,7 +284,7 @@ impl Sender {
     }
 
     fn put_mark(&self) -> Result<()> {
-        write_whole(&self.mark, json(&Mark { step: self.sent }).as_bytes()).map(drop)
+        write_whole(&self.mark, json(&FeedMark { step: self.sent }).as_bytes()).map(drop)
     }
 
     /// Cleans up after a program that ended, and warns. How much a failed program has read is unknown, so the next one

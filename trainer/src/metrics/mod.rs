@@ -31,17 +31,17 @@ use curriculum::Dtype;
 use serde_json::json;
 use store::disk;
 
-use crate::ledger::{self, Seen, StepRecord};
+use crate::ledger::{self, StepRecord, StepSummaryFields};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::validate::SourceLoss;
-pub(crate) use feed::Feed;
+pub(crate) use feed::MetricsFeed;
 use tensorboard::Writer;
 
 /// The curves of one process's part of a run.
 pub struct Metrics {
     writer: Writer,
-    feed: Option<Arc<Feed>>,
+    feed: Option<Arc<MetricsFeed>>,
     waited: Duration,
     stall: DataStall,
 }
@@ -118,7 +118,8 @@ impl Metrics {
         again: bool,
     ) -> Result<()> {
         self.stall.add(self.waited, speed.taken);
-        let values = curves(&Seen::of(record), &layer_names(&spec.names()), Some(speed));
+        let values =
+            curves(&StepSummaryFields::of(record), &layer_names(&spec.names()), Some(speed));
         if let (Some(feed), false) = (&self.feed, again) {
             feed.step(record.step, line(record.step, &values));
         }
@@ -126,7 +127,7 @@ impl Metrics {
     }
 
     /// Sends the curves of every step from now on to a program as well.
-    pub(crate) fn feed(&mut self, feed: Arc<Feed>) {
+    pub(crate) fn feed(&mut self, feed: Arc<MetricsFeed>) {
         self.feed = Some(feed);
     }
 
@@ -210,11 +211,17 @@ fn line(step: u64, values: &[(String, f64)]) -> String {
 }
 
 /// Starts a program for the run at `root`, whose ledger ends with step `last`: it gets the curves of all steps.
-pub(crate) fn feed(command: &str, root: &Path, spec: &RunSpec, last: u64) -> Result<Arc<Feed>> {
+pub(crate) fn feed(
+    command: &str,
+    root: &Path,
+    spec: &RunSpec,
+    last: u64,
+) -> Result<Arc<MetricsFeed>> {
     let layers = layer_names(&spec.names());
-    let of_record =
-        move |record: &StepRecord| line(record.step, &curves(&Seen::of(record), &layers, None));
-    Feed::start(command, root, last, of_record).map(Arc::new)
+    let of_record = move |record: &StepRecord| {
+        line(record.step, &curves(&StepSummaryFields::of(record), &layers, None))
+    };
+    MetricsFeed::start(command, root, last, of_record).map(Arc::new)
 }
 
 /// The names of the layers in a ledger's norms.
@@ -224,7 +231,7 @@ fn layer_names(parameters: &[String]) -> Vec<String> {
 
 /// The curves of a step; without labels it has no loss.
 pub(crate) fn curves(
-    seen: &Seen,
+    seen: &StepSummaryFields,
     layers: &[String],
     speed: Option<&StepSpeed>,
 ) -> Vec<(String, f64)> {

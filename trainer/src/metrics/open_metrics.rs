@@ -18,7 +18,7 @@ const LABELLED: [(&str, &str); 4] = [
 ];
 
 /// The status of a run, shown next to its curves.
-pub(crate) struct Standing {
+pub(crate) struct RunStatus {
     /// The run's name.
     pub(crate) run: String,
     /// The newest step.
@@ -32,8 +32,8 @@ pub(crate) struct Standing {
 }
 
 /// The text.
-pub(crate) fn text(standing: &Standing, curves: &[(String, f64)]) -> String {
-    let Standing { run, step, starts, odd, running } = standing;
+pub(crate) fn text(standing: &RunStatus, curves: &[(String, f64)]) -> String {
+    let RunStatus { run, step, starts, odd, running } = standing;
     let mut families: BTreeMap<String, Vec<(String, f64)>> = BTreeMap::new();
     for (curve, value) in curves {
         let Some((group, name)) = curve.split_once('/') else { continue };
@@ -94,7 +94,7 @@ mod tests {
         ];
         let curves = curves.map(|(name, value)| (name.to_owned(), value));
         let run = "a\\b".to_owned();
-        let standing = Standing { run, step: 3, starts: 2, odd: 0, running: true };
+        let standing = RunStatus { run, step: 3, starts: 2, odd: 0, running: true };
         let wanted = "\
             # TYPE ztrain_gradient_norm gauge\n\
             ztrain_gradient_norm{run=\"a\\\\b\",layer=\"layer 1\"} 0.5\n\

@@ -3,17 +3,18 @@
 use curriculum::Dtype;
 use kernels::device::Stager;
 use kernels::ops::{CPU, REFERENCE};
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use tch::{Device, Kind, Tensor};
 
 use super::parity::{Arrays, Fixture, all_rounded, relative};
 use super::{
-    Cut, FeedForward, Init, Keep, MicroBatchOptions, MicroBatchOutput, ParamSpec, Skip, ZayaConfig,
-    flops, forward_backward, forward_backward_staged, init, init_balance, oracle, parameters,
+    ActivationCheckpointing, Cut, FeedForward, Init, MicroBatchOptions, MicroBatchOutput,
+    ParamSpec, SkipOutput, ZayaConfig, flops, forward_backward, forward_backward_staged, init,
+    init_balance, oracle, parameters,
 };
 
 /// A model and a micro-batch large enough that kernels take their vector paths, with documents of awkward lengths.
-fn middling(skip: Skip) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
+fn middling(skip: SkipOutput) -> (ZayaConfig, Vec<Tensor>, Vec<Tensor>, Arrays) {
     middling_of(ZayaConfig { skip, ..preset() })
 }
 
@@ -61,7 +62,7 @@ pub(super) fn same_bits(a: &MicroBatchOutput, b: &MicroBatchOutput) -> bool {
 
 #[test]
 fn gradients_are_those_of_automatic_differentiation() {
-    for skip in [Skip::Zero, Skip::Identity] {
+    for skip in [SkipOutput::Zero, SkipOutput::Identity] {
         let (config, params, balance, arrays) = middling(skip);
         let prepared = arrays.input().prepare(&config, Device::Cpu).unwrap();
         let (specs, weights) = (parameters(&config), (&params[..], &balance[..]));
@@ -117,7 +118,7 @@ fn plain_feed_forwards_have_the_gradients_of_automatic_differentiation() {
                 let error = relative(a, b);
                 assert!(error < 2e-5, "{classes:?} {options:?} {}: {error:e}", spec.name);
             }
-            let keep = Keep::LayerInputs;
+            let keep = ActivationCheckpointing::LayerInputs;
             assert!(same_bits(&out, &compute(MicroBatchOptions { keep, ..options })));
         }
     }
@@ -140,12 +141,12 @@ fn a_plain_feed_forward_costs_what_an_expert_does() {
 /// A micro-batch gives the same bits on several threads at once, and while the workers compute other micro-batches.
 #[test]
 fn threads_do_not_change_a_bit() {
-    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let (config, params, balance, arrays) = middling(SkipOutput::Zero);
     let alone = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
-    let (params, balance) = (Frozen::new(&params), Frozen::new(&balance));
+    let (params, balance) = (SharedTensors::new(&params), SharedTensors::new(&balance));
     std::thread::scope(|scope| {
         for worker in 0..3 {
-            let (config, arrays, alone) = (&config, &arrays, Frozen::new(&alone.grads));
+            let (config, arrays, alone) = (&config, &arrays, SharedTensors::new(&alone.grads));
             let (params, balance) = (&params, &balance);
             scope.spawn(move || {
                 let (params, balance) = (params.aliases(), balance.aliases());
@@ -166,7 +167,7 @@ fn threads_do_not_change_a_bit() {
 /// Recomputation repeats the same calls, so each dtype gives the same bits; bf16 gives other bits than f32.
 #[test]
 fn what_is_kept_between_the_passes_decides_no_bit() {
-    let (config, params, balance, arrays) = middling(Skip::Identity);
+    let (config, params, balance, arrays) = middling(SkipOutput::Identity);
     let compute = |dtype, keep| {
         let params = all_rounded(&parameters(&config), &params, dtype);
         let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
@@ -175,8 +176,11 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
         forward_backward_staged(&config, &params, &balance, staged, 200, options).unwrap()
     };
     let [wide, narrow] = [Dtype::F32, Dtype::Bf16].map(|dtype| {
-        let whole = compute(dtype, Keep::Everything);
-        assert!(same_bits(&whole, &compute(dtype, Keep::LayerInputs)), "{dtype:?}");
+        let whole = compute(dtype, ActivationCheckpointing::Everything);
+        assert!(
+            same_bits(&whole, &compute(dtype, ActivationCheckpointing::LayerInputs)),
+            "{dtype:?}"
+        );
         assert!(whole.grads.iter().all(|grad| grad.kind() == Kind::Float));
         whole
     });
@@ -186,7 +190,7 @@ fn what_is_kept_between_the_passes_decides_no_bit() {
 /// As a prefetcher does it: staged on another thread, computed on this one.
 #[test]
 fn a_staged_micro_batch_has_the_same_bits() {
-    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let (config, params, balance, arrays) = middling(SkipOutput::Zero);
     let alone = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
     let stage = || {
         let stager = kernels::device::Stager::new(Device::Cpu).unwrap();
@@ -201,7 +205,7 @@ fn a_staged_micro_batch_has_the_same_bits() {
 /// The number of logits that exist at once changes the rounding of one sum and nothing else.
 #[test]
 fn chunks_of_the_head_agree() {
-    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let (config, params, balance, arrays) = middling(SkipOutput::Zero);
     let whole = ZayaConfig { loss_chunk: 1000, ..config.clone() };
     let a = forward_backward(&config, &params, &balance, &arrays.input(), 200).unwrap();
     let b = forward_backward(&whole, &params, &balance, &arrays.input(), 200).unwrap();
@@ -214,7 +218,7 @@ fn chunks_of_the_head_agree() {
 /// Tokens without a label have no loss and no gradient, whatever their ids.
 #[test]
 fn padding_has_no_effect() {
-    let (config, params, balance, arrays) = middling(Skip::Zero);
+    let (config, params, balance, arrays) = middling(SkipOutput::Zero);
     let input = arrays.input();
     let mut mask = input.mask.to_vec();
     mask[200..].fill(0);
@@ -245,7 +249,7 @@ fn padding_has_no_effect() {
 fn identity_skip_is_its_probability_times_its_input() {
     let fixture = Fixture::read("wide");
     let config =
-        ZayaConfig { num_hidden_layers: 1, skip: Skip::Identity, ..fixture.config.clone() };
+        ZayaConfig { num_hidden_layers: 1, skip: SkipOutput::Identity, ..fixture.config.clone() };
     let specs = parameters(&config);
     let index = |end: &str| specs.iter().position(|spec| spec.name.ends_with(end)).unwrap();
     let mut params = fixture.params();

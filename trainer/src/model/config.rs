@@ -13,19 +13,19 @@ use super::kinds::{Attention, FeedForward, unfit};
 /// What the 17th router class, which has no expert, contributes to the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Skip {
+pub enum SkipOutput {
     /// Nothing: the meaning of Hugging Face's implementation.
     Zero,
     /// Its probability times the layer's normed input: Zyphra's meaning.
     Identity,
 }
 
-impl Skip {
+impl SkipOutput {
     /// Its name in a curriculum.
     pub fn name(self) -> &'static str {
         match self {
-            Skip::Zero => "zero",
-            Skip::Identity => "identity",
+            SkipOutput::Zero => "zero",
+            SkipOutput::Identity => "identity",
         }
     }
 }
@@ -99,7 +99,7 @@ pub struct ZayaConfig {
     /// A bias in the head: never.
     pub lm_head_bias: bool,
     /// What the skip class contributes.
-    pub skip: Skip,
+    pub skip: SkipOutput,
     /// Whether attention, convolutions and the value shift stop at document boundaries. The reference
     /// implementation does not (`false`): there only rows separate.
     pub document_mask: bool,
@@ -440,7 +440,7 @@ fn eight_billion() -> ZayaConfig {
         tie_word_embeddings: true,
         attention_bias: false,
         lm_head_bias: false,
-        skip: Skip::Zero,
+        skip: SkipOutput::Zero,
         document_mask: true,
         loss_chunk: loss_chunk(262_272),
         layers: vec![Attention::Cca],

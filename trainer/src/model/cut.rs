@@ -17,13 +17,13 @@ use std::cell::OnceCell;
 
 use contract::{Fault, Result};
 use kernels::device;
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
-use super::grid::{Grid, REACH};
-use super::input::Prepared;
-use super::line::{Dealt, Fetched, Line, Rows, Table};
+use super::grid::{ChunkGrid, REACH};
+use super::input::DeviceMicroBatch;
+use super::line::{Assignment, AxisComm, PendingTable, Rows, Table};
 use super::rotary::Rotary;
 use crate::refusal::refused;
 
@@ -51,11 +51,11 @@ impl Default for Cut {
 pub(super) struct Chunks<'a> {
     /// In the order of the sequence.
     parts: Vec<Chunk>,
-    dealt: Dealt,
-    line: Option<&'a dyn Line>,
-    grid: Grid,
+    dealt: Assignment,
+    line: Option<&'a dyn AxisComm>,
+    grid: ChunkGrid,
     /// Documents of the whole micro-batch.
-    documents: Vec<Span>,
+    documents: Vec<AttentionSpan>,
     /// Includes the rows of other ranks that convolutions and the value shift read.
     beside: Table,
     /// Includes the earlier keys and values of other ranks.
@@ -71,18 +71,18 @@ pub(super) struct Chunk {
     /// `[n]`, f32: 1 or 0.
     pub(super) mask: Tensor,
     /// Documents, or their parts in this chunk; in order, covering every token.
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Vec<AttentionSpan>,
     /// What attention computed from the spans, cached by the first layer.
     pub(super) attending: OnceCell<Tensor>,
     pub(super) rotary: Rotary,
     /// Which rows of other chunks it reads; `None` where there is one chunk.
-    others: Option<Others>,
+    others: Option<RemoteRows>,
     /// Indices of the first rows of documents in [`Chunk::around`], i64.
     starts: Tensor,
 }
 
 /// Table rows that a chunk reads.
-struct Others {
+struct RemoteRows {
     /// Each part of a document with its adjacent rows, i64.
     around: Tensor,
     /// Indices of the chunk's own rows among these, i64.
@@ -90,12 +90,12 @@ struct Others {
     /// Every key that the chunk's queries see, span by span, i64.
     keys: Tensor,
     /// The same keys by document and chunk.
-    pieces: Vec<Piece>,
+    pieces: Vec<VisibleKeys>,
 }
 
 /// Keys of one document that lie in one chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Piece {
+pub(super) struct VisibleKeys {
     /// The index of the first one among the keys that the reading chunk sees.
     pub(super) key: i64,
     /// Their document and chunk.
@@ -116,12 +116,12 @@ impl<'a> Chunks<'a> {
     /// Cuts a micro-batch into `count` chunks and makes those of this rank of `line`; all, without a line.
     pub(super) fn new(
         config: &ZayaConfig,
-        input: &Prepared,
+        input: &DeviceMicroBatch,
         count: u64,
-        line: Option<&'a dyn Line>,
+        line: Option<&'a dyn AxisComm>,
     ) -> Result<Chunks<'a>> {
         let length = input.tokens.size()[0] / input.rows;
-        let dealt = line.map_or(Dealt::alone(count), |line| Dealt {
+        let dealt = line.map_or(Assignment::alone(count), |line| Assignment {
             chunks: count,
             degree: line.degree(),
             place: line.place(),
@@ -132,15 +132,15 @@ impl<'a> Chunks<'a> {
                 .found(format!("{count} chunks of {length} tokens for {} ranks", dealt.degree))
                 .wanted("a divisor of seq_len, which the ranks that share a micro-batch divide"));
         }
-        let grid = Grid { length, width: length / count as i64, rows: input.rows };
+        let grid = ChunkGrid { length, width: length / count as i64, rows: input.rows };
         Chunks::dealt(config, input, grid, (dealt, line)).map_err(refused)
     }
 
     fn dealt(
         config: &ZayaConfig,
-        input: &Prepared,
-        grid: Grid,
-        (dealt, line): (Dealt, Option<&'a dyn Line>),
+        input: &DeviceMicroBatch,
+        grid: ChunkGrid,
+        (dealt, line): (Assignment, Option<&'a dyn AxisComm>),
     ) -> kernels::Result<Chunks<'a>> {
         let (size, device) = (grid.rows * grid.width, input.tokens.device());
         let documents = input.spans.clone();
@@ -166,12 +166,12 @@ impl<'a> Chunks<'a> {
     }
 
     /// How the chunks are assigned to ranks.
-    pub(super) fn shared(&self) -> Dealt {
+    pub(super) fn shared(&self) -> Assignment {
         self.dealt
     }
 
     /// The ranks that have the other chunks.
-    pub(super) fn line(&self) -> Option<&'a dyn Line> {
+    pub(super) fn line(&self) -> Option<&'a dyn AxisComm> {
         self.line
     }
 
@@ -216,12 +216,12 @@ impl<'a> Chunks<'a> {
     }
 
     /// Begins to fetch the table for [`Chunk::around`]; `own` has the rows of all local chunks along `dim`.
-    pub(super) fn beside(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
+    pub(super) fn beside(&self, own: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
         self.beside.fetch(self.line, own, dim)
     }
 
     /// The same for [`Chunk::keys`].
-    pub(super) fn earlier(&self, own: &Tensor, dim: i64) -> kernels::Result<Fetched<'a>> {
+    pub(super) fn earlier(&self, own: &Tensor, dim: i64) -> kernels::Result<PendingTable<'a>> {
         self.earlier.fetch(self.line, own, dim)
     }
 
@@ -251,7 +251,7 @@ impl<'a> Chunks<'a> {
     /// Gathers every rank's `[c, n]`, f32, one row per chunk: those of all chunks, in the order of chunks.
     pub(super) fn of_all(&self, what: &'static str, own: &Tensor) -> kernels::Result<Tensor> {
         let Some(line) = self.line else { return Ok(own.shallow_clone()) };
-        let Dealt { chunks, degree, place } = self.dealt;
+        let Assignment { chunks, degree, place } = self.dealt;
         let give: Vec<Tensor> =
             (0..degree).map(|_| own.f_reshape([-1])).collect::<std::result::Result<_, _>>()?;
         let take = vec![own.numel() as i64; degree as usize];
@@ -259,7 +259,7 @@ impl<'a> Chunks<'a> {
         found[place as usize] = give[place as usize].shallow_clone();
         let mut by_chunk: Vec<Option<Tensor>> = (0..chunks).map(|_| None).collect();
         for (place, found) in (0..degree).zip(&found) {
-            let theirs = Dealt { place, ..self.dealt }.own();
+            let theirs = Assignment { place, ..self.dealt }.own();
             let found = found.f_view([theirs.len() as i64, -1])?;
             for (at, chunk) in (0..).zip(theirs) {
                 by_chunk[chunk as usize] = Some(found.f_select(0, at)?);
@@ -270,7 +270,7 @@ impl<'a> Chunks<'a> {
 }
 
 impl Chunk {
-    fn whole(config: &ZayaConfig, input: &Prepared) -> kernels::Result<Chunk> {
+    fn whole(config: &ZayaConfig, input: &DeviceMicroBatch) -> kernels::Result<Chunk> {
         Ok(Chunk {
             tokens: input.tokens.shallow_clone(),
             labels: input.labels.shallow_clone(),
@@ -285,8 +285,8 @@ impl Chunk {
 
     fn cut(
         config: &ZayaConfig,
-        input: &Prepared,
-        (grid, beside, earlier): (Grid, &Table, &Table),
+        input: &DeviceMicroBatch,
+        (grid, beside, earlier): (ChunkGrid, &Table, &Table),
         number: u64,
     ) -> kernels::Result<Chunk> {
         let chunk = number as i64;
@@ -312,7 +312,7 @@ impl Chunk {
             for chunk in grid.reach(*document).start..=number {
                 let rows = grid.rows_of(*document, chunk);
                 let of = KeyPart { document: index, chunk };
-                pieces.push(Piece { key: keys.len() as i64, of, len: rows.len });
+                pieces.push(VisibleKeys { key: keys.len() as i64, of, len: rows.len });
                 let first = earlier.row(chunk, rows.first);
                 keys.extend(first..first + rows.len);
             }
@@ -325,7 +325,7 @@ impl Chunk {
             spans,
             attending: OnceCell::new(),
             rotary: Rotary::new(config, &own(&input.positions)?)?,
-            others: Some(Others {
+            others: Some(RemoteRows {
                 around: there(&around)?,
                 own: there(&mine)?,
                 keys: there(&keys)?,
@@ -361,7 +361,7 @@ impl Chunk {
     }
 
     /// The keys that its queries see by chunk and document; empty where there is one chunk.
-    pub(super) fn pieces(&self) -> &[Piece] {
+    pub(super) fn pieces(&self) -> &[VisibleKeys] {
         self.others.as_ref().map_or(&[], |others| &others.pieces)
     }
 
@@ -369,7 +369,7 @@ impl Chunk {
         &self,
         all: &Tensor,
         dim: i64,
-        which: impl Fn(&Others) -> &Tensor,
+        which: impl Fn(&RemoteRows) -> &Tensor,
     ) -> kernels::Result<Tensor> {
         Ok(match &self.others {
             None => all.shallow_clone(),

@@ -3,19 +3,20 @@
 use curriculum::Dtype;
 use kernels::device::Stager;
 use kernels::ops::{CPU, REFERENCE};
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
 use super::agreement::{middling_of, same_bits};
 use super::cut::Chunks;
-use super::layer::{Layer, LayerKind, Pass, Place};
+use super::layer::{Layer, LayerKind, LayerPlace, Pass};
 use super::layers::cca::Cca;
-use super::param::{Declare, Weights};
+use super::param::{ParamDeclarations, Weights};
 use super::parity::{Arrays, all_rounded, relative};
 use super::{
-    Attention, Cut, Decay, Keep, MicroBatchInput, MicroBatchOptions, MicroBatchOutput, Skip,
-    ZayaConfig, forward_backward_staged, losses, oracle, parameters, random,
+    ActivationCheckpointing, Attention, Cut, Decay, MicroBatchInput, MicroBatchOptions,
+    MicroBatchOutput, SkipOutput, ZayaConfig, forward_backward_staged, losses, oracle, parameters,
+    random,
 };
 
 /// The model of a test.
@@ -54,7 +55,7 @@ impl Model {
     }
 }
 
-fn model(skip: Skip) -> (Model, Arrays) {
+fn model(skip: SkipOutput) -> (Model, Arrays) {
     model_of(ZayaConfig { skip, ..ZayaConfig::preset("zaya1-nano").unwrap() })
 }
 
@@ -74,7 +75,7 @@ fn both(chunks: u64, shards: u64) -> MicroBatchOptions {
 /// Documents cross every boundary, down to chunks of two tokens and of one, where convolutions reach over two chunks.
 #[test]
 fn chunks_have_the_gradients_of_automatic_differentiation() {
-    let (model, arrays) = model(Skip::Identity);
+    let (model, arrays) = model(SkipOutput::Identity);
     for chunks in [2, 4, 64, 128] {
         model.assert_differentiated(&arrays, cut(chunks));
     }
@@ -125,7 +126,7 @@ fn linear_layers_go_from_block_to_block() {
 #[test]
 fn shards_have_the_gradients_of_automatic_differentiation() {
     let preset = ZayaConfig::preset("zaya1-nano").unwrap();
-    let (plain, arrays) = model(Skip::Identity);
+    let (plain, arrays) = model(SkipOutput::Identity);
     plain.assert_differentiated(&arrays, both(1, 2));
     plain.assert_differentiated(&arrays, MicroBatchOptions { ops: REFERENCE, ..both(4, 7) });
     let (queries, width) =
@@ -137,7 +138,7 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
         moe_intermediate_size: 50,
         ..preset
     };
-    let (other, arrays) = model_of(ZayaConfig { skip: Skip::Zero, ..shape });
+    let (other, arrays) = model_of(ZayaConfig { skip: SkipOutput::Zero, ..shape });
     other.assert_differentiated(&arrays, both(2, 3));
     other.assert_differentiated(&arrays, both(1, 50));
 }
@@ -146,10 +147,10 @@ fn shards_have_the_gradients_of_automatic_differentiation() {
 /// the sum of both parts is the whole, bit for bit.
 #[test]
 fn a_shard_of_heads_knows_nothing_of_the_others() {
-    let (Model { config, .. }, arrays) = model(Skip::Zero);
+    let (Model { config, .. }, arrays) = model(SkipOutput::Zero);
     let mut specs = Vec::new();
-    let place = Place { layer: 0, state: false };
-    let layer = Cca::declare(&mut Declare::new(&config, &mut specs), &config, place);
+    let place = LayerPlace { layer: 0, state: false };
+    let layer = Cca::declare(&mut ParamDeclarations::new(&config, &mut specs), &config, place);
     let params: Vec<_> =
         specs.iter().zip(0..).map(|(spec, seed)| random(&spec.shape, seed)).collect();
     let x = random(&[256, config.hidden_size], 100);
@@ -183,7 +184,7 @@ fn a_shard_of_heads_knows_nothing_of_the_others() {
 /// the gradients are the sum of theirs in the order of the tree.
 #[test]
 fn chunks_of_whole_documents_are_micro_batches() {
-    let (model, arrays) = model(Skip::Identity);
+    let (model, arrays) = model(SkipOutput::Identity);
     let tokens = arrays.tokens.clone();
     let starts = [[0, 5, 31].as_slice(), &[0], &[0, 1, 2], &[0, 17]];
     let all =
@@ -223,7 +224,7 @@ fn chunks_of_whole_documents_are_micro_batches() {
 /// Later chunks do not change the bits of earlier ones: another rank may compute them.
 #[test]
 fn a_chunk_knows_nothing_of_later_ones() {
-    let (model, arrays) = model(Skip::Zero);
+    let (model, arrays) = model(SkipOutput::Zero);
     let input = arrays.input();
     let before = model.micro_batch(&input, cut(4)).token_losses.view([2, 4, 32]);
     for later in 1..4usize {
@@ -244,7 +245,7 @@ fn a_chunk_knows_nothing_of_later_ones() {
 fn cuts_have_their_bits_wherever_they_are_computed() {
     let layers = vec![Attention::Cca, Attention::Linear];
     let preset = ZayaConfig::preset("zaya1-nano").unwrap();
-    let (whole, arrays) = model_of(ZayaConfig { skip: Skip::Identity, layers, ..preset });
+    let (whole, arrays) = model_of(ZayaConfig { skip: SkipOutput::Identity, layers, ..preset });
     let cuts = [cut(4), both(1, 3), both(4, 2)];
     let cases =
         [Dtype::F32, Dtype::Bf16].into_iter().flat_map(|dtype| cuts.map(|how| (dtype, how)));
@@ -253,7 +254,7 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
         let balance = whole.balance.iter().map(Tensor::shallow_clone).collect();
         let model = Model { config: whole.config.clone(), params, balance };
         let found = model.micro_batch(&arrays.input(), how);
-        let again = MicroBatchOptions { keep: Keep::LayerInputs, ..how };
+        let again = MicroBatchOptions { keep: ActivationCheckpointing::LayerInputs, ..how };
         assert!(same_bits(&found, &model.micro_batch(&arrays.input(), again)), "{dtype:?}");
         let plain = model.micro_batch(&arrays.input(), cut(1));
         assert!(!same_bits(&found, &plain), "a cut decides bits");
@@ -262,8 +263,8 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
         let Model { config, params, balance } = &model;
         let alone = losses(how, config, params, balance, &arrays.input()).unwrap();
         assert_eq!(alone.to_bits(), found.loss.to_bits());
-        let (params, balance) = (Frozen::new(params), Frozen::new(balance));
-        let grads = Frozen::new(&found.grads);
+        let (params, balance) = (SharedTensors::new(params), SharedTensors::new(balance));
+        let grads = SharedTensors::new(&found.grads);
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
@@ -279,7 +280,7 @@ fn cuts_have_their_bits_wherever_they_are_computed() {
 /// Tokens without a label have no loss and no gradient, also where they fill whole chunks.
 #[test]
 fn padded_tails_have_no_effect() {
-    let (model, arrays) = model(Skip::Zero);
+    let (model, arrays) = model(SkipOutput::Zero);
     let input = arrays.input();
     let mut mask = input.mask.to_vec();
     mask[180..].fill(0);
@@ -297,7 +298,7 @@ fn padded_tails_have_no_effect() {
 
 #[test]
 fn sequences_that_do_not_divide_are_refused() {
-    let (model, arrays) = model(Skip::Zero);
+    let (model, arrays) = model(SkipOutput::Zero);
     let prepared = arrays.input().prepare(&model.config, Device::Cpu).unwrap();
     for chunks in [0, 3, 256] {
         let fault = Chunks::new(&model.config, &prepared, chunks, None).err().unwrap();

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use kernels::Result;
 use tch::{Device, Kind, Tensor};
 
-use super::line::Line;
+use super::line::AxisComm;
 use super::param::ParamSpec;
 use super::sharding::Sharding;
 
@@ -26,7 +26,7 @@ const ALIGN: i64 = 64;
 
 /// Which weight shards a rank holds for the others of a line; by default all weights whole.
 #[derive(Clone, Debug, Default)]
-pub struct Fold {
+pub struct WeightShards {
     pub(super) degree: i64,
     pub(super) place: i64,
     pub(super) shards: i64,
@@ -34,16 +34,16 @@ pub struct Fold {
     cuts: Arc<[Option<Sharding>]>,
 }
 
-impl PartialEq for Fold {
-    fn eq(&self, other: &Fold) -> bool {
+impl PartialEq for WeightShards {
+    fn eq(&self, other: &WeightShards) -> bool {
         // The cuts follow from the model, and a run has only one.
-        let Fold { degree, place, shards, cuts: _ } = self;
+        let WeightShards { degree, place, shards, cuts: _ } = self;
         (*degree, *place, *shards) == (other.degree, other.place, other.shards)
     }
 }
 
 /// A shard that this rank holds.
-pub(super) struct Held {
+pub(super) struct HeldShard {
     pub(super) shard: i64,
     /// Its offset in the buffer.
     pub(super) first: i64,
@@ -51,7 +51,7 @@ pub(super) struct Held {
 
 /// A strided block of numbers that a run of a parameter and the rank's shards of the parameter share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Common {
+pub struct Overlap {
     /// The number of its rows, equally spaced in the run and in the shards.
     rows: i64,
     /// Numbers of each row that belong to the block.
@@ -62,7 +62,7 @@ pub struct Common {
     held: [i64; 3],
 }
 
-impl Common {
+impl Overlap {
     /// How many numbers it has.
     pub fn count(&self) -> i64 {
         self.rows * self.length
@@ -84,19 +84,19 @@ impl Common {
     }
 }
 
-impl Fold {
+impl WeightShards {
     /// For rank `place` of `degree`, with these parameters cut into `shards` shards.
-    pub fn new(degree: u32, place: u32, parameters: &[ParamSpec], shards: u64) -> Fold {
+    pub fn new(degree: u32, place: u32, parameters: &[ParamSpec], shards: u64) -> WeightShards {
         if degree == 1 {
-            return Fold::default();
+            return WeightShards::default();
         }
         let cuts = parameters.iter().map(|one| one.sharding.clone()).collect();
-        Fold { degree: degree.into(), place: place.into(), shards: shards as i64, cuts }
+        WeightShards { degree: degree.into(), place: place.into(), shards: shards as i64, cuts }
     }
 
     /// What another rank of the line holds.
-    pub fn at(&self, place: u32) -> Fold {
-        Fold { place: place.into(), ..self.clone() }
+    pub fn at(&self, place: u32) -> WeightShards {
+        WeightShards { place: place.into(), ..self.clone() }
     }
 
     /// The number of ranks on the line; 1 where weights are whole.
@@ -118,11 +118,11 @@ impl Fold {
         shard * self.degree / cut.count(self.shards)
     }
 
-    pub(super) fn held(&self, cut: &Sharding) -> Vec<Held> {
+    pub(super) fn held(&self, cut: &Sharding) -> Vec<HeldShard> {
         let (mut found, mut end) = (Vec::new(), 0);
         for shard in 0..cut.count(self.shards) {
             if self.holder(cut, shard) == self.place {
-                found.push(Held { shard, first: end });
+                found.push(HeldShard { shard, first: end });
                 end += up(cut.length(self.shards, shard), ALIGN);
             }
         }
@@ -152,11 +152,11 @@ impl Fold {
     }
 
     /// The blocks that this rank holds of the run `run` of a sharded parameter, in the same order on all ranks.
-    pub fn common(&self, parameter: usize, run: Range<i64>) -> Vec<Common> {
+    pub fn common(&self, parameter: usize, run: Range<i64>) -> Vec<Overlap> {
         let Some(cut) = self.cut(parameter) else { return Vec::new() };
         let row = cut.size() * cut.inner();
         let mut found = Vec::new();
-        for Held { shard, first } in self.held(cut) {
+        for HeldShard { shard, first } in self.held(cut) {
             let Range { start, end } = cut.rows(self.shards, shard);
             let (start, end) = (start * cut.inner(), end * cut.inner());
             let own = end - start;
@@ -171,14 +171,14 @@ impl Fold {
                 if part == whole {
                     let held = [first + of * own, own, 0];
                     let run = [part.start - run.start, row, start];
-                    found.push(Common { rows, length: own, run, held });
+                    found.push(Overlap { rows, length: own, run, held });
                     continue;
                 }
                 let (from, to) = (part.start.max(of * row + start), part.end.min(of * row + end));
                 if from < to {
                     let length = to - from;
                     let held = [first + of * own + from - of * row - start, length, 0];
-                    found.push(Common {
+                    found.push(Overlap {
                         rows: 1,
                         length,
                         run: [from - run.start, length, 0],
@@ -209,9 +209,9 @@ fn split(run: &Range<i64>, row: i64) -> Vec<Range<i64>> {
 
 /// A process among those that shard the weights.
 #[derive(Clone, Copy)]
-pub struct Folded<'a> {
+pub struct ShardedWeights<'a> {
     /// Which shards it holds.
-    pub fold: &'a Fold,
+    pub fold: &'a WeightShards,
     /// The other processes.
-    pub line: &'a dyn Line,
+    pub line: &'a dyn AxisComm,
 }

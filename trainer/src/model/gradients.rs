@@ -5,16 +5,16 @@ use std::ops::Range;
 
 use contract::{Fault, Result};
 use kernels::addend::Addend;
-use kernels::ops::{Gradient, Present, Table};
-use kernels::tree::{self, Node, Nodes, Pair, Sum, blocks};
+use kernels::ops::{OpsTable, ParamGradient, UsedExperts};
+use kernels::tree::{self, Node, Pair, Sum, TreeNodes, blocks};
 use tch::{Device, Kind, Tensor};
 
-use super::line::Dealt;
+use super::line::Assignment;
 use super::param::ParamId;
 use crate::refusal::refused;
 
 /// Takes each gradient as soon as it is computed.
-pub trait Sink {
+pub trait GradientSink {
     /// Takes the gradient of the loss divided by the label count for parameter `id`, in its shape.
     ///
     /// Each parameter has exactly one per micro-batch; their order is unspecified.
@@ -22,16 +22,16 @@ pub trait Sink {
 
     /// Takes the sums over the local chunks where other ranks of a line have the other chunks: their blocks in the
     /// tree, in its order. All ranks pass the same parameters in the same order.
-    fn part(&mut self, id: ParamId, _: Term, _: Vec<ChunkSum>) -> Result<()> {
+    fn part(&mut self, id: ParamId, _: GradientTerm, _: Vec<ChunkSum>) -> Result<()> {
         Err(Fault::bug(format!("nobody adds up the parts of parameter {}", id.index())))
     }
 }
 
 /// Collects all gradients of a micro-batch.
 #[derive(Debug, Default)]
-pub struct Collected(Vec<Option<Tensor>>);
+pub struct CollectedGradients(Vec<Option<Tensor>>);
 
-impl Collected {
+impl CollectedGradients {
     /// The gradients in canonical order.
     pub(crate) fn into_vec(self) -> Result<Vec<Tensor>> {
         let missing = || Fault::bug("a parameter has no gradient");
@@ -39,7 +39,7 @@ impl Collected {
     }
 }
 
-impl Sink for Collected {
+impl GradientSink for CollectedGradients {
     fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
         if self.0.len() <= id.index() {
             self.0.resize_with(id.index() + 1, || None);
@@ -57,25 +57,25 @@ const SMALL: usize = 1 << 20;
 
 /// Adds the gradients of the local chunks; passes each parameter's sum to the sink after its last chunk.
 pub(super) struct Gradients<'a> {
-    sink: &'a mut dyn Sink,
-    dealt: Dealt,
+    sink: &'a mut dyn GradientSink,
+    dealt: Assignment,
     /// The local chunks, in the order of the sequence.
     own: Vec<u64>,
-    waiting: BTreeMap<Key, Waiting>,
+    waiting: BTreeMap<Key, PartialSum>,
     /// First terms that wait for second ones, where all chunks are local.
     first: BTreeMap<usize, Tensor>,
     /// Gradients to be added at the end of the layer.
-    begun: Vec<Begun>,
+    begun: Vec<PendingGradient>,
 }
 
 /// A chunk's gradient of a parameter, before it is added.
-struct Begun {
+struct PendingGradient {
     id: ParamId,
-    term: Term,
+    term: GradientTerm,
     chunk: u64,
-    gradient: Gradient,
+    gradient: ParamGradient,
     /// For stacked experts: which had tokens. This decides the sum over chunks.
-    used: Option<Present>,
+    used: Option<UsedExperts>,
 }
 
 /// The gradients as one chunk adds to them.
@@ -86,7 +86,7 @@ pub(super) struct ChunkGradients<'a, 'b> {
 
 /// Which of a parameter's gradient terms, each a sum over chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Term {
+pub enum GradientTerm {
     /// The only term.
     Only,
     /// The first of two terms.
@@ -96,11 +96,11 @@ pub enum Term {
 }
 
 /// A gradient, or one of its terms.
-type Key = (ParamId, Term);
+type Key = (ParamId, GradientTerm);
 
 /// A sum over the local chunks.
-struct Waiting {
-    nodes: Nodes<ChunkSum>,
+struct PartialSum {
+    nodes: TreeNodes<ChunkSum>,
     missing: u64,
 }
 
@@ -110,21 +110,21 @@ pub struct ChunkSum {
     /// The numbers, f32: in the parameter's shape, or some of them flat.
     pub(crate) gradient: Tensor,
     /// For stacked experts, which of them had tokens.
-    pub(crate) experts: Option<Used>,
+    pub(crate) experts: Option<ExpertNumbers>,
 }
 
 /// Which experts had tokens, and where their numbers are.
 #[derive(Debug)]
-pub(crate) struct Used {
+pub(crate) struct ExpertNumbers {
     /// The experts that had tokens.
-    pub(crate) present: Present,
+    pub(crate) present: UsedExperts,
     /// Runs of one expert's numbers: the expert, the offset, the length.
     spans: Vec<(usize, i64, i64)>,
 }
 
 impl<'a> Gradients<'a> {
     /// Passes gradients to `sink`; `dealt` says which chunks are local.
-    pub(super) fn new(sink: &'a mut dyn Sink, dealt: Dealt) -> Self {
+    pub(super) fn new(sink: &'a mut dyn GradientSink, dealt: Assignment) -> Self {
         let (waiting, first) = (BTreeMap::new(), BTreeMap::new());
         let (own, begun) = (dealt.own(), Vec::new());
         Gradients { sink, dealt, own, waiting, first, begun }
@@ -137,7 +137,7 @@ impl<'a> Gradients<'a> {
     }
 
     /// Adds the pending gradients, all at once, and passes them on: called at the end of a layer.
-    pub(super) fn settle(&mut self, ops: Table) -> Result<()> {
+    pub(super) fn settle(&mut self, ops: OpsTable) -> Result<()> {
         let begun = std::mem::take(&mut self.begun).into_iter();
         let (places, gradients): (Vec<_>, Vec<_>) =
             begun.map(|one| ((one.id, one.term, one.chunk, one.used), one.gradient)).unzip();
@@ -174,10 +174,10 @@ impl<'a> Gradients<'a> {
     }
 
     /// The sum over the local chunks for a gradient.
-    fn waiting(&mut self, key: Key) -> &mut Waiting {
+    fn waiting(&mut self, key: Key) -> &mut PartialSum {
         let leaves = self.dealt.leaves(self.dealt.place);
         let missing = leaves.end - leaves.start;
-        let begin = || Waiting { nodes: Nodes::new(&[leaves]), missing };
+        let begin = || PartialSum { nodes: TreeNodes::new(&[leaves]), missing };
         self.waiting.entry(key).or_insert_with(begin)
     }
 
@@ -188,10 +188,10 @@ impl<'a> Gradients<'a> {
 
     /// With a single chunk, passes the gradient on at once, as it is. With several, f32 sums: in main memory at once;
     /// on a device together with others at the end of the layer, except for large ones that are f32 already.
-    fn take(&mut self, begun: Begun) -> Result<()> {
-        let Begun { id, term, chunk, gradient, used } = begun;
+    fn take(&mut self, begun: PendingGradient) -> Result<()> {
+        let PendingGradient { id, term, chunk, gradient, used } = begun;
         let gradient = match gradient {
-            Gradient::Made(made) if self.at_once(&made) => {
+            ParamGradient::Made(made) if self.at_once(&made) => {
                 let made = made.f_to_kind(Kind::Float).map_err(refused)?;
                 return self.finished(id, term, chunk, made, used);
             }
@@ -201,7 +201,7 @@ impl<'a> Gradients<'a> {
             },
             gradient => gradient,
         };
-        self.begun.push(Begun { id, term, chunk, gradient, used });
+        self.begun.push(PendingGradient { id, term, chunk, gradient, used });
         Ok(())
     }
 
@@ -213,13 +213,13 @@ impl<'a> Gradients<'a> {
     fn finished(
         &mut self,
         id: ParamId,
-        term: Term,
+        term: GradientTerm,
         chunk: u64,
         gradient: Tensor,
-        used: Option<Present>,
+        used: Option<UsedExperts>,
     ) -> Result<()> {
         let dealt = self.dealt;
-        if let Some(Present::There(_)) = used {
+        if let Some(UsedExperts::There(_)) = used {
             let value = ChunkSum::of(gradient, used)?;
             return self.together(vec![((id, term), chunk, value)]);
         }
@@ -241,12 +241,12 @@ impl<'a> Gradients<'a> {
         }
         let gradient = sum.finish().map_err(refused)?.ok_or_else(missing_chunk)?.gradient;
         match term {
-            Term::Only => self.whole(id, gradient),
-            Term::First => {
+            GradientTerm::Only => self.whole(id, gradient),
+            GradientTerm::First => {
                 self.first.insert(id.index(), gradient);
                 Ok(())
             }
-            Term::Second => {
+            GradientTerm::Second => {
                 let first = self.first.remove(&id.index()).ok_or_else(missing_chunk)?;
                 self.whole(id, first.sum(gradient).map_err(refused)?)
             }
@@ -256,7 +256,7 @@ impl<'a> Gradients<'a> {
 
 /// The sums of pairs, each with the bits of [`Sum`], by one or two launches in all.
 fn added(pairs: Vec<(Key, Pair<ChunkSum>)>) -> Result<Vec<(Key, Node<ChunkSum>)>> {
-    let (mut meeting, mut nodes) = (Meeting::default(), Vec::with_capacity(pairs.len()));
+    let (mut meeting, mut nodes) = (LaunchBatch::default(), Vec::with_capacity(pairs.len()));
     for (key, Pair { level, first, mut left, right }) in pairs {
         left.takes(&right, &mut meeting).map_err(refused)?;
         nodes.push((key, Node { level, first, value: left }));
@@ -271,15 +271,25 @@ fn missing_chunk() -> Fault {
 
 impl ChunkGradients<'_, '_> {
     /// Adds the gradient of stacked experts; `used` says which had tokens. The others are not summed over chunks.
-    pub(super) fn experts(&mut self, id: ParamId, gradient: Gradient, used: Present) -> Result<()> {
-        let (term, chunk, used) = (Term::Only, self.chunk, Some(used));
-        self.all.take(Begun { id, term, chunk, gradient, used })
+    pub(super) fn experts(
+        &mut self,
+        id: ParamId,
+        gradient: ParamGradient,
+        used: UsedExperts,
+    ) -> Result<()> {
+        let (term, chunk, used) = (GradientTerm::Only, self.chunk, Some(used));
+        self.all.take(PendingGradient { id, term, chunk, gradient, used })
     }
 
     /// Adds one of several terms of a gradient.
-    pub(super) fn term(&mut self, id: ParamId, term: Term, gradient: Gradient) -> Result<()> {
+    pub(super) fn term(
+        &mut self,
+        id: ParamId,
+        term: GradientTerm,
+        gradient: ParamGradient,
+    ) -> Result<()> {
         let chunk = self.chunk;
-        self.all.take(Begun { id, term, chunk, gradient, used: None })
+        self.all.take(PendingGradient { id, term, chunk, gradient, used: None })
     }
 }
 
@@ -287,21 +297,21 @@ impl ChunkGradients<'_, '_> {
 pub(super) fn emit(
     sink: &mut ChunkGradients<'_, '_>,
     id: ParamId,
-    gradient: impl Into<Gradient>,
+    gradient: impl Into<ParamGradient>,
 ) -> Result<()> {
-    sink.term(id, Term::Only, gradient.into())
+    sink.term(id, GradientTerm::Only, gradient.into())
 }
 
 impl ChunkSum {
     /// Of one chunk; for stacked experts, `used` says which had tokens.
-    fn of(gradient: Tensor, used: Option<Present>) -> Result<ChunkSum> {
+    fn of(gradient: Tensor, used: Option<UsedExperts>) -> Result<ChunkSum> {
         let Some(used) = used else { return Ok(ChunkSum { gradient, experts: None }) };
         Ok(ChunkSum::experts(gradient.f_contiguous().map_err(refused)?, used))
     }
 
     /// Queues in `meeting` which numbers of `right` are added to its own and which are copied; marks the experts of
     /// both as used. An expert that had tokens in only one of them is copied, never added to zero.
-    fn takes(&mut self, right: &ChunkSum, meeting: &mut Meeting) -> kernels::Result<()> {
+    fn takes(&mut self, right: &ChunkSum, meeting: &mut LaunchBatch) -> kernels::Result<()> {
         let ChunkSum { gradient, experts } = self;
         let (Some(own), Some(others)) = (experts.as_mut(), &right.experts) else {
             *experts = None;
@@ -314,7 +324,7 @@ impl ChunkSum {
             kernels::Result::<_>::Ok((*expert, (here?, there?)))
         });
         own.present = match (&own.present, &others.present) {
-            (Present::Known(here), Present::Known(there)) => {
+            (UsedExperts::Known(here), UsedExperts::Known(there)) => {
                 for span in spans {
                     let (expert, pair) = span?;
                     match (here[expert], there[expert]) {
@@ -323,7 +333,9 @@ impl ChunkSum {
                         (false, true) => meeting.copied.push(pair),
                     }
                 }
-                Present::Known(here.iter().zip(there).map(|(here, there)| here | there).collect())
+                UsedExperts::Known(
+                    here.iter().zip(there).map(|(here, there)| here | there).collect(),
+                )
             }
             (here, there) => {
                 let device = gradient.device();
@@ -336,15 +348,15 @@ impl ChunkSum {
                 }
                 let both = here.f_empty_like()?;
                 meeting.there.rows.push([here, there, both.shallow_clone()]);
-                Present::There(both)
+                UsedExperts::There(both)
             }
         };
         Ok(())
     }
 
-    fn experts(gradient: Tensor, used: Present) -> ChunkSum {
+    fn experts(gradient: Tensor, used: UsedExperts) -> ChunkSum {
         let whole = 0..gradient.numel() as i64;
-        let experts = Used::of(used, gradient.numel() as i64, &[whole]);
+        let experts = ExpertNumbers::of(used, gradient.numel() as i64, &[whole]);
         ChunkSum { gradient, experts: Some(experts) }
     }
 
@@ -352,8 +364,10 @@ impl ChunkSum {
     pub(crate) fn cut(&self, ranges: &[Range<i64>]) -> kernels::Result<ChunkSum> {
         let gradient = ChunkSum::numbers(std::slice::from_ref(self), ranges)?;
         let elements = self.gradient.numel() as i64;
-        let experts =
-            self.experts.as_ref().map(|used| Used::of(used.present.shared(), elements, ranges));
+        let experts = self
+            .experts
+            .as_ref()
+            .map(|used| ExpertNumbers::of(used.present.shared(), elements, ranges));
         Ok(ChunkSum { gradient, experts })
     }
 
@@ -371,31 +385,33 @@ impl ChunkSum {
     }
 }
 
-impl Used {
+impl ExpertNumbers {
     /// One u8 for each expert, on `device`: whether it had tokens.
     pub(crate) fn marks(&self, device: Device) -> kernels::Result<Tensor> {
         Ok(match &self.present {
-            Present::Known(used) => {
+            UsedExperts::Known(used) => {
                 let marks: Vec<u8> = used.iter().map(|used| u8::from(*used)).collect();
                 Tensor::f_from_slice(&marks)?.f_to_device(device)?
             }
-            Present::There(counts) => counts.f_gt(0)?.f_to_kind(Kind::Uint8)?,
+            UsedExperts::There(counts) => counts.f_gt(0)?.f_to_kind(Kind::Uint8)?,
         })
     }
 
     /// From the marks of another rank; on the host if `like` is.
-    pub(crate) fn marked(like: &Present, marks: &Tensor) -> Result<Present> {
+    pub(crate) fn marked(like: &UsedExperts, marks: &Tensor) -> Result<UsedExperts> {
         match like {
-            Present::Known(_) => {
+            UsedExperts::Known(_) => {
                 let marks = crate::refusal::values::<u8>(marks)?;
-                Ok(Present::Known(marks.into_iter().map(|mark| mark != 0).collect()))
+                Ok(UsedExperts::Known(marks.into_iter().map(|mark| mark != 0).collect()))
             }
-            Present::There(_) => Ok(Present::There(marks.f_to_kind(Kind::Int64).map_err(refused)?)),
+            UsedExperts::There(_) => {
+                Ok(UsedExperts::There(marks.f_to_kind(Kind::Int64).map_err(refused)?))
+            }
         }
     }
 
     /// For a stack of `elements` numbers, of which only `ranges` are stored, one after the other.
-    pub(crate) fn of(present: Present, elements: i64, ranges: &[Range<i64>]) -> Used {
+    pub(crate) fn of(present: UsedExperts, elements: i64, ranges: &[Range<i64>]) -> ExpertNumbers {
         let (each, mut spans, mut at) = (elements / present.experts().max(1) as i64, Vec::new(), 0);
         for range in ranges {
             let mut first = range.start;
@@ -406,20 +422,20 @@ impl Used {
                 (at, first) = (at + end - first, end);
             }
         }
-        Used { present, spans }
+        ExpertNumbers { present, spans }
     }
 }
 
 /// The additions and copies of a launch.
 #[derive(Default)]
-struct Meeting {
+struct LaunchBatch {
     added: Vec<(Tensor, Tensor)>,
     copied: Vec<(Tensor, Tensor)>,
     /// Additions that depend on counts on the device.
-    there: tree::There,
+    there: tree::DeviceSums,
 }
 
-impl Meeting {
+impl LaunchBatch {
     /// Runs them; on a device by one or two launches.
     fn make(mut self) -> kernels::Result<()> {
         if self.there.experts.is_empty() {
@@ -433,10 +449,10 @@ impl Meeting {
 }
 
 /// The token counts of experts, as a device adds them; only whether they are zero matters.
-fn counts(present: &Present, device: Device) -> kernels::Result<Tensor> {
+fn counts(present: &UsedExperts, device: Device) -> kernels::Result<Tensor> {
     Ok(match present {
-        Present::There(counts) => counts.shallow_clone(),
-        Present::Known(used) => {
+        UsedExperts::There(counts) => counts.shallow_clone(),
+        UsedExperts::Known(used) => {
             let used: Vec<i64> = used.iter().map(|used| i64::from(*used)).collect();
             Tensor::f_from_slice(&used)?.f_to_device(device)?
         }
@@ -447,7 +463,7 @@ impl Sum for ChunkSum {
     type Error = kernels::Error;
 
     fn sum(mut self, right: ChunkSum) -> kernels::Result<ChunkSum> {
-        let mut meeting = Meeting::default();
+        let mut meeting = LaunchBatch::default();
         self.takes(&right, &mut meeting)?;
         meeting.make()?;
         Ok(self)
@@ -457,28 +473,28 @@ impl Sum for ChunkSum {
 #[cfg(test)]
 mod tests {
     use super::super::config::ZayaConfig;
-    use super::super::param::Declare;
+    use super::super::param::ParamDeclarations;
     use super::*;
 
     /// Added together or one by one, in any order of chunks: the same bits, passed to the sink in the same order.
     #[test]
     fn sums_that_are_made_together_are_those_made_one_by_one() {
         struct Order(Vec<(usize, Tensor)>);
-        impl Sink for Order {
+        impl GradientSink for Order {
             fn gradient(&mut self, id: ParamId, gradient: Addend) -> Result<()> {
                 self.0.push((id.index(), gradient.wide().unwrap()));
                 Ok(())
             }
         }
         let (config, mut specs) = (ZayaConfig::preset("zaya1-nano").unwrap(), Vec::new());
-        let mut declare = Declare::new(&config, &mut specs);
+        let mut declare = ParamDeclarations::new(&config, &mut specs);
         let ids = ["a", "b", "c"].map(|name| declare.matrix(name, name, [4, 5]));
-        let dealt = Dealt::alone(6);
+        let dealt = Assignment::alone(6);
         let leaf = |id: ParamId, chunk: u64| {
             let gradient = crate::model::random(&[4, 5], 10 * chunk + id.index() as u64);
             let used: Vec<bool> =
                 (0..4).map(|expert| !(expert + chunk).is_multiple_of(3)).collect();
-            (gradient, (id == ids[1]).then_some(Present::Known(used)))
+            (gradient, (id == ids[1]).then_some(UsedExperts::Known(used)))
         };
         let (mut alone, mut together) = (Order(Vec::new()), Order(Vec::new()));
         let mut gradients = Gradients::new(&mut alone, dealt);
@@ -489,9 +505,13 @@ mod tests {
                 chunks.iter().flat_map(|chunk| ids.iter().map(move |id| (*chunk, *id)))
             {
                 let (gradient, used) = leaf(id, chunk);
-                gradients.finished(id, Term::Only, chunk, gradient, used).unwrap();
+                gradients.finished(id, GradientTerm::Only, chunk, gradient, used).unwrap();
                 let (gradient, used) = leaf(id, chunk);
-                parts.push(((id, Term::Only), chunk, ChunkSum::of(gradient, used).unwrap()));
+                parts.push((
+                    (id, GradientTerm::Only),
+                    chunk,
+                    ChunkSum::of(gradient, used).unwrap(),
+                ));
             }
             others.together(parts).unwrap();
         }
@@ -502,7 +522,7 @@ mod tests {
     #[test]
     fn an_expert_without_tokens_is_absent() {
         let part = |values: [f32; 3], used: [bool; 3]| {
-            let used = Present::Known(used.to_vec());
+            let used = UsedExperts::Known(used.to_vec());
             ChunkSum::experts(Tensor::from_slice(&values).view([3, 1]), used)
         };
         let bits = |part: &ChunkSum| {
@@ -513,7 +533,7 @@ mod tests {
         let sum = part([-0.0, 0.0, 1.0], left).sum(part([0.0, 0.0, 2.0], right)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
         let used = sum.experts.as_ref().map(|used| &used.present);
-        assert!(matches!(used, Some(Present::Known(used)) if *used == [true, false, true]));
+        assert!(matches!(used, Some(UsedExperts::Known(used)) if *used == [true, false, true]));
         let sum = part([0.0, 0.0, 2.0], right).sum(part([-0.0, 0.0, 1.0], left)).unwrap();
         assert_eq!(bits(&sum), [-0.0f32, 0.0, 3.0].map(f32::to_bits));
     }

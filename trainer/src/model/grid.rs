@@ -4,17 +4,17 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use kernels::tree::blocks;
 
-use super::line::{Dealt, Rows, SharedRows};
+use super::line::{Assignment, Rows, SharedRows};
 
 /// Rows before and after a document's part that its convolutions read: each of the two sees the token before.
 pub(super) const REACH: i64 = 2;
 
 /// The layout of a cut micro-batch.
 #[derive(Clone, Copy)]
-pub(super) struct Grid {
+pub(super) struct ChunkGrid {
     /// Tokens in a sequence.
     pub(super) length: i64,
     /// Tokens of a sequence in a chunk.
@@ -29,25 +29,25 @@ pub(super) struct DocumentPart {
     pub(super) sequence: i64,
     /// Index of its first token in the sequence.
     pub(super) place: i64,
-    pub(super) span: Span,
+    pub(super) span: AttentionSpan,
     pub(super) before: i64,
     pub(super) after: i64,
 }
 
-impl Grid {
+impl ChunkGrid {
     /// The row of a token in the order of chunks.
     pub(super) fn row(self, sequence: i64, place: i64) -> i64 {
-        let Grid { width, rows, .. } = self;
+        let ChunkGrid { width, rows, .. } = self;
         (place / width * rows + sequence) * width + place % width
     }
 
     /// The part of a document in a chunk.
-    pub(super) fn part(self, document: Span, chunk: i64) -> Option<DocumentPart> {
+    pub(super) fn part(self, document: AttentionSpan, chunk: i64) -> Option<DocumentPart> {
         let (sequence, begins) = (document.start / self.length, document.start % self.length);
         let (left, ends) = (chunk * self.width, begins + document.len);
         let (first, end) = (begins.max(left), ends.min(left + self.width));
         let (before, len) = (first - begins, end - first);
-        let span = Span { start: sequence * self.width + first - left, len, before };
+        let span = AttentionSpan { start: sequence * self.width + first - left, len, before };
         (len > 0).then_some(DocumentPart {
             sequence,
             place: first,
@@ -63,13 +63,13 @@ impl Grid {
     }
 
     /// The chunks that contain a document.
-    pub(super) fn reach(self, document: Span) -> Range<u64> {
+    pub(super) fn reach(self, document: AttentionSpan) -> Range<u64> {
         let begins = document.start % self.length;
         self.chunk(begins)..self.chunk(begins + document.len - 1) + 1
     }
 
     /// The rows of a document in one of its chunks.
-    pub(super) fn rows_of(self, document: Span, chunk: u64) -> Rows {
+    pub(super) fn rows_of(self, document: AttentionSpan, chunk: u64) -> Rows {
         let (sequence, begins) = (document.start / self.length, document.start % self.length);
         let first = begins.max(chunk as i64 * self.width);
         let end = (begins + document.len).min((chunk as i64 + 1) * self.width);
@@ -77,7 +77,12 @@ impl Grid {
     }
 
     /// Rows in chunks of other ranks that convolutions and the value shift of the chunks of `place` read, ascending.
-    pub(super) fn beside(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
+    pub(super) fn beside(
+        self,
+        dealt: Assignment,
+        documents: &[AttentionSpan],
+        place: u64,
+    ) -> Vec<Rows> {
         let mut rows = BTreeSet::new();
         for (document, chunk) in documents.iter().flat_map(|one| {
             let own = self.reach(*one).filter(move |chunk| dealt.place_of(*chunk) == place);
@@ -97,7 +102,7 @@ impl Grid {
     }
 
     /// How many rows all ranks together send.
-    pub(super) fn shared(self, dealt: Dealt, documents: &[Span]) -> SharedRows {
+    pub(super) fn shared(self, dealt: Assignment, documents: &[AttentionSpan]) -> SharedRows {
         let states = dealt.chunks * self.rows as u64 * (dealt.degree - 1);
         let mut all = SharedRows { states, ..SharedRows::default() };
         for place in 0..dealt.degree {
@@ -118,8 +123,13 @@ impl Grid {
     }
 
     /// Rows of other ranks that queries of the chunks of `place` see, document after document.
-    pub(super) fn earlier(self, dealt: Dealt, documents: &[Span], place: u64) -> Vec<Rows> {
-        let of = |document: &Span| {
+    pub(super) fn earlier(
+        self,
+        dealt: Assignment,
+        documents: &[AttentionSpan],
+        place: u64,
+    ) -> Vec<Rows> {
+        let of = |document: &AttentionSpan| {
             let (document, reach) = (*document, self.reach(*document));
             let last = reach.clone().rfind(|chunk| dealt.place_of(*chunk) == place);
             let before = reach.start..last.unwrap_or(reach.start);
@@ -141,18 +151,18 @@ mod tests {
         #[test]
         fn attention_is_dealt_evenly(each in 1u64..5, degree in 1u64..5, width in 1i64..7, rows in 1i64..4) {
             let (chunks, length) = (2 * each * degree, width * (2 * each * degree) as i64);
-            let grid = Grid { length, width, rows };
+            let grid = ChunkGrid { length, width, rows };
             let pairs = |place| {
-                let own = Dealt { chunks, degree, place }.own();
+                let own = Assignment { chunks, degree, place }.own();
                 let parts = (0..rows).flat_map(|row| {
-                    let document = Span::whole(row * length, length);
+                    let document = AttentionSpan::whole(row * length, length);
                     own.iter().filter_map(move |chunk| grid.part(document, *chunk as i64))
                 });
                 let pairs = parts.map(|part| part.span.len * part.before + part.span.len * (part.span.len + 1) / 2);
                 pairs.sum::<i64>() as u64
             };
             let found: Vec<u64> = (0..degree).map(pairs).collect();
-            let planned = Dealt { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
+            let planned = Assignment { chunks, degree, place: 0 }.pairs(width as u64).into_iter();
             prop_assert_eq!(&found, &planned.map(|pairs| pairs * rows as u64).collect::<Vec<_>>());
             prop_assert!(found.iter().all(|own| *own == found[0]));
         }

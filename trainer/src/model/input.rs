@@ -1,7 +1,7 @@
 //! The input of a micro-batch: tokens, labels, and document boundaries.
 
 use contract::{Fault, Result};
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use tch::Tensor;
 
 use super::ZayaConfig;
@@ -30,7 +30,7 @@ pub struct MicroBatchInput<'a> {
 pub struct CheckedMicroBatch {
     pub(super) tokens: usize,
     /// In order, covering every token.
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Vec<AttentionSpan>,
     pub(super) rows: i64,
     pub(super) seq_len: i64,
     /// Whether positions count from the start of each document; otherwise from the start of each row.
@@ -40,7 +40,7 @@ pub struct CheckedMicroBatch {
 
 /// A micro-batch on the device, with the tensors that follow from its boundaries.
 #[derive(Debug)]
-pub(super) struct Prepared {
+pub(super) struct DeviceMicroBatch {
     /// `[tokens]`, i64.
     pub(super) tokens: Tensor,
     /// `[tokens]`, i64.
@@ -50,7 +50,7 @@ pub(super) struct Prepared {
     /// `[tokens]`, i64: index in the span, for rotary embedding.
     pub(super) positions: Tensor,
     /// In order, covering every token.
-    pub(super) spans: Vec<Span>,
+    pub(super) spans: Vec<AttentionSpan>,
     /// The first rows of the spans, i64.
     pub(super) starts: Tensor,
     /// Sequences.
@@ -128,7 +128,7 @@ impl MicroBatchInput<'_> {
         self.check(config)
     }
 
-    fn spans(&self, documents: bool) -> Vec<Span> {
+    fn spans(&self, documents: bool) -> Vec<AttentionSpan> {
         let seq_len = self.seq_len as i64;
         let mut spans = Vec::new();
         for (row, starts) in (0i64..).zip(self.boundaries) {
@@ -139,7 +139,7 @@ impl MicroBatchInput<'_> {
                     .iter()
                     .map(|&start| i64::from(start))
                     .zip(ends)
-                    .map(|(start, end)| Span::whole(row * seq_len + start, end - start)),
+                    .map(|(start, end)| AttentionSpan::whole(row * seq_len + start, end - start)),
             );
         }
         spans

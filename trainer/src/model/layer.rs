@@ -6,21 +6,21 @@
 use std::any::Any;
 
 use contract::{Fault, Result};
-use kernels::ops::Table;
+use kernels::ops::OpsTable;
 use tch::{Kind, Tensor};
 
 use super::ZayaConfig;
 use super::cut::{Chunks, Cut};
-use super::fold::Folded;
+use super::fold::ShardedWeights;
 use super::gradients::Gradients;
 use super::line::SharedRows;
-use super::param::{Declare, Weights};
+use super::param::{ParamDeclarations, Weights};
 use crate::refusal::refused;
 
 /// The context of a pass over a micro-batch.
 pub(super) struct Pass<'a> {
     /// The kernels to use.
-    pub(super) ops: Table,
+    pub(super) ops: OpsTable,
     pub(super) config: &'a ZayaConfig,
     pub(super) chunks: &'a Chunks<'a>,
     /// The number of shards of the weights.
@@ -28,7 +28,7 @@ pub(super) struct Pass<'a> {
     /// The weights; where [`Pass::folded`] shards them, flat buffers of this rank's shards.
     pub(super) weights: Weights<'a>,
     /// Which rank holds which shards.
-    pub(super) folded: Option<Folded<'a>>,
+    pub(super) folded: Option<ShardedWeights<'a>>,
     /// Balancing biases by layer.
     pub(super) balance: &'a [Tensor],
     /// The dtype of the operands of large matmuls.
@@ -81,7 +81,7 @@ pub(super) struct Backward {
 
 /// The work of a pass, to count its operations.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Work {
+pub(super) struct LayerWork {
     /// Tokens.
     pub(super) tokens: f64,
     /// (query, key) pairs that see each other.
@@ -92,7 +92,7 @@ pub(super) struct Work {
 
 /// A layer's place in the model.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Place {
+pub(super) struct LayerPlace {
     /// Its index among the model's layers.
     pub(super) layer: usize,
     /// Whether an earlier layer has a router, whose state this layer receives.
@@ -102,7 +102,7 @@ pub(super) struct Place {
 /// What every kind of layer declares.
 pub(super) trait LayerKind: Send + Sync + Sized + 'static {
     /// Declares its parameters, in canonical order.
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, place: Place) -> Self;
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self;
 
     /// Classes of its router, the skip last. 0 without a router: then there are no balancing biases, and nothing is
     /// counted. Only a feed-forward may have one.
@@ -111,7 +111,7 @@ pub(super) trait LayerKind: Send + Sync + Sized + 'static {
     }
 
     /// Multiply-adds of a forward pass.
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64;
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64;
 
     /// Bytes that it saves for a token, input and output included; a number of [`Pass::kind`] has `narrow` bytes.
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
@@ -206,7 +206,7 @@ pub(super) trait AnyLayer: Send + Sync {
     fn classes(&self, config: &ZayaConfig) -> usize;
 
     /// See [`LayerKind::products`].
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64;
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64;
 
     /// See [`LayerKind::activation_bytes`].
     fn activation_bytes(&self, config: &ZayaConfig, narrow: u64, cut: Cut) -> u64;
@@ -252,7 +252,7 @@ impl<L: Layer> AnyLayer for L {
         LayerKind::classes(self, config)
     }
 
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
         LayerKind::products(self, config, work)
     }
 
@@ -270,13 +270,14 @@ impl<L: Layer> AnyLayer for L {
 }
 
 /// Constructs a layer of a kind.
-pub(super) type Make = fn(&mut Declare<'_>, &ZayaConfig, Place) -> Box<dyn AnyLayer>;
+pub(super) type LayerConstructor =
+    fn(&mut ParamDeclarations<'_>, &ZayaConfig, LayerPlace) -> Box<dyn AnyLayer>;
 
-/// The [`Make`] of kind `L`.
+/// The [`LayerConstructor`] of kind `L`.
 pub(super) fn make<L: Layer>(
-    params: &mut Declare<'_>,
+    params: &mut ParamDeclarations<'_>,
     config: &ZayaConfig,
-    place: Place,
+    place: LayerPlace,
 ) -> Box<dyn AnyLayer> {
     Box::new(L::declare(params, config, place))
 }

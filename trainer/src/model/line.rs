@@ -18,7 +18,7 @@ use tch::{Kind, Tensor};
 use super::causal_pairs;
 
 /// The other ranks of a line. All ranks call it in the same order: that of the computation.
-pub trait Line: Sync {
+pub trait AxisComm: Sync {
     /// This rank's index, from 0.
     fn place(&self) -> u64;
 
@@ -33,18 +33,18 @@ pub trait Line: Sync {
         give: &[Tensor],
         take: &[i64],
         kind: Kind,
-    ) -> Result<Box<dyn Coming + '_>>;
+    ) -> Result<Box<dyn PendingReceive + '_>>;
 }
 
 /// Data that other ranks have begun to send.
-pub trait Coming {
+pub trait PendingReceive {
     /// Waits for it; returns it flat, by rank, empty for this rank.
     fn wait(self: Box<Self>) -> Result<Vec<Tensor>>;
 }
 
 /// Which rank of a line has which chunks of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Dealt {
+pub struct Assignment {
     /// Chunks of the micro-batch.
     pub chunks: u64,
     /// Ranks of the line; divides the chunks.
@@ -53,10 +53,10 @@ pub struct Dealt {
     pub place: u64,
 }
 
-impl Dealt {
+impl Assignment {
     /// One rank that has all chunks.
-    pub(super) fn alone(chunks: u64) -> Dealt {
-        Dealt { chunks, degree: 1, place: 0 }
+    pub(super) fn alone(chunks: u64) -> Assignment {
+        Assignment { chunks, degree: 1, place: 0 }
     }
 
     /// The index of chunk `chunk` in the order of the tree: 0, C-1, 1, C-2, ...
@@ -90,7 +90,7 @@ impl Dealt {
     /// Pairs of a query and a key that each rank computes for one document that fills all chunks of `width` tokens.
     pub fn pairs(self, width: u64) -> Vec<u64> {
         let of = |chunk: u64| width * width * chunk + width * (width + 1) / 2;
-        let place = |place| Dealt { place, ..self }.own().into_iter().map(of).sum();
+        let place = |place| Assignment { place, ..self }.own().into_iter().map(of).sum();
         (0..self.degree).map(place).collect()
     }
 
@@ -105,7 +105,7 @@ impl Dealt {
             let first = chunk as u32 * width;
             before(first + width) - before(first)
         };
-        let place = |place| Dealt { place, ..self }.own().into_iter().map(of).sum();
+        let place = |place| Assignment { place, ..self }.own().into_iter().map(of).sum();
         (0..self.degree).map(place).collect()
     }
 
@@ -160,7 +160,7 @@ pub(super) struct Table {
 impl Table {
     /// For the rows that each rank `reads`: every run once, in the same order on all ranks. Chunks have `size` rows.
     pub(super) fn new(
-        dealt: Dealt,
+        dealt: Assignment,
         size: i64,
         reads: impl Fn(u64) -> Vec<Rows>,
         on: tch::Device,
@@ -206,13 +206,13 @@ impl Table {
     /// Begins to fetch the table, along `dim`; `own` has this rank's rows.
     pub(super) fn fetch<'a>(
         &self,
-        line: Option<&'a dyn Line>,
+        line: Option<&'a dyn AxisComm>,
         own: &Tensor,
         dim: i64,
-    ) -> Result<Fetched<'a>> {
+    ) -> Result<PendingTable<'a>> {
         let (own, mut shape) = (own.shallow_clone(), own.size());
         let mut parts = Vec::new();
-        let Some(line) = line else { return Ok(Fetched { own, dim, parts, coming: None }) };
+        let Some(line) = line else { return Ok(PendingTable { own, dim, parts, coming: None }) };
         let row = own.numel() as i64 / shape[dim as usize].max(1);
         let give = self.give.iter().map(|rows| own.f_index_select(dim, rows)?.f_reshape([-1]));
         let give = give.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -222,20 +222,20 @@ impl Table {
             parts.push(shape.clone());
         }
         let coming = line.begin("rows beside a chunk", &give, &take, own.kind())?;
-        Ok(Fetched { own, dim, parts, coming: Some(coming) })
+        Ok(PendingTable { own, dim, parts, coming: Some(coming) })
     }
 }
 
 /// A table that is being fetched.
-pub(super) struct Fetched<'a> {
+pub(super) struct PendingTable<'a> {
     own: Tensor,
     dim: i64,
     /// The shape of the rows from each rank.
     parts: Vec<Vec<i64>>,
-    coming: Option<Box<dyn Coming + 'a>>,
+    coming: Option<Box<dyn PendingReceive + 'a>>,
 }
 
-impl Fetched<'_> {
+impl PendingTable<'_> {
     /// Waits for the table. Empty rows are allowed: a shard may have nothing in one half of the values.
     pub(super) fn wait(self) -> Result<Tensor> {
         let Some(coming) = self.coming else { return Ok(self.own) };
@@ -257,7 +257,7 @@ mod tests {
     proptest! {
         #[test]
         fn places_have_equal_parts_that_stand_together_in_the_tree(each in 1u64..9, degree in 1u64..6) {
-            let all = |place| Dealt { chunks: each * degree, degree, place };
+            let all = |place| Assignment { chunks: each * degree, degree, place };
             let mut seen = Vec::new();
             for place in 0..degree {
                 let dealt = all(place);

@@ -50,14 +50,14 @@ mod oracle;
 pub(crate) mod parity;
 
 pub use activity::LayerActivity;
-pub use config::{Decay, PRESETS, Skip, ZayaConfig, curriculum_schema};
+pub use config::{Decay, PRESETS, SkipOutput, ZayaConfig, curriculum_schema};
 pub use cut::Cut;
-pub use fold::{Common, Fold, Folded};
-pub(crate) use gradients::Used;
-pub use gradients::{ChunkSum, Collected, Sink, Term};
+pub use fold::{Overlap, ShardedWeights, WeightShards};
+pub(crate) use gradients::ExpertNumbers;
+pub use gradients::{ChunkSum, CollectedGradients, GradientSink, GradientTerm};
 pub use input::{CheckedMicroBatch, MicroBatchInput};
 pub use kinds::{Attention, FeedForward};
-pub use line::{Coming, Dealt, Line};
+pub use line::{Assignment, AxisComm, PendingReceive};
 pub use param::{Init, ParamId, ParamSpec, Role, rounded};
 pub(crate) use param::{balance_name, initial};
 pub(crate) use probe::probe;
@@ -68,8 +68,8 @@ pub use zaya::{init, init_balance, parameters};
 
 use contract::{Fault, Result};
 use curriculum::Dtype;
-use grid::Grid;
-use kernels::ops::{self, Span, Table};
+use grid::ChunkGrid;
+use kernels::ops::{self, AttentionSpan, OpsTable};
 use layer::Pass;
 use loader::Batch;
 use tch::{Kind, Tensor};
@@ -79,7 +79,7 @@ use crate::refusal::{refused, values};
 
 /// Activation checkpointing: what a micro-batch keeps for its backward pass. Decides memory and time, never bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Keep {
+pub enum ActivationCheckpointing {
     /// Every activation that the backward pass reads.
     #[default]
     Everything,
@@ -91,9 +91,9 @@ pub enum Keep {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatchOptions {
     /// The kernels; they decide bits, and are part of the kernel table.
-    pub ops: Table,
+    pub ops: OpsTable,
     /// What is kept for the backward pass.
-    pub keep: Keep,
+    pub keep: ActivationCheckpointing,
     /// Into how many parts it is cut, which decides bits: set by the phase.
     pub cut: Cut,
 }
@@ -107,24 +107,28 @@ impl MicroBatchOptions {
 
 /// How a micro-batch is computed and which ranks share it: `None` where one process has it all.
 #[derive(Clone, Copy)]
-pub struct Computing<'a> {
+pub struct MicroBatchContext<'a> {
     /// The options.
     pub options: MicroBatchOptions,
     /// The ranks that have the other chunks.
-    pub line: Option<&'a dyn Line>,
+    pub line: Option<&'a dyn AxisComm>,
     /// Which ranks hold which weight shards; `None` where each process has the whole weights.
-    pub folded: Option<Folded<'a>>,
+    pub folded: Option<ShardedWeights<'a>>,
 }
 
-impl From<MicroBatchOptions> for Computing<'_> {
+impl From<MicroBatchOptions> for MicroBatchContext<'_> {
     fn from(options: MicroBatchOptions) -> Self {
-        Computing { options, line: None, folded: None }
+        MicroBatchContext { options, line: None, folded: None }
     }
 }
 
 impl Default for MicroBatchOptions {
     fn default() -> Self {
-        MicroBatchOptions { ops: ops::CPU, keep: Keep::default(), cut: Cut::WHOLE }
+        MicroBatchOptions {
+            ops: ops::CPU,
+            keep: ActivationCheckpointing::default(),
+            cut: Cut::WHOLE,
+        }
     }
 }
 
@@ -195,15 +199,15 @@ fn options_for(params: &[Tensor]) -> Result<MicroBatchOptions> {
 /// it is computed; otherwise as [`forward_backward`].
 ///
 /// The ranks of a line that share it call this at the same time with the same input: losses are those of the whole,
-/// counts those of the local chunks, and gradients are passed to [`Sink::part`].
+/// counts those of the local chunks, and gradients are passed to [`GradientSink::part`].
 pub fn micro_batch<'a>(
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
     staged: StagedMicroBatch,
     label_count: u64,
-    how: impl Into<Computing<'a>>,
-    sink: &mut dyn Sink,
+    how: impl Into<MicroBatchContext<'a>>,
+    sink: &mut dyn GradientSink,
 ) -> Result<MicroBatchLosses> {
     compute(config, (params, balance), &staged.arrive()?, (label_count, how.into()), sink)
 }
@@ -224,11 +228,11 @@ pub(crate) fn forward_backward_staged(
 fn collected(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
-    input: &input::Prepared,
+    input: &input::DeviceMicroBatch,
     label_count: u64,
     options: MicroBatchOptions,
 ) -> Result<MicroBatchOutput> {
-    let mut gradients = Collected::default();
+    let mut gradients = CollectedGradients::default();
     let found = compute(config, weights, input, (label_count, options.into()), &mut gradients)?;
     let (loss, counts) = (number(&found.loss)?, found.read_counts()?);
     let MicroBatchLosses { labels, token_losses, .. } = found;
@@ -238,9 +242,9 @@ fn collected(
 fn compute(
     config: &ZayaConfig,
     weights: (&[Tensor], &[Tensor]),
-    input: &input::Prepared,
-    (label_count, how): (u64, Computing<'_>),
-    sink: &mut dyn Sink,
+    input: &input::DeviceMicroBatch,
+    (label_count, how): (u64, MicroBatchContext<'_>),
+    sink: &mut dyn GradientSink,
 ) -> Result<MicroBatchLosses> {
     enter()?;
     let model = Zaya::new(config);
@@ -258,7 +262,7 @@ fn compute(
 ///
 /// Ranks of a line that share them call this at the same time, as [`micro_batch`]; each gets the whole sum.
 pub fn losses<'a>(
-    how: impl Into<Computing<'a>>,
+    how: impl Into<MicroBatchContext<'a>>,
     config: &ZayaConfig,
     params: &[Tensor],
     balance: &[Tensor],
@@ -343,10 +347,10 @@ pub(crate) fn shared_bytes(
     dtype: Dtype,
 ) -> u64 {
     let (chunks, length) = (options.cut.chunks, seq_len as i64);
-    let dealt = Dealt { chunks, degree, place: 0 };
-    let grid = Grid { length, width: length / chunks as i64, rows: rows as i64 };
-    let documents: Vec<Span> =
-        (0..rows as i64).map(|row| Span::whole(row * length, length)).collect();
+    let dealt = Assignment { chunks, degree, place: 0 };
+    let grid = ChunkGrid { length, width: length / chunks as i64, rows: rows as i64 };
+    let documents: Vec<AttentionSpan> =
+        (0..rows as i64).map(|row| AttentionSpan::whole(row * length, length)).collect();
     let narrow = if dtype == Dtype::Bf16 { 2 } else { 4 };
     let sent = grid.shared(dealt, &documents);
     Zaya::new(config).shared_bytes(config, narrow, options.keep, sent)
@@ -355,8 +359,13 @@ pub(crate) fn shared_bytes(
 
 /// Bytes of weight shards that `degree` ranks send each other in all for a micro-batch: each shard once for the forward
 /// pass, once for the backward pass, and once more for recomputation.
-pub(crate) fn folded_bytes(parameters: &[ParamSpec], degree: u64, keep: Keep, dtype: Dtype) -> u64 {
-    let passes = if keep == Keep::LayerInputs { 3 } else { 2 };
+pub(crate) fn folded_bytes(
+    parameters: &[ParamSpec],
+    degree: u64,
+    keep: ActivationCheckpointing,
+    dtype: Dtype,
+) -> u64 {
+    let passes = if keep == ActivationCheckpointing::LayerInputs { 3 } else { 2 };
     let cut = parameters.iter().filter(|one| one.sharding.is_some());
     let bytes = cut.map(|one| one.kind(dtype).elt_size_in_bytes() as u64 * one.elements());
     (degree - 1) * passes * bytes.sum::<u64>()

@@ -5,18 +5,18 @@
 
 use std::collections::BTreeMap;
 
-use kernels::ops::Span;
+use kernels::ops::AttentionSpan;
 use tch::{Device, Kind, Tensor};
 
-use super::input::Prepared;
-use super::{ParamSpec, Skip, ZayaConfig};
+use super::input::DeviceMicroBatch;
+use super::{ParamSpec, SkipOutput, ZayaConfig};
 
 /// Token losses, and the gradient of their sum over `label_count` for every parameter of `specs`.
 pub(super) fn forward_backward(
     config: &ZayaConfig,
     specs: &[ParamSpec],
     (params, balance): (&[Tensor], &[Tensor]),
-    input: &Prepared,
+    input: &DeviceMicroBatch,
     label_count: u64,
 ) -> (Tensor, Vec<Tensor>) {
     let watched = |param: &Tensor| param.to_kind(Kind::Double).set_requires_grad(true);
@@ -33,7 +33,7 @@ pub(super) fn forward_backward(
 
 struct Forward<'a> {
     config: &'a ZayaConfig,
-    input: &'a Prepared,
+    input: &'a DeviceMicroBatch,
     params: BTreeMap<&'a str, &'a Tensor>,
 }
 
@@ -264,15 +264,15 @@ impl Forward<'_> {
             .collect();
         let skipped = &sorted[counts.len() - 1];
         parts.push(match self.config.skip {
-            Skip::Zero => skipped.zeros_like(),
-            Skip::Identity => skipped.shallow_clone(),
+            SkipOutput::Zero => skipped.zeros_like(),
+            SkipOutput::Identity => skipped.shallow_clone(),
         });
         Tensor::cat(&parts, 0).index_select(0, &inverse) * weight
     }
 }
 
 /// Row t of the result is row t - 1 of `x`, or `first` where a span starts.
-fn shifted(x: &Tensor, first: &Tensor, spans: &[Span]) -> Tensor {
+fn shifted(x: &Tensor, first: &Tensor, spans: &[AttentionSpan]) -> Tensor {
     let mut parts = Vec::new();
     for span in spans {
         parts.push(first.shallow_clone());

@@ -90,7 +90,7 @@ pub(crate) fn balance_name(layer: i64) -> String {
 }
 
 /// Where a layer declares its parameters: under a name prefix, in the order of the calls.
-pub(super) struct Declare<'a> {
+pub(super) struct ParamDeclarations<'a> {
     specs: &'a mut Vec<ParamSpec>,
     /// Standard deviation of initial weights.
     deviation: f64,
@@ -98,17 +98,17 @@ pub(super) struct Declare<'a> {
     zyphra: String,
 }
 
-impl<'a> Declare<'a> {
+impl<'a> ParamDeclarations<'a> {
     /// At the root of all names.
-    pub(super) fn new(config: &ZayaConfig, specs: &'a mut Vec<ParamSpec>) -> Declare<'a> {
+    pub(super) fn new(config: &ZayaConfig, specs: &'a mut Vec<ParamSpec>) -> ParamDeclarations<'a> {
         let (name, zyphra) = ("model".to_owned(), "model".to_owned());
-        Declare { specs, deviation: config.initializer_range, name, zyphra }
+        ParamDeclarations { specs, deviation: config.initializer_range, name, zyphra }
     }
 
     /// Under these names: ours, and Zyphra's.
-    pub(super) fn inside(&mut self, name: &str, zyphra: &str) -> Declare<'_> {
+    pub(super) fn inside(&mut self, name: &str, zyphra: &str) -> ParamDeclarations<'_> {
         let (name, zyphra) = (format!("{}.{name}", self.name), format!("{}.{zyphra}", self.zyphra));
-        Declare { specs: &mut *self.specs, deviation: self.deviation, name, zyphra }
+        ParamDeclarations { specs: &mut *self.specs, deviation: self.deviation, name, zyphra }
     }
 
     /// A linear weight, `[rows, columns]`.

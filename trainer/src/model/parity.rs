@@ -9,8 +9,8 @@ use safetensors::{Dtype, SafeTensors};
 use tch::{Kind, Tensor};
 
 use super::{
-    MicroBatchInput, MicroBatchOutput, ParamSpec, Skip, ZayaConfig, balance_name, forward_backward,
-    logits, parameters, rounded,
+    MicroBatchInput, MicroBatchOutput, ParamSpec, SkipOutput, ZayaConfig, balance_name,
+    forward_backward, logits, parameters, rounded,
 };
 
 /// The largest relative error allowed, for every tensor.
@@ -269,7 +269,7 @@ fn idle_experts_have_exact_zeros() {
 /// Documents packed in a row give the losses and gradients that each gives alone.
 #[test]
 fn documents_in_a_row_are_documents_alone() {
-    for skip in [Skip::Zero, Skip::Identity] {
+    for skip in [SkipOutput::Zero, SkipOutput::Identity] {
         for name in ["wide", "narrow"] {
             let fixture = Fixture::read(name);
             let config = ZayaConfig { skip, ..fixture.config.clone() };

@@ -3,9 +3,9 @@
 use kernels::Result;
 use tch::Tensor;
 
-use super::fold::Folded;
+use super::fold::ShardedWeights;
 use super::layer::Pass;
-use super::line::Coming;
+use super::line::PendingReceive;
 use super::param::ParamId;
 
 /// A shard of a weight that is being fetched.
@@ -13,7 +13,7 @@ pub(super) struct Shard<'a> {
     shape: Vec<i64>,
     /// The shard if this rank holds it, otherwise empty.
     own: Tensor,
-    coming: Option<Box<dyn Coming + 'a>>,
+    coming: Option<Box<dyn PendingReceive + 'a>>,
     /// The other rank that holds it.
     from: Option<usize>,
 }
@@ -22,7 +22,7 @@ impl<'a> Pass<'a> {
     /// Begins to fetch a shard of a weight; all ranks fetch the same ones in the same order.
     pub(super) fn fetch(
         &self,
-        Folded { fold, line }: Folded<'a>,
+        ShardedWeights { fold, line }: ShardedWeights<'a>,
         id: ParamId,
         shard: i64,
     ) -> Result<Shard<'a>> {
@@ -52,7 +52,7 @@ impl Shard<'_> {
     /// Waits until the shard has been received, or sent.
     pub(super) fn wait(self) -> Result<Tensor> {
         let Shard { shape, own, coming, from } = self;
-        let mut found = coming.map_or_else(|| Ok(Vec::new()), Coming::wait)?;
+        let mut found = coming.map_or_else(|| Ok(Vec::new()), PendingReceive::wait)?;
         let whole = from.map_or(own, |from| found.swap_remove(from));
         Ok(whole.f_view(shape.as_slice())?)
     }

@@ -10,12 +10,12 @@
 //! many as tokens, and the unused rest is not sent.
 
 use contract::{Fault, Result};
-use kernels::device::{Buffer, Buffers, Staged, Stager};
-use loader::{Columns, ColumnsMut, Memory};
+use kernels::device::{Staged, Stager, StagingBuffer, StagingRing};
+use loader::{BatchMemory, Columns, ColumnsMut};
 use tch::{Device, Kind, Tensor};
 
 use super::ZayaConfig;
-use super::input::{CheckedMicroBatch, MicroBatchInput, Prepared};
+use super::input::{CheckedMicroBatch, DeviceMicroBatch, MicroBatchInput};
 use crate::refusal::refused;
 
 /// Words or flags between the starts of two columns are a multiple of this.
@@ -24,7 +24,7 @@ const ALIGNED: usize = 16;
 /// The columns of a batch in a buffer of a device's ring.
 #[derive(Debug)]
 pub struct BatchBuffer {
-    buffer: Buffer,
+    buffer: StagingBuffer,
     tokens: usize,
 }
 
@@ -48,14 +48,14 @@ fn column(tokens: usize) -> usize {
 
 impl BatchBuffer {
     /// A buffer for a batch of `tokens` tokens, with undefined contents.
-    pub fn take(buffers: &Buffers, tokens: usize) -> Result<BatchBuffer> {
+    pub fn take(buffers: &StagingRing, tokens: usize) -> Result<BatchBuffer> {
         let words = 3 * column(tokens) + tokens;
         let buffer = buffers.take(tokens, words).map_err(machine)?;
         Ok(BatchBuffer { buffer, tokens })
     }
 
     /// A buffer with a copy of a batch's columns.
-    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &Buffers) -> Result<BatchBuffer> {
+    pub(crate) fn copy_of(batch: Columns<'_>, buffers: &StagingRing) -> Result<BatchBuffer> {
         let mut copy = BatchBuffer::take(buffers, batch.tokens.len())?;
         let ColumnsMut { tokens, labels, positions, mask } = copy.columns_mut()?;
         tokens.copy_from_slice(batch.tokens);
@@ -98,7 +98,7 @@ impl BatchBuffer {
     }
 }
 
-impl Memory for BatchBuffer {
+impl BatchMemory for BatchBuffer {
     fn columns(&self) -> Columns<'_> {
         let ((mask, words), column) = (self.buffer.parts(), column(self.tokens));
         let part = |number: usize| &words[number * column..number * column + self.tokens];
@@ -131,7 +131,7 @@ impl MicroBatchInput<'_> {
     }
 
     /// Copies the micro-batch to `device` at once.
-    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<Prepared> {
+    pub(super) fn prepare(&self, config: &ZayaConfig, device: Device) -> Result<DeviceMicroBatch> {
         let stager = Stager::kept(device).map_err(machine)?;
         self.stage(config, &stager)?.arrive()
     }
@@ -144,7 +144,7 @@ fn machine(error: kernels::Error) -> Fault {
 
 impl StagedMicroBatch {
     /// Waits, on the device, for the copy; the arrays are views of the device buffer.
-    pub(super) fn arrive(self) -> Result<Prepared> {
+    pub(super) fn arrive(self) -> Result<DeviceMicroBatch> {
         let StagedMicroBatch { batch, first, column, starts, micro_batch } = self;
         let (flags, words) = batch.arrive().map_err(refused)?;
         let views = || -> kernels::Result<_> {
@@ -165,7 +165,7 @@ impl StagedMicroBatch {
                     row.f_repeat([micro_batch.rows])?
                 }
             };
-            Ok(Prepared {
+            Ok(DeviceMicroBatch {
                 tokens: own(&words, 0)?,
                 labels: own(&words, column)?,
                 positions,
@@ -270,7 +270,7 @@ mod tests {
     }
 
     /// Asserts that the staged tensors are the micro-batch.
-    fn assert_is(found: Prepared, micro_batch: &MicroBatchInput<'_>, documents: bool) {
+    fn assert_is(found: DeviceMicroBatch, micro_batch: &MicroBatchInput<'_>, documents: bool) {
         let wide = |values: &[i32]| values.iter().copied().map(i64::from).collect::<Vec<_>>();
         let read = |tensor: &Tensor| Vec::<i64>::try_from(tensor).unwrap();
         assert_eq!(read(&found.tokens), wide(micro_batch.tokens));

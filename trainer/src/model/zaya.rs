@@ -8,8 +8,8 @@
 //! loss     = cross-entropy of norm(residual) times the embedding
 //! ```
 //!
-//! With [`Keep::LayerInputs`] a layer's activations are recomputed from its input for the backward pass: the same
-//! calls, so the same bits.
+//! With [`ActivationCheckpointing::LayerInputs`] a layer's activations are recomputed from its input for the backward
+//! pass: the same calls, so the same bits.
 //!
 //! A micro-batch runs through the layers by chunk ([`super::cut`]): every tensor here is a list with one entry per
 //! chunk, a single one where nothing is cut.
@@ -21,17 +21,17 @@ use tch::{Kind, Tensor};
 
 use super::activity::{LayerActivity, squares};
 use super::cut::{Chunk, Chunks, joined};
-use super::flow::{Flow, FlowBack};
-use super::gradients::{ChunkGradients, Gradients, Sink, Term, emit};
-use super::input::Prepared;
-use super::layer::{AnyLayer, Backward, Make, Pass, Place, Work};
-use super::layers::norm::{Normed, Residual, Returned, RmsNorm};
+use super::flow::{Hidden, HiddenGrad};
+use super::gradients::{ChunkGradients, GradientSink, GradientTerm, Gradients, emit};
+use super::input::DeviceMicroBatch;
+use super::layer::{AnyLayer, Backward, LayerConstructor, LayerPlace, LayerWork, Pass};
+use super::layers::norm::{NormOutputGrads, Residual, RmsNorm, SavedNorm};
 use super::layers::{head, make_attention, make_feed_forward};
 use super::line::SharedRows;
-use super::param::{Declare, ParamId, ParamSpec, Weights, initial};
-use super::{Computing, Keep, MicroBatchOptions, ZayaConfig};
+use super::param::{ParamDeclarations, ParamId, ParamSpec, Weights, initial};
+use super::{ActivationCheckpointing, MicroBatchContext, MicroBatchOptions, ZayaConfig};
 use crate::refusal::refused;
-use crate::timing::{Part, part};
+use crate::timing::{StepPart, part};
 
 /// Every parameter in canonical order.
 pub fn parameters(config: &ZayaConfig) -> Vec<ParamSpec> {
@@ -80,28 +80,28 @@ struct Embedding {
 
 /// A layer: attention, then feed-forward.
 struct DecoderLayer {
-    attention: Half,
-    feed_forward: Half,
+    attention: Sublayer,
+    feed_forward: Sublayer,
 }
 
 /// A sublayer: computes what is added to the residual from the normed residual.
-struct Half {
+struct Sublayer {
     norm: RmsNorm,
     layer: Box<dyn AnyLayer>,
     scale: Residual,
 }
 
 /// What is saved of a layer until its backward pass.
-enum Kept {
+enum SavedLayer {
     All(Box<[Saved; 2]>),
-    Inputs(Flow),
+    Inputs(Hidden),
 }
 
 /// What a sublayer saves for its backward pass, by chunk except for `layer`.
 struct Saved {
     /// The residual at its input.
     residual: Vec<Tensor>,
-    normed: Vec<Normed>,
+    normed: Vec<SavedNorm>,
     layer: Box<dyn Any>,
     out: Vec<Tensor>,
 }
@@ -109,14 +109,14 @@ struct Saved {
 /// The final normed residual, and everything saved before it, by chunk except for the layers.
 struct Forward {
     embedded: Vec<Tensor>,
-    layers: Vec<Kept>,
-    normed: Vec<Normed>,
+    layers: Vec<SavedLayer>,
+    normed: Vec<SavedNorm>,
     hidden: Vec<Tensor>,
     counts: Vec<Option<Tensor>>,
 }
 
 /// The head's losses and gradients.
-struct HeadBack {
+struct HeadGrads {
     /// `[N]`, in the order of the micro-batch.
     losses: Tensor,
     /// Gradient of the final normed residual, by chunk.
@@ -126,7 +126,7 @@ struct HeadBack {
 }
 
 /// The results of a micro-batch besides its gradients.
-pub(super) struct Outcome {
+pub(super) struct MicroBatchResult {
     /// `[N]`: nats, 0 where there is no label.
     pub(super) losses: Tensor,
     /// By layer and router class.
@@ -137,7 +137,7 @@ impl Zaya {
     /// The model that the configuration describes.
     pub(super) fn new(config: &ZayaConfig) -> Zaya {
         let mut params = Vec::new();
-        let mut root = Declare::new(config, &mut params);
+        let mut root = ParamDeclarations::new(config, &mut params);
         let embedding = Embedding::declare(&mut root, config);
         let mut layers: Vec<DecoderLayer> = Vec::new();
         // Each list repeats where it ends.
@@ -146,7 +146,7 @@ impl Zaya {
         for (layer, (attention, feed_forward)) in kinds.enumerate() {
             let state = layers.iter().any(|before| before.classes(config) > 0);
             let makes = [make_attention(*attention), make_feed_forward(*feed_forward)];
-            let place = Place { layer, state };
+            let place = LayerPlace { layer, state };
             layers.push(DecoderLayer::declare(&mut root, config, place, makes));
         }
         let norm = RmsNorm::declare(&mut root, config, "norm.weight", "final_norm.weight");
@@ -156,9 +156,9 @@ impl Zaya {
     /// Runs a pass over `input` with these weights, in canonical order, and balancing biases.
     pub(super) fn with<T>(
         &self,
-        (Computing { options, line, folded }, config): (Computing<'_>, &ZayaConfig),
+        (MicroBatchContext { options, line, folded }, config): (MicroBatchContext<'_>, &ZayaConfig),
         (weights, balance): (&[Tensor], &[Tensor]),
-        input: &Prepared,
+        input: &DeviceMicroBatch,
         work: impl FnOnce(&Pass<'_>) -> Result<T>,
     ) -> Result<T> {
         let _guard = tch::no_grad_guard();
@@ -173,19 +173,19 @@ impl Zaya {
     pub(super) fn train(
         &self,
         pass: &Pass<'_>,
-        (label_count, keep): (u64, Keep),
-        sink: &mut dyn Sink,
-    ) -> Result<Outcome> {
-        let _watch = part(Part::Stream);
+        (label_count, keep): (u64, ActivationCheckpointing),
+        sink: &mut dyn GradientSink,
+    ) -> Result<MicroBatchResult> {
+        let _watch = part(StepPart::Stream);
         let mut forward = self.forward(pass, keep)?;
         let counts = std::mem::take(&mut forward.counts);
         let mut sink = Gradients::new(sink, pass.chunks.shared());
-        let HeadBack { losses, hidden, weights } = {
-            let _watch = part(Part::Head);
+        let HeadGrads { losses, hidden, weights } = {
+            let _watch = part(StepPart::Head);
             self.head(pass, &forward.hidden, label_count, &mut sink)?
         };
         self.backward(pass, forward, (hidden, weights), &mut sink)?;
-        Ok(Outcome { losses, counts })
+        Ok(MicroBatchResult { losses, counts })
     }
 
     /// Losses, and gradients of their sum over `label_count`.
@@ -195,7 +195,7 @@ impl Zaya {
         hidden: &[Tensor],
         label_count: u64,
         sink: &mut Gradients<'_>,
-    ) -> Result<HeadBack> {
+    ) -> Result<HeadGrads> {
         let (table, mut weights) = (&pass.weights[self.embedding.tokens], None);
         let mut found: Vec<_> = hidden.iter().map(|_| None).collect();
         for chunk in pass.chunks.by_leaf() {
@@ -204,20 +204,22 @@ impl Zaya {
                 pass.ops.cross_entropy_backward(head, label_count as f64).map_err(refused)?;
             match pass.chunks.count() {
                 1 => weights = Some(back.weights),
-                _ => {
-                    sink.of(chunk).term(self.embedding.tokens, Term::First, back.weights.into())?
-                }
+                _ => sink.of(chunk).term(
+                    self.embedding.tokens,
+                    GradientTerm::First,
+                    back.weights.into(),
+                )?,
             }
             found[chunk] = Some((back.losses, back.hidden));
         }
         let (losses, hidden): (Vec<_>, Vec<_>) = found.into_iter().flatten().unzip();
         let losses = pass.chunks.in_sequence(&losses).map_err(refused)?;
-        Ok(HeadBack { losses, hidden, weights })
+        Ok(HeadGrads { losses, hidden, weights })
     }
 
     /// The loss of every token, `[N]`: forward only.
     pub(super) fn losses(&self, pass: &Pass<'_>) -> Result<Tensor> {
-        let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
+        let hidden = self.forward(pass, ActivationCheckpointing::LayerInputs)?.hidden;
         let embedding = &pass.weights[self.embedding.tokens];
         let losses = pass.chunks.iter().zip(&hidden).map(|(chunk, hidden)| {
             pass.ops.cross_entropy(head::of(pass, chunk, embedding, hidden))
@@ -228,7 +230,7 @@ impl Zaya {
 
     /// Logits of every token in the order of chunks, `[N, V]`.
     pub(super) fn logits(&self, pass: &Pass<'_>) -> Result<Tensor> {
-        let hidden = self.forward(pass, Keep::LayerInputs)?.hidden;
+        let hidden = self.forward(pass, ActivationCheckpointing::LayerInputs)?.hidden;
         let embedding = &pass.weights[self.embedding.tokens];
         let logits = |hidden| {
             let logits = pass.ops.matmul(hidden, &embedding.f_tr()?)?;
@@ -240,27 +242,27 @@ impl Zaya {
 
     /// Statistics of each layer's activations: forward only.
     pub(super) fn probe(&self, pass: &Pass<'_>) -> Result<Vec<LayerActivity>> {
-        let kept = self.forward(pass, Keep::Everything)?.layers;
-        let layer = |(layer, kept): (&DecoderLayer, Kept)| match kept {
-            Kept::All(saved) => layer.probe(pass, &saved),
-            Kept::Inputs(_) => Err(Fault::bug("a layer kept less than it was told to")),
+        let kept = self.forward(pass, ActivationCheckpointing::Everything)?.layers;
+        let layer = |(layer, kept): (&DecoderLayer, SavedLayer)| match kept {
+            SavedLayer::All(saved) => layer.probe(pass, &saved),
+            SavedLayer::Inputs(_) => Err(Fault::bug("a layer kept less than it was told to")),
         };
         self.layers.iter().zip(kept).map(layer).collect()
     }
 
-    fn forward(&self, pass: &Pass<'_>, keep: Keep) -> Result<Forward> {
+    fn forward(&self, pass: &Pass<'_>, keep: ActivationCheckpointing) -> Result<Forward> {
         let (embedded, residual) = self.embedding.forward(pass)?;
-        let mut flow = Flow { residual, state: None, normed: None };
+        let mut flow = Hidden { residual, state: None, normed: None };
         let (mut layers, mut counts) = (Vec::new(), Vec::new());
         let next = self.layers.iter().skip(1).map(|layer| &layer.attention.norm);
         for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
-            let inputs = (keep == Keep::LayerInputs).then(|| flow.share());
+            let inputs = (keep == ActivationCheckpointing::LayerInputs).then(|| flow.share());
             let (after, saved, own) = layer.forward(pass, flow, Some(next))?;
             flow = after;
             counts.push(own);
             layers.push(match inputs {
-                None => Kept::All(Box::new(saved)),
-                Some(inputs) => Kept::Inputs(inputs),
+                None => SavedLayer::All(Box::new(saved)),
+                Some(inputs) => SavedLayer::Inputs(inputs),
             });
         }
         let (hidden, normed) = flow.normed(pass, &self.norm)?;
@@ -278,12 +280,13 @@ impl Zaya {
         let Forward { embedded, layers: kept, normed, hidden: left, .. } = forward;
         drop(left);
         let last = normed.into_iter().zip(hidden);
-        let residual = last.map(|(normed, grad)| Returned { normed, grad, beside: None }).collect();
-        let (mut grad, mut behind) = (FlowBack { residual, state: None }, &self.norm);
+        let residual =
+            last.map(|(normed, grad)| NormOutputGrads { normed, grad, beside: None }).collect();
+        let (mut grad, mut behind) = (HiddenGrad { residual, state: None }, &self.norm);
         for (layer, kept) in self.layers.iter().zip(kept).rev() {
             let saved = match kept {
-                Kept::All(saved) => *saved,
-                Kept::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
+                SavedLayer::All(saved) => *saved,
+                SavedLayer::Inputs(inputs) => layer.forward(pass, inputs, None)?.1,
             };
             grad = layer.backward(pass, saved, (grad, behind), sink)?;
             sink.settle(pass.ops)?;
@@ -303,7 +306,7 @@ impl Zaya {
         routed: &[u64],
         pairs: u64,
     ) -> f64 {
-        let work = |routed: u64| Work {
+        let work = |routed: u64| LayerWork {
             tokens: tokens as f64,
             pairs: pairs as f64,
             routed: routed as f64,
@@ -321,15 +324,15 @@ impl Zaya {
         &self,
         config: &ZayaConfig,
         narrow: u64,
-        keep: Keep,
+        keep: ActivationCheckpointing,
         rows: SharedRows,
     ) -> u64 {
         let layer = |layer: &DecoderLayer| {
             let halves = layer.halves().map(|half| half.layer.shared_bytes(config, narrow, rows));
             let passes = halves.map(|[forward, back]| match keep {
-                Keep::Everything => forward + back,
+                ActivationCheckpointing::Everything => forward + back,
                 // Recomputation gathers them again.
-                Keep::LayerInputs => 2 * forward + back,
+                ActivationCheckpointing::LayerInputs => 2 * forward + back,
             });
             passes.sum::<u64>()
         };
@@ -349,7 +352,7 @@ impl Zaya {
         let state = if routed { config.router_hidden_size as u64 } else { 0 };
         let width = config.hidden_size as u64;
         // The residual at each sublayer's input, f32, and the factors of its norm.
-        let size = |half: &Half| {
+        let size = |half: &Sublayer| {
             tokens * (half.layer.activation_bytes(config, narrow, cut) + 4 * width + 4)
         };
         let halves = |layer: &DecoderLayer| [&layer.attention, &layer.feed_forward].map(size);
@@ -370,13 +373,13 @@ impl Zaya {
         };
         let last = self.layers.iter().map(back).max().unwrap_or(0);
         match keep {
-            Keep::Everything => {
+            ActivationCheckpointing::Everything => {
                 let kept =
                     |layer: &DecoderLayer| halves(layer).into_iter().sum::<u64>() + copies(layer);
                 let kept = self.layers.iter().map(kept).sum::<u64>();
                 [kept + ends + head.max(attending), last]
             }
-            Keep::LayerInputs => {
+            ActivationCheckpointing::LayerInputs => {
                 let inputs = tokens * 4 * (width + state);
                 let layers = (1..).zip(&self.layers);
                 let at = layers.map(|(number, layer)| number * inputs + back(layer));
@@ -388,7 +391,7 @@ impl Zaya {
 }
 
 impl Embedding {
-    fn declare(root: &mut Declare<'_>, config: &ZayaConfig) -> Embedding {
+    fn declare(root: &mut ParamDeclarations<'_>, config: &ZayaConfig) -> Embedding {
         let width = config.hidden_size;
         let tokens = "embed_tokens.weight";
         Embedding {
@@ -440,7 +443,7 @@ impl Embedding {
             let mut table = table.map_err(refused)?;
             let own = (&embedded[at], &residual[at]);
             self.looked_up(pass, chunk, own, &mut table, &mut sink)?;
-            sink.term(self.tokens, Term::Second, table.into())?;
+            sink.term(self.tokens, GradientTerm::Second, table.into())?;
         }
         Ok(())
     }
@@ -464,12 +467,12 @@ impl Embedding {
 
 impl DecoderLayer {
     fn declare(
-        root: &mut Declare<'_>,
+        root: &mut ParamDeclarations<'_>,
         config: &ZayaConfig,
-        place: Place,
-        [attention, feed_forward]: [Make; 2],
+        place: LayerPlace,
+        [attention, feed_forward]: [LayerConstructor; 2],
     ) -> DecoderLayer {
-        let mut half = |number: usize, (norm, scale): (&str, &str), make: Make| {
+        let mut half = |number: usize, (norm, scale): (&str, &str), make: LayerConstructor| {
             // Zyphra counts sublayers and scales the residual at their inputs; we scale it at the previous output.
             let (ours, theirs) = (format!("layers.{}", place.layer), 2 * place.layer + number);
             let next = match theirs + 1 < 2 * config.num_hidden_layers as usize {
@@ -480,7 +483,7 @@ impl DecoderLayer {
             let norm = RmsNorm::declare(&mut own, config, norm, "input_norm.weight");
             let layer = make(&mut own, config, place);
             let mut own = root.inside(&format!("{ours}.{scale}"), &next);
-            Half { norm, layer, scale: Residual::declare(&mut own, config) }
+            Sublayer { norm, layer, scale: Residual::declare(&mut own, config) }
         };
         let [first, second] = [
             ("input_layernorm.weight", "post_attention_residual_scale"),
@@ -510,7 +513,7 @@ impl DecoderLayer {
         })
     }
 
-    fn halves(&self) -> impl Iterator<Item = &Half> {
+    fn halves(&self) -> impl Iterator<Item = &Sublayer> {
         [&self.attention, &self.feed_forward].into_iter()
     }
 
@@ -519,9 +522,9 @@ impl DecoderLayer {
     fn forward(
         &self,
         pass: &Pass<'_>,
-        flow: Flow,
+        flow: Hidden,
         next: Option<&RmsNorm>,
-    ) -> Result<(Flow, [Saved; 2], Option<Tensor>)> {
+    ) -> Result<(Hidden, [Saved; 2], Option<Tensor>)> {
         let own = Some(&self.feed_forward.norm);
         let (flow, attention, _) = self.attention.forward(pass, flow, own)?;
         let (flow, feed_forward, counts) = self.feed_forward.forward(pass, flow, next)?;
@@ -533,24 +536,24 @@ impl DecoderLayer {
         &self,
         pass: &Pass<'_>,
         [attention, feed_forward]: [Saved; 2],
-        grad: (FlowBack, &RmsNorm),
+        grad: (HiddenGrad, &RmsNorm),
         sink: &mut Gradients<'_>,
-    ) -> Result<FlowBack> {
+    ) -> Result<HiddenGrad> {
         let grad = self.feed_forward.backward(pass, feed_forward, grad, sink)?;
         self.attention.backward(pass, attention, (grad, &self.feed_forward.norm), sink)
     }
 }
 
-impl Half {
+impl Sublayer {
     fn forward(
         &self,
         pass: &Pass<'_>,
-        mut flow: Flow,
+        mut flow: Hidden,
         next: Option<&RmsNorm>,
-    ) -> Result<(Flow, Saved, Option<Tensor>)> {
+    ) -> Result<(Hidden, Saved, Option<Tensor>)> {
         // The residual is f32; the operands of a layer's matmuls have the dtype of their weights.
         let (x, normed) = flow.normed(pass, &self.norm)?;
-        let Flow { residual, state, .. } = flow;
+        let Hidden { residual, state, .. } = flow;
         let made = self.layer.forward(pass, &x, state)?;
         let sides = made.out.iter().zip(&residual);
         let (after, next) = match next {
@@ -565,16 +568,16 @@ impl Half {
             }
         };
         let saved = Saved { residual, normed, layer: made.saved, out: made.out };
-        Ok((Flow { residual: after, state: made.state, normed: next }, saved, made.counts))
+        Ok((Hidden { residual: after, state: made.state, normed: next }, saved, made.counts))
     }
 
     fn backward(
         &self,
         pass: &Pass<'_>,
         saved: Saved,
-        (grad, behind): (FlowBack, &RmsNorm),
+        (grad, behind): (HiddenGrad, &RmsNorm),
         sink: &mut Gradients<'_>,
-    ) -> Result<FlowBack> {
+    ) -> Result<HiddenGrad> {
         let Saved { residual, normed, layer, out } = saved;
         let (mut outs, mut besides) = (Vec::new(), Vec::new());
         let sides = out.iter().zip(&residual);
@@ -587,11 +590,11 @@ impl Half {
         drop((out, residual));
         let Backward { x, state } = self.layer.backward(pass, layer, &outs, grad.state, sink)?;
         let residual = normed.into_iter().zip(x).zip(besides);
-        let residual = residual.map(|((normed, grad), beside)| Returned {
+        let residual = residual.map(|((normed, grad), beside)| NormOutputGrads {
             normed,
             grad,
             beside: Some(beside),
         });
-        Ok(FlowBack { residual: residual.collect(), state })
+        Ok(HiddenGrad { residual: residual.collect(), state })
     }
 }

@@ -11,7 +11,7 @@ use kernels::ops;
 
 /// The scalars of an AdamW step.
 #[derive(Clone, Copy, Debug)]
-pub struct AdamW {
+pub struct AdamWScalars {
     /// `1 - lr * decay`.
     pub keep: f64,
     /// Of the first moment.
@@ -26,19 +26,19 @@ pub struct AdamW {
     pub root: f64,
 }
 
-impl AdamW {
+impl AdamWScalars {
     /// The scalars of step `step` (from 1).
     pub fn at(step: u64, lr: f64, decay: f64, betas: (f64, f64), eps: f64) -> Self {
         let (beta1, beta2) = betas;
         let rate = lr / (1.0 - power(beta1, step));
         let root = (1.0 - power(beta2, step)).sqrt();
-        AdamW { keep: 1.0 - lr * decay, beta1, beta2, eps, rate, root }
+        AdamWScalars { keep: 1.0 - lr * decay, beta1, beta2, eps, rate, root }
     }
 
     /// The same scalars, rounded to the precision of the elements; gradients are multiplied by `scale` first, and 1
     /// leaves them unchanged.
-    pub(super) fn rounded(&self, scale: f64) -> ops::AdamW {
-        ops::AdamW {
+    pub(super) fn rounded(&self, scale: f64) -> ops::AdamWStep {
+        ops::AdamWStep {
             keep: self.keep as f32,
             first: (1.0 - self.beta1) as f32,
             second: (1.0 - self.beta2) as f32,
@@ -118,7 +118,7 @@ mod tests {
                 let gradient: Vec<f32> = (0..weights.len()).map(|index| 2.0 * at(step, index)).collect();
                 let (gradient, rule) = (
                     Tensor::from_slice(&gradient),
-                    AdamW::at(step as u64 + 1, lr, decay, betas, 1e-8),
+                    AdamWScalars::at(step as u64 + 1, lr, decay, betas, 1e-8),
                 );
                 let moments = [&mut first, &mut second];
                 ops::CPU.adamw(rule.rounded(0.5), &mut weight, moments, &gradient).unwrap();

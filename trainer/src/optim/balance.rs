@@ -17,7 +17,7 @@ pub(crate) const LR: f64 = 1e-3;
 /// Biases and moments of one layer's router: one of each per expert, the skip class (if any) last in `bias`. Empty (the
 /// default) for a layer without a router.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Balance {
+pub struct RouterBalance {
     /// Added to the router's probabilities only for the choice of experts.
     pub bias: Vec<f32>,
     /// First moment, for the experts.
@@ -26,12 +26,12 @@ pub struct Balance {
     pub second: Vec<f32>,
 }
 
-impl Balance {
+impl RouterBalance {
     /// The initial state: no preference, and a skip class that cannot be chosen.
     pub fn new(experts: usize, skip: bool) -> Self {
         let mut bias = vec![0.0; experts];
         bias.extend(skip.then_some(-1.0));
-        Balance { bias, first: vec![0.0; experts], second: vec![0.0; experts] }
+        RouterBalance { bias, first: vec![0.0; experts], second: vec![0.0; experts] }
     }
 
     /// Whether there is no router to balance.
@@ -68,30 +68,30 @@ mod tests {
 
     #[test]
     fn what_is_used_too_much_is_lowered_and_the_skip_class_stays() {
-        let mut balance = Balance::new(4, true);
+        let mut balance = RouterBalance::new(4, true);
         for step in 1..=50 {
             balance.update(step, &[70, 10, 10, 10, 1000], LR);
         }
         assert!(balance.bias[0] < -0.02 && balance.bias[1..4].iter().all(|bias| *bias > 0.02));
         assert_eq!(balance.bias[4], -1.0);
         let before = balance.bias.clone();
-        Balance { ..balance.clone() }.update(51, &[0, 0, 0, 0, 9], LR);
+        RouterBalance { ..balance.clone() }.update(51, &[0, 0, 0, 0, 9], LR);
         assert_eq!(before, balance.bias);
     }
 
     #[test]
     fn where_there_is_no_router_nothing_moves() {
-        let mut balance = Balance::default();
+        let mut balance = RouterBalance::default();
         balance.update(1, &[], LR);
-        assert!(balance.is_empty() && balance == Balance::default());
-        assert!(!Balance::new(1, true).is_empty());
+        assert!(balance.is_empty() && balance == RouterBalance::default());
+        assert!(!RouterBalance::new(1, true).is_empty());
     }
 
     proptest! {
         /// The same as torch's AdamW without decay, fed with shares.
         #[test]
         fn it_is_adamw(steps in prop::collection::vec(prop::collection::vec(1u64..1000, 5), 1..8)) {
-            let mut balance = Balance::new(5, false);
+            let mut balance = RouterBalance::new(5, false);
             let mut weight = Tensor::zeros([5], kind::FLOAT_CPU);
             let (mut first, mut second) = (weight.zeros_like(), weight.zeros_like());
             for (index, counts) in steps.iter().enumerate() {
@@ -99,7 +99,7 @@ mod tests {
                 balance.update(step, counts, 0.01);
                 let total: u64 = counts.iter().sum();
                 let error: Vec<f32> = counts.iter().map(|count| (*count as f64 / total as f64 - 0.2) as f32).collect();
-                let by = super::super::adamw::AdamW::at(step, 0.01, 0.0, BETAS, EPS).rounded(1.0);
+                let by = super::super::adamw::AdamWScalars::at(step, 0.01, 0.0, BETAS, EPS).rounded(1.0);
                 let moments = [&mut first, &mut second];
                 kernels::ops::CPU.adamw(by, &mut weight, moments, &Tensor::from_slice(&error)).unwrap();
             }

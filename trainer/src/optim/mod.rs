@@ -11,17 +11,17 @@ pub(crate) mod together;
 
 use contract::Result;
 pub use curriculum::guard;
-use curriculum::guard::Guard;
+use curriculum::guard::SpikePolicy;
 use curriculum::rate::Schedule;
-use kernels::ops::NewtonSchulzForm;
+use kernels::ops::NewtonSchulzIterate;
 use kernels::record::Record;
 use tch::Tensor;
 
 use crate::model::{ParamSpec, Role};
 use crate::refusal::refused;
 use crate::workers::Workers;
-use adamw::AdamW;
-use muon::Muon;
+use adamw::AdamWScalars;
+use muon::MuonScalars;
 use norm::CHUNK;
 
 /// Chunks of an elementwise work item: enough to be worth scheduling, few enough to spread a large embedding.
@@ -29,7 +29,7 @@ pub(crate) const CHUNKS: i64 = 8;
 
 /// Which optimizer updates the matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MatrixOptimizer {
     /// Muon on matrices, AdamW elsewhere.
     Muon,
     /// AdamW everywhere.
@@ -38,9 +38,9 @@ pub enum Kind {
 
 /// The values of `[optimizer]` and `[schedule]`.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Settings {
+pub struct OptimizerSettings {
     /// The optimizer of the matrices.
-    pub kind: Kind,
+    pub kind: MatrixOptimizer,
     /// The learning rate by step.
     pub schedule: Schedule,
     /// AdamW's.
@@ -50,18 +50,18 @@ pub struct Settings {
     /// Muon's.
     pub momentum: f64,
     /// Muon's.
-    pub newton_schulz: NewtonSchulzForm,
+    pub newton_schulz: NewtonSchulzIterate,
     /// Decoupled weight decay, scaled by the learning rate of both optimizers.
     pub weight_decay: f64,
     /// The largest gradient norm; 0 for no clipping.
     pub clip: f64,
     /// Which steps are skipped, and how the clip threshold follows the norms.
-    pub guard: Guard,
+    pub guard: SpikePolicy,
 }
 
 /// How one tensor is updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
+pub enum OptimizerRule {
     /// The whole tensor is one matrix.
     Muon,
     /// Each `[e]` of `[E, rows, columns]` is a matrix.
@@ -73,61 +73,65 @@ pub enum Rule {
     },
 }
 
-impl Rule {
+impl OptimizerRule {
     /// The rule of a parameter.
-    pub fn of(kind: Kind, parameter: &ParamSpec) -> Self {
+    pub fn of(kind: MatrixOptimizer, parameter: &ParamSpec) -> Self {
         match (kind, parameter.role) {
-            (Kind::Muon, Role::Matrix) => Rule::Muon,
-            (Kind::Muon, Role::Experts) => Rule::MuonEach,
-            (_, Role::Vector) => Rule::AdamW { decay: false },
-            (Kind::AdamW, _) | (Kind::Muon, Role::Elementwise) => Rule::AdamW { decay: true },
+            (MatrixOptimizer::Muon, Role::Matrix) => OptimizerRule::Muon,
+            (MatrixOptimizer::Muon, Role::Experts) => OptimizerRule::MuonEach,
+            (_, Role::Vector) => OptimizerRule::AdamW { decay: false },
+            (MatrixOptimizer::AdamW, _) | (MatrixOptimizer::Muon, Role::Elementwise) => {
+                OptimizerRule::AdamW { decay: true }
+            }
         }
     }
 
     /// Whether this rule keeps a second moment.
     pub fn has_second_moment(self) -> bool {
-        matches!(self, Rule::AdamW { .. })
+        matches!(self, OptimizerRule::AdamW { .. })
     }
 }
 
 /// A work item: a matrix, or some chunks of a tensor.
-pub(crate) struct Item {
+pub(crate) struct UpdateItem {
     pub(crate) weight: Tensor,
     /// The rounded tensor that the model reads, if this rank writes it, and the item's first element in it.
     pub(crate) rounded: Option<(Tensor, i64)>,
     /// Its first moment, or momentum.
     pub(crate) first: Tensor,
     pub(crate) gradient: Tensor,
-    pub(crate) how: How,
-    pub(crate) sums: Sums,
+    pub(crate) how: UpdateKind,
+    pub(crate) sums: ChecksumInputs,
 }
 
 /// How an item is updated.
-pub(crate) enum How {
+pub(crate) enum UpdateKind {
     Muon,
     AdamW { second: Tensor, decay: bool },
 }
 
 /// How its checksums are computed.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Sums {
+pub(crate) struct ChecksumInputs {
     /// The index of its first element in its tensor.
     pub(crate) first: u64,
     /// The salts of weights, first and second moments.
     pub(crate) salts: [u64; 3],
 }
 
-impl Item {
+impl UpdateItem {
     /// The part that begins at element `first`; `cut` cuts each of its tensors.
-    fn part(&self, first: i64, cut: impl Fn(&Tensor) -> Tensor) -> Item {
+    fn part(&self, first: i64, cut: impl Fn(&Tensor) -> Tensor) -> UpdateItem {
         let how = match &self.how {
-            How::Muon => How::Muon,
-            How::AdamW { second, decay } => How::AdamW { second: cut(second), decay: *decay },
+            UpdateKind::Muon => UpdateKind::Muon,
+            UpdateKind::AdamW { second, decay } => {
+                UpdateKind::AdamW { second: cut(second), decay: *decay }
+            }
         };
         let rounded = self.rounded.as_ref().map(|(to, at)| (to.shallow_clone(), at + first));
-        let sums = Sums { first: self.sums.first + first as u64, ..self.sums };
+        let sums = ChecksumInputs { first: self.sums.first + first as u64, ..self.sums };
         let [weight, moment, gradient] = [&self.weight, &self.first, &self.gradient].map(cut);
-        Item { weight, rounded, first: moment, gradient, how, sums }
+        UpdateItem { weight, rounded, first: moment, gradient, how, sums }
     }
 
     /// The number of its chunks.
@@ -137,7 +141,7 @@ impl Item {
 }
 
 /// The results of work items, for the host to read.
-pub(crate) struct Outcome {
+pub(crate) struct UpdateResults {
     record: Record,
     /// Chunks of each item.
     chunks: Vec<usize>,
@@ -145,14 +149,14 @@ pub(crate) struct Outcome {
 
 /// The result of one item: the sum of squares of new weights minus old ones, and checksums of weights and moments, 0
 /// for moments that do not exist.
-pub(crate) type Came = (f64, [u64; 3]);
+pub(crate) type UpdateSums = (f64, [u64; 3]);
 
-impl Outcome {
+impl UpdateResults {
     /// Reads the results, item by item; the host waits for the device unless it has read them already.
-    pub(crate) fn read(self) -> Result<Vec<Came>> {
-        let Outcome { mut record, chunks } = self;
+    pub(crate) fn read(self) -> Result<Vec<UpdateSums>> {
+        let UpdateResults { mut record, chunks } = self;
         record.read().map_err(refused)?;
-        let mut piece = |chunks: usize| -> kernels::Result<Came> {
+        let mut piece = |chunks: usize| -> kernels::Result<UpdateSums> {
             let (mut squares, mut sums) = (Vec::with_capacity(chunks), [0u64; 3]);
             for _ in 0..chunks {
                 squares.push(record.float()?);
@@ -171,7 +175,7 @@ impl Outcome {
 
 /// The scalars of one step.
 #[derive(Clone, Copy, Debug)]
-pub struct At {
+pub struct StepScalars {
     /// How many times the moments have been updated after this step: the step, minus skipped steps.
     pub step: u64,
     /// Its learning rate.
@@ -182,16 +186,16 @@ pub struct At {
 
 /// Runs the items on the workers; results are in the order of the items.
 pub(crate) fn run(
-    settings: &Settings,
-    items: Vec<Item>,
-    at: At,
+    settings: &OptimizerSettings,
+    items: Vec<UpdateItem>,
+    at: StepScalars,
     workers: Workers,
-) -> Result<Outcome> {
-    let (At { step, lr, scale }, ops) = (at, workers.ops());
-    let muon =
-        Muon::at(lr, settings.weight_decay, settings.momentum).by_form(settings.newton_schulz);
+) -> Result<UpdateResults> {
+    let (StepScalars { step, lr, scale }, ops) = (at, workers.ops());
+    let muon = MuonScalars::at(lr, settings.weight_decay, settings.momentum)
+        .by_form(settings.newton_schulz);
     let adamw = |decay: bool| {
-        AdamW::at(
+        AdamWScalars::at(
             step,
             lr,
             if decay { settings.weight_decay } else { 0.0 },
@@ -199,9 +203,9 @@ pub(crate) fn run(
             settings.eps,
         )
     };
-    let rules = together::Rules { muon, plain: adamw(false), decayed: adamw(true), scale };
+    let rules = together::StepRules { muon, plain: adamw(false), decayed: adamw(true), scale };
     let device = items.first().map_or(tch::Device::Cpu, |item| item.weight.device());
-    let chunks = items.iter().map(Item::chunks).collect();
+    let chunks = items.iter().map(UpdateItem::chunks).collect();
     let groups = match device {
         tch::Device::Cpu => items.into_iter().map(|item| vec![item]).collect(),
         _ => together::groups(items),
@@ -210,12 +214,12 @@ pub(crate) fn run(
         workers.map(groups, |items| tch::no_grad(|| rules.apply(ops, items)).map_err(refused))?;
     let mut record = Record::default();
     found.iter().try_for_each(|words| record.put(words)).map_err(refused)?;
-    Ok(Outcome { record, chunks })
+    Ok(UpdateResults { record, chunks })
 }
 
 /// Splits an owner's piece into work items: its matrices, or the whole piece, which is some chunks.
-pub(crate) fn split(rule: Rule, whole: Item, items: &mut Vec<Item>) {
-    if rule != Rule::MuonEach {
+pub(crate) fn split(rule: OptimizerRule, whole: UpdateItem, items: &mut Vec<UpdateItem>) {
+    if rule != OptimizerRule::MuonEach {
         items.push(whole);
         return;
     }

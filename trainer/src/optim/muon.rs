@@ -16,19 +16,19 @@
 //! rank updates it. The table of operations also takes stacks of matrices, under the same rule; its CPU kernels gain
 //! nothing from them.
 
-use kernels::ops::{NewtonSchulz, NewtonSchulzForm};
+use kernels::ops::{NewtonSchulz, NewtonSchulzIterate};
 
 /// The quintic iteration: it brings singular values to about 0.7..1.2, which is fast rather than exact.
 pub(crate) const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,
-    form: NewtonSchulzForm::Gram,
+    form: NewtonSchulzIterate::Gram,
 };
 
 /// The scalars of a Muon step.
 #[derive(Clone, Copy, Debug)]
-pub struct Muon {
+pub struct MuonScalars {
     /// The learning rate shared with AdamW.
     pub lr: f64,
     /// `1 - lr * decay`.
@@ -39,16 +39,16 @@ pub struct Muon {
     pub newton_schulz: NewtonSchulz,
 }
 
-impl Muon {
+impl MuonScalars {
     /// The scalars of a step.
     pub fn at(lr: f64, decay: f64, momentum: f64) -> Self {
-        Muon { lr, keep: 1.0 - lr * decay, momentum, newton_schulz: QUINTIC }
+        MuonScalars { lr, keep: 1.0 - lr * decay, momentum, newton_schulz: QUINTIC }
     }
 
     /// The same with this form of the iteration.
     #[must_use]
-    pub(crate) fn by_form(self, form: NewtonSchulzForm) -> Self {
-        Muon { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
+    pub(crate) fn by_form(self, form: NewtonSchulzIterate) -> Self {
+        MuonScalars { newton_schulz: NewtonSchulz { form, ..self.newton_schulz }, ..self }
     }
 
     /// The factor of an update direction, for a matrix whose longer side is `longest`.
@@ -73,12 +73,12 @@ mod tests {
     }
 
     /// The update direction of a matrix with this momentum.
-    fn direction(muon: Muon, momentum: &mut Tensor, gradient: &Tensor) -> Tensor {
+    fn direction(muon: MuonScalars, momentum: &mut Tensor, gradient: &Tensor) -> Tensor {
         let direction = CPU.nesterov(momentum, gradient, muon.momentum as f32, 1.0).unwrap();
         CPU.newton_schulz(&direction, muon.newton_schulz).unwrap()
     }
 
-    fn descend(muon: Muon, weight: &mut Tensor, direction: &Tensor, longest: i64) {
+    fn descend(muon: MuonScalars, weight: &mut Tensor, direction: &Tensor, longest: i64) {
         CPU.descend(weight, direction, muon.keep as f32, muon.rate(longest) as f32).unwrap();
     }
 
@@ -110,7 +110,7 @@ mod tests {
             let turned = orthogonalized(&(&gradient + &wanted_momentum * 0.95));
             let size = 0.02 * 0.2 * (rows.max(columns) as f64).sqrt();
             let wanted = &weight * (1.0 - 0.02 * 0.1) - turned * size;
-            let muon = Muon::at(0.02, 0.1, 0.95);
+            let muon = MuonScalars::at(0.02, 0.1, 0.95);
             let direction = direction(muon, &mut momentum, &gradient);
             descend(muon, &mut weight, &direction, rows.max(columns));
             prop_assert!((&momentum - wanted_momentum).abs().max().double_value(&[]) < 1e-6);
@@ -135,11 +135,11 @@ mod tests {
     #[test]
     fn a_form_is_the_one_that_is_asked_for() {
         let by = |rows, columns, form| {
-            let muon = Muon::at(0.02, 0.1, 0.95).by_form(form);
+            let muon = MuonScalars::at(0.02, 0.1, 0.95).by_form(form);
             direction(muon, &mut random(rows, columns, 1), &random(rows, columns, 2))
         };
         for (rows, columns, differ) in [(20, 40, true), (90, 30, true), (20, 39, false)] {
-            let [gram, direct] = [NewtonSchulzForm::Gram, NewtonSchulzForm::Direct]
+            let [gram, direct] = [NewtonSchulzIterate::Gram, NewtonSchulzIterate::Direct]
                 .map(|form| by(rows, columns, form));
             assert_eq!(gram != direct, differ, "{rows} x {columns}");
             assert!((gram - direct).abs().max().double_value(&[]) < 1e-4, "{rows} x {columns}");
@@ -152,7 +152,7 @@ mod tests {
             (random(4, 6, 1), Tensor::zeros([4, 6], tch::kind::FLOAT_CPU));
         let before = weight.copy();
         let gradient = Tensor::zeros([4, 6], tch::kind::FLOAT_CPU);
-        let muon = Muon::at(0.02, 0.0, 0.95);
+        let muon = MuonScalars::at(0.02, 0.0, 0.95);
         let direction = direction(muon, &mut momentum, &gradient);
         descend(muon, &mut weight, &direction, 6);
         assert_eq!(weight, before);

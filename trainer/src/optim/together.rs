@@ -1,13 +1,15 @@
 //! Updates many tensors at once, with the bits of separate updates.
 
 use kernels::Result;
-use kernels::ops::{NewtonSchulz, NewtonSchulzForm, Ops, Update, UpdateRule, newton_schulz_bytes};
+use kernels::ops::{
+    NewtonSchulz, NewtonSchulzIterate, Ops, Update, UpdateRule, newton_schulz_bytes,
+};
 use tch::Tensor;
 
-use super::adamw::AdamW;
-use super::muon::{Muon, QUINTIC};
-use super::{How, Item, Rule};
-use crate::timing::{Part, part};
+use super::adamw::AdamWScalars;
+use super::muon::{MuonScalars, QUINTIC};
+use super::{OptimizerRule, UpdateItem, UpdateKind};
+use crate::timing::{StepPart, part};
 
 /// Elements of matrices that are updated together on a device: limits the memory of their directions (256 MiB) and of
 /// the Newton-Schulz iterations.
@@ -15,33 +17,33 @@ const ELEMENTS: usize = 1 << 26;
 
 /// The rules of one step.
 #[derive(Clone, Copy)]
-pub(super) struct Rules {
-    pub(super) muon: Muon,
+pub(super) struct StepRules {
+    pub(super) muon: MuonScalars,
     /// Without weight decay.
-    pub(super) plain: AdamW,
+    pub(super) plain: AdamWScalars,
     /// With weight decay.
-    pub(super) decayed: AdamW,
+    pub(super) decayed: AdamWScalars,
     /// Gradients are multiplied by this first.
     pub(super) scale: f64,
 }
 
 /// Groups items in their order so that a group's matrices have a bounded size; a larger matrix is a group by itself.
-pub(super) fn groups(items: Vec<Item>) -> Vec<Vec<Item>> {
+pub(super) fn groups(items: Vec<UpdateItem>) -> Vec<Vec<UpdateItem>> {
     grouped(items, |item| match item.how {
-        How::Muon => item.weight.numel(),
-        How::AdamW { .. } => 0,
+        UpdateKind::Muon => item.weight.numel(),
+        UpdateKind::AdamW { .. } => 0,
     })
 }
 
 /// Bytes of temporary memory of an update, from the rule and shape of each tensor: the directions of a group's
 /// matrices, and what Newton-Schulz needs for them.
 pub(crate) fn bytes<'a>(
-    moved: impl Iterator<Item = (Rule, &'a [i64])>,
-    form: NewtonSchulzForm,
+    moved: impl Iterator<Item = (OptimizerRule, &'a [i64])>,
+    form: NewtonSchulzIterate,
 ) -> u64 {
     let matrices = moved.flat_map(|(rule, shape)| match (rule, shape) {
-        (Rule::Muon, &[rows, columns]) => vec![[rows, columns]],
-        (Rule::MuonEach, &[count, rows, columns]) => vec![[rows, columns]; count as usize],
+        (OptimizerRule::Muon, &[rows, columns]) => vec![[rows, columns]],
+        (OptimizerRule::MuonEach, &[count, rows, columns]) => vec![[rows, columns]; count as usize],
         _ => Vec::new(),
     });
     let elements = |[rows, columns]: &[i64; 2]| (rows * columns) as usize;
@@ -68,20 +70,20 @@ fn grouped<T>(items: Vec<T>, elements: impl Fn(&T) -> usize) -> Vec<Vec<T>> {
     groups
 }
 
-impl Rules {
+impl StepRules {
     /// Updates the items and returns the results of [`Ops::update`]: the host does not wait.
-    pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<Item>) -> Result<Tensor> {
+    pub(super) fn apply(&self, ops: &dyn Ops, mut items: Vec<UpdateItem>) -> Result<Tensor> {
         self.turn(ops, &mut items)?;
-        let matrices = items.iter().all(|item| matches!(item.how, How::Muon));
-        let _watch = part(if matrices { Part::Muon } else { Part::AdamW });
+        let matrices = items.iter().all(|item| matches!(item.how, UpdateKind::Muon));
+        let _watch = part(if matrices { StepPart::Muon } else { StepPart::AdamW });
         let mut moved = Vec::with_capacity(items.len());
-        for Item { weight, rounded, first, gradient, how, sums } in &mut items {
+        for UpdateItem { weight, rounded, first, gradient, how, sums } in &mut items {
             let rule = match how {
-                How::AdamW { second, decay } => {
+                UpdateKind::AdamW { second, decay } => {
                     let by = if *decay { self.decayed } else { self.plain };
                     UpdateRule::AdamW { by: by.rounded(self.scale), moments: [first, second] }
                 }
-                How::Muon => {
+                UpdateKind::Muon => {
                     let longest = weight.size().into_iter().max().unwrap_or(1);
                     let (keep, rate) = (self.muon.keep as f32, self.muon.rate(longest) as f32);
                     UpdateRule::Muon { keep, rate, momentum: first }
@@ -95,13 +97,13 @@ impl Rules {
     }
 
     /// Updates the momenta of the matrices, and replaces each one's gradient by its update direction.
-    fn turn(&self, ops: &dyn Ops, items: &mut [Item]) -> Result<()> {
-        let matrices = items.iter_mut().filter(|item| matches!(item.how, How::Muon));
-        let mut matrices: Vec<&mut Item> = matrices.collect();
+    fn turn(&self, ops: &dyn Ops, items: &mut [UpdateItem]) -> Result<()> {
+        let matrices = items.iter_mut().filter(|item| matches!(item.how, UpdateKind::Muon));
+        let mut matrices: Vec<&mut UpdateItem> = matrices.collect();
         if matrices.is_empty() {
             return Ok(());
         }
-        let _watch = part(Part::Muon);
+        let _watch = part(StepPart::Muon);
         let by = self.muon.momentum as f32;
         let pairs = matrices.iter_mut().map(|item| (&mut item.first, &item.gradient));
         let directions = ops.all_nesterov(&mut pairs.collect::<Vec<_>>(), by, self.scale as f32)?;
@@ -116,8 +118,10 @@ impl Rules {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::optim::guard::Guard;
-    use crate::optim::{self, At, Outcome, Settings, Sums};
+    use crate::optim::guard::SpikePolicy;
+    use crate::optim::{
+        self, ChecksumInputs, MatrixOptimizer, OptimizerSettings, StepScalars, UpdateResults,
+    };
     use crate::workers::Workers;
     use curriculum::rate::Schedule;
     use kernels::checksum;
@@ -125,10 +129,10 @@ mod tests {
     use kernels::record::Record;
 
     /// Weights and moments, as they are.
-    fn parts_of(item: &Item) -> Vec<Tensor> {
+    fn parts_of(item: &UpdateItem) -> Vec<Tensor> {
         let second = match &item.how {
-            How::Muon => None,
-            How::AdamW { second, .. } => Some(second),
+            UpdateKind::Muon => None,
+            UpdateKind::AdamW { second, .. } => Some(second),
         };
         let parts = [Some(&item.weight), Some(&item.first), second];
         parts.into_iter().flatten().map(Tensor::copy).collect()
@@ -137,12 +141,12 @@ mod tests {
     /// Together or each by itself, in any groups: the same weights, moments, update norms and checksums.
     #[test]
     fn a_group_is_its_items() {
-        let at = At { step: 3, lr: 0.01, scale: 0.7 };
+        let at = StepScalars { step: 3, lr: 0.01, scale: 0.7 };
         let schedule = Schedule { peak: 0.01, warmup_steps: 0, decay_steps: 0, last: 0.0 };
-        let (kind, betas, guard) = (optim::Kind::Muon, (0.9, 0.95), Guard::default());
+        let (kind, betas, guard) = (MatrixOptimizer::Muon, (0.9, 0.95), SpikePolicy::default());
         let (eps, momentum, weight_decay, clip) = (1e-8, 0.95, 0.1, 1.0);
-        let newton_schulz = NewtonSchulzForm::Gram;
-        let settings = Settings {
+        let newton_schulz = NewtonSchulzIterate::Gram;
+        let settings = OptimizerSettings {
             kind,
             schedule,
             betas,
@@ -155,19 +159,19 @@ mod tests {
         };
         let items = || {
             let of = |shape: &[i64], seed: u64| crate::model::random(shape, seed);
-            let sums = |first| Sums { first, salts: [first + 1, first + 2, first + 3] };
+            let sums = |first| ChecksumInputs { first, salts: [first + 1, first + 2, first + 3] };
             let flat = |count: i64, seed: u64, decay| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(&[count], seed + index));
-                let how = How::AdamW { second: of(&[count], seed + 3).square(), decay };
+                let how = UpdateKind::AdamW { second: of(&[count], seed + 3).square(), decay };
                 // In the middle of the tensor that the model reads.
                 let read = Tensor::zeros([count + 9], (tch::Kind::BFloat16, tch::Device::Cpu));
                 let rounded = decay.then_some((read, 5));
-                Item { weight, rounded, first, gradient, how, sums: sums(seed << 32) }
+                UpdateItem { weight, rounded, first, gradient, how, sums: sums(seed << 32) }
             };
             let matrix = |shape: &[i64], seed: u64| {
                 let [weight, first, gradient] = [0, 1, 2].map(|index| of(shape, seed + index));
-                let (how, sums) = (How::Muon, sums(seed));
-                Item { weight, rounded: None, first, gradient, how, sums }
+                let (how, sums) = (UpdateKind::Muon, sums(seed));
+                UpdateItem { weight, rounded: None, first, gradient, how, sums }
             };
             vec![
                 flat(70_000, 1, true),
@@ -176,16 +180,16 @@ mod tests {
                 matrix(&[40, 9], 13),
             ]
         };
-        let aliases =
-            |items: &[Item]| items.iter().map(|item| item.part(0, Tensor::shallow_clone)).collect();
+        let alias = |item: &UpdateItem| item.part(0, Tensor::shallow_clone);
+        let aliases = |items: &[UpdateItem]| items.iter().map(alias).collect();
         let (alone, listed) = (items(), items());
         let by_itself = optim::run(&settings, aliases(&alone), at, Workers::new(2)).unwrap();
-        let muon = Muon::at(at.lr, settings.weight_decay, settings.momentum);
-        let adamw = |decay| AdamW::at(at.step, at.lr, decay, settings.betas, settings.eps);
+        let muon = MuonScalars::at(at.lr, settings.weight_decay, settings.momentum);
+        let adamw = |decay| AdamWScalars::at(at.step, at.lr, decay, settings.betas, settings.eps);
         let (plain, decayed) = (adamw(0.0), adamw(settings.weight_decay));
-        let rules = Rules { muon, plain, decayed, scale: at.scale };
-        let chunks = listed.iter().map(Item::chunks).collect();
-        let mut together = Outcome { record: Record::default(), chunks };
+        let rules = StepRules { muon, plain, decayed, scale: at.scale };
+        let chunks = listed.iter().map(UpdateItem::chunks).collect();
+        let mut together = UpdateResults { record: Record::default(), chunks };
         together.record.put(&rules.apply(CPU, aliases(&listed)).unwrap()).unwrap();
         let together = together.read().unwrap();
         assert_eq!(together, by_itself.read().unwrap());

@@ -11,8 +11,8 @@ use kernels::tree::blocks;
 use serde::Serialize;
 
 use crate::mesh::Mesh;
-use crate::mesh::behind::Owned;
-use crate::mesh::team::Nodes;
+use crate::mesh::behind::OwnedBytes;
+use crate::mesh::team::NodeLayout;
 
 /// Bytes of gradients and weights that all ranks together send in one step. Labels, losses and checksums, a few
 /// kilobytes from each rank to each other, are not counted.
@@ -41,7 +41,7 @@ impl SentInStep {
 }
 
 /// The inputs of the sums.
-pub(super) struct Sending<'a> {
+pub(super) struct SentInputs<'a> {
     /// The mesh of the ranks.
     pub(super) mesh: Mesh,
     /// How many of them share a machine; the last may have fewer.
@@ -58,7 +58,7 @@ pub(super) struct Sending<'a> {
     pub(super) shards: &'a [Vec<u64>],
 }
 
-impl Sending<'_> {
+impl SentInputs<'_> {
     /// The sums over all ranks.
     pub(super) fn sum(&self) -> Result<SentInStep> {
         let mut sent = SentInStep::default();
@@ -78,8 +78,8 @@ impl Sending<'_> {
         let machine = |rank: &u32| (rank / self.ranks_per_node).to_string();
         let machines: Vec<String> = ranks.iter().map(machine).collect();
         let lengths = ranks.iter().map(|rank| self.lengths[*rank as usize]).collect();
-        let nodes = Nodes::new(&machines, 0, false)?;
-        let owned = Owned::new(lengths, &nodes);
+        let nodes = NodeLayout::new(&machines, 0, false)?;
+        let owned = OwnedBytes::new(lengths, &nodes);
         for node in 0..nodes.count() {
             let places = nodes.ranks(node);
             let here: u64 = places.clone().map(|place| owned.of(place)).sum();

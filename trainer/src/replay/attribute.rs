@@ -16,22 +16,22 @@
 use std::ops::Range;
 
 use contract::{Fault, Key, Purpose, Result, draw};
-use loader::{Batch, Opened, RankSlice, explain};
+use loader::{Batch, OpenedCurriculum, RankSlice, explain};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use super::Replayer;
 use super::whatif::each_piece;
-use crate::change::Documents;
+use crate::change::DocumentsBySource;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Detail;
-use crate::waiting::Waiting;
+use crate::waiting::WaitCounter;
 use curriculum::Amendment;
 
 /// How much to compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Effort {
+pub struct AttributionOptions {
     /// Number of documents of the window's first step, those with most labels first.
     pub documents: usize,
     /// Number of random subsets for the LDS.
@@ -50,7 +50,7 @@ pub struct Attribution {
     /// The predicted change of the target by the first step as a whole.
     pub predicted_step: f64,
     /// The documents, sorted by the effect of leaving them out: those that raised the target most first.
-    pub documents: Vec<Attributed>,
+    pub documents: Vec<DocumentAttribution>,
     /// The subsets.
     pub subsets: Vec<Subset>,
     /// Spearman's rank correlation over the subsets; `None` for less than two, or where one side does not vary.
@@ -61,7 +61,7 @@ pub struct Attribution {
 
 /// One document left out by itself.
 #[derive(Clone, Debug, Serialize)]
-pub struct Attributed {
+pub struct DocumentAttribution {
     /// Its source.
     pub source: String,
     /// Its id.
@@ -107,7 +107,7 @@ struct Candidate {
 pub fn attribute(
     replayer: &mut Replayer,
     window: Range<u64>,
-    effort: Effort,
+    effort: AttributionOptions,
 ) -> Result<Attribution> {
     replayer.refuse_ranks("an attribution")?;
     let steps = replayer.spec().plan.steps();
@@ -123,7 +123,7 @@ pub fn attribute(
     let mut candidates = candidates(replayer, &batch, effort.documents)?;
     let before = replayer.state_after(window.start - 1)?;
     let runs = 1 + candidates.len() as u64 + effort.subsets;
-    let mut waiting = Waiting::new("windows computed anew", runs);
+    let mut waiting = WaitCounter::new("windows computed anew", runs);
     let mut ending = |dropped: &[&Candidate]| {
         let state = trained(replayer, &before, window.clone(), dropped)?;
         waiting.one();
@@ -135,7 +135,7 @@ pub fn attribute(
     let lr = replayer.spec().settings_at(window.start).schedule.rate(window.start);
     let all = gradient(replayer, &before, &batch)?;
     let product = product(&slope, &all)? * batch.label_count as f64;
-    let whole = Whole { lr, labels: batch.label_count, product };
+    let whole = WholeStep { lr, labels: batch.label_count, product };
     for candidate in &mut candidates {
         let own = own_gradient(replayer, &before, &batch, candidate)?;
         candidate.product = own.product(&slope)?;
@@ -151,7 +151,7 @@ pub fn attribute(
         let (actual, predicted, dot) = without(&[one])?;
         let Candidate { source, document, id, labels, .. } = one;
         let (source, id) = (source.clone(), id.clone());
-        documents.push(Attributed {
+        documents.push(DocumentAttribution {
             source,
             id,
             document: *document,
@@ -183,12 +183,12 @@ fn correlations(subsets: &[Subset]) -> (Option<f64>, Option<f64>) {
 }
 
 /// The gradient of a document's mean loss, and its labels.
-struct Own {
+struct DocumentMeanGradient {
     mean: Vec<Tensor>,
     labels: u64,
 }
 
-impl Own {
+impl DocumentMeanGradient {
     /// The dot product of the gradient of its summed loss with another gradient.
     fn product(&self, slope: &[Tensor]) -> Result<f64> {
         Ok(product(slope, &self.mean)? * self.labels as f64)
@@ -201,20 +201,23 @@ fn own_gradient(
     before: &State,
     batch: &Batch,
     candidate: &Candidate,
-) -> Result<Own> {
+) -> Result<DocumentMeanGradient> {
     let alone = alone(replayer, batch, candidate)?;
-    Ok(Own { mean: gradient(replayer, before, &alone)?, labels: alone.label_count })
+    Ok(DocumentMeanGradient {
+        mean: gradient(replayer, before, &alone)?,
+        labels: alone.label_count,
+    })
 }
 
 /// The first step as a whole, for the prediction.
-struct Whole {
+struct WholeStep {
     lr: f64,
     labels: u64,
     /// Dot product of the target's gradient with that of the step's summed loss.
     product: f64,
 }
 
-impl Whole {
+impl WholeStep {
     /// The predicted change of the target without these documents.
     fn predicted(&self, dropped: &[&Candidate]) -> f64 {
         let rest = self.product - dropped.iter().map(|one| one.product).sum::<f64>();
@@ -262,12 +265,12 @@ fn trained(
     dropped: &[&Candidate],
 ) -> Result<State> {
     let mut curriculum = replayer.spec().curriculum.clone();
-    let mut ban = Documents::new();
+    let mut ban = DocumentsBySource::new();
     for one in dropped {
         ban.entry(one.source.clone()).or_default().insert(one.document);
     }
     curriculum.amend(vec![Amendment { step: window.start, ban, ..Amendment::default() }]);
-    let opened = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let opened = OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let (spec, mut state) = (RunSpec::new(&opened)?, before.copy()?);
     for step in window {
         let batch = loader::batch(&spec.plan, &spec.data, step, RankSlice::WHOLE)?;

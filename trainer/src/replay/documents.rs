@@ -14,7 +14,7 @@ use crate::spec::RunSpec;
 
 /// The position of a part of a document in a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct DocumentPlace {
     /// The row.
     pub row: u64,
     /// Its columns there.
@@ -42,7 +42,7 @@ pub struct DocumentLoss {
     pub sequences: Vec<u64>,
     /// The positions of its parts in the batch.
     #[serde(skip)]
-    pub places: Vec<Place>,
+    pub places: Vec<DocumentPlace>,
     /// Its tokens in this step.
     pub tokens: u64,
     /// Its labels in this step.
@@ -76,7 +76,7 @@ pub fn rank(
             if entry.sequences.last() != Some(&row) {
                 entry.sequences.push(row);
             }
-            entry.places.push(Place {
+            entry.places.push(DocumentPlace {
                 row,
                 columns: piece.place.clone(),
                 first_token: piece.in_document().start,

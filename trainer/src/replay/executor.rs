@@ -8,7 +8,7 @@ use loader::Batch;
 
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Computed, Context, Detail, MicroBatchSums, micro_batch};
+use crate::step::{self, ComputedMicroBatches, Detail, MicroBatchSums, StepContext, micro_batch};
 use crate::workers::Workers;
 
 /// Computes micro-batches, without judging the results.
@@ -16,11 +16,11 @@ pub trait Executor {
     /// Computes all micro-batches of the step after `state`; `batch` is this rank's part.
     fn compute(
         &self,
-        cx: Context<'_>,
+        cx: StepContext<'_>,
         state: &State,
         batch: &Batch,
         detail: Detail,
-    ) -> Result<Computed> {
+    ) -> Result<ComputedMicroBatches> {
         let micro_batches = micro_batch::stage(cx.spec, batch, state.weights[0].device())?;
         step::compute(cx, state, batch, &micro_batches, detail)
     }

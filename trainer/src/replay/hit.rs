@@ -10,20 +10,20 @@ use serde::Serialize;
 use tch::Tensor;
 
 use super::Replayer;
-use crate::checkpoint::{Layout, Set};
-use crate::ledger::{Stage, StepRecord};
+use crate::checkpoint::{StateLayout, TensorSet};
+use crate::ledger::{StepRecord, StepStage};
 use crate::refusal::refused;
 use crate::state::State;
-use crate::state::ownership::{Ownership, Piece};
+use crate::state::ownership::{Ownership, ParamShard};
 use crate::step::Detail;
 
 /// The element of the state that was hit.
 #[derive(Clone, Debug, Serialize)]
-pub struct Hit {
+pub struct CorruptedElement {
     /// The parameter.
     pub parameter: String,
     /// Its weight, or one of its moments.
-    pub set: Set,
+    pub set: TensorSet,
     /// The index of the element in the tensor.
     pub element: i64,
     /// The rank that owned it, if events.jsonl says how many ranks there were.
@@ -39,9 +39,9 @@ pub struct Hit {
 
 /// The evidence to find it by.
 #[derive(Clone, Copy)]
-pub(super) struct Traces<'a> {
+pub(super) struct CorruptionEvidence<'a> {
     /// The first stage that differs.
-    pub(super) stage: Stage,
+    pub(super) stage: StepStage,
     /// Micro-batches whose loss differs.
     pub(super) losses: &'a [usize],
     /// The number of ranks that trained the step, if known.
@@ -59,9 +59,9 @@ const NEAR: u64 = 64;
 const STANDS_OUT: f64 = 4.0;
 
 /// The element of a tensor that differs most.
-struct Farthest<'a> {
-    piece: &'a Piece,
-    set: Set,
+struct LargestDifference<'a> {
+    piece: &'a ParamShard,
+    set: TensorSet,
     element: i64,
     distance: f64,
 }
@@ -69,9 +69,9 @@ struct Farthest<'a> {
 /// Finds the element; the text says what was found, or what could show it.
 pub(super) fn find(
     replayer: &Replayer,
-    traces: Traces<'_>,
+    traces: CorruptionEvidence<'_>,
     owners: Option<&Ownership>,
-) -> Result<(Option<Hit>, String)> {
+) -> Result<(Option<CorruptedElement>, String)> {
     let step = traces.written.step;
     let Some(checkpoint) = checkpoint_after(replayer, step)? else {
         let words = format!(
@@ -80,7 +80,7 @@ pub(super) fn find(
         return Ok((None, words));
     };
     let (stage, name) = (traces.stage, format!("checkpoint step-{checkpoint}"));
-    if stage == Stage::Update && checkpoint > step {
+    if stage == StepStage::Update && checkpoint > step {
         return Ok((
             None,
             format!(
@@ -91,12 +91,12 @@ pub(super) fn find(
     let Some(ours) = true_state(replayer, traces.after, checkpoint)? else {
         return Ok((None, format!("the true run diverges before {name}")));
     };
-    let layout = Layout::new(&replayer.spec, replayer.world.device);
+    let layout = StateLayout::new(&replayer.spec, replayer.world.device);
     let checkpoints = replayer.folder.checkpoints()?;
     let theirs = checkpoints.open(checkpoint)?.whole(&layout, replayer.workers)?;
     let all = distances(&ours, &theirs)?;
     let hit = match stage {
-        Stage::Update => directly(&all),
+        StepStage::Update => directly(&all),
         _ => standing_out(&all),
     };
     let Some((farthest, times)) = hit else {
@@ -112,13 +112,13 @@ pub(super) fn find(
         };
         return Ok((None, words));
     };
-    let Farthest { piece, set, element, distance } = farthest;
+    let LargestDifference { piece, set, element, distance } = farthest;
     let parameter = replayer.spec.parameters[piece.tensor].name.clone();
     let bit = match stage {
-        Stage::Forward => prove(replayer, traces, (piece.tensor, element), distance)?,
+        StepStage::Forward => prove(replayer, traces, (piece.tensor, element), distance)?,
         _ => None,
     };
-    if stage == Stage::Forward && bit.is_none() {
+    if stage == StepStage::Forward && bit.is_none() {
         let words = format!(
             "in {name} element {element} of {parameter} is farthest off, but no bit of it makes a micro-batch what the ledger \
              says"
@@ -126,7 +126,7 @@ pub(super) fn find(
         return Ok((None, words));
     }
     let owner = owners.and_then(|owners| owner(owners, piece.tensor, element));
-    let hit = Hit { parameter, set, element, owner, checkpoint, times, bit };
+    let hit = CorruptedElement { parameter, set, element, owner, checkpoint, times, bit };
     let words = hit.words(traces.ranks);
     Ok((Some(hit), words))
 }
@@ -158,19 +158,24 @@ fn true_state(replayer: &Replayer, after: &State, step: u64) -> Result<Option<St
 }
 
 /// The element that differs most, for each piece and set with a difference.
-fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<Farthest<'a>>> {
+fn distances<'a>(ours: &'a State, theirs: &State) -> Result<Vec<LargestDifference<'a>>> {
     let mut all = Vec::new();
     for ((piece, weight, moments), (_, other, others)) in ours.own().zip(theirs.own()) {
         let second = moments.second.as_ref().zip(others.second.as_ref());
         let sets = [
-            Some((Set::Weights, &weight, &other)),
-            Some((Set::First, &moments.first, &others.first)),
-            second.map(|(own, other)| (Set::Second, own, other)),
+            Some((TensorSet::Weights, &weight, &other)),
+            Some((TensorSet::First, &moments.first, &others.first)),
+            second.map(|(own, other)| (TensorSet::Second, own, other)),
         ];
         for (set, own, other) in sets.into_iter().flatten() {
             let (element, distance) = farthest(own, other).map_err(refused)?;
             if distance > 0.0 {
-                all.push(Farthest { piece, set, element: piece.first + element, distance });
+                all.push(LargestDifference {
+                    piece,
+                    set,
+                    element: piece.first + element,
+                    distance,
+                });
             }
         }
     }
@@ -186,37 +191,39 @@ fn farthest(own: &Tensor, other: &Tensor) -> std::result::Result<(i64, f64), tch
 }
 
 /// For a difference in the update only: the moment that was hit changes the weight, too.
-fn directly<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
-    let of = |set: Set| {
+fn directly<'a>(all: &[LargestDifference<'a>]) -> Option<(LargestDifference<'a>, Option<f64>)> {
+    let of = |set: TensorSet| {
         let of_set = all.iter().filter(move |one| one.set == set);
         of_set.max_by(|a, b| a.distance.total_cmp(&b.distance))
     };
-    let found = of(Set::Second).or_else(|| of(Set::First)).or_else(|| of(Set::Weights))?;
-    let Farthest { piece, set, element, distance } = *found;
+    let found = of(TensorSet::Second)
+        .or_else(|| of(TensorSet::First))
+        .or_else(|| of(TensorSet::Weights))?;
+    let LargestDifference { piece, set, element, distance } = *found;
     let other = all.iter().any(|one| one.piece.tensor != piece.tensor);
-    (!other).then_some((Farthest { piece, set, element, distance }, None))
+    (!other).then_some((LargestDifference { piece, set, element, distance }, None))
 }
 
 /// The weight that differs much more than any of other parameters.
-fn standing_out<'a>(all: &[Farthest<'a>]) -> Option<(Farthest<'a>, Option<f64>)> {
-    let weights = || all.iter().filter(|one| one.set == Set::Weights);
+fn standing_out<'a>(all: &[LargestDifference<'a>]) -> Option<(LargestDifference<'a>, Option<f64>)> {
+    let weights = || all.iter().filter(|one| one.set == TensorSet::Weights);
     let found = weights().max_by(|a, b| a.distance.total_cmp(&b.distance))?;
-    let Farthest { piece, set, element, distance } = *found;
+    let LargestDifference { piece, set, element, distance } = *found;
     let others = weights().filter(|one| one.piece.tensor != piece.tensor);
     let next = others.map(|one| one.distance).fold(0.0, f64::max);
     let times = (next > 0.0).then_some(distance / next);
     let stands = times.is_none_or(|times| times >= STANDS_OUT);
-    stands.then_some((Farthest { piece, set, element, distance }, times))
+    stands.then_some((LargestDifference { piece, set, element, distance }, times))
 }
 
 /// The bit of a weight with which a differing micro-batch matches the ledger.
 fn prove(
     replayer: &Replayer,
-    traces: Traces<'_>,
+    traces: CorruptionEvidence<'_>,
     (tensor, element): (usize, i64),
     distance: f64,
 ) -> Result<Option<u32>> {
-    let Traces { losses, written, before, batch, .. } = traces;
+    let CorruptionEvidence { losses, written, before, batch, .. } = traces;
     // If the bit flipped in the middle of the step, the last of them is affected.
     let Some(micro_batch) = losses.last().copied() else { return Ok(None) };
     let flipped = before.copy()?;
@@ -246,21 +253,21 @@ fn prove(
 
 /// The rank that owned an element.
 fn owner(owners: &Ownership, tensor: usize, element: i64) -> Option<u32> {
-    let has = |piece: &&Piece| {
+    let has = |piece: &&ParamShard| {
         let elements = piece.first..piece.first + piece.length();
         piece.tensor == tensor && elements.contains(&element)
     };
     owners.pieces().iter().find(has).map(|piece| piece.owner)
 }
 
-impl Hit {
+impl CorruptedElement {
     /// A description for people.
     fn words(&self, ranks: Option<u32>) -> String {
-        let Hit { parameter, set, element, owner, checkpoint, times: _, bit } = self;
+        let CorruptedElement { parameter, set, element, owner, checkpoint, times: _, bit } = self;
         let what = match set {
-            Set::Weights => "element",
-            Set::First => "the first moment of element",
-            Set::Second => "the second moment of element",
+            TensorSet::Weights => "element",
+            TensorSet::First => "the first moment of element",
+            TensorSet::Second => "the second moment of element",
         };
         let sure = match bit {
             Some(bit) => {

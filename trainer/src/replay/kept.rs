@@ -19,14 +19,14 @@ use kernels::runtime::KernelTable;
 use store::Location;
 use store::disk::{self, Log};
 
-use crate::checkpoint::{Checkpoints, Layout, Snapshot};
+use crate::checkpoint::{Checkpoints, Snapshot, StateLayout};
 use crate::folder::{self, RunFolder};
 use crate::run::keep::written_by_all;
 use crate::state::State;
 
 /// How many states are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Keep {
+pub struct SavedStateLimits {
     /// The maximum number; the most recently written are kept. 0: none is written.
     pub states: usize,
     /// The maximum total size in bytes; a larger state is not kept.
@@ -34,22 +34,26 @@ pub struct Keep {
 }
 
 /// The kept states of a run.
-pub(super) struct Kept {
+pub(super) struct SavedStates {
     /// Folder for all kernel tables.
     root: PathBuf,
     /// Folder for this machine's kernel table.
     table: PathBuf,
     checkpoints: Checkpoints,
-    keep: Keep,
+    keep: SavedStateLimits,
 }
 
-impl Kept {
+impl SavedStates {
     /// Those of the run in `folder` that were computed with this kernel table.
-    pub(super) fn new(folder: &RunFolder, table: &KernelTable, keep: Keep) -> Kept {
+    pub(super) fn new(
+        folder: &RunFolder,
+        table: &KernelTable,
+        keep: SavedStateLimits,
+    ) -> SavedStates {
         let root = folder.replays();
         let table = root.join(Digest::of_bytes(table.fingerprint().as_bytes()).to_string());
         let checkpoints = Checkpoints::new(Location::Local(table.clone()));
-        Kept { root, table, checkpoints, keep }
+        SavedStates { root, table, checkpoints, keep }
     }
 
     /// The checkpoints that hold them.
@@ -67,7 +71,7 @@ impl Kept {
     pub(super) fn put(
         &self,
         comm: &Group,
-        layout: &Layout,
+        layout: &StateLayout,
         state: &State,
         digests: (Digest, Digest),
     ) -> Result<()> {
@@ -127,7 +131,7 @@ impl Kept {
 
 /// The size of a state in bytes, without its small parts.
 fn size(state: &State) -> u64 {
-    let of = |rule: crate::optim::Rule| if rule.has_second_moment() { 12 } else { 8 };
+    let of = |rule: crate::optim::OptimizerRule| if rule.has_second_moment() { 12 } else { 8 };
     state.owners.pieces().iter().map(|piece| piece.length() as u64 * of(piece.rule)).sum()
 }
 

@@ -26,29 +26,29 @@ use std::sync::Arc;
 
 use contract::{Class, Fault, Result};
 use kernels::runtime::KernelTable;
-use loader::{Batch, Opened, RankSlice};
+use loader::{Batch, OpenedCurriculum, RankSlice};
 use serde::Serialize;
 use store::Location;
 use tch::{Device, Tensor};
 
 use crate::folder::{RunFolder, compare_content, compare_curriculum, head, table_difference};
-use crate::ledger::{Difference, Ledger, Stage, StepRecord};
-use crate::mesh::{Degrees, GradReduce, Team, share};
-use crate::model::Fold;
+use crate::ledger::{Ledger, StepDifference, StepRecord, StepStage};
+use crate::mesh::{Degrees, GradReduce, ProcessMesh, share};
+use crate::model::WeightShards;
 use crate::run::World;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{self, Asked, Context, Detail, Gradient};
+use crate::step::{self, Detail, ReducedGradient, Requests, StepContext};
 use crate::workers::Workers;
 use documents::DocumentLoss;
 pub use executor::{Executor, ThisMachine};
-pub use kept::Keep;
-use kept::Kept;
-use narrow::Narrowed;
-use spent::{Times, Watch};
+pub use kept::SavedStateLimits;
+use kept::SavedStates;
+use narrow::LocatedDifference;
+use spent::{Stopwatch, TimesByPart};
 pub use together::meet;
 pub use verdict::Verdict;
-use way::Before;
+use way::StateSource;
 
 /// One replayed step, or micro-batch of a step.
 #[derive(Clone, Debug, Serialize)]
@@ -60,10 +60,10 @@ pub struct Replayed {
     /// The result.
     pub verdict: Verdict,
     /// The first quantity that differs; the ledger is on the left.
-    pub difference: Option<Difference>,
+    pub difference: Option<StepDifference>,
     /// What was wrong in the run, as far as the ledger, the events and the run's checkpoints show; if both sides have a
     /// record.
-    pub narrowed: Option<Narrowed>,
+    pub narrowed: Option<LocatedDifference>,
     /// What to look at next.
     pub advice: String,
     /// Why the step could not be completed, if it diverged.
@@ -90,7 +90,7 @@ pub(crate) struct WithGradient {
 
 /// How several ranks replay together; no value here changes results.
 #[derive(Clone, Debug, Default)]
-pub struct Together {
+pub struct ReplayParallelism {
     /// How they distribute micro-batches.
     pub grad_reduce: GradReduce,
     /// Whether they communicate as if all were on one machine.
@@ -111,11 +111,11 @@ pub struct Replayer {
     /// The last step that all ranks see in the ledger.
     recorded: u64,
     world: Arc<World>,
-    together: Together,
+    together: ReplayParallelism,
     workers: Workers,
     executor: Box<dyn Executor>,
-    kept: Kept,
-    times: RefCell<Times>,
+    kept: SavedStates,
+    times: RefCell<TimesByPart>,
     /// How this machine's kernel table differs from the ledger's.
     pub kernels: Option<String>,
     /// Checkpoints that were skipped and states that were not kept, with the reason.
@@ -131,7 +131,7 @@ impl Replayer {
         workers: Workers,
     ) -> Result<Self> {
         let world = Arc::new(World::alone(device, table.clone()));
-        Replayer::open_with(root, &[], &world, workers, Together::default())
+        Replayer::open_with(root, &[], &world, workers, ReplayParallelism::default())
     }
 
     /// Opens it as one of the ranks of `world`, which have met; `stores` replace the locations of the curriculum's
@@ -141,11 +141,11 @@ impl Replayer {
         stores: &[Location],
         world: &Arc<World>,
         workers: Workers,
-        together: Together,
+        together: ReplayParallelism,
     ) -> Result<Self> {
         let folder = RunFolder::new(root);
         let ledger = folder.read_ledger()?;
-        let spec = RunSpec::new(&Opened::of_run(root, stores, &ledger.head().stores)?)?;
+        let spec = RunSpec::new(&OpenedCurriculum::of_run(root, stores, &ledger.head().stores)?)?;
         let now = head(&spec, &world.runtime)?;
         compare_content(ledger.head(), &now, &folder.ledger())?;
         compare_curriculum(&ledger, &spec, &folder.ledger())?;
@@ -154,7 +154,8 @@ impl Replayer {
             format!("the kernel table differs: {key} was {before}, here it is {after}")
         });
         let recorded = together::agree(&spec, &ledger, world, &together)?;
-        let kept = Kept::new(&folder, &world.runtime, Keep { states: 0, bytes: 0 });
+        let kept =
+            SavedStates::new(&folder, &world.runtime, SavedStateLimits { states: 0, bytes: 0 });
         Ok(Replayer {
             spec,
             folder,
@@ -178,8 +179,8 @@ impl Replayer {
     }
 
     /// Keeps states before requested steps in the run's folder, as `keep` says.
-    pub fn keeping(self, keep: Keep) -> Self {
-        Replayer { kept: Kept::new(&self.folder, &self.world.runtime, keep), ..self }
+    pub fn keeping(self, keep: SavedStateLimits) -> Self {
+        Replayer { kept: SavedStates::new(&self.folder, &self.world.runtime, keep), ..self }
     }
 
     /// The specification of the run.
@@ -213,13 +214,13 @@ impl Replayer {
     }
 
     /// Times by part so far.
-    pub fn times(&self) -> Times {
+    pub fn times(&self) -> TimesByPart {
         self.times.borrow().clone()
     }
 
     /// Runs `work`, and adds its time to `part`.
     pub(crate) fn timed<T>(&self, part: &'static str, work: impl FnOnce() -> T) -> T {
-        let watch = Watch::start();
+        let watch = Stopwatch::start();
         let outcome = work();
         self.times.borrow_mut().add(part, watch.read());
         outcome
@@ -235,7 +236,7 @@ impl Replayer {
     /// Computes the step after `state` as the run did, compares it, and updates the state.
     pub fn step(&self, state: &mut State, detail: Detail) -> Result<Replayed> {
         let batch = self.timed("batch", || self.part(&self.spec, state.step + 1))?;
-        let before = Before::Copied(Box::new(state.copy()?));
+        let before = StateSource::Copied(Box::new(state.copy()?));
         self.replayed(state, &batch, detail, before, |_| ())
     }
 
@@ -247,7 +248,7 @@ impl Replayer {
         state: &mut State,
     ) -> Result<WithGradient> {
         let (batch, mut kept) = (self.timed("batch", || self.batch(state.step + 1))?, None);
-        let before = Before::Given(before);
+        let before = StateSource::Given(before);
         let replayed = self.replayed(state, &batch, Detail::Tokens, before, |gradient| {
             let own = gradient.own.iter().map(Tensor::shallow_clone).collect();
             let losses =
@@ -265,12 +266,12 @@ impl Replayer {
         state: &mut State,
         batch: &Batch,
         detail: Detail,
-        before: Before<'_>,
-        look: impl FnOnce(&Gradient),
+        before: StateSource<'_>,
+        look: impl FnOnce(&ReducedGradient),
     ) -> Result<Replayed> {
-        let (step, watch) = (batch.step, Watch::start());
+        let (step, watch) = (batch.step, Stopwatch::start());
         let (gradient, outcome) = self.compute_and_look(&self.spec, state, batch, detail, look)?;
-        if !matches!(before, Before::Anew) {
+        if !matches!(before, StateSource::Anew) {
             self.times.borrow_mut().add("step", watch.read());
             self.passed(tokens(batch), true);
         }
@@ -283,7 +284,7 @@ impl Replayer {
         if step > self.recorded {
             verdict = Verdict::NotRecorded;
         } else if let Some(found) = &difference {
-            let on_the_way = matches!(before, Before::Anew);
+            let on_the_way = matches!(before, StateSource::Anew);
             let before = self.state_before(before, step)?;
             verdict = self.again(before.as_ref(), batch, record.as_ref(), found)?;
             if let (Some(before), Some(record), false) = (&before, &record, on_the_way) {
@@ -306,7 +307,11 @@ impl Replayer {
     /// alone.
     pub fn hold_whole(&self, state: &mut State) -> Result<()> {
         let (dtype, team) = (self.spec.dtype_at(state.step + 1), self.team()?);
-        match state.hold_as(&self.spec.parameters, (dtype, Fold::default()), self.workers)? {
+        match state.hold_as(
+            &self.spec.parameters,
+            (dtype, WeightShards::default()),
+            self.workers,
+        )? {
             true => share::weights(&team, state),
             false => Ok(()),
         }
@@ -345,7 +350,7 @@ impl Replayer {
     }
 
     /// The result of a step, without its losses and documents.
-    fn found(&self, step: u64, verdict: Verdict, difference: Option<Difference>) -> Replayed {
+    fn found(&self, step: u64, verdict: Verdict, difference: Option<StepDifference>) -> Replayed {
         Replayed {
             step,
             micro_batch: None,
@@ -382,9 +387,9 @@ impl Replayer {
         loader::batch(&spec.plan, &spec.data, step, slice)
     }
 
-    fn team(&self) -> Result<Team<'_>> {
-        let Together { grad_reduce, flat, degrees, .. } = self.together;
-        Team::new(&self.world.comm, degrees, grad_reduce, flat)
+    fn team(&self) -> Result<ProcessMesh<'_>> {
+        let ReplayParallelism { grad_reduce, flat, degrees, .. } = self.together;
+        ProcessMesh::new(&self.world.comm, degrees, grad_reduce, flat)
     }
 
     /// Computes the step after `state` by `spec`: its gradient, and its record unless it diverges.
@@ -394,7 +399,7 @@ impl Replayer {
         state: &mut State,
         batch: &Batch,
         detail: Detail,
-    ) -> Result<(Gradient, Result<StepRecord>)> {
+    ) -> Result<(ReducedGradient, Result<StepRecord>)> {
         self.compute_and_look(spec, state, batch, detail, |_| ())
     }
 
@@ -405,33 +410,33 @@ impl Replayer {
         state: &mut State,
         batch: &Batch,
         detail: Detail,
-        look: impl FnOnce(&Gradient),
-    ) -> Result<(Gradient, Result<StepRecord>)> {
+        look: impl FnOnce(&ReducedGradient),
+    ) -> Result<(ReducedGradient, Result<StepRecord>)> {
         let team = self.team()?;
-        let cx = Context { spec, team: &team, workers: self.workers };
+        let cx = StepContext { spec, team: &team, workers: self.workers };
         step::hold(cx, state, batch.step)?;
         let computed = self.executor.compute(cx, state, batch, detail)?;
         let mut gradient = computed.read(cx, &state.owners)?;
         look(&gradient);
-        match step::complete(cx, state, &mut gradient, Asked::default) {
+        match step::complete(cx, state, &mut gradient, Requests::default) {
             Err(fault) if fault.class() != Class::Diverged => Err(fault),
             outcome => Ok((gradient, outcome.map(|stepped| stepped.record))),
         }
     }
 
     /// The gradient of a batch at a state, without an update.
-    fn gradient(&self, state: &State, batch: &Batch) -> Result<Gradient> {
+    fn gradient(&self, state: &State, batch: &Batch) -> Result<ReducedGradient> {
         let team = self.team()?;
-        let cx = Context { spec: &self.spec, team: &team, workers: self.workers };
+        let cx = StepContext { spec: &self.spec, team: &team, workers: self.workers };
         self.executor.compute(cx, state, batch, Detail::Sums)?.read(cx, &state.owners)
     }
 
     /// The state before `step`; `None` if recomputing it gives another result than the first time.
-    fn state_before(&self, before: Before<'_>, step: u64) -> Result<Option<State>> {
+    fn state_before(&self, before: StateSource<'_>, step: u64) -> Result<Option<State>> {
         match before {
-            Before::Copied(state) => Ok(Some(*state)),
-            Before::Given(state) => state.copy().map(Some),
-            Before::Anew => self.anew(step - 1),
+            StateSource::Copied(state) => Ok(Some(*state)),
+            StateSource::Given(state) => state.copy().map(Some),
+            StateSource::Anew => self.anew(step - 1),
         }
     }
 
@@ -441,7 +446,7 @@ impl Replayer {
         before: Option<&State>,
         batch: &Batch,
         first: Option<&StepRecord>,
-        difference: &Difference,
+        difference: &StepDifference,
     ) -> Result<Verdict> {
         // If the state itself was not reproduced, the step need not be computed.
         let Some(before) = before else { return Ok(Verdict::NotRepeatable) };
@@ -456,16 +461,16 @@ impl Replayer {
         Ok(Verdict::of(same, difference, self.kernels.as_deref()))
     }
 
-    fn difference(&self, step: u64, record: Option<&StepRecord>) -> Result<Option<Difference>> {
+    fn difference(&self, step: u64, record: Option<&StepRecord>) -> Result<Option<StepDifference>> {
         if step > self.recorded {
             return Ok(None);
         }
         let written = self.ledger.record(step)?;
         Ok(match record {
             Some(record) => written.difference(record, &self.ledger.head().parameters),
-            None => Some(Difference {
+            None => Some(StepDifference {
                 quantity: "outcome".to_owned(),
-                stage: Stage::Forward,
+                stage: StepStage::Forward,
                 left: format!("a loss of {}", written.loss),
                 right: "it diverged".to_owned(),
             }),
@@ -500,12 +505,12 @@ fn micro_batch_difference(
     written: &StepRecord,
     micro_batch: u64,
     sums: &step::MicroBatchSums,
-) -> Option<Difference> {
+) -> Option<StepDifference> {
     let index = micro_batch as usize;
-    let differs = |stage: Stage, quantity: &str, left: Option<u64>, right: u64| {
+    let differs = |stage: StepStage, quantity: &str, left: Option<u64>, right: u64| {
         let left = left.map_or_else(|| "none".to_owned(), |left| format!("{left:016x}"));
         let right = format!("{right:016x}");
-        (left != right).then(|| Difference {
+        (left != right).then(|| StepDifference {
             quantity: format!("{quantity} of micro-batch {micro_batch}"),
             stage,
             left,
@@ -514,9 +519,9 @@ fn micro_batch_difference(
     };
     let (loss, gradient) =
         (written.micro_batch_losses.0.get(index), written.micro_batch_grad_checksums.0.get(index));
-    differs(Stage::Data, "labels", written.micro_batch_labels.get(index).copied(), sums.labels)
-        .or_else(|| differs(Stage::Forward, "loss", loss.copied(), sums.loss.to_bits()))
-        .or_else(|| differs(Stage::Backward, "gradient", gradient.copied(), sums.gradient))
+    differs(StepStage::Data, "labels", written.micro_batch_labels.get(index).copied(), sums.labels)
+        .or_else(|| differs(StepStage::Forward, "loss", loss.copied(), sums.loss.to_bits()))
+        .or_else(|| differs(StepStage::Backward, "gradient", gradient.copied(), sums.gradient))
 }
 
 fn no_micro_batch(step: u64, micro_batch: u64, micro_batches: u64) -> Fault {

@@ -5,10 +5,10 @@ use contract::Result;
 use loader::Batch;
 use serde::Serialize;
 
-use super::hit::{self, Hit};
+use super::hit::{self, CorruptedElement};
 use super::{Replayer, Verdict};
 use crate::events::{self, Ranks};
-use crate::ledger::{Difference, Stage, StepRecord, layers};
+use crate::ledger::{StepDifference, StepRecord, StepStage, layers};
 use crate::mesh::Mesh;
 use crate::mesh::axes::Axis;
 use crate::mesh::team::parts;
@@ -17,9 +17,9 @@ use crate::state::ownership::Ownership;
 
 /// The differences between a ledger line and the recomputed step.
 #[derive(Clone, Debug, Serialize)]
-pub struct Narrowed {
+pub struct LocatedDifference {
     /// The first quantity that differs, in the order in which a step computes them.
-    pub first: Difference,
+    pub first: StepDifference,
     /// Micro-batches whose loss differs.
     pub losses: Vec<usize>,
     /// Micro-batches whose loss is the same and whose gradient differs.
@@ -33,7 +33,7 @@ pub struct Narrowed {
     /// The rank that computed or owned all that differs first, if it is a single one.
     pub rank: Option<u32>,
     /// The element that was hit, if a checkpoint of the run shows it.
-    pub hit: Option<Hit>,
+    pub hit: Option<CorruptedElement>,
     /// The conclusion, for people.
     pub words: String,
 }
@@ -42,25 +42,32 @@ impl Replayer {
     /// Narrows down the difference between the run and the replay from `before` to `after`; `batch` is the step's.
     pub(super) fn narrow(
         &self,
-        first: &Difference,
+        first: &StepDifference,
         again: &StepRecord,
         (before, after): (&State, &State),
         batch: &Batch,
         verdict: Verdict,
-    ) -> Result<Narrowed> {
+    ) -> Result<LocatedDifference> {
         let written = self.ledger.record(again.step)?;
         let ranks = events::ranks_at(&self.folder.events(), again.step);
         let pieces = ranks.map(|ranks| Ownership::new(&self.spec, 0, ranks.world));
         let cut = self.spec.model_at(again.step)?.cut;
         let mesh = ranks.map(|ranks| Mesh::of(ranks.world, ranks.degrees, cut));
         let parameters = &self.ledger.head().parameters;
-        let parts = Parts { parameters, ranks, mesh, owners: pieces.as_ref() };
+        let parts = WorkAssignment { parameters, ranks, mesh, owners: pieces.as_ref() };
         let mut found = narrow(first, &written, again, parts);
         let (alone, hit) = (self.world.comm.world() == 1, verdict == Verdict::RunHit);
-        if alone && hit && matches!(first.stage, Stage::Forward | Stage::Update) {
+        if alone && hit && matches!(first.stage, StepStage::Forward | StepStage::Update) {
             let (stage, losses, ranks) = (first.stage, &*found.losses, found.ranks);
-            let from =
-                hit::Traces { stage, losses, ranks, written: &written, before, after, batch };
+            let from = hit::CorruptionEvidence {
+                stage,
+                losses,
+                ranks,
+                written: &written,
+                before,
+                after,
+                batch,
+            };
             // A checkpoint that cannot be read does not invalidate the rest.
             let (hit, words) = hit::find(self, from, pieces.as_ref()).unwrap_or_else(|fault| {
                 let why = fault.to_string().replace('\n', "; ");
@@ -78,7 +85,7 @@ impl Replayer {
 
 /// The assignment of a step's work to ranks.
 #[derive(Clone, Copy)]
-struct Parts<'a> {
+struct WorkAssignment<'a> {
     parameters: &'a [String],
     ranks: Option<Ranks>,
     /// Their mesh.
@@ -88,11 +95,11 @@ struct Parts<'a> {
 
 /// Narrows a difference down by the checksums of both sides.
 fn narrow(
-    first: &Difference,
+    first: &StepDifference,
     written: &StepRecord,
     again: &StepRecord,
-    parts: Parts<'_>,
-) -> Narrowed {
+    parts: WorkAssignment<'_>,
+) -> LocatedDifference {
     let parameters = parts.parameters;
     let named = |indices: &[usize]| -> Vec<String> {
         let name = |index: &usize| parameters.get(*index).cloned().unwrap_or_default();
@@ -107,35 +114,35 @@ fn narrow(
     let (summed, weights) = (named(&sums), named(&moved));
     let micro_batches = written.micro_batches();
     let (rank, whose) = match first.stage {
-        Stage::Data => (None, String::new()),
-        Stage::Forward => parts.computed(&losses, micro_batches),
-        Stage::Backward => parts.computed(&gradients, micro_batches),
-        Stage::Sum => parts.owned(&sums),
-        Stage::Update => parts.owned(&moved),
+        StepStage::Data => (None, String::new()),
+        StepStage::Forward => parts.computed(&losses, micro_batches),
+        StepStage::Backward => parts.computed(&gradients, micro_batches),
+        StepStage::Sum => parts.owned(&sums),
+        StepStage::Update => parts.owned(&moved),
     };
     let words = match first.stage {
-        Stage::Data => format!("the run read other text: {}", first.quantity),
-        Stage::Forward if losses.len() == micro_batches => {
+        StepStage::Data => format!("the run read other text: {}", first.quantity),
+        StepStage::Forward if losses.len() == micro_batches => {
             "every micro-batch had another loss: a weight or a balancing bias changed in memory after the step \
              before was recorded"
                 .to_owned()
         }
-        Stage::Forward if losses.is_empty() => format!("{} differs, and no loss does", first.quantity),
-        Stage::Forward => format!(
+        StepStage::Forward if losses.is_empty() => format!("{} differs, and no loss does", first.quantity),
+        StepStage::Forward => format!(
             "only {} had another loss: the forward pass there, or one rank's copy of the weights",
             numbered(&losses)
         ),
-        Stage::Backward => format!("the backward pass of {} came out otherwise", numbered(&gradients)),
-        Stage::Sum if summed.is_empty() => format!("the gradients agree, and the {} does not", first.quantity),
-        Stage::Sum => format!(
+        StepStage::Backward => format!("the backward pass of {} came out otherwise", numbered(&gradients)),
+        StepStage::Sum if summed.is_empty() => format!("the gradients agree, and the {} does not", first.quantity),
+        StepStage::Sum => format!(
             "every micro-batch agrees, the sum does not: {} ({})",
             listed(&summed),
             of_layers(&summed, parameters)
         ),
-        Stage::Update if weights.is_empty() => {
+        StepStage::Update if weights.is_empty() => {
             format!("weights agree, and the {} does not: moments, balancing biases or windows", first.quantity)
         }
-        Stage::Update => format!(
+        StepStage::Update => format!(
             "the gradients agree, new weights do not: {} ({})",
             listed(&weights),
             of_layers(&weights, parameters)
@@ -143,7 +150,7 @@ fn narrow(
     };
     let words = format!("{words}{whose}{}", routers(first.stage, written, again));
     let ranks = parts.ranks.map(|ranks| ranks.world);
-    Narrowed {
+    LocatedDifference {
         first: first.clone(),
         losses,
         gradients,
@@ -162,7 +169,7 @@ fn differ(left: &[u64], right: &[u64]) -> Vec<usize> {
     pairs.filter(|(_, (left, right))| left != right).map(|(index, _)| index).collect()
 }
 
-impl Parts<'_> {
+impl WorkAssignment<'_> {
     /// The rank that computed these of `micro_batches` micro-batches, and a description. Of ranks that shared them none
     /// is named, since a ledger does not record chunks.
     fn computed(self, differing: &[usize], micro_batches: usize) -> (Option<u32>, String) {
@@ -224,9 +231,9 @@ fn unknown() -> String {
 }
 
 /// The first layer with different router counts: the hit is in it or before.
-fn routers(stage: Stage, written: &StepRecord, again: &StepRecord) -> String {
+fn routers(stage: StepStage, written: &StepRecord, again: &StepRecord) -> String {
     let mut layers = written.tokens_per_expert.iter().zip(&again.tokens_per_expert);
-    match layers.position(|(left, right)| left != right).filter(|_| stage == Stage::Forward) {
+    match layers.position(|(left, right)| left != right).filter(|_| stage == StepStage::Forward) {
         Some(layer) => {
             format!(
                 "; routers differ from layer {layer} on, so what was hit is the embedding or in layers 0 to {layer}"

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 /// A duration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Spent {
+pub struct SpentTime {
     /// Wall time in seconds.
     pub wall: f64,
     /// CPU time in seconds, to the hundredth; 0 if the system does not say.
@@ -18,31 +18,31 @@ pub struct Spent {
 
 /// Times by part, with the number of tokens computed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Times {
+pub struct TimesByPart {
     /// By part.
-    parts: BTreeMap<&'static str, Spent>,
+    parts: BTreeMap<&'static str, SpentTime>,
     /// Tokens in forward passes on this rank, without the steps that lead to the state.
     pub forward_tokens: u64,
     /// Those of them with a backward pass.
     pub backward_tokens: u64,
 }
 
-impl Times {
+impl TimesByPart {
     /// Adds to a part.
-    pub(crate) fn add(&mut self, part: &'static str, spent: Spent) {
+    pub(crate) fn add(&mut self, part: &'static str, spent: SpentTime) {
         let sum = self.parts.entry(part).or_default();
         sum.wall += spent.wall;
         sum.processor += spent.processor;
     }
 
     /// The time of a part.
-    pub fn of(&self, part: &str) -> Spent {
+    pub fn of(&self, part: &str) -> SpentTime {
         self.parts.get(part).copied().unwrap_or_default()
     }
 
     /// For people: a line for each part.
     pub fn lines(&self) -> Vec<String> {
-        let line = |(part, spent): (&&str, &Spent)| {
+        let line = |(part, spent): (&&str, &SpentTime)| {
             format!(
                 "time: {part:<12} {:>9.3} s, {:>8.2} s of processors",
                 spent.wall, spent.processor
@@ -57,20 +57,23 @@ impl Times {
 }
 
 /// A running stopwatch.
-pub(crate) struct Watch {
+pub(crate) struct Stopwatch {
     begun: Instant,
     processor: f64,
 }
 
-impl Watch {
+impl Stopwatch {
     /// Starts it.
     pub(crate) fn start() -> Self {
-        Watch { begun: Instant::now(), processor: processor() }
+        Stopwatch { begun: Instant::now(), processor: processor() }
     }
 
     /// The time since it was started.
-    pub(crate) fn read(&self) -> Spent {
-        Spent { wall: self.begun.elapsed().as_secs_f64(), processor: processor() - self.processor }
+    pub(crate) fn read(&self) -> SpentTime {
+        SpentTime {
+            wall: self.begun.elapsed().as_secs_f64(),
+            processor: processor() - self.processor,
+        }
     }
 }
 
@@ -88,16 +91,16 @@ mod tests {
 
     #[test]
     fn a_busy_thread_spends_processor_time_and_a_sleeping_one_does_not() {
-        let (mut times, watch) = (Times::default(), Watch::start());
+        let (mut times, watch) = (TimesByPart::default(), Stopwatch::start());
         let mut sum = 0u64;
         while watch.read().wall < 0.2 {
             sum = std::hint::black_box(sum.wrapping_mul(31) + 1);
         }
         times.add("busy", watch.read());
-        times.add("busy", Spent { wall: 1.0, processor: 0.0 });
+        times.add("busy", SpentTime { wall: 1.0, processor: 0.0 });
         let busy = times.of("busy");
         assert!(busy.wall >= 1.2 && busy.processor > 0.0, "{busy:?}");
-        assert_eq!(times.of("nothing"), Spent::default());
+        assert_eq!(times.of("nothing"), SpentTime::default());
         assert_eq!(times.lines().len(), 2);
     }
 }

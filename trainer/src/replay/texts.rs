@@ -5,13 +5,13 @@ use loader::Batch;
 use serde::Serialize;
 use tokenizers::Tokenizer;
 
-use super::documents::{DocumentLoss, Place};
+use super::documents::{DocumentLoss, DocumentPlace};
 use super::{Replayed, Replayer};
 use crate::spec::RunSpec;
 
 /// A part of a document in a row of a batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Part {
+pub struct DocumentText {
     /// The row.
     pub row: u64,
     /// Its first token, counted in the document.
@@ -36,13 +36,13 @@ impl Decoder {
         decoded.unwrap_or_else(|| ids.iter().map(|id| format!("<{id}>")).collect())
     }
 
-    fn part(&self, batch: &Batch, place: &Place) -> Result<Part> {
+    fn part(&self, batch: &Batch, place: &DocumentPlace) -> Result<DocumentText> {
         let row = batch.row(batch.columns().tokens, place.row);
         let columns = place.columns.start as usize..place.columns.end as usize;
         let ids = row[columns].iter().map(|id| u32::try_from(*id));
         let ids = ids.collect::<std::result::Result<Vec<u32>, _>>();
         let ids = ids.map_err(|_| Fault::bug("a token with a negative id"))?;
-        Ok(Part {
+        Ok(DocumentText {
             row: place.row,
             first_token: place.first_token,
             tokens: ids.len() as u64,
@@ -53,7 +53,7 @@ impl Decoder {
 
 impl Replayer {
     /// The text of the first `count` documents of a replayed step, each as the parts in its rows.
-    pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<Part>>> {
+    pub fn texts(&self, replayed: &Replayed, count: usize) -> Result<Vec<Vec<DocumentText>>> {
         let (batch, decoder) = (self.batch(replayed.step)?, Decoder::of(&self.spec)?);
         let of = |document: &DocumentLoss| {
             document.places.iter().map(|place| decoder.part(&batch, place)).collect()

@@ -4,14 +4,14 @@
 use contract::{Fault, Result};
 use kernels::group::Transport;
 
-use super::{Replayer, Together};
+use super::{ReplayParallelism, Replayer};
 use crate::ledger::Ledger;
-use crate::memory::{self, Demand};
-use crate::mesh::words::{Reader, Writer};
+use crate::memory::{self, MachineDemand};
+use crate::mesh::words::{WordReader, WordWriter};
 use crate::refusal::lost;
 use crate::run::{World, agree as agreement};
 use crate::spec::RunSpec;
-use crate::step::Gradient;
+use crate::step::ReducedGradient;
 
 /// Agrees with the other ranks on the transport of tensors, before a run is opened.
 pub fn meet(world: &mut World, transport: Transport) -> Result<()> {
@@ -24,23 +24,23 @@ pub(super) fn agree(
     spec: &RunSpec,
     ledger: &Ledger,
     world: &World,
-    together: &Together,
+    together: &ReplayParallelism,
 ) -> Result<u64> {
     agreement::same(spec, &together.asked, world)?;
     let gather =
-        |what: &str, mine: &Writer| world.comm.all_gather(what, mine.bytes()).map_err(lost);
-    let mut mine = Writer::default();
+        |what: &str, mine: &WordWriter| world.comm.all_gather(what, mine.bytes()).map_err(lost);
+    let mut mine = WordWriter::default();
     let last = gather("the length of the ledger", mine.word(ledger.last_step()))?;
-    let last = last.iter().map(|heard| Reader::new(heard).word());
+    let last = last.iter().map(|heard| WordReader::new(heard).word());
     let recorded = last.collect::<Result<Vec<_>>>()?.into_iter().min().unwrap_or(0);
     let chain = ledger.chain_at(recorded).unwrap_or_default();
-    let mut mine = Writer::default();
+    let mut mine = WordWriter::default();
     let chains = gather("the chain of the ledger", mine.digest(chain))?;
     for (rank, heard) in chains.iter().enumerate() {
         if *heard != chains[0] {
             return Err(Fault::mismatch(format!("rank {rank} sees another ledger than rank 0"))
-                .found(Reader::new(heard).digest()?)
-                .wanted(Reader::new(&chains[0]).digest()?)
+                .found(WordReader::new(heard).digest()?)
+                .wanted(WordReader::new(&chains[0]).digest()?)
                 .hint("a run's folder has to be the same on every rank: share it"));
         }
     }
@@ -49,14 +49,14 @@ pub(super) fn agree(
 
 impl Replayer {
     /// The loss of each token of a step, in the order of its micro-batches, from all ranks.
-    pub(super) fn token_losses(&self, gradient: &Gradient) -> Result<Vec<f32>> {
+    pub(super) fn token_losses(&self, gradient: &ReducedGradient) -> Result<Vec<f32>> {
         let own = gradient.micro_batches.iter().flat_map(|one| one.token_losses.iter().copied());
         if self.world.comm.world() == 1 {
             return Ok(own.collect());
         }
         let (team, micro_batches) = (self.team()?, gradient.micro_batches.len() as u64);
         let lines = team.lines(self.spec.model_at(gradient.step)?.cut)?;
-        let mut mine = Writer::default();
+        let mut mine = WordWriter::default();
         for number in lines.micro_batches(micro_batches)? {
             let losses = &gradient.micro_batches[number as usize].token_losses;
             mine.word(losses.len() as u64);
@@ -79,8 +79,9 @@ impl Replayer {
 
     /// Refuses a step that exceeds the memory of this machine, before a state is read.
     pub fn refuse_memory(&self) -> Result<()> {
-        let (Together { grad_reduce, flat, degrees, .. }, world) = (&self.together, &self.world);
-        let demand = Demand {
+        let (ReplayParallelism { grad_reduce, flat, degrees, .. }, world) =
+            (&self.together, &self.world);
+        let demand = MachineDemand {
             degrees: *degrees,
             flat: *flat,
             grad_reduce: *grad_reduce,

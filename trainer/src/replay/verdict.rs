@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::ledger::{Difference, Stage};
+use crate::ledger::{StepDifference, StepStage};
 
 /// The verdict about a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -22,10 +22,10 @@ pub enum Verdict {
 
 impl Verdict {
     /// The verdict on a difference; `same` is whether it repeats, and `kernels` how kernel tables differ, if they do.
-    pub(super) fn of(same: bool, difference: &Difference, kernels: Option<&str>) -> Verdict {
+    pub(super) fn of(same: bool, difference: &StepDifference, kernels: Option<&str>) -> Verdict {
         match (same, kernels, difference.stage) {
             (false, _, _) => Verdict::NotRepeatable,
-            (true, None, stage) if stage != Stage::Data => Verdict::RunHit,
+            (true, None, stage) if stage != StepStage::Data => Verdict::RunHit,
             (true, _, _) => Verdict::Repeatable,
         }
     }
@@ -60,14 +60,14 @@ impl Verdict {
     /// The same, depending on what differs first.
     pub(super) fn advice_on(
         self,
-        difference: Option<&Difference>,
+        difference: Option<&StepDifference>,
         kernels: Option<&str>,
     ) -> String {
-        let Some(Difference { quantity, stage, .. }) = difference else {
+        let Some(StepDifference { quantity, stage, .. }) = difference else {
             return self.advice().to_owned();
         };
         match (self, stage, kernels) {
-            (Verdict::Repeatable, Stage::Data, _) => {
+            (Verdict::Repeatable, StepStage::Data, _) => {
                 "the step read other text than the run: look at the stores, with `zdata verify-run`"
                     .to_owned()
             }
@@ -84,15 +84,15 @@ impl Verdict {
     }
 }
 
-impl Stage {
+impl StepStage {
     /// For people.
     fn words(self) -> &'static str {
         match self {
-            Stage::Data => "what the step read",
-            Stage::Forward => "a weight at the start of the step, or its forward pass,",
-            Stage::Backward => "the backward pass of a micro-batch",
-            Stage::Sum => "the addition of gradients",
-            Stage::Update => "the update of weights and moments",
+            StepStage::Data => "what the step read",
+            StepStage::Forward => "a weight at the start of the step, or its forward pass,",
+            StepStage::Backward => "the backward pass of a micro-batch",
+            StepStage::Sum => "the addition of gradients",
+            StepStage::Update => "the update of weights and moments",
         }
     }
 }

@@ -5,18 +5,18 @@ use std::time::Duration;
 use contract::{Fault, Result, words};
 
 use super::{Replayed, Replayer, Verdict};
-use crate::checkpoint::{self, Layout};
+use crate::checkpoint::{self, StateLayout};
 use crate::events;
 use crate::mesh::share;
-use crate::run::restore::Reading;
+use crate::run::restore::RestoreInputs;
 use crate::shown::clock;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::step::Detail;
-use crate::waiting::{self, Waiting};
+use crate::waiting::{self, WaitCounter};
 
 /// The source of the state before a step, in case the step has to be recomputed.
-pub(super) enum Before<'a> {
+pub(super) enum StateSource<'a> {
     /// A copy made for that.
     Copied(Box<State>),
     /// A state that exists anyway.
@@ -74,14 +74,14 @@ impl Replayer {
             self.say_way(state.step, step);
         }
         let what = format!("computing the state after step {step}");
-        let mut waiting = speaks.then(|| Waiting::new(what, step - state.step));
+        let mut waiting = speaks.then(|| WaitCounter::new(what, step - state.step));
         while state.step < step {
             let batch = self.part(&self.spec, state.step + 1)?;
-            let next = self.replayed(state, &batch, Detail::Sums, Before::Anew, |_| ())?;
+            let next = self.replayed(state, &batch, Detail::Sums, StateSource::Anew, |_| ())?;
             if next.verdict != Verdict::SameBits {
                 return Err(self.on_the_way(&next));
             }
-            waiting.iter_mut().for_each(Waiting::one);
+            waiting.iter_mut().for_each(WaitCounter::one);
         }
         Ok(())
     }
@@ -102,9 +102,10 @@ impl Replayer {
     /// The newest state up to `step` among the run's checkpoints and the states kept by replays; also what was skipped.
     fn nearest(&self, step: u64) -> Result<(State, Vec<String>)> {
         let (comm, device) = (&self.world.comm, self.world.device);
-        let layout = Layout::new(&self.spec, device);
+        let layout = StateLayout::new(&self.spec, device);
         let owners = Ownership::new(&self.spec, comm.rank(), comm.world());
-        let reading = Reading { comm, layout: &layout, owners: &owners, workers: self.workers };
+        let reading =
+            RestoreInputs { comm, layout: &layout, owners: &owners, workers: self.workers };
         let mut passed = Vec::new();
         let found = if comm.rank() == 0 {
             let places = [&self.folder.checkpoints()?, self.kept.checkpoints()];
@@ -132,7 +133,7 @@ impl Replayer {
     }
 
     /// Refuses a checkpoint whose state does not match the ledger.
-    fn fits(&self, reader: &checkpoint::Reader<'_>) -> Result<()> {
+    fn fits(&self, reader: &checkpoint::CheckpointReader<'_>) -> Result<()> {
         let (at, found) = (reader.manifest().step, reader.manifest().state);
         let written = self.ledger.record(at)?.state_digest;
         if found == written {
@@ -146,7 +147,7 @@ impl Replayer {
 
     /// Keeps a state that matches the ledger.
     fn keep(&self, state: &State) -> Result<()> {
-        let layout = Layout::new(&self.spec, self.world.device);
+        let layout = StateLayout::new(&self.spec, self.world.device);
         let chain = self.ledger.chain_at(state.step);
         let chain = chain.ok_or_else(|| Fault::bug("a state without a step is to be kept"))?;
         let digests = (self.ledger.record(state.step)?.state_digest, chain);

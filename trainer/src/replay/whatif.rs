@@ -8,23 +8,23 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
 use contract::{Class, Fault, Result};
-use loader::{Batch, Opened, explain};
+use loader::{Batch, OpenedCurriculum, explain};
 use serde::Serialize;
 
 use super::{Replayer, Verdict};
-use crate::change::{Change, Documents};
+use crate::change::{DocumentsBySource, WhatIfChange};
 use crate::optim::guard::Skipped;
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::step::Detail;
-use crate::waiting::Waiting;
+use crate::waiting::WaitCounter;
 
 /// Loss and gradient norm of a step.
 pub type LossAndNorm = (f64, f64);
 
 /// A step of the run, and with the change.
 #[derive(Clone, Debug, Serialize)]
-pub struct Imagined {
+pub struct WhatIfStep {
     /// The step.
     pub step: u64,
     /// Labels of the step that the change drops.
@@ -39,9 +39,9 @@ pub struct Imagined {
 
 /// The steps with a change.
 #[derive(Clone, Debug, Serialize)]
-pub struct Answer {
+pub struct WhatIfSteps {
     /// The steps, up to the last that could be completed.
-    pub steps: Vec<Imagined>,
+    pub steps: Vec<WhatIfStep>,
     /// Why the next step could not be completed, if it diverged.
     pub diverged: Option<String>,
     /// Why a fork is impossible, if a later phase needs what is dropped.
@@ -49,20 +49,25 @@ pub struct Answer {
 }
 
 /// Computes `steps` from the true state before them, with `change` from the first on.
-pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> Result<Answer> {
+pub fn imagine(
+    replayer: &mut Replayer,
+    steps: Range<u64>,
+    change: &WhatIfChange,
+) -> Result<WhatIfSteps> {
     let documents = find_documents(replayer, steps.clone(), &change.drop_documents)?;
     let spec = replayer.spec();
     let curriculum = change.amended(spec, steps.clone(), documents.clone())?;
     let on = change.amended(spec, steps.start..spec.plan.steps() + 1, documents);
     let no_fork = on.err().map(|fault| fault.to_string());
     // Parsed from the text that a fork would train.
-    let amended = Opened::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
+    let amended =
+        OpenedCurriculum::open_text(replayer.folder.curriculum(), curriculum.canonical())?;
     let amended = RunSpec::new(&amended)?;
     let mut state = replayer.state_after(steps.start - 1)?;
     let mut original = Original::new(replayer, &state, &steps)?;
-    let mut answer = Answer { steps: Vec::new(), diverged: None, no_fork };
+    let mut answer = WhatIfSteps { steps: Vec::new(), diverged: None, no_fork };
     let count = steps.end - steps.start;
-    let mut waiting = replayer.speaks().then(|| Waiting::new("steps with the change", count));
+    let mut waiting = replayer.speaks().then(|| WaitCounter::new("steps with the change", count));
     for step in steps {
         let was = original.step(replayer, step)?;
         let batch = replayer.part(&amended, step)?;
@@ -76,8 +81,8 @@ pub fn imagine(replayer: &mut Replayer, steps: Range<u64>, change: &Change) -> R
         };
         let (would_be, skipped) = ((record.loss, record.norm()), record.skipped);
         let dropped_labels = dropped_labels(replayer, step, change)?;
-        answer.steps.push(Imagined { step, dropped_labels, was, would_be, skipped });
-        waiting.iter_mut().for_each(Waiting::one);
+        answer.steps.push(WhatIfStep { step, dropped_labels, was, would_be, skipped });
+        waiting.iter_mut().for_each(WaitCounter::one);
     }
     Ok(answer)
 }
@@ -122,8 +127,12 @@ impl Original {
 
 /// The numbers of the documents with these ids. Refuses one without labels in all of the steps, before the state for
 /// them is computed.
-fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Result<Documents> {
-    let mut found = Documents::new();
+fn find_documents(
+    replayer: &Replayer,
+    steps: Range<u64>,
+    ids: &[String],
+) -> Result<DocumentsBySource> {
+    let mut found = DocumentsBySource::new();
     let mut sources: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let all = replayer.spec().plan.sources();
     // All steps are searched: another source may have the same id in a later one.
@@ -132,13 +141,13 @@ fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Res
         each_piece(replayer, &batch, |source, piece, labels| {
             let name = all[source].name.as_str();
             let asked = ids.iter().filter(|_| labels > 0);
-            for asked in asked.filter(|asked| Change::drops(asked, name, &piece.record.id)) {
+            for asked in asked.filter(|asked| WhatIfChange::drops(asked, name, &piece.record.id)) {
                 found.entry(name.to_owned()).or_default().insert(piece.document);
                 sources.entry(asked).or_default().insert(name);
             }
         })?;
     }
-    Change::refuse_ambiguous(&sources)?;
+    WhatIfChange::refuse_ambiguous(&sources)?;
     let unseen: Vec<&String> = ids.iter().filter(|id| !sources.contains_key(id.as_str())).collect();
     if unseen.is_empty() {
         return Ok(found);
@@ -151,15 +160,15 @@ fn find_documents(replayer: &Replayer, steps: Range<u64>, ids: &[String]) -> Res
 }
 
 /// The labels of the original step that the change drops.
-fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64> {
-    let Change { drop_documents, drop_sources, .. } = change;
+fn dropped_labels(replayer: &Replayer, step: u64, change: &WhatIfChange) -> Result<u64> {
+    let WhatIfChange { drop_documents, drop_sources, .. } = change;
     if drop_documents.is_empty() && drop_sources.is_empty() {
         return Ok(0);
     }
     let (batch, mut dropped) = (replayer.batch(step)?, 0);
     each_piece(replayer, &batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
-        let drops = |asked: &String| Change::drops(asked, name, &piece.record.id);
+        let drops = |asked: &String| WhatIfChange::drops(asked, name, &piece.record.id);
         if drop_documents.iter().any(drops) || drop_sources.contains(name) {
             dropped += labels;
         }
@@ -171,7 +180,7 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &Change) -> Result<u64
 pub(super) fn each_piece(
     replayer: &Replayer,
     batch: &Batch,
-    mut each: impl FnMut(usize, &explain::Piece, u64),
+    mut each: impl FnMut(usize, &explain::SequencePart, u64),
 ) -> Result<()> {
     let spec = replayer.spec();
     let rows = explain::pieces(&spec.plan, &spec.data, &batch.samples)?;

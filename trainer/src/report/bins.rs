@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 /// How the values of two steps are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fold {
+pub(super) enum Merge {
     /// Their sum.
     Sum,
     /// The maximum.
@@ -20,7 +20,7 @@ pub(super) enum Fold {
 /// Values of several lanes (layers, sources) in bins of equally many steps.
 #[derive(Clone, Debug)]
 pub(super) struct Bins {
-    fold: Fold,
+    fold: Merge,
     /// The maximum number of bins; even.
     most: usize,
     lanes: usize,
@@ -34,7 +34,7 @@ pub(super) struct Bins {
 
 impl Bins {
     /// Without steps; with at most `most` bins, at least two.
-    pub(super) fn new(fold: Fold, most: usize) -> Bins {
+    pub(super) fn new(fold: Merge, most: usize) -> Bins {
         let most = most.max(2).next_multiple_of(2);
         Bins { fold, most, lanes: 0, width: 1, steps: 0, values: Vec::new() }
     }
@@ -109,11 +109,11 @@ impl Bins {
     }
 }
 
-impl Fold {
+impl Merge {
     fn of(self, left: f64, right: f64) -> f64 {
         match self {
-            Fold::Sum => left + right,
-            Fold::Most => left.max(right),
+            Merge::Sum => left + right,
+            Merge::Most => left.max(right),
         }
     }
 }
@@ -137,7 +137,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_bin_is_the_fold_of_its_steps(values in prop::collection::vec(0u32..1000, 1..300), most in 2usize..40, sum: bool) {
-            let fold = if sum { Fold::Sum } else { Fold::Most };
+            let fold = if sum { Merge::Sum } else { Merge::Most };
             let mut bins = Bins::new(fold, most);
             // The second lane appears in the fourth step.
             for (index, value) in values.iter().enumerate() {
@@ -153,8 +153,8 @@ mod tests {
                     let late = (bin * width..).zip(steps).filter(|(index, _)| *index >= 3);
                     let second = late.map(|(_, value)| 2.0 * f64::from(*value));
                     let (wanted, other) = match fold {
-                        Fold::Sum => (first.sum(), second.sum()),
-                        Fold::Most => (first.fold(0.0, f64::max), second.fold(0.0, f64::max)),
+                        Merge::Sum => (first.sum(), second.sum()),
+                        Merge::Most => (first.fold(0.0, f64::max), second.fold(0.0, f64::max)),
                     };
                     prop_assert_eq!(bins.values()[bin * bins.lanes()], wanted);
                     if bins.lanes() == 2 {

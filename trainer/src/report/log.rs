@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use store::regular;
 
-use super::odd::{Kind, OddStep, Reason, add};
-use crate::usual::Window;
+use super::odd::{OddReason, OddReasonKind, OddStep, add};
+use crate::usual::RecentValues;
 
 /// Bytes read at a time.
 const BUFFER: usize = 1 << 18;
@@ -26,7 +26,7 @@ const LINE: u64 = 128;
 pub(crate) const SLOW: f64 = 0.3;
 
 /// The events of a run, as far as they have been read.
-pub struct Log {
+pub struct EventLog {
     path: PathBuf,
     ledger: PathBuf,
     /// The maximum number of steps of the ledger.
@@ -48,12 +48,12 @@ pub struct Log {
     /// Tokens of all steps so far, by the newest event.
     pub tokens: Option<u64>,
     /// What happened, in the order of the file.
-    pub happenings: Vec<Happening>,
+    pub happenings: Vec<NotableEvent>,
     /// Validation losses by step.
-    pub validation: BTreeMap<u64, Validated>,
+    pub validation: BTreeMap<u64, ValidationPoint>,
     /// The number of lines that could not be parsed.
     pub unreadable: u64,
-    speeds: Window,
+    speeds: RecentValues,
     odd: Vec<OddStep>,
     /// The last step of the running process; `None` after its end.
     running: Option<u64>,
@@ -62,9 +62,9 @@ pub struct Log {
 
 /// A notable event of a run.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Happening {
+pub struct NotableEvent {
     /// Its kind.
-    pub kind: Happened,
+    pub kind: NotableEventKind,
     /// The step after which it happened.
     pub step: u64,
     /// Seconds since 1970.
@@ -76,7 +76,7 @@ pub struct Happening {
 /// The kind of a notable event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Happened {
+pub enum NotableEventKind {
     /// A process started training.
     Start,
     /// The previous process ended without an event.
@@ -109,7 +109,7 @@ pub enum Happened {
 
 /// The validation loss after a step.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Validated {
+pub struct ValidationPoint {
     /// Mean loss per label, over all sources.
     pub all: f64,
     /// The same by source.
@@ -140,20 +140,23 @@ struct Event {
     tokens: Option<u64>,
 }
 
-impl Happened {
+impl NotableEventKind {
     /// Whether it may explain what is odd at the same step.
     pub(super) fn is_context(self) -> bool {
         !matches!(
             self,
-            Happened::Checkpoint | Happened::Stop | Happened::Spike | Happened::Strangers
+            NotableEventKind::Checkpoint
+                | NotableEventKind::Stop
+                | NotableEventKind::Spike
+                | NotableEventKind::Strangers
         )
     }
 }
 
-impl Log {
+impl EventLog {
     /// The events at `path`, none read yet; a missing file counts as empty. `ledger` is that of the run.
-    pub fn new(path: &Path, ledger: &Path) -> Log {
-        Log {
+    pub fn new(path: &Path, ledger: &Path) -> EventLog {
+        EventLog {
             path: path.to_owned(),
             ledger: ledger.to_owned(),
             most: 0,
@@ -169,7 +172,7 @@ impl Log {
             happenings: Vec::new(),
             validation: BTreeMap::new(),
             unreadable: 0,
-            speeds: Window::default(),
+            speeds: RecentValues::default(),
             odd: Vec::new(),
             running: None,
             fresh: true,
@@ -193,7 +196,7 @@ impl Log {
 
     /// How often a process started training.
     pub fn starts(&self) -> usize {
-        self.happenings.iter().filter(|one| one.kind == Happened::Start).count()
+        self.happenings.iter().filter(|one| one.kind == NotableEventKind::Start).count()
     }
 
     /// Reads new events; returns the number of lines.
@@ -242,12 +245,12 @@ impl Log {
         }
         if let Some((kind, words)) = self.happened(event, &fields) {
             let step = match kind {
-                Happened::Start => number(&fields, "from_step"),
-                Happened::Edit => number(&fields, "recorded"),
-                Happened::Ranks => self.running.unwrap_or(0),
+                NotableEventKind::Start => number(&fields, "from_step"),
+                NotableEventKind::Edit => number(&fields, "recorded"),
+                NotableEventKind::Ranks => self.running.unwrap_or(0),
                 _ => event.step,
             };
-            self.happenings.push(Happening { kind, step, time: event.time, words });
+            self.happenings.push(NotableEvent { kind, step, time: event.time, words });
         }
     }
 
@@ -256,7 +259,7 @@ impl Log {
         let Some(index) = event.step.checked_sub(1).filter(|at| *at < self.most) else { return };
         let index = index as usize;
         let longer = (index + 1).max(self.seconds.len());
-        let Log { seconds, speed, stall, memory, tflops, mfu, .. } = self;
+        let EventLog { seconds, speed, stall, memory, tflops, mfu, .. } = self;
         for column in [seconds, speed, stall, memory, tflops, mfu] {
             column.resize(longer, f32::NAN);
         }
@@ -273,8 +276,8 @@ impl Log {
         if let Some(usual) = usual.filter(|usual| speed < SLOW * usual && !self.fresh) {
             let words = format!("{speed:.0} tokens/s, usually {usual:.0}: {:.2} s", event.seconds);
             let (value, usual) = (Some(speed), Some(usual));
-            let (kind, step, score, layer) = (Kind::Slow, event.step, None, None);
-            let reasons = vec![Reason { kind, step, value, usual, score, layer, words }];
+            let (kind, step, score, layer) = (OddReasonKind::Slow, event.step, None, None);
+            let reasons = vec![OddReason { kind, step, value, usual, score, layer, words }];
             add(&mut self.odd, OddStep { step, last: step, reasons, context: Vec::new() });
         }
         if !self.fresh {
@@ -289,23 +292,23 @@ impl Log {
         let Some(all) = loss(&fields["all"]) else { return };
         let sources = fields["sources"].as_object().into_iter().flatten();
         let sources = sources.filter_map(|(name, one)| Some((name.clone(), loss(one)?))).collect();
-        self.validation.insert(step, Validated { all, sources });
+        self.validation.insert(step, ValidationPoint { all, sources });
     }
 
     /// The kind and description of an event. Some events add a second entry.
-    fn happened(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
+    fn happened(&mut self, event: &Event, fields: &Value) -> Option<(NotableEventKind, String)> {
         let (step, text) = (event.step, |key: &str| fields[key].as_str().unwrap_or("?").to_owned());
         Some(match event.event.as_str() {
-            "start" => (Happened::Start, self.started(event.time, fields)),
+            "start" => (NotableEventKind::Start, self.started(event.time, fields)),
             "stop" => {
                 self.running = None;
                 let signal = fields["signal"].as_bool().unwrap_or(false);
                 let why = if signal { ", on a signal" } else { "" };
-                (Happened::Stop, format!("ended in order after step {step}{why}"))
+                (NotableEventKind::Stop, format!("ended in order after step {step}{why}"))
             }
             "forked" => {
                 self.running = None;
-                (Happened::Stop, format!("forked from {} after step {step}", text("of")))
+                (NotableEventKind::Stop, format!("forked from {} after step {step}", text("of")))
             }
             "checkpoint" => {
                 let mut words = format!("the state after step {step} was kept");
@@ -313,26 +316,32 @@ impl Log {
                     let writing = fields["writing_seconds"].as_f64().unwrap_or(0.0);
                     words += &format!(": the run waited {stall:.3} s, writing took {writing:.2} s");
                 }
-                (Happened::Checkpoint, words)
+                (NotableEventKind::Checkpoint, words)
             }
             "damaged checkpoint" => (
-                Happened::Damaged,
+                NotableEventKind::Damaged,
                 format!("checkpoint step-{step} was passed over: {}", text("fault")),
             ),
-            "edit" => (Happened::Edit, format!("the curriculum was edited: {}", text("edit"))),
+            "edit" => {
+                (NotableEventKind::Edit, format!("the curriculum was edited: {}", text("edit")))
+            }
             "fault" => {
                 self.running = None;
                 let fault = text("fault");
                 let first = fault.lines().next().unwrap_or_default();
-                let reason = Reason::words(Kind::Stopped, step, format!("it did not end: {first}"));
+                let reason = OddReason::words(
+                    OddReasonKind::Stopped,
+                    step,
+                    format!("it did not end: {first}"),
+                );
                 let (reasons, context) = (vec![reason], Vec::new());
                 add(&mut self.odd, OddStep { step, last: step, reasons, context });
-                (Happened::Fault, format!("stopped in step {step}: {first}"))
+                (NotableEventKind::Fault, format!("stopped in step {step}: {first}"))
             }
             "spike" => {
                 let kept = number(fields, "kept");
                 (
-                    Happened::Spike,
+                    NotableEventKind::Spike,
                     format!("the loss of step {step} jumped: the state after step {kept} was kept"),
                 )
             }
@@ -341,41 +350,47 @@ impl Log {
     }
 
     /// The same for events about ranks.
-    fn of_ranks(&mut self, event: &Event, fields: &Value) -> Option<(Happened, String)> {
+    fn of_ranks(&mut self, event: &Event, fields: &Value) -> Option<(NotableEventKind, String)> {
         let text = |key: &str| fields[key].as_str().unwrap_or("?").to_owned();
         Some(match event.event.as_str() {
             "loss" => {
                 // From here on, the remaining ranks write the events.
                 self.running = None;
-                (Happened::Loss, format!("lost ranks: {}", listed(&fields["lost"])))
+                (NotableEventKind::Loss, format!("lost ranks: {}", listed(&fields["lost"])))
             }
             "joined" => {
                 // From here on, the enlarged group of ranks writes the events.
                 self.running = None;
-                (Happened::Joined, format!("ranks that joined: {}", listed(&fields["joined"])))
+                (
+                    NotableEventKind::Joined,
+                    format!("ranks that joined: {}", listed(&fields["joined"])),
+                )
             }
             "supervisor" => {
                 let rank = fields["rank"].as_u64();
                 let who = rank.map_or_else(String::new, |rank| format!(" of rank {rank}"));
                 let (cause, what, action) = (text("cause"), text("what"), text("action"));
-                (Happened::Supervisor, format!("supervisor: {cause}{who} ({what}): {action}"))
+                (
+                    NotableEventKind::Supervisor,
+                    format!("supervisor: {cause}{who} ({what}): {action}"),
+                )
             }
             "recovered" => {
                 let held_up = fields["seconds"].as_f64().unwrap_or(0.0);
                 (
-                    Happened::Recovered,
+                    NotableEventKind::Recovered,
                     format!("the ranks' new meeting held the run up for {held_up:.2} s"),
                 )
             }
             "strangers" => {
                 let refused = number(fields, "refused");
                 let words = format!("connections without the run's key, refused so far: {refused}");
-                (Happened::Strangers, words)
+                (NotableEventKind::Strangers, words)
             }
             "ranks" => {
                 let world = fields["world"].as_u64().or_else(|| fields["ranks"].as_u64());
                 (
-                    Happened::Ranks,
+                    NotableEventKind::Ranks,
                     world.map_or("ranks joined".to_owned(), |world| format!("{world} ranks")),
                 )
             }
@@ -389,7 +404,12 @@ impl Log {
         if let Some(last) = self.running {
             let last = last.max(recorded);
             let words = format!("the process before ended after step {last} without a word");
-            self.happenings.push(Happening { kind: Happened::Killed, step: last, time, words });
+            self.happenings.push(NotableEvent {
+                kind: NotableEventKind::Killed,
+                step: last,
+                time,
+                words,
+            });
         }
         (self.running, self.fresh) = (Some(from), true);
         let on = fields["device"].as_str().unwrap_or("?").to_lowercase();

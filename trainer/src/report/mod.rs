@@ -24,12 +24,12 @@ use contract::shell;
 use crate::folder::RunFolder;
 
 pub(crate) use log::SLOW;
-pub use log::{Happened, Happening, Log, Validated};
-pub use odd::{Kind, OddStep, Reason};
+pub use log::{EventLog, NotableEvent, NotableEventKind, ValidationPoint};
+pub use odd::{OddReason, OddReasonKind, OddStep};
 pub use page::{page, payload};
-pub use table::Table;
-pub use view::View;
-pub use watch::Watch;
+pub use table::StepRows;
+pub use view::RunView;
+pub use watch::PageServer;
 
 /// The command that explains a step of the run at `root`, quoted for a shell.
 pub fn explain_command(root: &Path, step: impl std::fmt::Display) -> String {

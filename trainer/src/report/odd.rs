@@ -8,8 +8,8 @@ use std::collections::{BTreeMap, VecDeque};
 
 use serde::Serialize;
 
-use crate::ledger::Seen;
-use crate::usual::{LENGTH, Window};
+use crate::ledger::StepSummaryFields;
+use crate::usual::{LENGTH, RecentValues};
 
 /// A value is odd from this distance in spreads. A spread estimated from 32 steps may be half of the true one, and
 /// noise has heavier tails than a normal distribution.
@@ -56,7 +56,7 @@ pub struct OddStep {
     /// The last step.
     pub last: u64,
     /// Reasons, in the order in which they were found.
-    pub reasons: Vec<Reason>,
+    pub reasons: Vec<OddReason>,
     /// Other events there: a new phase, an amendment, a start of the process.
     pub context: Vec<String>,
 }
@@ -64,20 +64,22 @@ pub struct OddStep {
 impl OddStep {
     /// The step to explain: that of the value farthest from usual. Slow steps do not count.
     pub fn farthest(&self) -> u64 {
-        let far = |one: &&Reason| match one.kind {
-            Kind::Stopped | Kind::NotFinite | Kind::Skipped => f64::INFINITY,
+        let far = |one: &&OddReason| match one.kind {
+            OddReasonKind::Stopped | OddReasonKind::NotFinite | OddReasonKind::Skipped => {
+                f64::INFINITY
+            }
             _ => one.score.map_or(0.0, f64::abs),
         };
-        let learned = self.reasons.iter().rev().filter(|one| one.kind != Kind::Slow);
+        let learned = self.reasons.iter().rev().filter(|one| one.kind != OddReasonKind::Slow);
         learned.max_by(|l, r| far(l).total_cmp(&far(r))).map_or(self.step, |one| one.step)
     }
 }
 
 /// A reason why a step is odd.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Reason {
+pub struct OddReason {
     /// Its kind.
-    pub kind: Kind,
+    pub kind: OddReasonKind,
     /// The step of the value, the farthest one if there are several.
     pub step: u64,
     /// The value that is farthest from usual, if there is one.
@@ -95,7 +97,7 @@ pub struct Reason {
 /// The kind of a reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum OddReasonKind {
     /// The step was not completed: it diverged, or the machine failed.
     Stopped,
     /// A value that is not finite.
@@ -119,22 +121,22 @@ pub enum Kind {
 /// Checks every step in order.
 #[derive(Default)]
 pub(super) struct Detector {
-    loss: Window,
-    norm: Window,
+    loss: RecentValues,
+    norm: RecentValues,
     /// Loss and labels of each source.
-    sources: BTreeMap<String, [Window; 2]>,
-    layers: Vec<Load>,
+    sources: BTreeMap<String, [RecentValues; 2]>,
+    layers: Vec<LoadHistory>,
     phase: String,
     /// The rates of the last two steps, the older one first.
     rates: VecDeque<f64>,
     found: Vec<OddStep>,
     /// Values that are far but not odd, the farthest first.
-    near: Vec<Reason>,
+    near: Vec<OddReason>,
 }
 
 /// The entropy of a layer's load over the last steps.
 #[derive(Clone, Debug, Default)]
-struct Load {
+struct LoadHistory {
     last: VecDeque<f64>,
     sum: f64,
     /// Whether it was already reported as uneven.
@@ -163,15 +165,22 @@ impl Detector {
     }
 
     /// Checks a step; returns whether it is odd.
-    pub(super) fn step(&mut self, seen: &Seen) -> bool {
+    pub(super) fn step(&mut self, seen: &StepSummaryFields) -> bool {
         let mut reasons = Vec::new();
         if let Some(skipped) = seen.skipped() {
-            reasons.push(Reason::words(Kind::Skipped, seen.step, skipped.words().to_owned()));
+            reasons.push(OddReason::words(
+                OddReasonKind::Skipped,
+                seen.step,
+                skipped.words().to_owned(),
+            ));
         }
         let context = self.context(seen);
         if !context.is_empty() {
             let windows = self.sources.values_mut().flatten();
-            [&mut self.loss, &mut self.norm].into_iter().chain(windows).for_each(Window::change);
+            [&mut self.loss, &mut self.norm]
+                .into_iter()
+                .chain(windows)
+                .for_each(RecentValues::change);
         }
         // A step without labels has no loss, and a zero gradient.
         if seen.label_count > 0 {
@@ -188,7 +197,7 @@ impl Detector {
     }
 
     /// Other events of a step.
-    fn context(&mut self, seen: &Seen) -> Vec<String> {
+    fn context(&mut self, seen: &StepSummaryFields) -> Vec<String> {
         let mut context = Vec::new();
         if self.phase != seen.phase {
             if !self.phase.is_empty() {
@@ -202,22 +211,26 @@ impl Detector {
         context
     }
 
-    fn loss(&mut self, seen: &Seen) -> Option<Reason> {
+    fn loss(&mut self, seen: &StepSummaryFields) -> Option<OddReason> {
         let loss = seen.loss;
         if !loss.is_finite() {
-            return Some(Reason::words(Kind::NotFinite, seen.step, format!("the loss is {loss}")));
+            return Some(OddReason::words(
+                OddReasonKind::NotFinite,
+                seen.step,
+                format!("the loss is {loss}"),
+            ));
         }
         let found = self.loss.position(loss, LOSS_FLOOR * loss.abs());
         self.loss.push(loss);
         let found = found?;
         let (usual, by) = (found.usual, loss - found.usual);
         let words = || format!("loss {loss:.4}, {by:+.4} against the usual {usual:.4}");
-        Reason::value(Kind::Loss, seen.step, [loss, usual, found.score], words)
+        OddReason::value(OddReasonKind::Loss, seen.step, [loss, usual, found.score], words)
     }
 
     /// The source whose loss is farthest from its usual one.
-    fn source(&mut self, seen: &Seen) -> Option<Reason> {
-        let mut farthest: Option<Reason> = None;
+    fn source(&mut self, seen: &StepSummaryFields) -> Option<OddReason> {
+        let mut farthest: Option<OddReason> = None;
         for (name, sum) in &seen.sources {
             let labels = sum.labels as f64;
             let Some(loss) = sum.mean().filter(|loss| loss.is_finite()) else { continue };
@@ -239,7 +252,8 @@ impl Detector {
                         "loss {loss:.4} of source {name}, {by:+.4} against the usual {usual:.4}"
                     )
                 };
-                let reason = Reason::value(Kind::Source, seen.step, [loss, usual, score], words);
+                let reason =
+                    OddReason::value(OddReasonKind::Source, seen.step, [loss, usual, score], words);
                 farthest = reason.or(farthest);
             }
         }
@@ -247,11 +261,11 @@ impl Detector {
     }
 
     /// Checks the norm by its ratio to the usual one.
-    fn norm(&mut self, seen: &Seen) -> Option<Reason> {
+    fn norm(&mut self, seen: &StepSummaryFields) -> Option<OddReason> {
         let norm = seen.norm();
         if !norm.is_finite() {
-            return Some(Reason::words(
-                Kind::NotFinite,
+            return Some(OddReason::words(
+                OddReasonKind::NotFinite,
                 seen.step,
                 format!("the gradient norm is {norm}"),
             ));
@@ -263,39 +277,41 @@ impl Detector {
         let usual = found.usual.exp();
         let words =
             || format!("gradient norm {norm:.4}, {} the usual {usual:.4}", times(norm / usual));
-        Reason::value(Kind::Norm, seen.step, [norm, usual, found.score], words)
+        OddReason::value(OddReasonKind::Norm, seen.step, [norm, usual, found.score], words)
     }
 
     /// The values that are odd: those far enough, or both loss and norm together. Records those that nearly are.
-    fn far(&mut self, all: Vec<Reason>) -> Vec<Reason> {
-        let far = |reason: &Reason| match reason.score {
+    fn far(&mut self, all: Vec<OddReason>) -> Vec<OddReason> {
+        let far = |reason: &OddReason| match reason.score {
             // Not finite.
             None => f64::INFINITY,
             Some(score) => score.abs(),
         };
         let of = |norm: bool| {
-            let of = all.iter().filter(|reason| (reason.kind == Kind::Norm) == norm);
+            let of = all.iter().filter(|reason| (reason.kind == OddReasonKind::Norm) == norm);
             of.map(far).fold(0.0, f64::max)
         };
         let together = of(true).min(of(false)) > FAR_TOGETHER;
         let bound = if together { FAR_TOGETHER } else { FAR };
         let (mut odd, near): (Vec<_>, Vec<_>) = all.into_iter().partition(|one| far(one) > bound);
         // If the whole loss is odd, its sources are not listed.
-        let whole = odd.iter().any(|one| matches!(one.kind, Kind::Loss | Kind::NotFinite));
-        odd.retain(|one| !(whole && one.kind == Kind::Source));
+        let whole = odd
+            .iter()
+            .any(|one| matches!(one.kind, OddReasonKind::Loss | OddReasonKind::NotFinite));
+        odd.retain(|one| !(whole && one.kind == OddReasonKind::Source));
         if odd.is_empty() {
             near.into_iter().for_each(|one| self.note_near(one));
         }
         odd
     }
 
-    fn note_near(&mut self, reason: Reason) {
+    fn note_near(&mut self, reason: OddReason) {
         let score = reason.score.unwrap_or(0.0).abs();
         let least = self.near.get(NEAREST - 1).and_then(|reason| reason.score).unwrap_or(NEAR);
         if score <= least.abs() {
             return;
         }
-        let farther = |one: &Reason| one.score.is_some_and(|one| one.abs() >= score);
+        let farther = |one: &OddReason| one.score.is_some_and(|one| one.abs() >= score);
         let place = self.near.partition_point(farther);
         self.near.insert(place, reason);
         self.near.truncate(NEAREST);
@@ -303,7 +319,7 @@ impl Detector {
 
     /// Detects a rate that changes by more than a tenth, and far more than between the two steps before, as no schedule
     /// does.
-    fn rate(&mut self, seen: &Seen) -> Option<Reason> {
+    fn rate(&mut self, seen: &StepSummaryFields) -> Option<OddReason> {
         let rate = seen.lr();
         let before: Vec<f64> = self.rates.iter().copied().collect();
         if self.rates.len() == 2 {
@@ -312,8 +328,8 @@ impl Detector {
         self.rates.push_back(rate);
         let [older, usual] = before[..] else { return None };
         let jumps = (rate - usual).abs() > 4.0 * (usual - older).abs() + 0.1 * usual;
-        jumps.then(|| Reason {
-            kind: Kind::LearningRate,
+        jumps.then(|| OddReason {
+            kind: OddReasonKind::LearningRate,
             step: seen.step,
             value: Some(rate),
             usual: Some(usual),
@@ -323,16 +339,16 @@ impl Detector {
         })
     }
 
-    fn routers(&mut self, seen: &Seen) -> Vec<Reason> {
-        self.layers.resize(seen.tokens_per_expert.len(), Load::default());
+    fn routers(&mut self, seen: &StepSummaryFields) -> Vec<OddReason> {
+        self.layers.resize(seen.tokens_per_expert.len(), LoadHistory::default());
         let layers = self.layers.iter_mut().zip(&seen.tokens_per_expert).enumerate();
         layers.filter_map(|(layer, (load, counts))| load.step(seen.step, layer, counts)).collect()
     }
 }
 
-impl Load {
+impl LoadHistory {
     /// Reports a load that collapses, or was uneven for a whole window: once, until it is even again.
-    fn step(&mut self, step: u64, layer: usize, counts: &[u64]) -> Option<Reason> {
+    fn step(&mut self, step: u64, layer: usize, counts: &[u64]) -> Option<OddReason> {
         let value = crate::metrics::entropy(counts).max(0.0);
         let usual = self.sum / self.last.len().max(1) as f64;
         let collapses = self.last.len() >= LENGTH / 4 && usual >= EVEN && value < COLLAPSED * usual;
@@ -360,8 +376,8 @@ impl Load {
         let words = format!(
             "the router of layer {layer} sends {share:.0} % of its tokens to expert {expert}: evenness {value:.2}, {since}"
         );
-        let (kind, layer) = (Kind::Router, Some(layer));
-        Some(Reason {
+        let (kind, layer) = (OddReasonKind::Router, Some(layer));
+        Some(OddReason {
             kind,
             step,
             value: Some(value),
@@ -373,27 +389,27 @@ impl Load {
     }
 }
 
-impl Reason {
+impl OddReason {
     /// A reason with a value, the usual value, and the distance; `None` if that is far from odd.
     fn value(
-        kind: Kind,
+        kind: OddReasonKind,
         step: u64,
         [value, usual, score]: [f64; 3],
         words: impl FnOnce() -> String,
-    ) -> Option<Reason> {
+    ) -> Option<OddReason> {
         let numbers = [value, usual, score].map(Some);
         let [value, usual, score] = numbers;
         let is_near = score.is_some_and(|score| score.abs() > NEAR);
-        is_near.then(|| Reason { kind, step, value, usual, score, layer: None, words: words() })
+        is_near.then(|| OddReason { kind, step, value, usual, score, layer: None, words: words() })
     }
 
     /// A reason without numbers.
-    pub(super) fn words(kind: Kind, step: u64, words: String) -> Reason {
-        Reason { kind, step, value: None, usual: None, score: None, layer: None, words }
+    pub(super) fn words(kind: OddReasonKind, step: u64, words: String) -> OddReason {
+        OddReason { kind, step, value: None, usual: None, score: None, layer: None, words }
     }
 
     /// Whether `other` is a farther value of the same quantity.
-    fn is_of(&self, other: &Reason) -> bool {
+    fn is_of(&self, other: &OddReason) -> bool {
         self.kind == other.kind
             && self.layer == other.layer
             && self.score.is_some() == other.score.is_some()

@@ -11,7 +11,7 @@ use contract::terminal::name as spelled;
 use serde_json::{Value, json};
 
 use super::payload::run;
-use super::view::View;
+use super::view::RunView;
 
 /// The page's parts, in `assets/`.
 const FRAME: &str = include_str!("assets/page.html");
@@ -26,12 +26,12 @@ const SCRIPT: [&str; 4] = [
 ];
 
 /// The update for a live page: everything small, and the columns of the steps after `known`.
-pub fn payload(view: &View, known: u64) -> Result<String> {
+pub fn payload(view: &RunView, known: u64) -> Result<String> {
     Ok(plain(run(view, known.min(view.last_step()))?.to_string()))
 }
 
 /// The page of the first run, with the others plotted next to it; a `live` page polls its server for updates.
-pub fn page(views: &[View], live: bool) -> Result<String> {
+pub fn page(views: &[RunView], live: bool) -> Result<String> {
     let runs = views.iter().map(|view| run(view, 0)).collect::<Result<Vec<Value>>>()?;
     let name = runs.first().and_then(|run| run["name"].as_str()).unwrap_or("run");
     let title = escaped(&spelled(name));

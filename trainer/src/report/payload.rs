@@ -11,11 +11,11 @@ use contract::Result;
 use curriculum::Curriculum;
 use serde_json::{Map, Value, json};
 
-use super::bins::{Bins, Fold, f32s, shares};
-use super::view::View;
+use super::bins::{Bins, Merge, f32s, shares};
+use super::view::RunView;
 use super::{commands, explain_command, log};
 use crate::fork::Origin;
-use crate::ledger::Seen;
+use crate::ledger::StepSummaryFields;
 
 /// The maximum size of all expert loads in bytes.
 const LOADS: usize = 250_000;
@@ -30,7 +30,7 @@ const HAPPENINGS: usize = 2_000;
 const ODD: usize = 1_000;
 
 /// The data for a page that already has `known` steps.
-pub(super) fn run(view: &View, known: u64) -> Result<Value> {
+pub(super) fn run(view: &RunView, known: u64) -> Result<Value> {
     let steps = view.last_step();
     let curriculum = view.curriculum()?;
     let odd = view.odd();
@@ -75,7 +75,7 @@ pub(super) fn run(view: &View, known: u64) -> Result<Value> {
     }))
 }
 
-fn head(view: &View) -> Value {
+fn head(view: &RunView) -> Value {
     let head = view.head();
     json!({
         "stores": head.stores, "tokenizer": head.tokenizer, "levels": head.levels, "kernel_table": head.kernel_table,
@@ -83,7 +83,7 @@ fn head(view: &View) -> Value {
     })
 }
 
-fn columns(view: &View, known: usize) -> Value {
+fn columns(view: &RunView, known: usize) -> Value {
     let log = view.log();
     let rest = |column: &[f32]| f32s(column.iter().skip(known).copied());
     // Events may have fewer steps than the ledger, or more if a step was recorded just now.
@@ -100,12 +100,12 @@ fn columns(view: &View, known: usize) -> Value {
 }
 
 /// The maximum of each bin; null if no step has a value.
-fn memory(view: &View) -> Value {
+fn memory(view: &RunView) -> Value {
     let memory = &view.log().memory;
     if memory.iter().all(|bytes| !bytes.is_finite()) {
         return Value::Null;
     }
-    let mut bins = Bins::new(Fold::Most, 1024);
+    let mut bins = Bins::new(Merge::Most, 1024);
     memory.iter().for_each(|bytes| bins.push(&[f64::from(bytes.max(0.0))]));
     // A bin without any value is a gap.
     let known = |bytes: &f64| if *bytes > 0.0 { *bytes as f32 } else { f32::NAN };
@@ -113,7 +113,7 @@ fn memory(view: &View) -> Value {
 }
 
 /// The share of a layer's tokens in each class.
-fn router(view: &View) -> Value {
+fn router(view: &RunView) -> Value {
     let all: usize = view.classes.iter().sum();
     if all == 0 {
         return Value::Null;
@@ -140,7 +140,7 @@ fn router(view: &View) -> Value {
 }
 
 /// The largest norms of each bin, by layer.
-fn layers(view: &View) -> Value {
+fn layers(view: &RunView) -> Value {
     let lanes = view.gradients.lanes();
     if lanes == 0 || view.gradients.values().iter().all(|value| *value == 0.0) {
         return Value::Null;
@@ -154,7 +154,7 @@ fn layers(view: &View) -> Value {
 }
 
 /// Mean loss per label and share of the labels, by source.
-fn sources(view: &View) -> Value {
+fn sources(view: &RunView) -> Value {
     let count = view.sources.len();
     if count == 0 {
         return Value::Null;
@@ -193,7 +193,7 @@ fn plan(curriculum: &Curriculum) -> Vec<Value> {
 }
 
 /// The curriculum at the start, and its later changes.
-fn curricula(view: &View) -> Vec<Value> {
+fn curricula(view: &RunView) -> Vec<Value> {
     let mut before: Option<Curriculum> = None;
     let told = view.curricula.iter().map(|(step, text)| {
         let now = Curriculum::parse(text, "the ledger").ok();
@@ -209,13 +209,13 @@ fn curricula(view: &View) -> Vec<Value> {
     told.collect()
 }
 
-fn happenings(log: &log::Log) -> Vec<Value> {
+fn happenings(log: &log::EventLog) -> Vec<Value> {
     let all = &log.happenings;
     let last = all.len().saturating_sub(HAPPENINGS);
     all.iter().skip(last).map(|one| json!(one)).collect()
 }
 
-fn validation(log: &log::Log) -> Value {
+fn validation(log: &log::EventLog) -> Value {
     let losses = &log.validation;
     let mut names: Vec<&String> = losses.values().flat_map(|one| one.sources.keys()).collect();
     names.sort();
@@ -230,8 +230,8 @@ fn validation(log: &log::Log) -> Value {
 }
 
 /// The complete lines of odd steps.
-fn lines(view: &View) -> Map<String, Value> {
-    let line = |seen: &Seen| {
+fn lines(view: &RunView) -> Map<String, Value> {
+    let line = |seen: &StepSummaryFields| {
         let sources = seen
             .sources
             .iter()

@@ -11,10 +11,10 @@ use serde_json::{Value, json};
 
 use super::grouped;
 use crate::folder::RunFolder;
-use crate::ledger::{Ledger, Seen, SourceSums};
+use crate::ledger::{Ledger, SourceSums, StepSummaryFields};
 
 /// The steps of a run, one at a time.
-pub struct Table {
+pub struct StepRows {
     ledger: Ledger,
     steps: Range<u64>,
     /// The curriculum of the previous step.
@@ -29,9 +29,9 @@ struct Widths {
     phase: usize,
 }
 
-impl Table {
+impl StepRows {
     /// The steps of the run at `root` in the ledger: `steps`, or the last `last` without these.
-    pub fn open(root: &Path, steps: Option<Range<u64>>, last: u64) -> Result<Table> {
+    pub fn open(root: &Path, steps: Option<Range<u64>>, last: u64) -> Result<StepRows> {
         let folder = RunFolder::new(root);
         let (ledger, path) = (folder.read_ledger()?, folder.ledger());
         let recorded = ledger.last_step();
@@ -53,7 +53,7 @@ impl Table {
         let steps = steps.start..steps.end.min(recorded + 1);
         let before = ledger.curriculum_at(steps.start.saturating_sub(1).min(recorded))?;
         let in_force = Curriculum::parse(&before, &place)?;
-        Ok(Table { ledger, steps, in_force, phase: None, widths })
+        Ok(StepRows { ledger, steps, in_force, phase: None, widths })
     }
 
     /// The column headings.
@@ -66,9 +66,9 @@ impl Table {
     }
 
     /// The next step; `None` after the last.
-    pub fn next_step(&mut self) -> Result<Option<Row>> {
+    pub fn next_step(&mut self) -> Result<Option<StepRow>> {
         let Some(step) = self.steps.next() else { return Ok(None) };
-        let seen: Seen = self.ledger.step_as(step)?;
+        let seen: StepSummaryFields = self.ledger.step_as(step)?;
         let mut notes = Vec::new();
         let begins = self.phase.as_ref().is_some_and(|phase| *phase != seen.phase);
         if begins {
@@ -78,7 +78,7 @@ impl Table {
         if let Some(text) = &seen.curriculum {
             notes.extend(self.changes(step, text)?);
         }
-        Ok(Some(Row { seen, notes }))
+        Ok(Some(StepRow { seen, notes }))
     }
 
     /// What the curriculum `text` changes from `step` on.
@@ -94,7 +94,7 @@ impl Table {
     }
 
     /// A row for people: its notes first.
-    pub fn text(&self, row: &Row) -> String {
+    pub fn text(&self, row: &StepRow) -> String {
         let Widths { step, phase } = self.widths;
         let mut text = String::new();
         for note in &row.notes {
@@ -122,15 +122,15 @@ impl Table {
 }
 
 /// A step of a table.
-pub struct Row {
-    seen: Seen,
+pub struct StepRow {
+    seen: StepSummaryFields,
     notes: Vec<String>,
 }
 
-impl Row {
+impl StepRow {
     /// For programs.
     pub fn to_json(&self) -> Value {
-        let Row { seen, notes } = self;
+        let StepRow { seen, notes } = self;
         let sources = seen.sources.iter().map(|(source, sum)| {
             (source.clone(), json!({"labels": sum.labels, "loss": sum.mean()}))
         });

@@ -9,12 +9,12 @@ use curriculum::Curriculum;
 use loader::open::no_run;
 use serde_json::Value;
 
-use super::bins::{Bins, Fold};
-use super::log::{Log, Validated};
+use super::bins::{Bins, Merge};
+use super::log::{EventLog, ValidationPoint};
 use super::odd::{Detector, OddStep, merged};
 use crate::folder::RunFolder;
-use crate::ledger::{Follower, Head, Seen, layers};
-use crate::metrics::open_metrics::{self, Standing};
+use crate::ledger::{Follower, LedgerHead, StepSummaryFields, layers};
+use crate::metrics::open_metrics::{self, RunStatus};
 use crate::metrics::{self, entropy};
 use crate::optim::guard::Skipped;
 
@@ -31,11 +31,11 @@ const SOURCE_BINS: usize = 1 << 16;
 const DETAILS: usize = 2_000;
 
 /// A run for display.
-pub struct View {
+pub struct RunView {
     folder: RunFolder,
-    head: Head,
+    head: LedgerHead,
     follower: Follower,
-    log: Log,
+    log: EventLog,
     /// How often the ledger was replaced by another.
     replaced: u64,
     detector: Detector,
@@ -61,14 +61,14 @@ pub struct View {
     pub(super) gradients: Bins,
     pub(super) updates: Bins,
     /// The newest step.
-    pub(super) last: Option<Seen>,
+    pub(super) last: Option<StepSummaryFields>,
     /// The lines of odd steps.
-    pub(super) details: BTreeMap<u64, Seen>,
+    pub(super) details: BTreeMap<u64, StepSummaryFields>,
 }
 
-impl View {
+impl RunView {
     /// Reads the run in a folder, without writing to it.
-    pub fn open(root: &Path) -> Result<View> {
+    pub fn open(root: &Path) -> Result<RunView> {
         let folder = RunFolder::new(root);
         if !folder.ledger().exists() {
             return Err(no_run(root, "ledger.jsonl"));
@@ -76,8 +76,8 @@ impl View {
         let (head, follower) = Follower::open(&folder.ledger())?;
         let curriculum = head.curriculum.clone();
         let by_layer = |fold| Bins::new(fold, LAYER_BINS);
-        let mut view = View {
-            log: Log::new(&folder.events(), &folder.ledger()),
+        let mut view = RunView {
+            log: EventLog::new(&folder.events(), &folder.ledger()),
             folder,
             head,
             follower,
@@ -91,12 +91,12 @@ impl View {
             skipped: Vec::new(),
             curricula: vec![(1, curriculum)],
             sources: Vec::new(),
-            by_source: Bins::new(Fold::Sum, SOURCE_BINS),
-            router: by_layer(Fold::Sum),
+            by_source: Bins::new(Merge::Sum, SOURCE_BINS),
+            router: by_layer(Merge::Sum),
             classes: Vec::new(),
-            unevenness: by_layer(Fold::Most),
-            gradients: by_layer(Fold::Most),
-            updates: by_layer(Fold::Most),
+            unevenness: by_layer(Merge::Most),
+            gradients: by_layer(Merge::Most),
+            updates: by_layer(Merge::Most),
             last: None,
             details: BTreeMap::new(),
         };
@@ -107,7 +107,7 @@ impl View {
     /// Reads new lines, or starts over if the run was replaced by another.
     pub fn follow(&mut self) -> Result<()> {
         if self.follower.replaced()? {
-            *self = View { replaced: self.replaced + 1, ..View::open(self.folder.root())? };
+            *self = RunView { replaced: self.replaced + 1, ..RunView::open(self.folder.root())? };
             return Ok(());
         }
         self.refresh().map(drop)
@@ -116,7 +116,7 @@ impl View {
     /// Reads new lines; returns whether there were any.
     pub fn refresh(&mut self) -> Result<bool> {
         let before = self.follower.step();
-        while let Some(seen) = self.follower.next_step::<Seen>()? {
+        while let Some(seen) = self.follower.next_step::<StepSummaryFields>()? {
             self.add(seen);
         }
         let events = self.log.refresh()?;
@@ -134,12 +134,12 @@ impl View {
     }
 
     /// Line 0 of its ledger.
-    pub fn head(&self) -> &Head {
+    pub fn head(&self) -> &LedgerHead {
         &self.head
     }
 
     /// Its events.
-    pub fn log(&self) -> &Log {
+    pub fn log(&self) -> &EventLog {
         &self.log
     }
 
@@ -152,7 +152,7 @@ impl View {
     pub fn open_metrics(&self) -> String {
         let at = (self.last_step() as usize).wrapping_sub(1);
         let newest = |column: &[f32]| column.get(at).map(|value| f64::from(*value));
-        let Log { speed, stall, memory, tflops, mfu, tokens, validation, .. } = &self.log;
+        let EventLog { speed, stall, memory, tflops, mfu, tokens, validation, .. } = &self.log;
         let speeds = [
             ("speed/tokens_per_second", newest(speed)),
             ("speed/data_stall", newest(stall)),
@@ -166,14 +166,14 @@ impl View {
         if let Some(seen) = &self.last {
             curves.extend(metrics::curves(seen, &self.layer_names(), None));
         }
-        if let Some((_, Validated { all, sources })) = validation.last_key_value() {
+        if let Some((_, ValidationPoint { all, sources })) = validation.last_key_value() {
             curves.push(("validation/all".to_owned(), *all));
             curves.extend(sources.iter().map(|(name, loss)| (format!("validation/{name}"), *loss)));
         }
         let root = self.folder.root();
         let name =
             root.file_name().map_or_else(String::new, |it| it.to_string_lossy().into_owned());
-        let standing = Standing {
+        let standing = RunStatus {
             run: name,
             step: self.last_step(),
             starts: self.log.starts() as u64,
@@ -200,7 +200,7 @@ impl View {
         self.detector.near()
     }
 
-    /// The names of the layers in [`Seen::layer_gradient_norms`].
+    /// The names of the layers in [`StepSummaryFields::layer_gradient_norms`].
     pub(super) fn layer_names(&self) -> Vec<String> {
         layers(&self.head.parameters).into_iter().map(|layer| layer.name).collect()
     }
@@ -242,7 +242,7 @@ impl View {
         Ok(found)
     }
 
-    fn add(&mut self, seen: Seen) {
+    fn add(&mut self, seen: StepSummaryFields) {
         self.loss.push(seen.loss as f32);
         self.norm.push(seen.norm() as f32);
         self.lr.push(seen.lr() as f32);
@@ -266,7 +266,7 @@ impl View {
         self.last = Some(seen);
     }
 
-    fn add_sources(&mut self, seen: &Seen) {
+    fn add_sources(&mut self, seen: &StepSummaryFields) {
         let mut values = vec![0.0; 2 * self.sources.len()];
         for (name, sum) in &seen.sources {
             let at = self.sources.iter().position(|one| one == name).unwrap_or_else(|| {
@@ -279,7 +279,7 @@ impl View {
         self.by_source.push(&values);
     }
 
-    fn add_layers(&mut self, seen: &Seen) {
+    fn add_layers(&mut self, seen: &StepSummaryFields) {
         if self.classes.is_empty() {
             self.classes = seen.tokens_per_expert.iter().map(Vec::len).collect();
         }

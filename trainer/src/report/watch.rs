@@ -23,7 +23,7 @@ use std::time::Duration;
 use contract::{Fault, Result};
 
 use super::page::{page, payload};
-use super::view::View;
+use super::view::RunView;
 use crate::metrics::open_metrics;
 
 /// The maximum size of a request in bytes.
@@ -36,22 +36,22 @@ const AT_ONCE: usize = 16;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The server of a run's page.
-pub struct Watch {
+pub struct PageServer {
     listener: TcpListener,
-    view: Mutex<View>,
+    view: Mutex<RunView>,
 }
 
 /// An HTTP response.
-struct Answer {
+struct HttpResponse {
     status: &'static str,
     kind: &'static str,
     body: String,
 }
 
-impl Watch {
+impl PageServer {
     /// Opens the run at `root` and listens on `port` of this machine; 0 takes a free one.
-    pub fn open(root: &Path, port: u16) -> Result<Watch> {
-        let view = Mutex::new(View::open(root)?);
+    pub fn open(root: &Path, port: u16) -> Result<PageServer> {
+        let view = Mutex::new(RunView::open(root)?);
         let refused = |error: std::io::Error| {
             Fault::machine(format!("cannot listen: {error}"))
                 .at(format!("127.0.0.1:{port}"))
@@ -59,7 +59,7 @@ impl Watch {
         };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(refused)?;
         listener.set_nonblocking(true).map_err(refused)?;
-        Ok(Watch { listener, view })
+        Ok(PageServer { listener, view })
     }
 
     /// The address it listens on.
@@ -109,7 +109,7 @@ impl Watch {
                 return Ok(());
             }
         }
-        let Answer { status, kind, body } = self.route(&String::from_utf8_lossy(&head), port);
+        let HttpResponse { status, kind, body } = self.route(&String::from_utf8_lossy(&head), port);
         write!(
             stream,
             "HTTP/1.1 {status}\r\nContent-Type: {kind}; charset=utf-8\r\nContent-Length: {}\r\nCache-Control: no-store\r\n\
@@ -119,9 +119,12 @@ impl Watch {
         stream.write_all(body.as_bytes())
     }
 
-    fn route(&self, head: &str, port: u16) -> Answer {
-        let refused =
-            |status, why: &str| Answer { status, kind: "text/plain", body: format!("{why}\n") };
+    fn route(&self, head: &str, port: u16) -> HttpResponse {
+        let refused = |status, why: &str| HttpResponse {
+            status,
+            kind: "text/plain",
+            body: format!("{why}\n"),
+        };
         if !is_ours(head, port) {
             return refused(
                 "403 Forbidden",
@@ -142,20 +145,20 @@ impl Watch {
         answer.unwrap_or_else(|fault| refused("500 Internal Server Error", &fault.to_string()))
     }
 
-    fn whole(&self) -> Result<Answer> {
+    fn whole(&self) -> Result<HttpResponse> {
         let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
         view.follow()?;
         let body = page(slice::from_ref(&*view), true)?;
-        Ok(Answer { status: "200 OK", kind: "text/html", body })
+        Ok(HttpResponse { status: "200 OK", kind: "text/html", body })
     }
 
-    fn metrics(&self) -> Result<Answer> {
+    fn metrics(&self) -> Result<HttpResponse> {
         let mut view = self.view.lock().unwrap_or_else(PoisonError::into_inner);
         view.follow()?;
-        Ok(Answer { status: "200 OK", kind: open_metrics::KIND, body: view.open_metrics() })
+        Ok(HttpResponse { status: "200 OK", kind: open_metrics::KIND, body: view.open_metrics() })
     }
 
-    fn news(&self, query: &str) -> Result<Answer> {
+    fn news(&self, query: &str) -> Result<HttpResponse> {
         let field = |name: &str| {
             let fields = query.split('&').filter_map(|field| field.split_once('='));
             fields.into_iter().find(|(key, _)| *key == name).map_or("", |(_, value)| value)
@@ -164,7 +167,8 @@ impl Watch {
         view.follow()?;
         let (known, now) = (field("version"), view.version());
         let run = |version: &str| version.split('-').next().map(str::to_owned);
-        let nothing = |status| Answer { status, kind: "application/json", body: String::new() };
+        let nothing =
+            |status| HttpResponse { status, kind: "application/json", body: String::new() };
         if known == now {
             return Ok(nothing("204 No Content"));
         }
@@ -172,7 +176,11 @@ impl Watch {
             return Ok(nothing("205 Reset Content"));
         }
         let known = field("known").parse().unwrap_or(0);
-        Ok(Answer { status: "200 OK", kind: "application/json", body: payload(&view, known)? })
+        Ok(HttpResponse {
+            status: "200 OK",
+            kind: "application/json",
+            body: payload(&view, known)?,
+        })
     }
 }
 

@@ -2,15 +2,15 @@
 //! transport.
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Chosen;
-use loader::Opened;
+use kernels::group::TransportChoice;
+use loader::OpenedCurriculum;
 use mixer::Curriculum;
 
 use super::World;
 use crate::checkpoint::SnapshotOptions;
 use crate::exec::ExecOptions;
-use crate::memory::{self, Demand};
-use crate::mesh::words::{Reader, Writer};
+use crate::memory::{self, MachineDemand};
+use crate::mesh::words::{WordReader, WordWriter};
 use crate::mesh::{Degrees, Mesh};
 use crate::model::Cut;
 use crate::refusal::lost;
@@ -23,7 +23,7 @@ pub(super) fn join(
     exec: &ExecOptions,
     world: &mut World,
     after_loss: bool,
-) -> Result<Chosen> {
+) -> Result<TransportChoice> {
     same(spec, &options(exec), world)?;
     if !after_loss {
         refuse_unshared(spec, world.comm.world(), exec.degrees)?;
@@ -41,10 +41,10 @@ pub(super) fn join(
 
 /// Reduces the workers of `exec` to as many as fit into memory, and prints a note. If not even one fits, the run is
 /// refused later, with its numbers.
-pub fn fit_workers(exec: &mut ExecOptions, opened: &Opened, world: &World) -> Result<()> {
+pub fn fit_workers(exec: &mut ExecOptions, opened: &OpenedCurriculum, world: &World) -> Result<()> {
     let (spec, count) = (RunSpec::new(opened)?, exec.workers.count());
     let fits = |count: usize| {
-        let demand = Demand { workers: exec.workers.of(count), ..exec.demand() };
+        let demand = MachineDemand { workers: exec.workers.of(count), ..exec.demand() };
         let ranks = (world.comm.nodes(), world.comm.rank());
         memory::refuse(&spec, demand, ranks, world.device).is_ok()
     };
@@ -164,14 +164,14 @@ pub fn idle_ranks(spec: &RunSpec, world: u32, degrees: Degrees) -> Vec<String> {
 
 /// Refuses ranks that train another run, with other kernels, or with other options than rank 0.
 pub(crate) fn same(spec: &RunSpec, options: &[String], world: &World) -> Result<()> {
-    let mut mine = Writer::default();
+    let mut mine = WordWriter::default();
     mine.digest(Digest::of(spec)).text(&world.runtime.fingerprint());
     options.iter().for_each(|option| {
         mine.text(option);
     });
     let heard = world.comm.all_gather("the first meeting", mine.bytes()).map_err(lost)?;
     let read = |bytes: &[u8]| {
-        let mut words = Reader::new(bytes);
+        let mut words = WordReader::new(bytes);
         let (run, table) = (words.digest()?, words.text()?);
         let options = options.iter().map(|_| words.text()).collect::<Result<Vec<_>>>()?;
         words.end().map(|()| (run, table, options))

@@ -5,29 +5,31 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use contract::{Class, Digest, Fault, Result};
-use kernels::device::Unloader;
-use kernels::group::{Group, Store};
+use kernels::device::HostCopier;
+use kernels::group::{Group, KeyValueStore};
 use serde_json::json;
 
 use super::record::Recorder;
-use crate::checkpoint::{BlobRecord, Checkpoints, Layout, Retention, Saver, Snapshot, Snapshots};
+use crate::checkpoint::{
+    BlobRecord, Checkpoints, Retention, Saver, Snapshot, Snapshots, StateLayout,
+};
 use crate::exec::ExecOptions;
 use crate::ledger::StepRecord;
 use crate::refusal::lost;
 use crate::state::State;
-use crate::state::ownership::Piece;
+use crate::state::ownership::ParamShard;
 
 /// Saves a rank's part of the state.
-pub(super) struct Keeper<'a> {
+pub(super) struct CheckpointWriter<'a> {
     comm: &'a Group,
-    layout: Arc<Layout>,
+    layout: Arc<StateLayout>,
     checkpoints: Checkpoints,
     retention: Retention,
     /// The last step that is saved, or will be when the saver is done.
     kept: u64,
     saver: Saver,
     /// Copies the state off the device while training continues.
-    unloader: Unloader,
+    unloader: HostCopier,
     /// This rank's part of recent states.
     snapshots: Snapshots,
     /// Whether the run may survive the loss of a rank.
@@ -37,7 +39,7 @@ pub(super) struct Keeper<'a> {
 }
 
 /// Work for the saver; returns why older checkpoints could not be removed.
-type Work = Box<dyn FnOnce() -> Result<Option<Fault>> + Send>;
+type SaverTask = Box<dyn FnOnce() -> Result<Option<Fault>> + Send>;
 
 /// While ranks wait for each other's writing, they exchange messages at least this often, however long the timeout of a
 /// rank is.
@@ -48,20 +50,20 @@ const IDLE: u8 = 0;
 const BUSY: u8 = 1;
 const LATE: u8 = 2;
 
-impl<'a> Keeper<'a> {
+impl<'a> CheckpointWriter<'a> {
     /// For a run whose state after step `kept` is on disk.
     pub(super) fn new(
         comm: &'a Group,
-        layout: Arc<Layout>,
+        layout: Arc<StateLayout>,
         checkpoints: Checkpoints,
         exec: &ExecOptions,
         kept: u64,
     ) -> Result<Self> {
-        let unloader = Unloader::new(layout.device).map_err(lost)?;
+        let unloader = HostCopier::new(layout.device).map_err(lost)?;
         let (retention, saver, snapshots) =
             (exec.retention, Saver::new(), Snapshots::new(exec.snapshots));
         let (elastic, timeout) = (exec.min_ranks.is_some(), exec.checkpoint_timeout);
-        Ok(Keeper {
+        Ok(CheckpointWriter {
             comm,
             layout,
             checkpoints,
@@ -122,9 +124,9 @@ impl<'a> Keeper<'a> {
         &self,
         snapshot: Snapshot,
         digests: (Digest, Digest),
-        pieces: Vec<Piece>,
+        pieces: Vec<ParamShard>,
         pinned: bool,
-    ) -> Work {
+    ) -> SaverTask {
         let (checkpoints, layout) = (self.checkpoints.clone(), Arc::clone(&self.layout));
         let (store, world) = (self.comm.store(), self.comm.world());
         let (retention, patience) = (self.retention, self.timeout);
@@ -146,7 +148,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// Another rank: writes its part, and reports to rank 0.
-    fn follow(&self, snapshot: Snapshot) -> Result<Work> {
+    fn follow(&self, snapshot: Snapshot) -> Result<SaverTask> {
         let (checkpoints, layout) = (self.checkpoints.clone(), Arc::clone(&self.layout));
         let store = self.comm.store().ok_or_else(|| Fault::bug("a rank alone is not rank 0"))?;
         let key = key(snapshot.step(), self.comm.rank());
@@ -184,7 +186,7 @@ impl<'a> Keeper<'a> {
     fn keep_now(
         &mut self,
         snapshot: Snapshot,
-        pieces: &[Piece],
+        pieces: &[ParamShard],
         recorder: &mut Recorder<'_>,
         pinned: bool,
     ) -> Result<()> {
@@ -275,7 +277,12 @@ fn spoken(word: &str, rank: u32) -> Result<Vec<BlobRecord>> {
 }
 
 /// Waits for the report of a rank.
-fn heard(store: &Store, key: &str, rank: u32, patience: Duration) -> Result<Vec<BlobRecord>> {
+fn heard(
+    store: &KeyValueStore,
+    key: &str,
+    rank: u32,
+    patience: Duration,
+) -> Result<Vec<BlobRecord>> {
     match store.wait(key, patience).map_err(lost)? {
         Some(word) => {
             store.forget(key).map_err(lost)?;
@@ -300,9 +307,14 @@ mod tests {
     #[test]
     fn a_slow_rank_and_one_whose_disk_is_full_are_named() {
         let patience = Duration::from_millis(50);
-        let store =
-            Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), Duration::from_secs(10))
-                .unwrap();
+        let store = KeyValueStore::serve(
+            "127.0.0.1",
+            0,
+            "test/",
+            &RunKey::default(),
+            Duration::from_secs(10),
+        )
+        .unwrap();
         let slow = heard(&store, "checkpoint/6/2", 2, patience).unwrap_err();
         assert_eq!(slow.class(), Class::Machine);
         assert!(

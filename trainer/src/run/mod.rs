@@ -22,24 +22,24 @@ use std::sync::atomic::Ordering;
 use contract::{Digest, Result};
 use kernels::device::Stager;
 use kernels::runtime;
-use loader::{Ahead, Batch, Memory, Opened, Prefetcher, RankSlice};
+use loader::{Batch, BatchMemory, OpenedCurriculum, PrefetchSource, Prefetcher, RankSlice};
 
 use crate::exec::ExecOptions;
 use crate::mesh::axes::Axis;
-use crate::mesh::{Mesh, Team, team};
+use crate::mesh::{Mesh, ProcessMesh, team};
 use crate::model::{BatchBuffer, CheckedMicroBatch};
 use crate::refusal::{caught, lost};
 use crate::spec::RunSpec;
-use crate::step::{self, Asked, Context, StagedBatch};
+use crate::step::{self, Requests, StagedBatch, StepContext};
 pub use agree::{fit_workers, idle_ranks, refuse_unshared};
-use open::{After, Begun};
+use open::{OpenedRun, Resume};
 use recover::Recovery;
 use replicas::Replicas;
 pub use world::World;
 
 /// How a run ended, the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct RunOutcome {
     /// The last step computed.
     pub step: u64,
     /// The last step of the curriculum.
@@ -49,44 +49,48 @@ pub struct Outcome {
 }
 
 /// Trains the run `opened` from the state of its folder to its last step, as one of the ranks of `world`.
-pub fn train(opened: &Opened, exec: &ExecOptions, world: &mut World) -> Result<Outcome> {
+pub fn train(
+    opened: &OpenedCurriculum,
+    exec: &ExecOptions,
+    world: &mut World,
+) -> Result<RunOutcome> {
     let (mut recovery, mut replicas) = (recover::joined(world)?, Replicas::new(exec.replicate));
     loop {
         // A panic becomes a fault: the other ranks are notified, and the process reports it when it ends.
         let ended = caught(|| run(opened, exec, world, &mut replicas, recovery.take()));
         recovery = Some(match ended {
-            Ok(Ended::Done(outcome)) => {
+            Ok(LoopEnd::Done(outcome)) => {
                 std::mem::take(&mut world.holds).let_go();
                 return Ok(outcome);
             }
-            Ok(Ended::Joined) => recover::admit(world, exec)?,
+            Ok(LoopEnd::Joined) => recover::admit(world, exec)?,
             Err(fault) => recover::recover(world, exec, fault)?,
         });
     }
 }
 
 /// Why the training loop ended.
-enum Ended {
+enum LoopEnd {
     /// The run is complete, or was asked to stop.
-    Done(Outcome),
+    Done(RunOutcome),
     /// A restarted rank waits to join.
     Joined,
 }
 
 fn run(
-    opened: &Opened,
+    opened: &OpenedCurriculum,
     exec: &ExecOptions,
     world: &mut World,
     replicas: &mut Replicas,
     recovery: Option<Recovery>,
-) -> Result<Ended> {
+) -> Result<LoopEnd> {
     runtime::enter_thread().map_err(lost)?;
     let spec = Arc::new(RunSpec::of_run(opened, &exec.out)?);
     let chosen = agree::join(&spec, exec, world, recovery.is_some())?;
-    let team = Team::new(&world.comm, exec.degrees, exec.grad_reduce, exec.flat)?;
-    let after = After { recovery, replicas };
+    let team = ProcessMesh::new(&world.comm, exec.degrees, exec.grad_reduce, exec.flat)?;
+    let after = Resume { recovery, replicas };
     let begun = open::open(&spec, opened, exec, world, (&team, &chosen), after)?;
-    let Begun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
+    let OpenedRun { mut state, mut digest, mut recorder, mut keeper, from_memory } = begun;
     replicas.keep(&team, &state)?;
     if let Some(digest) =
         digest.filter(|_| from_memory && checkpoint_is_due(&spec, exec, state.step))
@@ -94,16 +98,16 @@ fn run(
         // The ranks may have been lost while writing it.
         keeper.keep(&state, digest, &mut recorder)?;
     }
-    let context = Context { spec: &spec, team: &team, workers: exec.workers };
+    let context = StepContext { spec: &spec, team: &team, workers: exec.workers };
     let (steps, slices) = (state.step + 1..last_step(&spec, exec) + 1, slices(&spec, &team));
     let (plan, stores, options) = (spec.plan.clone(), spec.data.clone(), exec.prefetch);
-    let ahead = Ahead { plan, stores, steps, options };
+    let ahead = PrefetchSource { plan, stores, steps, options };
     let stager = Stager::new(world.device).map_err(lost)?;
     let (memory, check, send) = (memory(&stager), checking(&spec), sending(stager));
     let mut batches = Prefetcher::by_step(ahead, slices, memory, check, send)?;
     while let Some(batch) = recorder.wait(|| batches.next()) {
         let (batch, micro_batches) = batch?;
-        let asked = || Asked {
+        let asked = || Requests {
             stop: exec.stopped(),
             join: world.is_awaited(),
             keep: exec.keep.swap(false, Ordering::Relaxed),
@@ -117,7 +121,7 @@ fn run(
         digest = Some(stepped.record.state_digest);
         keeper.remember(&state, &stepped.record, &mut recorder)?;
         // Before the checkpoint: a run that resumes from it would not validate this step again.
-        let Asked { mut stop, join, keep } = stepped.asked;
+        let Requests { mut stop, join, keep } = stepped.asked;
         if exec.validation.is_due(state.step, last_step(&spec, exec)) {
             // A requested stop does not wait for validation.
             stop = stop || !recorder.validate(context, exec, &state)?;
@@ -127,7 +131,7 @@ fn run(
         }
         if join && !stop && state.step < last_step(&spec, exec) {
             keeper.finish(&mut recorder)?;
-            return Ok(Ended::Joined);
+            return Ok(LoopEnd::Joined);
         }
         if stop {
             break;
@@ -137,7 +141,7 @@ fn run(
     recorder.finish(state.step)?;
     // No rank may finish before rank 0 has written everything.
     world.comm.barrier("the end").map_err(lost)?;
-    Ok(Ended::Done(Outcome { step: state.step, steps: spec.plan.steps(), state: digest }))
+    Ok(LoopEnd::Done(RunOutcome { step: state.step, steps: spec.plan.steps(), state: digest }))
 }
 
 /// The step after which this process stops.
@@ -154,7 +158,7 @@ fn checkpoint_is_due(spec: &RunSpec, exec: &ExecOptions, step: u64) -> bool {
 /// This rank's part of each step; which ranks share micro-batches may depend on the phase.
 fn slices(
     spec: &Arc<RunSpec>,
-    team: &Team<'_>,
+    team: &ProcessMesh<'_>,
 ) -> impl Fn(u64) -> Result<RankSlice> + Send + Sync + 'static {
     let (spec, grad_reduce, limits) = (Arc::clone(spec), team.grad_reduce, team.degrees);
     let (rank, world) = (team.group.rank(), team.group.world());
@@ -167,7 +171,7 @@ fn slices(
 /// The allocator for batches: buffers of the device's ring.
 fn memory(
     stager: &Stager,
-) -> impl Fn(usize) -> Result<Box<dyn Memory>> + Send + Sync + use<> + 'static {
+) -> impl Fn(usize) -> Result<Box<dyn BatchMemory>> + Send + Sync + use<> + 'static {
     let buffers = stager.buffers().clone();
     move |tokens| Ok(Box::new(BatchBuffer::take(&buffers, tokens)?))
 }

@@ -5,50 +5,50 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use contract::{Digest, Fault, Result, counted};
-use kernels::group::Chosen;
-use loader::Opened;
+use kernels::group::TransportChoice;
+use loader::OpenedCurriculum;
 use serde_json::json;
 use store::Location;
 use tch::Device;
 
 use super::World;
 use super::agree::{idle_ranks, meshes};
-use super::keep::Keeper;
-use super::record::{Book, Recorder};
+use super::keep::CheckpointWriter;
+use super::record::{Recorder, RunRecords};
 use super::recover::Recovery;
 use super::replicas::Replicas;
-use super::restore::{self, Reading, Restored};
-use crate::checkpoint::{Checkpoints, Found, GO_ON, Layout, OTHER_VERSION};
+use super::restore::{self, RestoreInputs, Restored};
+use crate::checkpoint::{Checkpoints, GO_ON, OTHER_VERSION, StateLayout, UsableCheckpoint};
 use crate::events::{self, Events};
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
-use crate::hf::Start;
+use crate::hf::InitialModel;
 use crate::ledger::RESTORE;
-use crate::mesh::words::{Reader, Writer};
-use crate::mesh::{Mesh, Team, copies, share};
+use crate::mesh::words::{WordReader, WordWriter};
+use crate::mesh::{Mesh, ProcessMesh, copies, share};
 use crate::metrics::{self, Metrics};
-use crate::progress::Progress;
+use crate::progress::ProgressPrinter;
 use crate::refusal::{lost, refused};
 use crate::shown::clock;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::state::ownership::{Ownership, Piece};
+use crate::state::ownership::{Ownership, ParamShard};
 use crate::step;
 use crate::waiting::SILENCE;
 
 /// An opened run, new or resumed.
-pub(super) struct Begun<'a> {
+pub(super) struct OpenedRun<'a> {
     pub(super) state: State,
     /// The state's digest; `None` before the first step.
     pub(super) digest: Option<Digest>,
     pub(super) recorder: Recorder<'a>,
-    pub(super) keeper: Keeper<'a>,
+    pub(super) keeper: CheckpointWriter<'a>,
     /// Whether the state was restored from the memory of the ranks.
     pub(super) from_memory: bool,
 }
 
 /// What remains after ranks were lost or joined.
-pub(super) struct After<'a> {
+pub(super) struct Resume<'a> {
     pub(super) recovery: Option<Recovery>,
     pub(super) replicas: &'a Replicas,
 }
@@ -56,16 +56,16 @@ pub(super) struct After<'a> {
 /// Opens the run's folder, and reads this rank's part of the state.
 pub(super) fn open<'a>(
     spec: &'a RunSpec,
-    opened: &Opened,
+    opened: &OpenedCurriculum,
     exec: &'a ExecOptions,
     world: &'a World,
-    (team, chosen): (&Team<'_>, &Chosen),
-    After { recovery, replicas }: After<'_>,
-) -> Result<Begun<'a>> {
+    (team, chosen): (&ProcessMesh<'_>, &TransportChoice),
+    Resume { recovery, replicas }: Resume<'_>,
+) -> Result<OpenedRun<'a>> {
     let comm = &world.comm;
-    let layout = Arc::new(Layout::new(spec, world.device));
+    let layout = Arc::new(StateLayout::new(spec, world.device));
     let owners = Ownership::new(spec, comm.rank(), comm.world());
-    let reading = Reading { comm, layout: &layout, owners: &owners, workers: exec.workers };
+    let reading = RestoreInputs { comm, layout: &layout, owners: &owners, workers: exec.workers };
     let recall = |last, place: &Location| {
         hold_together(exec, world, place)?;
         let restore = |_| replicas.restore(team, &layout, &owners, (last, exec.workers));
@@ -121,22 +121,22 @@ pub(super) fn open<'a>(
         }
     };
     let on_disk = if from_memory { 0 } else { state.step };
-    let keeper = Keeper::new(comm, layout, checkpoints, exec, on_disk)?;
-    Ok(Begun { state, digest, recorder: Recorder(book), keeper, from_memory })
+    let keeper = CheckpointWriter::new(comm, layout, checkpoints, exec, on_disk)?;
+    Ok(OpenedRun { state, digest, recorder: Recorder(book), keeper, from_memory })
 }
 
 /// Every rank joins rank 0's locks, as far as its machine sees the files: after the loss of a rank, no other run can
 /// take the folder or the `place` of the checkpoints.
 fn hold_together(exec: &ExecOptions, world: &World, place: &Location) -> Result<()> {
-    let mut own = Writer::default();
+    let mut own = WordWriter::default();
     own.text(world.holds.group()).place(place);
     let heard = world.comm.all_gather("the holding of the folder", own.bytes()).map_err(lost)?;
-    let mut heard = Reader::new(&heard[0]);
+    let mut heard = WordReader::new(&heard[0]);
     world.holds.join(&heard.text()?, &exec.out, &heard.place()?)
 }
 
 /// Warns if the start of a run that resumes after `step` has changed or is missing: only step 0 needs it.
-fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
+fn look_at_start(start: &InitialModel, step: u64, progress: &ProgressPrinter) -> Result<()> {
     let folder = start.folder().display();
     let what = match start.folder().exists() {
         false => format!("{folder} does not exist"),
@@ -154,10 +154,10 @@ fn look_at_start(start: &Start, step: u64, progress: &Progress) -> Result<()> {
 
 /// Records the ranks.
 fn say_ranks(
-    book: &mut Book<'_>,
-    team: &Team<'_>,
-    chosen: &Chosen,
-    pieces: &[Piece],
+    book: &mut RunRecords<'_>,
+    team: &ProcessMesh<'_>,
+    chosen: &TransportChoice,
+    pieces: &[ParamShard],
 ) -> Result<()> {
     let (world, transport) = (team.group.world(), if chosen.rccl { "rccl" } else { "gloo" });
     let mesh: Vec<_> = meshes(book.spec, world, team.degrees)
@@ -186,19 +186,19 @@ struct Opening<'a> {
     open: OpenRun,
     checkpoints: Checkpoints,
     events: Events,
-    progress: Progress,
+    progress: ProgressPrinter,
     /// Checkpoints of steps that are not in the ledger.
-    beyond: Passed,
+    beyond: SkippedCheckpoints,
 }
 
 /// Checkpoints that cannot be used: steps and reasons.
-type Passed = Vec<(u64, Fault)>;
+type SkippedCheckpoints = Vec<(u64, Fault)>;
 
 impl<'a> Opening<'a> {
     /// Takes the folder.
     fn new(
         spec: &'a RunSpec,
-        opened: &Opened,
+        opened: &OpenedCurriculum,
         exec: &'a ExecOptions,
         world: &'a World,
         recovery: Option<&Recovery>,
@@ -213,7 +213,7 @@ impl<'a> Opening<'a> {
         recovery.map_or(Ok(()), |recovery| recovery.tell(&mut events, recorded))?;
         let checkpoints =
             open.take_checkpoints(exec.checkpoints.as_ref(), (&world.holds, patience))?;
-        let progress = Progress::new(spec.plan.steps(), exec.progress);
+        let progress = ProgressPrinter::new(spec.plan.steps(), exec.progress);
         let beyond = checkpoints.steps()?.into_iter().filter(|step| *step > recorded).map(|step| {
             let what = format!("the ledger beside it ends with step {recorded}");
             (step, Fault::data(what).at(checkpoints.location(step).to_string()))
@@ -242,7 +242,7 @@ impl<'a> Opening<'a> {
     }
 
     /// The newest checkpoint that all ranks can read together.
-    fn newest(&self, reading: &Reading<'_>) -> Result<Found<Restored>> {
+    fn newest(&self, reading: &RestoreInputs<'_>) -> Result<UsableCheckpoint<Restored>> {
         let ledger = &self.open.ledger;
         reading.lead(
             &[&self.checkpoints],
@@ -254,7 +254,7 @@ impl<'a> Opening<'a> {
 
     /// Warns about checkpoints that cannot be used, and renames them, so that the retention does not count them as the
     /// newest. If there is no other state, nothing is renamed and the run stops, except with `--restart`.
-    fn told<T>(&mut self, found: Found<T>) -> Result<Option<T>> {
+    fn told<T>(&mut self, found: UsableCheckpoint<T>) -> Result<Option<T>> {
         let mut passed = std::mem::take(&mut self.beyond);
         passed.extend(found.passed);
         let newest = passed.iter().max_by_key(|(step, _)| *step);
@@ -327,7 +327,7 @@ impl<'a> Opening<'a> {
     }
 
     /// Starts the run, or resumes it after step `from`.
-    fn begin(self, from: u64) -> Result<Book<'a>> {
+    fn begin(self, from: u64) -> Result<RunRecords<'a>> {
         let Opening { spec, exec, world, open, checkpoints: _, mut events, progress, beyond: _ } =
             self;
         let mut metrics = Metrics::open(&open.folder.metrics(), from)?;
@@ -379,7 +379,17 @@ impl<'a> Opening<'a> {
             world.feed.get().into_iter().for_each(|feed| metrics.feed(Arc::clone(feed)));
         }
         let peak = metrics::peak(world.device, spec.curriculum.dtype);
-        Ok(Book { spec, exec, open, events, metrics, progress, recovery: None, again: 0, peak })
+        Ok(RunRecords {
+            spec,
+            exec,
+            open,
+            events,
+            metrics,
+            progress,
+            recovery: None,
+            again: 0,
+            peak,
+        })
     }
 }
 

@@ -9,29 +9,29 @@ use serde_json::json;
 
 use super::World;
 use super::recover::Recovery;
-use crate::checkpoint::Written;
+use crate::checkpoint::WrittenCheckpoint;
 use crate::events::Events;
 use crate::exec::ExecOptions;
 use crate::folder::{OpenRun, RunFolder};
 use crate::ledger::{Ledger, StepRecord};
 use crate::metrics::{Metrics, StepSpeed};
-use crate::progress::Progress;
+use crate::progress::ProgressPrinter;
 use crate::spec::RunSpec;
 use crate::state::State;
-use crate::step::{Context, Stepped};
+use crate::step::{StepContext, StepResult};
 use crate::validate::SourceLoss;
 
 /// Writes on rank 0; does nothing on other ranks.
-pub(super) struct Recorder<'a>(pub(super) Option<Book<'a>>);
+pub(super) struct Recorder<'a>(pub(super) Option<RunRecords<'a>>);
 
 /// The run's folder, opened by rank 0.
-pub(super) struct Book<'a> {
+pub(super) struct RunRecords<'a> {
     pub(super) spec: &'a RunSpec,
     pub(super) exec: &'a ExecOptions,
     pub(super) open: OpenRun,
     pub(super) events: Events,
     pub(super) metrics: Metrics,
-    pub(super) progress: Progress,
+    pub(super) progress: ProgressPrinter,
     /// A recovery after which no new step has been recorded yet, and whether the state came from memory.
     pub(super) recovery: Option<(Recovery, bool)>,
     /// Number of steps recomputed since this process opened the folder.
@@ -50,7 +50,7 @@ impl Recorder<'_> {
     }
 
     /// Records the step, or compares it with the existing record.
-    pub(super) fn record(&mut self, stepped: &Stepped) -> Result<()> {
+    pub(super) fn record(&mut self, stepped: &StepResult) -> Result<()> {
         self.0.as_mut().map_or(Ok(()), |book| book.record(stepped))
     }
 
@@ -58,7 +58,7 @@ impl Recorder<'_> {
     /// meanwhile.
     pub(super) fn validate(
         &mut self,
-        cx: Context<'_>,
+        cx: StepContext<'_>,
         exec: &ExecOptions,
         state: &State,
     ) -> Result<bool> {
@@ -75,8 +75,10 @@ impl Recorder<'_> {
     }
 
     /// Records a checkpoint that was written.
-    pub(super) fn written(&mut self, written: Option<Written>) -> Result<()> {
-        let Some(Written { step, state, stall, writing, left }) = written else { return Ok(()) };
+    pub(super) fn written(&mut self, written: Option<WrittenCheckpoint>) -> Result<()> {
+        let Some(WrittenCheckpoint { step, state, stall, writing, left }) = written else {
+            return Ok(());
+        };
         self.event("checkpoint", json!({
             "step": step, "state": state, "stall_seconds": seconds(stall), "writing_seconds": seconds(writing),
         }))?;
@@ -117,7 +119,9 @@ impl Recorder<'_> {
     /// The digest of the state after `step`, and the ledger's chain; `None` on the other ranks. Syncs the ledger first,
     /// so that a checkpoint never contains steps that a power loss can remove from the ledger.
     pub(super) fn digests(&self, step: u64) -> Result<Option<(Digest, Digest)>> {
-        let Some(Book { open: OpenRun { ledger, .. }, .. }) = &self.0 else { return Ok(None) };
+        let Some(RunRecords { open: OpenRun { ledger, .. }, .. }) = &self.0 else {
+            return Ok(None);
+        };
         ledger.sync()?;
         let chain = ledger.chain_at(step);
         let chain = chain.ok_or_else(|| Fault::bug(format!("step {step} is not in the ledger")))?;
@@ -181,7 +185,7 @@ impl Recorder<'_> {
     }
 }
 
-impl Book<'_> {
+impl RunRecords<'_> {
     /// Errors here are ignored: the fault that ends the run is reported.
     fn not_kept(&mut self, step: u64, why: &Fault) {
         let _ = self.events.write("not kept", json!({"step": step, "fault": why.to_string()}));
@@ -202,8 +206,8 @@ impl Book<'_> {
         self.events.write("recovered", fields)
     }
 
-    fn record(&mut self, stepped: &Stepped) -> Result<()> {
-        let Stepped { record, asked: _, sent, shared, folded, waited, ranks, model_flops } =
+    fn record(&mut self, stepped: &StepResult) -> Result<()> {
+        let StepResult { record, asked: _, sent, shared, folded, waited, ranks, model_flops } =
             stepped;
         let again = record.step <= self.open.ledger.last_step();
         if again {

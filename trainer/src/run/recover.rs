@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use contract::{Class, Fault, Result, Symptom};
-use kernels::group::Change;
+use kernels::group::MembershipChange;
 use serde_json::json;
 
 use super::World;
@@ -32,7 +32,7 @@ pub(super) struct Recovery {
     /// Why the previous group of ranks stopped.
     pub(super) reason: String,
     /// The lost ranks, as launched (including those that have rejoined), and the ranks that joined.
-    pub(super) change: Change,
+    pub(super) change: MembershipChange,
     /// All ranks that continue.
     pub(super) members: Vec<u32>,
     /// How often ranks have met so far.
@@ -45,7 +45,7 @@ impl Recovery {
     /// Records which ranks were lost after `step`, the last recorded one, and which continue.
     pub(super) fn tell(&self, events: &mut Events, step: u64) -> Result<()> {
         let Recovery { since, reason, change, members, generation, patience: _ } = self;
-        let Change { lost, joined } = change;
+        let MembershipChange { lost, joined } = change;
         let left: Vec<u32> = members.iter().copied().filter(|it| !joined.contains(it)).collect();
         let seconds = since.elapsed().as_secs_f64();
         let named = |ranks: &[u32]| ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
@@ -150,7 +150,7 @@ fn meet_again(
         let Ok(change) = rendezvous.stands() else { continue };
         world.comm = comm;
         world.in_vain.retain(|at| at.elapsed() < WHILE);
-        let same = change == Change::default();
+        let same = change == MembershipChange::default();
         world.in_vain.extend(same.then_some(since));
         if world.in_vain.len() > IN_VAIN {
             return Err(fault);

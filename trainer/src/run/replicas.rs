@@ -16,33 +16,33 @@
 use std::collections::VecDeque;
 
 use contract::{Digest, Result};
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use kernels::group::Group;
 use kernels::tree;
 use tch::{Device, Kind, Tensor};
 
-use crate::checkpoint::Layout;
+use crate::checkpoint::StateLayout;
 use crate::mesh::copies::{Partners, STEPS, length};
-use crate::mesh::words::{Reader, Writer};
-use crate::mesh::{Team, share};
-use crate::model::Fold;
-use crate::optim::balance::Balance;
+use crate::mesh::words::{WordReader, WordWriter};
+use crate::mesh::{ProcessMesh, share};
+use crate::model::WeightShards;
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
 use crate::refusal::{lost, refused};
-use crate::state::ownership::{Ownership, Piece};
-use crate::state::{self, Owned, State};
+use crate::state::ownership::{Ownership, ParamShard};
+use crate::state::{self, OwnedState, State};
 use crate::workers::Workers;
 
 /// The copies held by a rank.
 pub(super) struct Replicas {
     asked: bool,
-    kept: VecDeque<Kept>,
+    kept: VecDeque<ReplicaState>,
 }
 
 /// The copy of a state.
-struct Kept {
+struct ReplicaState {
     step: u64,
-    balance: Vec<Balance>,
+    balance: Vec<RouterBalance>,
     windows: Option<Windows>,
     /// By index in canonical order, ascending; each with its values as packed by [`pack`].
     pieces: Vec<(usize, Tensor)>,
@@ -55,7 +55,7 @@ impl Replicas {
     }
 
     /// Keeps copies of what this rank owns of `state`, and of what its partner owns.
-    pub(super) fn keep(&mut self, team: &Team<'_>, state: &State) -> Result<()> {
+    pub(super) fn keep(&mut self, team: &ProcessMesh<'_>, state: &State) -> Result<()> {
         let (group, owners) = (team.group, &state.owners);
         if !self.asked || group.world() == 1 {
             return Ok(());
@@ -78,7 +78,7 @@ impl Replicas {
         // Later steps were never recorded.
         self.kept.retain(|kept| kept.step <= *step);
         let (balance, windows) = (balance.clone(), windows.clone());
-        self.kept.push_back(Kept { step: *step, balance, windows, pieces });
+        self.kept.push_back(ReplicaState { step: *step, balance, windows, pieces });
         while self.kept.len() > STEPS {
             self.kept.pop_front();
         }
@@ -89,8 +89,8 @@ impl Replicas {
     /// 0 needs to know `last`. `None` if every step misses a piece.
     pub(super) fn restore(
         &self,
-        team: &Team<'_>,
-        layout: &Layout,
+        team: &ProcessMesh<'_>,
+        layout: &StateLayout,
         owners: &Ownership,
         (last, workers): (u64, Workers),
     ) -> Result<Option<(State, Digest)>> {
@@ -109,15 +109,15 @@ impl Replicas {
         let weights = weights.map_err(refused)?;
         let (balance, windows) = (kept.balance.clone(), kept.windows.clone());
         let put =
-            |(piece, packed): (&Piece, &Tensor)| unpack(piece, packed, &weights[piece.tensor]);
+            |(piece, packed): (&ParamShard, &Tensor)| unpack(piece, packed, &weights[piece.tensor]);
         let owned = owners.own().zip(&found).map(put).collect::<kernels::Result<_>>();
         let owned = owned.map_err(refused)?;
         let owners = owners.clone();
-        let (fold, departures) = (Fold::default(), Departures::default());
+        let (fold, departures) = (WeightShards::default(), PendingCopies::default());
         let state = State { step, weights, fold, balance, windows, owners, owned, departures };
         state.round(workers)?;
         share::weights(team, &state)?;
-        let mut mine = Writer::default();
+        let mut mine = WordWriter::default();
         mine.sums(&state.own_sums(workers)?);
         let heard = team.tell("the checksums of the state", &mine)?;
         let digest = state.sums_of(&share::sums(&state.owners, heard.readers())?).digest;
@@ -126,7 +126,7 @@ impl Replicas {
 
     /// The step to continue from, and the sender of each piece: the same on every rank.
     fn choose(&self, group: &Group, pieces: usize, last: u64) -> Result<Option<(u64, Vec<u32>)>> {
-        let mut mine = Writer::default();
+        let mut mine = WordWriter::default();
         mine.word(last).word(self.kept.len() as u64);
         for kept in &self.kept {
             mine.word(kept.step).word(kept.pieces.len() as u64);
@@ -137,7 +137,7 @@ impl Replicas {
         let heard = group.all_gather("the choice of a state", mine.bytes()).map_err(lost)?;
         let mut held = Vec::new();
         for heard in &heard {
-            held.push(read(&mut Reader::new(heard))?);
+            held.push(read(&mut WordReader::new(heard))?);
         }
         Ok(chosen(&held, pieces))
     }
@@ -190,9 +190,9 @@ impl Replicas {
 }
 
 /// What a rank has: the last step that it knows to be recorded, and the steps that it has copies of, with their pieces.
-type Held = (u64, Vec<(u64, Vec<usize>)>);
+type ReplicaInventory = (u64, Vec<(u64, Vec<usize>)>);
 
-fn read(words: &mut Reader<'_>) -> Result<Held> {
+fn read(words: &mut WordReader<'_>) -> Result<ReplicaInventory> {
     let last = words.word()?;
     let kept = (0..words.word()?).map(|_| {
         let step = words.word()?;
@@ -204,7 +204,7 @@ fn read(words: &mut Reader<'_>) -> Result<Held> {
 
 /// The newest step of which all ranks have copies and together have every piece, up to the last one that rank 0 knows
 /// to be recorded; and the first rank that has each piece.
-fn chosen(held: &[Held], pieces: usize) -> Option<(u64, Vec<u32>)> {
+fn chosen(held: &[ReplicaInventory], pieces: usize) -> Option<(u64, Vec<u32>)> {
     let (last, first) = held.first()?;
     let mut steps: Vec<u64> = first.iter().map(|(step, _)| *step).collect();
     steps.sort_unstable_by(|one, other| other.cmp(one));
@@ -238,7 +238,7 @@ fn pack(state: &State) -> Result<Tensor> {
 fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
     let mut at = 0;
     let own = owners.pieces().iter().enumerate().filter(|(_, piece)| piece.owner == rank);
-    let one = |(index, piece): (usize, &Piece)| {
+    let one = |(index, piece): (usize, &ParamShard)| {
         at += length(piece);
         (index, packed.narrow(0, at - length(piece), length(piece)))
     };
@@ -246,13 +246,13 @@ fn cut(owners: &Ownership, rank: u32, packed: &Tensor) -> Vec<(usize, Tensor)> {
 }
 
 /// Unpacks a piece; `weight` is the tensor that the model reads.
-fn unpack(piece: &Piece, packed: &Tensor, weight: &Tensor) -> kernels::Result<Owned> {
+fn unpack(piece: &ParamShard, packed: &Tensor, weight: &Tensor) -> kernels::Result<OwnedState> {
     let part = |number: i64| {
         let flat = packed.f_narrow(0, number * piece.length(), piece.length())?;
         flat.f_view(piece.shape.as_slice())
     };
     let room = || Ok(Tensor::f_empty(piece.shape.as_slice(), (Kind::Float, weight.device()))?);
-    let mut owned = Owned::of(piece, weight, room)?;
+    let mut owned = OwnedState::of(piece, weight, room)?;
     let mut wide = owned.master.as_ref().map_or_else(|| piece.of(weight), Tensor::shallow_clone);
     tch::no_grad(|| {
         wide.f_copy_(&part(0)?)?;
@@ -293,7 +293,7 @@ mod tests {
                 vec![(newest - 1, holds(rank)), (newest, holds(rank))]
             };
             let left: Vec<usize> = (0..world).filter(|rank| !lost.contains(rank)).collect();
-            let held: Vec<Held> = left.iter().map(|rank| (last, kept(*rank))).collect();
+            let held: Vec<ReplicaInventory> = left.iter().map(|rank| (last, kept(*rank))).collect();
             let whole = (0..pieces).all(|index| left.iter().any(|rank| holds(*rank).contains(&index)));
             match chosen(&held, pieces) {
                 None => prop_assert!(left.is_empty() || !whole || last < 5),

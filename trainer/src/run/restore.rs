@@ -13,20 +13,20 @@ use contract::{Class, Digest, Fault, Result};
 use kernels::group::Group;
 use store::Location;
 
-use crate::checkpoint::{self, Checkpoints, Found, Layout};
+use crate::checkpoint::{self, Checkpoints, StateLayout, UsableCheckpoint};
 use crate::mesh::share;
-use crate::mesh::words::{Heard, Reader, Writer};
+use crate::mesh::words::{Gathered, WordReader, WordWriter};
 use crate::refusal::lost;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::workers::Workers;
 
 /// What a rank needs to read a checkpoint.
-pub(crate) struct Reading<'a> {
+pub(crate) struct RestoreInputs<'a> {
     /// The ranks.
     pub(crate) comm: &'a Group,
     /// The layout of the complete state.
-    pub(crate) layout: &'a Layout,
+    pub(crate) layout: &'a StateLayout,
     /// The owners of its pieces.
     pub(crate) owners: &'a Ownership,
     /// The workers that compute checksums.
@@ -41,7 +41,7 @@ pub(super) fn nowhere() -> Location {
 /// A restored state, and its digest.
 pub(crate) type Restored = (State, Digest);
 
-impl Reading<'_> {
+impl RestoreInputs<'_> {
     /// On rank 0: tries checkpoints from the newest down, the run's place first, until one `fits` and every rank can
     /// read it.
     pub(crate) fn lead(
@@ -49,8 +49,8 @@ impl Reading<'_> {
         places: &[&Checkpoints],
         last: u64,
         chain: impl Fn(u64) -> Option<Digest>,
-        fits: impl Fn(&checkpoint::Reader<'_>) -> Result<()>,
-    ) -> Result<Found<Restored>> {
+        fits: impl Fn(&checkpoint::CheckpointReader<'_>) -> Result<()>,
+    ) -> Result<UsableCheckpoint<Restored>> {
         let found = Checkpoints::newest_of(places, last, chain, |reader| {
             fits(reader)?;
             self.choose(reader.manifest().step, &reader.place())?;
@@ -88,28 +88,28 @@ impl Reading<'_> {
 
     /// Receives rank 0's choice: a step, and its place of checkpoints.
     pub(super) fn choose(&self, step: u64, place: &Location) -> Result<(u64, Location)> {
-        let mut mine = Writer::default();
+        let mut mine = WordWriter::default();
         mine.word(step).place(place);
         let heard =
             self.comm.all_gather("the choice of a checkpoint", mine.bytes()).map_err(lost)?;
-        let mut heard = Reader::new(&heard[0]);
+        let mut heard = WordReader::new(&heard[0]);
         Ok((heard.word()?, heard.place()?))
     }
 
     /// Reads this rank's part and exchanges the result. An error on any rank is returned on all.
-    fn verdict(&self, opened: Result<&checkpoint::Reader<'_>>) -> Result<Restored> {
+    fn verdict(&self, opened: Result<&checkpoint::CheckpointReader<'_>>) -> Result<Restored> {
         let read = opened.and_then(|reader| {
             let state = reader.part(self.layout, self.owners, self.workers)?;
             let sums = state.own_sums(self.workers)?;
             Ok((state, sums, reader))
         });
-        let mut mine = Writer::default();
+        let mut mine = WordWriter::default();
         match &read {
             Ok((_, sums, _)) => mine.word(0).sums(sums),
             Err(fault) => mine.word(u64::from(fault.class().exit_code())).text(&fault.to_string()),
         };
         let heard = self.comm.all_gather("the reading of a checkpoint", mine.bytes());
-        let heard = Heard(heard.map_err(lost)?);
+        let heard = Gathered(heard.map_err(lost)?);
         let (mut heard, mut faults) = (heard.readers(), Vec::new());
         for (rank, heard) in heard.iter_mut().enumerate() {
             let class = heard.word()?;
@@ -177,11 +177,11 @@ mod tests {
             };
             let states: Vec<State> = (0..readers.3).map(read).collect();
             let said = states.iter().map(|state| {
-                let mut words = Writer::default();
+                let mut words = WordWriter::default();
                 words.sums(&state.own_sums(workers).unwrap());
                 words.bytes().to_vec()
             });
-            let said = Heard(said.collect());
+            let said = Gathered(said.collect());
             for state in &states {
                 let sums = share::sums(&state.owners, said.readers()).unwrap();
                 prop_assert_eq!(state.sums_of(&sums).digest, wanted);

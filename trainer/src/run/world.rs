@@ -8,8 +8,8 @@ use kernels::group::{Group, Rendezvous};
 use kernels::runtime::KernelTable;
 use tch::Device;
 
-use crate::folder::Holds;
-use crate::metrics::Feed;
+use crate::folder::RunLocks;
+use crate::metrics::MetricsFeed;
 
 /// The ranks, and this rank's device and kernels.
 #[derive(Debug)]
@@ -31,16 +31,16 @@ pub struct World {
     /// Whether this rank was restarted, and joins running ones.
     pub(super) joins: bool,
     /// Its locks on the run's folder, which do not depend on other ranks.
-    pub(super) holds: Holds,
+    pub(super) holds: RunLocks,
     /// The program that gets the curves of this run, if rank 0 has started one.
-    pub(super) feed: OnceLock<Arc<Feed>>,
+    pub(super) feed: OnceLock<Arc<MetricsFeed>>,
 }
 
 impl World {
     /// The ranks of `comm`.
     pub fn new(comm: Group, device: Device, runtime: KernelTable) -> Self {
         let (strangers, in_vain, patience) = (AtomicU64::new(0), Vec::new(), comm.timeout());
-        let (rendezvous, joins, holds, feed) = (None, false, Holds::default(), OnceLock::new());
+        let (rendezvous, joins, holds, feed) = (None, false, RunLocks::default(), OnceLock::new());
         World {
             comm,
             runtime,
@@ -66,7 +66,7 @@ impl World {
     }
 
     /// The same with these locks.
-    pub fn holding(self, holds: Holds) -> Self {
+    pub fn holding(self, holds: RunLocks) -> Self {
         World { holds, ..self }
     }
 

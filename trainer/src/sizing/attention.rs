@@ -3,11 +3,12 @@
 use contract::Result;
 use kernels::Result as Computed;
 use kernels::ops::{
-    ATTENTIONS, Attended, Attention, AttentionGrads, DEVICE, Span, Table, library_attends,
+    ATTENTIONS, Attended, Attention, AttentionGrads, AttentionSpan, DEVICE, OpsTable,
+    library_attends,
 };
 use tch::{Device, Kind, Tensor};
 
-use super::machine::Bench;
+use super::machine::BenchOptions;
 use super::numbers::numbers;
 use crate::refusal::refused;
 
@@ -17,7 +18,7 @@ pub(super) struct Operands {
     key: Tensor,
     value: Tensor,
     grad: Tensor,
-    spans: Vec<Span>,
+    spans: Vec<AttentionSpan>,
     /// `[H, K, d]`.
     heads: [i64; 3],
 }
@@ -25,7 +26,7 @@ pub(super) struct Operands {
 impl Operands {
     /// Random operands.
     pub(super) fn of(
-        spans: &[Span],
+        spans: &[AttentionSpan],
         heads: [i64; 3],
         kind: Kind,
         device: Device,
@@ -49,12 +50,12 @@ impl Operands {
         Attention { query, key, value, spans, shape: *heads, kept: None }
     }
 
-    pub(super) fn forward(&self, ops: Table) -> Computed<Attended> {
+    pub(super) fn forward(&self, ops: OpsTable) -> Computed<Attended> {
         ops.attention(self.by())
     }
 
     /// Forward and backward: gradients of queries, keys and values.
-    pub(super) fn both(&self, ops: Table) -> Computed<[Tensor; 3]> {
+    pub(super) fn both(&self, ops: OpsTable) -> Computed<[Tensor; 3]> {
         let saved = self.forward(ops)?.saved;
         let float = (Kind::Float, self.query.device());
         let query = Tensor::f_empty(self.query.size(), float)?;
@@ -68,7 +69,7 @@ impl Operands {
 
 /// Other tables whose kernels can compute attention over these operands, with their names. Empty on a CPU, and where
 /// libtorch's kernels do not support the operands.
-pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str, Table)>> {
+pub(super) fn others(trains: OpsTable, of: &Operands) -> Computed<Vec<(&'static str, OpsTable)>> {
     match trains.name() == DEVICE.name() && library_attends(of.by())? {
         true => Ok(["own", "library"].into_iter().zip(ATTENTIONS).collect()),
         false => Ok(Vec::new()),
@@ -77,7 +78,7 @@ pub(super) fn others(trains: Table, of: &Operands) -> Computed<Vec<(&'static str
 
 /// Operations per second of a call over one document.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
-pub struct Rates {
+pub struct AttentionRates {
     /// Of the forward pass.
     pub forward: f64,
     /// Of the backward pass, which has twice as many operations.
@@ -86,35 +87,35 @@ pub struct Rates {
 
 /// Measurements of a call over one document.
 #[derive(Clone, Debug)]
-pub struct Measured {
+pub struct AttentionTiming {
     /// Operations of the forward pass that the causal mask leaves.
     pub operations: f64,
     /// With the kernels that training uses.
-    pub trained: Rates,
+    pub trained: AttentionRates,
     /// With our own kernels and with libtorch's, where both exist.
-    pub others: Vec<(&'static str, Rates)>,
+    pub others: Vec<(&'static str, AttentionRates)>,
 }
 
-impl Bench {
+impl BenchOptions {
     /// Measures a causal call over one document of `tokens`, with every table that can compute it: on one worker while
     /// all workers run it. `heads` are `[H, K, d]`.
     ///
     /// # Errors
     /// If an operation fails, or memory runs out.
-    pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<Measured> {
+    pub fn attention(self, tokens: i64, heads: [i64; 3], kind: Kind) -> Result<AttentionTiming> {
         let trains = self.workers.ops();
         let pairs = crate::model::causal_pairs(&[0], tokens as u32) as f64;
         let operations = 4.0 * (heads[0] * heads[2]) as f64 * pairs;
-        let prepare = || Operands::of(&[Span::whole(0, tokens)], heads, kind, self.device);
-        let rates = |ops: Table| -> Result<Rates> {
+        let prepare = || Operands::of(&[AttentionSpan::whole(0, tokens)], heads, kind, self.device);
+        let rates = |ops: OpsTable| -> Result<AttentionRates> {
             let there = self.time(prepare, |own| own.forward(ops).map(drop))?;
             let both = self.time(prepare, |own| own.both(ops).map(drop))?;
             let back = (both - there).max(0.05 * both);
-            Ok(Rates { forward: operations / there, backward: 2.0 * operations / back })
+            Ok(AttentionRates { forward: operations / there, backward: 2.0 * operations / back })
         };
         let others = prepare().and_then(|own| others(trains, &own)).map_err(refused)?.into_iter();
         let others =
             others.map(|(name, ops)| Ok((name, rates(ops)?))).collect::<Result<Vec<_>>>()?;
-        Ok(Measured { operations, trained: rates(trains)?, others })
+        Ok(AttentionTiming { operations, trained: rates(trains)?, others })
     }
 }

@@ -19,7 +19,7 @@ pub const PUBLISHED: [(&str, &str); 2] = [
 /// The file. Missing values have not been measured.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Described {
+pub struct ClusterDescription {
     /// Its name, for people.
     pub name: Option<String>,
     /// Ranks, each with its own device, or on CPUs its own cores.
@@ -35,23 +35,23 @@ pub struct Described {
     /// How long a rank waits for the slowest one although all compute the same, as a share of its own computing time.
     pub uneven: Option<f64>,
     /// Rates of matmuls, in operations per second.
-    pub gemm: Option<Gemm>,
+    pub gemm: Option<MatmulRates>,
     /// Memory bandwidths, in bytes per second.
-    pub memory: Option<Memory>,
+    pub memory: Option<MemoryBandwidth>,
     /// The link between ranks of a machine.
-    pub within: Option<Link>,
+    pub within: Option<NetworkLink>,
     /// The link between machines.
-    pub between: Option<Link>,
+    pub between: Option<NetworkLink>,
     /// Where checkpoints are written.
-    pub checkpoint: Option<Medium>,
+    pub checkpoint: Option<CheckpointStorage>,
     /// How often ranks fail.
-    pub faults: Option<Faults>,
+    pub faults: Option<FailureRates>,
 }
 
 /// Rates of matmuls over their operations: 2 m k n for `[m, k]` times `[k, n]`, with all workers of a rank busy.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Gemm {
+pub struct MatmulRates {
     /// With f32 operands.
     pub f32: Option<Curve>,
     /// With bf16 operands.
@@ -71,7 +71,7 @@ pub struct Gemm {
 /// Bandwidth over the bytes that an operation reads and writes, counted as in STREAM.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Memory {
+pub struct MemoryBandwidth {
     /// `a = b`.
     pub copy: Option<Curve>,
     /// `a = s b`.
@@ -91,7 +91,7 @@ pub struct Memory {
 /// A link from rank to rank.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Link {
+pub struct NetworkLink {
     /// Seconds before the first byte arrives.
     pub latency_s: f64,
     /// Bytes per second that a rank sends while all others do.
@@ -101,7 +101,7 @@ pub struct Link {
 /// Where checkpoints are written.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Medium {
+pub struct CheckpointStorage {
     /// Bytes per second from a rank's device into main memory, for which the step waits.
     pub copy_bytes_per_s: f64,
     /// Bytes per second that a machine writes during training.
@@ -111,7 +111,7 @@ pub struct Medium {
 /// How often ranks fail, and the cost of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Faults {
+pub struct FailureRates {
     /// Failures of a rank per hour that end the run.
     pub per_rank_hour: f64,
     /// Seconds from a failure until a step is computed again.
@@ -156,33 +156,33 @@ pub struct Cluster {
     /// Seconds of a minimal call, if measured.
     pub call_s: f64,
     /// The link between ranks of a machine.
-    pub within: Option<Link>,
+    pub within: Option<NetworkLink>,
     /// The link between machines.
-    pub between: Option<Link>,
+    pub between: Option<NetworkLink>,
     /// Where checkpoints are written.
-    pub checkpoint: Option<Medium>,
+    pub checkpoint: Option<CheckpointStorage>,
     /// How often ranks fail.
-    pub faults: Option<Faults>,
+    pub faults: Option<FailureRates>,
     /// Values missing from the file, and what is assumed for them.
     pub assumed: Vec<String>,
 }
 
-impl Described {
+impl ClusterDescription {
     /// This machine as a single rank, without measurements.
-    pub fn of_this_machine() -> Described {
-        Described {
+    pub fn of_this_machine() -> ClusterDescription {
+        ClusterDescription {
             name: Some("this machine".to_owned()),
             ranks: Some(1),
             ranks_per_node: Some(1),
             memory_gib: Some(store::memory::limit() as f64 / f64::from(1 << 30)),
-            ..Described::default()
+            ..ClusterDescription::default()
         }
     }
 
     /// Reads a file, or the built-in one of that name.
-    pub fn read(place: &str) -> Result<Described> {
+    pub fn read(place: &str) -> Result<ClusterDescription> {
         if let Some((name, text)) = PUBLISHED.iter().find(|(name, _)| *name == place) {
-            return Described::parse(&File::new(format!("cluster {name}"), *text));
+            return ClusterDescription::parse(&File::new(format!("cluster {name}"), *text));
         }
         let location = storage::locate(place)?;
         if !location.is_file()? {
@@ -194,12 +194,12 @@ impl Described {
                 .hint("`ztrain bench gemm --out cluster.toml` begins a file with what this machine can do"));
         }
         let bytes = location.read().map_err(|error| location.fault("read", &error))?;
-        Described::parse(&File::from_bytes(place, bytes)?)
+        ClusterDescription::parse(&File::from_bytes(place, bytes)?)
     }
 
     /// Parses a text.
-    pub fn parse(file: &File) -> Result<Described> {
-        let found: Described = file.parse()?;
+    pub fn parse(file: &File) -> Result<ClusterDescription> {
+        let found: ClusterDescription = file.parse()?;
         let spanned: std::collections::BTreeMap<String, Spanned<settings::Value>> = file.parse()?;
         let wrong = |key: &str, wanted: &str| match spanned.get(key) {
             Some(value) => file.wrong(key, value, wanted),
@@ -231,16 +231,17 @@ impl Described {
             }
         }
         for (key, link) in [("within", found.within), ("between", found.between)] {
-            let right = |link: Link| positive(link.bytes_per_s) && link.latency_s >= 0.0;
+            let right = |link: NetworkLink| positive(link.bytes_per_s) && link.latency_s >= 0.0;
             if link.is_some_and(|link| !right(link)) {
                 return Err(wrong(key, "a latency from 0 and a bandwidth above 0"));
             }
         }
-        let medium = |it: Medium| positive(it.copy_bytes_per_s) && positive(it.write_bytes_per_s);
+        let medium =
+            |it: CheckpointStorage| positive(it.copy_bytes_per_s) && positive(it.write_bytes_per_s);
         if found.checkpoint.is_some_and(|it| !medium(it)) {
             return Err(wrong("checkpoint", "bandwidths above 0"));
         }
-        let faults = |it: Faults| {
+        let faults = |it: FailureRates| {
             (0.0..1e3).contains(&it.per_rank_hour) && (0.0..1e9).contains(&it.restart_s)
         };
         if found.faults.is_some_and(|it| !faults(it)) {
@@ -252,8 +253,8 @@ impl Described {
     /// The rates of matmuls in the file, with their keys.
     fn rates(&self) -> Vec<(&'static str, &Curve)> {
         let Some(gemm) = &self.gemm else { return Vec::new() };
-        let Gemm { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
-        let Gemm { attention_f32, attention_f32_back, .. } = gemm;
+        let MatmulRates { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
+        let MatmulRates { attention_f32, attention_f32_back, .. } = gemm;
         present([
             ("f32", f32),
             ("bf16", bf16),
@@ -267,7 +268,9 @@ impl Described {
 
     /// The bandwidths in the file, with their keys.
     fn bandwidths(&self) -> Vec<(&'static str, &Curve)> {
-        let Some(Memory { copy, scale, add, triad, checksum, tree, softmax }) = &self.memory else {
+        let Some(MemoryBandwidth { copy, scale, add, triad, checksum, tree, softmax }) =
+            &self.memory
+        else {
             return Vec::new();
         };
         present([
@@ -291,7 +294,7 @@ impl Described {
         let mut assumed = Vec::new();
         let gemm = self.gemm.ok_or_else(|| missing("[gemm]", "gemm"))?;
         let memory = self.memory.ok_or_else(|| missing("[memory]", "memory"))?;
-        let Gemm { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
+        let MatmulRates { f32, bf16, attention, attention_back, newton_schulz, .. } = gemm;
         let wide = [gemm.attention_f32, gemm.attention_f32_back];
         let (f32, bf16) = match (f32, bf16) {
             (Some(f32), Some(bf16)) => (f32, bf16),
@@ -386,20 +389,20 @@ impl Described {
         }
         let links = [("within", self.within, "a machine"), ("between", self.between, "machines")];
         for (key, link, what) in links {
-            if let Some(Link { latency_s, bytes_per_s }) = link {
+            if let Some(NetworkLink { latency_s, bytes_per_s }) = link {
                 out += &format!(
                     "\n[{key}] # {key} {what}, of a rank while all send\nlatency_s = {latency_s:e}\n\
                      bytes_per_s = {bytes_per_s:.4e}\n"
                 );
             }
         }
-        if let Some(Medium { copy_bytes_per_s, write_bytes_per_s }) = self.checkpoint {
+        if let Some(CheckpointStorage { copy_bytes_per_s, write_bytes_per_s }) = self.checkpoint {
             out += &format!(
                 "\n[checkpoint]\ncopy_bytes_per_s = {copy_bytes_per_s:.4e}  # of a rank, while the step waits\n\
                  write_bytes_per_s = {write_bytes_per_s:.4e} # of a machine, beside the steps\n"
             );
         }
-        if let Some(Faults { per_rank_hour, restart_s }) = self.faults {
+        if let Some(FailureRates { per_rank_hour, restart_s }) = self.faults {
             out += &format!(
                 "\n[faults]\nper_rank_hour = {per_rank_hour:e}\nrestart_s = {restart_s:e}\n"
             );
@@ -433,7 +436,7 @@ mod tests {
     #[test]
     fn published_clusters_can_be_planned_on() {
         for (name, _) in PUBLISHED {
-            let cluster = Described::read(name).unwrap().resolve(name).unwrap();
+            let cluster = ClusterDescription::read(name).unwrap().resolve(name).unwrap();
             assert_eq!(cluster.name, name);
             assert!(cluster.within.is_some() && cluster.between.is_some());
             assert!(cluster.checkpoint.is_some() && cluster.faults.is_some());
@@ -443,8 +446,8 @@ mod tests {
     #[test]
     fn what_is_written_is_read_again() {
         for (name, _) in PUBLISHED {
-            let described = Described::read(name).unwrap();
-            let again = Described::parse(&File::new("again", described.text())).unwrap();
+            let described = ClusterDescription::read(name).unwrap();
+            let again = ClusterDescription::parse(&File::new("again", described.text())).unwrap();
             assert_eq!(again.text(), described.text());
             let (left, right) = (again.resolve(name).unwrap(), described.resolve(name).unwrap());
             assert_eq!(
@@ -459,7 +462,7 @@ mod tests {
     fn mistakes_have_their_place() {
         let told = |text: &str| {
             let file = File::new("c.toml", text);
-            let found = Described::parse(&file).and_then(|found| found.resolve("c.toml"));
+            let found = ClusterDescription::parse(&file).and_then(|found| found.resolve("c.toml"));
             found.unwrap_err().to_string()
         };
         for (text, wanted) in [

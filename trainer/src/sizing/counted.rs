@@ -8,38 +8,42 @@ use std::sync::Mutex;
 use kernels::Result;
 use kernels::device::Stager;
 use kernels::ops::{
-    AdamW, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch, Gradient,
-    NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    AdamWStep, Attended, Attention, AttentionGrads, CPU, ConvShift, ConvShiftGrads, Dispatch,
+    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    ResidualScaling,
 };
 use tch::{Device, Kind, Tensor};
 
-use super::products::{self, MicroBatch};
-use super::shapes::Shape;
-use crate::model::{self, Collected, Keep, MicroBatchInput, MicroBatchOptions, ZayaConfig};
-use crate::timing::Part;
+use super::products::{self, MicroBatchShape};
+use super::shapes::MatmulShape;
+use crate::model::{
+    self, ActivationCheckpointing, CollectedGradients, MicroBatchInput, MicroBatchOptions,
+    ZayaConfig,
+};
+use crate::timing::StepPart;
 
 /// How often each shape was multiplied, and the operations of attention forward.
 #[derive(Default)]
-struct Seen {
-    products: BTreeMap<Shape, u64>,
+struct CountedShapes {
+    products: BTreeMap<MatmulShape, u64>,
     attention: f64,
 }
 
-static SEEN: Mutex<Option<Seen>> = Mutex::new(None);
+static SEEN: Mutex<Option<CountedShapes>> = Mutex::new(None);
 
 #[derive(Debug)]
-struct Counting;
+struct CountingOps;
 
 fn note(left: &Tensor, right: &Tensor) {
     let (left, right) = (left.size(), right.size());
     let [.., rows, inner] = left[..] else { panic!("{left:?}") };
-    let shape = Shape { rows, inner, columns: right[right.len() - 1] };
+    let shape = MatmulShape { rows, inner, columns: right[right.len() - 1] };
     let batch: i64 = left[..left.len() - 2].iter().product();
     let mut seen = SEEN.lock().unwrap();
     *seen.as_mut().unwrap().products.entry(shape).or_default() += batch as u64;
 }
 
-impl Ops for Counting {
+impl Ops for CountingOps {
     fn name(&self) -> &'static str {
         "counting"
     }
@@ -90,11 +94,11 @@ impl Ops for Counting {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         CPU.rms_norm_backward(x, factors, weight, grad)
     }
 
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
         CPU.residual(branch, residual, by)
     }
 
@@ -102,7 +106,7 @@ impl Ops for Counting {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         CPU.residual_backward(branch, residual, by, grad)
@@ -167,7 +171,7 @@ impl Ops for Counting {
 
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         moments: [&mut Tensor; 2],
         gradient: &Tensor,
@@ -199,20 +203,20 @@ impl Ops for Counting {
 }
 
 /// The expected shapes of all recorded matmuls: the router's are computed inside one operation, and left out.
-fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<Shape, u64> {
+fn planned(config: &ZayaConfig, tokens: i64, counts: &[Vec<u64>]) -> BTreeMap<MatmulShape, u64> {
     let mut all = BTreeMap::new();
     let layers = counts.len() as u64;
     for (layer, counts) in counts.iter().enumerate() {
         // The CPU table pads the rows of an expert to a multiple of eight: a little more than was routed.
         let filled = |count: &u64| count.next_multiple_of(8) as i64;
         let routed: Vec<i64> = counts[..counts.len() - 1].iter().map(filled).collect();
-        let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+        let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
         for product in products::of_micro_batch(config, by) {
             let count = match product.part {
-                Part::Router | Part::RouterBack => continue,
+                StepPart::Router | StepPart::RouterBack => continue,
                 // The list covers all layers; here each layer has different routes.
-                Part::Head if layer > 0 => continue,
-                Part::Head => product.count,
+                StepPart::Head if layer > 0 => continue,
+                StepPart::Head => product.count,
                 _ => product.count / layers,
             };
             *all.entry(product.shape).or_default() += count;
@@ -240,11 +244,14 @@ fn a_micro_batch_multiplies_what_is_planned() {
             seq_len,
         };
         let staged = input.stage(&config, &Stager::new(Device::Cpu).unwrap()).unwrap();
-        let options =
-            MicroBatchOptions { ops: &Counting, keep: Keep::Everything, ..Default::default() };
+        let options = MicroBatchOptions {
+            ops: &CountingOps,
+            keep: ActivationCheckpointing::Everything,
+            ..Default::default()
+        };
         let (params, balance) = (model::init(&config, 1).unwrap(), model::init_balance(&config));
-        *SEEN.lock().unwrap() = Some(Seen::default());
-        let mut sink = Collected::default();
+        *SEEN.lock().unwrap() = Some(CountedShapes::default());
+        let mut sink = CollectedGradients::default();
         let found = model::micro_batch(
             &config,
             &params,

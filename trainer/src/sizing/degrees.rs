@@ -11,7 +11,7 @@ use contract::Result;
 use serde::Serialize;
 
 use super::estimate;
-use super::standing::Setting;
+use super::standing::PlannedRun;
 use crate::mesh::{Degrees, Mesh};
 use crate::plan::{self, Fleet};
 
@@ -36,8 +36,8 @@ pub struct Degree {
 }
 
 /// Every phase with each degree that its cut allows; empty if no phase allows any.
-pub fn compared(setting: Setting<'_>) -> Result<Vec<Degree>> {
-    let Setting { spec, cluster, fleet } = setting;
+pub fn compared(setting: PlannedRun<'_>) -> Result<Vec<Degree>> {
+    let PlannedRun { spec, cluster, fleet } = setting;
     let firsts: Vec<u64> = spec.plan.phases().iter().map(|phase| phase.first_step).collect();
     let powers = || (0..).map(|power| 1 << power).take_while(|degree| *degree <= MOST);
     let pairs = powers().flat_map(|tsp| powers().map(move |cp| Degrees { cp, tsp }));
@@ -55,7 +55,7 @@ pub fn compared(setting: Setting<'_>) -> Result<Vec<Degree>> {
         let needs = plan::needs(spec, &fleet)?;
         let phases = firsts.iter().zip(&needs.phases).zip(exact);
         for ((first, needs), _) in phases.filter(|(_, exact)| *exact) {
-            let time = estimate::step(Setting { fleet: &fleet, ..setting }, *first, needs)?;
+            let time = estimate::step(PlannedRun { fleet: &fleet, ..setting }, *first, needs)?;
             let (memory, Degrees { cp, tsp }) = (needs.memory.sum(), degrees);
             let (phase, fits) = (needs.name.clone(), memory <= cluster.memory_bytes);
             found.push(Degree { phase, cp, tsp, seconds: time.seconds, memory, fits });

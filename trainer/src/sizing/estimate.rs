@@ -18,17 +18,17 @@ use kernels::tree::blocks;
 use serde::Serialize;
 
 use super::Curve;
-use super::cluster::{Cluster, Link};
-use super::products::{self, MicroBatch};
-pub use super::standing::Setting;
-use super::standing::{self, Standing};
+use super::cluster::{Cluster, NetworkLink};
+use super::products::{self, MicroBatchShape};
+pub use super::standing::PlannedRun;
+use super::standing::{self, RankArrangement};
 use super::{faults, traffic};
 use crate::mesh::GradReduce;
-use crate::model::{self, Keep, ParamSpec};
-use crate::optim::Rule;
+use crate::model::{self, ActivationCheckpointing, ParamSpec};
+use crate::optim::OptimizerRule;
 use crate::plan::{CheckpointNeeds, PhaseNeeds, SentInStep};
-use crate::state::ownership::{self, Piece};
-use crate::timing::{EXACTNESS, PARTS, Part};
+use crate::state::ownership::{self, ParamShard};
+use crate::timing::{EXACTNESS, PARTS, StepPart};
 
 /// The time of a step in a phase.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -65,7 +65,7 @@ pub struct StepTime {
 
 /// The cost of checkpoints and failures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Keeping {
+pub struct CheckpointCost {
     /// Seconds for which a checkpoint stops the run: the copy from the device that owns most.
     pub stall: f64,
     /// Seconds to write it during training.
@@ -79,14 +79,14 @@ pub struct Keeping {
 }
 
 /// Seconds by part.
-struct Seconds([f64; PARTS.len()]);
+struct SecondsByPart([f64; PARTS.len()]);
 
-impl Seconds {
-    fn add(&mut self, part: Part, seconds: f64) {
+impl SecondsByPart {
+    fn add(&mut self, part: StepPart, seconds: f64) {
         self.0[part as usize] += seconds;
     }
 
-    fn of(&self, part: Part) -> f64 {
+    fn of(&self, part: StepPart) -> f64 {
         self.0[part as usize]
     }
 
@@ -96,19 +96,19 @@ impl Seconds {
 }
 
 /// The time of a step in `phase`; `needs` has its bytes.
-pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
-    let Setting { spec, cluster, fleet } = setting;
+pub fn step(setting: PlannedRun<'_>, first: u64, needs: &PhaseNeeds) -> Result<StepTime> {
+    let PlannedRun { spec, cluster, fleet } = setting;
     let micro_batches = needs.batch / needs.micro_batch;
-    let standing = Standing::new(fleet, needs);
+    let standing = RankArrangement::new(fleet, needs);
     let own = micro_batches.div_ceil(standing.lines);
     let rounds = own.div_ceil(standing.workers);
-    let mut seconds = Seconds([0.0; PARTS.len()]);
+    let mut seconds = SecondsByPart([0.0; PARTS.len()]);
     micro_batch(setting, first, needs, (rounds as f64, standing), &mut seconds)?;
-    let sum = |parts: [Part; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
-    let back = sum([Part::ExpertsBack, Part::RouterBack, Part::AttentionBack]);
-    let there = sum([Part::Experts, Part::Router, Part::Attention]);
-    let way_back = (back + seconds.of(Part::Head) / 2.0) / rounds as f64;
-    seconds.add(Part::Blocks, standing::waits(setting, needs, (own, there + back)));
+    let sum = |parts: [StepPart; 3]| parts.map(|part| seconds.of(part)).iter().sum::<f64>();
+    let back = sum([StepPart::ExpertsBack, StepPart::RouterBack, StepPart::AttentionBack]);
+    let there = sum([StepPart::Experts, StepPart::Router, StepPart::Attention]);
+    let way_back = (back + seconds.of(StepPart::Head) / 2.0) / rounds as f64;
+    seconds.add(StepPart::Blocks, standing::waits(setting, needs, (own, there + back)));
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, fleet.ranks);
     whole_gradients(setting, own, standing, &mut seconds);
     owners(setting, first, &pieces, &mut seconds);
@@ -125,40 +125,40 @@ pub fn step(setting: Setting<'_>, first: u64, needs: &PhaseNeeds) -> Result<Step
         let waits = cluster.uneven * seconds.sum();
         hidden += waits.min(gradients - hidden);
         // Facts, losses, norms, checksums: each reaches all ranks in as many hops as a tree has levels.
-        seconds.add(Part::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
+        seconds.add(StepPart::Peers, waits + 4.0 * f64::from(fleet.ranks).log2().ceil() * slowest);
         packing(setting, first, (own, standing), &mut seconds);
     }
-    seconds.add(Part::Blocks, gradients - hidden);
-    seconds.add(Part::Share, weights);
+    seconds.add(StepPart::Blocks, gradients - hidden);
+    seconds.add(StepPart::Share, weights);
     let counts = Counts { own, rounds, micro_batches, standing };
-    Ok(finish(setting, needs, counts, &seconds, Travel { gradients, hidden, weights }))
+    Ok(finish(setting, needs, counts, &seconds, ExchangeSeconds { gradients, hidden, weights }))
 }
 
 struct Counts {
     own: u64,
     rounds: u64,
     micro_batches: u64,
-    standing: Standing,
+    standing: RankArrangement,
 }
 
 /// Seconds of exchanges, and those that are hidden.
-struct Travel {
+struct ExchangeSeconds {
     gradients: f64,
     hidden: f64,
     weights: f64,
 }
 
 fn finish(
-    Setting { cluster, fleet, .. }: Setting<'_>,
+    PlannedRun { cluster, fleet, .. }: PlannedRun<'_>,
     needs: &PhaseNeeds,
     counts: Counts,
-    seconds: &Seconds,
-    Travel { gradients, hidden, weights }: Travel,
+    seconds: &SecondsByPart,
+    ExchangeSeconds { gradients, hidden, weights }: ExchangeSeconds,
 ) -> StepTime {
     let all = seconds.sum();
     let tokens = needs.batch as f64 * f64::from(needs.seq_len);
     let ranks = f64::from(fleet.ranks);
-    let Standing { together, workers, .. } = counts.standing;
+    let RankArrangement { together, workers, .. } = counts.standing;
     let peak = cluster.bf16.peak().max(cluster.f32.peak()) * workers as f64;
     StepTime {
         phase: needs.name.clone(),
@@ -180,11 +180,11 @@ fn finish(
 
 /// `rounds` micro-batches, one after the other, on the busiest of the ranks that share them.
 fn micro_batch(
-    Setting { spec, cluster, fleet }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
     needs: &PhaseNeeds,
-    (rounds, standing): (f64, Standing),
-    seconds: &mut Seconds,
+    (rounds, standing): (f64, RankArrangement),
+    seconds: &mut SecondsByPart,
 ) -> Result<()> {
     let phase = spec.model_at(first)?;
     let (config, chunks, together) = (&phase.config, phase.cut.chunks, standing.together);
@@ -193,8 +193,8 @@ fn micro_batch(
     let (tokens, chunks) = ((all / chunks as i64).max(1), (chunks / together).max(1));
     let all = all / together as i64;
     let routed = products::even(tokens, config.num_experts);
-    let recompute = fleet.workers.keep() == Keep::LayerInputs;
-    let by = MicroBatch { tokens, chunks, routed: &routed, recompute };
+    let recompute = fleet.workers.keep() == ActivationCheckpointing::LayerInputs;
+    let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute };
     for product in products::of_micro_batch(config, by) {
         let curve = if bf16 && !product.wide { &cluster.bf16 } else { &cluster.f32 };
         // Sharded operands are multiplied shard by shard.
@@ -210,8 +210,8 @@ fn micro_batch(
     let again = 1.0 + f64::from(u8::from(recompute));
     let [there, back] = if bf16 { &cluster.attention } else { &cluster.attention_f32 };
     let (there, back) = (there.at(call), back.at(call));
-    seconds.add(Part::Attention, rounds * again * operations / there);
-    seconds.add(Part::AttentionBack, rounds * 2.0 * operations / back);
+    seconds.add(StepPart::Attention, rounds * again * operations / there);
+    seconds.add(StepPart::AttentionBack, rounds * 2.0 * operations / back);
     // The bandwidth is looked up for the size of a pass over a layer's activations.
     let narrow = if bf16 { 2 } else { 4 };
     let size = 3.0 * 4.0 * tokens as f64 * config.hidden_size as f64;
@@ -220,24 +220,24 @@ fn micro_batch(
     }
     let layers = config.num_hidden_layers as f64;
     for (part, calls) in traffic::CALLS {
-        let times = if part == Part::Head { 1.0 } else { layers };
+        let times = if part == StepPart::Head { 1.0 } else { layers };
         seconds.add(part, rounds * chunks as f64 * times * calls * cluster.call_s);
     }
     let chunk = tokens.min(config.loss_chunk);
     let softmax = cluster.softmax.at(traffic::of_softmax(config, chunk));
-    seconds.add(Part::Head, rounds * traffic::of_softmax(config, all) / softmax);
+    seconds.add(StepPart::Head, rounds * traffic::of_softmax(config, all) / softmax);
     let [there, back] = traffic::of_gated_units(config, all);
-    seconds.add(Part::Experts, rounds * layers * again * there / cluster.softmax.at(there));
-    seconds.add(Part::ExpertsBack, rounds * layers * back / cluster.softmax.at(there));
+    seconds.add(StepPart::Experts, rounds * layers * again * there / cluster.softmax.at(there));
+    seconds.add(StepPart::ExpertsBack, rounds * layers * back / cluster.softmax.at(there));
     Ok(())
 }
 
 /// Checksums of the gradients of this rank's micro-batches, and their additions; then the additions of received blocks.
 fn whole_gradients(
-    Setting { spec, cluster, fleet }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     own: u64,
-    Standing { together, lines, workers }: Standing,
-    seconds: &mut Seconds,
+    RankArrangement { together, lines, workers }: RankArrangement,
+    seconds: &mut SecondsByPart,
 ) {
     let f = |count: u64| count as f64;
     let (own, ranks, together, lines) = (f(own), f64::from(fleet.ranks), f(together), f(lines));
@@ -248,22 +248,22 @@ fn whole_gradients(
         sizes.map(|bytes| bytes / curve.at(bytes)).sum()
     };
     let rounds = (own / workers).ceil();
-    seconds.add(Part::MicroBatchSums, rounds * once(&cluster.checksum, 4.0));
+    seconds.add(StepPart::MicroBatchSums, rounds * once(&cluster.checksum, 4.0));
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)).min(lines);
     // A rank adds its own micro-batches, its neighbours' blocks for the owners that it leads, and blocks of machines
     // for itself: in multiples of its slice.
     let near = (lines / machines - 1.0) * together * machines / ranks;
     let far = (machines - 1.0) * together / ranks;
     let added = own - 1.0 + own * (together - 1.0) + near + far;
-    seconds.add(Part::Tree, added * once(&cluster.tree, 12.0) / workers);
+    seconds.add(StepPart::Tree, added * once(&cluster.tree, 12.0) / workers);
 }
 
 /// Copies for transfers: packing each block's pieces by owner, and packing and unpacking new weights.
 fn packing(
-    Setting { spec, cluster, fleet }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
-    (own, Standing { together, .. }): (u64, Standing),
-    seconds: &mut Seconds,
+    (own, RankArrangement { together, .. }): (u64, RankArrangement),
+    seconds: &mut SecondsByPart,
 ) {
     let blocks = match fleet.grad_reduce {
         GradReduce::Whole => blocks(0, own).len() as u64,
@@ -274,18 +274,18 @@ fn packing(
         let sizes = spec.parameters.iter().map(|it| 2.0 * bytes(it) * it.elements() as f64);
         sizes.map(|bytes| bytes / cluster.stream.at(bytes)).sum()
     };
-    seconds.add(Part::Send, blocks as f64 * copied(&|_| 4.0 / together as f64));
+    seconds.add(StepPart::Send, blocks as f64 * copied(&|_| 4.0 / together as f64));
     let dtype = spec.dtype_at(first);
     let read_as = |it: &ParamSpec| it.kind(dtype).elt_size_in_bytes() as f64;
-    seconds.add(Part::Share, copied(&read_as));
+    seconds.add(StepPart::Share, copied(&read_as));
 }
 
 /// The time of the slowest owner.
 fn owners(
-    Setting { spec, cluster, fleet }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     first: u64,
-    pieces: &[Piece],
-    seconds: &mut Seconds,
+    pieces: &[ParamShard],
+    seconds: &mut SecondsByPart,
 ) {
     let (workers, dtype) = (fleet.workers.count() as f64, spec.dtype_at(first));
     let mut by_owner = vec![[0.0f64; 3]; fleet.ranks as usize];
@@ -310,16 +310,16 @@ fn owners(
     }
     let sum = |of: &[f64; 3]| of.iter().sum::<f64>();
     let most = by_owner.into_iter().max_by(|left, right| sum(left).total_cmp(&sum(right)));
-    let parts = [Part::Norm, Part::Muon, Part::AdamW];
+    let parts = [StepPart::Norm, StepPart::Muon, StepPart::AdamW];
     for (part, spent) in parts.into_iter().zip(most.unwrap_or_default()) {
         seconds.add(part, spent / workers);
     }
 }
 
 /// Seconds of the Newton-Schulz iterations of a piece, if Muon updates it.
-fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
+fn orthogonalized(piece: &ParamShard) -> Option<impl Fn(&Cluster) -> f64> {
     let [.., rows, columns] = piece.shape[..] else { return None };
-    if !matches!(piece.rule, Rule::Muon | Rule::MuonEach) {
+    if !matches!(piece.rule, OptimizerRule::Muon | OptimizerRule::MuonEach) {
         return None;
     }
     let matrices = piece.length() as f64 / (rows * columns) as f64;
@@ -333,12 +333,12 @@ fn orthogonalized(piece: &Piece) -> Option<impl Fn(&Cluster) -> f64> {
 }
 
 /// Seconds to exchange gradients and new weights: the bytes of a rank by tier, one tier after the other.
-fn exchange(Setting { cluster, fleet, .. }: Setting<'_>, sent: SentInStep) -> (f64, f64) {
+fn exchange(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, sent: SentInStep) -> (f64, f64) {
     let ranks = f64::from(fleet.ranks);
     let near = f64::from(fleet.ranks_per_node.min(fleet.ranks)) - 1.0;
     let far = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node)) - 1.0;
-    let tier = |link: Option<Link>, bytes: u64, messages: f64| match link {
-        Some(Link { latency_s, bytes_per_s }) if bytes > 0 => {
+    let tier = |link: Option<NetworkLink>, bytes: u64, messages: f64| match link {
+        Some(NetworkLink { latency_s, bytes_per_s }) if bytes > 0 => {
             messages * latency_s + bytes as f64 / ranks / bytes_per_s
         }
         _ => 0.0,
@@ -354,18 +354,18 @@ fn exchange(Setting { cluster, fleet, .. }: Setting<'_>, sent: SentInStep) -> (f
 
 /// The cost of checkpoints and failures for steps of `step` seconds; `None` if the cluster has no failure rate.
 pub fn keeping(
-    Setting { cluster, fleet, .. }: Setting<'_>,
+    PlannedRun { cluster, fleet, .. }: PlannedRun<'_>,
     needs: &CheckpointNeeds,
     step: f64,
-) -> Option<Keeping> {
+) -> Option<CheckpointCost> {
     let (medium, faults) = (cluster.checkpoint?, cluster.faults?);
     let stall = needs.largest_part as f64 / medium.copy_bytes_per_s;
     let machines = f64::from(fleet.ranks.div_ceil(fleet.ranks_per_node));
     let write = needs.bytes as f64 / machines / medium.write_bytes_per_s;
     let between = faults::between(fleet.ranks, faults.per_rank_hour);
     let every = best_steps(stall, write, between, step);
-    let run = faults::Failing { step, every, stall, between, restart: faults.restart_s };
-    Some(Keeping { stall, write, between, every, goodput: run.goodput() })
+    let run = faults::FailureModel { step, every, stall, between, restart: faults.restart_s };
+    Some(CheckpointCost { stall, write, between, every, goodput: run.goodput() })
 }
 
 /// The best number of steps of `step` seconds between checkpoints that stall the run for `stall` seconds and are

@@ -1,25 +1,25 @@
 //! Measures the matmuls of a layer's experts on a device, with each implementation: does training use the fastest?
 
 use contract::Result;
-use kernels::ops::{DEVICE, Dispatch, EXPERTS, REFERENCE, Table};
+use kernels::ops::{DEVICE, Dispatch, EXPERTS, OpsTable, REFERENCE};
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::machine::{Bench, COLD};
-use super::shapes::Shape;
+use super::machine::{BenchOptions, COLD};
+use super::shapes::MatmulShape;
 
 /// The matmuls of a layer's experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Experts {
+pub struct ExpertMatmuls {
     /// The number of experts.
     pub count: i64,
     /// The shape of a matmul; rows of all experts together.
-    pub shape: Shape,
+    pub shape: MatmulShape,
 }
 
 /// Operations per second, by implementation. Rows are already sorted by expert, as in training.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Rates {
+pub struct ExpertRates {
     /// The one that training uses.
     pub trained: f64,
     /// Our own kernels, where they exist.
@@ -33,10 +33,10 @@ pub struct Rates {
     pub padded: f64,
 }
 
-impl Rates {
+impl ExpertRates {
     /// The implementations that training could use, by name.
     pub fn alternatives(&self) -> [(&'static str, Option<f64>); 4] {
-        let Rates { own, library, one_by_one, padded, .. } = *self;
+        let ExpertRates { own, library, one_by_one, padded, .. } = *self;
         [("own", own), ("library", library), ("loop", Some(one_by_one)), ("padded", Some(padded))]
     }
 
@@ -49,7 +49,7 @@ impl Rates {
 
 /// Forward, or backward to rows and weights.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Way {
+enum ExpertPass {
     Forward,
     Backward,
 }
@@ -62,7 +62,7 @@ struct Operands {
     by: Dispatch,
 }
 
-impl Experts {
+impl ExpertMatmuls {
     /// The expert of each row: unrelated between neighbouring rows, and nearly even, as with a balanced router.
     fn choice(self) -> Vec<i64> {
         let mixed = |row: i64| {
@@ -82,32 +82,32 @@ impl Experts {
 
     /// Bytes of an operand set; at least [`COLD`] / 8, so that few sets are made of small operands.
     fn bytes(self, kind: Kind) -> u64 {
-        let Shape { rows, inner, columns } = self.shape;
+        let MatmulShape { rows, inner, columns } = self.shape;
         let numbers = rows * (inner + columns) + self.count * inner * columns;
         (numbers as u64 * kind.elt_size_in_bytes() as u64).max(COLD / 8)
     }
 }
 
-impl Bench {
+impl BenchOptions {
     /// The rates of all implementations, forward and backward; a backward pass has twice the operations.
     ///
     /// # Errors
     /// If an operation fails, or memory runs out.
-    pub fn experts(self, of: Experts, kind: Kind) -> Result<[Rates; 2]> {
+    pub fn experts(self, of: ExpertMatmuls, kind: Kind) -> Result<[ExpertRates; 2]> {
         let widths = [of.shape.inner, of.shape.columns];
         let has_own = self.workers.ops().name() == DEVICE.name();
         let has_library =
             has_own && kind == Kind::BFloat16 && widths.iter().all(|width| width % 8 == 0);
         let operations = of.shape.operations();
         let rate = |way, seconds: f64| match way {
-            Way::Forward => operations / seconds,
-            Way::Backward => 2.0 * operations / seconds,
+            ExpertPass::Forward => operations / seconds,
+            ExpertPass::Backward => 2.0 * operations / seconds,
         };
-        let rates = |way| -> Result<Rates> {
+        let rates = |way| -> Result<ExpertRates> {
             let by =
-                |ops: Table| -> Result<f64> { Ok(rate(way, self.grouped(of, kind, ops, way)?)) };
+                |ops: OpsTable| -> Result<f64> { Ok(rate(way, self.grouped(of, kind, ops, way)?)) };
             let [own, library] = EXPERTS;
-            Ok(Rates {
+            Ok(ExpertRates {
                 trained: by(self.workers.ops())?,
                 own: has_own.then(|| by(own)).transpose()?,
                 library: has_library.then(|| by(library)).transpose()?,
@@ -115,12 +115,12 @@ impl Bench {
                 padded: rate(way, self.padded(of, kind, way)?),
             })
         };
-        Ok([rates(Way::Forward)?, rates(Way::Backward)?])
+        Ok([rates(ExpertPass::Forward)?, rates(ExpertPass::Backward)?])
     }
 
     /// Seconds of a table's grouped matmul.
-    fn grouped(self, of: Experts, kind: Kind, ops: Table, way: Way) -> Result<f64> {
-        let Shape { rows, inner, columns } = of.shape;
+    fn grouped(self, of: ExpertMatmuls, kind: Kind, ops: OpsTable, way: ExpertPass) -> Result<f64> {
+        let MatmulShape { rows, inner, columns } = of.shape;
         let one = || {
             let choice = Tensor::f_from_slice(&of.choice())?.f_to_device(self.device)?;
             let by = ops.dispatch(&choice, of.count + 1)?;
@@ -130,7 +130,7 @@ impl Bench {
         };
         let work = |own: &mut Operands| {
             let Operands { rows, grad, weights, by } = own;
-            if way == Way::Forward {
+            if way == ExpertPass::Forward {
                 return ops.grouped_matmul(rows, weights, by).map(drop);
             }
             drop(ops.grouped_matmul_input(grad, weights, by)?);
@@ -140,15 +140,15 @@ impl Bench {
     }
 
     /// Seconds of a padded batched matmul.
-    fn padded(self, of: Experts, kind: Kind, way: Way) -> Result<f64> {
-        let (Shape { inner, columns, .. }, most) = (of.shape, of.most());
+    fn padded(self, of: ExpertMatmuls, kind: Kind, way: ExpertPass) -> Result<f64> {
+        let (MatmulShape { inner, columns, .. }, most) = (of.shape, of.most());
         let one = || {
             let rows = self.random(&[of.count, most, inner], kind)?;
             let grad = self.random(&[of.count, most, columns], kind)?;
             Ok([rows, grad, self.random(&[of.count, columns, inner], kind)?])
         };
         let work = |[rows, grad, weights]: &mut [Tensor; 3]| {
-            if way == Way::Forward {
+            if way == ExpertPass::Forward {
                 drop(rows.f_bmm(&weights.f_transpose(1, 2)?)?);
             } else {
                 drop(grad.f_bmm(weights)?);
@@ -166,18 +166,24 @@ mod tests {
 
     #[test]
     fn rows_are_spread_as_a_balanced_router_spreads_them() {
-        let of = Experts { count: 16, shape: Shape { rows: 4096, inner: 8, columns: 8 } };
+        let of =
+            ExpertMatmuls { count: 16, shape: MatmulShape { rows: 4096, inner: 8, columns: 8 } };
         assert_eq!(of.choice().len(), 4096);
         assert!((257..320).contains(&of.most()), "{} rows of 256 in the mean", of.most());
-        let few = Experts { count: 4, shape: Shape { rows: 3, inner: 8, columns: 8 } };
+        let few = ExpertMatmuls { count: 4, shape: MatmulShape { rows: 3, inner: 8, columns: 8 } };
         assert!((1..=3).contains(&few.most()));
     }
 
     #[test]
     fn what_is_reached_is_held_against_the_fastest() {
-        let rates =
-            Rates { trained: 9.0, own: Some(9.0), library: None, one_by_one: 3.0, padded: 10.0 };
+        let rates = ExpertRates {
+            trained: 9.0,
+            own: Some(9.0),
+            library: None,
+            one_by_one: 3.0,
+            padded: 10.0,
+        };
         assert!((rates.of_best() - 0.9).abs() < 1e-12);
-        assert!(Rates { library: Some(18.0), ..rates }.of_best() < 0.51);
+        assert!(ExpertRates { library: Some(18.0), ..rates }.of_best() < 0.51);
     }
 }

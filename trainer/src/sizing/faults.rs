@@ -18,7 +18,7 @@ pub(crate) const DAY: f64 = 86_400.0;
 
 /// A run with failures.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Failing {
+pub struct FailureModel {
     /// Seconds of a step.
     pub step: f64,
     /// Steps from checkpoint to checkpoint.
@@ -45,7 +45,7 @@ pub(crate) fn best_interval(stall: f64, between: f64) -> f64 {
     (2.0 * stall * between).sqrt() * (1.0 + part.sqrt() / 3.0 + part / 9.0) - stall
 }
 
-impl Failing {
+impl FailureModel {
     /// The share of the time that becomes saved work.
     pub fn goodput(&self) -> f64 {
         let (work, between) = (self.step * self.every as f64, self.between);
@@ -58,7 +58,7 @@ impl Failing {
 
 /// The results of a simulated day.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Day {
+pub struct SimulatedDay {
     /// Steps that a checkpoint of this day saved.
     pub kept: u64,
     /// Steps that a failure of this day discarded.
@@ -69,9 +69,9 @@ pub struct Day {
 
 /// The results of a simulation.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub struct Simulated {
+pub struct Simulation {
     /// Day by day.
-    pub days: Vec<Day>,
+    pub days: Vec<SimulatedDay>,
     /// Steps saved in all, those after the last checkpoint included.
     pub kept: u64,
     /// Steps discarded.
@@ -89,13 +89,13 @@ pub struct Simulated {
 }
 
 /// Samples the seconds to each next failure.
-struct Clock {
+struct FailureClock {
     key: Key,
     next: u64,
     between: f64,
 }
 
-impl Clock {
+impl FailureClock {
     fn draw(&mut self) -> f64 {
         if self.between.is_infinite() {
             return f64::INFINITY;
@@ -109,11 +109,12 @@ impl Clock {
 }
 
 /// Simulates `days` days; a pure function of its arguments.
-pub fn simulate(run: Failing, days: u32, seed: u64) -> Simulated {
+pub fn simulate(run: FailureModel, days: u32, seed: u64) -> Simulation {
     let end = f64::from(days) * DAY;
     let key = Key::from_seed(seed).child("failures");
-    let mut clock = Clock { key, next: 0, between: run.between };
-    let mut out = Simulated { days: vec![Day::default(); days as usize], ..Simulated::default() };
+    let mut clock = FailureClock { key, next: 0, between: run.between };
+    let mut out =
+        Simulation { days: vec![SimulatedDay::default(); days as usize], ..Simulation::default() };
     let (mut now, mut failure) = (0.0, clock.draw());
     let segment = run.step * run.every.max(1) as f64;
     while now < end {
@@ -141,11 +142,11 @@ pub fn simulate(run: Failing, days: u32, seed: u64) -> Simulated {
 
 /// The time at which the run continues after `failure`, which becomes the next failure.
 fn restart(
-    run: Failing,
-    clock: &mut Clock,
+    run: FailureModel,
+    clock: &mut FailureClock,
     failure: &mut f64,
     end: f64,
-    out: &mut Simulated,
+    out: &mut Simulation,
 ) -> f64 {
     let mut from = *failure;
     loop {
@@ -162,8 +163,8 @@ fn restart(
     }
 }
 
-impl Simulated {
-    fn day(&mut self, at: f64) -> Option<&mut Day> {
+impl Simulation {
+    fn day(&mut self, at: f64) -> Option<&mut SimulatedDay> {
         let last = self.days.len().checked_sub(1)?;
         self.days.get_mut(((at / DAY) as usize).min(last))
     }
@@ -200,7 +201,7 @@ mod tests {
             restart in 0.0..900.0f64, seed: u64,
         ) {
             let segment = step * every as f64 + stall;
-            let run = Failing { step, every, stall, between: segment.max(60.0) * failures, restart };
+            let run = FailureModel { step, every, stall, between: segment.max(60.0) * failures, restart };
             // Ten thousand failures: a standard error of about one per cent of the lost time.
             let days = (run.between * 1e4 / DAY).ceil() as u32;
             let found = simulate(run, days, seed);
@@ -217,10 +218,10 @@ mod tests {
             step in 0.5..20.0f64, every in 1u64..400, stall in 0.0..60.0f64, between in 50.0..1e6f64,
             restart in 0.0..900.0f64, seed: u64,
         ) {
-            let run = Failing { step, every, stall, between, restart };
+            let run = FailureModel { step, every, stall, between, restart };
             let found = simulate(run, 30, seed);
             prop_assert_eq!(&found, &simulate(run, 30, seed));
-            let days = |of: fn(&Day) -> u64| found.days.iter().map(of).sum::<u64>();
+            let days = |of: fn(&SimulatedDay) -> u64| found.days.iter().map(of).sum::<u64>();
             prop_assert_eq!((days(|day| day.kept), days(|day| day.lost)), (found.kept, found.lost));
             prop_assert_eq!(days(|day| day.failures), found.failures);
             prop_assert!(found.restarts <= found.failures);
@@ -235,7 +236,7 @@ mod tests {
         fn the_best_interval_is_best(stall in 0.1..100.0f64, ratio in 20.0..1e5f64, other in 0.3..3.0f64) {
             let between = stall * ratio;
             let goodput = |interval: f64| {
-                Failing { step: interval, every: 1, stall, between, restart: 60.0 }.goodput()
+                FailureModel { step: interval, every: 1, stall, between, restart: 60.0 }.goodput()
             };
             let best = goodput(best_interval(stall, between));
             prop_assert!(best >= goodput(other * best_interval(stall, between)) - 1e-4);
@@ -244,8 +245,13 @@ mod tests {
 
     #[test]
     fn without_failures_only_checkpoints_cost() {
-        let run =
-            Failing { step: 2.0, every: 100, stall: 50.0, between: f64::INFINITY, restart: 9.0 };
+        let run = FailureModel {
+            step: 2.0,
+            every: 100,
+            stall: 50.0,
+            between: f64::INFINITY,
+            restart: 9.0,
+        };
         let found = simulate(run, 10, 1);
         assert!((run.goodput() - 0.8).abs() < 1e-12 && (found.goodput - 0.8).abs() < 1e-3);
         assert_eq!((found.failures, found.lost, found.restarts), (0, 0, 0));

@@ -6,8 +6,8 @@
 
 use contract::Result;
 
-use super::estimate::{Keeping, Setting, StepTime};
-use super::products::{self, MicroBatch, Products};
+use super::estimate::{CheckpointCost, PlannedRun, StepTime};
+use super::products::{self, MatmulCount, MicroBatchShape};
 use super::shapes::ALIGNMENT;
 use crate::model::ZayaConfig;
 use crate::plan::PhaseNeeds;
@@ -33,11 +33,11 @@ pub fn of_shapes(config: &ZayaConfig) -> Vec<String> {
 
 /// Rules that a phase breaks on the cluster.
 pub fn of_phase(
-    setting: Setting<'_>,
+    setting: PlannedRun<'_>,
     first: u64,
     needs: &PhaseNeeds,
     time: &StepTime,
-    keeping: Option<&Keeping>,
+    keeping: Option<&CheckpointCost>,
 ) -> Result<Vec<String>> {
     let mut hints = Vec::new();
     hints.extend(memory(setting, needs));
@@ -64,12 +64,12 @@ pub fn of_phase(
     Ok(hints)
 }
 
-fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Option<String> {
+fn memory(PlannedRun { cluster, fleet, .. }: PlannedRun<'_>, needs: &PhaseNeeds) -> Option<String> {
     let (held, there) = (needs.memory.sum(), cluster.memory_bytes);
     (held > there).then(|| {
         let more = match fleet.workers.keep() {
-            crate::model::Keep::Everything => "--recompute, ",
-            crate::model::Keep::LayerInputs => "",
+            crate::model::ActivationCheckpointing::Everything => "--recompute, ",
+            crate::model::ActivationCheckpointing::LayerInputs => "",
         };
         format!(
             "memory does not fit: a rank holds {} ({:.1} GB) of {}: give {more}a smaller micro-batch, or a \
@@ -81,7 +81,11 @@ fn memory(Setting { cluster, fleet, .. }: Setting<'_>, needs: &PhaseNeeds) -> Op
     })
 }
 
-fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime) -> Vec<String> {
+fn ranks(
+    PlannedRun { fleet, .. }: PlannedRun<'_>,
+    needs: &PhaseNeeds,
+    time: &StepTime,
+) -> Vec<String> {
     let (ranks, per_node) = (u64::from(fleet.ranks), u64::from(fleet.ranks_per_node));
     let (all, lines) = (needs.batch / needs.micro_batch, ranks / u64::from(needs.context.max(1)));
     let mut hints = Vec::new();
@@ -108,7 +112,7 @@ fn ranks(Setting { fleet, .. }: Setting<'_>, needs: &PhaseNeeds, time: &StepTime
 
 /// A hint that names the largest of the matmuls that are too small for the peak, if they take a notable share.
 fn small_products(
-    Setting { spec, cluster, fleet: _ }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet: _ }: PlannedRun<'_>,
     first: u64,
     needs: &PhaseNeeds,
 ) -> Result<Option<String>> {
@@ -116,13 +120,13 @@ fn small_products(
     let chunks = phase.cut.chunks.max(1);
     let tokens = ((needs.micro_batch * u64::from(needs.seq_len)) as i64 / chunks as i64).max(1);
     let routed = products::even(tokens, phase.config.num_experts);
-    let by = MicroBatch { tokens, chunks, routed: &routed, recompute: false };
+    let by = MicroBatchShape { tokens, chunks, routed: &routed, recompute: false };
     let all = products::of_micro_batch(&phase.config, by);
     let bf16 = spec.dtype_at(first) == curriculum::Dtype::Bf16;
     let curve = if bf16 { &cluster.bf16 } else { &cluster.f32 };
-    let (peak, sum) = (curve.peak(), all.iter().map(Products::operations).sum::<f64>());
-    let slow = |it: &&Products| !it.wide && curve.at(it.shape.operations()) < ENOUGH * peak;
-    let below: Vec<&Products> = all.iter().filter(slow).collect();
+    let (peak, sum) = (curve.peak(), all.iter().map(MatmulCount::operations).sum::<f64>());
+    let slow = |it: &&MatmulCount| !it.wide && curve.at(it.shape.operations()) < ENOUGH * peak;
+    let below: Vec<&MatmulCount> = all.iter().filter(slow).collect();
     let share = below.iter().map(|it| it.operations()).sum::<f64>() / sum;
     let largest = below.into_iter().max_by(|l, r| l.operations().total_cmp(&r.operations()));
     Ok(largest.filter(|_| share > 0.1).map(|it| {

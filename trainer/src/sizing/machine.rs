@@ -13,7 +13,7 @@ use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use super::products;
-use super::shapes::Shape;
+use super::shapes::MatmulShape;
 use crate::optim::muon::QUINTIC;
 use crate::refusal::refused;
 use crate::workers::Workers;
@@ -30,16 +30,19 @@ fn sets(bytes: u64) -> usize {
 }
 
 /// Operands that calls rotate through.
-struct Round<T> {
+struct RotatingOperands<T> {
     all: Vec<T>,
     next: usize,
 }
 
-impl<T> Round<T> {
+impl<T> RotatingOperands<T> {
     /// `count` operand sets, each already written.
-    fn of(count: usize, one: impl Fn() -> kernels::Result<T>) -> kernels::Result<Round<T>> {
+    fn of(
+        count: usize,
+        one: impl Fn() -> kernels::Result<T>,
+    ) -> kernels::Result<RotatingOperands<T>> {
         let all = (0..count).map(|_| one()).collect::<kernels::Result<Vec<T>>>()?;
-        Ok(Round { all, next: 0 })
+        Ok(RotatingOperands { all, next: 0 })
     }
 
     /// The least recently used set.
@@ -51,7 +54,7 @@ impl<T> Round<T> {
 
 /// How to measure.
 #[derive(Clone, Copy, Debug)]
-pub struct Bench {
+pub struct BenchOptions {
     /// The device of the tensors.
     pub device: Device,
     /// How many threads run the same work at once.
@@ -63,19 +66,19 @@ pub struct Bench {
 /// The implementation that is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum By {
+pub enum Implementation {
     /// The table of operations, as training calls it.
     Ours,
     /// libtorch's own call.
     Libtorch,
 }
 
-impl By {
+impl Implementation {
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
-            By::Ours => "ours",
-            By::Libtorch => "libtorch",
+            Implementation::Ours => "ours",
+            Implementation::Libtorch => "libtorch",
         }
     }
 }
@@ -83,7 +86,7 @@ impl By {
 /// A pass over memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Pass {
+pub enum MemoryPass {
     /// `a = b`.
     Copy,
     /// `a = s b`.
@@ -104,35 +107,42 @@ pub enum Pass {
 pub const VOCABULARY: i64 = 2048;
 
 /// All passes.
-pub const PASSES: [Pass; 7] =
-    [Pass::Copy, Pass::Scale, Pass::Add, Pass::Triad, Pass::Checksum, Pass::Tree, Pass::Softmax];
+pub const PASSES: [MemoryPass; 7] = [
+    MemoryPass::Copy,
+    MemoryPass::Scale,
+    MemoryPass::Add,
+    MemoryPass::Triad,
+    MemoryPass::Checksum,
+    MemoryPass::Tree,
+    MemoryPass::Softmax,
+];
 
-impl Pass {
+impl MemoryPass {
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
-            Pass::Copy => "copy",
-            Pass::Scale => "scale",
-            Pass::Add => "add",
-            Pass::Triad => "triad",
-            Pass::Checksum => "checksum",
-            Pass::Tree => "tree addition",
-            Pass::Softmax => "softmax",
+            MemoryPass::Copy => "copy",
+            MemoryPass::Scale => "scale",
+            MemoryPass::Add => "add",
+            MemoryPass::Triad => "triad",
+            MemoryPass::Checksum => "checksum",
+            MemoryPass::Tree => "tree addition",
+            MemoryPass::Softmax => "softmax",
         }
     }
 
     /// How many tensors it reads or writes.
     pub fn tensors(self) -> u64 {
         match self {
-            Pass::Checksum => 1,
-            Pass::Copy | Pass::Scale => 2,
-            Pass::Add | Pass::Triad | Pass::Tree => 3,
-            Pass::Softmax => 4,
+            MemoryPass::Checksum => 1,
+            MemoryPass::Copy | MemoryPass::Scale => 2,
+            MemoryPass::Add | MemoryPass::Triad | MemoryPass::Tree => 3,
+            MemoryPass::Softmax => 4,
         }
     }
 }
 
-impl Bench {
+impl BenchOptions {
     /// Seconds of one `work` on each worker, all at once: the median over the calls, of the slowest worker. `prepare`
     /// makes a worker's operands, and is not timed.
     pub(super) fn time<T>(
@@ -183,8 +193,8 @@ impl Bench {
         one: impl Fn() -> kernels::Result<T> + Sync,
         work: impl Fn(&mut T) -> kernels::Result<()> + Sync,
     ) -> Result<f64> {
-        let prepare = || Round::of(sets(bytes), &one);
-        self.time_between_products(prepare, |round: &mut Round<T>| work(round.next()))
+        let prepare = || RotatingOperands::of(sets(bytes), &one);
+        self.time_between_products(prepare, |round: &mut RotatingOperands<T>| work(round.next()))
     }
 
     /// The median of `timed` over batches of calls, of the slowest worker.
@@ -228,8 +238,8 @@ impl Bench {
 
     /// Operations per second of matmuls of this shape, on one worker while all are busy. The right operand is a
     /// transposed weight, as in a forward pass.
-    pub fn product(self, shape: Shape, kind: Kind, by: By) -> Result<f64> {
-        let Shape { rows, inner, columns } = shape;
+    pub fn product(self, shape: MatmulShape, kind: Kind, by: Implementation) -> Result<f64> {
+        let MatmulShape { rows, inner, columns } = shape;
         let ops = self.workers.ops();
         let numbers = (rows * inner + inner * columns + rows * columns) as u64;
         let count = sets(numbers * kind.elt_size_in_bytes() as u64);
@@ -237,31 +247,33 @@ impl Bench {
             let random = |shape: &[i64]| self.random(shape, kind);
             Ok([random(&[rows, columns])?, random(&[rows, inner])?, random(&[columns, inner])?])
         };
-        let work = |all: &mut Round<[Tensor; 3]>| -> kernels::Result<()> {
+        let work = |all: &mut RotatingOperands<[Tensor; 3]>| -> kernels::Result<()> {
             let [out, left, weight] = all.next();
             match by {
-                By::Ours => ops.matmul_into(out, left, &weight.f_tr()?)?,
-                By::Libtorch => drop(left.f_mm_out(out, &weight.f_tr()?)?),
+                Implementation::Ours => ops.matmul_into(out, left, &weight.f_tr()?)?,
+                Implementation::Libtorch => drop(left.f_mm_out(out, &weight.f_tr()?)?),
             }
             Ok(())
         };
-        Ok(shape.operations() / self.time(|| Round::of(count, one), work)?)
+        Ok(shape.operations() / self.time(|| RotatingOperands::of(count, one), work)?)
     }
 
     /// Operations of the optimizer's Newton-Schulz iterations on a matrix, and operations per second.
     pub fn newton_schulz(self, [rows, columns]: [i64; 2]) -> Result<[f64; 2]> {
         let ops = self.workers.ops();
         let bytes = 4 * (rows * columns) as u64;
-        let prepare = || Round::of(sets(bytes), || self.random(&[rows, columns], Kind::Float));
-        let work = |all: &mut Round<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
+        let prepare =
+            || RotatingOperands::of(sets(bytes), || self.random(&[rows, columns], Kind::Float));
+        let work =
+            |all: &mut RotatingOperands<Tensor>| ops.newton_schulz(all.next(), QUINTIC).map(drop);
         let operations = products::of_newton_schulz(rows, columns);
         Ok([operations, operations / self.time(prepare, work)?])
     }
 
     /// Bytes per second, counted as in STREAM, of a pass over `bytes` bytes; on one worker while all are busy.
-    pub fn memory(self, pass: Pass, bytes: u64) -> Result<f64> {
+    pub fn memory(self, pass: MemoryPass, bytes: u64) -> Result<f64> {
         let mut shape = vec![(bytes / pass.tensors() / 4).max(1) as i64];
-        if pass == Pass::Softmax {
+        if pass == MemoryPass::Softmax {
             let width = shape[0].min(VOCABULARY);
             shape = vec![shape[0] / width, width];
         }
@@ -270,25 +282,28 @@ impl Bench {
         let prepare = || -> kernels::Result<_> {
             let random =
                 |index| self.random(if index < needed { &shape } else { &[1] }, Kind::Float);
-            let round = Round::of(sets(needed * own), || Ok([random(0)?, random(1)?, random(2)?]))?;
+            let round = RotatingOperands::of(sets(needed * own), || {
+                Ok([random(0)?, random(1)?, random(2)?])
+            })?;
             Ok((round, Tensor::f_full([1], 0.5, (Kind::Float, self.device))?))
         };
-        let work = |(round, half): &mut (Round<[Tensor; 3]>, Tensor)| -> kernels::Result<()> {
-            let [a, b, c] = round.next();
-            match pass {
-                Pass::Copy => a.f_copy_(b)?,
-                Pass::Scale => drop(b.f_mul_scalar_out(a, 0.5)?),
-                Pass::Add => drop(b.f_add_out(a, c)?),
-                Pass::Triad => drop(b.f_addcmul_out(a, c, half)?),
-                Pass::Checksum => {
-                    // A device's checksum stays there: reading it would copy its elements to the host.
-                    drop(std::hint::black_box(checksum::slices(&[(a, 0, 1)])?));
+        let work =
+            |(round, half): &mut (RotatingOperands<[Tensor; 3]>, Tensor)| -> kernels::Result<()> {
+                let [a, b, c] = round.next();
+                match pass {
+                    MemoryPass::Copy => a.f_copy_(b)?,
+                    MemoryPass::Scale => drop(b.f_mul_scalar_out(a, 0.5)?),
+                    MemoryPass::Add => drop(b.f_add_out(a, c)?),
+                    MemoryPass::Triad => drop(b.f_addcmul_out(a, c, half)?),
+                    MemoryPass::Checksum => {
+                        // A device's checksum stays there: reading it would copy its elements to the host.
+                        drop(std::hint::black_box(checksum::slices(&[(a, 0, 1)])?));
+                    }
+                    MemoryPass::Tree => *a += &*b,
+                    MemoryPass::Softmax => drop(b.f_log_softmax(-1, Kind::Float)?.f_exp_()?),
                 }
-                Pass::Tree => *a += &*b,
-                Pass::Softmax => drop(b.f_log_softmax(-1, Kind::Float)?.f_exp_()?),
-            }
-            Ok(())
-        };
+                Ok(())
+            };
         let seconds = self.time_between_products(prepare, work)?;
         Ok((pass.tensors() * own) as f64 / seconds)
     }

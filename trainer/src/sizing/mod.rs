@@ -33,5 +33,5 @@ pub mod traffic;
 #[cfg(test)]
 mod counted;
 
-pub use cluster::{Cluster, Described};
+pub use cluster::{Cluster, ClusterDescription};
 pub use curve::Curve;

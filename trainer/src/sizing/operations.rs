@@ -4,16 +4,18 @@
 //! on uncached operands. Its bytes are those of its inputs and outputs, each once, so that its bandwidth shows how far
 //! it is from the limit of memory.
 
-use kernels::ops::{AdamW, ConvShift, CrossEntropy, Dispatch, QueryKey, REFERENCE, Scaling, Table};
+use kernels::ops::{
+    AdamWStep, ConvShift, CrossEntropy, Dispatch, OpsTable, QueryKey, REFERENCE, ResidualScaling,
+};
 use tch::Kind::{Float, Int64};
 use tch::{Kind, Tensor};
 
-use super::machine::{Bench, By};
+use super::machine::{BenchOptions, Implementation};
 use crate::model::ZayaConfig;
 
 /// The sizes of a micro-batch, and the dtype of its matmuls.
 #[derive(Clone, Debug)]
-pub struct Numbers {
+pub struct MicroBatchSizes {
     /// The model's sizes.
     pub config: ZayaConfig,
     /// Tokens of a micro-batch.
@@ -35,13 +37,13 @@ pub struct Operation {
 
 /// What an operation needs besides its operands.
 #[derive(Clone, Copy)]
-struct With<'a> {
-    numbers: &'a Numbers,
+struct OperationInputs<'a> {
+    numbers: &'a MicroBatchSizes,
     /// All tokens routed to one expert.
     order: &'a Dispatch,
 }
 
-type Work = fn(Table, With<'_>, &mut [Tensor]) -> kernels::Result<()>;
+type Work = fn(OpsTable, OperationInputs<'_>, &mut [Tensor]) -> kernels::Result<()>;
 
 /// The largest number of rows by which a table pads an expert.
 const FILLED: i64 = 7;
@@ -54,7 +56,7 @@ impl Operation {
     }
 }
 
-impl Numbers {
+impl MicroBatchSizes {
     /// All operations, in the order of a step.
     pub fn operations(&self) -> Vec<Operation> {
         let mut all = self.between();
@@ -220,7 +222,7 @@ impl Numbers {
             self.operation("AdamW", &four, &[(3 * size, Float)], |ops, _, t| {
                 let [weight, first, second, gradient] = t else { return Ok(()) };
                 // Second moments must be nonnegative.
-                let by = AdamW {
+                let by = AdamWStep {
                     keep: 1.0,
                     first: 0.1,
                     second: 0.05,
@@ -256,23 +258,28 @@ impl Numbers {
 }
 
 /// Operands 2 to 5 of a residual addition.
-fn scaling(t: &[Tensor]) -> Scaling<'_> {
-    Scaling { scale: &t[2], bias: &t[3], residual_scale: &t[4], residual_bias: &t[5] }
+fn scaling(t: &[Tensor]) -> ResidualScaling<'_> {
+    ResidualScaling { scale: &t[2], bias: &t[3], residual_scale: &t[4], residual_bias: &t[5] }
 }
 
 /// Operands 1 to 3 of a convolution.
-fn convolution<'a>(by: &Numbers, t: &'a [Tensor]) -> ConvShift<'a> {
+fn convolution<'a>(by: &MicroBatchSizes, t: &'a [Tensor]) -> ConvShift<'a> {
     let (heads, key) = (by.heads(), by.config.key_size());
     let (weights, bias, starts) = (&t[1], &t[2], &t[3]);
     ConvShift { weights, bias, starts, counted: None, heads, values: [key / 2, key - key / 2] }
 }
 
-impl Bench {
+impl BenchOptions {
     /// Seconds of an operation, on one worker while all are busy.
-    pub fn operation(self, numbers: &Numbers, of: &Operation, by: By) -> contract::Result<f64> {
+    pub fn operation(
+        self,
+        numbers: &MicroBatchSizes,
+        of: &Operation,
+        by: Implementation,
+    ) -> contract::Result<f64> {
         let ops = match by {
-            By::Ours => self.workers.ops(),
-            By::Libtorch => REFERENCE,
+            Implementation::Ours => self.workers.ops(),
+            Implementation::Libtorch => REFERENCE,
         };
         let operand = |(shape, kind): &(Vec<i64>, Kind)| match kind {
             Int64 => Ok(Tensor::f_arange(shape.iter().product::<i64>(), (Int64, self.device))?),
@@ -283,7 +290,9 @@ impl Bench {
             let all = of.operands.iter().map(operand).collect::<kernels::Result<Vec<_>>>()?;
             Ok((all, ops.dispatch(&choice, 2)?))
         };
-        self.time_cold(of.bytes, one, |(t, order)| (of.work)(ops, With { numbers, order }, t))
+        self.time_cold(of.bytes, one, |(t, order)| {
+            (of.work)(ops, OperationInputs { numbers, order }, t)
+        })
     }
 }
 
@@ -299,19 +308,19 @@ mod tests {
 
     #[test]
     fn every_operation_takes_its_operands_in_both_formats() {
-        let bench = Bench {
+        let bench = BenchOptions {
             device: Device::Cpu,
             workers: Workers::new(1).computing_by(CPU),
             seconds: 1e-6,
         };
         let config = ZayaConfig { vocab_size: 96, ..ZayaConfig::preset("zaya1-nano").unwrap() };
         for kind in [Kind::Float, Kind::BFloat16] {
-            let numbers = Numbers { config: config.clone(), tokens: 7, kind };
+            let numbers = MicroBatchSizes { config: config.clone(), tokens: 7, kind };
             let all = numbers.operations();
             let names: BTreeSet<_> = all.iter().map(|one| one.name).collect();
             assert_eq!(names.len(), all.len());
             for one in &all {
-                for by in [By::Ours, By::Libtorch] {
+                for by in [Implementation::Ours, Implementation::Libtorch] {
                     let seconds = bench.operation(&numbers, one, by);
                     assert!(seconds.unwrap() > 0.0, "{}", one.name);
                 }

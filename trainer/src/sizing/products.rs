@@ -4,24 +4,24 @@
 
 use std::ops::Range;
 
-use super::shapes::Shape;
+use super::shapes::MatmulShape;
 use crate::model::ZayaConfig;
-use crate::timing::Part;
+use crate::timing::StepPart;
 
 /// Matmuls of one shape.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Products {
+pub struct MatmulCount {
     /// The part of a step that they belong to.
-    pub part: Part,
+    pub part: StepPart,
     /// The shape of their operands.
-    pub shape: Shape,
+    pub shape: MatmulShape,
     /// How many a micro-batch computes.
     pub count: u64,
     /// Whether they stay f32 in every dtype of a run.
     pub wide: bool,
 }
 
-impl Products {
+impl MatmulCount {
     /// Operations of all of them.
     pub fn operations(&self) -> f64 {
         self.count as f64 * self.shape.operations()
@@ -30,7 +30,7 @@ impl Products {
 
 /// How a micro-batch is computed.
 #[derive(Clone, Copy, Debug)]
-pub struct MicroBatch<'a> {
+pub struct MicroBatchShape<'a> {
     /// Tokens of a chunk.
     pub tokens: i64,
     /// Chunks, each computed separately.
@@ -47,7 +47,7 @@ pub fn even(tokens: i64, experts: i64) -> Vec<i64> {
 }
 
 /// All matmuls of a micro-batch except those inside attention.
-pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatch<'_>) -> Vec<Products> {
+pub(crate) fn of_micro_batch(config: &ZayaConfig, by: MicroBatchShape<'_>) -> Vec<MatmulCount> {
     let layers = config.num_hidden_layers as u64 * by.chunks;
     let mut list = List { found: Vec::new(), count: layers, forward: 1 + u64::from(by.recompute) };
     attention(config, by.tokens, &mut list);
@@ -80,8 +80,8 @@ pub(crate) fn of_newton_schulz(rows: i64, columns: i64) -> f64 {
 }
 
 /// Merges equal matmuls into one entry.
-fn merged(mut all: Vec<Products>) -> Vec<Products> {
-    let key = |it: &Products| (it.part as usize, it.shape, it.wide);
+fn merged(mut all: Vec<MatmulCount>) -> Vec<MatmulCount> {
+    let key = |it: &MatmulCount| (it.part as usize, it.shape, it.wide);
     all.sort_by_key(key);
     all.dedup_by(|next, kept| {
         let same = key(next) == key(kept);
@@ -92,7 +92,7 @@ fn merged(mut all: Vec<Products>) -> Vec<Products> {
 }
 
 struct List {
-    found: Vec<Products>,
+    found: Vec<MatmulCount>,
     /// How often the next entries are computed.
     count: u64,
     /// How often a forward pass is computed.
@@ -102,15 +102,15 @@ struct List {
 /// The parts of a layer's matmul, forward and backward.
 #[derive(Clone, Copy)]
 struct Place {
-    forward: Part,
-    backward: Part,
+    forward: StepPart,
+    backward: StepPart,
     wide: bool,
 }
 
 impl List {
-    fn put(&mut self, part: Part, [rows, inner, columns]: [i64; 3], count: u64, wide: bool) {
-        let shape = Shape { rows, inner, columns };
-        self.found.push(Products { part, shape, count, wide });
+    fn put(&mut self, part: StepPart, [rows, inner, columns]: [i64; 3], count: u64, wide: bool) {
+        let shape = MatmulShape { rows, inner, columns };
+        self.found.push(MatmulCount { part, shape, count, wide });
     }
 
     /// A linear map of `n` rows from `inputs` to `outputs` numbers, `times` times, and both of its gradients.
@@ -123,7 +123,8 @@ impl List {
 }
 
 fn attention(config: &ZayaConfig, n: i64, list: &mut List) {
-    let place = Place { forward: Part::Attention, backward: Part::AttentionBack, wide: false };
+    let place =
+        Place { forward: StepPart::Attention, backward: StepPart::AttentionBack, wide: false };
     let (hidden, dim) = (config.hidden_size, config.head_dim);
     let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
     list.linear(place, [n, hidden, conv + key], 1);
@@ -132,7 +133,7 @@ fn attention(config: &ZayaConfig, n: i64, list: &mut List) {
 }
 
 fn router(config: &ZayaConfig, n: i64, list: &mut List) {
-    let place = Place { forward: Part::Router, backward: Part::RouterBack, wide: false };
+    let place = Place { forward: StepPart::Router, backward: StepPart::RouterBack, wide: false };
     let (hidden, state) = (config.hidden_size, config.router_hidden_size);
     list.linear(place, [n, hidden, state], 1);
     let place = Place { wide: true, ..place };
@@ -141,14 +142,14 @@ fn router(config: &ZayaConfig, n: i64, list: &mut List) {
 }
 
 fn expert(config: &ZayaConfig, rows: i64, list: &mut List) {
-    let place = Place { forward: Part::Experts, backward: Part::ExpertsBack, wide: false };
+    let place = Place { forward: StepPart::Experts, backward: StepPart::ExpertsBack, wide: false };
     let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
     list.linear(place, [rows, hidden, 2 * inner], 1);
     list.linear(place, [rows, inner, hidden], 1);
 }
 
 fn head(config: &ZayaConfig, tokens: Range<i64>, list: &mut List) {
-    let place = Place { forward: Part::Head, backward: Part::Head, wide: false };
+    let place = Place { forward: StepPart::Head, backward: StepPart::Head, wide: false };
     list.linear(place, [tokens.end - tokens.start, config.hidden_size, config.vocab_size], 1);
 }
 
@@ -168,16 +169,16 @@ mod tests {
             let config = ZayaConfig { loss_chunk, ..preset };
             let routed = even(tokens, config.num_experts);
             prop_assert_eq!(routed.iter().sum::<i64>(), tokens);
-            let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+            let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
             let all = of_micro_batch(&config, by);
-            let found = all.iter().map(Products::operations).sum::<f64>() + 3.0 * of_attention(&config, pairs);
+            let found = all.iter().map(MatmulCount::operations).sum::<f64>() + 3.0 * of_attention(&config, pairs);
             let layers = vec![tokens as u64; config.num_hidden_layers as usize];
             prop_assert_eq!(found, model::flops(&config, tokens as u64, &layers, pairs));
             // A second forward pass of the layers is a third of their operations.
-            let again = of_micro_batch(&config, MicroBatch { recompute: true, ..by });
-            let sum = |all: &[Products]| all.iter().map(Products::operations).sum::<f64>();
+            let again = of_micro_batch(&config, MicroBatchShape { recompute: true, ..by });
+            let sum = |all: &[MatmulCount]| all.iter().map(MatmulCount::operations).sum::<f64>();
             let more = sum(&again) - sum(&all);
-            let head: f64 = all.iter().filter(|it| it.part == Part::Head).map(Products::operations).sum();
+            let head: f64 = all.iter().filter(|it| it.part == StepPart::Head).map(MatmulCount::operations).sum();
             let inside = sum(&all) - head;
             prop_assert!((3.0 * more - inside).abs() <= 1e-9 * inside);
         }

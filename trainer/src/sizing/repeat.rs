@@ -5,17 +5,17 @@
 
 use std::collections::BTreeSet;
 
-use kernels::ops::{Gradient, REFERENCE, Span, Table};
+use kernels::ops::{AttentionSpan, OpsTable, ParamGradient, REFERENCE};
 use kernels::{Result as Computed, checksum, runtime};
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
 use super::attention::{self, Operands};
 use super::numbers::numbers;
-use super::shapes::{self, Product, Shape, Together};
+use super::shapes::{self, MatmulBatching, MatmulShape, ModelMatmul};
 use crate::model::{self, ZayaConfig};
 use crate::optim::muon::QUINTIC;
-use crate::optim::{self, Rule};
+use crate::optim::{self, OptimizerRule};
 use crate::refusal::refused;
 
 /// A repeated computation and its result.
@@ -29,7 +29,7 @@ pub struct Repeated {
     pub dtype: &'static str,
     /// The shape of a matmul; for experts, rows of all together.
     #[serde(flatten)]
-    pub shape: Shape,
+    pub shape: MatmulShape,
     /// The implementation: the table of operations; for experts also a loop over them and libtorch's grouped matmul;
     /// for attention on a device also our own kernels and libtorch's. A term of a sum stays f32.
     pub by: &'static str,
@@ -43,9 +43,9 @@ pub struct Repeated {
 
 /// How to repeat.
 #[derive(Clone, Copy, Debug)]
-pub struct Repeats {
+pub struct RepeatOptions {
     /// The table that computes.
-    pub ops: Table,
+    pub ops: OpsTable,
     /// The device of the tensors.
     pub device: Device,
     /// How often each is computed.
@@ -55,7 +55,7 @@ pub struct Repeats {
 /// A matmul of a forward pass, and both of its backward pass.
 const WAYS: [&str; 3] = ["forward", "to the input", "to the weights"];
 
-impl Repeats {
+impl RepeatOptions {
     /// Repeats all operations of a model's micro-batch of `tokens` with operands of `kind`; Newton-Schulz, which has
     /// only one, is included with f32.
     ///
@@ -73,13 +73,15 @@ impl Repeats {
 
     fn all(self, config: &ZayaConfig, tokens: i64, kind: Kind) -> Computed<Vec<Repeated>> {
         let mut found = Vec::new();
-        for Product { name, shape, together, wide } in shapes::of_model(config, tokens) {
+        for ModelMatmul { name, shape, together, wide } in shapes::of_model(config, tokens) {
             let kind = if wide { Kind::Float } else { kind };
             match together {
-                Together::One => self.product(name, shape, &[], kind, &mut found)?,
-                Together::Heads(heads) => self.product(name, shape, &[heads], kind, &mut found)?,
-                Together::Experts => {
-                    let shape = Shape { rows: tokens, ..shape };
+                MatmulBatching::One => self.product(name, shape, &[], kind, &mut found)?,
+                MatmulBatching::Heads(heads) => {
+                    self.product(name, shape, &[heads], kind, &mut found)?
+                }
+                MatmulBatching::Experts => {
+                    let shape = MatmulShape { rows: tokens, ..shape };
                     self.grouped(name, shape, config.num_experts, kind, &mut found)?;
                 }
             }
@@ -120,12 +122,12 @@ impl Repeats {
     fn product(
         self,
         name: &str,
-        shape: Shape,
+        shape: MatmulShape,
         heads: &[i64],
         kind: Kind,
         found: &mut Vec<Repeated>,
     ) -> Computed<()> {
-        let Shape { rows, inner, columns } = shape;
+        let MatmulShape { rows, inner, columns } = shape;
         let of = |sizes: [i64; 2], by| numbers(&[heads, &sizes].concat(), by, kind, self.device);
         let (x, weight) = (of([rows, inner], 0.7)?, of([columns, inner], 0.9)?);
         let grad = of([rows, columns], 1.1)?;
@@ -138,7 +140,7 @@ impl Repeats {
         let shapes = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
         for ((way, (left, right)), shape) in WAYS.into_iter().zip(&operands).zip(shapes) {
             let [rows, inner, columns] = shape;
-            let row = |by| row(name, way, kind, Shape { rows, inner, columns }, by);
+            let row = |by| row(name, way, kind, MatmulShape { rows, inner, columns }, by);
             if kind == Kind::BFloat16 {
                 // As a cut micro-batch multiplies it.
                 self.asked(row("a part"), || self.ops.matmul_part(left, right), found)?;
@@ -164,12 +166,12 @@ impl Repeats {
     fn grouped(
         self,
         name: &str,
-        shape: Shape,
+        shape: MatmulShape,
         experts: i64,
         kind: Kind,
         found: &mut Vec<Repeated>,
     ) -> Computed<()> {
-        let Shape { rows, inner, columns } = shape;
+        let MatmulShape { rows, inner, columns } = shape;
         let x = numbers(&[rows, inner], 0.7, kind, self.device)?;
         let weights = numbers(&[experts, columns, inner], 0.9, kind, self.device)?;
         let grad = numbers(&[rows, columns], 1.1, kind, self.device)?;
@@ -214,9 +216,9 @@ impl Repeats {
         let heads = [config.num_attention_heads, config.num_key_value_heads, config.head_dim];
         let (first, shape) = (tokens / 3, [tokens, config.head_dim, config.query_size()]);
         let [rows, inner, columns] = shape;
-        let shape = Shape { rows, inner, columns };
-        let begun = Span { start: 0, len: first.max(1), before: first };
-        let whole = Span::whole(begun.len, (tokens - begun.len).max(1));
+        let shape = MatmulShape { rows, inner, columns };
+        let begun = AttentionSpan { start: 0, len: first.max(1), before: first };
+        let whole = AttentionSpan::whole(begun.len, (tokens - begun.len).max(1));
         let own = Operands::of(&[begun, whole], heads, kind, self.device)?;
         let others = attention::others(self.ops, &own)?;
         for (by, ops) in [("ours", self.ops)].into_iter().chain(others) {
@@ -234,7 +236,7 @@ impl Repeats {
 
     fn newton_schulz(self, [rows, columns]: [i64; 2], found: &mut Vec<Repeated>) -> Computed<()> {
         let matrix = numbers(&[rows, columns], 0.7, Kind::Float, self.device)?;
-        let shape = Shape { rows, inner: columns, columns };
+        let shape = MatmulShape { rows, inner: columns, columns };
         let row = row("a matrix", "Newton-Schulz", Kind::Float, shape, "ours");
         self.asked(row, || self.ops.newton_schulz(&matrix, QUINTIC), found)
     }
@@ -244,18 +246,24 @@ impl Repeats {
 fn matrices(config: &ZayaConfig) -> BTreeSet<[i64; 2]> {
     let all = model::parameters(config)
         .into_iter()
-        .filter(|one| !Rule::of(optim::Kind::Muon, one).has_second_moment());
+        .filter(|one| !OptimizerRule::of(optim::MatrixOptimizer::Muon, one).has_second_moment());
     all.filter_map(|one| one.shape.last_chunk().copied()).collect()
 }
 
-fn row(name: &str, way: &'static str, kind: Kind, shape: Shape, by: &'static str) -> Repeated {
+fn row(
+    name: &str,
+    way: &'static str,
+    kind: Kind,
+    shape: MatmulShape,
+    by: &'static str,
+) -> Repeated {
     let dtype = if kind == Kind::BFloat16 { "bf16" } else { "f32" };
     let (name, digest) = (name.to_owned(), String::new());
     Repeated { name, way, dtype, shape, by, times: 0, outcomes: 0, digest }
 }
 
 /// Finishes a gradient's pending computation.
-fn made(ops: Table, gradient: Gradient) -> Computed<Tensor> {
+fn made(ops: OpsTable, gradient: ParamGradient) -> Computed<Tensor> {
     let mut all = ops.finish(vec![gradient])?;
     Ok(all.swap_remove(0))
 }
@@ -265,7 +273,7 @@ mod tests {
     use super::*;
     use kernels::ops::CPU;
 
-    const HERE: Repeats = Repeats { ops: CPU, device: Device::Cpu, times: 3 };
+    const HERE: RepeatOptions = RepeatOptions { ops: CPU, device: Device::Cpu, times: 3 };
 
     #[test]
     fn every_shape_of_a_model_is_asked_for() {
@@ -274,7 +282,7 @@ mod tests {
         for kind in [Kind::Float, Kind::BFloat16] {
             let found = HERE.of_model(&config, 48, kind).unwrap();
             assert!(found.iter().all(|row| row.outcomes == 1 && row.times == 3), "{found:?}");
-            for Product { name, shape, .. } in shapes::of_model(&config, 48) {
+            for ModelMatmul { name, shape, .. } in shapes::of_model(&config, 48) {
                 for way in WAYS {
                     let own = found.iter().filter(|row| row.name == name && row.way == way);
                     assert!(own.count() > 0, "{name} {way} {shape:?}");
@@ -301,7 +309,7 @@ mod tests {
             calls.set(calls.get() + 1);
             Ok(Tensor::from_slice(&[1f32, if calls.get() == 2 { -0.0 } else { 0.0 }]))
         };
-        let (mut found, shape) = (Vec::new(), Shape { rows: 1, inner: 1, columns: 1 });
+        let (mut found, shape) = (Vec::new(), MatmulShape { rows: 1, inner: 1, columns: 1 });
         HERE.asked(row("x", WAYS[0], Kind::Float, shape, "ours"), call, &mut found).unwrap();
         assert_eq!((found[0].outcomes, calls.get()), (2, 3));
     }

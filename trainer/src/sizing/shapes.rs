@@ -12,7 +12,7 @@ pub const ALIGNMENT: i64 = 64;
 
 /// A matmul of `[rows, inner]` and `[inner, columns]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-pub struct Shape {
+pub struct MatmulShape {
     /// Rows of the left operand and of the result.
     pub rows: i64,
     /// Columns of the left operand, rows of the right one.
@@ -21,7 +21,7 @@ pub struct Shape {
     pub columns: i64,
 }
 
-impl Shape {
+impl MatmulShape {
     /// Multiplications and additions.
     pub fn operations(self) -> f64 {
         2.0 * self.rows as f64 * self.inner as f64 * self.columns as f64
@@ -34,18 +34,18 @@ impl Shape {
 }
 
 /// Rows times widths, as the paper sweeps them: a square weight of each width, and the same with unaligned dimensions.
-pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
+pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, MatmulShape)> {
     let mut found = Vec::new();
     for width in widths {
         for rows in rows {
-            let shape = Shape { rows: *rows, inner: *width, columns: *width };
+            let shape = MatmulShape { rows: *rows, inner: *width, columns: *width };
             found.push((format!("width {width}"), shape));
         }
     }
     // One less in each dimension: the cost of breaking the rule.
     let last = rows.last().copied().unwrap_or(ALIGNMENT);
     for width in widths {
-        let shape = Shape { rows: last, inner: width - 1, columns: width - 1 };
+        let shape = MatmulShape { rows: last, inner: width - 1, columns: width - 1 };
         found.push(("width less 1".to_owned(), shape));
     }
     found
@@ -53,20 +53,20 @@ pub fn sweep(rows: &[i64], widths: &[i64]) -> Vec<(String, Shape)> {
 
 /// A forward matmul of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Product {
+pub struct ModelMatmul {
     /// Its name in the model.
     pub name: &'static str,
     /// Its shape; that of one where several are batched.
-    pub shape: Shape,
+    pub shape: MatmulShape,
     /// Which matmuls one call computes.
-    pub together: Together,
+    pub together: MatmulBatching,
     /// Whether its operands stay f32 in every dtype of a run.
     pub wide: bool,
 }
 
 /// Which matmuls one call computes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Together {
+pub enum MatmulBatching {
     /// A single one.
     One,
     /// A batch over this many heads, side by side in memory.
@@ -77,21 +77,22 @@ pub enum Together {
 
 /// The forward matmuls of a model over a micro-batch of `tokens`, one of each shape: the paper's Table III for this
 /// trainer. Experts have the rows of even routing.
-pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<Product> {
+pub fn of_model(config: &ZayaConfig, tokens: i64) -> Vec<ModelMatmul> {
     let (hidden, state, dim) = (config.hidden_size, config.router_hidden_size, config.head_dim);
     let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
     let (inner, classes) = (config.moe_intermediate_size, config.router_classes());
     let routed = (tokens / config.num_experts).max(1);
     let one = |name, [rows, inner, columns]: [i64; 3]| {
-        let shape = Shape { rows, inner, columns };
-        Product { name, shape, together: Together::One, wide: false }
+        let shape = MatmulShape { rows, inner, columns };
+        ModelMatmul { name, shape, together: MatmulBatching::One, wide: false }
     };
-    let wide = |name, sizes| Product { wide: true, ..one(name, sizes) };
-    let heads = Together::Heads(conv / dim);
-    let expert = |name, sizes| Product { together: Together::Experts, ..one(name, sizes) };
+    let wide = |name, sizes| ModelMatmul { wide: true, ..one(name, sizes) };
+    let heads = MatmulBatching::Heads(conv / dim);
+    let expert =
+        |name, sizes| ModelMatmul { together: MatmulBatching::Experts, ..one(name, sizes) };
     let all = [
         one("queries, keys and values", [tokens, hidden, conv + key]),
-        Product { together: heads, ..one("convolution of heads", [tokens, 2 * dim, dim]) },
+        ModelMatmul { together: heads, ..one("convolution of heads", [tokens, 2 * dim, dim]) },
         one("attention's way out", [tokens, query, hidden]),
         one("router, down", [tokens, hidden, state]),
         wide("router, inside", [tokens, state, state]),
@@ -108,7 +109,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::sizing::products::{MicroBatch, even, of_micro_batch};
+    use crate::sizing::products::{MicroBatchShape, even, of_micro_batch};
 
     /// The shapes that are measured and repeated are those of a step, forward and both backward.
     #[test]
@@ -117,12 +118,12 @@ mod tests {
             let config = ZayaConfig::preset(name).unwrap();
             let tokens = config.num_experts * 16;
             let routed = even(tokens, config.num_experts);
-            let by = MicroBatch { tokens, chunks: 1, routed: &routed, recompute: false };
+            let by = MicroBatchShape { tokens, chunks: 1, routed: &routed, recompute: false };
             let step = of_micro_batch(&config, by);
             let step: BTreeSet<_> = step.iter().map(|one| (one.shape, one.wide)).collect();
-            let ways = |one: &Product| {
-                let Shape { rows, inner, columns } = one.shape;
-                let shape = |[rows, inner, columns]: [i64; 3]| Shape { rows, inner, columns };
+            let ways = |one: &ModelMatmul| {
+                let MatmulShape { rows, inner, columns } = one.shape;
+                let shape = |[rows, inner, columns]: [i64; 3]| MatmulShape { rows, inner, columns };
                 let ways = [[rows, inner, columns], [rows, columns, inner], [columns, rows, inner]];
                 ways.map(|way| (shape(way), one.wide))
             };

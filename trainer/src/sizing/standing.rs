@@ -1,6 +1,6 @@
 //! A run on a cluster: the arrangement of its ranks, and how long ranks that share micro-batches wait for each other.
 
-use super::cluster::{Cluster, Link};
+use super::cluster::{Cluster, NetworkLink};
 use crate::plan::{Fleet, PhaseNeeds};
 use crate::spec::RunSpec;
 
@@ -9,7 +9,7 @@ const EXCHANGES: f64 = 8.0;
 
 /// A run on a cluster.
 #[derive(Clone, Copy)]
-pub struct Setting<'a> {
+pub struct PlannedRun<'a> {
     /// The run.
     pub spec: &'a RunSpec,
     /// The cluster.
@@ -20,7 +20,7 @@ pub struct Setting<'a> {
 
 /// The arrangement of the ranks in a phase.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Standing {
+pub(super) struct RankArrangement {
     /// Ranks that share a micro-batch.
     pub(super) together: u64,
     /// Ranks, or groups of these, that compute different micro-batches.
@@ -29,18 +29,18 @@ pub(super) struct Standing {
     pub(super) workers: u64,
 }
 
-impl Standing {
-    pub(super) fn new(fleet: &Fleet, needs: &PhaseNeeds) -> Standing {
+impl RankArrangement {
+    pub(super) fn new(fleet: &Fleet, needs: &PhaseNeeds) -> RankArrangement {
         let together = u64::from(needs.context.max(1));
         let workers = if together > 1 { 1 } else { fleet.workers.count() as u64 };
-        Standing { together, lines: u64::from(fleet.ranks) / together, workers }
+        RankArrangement { together, lines: u64::from(fleet.ranks) / together, workers }
     }
 }
 
 /// Seconds of a step in which a rank waits for the ranks that share its `own` micro-batches; computing their layers
 /// takes it `layers` seconds.
 pub(super) fn waits(
-    Setting { spec, cluster, fleet }: Setting<'_>,
+    PlannedRun { spec, cluster, fleet }: PlannedRun<'_>,
     needs: &PhaseNeeds,
     (own, layers): (u64, f64),
 ) -> f64 {
@@ -50,7 +50,7 @@ pub(super) fn waits(
         false => cluster.within.or(cluster.between),
     };
     let travel = |degree: u32, bytes: u64, exchanges: f64| match link(degree) {
-        Some(Link { latency_s, bytes_per_s }) if degree > 1 => {
+        Some(NetworkLink { latency_s, bytes_per_s }) if degree > 1 => {
             exchanges * latency_s + bytes as f64 / ranks / bytes_per_s
         }
         _ => 0.0,

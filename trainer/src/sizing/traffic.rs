@@ -5,14 +5,18 @@
 //! than its bytes, has a separate rate, which also applies to gated units.
 
 use crate::model::ZayaConfig;
-use crate::timing::Part;
+use crate::timing::StepPart;
 
 /// Equivalent bytes of a row of the router's few classes, forward and backward: libtorch computes softmax, argmax and
 /// gather row by row (0.24 and 0.07 microseconds on one Xeon with 9 classes, at 12 GB per second).
 const CLASSES: [f64; 2] = [2900.0, 850.0];
 
 /// Bytes of each part in a micro-batch of `tokens`; operands of large matmuls have `narrow` bytes.
-pub(crate) fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> Vec<(Part, f64)> {
+pub(crate) fn of_micro_batch(
+    config: &ZayaConfig,
+    tokens: i64,
+    narrow: u64,
+) -> Vec<(StepPart, f64)> {
     let f = |size: i64| size as f64;
     let w = narrow as f64;
     // Conversion to and from the dtype of matmuls, where that is not f32.
@@ -42,14 +46,14 @@ pub(crate) fn of_micro_batch(config: &ZayaConfig, tokens: i64, narrow: u64) -> V
     let head_weights = 4.0 * f(config.vocab_size) * hidden;
     let tokens = f(tokens);
     vec![
-        (Part::Stream, tokens * (embedding + (2.0 * layers + 1.0) * (half + half_back))),
-        (Part::Attention, tokens * layers * attention),
-        (Part::AttentionBack, tokens * layers * attention_back),
-        (Part::Router, tokens * layers * router),
-        (Part::RouterBack, tokens * layers * router_back),
-        (Part::Experts, tokens * layers * experts),
-        (Part::ExpertsBack, layers * (tokens * experts_back + weights)),
-        (Part::Head, tokens * head + head_weights),
+        (StepPart::Stream, tokens * (embedding + (2.0 * layers + 1.0) * (half + half_back))),
+        (StepPart::Attention, tokens * layers * attention),
+        (StepPart::AttentionBack, tokens * layers * attention_back),
+        (StepPart::Router, tokens * layers * router),
+        (StepPart::RouterBack, tokens * layers * router_back),
+        (StepPart::Experts, tokens * layers * experts),
+        (StepPart::ExpertsBack, layers * (tokens * experts_back + weights)),
+        (StepPart::Head, tokens * head + head_weights),
     ]
 }
 
@@ -66,13 +70,13 @@ pub(crate) fn of_gated_units(config: &ZayaConfig, tokens: i64) -> [f64; 2] {
 /// Fixed costs of a layer's parts beyond matmuls and bytes, in units of the smallest memory pass: measured by `ztrain
 /// bench step` on one Xeon with 16 tokens in a micro-batch of a model 64 wide, minus the planned time of matmuls and
 /// bytes. The head's is per micro-batch, not per layer.
-pub(crate) const CALLS: [(Part, f64); 8] = [
-    (Part::Stream, 46.0),
-    (Part::Attention, 86.0),
-    (Part::AttentionBack, 147.0),
-    (Part::Router, 11.0),
-    (Part::RouterBack, 12.0),
-    (Part::Experts, 46.0),
-    (Part::ExpertsBack, 37.0),
-    (Part::Head, 124.0),
+pub(crate) const CALLS: [(StepPart, f64); 8] = [
+    (StepPart::Stream, 46.0),
+    (StepPart::Attention, 86.0),
+    (StepPart::AttentionBack, 147.0),
+    (StepPart::Router, 11.0),
+    (StepPart::RouterBack, 12.0),
+    (StepPart::Experts, 46.0),
+    (StepPart::ExpertsBack, 37.0),
+    (StepPart::Head, 124.0),
 ];

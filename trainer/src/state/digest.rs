@@ -2,7 +2,7 @@
 
 use contract::{Digest, Hasher};
 
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
 
 /// Checksums over a whole state.
@@ -35,7 +35,7 @@ pub(super) fn digest(
     step: u64,
     has_second: &[bool],
     sums: &[u64],
-    balance: &[Balance],
+    balance: &[RouterBalance],
     windows: Option<&Windows>,
 ) -> Digest {
     let count = has_second.len() as u64;
@@ -47,7 +47,7 @@ pub(super) fn digest(
     sums.iter().for_each(|sum| {
         hasher.u64(*sum);
     });
-    for Balance { bias, first, second } in balance {
+    for RouterBalance { bias, first, second } in balance {
         for values in [bias, first, second] {
             hasher.u32s(&values.iter().map(|value| value.to_bits()).collect::<Vec<_>>());
         }

@@ -2,7 +2,7 @@
 //! that the rank owns the moments, and the weights in f32 where the model reads them rounded. A rank that is alone owns
 //! all pieces.
 //!
-//! Where weights are sharded ([`Fold`]), a rank holds its shards of them, and also its own pieces in f32.
+//! Where weights are sharded ([`WeightShards`]), a rank holds its shards of them, and also its own pieces in f32.
 //!
 //! Invariant: the model reads an owner's weights, rounded once, by the owner.
 //!
@@ -16,21 +16,24 @@ use std::collections::BTreeMap;
 use contract::{Fault, Result};
 use curriculum::Dtype;
 use kernels::checksum;
-use kernels::device::Departures;
+use kernels::device::PendingCopies;
 use kernels::record::Record;
 use tch::{Device, Kind, Tensor};
 
-use crate::model::{self, Fold, ParamSpec};
-use crate::optim::balance::Balance;
+use crate::model::{self, ParamSpec, WeightShards};
+use crate::optim::balance::RouterBalance;
 use crate::optim::guard::Windows;
-use crate::optim::{self, At, How, Item, Outcome, Rule, Settings, Sums, norm};
+use crate::optim::{
+    self, ChecksumInputs, OptimizerRule, OptimizerSettings, StepScalars, UpdateItem, UpdateKind,
+    UpdateResults, norm,
+};
 use crate::refusal::refused;
 use crate::spec::RunSpec;
 use crate::timing;
 use crate::workers::Workers;
 pub use digest::StateSums;
 pub(crate) use digest::{Part, salt};
-use ownership::{Ownership, Piece};
+use ownership::{Ownership, ParamShard};
 
 /// Everything that one step passes to the next.
 pub struct State {
@@ -40,22 +43,22 @@ pub struct State {
     /// are flat buffers of this rank's shards.
     pub weights: Vec<Tensor>,
     /// The shards that this rank holds.
-    pub fold: Fold,
+    pub fold: WeightShards,
     /// The routers' balancing biases, by layer: the same on every rank.
-    pub balance: Vec<Balance>,
+    pub balance: Vec<RouterBalance>,
     /// The losses and norms that decide what is skipped and clipped, the same on every rank; `None` where the
     /// curriculum does neither, and no step was without labels.
     pub windows: Option<Windows>,
     /// Which rank owns which pieces.
     pub owners: Ownership,
     /// What only this rank holds of its pieces, in their order.
-    pub owned: Vec<Owned>,
+    pub owned: Vec<OwnedState>,
     /// Pending device copies of this rank's pieces for a checkpoint: wait for them before writing pieces in place.
-    pub departures: Departures,
+    pub departures: PendingCopies,
 }
 
 /// What the owner of a piece holds in addition to [`State::weights`], in the shape of the piece.
-pub struct Owned {
+pub struct OwnedState {
     /// Its weights in f32, where the model reads them rounded or in shards.
     pub master: Option<Tensor>,
     /// First moments (AdamW) or momenta (Muon).
@@ -64,23 +67,23 @@ pub struct Owned {
     pub second: Option<Tensor>,
 }
 
-impl Owned {
+impl OwnedState {
     /// For `piece`; the model reads its tensor as `weight`, and `make` allocates each tensor.
     pub fn of(
-        piece: &Piece,
+        piece: &ParamShard,
         weight: &Tensor,
         mut make: impl FnMut() -> kernels::Result<Tensor>,
     ) -> kernels::Result<Self> {
         let master = (weight.kind() != Kind::Float).then(&mut make).transpose()?;
         let first = make()?;
         let second = piece.rule.has_second_moment().then(make).transpose()?;
-        Ok(Owned { master, first, second })
+        Ok(OwnedState { master, first, second })
     }
 
     fn copy(&self) -> kernels::Result<Self> {
         let copy = |tensor: &Option<Tensor>| tensor.as_ref().map(copied).transpose();
-        let Owned { master, first, second } = self;
-        Ok(Owned { master: copy(master)?, first: copied(first)?, second: copy(second)? })
+        let OwnedState { master, first, second } = self;
+        Ok(OwnedState { master: copy(master)?, first: copied(first)?, second: copy(second)? })
     }
 }
 
@@ -144,23 +147,23 @@ fn moved(
 }
 
 /// Checksums of a piece: of its weights, first moments and second moments, 0 where it has no second moments.
-pub type PieceSums = [u64; 3];
+pub type ShardChecksums = [u64; 3];
 
 /// The results of updating this rank's pieces, for the host to read.
-pub(crate) struct Moved {
-    outcome: Outcome,
+pub(crate) struct Updated {
+    outcome: UpdateResults,
     /// The end of each piece in the list of work items.
     ends: Vec<usize>,
 }
 
-impl Moved {
+impl Updated {
     /// For each piece the sum of squares of new weights minus old ones, and its checksums.
-    pub(crate) fn read(self) -> Result<Vec<(f64, PieceSums)>> {
+    pub(crate) fn read(self) -> Result<Vec<(f64, ShardChecksums)>> {
         let came = self.outcome.read()?;
         let starts = [0].into_iter().chain(self.ends.iter().copied());
         let piece = |(start, end): (usize, &usize)| {
             let squares: Vec<f64> = came[start..*end].iter().map(|(squares, _)| *squares).collect();
-            let add = |[a, b, c]: PieceSums, (_, [d, e, f]): &(f64, PieceSums)| {
+            let add = |[a, b, c]: ShardChecksums, (_, [d, e, f]): &(f64, ShardChecksums)| {
                 [a.wrapping_add(*d), b.wrapping_add(*e), c.wrapping_add(*f)]
             };
             (norm::sum(&squares), came[start..*end].iter().fold([0; 3], add))
@@ -180,13 +183,14 @@ impl State {
     ) -> Result<Self> {
         let balance = spec.balance();
         let weights = room(&spec.parameters, spec.dtype_at(1), device).map_err(refused)?;
-        let zeros =
-            |piece: &Piece| Ok(Tensor::f_zeros(piece.shape.as_slice(), (Kind::Float, device))?);
-        let of = |piece| Owned::of(piece, &weights[piece.tensor], || zeros(piece));
+        let zeros = |piece: &ParamShard| {
+            Ok(Tensor::f_zeros(piece.shape.as_slice(), (Kind::Float, device))?)
+        };
+        let of = |piece| OwnedState::of(piece, &weights[piece.tensor], || zeros(piece));
         let owned = owners.own().map(of).collect::<kernels::Result<_>>().map_err(refused)?;
         let windows = spec.settings.guard.windows();
-        let fold = Fold::default();
-        let departures = Departures::default();
+        let fold = WeightShards::default();
+        let departures = PendingCopies::default();
         let mut state =
             State { step: 0, weights, fold, balance, windows, owners, owned, departures };
         match &spec.start {
@@ -216,7 +220,7 @@ impl State {
     pub fn copy(&self) -> Result<State> {
         let State { step, weights, fold, balance, windows, owners, owned, departures: _ } = self;
         let weights = weights.iter().map(copied).collect::<kernels::Result<_>>();
-        let owned = owned.iter().map(Owned::copy).collect::<kernels::Result<_>>();
+        let owned = owned.iter().map(OwnedState::copy).collect::<kernels::Result<_>>();
         Ok(State {
             step: *step,
             weights: weights.map_err(refused)?,
@@ -225,12 +229,12 @@ impl State {
             windows: windows.clone(),
             owners: owners.clone(),
             owned: owned.map_err(refused)?,
-            departures: Departures::default(),
+            departures: PendingCopies::default(),
         })
     }
 
     /// This rank's pieces with aliases of their weights in f32, and what else it holds of them.
-    pub fn own(&self) -> impl Iterator<Item = (&Piece, Tensor, &Owned)> {
+    pub fn own(&self) -> impl Iterator<Item = (&ParamShard, Tensor, &OwnedState)> {
         self.owners.own().zip(&self.owned).map(|(piece, owned)| {
             let read = || piece.of(&self.weights[piece.tensor]);
             (piece, owned.master.as_ref().map_or_else(read, Tensor::shallow_clone), owned)
@@ -257,7 +261,7 @@ impl State {
         if read.kind() == Kind::Float {
             return Some(read.view([-1]).narrow(0, element, 1));
         }
-        let has = |piece: &Piece| {
+        let has = |piece: &ParamShard| {
             piece.tensor == tensor && (piece.first..piece.first + piece.length()).contains(&element)
         };
         let (piece, weight, _) = self.own().find(|(piece, ..)| has(piece))?;
@@ -265,7 +269,7 @@ impl State {
     }
 
     /// All pieces with their weights: this rank's in f32, others as the model reads them.
-    fn all(&self) -> impl Iterator<Item = (&Piece, Tensor)> {
+    fn all(&self) -> impl Iterator<Item = (&ParamShard, Tensor)> {
         let mut own = self.own();
         self.owners.pieces().iter().map(move |piece| {
             let own = if piece.owner == self.owners.rank() { own.next() } else { None };
@@ -286,7 +290,7 @@ impl State {
         }
         let device = self.weights.first().map_or(Device::Cpu, Tensor::device);
         workers.map(Workers::batched(device, whole), |mut pairs: Vec<_>| {
-            let _watch = timing::part(timing::Part::Round);
+            let _watch = timing::part(timing::StepPart::Round);
             workers.ops().all_rounded(&mut pairs).map_err(refused)
         })?;
         self.round_shards(workers)
@@ -295,7 +299,7 @@ impl State {
     /// The same for sharded pieces.
     fn round_shards(&self, workers: Workers) -> Result<()> {
         let mut shards = Vec::new();
-        let cut = |(piece, _): &(&Piece, &Owned)| self.fold.cuts(piece.tensor);
+        let cut = |(piece, _): &(&ParamShard, &OwnedState)| self.fold.cuts(piece.tensor);
         for (piece, owned) in self.owners.own().zip(&self.owned).filter(cut) {
             let Some(master) = &owned.master else { continue };
             let weight = &self.weights[piece.tensor];
@@ -306,7 +310,7 @@ impl State {
             }
         }
         workers.map(shards, |(mut read, master): (Tensor, Tensor)| {
-            let _watch = timing::part(timing::Part::Round);
+            let _watch = timing::part(timing::StepPart::Round);
             tch::no_grad(|| read.f_copy_(&master)).map_err(refused)?;
             Ok(())
         })?;
@@ -329,7 +333,7 @@ impl State {
             false => self.weights.iter().map(Tensor::shallow_clone).collect(),
         };
         workers.map(parameters.iter().zip(weights).collect(), |(parameter, weight)| {
-            let _watch = timing::part(timing::Part::Round);
+            let _watch = timing::part(timing::StepPart::Round);
             model::rounded(parameter, &weight, dtype).map_err(refused)
         })
     }
@@ -357,7 +361,7 @@ impl State {
     pub(crate) fn hold_as(
         &mut self,
         parameters: &[ParamSpec],
-        (dtype, fold): (Dtype, Fold),
+        (dtype, fold): (Dtype, WeightShards),
         workers: Workers,
     ) -> Result<bool> {
         let stays = |(one, weight): (&ParamSpec, &Tensor)| one.kind(dtype) == weight.kind();
@@ -378,7 +382,7 @@ impl State {
         &mut self,
         parameters: &[ParamSpec],
         dtype: Dtype,
-        fold: Fold,
+        fold: WeightShards,
     ) -> kernels::Result<()> {
         let masters: Vec<Tensor> = self.own().map(|(_, weight, _)| weight).collect();
         let mut changed = vec![false; self.weights.len()];
@@ -389,7 +393,7 @@ impl State {
                 *weight = fold.room(parameter, tensor, kind, weight.device())?;
             }
         }
-        let pieces: Vec<Piece> = self.owners.own().cloned().collect();
+        let pieces: Vec<ParamShard> = self.owners.own().cloned().collect();
         for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
             let read = &self.weights[piece.tensor];
             if !changed[piece.tensor] {
@@ -424,7 +428,7 @@ impl State {
         if changed.contains(&true) {
             self.weights = moved(parameters, dtype, &self.weights)?;
         }
-        let pieces: Vec<Piece> = self.owners.own().cloned().collect();
+        let pieces: Vec<ParamShard> = self.owners.own().cloned().collect();
         for ((piece, owned), master) in pieces.iter().zip(&mut self.owned).zip(masters) {
             let read = &self.weights[piece.tensor];
             match (changed[piece.tensor], read.kind()) {
@@ -449,37 +453,37 @@ impl State {
     /// Updates this rank's pieces by their gradients, given in the order of the pieces. The caller advances `step`.
     pub(crate) fn update(
         &mut self,
-        settings: &Settings,
+        settings: &OptimizerSettings,
         gradients: &[Tensor],
-        at: At,
+        at: StepScalars,
         workers: Workers,
-    ) -> Result<Moved> {
+    ) -> Result<Updated> {
         self.let_go()?;
         let (mut items, mut ends) = (Vec::new(), Vec::new());
         for ((piece, owned), gradient) in self.owners.own().zip(&self.owned).zip(gradients) {
             let (weight, rounded) = self.moves(piece, owned);
             let salts = [Part::Weight, Part::First, Part::Second];
             let salts = salts.map(|part| salt(part, piece.tensor));
-            let sums = Sums { first: piece.first as u64, salts };
+            let sums = ChecksumInputs { first: piece.first as u64, salts };
             let [first, gradient] = [&owned.first, gradient].map(Tensor::shallow_clone);
             let how = match (piece.rule, &owned.second) {
-                (Rule::AdamW { decay }, Some(second)) => {
-                    How::AdamW { second: second.shallow_clone(), decay }
+                (OptimizerRule::AdamW { decay }, Some(second)) => {
+                    UpdateKind::AdamW { second: second.shallow_clone(), decay }
                 }
-                _ => How::Muon,
+                _ => UpdateKind::Muon,
             };
-            let whole = Item { weight, rounded, first, gradient, how, sums };
+            let whole = UpdateItem { weight, rounded, first, gradient, how, sums };
             optim::split(piece.rule, whole, &mut items);
             ends.push(items.len());
         }
         let outcome = optim::run(settings, items, at, workers)?;
         self.round_shards(workers)?;
-        Ok(Moved { outcome, ends })
+        Ok(Updated { outcome, ends })
     }
 
     /// What is updated for one of this rank's pieces: its weights in f32, and the rounded tensor that the model reads,
     /// with the first element there, unless that is sharded.
-    fn moves(&self, piece: &Piece, owned: &Owned) -> (Tensor, Option<(Tensor, i64)>) {
+    fn moves(&self, piece: &ParamShard, owned: &OwnedState) -> (Tensor, Option<(Tensor, i64)>) {
         let read = &self.weights[piece.tensor];
         let Some(master) = &owned.master else { return (piece.of(read), None) };
         let whole = !self.fold.cuts(piece.tensor);
@@ -487,14 +491,14 @@ impl State {
     }
 
     /// Checksums of this rank's pieces, in their order, computed on the workers.
-    pub(crate) fn own_sums(&self, workers: Workers) -> Result<Vec<PieceSums>> {
-        let items = self.own().map(|(piece, weight, Owned { first, second, .. })| {
+    pub(crate) fn own_sums(&self, workers: Workers) -> Result<Vec<ShardChecksums>> {
+        let items = self.own().map(|(piece, weight, OwnedState { first, second, .. })| {
             let second = second.as_ref().map(Tensor::shallow_clone);
             (piece.clone(), weight, first.shallow_clone(), second)
         });
         let device = self.weights.first().map_or(tch::Device::Cpu, Tensor::device);
         let found = workers.map(Workers::batched(device, items), |items: Vec<_>| {
-            let _watch = timing::part(timing::Part::StateSums);
+            let _watch = timing::part(timing::StepPart::StateSums);
             let mut slices = Vec::with_capacity(3 * items.len());
             for (piece, weight, first, second) in &items {
                 let of = |tensor, part| (tensor, piece.first as u64, salt(part, piece.tensor));
@@ -505,7 +509,7 @@ impl State {
             record.put(&checksum::slices(&slices).map_err(refused)?).map_err(refused)?;
             record.read().map_err(refused)?;
             let mut next = || record.word().map_err(refused);
-            let mut three = |has_second: bool| -> Result<PieceSums> {
+            let mut three = |has_second: bool| -> Result<ShardChecksums> {
                 Ok([next()?, next()?, if has_second { next()? } else { 0 }])
             };
             items.iter().map(|(.., second)| three(second.is_some())).collect::<Result<Vec<_>>>()
@@ -514,7 +518,7 @@ impl State {
     }
 
     /// The checksums of the whole state, from those of all pieces in canonical order.
-    pub(crate) fn sums_of(&self, pieces: &[PieceSums]) -> StateSums {
+    pub(crate) fn sums_of(&self, pieces: &[ShardChecksums]) -> StateSums {
         // No `..`, so that a new field of the state cannot be missed in its digest.
         // The distribution over ranks does not enter the digest.
         let State { step, weights, fold: _, balance, windows, owners, owned: _, departures: _ } =

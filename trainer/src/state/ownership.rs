@@ -17,7 +17,7 @@ use tch::Tensor;
 
 use crate::model::ParamSpec;
 use crate::optim::norm::CHUNK;
-use crate::optim::{CHUNKS, Rule};
+use crate::optim::{CHUNKS, OptimizerRule};
 use crate::spec::RunSpec;
 
 /// Cost of each element of an elementwise update, in floating-point operations.
@@ -25,7 +25,7 @@ const ELEMENTWISE: u128 = 20;
 
 /// A contiguous part of one tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct ParamShard {
     /// The tensor's index in canonical order.
     pub tensor: usize,
     /// Its first element in the tensor.
@@ -33,14 +33,14 @@ pub struct Piece {
     /// Its shape: the matrix, the matrices, or a flat run of elements.
     pub shape: Vec<i64>,
     /// How it is updated.
-    pub rule: Rule,
+    pub rule: OptimizerRule,
     /// The bundle that it belongs to, numbered from 0 in canonical order.
     pub bundle: usize,
     /// The rank that owns it.
     pub owner: u32,
 }
 
-impl Piece {
+impl ParamShard {
     /// Its elements.
     pub fn length(&self) -> i64 {
         self.shape.iter().product()
@@ -69,7 +69,7 @@ impl Piece {
     fn cost(&self) -> u128 {
         let elements = self.length() as u128;
         match (self.rule, self.shape.as_slice()) {
-            (Rule::Muon | Rule::MuonEach, [.., rows, columns]) => {
+            (OptimizerRule::Muon | OptimizerRule::MuonEach, [.., rows, columns]) => {
                 elements * (ELEMENTWISE + 30 * (*rows).min(*columns) as u128)
             }
             _ => elements * ELEMENTWISE,
@@ -79,7 +79,7 @@ impl Piece {
 
 /// The pieces of all parameters in canonical order, in bundles that are assigned to `world` ranks: the costliest first,
 /// always to the rank with the least load.
-pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece> {
+pub fn pieces(parameters: &[ParamSpec], rules: &[OptimizerRule], world: u32) -> Vec<ParamShard> {
     let mut pieces = Vec::new();
     for (tensor, (parameter, rule)) in parameters.iter().zip(rules).enumerate() {
         cut(tensor, &parameter.shape, *rule, &mut pieces);
@@ -102,14 +102,14 @@ pub fn pieces(parameters: &[ParamSpec], rules: &[Rule], world: u32) -> Vec<Piece
 }
 
 /// The number of elements in the pieces of `owner`.
-pub fn length(pieces: &[Piece], owner: u32) -> i64 {
-    pieces.iter().filter(|piece| piece.owner == owner).map(Piece::length).sum()
+pub fn length(pieces: &[ParamShard], owner: u32) -> i64 {
+    pieces.iter().filter(|piece| piece.owner == owner).map(ParamShard::length).sum()
 }
 
 /// All pieces, and which of them are this rank's.
 #[derive(Clone, Debug)]
 pub struct Ownership {
-    pieces: Arc<[Piece]>,
+    pieces: Arc<[ParamShard]>,
     rank: u32,
 }
 
@@ -120,7 +120,7 @@ impl Ownership {
     }
 
     /// From these pieces.
-    pub fn cut(pieces: Vec<Piece>, rank: u32) -> Self {
+    pub fn cut(pieces: Vec<ParamShard>, rank: u32) -> Self {
         Ownership { pieces: pieces.into(), rank }
     }
 
@@ -130,17 +130,17 @@ impl Ownership {
     }
 
     /// All pieces, in canonical order.
-    pub fn pieces(&self) -> &[Piece] {
+    pub fn pieces(&self) -> &[ParamShard] {
         &self.pieces
     }
 
     /// This rank's pieces.
-    pub fn own(&self) -> impl Iterator<Item = &Piece> {
+    pub fn own(&self) -> impl Iterator<Item = &ParamShard> {
         self.of(self.rank)
     }
 
     /// The pieces of `rank`.
-    pub fn of(&self, rank: u32) -> impl Iterator<Item = &Piece> {
+    pub fn of(&self, rank: u32) -> impl Iterator<Item = &ParamShard> {
         self.pieces.iter().filter(move |piece| piece.owner == rank)
     }
 
@@ -152,7 +152,7 @@ impl Ownership {
     /// Splits a tensor that has the pieces of `rank` one after the other.
     pub fn unpack(&self, rank: u32, packed: &Tensor) -> Vec<Tensor> {
         let mut at = 0;
-        let cut = |piece: &Piece| {
+        let cut = |piece: &ParamShard| {
             at += piece.length();
             packed.narrow(0, at - piece.length(), piece.length()).view(piece.shape.as_slice())
         };
@@ -161,9 +161,10 @@ impl Ownership {
 }
 
 /// Assigns pieces to bundles, and returns the cost of each bundle.
-fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
-    let most_cost = pieces.iter().map(Piece::cost).max().unwrap_or(0);
-    let most_elements = pieces.iter().map(Piece::length).max().unwrap_or(0).max(CHUNK * CHUNKS);
+fn bundle(pieces: &mut [ParamShard]) -> Vec<u128> {
+    let most_cost = pieces.iter().map(ParamShard::cost).max().unwrap_or(0);
+    let most_elements =
+        pieces.iter().map(ParamShard::length).max().unwrap_or(0).max(CHUNK * CHUNKS);
     let (mut costs, mut elements) = (Vec::new(), 0);
     for piece in pieces {
         let (cost, length) = (piece.cost(), piece.length());
@@ -182,12 +183,12 @@ fn bundle(pieces: &mut [Piece]) -> Vec<u128> {
     costs
 }
 
-fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {
+fn cut(tensor: usize, shape: &[i64], rule: OptimizerRule, pieces: &mut Vec<ParamShard>) {
     let length: i64 = shape.iter().product();
     let mut push =
-        |first, shape| pieces.push(Piece { tensor, first, shape, rule, bundle: 0, owner: 0 });
+        |first, shape| pieces.push(ParamShard { tensor, first, shape, rule, bundle: 0, owner: 0 });
     match (rule, shape) {
-        (Rule::MuonEach, [experts, rows, columns]) => {
+        (OptimizerRule::MuonEach, [experts, rows, columns]) => {
             // The smallest number of experts that fills whole chunks.
             let matrix = rows * columns;
             let together = CHUNK / common_divisor(CHUNK, matrix);
@@ -196,7 +197,7 @@ fn cut(tensor: usize, shape: &[i64], rule: Rule, pieces: &mut Vec<Piece>) {
                 push(first * matrix, vec![count, *rows, *columns]);
             }
         }
-        (Rule::AdamW { .. }, _) => {
+        (OptimizerRule::AdamW { .. }, _) => {
             for first in (0..length).step_by((CHUNK * CHUNKS) as usize) {
                 push(first, vec![(CHUNK * CHUNKS).min(length - first)]);
             }
@@ -227,8 +228,8 @@ mod tests {
         #[test]
         fn pieces_tile_every_tensor_on_chunk_bounds(world in 1u32..12, muon: bool) {
             let parameters = nano();
-            let kind = if muon { optim::Kind::Muon } else { optim::Kind::AdamW };
-            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
+            let kind = if muon { optim::MatrixOptimizer::Muon } else { optim::MatrixOptimizer::AdamW };
+            let rules: Vec<_> = parameters.iter().map(|parameter| OptimizerRule::of(kind, parameter)).collect();
             let pieces = pieces(&parameters, &rules, world);
             let (mut tensor, mut next) = (0, 0);
             for piece in &pieces {
@@ -248,8 +249,8 @@ mod tests {
         #[test]
         fn a_bundle_has_one_owner_and_neighbours_only(world in 1u32..12, muon: bool) {
             let parameters = nano();
-            let kind = if muon { optim::Kind::Muon } else { optim::Kind::AdamW };
-            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(kind, parameter)).collect();
+            let kind = if muon { optim::MatrixOptimizer::Muon } else { optim::MatrixOptimizer::AdamW };
+            let rules: Vec<_> = parameters.iter().map(|parameter| OptimizerRule::of(kind, parameter)).collect();
             let found = pieces(&parameters, &rules, world);
             let alone = pieces(&parameters, &rules, 1);
             prop_assert_eq!(found[0].bundle, 0);
@@ -257,7 +258,7 @@ mod tests {
                 prop_assert!(next.bundle == piece.bundle + 1 || next.bundle == piece.bundle);
                 prop_assert!(next.bundle != piece.bundle || next.owner == piece.owner);
             }
-            let bundles = |pieces: &[Piece]| pieces.iter().map(|piece| piece.bundle).collect::<Vec<_>>();
+            let bundles = |pieces: &[ParamShard]| pieces.iter().map(|piece| piece.bundle).collect::<Vec<_>>();
             prop_assert_eq!(bundles(&found), bundles(&alone));
             prop_assert!(found.last().unwrap().bundle + 1 < found.len(), "vectors go together");
         }
@@ -265,14 +266,15 @@ mod tests {
         #[test]
         fn no_rank_has_much_more_than_another(world in 1u32..12) {
             let parameters = nano();
-            let rules: Vec<_> = parameters.iter().map(|parameter| Rule::of(optim::Kind::Muon, parameter)).collect();
+            let rule = |parameter| OptimizerRule::of(optim::MatrixOptimizer::Muon, parameter);
+            let rules: Vec<_> = parameters.iter().map(rule).collect();
             let pieces = pieces(&parameters, &rules, world);
             let load = |rank| {
-                pieces.iter().filter(|piece| piece.owner == rank).map(Piece::cost).sum::<u128>()
+                pieces.iter().filter(|piece| piece.owner == rank).map(ParamShard::cost).sum::<u128>()
             };
             let most = (0..world).map(load).max().unwrap();
             let (mean, largest) =
-                ((0..world).map(load).sum::<u128>() / u128::from(world), pieces.iter().map(Piece::cost).max());
+                ((0..world).map(load).sum::<u128>() / u128::from(world), pieces.iter().map(ParamShard::cost).max());
             prop_assert!(most <= mean + largest.unwrap());
         }
     }
@@ -280,11 +282,11 @@ mod tests {
     #[test]
     fn a_piece_is_an_alias() {
         let whole = Tensor::arange(24, tch::kind::FLOAT_CPU).reshape([2, 3, 4]);
-        let piece = Piece {
+        let piece = ParamShard {
             tensor: 0,
             first: 12,
             shape: vec![1, 3, 4],
-            rule: Rule::MuonEach,
+            rule: OptimizerRule::MuonEach,
             bundle: 0,
             owner: 0,
         };

@@ -4,26 +4,26 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use contract::Result;
-use kernels::group::Sent;
+use kernels::group::SentBytes;
 use kernels::tree;
 
-use super::decide::Decided;
+use super::decide::StepDecision;
 use super::norm;
-use super::{Asked, Context, Gradient};
+use super::{ReducedGradient, Requests, StepContext};
 use crate::ledger::{Packed, SourceSums, StepRecord};
 use crate::mesh::share;
-use crate::mesh::words::Writer;
-use crate::optim::balance::Balance;
+use crate::mesh::words::WordWriter;
+use crate::optim::balance::RouterBalance;
 use crate::spec::RunSpec;
-use crate::state::{Moved, State, StateSums};
+use crate::state::{State, StateSums, Updated};
 
 /// Updates weights, moments and balancing biases, unless the step is skipped; returns the results.
 pub(super) fn apply(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &mut State,
-    gradient: &mut Gradient,
-    decided: &Decided,
-) -> Result<Option<Moved>> {
+    gradient: &mut ReducedGradient,
+    decided: &StepDecision,
+) -> Result<Option<Updated>> {
     let own = std::mem::take(&mut gradient.own);
     let mut moved = None;
     if decided.decision.moves() {
@@ -39,8 +39,8 @@ pub(super) fn apply(
 
 /// Makes the state hold the weights as the model reads them in `step`: an amendment may have changed their dtype, or a
 /// phase their sharding.
-pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> {
-    let Context { spec, team, workers } = cx;
+pub(crate) fn hold(cx: StepContext<'_>, state: &mut State, step: u64) -> Result<()> {
+    let StepContext { spec, team, workers } = cx;
     let fold = team.lines(spec.model_at(step)?.cut)?.fold(&spec.parameters);
     match state.hold_as(&spec.parameters, (spec.dtype_at(step), fold), workers)? {
         true => share::weights(team, state),
@@ -51,9 +51,9 @@ pub(crate) fn hold(cx: Context<'_>, state: &mut State, step: u64) -> Result<()> 
 /// Updates the balancing biases by the counts of the whole step, as update number `moved`.
 fn update_balance(
     spec: &RunSpec,
-    gradient: &Gradient,
+    gradient: &ReducedGradient,
     moved: u64,
-    balance: &mut [Balance],
+    balance: &mut [RouterBalance],
 ) -> Result<()> {
     let lr = spec.model_at(gradient.step)?.balance_lr;
     let layers = balance.iter_mut().zip(&gradient.router);
@@ -63,11 +63,11 @@ fn update_balance(
 
 /// What a rank sends to all at the end of a step, or the combination of all ranks' reports.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Ended {
+pub(super) struct StepEnd {
     /// Requests to this rank; combined: requests to any rank.
-    pub(super) asked: Asked,
+    pub(super) asked: Requests,
     /// What it has sent in this step; combined: the sum.
-    pub(super) sent: Sent,
+    pub(super) sent: SentBytes,
     /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     pub(super) shared: [u64; 2],
     /// How long it waited for gradient blocks after it had computed its micro-batches; combined: the longest.
@@ -75,7 +75,7 @@ pub(super) struct Ended {
 }
 
 /// What all ranks report of the state after the step.
-pub(super) struct Settled {
+pub(super) struct StepSums {
     /// The checksums of the state.
     sums: StateSums,
     /// By layer, the norm of new weights minus old ones.
@@ -85,13 +85,13 @@ pub(super) struct Settled {
 /// Exchanges the checksums of the whole state after the step, the update norms of its layers, and the ranks' reports;
 /// `moved` has the results of [`apply`] for this rank's pieces, which are read here.
 pub(super) fn settle(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &State,
-    mine: Ended,
-    moved: Option<Moved>,
-) -> Result<(Settled, Ended)> {
-    let Ended { asked, sent, shared, waited } = mine;
-    let mut words = Writer::default();
+    mine: StepEnd,
+    moved: Option<Updated>,
+) -> Result<(StepSums, StepEnd)> {
+    let StepEnd { asked, sent, shared, waited } = mine;
+    let mut words = WordWriter::default();
     words
         .word(asked.word())
         .word(sent.all)
@@ -108,7 +108,7 @@ pub(super) fn settle(
     });
     words.sums(&sums);
     let heard = cx.team.tell("the gathering of checksums", &words)?;
-    let (mut heard, mut all) = (heard.readers(), Ended::default());
+    let (mut heard, mut all) = (heard.readers(), StepEnd::default());
     for heard in &mut heard {
         all.asked = all.asked.or(heard.word()?);
         all.sent.all += heard.word()?;
@@ -124,12 +124,12 @@ pub(super) fn settle(
     }
     let squares: Vec<f64> = squares.into_iter().map(tree::total).collect();
     let sums = state.sums_of(&share::sums(&state.owners, heard)?);
-    Ok((Settled { sums, updates: norm::by_layer(cx, &squares) }, all))
+    Ok((StepSums { sums, updates: norm::by_layer(cx, &squares) }, all))
 }
 
 /// Labels and losses of a step by source. A row has one source; the rows of a source are added by the tree, in the
 /// order of the batch.
-fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, SourceSums>> {
+fn by_source(spec: &RunSpec, gradient: &ReducedGradient) -> Result<BTreeMap<String, SourceSums>> {
     let first = spec.plan.step(gradient.step)?.first_sample;
     let rows = gradient.micro_batches.iter().flat_map(|one| &one.rows);
     let mut sums: BTreeMap<usize, (u64, Vec<f64>)> = BTreeMap::new();
@@ -149,13 +149,13 @@ fn by_source(spec: &RunSpec, gradient: &Gradient) -> Result<BTreeMap<String, Sou
 /// The ledger's record of a step.
 pub(super) fn record(
     spec: &RunSpec,
-    gradient: &Gradient,
-    decided: &Decided,
-    settled: Settled,
+    gradient: &ReducedGradient,
+    decided: &StepDecision,
+    settled: StepSums,
 ) -> Result<StepRecord> {
     let (micro_batches, step) = (&gradient.micro_batches, gradient.step);
-    let Decided { norm, lr, decision, .. } = *decided;
-    let Settled { sums, updates } = settled;
+    let StepDecision { norm, lr, decision, .. } = *decided;
+    let StepSums { sums, updates } = settled;
     Ok(StepRecord {
         kind: "step".to_owned(),
         step,

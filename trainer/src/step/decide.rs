@@ -2,23 +2,23 @@
 
 use contract::{Fault, Result};
 
-use super::{Gradient, MicroBatchSums};
+use super::{MicroBatchSums, ReducedGradient};
 use crate::optim::guard::{Decision, StepMeasure, Windows};
-use crate::optim::{self, Settings, norm};
+use crate::optim::{self, OptimizerSettings, norm};
 use crate::spec::RunSpec;
 
 /// The decision of a step, before anything is updated.
-pub(super) struct Decided {
+pub(super) struct StepDecision {
     /// The gradient's norm.
     pub(super) norm: f64,
     /// The learning rate.
     pub(super) lr: f64,
     /// The settings of the update.
-    pub(super) settings: Settings,
+    pub(super) settings: OptimizerSettings,
     /// Whether the step is skipped, and which clip threshold applies.
     pub(super) decision: Decision,
     /// The scalars of the update.
-    pub(super) at: optim::At,
+    pub(super) at: optim::StepScalars,
 }
 
 /// A loss that is not finite ends the run before anything is updated, unless the curriculum skips such a step.
@@ -46,8 +46,8 @@ fn diverged(what: &str, step: u64) -> Fault {
 pub(super) fn decide(
     spec: &RunSpec,
     windows: &mut Option<Windows>,
-    gradient: &Gradient,
-) -> Result<Decided> {
+    gradient: &ReducedGradient,
+) -> Result<StepDecision> {
     let (step, norm) = (gradient.step, gradient.norms.norm);
     let settings = spec.settings_at(step);
     let lr = settings.schedule.rate(step);
@@ -61,6 +61,6 @@ pub(super) fn decide(
     let decision = settings.guard.decide(windows, measure, skip);
     let scale = norm::scale(norm, decision.clip(settings.clip));
     let skipped = windows.as_ref().map_or(0, |windows| windows.skipped) + amended.len() as u64;
-    let at = optim::At { step: step - skipped, lr, scale };
-    Ok(Decided { norm, lr, settings, decision, at })
+    let at = optim::StepScalars { step: step - skipped, lr, scale };
+    Ok(StepDecision { norm, lr, settings, decision, at })
 }

@@ -4,14 +4,14 @@ use contract::{Digest, Fault, Result};
 use kernels::tree;
 use loader::Batch;
 
-use super::{Context, MicroBatchSums};
+use super::{MicroBatchSums, StepContext};
 use crate::mesh::axes::Axis;
-use crate::mesh::team::Lines;
-use crate::mesh::words::{Reader, Writer};
+use crate::mesh::team::PhaseMesh;
+use crate::mesh::words::{WordReader, WordWriter};
 use crate::model;
 
 /// What is known of a step before its first micro-batch.
-pub(super) struct Head {
+pub(super) struct StepFacts {
     pub(super) micro_batches: u64,
     pub(super) label_count: u64,
     /// Pairs of a query and a key in its attention.
@@ -20,8 +20,8 @@ pub(super) struct Head {
 }
 
 /// Labels and digests of the whole step. Fails if the ranks are not at the same step.
-pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<Head> {
-    let mut mine = Writer::default();
+pub(super) fn head(cx: StepContext<'_>, lines: &PhaseMesh<'_>, batch: &Batch) -> Result<StepFacts> {
+    let mut mine = WordWriter::default();
     let pairs = model::pairs(&cx.spec.model_at(batch.step)?.config, batch);
     mine.word(batch.step).word(batch.label_count).word(pairs).word(batch.sequences.len() as u64);
     batch.sequences.iter().for_each(|digest| {
@@ -57,11 +57,11 @@ pub(super) fn head(cx: Context<'_>, lines: &Lines<'_>, batch: &Batch) -> Result<
     };
     let sequences: Vec<Vec<Digest>> = lines.in_order(micro_batches, sequences, same)?;
     let data = loader::step_digest(sequences.iter().map(Vec::as_slice));
-    Ok(Head { micro_batches, label_count: labels, pairs, data })
+    Ok(StepFacts { micro_batches, label_count: labels, pairs, data })
 }
 
 /// What all ranks report of the micro-batches of a step.
-pub(super) struct Losses {
+pub(super) struct StepLosses {
     /// Sum of token losses, by the tree over micro-batches.
     pub(super) loss: f64,
     /// By micro-batch, in order.
@@ -71,7 +71,7 @@ pub(super) struct Losses {
 }
 
 /// Writes this rank's report: its micro-batches, and the router's counts over them.
-pub(super) fn write_losses(mine: &mut Writer, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
+pub(super) fn write_losses(mine: &mut WordWriter, kept: &[MicroBatchSums], router: &[Vec<u64>]) {
     mine.word(kept.len() as u64);
     for MicroBatchSums { loss, labels, gradient, rows, token_losses: _ } in kept {
         mine.float(*loss).word(*labels).word(*gradient).word(rows.len() as u64);
@@ -91,11 +91,11 @@ pub(super) fn write_losses(mine: &mut Writer, kept: &[MicroBatchSums], router: &
 /// Losses of all micro-batches in their order, and the router's counts over all ranks, from their reports. Losses of
 /// single tokens are not sent: a rank that is alone has them all in `kept`.
 pub(super) fn losses(
-    lines: &Lines<'_>,
+    lines: &PhaseMesh<'_>,
     micro_batches: u64,
     kept: Vec<MicroBatchSums>,
-    heard: &mut [Reader<'_>],
-) -> Result<Losses> {
+    heard: &mut [WordReader<'_>],
+) -> Result<StepLosses> {
     let (mut said, mut router) = (Vec::new(), Vec::new());
     for heard in heard {
         let mut of_rank = Vec::new();
@@ -119,7 +119,7 @@ pub(super) fn losses(
     }
     said[lines.team.group.rank() as usize] = kept;
     let micro_batches = lines.in_order(micro_batches, said, joined)?;
-    Ok(Losses {
+    Ok(StepLosses {
         loss: tree::total(micro_batches.iter().map(|one| one.loss)),
         micro_batches,
         router,

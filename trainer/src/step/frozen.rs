@@ -2,13 +2,13 @@
 
 use contract::Result;
 use kernels::device;
-use kernels::share::Frozen;
+use kernels::share::SharedTensors;
 use loader::Batch;
 use tch::{Device, Tensor};
 
 use super::rows::{inputs, place};
 use crate::model::{MicroBatchInput, MicroBatchOptions, ZayaConfig};
-use crate::optim::balance::Balance;
+use crate::optim::balance::RouterBalance;
 use crate::refusal::{caught, refused};
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
@@ -25,8 +25,8 @@ pub(crate) struct Weights<'a> {
 pub(crate) struct FrozenModel<'a> {
     spec: &'a RunSpec,
     model: &'a PhaseModel,
-    weights: Frozen,
-    biases: Frozen,
+    weights: SharedTensors,
+    biases: SharedTensors,
     device: Device,
     workers: Workers,
 }
@@ -40,9 +40,9 @@ impl<'a> FrozenModel<'a> {
         workers: Workers,
     ) -> Result<FrozenModel<'a>> {
         let device = state.weights.first().map_or(Device::Cpu, Tensor::device);
-        let biases = Frozen::new(&bias_tensors(device, &state.balance)?);
+        let biases = SharedTensors::new(&bias_tensors(device, &state.balance)?);
         let weights = state.read_as(&spec.parameters, spec.dtype_at(step), workers)?;
-        let (model, weights) = (spec.model_at(step)?, Frozen::new(&weights));
+        let (model, weights) = (spec.model_at(step)?, SharedTensors::new(&weights));
         Ok(FrozenModel { spec, model, weights, biases, device, workers })
     }
 
@@ -85,7 +85,7 @@ impl<'a> FrozenModel<'a> {
 }
 
 /// The balancing biases as tensors on `device`.
-fn bias_tensors(device: Device, balance: &[Balance]) -> Result<Vec<Tensor>> {
+fn bias_tensors(device: Device, balance: &[RouterBalance]) -> Result<Vec<Tensor>> {
     let all: Vec<f32> = balance.iter().flat_map(|layer| layer.bias.iter().copied()).collect();
     let (all, mut at) = (device::floats(device, &all).map_err(refused)?, 0);
     let mut layers = Vec::with_capacity(balance.len());

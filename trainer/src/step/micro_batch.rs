@@ -7,13 +7,15 @@ use kernels::device::Stager;
 use loader::Batch;
 
 use super::frozen::{FrozenModel, Weights};
-use super::readout::{Detail, MicroBatchSums, Said};
+use super::readout::{Detail, MicroBatchReport, MicroBatchSums};
 use super::rows::{input, inputs, place};
-use crate::audit::{self, Audit};
-use crate::mesh::context::{Shared, SharedSink};
-use crate::mesh::sink::Checksum;
-use crate::mesh::sum::Sum;
-use crate::model::{self, BatchBuffer, CheckedMicroBatch, Computing, Sink, StagedMicroBatch};
+use crate::audit::{self, AuditFraction};
+use crate::mesh::context::{SharedMicroBatch, SharedSink};
+use crate::mesh::sink::GradientChecksum;
+use crate::mesh::sum::GradientSum;
+use crate::model::{
+    self, BatchBuffer, CheckedMicroBatch, GradientSink, MicroBatchContext, StagedMicroBatch,
+};
 use crate::refusal::refused;
 use crate::spec::{PhaseModel, RunSpec};
 use crate::state::State;
@@ -69,7 +71,7 @@ pub(crate) fn stage(spec: &RunSpec, batch: &Batch, device: tch::Device) -> Resul
 }
 
 /// The micro-batches of one step that this rank computes.
-pub(crate) struct MicroBatches<'a> {
+pub(crate) struct RankMicroBatches<'a> {
     pub(crate) spec: &'a RunSpec,
     pub(crate) batch: &'a Batch,
     pub(crate) staged: &'a StagedBatch,
@@ -82,27 +84,28 @@ pub(crate) struct MicroBatches<'a> {
     /// This rank's number at launch.
     pub(crate) rank: u32,
     /// How it shares them with other ranks, if it does.
-    pub(crate) shared: Option<Shared<'a>>,
+    pub(crate) shared: Option<SharedMicroBatch<'a>>,
 }
 
-impl MicroBatches<'_> {
+impl RankMicroBatches<'_> {
     /// Computes each with the weights and biases of `state`. `begun` is called before each is computed, `sum` gets each
     /// gradient as soon as a layer has it, `computed` is called after each, in order. Results stay on the device.
     pub(super) fn each(
         &self,
         state: &State,
-        sum: &Sum<'_>,
+        sum: &GradientSum<'_>,
         begun: impl Fn(u64) -> Result<()> + Sync,
         mut computed: impl FnMut() -> Result<()> + Send,
-    ) -> Result<Vec<Said>> {
-        let MicroBatches { spec, batch, staged, numbers, workers, shared, .. } = *self;
+    ) -> Result<Vec<MicroBatchReport>> {
+        let RankMicroBatches { spec, batch, staged, numbers, workers, shared, .. } = *self;
         let model = FrozenModel::at(spec, batch.step, state, workers)?;
         let work = |micro_batch: u64| {
             let number = numbers[micro_batch as usize];
             begun(number)?;
             let compute = |weights: Weights<'_>| {
                 let staged = staged.take(micro_batch)?;
-                let picks = |audit: Audit| audit.picks(spec.curriculum.seed, batch.step, number);
+                let picks =
+                    |audit: AuditFraction| audit.picks(spec.curriculum.seed, batch.step, number);
                 let audited = workers.audit().is_some_and(picks);
                 let said = self.once(micro_batch, weights, staged, Some((sum, audited)))?;
                 if audited {
@@ -128,19 +131,21 @@ impl MicroBatches<'_> {
         micro_batch: u64,
         Weights { weights, biases }: Weights<'_>,
         staged: StagedMicroBatch,
-        sum: Option<(&Sum<'_>, bool)>,
-    ) -> Result<Said> {
-        let MicroBatches { spec, batch, numbers, label_count, detail, workers, shared, .. } = *self;
+        sum: Option<(&GradientSum<'_>, bool)>,
+    ) -> Result<MicroBatchReport> {
+        let RankMicroBatches { spec, batch, numbers, label_count, detail, workers, shared, .. } =
+            *self;
         let PhaseModel { config, cut, .. } = spec.model_at(batch.step)?;
         let (options, number) = (workers.options().cut(*cut), numbers[micro_batch as usize]);
-        let compute = |staged, how: Computing<'_>, sink: &mut dyn Sink| {
+        let compute = |staged, how: MicroBatchContext<'_>, sink: &mut dyn GradientSink| {
             model::micro_batch(config, weights, biases, staged, label_count, how, sink)
         };
         let (losses, checksum) = match (shared, sum) {
             (Some(shared), _) => {
                 let into = sum.map(|(sum, _)| (sum, number));
                 let mut sink = SharedSink::new(shared, into);
-                let how = Computing { options, line: Some(shared.line), folded: shared.folded };
+                let how =
+                    MicroBatchContext { options, line: Some(shared.line), folded: shared.folded };
                 (compute(staged, how, &mut sink)?, sink.finish()?)
             }
             (None, Some((sum, at_once))) => {
@@ -148,22 +153,27 @@ impl MicroBatches<'_> {
                 (compute(staged, options.into(), &mut sink)?, sink.checksum()?)
             }
             (None, None) => {
-                let mut sink = Checksum::default();
+                let mut sink = GradientChecksum::default();
                 (compute(staged, options.into(), &mut sink)?, sink.total())
             }
         };
-        Said::of(losses, checksum, &input(batch, micro_batch), detail)
+        MicroBatchReport::of(losses, checksum, &input(batch, micro_batch), detail)
     }
 
     /// Computes a micro-batch a second time, and fails if the result differs.
-    fn again(&self, micro_batch: u64, weights: Weights<'_>, first: &Said) -> Result<()> {
+    fn again(
+        &self,
+        micro_batch: u64,
+        weights: Weights<'_>,
+        first: &MicroBatchReport,
+    ) -> Result<()> {
         let config = &self.spec.model_at(self.batch.step)?.config;
         let stager = Stager::kept(weights.weights[0].device()).map_err(refused)?;
         let staged = input(self.batch, micro_batch).stage(config, &stager)?;
         let second = self.once(micro_batch, weights, staged, None)?;
-        let outcome = |said: &Said| {
+        let outcome = |said: &MicroBatchReport| {
             let MicroBatchSums { loss, gradient, .. } = said.alone()?.0;
-            Ok(audit::Outcome { loss, gradient })
+            Ok(audit::AuditedResult { loss, gradient })
         };
         audit::compare(outcome(first)?, outcome(&second)?, self.rank, self.shared.is_some())
     }
@@ -184,10 +194,10 @@ pub fn micro_batch_alone(
     let (config, how) = (model.config(), model.options());
     let (staged, label_count) = (input.stage(config, &stager)?, batch.label_count.max(1));
     let compute = |staged, Weights { weights, biases }: Weights<'_>| {
-        let mut sink = Checksum::default();
+        let mut sink = GradientChecksum::default();
         let losses =
             model::micro_batch(config, weights, biases, staged, label_count, how, &mut sink)?;
-        Ok(Said::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
+        Ok(MicroBatchReport::of(losses, sink.total(), &input, Detail::Tokens)?.alone()?.0)
     };
     // On a separate worker, as in the run.
     let mut found = workers.map(vec![staged], |staged| {

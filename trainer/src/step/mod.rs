@@ -27,61 +27,61 @@ mod rows;
 use std::time::{Duration, Instant};
 
 use contract::{Digest, Result};
-use kernels::group::{Group, Sent};
+use kernels::group::{Group, SentBytes};
 use kernels::record::Record;
 use loader::Batch;
 use tch::Tensor;
 
 use crate::ledger::{self, StepRecord};
 use crate::mesh::axes::Axis;
-use crate::mesh::context::{Along, Context as Shares, Shared};
+use crate::mesh::context::{SharedMicroBatch, SharingExchange as Shares, SharingGroup};
 use crate::mesh::slices::Slices;
-use crate::mesh::sum::Sum;
-use crate::mesh::team::Lines;
-use crate::mesh::words::{Reader, Writer};
-use crate::mesh::{Degrees, GradReduce, Team};
-use crate::model::{self, Folded, ZayaConfig};
+use crate::mesh::sum::GradientSum;
+use crate::mesh::team::PhaseMesh;
+use crate::mesh::words::{WordReader, WordWriter};
+use crate::mesh::{Degrees, GradReduce, ProcessMesh};
+use crate::model::{self, ShardedWeights, ZayaConfig};
 use crate::refusal::{lost, refused};
 use crate::spec::RunSpec;
 use crate::state::State;
 use crate::state::ownership::Ownership;
 use crate::workers::Workers;
-use apply::Ended;
+use apply::StepEnd;
 pub(crate) use apply::hold;
 pub(crate) use frozen::{FrozenModel, Weights};
-use micro_batch::MicroBatches;
+use micro_batch::RankMicroBatches;
 pub use micro_batch::{StagedBatch, micro_batch_alone};
 use norm::Norms;
-use readout::Said;
+use readout::MicroBatchReport;
 pub use readout::{Detail, MicroBatchSums};
 pub(crate) use rows::rows;
 
 /// The run, its ranks, and this rank's workers.
 #[derive(Clone, Copy)]
-pub struct Context<'a> {
+pub struct StepContext<'a> {
     /// The run.
     pub spec: &'a RunSpec,
     /// The ranks.
-    pub team: &'a Team<'a>,
+    pub team: &'a ProcessMesh<'a>,
     /// This rank's workers.
     pub workers: Workers,
 }
 
 /// The computed micro-batches of a step; on a rank that is alone the host has not read them yet.
-pub struct Computed {
+pub struct ComputedMicroBatches {
     step: u64,
-    head: facts::Head,
-    said: Vec<Said>,
+    head: facts::StepFacts,
+    said: Vec<MicroBatchReport>,
     record: Record,
     /// The summed gradient: this rank's pieces, in their order.
     pub own: Vec<Tensor>,
-    begun: Sent,
+    begun: SentBytes,
     shared: [u64; 2],
     waited: Duration,
 }
 
 /// The results of the micro-batches of a step, before anything is updated.
-pub struct Gradient {
+pub struct ReducedGradient {
     /// The step.
     pub step: u64,
     /// The digest of its batch.
@@ -101,14 +101,14 @@ pub struct Gradient {
     /// The norms of the summed gradient.
     norms: Norms,
     /// What this rank had sent before the step.
-    begun: Sent,
+    begun: SentBytes,
     /// Bytes sent to the ranks that share micro-batches with it, and bytes of weight shards.
     shared: [u64; 2],
     /// How long this rank waited for other ranks' blocks after it had computed its micro-batches.
     waited: Duration,
 }
 
-impl Gradient {
+impl ReducedGradient {
     /// The mean loss per label; NaN without labels.
     pub fn mean(&self) -> f64 {
         self.loss / self.label_count as f64
@@ -116,7 +116,7 @@ impl Gradient {
 }
 
 /// The results of a step.
-pub struct Stepped {
+pub struct StepResult {
     /// The ledger's record, the same on every rank.
     pub record: StepRecord,
     /// Ranks that computed it.
@@ -124,9 +124,9 @@ pub struct Stepped {
     /// Its model FLOPs, forward and backward, on all ranks together.
     pub model_flops: f64,
     /// What any rank was requested to do after the step.
-    pub asked: Asked,
+    pub asked: Requests,
     /// What all ranks together have sent, up to the last small exchange.
-    pub sent: Sent,
+    pub sent: SentBytes,
     /// Bytes included in `sent` that ranks which share micro-batches sent each other for them.
     pub shared: u64,
     /// Bytes of weight shards included in `sent`.
@@ -137,7 +137,7 @@ pub struct Stepped {
 
 /// Requests to ranks between two steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Asked {
+pub struct Requests {
     /// To stop.
     pub stop: bool,
     /// To write a checkpoint, and to continue.
@@ -146,28 +146,28 @@ pub struct Asked {
     pub join: bool,
 }
 
-impl Asked {
+impl Requests {
     /// The request as a word that ranks exchange.
     fn word(self) -> u64 {
         u64::from(self.stop) | u64::from(self.join) << 1 | u64::from(self.keep) << 2
     }
 
     /// Combines the requests to this rank and another one.
-    fn or(self, word: u64) -> Asked {
+    fn or(self, word: u64) -> Requests {
         let has = |bit: u64| word & bit != 0;
-        Asked { stop: self.stop | has(1), join: self.join | has(2), keep: self.keep | has(4) }
+        Requests { stop: self.stop | has(1), join: self.join | has(2), keep: self.keep | has(4) }
     }
 }
 
 /// Computes one step and updates the state: `batch` and `staged` are this rank's part. `asked` is called at the end for
 /// requests to this rank.
 pub fn advance(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &mut State,
     batch: &Batch,
     staged: &StagedBatch,
-    asked: impl Fn() -> Asked,
-) -> Result<Stepped> {
+    asked: impl Fn() -> Requests,
+) -> Result<StepResult> {
     cx.team.group.reached(&format!("step {}", batch.step));
     hold(cx, state, batch.step)?;
     let mut gradient = compute(cx, state, batch, staged, Detail::Sums)?.read(cx, &state.owners)?;
@@ -177,13 +177,13 @@ pub fn advance(
 
 /// Computes the micro-batches of a step and adds up their gradients. The state does not change.
 pub fn compute(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &State,
     batch: &Batch,
     staged: &StagedBatch,
     detail: Detail,
-) -> Result<Computed> {
-    let Context { spec, team, workers } = cx;
+) -> Result<ComputedMicroBatches> {
+    let StepContext { spec, team, workers } = cx;
     let begun = team.group.sent();
     let cut = spec.model_at(batch.step)?.cut;
     let lines = team.lines(cut)?;
@@ -193,12 +193,12 @@ pub fn compute(
     let pieces = slices.pieces(state.owners.pieces(), place(&lines));
     let layers = ledger::layers(&spec.names());
     let layers: Vec<_> = layers.into_iter().map(|layer| layer.parameters).collect();
-    let sum = Sum::begin(&lines, &pieces, count, &layers, head.micro_batches)?;
-    let along = [Along::sharing(&lines)?, Along::folded(&lines)?];
-    let [context, shards] = along.each_ref().map(|along| along.as_ref().map(Along::begin));
+    let sum = GradientSum::begin(&lines, &pieces, count, &layers, head.micro_batches)?;
+    let along = [SharingGroup::sharing(&lines)?, SharingGroup::folded(&lines)?];
+    let [context, shards] = along.each_ref().map(|along| along.as_ref().map(SharingGroup::begin));
     let (context, shards) = (context.transpose()?, shards.transpose()?);
-    let folded = shards.as_ref().map(|line| Folded { fold: &state.fold, line });
-    let shared = along[0].as_ref().zip(context.as_ref()).map(|(along, context)| Shared {
+    let folded = shards.as_ref().map(|line| ShardedWeights { fold: &state.fold, line });
+    let shared = along[0].as_ref().zip(context.as_ref()).map(|(along, context)| SharedMicroBatch {
         line: context,
         dealt: along.dealt(cut.chunks),
         slices: &slices,
@@ -213,8 +213,17 @@ pub fn compute(
     let numbers = &lines.micro_batches(head.micro_batches)?;
     let label_count = head.label_count.max(1);
     let rank = team.group.launched_as();
-    let all =
-        MicroBatches { spec, batch, staged, numbers, label_count, detail, workers, rank, shared };
+    let all = RankMicroBatches {
+        spec,
+        batch,
+        staged,
+        numbers,
+        label_count,
+        detail,
+        workers,
+        rank,
+        shared,
+    };
     let start = Instant::now();
     let said = all.each(state, &sum, reached, || sum.leaf())?;
     let (mut record, alone) = (Record::default(), team.group.world() == 1);
@@ -233,17 +242,18 @@ pub fn compute(
         // All checksums are known only now; on several ranks, once their blocks have been sent.
         said.iter().try_for_each(|said| said.put(&mut record))?;
     }
-    Ok(Computed { step: batch.step, head, said, record, own, begun, shared, waited })
+    Ok(ComputedMicroBatches { step: batch.step, head, said, record, own, begun, shared, waited })
 }
 
-impl Computed {
+impl ComputedMicroBatches {
     /// Reads the results, with checksums and squares of the sum, and exchanges them with all ranks.
-    pub fn read(self, cx: Context<'_>, owners: &Ownership) -> Result<Gradient> {
-        let Computed { step, head, said, mut record, own, begun, shared, waited } = self;
+    pub fn read(self, cx: StepContext<'_>, owners: &Ownership) -> Result<ReducedGradient> {
+        let ComputedMicroBatches { step, head, said, mut record, own, begun, shared, waited } =
+            self;
         let mut measured = norm::measure(cx, owners, &own)?;
         measured.put(&mut record);
         record.read().map_err(refused)?;
-        let (mut mine, mut kept, mut router) = (Writer::default(), Vec::new(), Vec::new());
+        let (mut mine, mut kept, mut router) = (WordWriter::default(), Vec::new(), Vec::new());
         for said in said {
             let (sums, counts) = said.take(&mut record)?;
             kept.push(sums);
@@ -256,10 +266,10 @@ impl Computed {
         let (mut heard, lines) = (heard.readers(), cx.team.lines(cx.spec.model_at(step)?.cut)?);
         let losses = facts::losses(&lines, head.micro_batches, kept, &mut heard)?;
         let norms = norm::norms(cx, owners, &mut heard)?;
-        heard.into_iter().try_for_each(Reader::end)?;
-        let facts::Losses { loss, micro_batches, router } = losses;
-        let facts::Head { label_count, pairs, data, .. } = head;
-        Ok(Gradient {
+        heard.into_iter().try_for_each(WordReader::end)?;
+        let facts::StepLosses { loss, micro_batches, router } = losses;
+        let facts::StepFacts { label_count, pairs, data, .. } = head;
+        Ok(ReducedGradient {
             step,
             data,
             label_count,
@@ -277,24 +287,24 @@ impl Computed {
 }
 
 /// This rank's position among those that share a micro-batch.
-fn place(lines: &Lines<'_>) -> u32 {
+fn place(lines: &PhaseMesh<'_>) -> u32 {
     lines.mesh.place(Axis::Sharing, lines.team.group.rank())
 }
 
 /// Decides on a step from its gradient, updates the state, and makes the record.
 pub(crate) fn complete(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     state: &mut State,
-    gradient: &mut Gradient,
-    asked: impl Fn() -> Asked,
-) -> Result<Stepped> {
+    gradient: &mut ReducedGradient,
+    asked: impl Fn() -> Requests,
+) -> Result<StepResult> {
     let decided = decide::decide(cx.spec, &mut state.windows, gradient)?;
     let moved = apply::apply(cx, state, gradient, &decided)?;
     let (now, begun) = (cx.team.group.sent(), gradient.begun);
     let between_nodes = now.between_nodes - begun.between_nodes;
-    let sent = Sent { all: now.all - begun.all, between_nodes };
-    let mine = Ended { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
-    let (settled, Ended { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
+    let sent = SentBytes { all: now.all - begun.all, between_nodes };
+    let mine = StepEnd { asked: asked(), sent, shared: gradient.shared, waited: gradient.waited };
+    let (settled, StepEnd { asked, sent, shared, waited }) = apply::settle(cx, state, mine, moved)?;
     let record = apply::record(cx.spec, gradient, &decided, settled)?;
     let ranks = cx.team.group.world();
     let [shared, folded] = shared;
@@ -302,18 +312,18 @@ pub(crate) fn complete(
     let tokens = step.batch * u64::from(step.seq_len);
     let config = &cx.spec.model_at(gradient.step)?.config;
     let model_flops = model::step_flops(config, tokens, &gradient.router, gradient.pairs);
-    Ok(Stepped { record, ranks, model_flops, asked, sent, shared, folded, waited })
+    Ok(StepResult { record, ranks, model_flops, asked, sent, shared, folded, waited })
 }
 
 /// Calls `work` with a team of this process as its only rank.
 pub fn alone<T>(
     spec: &RunSpec,
     workers: Workers,
-    work: impl FnOnce(Context<'_>) -> Result<T>,
+    work: impl FnOnce(StepContext<'_>) -> Result<T>,
 ) -> Result<T> {
     let group = Group::alone();
-    let team = Team::new(&group, Degrees::ALONE, GradReduce::default(), false)?;
-    work(Context { spec, team: &team, workers })
+    let team = ProcessMesh::new(&group, Degrees::ALONE, GradReduce::default(), false)?;
+    work(StepContext { spec, team: &team, workers })
 }
 
 /// The number of a configuration's trainable parameters.

@@ -4,12 +4,12 @@ use contract::Result;
 use kernels::record::Record;
 use tch::{Device, Tensor};
 
-use super::Context;
+use super::StepContext;
 use crate::ledger;
-use crate::mesh::words::{Reader, Writer};
+use crate::mesh::words::{WordReader, WordWriter};
 use crate::optim::norm::{self, CHUNK};
 use crate::refusal::refused;
-use crate::state::ownership::{Ownership, Piece};
+use crate::state::ownership::{Ownership, ParamShard};
 use crate::state::{Part, salt};
 use crate::timing;
 use crate::workers::Workers;
@@ -25,24 +25,28 @@ pub(super) struct Norms {
 }
 
 /// Checksums and squares of this rank's pieces of the summed gradient, for the host to read.
-pub(super) struct Measured {
+pub(super) struct LocalNorms {
     record: Record,
     /// Chunks of each piece, in groups that were measured together.
     groups: Vec<Vec<usize>>,
 }
 
 /// Measures the pieces `own` in one pass: the squares of chunks, and the terms of checksums.
-pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Result<Measured> {
+pub(super) fn measure(
+    cx: StepContext<'_>,
+    owners: &Ownership,
+    own: &[Tensor],
+) -> Result<LocalNorms> {
     let device = own.first().map_or(Device::Cpu, Tensor::device);
     let items = owners.own().cloned().zip(own.iter().map(Tensor::shallow_clone));
     let groups = Workers::batched(device, items);
-    let chunks = |group: &Vec<(Piece, Tensor)>| {
+    let chunks = |group: &Vec<(ParamShard, Tensor)>| {
         group.iter().map(|(_, gradient)| gradient.numel().div_ceil(CHUNK as usize)).collect()
     };
     let shapes = groups.iter().map(chunks).collect();
-    let found = cx.workers.map(groups, |items: Vec<(Piece, Tensor)>| {
-        let _watch = timing::part(timing::Part::Norm);
-        let part = |(piece, gradient): &'_ (Piece, Tensor)| {
+    let found = cx.workers.map(groups, |items: Vec<(ParamShard, Tensor)>| {
+        let _watch = timing::part(timing::StepPart::Norm);
+        let part = |(piece, gradient): &'_ (ParamShard, Tensor)| {
             (gradient.reshape([-1]), piece.first as u64, salt(Part::Gradient, piece.tensor))
         };
         let parts: Vec<_> = items.iter().map(part).collect();
@@ -52,17 +56,17 @@ pub(super) fn measure(cx: Context<'_>, owners: &Ownership, own: &[Tensor]) -> Re
     let mut record = Record::default();
     let mut words = found.iter().flatten();
     words.try_for_each(|words| record.put(words)).map_err(refused)?;
-    Ok(Measured { record, groups: shapes })
+    Ok(LocalNorms { record, groups: shapes })
 }
 
-impl Measured {
+impl LocalNorms {
     /// Adds its words to `record`, to be read with others.
     pub(super) fn put(&mut self, record: &mut Record) {
         record.append(std::mem::take(&mut self.record));
     }
 
     /// Writes the report for other ranks: for each piece its checksum and the squares of its chunks.
-    pub(super) fn write(self, record: &mut Record, mine: &mut Writer) -> Result<()> {
+    pub(super) fn write(self, record: &mut Record, mine: &mut WordWriter) -> Result<()> {
         for chunks in self.groups {
             let all: usize = chunks.iter().sum();
             let mut read = || {
@@ -86,9 +90,9 @@ impl Measured {
 
 /// Checksums and norms of the summed gradient, from the ranks' reports.
 pub(super) fn norms(
-    cx: Context<'_>,
+    cx: StepContext<'_>,
     owners: &Ownership,
-    heard: &mut [Reader<'_>],
+    heard: &mut [WordReader<'_>],
 ) -> Result<Norms> {
     let tensors = cx.spec.parameters.len();
     let (mut checksums, mut squares) = (vec![0u64; tensors], vec![Vec::new(); tensors]);
@@ -104,7 +108,7 @@ pub(super) fn norms(
 }
 
 /// The norm of each layer, from the sums of squares of all tensors in canonical order.
-pub(super) fn by_layer(cx: Context<'_>, squares: &[f64]) -> Vec<f64> {
+pub(super) fn by_layer(cx: StepContext<'_>, squares: &[f64]) -> Vec<f64> {
     let layers = ledger::layers(&cx.spec.names());
     layers.into_iter().map(|layer| norm::norm(&squares[layer.parameters])).collect()
 }

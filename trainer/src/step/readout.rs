@@ -39,10 +39,10 @@ pub enum Detail {
 }
 
 /// The results of one micro-batch, not yet read by the host.
-pub(super) struct Said {
+pub(super) struct MicroBatchReport {
     words: Tensor,
     /// The checksum.
-    gradient: checksum::Total,
+    gradient: checksum::RunningChecksum,
     labels: u64,
     /// Labels of each row.
     rows: Vec<u64>,
@@ -53,16 +53,16 @@ pub(super) struct Said {
 }
 
 /// The results as read: sums, and tokens by layer and router class.
-pub(super) type Read = (MicroBatchSums, Vec<Vec<u64>>);
+pub(super) type MicroBatchReading = (MicroBatchSums, Vec<Vec<u64>>);
 
-impl Said {
+impl MicroBatchReport {
     pub(super) fn of(
         output: MicroBatchLosses,
-        gradient: checksum::Total,
+        gradient: checksum::RunningChecksum,
         input: &MicroBatchInput<'_>,
         detail: Detail,
-    ) -> Result<Said> {
-        let _watch = timing::part(timing::Part::MicroBatchSums);
+    ) -> Result<MicroBatchReport> {
+        let _watch = timing::part(timing::StepPart::MicroBatchSums);
         let labels = |mask: &[u8]| mask.iter().map(|mask| u64::from(*mask != 0)).sum();
         let classes = output.counts.iter().map(|counts| counts.as_ref().map_or(0, Tensor::numel));
         let words = || {
@@ -75,7 +75,7 @@ impl Said {
             words.extend(output.counts.iter().flatten().map(Tensor::shallow_clone));
             Tensor::f_cat(&words, 0)
         };
-        Ok(Said {
+        Ok(MicroBatchReport {
             words: words().map_err(refused)?,
             gradient,
             labels: output.labels,
@@ -93,8 +93,8 @@ impl Said {
     }
 
     /// Reads one micro-batch alone, in the middle of a step: the host waits for the device here.
-    pub(super) fn alone(&self) -> Result<Read> {
-        let _watch = timing::part(timing::Part::MicroBatchSums);
+    pub(super) fn alone(&self) -> Result<MicroBatchReading> {
+        let _watch = timing::part(timing::StepPart::MicroBatchSums);
         let mut record = Record::default();
         self.put(&mut record)?;
         record.read().map_err(refused)?;
@@ -104,8 +104,8 @@ impl Said {
     }
 
     /// Takes its words from a record that was read.
-    pub(super) fn take(&self, record: &mut Record) -> Result<Read> {
-        let Said { gradient, labels, rows, classes, token_losses, .. } = self;
+    pub(super) fn take(&self, record: &mut Record) -> Result<MicroBatchReading> {
+        let MicroBatchReport { gradient, labels, rows, classes, token_losses, .. } = self;
         let mut next = || record.word().map_err(refused);
         let loss = f64::from_bits(next()?);
         let rows = rows.iter().map(|labels| Ok((f64::from_bits(next()?), *labels)));

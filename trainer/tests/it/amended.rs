@@ -4,13 +4,13 @@ use std::collections::BTreeMap;
 
 use contract::Class;
 use curriculum::Dtype;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tch::Device;
 use trainer::RunSpec;
-use trainer::change::{Change, Documents};
-use trainer::fork::{Request, fork};
+use trainer::change::{DocumentsBySource, WhatIfChange};
+use trainer::fork::{ForkRequest, fork};
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -236,19 +236,19 @@ fn every_change_is_imagined_as_an_amendment_makes_it() {
         f64::from_bits(u64::from_str_radix(step["lr"].as_str().unwrap(), 16).unwrap())
     };
     let half = rate(&plain[6]) / 2.0;
-    let none = Change::default();
+    let none = WhatIfChange::default();
     let cases = [
         (
-            Change { drop_sources: vec!["math".to_owned()], ..none.clone() },
+            WhatIfChange { drop_sources: vec!["math".to_owned()], ..none.clone() },
             "\nmix = { web = 1 }\n\n[[amendment]]\nstep = 7\nmix = { web = 1 }\n",
         ),
         (
-            Change { lr: Some(half), ..none.clone() },
+            WhatIfChange { lr: Some(half), ..none.clone() },
             "\noptimizer = { lr = 5e-3 }\nschedule = { final_lr = 5e-4 }\n",
         ),
-        (Change { clip: Some(1e-3), ..none.clone() }, "\noptimizer = { clip = 1e-3 }\n"),
-        (Change { fp32: true, ..none.clone() }, "\ndtype = \"f32\"\n"),
-        (Change { skip: true, ..none }, "\nskip = true\n"),
+        (WhatIfChange { clip: Some(1e-3), ..none.clone() }, "\noptimizer = { clip = 1e-3 }\n"),
+        (WhatIfChange { fp32: true, ..none.clone() }, "\ndtype = \"f32\"\n"),
+        (WhatIfChange { skip: true, ..none }, "\nskip = true\n"),
     ];
     for (number, (change, amendment)) in cases.into_iter().enumerate() {
         let mut replayer =
@@ -299,17 +299,18 @@ fn a_rate_that_is_asked_for_keeps_its_proportion_across_amendments() {
             said.iter().map(|(step, said)| format!("\n[[amendment]]\nstep = {step}\n{said}\n"));
         let path =
             scratch.write("run.toml", &(CURRICULUM.to_owned() + &amendments.collect::<String>()));
-        let Ok(opened) = Opened::open(&path) else {
+        let Ok(opened) = OpenedCurriculum::open(&path) else {
             return Err(TestCaseError::reject("these amendments change nothing"));
         };
         let spec = RunSpec::new(&opened).unwrap();
         let rate = |spec: &RunSpec, step: u64| spec.settings_at(step).schedule.rate(step);
         let was = rate(&spec, first);
         prop_assume!(was != asked);
-        let change = Change { lr: Some(asked), ..Change::default() };
-        let amended = change.amended(&spec, first..11, Documents::new()).unwrap();
+        let change = WhatIfChange { lr: Some(asked), ..WhatIfChange::default() };
+        let amended = change.amended(&spec, first..11, DocumentsBySource::new()).unwrap();
         let amended =
-            RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+            RunSpec::new(&OpenedCurriculum::open_text(&path, amended.canonical()).unwrap())
+                .unwrap();
         for step in 1..=10 {
             let wanted = match step {
                 _ if step < first => rate(&spec, step),
@@ -337,10 +338,11 @@ fn a_clip_and_a_number_format_that_are_asked_for_hold_behind_later_amendments() 
         [[amendment]]\nstep = 9\ndtype = \"bf16\"\n";
     let text = CURRICULUM.replace("\"f32\"", "\"bf16\"") + later;
     let path = scratch.write("run.toml", &text);
-    let spec = RunSpec::new(&Opened::open(&path).unwrap()).unwrap();
-    let change = Change { clip: Some(1e-3), fp32: true, ..Change::default() };
-    let amended = change.amended(&spec, 6..11, Documents::new()).unwrap();
-    let amended = RunSpec::new(&Opened::open_text(&path, amended.canonical()).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(&path).unwrap()).unwrap();
+    let change = WhatIfChange { clip: Some(1e-3), fp32: true, ..WhatIfChange::default() };
+    let amended = change.amended(&spec, 6..11, DocumentsBySource::new()).unwrap();
+    let amended =
+        RunSpec::new(&OpenedCurriculum::open_text(&path, amended.canonical()).unwrap()).unwrap();
     for step in 1..=10 {
         let (was, now) = (spec.settings_at(step), amended.settings_at(step));
         assert_eq!(now.clip, if step < 6 { was.clip } else { 1e-3 }, "step {step}");
@@ -359,7 +361,10 @@ fn a_source_is_missed_only_in_the_steps_that_are_computed() {
     scratch.train("run");
     let open =
         || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, Workers::new(2)).unwrap();
-    let without = |name: &str| Change { drop_sources: vec![name.to_owned()], ..Change::default() };
+    let without = |name: &str| WhatIfChange {
+        drop_sources: vec![name.to_owned()],
+        ..WhatIfChange::default()
+    };
     let answer = imagine(&mut open(), 5..7, &without("web")).unwrap();
     assert!(answer.no_fork.as_ref().unwrap().contains("only source"), "{answer:?}");
     scratch.write("run.toml", &format!("{text}\n[[amendment]]\nstep = 5\nmix = {{ math = 1 }}\n"));
@@ -380,7 +385,7 @@ fn a_source_is_missed_only_in_the_steps_that_are_computed() {
     assert!(fault.class() == Class::Usage && fault.to_string().contains("\"math\""), "{fault}");
     let (run, out, change) = (scratch.path("run"), scratch.path("fork"), without("web"));
     let request =
-        Request { run: &run, step: 4, out: &out, stores: &[], change: &change, amend: None };
+        ForkRequest { run: &run, step: 4, out: &out, stores: &[], change: &change, amend: None };
     let fault = fork(&request, &table()).unwrap_err();
     assert!(fault.class() == Class::Usage && fault.to_string().contains("only source"), "{fault}");
 }

@@ -3,7 +3,7 @@
 use std::fs;
 
 use tch::Device;
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::replay::{Replayer, Verdict};
 use trainer::workers::Workers;
 
@@ -19,7 +19,7 @@ fn in_bf16() -> Scratch {
 }
 
 fn recomputing(workers: usize) -> impl Fn(&mut trainer::ExecOptions) {
-    move |exec| exec.workers = Workers::new(workers).keeping(Keep::LayerInputs)
+    move |exec| exec.workers = Workers::new(workers).keeping(ActivationCheckpointing::LayerInputs)
 }
 
 #[test]
@@ -54,7 +54,7 @@ fn workers_ranks_parts_and_recomputation_do_not_show_in_bf16() {
 fn a_replay_in_bf16_says_same_bits_and_another_kind_does_not() {
     let scratch = in_bf16();
     scratch.train("run");
-    let workers = Workers::new(2).keeping(Keep::LayerInputs);
+    let workers = Workers::new(2).keeping(ActivationCheckpointing::LayerInputs);
     let open = || Replayer::open(&scratch.path("run"), &table(), Device::Cpu, workers).unwrap();
     for step in [1, 8] {
         let mut replayer = open();

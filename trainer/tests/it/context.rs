@@ -1,17 +1,17 @@
 //! Fear: that ranks that share the chunks of a micro-batch leave a trace in the bits.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::Value;
 use tch::Device;
 use trainer::export::export;
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, needs};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec};
+use trainer::{ExecOptions, RunOutcome, RunSpec};
 
 use crate::cuts::cut;
 use crate::damage::forge;
@@ -21,7 +21,7 @@ use crate::support::{Scratch, stop_after, table};
 
 /// Trains `run.toml` in `out` with `world` ranks, up to `cp` of them per micro-batch, and expects the ledger of
 /// `alone`.
-fn assert_shared(scratch: &Scratch, wanted: Outcome, (world, cp): (u32, u32)) {
+fn assert_shared(scratch: &Scratch, wanted: RunOutcome, (world, cp): (u32, u32)) {
     let out = format!("{world}-ranks-{cp}-share");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees.cp = cp) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");
@@ -70,7 +70,7 @@ fn linear_layers_have_one_ledger_for_every_degree() {
         assert_shared(&scratch, alone, degrees);
         let again = |_, exec: &mut ExecOptions| {
             exec.degrees.cp = 2;
-            exec.workers = Workers::new(1).keeping(Keep::LayerInputs);
+            exec.workers = Workers::new(1).keeping(ActivationCheckpointing::LayerInputs);
         };
         for outcome in train_with(&scratch, "again", 2, again) {
             assert_eq!(outcome.unwrap(), alone);
@@ -92,10 +92,10 @@ fn a_run_goes_on_under_another_degree() {
     let scratch = cut("bf16");
     let alone = scratch.train("alone");
     let parts = [
-        (2, 2, 2, Keep::LayerInputs, GradReduce::Bucketed),
-        (3, 1, 4, Keep::Everything, GradReduce::Whole),
-        (4, 2, 7, Keep::LayerInputs, GradReduce::Whole),
-        (4, 4, 10, Keep::Everything, GradReduce::Bucketed),
+        (2, 2, 2, ActivationCheckpointing::LayerInputs, GradReduce::Bucketed),
+        (3, 1, 4, ActivationCheckpointing::Everything, GradReduce::Whole),
+        (4, 2, 7, ActivationCheckpointing::LayerInputs, GradReduce::Whole),
+        (4, 4, 10, ActivationCheckpointing::Everything, GradReduce::Bucketed),
     ];
     for (world, cp, last, keep, grad_reduce) in parts {
         let change = |_, exec: &mut ExecOptions| {
@@ -141,7 +141,7 @@ fn ranks_that_share_a_micro_batch_hold_less_of_it() {
     let scratch = Scratch::new();
     let change = ("micro_batch = 1", "micro_batch = 1\ncontext_chunks = 16");
     scratch.edited("run.toml", &[change]);
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let of = |context| {
         let (workers, grad_reduce, device) =
             (Workers::new(2), GradReduce::Whole, "h100".to_owned());
@@ -179,9 +179,9 @@ fn a_degree_that_no_phase_allows_is_refused() {
 fn what_is_sent_is_what_is_planned() {
     let scratch = Scratch::new();
     for (mask, keep, layers, degrees) in [
-        (true, Keep::Everything, "[\"cca\"]", 4..=4),
-        (false, Keep::Everything, "[\"cca\"]", 2..=4),
-        (false, Keep::LayerInputs, "[\"cca\", \"linear\"]", 2..=2),
+        (true, ActivationCheckpointing::Everything, "[\"cca\"]", 4..=4),
+        (false, ActivationCheckpointing::Everything, "[\"cca\"]", 2..=4),
+        (false, ActivationCheckpointing::LayerInputs, "[\"cca\", \"linear\"]", 2..=2),
     ] {
         let masked = format!("preset = \"zaya1-nano\"\ndocument_mask = {mask}\nlayers = {layers}");
         let changes = [
@@ -195,7 +195,8 @@ fn what_is_sent_is_what_is_planned() {
         let changes: Vec<_> = changes.iter().map(|(from, to)| (*from, to.as_str())).collect();
         scratch.edited("run.toml", &changes);
         scratch.five_steps();
-        let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+        let spec =
+            RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
         for cp in degrees.step_by(2) {
             let world = cp;
             let out = format!("{mask}-{keep:?}-{cp}");

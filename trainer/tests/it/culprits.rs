@@ -9,11 +9,11 @@ use contract::{Key, Purpose, draw, shell};
 use tch::Device;
 use trainer::World;
 use trainer::change;
-use trainer::explain::{Explanation, Kind, Request, Subject, explain};
+use trainer::explain::{ExplainRequest, Explanation, RunChangeKind, Subject, explain};
 use trainer::export::export;
 use trainer::hf::import::import;
 use trainer::ledger::Ledger;
-use trainer::replay::{Replayer, Together, Verdict};
+use trainer::replay::{ReplayParallelism, Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
@@ -39,7 +39,7 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
 }
 
 fn explained(scratch: &Scratch, run: &str, step: u64, top: usize) -> Explanation {
-    let request = Request { step, window: 8, top, tokens: 2 };
+    let request = ExplainRequest { step, window: 8, top, tokens: 2 };
     explain(&mut open(scratch, run), request).unwrap()
 }
 
@@ -130,9 +130,9 @@ fn three_poisoned_documents_are_named_first() {
     std::fs::rename(scratch.path("store"), &gone).unwrap();
     let world = Arc::new(World::alone(Device::Cpu, table()));
     let stores = [store::Location::from(gone)];
-    let (workers, ranks) = (Workers::new(2), Together::default());
+    let (workers, ranks) = (Workers::new(2), ReplayParallelism::default());
     let mut moved = Replayer::open_with(&root, &stores, &world, workers, ranks).unwrap();
-    let request = Request { step: STEP, window: 8, top: 5, tokens: 2 };
+    let request = ExplainRequest { step: STEP, window: 8, top: 5, tokens: 2 };
     let (next, flag) = (explain(&mut moved, request).unwrap().next, change::moved(&stores));
     assert!(flag.ends_with("moved store'"), "{flag}");
     assert!(next.len() == 2 && next.iter().all(|next| next.contains(&flag)), "{next:?}");
@@ -152,8 +152,8 @@ fn a_step_that_diverges_is_explained_by_what_was_changed() {
     scratch.run(&path, "run", |_| ()).unwrap_err();
     let found = explained(&scratch, "run", 10, 5);
     assert!(found.diverged.is_some() && found.verdict == Verdict::NotRecorded, "{found}");
-    let kinds: Vec<Kind> = found.changes.iter().map(|change| change.kind).collect();
-    assert_eq!(kinds, [Kind::LearningRate, Kind::Amendment], "{found}");
+    let kinds: Vec<RunChangeKind> = found.changes.iter().map(|change| change.kind).collect();
+    assert_eq!(kinds, [RunChangeKind::LearningRate, RunChangeKind::Amendment], "{found}");
     assert_eq!(subjects(&found)[0], Subject::LearningRate, "{found}");
     assert!(subjects(&found).contains(&Subject::Update), "the step before went far: {found}");
     assert!(!subjects(&found).contains(&Subject::Documents) && found.next.is_empty(), "{found}");
@@ -192,7 +192,7 @@ fn an_explanation_computes_three_steps_and_two_for_each_removal() {
     let step = 8 * 64;
     for top in [0, 2] {
         let mut replayer = open(&scratch, "run");
-        let request = Request { step: 10, window: 8, top, tokens: 2 };
+        let request = ExplainRequest { step: 10, window: 8, top, tokens: 2 };
         let found = explain(&mut replayer, request).unwrap();
         let times = replayer.times();
         let removals = found.removals.len() as u64;
@@ -224,7 +224,10 @@ fn a_learning_rate_jump_is_named() {
     let words = format!("{:.3e} to 2.000e-1 at step 13", rate(12));
     assert!(found.sentence.contains(&words), "{words}: {}", found.sentence);
     assert!(
-        found.changes.iter().any(|change| change.kind == Kind::Amendment && change.step == 13),
+        found
+            .changes
+            .iter()
+            .any(|change| change.kind == RunChangeKind::Amendment && change.step == 13),
         "{found}"
     );
     // The step before only follows the warm-up.

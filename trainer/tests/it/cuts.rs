@@ -1,6 +1,6 @@
 //! Fear: that the bits of a cut micro-batch depend on which ranks compute it.
 
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::workers::Workers;
 
 use crate::ranks::train_with;
@@ -35,7 +35,7 @@ fn workers_ranks_parts_and_recomputation_do_not_show_in_a_cut() {
         scratch.run(&scratch.path("run.toml"), "workers", workers(3)).unwrap();
         assert_same(&scratch, "whole", "workers");
         let again = |exec: &mut trainer::ExecOptions| {
-            exec.workers = Workers::new(2).keeping(Keep::LayerInputs);
+            exec.workers = Workers::new(2).keeping(ActivationCheckpointing::LayerInputs);
         };
         scratch.run(&scratch.path("run.toml"), "recomputed", again).unwrap();
         assert_same(&scratch, "whole", "recomputed");

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use contract::{Class, Result};
 use loader::Batch;
 use tch::{Device, Tensor};
-use trainer::change::Change;
+use trainer::change::WhatIfChange;
 use trainer::compare::compare;
-use trainer::replay::attribute::{Effort, attribute};
-use trainer::replay::whatif::{Imagined, imagine};
-use trainer::replay::{Executor, Replayed, Replayer, ThisMachine, Together, Verdict};
+use trainer::replay::attribute::{AttributionOptions, attribute};
+use trainer::replay::whatif::{WhatIfStep, imagine};
+use trainer::replay::{Executor, ReplayParallelism, Replayed, Replayer, ThisMachine, Verdict};
 use trainer::state::State;
-use trainer::step::{Computed, Context, Detail, MicroBatchSums};
+use trainer::step::{ComputedMicroBatches, Detail, MicroBatchSums, StepContext};
 use trainer::workers::Workers;
 use trainer::{RunSpec, World};
 
@@ -24,13 +24,16 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
 }
 
 /// Whether a step is unchanged, up to the last digit of the loss in JSON.
-fn same(step: &Imagined) -> bool {
+fn same(step: &WhatIfStep) -> bool {
     let (loss, norm) = step.was.unwrap();
     (loss - step.would_be.0).abs() < 1e-12 && norm == step.would_be.1
 }
 
-pub(crate) fn dropping(ids: &[&str]) -> Change {
-    Change { drop_documents: ids.iter().map(ToString::to_string).collect(), ..Change::default() }
+pub(crate) fn dropping(ids: &[&str]) -> WhatIfChange {
+    WhatIfChange {
+        drop_documents: ids.iter().map(ToString::to_string).collect(),
+        ..WhatIfChange::default()
+    }
 }
 
 fn replay(scratch: &Scratch, run: &str, step: u64) -> Replayed {
@@ -112,11 +115,11 @@ impl Failing {
 impl Executor for Failing {
     fn compute(
         &self,
-        cx: Context<'_>,
+        cx: StepContext<'_>,
         state: &State,
         batch: &Batch,
         detail: Detail,
-    ) -> Result<Computed> {
+    ) -> Result<ComputedMicroBatches> {
         let mut gradient = ThisMachine.compute(cx, state, batch, detail)?;
         if let Some(bit) = self.wrong_bit() {
             let mut values = Vec::<f32>::try_from(gradient.own[3].reshape([-1])).unwrap();
@@ -231,7 +234,7 @@ fn a_store_that_moved_is_named() {
         let stores: Vec<_> = stores.iter().map(store::Location::from).collect();
         let world = Arc::new(World::alone(Device::Cpu, table()));
         let root = scratch.path("run");
-        Replayer::open_with(&root, &stores, &world, Workers::new(2), Together::default())
+        Replayer::open_with(&root, &stores, &world, Workers::new(2), ReplayParallelism::default())
     };
     let gone = open(&[]).map(|_| ()).unwrap_err();
     assert!(gone.class() == Class::Data && gone.to_string().contains("--store"), "{gone}");
@@ -297,7 +300,7 @@ fn documents_account_for_every_label_and_all_of_the_loss() {
 fn what_would_have_been_without_a_document() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let nothing = imagine(&mut open(&scratch, "run"), 4..7, &Change::default()).unwrap();
+    let nothing = imagine(&mut open(&scratch, "run"), 4..7, &WhatIfChange::default()).unwrap();
     assert!(nothing.steps.iter().all(same), "without a change it is a replay");
     let documents = replay(&scratch, "run", 4).documents;
     let (worst, rest) = documents.split_first().unwrap();
@@ -310,7 +313,7 @@ fn what_would_have_been_without_a_document() {
     let change = dropping(&["nobody"]);
     let fault = imagine(&mut open(&scratch, "run"), 4..5, &change).unwrap_err();
     assert!(fault.to_string().contains("nobody"), "{fault}");
-    let change = Change { lr: Some(0.0), ..Change::default() };
+    let change = WhatIfChange { lr: Some(0.0), ..WhatIfChange::default() };
     let imagined = imagine(&mut open(&scratch, "run"), 4..6, &change).unwrap().steps;
     assert!(same(&imagined[0]) && !same(&imagined[1]), "a rate reaches the next step only");
 }
@@ -320,7 +323,7 @@ fn what_would_have_been_without_a_document() {
 fn documents_are_left_out_of_a_window_exactly() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let effort = Effort { documents: 5, subsets: 4 };
+    let effort = AttributionOptions { documents: 5, subsets: 4 };
     let found = attribute(&mut open(&scratch, "run"), 6..8, effort).unwrap();
     let line = scratch.ledger("run").lines().nth(8).unwrap().to_owned();
     let eighth: serde_json::Value = serde_json::from_str(&line).unwrap();
@@ -365,7 +368,7 @@ fn gradients_of_single_documents_add_up_to_that_of_the_step() {
     let seen = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
     scratch.run(&scratch.edited("seen.toml", &[seen]), "seen", |_| ()).unwrap();
     for run in ["run", "seen"] {
-        let all = Effort { documents: usize::MAX, subsets: 0 };
+        let all = AttributionOptions { documents: usize::MAX, subsets: 0 };
         let found = attribute(&mut open(&scratch, run), 6..7, all).unwrap();
         assert_eq!(found.lds, None);
         let record = replay(&scratch, run, 6).record.unwrap();
@@ -394,7 +397,7 @@ fn products_of_gradients_are_what_is_predicted_where_nothing_moves() {
     ];
     let path = scratch.edited("run.toml", &still);
     scratch.run(&path, "run", stop_after(8)).unwrap();
-    let effort = Effort { documents: 6, subsets: 3 };
+    let effort = AttributionOptions { documents: 6, subsets: 3 };
     let found = attribute(&mut open(&scratch, "run"), 6..7, effort).unwrap();
     let record = replay(&scratch, "run", 6).record.unwrap();
     let (labels, lr) = (record.label_count as f64, record.lr());

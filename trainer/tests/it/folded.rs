@@ -2,18 +2,18 @@
 //! should.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use proptest::prelude::*;
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::{FeedForward, Fold, Keep, ZayaConfig, parameters};
+use trainer::model::{ActivationCheckpointing, FeedForward, WeightShards, ZayaConfig, parameters};
 use trainer::plan::{Fleet, PhaseNeeds, needs};
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
 use trainer::validate::Validation;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec};
+use trainer::{ExecOptions, RunOutcome, RunSpec};
 
 use crate::ranks::train_with;
 use crate::same_bits::assert_same;
@@ -42,7 +42,7 @@ const PLAIN: Change = ("[model]\n", "[model]\nfeed_forward = [\"mlp\", \"moe\"]\
 const HYBRID: Change = ("[model]\n", "[model]\nlayers = [\"linear\", \"cca\"]\n");
 
 /// Trains `run.toml` with `world` ranks of these degrees, and expects the ledger of `alone`.
-fn assert_folded(scratch: &Scratch, wanted: Outcome, (world, cp, tsp): Ranks) {
+fn assert_folded(scratch: &Scratch, wanted: RunOutcome, (world, cp, tsp): Ranks) {
     let out = format!("{world}-ranks-cp-{cp}-tsp-{tsp}");
     for outcome in train_with(scratch, &out, world, |_, exec| exec.degrees = Degrees { cp, tsp }) {
         assert_eq!(outcome.unwrap(), wanted, "{out}");
@@ -99,10 +99,10 @@ fn a_folded_run_goes_on_under_another_degree() {
     let scratch = folded(&[BF16]);
     let alone = scratch.train("alone");
     let parts = [
-        (2, 1, 2, 2, Keep::LayerInputs, GradReduce::Bucketed),
-        (3, 1, 1, 4, Keep::Everything, GradReduce::Whole),
-        (4, 2, 2, 7, Keep::LayerInputs, GradReduce::Whole),
-        (4, 1, 4, 10, Keep::Everything, GradReduce::Bucketed),
+        (2, 1, 2, 2, ActivationCheckpointing::LayerInputs, GradReduce::Bucketed),
+        (3, 1, 1, 4, ActivationCheckpointing::Everything, GradReduce::Whole),
+        (4, 2, 2, 7, ActivationCheckpointing::LayerInputs, GradReduce::Whole),
+        (4, 1, 4, 10, ActivationCheckpointing::Everything, GradReduce::Bucketed),
     ];
     for (world, cp, tsp, last, keep, grad_reduce) in parts {
         let change = |_, exec: &mut ExecOptions| {
@@ -169,9 +169,11 @@ fn shards_that_are_sent_are_those_that_are_planned() {
     let unmasked = ("preset = \"zaya1-nano\"", "preset = \"zaya1-nano\"\ndocument_mask = false");
     let scratch = folded(&[unmasked, PLAIN]);
     scratch.five_steps();
-    for (keep, cp, tsp) in
-        [(Keep::Everything, 1, 2), (Keep::LayerInputs, 1, 4), (Keep::Everything, 2, 2)]
-    {
+    for (keep, cp, tsp) in [
+        (ActivationCheckpointing::Everything, 1, 2),
+        (ActivationCheckpointing::LayerInputs, 1, 4),
+        (ActivationCheckpointing::Everything, 2, 2),
+    ] {
         let (out, workers) = (format!("{keep:?}-{cp}-{tsp}"), Workers::new(1).keeping(keep));
         let degrees = Degrees { cp, tsp };
         let outcomes = train_with(&scratch, &out, cp * tsp, |_, exec| {
@@ -203,7 +205,7 @@ fn shards_that_are_sent_are_those_that_are_planned() {
 #[test]
 fn weights_fall_with_the_degree() {
     let scratch = folded(&[]);
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let bytes = |name: &str| {
         let cut = spec.parameters.iter().filter(|one| one.sharding.is_some());
         cut.filter(|one| one.name.contains(name)).map(|one| 4 * one.elements()).sum::<u64>()
@@ -233,7 +235,7 @@ fn planned_for(
     degrees: Degrees,
     workers: Workers,
 ) -> Vec<PhaseNeeds> {
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let (grad_reduce, device) = (GradReduce::Whole, "cpu".to_owned());
     let ranks_per_node = ranks;
     let fleet = Fleet { ranks, ranks_per_node, workers, grad_reduce, flat: false, degrees, device };
@@ -270,7 +272,7 @@ proptest! {
             ends.sort_unstable();
             let mut seen = Vec::new();
             for place in 0..degree {
-                let fold = Fold::new(degree, place, &specs, each * u64::from(degree));
+                let fold = WeightShards::new(degree, place, &specs, each * u64::from(degree));
                 let held = |ends: &[i64]| {
                     let row = Tensor::full([fold.length(tensor).unwrap()], -1, (Kind::Float, Device::Cpu));
                     for run in ends.windows(2) {

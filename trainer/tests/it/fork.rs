@@ -9,10 +9,10 @@ use serde_json::Value;
 use storage::crash::Recording;
 use tch::Device;
 use trainer::ExecOptions;
-use trainer::change::Change;
+use trainer::change::WhatIfChange;
 use trainer::checkpoint::Retention;
 use trainer::compare::compare;
-use trainer::fork::{Forked, Request, fork};
+use trainer::fork::{ForkRequest, Forked, fork};
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
 use trainer::step::Detail;
@@ -23,9 +23,9 @@ use crate::ranks::train_with;
 use crate::support::{CURRICULUM, Scratch, stop_after, table};
 
 /// Forks `run` into the folder `out`.
-fn forked(scratch: &Scratch, step: u64, out: &str, change: &Change) -> Result<Forked> {
+fn forked(scratch: &Scratch, step: u64, out: &str, change: &WhatIfChange) -> Result<Forked> {
     let (run, out) = (scratch.path("run"), scratch.path(out));
-    fork(&Request { run: &run, step, out: &out, stores: &[], change, amend: None }, &table())
+    fork(&ForkRequest { run: &run, step, out: &out, stores: &[], change, amend: None }, &table())
 }
 
 /// Continues a fork.
@@ -108,12 +108,12 @@ fn a_fork_shares_its_past_and_does_what_was_imagined() {
     assert_eq!(answer.difference.unwrap().0, 6);
     assert_eq!(answer.notes, ["b was forked from a after step 5"]);
     // A fork of the fork, from its first state.
-    let request = Request {
+    let request = ForkRequest {
         run: &scratch.path("fork"),
         step: 7,
         out: &scratch.path("second"),
         stores: &[],
-        change: &Change { lr: Some(1e-3), ..Change::default() },
+        change: &WhatIfChange { lr: Some(1e-3), ..WhatIfChange::default() },
         amend: None,
     };
     assert_eq!(fork(&request, &table()).unwrap().checkpoints, [3, 6]);
@@ -133,7 +133,7 @@ fn a_fork_knows_who_computed_what_it_shares() {
     let later = "\n[[amendment]]\nstep = 9\nmix = { web = 5, math = 2 }\n";
     scratch.write("run.toml", &(CURRICULUM.to_owned() + later));
     scratch.run(&scratch.path("run.toml"), "run", |_| ()).unwrap();
-    forked(&scratch, 6, "fork", &Change::default()).unwrap();
+    forked(&scratch, 6, "fork", &WhatIfChange::default()).unwrap();
     let told = |run: &str, event: &str| -> Vec<String> {
         let text = fs::read_to_string(scratch.path(run).join("events.jsonl")).unwrap();
         let is_it = |line: &&str| line.contains(&format!("\"event\":\"{event}\""));
@@ -158,7 +158,7 @@ fn a_fork_shares_no_checkpoint_that_is_not_whole_or_another_runs() {
     fs::OpenOptions::new().write(true).open(blob).unwrap().set_len(9).unwrap();
     fs::remove_dir_all(at("run", 9)).unwrap();
     fs::rename(at("other", 9), at("run", 9)).unwrap();
-    let none = Change::default();
+    let none = WhatIfChange::default();
     assert_eq!(forked(&scratch, 9, "fork", &none).unwrap().checkpoints, [3]);
     go_on(&scratch, "fork");
     assert!(scratch.ledger("fork") == scratch.ledger("run"));
@@ -194,17 +194,18 @@ fn forks_from_any_step_and_with_every_change_are_straight_runs() {
         "more.toml",
         "[[amendment]]\nstep = 9\nmix = { web = 3, math = 1 }\noptimizer = { clip = 1e-2 }\n",
     );
-    let sources = Change { drop_sources: vec!["web".to_owned()], ..Change::default() };
+    let sources = WhatIfChange { drop_sources: vec!["web".to_owned()], ..WhatIfChange::default() };
     let cases = [
-        (0, Change { clip: Some(1e-3), ..Change::default() }, None),
-        (6, Change { skip: true, lr: Some(5e-3), ..Change::default() }, None),
+        (0, WhatIfChange { clip: Some(1e-3), ..WhatIfChange::default() }, None),
+        (6, WhatIfChange { skip: true, lr: Some(5e-3), ..WhatIfChange::default() }, None),
         (7, sources, None),
-        (8, Change::default(), Some(amend.as_path())),
+        (8, WhatIfChange::default(), Some(amend.as_path())),
     ];
     for (number, (step, change, amend)) in cases.into_iter().enumerate() {
         let out = format!("fork-{number}");
         let (run, path) = (scratch.path("run"), scratch.path(&out));
-        let request = Request { run: &run, step, out: &path, stores: &[], change: &change, amend };
+        let request =
+            ForkRequest { run: &run, step, out: &path, stores: &[], change: &change, amend };
         let made = fork(&request, &table()).unwrap();
         assert!(!made.changes.is_empty());
         go_on(&scratch, &out);
@@ -228,7 +229,7 @@ fn a_crash_leaves_no_fork_or_a_whole_one() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
     let old = scratch.tree("run");
-    let change = Change { clip: Some(1e-3), ..Change::default() };
+    let change = WhatIfChange { clip: Some(1e-3), ..WhatIfChange::default() };
     let root = scratch.path("run").parent().unwrap().to_owned();
     let (recording, made) = Recording::of(&root, || forked(&scratch, 7, "fork", &change));
     assert_eq!(made.unwrap().checkpoints, [3, 6]);
@@ -254,7 +255,7 @@ fn a_crash_leaves_no_fork_or_a_whole_one() {
 fn a_folder_in_the_way_that_no_fork_left_stays_as_it_is() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
-    let none = Change::default();
+    let none = WhatIfChange::default();
     let refused = |what: &str| {
         let before = scratch.tree("fork.partial");
         assert!(!before.is_empty());
@@ -281,8 +282,8 @@ fn a_folder_in_the_way_that_no_fork_left_stays_as_it_is() {
 fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(8)).unwrap();
-    let none = Change::default();
-    let refused = |step: u64, out: &str, change: &Change, words: &[&str]| {
+    let none = WhatIfChange::default();
+    let refused = |step: u64, out: &str, change: &WhatIfChange, words: &[&str]| {
         let fault = forked(&scratch, step, out, change).unwrap_err();
         assert_eq!(fault.class(), Class::Usage, "{fault}");
         assert!(words.iter().all(|word| fault.to_string().contains(word)), "{fault}");
@@ -293,18 +294,24 @@ fn what_cannot_be_forked_is_refused_and_a_kill_leaves_nothing_in_the_way() {
     refused(6, "fork", &dropping(&["nobody"]), &["nobody"]);
     let without = |sources: &[&str]| {
         let drop_sources = sources.iter().map(|name| (*name).to_owned()).collect();
-        Change { drop_sources, ..none.clone() }
+        WhatIfChange { drop_sources, ..none.clone() }
     };
     refused(6, "fork", &without(&["news"]), &["news", "web, math"]);
     refused(6, "fork", &without(&["web", "math"]), &["--drop-source math: ", "only source"]);
-    refused(6, "fork", &Change { fp32: true, ..none.clone() }, &["already"]);
+    refused(6, "fork", &WhatIfChange { fp32: true, ..none.clone() }, &["already"]);
     let early = scratch.write("early.toml", "[[amendment]]\nstep = 6\nskip = true\n");
     let (run, out) = (scratch.path("run"), scratch.path("fork"));
-    let request =
-        Request { run: &run, step: 6, out: &out, stores: &[], change: &none, amend: Some(&early) };
+    let request = ForkRequest {
+        run: &run,
+        step: 6,
+        out: &out,
+        stores: &[],
+        change: &none,
+        amend: Some(&early),
+    };
     let fault = fork(&request, &table()).unwrap_err();
     assert!(fault.to_string().contains("step 6, which is shared"), "{fault}");
-    let fault = fork(&Request { run: Path::new("nowhere"), amend: None, ..request }, &table());
+    let fault = fork(&ForkRequest { run: Path::new("nowhere"), amend: None, ..request }, &table());
     assert!(fault.unwrap_err().to_string().contains("not a run"));
 
     // Leftovers of a kill at any point: the origin, another ledger, half a checkpoint, an unrelated file.

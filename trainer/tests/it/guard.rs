@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 use tch::Device;
-use trainer::change::Change;
+use trainer::change::WhatIfChange;
 use trainer::compare::compare;
 use trainer::replay::whatif::imagine;
 use trainer::replay::{Replayer, Verdict};
@@ -180,7 +180,7 @@ fn windows_survive_stops_ranks_and_replays() {
         assert_eq!(replayed.verdict, Verdict::SameBits, "{:?}", replayed.difference);
     }
     // Counterfactual steps are judged by the same windows, and report the decision.
-    let change = Change { lr: Some(1e-4), ..Change::default() };
+    let change = WhatIfChange { lr: Some(1e-4), ..WhatIfChange::default() };
     let imagined = imagine(&mut open(), SPIKE as u64..SPIKE as u64 + 2, &change).unwrap().steps;
     assert!(
         imagined[0].skipped.is_some_and(|skipped| skipped != trainer::optim::guard::Skipped::No)
@@ -216,12 +216,13 @@ fn silenced(scratch: &Scratch, name: &str, sections: &str, silent: usize) -> std
     if silent == 0 {
         return plain;
     }
-    let opened = loader::Opened::open(plain).unwrap();
+    let opened = loader::OpenedCurriculum::open(plain).unwrap();
     let web = opened.plan.sources().iter().find(|source| source.name == "web").unwrap();
     let all: Vec<String> = (0..web.documents).map(|document| document.to_string()).collect();
     let ban = format!("[[amendment]]\nstep = 5\nban = {{ web = [{}] }}\n", all.join(", "));
     let path = scratch.write(name, &format!("{head}{sections}{phases}{ban}"));
-    let steps = loader::steps_without_labels(&loader::Opened::open(&path).unwrap()).unwrap();
+    let steps =
+        loader::steps_without_labels(&loader::OpenedCurriculum::open(&path).unwrap()).unwrap();
     assert_eq!(steps, (5..5 + silent as u64).collect::<Vec<_>>());
     path
 }

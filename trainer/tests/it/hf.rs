@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use contract::Class;
-use loader::{Opened, RankSlice};
+use loader::{OpenedCurriculum, RankSlice};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::export::export;
@@ -41,7 +41,7 @@ fn started(scratch: &Scratch, name: &str, start: &str) -> std::path::PathBuf {
 }
 
 fn spec(path: &Path) -> RunSpec {
-    RunSpec::new(&Opened::open(path).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(path).unwrap()).unwrap()
 }
 
 #[test]

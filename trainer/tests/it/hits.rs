@@ -5,19 +5,19 @@ use std::io::Write as _;
 
 use kernels::device::Stager;
 use kernels::group::Transport;
-use loader::{Batch, Opened};
+use loader::{Batch, OpenedCurriculum};
 use serde_json::json;
 use tch::{Device, Tensor};
 use trainer::RunSpec;
-use trainer::checkpoint::{Checkpoints, Layout, Set, Snapshot};
+use trainer::checkpoint::{Checkpoints, Snapshot, StateLayout, TensorSet};
 use trainer::ledger::{Ledger, StepRecord};
-use trainer::mesh::{Degrees, GradReduce, Team};
+use trainer::mesh::{Degrees, GradReduce, ProcessMesh};
 use trainer::model::Cut;
-use trainer::replay::narrow::Narrowed;
+use trainer::replay::narrow::LocatedDifference;
 use trainer::replay::{Replayer, Verdict, meet};
 use trainer::state::State;
-use trainer::state::ownership::{Ownership, Piece};
-use trainer::step::{self, Context, Detail, StagedBatch};
+use trainer::state::ownership::{Ownership, ParamShard};
+use trainer::step::{self, Detail, StagedBatch, StepContext};
 use trainer::workers::Workers;
 
 use crate::ranks::{on_ranks, train_with};
@@ -27,7 +27,7 @@ use crate::support::{Scratch, table};
 const STEP: u64 = 7;
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// A run of two ranks up to the step before.
@@ -56,7 +56,7 @@ fn harmed(scratch: &Scratch, ranks: u32, last: u64, harm: impl Fn(u32, &mut Stat
 /// Trains to step `last` with `ranks` ranks like a run: ledger, events, and a checkpoint after the last.
 fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
     let checkpoints = Checkpoints::new(scratch.path("run/checkpoints").as_path());
-    let layout = Layout::new(&spec(scratch), Device::Cpu);
+    let layout = StateLayout::new(&spec(scratch), Device::Cpu);
     let mut parts = on_ranks(&[ranks], |mut world| {
         meet(&mut world, Transport::Auto).unwrap();
         let (spec, rank, workers) = (spec(scratch), world.comm.rank(), Workers::new(1));
@@ -64,9 +64,9 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
         let reader = checkpoints.open(STEP - 1).unwrap();
         let mut state = reader.part(&layout, &owners, workers).unwrap();
         (harm.state)(rank, &mut state);
-        let team = Team::new(&world.comm, Degrees::ALONE, GradReduce::Whole, false).unwrap();
+        let team = ProcessMesh::new(&world.comm, Degrees::ALONE, GradReduce::Whole, false).unwrap();
         let (cx, slice) = (
-            Context { spec: &spec, team: &team, workers },
+            StepContext { spec: &spec, team: &team, workers },
             team.lines(Cut::WHOLE).unwrap().slice().unwrap(),
         );
         let mut records = Vec::new();
@@ -76,7 +76,7 @@ fn harmed_by(scratch: &Scratch, ranks: u32, last: u64, harm: Harm<'_>) {
             let micro_batches =
                 StagedBatch::stage(&spec, &batch, &Stager::new(Device::Cpu).unwrap()).unwrap();
             let mut record =
-                step::advance(cx, &mut state, &batch, &micro_batches, step::Asked::default)
+                step::advance(cx, &mut state, &batch, &micro_batches, step::Requests::default)
                     .unwrap()
                     .record;
             (harm.record)(&mut record);
@@ -116,14 +116,14 @@ fn flip(tensor: &Tensor, element: i64, bit: u32) {
 }
 
 /// A matrix owned by `rank` of two ranks, and its index among the pieces of that rank.
-fn owned(scratch: &Scratch, rank: u32) -> (usize, Piece) {
+fn owned(scratch: &Scratch, rank: u32) -> (usize, ParamShard) {
     let owners = Ownership::new(&spec(scratch), rank, 2);
     let mut own = owners.own().cloned().enumerate();
     own.find(|(_, piece)| !piece.rule.has_second_moment() && piece.shape.len() == 2).unwrap()
 }
 
 /// The element of a piece with the largest weight, which is below an eighth: flipping one bit multiplies it by sixteen.
-fn largest(scratch: &Scratch, piece: &Piece) -> i64 {
+fn largest(scratch: &Scratch, piece: &ParamShard) -> i64 {
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(1)).unwrap();
     let state = replayer.state_at(STEP - 1).unwrap();
@@ -134,7 +134,7 @@ fn largest(scratch: &Scratch, piece: &Piece) -> i64 {
     piece.first + element
 }
 
-fn narrowed(scratch: &Scratch) -> Narrowed {
+fn narrowed(scratch: &Scratch) -> LocatedDifference {
     let root = scratch.path("run");
     let mut replayer = Replayer::open(&root, &table(), Device::Cpu, Workers::new(2)).unwrap();
     let mut state = replayer.state_after(STEP - 1).unwrap();
@@ -143,7 +143,7 @@ fn narrowed(scratch: &Scratch) -> Narrowed {
     replayed.narrowed.unwrap()
 }
 
-fn name(scratch: &Scratch, piece: &Piece) -> String {
+fn name(scratch: &Scratch, piece: &ParamShard) -> String {
     spec(scratch).names()[piece.tensor].clone()
 }
 
@@ -166,7 +166,7 @@ fn a_bit_of_a_weight_is_found_on_the_rank_that_owns_it() {
         assert_eq!(found.losses, losses, "{}", found.words);
         assert_eq!(found.ranks, Some(ranks));
         let hit = found.hit.as_ref().unwrap_or_else(|| panic!("{}", found.words));
-        assert_eq!((&hit.parameter, hit.set), (&name(&scratch, &piece), Set::Weights));
+        assert_eq!((&hit.parameter, hit.set), (&name(&scratch, &piece), TensorSet::Weights));
         assert_eq!((hit.element, hit.bit, hit.checkpoint), (element, Some(BIT), last));
         if ranks == 2 {
             assert_eq!((found.rank, hit.owner), (Some(1), Some(1)), "{}", found.words);
@@ -242,7 +242,7 @@ fn a_bit_of_a_moment_is_found_on_its_owner() {
         assert!(found.words.contains("rank 0 of 2 owned that"), "{}", found.words);
         match &found.hit {
             Some(hit) if told => {
-                assert_eq!((hit.set, hit.element), (Set::First, piece.first + 11));
+                assert_eq!((hit.set, hit.element), (TensorSet::First, piece.first + 11));
                 assert_eq!((hit.owner, hit.bit), (Some(0), None));
             }
             None if !told => {

@@ -2,16 +2,16 @@
 //! explanation.
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde_json::{Value, json};
 use tch::Device;
-use trainer::explain::{Request, explain};
+use trainer::explain::{ExplainRequest, explain};
 use trainer::export::export;
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, needs};
 use trainer::replay::{Replayer, Verdict};
-use trainer::report::{View, page, payload};
+use trainer::report::{RunView, page, payload};
 use trainer::step::Detail;
 use trainer::validate::Validation;
 use trainer::workers::Workers;
@@ -34,7 +34,7 @@ fn scratch_of(kinds: &str) -> Scratch {
 }
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// Each step of the ledger.
@@ -68,7 +68,7 @@ fn a_run_of_plain_layers_is_recorded_kept_and_replayed() {
         let part = |exec: &mut ExecOptions| {
             stop_after(4)(exec);
             exec.validation = validation;
-            exec.workers = Workers::new(2).keeping(Keep::LayerInputs);
+            exec.workers = Workers::new(2).keeping(ActivationCheckpointing::LayerInputs);
         };
         scratch.run(&scratch.path("run.toml"), "parts", part).unwrap();
         let ended = scratch.run(&scratch.path("run.toml"), "parts", |exec| {
@@ -117,13 +117,13 @@ fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
         let lines: u64 = ledger.lines().skip(1).map(|line| line.len() as u64 + 1).sum();
         let off = needs.ledger_bytes.abs_diff(lines) as f64 / lines as f64;
         assert!(off < 0.05, "{kinds}: {lines} bytes, planned {}", needs.ledger_bytes);
-        let measured = |cx: step::Context<'_>| bench::step(cx, Device::Cpu, 1, 1, None);
+        let measured = |cx: step::StepContext<'_>| bench::step(cx, Device::Cpu, 1, 1, None);
         let by_bench = step::alone(&spec, Workers::new(1), measured).unwrap();
         // Documents end within sequences, and tokens may skip experts: less than planned, since the plan counts
         // neither.
         let (found, most) = (by_bench.model_flops, needs.phases[0].model_flops);
         assert!(found > most / 2.0 && found <= most, "{kinds}: {found} of {most}");
-        let view = View::open(&scratch.path("run")).unwrap();
+        let view = RunView::open(&scratch.path("run")).unwrap();
         let told: Value = serde_json::from_str(&payload(&view, 0).unwrap()).unwrap();
         match routers {
             0 => assert_eq!(told["router"], Value::Null),
@@ -132,7 +132,7 @@ fn a_run_of_plain_layers_is_planned_measured_shown_and_explained() {
         assert!(page(&[view], false).unwrap().contains("</html>"));
         let (root, workers) = (scratch.path("run"), Workers::new(2));
         let mut replayer = Replayer::open(&root, &table(), Device::Cpu, workers).unwrap();
-        let request = Request { step: 5, window: 4, top: 1, tokens: 1 };
+        let request = ExplainRequest { step: 5, window: 4, top: 1, tokens: 1 };
         let told = explain(&mut replayer, request).unwrap();
         assert_eq!((told.verdict, told.routers.len()), (Verdict::SameBits, routers), "{told}");
         assert!(told.routers.iter().all(|one| classes[one.layer] > 0), "{told}");

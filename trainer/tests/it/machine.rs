@@ -1,7 +1,7 @@
 //! Fear: that an error of libtorch ends in a panic, or does not say where it happened.
 
 use contract::Class;
-use loader::{Opened, RankSlice};
+use loader::{OpenedCurriculum, RankSlice};
 use tch::Device;
 use trainer::RunSpec;
 use trainer::replay::{Executor as _, ThisMachine};
@@ -16,7 +16,7 @@ use crate::support::{Scratch, table};
 fn a_micro_batch_that_cannot_be_computed_says_which_and_why() {
     table();
     let scratch = Scratch::new();
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let owners = Ownership::new(&spec, 0, 1);
     let mut state = State::begin(&spec, Device::Cpu, owners, Workers::new(2)).unwrap();
     // The first layer's query projection loses a column, so every matmul with it fails.

@@ -1,8 +1,8 @@
 //! Fear: that the planned resources of a run differ from what it takes.
 
-use loader::Opened;
+use loader::OpenedCurriculum;
 use trainer::mesh::{Degrees, GradReduce};
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, needs};
 use trainer::workers::Workers;
 use trainer::{RunSpec, plan};
@@ -22,7 +22,7 @@ fn fleet(ranks: u32, device: &str) -> Fleet {
 }
 
 fn spec(scratch: &Scratch) -> RunSpec {
-    RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap()
+    RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap()
 }
 
 /// Bytes of tensor data in a safetensors file: everything after its header.
@@ -64,7 +64,7 @@ fn a_batch_beyond_all_measure_is_refused_and_one_within_is_planned_by_arithmetic
     let opened = |batch: u64| {
         let batch = format!("batch = {batch}\nmicro_batch = 2");
         let edits = [("[model]", epochs), ("batch = 6\nmicro_batch = 2", &*batch)];
-        Opened::open(scratch.edited("large.toml", &edits)).unwrap()
+        OpenedCurriculum::open(scratch.edited("large.toml", &edits)).unwrap()
     };
     let fault = RunSpec::new(&opened(1 << 33)).map(|_| ()).unwrap_err();
     assert_eq!(fault.class(), contract::Class::Usage, "{fault}");
@@ -122,7 +122,7 @@ fn eight_ranks_hold_the_largest_model() {
                 ("batch = 6\nmicro_batch = 2", &batch),
             ],
         );
-        let workers = Workers::new(1).keeping(Keep::LayerInputs);
+        let workers = Workers::new(1).keeping(ActivationCheckpointing::LayerInputs);
         let fleet = Fleet { workers, grad_reduce: GradReduce::Bucketed, ..fleet(8, "mi300x") };
         let needs = needs(&spec(&scratch), &fleet).unwrap();
         let phase = &needs.phases[0];

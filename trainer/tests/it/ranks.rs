@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 use contract::{Class, Result};
 use curriculum::Dtype;
-use kernels::group::{Group, Place, RunKey, Store};
-use loader::Opened;
+use kernels::group::{Group, KeyValueStore, RankAddress, RunKey};
+use loader::OpenedCurriculum;
 use serde_json::Value;
 use tch::Device;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
-use trainer::state::ownership::{self, Piece};
+use trainer::state::ownership::{self, ParamShard};
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec, World, train};
+use trainer::{ExecOptions, RunOutcome, RunSpec, World, train};
 
 use crate::same_bits::assert_same;
 use crate::support::{Scratch, table};
@@ -29,7 +29,7 @@ pub(crate) fn train_with(
     out: &str,
     world: u32,
     change: impl Fn(u32, &mut ExecOptions) + Sync,
-) -> Vec<Result<Outcome>> {
+) -> Vec<Result<RunOutcome>> {
     train_on(scratch, out, &[world], change)
 }
 
@@ -53,19 +53,20 @@ fn train_on(
     out: &str,
     machines: &[u32],
     change: impl Fn(u32, &mut ExecOptions) + Sync,
-) -> Vec<Result<Outcome>> {
+) -> Vec<Result<RunOutcome>> {
     let change = &change;
     on_ranks(machines, |mut world| {
         let mut exec = ExecOptions::new(scratch.path(out));
         (exec.progress, exec.checkpoint_every, exec.workers) = (false, 3, Workers::new(1));
         change(world.comm.rank(), &mut exec);
-        train(&Opened::open(scratch.path("run.toml"))?, &exec, &mut world)
+        train(&OpenedCurriculum::open(scratch.path("run.toml"))?, &exec, &mut world)
     })
 }
 
 /// Runs `work` on each rank of several machines.
 pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let store = Store::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
+    let store =
+        KeyValueStore::serve("127.0.0.1", 0, "test/", &RunKey::default(), PATIENCE).unwrap();
     let (table, work, port, world) = (table(), &work, store.port(), machines.iter().sum());
     let name = |(index, count): (usize, &u32)| vec![format!("machine {index}"); *count as usize];
     let nodes: Vec<String> = machines.iter().enumerate().flat_map(name).collect();
@@ -73,8 +74,17 @@ pub(crate) fn on_ranks<T: Send>(machines: &[u32], work: impl Fn(World) -> T + Sy
         let (host, name) = ("127.0.0.1".to_owned(), "test/".to_owned());
         let (interface, node) = (String::new(), nodes[rank as usize].clone());
         let key = RunKey::default();
-        let place =
-            Place { rank, world, host, port, rank_0_serves: false, key, name, interface, node };
+        let place = RankAddress {
+            rank,
+            world,
+            host,
+            port,
+            rank_0_serves: false,
+            key,
+            name,
+            interface,
+            node,
+        };
         let group = Group::open(&place, PATIENCE, &|_| ()).unwrap();
         work(World::new(group, Device::Cpu, table.clone()))
     };
@@ -129,7 +139,7 @@ fn crossed(scratch: &Scratch, dtype: &str, fleets: &[&[u32]]) {
     let numbers = [("dtype = \"f32\"", dtype.as_str())];
     scratch.edited("run.toml", &[&many[..], &short, &numbers].concat());
     let alone = scratch.train("alone");
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     for machines in fleets.iter().copied() {
         for grad_reduce in [GradReduce::Whole, GradReduce::Bucketed] {
             let [flat, joined] = [true, false].map(|flat| {
@@ -177,7 +187,7 @@ fn crossing(spec: &RunSpec, machines: &[u32], grad_reduce: GradReduce, flat: boo
     let pieces = ownership::pieces(&spec.parameters, &spec.rules, world);
     let length = |owner: u32| 4 * ownership::length(&pieces, owner) as u64;
     // New weights are sent as the model reads them: rounded if they are operands of large matmuls.
-    let rounded = |piece: &&Piece| {
+    let rounded = |piece: &&ParamShard| {
         spec.curriculum.dtype == Dtype::Bf16 && spec.parameters[piece.tensor].in_large_products
     };
     let narrow = |owner: u32| {
@@ -295,7 +305,7 @@ fn ranks_of_different_curricula_are_told_the_key() {
             let file = if world.comm.rank() == 1 { &other } else { &scratch.path("run.toml") };
             let mut exec = ExecOptions::new(scratch.path("apart"));
             (exec.progress, exec.workers) = (false, Workers::new(1));
-            train(&Opened::open(file.clone())?, &exec, &mut world)
+            train(&OpenedCurriculum::open(file.clone())?, &exec, &mut world)
         });
         for outcome in outcomes {
             let fault = outcome.unwrap_err();

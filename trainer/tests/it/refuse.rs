@@ -4,9 +4,9 @@ use std::fs::{self, OpenOptions};
 use std::time::Duration;
 
 use contract::Class;
-use loader::Opened;
+use loader::OpenedCurriculum;
 use tch::Device;
-use trainer::folder::{Holds, RunFolder};
+use trainer::folder::{RunFolder, RunLocks};
 use trainer::replay::Replayer;
 use trainer::workers::Workers;
 use trainer::{ExecOptions, RunSpec, World, bench, fit_workers, step, train};
@@ -147,7 +147,7 @@ fn another_kernel_table_is_refused_by_name() {
     // A capability different from this processor's.
     let name = if other.cpu_capability == "AVX2" { "AVX512" } else { "AVX2" };
     other.cpu_capability = name.to_owned();
-    let opened = Opened::open(scratch.path("run.toml")).unwrap();
+    let opened = OpenedCurriculum::open(scratch.path("run.toml")).unwrap();
     let fault = train(
         &opened,
         &ExecOptions::new(scratch.path("run")),
@@ -176,7 +176,7 @@ fn what_does_not_fit_into_memory_is_refused_with_the_numbers() {
 #[test]
 fn workers_are_as_few_as_memory_asks_for() {
     let scratch = Scratch::new();
-    let opened = Opened::open(scratch.path("run.toml")).unwrap();
+    let opened = OpenedCurriculum::open(scratch.path("run.toml")).unwrap();
     let world = World::alone(Device::Cpu, table());
     let fitted = |memory: u64| {
         let mut exec = ExecOptions::new(scratch.path("run"));
@@ -203,14 +203,14 @@ fn a_measured_or_replayed_step_that_does_not_fit_into_memory_is_refused_as_well(
             ("moe_intermediate_size = 16", "moe_intermediate_size = 1048576"),
         ],
     );
-    let opened = Opened::open(&path).unwrap();
+    let opened = OpenedCurriculum::open(&path).unwrap();
     let (spec, workers) = (RunSpec::new(&opened).unwrap(), Workers::new(2));
     let measured =
         step::alone(&spec, workers, |cx| bench::step(cx, Device::Cpu, 1, 1, None).map(|_| ()));
     let folder = RunFolder::new(&scratch.path("run"));
     drop(
         folder
-            .open(&spec, &opened.file, &table(), (&Holds::default(), Duration::ZERO, false))
+            .open(&spec, &opened.file, &table(), (&RunLocks::default(), Duration::ZERO, false))
             .unwrap(),
     );
     let replayer = Replayer::open(folder.root(), &table(), Device::Cpu, workers).unwrap();

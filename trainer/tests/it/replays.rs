@@ -10,18 +10,18 @@ use kernels::runtime::KernelTable;
 use loader::Batch;
 use tch::Device;
 use trainer::World;
-use trainer::change::Change;
+use trainer::change::WhatIfChange;
 use trainer::replay::whatif::imagine;
-use trainer::replay::{Executor, Keep, Replayer, Together, Verdict, meet};
+use trainer::replay::{Executor, ReplayParallelism, Replayer, SavedStateLimits, Verdict, meet};
 use trainer::state::State;
-use trainer::step::{Computed, Context, Detail};
+use trainer::step::{ComputedMicroBatches, Detail, StepContext};
 use trainer::workers::Workers;
 
 use crate::damage::forge;
 use crate::ranks::on_ranks;
 use crate::support::{Scratch, stop_after, table};
 
-const KEEP: Keep = Keep { states: 4, bytes: 1 << 30 };
+const KEEP: SavedStateLimits = SavedStateLimits { states: 4, bytes: 1 << 30 };
 
 fn open_by(scratch: &Scratch, run: &str, table: &KernelTable) -> Replayer {
     Replayer::open(&scratch.path(run), table, Device::Cpu, Workers::new(2)).unwrap()
@@ -35,7 +35,13 @@ fn open(scratch: &Scratch, run: &str) -> Replayer {
 struct Idle;
 
 impl Executor for Idle {
-    fn compute(&self, _: Context<'_>, _: &State, _: &Batch, _: Detail) -> Result<Computed> {
+    fn compute(
+        &self,
+        _: StepContext<'_>,
+        _: &State,
+        _: &Batch,
+        _: Detail,
+    ) -> Result<ComputedMicroBatches> {
         Err(Fault::bug("a step was computed"))
     }
 }
@@ -138,13 +144,13 @@ fn a_kept_state_that_is_stale_foreign_or_damaged_is_never_used() {
 fn kept_states_are_bounded_in_number_and_bytes() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let keeping = |keep: Keep, step: u64| {
+    let keeping = |keep: SavedStateLimits, step: u64| {
         let mut replayer = open_by(&scratch, "run", &table()).keeping(keep);
         replayer.state_after(step).unwrap();
         replayer.warnings
     };
     for step in [1, 2, 4, 5] {
-        assert!(keeping(Keep { states: 2, ..KEEP }, step).is_empty());
+        assert!(keeping(SavedStateLimits { states: 2, ..KEEP }, step).is_empty());
     }
     let names = || -> Vec<String> {
         let name = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
@@ -155,14 +161,14 @@ fn kept_states_are_bounded_in_number_and_bytes() {
         .unwrap()
         .map(|entry| entry.unwrap().metadata().unwrap().len())
         .sum();
-    assert!(keeping(Keep { states: 9, bytes: size * 3 / 2 }, 7).is_empty());
+    assert!(keeping(SavedStateLimits { states: 9, bytes: size * 3 / 2 }, 7).is_empty());
     assert_eq!(names(), ["step-7"], "two are more than half as much again");
     // The state's numbers fit into this limit, its files are slightly larger.
-    assert!(keeping(Keep { states: 9, bytes: size - 1 }, 5).is_empty());
+    assert!(keeping(SavedStateLimits { states: 9, bytes: size - 1 }, 5).is_empty());
     assert_eq!(names(), ["step-5"], "the newest one stays");
-    let warnings = keeping(Keep { states: 9, bytes: 1000 }, 8);
+    let warnings = keeping(SavedStateLimits { states: 9, bytes: 1000 }, 8);
     assert!(warnings[0].contains("state after step 8 is not kept"), "{warnings:?}");
-    assert!(keeping(Keep { states: 0, ..KEEP }, 8).is_empty(), "nobody asked for it");
+    assert!(keeping(SavedStateLimits { states: 0, ..KEEP }, 8).is_empty(), "nobody asked for it");
     assert_eq!(names(), ["step-5"]);
     // If nothing can be written, the answer is the same, with a message.
     fs::remove_dir_all(scratch.path("run/replays")).unwrap();
@@ -194,7 +200,8 @@ fn a_run_never_goes_on_from_a_kept_state() {
 /// Opens a run as one of several ranks.
 fn as_rank(scratch: &Scratch, run: &str, mut world: World, asked: &str) -> Result<Replayer> {
     meet(&mut world, kernels::group::Transport::Auto)?;
-    let together = Together { asked: vec![asked.to_owned()], ..Together::default() };
+    let together =
+        ReplayParallelism { asked: vec![asked.to_owned()], ..ReplayParallelism::default() };
     let root = scratch.path(run);
     Replayer::open_with(&root, &[], &Arc::new(world), Workers::new(1), together)
 }
@@ -206,7 +213,7 @@ fn several_ranks_replay_as_one_does() {
     let mut alone = open(&scratch, "run");
     let mut state = alone.state_after(8).unwrap();
     let wanted = alone.step(&mut state, Detail::Tokens).unwrap();
-    let change = Change { lr: Some(1e-4), ..Change::default() };
+    let change = WhatIfChange { lr: Some(1e-4), ..WhatIfChange::default() };
     let imagined = imagine(&mut alone, 8..10, &change).unwrap();
     let by_one: BTreeMap<_, _> = scratch.tree("run");
     for world in [2, 3, 5] {
@@ -227,7 +234,7 @@ fn several_ranks_replay_as_one_does() {
             let parameters = &alone.spec().names();
             let (one, two) = (found.record.unwrap(), wanted.record.as_ref().unwrap());
             assert_eq!(one.difference(two, parameters), None);
-            let steps = |answer: &trainer::replay::whatif::Answer| {
+            let steps = |answer: &trainer::replay::whatif::WhatIfSteps| {
                 answer.steps.iter().map(|step| (step.was, step.would_be)).collect::<Vec<_>>()
             };
             assert_eq!(steps(&other), steps(&imagined));

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use contract::Class;
 use serde_json::Value;
-use trainer::report::{Happened, Table, View, Watch, page, payload};
+use trainer::report::{NotableEventKind, PageServer, RunView, StepRows, page, payload};
 
 use crate::damage::forge;
 use crate::support::{CURRICULUM, Scratch, stop_after};
@@ -20,7 +20,7 @@ fn the_table_says_what_the_ledger_says() {
     let scratch = Scratch::new();
     scratch.train("run");
     let root = scratch.path("run");
-    let mut table = Table::open(&root, None, 100).unwrap();
+    let mut table = StepRows::open(&root, None, 100).unwrap();
     let mut shown = Vec::new();
     while let Some(row) = table.next_step().unwrap() {
         let text = table.text(&row);
@@ -41,10 +41,10 @@ fn the_table_says_what_the_ledger_says() {
         assert!(last.contains(&loss) && last.contains("web "), "{text}");
         assert_eq!(text.contains("phase long begins"), line["step"] == 7, "{text}");
     }
-    let some = Table::open(&root, Some(3..5), 1).unwrap().next_step().unwrap().unwrap();
+    let some = StepRows::open(&root, Some(3..5), 1).unwrap().next_step().unwrap().unwrap();
     assert_eq!(some.to_json()["step"], 3);
-    assert!(Table::open(&root, Some(11..12), 1).is_err());
-    assert!(Table::open(&scratch.path("none"), None, 1).is_err());
+    assert!(StepRows::open(&root, Some(11..12), 1).is_err());
+    assert!(StepRows::open(&scratch.path("none"), None, 1).is_err());
 }
 
 /// An edit is reported where it takes effect; earlier reported edits are not repeated.
@@ -61,7 +61,7 @@ fn changes_of_the_curriculum_are_told_once() {
         scratch.run(&scratch.path("run.toml"), "run", stop_after(stop)).unwrap();
     }
     for from in [1, 5] {
-        let mut table = Table::open(&scratch.path("run"), Some(from..11), 1).unwrap();
+        let mut table = StepRows::open(&scratch.path("run"), Some(from..11), 1).unwrap();
         while let Some(row) = table.next_step().unwrap() {
             let text = table.text(&row);
             let changes = text.lines().filter(|line| line.contains("curriculum changes"));
@@ -85,9 +85,9 @@ fn a_forged_loss_is_not_shown() {
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
     forge(&scratch.path("run/ledger.jsonl"), 2, |line| line["loss"] = 0.125.into());
     let root = scratch.path("run");
-    let mut table = Table::open(&root, Some(2..3), 1).unwrap();
+    let mut table = StepRows::open(&root, Some(2..3), 1).unwrap();
     let rows = table.next_step().map(|_| ());
-    for answer in [rows, View::open(&root).map(|_| ())] {
+    for answer in [rows, RunView::open(&root).map(|_| ())] {
         let fault = answer.unwrap_err();
         assert_eq!(fault.class(), Class::Mismatch, "{fault}");
         assert!(fault.to_string().contains("its loss is 0.125"), "{fault}");
@@ -100,18 +100,25 @@ fn a_page_has_the_run_its_stop_and_its_going_on() {
     let curriculum = scratch.path("run.toml");
     scratch.run(&curriculum, "run", stop_after(4)).unwrap();
     let root = scratch.path("run");
-    let mut view = View::open(&root).unwrap();
+    let mut view = RunView::open(&root).unwrap();
     assert_eq!(view.last_step(), 4);
     scratch.train("run");
     assert!(view.refresh().unwrap() && !view.refresh().unwrap());
-    let kinds: Vec<Happened> = view.log().happenings.iter().map(|one| one.kind).collect();
+    let kinds: Vec<NotableEventKind> = view.log().happenings.iter().map(|one| one.kind).collect();
     let count = |kind| kinds.iter().filter(|one| **one == kind).count();
-    assert_eq!((count(Happened::Start), count(Happened::Killed), count(Happened::Stop)), (2, 0, 2));
-    assert_eq!(count(Happened::Checkpoint), 5, "after 3, 4, 6, 9 and 10");
+    assert_eq!(
+        (
+            count(NotableEventKind::Start),
+            count(NotableEventKind::Killed),
+            count(NotableEventKind::Stop)
+        ),
+        (2, 0, 2)
+    );
+    assert_eq!(count(NotableEventKind::Checkpoint), 5, "after 3, 4, 6, 9 and 10");
     assert_eq!(view.log().memory.len(), 10);
     assert!(view.log().memory.iter().all(|bytes| *bytes > 1e6 || cfg!(not(target_os = "linux"))));
     // Reading everything at once gives the same as reading while the file grows.
-    let whole = View::open(&root).unwrap();
+    let whole = RunView::open(&root).unwrap();
     let told: Value = serde_json::from_str(&payload(&whole, 0).unwrap()).unwrap();
     assert_eq!(told, serde_json::from_str::<Value>(&payload(&view, 0).unwrap()).unwrap());
     assert_eq!(
@@ -147,7 +154,7 @@ impl Drop for Stop<'_> {
 fn a_live_page_is_told_what_is_new_and_nobody_else_is_told_anything() {
     let scratch = Scratch::new();
     scratch.run(&scratch.path("run.toml"), "run", stop_after(4)).unwrap();
-    let watch = Watch::open(&scratch.path("run"), 0).unwrap();
+    let watch = PageServer::open(&scratch.path("run"), 0).unwrap();
     let (address, stop) = (watch.address().unwrap(), AtomicBool::new(false));
     assert!(address.ip().is_loopback());
     std::thread::scope(|scope| {

@@ -1,20 +1,20 @@
 //! Fear: that a plan does not warn of a problem.
 
-use loader::Opened;
+use loader::OpenedCurriculum;
 use trainer::RunSpec;
 use trainer::mesh::{Degrees, GradReduce};
 use trainer::plan::{Fleet, needs};
-use trainer::sizing::estimate::{self, Setting, StepTime};
-use trainer::sizing::{Cluster, Curve, Described, degrees, hints};
+use trainer::sizing::estimate::{self, PlannedRun, StepTime};
+use trainer::sizing::{Cluster, ClusterDescription, Curve, degrees, hints};
 use trainer::workers::Workers;
 
 fn published() -> Cluster {
-    Described::read("mi300x-pollara").unwrap().resolve("mi300x-pollara").unwrap()
+    ClusterDescription::read("mi300x-pollara").unwrap().resolve("mi300x-pollara").unwrap()
 }
 
 fn shipped(name: &str) -> RunSpec {
     let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../curricula").join(name);
-    RunSpec::for_planning(&Opened::open(path).unwrap()).unwrap()
+    RunSpec::for_planning(&OpenedCurriculum::open(path).unwrap()).unwrap()
 }
 
 fn fleet(ranks: u32) -> Fleet {
@@ -32,7 +32,7 @@ fn fleet(ranks: u32) -> Fleet {
 /// Times and hints of each phase.
 fn plan(spec: &RunSpec, fleet: &Fleet, cluster: &Cluster) -> Vec<(StepTime, Vec<String>)> {
     let needs = needs(spec, fleet).unwrap();
-    let setting = Setting { spec, cluster, fleet };
+    let setting = PlannedRun { spec, cluster, fleet };
     let firsts = spec.plan.phases().iter().map(|phase| phase.first_step);
     let of = |(first, phase)| {
         let time = estimate::step(setting, first, phase).unwrap();
@@ -62,10 +62,11 @@ fn a_machine_twice_as_fast_takes_half_the_time() {
     let spec = shipped("phase1.toml");
     let slow = Cluster { call_s: 1e-6, newton_schulz: Some(Curve::flat(1e13)), ..published() };
     let twice = |curve: &Curve| Curve(curve.0.iter().map(|[at, rate]| [*at, 2.0 * rate]).collect());
-    let link = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
-        latency_s: link.latency_s / 2.0,
-        bytes_per_s: 2.0 * link.bytes_per_s,
-    };
+    let link =
+        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
+            latency_s: link.latency_s / 2.0,
+            bytes_per_s: 2.0 * link.bytes_per_s,
+        };
     let fast = Cluster {
         f32: twice(&slow.f32),
         bf16: twice(&slow.bf16),
@@ -121,14 +122,14 @@ fn long() -> RunSpec {
     let text = text.replace("batch = 512 ", "batch = 8 #");
     let cut = "seq_len = 32_768\ncontext_chunks = 16\nweight_shards = 2 #";
     let text = text.replace("seq_len = 32_768", cut);
-    RunSpec::for_planning(&Opened::open_text(path, text).unwrap()).unwrap()
+    RunSpec::for_planning(&OpenedCurriculum::open_text(path, text).unwrap()).unwrap()
 }
 
 #[test]
 fn sharing_pays_where_ranks_would_be_idle() {
     let (spec, fleet) = (long(), fleet(16));
     let cluster = Cluster { memory_bytes: u64::MAX, ..published() };
-    let setting = Setting { spec: &spec, cluster: &cluster, fleet: &fleet };
+    let setting = PlannedRun { spec: &spec, cluster: &cluster, fleet: &fleet };
     let all = degrees::compared(setting).unwrap();
     let of = |cp: u32, tsp: u32| {
         let mut found = all.iter().filter(|one| (one.cp, one.tsp) == (cp, tsp));
@@ -148,12 +149,13 @@ fn sharing_pays_where_ranks_would_be_idle() {
     assert!(four.seconds > two.seconds, "{all:?}");
     // In phases without chunks, ranks share nothing.
     assert!(all.iter().filter(|one| one.phase != "midtrain-32k").all(|one| one.cp * one.tsp == 1));
-    let free = |link: trainer::sizing::cluster::Link| trainer::sizing::cluster::Link {
-        latency_s: 0.0,
-        bytes_per_s: link.bytes_per_s * 1e6,
-    };
+    let free =
+        |link: trainer::sizing::cluster::NetworkLink| trainer::sizing::cluster::NetworkLink {
+            latency_s: 0.0,
+            bytes_per_s: link.bytes_per_s * 1e6,
+        };
     let (within, between) = (cluster.within.map(free), cluster.between.map(free));
     let near = Cluster { within, between, ..cluster.clone() };
-    let free = degrees::compared(Setting { cluster: &near, ..setting }).unwrap();
+    let free = degrees::compared(PlannedRun { cluster: &near, ..setting }).unwrap();
     assert!(free.iter().zip(&all).all(|(free, paid)| free.seconds <= paid.seconds));
 }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use contract::{Identity, Key, Purpose, Result, draw};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use store::manifest::{TokenizerRecord, chain};
 use store::open::{commit, stream_folder};
 use store::write::{ShardWriter, StreamHead};
@@ -14,7 +14,7 @@ use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, 
 use tch::Device;
 use tempfile::TempDir;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, World, train};
+use trainer::{ExecOptions, RunOutcome, World, train};
 
 use crate::folder::tree;
 
@@ -124,7 +124,7 @@ impl Scratch {
     }
 
     /// Trains `run.toml` in the folder `out` until its end.
-    pub(crate) fn train(&self, out: &str) -> Outcome {
+    pub(crate) fn train(&self, out: &str) -> RunOutcome {
         self.run(&self.path("run.toml"), out, |_| ()).unwrap()
     }
 
@@ -134,11 +134,11 @@ impl Scratch {
         curriculum: &Path,
         out: &str,
         change: impl Fn(&mut ExecOptions),
-    ) -> Result<Outcome> {
+    ) -> Result<RunOutcome> {
         let mut exec = ExecOptions::new(self.path(out));
         (exec.progress, exec.checkpoint_every) = (false, 3);
         change(&mut exec);
-        train(&Opened::open(curriculum)?, &exec, &mut World::alone(Device::Cpu, table()))
+        train(&OpenedCurriculum::open(curriculum)?, &exec, &mut World::alone(Device::Cpu, table()))
     }
 
     pub(crate) fn ledger(&self, out: &str) -> String {

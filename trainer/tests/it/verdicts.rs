@@ -11,7 +11,7 @@ use contract::{Key, Purpose, draw};
 use serde_json::Value;
 use tch::Device;
 use trainer::checkpoint::Retention;
-use trainer::explain::{Explanation, Request, Subject, explain};
+use trainer::explain::{ExplainRequest, Explanation, Subject, explain};
 use trainer::ledger::Ledger;
 use trainer::replay::Replayer;
 use trainer::step::Detail;
@@ -115,7 +115,8 @@ impl Study {
     }
 
     fn explained(&self, run: &str, step: u64) -> Explanation {
-        explain(&mut self.open(run), Request { step, window: 64, top: 8, tokens: 1 }).unwrap()
+        explain(&mut self.open(run), ExplainRequest { step, window: 64, top: 8, tokens: 1 })
+            .unwrap()
     }
 
     /// The documents with the most labels in a step.

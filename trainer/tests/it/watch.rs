@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use loader::{Opened, validation};
+use loader::{OpenedCurriculum, validation};
 use tch::{Device, Tensor};
 use trainer::RunSpec;
 use trainer::ledger::Ledger;
@@ -217,11 +217,11 @@ fn the_loss_on_held_out_text_is_a_function_of_the_state() {
 
 /// Evaluates every window separately, through training's forward and backward pass.
 fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, f64)>) {
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
     let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(8).unwrap();
-    let bias = |layer: &trainer::optim::balance::Balance| Tensor::from_slice(&layer.bias);
+    let bias = |layer: &trainer::optim::balance::RouterBalance| Tensor::from_slice(&layer.bias);
     let biases: Vec<Tensor> = state.balance.iter().map(bias).collect();
     let config = &spec.model_at(8).unwrap().config;
     let (mut all, mut all_labels) = (0.0, 0);
@@ -257,7 +257,7 @@ fn brute_force(scratch: &Scratch, found: &BTreeMap<(u64, String), (String, u64, 
 fn few_windows_are_spread_and_never_twice() {
     let scratch = Scratch::new();
     scratch.train("run");
-    let spec = RunSpec::new(&Opened::open(scratch.path("run.toml")).unwrap()).unwrap();
+    let spec = RunSpec::new(&OpenedCurriculum::open(scratch.path("run.toml")).unwrap()).unwrap();
     let path = scratch.path("run");
     let replayer = Replayer::open(&path, &table(), Device::Cpu, Workers::new(2));
     let state = replayer.unwrap().state_at(3).unwrap();
@@ -285,7 +285,7 @@ fn micro_batches_do_not_show_in_the_loss_on_held_out_text() {
     let taken = [1, 2, 3, 6].map(|micro_batch| {
         let text = text.replacen("micro_batch = 2", &format!("micro_batch = {micro_batch}"), 1);
         let path = scratch.write("run.toml", &text);
-        let spec = RunSpec::new(&Opened::open(path).unwrap()).unwrap();
+        let spec = RunSpec::new(&OpenedCurriculum::open(path).unwrap()).unwrap();
         let owners = Ownership::new(&spec, 0, 1);
         let state = State::begin(&spec, Device::Cpu, owners, Workers::new(1)).unwrap();
         let validation = Validation { every: 1, windows: 7 };

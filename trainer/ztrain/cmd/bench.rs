@@ -6,9 +6,9 @@ use contract::terminal::print_raw;
 use contract::{Fault, Result};
 use tch::Device;
 use trainer::World;
-use trainer::mesh::bench::{Measured, WAYS, measure, plot, uneven};
+use trainer::mesh::bench::{CollectiveTiming, WAYS, measure, plot, uneven};
 use trainer::refusal::lost;
-use trainer::sizing::cluster::{Described, Link};
+use trainer::sizing::cluster::{ClusterDescription, NetworkLink};
 
 use super::Speed;
 use super::bench_machine::ClusterFile;
@@ -20,11 +20,11 @@ use super::ranks::{self, Ranks};
 #[derive(clap::Args)]
 pub(crate) struct Args {
     #[command(subcommand)]
-    what: What,
+    what: Benchmark,
 }
 
 #[derive(clap::Subcommand)]
-enum What {
+enum Benchmark {
     /// Measure a training step: time of each part, the model's operations, utilisation.
     Step(super::bench_step::Args),
     /// Measure matrix products by size, ours and libtorch's, and attention.
@@ -75,11 +75,11 @@ struct Collectives {
 /// Measures.
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let args = match args.what {
-        What::Step(args) => return super::bench_step::exec(args),
-        What::Gemm(args) => return super::bench_machine::gemm(args),
-        What::Memory(args) => return super::bench_machine::memory(args),
-        What::Kernels(args) => return super::bench_machine::kernels(args),
-        What::Collectives(args) => args,
+        Benchmark::Step(args) => return super::bench_step::exec(args),
+        Benchmark::Gemm(args) => return super::bench_machine::gemm(args),
+        Benchmark::Memory(args) => return super::bench_machine::memory(args),
+        Benchmark::Kernels(args) => return super::bench_machine::kernels(args),
+        Benchmark::Collectives(args) => args,
     };
     let (from, to) = (bytes("--from", &args.from)?, bytes("--to", &args.to)?);
     if from > to {
@@ -142,7 +142,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 /// Writes what a plan reads of this: so many ranks, which share this machine.
 fn keep(
     cluster: ClusterFile,
-    all: &[Measured],
+    all: &[CollectiveTiming],
     uneven: f64,
     (world, device): (u32, Device),
 ) -> Result<()> {
@@ -150,10 +150,10 @@ fn keep(
     cluster.put(|described| {
         described.ranks = Some(world);
         described.ranks_per_node = described.ranks;
-        let shared = Described::of_this_machine().memory_gib;
+        let shared = ClusterDescription::of_this_machine().memory_gib;
         described.memory_gib = shared.map(|gib| gib / f64::from(world));
         described.uneven = Some(uneven);
-        described.within = Some(Link { latency_s, bytes_per_s });
+        described.within = Some(NetworkLink { latency_s, bytes_per_s });
         // Cores that send and add do not compute meanwhile.
         described.overlap = Some(if device == Device::Cpu { 0.0 } else { 1.0 });
     })
@@ -161,7 +161,7 @@ fn keep(
 
 /// Seconds of the smallest exchange of ours, and the highest bus bandwidth of its all-to-all: what blocks of gradients
 /// travel at.
-fn link(all: &[Measured]) -> (f64, f64) {
+fn link(all: &[CollectiveTiming]) -> (f64, f64) {
     let ours = all.iter().filter(|one| one.by != "libtorch" && one.collective == "all-to-all");
     let least = ours.clone().map(|one| one.microseconds * 1e-6).fold(f64::INFINITY, f64::min);
     let most = ours.map(|one| 1e9 * one.bus_gb_per_s).fold(0.0, f64::max);
@@ -194,11 +194,11 @@ fn head() -> Result<()> {
     Ok(())
 }
 
-fn print(found: &Measured, json: bool) -> Result<()> {
+fn print(found: &CollectiveTiming, json: bool) -> Result<()> {
     if json {
         return print_raw(&format!("{}\n", serde_json::json!(found)));
     }
-    let Measured { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
+    let CollectiveTiming { collective, by, bytes, rounds, microseconds, wrong, .. } = found;
     tell!(
         "{bytes:>12} {collective:>15} {by:>11} {rounds:>7} {microseconds:>12.1} {:>11.4} {:>11.4} {wrong:>6}",
         found.algorithm_gb_per_s,

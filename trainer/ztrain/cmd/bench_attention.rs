@@ -4,14 +4,14 @@ use contract::Result;
 use contract::terminal::print_raw;
 use tch::{Device, Kind};
 use trainer::model::ZayaConfig;
-use trainer::sizing::attention::{Measured, Rates};
-use trainer::sizing::machine::Bench;
+use trainer::sizing::attention::{AttentionRates, AttentionTiming};
+use trainer::sizing::machine::BenchOptions;
 
 /// Measures documents of several lengths up to `most`, or the tokens of the model's micro-batch, with the heads of a
 /// model, and tells a line of each. Answers with operations, and those in a second, forward and backward, as training
 /// computes them.
 pub(super) fn tell(
-    bench: Bench,
+    bench: BenchOptions,
     (dtype, kind): (&'static str, Kind),
     (most, model): (Option<i64>, Option<&(ZayaConfig, i64)>),
     json: bool,
@@ -31,14 +31,18 @@ pub(super) fn tell(
             true => tell_json(&measured, (dtype, tokens, heads))?,
             false => tell_row(&measured, (dtype, tokens, heads))?,
         }
-        let Rates { forward, backward } = measured.trained;
+        let AttentionRates { forward, backward } = measured.trained;
         found.push([measured.operations, forward, backward]);
     }
     Ok(found)
 }
 
-fn tell_json(measured: &Measured, (dtype, tokens, heads): (&str, i64, [i64; 3])) -> Result<()> {
-    let Measured { operations, trained: Rates { forward, backward }, others } = measured;
+fn tell_json(
+    measured: &AttentionTiming,
+    (dtype, tokens, heads): (&str, i64, [i64; 3]),
+) -> Result<()> {
+    let AttentionTiming { operations, trained: AttentionRates { forward, backward }, others } =
+        measured;
     let mut row = serde_json::json!({
         "attention": tokens, "dtype": dtype, "heads": heads,
         "operations": operations, "forward": forward, "backward": backward
@@ -49,8 +53,11 @@ fn tell_json(measured: &Measured, (dtype, tokens, heads): (&str, i64, [i64; 3]))
     print_raw(&format!("{row}\n"))
 }
 
-fn tell_row(measured: &Measured, (dtype, tokens, heads): (&str, i64, [i64; 3])) -> Result<()> {
-    let said = |Rates { forward, backward }: &Rates| {
+fn tell_row(
+    measured: &AttentionTiming,
+    (dtype, tokens, heads): (&str, i64, [i64; 3]),
+) -> Result<()> {
+    let said = |AttentionRates { forward, backward }: &AttentionRates| {
         format!("{:.1} GF/s forward, {:.1} backward", forward / 1e9, backward / 1e9)
     };
     let others = measured.others.iter().map(|(name, rates)| format!("; {name} {}", said(rates)));

@@ -5,9 +5,9 @@ use contract::terminal::print_raw;
 use serde::Serialize;
 use tch::Kind;
 use trainer::model::ZayaConfig;
-use trainer::sizing::experts::{Experts, Rates};
-use trainer::sizing::machine::Bench;
-use trainer::sizing::shapes::{self, Product, Shape, Together};
+use trainer::sizing::experts::{ExpertMatmuls, ExpertRates};
+use trainer::sizing::machine::BenchOptions;
+use trainer::sizing::shapes::{self, MatmulBatching, MatmulShape, ModelMatmul};
 
 /// A row: one way of all experts of a layer.
 #[derive(Serialize)]
@@ -19,28 +19,31 @@ struct Row {
     count: i64,
     /// Rows of all together.
     #[serde(flatten)]
-    shape: Shape,
+    shape: MatmulShape,
     way: &'static str,
     operations: f64,
     #[serde(flatten)]
-    rates: Rates,
+    rates: ExpertRates,
     /// What training reaches of the fastest way.
     of_best: f64,
 }
 
 /// Measures those of a model, and tells a line of each.
 pub(super) fn tell(
-    bench: Bench,
+    bench: BenchOptions,
     (config, tokens): (&ZayaConfig, i64),
     (dtype, kind): (&'static str, Kind),
     json: bool,
 ) -> Result<()> {
-    for Product { name, shape, together, .. } in shapes::of_model(config, tokens) {
-        if together != Together::Experts {
+    for ModelMatmul { name, shape, together, .. } in shapes::of_model(config, tokens) {
+        if together != MatmulBatching::Experts {
             continue;
         }
         let product = name.strip_prefix("expert, ").unwrap_or(name);
-        let of = Experts { count: config.num_experts, shape: Shape { rows: tokens, ..shape } };
+        let of = ExpertMatmuls {
+            count: config.num_experts,
+            shape: MatmulShape { rows: tokens, ..shape },
+        };
         let ways = [("forward", 1.0), ("backward", 2.0)];
         for ((way, times), rates) in ways.into_iter().zip(bench.experts(of, kind)?) {
             let row = Row {
@@ -63,7 +66,7 @@ pub(super) fn tell(
 }
 
 fn tell_row(row: &Row) -> Result<()> {
-    let Shape { rows, inner, columns } = row.shape;
+    let MatmulShape { rows, inner, columns } = row.shape;
     let rate = |rate: f64| format!("{:.1}", rate / 1e9);
     let ways = row
         .rates

@@ -4,12 +4,12 @@ use contract::Result;
 use contract::terminal::print_raw;
 use tch::Kind;
 use trainer::model::ZayaConfig;
-use trainer::sizing::repeat::{Repeated, Repeats};
-use trainer::sizing::shapes::Shape;
+use trainer::sizing::repeat::{RepeatOptions, Repeated};
+use trainer::sizing::shapes::MatmulShape;
 
 /// Computes each again and again, and tells a line of each. 4 where one has several outcomes.
 pub(super) fn tell(
-    by: Repeats,
+    by: RepeatOptions,
     config: &ZayaConfig,
     tokens: i64,
     kinds: impl Iterator<Item = Kind>,
@@ -30,7 +30,7 @@ pub(super) fn tell(
 
 fn tell_row(row: &Repeated) -> Result<()> {
     let Repeated { name, way, dtype, shape, by, times, outcomes, digest } = row;
-    let Shape { rows, inner, columns } = shape;
+    let MatmulShape { rows, inner, columns } = shape;
     tell!(
         "{outcomes:>4} of {times} {dtype:>5} {:>24}  {digest}  {name}, {way}, {by}",
         format!("{rows} x {inner} x {columns}")

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use serde::Serialize;
 use settings::File;
 use store::Location;
@@ -13,11 +13,11 @@ use trainer::RunSpec;
 use trainer::chart::Chart;
 use trainer::model::ZayaConfig;
 use trainer::sizing::Curve;
-use trainer::sizing::cluster::{Described, Gemm, Memory};
-use trainer::sizing::machine::{Bench, By, PASSES, Pass};
-use trainer::sizing::operations::Numbers;
-use trainer::sizing::repeat::Repeats;
-use trainer::sizing::shapes::{self, Shape};
+use trainer::sizing::cluster::{ClusterDescription, MatmulRates, MemoryBandwidth};
+use trainer::sizing::machine::{BenchOptions, Implementation, MemoryPass, PASSES};
+use trainer::sizing::operations::MicroBatchSizes;
+use trainer::sizing::repeat::RepeatOptions;
+use trainer::sizing::shapes::{self, MatmulShape};
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
@@ -25,7 +25,7 @@ use super::{Speed, bench_attention, bench_experts, bench_hash, bytes};
 
 /// What all of them take.
 #[derive(clap::Args)]
-struct Common {
+struct MeasureArgs {
     /// Where to compute: cpu, cuda or cuda:1.
     #[arg(long, value_name = "DEVICE", default_value = "cpu")]
     device: String,
@@ -53,7 +53,7 @@ struct Formats {
 
 /// What those take that a plan is made from.
 #[derive(clap::Args)]
-struct Out {
+struct ClusterOut {
     /// Write what was measured into a description of this machine for `ztrain plan --cluster`; other parts of the file
     /// stay.
     #[arg(long, value_name = "FILE", value_parser = super::local("write a file here"))]
@@ -73,7 +73,7 @@ pub(crate) struct KernelArgs {
     #[command(flatten)]
     formats: Formats,
     #[command(flatten)]
-    common: Common,
+    common: MeasureArgs,
 }
 
 /// Arguments of `gemm`.
@@ -100,9 +100,9 @@ pub(crate) struct GemmArgs {
     #[command(flatten)]
     formats: Formats,
     #[command(flatten)]
-    common: Common,
+    common: MeasureArgs,
     #[command(flatten)]
-    out: Out,
+    out: ClusterOut,
 }
 
 /// Arguments of `memory`.
@@ -116,9 +116,9 @@ pub(crate) struct MemoryArgs {
     #[arg(long, value_name = "SIZE", default_value = "256M")]
     to: String,
     #[command(flatten)]
-    common: Common,
+    common: MeasureArgs,
     #[command(flatten)]
-    out: Out,
+    out: ClusterOut,
 }
 
 /// A number format.
@@ -150,7 +150,7 @@ struct Product {
     name: String,
     dtype: &'static str,
     #[serde(flatten)]
-    shape: Shape,
+    shape: MatmulShape,
     /// Operations.
     operations: f64,
     /// Operations in a second, as the trainer would compute it.
@@ -184,15 +184,15 @@ struct Timed {
     libtorch: f64,
 }
 
-impl Common {
+impl MeasureArgs {
     /// Checks the device and the places of results before minutes of measuring.
-    fn start(&self, out: Option<&Path>) -> Result<(Bench, Device, Results)> {
+    fn start(&self, out: Option<&Path>) -> Result<(BenchOptions, Device, Results)> {
         let plot = self.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
         let cluster = out.map(ClusterFile::open).transpose()?;
         let (device, table) = Speed::on(&self.device).start(None)?;
         let ops = table.ops().map_err(|error| Fault::machine(error.to_string()))?;
         let workers = Workers::new(usize::from(self.workers)).computing_by(ops);
-        let bench = Bench { device, workers, seconds: self.seconds };
+        let bench = BenchOptions { device, workers, seconds: self.seconds };
         Ok((bench, device, Results { plot, cluster, workers: usize::from(self.workers) }))
     }
 }
@@ -206,7 +206,7 @@ struct Results {
 
 impl Results {
     /// Draws, and changes the file that `--out` names.
-    fn put(self, chart: &Chart, change: impl FnOnce(&mut Described)) -> Result<()> {
+    fn put(self, chart: &Chart, change: impl FnOnce(&mut ClusterDescription)) -> Result<()> {
         self.plot.map_or(Ok(()), |plot| plot.put(&chart.svg()))?;
         let Some(cluster) = self.cluster else { return Ok(()) };
         cluster.put(|described| {
@@ -219,7 +219,7 @@ impl Results {
 /// A file that describes a cluster, to be changed: as it is, or begun for this machine with a single rank.
 pub(super) struct ClusterFile {
     place: Drawing,
-    described: Described,
+    described: ClusterDescription,
 }
 
 impl ClusterFile {
@@ -230,15 +230,15 @@ impl ClusterFile {
         let described = match std::fs::metadata(path).is_ok_and(|there| there.len() > 0) {
             true => {
                 let bytes = std::fs::read(path).map_err(fault)?;
-                Described::parse(&File::from_bytes(path.display().to_string(), bytes)?)?
+                ClusterDescription::parse(&File::from_bytes(path.display().to_string(), bytes)?)?
             }
-            false => Described::of_this_machine(),
+            false => ClusterDescription::of_this_machine(),
         };
         Ok(ClusterFile { place, described })
     }
 
     /// Writes it with a change.
-    pub(super) fn put(mut self, change: impl FnOnce(&mut Described)) -> Result<()> {
+    pub(super) fn put(mut self, change: impl FnOnce(&mut ClusterDescription)) -> Result<()> {
         change(&mut self.described);
         self.place.put(&self.described.text())
     }
@@ -250,7 +250,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
     let (bench, device, results) = args.common.start(args.out.out.as_deref())?;
     if let (Some(times), Some(model)) = (args.hash, &model) {
         let kinds = args.formats.dtype.iter().map(|format| format.kind());
-        let by = Repeats { ops: bench.workers.ops(), device, times };
+        let by = RepeatOptions { ops: bench.workers.ops(), device, times };
         let (config, tokens) = (&model.0, args.tokens.unwrap_or(model.1));
         return bench_hash::tell(by, config, tokens, kinds, args.common.json);
     }
@@ -267,7 +267,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
         all.extend(products.map(|product| (product.name.to_owned(), product.shape)));
     }
     let mut found = Vec::new();
-    let mut gemm = Gemm::default();
+    let mut gemm = MatmulRates::default();
     for format in &args.formats.dtype {
         let own = products(bench, *format, &all)?;
         tell_products(&own, &args.common)?;
@@ -308,7 +308,7 @@ pub(crate) fn gemm(args: GemmArgs) -> Result<u8> {
 
 /// The model of a curriculum's first phase, and the tokens of its micro-batches.
 fn model(place: &Location) -> Result<(ZayaConfig, i64)> {
-    let opened = Opened::open(place)?;
+    let opened = OpenedCurriculum::open(place)?;
     let spec = RunSpec::for_planning(&opened)?;
     if let Some((key, kind)) = spec.config().foreign() {
         return Err(Fault::usage("shapes are known of the layers of ZAYA1 alone")
@@ -322,7 +322,11 @@ fn model(place: &Location) -> Result<(ZayaConfig, i64)> {
     Ok((spec.config().clone(), tokens as i64))
 }
 
-fn products(bench: Bench, format: Format, all: &[(String, Shape)]) -> Result<Vec<Product>> {
+fn products(
+    bench: BenchOptions,
+    format: Format,
+    all: &[(String, MatmulShape)],
+) -> Result<Vec<Product>> {
     let mut found = Vec::new();
     for (name, shape) in all {
         found.push(Product {
@@ -330,8 +334,8 @@ fn products(bench: Bench, format: Format, all: &[(String, Shape)]) -> Result<Vec
             dtype: format.name(),
             shape: *shape,
             operations: shape.operations(),
-            ours: bench.product(*shape, format.kind(), By::Ours)?,
-            libtorch: bench.product(*shape, format.kind(), By::Libtorch)?,
+            ours: bench.product(*shape, format.kind(), Implementation::Ours)?,
+            libtorch: bench.product(*shape, format.kind(), Implementation::Libtorch)?,
             of_peak: 0.0,
             aligned: shape.is_aligned(),
         });
@@ -341,7 +345,7 @@ fn products(bench: Bench, format: Format, all: &[(String, Shape)]) -> Result<Vec
     Ok(found)
 }
 
-fn tell_products(found: &[Product], common: &Common) -> Result<()> {
+fn tell_products(found: &[Product], common: &MeasureArgs) -> Result<()> {
     if common.json {
         return found
             .iter()
@@ -358,7 +362,7 @@ fn tell_products(found: &[Product], common: &Common) -> Result<()> {
         "of peak"
     );
     for Product { name, dtype, shape, operations, ours, libtorch, of_peak, aligned } in found {
-        let Shape { rows, inner, columns } = shape;
+        let MatmulShape { rows, inner, columns } = shape;
         let rule = if *aligned { "" } else { "not multiples of 64" };
         tell!(
             "{name:>22} {dtype:>5} {:>24} {:>9.1} {:>11.1} {:>11.1} {:>7.0}%  {rule}",
@@ -373,7 +377,7 @@ fn tell_products(found: &[Product], common: &Common) -> Result<()> {
 }
 
 /// Rates of the optimizer's iterations: square matrices of each width, and such as are twice as long.
-fn newton_schulz(bench: Bench, widths: &[i64], common: &Common) -> Result<Curve> {
+fn newton_schulz(bench: BenchOptions, widths: &[i64], common: &MeasureArgs) -> Result<Curve> {
     let mut found = Vec::new();
     for shape in widths.iter().flat_map(|width| [[*width, *width], [*width, 2 * width]]) {
         let [operations, rate] = bench.newton_schulz(shape)?;
@@ -453,7 +457,7 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
         }
         bytes *= 4;
     }
-    let curve = |pass: Pass| {
+    let curve = |pass: MemoryPass| {
         let own = found.iter().flatten().filter(|row| row.operation == pass.name());
         Some(Curve::of(own.map(|row| [row.bytes as f64, row.bytes_per_s]).collect()))
     };
@@ -467,14 +471,14 @@ pub(crate) fn memory(args: MemoryArgs) -> Result<u8> {
         curves: named.map(|(pass, rows)| (pass.name().to_owned(), points(rows))).collect(),
     };
     results.put(&chart, |described| {
-        described.memory = Some(Memory {
-            copy: curve(Pass::Copy),
-            scale: curve(Pass::Scale),
-            add: curve(Pass::Add),
-            triad: curve(Pass::Triad),
-            checksum: curve(Pass::Checksum),
-            tree: curve(Pass::Tree),
-            softmax: curve(Pass::Softmax),
+        described.memory = Some(MemoryBandwidth {
+            copy: curve(MemoryPass::Copy),
+            scale: curve(MemoryPass::Scale),
+            add: curve(MemoryPass::Add),
+            triad: curve(MemoryPass::Triad),
+            checksum: curve(MemoryPass::Checksum),
+            tree: curve(MemoryPass::Tree),
+            softmax: curve(MemoryPass::Softmax),
         });
     })?;
     Ok(0)
@@ -504,7 +508,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
     }
     let mut found = Vec::new();
     for format in &args.formats.dtype {
-        let numbers = Numbers { config: config.clone(), tokens, kind: format.kind() };
+        let numbers = MicroBatchSizes { config: config.clone(), tokens, kind: format.kind() };
         for of in numbers.operations() {
             let narrow = [Format::F32, Format::Bf16].into_iter().find(|it| it.kind() == of.kind());
             let dtype = narrow.unwrap_or(*format).name();
@@ -516,8 +520,8 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
                 operation: of.name,
                 dtype,
                 bytes: of.bytes,
-                ours: bench.operation(&numbers, &of, By::Ours)?,
-                libtorch: bench.operation(&numbers, &of, By::Libtorch)?,
+                ours: bench.operation(&numbers, &of, Implementation::Ours)?,
+                libtorch: bench.operation(&numbers, &of, Implementation::Libtorch)?,
             };
             tell_kernel(&row, &args.common)?;
             found.push(row);
@@ -543,7 +547,7 @@ pub(crate) fn kernels(args: KernelArgs) -> Result<u8> {
     Ok(0)
 }
 
-fn tell_kernel(row: &Timed, common: &Common) -> Result<()> {
+fn tell_kernel(row: &Timed, common: &MeasureArgs) -> Result<()> {
     if common.json {
         return print_raw(&format!("{}\n", serde_json::json!(row)));
     }

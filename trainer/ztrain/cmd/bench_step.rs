@@ -5,15 +5,15 @@ use std::sync::Arc;
 
 use contract::terminal::print_raw;
 use contract::{Result, counted};
-use loader::Opened;
+use loader::OpenedCurriculum;
 use store::Location;
 use trainer::RunSpec;
-use trainer::bench::{Exchanged, RankMemory, StepTable, step};
-use trainer::memory::Holds;
-use trainer::mesh::Team;
+use trainer::bench::{ExchangedBytes, RankMemory, StepTable, step};
+use trainer::memory::MemoryUse;
+use trainer::mesh::ProcessMesh;
 use trainer::refusal::lost;
-use trainer::step::Context;
-use trainer::trace::{Share, Trace};
+use trainer::step::StepContext;
+use trainer::trace::{TimeShare, Trace};
 
 use super::Speed;
 use super::drawing::Drawing;
@@ -57,13 +57,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     kernels::memory::count().map_err(lost)?;
     let launched = args.ranks.launched()?;
     let mut world = args.ranks.world(&args.speed, launched.as_ref(), (None, &Arc::default()))?;
-    let spec = RunSpec::new(&Opened::open(&args.curriculum)?)?;
+    let spec = RunSpec::new(&OpenedCurriculum::open(&args.curriculum)?)?;
     trainer::refuse_unshared(&spec, world.comm.world(), args.ranks.degrees())?;
     let workers = args.speed.workers(launched.as_ref(), &world.runtime)?;
     world.comm.choose_transport(world.device, args.ranks.transport()).map_err(lost)?;
     let (schedule, flat) = args.ranks.ways();
-    let team = Team::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
-    let context = Context { spec: &spec, team: &team, workers };
+    let team = ProcessMesh::new(&world.comm, args.ranks.degrees(), schedule, flat)?;
+    let context = StepContext { spec: &spec, team: &team, workers };
     let table = step(context, world.device, args.warm_up, args.steps, trace)?;
     world.comm.barrier("the end").map_err(lost)?;
     if world.comm.rank() > 0 {
@@ -156,7 +156,7 @@ fn print_trace(trace: &Trace) -> Result<()> {
     );
     for (heading, shares) in [("part", parts), ("of most time", top)] {
         tell!("{:>10} {:>7} {:>7}  {heading}", "ms", "share", "calls");
-        for Share { name, seconds, calls } in shares {
+        for TimeShare { name, seconds, calls } in shares {
             let share = 100.0 * seconds / busy.max(f64::MIN_POSITIVE);
             tell!("{:>10.3} {share:>6.1}% {calls:>7}  {name}", 1e3 * seconds);
         }
@@ -173,7 +173,8 @@ fn print_ranks(table: &StepTable) -> Result<()> {
             100.0 * table.uneven
         );
     }
-    if let Some(Exchanged { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged {
+    if let Some(ExchangedBytes { bytes, bytes_between_nodes, waited_for_blocks }) = table.exchanged
+    {
         tell!(
             "exchanged in a step: {:.2} MiB, {:.2} MiB between machines; {:.2} ms of waiting after the last micro-batch",
             mega(bytes / table.steps),
@@ -203,7 +204,7 @@ fn print_ranks(table: &StepTable) -> Result<()> {
         "{head}  (tensors: the most that were alive; resident: the most, less what the program took before)"
     );
     for RankMemory { rank, formula, before, most, tensors, .. } in &table.memory {
-        let Holds { weights, masters, moments, activations, gradients, sent, received, sums } =
+        let MemoryUse { weights, masters, moments, activations, gradients, sent, received, sums } =
             *formula;
         let parts = [
             weights,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use contract::terminal::print_raw;
 use contract::{Fault, Result};
-use trainer::compare::{Answer, chart, compare};
+use trainer::compare::{Comparison, chart, compare};
 
 use super::drawing::Drawing;
 
@@ -49,7 +49,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             tell!("both curves: {}", drawing.path().display());
         }
     }
-    Ok(if matches!(answer, Answer { difference: None, .. }) {
+    Ok(if matches!(answer, Comparison { difference: None, .. }) {
         0
     } else {
         contract::Class::Mismatch.exit_code()

@@ -7,10 +7,10 @@ use contract::{Class, Fault, Result};
 use serde_json::json;
 use store::Location;
 use trainer::World;
-use trainer::explain::{Explanation, Request, explain};
-use trainer::replay::{Replayer, Together, Verdict};
+use trainer::explain::{ExplainRequest, Explanation, explain};
+use trainer::replay::{ReplayParallelism, Replayer, Verdict};
 
-use super::{Keeping, Speed, ranks};
+use super::{SavedStateFlags, Speed, ranks};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -40,7 +40,7 @@ pub(crate) struct Args {
     #[arg(long)]
     timing: bool,
     #[command(flatten)]
-    keeping: Keeping,
+    keeping: SavedStateFlags,
     #[command(flatten)]
     speed: Speed,
 }
@@ -52,7 +52,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (device, table) = speed.start(None)?;
     let workers = speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
-    let replayer = Replayer::open_with(run.path(), &store, &world, workers, Together::default())?;
+    let replayer =
+        Replayer::open_with(run.path(), &store, &world, workers, ReplayParallelism::default())?;
     replayer.refuse_memory()?;
     let mut replayer = replayer.keeping(keeping.keep());
     if let Some(kernels) = &replayer.kernels {
@@ -65,7 +66,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .found(step)
             .wanted(format!("1 to {last}")));
     }
-    let explained = explain(&mut replayer, Request { step, window, top, tokens })?;
+    let explained = explain(&mut replayer, ExplainRequest { step, window, top, tokens })?;
     for warning in &replayer.warnings {
         contract::note!("warning: {warning}");
     }

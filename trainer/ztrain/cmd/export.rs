@@ -9,7 +9,7 @@ use store::Location;
 use trainer::World;
 use trainer::export::export;
 use trainer::folder::RunFolder;
-use trainer::replay::{Replayer, Together};
+use trainer::replay::{ReplayParallelism, Replayer};
 
 use super::Speed;
 
@@ -50,8 +50,13 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let (device, table) = args.speed.start(None)?;
     let workers = args.speed.workers(None, &table)?;
     let world = Arc::new(World::alone(device, table));
-    let mut replayer =
-        Replayer::open_with(args.run.path(), &args.store, &world, workers, Together::default())?;
+    let mut replayer = Replayer::open_with(
+        args.run.path(),
+        &args.store,
+        &world,
+        workers,
+        ReplayParallelism::default(),
+    )?;
     let step = match args.step {
         Some(step) => step,
         None => newest(&args, replayer.recorded())?,

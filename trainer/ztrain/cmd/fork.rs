@@ -7,7 +7,7 @@ use contract::{Result, shell, words};
 use kernels::runtime::{self, RuntimeOptions};
 use serde_json::json;
 use store::Location;
-use trainer::fork::{Forked, Request, fork};
+use trainer::fork::{ForkRequest, Forked, fork};
 
 use super::whatif::Changes;
 
@@ -46,7 +46,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let options = RuntimeOptions { device: "cpu".to_owned() };
     let table = runtime::start(&options).map_err(|error| super::machine("cpu", &error))?;
     let change = args.changes.change();
-    let request = Request {
+    let request = ForkRequest {
         run: args.run.path(),
         step: args.step,
         out: &args.out,

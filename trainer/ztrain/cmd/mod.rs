@@ -50,9 +50,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::{flag, low_level};
 use store::Location;
 use tch::Device;
-use trainer::launch::Launched;
+use trainer::launch::LaunchedRank;
 use trainer::model;
-use trainer::replay::Keep;
+use trainer::replay::SavedStateLimits;
 use trainer::workers::Workers;
 
 /// Reads a place: a path, or `s3://bucket/key`.
@@ -160,7 +160,7 @@ pub(crate) struct Speed {
 /// Flags about states that a replay leaves for the next question.
 #[derive(clap::Args)]
 #[command(next_help_heading = "For the next question")]
-pub(crate) struct Keeping {
+pub(crate) struct SavedStateFlags {
     /// Newest states before replayed steps that are kept in RUN/replays, so that the next question about such a step
     /// begins there; 0 keeps none. No run continues from them.
     #[arg(long, value_name = "COUNT", default_value_t = 4)]
@@ -170,10 +170,10 @@ pub(crate) struct Keeping {
     keep_gib: u64,
 }
 
-impl Keeping {
+impl SavedStateFlags {
     /// What they say.
-    pub(crate) fn keep(&self) -> Keep {
-        Keep { states: self.keep_states, bytes: self.keep_gib.saturating_mul(1 << 30) }
+    pub(crate) fn keep(&self) -> SavedStateLimits {
+        SavedStateLimits { states: self.keep_states, bytes: self.keep_gib.saturating_mul(1 << 30) }
     }
 
     /// As flags.
@@ -200,7 +200,7 @@ impl Speed {
     /// would only hold more of its memory.
     pub(crate) fn workers(
         &self,
-        launched: Option<&Launched>,
+        launched: Option<&LaunchedRank>,
         table: &KernelTable,
     ) -> Result<Workers> {
         let ranks = launched.map_or(1, |launched| launched.local_world.max(1));
@@ -209,8 +209,8 @@ impl Speed {
             _ => Workers::new(1),
         };
         let keep = match self.recompute {
-            true => model::Keep::LayerInputs,
-            false => model::Keep::Everything,
+            true => model::ActivationCheckpointing::LayerInputs,
+            false => model::ActivationCheckpointing::Everything,
         };
         let workers = self.workers.or(self.lanes).map_or_else(shared, Workers::new);
         let ops = table.ops().map_err(|error| machine(&self.device, &error))?;
@@ -225,7 +225,7 @@ impl Speed {
     }
 
     /// Puts the determinism switches in force, then opens the device. Each rank on a machine takes one of its own.
-    pub(crate) fn start(&self, launched: Option<&Launched>) -> Result<(Device, KernelTable)> {
+    pub(crate) fn start(&self, launched: Option<&LaunchedRank>) -> Result<(Device, KernelTable)> {
         let name = match launched {
             Some(launched) if self.device == "cuda" => launched.device(),
             _ => self.device.clone(),
@@ -288,14 +288,14 @@ pub(crate) fn listen(stop: &Arc<AtomicBool>) -> Result<()> {
 
 /// What a run is asked for from outside.
 #[derive(Clone, Default)]
-pub(crate) struct Requests {
+pub(crate) struct SignalRequests {
     /// To stop after the step at hand.
     pub(crate) stop: Arc<AtomicBool>,
     /// To keep the state after it, and to go on.
     pub(crate) keep: Arc<AtomicBool>,
 }
 
-impl Requests {
+impl SignalRequests {
     /// Listens as [`listen`] does; to SIGUSR1 and SIGUSR2 besides, which Slurm sends a while before it ends a job: the
     /// first has the state kept, the second is a request to stop that no other one waits for.
     pub(crate) fn listen(&self) -> Result<()> {
@@ -307,7 +307,7 @@ impl Requests {
 
     /// Says at once what was asked for, also before this: the step at hand takes its time. Ranks that this process
     /// starts are asked to keep the state as well.
-    pub(crate) fn answer(&self, ranks: Starts) -> Result<()> {
+    pub(crate) fn answer(&self, ranks: StartupStage) -> Result<()> {
         const STOP: &str = "asked to stop: the step at hand ends and the state is kept; a second SIGTERM or SIGINT ends the run \
                             at once";
         const KEEP: &str =
@@ -326,9 +326,9 @@ impl Requests {
             }
         })?;
         on_signals([SIGUSR1].into_iter(), Some(&self.keep), move || {
-            contract::note!("{}", if ranks == Starts::Others { OTHERS } else { KEEP });
+            contract::note!("{}", if ranks == StartupStage::Others { OTHERS } else { KEEP });
             // There may be none yet.
-            while ranks == Starts::Ranks && !hand_on() {
+            while ranks == StartupStage::Ranks && !hand_on() {
                 std::thread::sleep(LOOK);
             }
         })
@@ -337,7 +337,7 @@ impl Requests {
 
 /// What a process that is asked for something has started, or is about to.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Starts {
+pub(crate) enum StartupStage {
     /// Nothing: it computes itself.
     Nothing,
     /// Processes of this program.

@@ -3,19 +3,19 @@
 use clap::builder::RangedU64ValueParser;
 use contract::words::{bytes as size, flops};
 use contract::{Result, terminal};
-use loader::{Opened, steps_without_labels, without_labels};
+use loader::{OpenedCurriculum, steps_without_labels, without_labels};
 use store::Location;
 use trainer::RunSpec;
-use trainer::memory::Holds;
+use trainer::memory::MemoryUse;
 use trainer::mesh::Degrees;
-use trainer::model::Keep;
+use trainer::model::ActivationCheckpointing;
 use trainer::plan::{Fleet, PhaseNeeds, ReplicaNeeds, RunNeeds, SentInStep, needs};
-use trainer::sizing::estimate::Setting;
-use trainer::sizing::{Cluster, Described};
+use trainer::sizing::estimate::PlannedRun;
+use trainer::sizing::{Cluster, ClusterDescription};
 use trainer::workers::Workers;
 
 use super::plan_cluster::{self, ClusterArgs};
-use super::ranks::How;
+use super::ranks::GradReduceName;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -41,7 +41,7 @@ pub(crate) struct Args {
     recompute: bool,
     /// As `ztrain --grad-reduce`.
     #[arg(long, value_name = "HOW", value_enum, default_value = "whole")]
-    grad_reduce: How,
+    grad_reduce: GradReduceName,
     /// As `ztrain --cp`: how many ranks may share a micro-batch.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     cp: u32,
@@ -60,9 +60,14 @@ pub(crate) struct Args {
 
 /// Tells.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let keep = if args.recompute { Keep::LayerInputs } else { Keep::Everything };
+    let keep = if args.recompute {
+        ActivationCheckpointing::LayerInputs
+    } else {
+        ActivationCheckpointing::Everything
+    };
     let cluster = args.on.cluster.as_deref();
-    let cluster = cluster.map(|place| Described::read(place)?.resolve(place)).transpose()?;
+    let cluster =
+        cluster.map(|place| ClusterDescription::read(place)?.resolve(place)).transpose()?;
     let of_cluster = |of: fn(&Cluster) -> u32| cluster.as_ref().map(of);
     let ranks = args.ranks.or(of_cluster(|it| it.ranks)).unwrap_or(1);
     let per_node = args.ranks_per_node.or(of_cluster(|it| it.ranks_per_node)).unwrap_or(ranks);
@@ -76,7 +81,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
         degrees: Degrees { cp: args.cp, tsp: args.tsp },
         device: args.device,
     };
-    let opened = Opened::open(&args.curriculum)?;
+    let opened = OpenedCurriculum::open(&args.curriculum)?;
     let spec = RunSpec::for_planning(&opened)?;
     trainer::refuse_unshared(&spec, fleet.ranks, fleet.degrees)?;
     let mut needs = needs(&spec, &fleet)?;
@@ -84,7 +89,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let told = match &cluster {
         Some(cluster) => {
             needs.place_on(&cluster.name, cluster.memory_bytes);
-            let setting = Setting { spec: &spec, cluster, fleet: &fleet };
+            let setting = PlannedRun { spec: &spec, cluster, fleet: &fleet };
             Some(plan_cluster::told(&args.on, setting, &needs)?)
         }
         None => None,
@@ -146,7 +151,7 @@ fn text(needs: &RunNeeds, fleet: &Fleet) -> String {
 
 fn phase_lines(phase: &PhaseNeeds, needs: &RunNeeds) -> Vec<String> {
     let PhaseNeeds { steps, batch, micro_batch, seq_len, largest_rank, memory, sent, .. } = phase;
-    let Holds { weights, masters, moments, activations, gradients, sent: out, received, sums } =
+    let MemoryUse { weights, masters, moments, activations, gradients, sent: out, received, sums } =
         *memory;
     let SentInStep {
         gradients_within_machines,

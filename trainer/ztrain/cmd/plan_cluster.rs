@@ -7,8 +7,8 @@ use serde::Serialize;
 use trainer::chart::Chart;
 use trainer::plan::RunNeeds;
 use trainer::sizing::degrees::{self, Degree};
-use trainer::sizing::estimate::{self, Keeping, Setting, StepTime};
-use trainer::sizing::faults::{Failing, Simulated, between, simulate};
+use trainer::sizing::estimate::{self, CheckpointCost, PlannedRun, StepTime};
+use trainer::sizing::faults::{FailureModel, Simulation, between, simulate};
 use trainer::sizing::hints::{self, seconds};
 
 use super::drawing::Drawing;
@@ -44,30 +44,34 @@ pub(super) struct ClusterArgs {
 
 /// What a cluster makes of a run.
 #[derive(Serialize)]
-pub(super) struct Told {
+pub(super) struct ClusterEstimate {
     cluster: String,
     assumed: Vec<String>,
-    phases: Vec<PhaseTold>,
+    phases: Vec<PhaseEstimate>,
     degrees: Vec<Degree>,
     simulated: Option<SimulatedRun>,
 }
 
 #[derive(Serialize)]
-struct PhaseTold {
+struct PhaseEstimate {
     time: StepTime,
-    keeping: Option<Keeping>,
+    keeping: Option<CheckpointCost>,
     hints: Vec<String>,
 }
 
 #[derive(Serialize)]
 struct SimulatedRun {
-    run: Failing,
+    run: FailureModel,
     expected_goodput: f64,
-    found: Simulated,
+    found: Simulation,
 }
 
 /// Works it out.
-pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -> Result<Told> {
+pub(super) fn told(
+    args: &ClusterArgs,
+    setting: PlannedRun<'_>,
+    needs: &RunNeeds,
+) -> Result<ClusterEstimate> {
     let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
     let mut phases = Vec::new();
     let firsts = setting.spec.plan.phases().iter().map(|phase| phase.first_step);
@@ -85,7 +89,7 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
         if phases.is_empty() {
             hints.extend(hints::of_shapes(&setting.spec.model_at(first)?.config));
         }
-        phases.push(PhaseTold { time, keeping, hints });
+        phases.push(PhaseEstimate { time, keeping, hints });
     }
     let simulated =
         args.simulate.map(|days| simulated(args, setting, &phases, days)).transpose()?;
@@ -99,13 +103,19 @@ pub(super) fn told(args: &ClusterArgs, setting: Setting<'_>, needs: &RunNeeds) -
             .wanted("context_chunks (and weight_shards) in a phase, which degrees divide, as they do the ranks"));
     }
     let cluster = setting.cluster.name.clone();
-    Ok(Told { cluster, assumed: setting.cluster.assumed.clone(), phases, degrees, simulated })
+    Ok(ClusterEstimate {
+        cluster,
+        assumed: setting.cluster.assumed.clone(),
+        phases,
+        degrees,
+        simulated,
+    })
 }
 
 fn simulated(
     args: &ClusterArgs,
-    setting: Setting<'_>,
-    phases: &[PhaseTold],
+    setting: PlannedRun<'_>,
+    phases: &[PhaseEstimate],
     days: u32,
 ) -> Result<SimulatedRun> {
     let nothing = || {
@@ -119,17 +129,17 @@ fn simulated(
     let faults = setting.cluster.faults.ok_or_else(nothing)?;
     let ranks = args.simulate_ranks.unwrap_or(setting.fleet.ranks);
     let between = between(ranks, faults.per_rank_hour);
-    let Keeping { stall, write, .. } = keeping;
+    let CheckpointCost { stall, write, .. } = keeping;
     let best = estimate::best_steps(stall, write, between, first.time.seconds);
     let every = args.checkpoint_every.unwrap_or(best);
     let run =
-        Failing { step: first.time.seconds, every, stall, between, restart: faults.restart_s };
+        FailureModel { step: first.time.seconds, every, stall, between, restart: faults.restart_s };
     let found = simulate(run, days, args.seed);
     Ok(SimulatedRun { run, expected_goodput: run.goodput(), found })
 }
 
 /// Steps day by day: those kept so far in per cent of what no failure would have let pass, those lost, and failures.
-fn month(found: &Simulated, run: Failing) -> Chart {
+fn month(found: &Simulation, run: FailureModel) -> Chart {
     let a_day = 86_400.0 / run.step;
     let (mut kept, mut goodput) = (0, Vec::new());
     let (mut lost, mut failures) = (Vec::new(), Vec::new());
@@ -151,7 +161,7 @@ fn month(found: &Simulated, run: Failing) -> Chart {
     }
 }
 
-impl Told {
+impl ClusterEstimate {
     /// For people.
     pub(super) fn text(&self) -> String {
         let mut lines = vec![format!("\non {}:", terminal::name(&self.cluster))];
@@ -203,7 +213,7 @@ fn degree_lines(degrees: &[Degree]) -> Vec<String> {
     degrees.iter().map(line).collect()
 }
 
-impl PhaseTold {
+impl PhaseEstimate {
     fn lines(&self, lines: &mut Vec<String>) {
         let time = &self.time;
         lines.push(format!(
@@ -235,7 +245,7 @@ impl PhaseTold {
                 seconds(time.weights)
             ));
         }
-        if let Some(Keeping { stall, write, between, every, goodput }) = self.keeping {
+        if let Some(CheckpointCost { stall, write, between, every, goodput }) = self.keeping {
             lines.push(format!(
                 "  checkpoint: stalls {}, writes {} beside the steps; best every {every} steps ({})",
                 seconds(stall),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use contract::{Fault, Result};
 use kernels::group::Transport;
 use trainer::World;
-use trainer::launch::{self, Launch, Launched, spawned_us};
+use trainer::launch::{self, Launch, LaunchedRank, spawned_us};
 use trainer::mesh::{Degrees, GradReduce};
 
 use super::Speed;
@@ -25,7 +25,7 @@ pub(crate) struct Ranks {
     /// How gradients are reduced: whole, after a rank has added all its micro-batches (fewest bytes), or in buckets
     /// that are sent as soon as each micro-batch is computed (least memory).
     #[arg(long, value_name = "HOW", value_enum, default_value = "whole")]
-    grad_reduce: How,
+    grad_reduce: GradReduceName,
     /// How many ranks may share each micro-batch: each phase uses the most, up to N, that divide its `context_chunks`
     /// and the number of ranks; the others compute other micro-batches.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -41,7 +41,7 @@ pub(crate) struct Ranks {
     /// How tensors travel between ranks: from GPU to GPU by RCCL or NCCL (ZTRAIN_RCCL names the library to open),
     /// through plain memory by Gloo, or the first where every rank has it.
     #[arg(long, value_name = "HOW", value_enum, default_value = "auto")]
-    transport: By,
+    transport: TransportName,
     /// Ranks on each machine, to try out what is sent between machines [default: as the launcher says].
     #[arg(long, value_name = "3,2", value_delimiter = ',')]
     ranks_per_node: Vec<u32>,
@@ -55,24 +55,24 @@ fn processes(text: &str) -> std::result::Result<u32, &'static str> {
 
 /// A grad_reduce, by its name.
 #[derive(Clone, Copy, clap::ValueEnum)]
-pub(crate) enum How {
+pub(crate) enum GradReduceName {
     Whole,
     Bucketed,
 }
 
-impl How {
+impl GradReduceName {
     /// What it names.
     pub(crate) fn grad_reduce(self) -> GradReduce {
         match self {
-            How::Whole => GradReduce::Whole,
-            How::Bucketed => GradReduce::Bucketed,
+            GradReduceName::Whole => GradReduce::Whole,
+            GradReduceName::Bucketed => GradReduce::Bucketed,
         }
     }
 }
 
 /// A transport, by its name.
 #[derive(Clone, Copy, clap::ValueEnum)]
-enum By {
+enum TransportName {
     Auto,
     Gloo,
     Rccl,
@@ -82,9 +82,9 @@ impl Ranks {
     /// How tensors travel between the ranks.
     pub(crate) fn transport(&self) -> Transport {
         match self.transport {
-            By::Auto => Transport::Auto,
-            By::Gloo => Transport::Gloo,
-            By::Rccl => Transport::Rccl,
+            TransportName::Auto => Transport::Auto,
+            TransportName::Gloo => Transport::Gloo,
+            TransportName::Rccl => Transport::Rccl,
         }
     }
 
@@ -122,14 +122,14 @@ impl Ranks {
     }
 
     /// The place of this process among others, if it has one.
-    pub(crate) fn launched(&self) -> Result<Option<Launched>> {
+    pub(crate) fn launched(&self) -> Result<Option<LaunchedRank>> {
         let mut launched = launch::place(|name| std::env::var(name).ok())?;
         // With --nproc it is for those that are started to say.
         let alone = launched.is_none() && self.nproc.is_none_or(|count| count == 1);
         if alone {
             self.refuse_nodes(1)?;
         }
-        if let (Some(Launched { place, .. }), false) =
+        if let (Some(LaunchedRank { place, .. }), false) =
             (&mut launched, self.ranks_per_node.is_empty())
         {
             self.refuse_nodes(place.world)?;
@@ -158,7 +158,7 @@ impl Ranks {
     pub(crate) fn world(
         &self,
         speed: &Speed,
-        launched: Option<&Launched>,
+        launched: Option<&LaunchedRank>,
         (min_ranks, stop): (Option<u32>, &Arc<AtomicBool>),
     ) -> Result<World> {
         let ((device, runtime), patience) = (speed.start(launched)?, self.rank_timeout);
@@ -189,7 +189,7 @@ impl Ranks {
 pub(crate) fn refuse_launcher(command: &str) -> Result<()> {
     match launch::place(|name| std::env::var(name).ok())? {
         None => Ok(()),
-        Some(Launched { place, .. }) => {
+        Some(LaunchedRank { place, .. }) => {
             Err(Fault::usage(format!("{command} computes in one process"))
                 .at("the environment")
                 .found(format!("rank {} of {}", place.rank, place.world))

@@ -11,18 +11,18 @@ use store::Location;
 use trainer::World;
 use trainer::launch::spawned_us;
 use trainer::optim::guard::Skipped;
-use trainer::replay::attribute::{Effort, attribute};
+use trainer::replay::attribute::{AttributionOptions, attribute};
 use trainer::replay::documents::DocumentLoss;
-use trainer::replay::texts::Part;
+use trainer::replay::texts::DocumentText;
 use trainer::replay::whatif::imagine;
-use trainer::replay::{Replayed, Replayer, Together, Verdict, meet};
+use trainer::replay::{ReplayParallelism, Replayed, Replayer, Verdict, meet};
 use trainer::step::Detail;
 use trainer::workers::Workers;
 
 use super::drawing::Drawing;
 use super::ranks::{self, Ranks};
-use super::whatif::{self, Asked, Changes};
-use super::{Keeping, Speed, attribute as attribution};
+use super::whatif::{self, Changes, WhatIfRequest};
+use super::{SavedStateFlags, Speed, attribute as attribution};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -95,7 +95,7 @@ pub(crate) struct Args {
     #[command(flatten)]
     changes: Changes,
     #[command(flatten)]
-    keeping: Keeping,
+    keeping: SavedStateFlags,
     #[command(flatten)]
     ranks: Ranks,
     #[command(flatten)]
@@ -144,7 +144,7 @@ fn opened(args: &Args, world: &Arc<World>, workers: Workers) -> Result<Replayer>
         format!("--grad-reduce {}", grad_reduce.name()),
         format!("--no-hierarchical {flat}"),
     ];
-    let together = Together { grad_reduce, flat, degrees: args.ranks.degrees(), asked };
+    let together = ReplayParallelism { grad_reduce, flat, degrees: args.ranks.degrees(), asked };
     let replayer = Replayer::open_with(args.run.path(), &args.store, world, workers, together)?;
     replayer.refuse_memory()?;
     Ok(replayer.keeping(args.keeping.keep()))
@@ -176,13 +176,16 @@ fn answer(args: &Args, replayer: &mut Replayer) -> Result<u8> {
         let plot = args.plot.as_deref().map(|path| Drawing::at("--plot", path)).transpose()?;
         let (run, stores, plot, json) = (args.run.path(), &args.store, plot.as_ref(), args.json);
         if replayer.speaks() {
-            whatif::print(&Asked { run, stores, change: &change, steps, json, plot }, &answer)?;
+            whatif::print(
+                &WhatIfRequest { run, stores, change: &change, steps, json, plot },
+                &answer,
+            )?;
         }
         say_warnings(args, replayer);
         return Ok(if answer.diverged.is_some() { Class::Diverged.exit_code() } else { 0 });
     }
     if let Some(documents) = args.attribute {
-        let effort = Effort { documents: documents as usize, subsets: args.subsets };
+        let effort = AttributionOptions { documents: documents as usize, subsets: args.subsets };
         let found = attribute(replayer, steps, effort)?;
         say_warnings(args, replayer);
         return attribution::print(&found, args.json).map(|()| 0);
@@ -282,7 +285,7 @@ fn exit_code(replayed: &Replayed) -> u8 {
 fn print_replayed(
     args: &Args,
     replayed: &Replayed,
-    texts: &[Vec<Part>],
+    texts: &[Vec<DocumentText>],
     alone: bool,
 ) -> Result<()> {
     if args.json {
@@ -335,9 +338,9 @@ fn print_replayed(
     Ok(())
 }
 
-fn print_texts(documents: &[DocumentLoss], texts: &[Vec<Part>]) -> Result<()> {
+fn print_texts(documents: &[DocumentLoss], texts: &[Vec<DocumentText>]) -> Result<()> {
     for (document, parts) in documents.iter().zip(texts) {
-        for Part { row, first_token, tokens, text } in parts {
+        for DocumentText { row, first_token, tokens, text } in parts {
             let end = first_token + tokens;
             let id = name(&document.id);
             tell!("text of {id}, tokens {first_token}..{end}, in sequence {row}:");

@@ -6,7 +6,7 @@ use contract::Result;
 use contract::terminal::print_raw;
 use serde_json::json;
 use trainer::folder::RunFolder;
-use trainer::report::{View, page};
+use trainer::report::{RunView, page};
 
 use super::drawing::Drawing;
 
@@ -31,7 +31,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let named = args.out.as_deref().map(|path| Drawing::at("--out", path)).transpose()?;
     let runs = [args.run, args.named].concat();
-    let views = runs.iter().map(|run| View::open(run)).collect::<Result<Vec<View>>>()?;
+    let views = runs.iter().map(|run| RunView::open(run)).collect::<Result<Vec<RunView>>>()?;
     for (run, view) in runs.iter().zip(&views) {
         let unreadable = view.log().unreadable;
         if unreadable > 0 {
@@ -48,7 +48,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let text = page(&views, false)?;
     drawing.put(&text)?;
     if args.json {
-        let steps: Vec<u64> = views.iter().map(View::last_step).collect();
+        let steps: Vec<u64> = views.iter().map(RunView::last_step).collect();
         let odd: Vec<usize> = views.iter().map(|view| view.odd().len()).collect();
         let file = out.display().to_string();
         let answer = json!({"file": file, "bytes": text.len(), "step_counts": steps, "odd_step_counts": odd});

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use contract::Result;
 use contract::terminal::print_raw;
-use trainer::report::Table;
+use trainer::report::StepRows;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -25,7 +25,7 @@ pub(crate) struct Args {
 
 /// Prints each step as it is read.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let mut table = Table::open(args.run.path(), args.steps, args.last)?;
+    let mut table = StepRows::open(args.run.path(), args.steps, args.last)?;
     if !args.json {
         tell!("{}", table.heads());
     }

@@ -3,7 +3,7 @@
 use contract::Result;
 use contract::terminal::{name, print_raw};
 use serde_json::json;
-use trainer::report::{Kind, View, explain_command, grouped};
+use trainer::report::{OddReasonKind, RunView, explain_command, grouped};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -23,7 +23,7 @@ pub(crate) struct Args {
 
 /// Finds; an odd step is an answer, not an error.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let view = View::open(args.run.path())?;
+    let view = RunView::open(args.run.path())?;
     let found = view.odd();
     let command = |step: u64| explain_command(args.run.path(), step);
     if args.json {
@@ -63,7 +63,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             tell!("  here: {}", name(context));
             Ok::<_, contract::Fault>(())
         })?;
-        let slow = one.reasons.iter().filter(|reason| reason.kind == Kind::Slow);
+        let slow = one.reasons.iter().filter(|reason| reason.kind == OddReasonKind::Slow);
         let mut steps = vec![one.farthest()];
         steps.extend(slow.map(|reason| reason.step).filter(|step| *step != one.farthest()));
         steps.into_iter().try_for_each(|step| {

@@ -4,10 +4,10 @@ use std::ffi::{OsStr, OsString};
 
 use contract::{Fault, Result};
 use store::Location;
-use trainer::launch::rules::Rules;
-use trainer::launch::{self, Guard};
+use trainer::launch::rules::FaultRules;
+use trainer::launch::{self, Watchdog};
 
-use super::{Requests, Starts, place, train};
+use super::{SignalRequests, StartupStage, place, train};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -25,7 +25,7 @@ pub(crate) struct Args {
 
 /// Watches over a run until it is done.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let requests = Requests::default();
+    let requests = SignalRequests::default();
     requests.listen()?;
     let stop = &requests.stop;
     if let Some(launched) = launch::place(|name| std::env::var(name).ok())? {
@@ -35,7 +35,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
             .found(format!("rank {rank} of {}", launched.place.world))
             .hint("give the launcher to it: ztrain supervise --launch 'srun ...' ..."));
     }
-    let read = args.rules.as_ref().map(Rules::read).transpose()?;
+    let read = args.rules.as_ref().map(FaultRules::read).transpose()?;
     let (rules, text) = read.unwrap_or_default();
     let mut arguments = of_training(std::env::args_os().skip(1));
     let ranks = args.train.to_spawn()?.unwrap_or(1);
@@ -43,8 +43,8 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let holds = args.train.hold()?;
     arguments.extend(train::of_group(&holds));
     let (launch, run) = (args.launch, args.train.folder()?);
-    requests.answer(if launch.is_some() { Starts::Others } else { Starts::Ranks })?;
-    let ended = Guard { rules, text, arguments, launch, run, ranks }.run(stop);
+    requests.answer(if launch.is_some() { StartupStage::Others } else { StartupStage::Ranks })?;
+    let ended = Watchdog { rules, text, arguments, launch, run, ranks }.run(stop);
     holds.let_go();
     ended
 }

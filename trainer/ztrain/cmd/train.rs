@@ -8,18 +8,18 @@ use std::time::Duration;
 
 use contract::{Fault, Result, terminal};
 use kernels::group::Transport;
-use loader::{Opened, PrefetchOptions};
+use loader::{OpenedCurriculum, PrefetchOptions};
 use store::Location;
-use trainer::audit::Audit;
+use trainer::audit::AuditFraction;
 use trainer::checkpoint::{Retention, SnapshotOptions};
-use trainer::folder::{Holds, RunFolder};
-use trainer::launch::{self, Launch, Launched, Supervised, spawned_us};
+use trainer::folder::{RunFolder, RunLocks};
+use trainer::launch::{self, Launch, LaunchedRank, SupervisorLink, spawned_us};
 use trainer::validate::Validation;
 use trainer::workers::Workers;
-use trainer::{ExecOptions, Outcome, RunSpec, fit_workers, train};
+use trainer::{ExecOptions, RunOutcome, RunSpec, fit_workers, train};
 
 use super::ranks::Ranks;
-use super::{Requests, Speed, Starts, above_zero};
+use super::{SignalRequests, Speed, StartupStage, above_zero};
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -65,8 +65,8 @@ pub(crate) struct Args {
     snapshot_keep: u64,
     /// Compute this part of the micro-batches twice, and stop where one comes out otherwise: the machine. Decides no
     /// bit.
-    #[arg(long, value_name = "1/N", value_parser = str::parse::<Audit>, allow_hyphen_values = true)]
-    audit: Option<Audit>,
+    #[arg(long, value_name = "1/N", value_parser = str::parse::<AuditFraction>, allow_hyphen_values = true)]
+    audit: Option<AuditFraction>,
     /// Stop after this step; the same command without this flag continues.
     #[arg(long, value_name = "STEP")]
     stop_after: Option<u64>,
@@ -105,17 +105,17 @@ pub(crate) struct Args {
 
 /// Trains until the last step, a signal or a fault.
 pub(crate) fn exec(args: Args) -> Result<u8> {
-    let requests = Requests::default();
+    let requests = SignalRequests::default();
     let stop = &requests.stop;
     requests.listen()?;
     let curriculum =
         args.curriculum.as_ref().ok_or_else(|| Fault::usage("--curriculum is missing"))?;
-    let supervised = Supervised::of_environment(&args.folder()?)?;
+    let supervised = SupervisorLink::of_environment(&args.folder()?)?;
     if let Some(count) = args.ranks.to_spawn(&args.speed)? {
         enough(args.min_ranks, count)?;
         // What a supervisor is to do takes ranks that go on without each other; half of them stay unless another number
         // is asked for.
-        let touched = supervised.as_ref().is_some_and(Supervised::touches_ranks);
+        let touched = supervised.as_ref().is_some_and(SupervisorLink::touches_ranks);
         let min_ranks = args.min_ranks.or(touched.then_some(1));
         let stay = args.min_ranks.unwrap_or(count.div_ceil(2));
         if args.replicate && min_ranks.is_none() {
@@ -125,11 +125,11 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
                 .hint("give --min-ranks 1 as well, or leave --replicate out"));
         }
         // What is wrong with the curriculum is said once, and before anything starts.
-        RunSpec::of_run(&Opened::open(curriculum)?, &args.folder()?)?;
+        RunSpec::of_run(&OpenedCurriculum::open(curriculum)?, &args.folder()?)?;
         if stops_early(stop) {
             return Ok(0);
         }
-        requests.answer(Starts::Ranks)?;
+        requests.answer(StartupStage::Ranks)?;
         supervised.as_ref().map_or(Ok(()), |supervised| supervised.follow(stop))?;
         let holds = args.hold()?;
         let mut arguments = if args.group.is_none() { of_group(&holds) } else { Vec::new() };
@@ -144,9 +144,9 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
     let launched = args.ranks.launched()?;
     let rank = launched.as_ref().map(|launched| launched.place.rank);
     let outcome = as_rank(&args, curriculum, (launched.as_ref(), supervised.as_ref()), &requests);
-    let (Told { spoke_first, missed }, outcome) = match outcome {
+    let (ExitInfo { spoke_first, missed }, outcome) = match outcome {
         Ok(done) => done,
-        Err(fault) => (Told { spoke_first: true, missed: None }, Err(fault)),
+        Err(fault) => (ExitInfo { spoke_first: true, missed: None }, Err(fault)),
     };
     match outcome {
         Ok(()) => Ok(0),
@@ -159,7 +159,7 @@ pub(crate) fn exec(args: Args) -> Result<u8> {
 }
 
 /// What a rank knows of a failure.
-struct Told {
+struct ExitInfo {
     /// Whether it was the one to notice.
     spoke_first: bool,
     /// The rank that was lost, if that was the failure.
@@ -170,18 +170,18 @@ struct Told {
 fn as_rank(
     args: &Args,
     curriculum: &Location,
-    (launched, supervised): (Option<&Launched>, Option<&Supervised>),
-    requests: &Requests,
-) -> Result<(Told, Result<()>)> {
+    (launched, supervised): (Option<&LaunchedRank>, Option<&SupervisorLink>),
+    requests: &SignalRequests,
+) -> Result<(ExitInfo, Result<()>)> {
     let stop = &requests.stop;
     let mut world = args.ranks.world(&args.speed, launched, (args.min_ranks, stop))?;
     // Under our own launcher that one speaks.
     if world.comm.rank() == 0 && !spawned_us() {
-        requests.answer(Starts::Nothing)?;
+        requests.answer(StartupStage::Nothing)?;
     }
     // Not before: until the runtime is started, this process has one thread.
     supervised.map_or(Ok(()), |supervised| supervised.follow(stop))?;
-    let holds = Holds::of(args.group.clone());
+    let holds = RunLocks::of(args.group.clone());
     holds.follow(&args.folder()?)?;
     world = world.holding(holds);
     let workers = args.speed.workers(launched, &world.runtime)?.auditing(args.audit);
@@ -205,11 +205,11 @@ fn as_rank(
     let of_run = Location::from(exec.out.join("run.toml"));
     let joins = launch::started_again() && exec.out.join("run.toml").exists();
     let curriculum = if joins { &of_run } else { curriculum };
-    let opened =
-        Opened::open(curriculum).inspect_err(|fault| world.comm.report(&fault.to_string()));
+    let opened = OpenedCurriculum::open(curriculum)
+        .inspect_err(|fault| world.comm.report(&fault.to_string()));
     // Ranks agree on it after their first step.
     if opened.is_ok() && launched.is_none() && stops_early(stop) {
-        return Ok((Told { spoke_first: true, missed: None }, Ok(())));
+        return Ok((ExitInfo { spoke_first: true, missed: None }, Ok(())));
     }
     let outcome = opened.and_then(|opened| {
         if args.speed.workers.is_none() {
@@ -224,7 +224,7 @@ fn as_rank(
     };
     // Ranks are numbered as launched unless they met again, and then they do not end for a lost one.
     let missed = world.comm.lost().and_then(|lost| lost.first().copied());
-    Ok((Told { spoke_first, missed }, outcome))
+    Ok((ExitInfo { spoke_first, missed }, outcome))
 }
 
 impl Args {
@@ -240,8 +240,8 @@ impl Args {
     }
 
     /// Holds the run's folder for the processes that this one is about to start.
-    pub(crate) fn hold(&self) -> Result<Holds> {
-        let holds = Holds::of(self.group.clone());
+    pub(crate) fn hold(&self) -> Result<RunLocks> {
+        let holds = RunLocks::of(self.group.clone());
         RunFolder::new(&self.folder()?).take(&holds, Duration::ZERO)?;
         Ok(holds)
     }
@@ -253,7 +253,7 @@ impl Args {
 }
 
 /// The arguments by which a process that is started holds the same as this one.
-pub(crate) fn of_group(holds: &Holds) -> Vec<OsString> {
+pub(crate) fn of_group(holds: &RunLocks) -> Vec<OsString> {
     ["--group", holds.group()].map(OsString::from).into()
 }
 
@@ -279,8 +279,8 @@ fn enough(min_ranks: Option<u32>, count: u32) -> Result<()> {
     }
 }
 
-fn print(outcome: &Outcome, exec: &ExecOptions, json: bool) -> Result<()> {
-    let Outcome { step, steps, state } = *outcome;
+fn print(outcome: &RunOutcome, exec: &ExecOptions, json: bool) -> Result<()> {
+    let RunOutcome { step, steps, state } = *outcome;
     let out = exec.out.display().to_string();
     let answer = serde_json::json!({
         "step": step, "steps": steps, "done": step == steps, "state": state, "run": out,

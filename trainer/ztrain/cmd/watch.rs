@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use contract::Result;
 use contract::terminal::print_raw;
 use serde_json::json;
-use trainer::report::Watch;
+use trainer::report::PageServer;
 
 /// Arguments.
 #[derive(clap::Args)]
@@ -25,7 +25,7 @@ pub(crate) struct Args {
 pub(crate) fn exec(args: Args) -> Result<u8> {
     let stop = Arc::new(AtomicBool::new(false));
     super::listen(&stop)?;
-    let watch = Watch::open(args.run.path(), args.port)?;
+    let watch = PageServer::open(args.run.path(), args.port)?;
     let address = format!("http://{}/", watch.address()?);
     match args.json {
         true => print_raw(&format!("{}\n", json!({"address": address})))?,

@@ -7,10 +7,10 @@ use contract::terminal::print_raw;
 use contract::{Result, shell};
 use serde_json::json;
 use store::Location;
-use trainer::change::{self, Change};
+use trainer::change::{self, WhatIfChange};
 use trainer::chart::Chart;
 use trainer::optim::guard::Skipped;
-use trainer::replay::whatif::Answer;
+use trainer::replay::whatif::WhatIfSteps;
 
 use super::drawing::Drawing;
 
@@ -42,8 +42,8 @@ pub(crate) struct Changes {
 
 impl Changes {
     /// What they change.
-    pub(crate) fn change(&self) -> Change {
-        Change {
+    pub(crate) fn change(&self) -> WhatIfChange {
+        WhatIfChange {
             drop_documents: self.drop_doc.clone(),
             drop_sources: self.drop_source.clone(),
             lr: self.lr,
@@ -55,7 +55,7 @@ impl Changes {
 }
 
 /// The commands that make a change come true from step `first` on.
-fn next(run: &Path, stores: &[Location], change: &Change, first: u64) -> [String; 2] {
+fn next(run: &Path, stores: &[Location], change: &WhatIfChange, first: u64) -> [String; 2] {
     // A path without a name of its own (`.`) cannot have a longer one.
     let whole = run.file_name().is_none().then(|| run.canonicalize().ok()).flatten();
     let whole = whole.as_deref().unwrap_or(run);
@@ -79,18 +79,18 @@ fn next(run: &Path, stores: &[Location], change: &Change, first: u64) -> [String
 }
 
 /// What was asked.
-pub(crate) struct Asked<'a> {
+pub(crate) struct WhatIfRequest<'a> {
     pub(crate) run: &'a Path,
     pub(crate) stores: &'a [Location],
-    pub(crate) change: &'a Change,
+    pub(crate) change: &'a WhatIfChange,
     pub(crate) steps: Range<u64>,
     pub(crate) json: bool,
     pub(crate) plot: Option<&'a Drawing>,
 }
 
 /// Prints the steps as they were and as they would have been, and the commands that go on so.
-pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
-    let Asked { run, stores, change, steps, json, plot } = asked;
+pub(crate) fn print(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Result<()> {
+    let WhatIfRequest { run, stores, change, steps, json, plot } = asked;
     let next = match (&answer.no_fork, &answer.diverged) {
         (Some(_), _) | (_, Some(_)) => Vec::new(),
         _ => next(run, stores, change, steps.start).to_vec(),
@@ -99,7 +99,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
         path.put(&chart(asked, answer).svg())?;
     }
     if *json {
-        let Change { drop_documents, drop_sources, lr, clip, fp32, skip } = change;
+        let WhatIfChange { drop_documents, drop_sources, lr, clip, fp32, skip } = change;
         let answer = json!({
             "replay": false, "dropped": drop_documents, "dropped_sources": drop_sources, "lr": lr,
             "clip": clip, "fp32": fp32, "optimizer_skip": skip, "steps": answer.steps,
@@ -148,7 +148,7 @@ pub(crate) fn print(asked: &Asked<'_>, answer: &Answer) -> Result<()> {
 }
 
 /// Losses as they were and as they would have been.
-fn chart(asked: &Asked<'_>, answer: &Answer) -> Chart {
+fn chart(asked: &WhatIfRequest<'_>, answer: &WhatIfSteps) -> Chart {
     let at = |step: u64| step as f64;
     let was = answer.steps.iter().filter_map(|one| Some((at(one.step), one.was?.0)));
     let would_be = answer.steps.iter().map(|one| (at(one.step), one.would_be.0));

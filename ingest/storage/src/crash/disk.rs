@@ -18,7 +18,7 @@ type Names = BTreeMap<(Node, OsString), Node>;
 
 /// What survives of an act on bytes.
 #[derive(Clone, Copy)]
-pub(super) enum Left {
+pub(super) enum Surviving {
     All,
     Nothing,
     /// Its length, with zeros.
@@ -152,7 +152,11 @@ impl<'a> Disk<'a> {
     }
 
     /// The content after a power loss now: `name` and `bytes` decide what survives of an act that was not synced.
-    pub(super) fn left(&self, name: impl Fn(usize) -> bool, bytes: impl Fn(usize) -> Left) -> Tree {
+    pub(super) fn left(
+        &self,
+        name: impl Fn(usize) -> bool,
+        bytes: impl Fn(usize) -> Surviving,
+    ) -> Tree {
         let mut names = self.before.clone();
         for Renaming { number, changes } in &self.renamings {
             let lasts = changes.iter().any(|(folder, _, _)| self.lasts(*folder, *number));
@@ -172,7 +176,7 @@ impl<'a> Disk<'a> {
         names: &Names,
         folder: Node,
         path: &Path,
-        bytes: &impl Fn(usize) -> Left,
+        bytes: &impl Fn(usize) -> Surviving,
         tree: &mut Tree,
     ) {
         let inside = names.range((folder, OsString::new())..(folder + 1, OsString::new()));
@@ -187,22 +191,22 @@ impl<'a> Disk<'a> {
         }
     }
 
-    fn content(&self, node: Node, file: &File<'_>, bytes: &impl Fn(usize) -> Left) -> Vec<u8> {
+    fn content(&self, node: Node, file: &File<'_>, bytes: &impl Fn(usize) -> Surviving) -> Vec<u8> {
         let mut content = file.before.to_vec();
         for (number, change) in &file.changes {
-            let left = if self.lasts(node, *number) { Left::All } else { bytes(*number) };
+            let left = if self.lasts(node, *number) { Surviving::All } else { bytes(*number) };
             match (change, left) {
-                (_, Left::Nothing) => {}
+                (_, Surviving::Nothing) => {}
                 (Change::Length(length), _) => content.resize(*length as usize, 0),
                 (Change::Write(at, new), left) => {
                     let kept = match left {
-                        Left::Share(share) => new.len() * share as usize / 1024,
+                        Surviving::Share(share) => new.len() * share as usize / 1024,
                         _ => new.len(),
                     };
                     let end = *at as usize + kept;
                     content.resize(content.len().max(end), 0);
                     match left {
-                        Left::Zeros => content[*at as usize..end].fill(0),
+                        Surviving::Zeros => content[*at as usize..end].fill(0),
                         _ => content[*at as usize..end].copy_from_slice(&new[..kept]),
                     }
                 }

@@ -11,7 +11,7 @@ use super::*;
 
 /// Every content of `name` that a crash may leave, including none.
 fn contents(recording: &Recording, name: &str) -> Vec<Option<Vec<u8>>> {
-    let of = |state: State| state.tree.get(Path::new(name)).cloned().flatten();
+    let of = |state: CrashState| state.tree.get(Path::new(name)).cloned().flatten();
     let mut contents: Vec<_> = recording.states(usize::MAX).into_iter().map(of).collect();
     contents.sort();
     contents.dedup();
@@ -25,7 +25,7 @@ fn a_whole_file_is_the_old_one_or_the_new_one() {
     fs::write(&path, "before").unwrap();
     let (recording, _) = Recording::of(folder.path(), || disk::write_whole(&path, b"after"));
     assert_eq!(contents(&recording, "file"), [Some(b"after".to_vec()), Some(b"before".to_vec())]);
-    let last = recording.after(recording.acts(), Loss::All);
+    let last = recording.after(recording.acts(), UnsyncedLoss::All);
     assert_eq!(last[Path::new("file")], Some(b"after".to_vec()), "the name has to last");
 }
 
@@ -58,7 +58,7 @@ fn a_synced_file_has_no_name_before_its_folder_is_synced() {
     });
     let contents = contents(&recording, "file");
     assert!(contents.contains(&None) && contents.contains(&Some(b"bytes".to_vec())));
-    assert!(recording.after(recording.acts(), Loss::All).is_empty());
+    assert!(recording.after(recording.acts(), UnsyncedLoss::All).is_empty());
 }
 
 #[test]
@@ -106,6 +106,7 @@ proptest! {
             disk::sync_folders(root).unwrap();
         });
         let there = tree(root);
+        use UnsyncedLoss as Loss;
         for loss in [Loss::All, Loss::Bytes, Loss::Zeros, Loss::Names, Loss::Drawn(1), Loss::Drawn(2)] {
             prop_assert_eq!(&recording.after(recording.acts(), loss), &there);
         }

@@ -125,7 +125,7 @@ fn convolutions_and_shifts_are_those_of_the_cpu() {
     }
 }
 
-struct Turned {
+struct Rotated {
     tape: Tape,
     /// In bf16 if the values are bf16.
     rounded: Option<Buffer>,
@@ -137,7 +137,7 @@ struct Turned {
 }
 
 /// Tokens, query heads, key heads, dimensions, rotated dimensions. Three other columns follow the queries and keys.
-fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> Turned {
+fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> Rotated {
     let (heads, kind) = (queries + keys, values.kind());
     let count = heads * tokens * width;
     let mut tape = Tape::new(&format!("query_key_{kind}"));
@@ -166,7 +166,7 @@ fn turned([tokens, queries, keys, width, half]: [usize; 5], values: Values) -> T
     for (width, (partial, out)) in widths.into_iter().zip(partial.into_iter().zip(sums)) {
         finish(&mut tape, [tokens, width], &[Unfinished::sum((partial, 0), (out, 0))]);
     }
-    Turned { tape, rounded, raw, forward: [factors, out], grad, means, sums }
+    Rotated { tape, rounded, raw, forward: [factors, out], grad, means, sums }
 }
 
 #[test]

@@ -13,22 +13,22 @@ const BAND: usize = 32;
 const ELEMENTS: usize = 4096;
 
 /// A buffer, and an offset in it in numbers of 4 bytes.
-type Place = (Buffer, usize);
+type BufferOffset = (Buffer, usize);
 
 /// A gradient to be finished from sums over bands.
 #[derive(Clone, Copy)]
 pub(super) struct Unfinished {
-    pub(super) partial: Place,
+    pub(super) partial: BufferOffset,
     /// The second sum.
-    pub(super) other: Option<Place>,
+    pub(super) other: Option<BufferOffset>,
     pub(super) factor: Option<Buffer>,
-    pub(super) out: Place,
+    pub(super) out: BufferOffset,
     /// Distance between columns of the result.
     pub(super) stride: usize,
 }
 
 impl Unfinished {
-    pub(super) fn sum(partial: Place, out: Place) -> Unfinished {
+    pub(super) fn sum(partial: BufferOffset, out: BufferOffset) -> Unfinished {
         Unfinished { partial, other: None, factor: None, out, stride: 1 }
     }
 }
@@ -58,7 +58,7 @@ pub(super) fn finish(tape: &mut Tape, [rows, width]: [usize; 2], all: &[Unfinish
 
 /// A side of a sum.
 #[derive(Clone, Copy)]
-struct Side {
+struct SumOperand {
     values: Values,
     seed: u64,
     /// Rows of each expert, if the side has experts.
@@ -71,7 +71,7 @@ struct Side {
 /// A row of the table.
 #[derive(Clone, Copy)]
 struct Row {
-    sides: [Option<Side>; 2],
+    sides: [Option<SumOperand>; 2],
     elements: usize,
     /// Elements of one expert.
     each: usize,
@@ -88,9 +88,10 @@ enum Out {
     Nowhere,
 }
 
-const LEAF: Side = Side { values: Values::Narrow, seed: 1, counts: None, before: 0, asked: true };
+const LEAF: SumOperand =
+    SumOperand { values: Values::Narrow, seed: 1, counts: None, before: 0, asked: true };
 
-impl Side {
+impl SumOperand {
     /// Numbers of which every third is -0.0.
     fn numbers(self, elements: usize) -> Vec<f32> {
         let all = numbers(elements, self.seed).into_iter().enumerate();
@@ -177,24 +178,27 @@ fn additions(rows: &[Row]) -> (Tape, Vec<Option<(Buffer, usize)>>, Buffer) {
 fn rows(elements: usize) -> Vec<Row> {
     const SOME: [&[i32]; 2] = [&[0, 8, 0, 0, 16], &[8, 0, 8, 0, 0]];
     let each = elements.div_ceil(5).max(1);
-    let side = |values, seed| Side { values, seed, ..LEAF };
+    let side = |values, seed| SumOperand { values, seed, ..LEAF };
     let (narrow, wide) = (side(Values::Narrow, 2), side(Values::Wide, 3));
-    let sum = Side { asked: false, ..side(Values::Wide, 4) };
-    let experts = |side: Side, of: usize| Side { counts: Some(SOME[of]), ..side };
+    let sum = SumOperand { asked: false, ..side(Values::Wide, 4) };
+    let experts = |side: SumOperand, of: usize| SumOperand { counts: Some(SOME[of]), ..side };
     let row = |sides, out| Row { sides, elements, each, first: 0, out };
     vec![
         row([Some(LEAF), Some(narrow)], Out::Own(0)),
         row([Some(experts(LEAF, 0)), Some(experts(narrow, 1))], Out::Own(0)),
-        row([Some(experts(wide, 0)), Some(experts(Side { seed: 8, ..wide }, 1))], Out::Left),
+        row([Some(experts(wide, 0)), Some(experts(SumOperand { seed: 8, ..wide }, 1))], Out::Left),
         row([Some(sum), Some(experts(narrow, 1))], Out::Left),
-        row([Some(sum), Some(Side { seed: 5, ..sum })], Out::Left),
+        row([Some(sum), Some(SumOperand { seed: 5, ..sum })], Out::Left),
         row([Some(LEAF), Some(sum)], Out::Own(3)),
         row([Some(experts(narrow, 1)), None], Out::Own(0)),
         row([Some(experts(wide, 0)), None], Out::Nowhere),
         // Addresses that are not aligned for accesses of 8 or 16 bytes.
-        row([Some(Side { before: 1, ..LEAF }), Some(narrow)], Out::Own(0)),
-        row([Some(LEAF), Some(Side { before: 3, ..wide })], Out::Own(4)),
-        row([Some(Side { before: 2, ..sum }), Some(Side { before: 4, ..narrow })], Out::Left),
+        row([Some(SumOperand { before: 1, ..LEAF }), Some(narrow)], Out::Own(0)),
+        row([Some(LEAF), Some(SumOperand { before: 3, ..wide })], Out::Own(4)),
+        row(
+            [Some(SumOperand { before: 2, ..sum }), Some(SumOperand { before: 4, ..narrow })],
+            Out::Left,
+        ),
         row([Some(experts(LEAF, 1)), Some(narrow)], Out::Own(1)),
     ]
 }
@@ -230,15 +234,15 @@ fn nodes_are_added_and_checked_as_the_cpu_does() {
 /// Part of a tensor that is sent: expert ranges and checksum weights are those of the whole tensor.
 #[test]
 fn a_part_is_counted_where_it_stands() {
-    let experts = Side { counts: Some(&[3, 0, 2, 0]), ..LEAF };
+    let experts = SumOperand { counts: Some(&[3, 0, 2, 0]), ..LEAF };
     let part = |first, elements, before| {
-        let left = Some(Side { before, ..experts });
+        let left = Some(SumOperand { before, ..experts });
         Row { sides: [left, None], elements, each: 2000, first, out: Out::Own(before) }
     };
     hold(&[part(0, 7999, 0), part(1999, 2, 1), part(3000, 4100, 4), part(7999, 1, 0)]);
     let over = (1 << 32) - 100;
     let far = Row { first: over, each: 1 << 40, ..part(0, 5000, 0) };
-    hold(&[Row { sides: [Some(LEAF), Some(Side { values: Values::Wide, ..LEAF })], ..far }]);
+    hold(&[Row { sides: [Some(LEAF), Some(SumOperand { values: Values::Wide, ..LEAF })], ..far }]);
 }
 
 /// NaNs and infinities on either side, and denormal numbers.
@@ -268,7 +272,7 @@ fn what_is_no_number_stays_so() {
 /// an additional element.
 #[test]
 fn planted_faults_of_a_table_are_found() {
-    let experts = Side { counts: Some(&[8, 0, 8, 8, 8]), ..LEAF };
+    let experts = SumOperand { counts: Some(&[8, 0, 8, 8, 8]), ..LEAF };
     let row = Row {
         sides: [Some(experts), None],
         elements: 5000,
@@ -286,7 +290,7 @@ fn planted_faults_of_a_table_are_found() {
     let (values, checksum) = left(row);
     let plants = [
         Row { sides: [Some(LEAF), None], ..row },
-        Row { sides: [Some(Side { values: Values::Wide, ..experts }), None], ..row },
+        Row { sides: [Some(SumOperand { values: Values::Wide, ..experts }), None], ..row },
         Row { each: 999, ..row },
     ];
     for plant in plants {
@@ -318,8 +322,8 @@ fn bands_are_added_in_f64() {
 
 /// Two bf16 gradients that become a node of the tree, and the addition of a third one to a node.
 pub(super) fn wide(elements: usize) -> [Tape; 2] {
-    let narrow = Side { values: Values::Narrow, seed: 2, ..LEAF };
-    let sum = Side { asked: false, values: Values::Wide, seed: 4, ..LEAF };
+    let narrow = SumOperand { values: Values::Narrow, seed: 2, ..LEAF };
+    let sum = SumOperand { asked: false, values: Values::Wide, seed: 4, ..LEAF };
     [[LEAF, narrow], [sum, narrow]].map(|sides| {
         let row =
             Row { sides: sides.map(Some), elements, each: elements, first: 0, out: Out::Own(0) };

@@ -13,7 +13,7 @@ use super::numbers;
 use crate::checksum;
 use crate::device::library::{AMD, Compiler, Module, NVIDIA, Vendor};
 use crate::device::own;
-use crate::device::pieces::{self, Piece};
+use crate::device::pieces::{self, TensorRange};
 use crate::device::queue::Queue;
 
 /// The stand-in for both vendors' libraries.
@@ -46,7 +46,7 @@ fn checksums_go_through_the_interface_of_both_vendors() {
             let tensor = Tensor::from_slice(&numbers(count, first));
             for kind in [Kind::Float, Kind::BFloat16, Kind::Double] {
                 let tensor = tensor.to_kind(kind);
-                let piece = |tensor, salt| Piece { tensor, other: None, first, salt };
+                let piece = |tensor, salt| TensorRange { tensor, other: None, first, salt };
                 let both = [piece(&tensor, 9), piece(&tensor, 1 << 40)];
                 let found = pieces::checksums(&queue, &both).unwrap();
                 let found =

@@ -22,7 +22,7 @@ mod step;
 mod tape;
 
 pub(crate) use launched::queue;
-use tape::{Buffer, Played, Tape};
+use tape::{Buffer, Tape, TapeBuffers};
 use tch::{Kind, Tensor};
 
 /// A few blocks of every kernel.
@@ -132,7 +132,7 @@ impl Values {
         tensor(&numbers(count, seed), shape).to_kind(self.of())
     }
 
-    fn read(self, played: &Played, buffer: Buffer, shape: &[i64]) -> Tensor {
+    fn read(self, played: &TapeBuffers, buffer: Buffer, shape: &[i64]) -> Tensor {
         match self {
             Values::Wide => tensor(&played.read(buffer), shape),
             Values::Narrow => tensor_bf16(&played.read(buffer), shape),
@@ -146,7 +146,7 @@ fn bits_of(tensor: &Tensor) -> Vec<u32> {
 }
 
 /// The bits of f32 that a tape left in a buffer.
-fn left_bits(played: &Played, buffer: Buffer) -> Vec<u32> {
+fn left_bits(played: &TapeBuffers, buffer: Buffer) -> Vec<u32> {
     bits(&played.read::<f32>(buffer))
 }
 

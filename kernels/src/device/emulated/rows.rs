@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::finish::{Unfinished, finish};
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits_of, close, left_bits, numbers, tensor};
-use crate::ops::{CPU, Gradient, Scaling};
+use crate::ops::{CPU, ParamGradient, ResidualScaling};
 
 /// Rows of a band, and columns and rows of a block.
 const BAND: usize = 32;
@@ -30,7 +30,7 @@ const SHAPES: [[usize; 2]; 7] =
     [[1, 1], [33, 16], [70, 37], [16, 256], [65, 300], [35, 1032], [3, 2051]];
 
 /// The finished sum of the CPU's table.
-pub(super) fn made(sum: Gradient) -> Tensor {
+pub(super) fn made(sum: ParamGradient) -> Tensor {
     CPU.finish(vec![sum]).unwrap().remove(0)
 }
 
@@ -181,7 +181,7 @@ fn residuals_are_those_of_the_cpu() {
         let branch = values.tensor(&shape, 8);
         let [a, b, c, d, weight] =
             [3, 4, 5, 6, 7].map(|seed| tensor(&numbers(width, seed), &shape[1..]));
-        let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
+        let by = ResidualScaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
         let sum = CPU.residual(&branch, &stream, by).unwrap();
         assert_eq!(left_bits(&played, residual.out[0]), bits_of(&sum));
         assert_eq!(left_bits(&played, residual.alone), bits_of(&sum));

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, close};
-use crate::ops::Span;
+use crate::ops::AttentionSpan;
 
 /// Heads, key heads and dimensions.
 type Shape = [usize; 3];
@@ -16,14 +16,15 @@ struct Attended {
     back: [Buffer; 3],
 }
 
-fn tokens(spans: &[Span]) -> [usize; 2] {
-    let [queries, keys] = [Span::clone, |span: &Span| Span::whole(0, span.keys())]
-        .map(|of| spans.iter().map(|span| of(span).len as usize).sum());
+fn tokens(spans: &[AttentionSpan]) -> [usize; 2] {
+    let [queries, keys] =
+        [AttentionSpan::clone, |span: &AttentionSpan| AttentionSpan::whole(0, span.keys())]
+            .map(|of| spans.iter().map(|span| of(span).len as usize).sum());
     [queries, keys]
 }
 
 /// Forward and backward over `spans`, with numbers generated from `seed` on.
-fn attended([heads, keys, width]: Shape, spans: &[Span], values: Values) -> Attended {
+fn attended([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -> Attended {
     let kind = values.kind();
     let mut tape = Tape::new(&format!("attention_{kind}"));
     let [queries, all] = tokens(spans);
@@ -60,7 +61,7 @@ fn attended([heads, keys, width]: Shape, spans: &[Span], values: Values) -> Atte
 }
 
 /// The same in f64, by libtorch: the output and its gradients.
-fn exact([heads, keys, width]: Shape, spans: &[Span], values: Values) -> [Tensor; 4] {
+fn exact([heads, keys, width]: Shape, spans: &[AttentionSpan], values: Values) -> [Tensor; 4] {
     let [heads, keys, width] = [heads, keys, width].map(|size| size as i64);
     let [queries, all] = tokens(spans).map(|count| count as i64);
     let of = |shape: &[i64], seed| {
@@ -90,13 +91,21 @@ fn exact([heads, keys, width]: Shape, spans: &[Span], values: Values) -> [Tensor
 /// Documents of one token and of several tiles, parts of documents, heads wider than a slice.
 #[test]
 fn attention_is_that_of_f64() {
-    let part = |start, len, before| Span { start, len, before };
-    let cases: [(Shape, &[Span], Values); 5] = [
-        ([1, 1, 1], &[Span::whole(0, 1)], Values::Wide),
-        ([4, 2, 16], &[Span::whole(0, 33), Span::whole(33, 1), Span::whole(34, 70)], Values::Wide),
+    let part = |start, len, before| AttentionSpan { start, len, before };
+    let cases: [(Shape, &[AttentionSpan], Values); 5] = [
+        ([1, 1, 1], &[AttentionSpan::whole(0, 1)], Values::Wide),
+        (
+            [4, 2, 16],
+            &[
+                AttentionSpan::whole(0, 33),
+                AttentionSpan::whole(33, 1),
+                AttentionSpan::whole(34, 70),
+            ],
+            Values::Wide,
+        ),
         ([3, 1, 7], &[part(0, 40, 50), part(40, 3, 0), part(43, 5, 31)], Values::Wide),
         ([2, 1, 130], &[part(0, 20, 37), part(20, 40, 0)], Values::Narrow),
-        ([2, 2, 256], &[Span::whole(0, 35)], Values::Wide),
+        ([2, 2, 256], &[AttentionSpan::whole(0, 35)], Values::Wide),
     ];
     for (shape, spans, values) in cases {
         let attended = attended(shape, spans, values);
@@ -114,13 +123,18 @@ fn attention_is_that_of_f64() {
 }
 
 pub(super) fn small() -> Vec<Tape> {
-    let spans = [Span { start: 0, len: 2, before: 31 }];
+    let spans = [AttentionSpan { start: 0, len: 2, before: 31 }];
     [Values::Wide, Values::Narrow].map(|values| attended([2, 1, 5], &spans, values).tape).into()
 }
 
 /// Several documents in one launch, parts of some, more than one tile of keys, at the width of the models' heads.
 pub(super) fn large() -> Vec<Tape> {
-    let part = Span { start: 34, len: 40, before: 50 };
-    let spans = [Span::whole(0, 33), Span::whole(33, 1), part, Span::whole(74, 70)];
+    let part = AttentionSpan { start: 34, len: 40, before: 50 };
+    let spans = [
+        AttentionSpan::whole(0, 33),
+        AttentionSpan::whole(33, 1),
+        part,
+        AttentionSpan::whole(74, 70),
+    ];
     [Values::Wide, Values::Narrow].map(|values| attended([4, 2, 128], &spans, values).tape).into()
 }

@@ -5,14 +5,21 @@ use tch::{Device, Kind, Tensor};
 use super::exact::{Piece, table};
 use super::tape::{Argument, Buffer, Tape};
 use super::{Values, bits, bits_of, close, left_bits, numbers, tensor};
-use crate::ops::{AdamW, CPU, Update, UpdateRule};
+use crate::ops::{AdamWStep, CPU, Update, UpdateRule};
 
-const BY: AdamW =
-    AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale: 0.7 };
+const BY: AdamWStep = AdamWStep {
+    keep: 0.99,
+    first: 0.1,
+    second: 0.01,
+    root: 0.3,
+    eps: 1e-3,
+    rate: 0.02,
+    scale: 0.7,
+};
 
 /// A tensor to be updated: its number of elements; by how many elements it is misaligned; whether AdamW updates it,
 /// otherwise Muon; and whether a bf16 copy is written.
-type Moving = (usize, usize, bool, bool);
+type UpdateCase = (usize, usize, bool, bool);
 
 /// The number of the first element of the tensor at `index` of a table.
 fn number(index: u64) -> u64 {
@@ -30,14 +37,14 @@ fn row(elements: usize, index: u64, block: usize) -> [u64; 14] {
 
 /// Results of an update for each tensor: weights, both moments, the bf16 copy, the direction; and the sums of all
 /// chunks.
-struct Moved {
+struct UpdateResults {
     tape: Tape,
     of_each: Vec<[Buffer; 5]>,
     words: Buffer,
 }
 
 /// Updates tensors; then repeats Muon's momenta with memory for their directions.
-fn moved(tensors: &[Moving]) -> Moved {
+fn moved(tensors: &[UpdateCase]) -> UpdateResults {
     let mut tape = Tape::new("update_chunks");
     let (mut of_each, mut rows, mut turned, mut chunks, mut blocks) =
         (Vec::new(), Vec::new(), Vec::new(), 0, 0);
@@ -80,7 +87,7 @@ fn moved(tensors: &[Moving]) -> Moved {
     let arguments = [&[momenta.into(), tensors.len().into()][..], &numbers].concat();
     tape.launch("nesterov", blocks, &arguments);
     let of_each = of_each.into_iter().map(|(buffers, _)| buffers).collect();
-    Moved { tape, of_each, words }
+    UpdateResults { tape, of_each, words }
 }
 
 /// Weights, first and second moments, and the gradient.
@@ -92,7 +99,7 @@ fn inputs(elements: usize, index: u64) -> [Tensor; 4] {
 /// Odd sizes, several chunks, and arbitrary alignment.
 #[test]
 fn optimizers_are_those_of_the_cpu() {
-    let tensors: [Moving; 9] = [
+    let tensors: [UpdateCase; 9] = [
         (1, 0, true, true),
         (1024, 0, true, true),
         (1024, 3, false, true),
@@ -103,7 +110,7 @@ fn optimizers_are_those_of_the_cpu() {
         (131_073, 1, true, true),
         (70_001, 0, true, true),
     ];
-    let Moved { tape, of_each, words } = moved(&tensors);
+    let UpdateResults { tape, of_each, words } = moved(&tensors);
     let played = tape.play();
     let words = played.read::<i64>(words);
     let mut rows = words.chunks_exact(4);

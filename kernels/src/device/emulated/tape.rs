@@ -141,24 +141,24 @@ impl Tape {
     }
 
     /// The memory after playing it, equal for waves of 32 and 64 threads in three orders.
-    pub(super) fn play(&self) -> Played {
+    pub(super) fn play(&self) -> TapeBuffers {
         let (told, left) = played(&Build::PLAIN, "all", &[self]);
         let left = left.unwrap_or_else(|| panic!("{}: {told}", self.name));
         self.left(&left)
     }
 
     /// The same from the bytes of all its buffers.
-    pub(super) fn left(&self, mut rest: &[u8]) -> Played {
+    pub(super) fn left(&self, mut rest: &[u8]) -> TapeBuffers {
         let buffers = self.buffers.iter().map(|buffer| {
             let (own, others) = rest.split_at(buffer.len());
             rest = others;
             own.to_vec()
         });
-        Played { buffers: buffers.collect() }
+        TapeBuffers { buffers: buffers.collect() }
     }
 
     /// The memory after playing it on a device.
-    pub(super) fn play_on(&self, device: Device, queue: &Queue) -> Played {
+    pub(super) fn play_on(&self, device: Device, queue: &Queue) -> TapeBuffers {
         let room = |bytes: &Vec<u8>| Tensor::empty([bytes.len() as i64], (Kind::Uint8, device));
         let mut places: Vec<Tensor> = self.buffers.iter().map(room).collect();
         let mut bytes = self.buffers.clone();
@@ -183,17 +183,17 @@ impl Tape {
             queue.launch_words(&name, *blocks as u32, &mut words).unwrap();
         }
         let read = |place: &Tensor| Vec::<u8>::try_from(place.to_device(Device::Cpu)).unwrap();
-        Played { buffers: places.iter().map(read).collect() }
+        TapeBuffers { buffers: places.iter().map(read).collect() }
     }
 }
 
 /// What a tape left in its buffers.
 #[derive(Debug)]
-pub(super) struct Played {
+pub(super) struct TapeBuffers {
     buffers: Vec<Vec<u8>>,
 }
 
-impl Played {
+impl TapeBuffers {
     /// All bytes except addresses, which differ between memories.
     pub(super) fn comparable(mut self, tape: &Tape) -> Vec<u8> {
         for [buffer, at, ..] in tape.addresses.iter().map(|one| one.map(|it| it as usize)) {

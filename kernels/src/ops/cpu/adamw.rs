@@ -4,10 +4,10 @@ use tch::Tensor;
 
 use super::{apart, read, simd, write};
 use crate::Result;
-use crate::ops::{AdamW, check};
+use crate::ops::{AdamWStep, check};
 
 pub(super) fn adamw(
-    by: AdamW,
+    by: AdamWStep,
     weight: &mut Tensor,
     [first, second]: [&mut Tensor; 2],
     gradient: &Tensor,
@@ -19,7 +19,7 @@ pub(super) fn adamw(
 }
 
 simd! {
-    fn pass(by: AdamW, weight: &mut [f32], first: &mut [f32], second: &mut [f32], gradient: &[f32]) {
+    fn pass(by: AdamWStep, weight: &mut [f32], first: &mut [f32], second: &mut [f32], gradient: &[f32]) {
         for (((w, m), v), g) in weight.iter_mut().zip(first).zip(second).zip(gradient) {
             let g = by.scale * *g;
             *m += by.first * (g - *m);

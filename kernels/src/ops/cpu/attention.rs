@@ -21,7 +21,7 @@ use super::panels::{HIGH, Panels, WIDE};
 use super::{empty, read, simd, to_f32, write};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
 
 /// One number for each query of a block.
 type Lanes = [f32; WIDE];
@@ -29,7 +29,7 @@ type Lanes = [f32; WIDE];
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
     let [queries, _, width] = by.shape;
-    let given = Given::of(by)?;
+    let given = ContiguousOperands::of(by)?;
     let mut heads = empty(&[tokens, queries * width])?;
     let mut stats = empty(&[2, queries, tokens])?;
     let operands = given.read()?;
@@ -54,13 +54,13 @@ pub(super) fn attention_backward(
         let (call, found) = (Call("attention_backward"), format!("{} pairs", saved.len()));
         return Err(call.refuse("saved", found, "the heads, and two numbers for each".to_owned()));
     };
-    let (given, [heads, grad]) = (Given::of(by)?, [dense(heads)?, dense(grad)?]);
+    let (given, [heads, grad]) = (ContiguousOperands::of(by)?, [dense(heads)?, dense(grad)?]);
     let [mut to_query, mut to_key] = [empty(&by.query.size())?, empty(&by.key.size())?];
     let mut to_value = empty(&by.value.size())?;
     let stats = read(stats)?;
     let (most, part) = stats.split_at(stats.len() / 2);
-    let done = Done { heads: read(&heads)?, grad: read(&grad)?, most, part };
-    let into = Into {
+    let done = ForwardResults { heads: read(&heads)?, grad: read(&grad)?, most, part };
+    let into = GradientOutputs {
         query: write(&mut to_query)?,
         key: write(&mut to_key)?,
         value: write(&mut to_value)?,
@@ -78,15 +78,15 @@ fn dense(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// The operands, contiguous and in f32.
-struct Given {
+struct ContiguousOperands {
     operands: [Tensor; 3],
     shape: [usize; 3],
 }
 
-impl Given {
-    fn of(by: Attention) -> Result<Given> {
+impl ContiguousOperands {
+    fn of(by: Attention) -> Result<ContiguousOperands> {
         let operands = [dense(by.query)?, dense(by.key)?, dense(by.value)?];
-        Ok(Given { operands, shape: by.shape.map(|size| size as usize) })
+        Ok(ContiguousOperands { operands, shape: by.shape.map(|size| size as usize) })
     }
 
     fn read(&self) -> Result<Operands<'_>> {
@@ -116,7 +116,7 @@ struct Operands<'a> {
 
 /// Results of the forward pass, and the gradient of its output.
 #[derive(Clone, Copy)]
-struct Done<'a> {
+struct ForwardResults<'a> {
     /// `[N, H d]`.
     heads: &'a [f32],
     /// `[N, H d]`.
@@ -128,7 +128,7 @@ struct Done<'a> {
 }
 
 /// Gradients to write, in the layouts of [`Operands`].
-struct Into<'a> {
+struct GradientOutputs<'a> {
     query: &'a mut [f32],
     key: &'a mut [f32],
     value: &'a mut [f32],
@@ -136,7 +136,7 @@ struct Into<'a> {
 
 /// A span's position in the operands.
 #[derive(Clone, Copy)]
-struct Part {
+struct SpanPosition {
     /// Its first query.
     start: usize,
     len: usize,
@@ -145,13 +145,13 @@ struct Part {
     first: usize,
 }
 
-impl Part {
-    fn all(spans: &[Span]) -> impl Iterator<Item = Part> {
+impl SpanPosition {
+    fn all(spans: &[AttentionSpan]) -> impl Iterator<Item = SpanPosition> {
         spans.iter().scan(0, |end, span| {
             let [start, len, before] = [span.start, span.len, span.before].map(|n| n as usize);
             let first = *end;
             *end += before + len;
-            Some(Part { start, len, before, first })
+            Some(SpanPosition { start, len, before, first })
         })
     }
 
@@ -198,14 +198,14 @@ impl Block {
 
 impl Operands<'_> {
     /// The queries of a part.
-    fn queries(&self, head: usize, part: Part) -> Panels {
+    fn queries(&self, head: usize, part: SpanPosition) -> Panels {
         let width = self.shape[2];
         let from = &self.query[(head * self.tokens + part.start) * width..];
         Panels::taken(from, [part.len, width], width)
     }
 
     /// The keys and values of a part.
-    fn keys_and_values(&self, group: usize, part: Part) -> [Panels; 2] {
+    fn keys_and_values(&self, group: usize, part: SpanPosition) -> [Panels; 2] {
         let [_, keys, width] = self.shape;
         let size = [part.keys(), width];
         let key = &self.key[(group * self.others + part.first) * width..];
@@ -214,7 +214,7 @@ impl Operands<'_> {
     }
 
     /// The rows of a part's queries, in a matrix of all heads, `[N, H d]`.
-    fn of_heads(&self, head: usize, part: Part, all: &[f32]) -> Panels {
+    fn of_heads(&self, head: usize, part: SpanPosition, all: &[f32]) -> Panels {
         let [queries, _, width] = self.shape;
         let from = &all[(part.start * queries + head) * width..];
         Panels::taken(from, [part.len, width], queries * width)
@@ -231,10 +231,15 @@ impl Operands<'_> {
     }
 
     /// Outputs, `[N, H d]`, and for each query of each head the largest score and one over its softmax sum.
-    fn forward(&self, spans: &[Span], heads: &mut [f32], [most, part_of]: [&mut [f32]; 2]) {
+    fn forward(
+        &self,
+        spans: &[AttentionSpan],
+        heads: &mut [f32],
+        [most, part_of]: [&mut [f32]; 2],
+    ) {
         let ([queries, _, width], scale) = (self.shape, self.scale());
         let (mut scores, mut out) = (Vec::new(), Panels::zeros(WIDE, width));
-        for part in Part::all(spans) {
+        for part in SpanPosition::all(spans) {
             for (group, own) in self.groups() {
                 let [key, value] = self.keys_and_values(group, part);
                 for head in own {
@@ -258,10 +263,15 @@ impl Operands<'_> {
         }
     }
 
-    fn backward(&self, spans: &[Span], done: Done<'_>, into: Into<'_>) {
+    fn backward(
+        &self,
+        spans: &[AttentionSpan],
+        done: ForwardResults<'_>,
+        into: GradientOutputs<'_>,
+    ) {
         let ([_, keys, width], others) = (self.shape, self.others);
-        let Into { query: to_query, key: to_key, value: to_value } = into;
-        for part in Part::all(spans) {
+        let GradientOutputs { query: to_query, key: to_key, value: to_value } = into;
+        for part in SpanPosition::all(spans) {
             for (group, own) in self.groups() {
                 let seen = self.keys_and_values(group, part);
                 let mut sums = [(); 2].map(|()| Panels::zeros(part.keys(), width));
@@ -280,8 +290,8 @@ impl Operands<'_> {
     /// The gradients of a head's queries; the gradients of its keys and values are added to `sums`.
     fn head_backward(
         &self,
-        (head, part): (usize, Part),
-        done: Done<'_>,
+        (head, part): (usize, SpanPosition),
+        done: ForwardResults<'_>,
         [key, value]: &[Panels; 2],
         [to_key, to_value]: &mut [Panels; 2],
         to_query: &mut [f32],
@@ -298,7 +308,7 @@ impl Operands<'_> {
             slopes.resize(block.scores(), 0.0);
             key.times(query_turned.part(block.number(), &(0..width)), &mut scores);
             value.times(grad_turned.part(block.number(), &(0..width)), &mut slopes);
-            let known = Known {
+            let known = SavedSoftmax {
                 base: block.base,
                 scale,
                 most: block.lanes(start, done.most),
@@ -354,7 +364,7 @@ simd! {
 }
 
 /// Saved values of a block's queries.
-struct Known {
+struct SavedSoftmax {
     base: usize,
     scale: f32,
     most: Lanes,
@@ -365,8 +375,8 @@ struct Known {
 
 simd! {
     /// Replaces scores by the softmax, and the gradient of the softmax by the gradient of the scores.
-    fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &Known) {
-        let Known { base, scale, most, part, along } = known;
+    fn to_slopes(scores: &mut [f32], slopes: &mut [f32], known: &SavedSoftmax) {
+        let SavedSoftmax { base, scale, most, part, along } = known;
         let ((scores, _), (slopes, _)) = (scores.as_chunks_mut::<WIDE>(), slopes.as_chunks_mut::<WIDE>());
         for (key, (score, slope)) in scores.iter_mut().zip(slopes).enumerate() {
             let hidden = key.saturating_sub(*base);

@@ -6,7 +6,7 @@ use tch::Tensor;
 use super::norm::Columns;
 use super::{empty, integers, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{ConvShift, ConvShiftGrads, Gradient, check, composed};
+use crate::ops::{ConvShift, ConvShiftGrads, ParamGradient, check, composed};
 
 /// Weights of the previous token and of the token: a vector of `[C]` each.
 fn by_tap(by: ConvShift) -> Result<[Vec<f32>; 2]> {
@@ -77,23 +77,23 @@ pub(super) fn conv_shift_backward(
     let input = input.f_to_kind(z.kind())?;
     composed::shifted_back(values, by, &input)?;
     let [before, now, bias] = sums.finish();
-    let weights = Gradient::Made(Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?);
-    Ok(ConvShiftGrads { input, weights, bias: Gradient::Made(bias) })
+    let weights = ParamGradient::Made(Tensor::f_stack(&[before, now], 1)?.f_unsqueeze(1)?);
+    Ok(ConvShiftGrads { input, weights, bias: ParamGradient::Made(bias) })
 }
 
 /// Gradients for both taps of every channel, `[G, N, d, 2]`.
 #[derive(Clone, Copy)]
-struct Taps<'a> {
+struct DepthwiseGrads<'a> {
     grad: &'a [f32],
     rows: usize,
     width: usize,
 }
 
-impl<'a> Taps<'a> {
+impl<'a> DepthwiseGrads<'a> {
     /// The gradients of a head in a row.
     #[inline(always)]
     fn of(self, head: usize, row: usize) -> &'a [[f32; 2]] {
-        let Taps { grad, rows, width } = self;
+        let DepthwiseGrads { grad, rows, width } = self;
         grad[(head * rows + row) * 2 * width..][..2 * width].as_chunks().0
     }
 
@@ -135,7 +135,7 @@ simd! {
         let ((z, columns), [before, now], (starts, counted), (width, grad, means)) = (z, by, rows, grads);
         let channels = now.len();
         let rows = z.len() / columns;
-        let taps = Taps { grad, rows, width };
+        let taps = DepthwiseGrads { grad, rows, width };
         let mut starts = starts.iter().copied().skip(1).chain([rows as i64]).peekable();
         let mut begins = |row: usize| starts.next_if_eq(&(row as i64)).is_some();
         let mut counted = counted.map(|rows| rows.iter().peekable());

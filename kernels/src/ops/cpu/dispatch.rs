@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::integers;
 use crate::Result;
-use crate::ops::operands::{Groups, Order};
+use crate::ops::operands::{ExpertRanges, TokenOrder};
 use crate::ops::{Dispatch, check};
 
 /// Rows of an expert are padded with zeros to a multiple of this. oneDNN prepares a matmul for each number of rows, so
@@ -40,12 +40,12 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     tokens.iter_mut().for_each(|token| *token = 0.max(*token));
     let there = |numbers: &[i64]| Tensor::f_from_slice(numbers);
     Ok(Dispatch {
-        order: Order::Listed { tokens: there(&tokens)?, filled: there(&filled)? },
+        order: TokenOrder::Listed { tokens: there(&tokens)?, filled: there(&filled)? },
         places: there(&places)?,
         counts: there(&counts)?,
         rows: end as i64 + skipped,
         computed: end as i64,
         experts: classes - 1,
-        groups: Groups::Known(runs),
+        groups: ExpertRanges::Known(runs),
     })
 }

@@ -23,8 +23,9 @@ use std::ops::Add;
 use tch::{Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch, Gradient,
-    NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
+    AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, Dispatch,
+    NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads,
+    ResidualGrads, ResidualScaling,
 };
 use crate::{Result, ahead, product};
 use memory::{apart, empty, integers, read, to_f32, write};
@@ -85,11 +86,11 @@ impl Ops for Cpu {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
         norm::residual(branch, residual, by)
     }
 
@@ -97,7 +98,7 @@ impl Ops for Cpu {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         norm::residual_backward(branch, residual, by, grad)
@@ -107,9 +108,9 @@ impl Ops for Cpu {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Gradient)> {
+    ) -> Result<(ResidualGrads, ParamGradient)> {
         norm::residual_norm_backward(branch, residual, by, norm)
     }
 
@@ -172,7 +173,7 @@ impl Ops for Cpu {
 
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         moments: [&mut Tensor; 2],
         gradient: &Tensor,

@@ -5,7 +5,7 @@ use tch::Tensor;
 use super::panels::{Panels, product, symmetric};
 use super::{empty, read, sum_of_squares, write};
 use crate::Result;
-use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
+use crate::ops::{NewtonSchulz, NewtonSchulzIterate, check};
 
 /// One matrix of the stack at a time: batching gains nothing on a CPU.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -28,7 +28,7 @@ fn one(matrix: &[f32], rows: usize, by: NewtonSchulz, out: &mut [f32]) {
     let x = if rows > columns { x.turned() } else { x };
     let x = if by.by_gram([rows, columns].map(|size| size as i64)) {
         by_square(x, short, by)
-    } else if by.form == NewtonSchulzForm::Bf16 {
+    } else if by.form == NewtonSchulzIterate::Bf16 {
         rounded(x, short, by)
     } else {
         by_matrix(x, short, by)

@@ -4,7 +4,7 @@ use tch::Tensor;
 
 use super::{PARTS, empty, read, simd, to_f32, together, write};
 use crate::Result;
-use crate::ops::{Gradient, NormBack, ResidualGrads, Scaling, check};
+use crate::ops::{NormBack, ParamGradient, ResidualGrads, ResidualScaling, check};
 
 /// Number of rows whose sums over columns are kept in f32 before they are added to f64.
 const BLOCK: usize = 32;
@@ -36,14 +36,14 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Gradient)> {
+) -> Result<(Tensor, ParamGradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     let (mut input, mut columns) = (empty(&[rows, width])?, Columns::<1>::new(width as usize));
     let saved = (read(x)?, read(factors)?);
     let grad = to_f32(grad)?;
     norm_rows_back(saved, read(weight)?, read(&grad)?, write(&mut input)?, &mut columns);
     let [weight] = columns.finish();
-    Ok((input, Gradient::Made(weight)))
+    Ok((input, ParamGradient::Made(weight)))
 }
 
 simd! {
@@ -84,14 +84,14 @@ simd! {
     }
 }
 
-pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
     let shape = check::residual(branch, residual, by)?;
     let (branch, mut out) = (to_f32(branch)?, empty(&shape)?);
     residual_rows(read(&branch)?, read(residual)?, vectors(by)?, write(&mut out)?);
     Ok(out)
 }
 
-fn vectors(by: Scaling<'_>) -> Result<[&[f32]; 4]> {
+fn vectors(by: ResidualScaling<'_>) -> Result<[&[f32]; 4]> {
     Ok([read(by.scale)?, read(by.bias)?, read(by.residual_scale)?, read(by.residual_bias)?])
 }
 
@@ -113,7 +113,7 @@ simd! {
 pub(super) fn residual_backward(
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     let shape = check::residual_backward(branch, residual, by, grad)?;
@@ -159,9 +159,9 @@ simd! {
 pub(super) fn residual_norm_backward(
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     norm: NormBack,
-) -> Result<(ResidualGrads, Gradient)> {
+) -> Result<(ResidualGrads, ParamGradient)> {
     let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
     let (kind, branch, width) = (branch.kind(), to_f32(branch)?, width as usize);
     let (mut to_branch, mut to_residual) = (empty(&residual.size())?, empty(&residual.size())?);
@@ -189,7 +189,7 @@ pub(super) fn residual_norm_backward(
     let scaling = by.gradients(&all, &of_branch, &of_residual)?;
     let to_branch = to_branch.f_to_kind(kind)?;
     let grads = ResidualGrads { branch: to_branch, residual: to_residual, scaling };
-    Ok((grads, Gradient::Made(weight)))
+    Ok((grads, ParamGradient::Made(weight)))
 }
 
 /// Sums over the rows of a matrix, one vector each: in f32 over a few rows, in f64 over those sums.

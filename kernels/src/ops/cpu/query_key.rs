@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::norm::{Columns, dot};
 use super::{apart, empty, read, simd, to_f32, write};
 use crate::Result;
-use crate::ops::{Gradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
+use crate::ops::{ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check};
 
 /// Smallest length that a vector is divided by.
 const LEAST: f32 = f32::EPSILON;
@@ -112,7 +112,7 @@ pub(super) fn query_key_backward(
     let mut means = empty(&[tokens as i64, (queries + keys) as i64 * width])?;
     means_back(read(&grad)?, shape, write(&mut means)?);
     let [temperature, bias] = [temperature, bias].map(|parts| Tensor::f_cat(&parts, 0));
-    let (temperature, bias) = (Gradient::Made(temperature?), Gradient::Made(bias?));
+    let (temperature, bias) = (ParamGradient::Made(temperature?), ParamGradient::Made(bias?));
     Ok(QueryKeyGrads { raw: grad.f_to_kind(kind)?, means, temperature, bias })
 }
 

@@ -6,7 +6,7 @@ use crate::{Error, Result};
 
 /// An operation with two implementations, and the variable that chooses one.
 #[derive(Debug)]
-pub struct Choice {
+pub struct KernelChoice {
     /// The variable's name. Its value is part of the kernel table.
     pub variable: &'static str,
     /// The operation's name in messages.
@@ -19,17 +19,17 @@ pub struct Choice {
 pub const ANSWERS: [&str; 2] = ["own", "library"];
 
 /// bf16 matmuls of experts.
-pub static GROUPED: Choice = Choice::new("ZTRAIN_GROUPED", "products of experts");
+pub static GROUPED: KernelChoice = KernelChoice::new("ZTRAIN_GROUPED", "products of experts");
 
 /// bf16 attention.
-pub static ATTENTION: Choice = Choice::new("ZTRAIN_ATTENTION", "attention");
+pub static ATTENTION: KernelChoice = KernelChoice::new("ZTRAIN_ATTENTION", "attention");
 
 /// All of them.
-pub static CHOICES: [&Choice; 2] = [&GROUPED, &ATTENTION];
+pub static CHOICES: [&KernelChoice; 2] = [&GROUPED, &ATTENTION];
 
-impl Choice {
+impl KernelChoice {
     const fn new(variable: &'static str, what: &'static str) -> Self {
-        Choice { variable, what, said: OnceLock::new() }
+        KernelChoice { variable, what, said: OnceLock::new() }
     }
 
     /// Whether the variable requests the library's implementation; `None` if it requests none.

@@ -6,20 +6,20 @@ use tch::{Kind, Tensor};
 use super::Queue;
 use super::rows::tiles;
 use crate::Result;
-use crate::device::additions::{self, Addition, Side};
+use crate::device::additions::{self, Addition, Operand};
 use crate::ops::call::Call;
-use crate::ops::operands::Bands;
-use crate::ops::{Banded, Experts, Gradient};
+use crate::ops::operands::BandSum;
+use crate::ops::{BandSums, ExpertGradient, ParamGradient};
 
 /// Numbers in a row of the table (`Unfinished` in `finish.h`).
 const ROW: i64 = 6;
 
-impl Gradient {
+impl ParamGradient {
     /// One of its tensors, which shows the device.
     pub(super) fn begun(&self) -> &Tensor {
         match self {
-            Gradient::Made(made) | Gradient::Experts(Experts { made, .. }) => made,
-            Gradient::Banded(banded) => &banded.sums[0].partial,
+            ParamGradient::Made(made) | ParamGradient::Experts(ExpertGradient { made, .. }) => made,
+            ParamGradient::Banded(banded) => &banded.sums[0].partial,
         }
     }
 }
@@ -33,8 +33,8 @@ struct Unfinished {
 
 impl Unfinished {
     /// Adds a sum over bands, for every `stride`-th column.
-    fn sum(&mut self, bands: &Bands, place: i64, stride: i64) -> Result<()> {
-        let Bands { partial, other, factor } = bands;
+    fn sum(&mut self, bands: &BandSum, place: i64, stride: i64) -> Result<()> {
+        let BandSum { partial, other, factor } = bands;
         let [bands, width] = Call("finish").matrix("bands", partial)?;
         let [other, factor] = [other, factor].map(|tensor| tensor.as_ref().map_or(0, address));
         self.rows.extend([address(partial), other, factor, place]);
@@ -49,25 +49,25 @@ fn address(tensor: &Tensor) -> i64 {
 }
 
 /// Finishes all of them, f32: those that are finished already are returned unchanged.
-pub(super) fn finish(queue: &Queue, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
+pub(super) fn finish(queue: &Queue, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
     let (mut out, mut table) = (Vec::with_capacity(all.len()), Unfinished::default());
     let mut sides = Vec::new();
     for one in &all {
         let found = match one {
-            Gradient::Made(made) if made.kind() == Kind::Float => made.shallow_clone(),
-            Gradient::Made(made) => {
+            ParamGradient::Made(made) if made.kind() == Kind::Float => made.shallow_clone(),
+            ParamGradient::Made(made) => {
                 Call("finish").float("made", made, &made.size())?;
                 let found = queue.room(&made.size(), Kind::Float)?;
                 sides.push((made.into(), found.shallow_clone()));
                 found
             }
-            Gradient::Experts(Experts { made, ends }) => {
+            ParamGradient::Experts(ExpertGradient { made, ends }) => {
                 let found = queue.room(&made.size(), Kind::Float)?;
-                let side = Side { ends: Some(ends), ..made.into() };
+                let side = Operand { ends: Some(ends), ..made.into() };
                 sides.push((side, found.shallow_clone()));
                 found
             }
-            Gradient::Banded(Banded { sums, shape }) => {
+            ParamGradient::Banded(BandSums { sums, shape }) => {
                 let found = queue.room(shape, Kind::Float)?;
                 for (at, bands) in (0..).zip(sums) {
                     table.sum(bands, address(&found) + 4 * at, sums.len() as i64)?;

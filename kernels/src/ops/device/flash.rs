@@ -21,7 +21,7 @@ use torch_sys::C_tensor;
 use super::Queue;
 use super::choice::{ATTENTION, capability};
 use crate::ops::call::Call;
-use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
 use crate::shim::guarded;
 use crate::{Error, Result};
 
@@ -62,8 +62,9 @@ pub(super) fn takes(queue: &Queue, wanted: Option<bool>, by: Attention) -> bool 
 
 /// Queries and keys of the longest document.
 fn longest(by: Attention) -> [i64; 2] {
-    let most = |of: fn(Span) -> i64| by.spans.iter().copied().map(of).max().unwrap_or_default();
-    [most(|span| span.len), most(Span::keys)]
+    let most =
+        |of: fn(AttentionSpan) -> i64| by.spans.iter().copied().map(of).max().unwrap_or_default();
+    [most(|span| span.len), most(AttentionSpan::keys)]
 }
 
 /// Ends of documents among the queries, then among the keys, `[2 (S + 1)]`, i32, on the device.

@@ -12,7 +12,7 @@ use super::choice::{GROUPED, capability};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::{Dispatch, Experts, Gradient, check};
+use crate::ops::{Dispatch, ExpertGradient, ParamGradient, check};
 
 /// Rows and columns of a block (`SIDE` in `products.h`).
 const SIDE: i64 = 64;
@@ -95,13 +95,13 @@ pub(super) fn weights(
     asked: Option<bool>,
     [grad, rows]: [&Tensor; 2],
     by: &Dispatch,
-) -> Result<Gradient> {
+) -> Result<ParamGradient> {
     let call = Call("grouped_matmul_weights");
     let [height, width] = check::grouped_weights(&call, by, grad, rows)?;
     let ends = by.ends(call.0)?;
     if by_library(queue, asked, rows, [height, width]) {
         let made = library(&grad.f_tr()?, rows, ends, by.experts)?.f_contiguous()?;
-        return Ok(Gradient::Experts(Experts { made, ends: ends.shallow_clone() }));
+        return Ok(ParamGradient::Experts(ExpertGradient { made, ends: ends.shallow_clone() }));
     }
     let out = queue.room(&[by.experts, height, width], rows.kind())?;
     let kernel = by_kind(rows, [c"grouped_weights_f32", c"grouped_weights_bf16"]);

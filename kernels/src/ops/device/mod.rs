@@ -26,17 +26,17 @@ use tch::kind::INT64_CPU;
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
-    CrossEntropyGrads, Dispatch, Gradient, NewtonSchulz, NormBack, Ops, QueriesAndKeys, QueryKey,
-    QueryKeyGrads, REFERENCE, ResidualGrads, RouterGrads, RouterSaved, RouterWeights, Routes,
-    Scaling, Update, UpdateRule,
+    AdamWStep, Attended, Attention, AttentionGrads, ConvShift, ConvShiftGrads, CrossEntropy,
+    CrossEntropyGrads, Dispatch, NewtonSchulz, NormBack, Ops, ParamGradient, QueriesAndKeys,
+    QueryKey, QueryKeyGrads, REFERENCE, ResidualGrads, ResidualScaling, RouterGrads, RouterSaved,
+    RouterWeights, Routes, Update, UpdateRule,
 };
 use crate::device::queue::{Argument, Queue};
 use crate::{Error, Result};
 
 /// The table; `queue` gives the queue of an operand's device.
 #[derive(Debug)]
-pub(super) struct Own {
+pub(super) struct DeviceTable {
     queue: fn(Device) -> Result<Queue>,
     /// Whether it uses libtorch's bf16 matmuls of experts where both are possible; `None`: as [`grouped`] chooses.
     grouped: Option<bool>,
@@ -44,24 +44,25 @@ pub(super) struct Own {
     attention: Option<bool>,
 }
 
-impl Own {
+impl DeviceTable {
     /// The table for GPUs.
-    pub(super) const GPU: Own = Own { queue: Queue::of, grouped: None, attention: None };
+    pub(super) const GPU: DeviceTable =
+        DeviceTable { queue: Queue::of, grouped: None, attention: None };
 
     /// The same with our own or with libtorch's matmuls of experts.
-    pub(super) const fn with_grouped(library: bool) -> Own {
-        Own { grouped: Some(library), ..Own::GPU }
+    pub(super) const fn with_grouped(library: bool) -> DeviceTable {
+        DeviceTable { grouped: Some(library), ..DeviceTable::GPU }
     }
 
     /// The same with our own or with libtorch's attention.
-    pub(super) const fn with_attention(library: bool) -> Own {
-        Own { attention: Some(library), ..Own::GPU }
+    pub(super) const fn with_attention(library: bool) -> DeviceTable {
+        DeviceTable { attention: Some(library), ..DeviceTable::GPU }
     }
 
     /// A table that launches elsewhere.
     #[cfg(test)]
-    pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> Own {
-        Own { queue, ..Own::GPU }
+    pub(super) const fn on(queue: fn(Device) -> Result<Queue>) -> DeviceTable {
+        DeviceTable { queue, ..DeviceTable::GPU }
     }
 
     fn at(&self, tensor: &Tensor) -> Result<Queue> {
@@ -104,7 +105,7 @@ fn by_kind<'a>(tensor: &Tensor, [wide, narrow]: [&'a CStr; 2]) -> &'a CStr {
     if tensor.kind() == Kind::Float { wide } else { narrow }
 }
 
-impl Ops for Own {
+impl Ops for DeviceTable {
     fn name(&self) -> &'static str {
         static NAME: OnceLock<String> = OnceLock::new();
         NAME.get_or_init(|| format!("device 9, kernels {:016x}", crate::device::kernels_digest()))
@@ -165,7 +166,7 @@ impl Ops for Own {
         scale: &Tensor,
         grad: &Tensor,
         table: &mut Tensor,
-    ) -> Result<[Gradient; 2]> {
+    ) -> Result<[ParamGradient; 2]> {
         tokens::embedding_backward(&self.at(grad)?, tokens, embedded, scale, grad, table)
     }
 
@@ -216,7 +217,7 @@ impl Ops for Own {
         grad: &Tensor,
         rows: &Tensor,
         by: &Dispatch,
-    ) -> Result<Gradient> {
+    ) -> Result<ParamGradient> {
         grouped::weights(&self.at(rows)?, self.grouped, [grad, rows], by)
     }
 
@@ -248,7 +249,7 @@ impl Ops for Own {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, None))
     }
 
@@ -259,16 +260,16 @@ impl Ops for Own {
         weight: &Tensor,
         grad: &Tensor,
         beside: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         rows::rms_norm_backward(&self.at(x)?, x, factors, weight, (grad, Some(beside)))
     }
 
-    fn finish(&self, all: Vec<Gradient>) -> Result<Vec<Tensor>> {
+    fn finish(&self, all: Vec<ParamGradient>) -> Result<Vec<Tensor>> {
         let Some(one) = all.first() else { return Ok(Vec::new()) };
         finish::finish(&self.at(one.begun())?, all)
     }
 
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
         rows::residual(&self.at(branch)?, branch, residual, by)
     }
 
@@ -276,7 +277,7 @@ impl Ops for Own {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         norm: (&Tensor, f64),
     ) -> Result<[Tensor; 3]> {
         rows::residual_norm(&self.at(branch)?, branch, residual, by, norm)
@@ -286,7 +287,7 @@ impl Ops for Own {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         rows::residual_backward(&self.at(branch)?, branch, residual, by, grad)
@@ -296,9 +297,9 @@ impl Ops for Own {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         norm: NormBack,
-    ) -> Result<(ResidualGrads, Gradient)> {
+    ) -> Result<(ResidualGrads, ParamGradient)> {
         rows::residual_norm_backward(&self.at(branch)?, branch, residual, by, norm)
     }
 
@@ -361,7 +362,7 @@ impl Ops for Own {
 
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         [first, second]: [&mut Tensor; 2],
         gradient: &Tensor,

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 use super::rows::{banded, lanes, of_bands};
 use super::{Argument, Queue, by_kind, each};
 use crate::Result;
-use crate::ops::operands::Inputs;
+use crate::ops::operands::HiddenInputs;
 use crate::ops::{RouterGrads, RouterSaved, RouterWeights, Routes, check};
 
 /// `x += bias`, and `out = gelu(x)`.
@@ -70,7 +70,7 @@ pub(super) fn router(
         before: before.map(Tensor::shallow_clone),
         state: state.shallow_clone(),
         factors,
-        inputs: Inputs::Stacked(inputs),
+        inputs: HiddenInputs::Stacked(inputs),
         first,
         second,
         second_out,

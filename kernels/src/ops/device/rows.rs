@@ -5,8 +5,8 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::operands::Bands;
-use crate::ops::{Banded, Gradient, NormBack, ResidualGrads, Scaling, check};
+use crate::ops::operands::BandSum;
+use crate::ops::{BandSums, NormBack, ParamGradient, ResidualGrads, ResidualScaling, check};
 
 /// Rows per partial sum in f32, and columns of a block.
 const BAND: i64 = 32;
@@ -33,23 +33,28 @@ pub(super) fn tiles(width: i64) -> i64 {
 }
 
 /// The sums `which` of a stack from [`banded`], with interleaved columns, as a gradient of this shape.
-pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<Gradient> {
+pub(super) fn of_bands(partial: &Tensor, which: &[i64], shape: &[i64]) -> Result<ParamGradient> {
     let bands =
-        |which: &i64| Ok(Bands { partial: partial.f_get(*which)?, other: None, factor: None });
+        |which: &i64| Ok(BandSum { partial: partial.f_get(*which)?, other: None, factor: None });
     let sums = which.iter().map(bands).collect::<Result<_>>()?;
-    Ok(Gradient::Banded(Banded { sums, shape: shape.to_vec() }))
+    Ok(ParamGradient::Banded(BandSums { sums, shape: shape.to_vec() }))
 }
 
 /// One of the sums, times the factor, or plus the factor times another one.
-fn scaled(partial: &Tensor, which: i64, other: Option<i64>, factor: &Tensor) -> Result<Gradient> {
+fn scaled(
+    partial: &Tensor,
+    which: i64,
+    other: Option<i64>,
+    factor: &Tensor,
+) -> Result<ParamGradient> {
     let other = other.map(|other| partial.f_get(other)).transpose()?;
     let (factor, shape) = (Some(factor.shallow_clone()), factor.size());
-    let sums = vec![Bands { partial: partial.f_get(which)?, other, factor }];
-    Ok(Gradient::Banded(Banded { sums, shape }))
+    let sums = vec![BandSum { partial: partial.f_get(which)?, other, factor }];
+    Ok(ParamGradient::Banded(BandSums { sums, shape }))
 }
 
 /// The sum over the rows of a matrix, f32, times the factor: `[width]`.
-pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Gradient> {
+pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<ParamGradient> {
     let [rows, width] = [x.size()[0], x.size()[1]];
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), (&partial).into(), rows.into(), width.into()];
@@ -58,7 +63,7 @@ pub(super) fn columns(queue: &Queue, x: &Tensor, factor: &Tensor) -> Result<Grad
 }
 
 /// The same for the elementwise product of two matrices.
-pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<Gradient> {
+pub(super) fn products(queue: &Queue, x: &Tensor, y: &Tensor) -> Result<ParamGradient> {
     let [rows, width] = [x.size()[0], x.size()[1]];
     let (partial, blocks) = banded(queue, [1, rows, width])?;
     let arguments = [x.into(), y.into(), (&partial).into(), rows.into(), width.into()];
@@ -88,7 +93,7 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     (grad, beside): (&Tensor, Option<&Tensor>),
-) -> Result<(Tensor, Gradient)> {
+) -> Result<(Tensor, ParamGradient)> {
     let [rows, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     if let Some(beside) = beside {
         Call("rms_norm_backward").f32("beside", beside, &[rows, width])?;
@@ -107,7 +112,7 @@ pub(super) fn residual(
     queue: &Queue,
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
 ) -> Result<Tensor> {
     let [rows, width] = check::residual(branch, residual, by)?;
     let out = queue.room(&[rows, width], Kind::Float)?;
@@ -122,7 +127,7 @@ pub(super) fn residual_norm(
     queue: &Queue,
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     (weight, eps): (&Tensor, f64),
 ) -> Result<[Tensor; 3]> {
     let [rows, width] = check::residual(branch, residual, by)?;
@@ -143,7 +148,7 @@ pub(super) fn residual_backward(
     queue: &Queue,
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     let [rows, width] = check::residual_backward(branch, residual, by, grad)?;
@@ -160,10 +165,10 @@ pub(super) fn residual_backward(
     Ok(ResidualGrads { branch: to_branch, residual: to_residual, scaling })
 }
 
-impl Scaling<'_> {
+impl ResidualScaling<'_> {
     /// The gradients of the vectors, from the sums over bands of the gradient, of the gradient times the branch, and of
     /// the gradient times the residual.
-    fn of_bands(self, partial: &Tensor) -> Result<[Gradient; 4]> {
+    fn of_bands(self, partial: &Tensor) -> Result<[ParamGradient; 4]> {
         Ok([
             scaled(partial, 1, Some(0), self.bias)?,
             scaled(partial, 0, None, self.scale)?,
@@ -178,9 +183,9 @@ pub(super) fn residual_norm_backward(
     queue: &Queue,
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     norm: NormBack,
-) -> Result<(ResidualGrads, Gradient)> {
+) -> Result<(ResidualGrads, ParamGradient)> {
     let [rows, width] = check::residual_norm_backward(branch, residual, by, norm)?;
     let to_branch = queue.room(&[rows, width], branch.kind())?;
     let to_residual = queue.room(&[rows, width], Kind::Float)?;

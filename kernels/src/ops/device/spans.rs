@@ -7,7 +7,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
 
 /// Queries and keys of a block (`TILE` in `spans.h`).
 const TILE: i64 = 32;
@@ -20,7 +20,7 @@ fn tiles(rows: i64) -> i64 {
 }
 
 /// The spans as `spans.h` lays them out, on the device.
-fn table(queue: &Queue, spans: &[Span]) -> Result<Tensor> {
+fn table(queue: &Queue, spans: &[AttentionSpan]) -> Result<Tensor> {
     let mut words = Vec::with_capacity(3 * spans.len());
     let (mut first, mut tile, mut key_tile) = (0, 0, 0);
     for span in spans {

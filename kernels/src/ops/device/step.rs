@@ -6,29 +6,29 @@ use tch::{Kind, Tensor};
 
 use super::Queue;
 use crate::Result;
-use crate::device::pieces::{self, Piece};
+use crate::device::pieces::{self, TensorRange};
 use crate::ops::call::Call;
-use crate::ops::{AdamW, CHUNK, Update, UpdateRule, check};
+use crate::ops::{AdamWStep, CHUNK, Update, UpdateRule, check};
 
 /// Elements per block before an orthogonalization (`elements.h`).
 const EACH: i64 = 1024;
 
 /// A row of the table (`Move` in `optimizer.h`).
 #[derive(Default)]
-struct Move {
+struct UpdateRow {
     /// Of weights, first and second moments, gradient, and bf16 copy.
     addresses: [i64; 5],
     elements: i64,
     number: u64,
     salts: [u64; 3],
-    by: AdamW,
+    by: AdamWStep,
 }
 
 /// The table of the non-empty tensors on the device, their number, and their number of blocks of so many elements.
-fn table(queue: &Queue, moves: &[Move], block: i64) -> Result<(Tensor, i64, i64)> {
+fn table(queue: &Queue, moves: &[UpdateRow], block: i64) -> Result<(Tensor, i64, i64)> {
     let (mut rows, mut blocks) = (Vec::with_capacity(14 * moves.len()), 0);
     for one in moves.iter().filter(|one| one.elements > 0) {
-        let AdamW { keep, first, second, root, eps, rate, scale } = one.by;
+        let AdamWStep { keep, first, second, root, eps, rate, scale } = one.by;
         let pair = |low: u32, high: u32| i64::from(low) | i64::from(high) << 32;
         rows.extend(one.addresses);
         rows.push(one.elements);
@@ -55,9 +55,9 @@ pub(super) fn update(queue: &Queue, all: &[Update]) -> Result<Tensor> {
         let rounded = one.rounded.as_ref().map_or(0, |(to, first)| address(to) + 2 * first);
         let by = match one.rule {
             UpdateRule::AdamW { by, .. } => by,
-            UpdateRule::Muon { keep, rate, .. } => AdamW { keep, rate, ..AdamW::default() },
+            UpdateRule::Muon { keep, rate, .. } => AdamWStep { keep, rate, ..AdamWStep::default() },
         };
-        moves.push(Move {
+        moves.push(UpdateRow {
             addresses: [weight, first, second, address(one.gradient), rounded],
             elements: one.weight.numel() as i64,
             number: one.number,
@@ -83,7 +83,7 @@ pub(super) fn nesterov(
         let direction = queue.room(&gradient.size(), Kind::Float)?;
         let addresses = [address(&direction), address(momentum), 0, address(gradient), 0];
         let elements = gradient.numel() as i64;
-        moves.push(Move { addresses, elements, ..Move::default() });
+        moves.push(UpdateRow { addresses, elements, ..UpdateRow::default() });
         out.push(direction);
     }
     let (rows, count, blocks) = table(queue, &moves, EACH)?;
@@ -96,7 +96,7 @@ pub(super) fn rounded(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<()> {
     pairs.iter().try_for_each(|[narrow, wide]| check::rounded(narrow, wide))?;
     let mut rows = Vec::with_capacity(pairs.len());
     for [narrow, wide] in pairs {
-        rows.push(Piece { tensor: wide, other: Some(narrow), first: 0, salt: 0 });
+        rows.push(TensorRange { tensor: wide, other: Some(narrow), first: 0, salt: 0 });
     }
     pieces::round(queue, &rows)
 }
@@ -104,7 +104,7 @@ pub(super) fn rounded(queue: &Queue, pairs: &[[Tensor; 2]]) -> Result<()> {
 /// The sum of squares of each chunk of each part and, if requested, its checksum.
 pub(super) fn squares(
     queue: &Queue,
-    parts: &pieces::Parts,
+    parts: &pieces::TensorParts,
     chunk: i64,
     checked: bool,
 ) -> Result<[Tensor; 2]> {

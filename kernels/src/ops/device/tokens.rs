@@ -6,8 +6,8 @@ use super::rows::{columns, lanes, products};
 use super::{Argument, Queue, by_kind};
 use crate::Result;
 use crate::ops::call::Call;
-use crate::ops::operands::{Groups, Order};
-use crate::ops::{Dispatch, Gradient, check};
+use crate::ops::operands::{ExpertRanges, TokenOrder};
+use crate::ops::{Dispatch, ParamGradient, check};
 
 /// An expert's rows are padded to a multiple of this (`FILL + 1` in `dispatch.h`).
 const ROWS: i64 = 8;
@@ -46,7 +46,7 @@ pub(super) fn embedding_backward(
     scale: &Tensor,
     grad: &Tensor,
     table: &Tensor,
-) -> Result<[Gradient; 2]> {
+) -> Result<[ParamGradient; 2]> {
     check::embedding_backward(tokens, embedded, scale, grad, table)?;
     let (count, width) = (tokens.size()[0], table.size()[1]);
     let memory = [tokens, scale, grad, table].map(Argument::from);
@@ -77,7 +77,7 @@ pub(super) fn dispatch(queue: &Queue, choice: &Tensor, classes: i64) -> Result<D
     let memory = [choice, &by_block, &counts, &ends, &places, &order].map(Argument::from);
     let sizes = [tokens, classes, most, rounds].map(Argument::from);
     queue.launch(c"dispatch_places", blocks.max(1), &[&memory[..], &sizes].concat())?;
-    let (order, groups) = (Order::Marked(order), Groups::There(ends));
+    let (order, groups) = (TokenOrder::Marked(order), ExpertRanges::There(ends));
     Ok(Dispatch { order, places, counts, experts: classes - 1, rows: most, computed: most, groups })
 }
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::to_f32;
 use crate::Result;
-use crate::ops::{Attended, Attention, AttentionGrads, Span, check};
+use crate::ops::{Attended, Attention, AttentionGrads, AttentionSpan, check};
 
 pub(super) fn attention(by: Attention) -> Result<Attended> {
     let tokens = check::attention(by)?;
@@ -55,7 +55,7 @@ pub(super) fn attention_backward(
 
 /// Queries of a span, `[K, H / K, n, d]`, its keys and values from `first` on, `[K, 1, m, d]`, and the softmax of their
 /// scores, `[K, H / K, n, m]`, all f32.
-fn scored(by: Attention, span: Span, first: i64) -> Result<[Tensor; 4]> {
+fn scored(by: Attention, span: AttentionSpan, first: i64) -> Result<[Tensor; 4]> {
     let [queries, keys, width] = by.shape;
     let query = to_f32(&by.query.f_narrow(1, span.start, span.len)?)?;
     let query = query.f_unflatten(0, [keys, queries / keys])?;

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::ops::operands::{Groups, Order};
+use crate::ops::operands::{ExpertRanges, TokenOrder};
 use crate::ops::{Dispatch, check};
 
 /// Uses a stable sort on the tensors' device; reads the number of tokens of each expert once.
@@ -22,12 +22,12 @@ pub(super) fn dispatch(choice: &Tensor, classes: i64) -> Result<Dispatch> {
     }
     let filled = Tensor::f_empty([0], (Kind::Int64, choice.device()))?;
     Ok(Dispatch {
-        order: Order::Listed { tokens, filled },
+        order: TokenOrder::Listed { tokens, filled },
         places,
         counts,
         rows: choice.size()[0],
         computed: end,
         experts: classes - 1,
-        groups: Groups::Known(runs),
+        groups: ExpertRanges::Known(runs),
     })
 }

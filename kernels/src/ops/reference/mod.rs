@@ -14,9 +14,9 @@ use tch::kind::INT64_CPU;
 use tch::{Device, Kind, Tensor};
 
 use super::{
-    AdamW, Attended, Attention, AttentionGrads, CHUNK, ConvShift, ConvShiftGrads, Dispatch,
-    Gradient, NewtonSchulz, Ops, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads, Scaling,
-    Update, UpdateRule, check, chunks, update,
+    AdamWStep, Attended, Attention, AttentionGrads, CHUNK, ConvShift, ConvShiftGrads, Dispatch,
+    NewtonSchulz, Ops, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, ResidualGrads,
+    ResidualScaling, Update, UpdateRule, check, chunks, update,
 };
 use crate::{Result, checksum};
 
@@ -80,11 +80,11 @@ impl Ops for Reference {
         factors: &Tensor,
         weight: &Tensor,
         grad: &Tensor,
-    ) -> Result<(Tensor, Gradient)> {
+    ) -> Result<(Tensor, ParamGradient)> {
         norm::rms_norm_backward(x, factors, weight, grad)
     }
 
-    fn residual(&self, branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+    fn residual(&self, branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
         norm::residual(branch, residual, by)
     }
 
@@ -92,7 +92,7 @@ impl Ops for Reference {
         &self,
         branch: &Tensor,
         residual: &Tensor,
-        by: Scaling,
+        by: ResidualScaling,
         grad: &Tensor,
     ) -> Result<ResidualGrads> {
         norm::residual_backward(branch, residual, by, grad)
@@ -157,7 +157,7 @@ impl Ops for Reference {
 
     fn adamw(
         &self,
-        by: AdamW,
+        by: AdamWStep,
         weight: &mut Tensor,
         [first, second]: [&mut Tensor; 2],
         gradient: &Tensor,

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 
 use crate::Result;
-use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
+use crate::ops::{NewtonSchulz, NewtonSchulzIterate, check};
 
 /// One matrix at a time: a library's batch may have other bits than single matrices.
 pub(super) fn newton_schulz(stack: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
@@ -32,7 +32,7 @@ fn one(matrix: &Tensor, by: NewtonSchulz) -> Result<Tensor> {
             let _ = factor.f_diagonal(0, 0, 1)?.f_add_scalar_(a)?;
             Ok(factor)
         })?;
-    } else if by.form == NewtonSchulzForm::Bf16 {
+    } else if by.form == NewtonSchulzIterate::Bf16 {
         let rounded = |x: Tensor| x.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Float);
         x = rounded(x)?;
         for _ in 0..by.steps {

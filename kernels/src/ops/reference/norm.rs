@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::{columns, to_f32};
 use crate::Result;
-use crate::ops::{Gradient, ResidualGrads, Scaling, check};
+use crate::ops::{ParamGradient, ResidualGrads, ResidualScaling, check};
 
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<(Tensor, Tensor)> {
     check::rms_norm(x, weight)?;
@@ -18,16 +18,16 @@ pub(super) fn rms_norm_backward(
     factors: &Tensor,
     weight: &Tensor,
     grad: &Tensor,
-) -> Result<(Tensor, Gradient)> {
+) -> Result<(Tensor, ParamGradient)> {
     let [_, width] = check::rms_norm_backward(x, factors, weight, grad)?;
     let (unit, grad) = (x.f_mul(factors)?, to_f32(grad)?);
     let product = grad.f_mul(&unit)?;
     let along = product.f_mv(weight)?.f_div_scalar(-(width as f64))?.f_unsqueeze(1)?;
     let input = grad.f_mul(weight)?.f_addcmul(&unit, &along)?.f_mul(factors)?;
-    Ok((input, Gradient::Made(columns(&product)?)))
+    Ok((input, ParamGradient::Made(columns(&product)?)))
 }
 
-pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Result<Tensor> {
+pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: ResidualScaling) -> Result<Tensor> {
     check::residual(branch, residual, by)?;
     let branch = to_f32(branch)?.f_add(by.bias)?.f_mul(by.scale)?;
     Ok(branch.f_addcmul(&residual.f_add(by.residual_bias)?, by.residual_scale)?)
@@ -36,7 +36,7 @@ pub(super) fn residual(branch: &Tensor, residual: &Tensor, by: Scaling) -> Resul
 pub(super) fn residual_backward(
     branch: &Tensor,
     residual: &Tensor,
-    by: Scaling,
+    by: ResidualScaling,
     grad: &Tensor,
 ) -> Result<ResidualGrads> {
     check::residual_backward(branch, residual, by, grad)?;

@@ -5,7 +5,8 @@ use tch::{Kind, Tensor};
 use super::{columns, to_f32};
 use crate::Result;
 use crate::ops::{
-    ConvShift, ConvShiftGrads, Gradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check, composed,
+    ConvShift, ConvShiftGrads, ParamGradient, QueriesAndKeys, QueryKey, QueryKeyGrads, check,
+    composed,
 };
 
 pub(super) fn conv_shift(z: &Tensor, by: ConvShift) -> Result<[Tensor; 2]> {
@@ -57,8 +58,8 @@ pub(super) fn conv_shift_backward(
     composed::shifted_back(values, by, &input)?;
     Ok(ConvShiftGrads {
         input,
-        weights: Gradient::Made(Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?),
-        bias: Gradient::Made(counted(&c)?.f_add(&early)?),
+        weights: ParamGradient::Made(Tensor::f_stack(&weights, 1)?.f_unsqueeze(1)?),
+        bias: ParamGradient::Made(counted(&c)?.f_add(&early)?),
     })
 }
 
@@ -125,9 +126,9 @@ pub(super) fn query_key_backward(
     let along = along.f_masked_fill(&clamped, 0.0)?;
     let raw = grad.f_mul(&factors.f_mul(&scales)?)?.f_addcmul(raw, &along)?;
     let bias = raw.f_sum_dim_intlist(1, false, Kind::Float)?.f_reshape([-1])?;
-    let (means, temperature) = (means_back(&raw, by.shape)?, Gradient::Made(temperature));
+    let (means, temperature) = (means_back(&raw, by.shape)?, ParamGradient::Made(temperature));
     let raw = raw.f_to_kind(kind)?;
-    Ok(QueryKeyGrads { raw, means, temperature, bias: Gradient::Made(bias) })
+    Ok(QueryKeyGrads { raw, means, temperature, bias: ParamGradient::Made(bias) })
 }
 
 /// The gradient through the means, from the gradient of raw: `[N, G d]`.

@@ -59,15 +59,15 @@ fn starts(tokens: i64, cuts: &[prop::sample::Index]) -> Tensor {
 }
 
 /// Our own kernels for devices, on the emulator.
-const EMULATED: Table = &super::device::Own::on(crate::device::emulated::queue);
+const EMULATED: OpsTable = &super::device::DeviceTable::on(crate::device::emulated::queue);
 
 /// A finished gradient of a table.
-fn made(table: Table, begun: Gradient) -> Tensor {
+fn made(table: OpsTable, begun: ParamGradient) -> Tensor {
     table.finish(vec![begun]).unwrap().remove(0)
 }
 
 /// The tables that are compared to the reference.
-const OWN: [Table; 2] = [CPU, EMULATED];
+const OWN: [OpsTable; 2] = [CPU, EMULATED];
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
@@ -91,7 +91,7 @@ proptest! {
             prop_assert_eq!(&made(table, again), &weight);
 
             let branch = &branch.to_kind(kind);
-            let by = Scaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
+            let by = ResidualScaling { scale: &a, bias: &b, residual_scale: &c, residual_bias: &d };
             let found = table.residual(branch, &x, by).unwrap();
             prop_assert!(close(&found, &REFERENCE.residual(branch, &x, by).unwrap(), 4.0));
             let [sum, normed, factors] = table.residual_norm(branch, &x, by, (&a, 1e-5)).unwrap();
@@ -231,7 +231,7 @@ proptest! {
             prop_assert!(close(&found.factors, &wanted.factors, 32.0) && close(&found.out, &wanted.out, 64.0));
             prop_assert_eq!(found.out.kind(), kind);
             let (raw, factors) = (wanted.raw, found.factors);
-            let back = |table: Table, kind| {
+            let back = |table: OpsTable, kind| {
                 let grad = random(&[heads, tokens, width], seed + 5);
                 table.query_key_backward(&raw, &factors, by, (grad, kind)).unwrap()
             };
@@ -239,7 +239,7 @@ proptest! {
             prop_assert!(close(&found.raw, &wanted.raw, 64.0));
             prop_assert_eq!(back(table, kind).raw, found.raw.to_kind(kind));
             prop_assert!(close(&found.means, &wanted.means, 64.0));
-            let sums = |table: Table, of: [Gradient; 2]| table.finish(of.into()).unwrap();
+            let sums = |table: OpsTable, of: [ParamGradient; 2]| table.finish(of.into()).unwrap();
             let found = sums(table, [found.temperature, found.bias]);
             for (found, wanted) in found.iter().zip(&sums(REFERENCE, [wanted.temperature, wanted.bias])) {
                 prop_assert!(close(found, wanted, 64.0));
@@ -314,8 +314,8 @@ proptest! {
 
     #[test]
     fn steps_of_adamw(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000, chunk in 1i64..400) {
-        let by = AdamW { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale };
-        let state = |table: Table| {
+        let by = AdamWStep { keep: 0.99, first: 0.1, second: 0.01, root: 0.3, eps: 1e-3, rate: 0.02, scale };
+        let state = |table: OpsTable| {
             let [mut w, mut m, gradient] = [0, 1, 2].map(|index| random(&[length], seed + index));
             let mut v = random(&[length], seed + 3).square();
             table.adamw(by, &mut w, [&mut m, &mut v], &gradient).unwrap();
@@ -407,9 +407,16 @@ proptest! {
 #[test]
 fn an_element_shows_in_its_chunk() {
     let length = 2 * CHUNK + 7;
-    let by =
-        AdamW { keep: 1.0, first: 0.1, second: 0.1, root: 1.0, eps: 1.0, rate: 0.1, scale: 1.0 };
-    let rows = |table: Table, place: Option<i64>| {
+    let by = AdamWStep {
+        keep: 1.0,
+        first: 0.1,
+        second: 0.1,
+        root: 1.0,
+        eps: 1.0,
+        rate: 0.1,
+        scale: 1.0,
+    };
+    let rows = |table: OpsTable, place: Option<i64>| {
         // Aligned only to an element.
         let [mut weight, mut first, gradient] =
             [0, 1, 2].map(|seed| random(&[length + 1], seed).narrow(0, 1, length));
@@ -482,8 +489,15 @@ fn all_tables_refuse_what_does_not_fit() {
 fn what_is_written_is_used_under_one_name() {
     let all = Tensor::zeros([8], (Kind::Float, Device::Cpu));
     let part = |first, count| all.narrow(0, first, count);
-    let by =
-        AdamW { keep: 1.0, first: 0.1, second: 0.1, root: 1.0, eps: 1.0, rate: 0.1, scale: 1.0 };
+    let by = AdamWStep {
+        keep: 1.0,
+        first: 0.1,
+        second: 0.1,
+        root: 1.0,
+        eps: 1.0,
+        rate: 0.1,
+        scale: 1.0,
+    };
     let moved = |mut second: Tensor| {
         let [mut weight, mut first] = [part(0, 2), part(2, 2)];
         CPU.adamw(by, &mut weight, [&mut first, &mut second], &part(6, 2))

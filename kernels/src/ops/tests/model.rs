@@ -7,15 +7,15 @@ use super::super::*;
 use super::{EMULATED, OWN, close, difference, float, made, random, starts};
 
 /// Documents that cover `tokens` tokens.
-fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<Span> {
+fn spans(tokens: i64, cuts: &[prop::sample::Index]) -> Vec<AttentionSpan> {
     let starts = Vec::<i64>::try_from(starts(tokens, cuts)).unwrap();
     let ends = starts.iter().skip(1).copied().chain([tokens]);
-    starts.iter().zip(ends).map(|(&start, end)| Span::whole(start, end - start)).collect()
+    starts.iter().zip(ends).map(|(&start, end)| AttentionSpan::whole(start, end - start)).collect()
 }
 
 /// The gradients of queries, keys and values, in f32.
 fn back(
-    table: Table,
+    table: OpsTable,
     by: Attention,
     saved: Vec<[Tensor; 2]>,
     grad: &Tensor,
@@ -26,7 +26,11 @@ fn back(
 }
 
 /// All tables have equal outputs and gradients, except for rounding.
-fn agrees(own: &[Table], by: Attention, grad: &Tensor) -> std::result::Result<(), TestCaseError> {
+fn agrees(
+    own: &[OpsTable],
+    by: Attention,
+    grad: &Tensor,
+) -> std::result::Result<(), TestCaseError> {
     let wanted = REFERENCE.attention(by).unwrap();
     let wanted_back = back(REFERENCE, by, wanted.saved, grad).unwrap();
     // The backward pass with bf16 operands reads outputs that were rounded to bf16.
@@ -82,21 +86,21 @@ proptest! {
         let key = random(&[keys, tokens, width], seed + 1).to_kind(kind);
         let [value, grad] = [(keys, 2), (keys * group, 3)]
             .map(|(heads, index)| random(&[tokens, heads * width], seed + index).to_kind(kind));
-        let of = |table: Table, tensors: [&Tensor; 4], spans: &[Span]| {
+        let of = |table: OpsTable, tensors: [&Tensor; 4], spans: &[AttentionSpan]| {
             let [query, key, value, grad] = tensors;
             let by = Attention { query, key, value, spans, shape, kept: None };
             let attended = table.attention(by).unwrap();
             let [to_query, to_key, to_value] = back(table, by, attended.saved, grad).unwrap();
             [attended.heads, to_value, to_query.transpose(0, 1), to_key.transpose(0, 1)]
         };
-        let spans = [Span::whole(0, first), Span::whole(first, len), Span::whole(first + len, rest)];
-        let spans: Vec<Span> = spans.into_iter().filter(|span| span.len > 0).collect();
+        let spans = [AttentionSpan::whole(0, first), AttentionSpan::whole(first, len), AttentionSpan::whole(first + len, rest)];
+        let spans: Vec<AttentionSpan> = spans.into_iter().filter(|span| span.len > 0).collect();
         let [own_query, own_key] = [&query, &key].map(|x| x.narrow(1, first, len).contiguous());
         let [own_value, own_grad] = [&value, &grad].map(|x| x.narrow(0, first, len).contiguous());
         let own = [&own_query, &own_key, &own_value, &own_grad];
         for table in [CPU, EMULATED] {
             let all = of(table, [&query, &key, &value, &grad], &spans);
-            let alone = of(table, own, &[Span::whole(0, len)]);
+            let alone = of(table, own, &[AttentionSpan::whole(0, len)]);
             for (all, alone) in all.iter().zip(&alone) {
                 prop_assert_eq!(&all.narrow(0, first, len), alone);
             }
@@ -148,7 +152,7 @@ proptest! {
     ) {
         let (width, shape) = (8, [keys * group, keys, 8]);
         // A whole document in addition to the part.
-        let spans = [Span { start: 0, len, before }, Span::whole(len, 9)];
+        let spans = [AttentionSpan { start: 0, len, before }, AttentionSpan::whole(len, 9)];
         let (tokens, others) = (len + 9, before + len + 9);
         let query = random(&[keys * group, tokens, width], seed).to_kind(kind);
         let key = random(&[keys, others, width], seed + 3).to_kind(kind);
@@ -170,8 +174,8 @@ proptest! {
         let query = random(&[keys * group, tokens, width], seed);
         let (key, value) = (random(&[keys, tokens, width], seed + 1), random(&[tokens, keys * width], seed + 2));
         for table in [CPU, REFERENCE, EMULATED] {
-            let (whole, part) = ([Span::whole(0, tokens)], [Span { start: 0, len, before }]);
-            let of = |query: &Tensor, spans: &[Span]| {
+            let (whole, part) = ([AttentionSpan::whole(0, tokens)], [AttentionSpan { start: 0, len, before }]);
+            let of = |query: &Tensor, spans: &[AttentionSpan]| {
                 table.attention(Attention { query, key: &key, value: &value, spans, shape, kept: None }).unwrap().heads
             };
             let own = query.narrow(1, before, len).contiguous();
@@ -275,7 +279,7 @@ proptest! {
     /// The steps before and after an orthogonalization.
     #[test]
     fn momenta_and_steps(length in 0i64..300, scale in 0.1..2.0f32, seed in 0u64..1000) {
-        let state = |table: Table| {
+        let state = |table: OpsTable| {
             let [mut weight, mut momentum, gradient] = [0, 1, 2].map(|index| random(&[length], seed + index));
             let direction = table.nesterov(&mut momentum, &gradient, 0.95, scale).unwrap();
             table.descend(&mut weight, &direction, 0.99, 0.02).unwrap();
@@ -332,7 +336,7 @@ proptest! {
         let tokens = Tensor::from_slice(&tokens);
         let (table, grad) = (random(&[9, width], seed).to_kind(kind), random(&[count, width], seed + 1));
         let [bias, scale] = [2, 3].map(|index| random(&[width], seed + index));
-        let run = |ops: Table| {
+        let run = |ops: OpsTable| {
             let [embedded, scaled] = ops.embedding(&table, &tokens, &bias, &scale).unwrap();
             let mut of_table = random(&[9, width], seed + 4);
             let [to_bias, to_scale] =
@@ -375,14 +379,14 @@ proptest! {
         let x = of(&[tokens, width], 7).to_kind(kind);
         let (balance, grad, state) = (of(&[classes], 8), of(&[tokens, 1], 9), of(&[tokens, size], 10));
         let before = averaged.then_some(&before);
-        let run = |ops: Table| {
+        let run = |ops: OpsTable| {
             let (routes, saved) = ops.router(by, &x, before, &balance).unwrap();
             (routes, ops.router_backward(by, &x, saved, &grad, Some(&state)).unwrap())
         };
         let ((found, back), (wanted, wanted_back)) = (run(EMULATED), run(REFERENCE));
         prop_assume!(found.choice == wanted.choice);
         let limit = if kind == Kind::BFloat16 { 0.05 } else { 1e-4 };
-        let all = |ops: Table, back: RouterGrads| {
+        let all = |ops: OpsTable, back: RouterGrads| {
             let RouterGrads { input, before, down, down_bias, decay, norm, fc1, fc1_bias, fc2, fc2_bias, out } = back;
             let some = [Some(input), before].into_iter().flatten();
             let sums = [Some(down_bias), decay, Some(norm), Some(fc1_bias), Some(fc2_bias)];

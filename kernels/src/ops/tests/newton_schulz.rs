@@ -11,7 +11,7 @@ const QUINTIC: NewtonSchulz = NewtonSchulz {
     coefficients: [3.4445, -4.7750, 2.0315],
     steps: 5,
     eps: 1e-7,
-    form: NewtonSchulzForm::Gram,
+    form: NewtonSchulzIterate::Gram,
 };
 
 /// The literal iteration in f64.
@@ -31,13 +31,13 @@ fn iterated(matrix: &Tensor, steps: usize) -> Tensor {
 
 /// Both forms in f32.
 const FORMS: [NewtonSchulz; 2] =
-    [QUINTIC, NewtonSchulz { form: NewtonSchulzForm::Direct, ..QUINTIC }];
+    [QUINTIC, NewtonSchulz { form: NewtonSchulzIterate::Direct, ..QUINTIC }];
 
 /// The form in bf16.
-const NARROW: NewtonSchulz = NewtonSchulz { form: NewtonSchulzForm::Bf16, ..QUINTIC };
+const NARROW: NewtonSchulz = NewtonSchulz { form: NewtonSchulzIterate::Bf16, ..QUINTIC };
 
 /// The distance to [`iterated`], relative to its length.
-fn error(table: Table, matrix: &Tensor, by: NewtonSchulz) -> f64 {
+fn error(table: OpsTable, matrix: &Tensor, by: NewtonSchulz) -> f64 {
     let wanted = iterated(matrix, QUINTIC.steps);
     let found = table.newton_schulz(matrix, by).unwrap().to_kind(Kind::Double);
     (found - &wanted).norm().double_value(&[]) / wanted.norm().double_value(&[])

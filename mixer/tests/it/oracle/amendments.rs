@@ -28,15 +28,15 @@ proptest! {
         amended.sort();
         amended.dedup_by_key(|(step, _)| *step);
         let facts = facts(&tokens);
-        let before = Plan::new(&Curriculum::parse(&plain, "c.toml").unwrap(), &facts).unwrap();
+        let before = DataPlan::new(&Curriculum::parse(&plain, "c.toml").unwrap(), &facts).unwrap();
         let mut text = plain.clone();
         for (step, weights) in amended {
             let one = amendment_text(step, &weights);
             // A mix without weights, or the same as before, is refused: that amendment is skipped.
             let Ok(curriculum) = Curriculum::parse(&(text.clone() + &one), "c.toml") else { continue };
-            let unamended = Plan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &facts).unwrap();
+            let unamended = DataPlan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &facts).unwrap();
             text += &one;
-            let plan = Plan::new(&curriculum, &facts).unwrap();
+            let plan = DataPlan::new(&curriculum, &facts).unwrap();
             prop_assert_eq!(plan.digest_through(step - 1), unamended.digest_through(step - 1));
             prop_assert_ne!(plan.digest_through(step), unamended.digest_through(step));
             for source in 0..3 {
@@ -49,7 +49,7 @@ proptest! {
         }
         let curriculum = Curriculum::parse(&text, "c.toml").unwrap();
         prop_assert_eq!(Curriculum::parse(&curriculum.canonical(), "c.toml").unwrap().canonical(), curriculum.canonical());
-        let plan = Plan::new(&curriculum, &facts).unwrap();
+        let plan = DataPlan::new(&curriculum, &facts).unwrap();
         prop_assert_eq!(plan.samples(), before.samples());
         let samples = simulate(&curriculum, &facts);
         for sample in &samples {
@@ -87,11 +87,11 @@ proptest! {
             new
         });
         let mut text = curriculum_text(3, &phases);
-        let plain = Plan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &sources).unwrap();
+        let plain = DataPlan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &sources).unwrap();
         for (step, source, document) in &bans {
             text += &format!("[[amendment]]\nstep = {step}\nban = {{ {} = [{document}] }}\n", sources[*source].name);
         }
-        let mut plan = Plan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &sources).unwrap();
+        let mut plan = DataPlan::new(&Curriculum::parse(&text, "c.toml").unwrap(), &sources).unwrap();
         let of = |source: &SourceFacts, document: u64| document * length..source.tokens.min((document + 1) * length);
         plan.place_bans(|name, documents| {
             let source = sources.iter().find(|source| source.name == name).unwrap();

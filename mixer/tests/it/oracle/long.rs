@@ -7,10 +7,10 @@ fn alone(seq_len: u32, steps: u64, defer: bool) -> PhaseDraw {
     PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0], defer }
 }
 
-fn planned(seed: u64, phases: &[PhaseDraw], tokens: u64) -> (Plan, Vec<SampleSpec>) {
+fn planned(seed: u64, phases: &[PhaseDraw], tokens: u64) -> (DataPlan, Vec<SampleSpec>) {
     let curriculum = Curriculum::parse(&curriculum_text(seed, phases), "c.toml").unwrap();
     let facts = facts(&[tokens, 1, 1]);
-    (Plan::new(&curriculum, &facts).unwrap(), simulate(&curriculum, &facts))
+    (DataPlan::new(&curriculum, &facts).unwrap(), simulate(&curriculum, &facts))
 }
 
 proptest! {

@@ -11,7 +11,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 use contract::{Key, Permutation};
 use curriculum::Phase;
-use mixer::{Curriculum, Makeup, Plan, RemainderRule, SampleSpec, SourceFacts, Span, Visit};
+use mixer::{
+    Composition, Curriculum, DataPlan, RemainderRule, SampleSpec, SourceFacts, Span, Visit,
+};
 use proptest::prelude::*;
 
 /// A source as lists: what is left of opened groups, and the groups not opened yet.
@@ -334,7 +336,7 @@ proptest! {
     ) {
         let curriculum = Curriculum::parse(&curriculum_text(seed, &phases), "c.toml").unwrap();
         let facts = facts(&tokens);
-        let plan = Plan::new(&curriculum, &facts).unwrap();
+        let plan = DataPlan::new(&curriculum, &facts).unwrap();
         let samples = simulate(&curriculum, &facts);
         prop_assert_eq!(plan.samples(), samples.len() as u64);
         for sample in &samples {
@@ -364,11 +366,11 @@ proptest! {
         let free = Curriculum::parse(&curriculum_text(1, &phases), "c.toml").unwrap();
         let limited = Curriculum::parse(&limited_text(1, &phases, max_epochs), "c.toml").unwrap();
         let facts = facts(&tokens);
-        let plan = Plan::new(&free, &facts).unwrap();
+        let plan = DataPlan::new(&free, &facts).unwrap();
         let samples = simulate(&free, &facts);
         let limit = |source: usize| limited.max_epochs(&facts[source].name);
         let first = samples.iter().find(|sample| sample.epoch >= limit(sample.source));
-        match (Plan::new(&limited, &facts), first) {
+        match (DataPlan::new(&limited, &facts), first) {
             (Ok(_), None) => {}
             (Err(fault), Some(sample)) => {
                 let told = fault.to_string();
@@ -395,7 +397,7 @@ proptest! {
     ) {
         let sources = facts(&tokens);
         let plan = |phases: &[PhaseDraw], sources: &[SourceFacts]| {
-            Plan::new(&Curriculum::parse(&curriculum_text(1, phases), "c.toml").unwrap(), sources).unwrap()
+            DataPlan::new(&Curriculum::parse(&curriculum_text(1, phases), "c.toml").unwrap(), sources).unwrap()
         };
         let whole = plan(&phases, &sources);
         let step = step.min(whole.steps());
@@ -449,7 +451,7 @@ fn windows_behind_the_partial_unit_are_found() {
             let draw = PhaseDraw { seq_len, batch: 1, steps, weights: vec![1, 0, 0], defer: false };
             let curriculum = Curriculum::parse(&curriculum_text(seed, &[draw]), "c.toml").unwrap();
             let facts = facts(&[tokens, 1, 1]);
-            let plan = Plan::new(&curriculum, &facts).unwrap();
+            let plan = DataPlan::new(&curriculum, &facts).unwrap();
             let samples = simulate(&curriculum, &facts);
             for sample in &samples {
                 assert_eq!(&plan.sample(sample.sample).unwrap(), sample);
@@ -461,7 +463,7 @@ fn windows_behind_the_partial_unit_are_found() {
 }
 
 /// Compares the plan's totals for each phase and source with the samples.
-fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError> {
+fn totals_agree(plan: &DataPlan, samples: &[SampleSpec]) -> Result<(), TestCaseError> {
     let mut taken: BTreeMap<usize, u64> = BTreeMap::new();
     for (index, phase) in plan.phases().iter().enumerate() {
         for part in &phase.uses {
@@ -486,8 +488,8 @@ fn totals_agree(plan: &Plan, samples: &[SampleSpec]) -> Result<(), TestCaseError
 }
 
 /// The composition of samples, counted one by one.
-fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Makeup {
-    let mut all = Makeup::default();
+fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Composition {
+    let mut all = Composition::default();
     for SampleSpec { spans, seq_len, .. } in samples {
         let full = spans.iter().map(|span| span.tokens).sum::<u32>() == *seq_len;
         match (full, spans.len()) {
@@ -499,7 +501,7 @@ fn makeup<'a>(samples: impl Iterator<Item = &'a SampleSpec>) -> Makeup {
     all
 }
 
-fn steps_agree(plan: &Plan) -> Result<(), TestCaseError> {
+fn steps_agree(plan: &DataPlan) -> Result<(), TestCaseError> {
     let mut sample = 0;
     for number in 1..=plan.steps() {
         let step = plan.step(number).unwrap();
@@ -516,7 +518,7 @@ fn steps_agree(plan: &Plan) -> Result<(), TestCaseError> {
 
 /// Compares `visits`, token by token, with a scan of every sample.
 fn visits_agree(
-    plan: &Plan,
+    plan: &DataPlan,
     samples: &[SampleSpec],
     source: usize,
     start: u64,

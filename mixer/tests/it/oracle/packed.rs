@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use contract::{Digest, Key, Permutation, Result};
 use mixer::{
-    Curriculum, Makeup, PackPlace, PackTable, PackTables, PackedLength, Plan, SourceFacts, Span,
-    Visit,
+    Composition, Curriculum, DataPlan, PackPlace, PackTable, PackTables, PackedLength, SourceFacts,
+    Span, Visit,
 };
 use proptest::prelude::*;
 
@@ -129,7 +129,7 @@ proptest! {
         prop_assume!(lists.packs.iter().all(|packs| !packs.is_empty()));
         let curriculum = Curriculum::parse(&text(&phases), "test.toml").unwrap();
         let tables = || PackTables::from([("a".to_owned(), Arc::clone(&lists) as Arc<dyn PackTable>)]);
-        let plan = Plan::with_packs(&curriculum, &facts(tokens), tables()).unwrap();
+        let plan = DataPlan::with_packs(&curriculum, &facts(tokens), tables()).unwrap();
         let key = Key::from_seed(9).child("packs").child("a");
         let mut served = [0u64; 2];
         let mut seen: BTreeMap<u64, Vec<(u64, u32)>> = BTreeMap::new();
@@ -139,7 +139,7 @@ proptest! {
             let planned = &plan.phases()[phase];
             let part = planned.uses.iter().position(|part| part.source == 0).unwrap();
             prop_assert_eq!(planned.uses[part].tokens_before, taken);
-            let mut makeup = Makeup::default();
+            let mut makeup = Composition::default();
             for sample in planned.first_sample..planned.first_sample + planned.samples() {
                 let found = plan.sample(sample).unwrap();
                 if found.source != 0 {
@@ -151,7 +151,7 @@ proptest! {
                 prop_assert_eq!((found.epoch, &found.spans), (epoch, pack));
                 served[length] += 1;
                 let full = total(pack) == LENGTHS[length];
-                makeup += Makeup {
+                makeup += Composition {
                     contiguous: u64::from(full && pack.len() == 1),
                     joined: u64::from(full && pack.len() > 1),
                     padded: u64::from(!full),
@@ -181,7 +181,7 @@ proptest! {
         // The plan depends on where documents are cut, and the packs are part of its digest.
         let unpacked = text(&phases).replace("packing = \"best-fit\"\nlengths = { 6 = 1, 12 = 2 }\n", "");
         let unpacked = Curriculum::parse(&unpacked, "test.toml").unwrap();
-        let unpacked = Plan::new(&unpacked, &facts(tokens)).unwrap();
+        let unpacked = DataPlan::new(&unpacked, &facts(tokens)).unwrap();
         if served != [0, 0] {
             prop_assert_ne!(unpacked.digest_through(plan.steps()), plan.digest_through(plan.steps()));
         }
@@ -200,7 +200,7 @@ proptest! {
         let curriculum = Curriculum::parse(&text, "test.toml").unwrap();
         let tables = PackTables::from([("a".to_owned(), Arc::clone(&lists) as Arc<dyn PackTable>)]);
         let packs = lists.packs[1].len() as u64;
-        match Plan::with_packs(&curriculum, &facts([200, 1]), tables) {
+        match DataPlan::with_packs(&curriculum, &facts([200, 1]), tables) {
             Ok(_) => prop_assert!(steps * 2 <= packs),
             Err(fault) => {
                 prop_assert!(steps * 2 > packs);
@@ -239,7 +239,7 @@ fn what_cannot_be_packed_is_refused() {
         curriculum(&format!("packing = \"best-fit\"\nlengths = {lengths}")).unwrap()
     };
     let refused = |lengths: &str, tables: PackTables| {
-        Plan::with_packs(&best_fit(lengths), &facts([30, 1]), tables)
+        DataPlan::with_packs(&best_fit(lengths), &facts([30, 1]), tables)
             .map(drop)
             .unwrap_err()
             .to_string()

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use super::*;
 use contract::{Class, Identity};
 
-fn head() -> Head {
-    Head {
+fn head() -> LedgerHead {
+    LedgerHead {
         kind: "head".into(),
         format: super::super::FORMAT,
         kernel_table: serde_json::json!({"libtorch": "2.11.0"}),
@@ -282,7 +282,7 @@ fn a_loss_that_does_not_follow_from_its_parts_is_found() {
         change(&mut forged);
         ledger.append(&forged, None).unwrap();
         let (_, mut follower) = super::super::Follower::open(&path).unwrap();
-        let shown = follower.next_step::<crate::ledger::Seen>().map(|_| ());
+        let shown = follower.next_step::<crate::ledger::StepSummaryFields>().map(|_| ());
         for answer in [ledger.record(1).map(|_| ()), shown] {
             let fault = answer.unwrap_err();
             assert_eq!(fault.class(), Class::Mismatch, "{fault}");

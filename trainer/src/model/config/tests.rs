@@ -42,7 +42,7 @@ fn what_is_no_number_is_called_so() {
 
 #[test]
 fn fields_replace_those_of_the_preset() {
-    let (skip, loss_chunk) = (Skip::Identity, 4096);
+    let (skip, loss_chunk) = (SkipOutput::Identity, 4096);
     let wanted = ZayaConfig { vocab_size: 5000, skip, loss_chunk, ..nano() };
     let given = fields(&[("vocab_size", json!(5000)), ("skip", json!("identity"))]);
     assert_eq!(ZayaConfig::resolve(None, &given).unwrap(), wanted);

@@ -19,13 +19,13 @@ use crate::model::ZayaConfig;
 use crate::model::activity::larger;
 use crate::model::cut::{Chunk, Cut, joined};
 use crate::model::gradients::{ChunkGradients, Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
 use crate::model::line::SharedRows;
-use crate::model::param::{Declare, ParamId};
+use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
 use crate::refusal::refused;
-use crate::timing::{Part, part};
+use crate::timing::{StepPart, part};
 
 /// Compressed convolutional attention.
 pub(in crate::model) struct Cca {
@@ -70,7 +70,7 @@ pub(in crate::model) struct SavedChunk {
 }
 
 impl LayerKind for Cca {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, dim) = (config.hidden_size, config.head_dim);
         let (query, key, conv) = (config.query_size(), config.key_size(), config.conv_size());
         let mut qkv = params.inside("self_attn.qkv_proj", "self_attn.qkv");
@@ -111,7 +111,7 @@ impl LayerKind for Cca {
         }
     }
 
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
         let f = |size: i64| size as f64;
         let (width, query, key) =
             (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
@@ -164,7 +164,7 @@ impl Layer for Cca {
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
     ) -> contract::Result<Forward<Vec<Saved>>> {
-        let _watch = part(Part::Attention);
+        let _watch = part(StepPart::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: None, saved })
     }
@@ -177,7 +177,7 @@ impl Layer for Cca {
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
-        let _watch = part(Part::AttentionBack);
+        let _watch = part(StepPart::AttentionBack);
         let (x, gradients) = self.compute_back(pass, saved, grad).map_err(refused)?;
         for (chunk, gradients) in gradients.into_iter().enumerate() {
             let mut sink = sink.of(chunk);
@@ -193,7 +193,7 @@ impl Layer for Cca {
             let key = seen(&shard.key, 1).map_err(refused)?;
             let value = seen(&shard.value, 0).map_err(refused)?;
             for (chunk, own) in pass.chunks.iter().zip(&shard.chunks) {
-                let seen = Seen::of(chunk, &own.qk, &key, &value, shard.heads.shape);
+                let seen = QueriesWithKeys::of(chunk, &own.qk, &key, &value, shard.heads.shape);
                 let found = seen.and_then(|seen| seen.largest_logit(chunk)).map_err(refused)?;
                 largest = Some(largest.map_or(found, |largest| larger(largest, found)));
             }
@@ -333,7 +333,7 @@ impl Heads {
         let (seen, values) = (all.earlier(&key, 1)?.wait()?, values.wait()?);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         for (chunk, (qk, own)) in all.iter().zip(chunks) {
-            let seen = Seen::of(chunk, &qk, &seen, &values, self.shape)?;
+            let seen = QueriesWithKeys::of(chunk, &qk, &seen, &values, self.shape)?;
             let attended = ops.attention(seen.operands(chunk))?;
             outs.push(pass.of_shard(&attended.heads, &self.o_proj.f_tr()?)?);
             let [x, taps, raw, factor] = own;
@@ -369,14 +369,14 @@ impl Heads {
 }
 
 /// A chunk's queries with the keys and values that they see.
-pub(super) struct Seen {
+pub(super) struct QueriesWithKeys {
     query: Tensor,
     pub(super) key: Tensor,
     pub(super) value: Tensor,
     shape: [i64; 3],
 }
 
-impl Seen {
+impl QueriesWithKeys {
     /// From the tables of keys and values.
     pub(super) fn of(
         chunk: &Chunk,
@@ -384,9 +384,9 @@ impl Seen {
         key: &Tensor,
         value: &Tensor,
         shape: [i64; 3],
-    ) -> Result<Seen> {
+    ) -> Result<QueriesWithKeys> {
         let (key, value) = (chunk.keys(key, 1)?, chunk.keys(value, 0)?);
-        Ok(Seen { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
+        Ok(QueriesWithKeys { query: qk.f_narrow(0, 0, shape[0])?, key, value, shape })
     }
 
     /// The largest logit of a query and a key that it sees, as the softmax reads it. Computed in f32, span by span.
@@ -408,7 +408,7 @@ impl Seen {
     }
 
     pub(super) fn operands<'a>(&'a self, chunk: &'a Chunk) -> Attention<'a> {
-        let Seen { query, key, value, shape } = self;
+        let QueriesWithKeys { query, key, value, shape } = self;
         let kept = Some(&chunk.attending);
         Attention { query, key, value, spans: &chunk.spans, shape: *shape, kept }
     }

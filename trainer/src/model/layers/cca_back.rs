@@ -7,14 +7,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kernels::Result;
 use kernels::ops::AttentionGrads;
-use kernels::tree::{Counter, Nodes, blocks};
+use kernels::tree::{Counter, TreeNodes, blocks};
 use tch::{Kind, Tensor};
 
-use super::cca::{Saved, Seen};
+use super::cca::{QueriesWithKeys, Saved};
 use super::heads::HeadsGrads;
-use crate::model::cut::{Chunk, Chunks, KeyPart, Piece, joined};
+use crate::model::cut::{Chunk, Chunks, KeyPart, VisibleKeys, joined};
 use crate::model::layer::Pass;
-use crate::model::line::Fetched;
+use crate::model::line::PendingTable;
 
 /// Gradients from the backward pass of attention, by chunk.
 struct AttentionBack {
@@ -83,7 +83,7 @@ impl Saved {
             false => Tensor::f_empty(self.value.size(), float)?,
         };
         let seen = [pass.chunks.earlier(&self.key, 1)?, pass.chunks.earlier(&self.value, 0)?];
-        let [keys_seen, values_seen] = seen.map(Fetched::wait);
+        let [keys_seen, values_seen] = seen.map(PendingTable::wait);
         let (keys_seen, values_seen) = (keys_seen?, values_seen?);
         let (mut sums, mut o_proj, mut back) = (KeySums::default(), Vec::new(), Vec::new());
         let own = pass.chunks.shared().own();
@@ -91,7 +91,8 @@ impl Saved {
             let chunk = pass.chunks.of(at);
             o_proj.push(pass.gradient(&grad.f_tr()?, &saved.attended.heads)?);
             let heads = ops.matmul(grad, &self.heads.o_proj)?;
-            let seen = Seen::of(chunk, &saved.qk, &keys_seen, &values_seen, self.heads.shape)?;
+            let seen =
+                QueriesWithKeys::of(chunk, &saved.qk, &keys_seen, &values_seen, self.heads.shape)?;
             let qk = Tensor::f_empty(saved.qk.size(), float)?;
             let [query, key] = [qk.f_narrow(0, 0, queries)?, qk.f_narrow(0, queries, keys)?];
             let kept = std::mem::take(&mut saved.attended.saved);
@@ -125,7 +126,7 @@ impl Saved {
 /// Gradients of keys and values, for each document's part in a chunk: a tree over the chunks from its own to the last
 /// that sees it, in this order. Blocks for keys of another rank are sent there.
 #[derive(Default)]
-struct KeySums(BTreeMap<KeyPart, Nodes<Vec<Tensor>>>);
+struct KeySums(BTreeMap<KeyPart, TreeNodes<Vec<Tensor>>>);
 
 /// A block of such a tree: its keys, its first leaf, its level, the sums for keys and values.
 type Block = (KeyPart, u64, u32, Vec<Tensor>);
@@ -140,10 +141,10 @@ impl KeySums {
         value: &Tensor,
     ) -> Result<()> {
         let dealt = all.shared();
-        for Piece { key: first, of, len } in chunk.pieces().iter().copied() {
+        for VisibleKeys { key: first, of, len } in chunk.pieces().iter().copied() {
             let key = key.f_narrow(1, first, len)?.f_contiguous()?;
             let value = value.f_narrow(0, first, len)?.f_contiguous()?;
-            let runs = || Nodes::new(&dealt.runs(all.seen_by(of), dealt.place));
+            let runs = || TreeNodes::new(&dealt.runs(all.seen_by(of), dealt.place));
             self.0.entry(of).or_insert_with(runs).push(number - of.chunk, vec![key, value])?;
         }
         Ok(())

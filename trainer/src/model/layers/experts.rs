@@ -6,15 +6,15 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Dispatch, Gradient, Present, Routes, Table};
+use kernels::ops::{Dispatch, OpsTable, ParamGradient, Routes, UsedExperts};
 use kernels::tree::Counter;
 use tch::{Kind, Tensor};
 
 use crate::model::layer::Pass;
-use crate::model::param::{Declare, ParamId};
+use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
-use crate::model::{Skip, ZayaConfig};
+use crate::model::{SkipOutput, ZayaConfig};
 
 /// Parameters of one layer's experts.
 pub(super) struct Experts {
@@ -22,7 +22,7 @@ pub(super) struct Experts {
     pub(super) gate_up: ParamId,
     /// `[E, D, I]`.
     pub(super) down: ParamId,
-    skip: Skip,
+    skip: SkipOutput,
 }
 
 /// What the backward pass reads, sorted by expert except for `weight`; without skipped tokens if the host counts them.
@@ -47,13 +47,13 @@ pub(super) struct Grads {
     /// Of the routing weights, `[N, 1]`.
     pub(super) weight: Tensor,
     /// Of gate-up and down.
-    pub(super) params: [Gradient; 2],
+    pub(super) params: [ParamGradient; 2],
     /// Which experts had tokens: decides the sum over chunks.
-    pub(super) used: Present,
+    pub(super) used: UsedExperts,
 }
 
 /// A chunk in the forward pass of the experts.
-struct Passing {
+struct ForwardChunk {
     order: Dispatch,
     /// The tokens in the order of experts, with skipped ones.
     sorted: Tensor,
@@ -64,19 +64,19 @@ struct Passing {
 }
 
 /// A chunk in the backward pass.
-struct PassingBack {
+struct BackwardChunk {
     order: Dispatch,
     rows: Tensor,
     inner: Vec<[Tensor; 2]>,
     /// Gradients of the output of experts and of skipped tokens, and of the routing weights.
     out: Tensor,
     weight: Tensor,
-    params: Vec<[Gradient; 2]>,
+    params: Vec<[ParamGradient; 2]>,
     sum: Counter<Tensor>,
 }
 
 impl Experts {
-    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+    pub(super) fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig) -> Self {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
         let count = config.num_experts;
         let mut own = params.inside("mlp.experts", "zaya_block.experts.local_experts.*");
@@ -97,7 +97,7 @@ impl Experts {
         x: &[&Tensor],
         routes: &[Routes],
     ) -> Result<Vec<(Tensor, Saved)>> {
-        let passing = x.iter().zip(routes).map(|(x, routes)| Passing::new(pass, x, routes));
+        let passing = x.iter().zip(routes).map(|(x, routes)| ForwardChunk::new(pass, x, routes));
         let mut passing = passing.collect::<Result<Vec<_>>>()?;
         let mut shards = Shards::new(pass, [self.gate_up, self.down], pass.shards)?;
         for number in 0..pass.shards {
@@ -105,7 +105,7 @@ impl Experts {
             passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard))?;
         }
         let found = passing.into_iter().zip(x.iter().zip(routes)).map(|(chunk, (x, routes))| {
-            let Passing { order, sorted, rows, inner, sum } = chunk;
+            let ForwardChunk { order, sorted, rows, inner, sum } = chunk;
             let out = total(sum, x)?;
             drop(rows);
             let (weight, passed) = (routes.weight.shallow_clone(), self.passed(&sorted));
@@ -130,7 +130,7 @@ impl Experts {
             passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard, number as usize))?;
         }
         let found = passing.into_iter().map(|chunk| {
-            let PassingBack { order, rows, out, weight, params, sum, .. } = chunk;
+            let BackwardChunk { order, rows, out, weight, params, sum, .. } = chunk;
             let (input, passed) =
                 (total(sum, &rows)?, self.passed(&out).map(Tensor::shallow_clone));
             let used = order.used()?;
@@ -157,31 +157,31 @@ impl Experts {
     /// The rows that skipped tokens contribute, or their gradients; `None` stands for zeros.
     fn passed<'a>(&self, rows: &'a Tensor) -> Option<&'a Tensor> {
         match self.skip {
-            Skip::Zero => None,
-            Skip::Identity => Some(rows),
+            SkipOutput::Zero => None,
+            SkipOutput::Identity => Some(rows),
         }
     }
 
-    fn gathered(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<PassingBack> {
+    fn gathered(&self, pass: &Pass<'_>, saved: Saved, grad: &Tensor) -> Result<BackwardChunk> {
         let Saved { order, weight, sorted, inner, out } = saved;
         let passed = self.passed(&sorted);
         let [out, weight] = pass.ops.gather_backward(&out, &order, passed, &weight, grad)?;
         let rows = sorted.f_narrow(0, 0, order.computed)?;
         let (params, sum) = (Vec::new(), Counter::new());
-        Ok(PassingBack { order, rows, inner, out, weight, params, sum })
+        Ok(BackwardChunk { order, rows, inner, out, weight, params, sum })
     }
 }
 
-impl Passing {
-    fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<Passing> {
+impl ForwardChunk {
+    fn new(pass: &Pass<'_>, x: &Tensor, routes: &Routes) -> Result<ForwardChunk> {
         let order = pass.ops.dispatch(&routes.choice, pass.config.num_experts + 1)?;
         let sorted = pass.ops.permute(x, &order)?;
         let rows = sorted.f_narrow(0, 0, order.computed)?;
-        Ok(Passing { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
+        Ok(ForwardChunk { order, sorted, rows, inner: Vec::new(), sum: Counter::new() })
     }
 
     fn shard(&mut self, pass: &Pass<'_>, [gate_up, down]: &[Tensor; 2]) -> Result<()> {
-        let Passing { order, rows, inner, sum, .. } = self;
+        let ForwardChunk { order, rows, inner, sum, .. } = self;
         let ops = pass.ops;
         let both = ops.grouped_matmul(rows, gate_up, order)?.f_narrow(0, 0, order.computed)?;
         let product = ops.swiglu(&both)?;
@@ -192,14 +192,14 @@ impl Passing {
     }
 }
 
-impl PassingBack {
+impl BackwardChunk {
     fn shard(
         &mut self,
         pass: &Pass<'_>,
         [gate_up, down]: &[Tensor; 2],
         number: usize,
     ) -> Result<()> {
-        let PassingBack { order, rows, inner, out, params, sum, .. } = self;
+        let BackwardChunk { order, rows, inner, out, params, sum, .. } = self;
         let [both, product] = std::mem::take(&mut inner[number]);
         let ops = pass.ops;
         let weights = |grad: &Tensor, rows: &Tensor| match pass.chunks.count() {
@@ -244,7 +244,7 @@ fn total(sum: Counter<Tensor>, x: &Tensor) -> Result<Tensor> {
 }
 
 /// Gate-up and down from those of each shard: all gate rows, then all up rows; and columns side by side.
-fn joined(ops: Table, mut shards: Vec<[Gradient; 2]>) -> Result<[Gradient; 2]> {
+fn joined(ops: OpsTable, mut shards: Vec<[ParamGradient; 2]>) -> Result<[ParamGradient; 2]> {
     if shards.len() == 1 {
         return Ok(shards.remove(0));
     }

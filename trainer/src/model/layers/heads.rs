@@ -6,7 +6,7 @@
 use std::ops::Range;
 
 use kernels::Result;
-use kernels::ops::{Gradient, Table};
+use kernels::ops::{OpsTable, ParamGradient};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
@@ -38,11 +38,11 @@ pub(super) struct Heads {
 pub(super) struct HeadsGrads {
     pub(super) proj: Tensor,
     pub(super) values: [i64; 2],
-    pub(super) depthwise: Gradient,
-    pub(super) depthwise_bias: Gradient,
+    pub(super) depthwise: ParamGradient,
+    pub(super) depthwise_bias: ParamGradient,
     pub(super) grouped: Tensor,
-    pub(super) grouped_bias: Gradient,
-    pub(super) temp: Gradient,
+    pub(super) grouped_bias: ParamGradient,
+    pub(super) temp: ParamGradient,
     pub(super) o_proj: Tensor,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct CcaGrads {
     /// Of the projections of queries and keys, and of both halves of values.
     pub(super) projections: [Tensor; 4],
     /// Of the depthwise convolution and its bias, the bias of the grouped one, temperatures.
-    pub(super) vectors: [Gradient; 4],
+    pub(super) vectors: [ParamGradient; 4],
     pub(super) grouped: Tensor,
     pub(super) o_proj: Tensor,
 }
@@ -73,7 +73,7 @@ impl HeadsGrads {
     /// The gradients of all heads from those of each shard.
     pub(super) fn joined(
         config: &ZayaConfig,
-        ops: Table,
+        ops: OpsTable,
         mut shards: Vec<HeadsGrads>,
     ) -> Result<CcaGrads> {
         let query = config.num_attention_heads / config.num_key_value_heads;
@@ -85,7 +85,7 @@ impl HeadsGrads {
                 let all = |which: usize| made.iter().map(move |shard| shard[which].shallow_clone());
                 let channels = |which| channels(&all(which).collect::<Vec<_>>(), query);
                 let temp = Tensor::f_cat(&all(3).collect::<Vec<_>>(), 0)?;
-                [channels(0)?, channels(1)?, channels(2)?, temp].map(Gradient::Made)
+                [channels(0)?, channels(1)?, channels(2)?, temp].map(ParamGradient::Made)
             }
         };
         let rows = |which| {
@@ -109,10 +109,10 @@ impl HeadsGrads {
     }
 
     /// The depthwise convolution with its bias, the bias of the grouped one, temperatures.
-    fn vectors(&mut self) -> [Gradient; 4] {
+    fn vectors(&mut self) -> [ParamGradient; 4] {
         let HeadsGrads { depthwise, depthwise_bias, grouped_bias, temp, .. } = self;
         [depthwise, depthwise_bias, grouped_bias, temp]
-            .map(|sum| std::mem::replace(sum, Gradient::Made(Tensor::new())))
+            .map(|sum| std::mem::replace(sum, ParamGradient::Made(Tensor::new())))
     }
 }
 

@@ -16,19 +16,21 @@
 //! way. The public `lasp2.py` without a mask adds whole earlier blocks and nothing within a block: that is not causal
 //! attention.
 
-use kernels::ops::Span;
-use kernels::ops::linear_attention::{Features, Recurrence, State, divided, gated, gated_back};
+use kernels::ops::AttentionSpan;
+use kernels::ops::linear_attention::{
+    Features, Recurrence, RecurrentState, divided, gated, gated_back,
+};
 use kernels::{Error, Result};
 use tch::{Kind, Tensor};
 
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
 use crate::model::line::SharedRows;
-use crate::model::param::{Declare, ParamId};
+use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
-use crate::timing::{Part, part};
+use crate::timing::{StepPart, part};
 
 /// Linear attention.
 pub(in crate::model) struct Linear {
@@ -43,17 +45,17 @@ pub(in crate::model) struct Linear {
 pub(in crate::model) struct Saved {
     /// `[n, D]`: the normed residual.
     x: Tensor,
-    projected: Projected,
+    projected: Projections,
     /// `[n, H d]`, f32: the heads' output, divided by the denominators.
     heads: Tensor,
     /// `[n, H, 1]`, f32.
     denominator: Tensor,
     /// The state at the start of each sequence's part.
-    before: Vec<State>,
+    before: Vec<RecurrentState>,
 }
 
 /// `[n, H d]`, twice `[n, K d]`, `[n, H d]`: the outputs of the projections.
-struct Projected {
+struct Projections {
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,7 +63,7 @@ struct Projected {
 }
 
 impl LayerKind for Linear {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, query, key) = (config.hidden_size, config.query_size(), config.key_size());
         let mut own = params.inside("self_attn", "self_attn");
         let mut matrix = |name: &str, shape| own.matrix(name, name, shape);
@@ -75,7 +77,7 @@ impl LayerKind for Linear {
     }
 
     /// Those of the recurrence, however it is computed.
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
         let f = |size: i64| size as f64;
         let (width, query, key) =
             (f(config.hidden_size), f(config.query_size()), f(config.key_size()));
@@ -108,7 +110,7 @@ impl Layer for Linear {
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
     ) -> contract::Result<Forward<Vec<Saved>>> {
-        let _watch = part(Part::Attention);
+        let _watch = part(StepPart::Attention);
         let (out, saved) = self.compute(pass, x).map_err(refused)?;
         Ok(Forward { out, state, counts: None, saved })
     }
@@ -121,7 +123,7 @@ impl Layer for Linear {
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> contract::Result<Backward> {
-        let _watch = part(Part::AttentionBack);
+        let _watch = part(StepPart::AttentionBack);
         let back = self.compute_back(pass, saved, grad).map_err(refused)?;
         let mut inputs = Vec::new();
         for (chunk, (input, gradients)) in back.into_iter().enumerate() {
@@ -136,7 +138,7 @@ impl Layer for Linear {
 }
 
 /// The gradients of parameters.
-type Found = [(ParamId, Tensor); 5];
+type ParamGrads = [(ParamId, Tensor); 5];
 
 impl Linear {
     fn compute(&self, pass: &Pass<'_>, x: &[Tensor]) -> Result<(Vec<Tensor>, Vec<Saved>)> {
@@ -145,7 +147,7 @@ impl Linear {
         let features = projected.iter().map(|own| own.features(pass.config));
         let features = features.collect::<Result<Vec<_>>>()?;
         let left = |at: usize, span| by.after(&features[at], span, &None);
-        let states = Carried::gather(pass, Side::Before, left)?;
+        let states = CarriedStates::gather(pass, Side::Before, left)?;
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         let parts = pass.chunks.iter().zip(x).zip(projected).enumerate();
         for (at, ((chunk, x), projected)) in parts {
@@ -164,9 +166,9 @@ impl Linear {
         Ok((outs, saved))
     }
 
-    fn project(&self, pass: &Pass<'_>, x: &Tensor) -> Result<Projected> {
+    fn project(&self, pass: &Pass<'_>, x: &Tensor) -> Result<Projections> {
         let by = |weight: ParamId| pass.ops.matmul(x, &pass.weights[weight].f_tr()?);
-        Ok(Projected {
+        Ok(Projections {
             query: by(self.q_proj)?,
             key: by(self.k_proj)?,
             value: by(self.v_proj)?,
@@ -180,7 +182,7 @@ impl Linear {
         pass: &Pass<'_>,
         saved: Vec<Saved>,
         grad: &[Tensor],
-    ) -> Result<Vec<(Tensor, Found)>> {
+    ) -> Result<Vec<(Tensor, ParamGrads)>> {
         let by = recurrence(pass)?;
         let (mut features, mut reads, mut gates) = (Vec::new(), Vec::new(), Vec::new());
         for (own, grad) in saved.iter().zip(grad) {
@@ -190,7 +192,7 @@ impl Linear {
             gates.push((gate, weight));
         }
         let left = |at: usize, span| by.before(&features[at], (&reads[at], span), &None);
-        let states = Carried::gather(pass, Side::After, left)?;
+        let states = CarriedStates::gather(pass, Side::After, left)?;
         let mut found = Vec::new();
         let parts = pass.chunks.iter().zip(saved).zip(gates).enumerate();
         for (at, ((chunk, own), (gate, out))) in parts {
@@ -230,7 +232,7 @@ impl Linear {
     }
 }
 
-impl Projected {
+impl Projections {
     /// As the recurrence reads them.
     fn features(&self, config: &ZayaConfig) -> Result<Features> {
         let shape = [config.num_key_value_heads, config.group(), config.head_dim];
@@ -248,7 +250,7 @@ enum Side {
 }
 
 /// The state that each chunk alone contributes to documents that continue beyond it.
-struct Carried {
+struct CarriedStates {
     side: Side,
     /// By chunk and sequence; `None` where there is one chunk.
     all: Option<Tensor>,
@@ -256,15 +258,15 @@ struct Carried {
     width: i64,
 }
 
-impl Carried {
+impl CarriedStates {
     /// Gathers them; `left` computes the state of a span of a local chunk.
     fn gather(
         pass: &Pass<'_>,
         side: Side,
-        left: impl Fn(usize, Span) -> Result<State>,
-    ) -> Result<Carried> {
+        left: impl Fn(usize, AttentionSpan) -> Result<RecurrentState>,
+    ) -> Result<CarriedStates> {
         let (width, config) = (pass.chunks.width(), pass.config);
-        let mut carried = Carried { side, all: None, width };
+        let mut carried = CarriedStates { side, all: None, width };
         if pass.chunks.count() == 1 {
             return Ok(carried);
         }
@@ -285,7 +287,7 @@ impl Carried {
     }
 
     /// The state that enters each sequence of the `at`-th local chunk: folds its document's chunks, farthest first.
-    fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<State>> {
+    fn of(&self, pass: &Pass<'_>, by: &Recurrence, at: usize) -> Result<Vec<RecurrentState>> {
         let crossing = pass.chunks.crossing(at);
         let Some(all) = &self.all else { return Ok(crossing.into_iter().map(|_| None).collect()) };
         let chunk = pass.chunks.number(at) as i64;
@@ -306,12 +308,12 @@ impl Carried {
         states.collect()
     }
 
-    fn row(&self, span: Span) -> usize {
+    fn row(&self, span: AttentionSpan) -> usize {
         (span.start / self.width) as usize
     }
 
     /// Whether a span ends at the end of its sequence's part of the chunk.
-    fn is_last(&self, span: Span) -> bool {
+    fn is_last(&self, span: AttentionSpan) -> bool {
         (span.start + span.len) % self.width == 0
     }
 }

@@ -9,12 +9,12 @@ use super::heads::{columns, rows, together};
 use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{Gradients, emit};
-use crate::model::layer::{Backward, Forward, Layer, LayerKind, Pass, Place, Work};
-use crate::model::param::{Declare, ParamId};
+use crate::model::layer::{Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass};
+use crate::model::param::{ParamDeclarations, ParamId};
 use crate::model::sharding::{Sharding, share};
 use crate::model::shards::Shards;
 use crate::refusal::refused;
-use crate::timing::{Part, part};
+use crate::timing::{StepPart, part};
 
 /// `down(silu(gate(x)) * up(x))`, as wide inside as an expert.
 pub(in crate::model) struct Mlp {
@@ -31,7 +31,7 @@ pub(in crate::model) struct Saved {
 }
 
 /// A chunk in the backward pass.
-struct Returning<'a> {
+struct BackwardChunk<'a> {
     saved: Saved,
     grad: &'a Tensor,
     /// Gradients of gate, up and down, by shard.
@@ -41,7 +41,7 @@ struct Returning<'a> {
 }
 
 impl LayerKind for Mlp {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, _: Place) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, _: LayerPlace) -> Self {
         let (hidden, inner) = (config.hidden_size, config.moe_intermediate_size);
         let (wide, narrow) = ([inner, hidden], [hidden, inner]);
         let mut own = params.inside("mlp", "mlp");
@@ -56,7 +56,7 @@ impl LayerKind for Mlp {
         }
     }
 
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
         work.tokens * 3.0 * (config.hidden_size * config.moe_intermediate_size) as f64
     }
 
@@ -81,7 +81,7 @@ impl Layer for Mlp {
         x: &[Tensor],
         state: Option<Vec<Tensor>>,
     ) -> Result<Forward<Self::Saved>> {
-        let _watch = part(Part::Experts);
+        let _watch = part(StepPart::Experts);
         let (mut outs, mut saved) = (Vec::new(), Vec::new());
         for group in x.chunks(pass.together(x.len())) {
             for (out, own) in self.compute(pass, group).map_err(refused)? {
@@ -100,7 +100,7 @@ impl Layer for Mlp {
         state: Option<Vec<Tensor>>,
         sink: &mut Gradients<'_>,
     ) -> Result<Backward> {
-        let _watch = part(Part::ExpertsBack);
+        let _watch = part(StepPart::ExpertsBack);
         let mut found: Vec<_> = grad.iter().map(|_| None).collect();
         let order: Vec<usize> = pass.chunks.by_leaf().collect();
         for group in order.chunks(pass.together(grad.len())) {
@@ -108,7 +108,7 @@ impl Layer for Mlp {
             for chunk in group {
                 let twice = || Fault::bug("a chunk comes back twice");
                 let own = saved[*chunk].take().ok_or_else(twice)?;
-                passing.push(Returning::new(own, &grad[*chunk]));
+                passing.push(BackwardChunk::new(own, &grad[*chunk]));
             }
             let back = self.compute_back(pass, passing).map_err(refused)?;
             for (chunk, (x, [gate, up, down])) in group.iter().zip(back) {
@@ -151,14 +151,14 @@ impl Mlp {
     fn compute_back(
         &self,
         pass: &Pass<'_>,
-        mut passing: Vec<Returning<'_>>,
+        mut passing: Vec<BackwardChunk<'_>>,
     ) -> kernels::Result<Vec<(Tensor, [Tensor; 3])>> {
         let mut shards = Shards::new(pass, self.weights(), pass.shards)?;
         for number in 0..pass.shards {
             let shard = self.shard(pass, number, shards.next()?)?;
             passing.iter_mut().try_for_each(|chunk| chunk.shard(pass, &shard, number as usize))?;
         }
-        let whole = passing.into_iter().map(|Returning { saved, weights, sum, .. }| {
+        let whole = passing.into_iter().map(|BackwardChunk { saved, weights, sum, .. }| {
             let [gate, up, down] = &weights;
             let weights = [together(gate, 0)?, together(up, 0)?, together(down, 1)?];
             Ok((sum.total()?.f_to_kind(saved.x.kind())?, weights))
@@ -187,9 +187,9 @@ impl Mlp {
     }
 }
 
-impl<'a> Returning<'a> {
-    fn new(saved: Saved, grad: &'a Tensor) -> Returning<'a> {
-        Returning { saved, grad, weights: [const { Vec::new() }; 3], sum: Counter::new() }
+impl<'a> BackwardChunk<'a> {
+    fn new(saved: Saved, grad: &'a Tensor) -> BackwardChunk<'a> {
+        BackwardChunk { saved, grad, weights: [const { Vec::new() }; 3], sum: Counter::new() }
     }
 
     /// Backward through shard `number` of gate, up and down.
@@ -199,7 +199,7 @@ impl<'a> Returning<'a> {
         [gate, up, down]: &[Tensor; 3],
         number: usize,
     ) -> kernels::Result<()> {
-        let Returning { saved: Saved { x, inner }, grad, weights, sum } = self;
+        let BackwardChunk { saved: Saved { x, inner }, grad, weights, sum } = self;
         let [both, product] = &inner[number];
         let both = pass.ops.swiglu_backward(both, &pass.ops.matmul(grad, down)?)?;
         let width = product.size()[1];

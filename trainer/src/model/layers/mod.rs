@@ -20,10 +20,10 @@ pub(super) mod norm;
 mod router;
 
 use super::kinds::{Attention, FeedForward};
-use super::layer::{Make, make};
+use super::layer::{LayerConstructor, make};
 
 /// The constructor of a kind of attention.
-pub(super) fn make_attention(kind: Attention) -> Make {
+pub(super) fn make_attention(kind: Attention) -> LayerConstructor {
     match kind {
         Attention::Cca => make::<cca::Cca>,
         Attention::Linear => make::<linear::Linear>,
@@ -31,7 +31,7 @@ pub(super) fn make_attention(kind: Attention) -> Make {
 }
 
 /// The constructor of a kind of feed-forward.
-pub(super) fn make_feed_forward(kind: FeedForward) -> Make {
+pub(super) fn make_feed_forward(kind: FeedForward) -> LayerConstructor {
     match kind {
         FeedForward::Moe => make::<moe::Moe>,
         FeedForward::Mlp => make::<mlp::Mlp>,

@@ -10,11 +10,11 @@ use crate::model::ZayaConfig;
 use crate::model::cut::Cut;
 use crate::model::gradients::{ChunkGradients, Gradients};
 use crate::model::layer::{
-    Backward, Forward, Layer, LayerKind, Pass, Place, Work, by_chunk, counted,
+    Backward, Forward, Layer, LayerKind, LayerPlace, LayerWork, Pass, by_chunk, counted,
 };
-use crate::model::param::Declare;
+use crate::model::param::ParamDeclarations;
 use crate::refusal::refused;
-use crate::timing::{Part, part};
+use crate::timing::{StepPart, part};
 
 /// The feed-forward of ZAYA1.
 pub(in crate::model) struct Moe {
@@ -32,7 +32,7 @@ pub(in crate::model) struct Saved {
 }
 
 impl LayerKind for Moe {
-    fn declare(params: &mut Declare<'_>, config: &ZayaConfig, place: Place) -> Self {
+    fn declare(params: &mut ParamDeclarations<'_>, config: &ZayaConfig, place: LayerPlace) -> Self {
         let router = Router::declare(params, config, place.state);
         Moe { router, experts: Experts::declare(params, config), layer: place.layer }
     }
@@ -41,7 +41,7 @@ impl LayerKind for Moe {
         config.router_classes() as usize
     }
 
-    fn products(&self, config: &ZayaConfig, work: Work) -> f64 {
+    fn products(&self, config: &ZayaConfig, work: LayerWork) -> f64 {
         let f = |size: i64| size as f64;
         let (width, state) = (f(config.hidden_size), f(config.router_hidden_size));
         let router = width * state + 2.0 * state * state + state * f(config.router_classes());
@@ -74,7 +74,7 @@ impl Moe {
         x: &Tensor,
         state: Option<&Tensor>,
     ) -> Result<(Routes, RouterSaved)> {
-        let _watch = part(Part::Router);
+        let _watch = part(StepPart::Router);
         let (router, balance) = (self.router.bind(pass), &pass.balance[self.layer]);
         pass.ops.router(router, x, state, balance).map_err(refused)
     }
@@ -92,7 +92,7 @@ impl Moe {
         sink.experts(self.experts.gate_up, gate_up, experts.used.shared())?;
         sink.experts(self.experts.down, down, experts.used)?;
         let mut router = {
-            let _watch = part(Part::RouterBack);
+            let _watch = part(StepPart::RouterBack);
             let (bound, weight) = (self.router.bind(pass), &experts.weight);
             pass.ops.router_backward(bound, &x, router, weight, state).map_err(refused)?
         };
@@ -123,7 +123,7 @@ impl Layer for Moe {
                 routes.push(own);
                 routers.push(router);
             }
-            let _watch = part(Part::Experts);
+            let _watch = part(StepPart::Experts);
             let chunks: Vec<&Tensor> = group.iter().collect();
             let made = self.experts.forward(pass, &chunks, &routes).map_err(refused)?;
             let all = made.into_iter().zip(group.iter().zip(routes.into_iter().zip(routers)));
@@ -158,7 +158,7 @@ impl Layer for Moe {
                 grads.push(&grad[*chunk]);
             }
             let experts = {
-                let _watch = part(Part::ExpertsBack);
+                let _watch = part(StepPart::ExpertsBack);
                 self.experts.backward(pass, experts, &grads).map_err(refused)?
             };
             for (chunk, (own, experts)) in group.iter().zip(own.into_iter().zip(experts)) {

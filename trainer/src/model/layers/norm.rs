@@ -1,13 +1,13 @@
 //! RMS norm and residual scaling: forward, and hand-written backward.
 
 use contract::Result;
-use kernels::ops::{NormBack, Scaling};
+use kernels::ops::{NormBack, ResidualScaling};
 use tch::Tensor;
 
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::Pass;
-use crate::model::param::{Declare, ParamId};
+use crate::model::param::{ParamDeclarations, ParamId};
 use crate::refusal::refused;
 
 /// `x * rsqrt(mean(x^2) + eps) * weight`, statistics in f32.
@@ -17,15 +17,15 @@ pub(in crate::model) struct RmsNorm {
 }
 
 /// What the backward pass of a norm reads: its input, and the factor of each row.
-pub(in crate::model) struct Normed {
+pub(in crate::model) struct SavedNorm {
     x: Tensor,
     factor: Tensor,
 }
 
 /// The gradients that arrive at a norm, and at the branch that bypasses it.
-pub(in crate::model) struct Returned {
+pub(in crate::model) struct NormOutputGrads {
     /// What the norm saved.
-    pub(in crate::model) normed: Normed,
+    pub(in crate::model) normed: SavedNorm,
     /// The gradient of its output, in [`Pass::kind`].
     pub(in crate::model) grad: Tensor,
     /// The gradient of its input from the branch that bypasses the norm, f32.
@@ -35,7 +35,7 @@ pub(in crate::model) struct Returned {
 impl RmsNorm {
     /// Over the whole width of the residual.
     pub(in crate::model) fn declare(
-        params: &mut Declare<'_>,
+        params: &mut ParamDeclarations<'_>,
         config: &ZayaConfig,
         name: &str,
         zyphra: &str,
@@ -49,11 +49,11 @@ impl RmsNorm {
         &self,
         pass: &Pass<'_>,
         x: &Tensor,
-    ) -> Result<(Tensor, Normed)> {
+    ) -> Result<(Tensor, SavedNorm)> {
         let normed = pass.ops.rms_norm(x, &pass.weights[self.weight], self.eps);
         let normed = normed.and_then(|(out, factor)| Ok((out.f_to_kind(pass.kind)?, factor)));
         let (out, factor) = normed.map_err(refused)?;
-        Ok((out, Normed { x: x.shallow_clone(), factor }))
+        Ok((out, SavedNorm { x: x.shallow_clone(), factor }))
     }
 
     /// The same for each chunk.
@@ -61,7 +61,7 @@ impl RmsNorm {
         &self,
         pass: &Pass<'_>,
         x: &[Tensor],
-    ) -> Result<(Vec<Tensor>, Vec<Normed>)> {
+    ) -> Result<(Vec<Tensor>, Vec<SavedNorm>)> {
         x.iter().map(|x| self.forward(pass, x)).collect()
     }
 
@@ -69,7 +69,7 @@ impl RmsNorm {
     pub(in crate::model) fn backward(
         &self,
         pass: &Pass<'_>,
-        returned: Returned,
+        returned: NormOutputGrads,
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<Tensor> {
         let NormBack { x, factors, weight, grad, beside } = self.back(pass, &returned);
@@ -82,8 +82,8 @@ impl RmsNorm {
         Ok(input)
     }
 
-    fn back<'a>(&self, pass: &Pass<'a>, returned: &'a Returned) -> NormBack<'a> {
-        let Returned { normed: Normed { x, factor }, grad, beside } = returned;
+    fn back<'a>(&self, pass: &Pass<'a>, returned: &'a NormOutputGrads) -> NormBack<'a> {
+        let NormOutputGrads { normed: SavedNorm { x, factor }, grad, beside } = returned;
         let weight = pass.weights.of(self.weight);
         NormBack { x, factors: factor, weight, grad, beside: beside.as_ref() }
     }
@@ -100,7 +100,10 @@ pub(in crate::model) struct Residual {
 }
 
 impl Residual {
-    pub(in crate::model) fn declare(params: &mut Declare<'_>, config: &ZayaConfig) -> Self {
+    pub(in crate::model) fn declare(
+        params: &mut ParamDeclarations<'_>,
+        config: &ZayaConfig,
+    ) -> Self {
         let mut vector =
             |name: &str, value: f32| params.vector(name, name, config.hidden_size, value);
         Residual {
@@ -126,12 +129,12 @@ impl Residual {
         pass: &Pass<'_>,
         (out, residual): (&Tensor, &Tensor),
         norm: &RmsNorm,
-    ) -> Result<(Tensor, (Tensor, Normed))> {
+    ) -> Result<(Tensor, (Tensor, SavedNorm))> {
         let by = (&pass.weights[norm.weight], norm.eps);
         let made = pass.ops.residual_norm(out, residual, self.scaling(pass), by);
         let [sum, normed, factor] = made.map_err(refused)?;
         let x = sum.shallow_clone();
-        Ok((sum, (normed, Normed { x, factor })))
+        Ok((sum, (normed, SavedNorm { x, factor })))
     }
 
     /// From the gradients at the norm of the sum: the gradients of `out`, in its dtype, and of `residual`.
@@ -139,7 +142,7 @@ impl Residual {
         &self,
         pass: &Pass<'_>,
         (out, residual): (&Tensor, &Tensor),
-        (norm, returned): (&RmsNorm, Returned),
+        (norm, returned): (&RmsNorm, NormOutputGrads),
         sink: &mut ChunkGradients<'_, '_>,
     ) -> Result<(Tensor, Tensor)> {
         let (by, back) = (self.scaling(pass), norm.back(pass, &returned));
@@ -153,9 +156,9 @@ impl Residual {
         Ok((found.branch, found.residual))
     }
 
-    fn scaling<'a>(&self, pass: &Pass<'a>) -> Scaling<'a> {
+    fn scaling<'a>(&self, pass: &Pass<'a>) -> ResidualScaling<'a> {
         let of = |id| pass.weights.of(id);
-        Scaling {
+        ResidualScaling {
             scale: of(self.hidden_scale),
             bias: of(self.hidden_bias),
             residual_scale: of(self.residual_scale),

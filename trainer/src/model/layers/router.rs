@@ -10,7 +10,7 @@ use kernels::ops::{RouterGrads, RouterWeights};
 use crate::model::ZayaConfig;
 use crate::model::gradients::{ChunkGradients, emit};
 use crate::model::layer::Pass;
-use crate::model::param::{Declare, ParamId};
+use crate::model::param::{ParamDeclarations, ParamId};
 
 /// Parameters of one router.
 pub(super) struct Router {
@@ -29,7 +29,11 @@ pub(super) struct Router {
 }
 
 impl Router {
-    pub(super) fn declare(params: &mut Declare<'_>, config: &ZayaConfig, state: bool) -> Self {
+    pub(super) fn declare(
+        params: &mut ParamDeclarations<'_>,
+        config: &ZayaConfig,
+        state: bool,
+    ) -> Self {
         let (hidden, size) = (config.hidden_size, config.router_hidden_size);
         let square = [size, size];
         let mut gate = params.inside("mlp.gate", "zaya_block.router");

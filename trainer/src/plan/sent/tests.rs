@@ -4,18 +4,18 @@ use contract::Result;
 use proptest::prelude::*;
 
 use super::*;
-use crate::mesh::team::{self, Line, Nodes};
+use crate::mesh::team::{self, AxisGroup, NodeLayout};
 use crate::mesh::{GradReduce, Mesh};
 
 /// Sums rank by rank, as they send.
-fn one_by_one(sending: &Sending<'_>) -> Result<SentInStep> {
-    let Sending { mesh, ranks_per_node, flat, parts, lengths, weights, shards } = *sending;
+fn one_by_one(sending: &SentInputs<'_>) -> Result<SentInStep> {
+    let SentInputs { mesh, ranks_per_node, flat, parts, lengths, weights, shards } = *sending;
     let world = mesh.world();
     let names: Vec<String> = (0..world).map(|rank| (rank / ranks_per_node).to_string()).collect();
     let mut sent = SentInStep::default();
     for rank in 0..world {
         let crosses = |to: u32| names[rank as usize] != names[to as usize];
-        let Line { ranks, place, nodes } = Line::data(mesh, &names, rank, flat)?;
+        let AxisGroup { ranks, place, nodes } = AxisGroup::data(mesh, &names, rank, flat)?;
         let mut gradients = |to: u32, bytes: u64| match crosses(to) {
             true => sent.gradients_between_machines += bytes,
             false => sent.gradients_within_machines += bytes,
@@ -39,7 +39,7 @@ fn one_by_one(sending: &Sending<'_>) -> Result<SentInStep> {
             true => sent.weights_between_machines += bytes,
             false => sent.weights_within_machines += bytes,
         };
-        let nodes = Nodes::new(&names, rank, flat)?;
+        let nodes = NodeLayout::new(&names, rank, flat)?;
         for to in (0..world).filter(|to| *to != rank) {
             if nodes.relay(to, rank) == rank {
                 weighs(to, weights[rank as usize]);
@@ -68,7 +68,7 @@ proptest! {
         let (lengths, rest) = bytes.split_at(world);
         let (weights, rest) = rest.split_at(world);
         let shards: Vec<Vec<u64>> = rest.chunks(tsp as usize).take(world).map(<[u64]>::to_vec).collect();
-        let sending = Sending { mesh, ranks_per_node, flat, parts: &parts, lengths, weights, shards: &shards };
+        let sending = SentInputs { mesh, ranks_per_node, flat, parts: &parts, lengths, weights, shards: &shards };
         prop_assert_eq!(sending.sum().unwrap(), one_by_one(&sending).unwrap());
     }
 }

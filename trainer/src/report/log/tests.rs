@@ -12,10 +12,10 @@ fn step(step: u64, speed: f64) -> Value {
 }
 
 /// A log next to a ledger of at most a hundred steps.
-fn log_of(path: &Path) -> Log {
+fn log_of(path: &Path) -> EventLog {
     let ledger = path.with_file_name("ledger.jsonl");
     std::fs::write(&ledger, [b' '; 100 * LINE as usize]).unwrap();
-    Log::new(path, &ledger)
+    EventLog::new(path, &ledger)
 }
 
 #[test]
@@ -34,15 +34,15 @@ fn a_kill_is_told_from_an_end_in_order() {
     write("start", json!({"from_step": 8, "recorded": 8, "device": "cpu", "workers": 1}));
     let lines = log.refresh().unwrap();
     assert_eq!((lines, log.unreadable, log.starts(), log.running()), (12, 0, 3, true));
-    let kinds: Vec<(Happened, u64)> =
+    let kinds: Vec<(NotableEventKind, u64)> =
         log.happenings.iter().map(|one| (one.kind, one.step)).collect();
     let wanted = [
-        (Happened::Start, 0),
-        (Happened::Checkpoint, 5),
-        (Happened::Killed, 7),
-        (Happened::Start, 5),
-        (Happened::Stop, 8),
-        (Happened::Start, 8),
+        (NotableEventKind::Start, 0),
+        (NotableEventKind::Checkpoint, 5),
+        (NotableEventKind::Killed, 7),
+        (NotableEventKind::Start, 5),
+        (NotableEventKind::Stop, 8),
+        (NotableEventKind::Start, 8),
     ];
     assert_eq!(kinds, wanted);
     assert!(log.happenings[3].words.contains("steps 6 to 7 again"), "{:?}", log.happenings[3]);
@@ -87,9 +87,9 @@ fn a_slow_step_and_a_fault_are_odd_and_the_first_step_of_a_process_is_not() {
     events.write("fault", json!({"step": 62, "fault": "the loss is not finite\n  more"})).unwrap();
     let mut log = log_of(&path);
     log.refresh().unwrap();
-    let odd: Vec<(u64, Kind)> =
+    let odd: Vec<(u64, OddReasonKind)> =
         log.odd().iter().map(|one| (one.step, one.reasons[0].kind)).collect();
-    assert_eq!(odd, [(50, Kind::Slow), (62, Kind::Stopped)]);
+    assert_eq!(odd, [(50, OddReasonKind::Slow), (62, OddReasonKind::Stopped)]);
     assert!(!log.running());
 }
 
@@ -107,14 +107,14 @@ fn a_loss_that_is_survived_is_neither_a_kill_nor_an_odd_step() {
     write("recovered", json!({"step": 8, "seconds": 0.4, "again": 1}));
     write("strangers", json!({"step": 8, "refused": 3, "last": "10.0.0.7:4242 (a proof)"}));
     log.refresh().unwrap();
-    let kinds: Vec<(Happened, u64)> =
+    let kinds: Vec<(NotableEventKind, u64)> =
         log.happenings.iter().map(|one| (one.kind, one.step)).collect();
     let wanted = [
-        (Happened::Start, 0),
-        (Happened::Loss, 7),
-        (Happened::Start, 6),
-        (Happened::Recovered, 8),
-        (Happened::Strangers, 8),
+        (NotableEventKind::Start, 0),
+        (NotableEventKind::Loss, 7),
+        (NotableEventKind::Start, 6),
+        (NotableEventKind::Recovered, 8),
+        (NotableEventKind::Strangers, 8),
     ];
     assert_eq!(kinds, wanted);
     assert!(log.happenings[1].words.contains("0, 3") && log.happenings[4].words.contains("far: 3"));

@@ -10,7 +10,7 @@ use super::*;
 use crate::ledger::{Packed, SourceSums};
 
 /// A step with two evenly loaded layers.
-fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> Seen {
+fn seen(step: u64, loss: f64, norm: f64, lr: f64) -> StepSummaryFields {
     let bits = |value: f64| format!("{:016x}", value.to_bits());
     let digest = "0".repeat(32);
     serde_json::from_value(json!({
@@ -29,7 +29,7 @@ fn noise(seed: u64, step: u64) -> f64 {
 }
 
 /// A normal run: the loss falls with noise, the norm is noisy, the rate warms up and decays by a cosine.
-fn quiet(seed: u64, step: u64) -> Seen {
+fn quiet(seed: u64, step: u64) -> StepSummaryFields {
     let time = step as f64;
     let loss = 3.0 + 6.0 * (-time / 80.0).exp() + 0.05 * noise(seed, step);
     let norm = (0.2 * noise(seed + 1, step) - time / 500.0).exp();
@@ -37,7 +37,7 @@ fn quiet(seed: u64, step: u64) -> Seen {
     seen(step, loss, norm, lr)
 }
 
-fn found(steps: impl IntoIterator<Item = Seen>) -> Vec<OddStep> {
+fn found(steps: impl IntoIterator<Item = StepSummaryFields>) -> Vec<OddStep> {
     let mut detector = Detector::default();
     steps.into_iter().for_each(|seen| {
         detector.step(&seen);
@@ -86,6 +86,7 @@ proptest! {
         let one = &found[0];
         prop_assert_eq!((one.step, one.reasons.len()), (at, 1), "{:?}", one);
         let reason = &one.reasons[0];
+        use OddReasonKind as Kind;
         let kinds = [Kind::Loss, Kind::Loss, Kind::Norm, Kind::Norm, Kind::Router, Kind::LearningRate];
         prop_assert_eq!(reason.kind, kinds[kind]);
         match kind {
@@ -116,8 +117,8 @@ fn values_that_are_not_finite_and_skipped_steps_are_odd_at_any_step() {
     let mut skipped = seen(2, 5.0, 1.0, 1e-3);
     skipped.skipped = Some(crate::optim::guard::Skipped::Norm);
     let found = found([seen(1, 5.0, f64::INFINITY, 1e-3), skipped]);
-    let kinds: Vec<Kind> = found[0].reasons.iter().map(|reason| reason.kind).collect();
-    assert_eq!((found.len(), kinds), (1, vec![Kind::NotFinite, Kind::Skipped]));
+    let kinds: Vec<OddReasonKind> = found[0].reasons.iter().map(|reason| reason.kind).collect();
+    assert_eq!((found.len(), kinds), (1, vec![OddReasonKind::NotFinite, OddReasonKind::Skipped]));
 }
 
 #[test]
@@ -180,7 +181,7 @@ fn a_source_is_odd_where_the_whole_loss_is_not() {
     });
     let found = found(steps);
     let [one] = found.as_slice() else { panic!("{found:?}") };
-    assert_eq!((one.step, one.reasons.len(), one.reasons[0].kind), (150, 1, Kind::Source));
+    assert_eq!((one.step, one.reasons.len(), one.reasons[0].kind), (150, 1, OddReasonKind::Source));
     assert!(one.reasons[0].words.contains("of source rare"), "{one:?}");
 }
 
@@ -197,8 +198,8 @@ fn loss_and_norm_that_are_both_nearly_odd_are_odd() {
     });
     let found = found(steps);
     let [one] = found.as_slice() else { panic!("{found:?}") };
-    let kinds: Vec<Kind> = one.reasons.iter().map(|reason| reason.kind).collect();
-    assert_eq!((one.step, kinds), (550, vec![Kind::Loss, Kind::Norm]));
+    let kinds: Vec<OddReasonKind> = one.reasons.iter().map(|reason| reason.kind).collect();
+    assert_eq!((one.step, kinds), (550, vec![OddReasonKind::Loss, OddReasonKind::Norm]));
 }
 
 #[test]
@@ -228,13 +229,13 @@ fn what_is_nearly_odd_is_kept_where_it_is() {
     let steps: Vec<(u64, u64)> = near.iter().map(|one| (one.step, one.last)).collect();
     assert!(detector.found().is_empty(), "{:?}", detector.found());
     assert_eq!(steps, [(250, 251), (290, 290)], "{near:?}");
-    assert!(near.iter().all(|one| one.reasons[0].kind == Kind::Loss), "{near:?}");
+    assert!(near.iter().all(|one| one.reasons[0].kind == OddReasonKind::Loss), "{near:?}");
 }
 
 #[test]
 fn a_slow_step_is_not_the_one_to_look_at() {
-    let slow = Reason {
-        kind: Kind::Slow,
+    let slow = OddReason {
+        kind: OddReasonKind::Slow,
         step: 109,
         value: Some(1.0),
         usual: Some(9.0),

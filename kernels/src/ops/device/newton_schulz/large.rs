@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 use super::{Argument, Queue, piece};
 use crate::Result;
 use crate::device::pieces;
-use crate::ops::{NewtonSchulz, NewtonSchulzForm};
+use crate::ops::{NewtonSchulz, NewtonSchulzIterate};
 
 /// Maximum number of elements of a stack, unless one matrix has more: a matmul of this size is worth a launch.
 const ELEMENTS: i64 = 1 << 26;
@@ -62,7 +62,7 @@ pub(super) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
         // `A`, `A A` and a product of them, and the accumulated product if only squares are iterated; in bf16 two of
         // half the size, and the matrix before and after a step.
         let squares = match by.form {
-            NewtonSchulzForm::Bf16 => 1,
+            NewtonSchulzIterate::Bf16 => 1,
             _ if by.by_gram(*shape) => 4,
             _ => 2,
         };
@@ -93,7 +93,7 @@ fn iterated(queue: &Queue, stack: Tensor, by: NewtonSchulz) -> Result<Tensor> {
     let length = stack.f_norm_scalaropt_dim(2, [1, 2].as_slice(), true)?;
     let mut x = stack.f_div(&length.f_add_scalar(f64::from(by.eps))?)?;
     drop(stack);
-    if by.form == NewtonSchulzForm::Bf16 {
+    if by.form == NewtonSchulzIterate::Bf16 {
         return rounded(&x, by);
     }
     let square_of = |x: &Tensor| match tall {

@@ -14,8 +14,8 @@ use tch::Tensor;
 
 use super::{Argument, Queue};
 use crate::Result;
-use crate::device::pieces::Piece;
-use crate::ops::{NewtonSchulz, NewtonSchulzForm, check};
+use crate::device::pieces::TensorRange;
+use crate::ops::{NewtonSchulz, NewtonSchulzIterate, check};
 
 /// Elements of the largest small matrix; above this the library's matmuls are worth their launches.
 const SMALL: i64 = 1 << 17;
@@ -56,10 +56,10 @@ pub(in crate::ops) fn bytes(shapes: &[[i64; 2]], by: NewtonSchulz) -> u64 {
 
 /// Whether matrices of so many elements use our own matmuls. We have none in bf16.
 fn is_small(elements: i64, by: NewtonSchulz) -> bool {
-    by.form != NewtonSchulzForm::Bf16 && (1..=SMALL).contains(&elements)
+    by.form != NewtonSchulzIterate::Bf16 && (1..=SMALL).contains(&elements)
 }
 
 /// A tensor paired with another of its size.
-fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor, first: u64) -> Piece<'a> {
-    Piece { tensor, other: Some(other), first, salt: 0 }
+fn piece<'a>(tensor: &'a Tensor, other: &'a Tensor, first: u64) -> TensorRange<'a> {
+    TensorRange { tensor, other: Some(other), first, salt: 0 }
 }
