@@ -36,7 +36,7 @@ impl Piece {
 /// The pieces of each sample in reading order, without padding. Opens each provenance file once.
 pub fn pieces(plan: &Plan, stores: &Stores, samples: &[SampleSpec]) -> Result<Vec<Vec<Piece>>> {
     let unknown = Arc::new(DocumentRecord {
-        id: String::new(),
+        id: None,
         file: 0,
         row: 0,
         group: None,

@@ -54,18 +54,23 @@ impl Staging {
         Ok(staging)
     }
 
+    /// Where a folder is written before it is renamed to `target`.
+    pub fn place_of(target: &Path) -> PathBuf {
+        disk::beside(target, PARTIAL)
+    }
+
     /// Where to write.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     /// Renames the folder to its target. Every file in it must be synced.
-    pub fn commit(self) -> Result<()> {
+    pub fn commit(mut self) -> Result<()> {
         self.commit_telling(|_, _| ())
     }
 
     /// The same, and reports how many folders of how many are synced.
-    pub fn commit_telling(mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
+    pub fn commit_telling(&mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
         let folders = disk::folders(&self.path)?;
         for (number, folder) in folders.iter().enumerate() {
             disk::sync_folder(folder)?;
@@ -167,7 +172,7 @@ mod tests {
     fn a_commit_tells_of_every_folder() {
         let bench = tempfile::tempdir().unwrap();
         let target = bench.path().join("deep/out");
-        let staging = Staging::begin(&target).unwrap();
+        let mut staging = Staging::begin(&target).unwrap();
         for name in ["a/train", "a/validation", "b"] {
             disk::create_folder(&staging.path().join(name)).unwrap();
         }

@@ -94,7 +94,7 @@ fn search(plan: &Plan, stores: &Stores, args: &Args) -> Result<Vec<Whereabouts>>
                     Split::Validation => Vec::new(),
                 };
                 found.push(Whereabouts {
-                    id: record.id.clone(),
+                    id: record.shown_id().into_owned(),
                     source: facts.name.clone(),
                     split: split.name(),
                     document,
