@@ -5,12 +5,12 @@
 //! ```
 //!
 //! `file` counts the inputs of the part, `row` and `group` are as in the provenance, `bytes` as in the accounting. A
-//! line with `spans` lists bytes that a step removed from a document's text, as offsets in the text before that step; it
-//! does not say whether the document was kept.
+//! line with `spans` lists bytes that a step removed from a document's text, as offsets in the text before that step;
+//! it does not say whether the document was kept.
 //!
 //! The dedup scan writes a list of the same form for a whole source, without ids and bytes: `removed.jsonl.zst`, with
-//! the index of the manifest's input as `file`, and with the document that was `kept` instead. Encoding tasks read what
-//! of it is about their files; who reads a store gets both lists as one.
+//! the index of the manifest's input as `file`, and with the document that was `kept` instead. Encoding tasks read the
+//! lines about their files; readers of a store get both lists as one.
 
 use std::collections::BTreeMap;
 use std::fs::File;

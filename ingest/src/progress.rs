@@ -184,7 +184,7 @@ impl Progress {
         self.summary(self.begun.elapsed().as_secs_f64())
     }
 
-    /// The summary of a store that was built, whatever of it was there before.
+    /// The summary of a store that was built, parts that existed before included.
     pub(crate) fn of(&mut self, store: &Manifest) -> String {
         let streams = store.sources.iter().flat_map(|source| [&source.train, &source.validation]);
         let sum = |of: fn(&StreamRecord) -> u64| streams.clone().map(of).sum();

@@ -35,7 +35,7 @@ pub(crate) struct PartOutput {
     pub(crate) stop: Option<Stop>,
 }
 
-/// An input file, or what of it belongs to the part.
+/// An input file, or the segments of one that belong to the part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct InputOutput {
     /// Its size.

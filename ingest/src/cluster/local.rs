@@ -60,7 +60,7 @@ pub(crate) fn make(plan: &Plan, store: &Path, options: &Options, go_on: GoOn<'_>
         progress.into_inner().map_err(|_| Fault::bug("progress was reported by a panic"))?
     };
     let tallies = tallies(plan)?;
-    // The parts of a cache that goes with the build move into the store, unless another plan needs them.
+    // The parts of a cache that is removed with the build move into the store, unless another plan needs them.
     let is_own = options.work.is_none() && plan.cache.plans()? == [plan.name];
     let links = if is_own { Links::Move } else { Links::Link };
     let manifest = assemble(plan, store, &mut progress, links)?;

@@ -5,7 +5,7 @@
 //! parts/KEY.json       what they are: a `PartOutput` on one line, then the key and the xxh3-128 of that line
 //! ```
 //!
-//! The record is written last: without it, the folder is what a killed task left. It is beside the folder, because it
+//! The record is written last: without it, the folder is what a killed task left. It is not in the folder, because it
 //! depends on the encoder, and no byte of a store does.
 
 use std::io::ErrorKind;
@@ -93,7 +93,7 @@ pub(super) fn files(output: &PartOutput) -> impl Iterator<Item = &FileRecord> {
     shards.flat_map(|shard| shard.files()).chain(&output.dropped_file)
 }
 
-/// Refuses a part without all of its files, by their sizes: their bytes are checked by whoever reads the store.
+/// Refuses a part without all of its files, by their sizes: readers of the store check their bytes.
 pub(super) fn refuse_incomplete(folder: &Path, output: &PartOutput) -> Result<()> {
     for file in files(output) {
         let path = folder.join(&file.name);

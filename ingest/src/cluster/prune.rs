@@ -49,7 +49,7 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
         let since = today().duration_since(used).unwrap_or_default();
         let goes = since >= unused && !needed.contains(&path);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
-        // An encoded part is a folder, beside the record by which it is known.
+        // An encoded part is a folder, next to the record by which it is known.
         let folder = path.with_extension("");
         *side = (side.0 + 1, side.1 + about.len() + size_of(&folder)?);
         if goes && !look {

@@ -205,7 +205,7 @@ impl<'a> Runner<'a> {
     }
 
     /// Makes a task's part by `write` and `commit`, unless it exists, and records the result. Returns also what `write`
-    /// says of it, or nothing if there was nothing to write.
+    /// reports, or its default if there was nothing to write.
     fn make<P, T: Default>(
         &self,
         stage: Stage,
@@ -338,7 +338,8 @@ fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
         .hint("run the same command again"))
 }
 
-/// Renames a part of the scan, unless the name exists: then the two must be equal. A second one that differs is kept too.
+/// Renames a part of the scan, unless the name exists: then the two must be equal. A second one that differs is kept
+/// too.
 fn commit_scanned(path: &Path, key: Identity, scratch: &Path, digest: Digest) -> Result<()> {
     if result::create(scratch, path)? {
         return Ok(());

@@ -164,7 +164,7 @@ fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
         assert!(looked(&path).is_err());
         fs::write(&path, good).unwrap();
     }
-    // A file of an encoded part that is cut or gone; its bytes are checked by readers of the store.
+    // A file of an encoded part that is cut or missing; its bytes are checked by readers of the store.
     let key = result(&plan, 0).part;
     let (part, _) = output::read(&plan.cache, key).unwrap().unwrap();
     for file in output::files(&part) {

@@ -128,7 +128,7 @@ fn accounting_flaw(source: &SourceRecord) -> Option<String> {
     let texts = [train.text_bytes, validation.text_bytes];
     let after = sum(texts.into_iter().chain(source.dropped.iter().map(|dropped| dropped.bytes)));
     let sizes = sum(inputs.iter().map(|input| input.bytes));
-    // Each takes at least a byte of it.
+    // Each takes at least a byte.
     if inputs.iter().any(|input| input.segments > input.bytes.max(1)) {
         return Some("an input has more row groups than bytes".to_owned());
     }

@@ -1,8 +1,8 @@
 //! Where documents begin: a sparse index in memory, the rest read from the file by position.
 //!
 //! The whole file is read once, checked by its digest and thinned to every 512th start; a window then costs one small
-//! read. All starts count from the begin of the shard. So memory is a fraction of a byte per document, and the units of a batch stay in memory even in a store of ten
-//! trillion tokens.
+//! read. So memory is a fraction of a byte per document, and the units of a batch stay in memory even in a store of ten
+//! trillion tokens. Starts are counted in the shard.
 
 use std::ops::Range;
 
