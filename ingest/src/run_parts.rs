@@ -108,6 +108,51 @@ enum Event<T> {
     Free,
 }
 
+/// What all threads of a run share.
+struct Run<F> {
+    do_part: F,
+    /// The parts before this one are done by one worker each; the others begin when a worker finds none of these.
+    whole: usize,
+    begun: AtomicUsize,
+    end: AtomicUsize,
+}
+
+impl<F> Run<F> {
+    /// Does a part, with these workers and room for slabs, or alone.
+    fn part<T>(&self, part: usize, pool: Option<(&ThreadPool, usize)>, events: &Sender<Event<T>>)
+    where
+        F: Fn(usize, &Drive<'_>) -> Result<T>,
+    {
+        let drive = Drive { part, end: &self.end, pool };
+        let done = guarded(|| format!("part {part}"), || (self.do_part)(part, &drive));
+        if done.is_err() {
+            self.end.fetch_min(part, Ordering::Relaxed);
+        }
+        // The receiver is closed only if a thread could not be started.
+        let _ = events.send(Event::Done(part, done));
+    }
+
+    /// Does whole parts, one after the other, as long as there are any.
+    fn whole_parts<T>(&self, events: &Sender<Event<T>>)
+    where
+        F: Fn(usize, &Drive<'_>) -> Result<T>,
+    {
+        loop {
+            let part = self.begun.fetch_add(1, Ordering::Relaxed);
+            if part >= self.whole.min(self.end.load(Ordering::Relaxed)) {
+                let _ = events.send(Event::Free);
+                return;
+            }
+            self.part(part, None, events);
+        }
+    }
+
+    /// Stops every part at its next slab.
+    fn stop(&self) {
+        self.end.store(0, Ordering::Relaxed);
+    }
+}
+
 /// Runs `parts` parts by `workers` workers, and calls `take` here with the results, in the order of the parts.
 pub(crate) fn run_parts<T: Send>(
     parts: usize,
@@ -116,38 +161,18 @@ pub(crate) fn run_parts<T: Send>(
     mut take: impl FnMut(T) -> Result<()>,
 ) -> Result<()> {
     let workers = workers.clamp(1, WORKERS_MAX);
-    // The parts that are done by one worker each; the others begin when a worker finds none of these.
     let whole = (parts + 1).saturating_sub(workers);
     let (begun, end) = (AtomicUsize::new(0), AtomicUsize::new(usize::MAX));
+    let run = &Run { do_part, whole, begun, end };
     let pool = ThreadPoolBuilder::new().num_threads(workers).build();
-    let pool = pool.map_err(|error| of_pool(&error))?;
-    let run = |part: usize, pool: Option<(&ThreadPool, usize)>, events: &Sender<Event<T>>| {
-        let drive = Drive { part, end: &end, pool };
-        let done = guarded(|| format!("part {part}"), || do_part(part, &drive));
-        if done.is_err() {
-            end.fetch_min(part, Ordering::Relaxed);
-        }
-        // The receiver outlives every part.
-        let _ = events.send(Event::Done(part, done));
-    };
-    let by_itself = |events: &Sender<Event<T>>| {
-        loop {
-            let part = begun.fetch_add(1, Ordering::Relaxed);
-            if part >= whole.min(end.load(Ordering::Relaxed)) {
-                let _ = events.send(Event::Free);
-                return;
-            }
-            run(part, None, events);
-        }
-    };
+    let pool = &pool.map_err(|error| of_pool(&error))?;
     let (mut results, mut taken, mut fault) = (BTreeMap::new(), 0, None);
     thread::scope(|scope| {
         pool.in_place_scope(|jobs| {
             let (events, happened) = unbounded();
             for _ in 0..workers.min(whole) {
                 let events = events.clone();
-                let by_itself = &by_itself;
-                jobs.spawn(move |_| by_itself(&events));
+                jobs.spawn(move |_| run.whole_parts(&events));
             }
             if whole == 0 {
                 let _ = events.send(Event::Free);
@@ -161,21 +186,15 @@ pub(crate) fn run_parts<T: Send>(
                         let Some(events) = events.take() else { continue };
                         let room = workers / (parts - whole).max(1) + SPARE;
                         for part in whole..parts {
-                            let (events, run, pool) = (events.clone(), &run, &pool);
-                            let driver = move || run(part, Some((pool, room)), &events);
+                            let events = events.clone();
+                            let driver = move || run.part(part, Some((pool, room)), &events);
                             let driver = thread::Builder::new().spawn_scoped(scope, driver);
-                            if let Err(error) = driver {
-                                end.store(0, Ordering::Relaxed);
-                                return Err(no_thread(error));
-                            }
+                            driver.inspect_err(|_| run.stop()).map_err(no_thread)?;
                         }
                     }
                 }
                 while let Some(result) = results.remove(&taken).filter(|_| fault.is_none()) {
-                    if let Err(found) = result.and_then(&mut take) {
-                        end.store(0, Ordering::Relaxed);
-                        fault = Some(found);
-                    }
+                    fault = result.and_then(&mut take).inspect_err(|_| run.stop()).err();
                     taken += 1;
                 }
             }

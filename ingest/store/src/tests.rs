@@ -48,8 +48,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
         }
         stream.shards.push(writer.finish().unwrap());
     }
-    let tokenizer = b"{}".to_vec();
-    fs::write(folder.path().join(open::TOKENIZER), &tokenizer).unwrap();
+    fs::write(folder.path().join(open::TOKENIZER), "{}").unwrap();
     let plain = stream.documents.min(PLAIN);
     let input = |path: &str, documents: u64, segments: u64| InputRecord {
         path: path.to_owned(),
@@ -65,12 +64,24 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
     let open = &inputs[usize::from(stream.documents > PLAIN)..];
     open.iter().for_each(|input| digest.end_file(input.segments));
     stream.digest = digest.finish();
+    let manifest = committed(folder.path(), stream, inputs, token_bytes, vocab);
+    (folder, manifest)
+}
+
+/// Commits a store whose only stream is `train`.
+fn committed(
+    folder: &Path,
+    train: StreamRecord,
+    inputs: Vec<InputRecord>,
+    token_bytes: u32,
+    vocab: u32,
+) -> Manifest {
     let mut manifest = Manifest {
         format: FORMAT,
         digest: Identity([0; 32]),
         request: Identity([0; 32]),
         tokenizer: TokenizerRecord {
-            sha256: Identity::of_bytes(&tokenizer),
+            sha256: Identity::of_bytes(b"{}"),
             vocab,
             begin: None,
             end: Some(0),
@@ -84,7 +95,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
             preparation: String::new(),
             validation: StreamRecord::without_documents(&inputs),
             inputs,
-            train: stream,
+            train,
             dropped: Vec::new(),
             prepared: None,
             removed_file: None,
@@ -92,8 +103,8 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
         }],
     };
     manifest.digest = manifest.identity();
-    open::commit(folder.path(), &manifest).unwrap();
-    (folder, manifest)
+    open::commit(folder, &manifest).unwrap();
+    manifest
 }
 
 /// Documents of the first file; those of the second one are in row groups.
