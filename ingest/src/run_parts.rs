@@ -118,7 +118,7 @@ struct Run<F> {
 }
 
 impl<F> Run<F> {
-    /// Does a part, with these workers and room for slabs, or alone.
+    /// Does a part, by all of these workers with so many slabs in flight, or alone.
     fn part<T>(&self, part: usize, pool: Option<(&ThreadPool, usize)>, events: &Sender<Event<T>>)
     where
         F: Fn(usize, &Drive<'_>) -> Result<T>,
