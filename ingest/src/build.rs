@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use contract::{Fault, Result, counted, note};
-use store::{Manifest, disk, open};
+use store::disk::{self, Lock};
+use store::{Manifest, open};
 
 pub use crate::assembly::{Options, built, is_of_a_store};
 use crate::cache_dir::{CacheDir, apart_from};
@@ -71,10 +72,7 @@ fn build_in(
     options: &Options,
     go_on: cluster::GoOn<'_>,
 ) -> Result<Outcome> {
-    let (cache, _lock) = CacheDir::hold(work)?;
-    if options.work.is_none() {
-        cluster::reclaim(&cache, store)?;
-    }
+    let (cache, _lock) = hold(store, work, options)?;
     let built = build_by(corpus, store, work, options, go_on);
     // A failed build keeps its parts: a folder without parts is of no use.
     if options.work.is_none() && (built.is_ok() || cache.parts()?.is_empty()) {
@@ -159,6 +157,15 @@ fn is_cut_alike(corpus: &Corpus, manifest: &Manifest) -> Result<bool> {
         record.parts.iter().map(move |part| (source, part.first_file as usize))
     });
     Ok(cut.eq(there))
+}
+
+/// Holds the folder of parts `work` of a build, and moves back the parts that a killed build had moved into its store.
+pub fn hold(store: &Path, work: &Path, options: &Options) -> Result<(CacheDir, Lock)> {
+    let (cache, lock) = CacheDir::hold(work)?;
+    if options.work.is_none() {
+        cluster::reclaim(&cache, store)?;
+    }
+    Ok((cache, lock))
 }
 
 /// The folder of parts of a build that begins or resumes. Refuses places, of the store and of parts, that hold

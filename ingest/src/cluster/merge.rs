@@ -101,7 +101,7 @@ pub(super) fn assemble(
     let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
     let mut staging = Staging::begin(store)?;
     let finish = || {
-        place(plan, &staging, &parts, links, progress)?;
+        place(plan, &mut staging, &parts, links, progress)?;
         if let Some(scan) = &scan {
             lists(plan, scan, staging.path())?;
         }
@@ -140,7 +140,7 @@ struct PartFiles {
 /// Puts the parts into their places.
 fn place(
     plan: &Plan,
-    staging: &Staging,
+    staging: &mut Staging,
     parts: &[PartFiles],
     links: Links,
     progress: &mut Progress,
@@ -162,8 +162,7 @@ fn place(
     for part in parts {
         let (from, to) = (plan.cache.part_folder(part.key), staging.path().join(&part.folder));
         if moves(part) {
-            disk::create_folder(disk::folder_of(&to))?;
-            disk::rename(&from, &to).map_err(|error| Fault::io("create", &to, &error))?;
+            staging.take(&from, &part.folder)?;
         } else {
             disk::create_folder(&to)?;
             for file in &part.files {

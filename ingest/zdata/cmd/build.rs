@@ -4,7 +4,6 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
-use ingest::cache_dir::CacheDir;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect, moved};
@@ -131,7 +130,7 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
         return Ok(up_to_date(manifest));
     }
     let work = ingest::build::work_folder(out, options)?;
-    let (cache, _lock) = CacheDir::hold(&work)?;
+    let (cache, _lock) = ingest::build::hold(out, &work, options)?;
     let engine = options.engine.unwrap_or_default();
     let plan = cluster::plan_build(corpus, &work, engine)?;
     for stage in [Stage::Scan, Stage::Encode] {
