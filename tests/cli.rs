@@ -267,7 +267,7 @@ fn a_reader_that_leaves_early_changes_no_exit_code() {
     let scratch = Scratch::new();
     let corpus = corpus(&scratch, 120, "");
     let (store, spoiled) = (build(&scratch, &corpus, "store"), build(&scratch, &corpus, "spoiled"));
-    fs::write(spoiled.join("web/train/tokens-00000.arrow"), "no tokens").unwrap();
+    fs::write(spoiled.join("web/00000/tokens-train-00000.arrow"), "no tokens").unwrap();
     scratch.write("raw/web-2.jsonl", "no document\n");
     let path = curriculum(&scratch, &store, "run.toml", &[("steps = 8", "steps = 1")]);
     for (args, code) in [

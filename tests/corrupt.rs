@@ -397,9 +397,11 @@ fn a_store_with_other_files_than_its_manifest_names_is_opened_by_nothing() {
         &["amend", run, "--step", "5", "--mix", "web=1,math=1", "--dry-run"],
     ];
     // Files not in the manifest are ignored.
-    scratch.write("store/web/train/notes.txt", "mine");
-    for name in ["tokens-00000.arrow", "tokens-00000.sums", "documents-00000.parquet"] {
-        let path = store.join("web/train").join(name);
+    scratch.write("store/web/00000/notes.txt", "mine");
+    for name in
+        ["tokens-train-00000.arrow", "tokens-train-00000.sums", "documents-train-00000.parquet"]
+    {
+        let path = store.join("web/00000").join(name);
         let bytes = fs::read(&path).unwrap();
         let harms: [&dyn Fn(); 4] = [
             &|| (),

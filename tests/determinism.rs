@@ -9,7 +9,7 @@ use crate::support::{Scratch, arg, assert_same_tree, build, corpus, curriculum, 
 #[test]
 fn worker_counts_do_not_reach_the_store() {
     let scratch = Scratch::new();
-    let corpus = corpus(&scratch, 400, "shard_tokens = 8192");
+    let corpus = corpus(&scratch, 400, "part_bytes = 1");
     let stores: Vec<_> = ["1", "2", "7"]
         .iter()
         .map(|workers| {
@@ -43,11 +43,11 @@ fn digest_of(store: &std::path::Path) -> String {
 }
 
 #[test]
-fn the_cut_into_shards_does_not_reach_the_digest() {
+fn the_cut_into_parts_does_not_reach_the_digest() {
     let scratch = Scratch::new();
     let whole = corpus(&scratch, 200, "");
     let text = fs::read_to_string(&whole).unwrap();
-    let cut = scratch.write("cut.toml", format!("shard_tokens = 4096\n{text}"));
+    let cut = scratch.write("cut.toml", format!("part_bytes = 1\n{text}"));
     let (whole, cut) = (build(&scratch, &whole, "whole"), build(&scratch, &cut, "cut"));
     assert_eq!(digest_of(&whole), digest_of(&cut));
     let steps = |store, name| {

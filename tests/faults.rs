@@ -53,7 +53,7 @@ fn handles() -> impl Iterator<Item = u64> {
 #[test]
 fn without_memory_a_store_is_built_or_the_lack_is_said() {
     let scratch = Scratch::new();
-    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let corpus = corpus(&scratch, 80, "part_bytes = 1");
     let store = scratch.path("store");
     let args = ["build", arg(&corpus), "--out", arg(&store), "--workers", "2"];
     let starts =
@@ -84,7 +84,7 @@ fn without_memory_a_store_is_built_or_the_lack_is_said() {
 #[test]
 fn without_memory_a_store_is_checked_or_the_lack_is_said_and_never_called_damaged() {
     let scratch = Scratch::new();
-    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let corpus = corpus(&scratch, 80, "part_bytes = 1");
     let store = scratch.path("store");
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
     let starts = |kilobytes: &u64| ran(&format!("-v {kilobytes}"), &["--version"]).code == Some(0);
@@ -108,7 +108,7 @@ fn without_memory_a_store_is_checked_or_the_lack_is_said_and_never_called_damage
 #[test]
 fn without_handles_a_store_is_built_or_the_lack_is_said() {
     let scratch = Scratch::new();
-    let corpus = corpus(&scratch, 80, "shard_tokens = 8192");
+    let corpus = corpus(&scratch, 80, "part_bytes = 1");
     let whole = scratch.path("whole");
     let args = ["build", arg(&corpus), "--out", arg(&whole), "--workers", "2"];
     let wanted = zdata(&args).ok();
@@ -139,7 +139,7 @@ fn without_handles_nothing_is_called_damaged() {
     let scratch = Scratch::new();
     let corpus = prepared(&scratch);
     let text = fs::read_to_string(&corpus).unwrap();
-    fs::write(&corpus, format!("shard_tokens = 4096\n{text}")).unwrap();
+    fs::write(&corpus, format!("part_bytes = 1\n{text}")).unwrap();
     let store = build(&scratch, &corpus, "store");
     let curriculum = curriculum(&scratch, &store, "run.toml", &[]);
     for args in [
@@ -222,9 +222,8 @@ fn a_full_disk_stops_a_scan_that_then_goes_on() {
 #[test]
 fn a_full_disk_stops_a_build_of_many_parts_that_then_goes_on() {
     let scratch = Scratch::new();
-    let small = corpus(&scratch, 20, "");
+    let small = corpus(&scratch, 20, "part_bytes = 20000");
     scratch.write("raw/web-2.jsonl", json_lines(9, 300));
-    let build =
-        |to: &str| ["build", arg(&small), "--out", to, "--task-bytes", "20000"].map(str::to_owned);
-    fills_up(&scratch, "by-tasks", build, is_store);
+    let build = |to: &str| ["build", arg(&small), "--out", to].map(str::to_owned);
+    fills_up(&scratch, "in-parts", build, is_store);
 }

@@ -141,7 +141,7 @@ fn what_is_taken_twice_or_holds_nothing_is_told() {
 fn a_fifo_in_a_store_keeps_nobody_waiting() {
     let scratch = Scratch::new();
     let store = build(&scratch, &corpus(&scratch, 60, ""), "store");
-    let shard = store.join("web/train/tokens-00000.arrow");
+    let shard = store.join("web/00000/tokens-train-00000.arrow");
     fs::remove_file(&shard).unwrap();
     assert!(Command::new("mkfifo").arg(&shard).status().unwrap().success());
     for args in [&["verify", arg(&store)][..], &["inspect", arg(&store), "--json"]] {
@@ -203,10 +203,10 @@ fn what_is_dropped_is_told_and_a_source_of_which_nothing_is_left_is_refused() {
     let first: serde_json::Value = serde_json::from_str(listed.lines().next().unwrap()).unwrap();
     assert_eq!((&first["file"], &first["row"]), (&"in/a.jsonl".into(), &6.into()));
     // The list is a file of the store: damage to it is detected.
-    let list = out.join("x/dropped.jsonl.zst");
+    let list = out.join("x/00000/dropped.jsonl.zst");
     let bytes = fs::read(&list).unwrap();
     fs::write(&list, [&bytes[..9], b"!", &bytes[10..]].concat()).unwrap();
-    zdata(&["verify", arg(&out)]).fails(3, &["x/dropped.jsonl.zst"]);
+    zdata(&["verify", arg(&out)]).fails(3, &["x/00000/dropped.jsonl.zst"]);
     fs::write(&list, bytes).unwrap();
     zdata(&["verify", arg(&out)]).ok();
     scratch.write("in/a.jsonl", bad);

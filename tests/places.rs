@@ -30,7 +30,7 @@ impl Twins {
     /// The same after `harm` changed the store.
     fn harmed(harm: impl FnOnce(&Path)) -> Option<Self> {
         let scratch = Scratch::new();
-        let corpus = corpus(&scratch, 60, "shard_tokens = 16384");
+        let corpus = corpus(&scratch, 60, "part_bytes = 1");
         let store = build(&scratch, &corpus, "store");
         curriculum(&scratch, &store, "run.toml", &[]);
         // The curriculum names its store relative to its own folder.
@@ -91,12 +91,12 @@ fn what_is_asked_of_a_bucket_is_answered_as_it_is_here() {
 /// Every command that opens a store first compares its files with its manifest, in a bucket as locally.
 #[test]
 fn a_store_in_a_bucket_that_lacks_a_file_or_a_piece_of_one_is_refused() {
-    let name = "starts-00000.arrow";
+    let name = "starts-train-00000.arrow";
     let harms: [&dyn Fn(&Path); 2] = [&|file| fs::remove_file(file).unwrap(), &|file| {
         fs::write(file, &fs::read(file).unwrap()[1..]).unwrap()
     }];
     for harm in harms {
-        let Some(twins) = Twins::harmed(|store| harm(&store.join("web/train").join(name))) else {
+        let Some(twins) = Twins::harmed(|store| harm(&store.join("web/00000").join(name))) else {
             return;
         };
         for args in ANSWERS.iter().filter(|args| args[0] != "build") {

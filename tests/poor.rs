@@ -10,7 +10,7 @@ use crate::support::{Ran, Scratch, arg, assert_same_tree, build, compiled, corpu
 #[test]
 fn a_poor_file_system_takes_every_store_and_one_writer() {
     let scratch = Scratch::new();
-    let corpus = corpus(&scratch, 60, "");
+    let corpus = corpus(&scratch, 60, "part_bytes = 1");
     let store = build(&scratch, &corpus, "store");
     let library = compiled("poor.cpp", "poor.so");
     let command = |args: &[&str]| {
@@ -27,8 +27,7 @@ fn a_poor_file_system_takes_every_store_and_one_writer() {
     }
     built.ok();
     assert_same_tree(&store, &out);
-    let plan =
-        poor(&["task", "plan", arg(&corpus), "--cache-dir", arg(&tasks), "--task-bytes", "1"]);
+    let plan = poor(&["task", "plan", arg(&corpus), "--cache-dir", arg(&tasks)]);
     let plan = plan.ok().split_whitespace().next().unwrap().to_owned();
     for task in ["0", "1", "2"] {
         let run = ["task", "run", "--cache-dir", arg(&tasks), "--plan", &plan, "--index", task];

@@ -217,7 +217,7 @@ const URL: &str = "s3://bucket/stores/small";
 
 /// The same corpus on disk and in the bucket.
 fn twins(scratch: &Scratch, documents: u64) -> (std::path::PathBuf, std::path::PathBuf) {
-    let near = corpus(scratch, documents, "shard_tokens = 16384");
+    let near = corpus(scratch, documents, "part_bytes = 1");
     let text = fs::read_to_string(&near).unwrap().replace("\"raw/", "\"s3://bucket/raw/");
     let far = scratch.write("far.toml", text);
     // The bucket serves this folder.
@@ -281,8 +281,10 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     let scratch = Scratch::new();
     let (_, far) = twins(&scratch, 60);
     // Objects that exist before the bucket is used.
-    for (place, name) in [("begun", "tokens-00009.arrow"), ("left", "tokens-00000.arrow.0f.part")] {
-        let folder = scratch.path("served/stores").join(place).join("web/train");
+    for (place, name) in
+        [("begun", "tokens-train-00009.arrow"), ("left", "tokens-train-00000.arrow.0f.part")]
+    {
+        let folder = scratch.path("served/stores").join(place).join("web/00000");
         fs::create_dir_all(&folder).unwrap();
         fs::write(folder.join(name), "another's").unwrap();
     }
@@ -306,14 +308,16 @@ fn another_store_at_the_same_place_is_refused_and_both_are_kept() {
     bucket.zdata(&["verify", arg(&local)]).ok();
     // A damaged store is not published: what is published is never replaced.
     let damaged = build_far_inputs(&bucket, &other, &scratch.path("damaged"));
-    let sums = damaged.join("web/train/tokens-00000.sums");
+    let sums = damaged.join("web/00000/tokens-train-00000.sums");
     fs::write(&sums, [&fs::read(&sums).unwrap()[..], b"x"].concat()).unwrap();
     let place = "s3://bucket/stores/damaged";
     bucket.zdata(&["publish", arg(&damaged), place]).fails(3, &["damaged", arg(&sums)]);
     bucket.zdata(&["publish", arg(&local), place]).ok();
     // An object whose name is not in this store's manifest blocks it; the leftovers of an upload do not.
     let place = "s3://bucket/stores/begun";
-    bucket.zdata(&["publish", arg(&local), place]).fails(2, &["something else", "tokens-00009"]);
+    bucket
+        .zdata(&["publish", arg(&local), place])
+        .fails(2, &["something else", "tokens-train-00009"]);
     bucket.zdata(&["publish", arg(&local), "s3://bucket/stores/left"]).ok();
     // Publishing an identical store succeeds.
     let same = build_far_inputs(&bucket, &far, &scratch.path("same"));
@@ -368,7 +372,7 @@ fn what_preparation_wrote_goes_into_the_bucket_too() {
         assert_eq!(left.exists(), stays);
     }
     zdata(&["build", arg(&corpus), "--out", arg(&store)]).ok();
-    for list in ["dropped.jsonl.zst", "contaminated.jsonl"] {
+    for list in ["00000/dropped.jsonl.zst", "contaminated.jsonl"] {
         assert!(store.join("web").join(list).exists(), "the steps leave no {list}");
     }
     bucket.zdata(&["publish", arg(&store), published]).ok();
@@ -454,7 +458,10 @@ fn large_twins(scratch: &Scratch) -> [std::path::PathBuf; 2] {
         let named = ["--tokenizer", arg(&tokenizer), "--source", &source, "--validation", "0"];
         let head = ["import", arg(&store), "--format", "datatrove", "--unit", "1024"];
         zdata(&[&head[..], &named].concat()).ok();
-        assert!(fs::metadata(store.join("web/train/tokens-00000.arrow")).unwrap().len() > 16 << 20);
+        assert!(
+            fs::metadata(store.join("web/00000/tokens-train-00000.arrow")).unwrap().len()
+                > 16 << 20
+        );
         store
     })
 }
@@ -499,7 +506,7 @@ fn a_full_disk_stops_the_copies_which_are_then_made() {
     let copies = fs::read_dir(bucket.cache.join("copies")).unwrap();
     assert_eq!(copies.count(), 0, "half a copy was kept");
     bucket.zdata(&args).ok();
-    let tokens = |store: &Path| fs::read(store.join("web/train/tokens-00000.arrow")).unwrap();
+    let tokens = |store: &Path| fs::read(store.join("web/00000/tokens-train-00000.arrow")).unwrap();
     assert!(tokens(&whole) == tokens(&store));
     bucket.zdata(&["verify", arg(&store)]).ok();
 }

@@ -85,7 +85,7 @@ impl Drop for Fire {
 #[test]
 fn a_killed_build_ends_with_the_same_bytes() {
     let scratch = Scratch::new();
-    let small = corpus(&scratch, 50, "shard_tokens = 65536");
+    let small = corpus(&scratch, 50, "part_bytes = 1");
     scratch.write("raw/web-2.jsonl", json_lines(9, 12_000));
     let build_into =
         |store: &str| ["build", arg(&small), "--out", store, "--workers", "2"].map(str::to_owned);

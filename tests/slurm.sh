@@ -37,7 +37,7 @@ cat >"$dir/corpus.toml" <<CORPUS
 tokenizer = "tokenizer.json"
 validation = "1/50"
 unit = 1024
-shard_tokens = 65536
+part_bytes = 1
 [[source]]
 name = "web"
 files = ["raw/web-*.jsonl"]
@@ -62,13 +62,13 @@ max_chars = 200
 CORPUS
 "$zdata" tokenizer train "$dir/corpus.toml" --vocab 300 --out "$dir/tokenizer.json" >/dev/null
 "$zdata" build "$dir/corpus.toml" --out "$dir/local" 2>/dev/null
-for list in web/dropped.jsonl.zst web/contaminated.jsonl; do
+for list in web/00000/dropped.jsonl.zst web/contaminated.jsonl; do
   [ -s "$dir/local/$list" ] || { echo "nothing in $list: the corpus tests too little" >&2; exit 1; }
 done
 
 # Under fire, in both stages of tasks: whatever runs is requeued or killed. What was killed left no part: the same command
 # runs it again, and nothing else. A requeued job would wait for two minutes, which are not needed here.
-build() { "$zdata" build "$dir/corpus.toml" --out "$1" --executor slurm --cache-dir "$dir/work" --task-bytes 1 --workers 1; }
+build() { "$zdata" build "$dir/corpus.toml" --out "$1" --executor slurm --cache-dir "$dir/work" --workers 1; }
 requeued=0 killed=0
 hit() {
   if [ "$requeued" -le "$killed" ]; then
@@ -113,7 +113,7 @@ diff -r "$dir/local-edited" "$dir/edited"
 echo "after an edit: every byte as built here"
 
 # Every task twice, backwards, as two arrays at once; then one merge.
-read -r plan tasks < <("$zdata" task plan "$dir/corpus.toml" --cache-dir "$dir/twice.tasks" --task-bytes 1)
+read -r plan tasks < <("$zdata" task plan "$dir/corpus.toml" --cache-dir "$dir/twice.tasks")
 of="--cache-dir $dir/twice.tasks --plan $plan"
 array=$(seq $((tasks - 1)) -1 0 | paste -sd,)
 for verb in scan run; do

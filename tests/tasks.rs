@@ -28,7 +28,7 @@ struct Planned {
 impl Planned {
     fn new(scratch: &Scratch, corpus: &Path, work: &str) -> Planned {
         let work = scratch.path(work);
-        let words = ["task", "plan", arg(corpus), "--cache-dir", arg(&work), "--task-bytes", "1"];
+        let words = ["task", "plan", arg(corpus), "--cache-dir", arg(&work)];
         let told = zdata(&words).ok();
         let (name, tasks) = told.trim().split_once("  ").unwrap();
         Planned { name: name.to_owned(), tasks: tasks.parse().unwrap(), work }
@@ -68,7 +68,7 @@ impl Planned {
 }
 
 fn many_files(scratch: &Scratch) -> PathBuf {
-    let corpus = corpus(scratch, 80, "shard_tokens = 4096");
+    let corpus = corpus(scratch, 80, "part_bytes = 1");
     for file in 2..7 {
         scratch.write(&format!("raw/web-{file}.jsonl"), json_lines(10 + file, 30 * file));
     }
@@ -99,11 +99,7 @@ fn tasks_in_any_order_twice_and_killed_make_the_bytes_of_a_local_build() {
         zdata(&words).ok();
         assert_same_tree(&local, &out);
     }
-    let whole = scratch.path("whole");
-    let told = zdata(&["build", arg(&corpus), "--out", arg(&whole), "--task-bytes", "20000"]);
-    told.ok();
-    assert_same_tree(&local, &whole);
-    assert!(!scratch.path("whole.work").exists());
+    assert!(!scratch.path("local.work").exists());
 }
 
 #[test]
@@ -123,7 +119,7 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     fs::write(&file, text.replacen("doc-12-0", "doc-12-x", 1)).unwrap();
     let told = run(2).fails(4, &["task 2", "another result", ".conflict"]);
     assert_eq!(fs::read(receipt(2)).unwrap(), before, "{told}");
-    let parts = files(&work.join("parts"), |name| name.ends_with(".bin"));
+    let parts = files(&work.join("parts"), |name| name.ends_with(".json"));
     assert_eq!(parts.len() as u64, tasks + 1);
     let conflicts = || files(&plan.folder(), |name| name.ends_with(".conflict"));
     assert_eq!(conflicts().len(), 1);
@@ -137,7 +133,7 @@ fn a_second_result_that_differs_is_kept_and_stops_the_build() {
     assert_same_tree(&build(&scratch, &corpus, "local"), &out);
     // A flipped bit in a part is detected before anything is committed.
     let said: serde_json::Value = serde_json::from_slice(&fs::read(receipt(0)).unwrap()).unwrap();
-    let part = work.join(format!("parts/{}.bin", said["part"].as_str().unwrap()));
+    let part = work.join(format!("parts/{}.json", said["part"].as_str().unwrap()));
     let mut bytes = fs::read(&part).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
@@ -206,6 +202,8 @@ fn prepared_documents_by_tasks_are_those_of_a_local_build() {
 fn after_an_edit_only_what_changed_is_made_again() {
     let scratch = Scratch::new();
     let corpus = prepared(&scratch);
+    let text = fs::read_to_string(&corpus).unwrap();
+    fs::write(&corpus, format!("part_bytes = 1\n{text}")).unwrap();
     for file in 2..7 {
         scratch.write(&format!("raw/web-{file}.jsonl"), json_lines(10 + file, 20));
     }
@@ -213,7 +211,7 @@ fn after_an_edit_only_what_changed_is_made_again() {
     let again = |name: &str| {
         let out = scratch.path(name);
         let words = ["build", arg(&corpus), "--out", arg(&out)];
-        let words = [&words[..], &["--cache-dir", arg(&work), "--task-bytes", "1"]].concat();
+        let words = [&words[..], &["--cache-dir", arg(&work)]].concat();
         if name == "first" {
             let mut fire = Fire::new(std::time::Duration::from_millis(800), 3);
             while fire.round(2).is_some() {
@@ -245,7 +243,8 @@ fn after_an_edit_only_what_changed_is_made_again() {
     assert!(told.contains("reused 9 parts (9 files,"), "{told}");
     let prune =
         |more: &[&str]| zdata(&[&["task", "prune", "--cache-dir", arg(&work)], more].concat());
-    let parts = || files(&work.join("parts"), |name| name.ends_with(".bin")).len();
+    let is_known = |name: &str| name.ends_with(".bin") || name.ends_with(".json");
+    let parts = || files(&work.join("parts"), is_known).len();
     let all = parts();
     assert!(prune(&["--unused-days", "1"]).ok().contains("removed 0 parts"));
     let told = prune(&["--unused-days", "0", "--dry-run"]).ok();

@@ -18,7 +18,6 @@ use std::time::Instant;
 
 use contract::{Fault, Result};
 use ingest::build::Options;
-use ingest::cluster::plan::TASK_BYTES;
 use ingest::source::{self, Fields, Format, Limits, Parsed};
 use ingest::tokenize::{Engine, Tokenizer};
 use ingest::{Corpus, Outcome, build};
@@ -202,8 +201,7 @@ fn whole(workers: usize, tokenizer: &str, files: &[&str]) -> Result<Measured> {
     let corpus = store.path().join("corpus.toml");
     std::fs::write(&corpus, text).map_err(|e| Fault::io("write", &corpus, &e))?;
     let corpus = Corpus::read(&corpus)?;
-    let (engine, task_bytes) = (None, TASK_BYTES);
-    let options = Options { workers, engine, quiet: true, work: None, task_bytes };
+    let options = Options { workers, engine: None, quiet: true, work: None };
     let (begun, used) = (Instant::now(), user()?);
     let outcome = build(&corpus, &store.path().join("store"), options)?;
     let (seconds, user) = (begun.elapsed().as_secs_f64(), user()? - used);

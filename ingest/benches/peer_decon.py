@@ -63,7 +63,7 @@ def zdata(args, steps):
                   f'[[source]]\nname = "docs"\nfiles = ["raw/*.jsonl"]\nid = "id"\n{steps}')
     used, wall = run([args.zdata, "build", corpus, "--out", folder, "--workers", "1"])
     gone = set()
-    listed = folder + "/docs/dropped.jsonl.zst"
+    listed = folder + "/docs/00000/dropped.jsonl.zst"
     if os.path.exists(listed):
         lines = subprocess.run(["zstd", "-dc", listed], capture_output=True, check=True).stdout.splitlines()
         rows = (json.loads(line) for line in lines)

@@ -52,7 +52,7 @@ def zdata(args, name, steps):
         sys.exit(ran.stderr)
     seconds = time.time() - begun
     kept = set()
-    for path in glob.glob(folder + "/docs/train/documents-*.parquet"):
+    for path in glob.glob(folder + "/docs/*/documents-train-*.parquet"):
         kept.update(pq.read_table(path, columns=["id"])["id"].to_pylist())
     scan = [line for line in ran.stderr.splitlines() if line.startswith("dedup scan")]
     return kept, json.load(open(folder + "/manifest.json")), seconds, scan

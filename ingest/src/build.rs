@@ -4,14 +4,17 @@
 //! store from their parts. Parts of a killed or an earlier build are reused.
 
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 use contract::{Fault, Result, counted, note};
-use store::{Manifest, disk, open};
+use store::disk::{self, Lock};
+use store::{Manifest, open};
 
 pub use crate::assembly::{Options, built, is_of_a_store};
 use crate::cache_dir::{CacheDir, apart_from};
 use crate::cluster;
 use crate::corpus::{Corpus, Source};
+use crate::cuts;
 use crate::tokenize::Engine;
 
 /// How a build ended.
@@ -42,14 +45,20 @@ pub(crate) fn build_while(
     corpus: &Corpus,
     store: &Path,
     options: Options,
-    mut go_on: impl FnMut() -> Result<()>,
+    go_on: impl FnMut() -> Result<()> + Send,
 ) -> Result<Outcome> {
+    let go_on = Mutex::new(go_on);
+    let stopped = || Fault::bug("a build went on after a panic");
+    let go_on = || {
+        let mut go_on = go_on.lock().map_err(|_| stopped())?;
+        (*go_on)()
+    };
     if let Some(manifest) = up_to_date(corpus, store, &options)? {
         return Ok(Outcome::UpToDate(manifest));
     }
     let work = work_folder(store, &options)?;
     let above = disk::missing_above(&work);
-    let built = build_in(corpus, store, &work, &options, &mut go_on);
+    let built = build_in(corpus, store, &work, &options, &go_on);
     if built.is_err() {
         above.iter().for_each(|folder| disk::remove_if_empty(folder));
     }
@@ -61,9 +70,9 @@ fn build_in(
     store: &Path,
     work: &Path,
     options: &Options,
-    go_on: &mut dyn FnMut() -> Result<()>,
+    go_on: cluster::GoOn<'_>,
 ) -> Result<Outcome> {
-    let (cache, _lock) = CacheDir::hold(work)?;
+    let (cache, _lock) = hold(store, work, options)?;
     let built = build_by(corpus, store, work, options, go_on);
     // A failed build keeps its parts: a folder without parts is of no use.
     if options.work.is_none() && (built.is_ok() || cache.parts()?.is_empty()) {
@@ -77,10 +86,10 @@ fn build_by(
     store: &Path,
     work: &Path,
     options: &Options,
-    go_on: &mut dyn FnMut() -> Result<()>,
+    go_on: cluster::GoOn<'_>,
 ) -> Result<Outcome> {
     let engine = options.engine.unwrap_or_default();
-    let plan = cluster::plan_build(corpus, work, options.task_bytes, engine)?;
+    let plan = cluster::plan_build(corpus, work, engine)?;
     if let (Some(why), Engine::Fastest, false) = (plan.tokenizer.why_slow(), engine, options.quiet)
     {
         note!("note: fastokens does not cover this tokenizer ({why}): encoding with tokenizers");
@@ -90,13 +99,13 @@ fn build_by(
             .iter()
             .for_each(|told| note!("note: {told}"));
     }
-    let cluster::Made { manifest, summary, audited } = cluster::make(&plan, store, options, go_on)?;
+    let cluster::Made { manifest, summary, tallies, audited } =
+        cluster::make(&plan, store, options, go_on)?;
     let rescued = plan.tokenizer.rescued();
     if rescued > 0 && !options.quiet {
         let documents = counted(rescued, "document");
         note!("note: fastokens gave up on {documents}: tokenizers encoded what it did not");
     }
-    let tallies = cluster::tallies(&plan)?;
     plan.close()?;
     Ok(Outcome::Built { manifest, summary, tallies, audited })
 }
@@ -129,8 +138,34 @@ pub fn up_to_date(corpus: &Corpus, store: &Path, options: &Options) -> Result<Op
         return Ok(None);
     }
     let manifest = built(corpus, store, options.engine)?;
+    if !options.quiet && !is_cut_alike(corpus, &manifest)? {
+        note!(
+            "note: part_bytes = {} would cut this store into other parts: it stays as it is",
+            corpus.part_bytes
+        );
+    }
     clear_work(store, options.quiet)?;
     Ok(Some(manifest))
+}
+
+/// Whether the corpus would be cut into the parts that the store has.
+fn is_cut_alike(corpus: &Corpus, manifest: &Manifest) -> Result<bool> {
+    let (parts, _) = cuts::parts(corpus)?;
+    let cut = parts.into_iter().map(|(source, range)| (source, range.start));
+    let sources = manifest.sources.iter().enumerate();
+    let there = sources.flat_map(|(source, record)| {
+        record.parts.iter().map(move |part| (source, part.first_file as usize))
+    });
+    Ok(cut.eq(there))
+}
+
+/// Holds the folder of parts `work` of a build, and moves back the parts that a killed build had moved into its store.
+pub fn hold(store: &Path, work: &Path, options: &Options) -> Result<(CacheDir, Lock)> {
+    let (cache, lock) = CacheDir::hold(work)?;
+    if options.work.is_none() {
+        cluster::reclaim(&cache, store)?;
+    }
+    Ok((cache, lock))
 }
 
 /// The folder of parts of a build that begins or resumes. Refuses places, of the store and of parts, that hold

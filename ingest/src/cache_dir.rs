@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! zdata-cache                 the marker: what this folder is, and its version
-//! parts/KEY.bin               the result of a task, by the hash of all that it depends on
-//! parts/KEY.DIGEST.conflict   a differing result of a second run of that task
+//! parts/KEY.bin               what a task of the scan saw, by the hash of all that it depends on
+//! parts/KEY/ and KEY.json     what an encoding task made: files of a store, and their record
+//! parts/KEY.DIGEST.conflict   a differing result of a second run of a task
 //! plan-DIGEST/                a plan for `zdata task`: plan.json, results, lists, logs, scratch files
 //! build-DIGEST/               the same for a plan of `zdata build`, removed with the build
 //! ```
@@ -11,6 +12,7 @@
 //! Invariant: a cache is created only in a new or empty folder, and only files with one of these names are removed from
 //! it.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::io::ErrorKind;
@@ -31,7 +33,7 @@ const MARKER: &str = "zdata-cache";
 const KIND: &str = "zdata cache ";
 
 /// Version of the names in the folder. The content of a part has a version in its key.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The folder of the parts of all plans.
 const PARTS: &str = "parts";
@@ -152,15 +154,26 @@ impl CacheDir {
         self.path.join(PARTS)
     }
 
-    /// The path of the part with this key.
+    /// The path of the scan's part with this key.
     pub(crate) fn part(&self, key: Identity) -> PathBuf {
         self.parts_folder().join(format!("{key}.bin"))
     }
 
-    /// The existing parts.
+    /// The folder of the encoded part with this key.
+    pub(crate) fn part_folder(&self, key: Identity) -> PathBuf {
+        self.parts_folder().join(key.to_string())
+    }
+
+    /// The path of that part's record.
+    pub(crate) fn part_record(&self, key: Identity) -> PathBuf {
+        self.parts_folder().join(format!("{key}.json"))
+    }
+
+    /// The existing parts: the files by which they are known.
     pub(crate) fn parts(&self) -> Result<Vec<PathBuf>> {
         let mut found = self.named(&self.parts_folder(), is_key_or_conflict)?;
-        found.retain(|path| path.extension().is_some_and(|ending| ending == "bin"));
+        let known = |ending: &OsStr| ending == "bin" || ending == "json";
+        found.retain(|path| path.extension().is_some_and(known));
         Ok(found)
     }
 
@@ -343,7 +356,7 @@ fn is_key_or_conflict(name: &str) -> bool {
     };
     let is_digest = |text: &str| text.parse().is_ok_and(|it: Digest| it.to_string() == text);
     match name.split('.').collect::<Vec<_>>()[..] {
-        [key, "bin"] => is_key(key),
+        [key] | [key, "bin" | "json"] => is_key(key),
         [key, digest, "conflict"] => is_key(key) && is_digest(digest),
         _ => false,
     }
@@ -364,7 +377,9 @@ mod tests {
         let key = Identity([7; 32]);
         let build = PlanName::of(Owner::Build, b"a plan");
         let conflict = cache.part(key).with_extension(format!("{}.conflict", Digest(1)));
-        let files = [cache.part(key), conflict, cache.plan(build).join(PLAN)];
+        let (folder, record) =
+            (cache.part_folder(key).join("tokens.arrow"), cache.part_record(key));
+        let files = [cache.part(key), folder, record, conflict, cache.plan(build).join(PLAN)];
         for file in &files {
             disk::create_folder(disk::folder_of(file)).unwrap();
             fs::write(file, "x").unwrap();
@@ -388,13 +403,12 @@ mod tests {
             "parts/.env".to_owned(),
             "parts/x.bin".to_owned(),
             format!("parts/{}.bin", key.to_uppercase()),
-            format!("parts/{key}"),
             format!("parts/{key}.x.conflict"),
             format!("parts/{key}.bin.bin"),
         ];
         let foreign: Vec<PathBuf> = foreign.iter().map(|name| path.join(name)).collect();
         foreign.iter().for_each(|file| fs::write(file, "years of work").unwrap());
-        assert_eq!((cache.parts().unwrap().len(), cache.plans().unwrap().len()), (1, 1));
+        assert_eq!((cache.parts().unwrap().len(), cache.plans().unwrap().len()), (2, 1));
         cache.clear(true).unwrap();
         assert!(own.iter().all(|file| !file.exists()));
         assert!(foreign.iter().all(|file| fs::read(file).unwrap() == b"years of work"));
@@ -431,7 +445,7 @@ mod tests {
             fs::remove_dir_all(&path).unwrap();
         }
         fs::create_dir(&path).unwrap();
-        fs::write(path.join(MARKER), "zdata cache 2\n").unwrap();
+        fs::write(path.join(MARKER), "zdata cache 9\n").unwrap();
         refused("another version");
         assert!(is_cache(&path));
         // A file in place of the folder, and a folder inside a store.

@@ -1,16 +1,19 @@
 //! `zdata build --check`: every record that is not a document, without building anything.
 //!
-//! Files are read as in a build, by the same reader and on as many threads, and reported in order. After a file that
-//! cannot be read to its end, the next one is read: one run reports everything there is to fix.
+//! Files are read as in a build, part by part, and reported in order. After a file that cannot be read to its end, the
+//! next one is read: one run reports everything there is to fix.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Mutex;
 
 use contract::{Class, Fault, Result, counted, note};
 
 use crate::assembly::request::{nameless, nothing_left};
 use crate::corpus::{Corpus, drops, stops};
-use crate::parallel::{self, Map};
-use crate::progress::{Measure, Progress};
+use crate::cuts;
+use crate::progress::{Measure, PartProgress, Progress};
+use crate::run_parts::{Drive, run_parts};
 use crate::source::Parsed;
 use crate::walk::{Part, Walk, place};
 
@@ -58,7 +61,6 @@ pub struct Checked {
 
 /// A file that cannot be read to its end.
 struct Damaged {
-    source: usize,
     file: usize,
     fault: Fault,
 }
@@ -70,76 +72,264 @@ type Read<T> = std::result::Result<T, Damaged>;
 enum Seen {
     /// The records of a slab, with `raw` bytes of the file read so far: the number of documents, whether one of them
     /// has its own id, and the bad records.
-    Records {
-        source: usize,
-        file: usize,
-        raw: u64,
-        documents: u64,
-        named: bool,
-        bad: Vec<(&'static str, Fault)>,
-    },
+    Records { file: usize, raw: u64, documents: u64, named: bool, bad: Vec<(&'static str, Fault)> },
     /// The end of a file, with its size in bytes.
     FileEnd(u64),
-    /// The end of a source.
-    SourceEnd,
 }
 
 /// Reads the whole corpus and reports what is wrong in the order of the inputs. No preparation step is run.
 pub fn check(
     corpus: &Corpus,
     options: Options,
-    mut tell: impl FnMut(Bad<'_>) -> Result<()>,
+    tell: impl FnMut(Bad<'_>) -> Result<()> + Send,
 ) -> Result<Checked> {
-    let mut walk = Walk::new(corpus);
-    let next = || match walk.next() {
-        Err(fault) if fault.class() == Class::Data => {
-            let (source, file) = walk.pass_over();
-            Ok(Some(Err(Damaged { source, file, fault })))
-        }
-        part => part.map(|part| part.map(Ok)),
-    };
-    let map = Map {
-        begin: || (),
-        map: |(): &mut (), read: Read<Part>| match read {
-            Ok(part) => look(corpus, part),
-            Err(damaged) => Ok(Err(damaged)),
-        },
-        place: |read: &Read<Part>| match read {
-            Ok(part) => place(corpus, part),
-            Err(Damaged { source, file, .. }) => corpus.sources[*source].files[*file].shown.clone(),
-        },
-    };
+    let (parts, _) = cuts::parts(corpus)?;
+    // A list of every bad record may be too long to be held until its turn: the corpus is then read as one part.
+    let at_once = options.listed == u64::MAX;
+    let parts: Vec<_> =
+        if at_once { vec![parts] } else { parts.into_iter().map(|part| vec![part]).collect() };
     let progress = Progress::new("check", Measure::Bytes, corpus.bytes()?, options.quiet);
-    let mut count = Count {
-        corpus,
-        progress,
-        place: (0, 0),
-        damaged: None,
-        source: 0,
-        documents: 0,
-        named: false,
-        reasons: BTreeMap::new(),
-        listed: 0,
-        unlisted: BTreeMap::new(),
-        limit: options.listed,
-        checked: Checked::default(),
+    let (progress, tell) = (Mutex::new(progress), Mutex::new(tell));
+    let say = |bad: Bad<'_>| {
+        let mut tell = tell.lock().map_err(|_| Fault::bug("a report panicked"))?;
+        match progress.lock() {
+            Ok(progress) => progress.aside(|| (*tell)(bad)),
+            Err(_) => (*tell)(bad),
+        }
     };
-    parallel::run(options.workers, next, map, |found| count.take(found, &mut tell))?;
-    count.checked.files = corpus.sources.iter().map(|source| source.files.len() as u64).sum();
-    Ok(count.checked)
+    let do_part = |number: usize, drive: &Drive<'_>| {
+        let look = |(source, files): &(usize, Range<usize>)| {
+            let mut count = Count::new(corpus, *source, files.start, options.listed);
+            let mut held = Vec::new();
+            let only = corpus.cut(*source, files.clone());
+            let mut passed = PartProgress::new(&progress);
+            count.read(&only, drive, &mut passed, |bad| match at_once {
+                true => say(bad),
+                false => {
+                    held.push(bad);
+                    Ok(())
+                }
+            })?;
+            Ok((count, held))
+        };
+        parts[number].iter().map(look).collect::<Result<Vec<_>>>()
+    };
+    let mut total =
+        Total { corpus, source: 0, of: Counted::default(), checked: Checked::default() };
+    run_parts(parts.len(), options.workers, do_part, |counts| {
+        for (count, held) in counts {
+            total.add(count.source, count.counted);
+            held.into_iter().try_for_each(&say)?;
+        }
+        Ok(())
+    })?;
+    total.end_before(corpus.sources.len());
+    total.checked.files = corpus.sources.iter().map(|source| source.files.len() as u64).sum();
+    Ok(total.checked)
+}
+
+/// Counts of a source, or of some of its files.
+#[derive(Default)]
+struct Counted {
+    documents: u64,
+    bad: u64,
+    /// Whether a document has its own id.
+    named: bool,
+    /// Other records by reason.
+    reasons: BTreeMap<&'static str, u64>,
+    /// The first place at which a build would stop.
+    stop: Option<Fault>,
+}
+
+/// What was found so far in some files of a source.
+struct Count<'a> {
+    corpus: &'a Corpus,
+    source: usize,
+    /// The first of the files, and the current one, counted from there.
+    first: usize,
+    file: usize,
+    /// The file that cannot be read to its end: its slabs that were read already are ignored.
+    damaged: Option<usize>,
+    /// Bad records reported for the current file, unreported ones by reason, and the limit.
+    listed: u64,
+    unlisted: BTreeMap<&'static str, u64>,
+    limit: u64,
+    counted: Counted,
+}
+
+impl<'a> Count<'a> {
+    fn new(corpus: &'a Corpus, source: usize, first: usize, limit: u64) -> Self {
+        let (unlisted, counted) = (BTreeMap::new(), Counted::default());
+        Count { corpus, source, first, file: 0, damaged: None, listed: 0, unlisted, limit, counted }
+    }
+
+    /// Reads the files, which are those of `only`.
+    fn read(
+        &mut self,
+        only: &Corpus,
+        drive: &Drive<'_>,
+        passed: &mut PartProgress<'_>,
+        mut tell: impl FnMut(Bad<'a>) -> Result<()>,
+    ) -> Result<()> {
+        let mut walk = Walk::new(only);
+        let next = || match walk.next() {
+            Err(fault) if fault.class() == Class::Data => {
+                let (_, file) = walk.pass_over();
+                Ok(Some(Err(Damaged { file, fault })))
+            }
+            part => part.map(|part| part.map(Ok)),
+        };
+        let map = |read: Read<Part>| match read {
+            Ok(part) => look(only, part),
+            Err(damaged) => Ok(Some(Err(damaged))),
+        };
+        let place = |read: &Read<Part>| match read {
+            Ok(part) => place(only, part),
+            Err(Damaged { file, .. }) => only.sources[0].files[*file].shown.clone(),
+        };
+        drive.run(next, map, place, |found| match found {
+            None => Ok(()),
+            Some(found) => self.take(found, passed, &mut tell),
+        })
+    }
+
+    /// Adds the next result, in the order of the inputs.
+    fn take(
+        &mut self,
+        seen: Read<Seen>,
+        passed: &mut PartProgress<'_>,
+        tell: &mut impl FnMut(Bad<'a>) -> Result<()>,
+    ) -> Result<()> {
+        match seen {
+            Ok(Seen::Records { file, .. }) | Err(Damaged { file, .. })
+                if self.damaged == Some(file) => {}
+            Ok(Seen::Records { file, raw, documents, named, bad }) => {
+                self.counted.named |= named;
+                self.counted.documents += documents;
+                for (reason, fault) in bad {
+                    *self.counted.reasons.entry(reason).or_default() += 1;
+                    self.counted.bad += 1;
+                    self.file = file;
+                    if stops(self.corpus, reason) {
+                        self.stop(&fault);
+                    }
+                    if self.listed < self.limit {
+                        self.listed += 1;
+                        self.tell(Some(reason), fault, tell)?;
+                    } else {
+                        *self.unlisted.entry(reason).or_default() += 1;
+                    }
+                }
+                passed.within(raw, std::iter::empty());
+            }
+            Err(Damaged { file, fault }) => {
+                self.file_end(tell)?;
+                (self.damaged, self.file) = (Some(file), file);
+                self.counted.bad += 1;
+                self.stop(&fault);
+                self.tell(None, fault, tell)?;
+            }
+            Ok(Seen::FileEnd(bytes)) => {
+                self.file_end(tell)?;
+                passed.file(bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports something in the current file.
+    fn tell(
+        &self,
+        reason: Option<&'static str>,
+        fault: Fault,
+        tell: &mut impl FnMut(Bad<'a>) -> Result<()>,
+    ) -> Result<()> {
+        let (corpus, source) = (self.corpus, self.source);
+        let source = &corpus.sources[source];
+        let file = source.files[self.first + self.file].shown.as_str();
+        let fault = drops(self.named(fault))?;
+        tell(Bad { source: &source.name, file, reason, fault })
+    }
+
+    /// Records where a build would stop, if this is the first place.
+    fn stop(&mut self, fault: &Fault) {
+        if self.counted.stop.is_none() {
+            self.counted.stop = Some(self.named(fault.clone()));
+        }
+    }
+
+    /// The fault with the current file, if it names no place.
+    fn named(&self, fault: Fault) -> Fault {
+        let files = &self.corpus.sources[self.source].files;
+        fault.or_at(|| files[self.first + self.file].shown.clone())
+    }
+
+    /// Reports the counts of the records of a file that were not listed.
+    fn file_end(&mut self, tell: &mut impl FnMut(Bad<'a>) -> Result<()>) -> Result<()> {
+        self.listed = 0;
+        let unlisted = std::mem::take(&mut self.unlisted);
+        if unlisted.is_empty() {
+            return Ok(());
+        }
+        let all = counted(unlisted.values().sum::<u64>(), "more bad record");
+        let each = unlisted.iter().map(|(reason, count)| format!("{count} {reason}"));
+        let each: Vec<String> = each.collect();
+        self.tell(Some(UNLISTED), Fault::data(format!("{all} ({})", each.join(", "))), tell)
+    }
+}
+
+/// The counts of all sources, added part by part.
+struct Total<'a> {
+    corpus: &'a Corpus,
+    /// The current source, and its counts so far.
+    source: usize,
+    of: Counted,
+    checked: Checked,
+}
+
+impl Total<'_> {
+    fn add(&mut self, source: usize, part: Counted) {
+        self.end_before(source);
+        let Counted { documents, bad, named, reasons, stop } = part;
+        self.checked.documents += documents;
+        self.checked.bad += bad;
+        self.checked.stop = self.checked.stop.take().or(stop);
+        self.of.documents += documents;
+        self.of.named |= named;
+        for (reason, count) in reasons {
+            *self.of.reasons.entry(reason).or_default() += count;
+        }
+    }
+
+    /// Ends the sources before this one.
+    fn end_before(&mut self, source: usize) {
+        while self.source < source {
+            let of = &self.corpus.sources[self.source];
+            let Counted { documents, named, reasons, .. } = std::mem::take(&mut self.of);
+            if documents == 0 && !reasons.is_empty() {
+                let reasons = reasons.into_iter();
+                let fault = nothing_left(&of.name, reasons.map(|(reason, n)| (n, reason)));
+                self.checked.emptied.get_or_insert(fault);
+            }
+            if let (Some(id), false, true) = (&of.fields.id, named, documents > 0) {
+                note!("{}", nameless(&of.name, id));
+            }
+            self.source += 1;
+        }
+    }
 }
 
 /// Checks what was read, on any thread.
-fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
-    let (slab, source, file, raw) = match part {
-        Part::Slab { slab, source, file, raw } => (slab, source, file, raw),
-        Part::FileEnd { bytes, .. } => return Ok(Ok(Seen::FileEnd(bytes))),
-        Part::SourceEnd => return Ok(Ok(Seen::SourceEnd)),
+fn look(only: &Corpus, part: Part) -> Result<Option<Read<Seen>>> {
+    let (slab, file, raw) = match part {
+        Part::Slab { slab, file, raw, .. } => (slab, file, raw),
+        Part::FileEnd { bytes, .. } => return Ok(Some(Ok(Seen::FileEnd(bytes)))),
+        Part::SourceEnd => return Ok(None),
     };
-    let of = &corpus.sources[source];
+    let of = &only.sources[0];
     let all = match slab.parse(&of.fields) {
         Err(fault) if fault.class() == Class::Data => {
-            return Ok(Err(Damaged { source, file, fault }));
+            return Ok(Some(Err(Damaged { file, fault })));
         }
         all => all?,
     };
@@ -160,130 +350,7 @@ fn look(corpus: &Corpus, part: Part) -> Result<Read<Seen>> {
             }
         }
     }
-    Ok(Ok(Seen::Records { source, file, raw, documents, named, bad }))
-}
-
-/// What was found so far.
-struct Count<'a> {
-    corpus: &'a Corpus,
-    progress: Progress,
-    /// The source and the file of the last bad record.
-    place: (usize, usize),
-    /// The file that cannot be read to its end: its slabs that were read already are ignored.
-    damaged: Option<(usize, usize)>,
-    /// The current source, its documents, and its other records by reason.
-    source: usize,
-    documents: u64,
-    /// Whether a document of the source has its own id.
-    named: bool,
-    reasons: BTreeMap<&'static str, u64>,
-    /// Bad records reported for the current file, unreported ones by reason, and the limit.
-    listed: u64,
-    unlisted: BTreeMap<&'static str, u64>,
-    limit: u64,
-    checked: Checked,
-}
-
-impl Count<'_> {
-    /// Adds the next result, in the order of the inputs.
-    fn take(
-        &mut self,
-        seen: Read<Seen>,
-        tell: &mut impl FnMut(Bad<'_>) -> Result<()>,
-    ) -> Result<()> {
-        match seen {
-            Ok(Seen::Records { source, file, .. }) | Err(Damaged { source, file, .. })
-                if self.damaged == Some((source, file)) => {}
-            Ok(Seen::Records { source, file, raw, documents, named, bad }) => {
-                self.named |= named;
-                self.documents += documents;
-                self.checked.documents += documents;
-                for (reason, fault) in bad {
-                    *self.reasons.entry(reason).or_default() += 1;
-                    self.checked.bad += 1;
-                    self.place = (source, file);
-                    if stops(self.corpus, reason) {
-                        self.stop(&fault);
-                    }
-                    if self.listed < self.limit {
-                        self.listed += 1;
-                        self.tell(Some(reason), fault, tell)?;
-                    } else {
-                        *self.unlisted.entry(reason).or_default() += 1;
-                    }
-                }
-                self.progress.within(raw);
-                self.progress.tick();
-            }
-            Err(Damaged { source, file, fault }) => {
-                self.file_end(tell)?;
-                self.damaged = Some((source, file));
-                self.place = (source, file);
-                self.checked.bad += 1;
-                self.stop(&fault);
-                self.tell(None, fault, tell)?;
-            }
-            Ok(Seen::FileEnd(bytes)) => {
-                self.file_end(tell)?;
-                self.progress.add(bytes);
-            }
-            Ok(Seen::SourceEnd) => self.source_end(),
-        }
-        Ok(())
-    }
-
-    /// Reports something in the current file.
-    fn tell(
-        &mut self,
-        reason: Option<&'static str>,
-        fault: Fault,
-        tell: &mut impl FnMut(Bad<'_>) -> Result<()>,
-    ) -> Result<()> {
-        let source = &self.corpus.sources[self.place.0];
-        let file = source.files[self.place.1].shown.as_str();
-        let fault = drops(self.named(fault))?;
-        self.progress.aside(|| tell(Bad { source: &source.name, file, reason, fault }))
-    }
-
-    /// Records where a build would stop, if this is the first place.
-    fn stop(&mut self, fault: &Fault) {
-        if self.checked.stop.is_none() {
-            self.checked.stop = Some(self.named(fault.clone()));
-        }
-    }
-
-    /// The fault with the current file, if it names no place.
-    fn named(&self, fault: Fault) -> Fault {
-        let (source, file) = self.place;
-        fault.or_at(|| self.corpus.sources[source].files[file].shown.clone())
-    }
-
-    /// Reports the counts of the records of a file that were not listed.
-    fn file_end(&mut self, tell: &mut impl FnMut(Bad<'_>) -> Result<()>) -> Result<()> {
-        self.listed = 0;
-        let unlisted = std::mem::take(&mut self.unlisted);
-        if unlisted.is_empty() {
-            return Ok(());
-        }
-        let all = counted(unlisted.values().sum::<u64>(), "more bad record");
-        let each = unlisted.iter().map(|(reason, count)| format!("{count} {reason}"));
-        let each: Vec<String> = each.collect();
-        self.tell(Some(UNLISTED), Fault::data(format!("{all} ({})", each.join(", "))), tell)
-    }
-
-    fn source_end(&mut self) {
-        let source = &self.corpus.sources[self.source];
-        let reasons = std::mem::take(&mut self.reasons);
-        if self.documents == 0 && !reasons.is_empty() {
-            let reasons = reasons.into_iter();
-            let fault = nothing_left(&source.name, reasons.map(|(reason, n)| (n, reason)));
-            self.checked.emptied.get_or_insert(fault);
-        }
-        if let (Some(id), false, true) = (&source.fields.id, self.named, self.documents > 0) {
-            self.progress.aside(|| note!("{}", nameless(&source.name, id)));
-        }
-        (self.source, self.documents, self.named) = (self.source + 1, 0, false);
-    }
+    Ok(Some(Ok(Seen::Records { file, raw, documents, named, bad })))
 }
 
 #[cfg(test)]

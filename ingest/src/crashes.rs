@@ -18,7 +18,7 @@ use crate::interop::Peer;
 use crate::interop::export::{Export, NOTE, export};
 use crate::interop::import::{Import, Part, import};
 use crate::moved;
-use crate::testing::{Workbench, options};
+use crate::testing::{IN_PARTS, Workbench, options};
 use crate::train::{self, Request};
 use crate::verify::verify;
 
@@ -99,7 +99,7 @@ fn is_store(store: &Path) -> bool {
 
 fn corpus(bench: &Workbench) -> Corpus {
     bench.own_document();
-    let text = fs::read_to_string(bench.corpus("shard_tokens = 400")).unwrap();
+    let text = fs::read_to_string(bench.corpus(IN_PARTS)).unwrap();
     Corpus::read(bench.write("corpus.toml", text + STEPS)).unwrap()
 }
 
@@ -113,7 +113,7 @@ fn a_build_survives_crashes() {
 
 /// Runs the missing tasks of a plan, and merges.
 fn by_tasks(corpus: &Corpus, work: &Path, store: &Path) -> Result<()> {
-    let plan: Plan = plan(corpus, work, 1)?;
+    let plan: Plan = plan(corpus, work)?;
     let runner = Runner::new(&plan, 1)?;
     for stage in [Stage::Scan, Stage::Encode] {
         for task in plan.missing(stage)? {
@@ -138,7 +138,7 @@ fn a_plan_goes_before_what_was_made_by_it() {
     let bench = Workbench::new(24);
     let (corpus, work) = (corpus(&bench), bench.path("work"));
     by_tasks(&corpus, &work, &bench.path("store")).unwrap();
-    let plan: Plan = plan(&corpus, &work, 1).unwrap();
+    let plan: Plan = plan(&corpus, &work).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
     for stage in [Stage::Scan, Stage::Encode] {
         for task in plan.missing(stage).unwrap() {
@@ -214,7 +214,7 @@ fn a_store_that_moves_is_whole_here_or_there() {
     };
     put(&here);
     let place = Location::from(&there);
-    let cut = there.join("web/train/tokens-00000.arrow");
+    let cut = there.join("web/00000/tokens-train-00000.arrow");
     let harms: [(&dyn Fn(), bool); 3] = [
         (&|| fs::remove_file(there.join(open::MANIFEST)).unwrap(), false),
         (&|| fs::remove_file(&cut).unwrap(), true),
@@ -286,7 +286,7 @@ fn exports_and_imports_survive_crashes() {
         column: String::new(),
         validation: Ratio::new(1, 7),
         unit: 64,
-        shard_tokens: 100,
+        part_bytes: 100,
         quiet: true,
     };
     survives(&folder, "store", || import(&request).map(drop), is_store);

@@ -1,19 +1,21 @@
-//! `dropped.jsonl.zst`: every record of a source that was read and not kept, one line of JSON for each, in order.
+//! `dropped.jsonl.zst`: every record of a part that was read and not kept, one line of JSON for each, in order.
 //!
 //! ```text
-//! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840,"kept":{...}}
+//! {"file":0,"row":12,"id":"d12","reason":"exact-duplicates: of an earlier document","bytes":840}
 //! ```
 //!
-//! `file` is the index of the manifest's input, `row` and `group` are as in the provenance, `bytes` as in the
-//! accounting. A line with `spans` lists bytes that a step removed from a document's text, as offsets in the text
-//! before that step; it does not say whether the document was kept.
+//! `file` counts the inputs of the part, `row` and `group` are as in the provenance, `bytes` as in the accounting. A
+//! line with `spans` lists bytes that a step removed from a document's text, as offsets in the text before that step;
+//! it does not say whether the document was kept.
 //!
-//! The dedup scan writes a list of the same form (`removed.jsonl.zst`, without ids and bytes) next to the parts, for
-//! the encoding tasks.
+//! The dedup scan writes a list of the same form for a whole source, without ids and bytes: `removed.jsonl.zst`, with
+//! the index of the manifest's input as `file`, and with the document that was `kept` instead. Encoding tasks read the
+//! lines about their files; readers of a store get both lists as one.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, BufRead as _, BufReader, Write};
+use std::iter::Peekable;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -21,15 +23,16 @@ use contract::{Fault, Result, json};
 use serde::{Deserialize, Serialize};
 use store::disk::Whole;
 use store::folder::StoreFile;
-use store::{FileRecord, Location, Manifest, SourceRecord, disk, regular};
+use store::open::part_file;
+use store::{FileRecord, Location, Manifest, SourceRecord, regular};
 
 use crate::source::{Document, Row};
 use crate::spans::{Span, without};
 
-/// The list's name in the source's folder.
+/// The list's name in the part's folder.
 pub(crate) const FILE: &str = "dropped.jsonl.zst";
 
-/// The name of the scan's list.
+/// The name of the scan's list, in the source's folder.
 pub(crate) const REMOVED: &str = "removed.jsonl.zst";
 
 /// The limit on rows in a group.
@@ -48,7 +51,7 @@ fn place(at: u64) -> (Option<u32>, u64) {
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Line {
-    /// The index of the source's input.
+    /// The index of the source's input; in the list of a part, counted in the part.
     pub file: usize,
     /// Row group (Parquet) or record batch (Arrow).
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -132,7 +135,7 @@ fn unwritten(error: io::Error) -> Fault {
     Fault::io("write", Path::new(FILE), &error)
 }
 
-/// Builds the list of a source: joins the scan's decisions with the records as they are processed.
+/// Builds the list of a part: joins the scan's decisions with the records as they are processed.
 #[derive(Default)]
 pub(crate) struct Listing {
     folder: PathBuf,
@@ -144,7 +147,7 @@ pub(crate) struct Listing {
 }
 
 impl Listing {
-    /// Begins the list of the source in `folder`; `decided` is the scan's.
+    /// Begins the list of the part in `folder`; `decided` is the scan's for its files.
     pub(crate) fn new(folder: PathBuf, decided: Option<&Path>) -> Result<Self> {
         let mut decided = decided.map(Lines::open).transpose()?;
         let next = decided.as_mut().and_then(Iterator::next).transpose()?;
@@ -160,9 +163,8 @@ impl Listing {
     }
 
     /// The record of `line` is not kept.
-    pub(crate) fn dropped(&mut self, mut line: Line) -> Result<()> {
-        let row = Row { group: line.group, row: line.row };
-        line.kept = self.said_of(line.file, row)?.and_then(|said| said.kept);
+    pub(crate) fn dropped(&mut self, line: Line) -> Result<()> {
+        self.said_of(line.file, Row { group: line.group, row: line.row })?;
         self.push(&line)
     }
 
@@ -179,10 +181,7 @@ impl Listing {
     fn push(&mut self, line: &Line) -> Result<()> {
         let out = match &mut self.out {
             Some(out) => out,
-            none => {
-                disk::create_folder(&self.folder)?;
-                none.insert(Writer::new(Whole::create(&self.folder.join(FILE))?)?)
-            }
+            none => none.insert(Writer::new(Whole::create(&self.folder.join(FILE))?)?),
         };
         out.push(line)
     }
@@ -233,7 +232,7 @@ impl List {
     /// Reads a store's list of a source, and which documents were kept instead of duplicates.
     pub(crate) fn of(store: &Location, source: &SourceRecord) -> Result<(Self, Firsts)> {
         let (mut list, mut firsts) = (List::default(), Firsts::new());
-        for line in Lines::of(store, source)?.into_iter().flatten() {
+        for line in Dropped::of(store, source)? {
             let mut line = line?;
             if let Some(kept) = line.kept.take() {
                 firsts.insert((line.file, line.group, line.row), kept);
@@ -309,13 +308,85 @@ pub fn each_of(
 ) -> Result<()> {
     let store = store.into();
     for source in &manifest.sources {
-        if let Some(lines) = Lines::of(&store, source)? {
-            for line in lines {
-                take(source, line?)?;
-            }
+        for line in Dropped::of(&store, source)? {
+            take(source, line?)?;
         }
     }
     Ok(())
+}
+
+/// The dropped records of a source of a store: the lists of its parts, with what the scan says of them.
+struct Dropped<'a> {
+    store: &'a Location,
+    source: &'a SourceRecord,
+    /// The next part, the open one's lines and its first file.
+    part: u32,
+    open: Option<(Lines, u32)>,
+    removed: Option<Peekable<Lines>>,
+}
+
+impl<'a> Dropped<'a> {
+    fn of(store: &'a Location, source: &'a SourceRecord) -> Result<Self> {
+        let removed = source.removed_file.as_ref().map(|file| {
+            let file = StoreFile::new(store, &[&source.name, &file.name]);
+            Lines::new(file.location(), file.open())
+        });
+        let removed = removed.transpose()?.map(Iterator::peekable);
+        Ok(Dropped { store, source, part: 0, open: None, removed })
+    }
+
+    /// The next line of the parts' lists.
+    fn line(&mut self) -> Option<Result<Line>> {
+        loop {
+            if let Some((lines, first_file)) = &mut self.open {
+                let first_file = *first_file as usize;
+                let numbered =
+                    |line: Line| Line { file: line.file.saturating_add(first_file), ..line };
+                if let Some(line) = lines.next() {
+                    return Some(line.map(numbered));
+                }
+            }
+            let part = self.source.parts.get(self.part as usize)?;
+            let (store, name, number) = (self.store, &self.source.name, self.part);
+            self.part += 1;
+            let lines = part.dropped_file.as_ref().map(|file| {
+                let file = part_file(store, name, number, &file.name);
+                Lines::new(file.location(), file.open())
+            });
+            self.open = match lines.transpose() {
+                Err(fault) => return Some(Err(fault)),
+                Ok(lines) => lines.map(|lines| (lines, part.first_file)),
+            };
+        }
+    }
+
+    /// The document that the scan kept instead of the one at this place.
+    fn kept(&mut self, of: &Line) -> Result<Option<Kept>> {
+        let Some(removed) = &mut self.removed else { return Ok(None) };
+        let place = |line: &Line| (line.file, line.group, line.row);
+        while let Some(line) =
+            removed.next_if(|line| line.as_ref().map_or(true, |line| place(line) <= place(of)))
+        {
+            let line = line?;
+            if place(&line) == place(of) && line.spans.is_empty() {
+                return Ok(line.kept);
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl Iterator for Dropped<'_> {
+    type Item = Result<Line>;
+
+    fn next(&mut self) -> Option<Result<Line>> {
+        let line = self.line()?;
+        Some(line.and_then(|line| {
+            // A line about removed spans is the scan's own.
+            let kept = if line.spans.is_empty() { self.kept(&line)? } else { None };
+            Ok(Line { kept, ..line })
+        }))
+    }
 }
 
 /// The lines of a list, in order.
@@ -325,13 +396,6 @@ struct Lines {
 }
 
 impl Lines {
-    /// A store's list of a source; none if nothing of the source was dropped.
-    fn of(store: &Location, source: &SourceRecord) -> Result<Option<Self>> {
-        let Some(file) = &source.dropped_file else { return Ok(None) };
-        let file = StoreFile::new(store, &[&source.name, &file.name]);
-        Lines::new(file.location(), file.open()).map(Some)
-    }
-
     /// The list at `path`.
     fn open(path: &Path) -> Result<Self> {
         Lines::new(path.into(), regular::open(path))

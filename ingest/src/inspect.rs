@@ -232,7 +232,7 @@ pub fn json(store: impl Into<Location>, manifest: &Manifest) -> Value {
             "name": source.name, "preparation": source.preparation,
             "train": stream(&source.train), "validation": stream(&source.validation),
             "inputs": source.inputs, "dropped": source.dropped,
-            "dropped_file": source.dropped_file,
+            "parts": source.parts.len(), "removed_file": source.removed_file,
             "accounting": {
                 "read": accounting.read, "train": accounting.train, "validation": accounting.validation,
                 "dropped": accounting.dropped, "balance": accounting.balance() as i64,
@@ -431,7 +431,7 @@ mod tests {
         let bench = Workbench::new(30);
         for (number, key) in ["", "begin = \"<|end|>\""].into_iter().enumerate() {
             let store = bench.path(&format!("store-{number}"));
-            let corpus = Corpus::read(bench.corpus(&format!("shard_tokens = 256\n{key}"))).unwrap();
+            let corpus = Corpus::read(bench.corpus(&format!("part_bytes = 256\n{key}"))).unwrap();
             let Outcome::Built { manifest, .. } = build(&corpus, &store, options(2)).unwrap()
             else {
                 panic!("there was a store already")

@@ -1,12 +1,12 @@
 //! Raw documents to an immutable, checksummed, tokenized store.
 //!
 //! ```text
-//! corpus.toml -> files -> slabs (1 reader) -> documents, steps, tokens (n workers) -> shards (1 committer, in order)
+//! corpus.toml -> parts (ranges of files) -> documents, steps, tokens, shards (each worker a part) -> links, a manifest
 //! ```
 //!
 //! Invariant: the bytes of a store are a function of the inputs' content, the tokenizer's bytes and `corpus.toml`. The
 //! number of workers, kills and the location of files have no influence.
-//! Invariant: memory is bounded by the slabs in flight, whatever the number of documents.
+//! Invariant: memory is bounded by the slabs in flight and the open shards, whatever the number of documents.
 
 #![forbid(unsafe_code)]
 
@@ -18,6 +18,7 @@ pub mod cluster;
 pub mod corpus;
 #[cfg(test)]
 mod crashes;
+mod cuts;
 mod dedup;
 mod disk;
 pub mod dropped;
@@ -31,6 +32,7 @@ mod parallel;
 mod prepared;
 pub mod progress;
 pub mod recipe;
+mod run_parts;
 pub mod sample;
 pub mod source;
 mod spans;

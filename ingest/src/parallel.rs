@@ -1,4 +1,4 @@
-//! The only ordered parallel map: one reader, any number of workers, results taken in reading order.
+//! An ordered parallel map: one reader, any number of workers, results taken in reading order.
 //!
 //! For each part, the reader puts a promise into an ordered queue. Workers fulfil the promises in any order; the caller
 //! takes them in order. The queue is bounded, and so is memory. The reported error is the first in reading order,
@@ -15,7 +15,7 @@ use contract::{Fault, Result};
 use crossbeam::channel::{Receiver, Sender, bounded};
 
 /// Parts in flight in addition to one per worker.
-const SPARE: usize = 3;
+pub(crate) const SPARE: usize = 3;
 
 /// The limit on workers: more than any machine has cores.
 pub const WORKERS_MAX: usize = 1024;
@@ -104,7 +104,10 @@ fn read<T, R>(
 }
 
 /// Runs `work`; a panic becomes a fault at `place`.
-fn guarded<R>(place: impl FnOnce() -> String, work: impl FnOnce() -> Result<R>) -> Result<R> {
+pub(crate) fn guarded<R>(
+    place: impl FnOnce() -> String,
+    work: impl FnOnce() -> Result<R>,
+) -> Result<R> {
     // State that a panic left incomplete is never used again: the first fault ends everything.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done,
@@ -119,8 +122,16 @@ fn panicked(panic: &(dyn Any + Send)) -> Fault {
 /// Starts the thread pool of the parallel-iterator library, which would panic if the system has no threads left.
 pub(crate) fn start_shared() -> Result<()> {
     match rayon::ThreadPoolBuilder::new().build_global() {
-        Err(error) => io_cause(&error).map_or(Ok(()), |error| Err(no_thread(again(error)))),
-        Ok(()) => Ok(()),
+        Err(error) if io_cause(&error).is_some() => Err(of_pool(&error)),
+        _ => Ok(()),
+    }
+}
+
+/// The fault if a pool of threads cannot be made.
+pub(crate) fn of_pool(error: &rayon::ThreadPoolBuildError) -> Fault {
+    match io_cause(error) {
+        Some(error) => no_thread(again(error)),
+        None => Fault::bug(format!("no pool of threads can be made: {error}")),
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use contract::words::plural;
 use contract::{counted, note};
 use indicatif::{HumanBytes, HumanDuration, ProgressBar, ProgressStyle};
+use store::{Manifest, StreamRecord};
 
 /// Time before the first plain line: shorter commands print nothing.
 const SILENCE: Duration = Duration::from_secs(2);
@@ -105,7 +106,7 @@ impl Progress {
         self.documents += 1;
     }
 
-    /// Adds a file of this size, or this amount of anything.
+    /// Adds a file of this size, or this amount of anything, without printing.
     pub fn file(&mut self, amount: u64) {
         self.files += amount;
         self.done = self.files;
@@ -183,6 +184,16 @@ impl Progress {
         self.summary(self.begun.elapsed().as_secs_f64())
     }
 
+    /// The summary of a store that was built, parts that existed before included.
+    pub(crate) fn of(&mut self, store: &Manifest) -> String {
+        let streams = store.sources.iter().flat_map(|source| [&source.train, &source.validation]);
+        let sum = |of: fn(&StreamRecord) -> u64| streams.clone().map(of).sum();
+        self.documents = sum(|stream| stream.documents);
+        self.text = sum(|stream| stream.text_bytes);
+        self.tokens = sum(|stream| stream.tokens);
+        self.finish()
+    }
+
     fn summary(&self, seconds: f64) -> String {
         let seconds = seconds.max(1e-3);
         let mut passed = vec![counted(self.documents, "document")];
@@ -229,6 +240,40 @@ impl Progress {
                 progress.add(amount);
             }
         })
+    }
+}
+
+/// The progress of one part among others.
+pub(crate) struct PartProgress<'a> {
+    all: &'a Mutex<Progress>,
+    /// The amount that was read of the open file.
+    within: u64,
+}
+
+impl<'a> PartProgress<'a> {
+    pub(crate) fn new(all: &'a Mutex<Progress>) -> Self {
+        PartProgress { all, within: 0 }
+    }
+
+    /// Adds documents, their bytes and tokens, and sets the amount that was read of the open file.
+    pub(crate) fn within(&mut self, amount: u64, documents: impl Iterator<Item = (u64, u64)>) {
+        let passed = amount.saturating_sub(self.within);
+        self.within = amount;
+        self.pass(passed, documents);
+    }
+
+    /// Ends the open file, or adds this amount of anything.
+    pub(crate) fn file(&mut self, amount: u64) {
+        let passed = amount.saturating_sub(std::mem::take(&mut self.within));
+        self.pass(passed, std::iter::empty());
+    }
+
+    fn pass(&self, amount: u64, documents: impl Iterator<Item = (u64, u64)>) {
+        // A panic while reporting progress is reported itself, so a poisoned lock is ignored.
+        if let Ok(mut all) = self.all.lock() {
+            documents.for_each(|(text, tokens)| all.document(text, tokens));
+            all.add(amount);
+        }
     }
 }
 

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::build::Options;
-use crate::cluster::plan::TASK_BYTES;
 
 /// A byte-level tokenizer without merges, with a plain and a special added token, modified by `change`.
 pub(crate) fn bytes_tokenizer(change: impl FnOnce(&mut Value)) -> Vec<u8> {
@@ -99,14 +98,11 @@ impl Workbench {
 
 /// Quiet options.
 pub(crate) fn options(workers: usize) -> Options {
-    let (engine, task_bytes) = (None, TASK_BYTES);
-    Options { workers, engine, quiet: true, work: None, task_bytes }
+    Options { workers, engine: None, quiet: true, work: None }
 }
 
-/// The same, with a part for each file.
-pub(crate) fn in_parts(workers: usize) -> Options {
-    Options { task_bytes: 1, ..options(workers) }
-}
+/// The key of a corpus for a part of each file.
+pub(crate) const IN_PARTS: &str = "part_bytes = 1";
 
 /// Every file below `folder` with its bytes.
 pub(crate) fn tree(folder: &Path) -> Vec<(PathBuf, Vec<u8>)> {

@@ -12,7 +12,7 @@ use crate::build::{Options, Outcome, build, build_while};
 use crate::corpus::Corpus;
 use crate::dropped;
 use crate::inspect::{self, Accounting};
-use crate::testing::{Workbench, document, in_parts, json_lines, options, tree};
+use crate::testing::{IN_PARTS, Workbench, document, json_lines, options, tree};
 use crate::tokenize::{Engine, Tokenizer};
 use crate::verify::verify;
 
@@ -49,7 +49,8 @@ fn tokens(store: &Path, manifest: &Manifest, source: usize, split: Split) -> Vec
     let stream = if split == Split::Train { &record.train } else { &record.validation };
     let mut all = Vec::new();
     for shard in &stream.shards {
-        let path = open::stream_folder(store, &record.name, split).join(&shard.token_file.name);
+        let folder = open::part_folder(store, &record.name, shard.part);
+        let path = folder.join(&shard.token_file.name);
         let file = fs::File::open(path).unwrap();
         for batch in arrow::ipc::reader::FileReader::try_new(file, None).unwrap() {
             let batch = batch.unwrap();
@@ -63,7 +64,7 @@ fn tokens(store: &Path, manifest: &Manifest, source: usize, split: Split) -> Vec
 #[test]
 fn workers_leave_no_trace() {
     let bench = Workbench::new(900);
-    let corpus = bench.corpus("shard_tokens = 5000");
+    let corpus = bench.corpus(IN_PARTS);
     let stores = [1, 2, 7].map(|workers| {
         let store = bench.path(&format!("store-{workers}"));
         built(&corpus, &store, workers);
@@ -78,7 +79,7 @@ fn workers_leave_no_trace() {
 fn the_store_holds_what_the_tokenizer_gives() {
     let bench = Workbench::new(200);
     let store = bench.path("store");
-    let manifest = built(&bench.corpus("shard_tokens = 3000"), &store, 2);
+    let manifest = built(&bench.corpus(IN_PARTS), &store, 2);
     let bytes = fs::read(bench.path("tokenizer.json")).unwrap();
     let reference = Tokenizer::new(bytes, Engine::Reference).unwrap();
     // The documents of a source in input order, split as their provenance says.
@@ -91,14 +92,14 @@ fn the_store_holds_what_the_tokenizer_gives() {
             let (mut wanted, mut end) = (Vec::new(), 0);
             for shard in &stream.shards {
                 let name = &shard.document_file.name;
-                let file = open::stream_file(&store, &record.name, split, name);
+                let file = open::part_file(&store, &record.name, shard.part, name);
                 for row in Documents::open(&file).unwrap() {
                     let row = row.unwrap();
                     let index = match source {
-                        0 => row.id[1..].parse::<u64>().unwrap(),
+                        0 => row.id.unwrap()[1..].parse::<u64>().unwrap(),
                         _ => first + row.row - 1,
                     };
-                    assert_eq!(row.first_token, end);
+                    assert_eq!(shard.first_token + row.first_token, end);
                     end += row.tokens;
                     wanted.extend(reference.encode(&document(index)).unwrap());
                     wanted.push(256);
@@ -116,7 +117,7 @@ fn the_store_holds_what_the_tokenizer_gives() {
 #[test]
 fn what_lies_where_parts_belong_is_not_removed() {
     let bench = Workbench::new(30);
-    let corpus = Corpus::read(bench.corpus("")).unwrap();
+    let corpus = Corpus::read(bench.corpus(IN_PARTS)).unwrap();
     let (store, work) = (bench.path("store"), bench.path("store.work"));
     fs::create_dir(&work).unwrap();
     let thesis = work.join("thesis.txt");
@@ -182,7 +183,7 @@ fn a_link_is_no_place_for_a_store() {
 fn the_cut_leaves_no_trace_in_the_digest() {
     let bench = Workbench::new(300);
     let mut digests = Vec::new();
-    for (index, cut) in ["", "shard_tokens = 1", "shard_tokens = 4000"].into_iter().enumerate() {
+    for (index, cut) in ["", IN_PARTS, "part_bytes = 40000"].into_iter().enumerate() {
         let manifest = built(&bench.corpus(cut), &bench.path(&index.to_string()), 2);
         assert_eq!(manifest.sources[0].train.shards.len() > 1, index > 0);
         digests.push((manifest.digest, manifest.request));
@@ -199,15 +200,15 @@ fn equal_documents_are_on_one_side() {
     let mut sides = std::collections::BTreeMap::new();
     for source in &manifest.sources {
         for split in Split::ALL {
-            let name = "documents-00000.parquet";
-            let file = open::stream_file(&store, &source.name, split, name);
+            let name = format!("documents-{}-00000.parquet", split.name());
+            let file = open::part_file(&store, &source.name, 0, &name);
             for row in Documents::open(&file).unwrap() {
                 let row = row.unwrap();
-                let text = match row.id.strip_prefix('d') {
+                let text = match row.shown_id().strip_prefix('d') {
                     Some(index) => index.parse::<u64>().unwrap() % 97,
                     None => (1_000_000 + row.row - 1) % 97,
                 };
-                assert_eq!(*sides.entry(text).or_insert(split), split, "{}", row.id);
+                assert_eq!(*sides.entry(text).or_insert(split), split, "{}", row.shown_id());
             }
         }
     }
@@ -220,7 +221,7 @@ proptest! {
     #[test]
     fn kills_leave_no_trace(moments in prop::collection::vec(0u32..900, 1..4), cut in 3000u32..30_000) {
         let bench = Workbench::new(500);
-        let corpus = bench.corpus(&format!("shard_tokens = {cut}"));
+        let corpus = bench.corpus(&format!("part_bytes = {cut}"));
         let corpus = Corpus::read(&corpus).unwrap();
         let (whole, killed) = (bench.path("whole"), bench.path("killed"));
         build(&corpus, &whole, options(2)).unwrap();
@@ -230,13 +231,13 @@ proptest! {
                 left = left.checked_sub(1).ok_or_else(|| Fault::machine("killed"))?;
                 Ok(())
             };
-            match build_while(&corpus, &killed, in_parts(2), stop) {
+            match build_while(&corpus, &killed, options(2), stop) {
                 Ok(_) => break,
                 Err(fault) => prop_assert_eq!(fault, Fault::machine("killed")),
             }
             prop_assert!(!killed.exists());
         }
-        build(&corpus, &killed, in_parts(1)).unwrap();
+        build(&corpus, &killed, options(1)).unwrap();
         prop_assert_eq!(tree(&whole), tree(&killed));
         prop_assert!(!bench.path("killed.work").exists());
     }
@@ -245,25 +246,25 @@ proptest! {
 /// Kills a build at a document; returns how many parts it leaves.
 fn killed_at(corpus: &Corpus, store: &Path, document: usize) -> usize {
     let mut left = document;
-    let stopped = build_while(corpus, store, in_parts(1), || {
+    let stopped = build_while(corpus, store, options(1), || {
         left -= 1;
         if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
     });
     assert_eq!(stopped.unwrap_err(), Fault::machine("killed"));
     let parts = fs::read_dir(crate::build::work_of(store).join("parts")).unwrap();
-    let whole = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().ends_with(".bin");
+    let whole = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().ends_with(".json");
     parts.map(|entry| entry.unwrap()).filter(whole).count()
 }
 
 #[test]
 fn what_is_in_a_part_is_not_done_again() {
     let bench = Workbench::new(600);
-    let corpus = Corpus::read(bench.corpus("shard_tokens = 2000")).unwrap();
+    let corpus = Corpus::read(bench.corpus(IN_PARTS)).unwrap();
     let (store, whole) = (bench.path("store"), bench.path("whole"));
     // 600, 300 and 200 documents in three files: the second file is open.
     assert_eq!(killed_at(&corpus, &store, 700), 1);
     let mut again = 0;
-    let outcome = build_while(&corpus, &store, in_parts(1), || {
+    let outcome = build_while(&corpus, &store, options(1), || {
         again += 1;
         Ok(())
     });
@@ -281,11 +282,11 @@ fn an_input_that_changed_under_a_killed_build_is_read_as_it_is_now() {
         [("web-0.jsonl", json_lines(5, 600)), ("web-1.jsonl", json_lines(9, 300))]
     {
         let bench = Workbench::new(600);
-        let corpus = Corpus::read(bench.corpus("shard_tokens = 2000")).unwrap();
+        let corpus = Corpus::read(bench.corpus(IN_PARTS)).unwrap();
         let (store, whole) = (bench.path("store"), bench.path("whole"));
         assert_eq!(killed_at(&corpus, &store, 750), 1);
         bench.write(file, changed);
-        build(&corpus, &store, in_parts(1)).unwrap();
+        build(&corpus, &store, options(1)).unwrap();
         build(&corpus, &whole, options(1)).unwrap();
         same(&whole, &store);
     }
@@ -300,8 +301,8 @@ proptest! {
     ) {
         // Each build in one folder of parts ends or is killed; then a file, a step or the cut changes.
         let bench = Workbench::new(120);
-        let options = Options { work: Some(bench.path("work")), ..in_parts(2) };
-        let mut keys = String::new();
+        let options = Options { work: Some(bench.path("work")), ..options(2) };
+        let mut keys = IN_PARTS.to_owned();
         for (number, (moment, what, seed)) in edits.into_iter().enumerate() {
             let request = Corpus::read(bench.corpus(&keys)).unwrap();
             let mut left = moment;
@@ -313,7 +314,7 @@ proptest! {
             match what {
                 0 => drop(bench.write("math.jsonl", json_lines(2_000_000 + seed, 40))),
                 1 => drop(bench.write("web-1.jsonl", json_lines(seed, 60))),
-                _ => keys = format!("shard_tokens = {}", 1000 + 100 * seed),
+                _ => keys = format!("part_bytes = {}", 1 + seed),
             }
         }
         let request = Corpus::read(bench.corpus(&keys)).unwrap();
@@ -350,7 +351,7 @@ fn a_store_answers_only_to_its_own_request() {
     let again = build(&Corpus::read(&plain).unwrap(), &store, options(3)).unwrap();
     assert!(matches!(again, Outcome::UpToDate(manifest) if manifest == built));
     // Another cut, or skipping errors where there are none, is the same request.
-    for same in ["shard_tokens = 99", "on_error = \"skip\""] {
+    for same in ["part_bytes = 99", "on_error = \"skip\""] {
         let again = build(&Corpus::read(bench.corpus(same)).unwrap(), &store, options(1)).unwrap();
         assert!(matches!(again, Outcome::UpToDate(_)));
     }
@@ -474,7 +475,7 @@ fn every_dropped_record_is_listed_with_its_place_and_reason() {
     bench.own_document();
     let steps = "[[prepare]]\nstep = \"length\"\nmin_words = 4\n[[prepare]]\nstep = \"exact-duplicates\"\n\
                  [[prepare]]\nstep = \"repeated-substrings\"\nmin_bytes = 12\n[[prepare]]\nstep = \"length\"\nmax_words = 50\n";
-    let corpus = bench.corpus("on_error = \"skip\"\nmax_document_bytes = 1500");
+    let corpus = bench.corpus("part_bytes = 1\non_error = \"skip\"\nmax_document_bytes = 1500");
     let corpus = bench.write("corpus.toml", fs::read_to_string(corpus).unwrap() + steps);
     let store = bench.path("store");
     let manifest = built(&corpus, &store, 2);
@@ -524,7 +525,7 @@ fn every_dropped_record_is_listed_with_its_place_and_reason() {
     assert!(cut > 0);
     // Parts of one file each, and a resumed build, give the same bytes.
     killed_at(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), 150);
-    build(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), in_parts(3)).unwrap();
+    build(&Corpus::read(&corpus).unwrap(), &bench.path("parts"), options(3)).unwrap();
     same(&store, &bench.path("parts"));
 }
 
@@ -558,8 +559,8 @@ fn a_loss_that_stopped_a_build_can_be_skipped_on_the_way() {
     let lines = json_lines(0, 299) + "nonsense\n";
     bench.write("web-0.jsonl", lines);
     let (whole, stopped) = (bench.path("whole"), bench.path("stopped"));
-    refused(&bench.corpus("shard_tokens = 2000"), &stopped);
-    let skip = bench.corpus("shard_tokens = 2000\non_error = \"skip\"");
+    refused(&bench.corpus(IN_PARTS), &stopped);
+    let skip = bench.corpus("part_bytes = 1\non_error = \"skip\"");
     built(&skip, &whole, 1);
     built(&skip, &stopped, 1);
     same(&whole, &stopped);

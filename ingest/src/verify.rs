@@ -1,5 +1,7 @@
 //! `zdata verify`: checks the whole store, several streams in parallel.
 
+use std::path::Path;
+
 use contract::Result;
 use rayon::prelude::*;
 use store::folder::StoreFile;
@@ -57,19 +59,27 @@ pub fn verify(store: impl Into<Location>, quiet: bool) -> Result<Report> {
     Ok(Report { bytes, files: files.len() as u64, damages, manifest })
 }
 
-/// Damage of the lists that steps wrote in a source's folder.
+/// Damage of the lists of a source: of its parts, and those that steps wrote in its folder.
 fn damaged_lists(
     store: &Location,
     source: &SourceRecord,
     passed: &dyn Fn(u64),
 ) -> Result<Vec<Damage>> {
-    let damage = |record: &FileRecord| {
-        let file = StoreFile::new(store, &[&source.name, &record.name]);
+    let damage = |file: StoreFile, path: String, record: &FileRecord| {
         let what = flaw(&file, record, passed)?;
-        let file = format!("{}/{}", source.name, record.name);
-        Ok(what.map(|what| Damage { file, what, block: None, documents: None }))
+        Ok(what.map(|what| Damage { file: path, what, block: None, documents: None }))
     };
-    source.lists().filter_map(|file| damage(file).transpose()).collect()
+    let of_parts = (0..).zip(&source.parts).filter_map(|(part, record)| {
+        let record = record.dropped_file.as_ref()?;
+        let file = open::part_file(store, &source.name, part, &record.name);
+        let path = open::part_folder(Path::new(""), &source.name, part).join(&record.name);
+        damage(file, path.display().to_string(), record).transpose()
+    });
+    let others = source.lists().filter_map(|record| {
+        let file = StoreFile::new(store, &[&source.name, &record.name]);
+        damage(file, format!("{}/{}", source.name, record.name), record).transpose()
+    });
+    of_parts.chain(others).collect()
 }
 
 #[cfg(test)]

@@ -11,8 +11,8 @@ use crate::source::{self, Input, Limits, Slab, Stamp};
 pub(crate) enum Part {
     /// Records of a file, with `raw` bytes read so far.
     Slab { slab: Box<Slab>, source: usize, file: usize, raw: u64 },
-    /// The end of a file, with its content.
-    FileEnd { source: usize, file: usize, bytes: u64, identity: Identity },
+    /// The end of a file, with its content and the number of its segments.
+    FileEnd { source: usize, file: usize, bytes: u64, identity: Identity, segments: u64 },
     /// The end of a source.
     SourceEnd,
 }
@@ -65,10 +65,10 @@ impl<'a> Walk<'a> {
                 let (slab, raw) = (Box::new(slab), input.content().0);
                 return Ok(Some(Part::Slab { slab, source, file: number, raw }));
             }
-            let (bytes, identity) = input.content();
+            let ((bytes, identity), segments) = (input.content(), input.segments());
             file.unchanged(*stamp, bytes)?;
             (self.input, self.file) = (None, number + 1);
-            return Ok(Some(Part::FileEnd { source, file: number, bytes, identity }));
+            return Ok(Some(Part::FileEnd { source, file: number, bytes, identity, segments }));
         }
     }
 

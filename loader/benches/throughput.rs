@@ -18,7 +18,7 @@ use loader::{Batch, PrefetchOptions, Prefetcher, RankSlice, Stores, batch};
 use mixer::{Curriculum, DataPlan, SourceFacts};
 use store::read::ReadCache;
 use store::write::ShardWriter;
-use store::{BLOCK_TOKENS, SourceRecord, Split, StreamRecord};
+use store::{BLOCK_TOKENS, PartRecord, SourceRecord, Split, StreamRecord};
 use support::{PhaseText, commit_store, curriculum, head, record, scratch};
 
 const SEQ_LEN: u32 = 4096;
@@ -69,7 +69,8 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
         validation,
         dropped,
         prepared: None,
-        dropped_file: None,
+        removed_file: None,
+        parts: vec![PartRecord::default()],
     };
     commit_store(path, vec![web], 2, 131_072);
 }

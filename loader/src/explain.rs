@@ -40,7 +40,7 @@ pub fn pieces(
     samples: &[SampleSpec],
 ) -> Result<Vec<Vec<SequencePart>>> {
     let unknown = Arc::new(DocumentRecord {
-        id: String::new(),
+        id: None,
         file: 0,
         row: 0,
         group: None,

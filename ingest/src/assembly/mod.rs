@@ -1,17 +1,16 @@
-//! The stages that every build shares: the request, the pipeline that prepares and encodes documents, and shard
-//! writing.
+//! The stages that every build shares: the request, the pipeline that prepares and encodes documents, parts and the
+//! sources that they add up to.
 
-pub(crate) mod commit;
-pub(crate) mod filling;
+pub(crate) mod part;
 pub(crate) mod pipeline;
 pub(crate) mod request;
-pub(crate) mod stream;
+pub(crate) mod source;
 
 use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result};
 use storage::staging::Staging;
-use store::{FORMAT, Location, Manifest, Split, TokenizerRecord, disk, open, whole};
+use store::{FORMAT, Location, Manifest, TokenizerRecord, disk, open, whole};
 
 use self::request::Head;
 use crate::corpus::Corpus;
@@ -32,8 +31,6 @@ pub struct Options {
     pub quiet: bool,
     /// The folder of parts. A named one is kept; the default, next to the store, is removed once the store is complete.
     pub work: Option<PathBuf>,
-    /// Bytes of input per part; a larger file is a part of its own.
-    pub task_bytes: u64,
 }
 
 /// What steps need, including the tokens that are put around documents.
@@ -109,7 +106,6 @@ pub(crate) fn head(corpus: &Corpus, tokenizer: &Tokenizer, engine: Engine) -> Re
         engine,
         unit: corpus.unit,
         validation: corpus.validation.to_string(),
-        shard_tokens: corpus.shard_tokens,
         sources: corpus
             .sources
             .iter()
@@ -134,13 +130,12 @@ fn done(corpus: &Corpus, store: &Location, head: &Head) -> Result<Manifest> {
 
 /// Whether a store of these sources, not built yet, may get a file of this name.
 pub fn is_of_a_store<'a>(mut sources: impl Iterator<Item = &'a str>, name: &str) -> bool {
-    let lists = [dropped::FILE, dedup::MATCHES];
+    let lists = [dropped::REMOVED, dedup::MATCHES];
+    let is_number = |part: &str| part.parse::<u32>().is_ok();
     match name.split('/').collect::<Vec<_>>()[..] {
         [name] => [open::MANIFEST, open::MANIFEST_SUM, open::TOKENIZER].contains(&name),
         [source, list] => lists.contains(&list) && sources.any(|it| it == source),
-        [source, split, _] => {
-            Split::ALL.iter().any(|it| it.name() == split) && sources.any(|it| it == source)
-        }
+        [source, part, _] => is_number(part) && sources.any(|it| it == source),
         _ => false,
     }
 }
@@ -160,7 +155,7 @@ pub(crate) fn finish(
 }
 
 /// Moves the finished store into place, with progress: a store of many folders takes long to sync.
-pub(crate) fn place(staging: Staging, progress: &mut Progress) -> Result<()> {
+pub(crate) fn place(staging: &mut Staging, progress: &mut Progress) -> Result<()> {
     let mut syncing = None;
     staging.commit_telling(|_, all| {
         syncing.get_or_insert_with(|| progress.then(Measure::Count("folder"), all)).add(1);

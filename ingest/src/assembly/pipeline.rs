@@ -1,16 +1,15 @@
-//! From files to the steps of the committer, in input order: slabs are read, parsed, prepared and encoded in parallel.
+//! From the files of a part to its documents, in input order: slabs are read, parsed, prepared and encoded.
 
 use std::borrow::Cow;
 use std::sync::{Mutex, PoisonError};
 
 use contract::draw::happens;
-use contract::{Digest, Fault, Key, Purpose, Ratio, Result};
-use rayon::prelude::*;
-use store::{InputRecord, Split};
+use contract::{Digest, Fault, Identity, Key, Purpose, Ratio, Result};
+use store::Split;
 
 use crate::corpus::{Corpus, drops};
-use crate::parallel::{self, Map};
 use crate::prepared::{InFile, Prepared, Trace};
+use crate::run_parts::Drive;
 use crate::source::{self, Document, Parsed, Row};
 use crate::tokenize::Tokenizer;
 use crate::tokenize::audit::{self, Sample, Wanted};
@@ -62,16 +61,15 @@ pub(crate) struct Encoded {
     pub(crate) sample: Option<Sample>,
 }
 
-/// An input of the committer, in input order.
+/// What was read, in input order.
 pub(crate) enum Step {
     Slab {
         items: Vec<Item>,
         /// Bytes of the raw file read when the slab was cut.
         raw_bytes: u64,
     },
-    /// A file is exhausted; the committer fills in its number of documents.
-    FileEnd(InputRecord),
-    SourceEnd,
+    /// The end of a file, with its content and the number of its segments.
+    FileEnd { bytes: u64, sha256: Identity, segments: u64 },
 }
 
 /// Samples that wait for a worker to encode them again.
@@ -98,31 +96,29 @@ impl Auditor {
     }
 }
 
-/// Runs the inputs, and calls `commit` with every step in input order.
+/// Runs the inputs, and calls `take` with every step in input order.
 pub(crate) fn run(
     corpus: &Corpus,
     encoding: &Encoding<'_>,
-    workers: usize,
-    mut commit: impl FnMut(Step, &Auditor) -> Result<()>,
+    drive: &Drive<'_>,
+    mut take: impl FnMut(Step, &Auditor) -> Result<()>,
 ) -> Result<()> {
-    parallel::start_shared()?;
     let auditor = Auditor::default();
     let mut walk = Walk::new(corpus);
-    let step = |(): &mut (), part: Part| {
+    let step = |part: Part| {
         auditor.check_waiting(encoding.tokenizer)?;
         step(part, corpus, encoding)
     };
-    let map = Map { begin: || (), map: step, place: |part: &Part| place(corpus, part) };
-    parallel::run(workers, || walk.next(), map, |step| commit(step, &auditor))?;
-    // Every sample is checked before a build is done.
+    let take = |step: Option<Step>| step.map_or(Ok(()), |step| take(step, &auditor));
+    drive.run(|| walk.next(), step, |part| place(corpus, part), take)?;
+    // Every sample is checked before a part is done.
     let left = std::mem::take(&mut *auditor.waiting());
-    let failure = left.par_iter().find_map_first(|s| audit::check(encoding.tokenizer, s).err());
-    failure.map_or(Ok(()), Err)
+    drive.each(&left, |sample| audit::check(encoding.tokenizer, sample))
 }
 
-/// Turns a part into its step.
-fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
-    Ok(match part {
+/// Turns what was read into its step.
+fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Option<Step>> {
+    Ok(Some(match part {
         Part::Slab { slab, source, file, raw } => {
             let of = &corpus.sources[source];
             let parsed = slab.parse(&of.fields)?;
@@ -133,12 +129,11 @@ fn step(part: Part, corpus: &Corpus, encoding: &Encoding<'_>) -> Result<Step> {
             let items = parsed.into_iter().map(encode).collect::<Result<_>>()?;
             Step::Slab { items, raw_bytes: raw }
         }
-        Part::FileEnd { source, file, bytes, identity: sha256 } => {
-            let path = corpus.sources[source].files[file].shown.clone();
-            Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
+        Part::FileEnd { bytes, identity: sha256, segments, .. } => {
+            Step::FileEnd { bytes, sha256, segments }
         }
-        Part::SourceEnd => Step::SourceEnd,
-    })
+        Part::SourceEnd => return Ok(None),
+    }))
 }
 
 fn encode(
@@ -231,6 +226,7 @@ mod tests {
     use super::*;
     use crate::dedup::{Tools, read_through};
     use crate::dropped::List;
+    use crate::run_parts::run_parts;
     use crate::testing::Workbench;
     use crate::tokenize::Engine;
 
@@ -253,15 +249,21 @@ mod tests {
             let (tokenizer, wanted) = (&tokenizer, &Wanted::default());
             let encoding =
                 Encoding { tokenizer, begin, end, validation, wanted, prepared: &prepared };
-            let (mut dropped, mut kept) = (0, 0);
-            let encoded = run(&corpus, &encoding, 2, |step, _| {
-                let Step::Slab { items, .. } = step else { return Ok(()) };
-                let is_dropped = |item: &&Item| matches!(item, Item::Dropped(_));
-                dropped += items.iter().filter(is_dropped).count();
-                kept += items.len() - items.iter().filter(is_dropped).count();
-                Ok(())
-            });
-            let scanned = read_through(&tools, &corpus, 2, |_| Ok(()));
+            let counts = Mutex::new((0, 0));
+            let encode = |_, drive: &Drive<'_>| {
+                run(&corpus, &encoding, drive, |step, _| {
+                    let Step::Slab { items, .. } = step else { return Ok(()) };
+                    let is_dropped = |item: &&Item| matches!(item, Item::Dropped(_));
+                    let gone = items.iter().filter(is_dropped).count();
+                    let mut counts = counts.lock().unwrap();
+                    *counts = (counts.0 + gone, counts.1 + items.len() - gone);
+                    Ok(())
+                })
+            };
+            let encoded = run_parts(1, 2, encode, |()| Ok(()));
+            let (dropped, kept) = counts.into_inner().unwrap();
+            let scan = |_, drive: &Drive<'_>| read_through(&tools, &corpus, drive, |_| Ok(()));
+            let scanned = run_parts(1, 2, scan, |()| Ok(()));
             for outcome in [encoded, scanned] {
                 match (class, outcome) {
                     (Class::Data, outcome) => outcome.unwrap(),

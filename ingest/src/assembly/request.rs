@@ -21,7 +21,6 @@ pub(crate) struct Head {
     pub(crate) engine: Engine,
     pub(crate) unit: u64,
     pub(crate) validation: String,
-    pub(crate) shard_tokens: u64,
     /// Names and preparations.
     pub(crate) sources: Vec<(String, String)>,
 }
@@ -237,7 +236,6 @@ pub(crate) fn head_of(manifest: &Manifest, like: &Head) -> Head {
         engine: like.engine,
         unit: manifest.unit,
         validation: manifest.validation.clone(),
-        shard_tokens: like.shard_tokens,
         sources: manifest.sources.iter().map(pair).collect(),
     }
 }

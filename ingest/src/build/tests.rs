@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use contract::{Class, Result};
 
 use super::*;
-use crate::testing::{Workbench, in_parts, options, tree};
+use crate::testing::{IN_PARTS, Workbench, options, tree};
 
 /// A store and its parts in one folder are refused before any work, whether the folders exist or not.
 #[test]
@@ -85,10 +85,10 @@ fn nothing_is_kept_of_a_file_that_changes_under_a_first_build() {
     };
     let file = bench.write("web-0.jsonl", (0..12).map(long).collect::<String>());
     for steps in ["", "[[prepare]]\nstep = \"exact-duplicates\"\n"] {
-        let text = fs::read_to_string(bench.corpus("")).unwrap() + steps;
+        let text = fs::read_to_string(bench.corpus(IN_PARTS)).unwrap() + steps;
         let corpus = Corpus::read(bench.write("corpus.toml", text)).unwrap();
         let (store, work) = (bench.path("store"), bench.path(&format!("work-{}", steps.len())));
-        let with_parts = || Options { work: Some(work.clone()), ..in_parts(1) };
+        let with_parts = || Options { work: Some(work.clone()), ..options(1) };
         let mut first = true;
         let fault = build_while(&corpus, &store, with_parts(), || {
             if !std::mem::take(&mut first) {

@@ -13,13 +13,13 @@ use crate::corpus::Corpus;
 use crate::tokenize::Engine;
 
 /// Plans the build of `corpus` in the folder `work`, to be run task by task, or opens the existing plan.
-pub fn plan(corpus: &Corpus, work: &Path, task_bytes: u64) -> Result<Plan> {
-    begun(plan::put(corpus, work, task_bytes, Engine::Fastest, Owner::Tasks)?)
+pub fn plan(corpus: &Corpus, work: &Path) -> Result<Plan> {
+    begun(plan::put(corpus, work, Engine::Fastest, Owner::Tasks)?)
 }
 
 /// The same for a build that runs the tasks itself, by `engine`, and holds the folder meanwhile.
-pub fn plan_build(corpus: &Corpus, work: &Path, task_bytes: u64, engine: Engine) -> Result<Plan> {
-    begun(plan::put(corpus, work, task_bytes, engine, Owner::Build)?)
+pub fn plan_build(corpus: &Corpus, work: &Path, engine: Engine) -> Result<Plan> {
+    begun(plan::put(corpus, work, engine, Owner::Build)?)
 }
 
 fn begun(plan: Plan) -> Result<Plan> {

@@ -1,7 +1,7 @@
 //! The name of a part: the hash of everything that its content depends on, and of nothing else.
 //!
-//! Names and paths of files, other sources, the cut into shards and so on are not included. So a part is found again
-//! after an edit that does not affect it.
+//! Names and paths of files, other sources and so on are not included. So a part is found again after an edit that does
+//! not affect it.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::corpus::{Corpus, SourceFile};
 use crate::tokenize::Engine;
 
 /// Version of the format of parts. Stages and steps have versions of their own (`versions`).
-const PARTS: u32 = 6;
+const PARTS: u32 = 8;
 
 /// Bytes and identity of a file.
 pub(super) type Content = (u64, Identity);
@@ -40,6 +40,8 @@ pub(super) fn cache_key(
         }
         Stage::Encode => {
             framed.field(&recipe.describe_encoding()).field(&head.validation).field(&removed);
+            // Its files name the source.
+            framed.field(&source.name);
             true
         }
     };

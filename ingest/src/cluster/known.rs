@@ -1,8 +1,10 @@
 //! The state of a plan's tasks.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 
-use contract::{Fault, Result};
+use contract::{Fault, Identity, Result};
+use store::disk;
 
 use super::key::cache_key;
 use super::plan::Plan;
@@ -16,12 +18,34 @@ impl Plan {
         let mut own = BTreeSet::new();
         for stage in [Stage::Scan, Stage::Encode] {
             for task in self.tasks_of(stage) {
-                own.extend(
-                    TaskResult::read(self, stage, task)?.map(|result| self.part(result.part)),
-                );
+                let result = TaskResult::read(self, stage, task)?;
+                own.extend(result.map(|result| self.known_by(stage, result.part)));
             }
         }
         Ok(self.cache.parts()?.iter().any(|part| !own.contains(part)))
+    }
+
+    /// The file by which a part is known.
+    pub(super) fn known_by(&self, stage: Stage, key: Identity) -> PathBuf {
+        match stage {
+            Stage::Scan => self.cache.part(key),
+            Stage::Encode => self.cache.part_record(key),
+        }
+    }
+
+    /// Whether there is a part with this key.
+    pub(super) fn holds(&self, stage: Stage, key: Identity) -> bool {
+        let folder = || stage == Stage::Scan || self.cache.part_folder(key).is_dir();
+        self.known_by(stage, key).exists() && folder()
+    }
+
+    /// Removes a part.
+    pub(super) fn remove_part(&self, stage: Stage, key: Identity) -> Result<()> {
+        disk::remove(&self.known_by(stage, key))?;
+        match stage {
+            Stage::Scan => Ok(()),
+            Stage::Encode => disk::remove(&self.cache.part_folder(key)),
+        }
     }
 
     /// The tasks of a stage that are not done.
@@ -40,7 +64,7 @@ impl Plan {
     /// The result of a finished task, if its part exists and has the right digest.
     pub(super) fn result(&self, stage: Stage, task: usize) -> Result<Option<TaskResult>> {
         let Some(result) = TaskResult::read(self, stage, task)? else { return Ok(None) };
-        if !self.part(result.part).exists() {
+        if !self.holds(stage, result.part) {
             return Ok(None);
         }
         let Ok(removed) = self.removed(stage, task) else { return Ok(None) };

@@ -1,24 +1,43 @@
-//! The merge: passes all parts, in plan order, to the committer of a local build.
+//! The merge: the parts become folders of the store, by renames or links, and the manifest says what they are. No token
+//! is read.
 
-use std::path::Path;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Result};
+use contract::{Fault, Identity, Result, json, note};
+use serde::{Deserialize, Serialize};
 use storage::staging::Staging;
-use store::{FileRecord, InputRecord, Manifest, disk, open, regular};
+use store::{FileRecord, Manifest, disk, open, regular};
 
-use super::known::{missing, results, results_telling};
-use super::part::{Entry, PartReader};
+use super::known::{missing, results_telling};
+use super::output;
 use super::plan::Plan;
 use super::scan;
 use super::stage::Stage;
 use crate::assembly;
-use crate::assembly::commit::Committer;
-use crate::assembly::pipeline::{Item, Step};
+use crate::assembly::part::Stop;
 use crate::assembly::request;
-use crate::cache_dir::apart_from;
+use crate::assembly::source::SourceBuilder;
+use crate::cache_dir::{CacheDir, apart_from};
+use crate::corpus::{OnError, Source, SourceFile};
 use crate::dedup::Scan;
-use crate::dropped::REMOVED;
 use crate::progress::{Measure, Progress};
+
+/// How the files of parts get into a store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Links {
+    /// The folders of parts are moved: the cache is removed with the build.
+    Move,
+    /// Files get a second name, or are copied where the file system has none.
+    Link,
+}
+
+/// In the build folder of an unfinished store: the parts that were moved into it.
+const MOVED: &str = "parts.json";
+
+/// A part that was moved, and its path in the store.
+#[derive(Serialize, Deserialize)]
+struct Moved(Identity, String);
 
 /// Makes the store from all parts.
 pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
@@ -29,91 +48,156 @@ pub fn merge(plan: &Plan, store: &Path, quiet: bool) -> Result<Manifest> {
         plan.cache.merged(plan.name)?;
         return Ok(manifest);
     }
-    results(plan, Stage::Encode)?;
-    let mut progress = Progress::new("merge", Measure::Bytes, plan.bytes(Stage::Encode)?, quiet);
-    let tell = |task, committer: &mut Committer<'_>| tell_part(plan, task, committer);
-    let manifest = assemble(plan, store, &mut progress, tell)?;
+    let mut progress = Progress::new("merge", Measure::Count("part"), plan.tasks() as u64, quiet);
+    let manifest = assemble(plan, store, &mut progress, Links::Link)?;
     plan.cache.merged(plan.name)?;
     Ok(manifest)
 }
 
-/// Makes the store from what `tell` passes on for each task, in order. It appears atomically.
+/// Makes the store from all parts. It appears atomically.
 pub(super) fn assemble(
     plan: &Plan,
     store: &Path,
     progress: &mut Progress,
-    mut tell: impl FnMut(usize, &mut Committer<'_>) -> Result<()>,
+    links: Links,
 ) -> Result<Manifest> {
     let scan = scan::decision(plan)?;
-    let staging = Staging::begin(store)?;
-    let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
-    let scanned = plan.corpus.sources.iter();
-    let scanned = scanned.map(|source| plan.removed_of(source)).collect();
-    let mut committer = Committer::new(&plan.corpus, staging.path(), &empty, scanned, progress)?;
-    for (task, (source, _)) in plan.text.tasks.iter().enumerate() {
-        tell(task, &mut committer)?;
-        if plan.text.tasks.get(task + 1).is_none_or(|(next, _)| next != source) {
-            committer.step(Step::SourceEnd)?;
-        }
-    }
-    let mut sources = committer.sources;
     // If a task has two results, one of them is wrong.
     let mut reading = progress.then(Measure::Count("task"), plan.tasks() as u64);
-    results_telling(plan, Stage::Encode, || reading.add(1))?;
+    let results = results_telling(plan, Stage::Encode, || reading.add(1))?;
     drop(reading);
-    if let Some(scan) = scan {
-        lists(plan, &scan, staging.path())?;
+    let (mut sources, mut parts) = (Vec::new(), Vec::new());
+    let mut results = results.into_iter().zip(&plan.text.tasks).peekable();
+    for (number, (name, preparation)) in plan.text.head.sources.iter().enumerate() {
+        let source = &plan.corpus.sources[number];
+        let mut builder = SourceBuilder::new(name, preparation, &source.recipe);
+        while let Some((result, (_, range))) = results.next_if(|(_, (of, _))| *of == number) {
+            let files = &source.files[range.clone()];
+            let (output, digest) = output::read(&plan.cache, result.part)?
+                .ok_or_else(|| missing(plan, Stage::Encode, parts.len()))?;
+            if digest != result.digest || output.inputs.len() != files.len() {
+                return Err(Fault::data("this part is not what its task made")
+                    .at(plan.cache.part_record(result.part).display().to_string())
+                    .hint("delete this part and run its task again"));
+            }
+            output::refuse_incomplete(&plan.cache.part_folder(result.part), &output)?;
+            if let (OnError::Stop, Some(stop)) = (plan.corpus.on_error, &output.stop) {
+                return Err(stopped(stop, files));
+            }
+            parts.push(PartFiles {
+                key: result.part,
+                folder: open::part_folder(Path::new(""), name, builder.part()),
+                files: output::files(&output).cloned().collect(),
+            });
+            builder.push(output, files.iter().map(|file| file.shown.clone()));
+        }
+        tell_of_ids(source, &builder);
+        sources.push(builder.finish());
+    }
+    if let Some(scan) = &scan {
         scan.close(&plan.corpus, &mut sources)?;
     }
     request::check_kept(&sources)?;
-    let manifest =
-        assembly::finish(staging.path(), &plan.tokenizer, Manifest { sources, ..empty })?;
-    assembly::place(staging, progress)?;
-    Ok(manifest)
+    let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
+    let mut staging = Staging::begin(store)?;
+    let finish = || {
+        place(plan, &mut staging, &parts, links, progress)?;
+        if let Some(scan) = &scan {
+            lists(plan, scan, staging.path())?;
+        }
+        let manifest = Manifest { sources, ..empty };
+        let manifest = assembly::finish(staging.path(), &plan.tokenizer, manifest)?;
+        assembly::place(&mut staging, progress)?;
+        Ok(manifest)
+    };
+    // What was moved is not removed with a store that could not be finished.
+    finish().inspect_err(|_| drop(reclaim(&plan.cache, store)))
 }
 
-/// Passes the part of a finished task to the committer.
-pub(super) fn tell_part(plan: &Plan, task: usize, committer: &mut Committer<'_>) -> Result<()> {
-    let result = plan.result(Stage::Encode, task)?;
-    let result = result.ok_or_else(|| missing(plan, Stage::Encode, task))?;
-    let (source, range) = &plan.text.tasks[task];
-    let places = plan.corpus.sources[*source].recipe.encoding_places();
-    let mut files = plan.corpus.sources[*source].files[range.clone()].iter();
-    let mut part = PartReader::open(&plan.part(result.part), result.part)?;
-    while let Some(entry) = part.next()? {
-        let foreign = || part.damaged("it holds what its task cannot give");
-        committer.step(match entry {
-            Entry::Item(Item::Dropped(mut dropped)) => {
-                let file = files.as_slice().first().ok_or_else(foreign)?;
-                let place = dropped.fault.place().unwrap_or_default();
-                let place = format!("{}{place}", file.path);
-                dropped.fault = dropped.fault.at(place);
-                Step::Slab { items: vec![Item::Dropped(dropped)], raw_bytes: 0 }
-            }
-            Entry::Item(Item::Document(mut document)) => {
-                for (place, _, _) in document.trace.iter_mut().flat_map(|t| &mut t.changes) {
-                    *place = *places.get(*place).ok_or_else(foreign)?;
-                }
-                Step::Slab { items: vec![Item::Document(document)], raw_bytes: 0 }
-            }
-            Entry::FileEnd((bytes, sha256)) => {
-                let path = files.next().ok_or_else(foreign)?.shown.clone();
-                Step::FileEnd(InputRecord { path, bytes, sha256, documents: 0 })
-            }
-            Entry::Observed(_) => return Err(foreign()),
-        })?;
+/// The fault of a record that an earlier build skipped, and at which this one stops.
+fn stopped(stop: &Stop, files: &[SourceFile]) -> Fault {
+    let Stop { file, place, reason } = stop;
+    let file = files.get(*file).map(|file| file.path.to_string()).unwrap_or_default();
+    Fault::data(format!("a record is not a document: {reason}"))
+        .at(format!("{file}{place}"))
+        .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on")
+}
+
+/// Notes a source whose records have no id of their own although its settings name an id field.
+fn tell_of_ids(source: &Source, builder: &SourceBuilder<'_>) {
+    if let (Some(id), true) = (&source.fields.id, builder.is_nameless()) {
+        note!("{}", request::nameless(&source.name, id));
     }
-    if part.digest != Some(result.digest) || files.next().is_some() {
-        return Err(part.damaged("this part is not what its task made"));
+}
+
+/// A part, and where it is in the store.
+struct PartFiles {
+    key: Identity,
+    folder: PathBuf,
+    files: Vec<FileRecord>,
+}
+
+/// Puts the parts into their places.
+fn place(
+    plan: &Plan,
+    staging: &mut Staging,
+    parts: &[PartFiles],
+    links: Links,
+    progress: &mut Progress,
+) -> Result<()> {
+    let mut uses: BTreeMap<[u8; 32], u64> = BTreeMap::new();
+    parts.iter().for_each(|part| *uses.entry(part.key.0).or_default() += 1);
+    // A part that is in several places is linked.
+    let moves = |part: &PartFiles| links == Links::Move && uses[&part.key.0] == 1;
+    let moved: Vec<Moved> = parts
+        .iter()
+        .filter(|part| moves(part))
+        .map(|part| Moved(part.key, part.folder.to_string_lossy().into_owned()))
+        .collect();
+    if !moved.is_empty() {
+        let list = staging.path().join(open::BUILD_FOLDER).join(MOVED);
+        disk::write_whole(&list, &json::bytes(&moved, "the moved parts")?)?;
+    }
+    let mut progress = progress.then(Measure::Count("part"), parts.len() as u64);
+    for part in parts {
+        let (from, to) = (plan.cache.part_folder(part.key), staging.path().join(&part.folder));
+        if moves(part) {
+            staging.take(&from, &part.folder)?;
+        } else {
+            disk::create_folder(&to)?;
+            for file in &part.files {
+                copy(&from.join(&file.name), &to.join(&file.name), file)?;
+            }
+        }
+        progress.add(1);
     }
     Ok(())
 }
 
-/// Puts into the store the lists of the scan, which the committer does not write.
+/// Moves the parts back that a build, which was killed while it moved them, left in its unfinished store.
+pub(crate) fn reclaim(cache: &CacheDir, store: &Path) -> Result<()> {
+    let partial = Staging::place_of(store);
+    let Ok(list) = regular::read(&partial.join(open::BUILD_FOLDER).join(MOVED)) else {
+        return Ok(());
+    };
+    // A list that cannot be read is none of a build that had begun to move.
+    let moved: Vec<Moved> = serde_json::from_slice(&list).unwrap_or_default();
+    let mut reclaimed = false;
+    for Moved(key, place) in moved {
+        let (from, to) = (partial.join(place), cache.part_folder(key));
+        if from.is_dir() && !to.exists() && cache.part_record(key).exists() {
+            disk::rename(&from, &to).map_err(|error| Fault::io("move", &from, &error))?;
+            reclaimed = true;
+        }
+    }
+    if reclaimed { disk::sync_folder(&cache.parts_folder()) } else { Ok(()) }
+}
+
+/// Puts the lists of the scan into the store.
 fn lists(plan: &Plan, scan: &Scan, store: &Path) -> Result<()> {
     for (source, files) in plan.corpus.sources.iter().zip(&scan.files) {
         let (from, to) = (plan.decided().join(&source.name), store.join(&source.name));
-        for file in files.iter().filter(|file| file.name != REMOVED) {
+        for file in files {
             disk::create_folder(&to)?;
             copy(&from.join(&file.name), &to.join(&file.name), file)?;
         }
@@ -128,11 +212,21 @@ fn copy(old: &Path, new: &Path, record: &FileRecord) -> Result<()> {
     if size == record.bytes && disk::link(old, new).is_ok() {
         return Ok(());
     }
-    let bytes = regular::read(old).map_err(|error| Fault::io("read", old, &error))?;
-    if Digest::of_bytes(&bytes) != record.digest {
-        return Err(Fault::data("this list is damaged")
+    let read = |error: &std::io::Error| Fault::io("read", old, error);
+    let file = regular::open(old).map_err(|error| read(&error))?;
+    let mut out = disk::Whole::create(new)?;
+    let mut failed = Ok(());
+    let passed = regular::each_piece(file, |piece| {
+        if failed.is_ok() {
+            failed = out.put(piece);
+        }
+    });
+    passed.map_err(|error| read(&error))?;
+    failed?;
+    if out.digest() != record.digest {
+        return Err(Fault::data("this file of a part or of the scan is damaged")
             .at(old.display().to_string())
-            .hint("delete its folder and run `zdata task decide` again"));
+            .hint("delete its folder, and run its task or `zdata task decide` again"));
     }
-    disk::write_whole(new, &bytes).map(drop)
+    out.commit().map(drop)
 }

@@ -4,8 +4,8 @@
 //! plan:    corpus -> WORK/plan-DIGEST/plan.json        tasks: a range of files of one source each
 //! scan:    files -> WORK/parts/KEY.bin                if steps compare documents: what each step must know
 //! decide:  these parts, in order -> removed documents one process, in one total order
-//! encode:  files, decision -> WORK/parts/KEY.bin      documents, prepared and encoded
-//! merge:   these parts, in order -> STORE             through the one committer; in `local`, as parts are made
+//! encode:  files, decision -> WORK/parts/KEY/         documents, prepared and encoded: a finished piece of the store
+//! merge:   these parts, in order -> STORE             renames or links, and a manifest
 //! ```
 //!
 //! Invariant: a part's key is the hash of all that its content depends on (`key`), so whatever an edit does not affect
@@ -20,6 +20,7 @@ mod key;
 mod known;
 mod local;
 mod merge;
+mod output;
 mod part;
 pub mod plan;
 mod prune;
@@ -35,9 +36,11 @@ mod tests;
 pub use begun::{plan, plan_build};
 pub(crate) use local::{Made, make};
 pub use merge::merge;
+pub(crate) use merge::reclaim;
 pub use plan::Plan;
 pub use prune::{Pruned, prune};
 pub use scan::{decide, is_decided};
 pub use stage::Stage;
 pub use tally::tallies;
+pub(crate) use task::GoOn;
 pub use task::{Ran, Runner};

@@ -1,9 +1,7 @@
-//! A part: the steps of the committer, or of the scan, for one task's files, stored on disk.
+//! A part of the scan stage: what the scan saw of one task's documents, stored on disk.
 //!
 //! ```text
 //! "zdatpart", entries: u8 kind, then
-//!     1 document          u32 length and JSON of what is not tokens, u64 tokens and u32 each
-//!     2 dropped           u32 length and JSON
 //!     3 end of a file     u32 length and JSON: its content
 //!     4 reason            u32 length and JSON: a text that entries after it name by its number
 //!     5 document seen     u64 place, u8 step, u8 reason, u8 marks and each, u32 length and JSON of matches
@@ -19,55 +17,21 @@ use std::io::{self, BufReader, ErrorKind, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use serde::{Serialize, de::DeserializeOwned};
 use store::disk::Whole;
-use store::{Split, regular};
+use store::regular;
 use xxhash_rust::xxh3::Xxh3;
 
 use super::key::Content;
-use crate::assembly::pipeline::{self, Encoded, Item};
 use crate::dedup::{Mark, Observed};
-use crate::prepared::Trace;
-use crate::source::Row;
 
 const MAGIC: &[u8; 8] = b"zdatpart";
 
-/// The longest JSON of an entry: an id and numbers.
+/// The longest JSON of an entry: matches and numbers.
 const META_BYTES: u32 = 1 << 26;
-
-/// A step, bytes before and after it.
-type Change = (usize, u64, u64);
-
-#[derive(Serialize, Deserialize)]
-struct Document {
-    id: Option<String>,
-    row: u64,
-    group: Option<u32>,
-    bytes: Option<(u64, u64)>,
-    text_bytes: u64,
-    content: Digest,
-    held_out: bool,
-    /// Bytes read, and what steps changed; steps are numbered among those that run here.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    trace: Option<(u64, Vec<Change>)>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Dropped {
-    reason: String,
-    #[serde(flatten)]
-    row: Row,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    id: Option<String>,
-    bytes: u64,
-    /// The position in its file, as messages append it to the file name.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    place: Option<String>,
-}
 
 /// An entry of a part.
 pub(super) enum Entry {
-    Item(Item),
     Observed(Observed),
     FileEnd(Content),
 }
@@ -101,55 +65,9 @@ impl PartWriter {
         let json = json::bytes(meta, "a part")?;
         let length = u32::try_from(json.len()).ok().filter(|length| *length <= META_BYTES);
         let length =
-            length.ok_or_else(|| Fault::usage("a document's id is too long for a part"))?;
+            length.ok_or_else(|| Fault::usage("a document has too many matches for a part"))?;
         self.put(&length.to_le_bytes())?;
         self.put(&json)
-    }
-
-    /// Adds a document; `places` are those of the steps that run here, used to name the steps that changed it.
-    pub(super) fn document(&mut self, document: &Encoded, places: &[usize]) -> Result<()> {
-        let Encoded { id, row, group, bytes, text_bytes, content, split, tokens, .. } = document;
-        let numbered = |(place, before, after): &Change| {
-            let number = places.iter().position(|own| own == place);
-            let number = number.ok_or_else(|| Fault::bug("a step that does not run here"))?;
-            Ok((number, *before, *after))
-        };
-        let trace = document.trace.as_ref().map(|trace| {
-            let changes: Result<Vec<Change>> = trace.changes.iter().map(numbered).collect();
-            changes.map(|changes| (trace.read, changes))
-        });
-        let trace = trace.transpose()?;
-        let meta = Document {
-            id: id.clone(),
-            row: *row,
-            group: *group,
-            bytes: *bytes,
-            text_bytes: *text_bytes,
-            content: *content,
-            held_out: *split == Split::Validation,
-            trace,
-        };
-        self.entry(1, &meta)?;
-        self.put(&(tokens.len() as u64).to_le_bytes())?;
-        let mut raw = [0; 1 << 14];
-        for piece in tokens.chunks(raw.len() / 4) {
-            for (slot, id) in raw.as_chunks_mut().0.iter_mut().zip(piece) {
-                *slot = id.to_le_bytes();
-            }
-            self.put(&raw[..piece.len() * 4])?;
-        }
-        Ok(())
-    }
-
-    /// Adds a record that is not kept; `place` is its position in its file.
-    pub(super) fn dropped(
-        &mut self,
-        dropped: &pipeline::Dropped,
-        place: Option<&str>,
-    ) -> Result<()> {
-        let pipeline::Dropped { reason, row, id, bytes, fault: _ } = dropped;
-        let (reason, id, place) = (reason.to_string(), id.clone(), place.map(str::to_owned));
-        self.entry(2, &Dropped { reason, row: *row, id, bytes: *bytes, place })
     }
 
     pub(super) fn file_end(&mut self, content: Content) -> Result<()> {
@@ -294,19 +212,6 @@ impl PartReader {
         Ok(bytes)
     }
 
-    fn tokens(&mut self) -> Result<Vec<u32>> {
-        let mut left = u64::from_le_bytes(self.array()?);
-        let (mut tokens, mut raw) = (Vec::new(), Vec::new());
-        while left > 0 {
-            let piece = left.min(1 << 14);
-            raw.resize(piece as usize * 4, 0);
-            self.fill(&mut raw)?;
-            tokens.extend(raw.as_chunks().0.iter().map(|word| u32::from_le_bytes(*word)));
-            left -= piece;
-        }
-        Ok(tokens)
-    }
-
     /// Reasons are constants elsewhere; the few that a part names are interned here.
     fn constant(&mut self, reason: String) -> &'static str {
         self.reasons.entry(reason).or_insert_with_key(|reason| reason.clone().leak())
@@ -365,40 +270,11 @@ impl PartReader {
                 self.digest = Some(found);
                 return Ok(None);
             }
-            1 => {
-                let meta: Document = self.meta()?;
-                let tokens = self.tokens()?;
-                Entry::Item(Item::Document(Box::new(encoded(meta, tokens))))
-            }
-            2 => {
-                let Dropped { reason, row, id, bytes, place } = self.meta()?;
-                let fault = Fault::data(format!("a record is not a document: {reason}"))
-                    .at(place.unwrap_or_default())
-                    .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on");
-                let reason = self.constant(reason);
-                let reason = reason.into();
-                Entry::Item(Item::Dropped(Box::new(pipeline::Dropped {
-                    reason,
-                    row,
-                    id,
-                    bytes,
-                    fault,
-                })))
-            }
             3 => Entry::FileEnd(self.meta()?),
             5 => Entry::Observed(self.observed()?),
             _ => return Err(self.damaged("an entry is of no kind")),
         }))
     }
-}
-
-fn encoded(meta: Document, tokens: Vec<u32>) -> Encoded {
-    let Document { id, row, group, bytes, text_bytes, content, held_out, trace } = meta;
-    let split = if held_out { Split::Validation } else { Split::Train };
-    // A task has audited its documents already.
-    let sample = None;
-    let trace = trace.map(|(read, changes)| Trace { read, changes });
-    Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample }
 }
 
 /// The key and the digest at the end of a part.
@@ -428,6 +304,15 @@ pub(super) fn is_whole(path: &Path) -> Result<bool> {
 /// The digest at the end of a part, not checked here but by its readers.
 pub(super) fn digest_at_end(path: &Path, key: Identity) -> Result<Digest> {
     PartReader::open(path, key).map(|part| part.at_end)
+}
+
+/// The same, once all bytes were read and match it.
+pub(super) fn whole_digest(path: &Path, key: Identity) -> Result<Digest> {
+    let part = PartReader::open(path, key)?;
+    match is_whole(path)? {
+        true => Ok(part.at_end),
+        false => Err(part.damaged("this part is damaged")),
+    }
 }
 
 /// Whether a file is shorter than the trailer of a part.

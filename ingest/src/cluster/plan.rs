@@ -5,7 +5,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use contract::{Digest, Fault, Identity, Result, json};
+use contract::{Fault, Identity, Result, json, note};
 use serde::{Deserialize, Serialize};
 use store::{Location, disk, regular};
 
@@ -13,16 +13,10 @@ use super::stage::Stage;
 use crate::assembly;
 use crate::assembly::request::Head;
 use crate::cache_dir::{CacheDir, Owner, PLAN as FILE, PlanName};
-use crate::corpus::{Corpus, Inventory, Source, SourceFile};
-use crate::dropped::REMOVED;
+use crate::corpus::{Corpus, Inventory, SourceFile};
+use crate::cuts;
 use crate::tokenize::{Engine, Tokenizer};
 use crate::versions;
-
-/// The default limit on a task's input bytes; a larger file is a task of its own.
-pub const TASK_BYTES: u64 = 1 << 28;
-
-/// The limit on tasks per plan, where the sources allow it: schedulers limit the size of a job array.
-const TASKS_MAX: usize = 1000;
 
 /// A plan, with its corpus.
 pub struct Plan {
@@ -54,20 +48,22 @@ pub(super) struct Text {
 
 /// Plans the build of `corpus` in the folder `work`, or opens the existing plan. All parts stay, and so do other plans
 /// that are still needed.
-pub(super) fn put(
-    corpus: &Corpus,
-    work: &Path,
-    task_bytes: u64,
-    engine: Engine,
-    owner: Owner,
-) -> Result<Plan> {
+pub(super) fn put(corpus: &Corpus, work: &Path, engine: Engine, owner: Owner) -> Result<Plan> {
     let tokenizer = assembly::tokenizer(corpus, engine)?;
+    let (tasks, part_bytes) = cuts::parts(corpus)?;
+    if part_bytes > corpus.part_bytes {
+        note!(
+            "note: part_bytes = {} would make more than {} parts: it is taken as {part_bytes}",
+            corpus.part_bytes,
+            cuts::PARTS_MAX
+        );
+    }
     let text = Text {
         corpus: everywhere(&corpus.file)?,
         said: corpus.text.clone(),
         found: Inventory::of(corpus)?,
         head: assembly::head(corpus, &tokenizer, engine)?,
-        tasks: tasks(corpus, task_bytes)?,
+        tasks,
     };
     let bytes = json::pretty(&text, "a plan")?;
     let (cache, name) = (CacheDir::make(work)?, PlanName::of(owner, &bytes));
@@ -92,49 +88,6 @@ fn everywhere(file: &Location) -> Result<String> {
     let real = fs::canonicalize(path).map_err(|error| Fault::io("find", path, &error))?;
     let name = real.into_os_string().into_string();
     name.map_err(|_| Fault::usage("the path of this corpus file is not UTF-8").at(file.to_string()))
-}
-
-/// Cuts every source into ranges of files.
-fn tasks(corpus: &Corpus, task_bytes: u64) -> Result<Vec<(usize, Range<usize>)>> {
-    let mut sizes: Vec<Vec<u64>> = Vec::new();
-    for source in &corpus.sources {
-        sizes.push(source.files.iter().map(SourceFile::size).collect::<Result<_>>()?);
-    }
-    let mut bytes = task_bytes.max(1);
-    loop {
-        let mut tasks = Vec::new();
-        for (number, (source, sizes)) in corpus.sources.iter().zip(&sizes).enumerate() {
-            tasks.extend(cut(&source.files, sizes, bytes).into_iter().map(|range| (number, range)));
-        }
-        if tasks.len() <= TASKS_MAX.max(corpus.sources.len()) || bytes == u64::MAX {
-            return Ok(tasks);
-        }
-        // By doubling, so that a corpus that grows a little is cut at the same files.
-        bytes = bytes.saturating_mul(2);
-    }
-}
-
-/// Cuts a list of files into ranges of at most `bytes`. Each cut depends only on the files near it, so that editing or
-/// adding a file does not move all later ranges: whether a file ends its range is a random number of its name, with a
-/// probability that grows with its size.
-fn cut(files: &[SourceFile], sizes: &[u64], bytes: u64) -> Vec<Range<usize>> {
-    let mut ranges = Vec::new();
-    let (mut first, mut sum) = (0, 0u64);
-    for (number, (file, size)) in files.iter().zip(sizes).enumerate() {
-        if number > first && sum.saturating_add(*size) > bytes {
-            ranges.push(first..number);
-            (first, sum) = (number, 0);
-        }
-        sum = sum.saturating_add(*size);
-        let drawn = Digest::of_bytes(file.shown.as_bytes()).0 as u64;
-        let last = u128::from(drawn) * u128::from(bytes) < u128::from(size.saturating_mul(2)) << 64;
-        if last && number + 1 < files.len() {
-            ranges.push(first..number + 1);
-            (first, sum) = (number + 1, 0);
-        }
-    }
-    ranges.push(first..files.len());
-    ranges
 }
 
 impl Plan {
@@ -200,20 +153,9 @@ impl Plan {
         self.cache.plan(self.name)
     }
 
-    /// The path of the part with this key.
-    pub(super) fn part(&self, key: Identity) -> PathBuf {
-        self.cache.part(key)
-    }
-
     /// The path of a task's list of removed documents, once decided.
     pub(super) fn list(&self, task: usize) -> PathBuf {
         self.decided().join(format!("removed-{task:06}.jsonl.zst"))
-    }
-
-    /// The path of the scan's list for a source, if the source is scanned.
-    pub(super) fn removed_of(&self, source: &Source) -> Option<PathBuf> {
-        let scanned = source.recipe.scanned() > 0;
-        scanned.then(|| self.decided().join(&source.name).join(REMOVED))
     }
 
     /// The folder of the scan's decision.
@@ -229,14 +171,7 @@ impl Plan {
                 .found(task)
                 .wanted(format!("below {}", self.tasks())));
         };
-        let Source { name, files: all, fields, recipe } = &self.corpus.sources[*source];
-        let source = Source {
-            name: name.clone(),
-            files: all[files.clone()].to_vec(),
-            fields: fields.clone(),
-            recipe: recipe.clone(),
-        };
-        Ok(self.corpus.of(source))
+        Ok(self.corpus.cut(*source, files.clone()))
     }
 
     /// The identity of what the scan removed from a task's files, if the stage depends on it.

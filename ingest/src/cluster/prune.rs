@@ -49,12 +49,27 @@ pub fn prune(work: &Path, unused: Duration, look: bool) -> Result<Pruned> {
         let since = today().duration_since(used).unwrap_or_default();
         let goes = since >= unused && !needed.contains(&path);
         let side = if goes { &mut pruned.removed } else { &mut pruned.kept };
-        *side = (side.0 + 1, side.1 + about.len());
+        // An encoded part is a folder, next to the record by which it is known.
+        let folder = path.with_extension("");
+        *side = (side.0 + 1, side.1 + about.len() + size_of(&folder)?);
         if goes && !look {
             disk::remove(&path)?;
+            disk::remove(&folder)?;
         }
     }
     Ok(pruned)
+}
+
+/// The size of the files in a folder, if there is one.
+fn size_of(folder: &Path) -> Result<u64> {
+    if !folder.is_dir() {
+        return Ok(0);
+    }
+    let size = |path: &PathBuf| {
+        let about = path.symlink_metadata();
+        about.map(|about| about.len()).map_err(|error| Fault::io("look at", path, &error))
+    };
+    disk::entries(folder)?.iter().map(size).sum()
 }
 
 /// Marks a part as used now.
@@ -79,7 +94,8 @@ fn needed(cache: &CacheDir) -> Result<BTreeSet<PathBuf>> {
             if path.extension().is_some_and(|it| it == "json") && !path.ends_with(PLAN) {
                 let bytes =
                     regular::read(&path).map_err(|error| Fault::io("read", &path, &error))?;
-                needed.insert(cache.part(TaskResult::parse(&path, &bytes)?.part));
+                let key = TaskResult::parse(&path, &bytes)?.part;
+                needed.extend([cache.part(key), cache.part_record(key)]);
             }
         }
     }

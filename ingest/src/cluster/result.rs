@@ -7,7 +7,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use contract::{Digest, Fault, Identity, Result, json};
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use store::{disk, regular};
 
@@ -15,7 +14,6 @@ use super::key::Content;
 use super::plan::Plan;
 use super::stage::Stage;
 use crate::corpus::SourceFile;
-use crate::parallel;
 use crate::source::Stamp;
 
 /// The result of one task.
@@ -46,12 +44,6 @@ pub(super) struct Input {
 /// The stamps of files, to be taken before the files are read.
 pub(super) fn stamps(files: &[SourceFile]) -> Result<Vec<Stamp>> {
     files.iter().map(SourceFile::stamp).collect()
-}
-
-/// Reads and hashes the files.
-pub(super) fn contents(files: &[SourceFile]) -> Result<Vec<Content>> {
-    parallel::start_shared()?;
-    files.par_iter().map(|file| file.path.content()).collect()
 }
 
 /// Inputs with this content, which was read after these stamps were taken.

@@ -132,7 +132,7 @@ fn gather(
 ) -> Result<()> {
     let (source, range) = &plan.text.tasks[task];
     let steps = &plan.corpus.sources[*source].recipe.steps;
-    let mut part = PartReader::open(&plan.part(result.part), result.part)?;
+    let mut part = PartReader::open(&plan.cache.part(result.part), result.part)?;
     let mut file = range.start;
     while let Some(entry) = part.next()? {
         match entry {
@@ -148,7 +148,6 @@ fn gather(
                 gathered.end(*source, identity);
                 file += 1;
             }
-            Entry::Item(_) => return Err(part.damaged("it is not a part of a scan")),
         }
     }
     if part.digest != Some(result.digest) || file != range.end {

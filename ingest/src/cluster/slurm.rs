@@ -23,6 +23,9 @@ const LOOK_EVERY: [Duration; 2] = [Duration::from_millis(250), Duration::from_se
 /// Polls that may fail in a row before a build gives up: a restarting controller is away for a while.
 const LOOKS_FAILED: usize = 60;
 
+/// Tasks of a job array: as many as Slurm takes unless its administrator allows more.
+const ARRAY: usize = 1000;
+
 /// Further options for Slurm.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -65,15 +68,26 @@ impl Job<'_> {
             Stage::Encode => "run",
         };
         let (name, workers) = (stage.name(), self.options.workers);
-        let line = format!("{verb} {of} --index $SLURM_ARRAY_TASK_ID --workers {workers}");
-        let words = [format!("--array={}", ranges(&missing)), format!("--cpus-per-task={workers}")];
-        let job = self.submit(name, &words, &format!("{name}-%a.log"), &line)?;
+        let mut jobs = Vec::new();
+        for tasks in missing.chunk_by(|a, b| a / ARRAY == b / ARRAY) {
+            let first = tasks.first().map_or(0, |task| task / ARRAY * ARRAY);
+            let indexes: Vec<usize> = tasks.iter().map(|task| task - first).collect();
+            let array = format!("--array={}", ranges(&indexes));
+            let words = [array, format!("--cpus-per-task={workers}")];
+            let index = format!("$(({first} + SLURM_ARRAY_TASK_ID))");
+            let line = format!("{verb} {of} --index {index} --workers {workers}");
+            let log = format!("{name}-{first}-%a.log");
+            jobs.push((first, self.submit(name, &words, &log, &line)?));
+        }
+        jobs.iter().try_for_each(|(_, job)| waited(name, job))?;
         let left = self.plan.missing(stage)?;
         let Some(task) = left.first() else { return Ok(()) };
         let what = format!("{} of {} {name} tasks left no part", left.len(), missing.len());
-        let class = ended(&job, Some(*task));
+        let (first, index) = (task / ARRAY * ARRAY, task % ARRAY);
+        let job = jobs.iter().find(|(of, _)| *of == first);
+        let class = job.map_or(Class::Machine, |(_, job)| ended(job, Some(index)));
         Err(self
-            .failed(class, what, &format!("{name}-{task}.log"))
+            .failed(class, what, &format!("{name}-{first}-{index}.log"))
             .hint("read the log, then run the same command again: only these tasks are repeated"))
     }
 
@@ -83,6 +97,7 @@ impl Job<'_> {
             return Ok(());
         }
         let job = self.submit(name, &[], &format!("{name}.log"), line)?;
+        waited(name, &job)?;
         if done()? {
             return Ok(());
         }
@@ -97,7 +112,7 @@ impl Job<'_> {
         Fault::new(class, what).at(path.display().to_string()).found(last_words(&path))
     }
 
-    /// Submits a job, waits for its end and returns its number.
+    /// Submits a job and returns its number.
     fn submit(&self, name: &str, words: &[String], log: &str, line: &str) -> Result<String> {
         let output = format!("--output={}", self.plan.folder().join(log).display());
         let line = format!("exec {} task {line}", quoted(&self.options.program)?);
@@ -117,9 +132,13 @@ impl Job<'_> {
             return Err(Fault::machine("sbatch refused a job of this build")
                 .found(told.lines().last().map_or("no message from sbatch", str::trim)));
         }
-        meanwhile(name, &format!("waiting for job {number}"), || wait(number))?;
         Ok(number.to_owned())
     }
+}
+
+/// Waits for the end of a job, and reports that.
+fn waited(name: &str, job: &str) -> Result<()> {
+    meanwhile(name, &format!("waiting for job {job}"), || wait(job))
 }
 
 /// The last lines of a log: an error has several.

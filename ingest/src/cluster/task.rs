@@ -1,24 +1,28 @@
 //! One task of a stage: from some files of one source to their part.
 
 use std::path::Path;
+use std::sync::Mutex;
 
-use contract::{Digest, Fault, Result};
-use rayon::prelude::*;
-use store::disk;
+use contract::{Class, Digest, Fault, Identity, Result, note};
+use store::{DocumentRecord, Manifest, disk};
 
 use super::key::{Content, cache_key};
-use super::part::{PartWriter, digest_at_end};
+use super::output;
+use super::part::{PartWriter, digest_at_end, whole_digest};
 use super::plan::Plan;
 use super::prune;
 use super::result::{self, TaskResult};
 use super::stage::Stage;
 use crate::assembly;
-use crate::assembly::pipeline::{self, Auditor, Encoding, Item, Step};
-use crate::corpus::{Corpus, SourceFile, stops};
+use crate::assembly::part::{PartBuilder, PartOutput, Stop};
+use crate::assembly::pipeline::{self, Auditor, Encoded, Encoding, Item, Step};
+use crate::assembly::request;
+use crate::corpus::{Corpus, SourceFile, always_counted, stops};
 use crate::dedup::{Observed, Seen, Tools, read_through};
-use crate::dropped::List;
+use crate::dropped::{Line, List};
 use crate::prepared::Prepared;
-use crate::progress::{Measure, Progress, meanwhile};
+use crate::progress::{Measure, PartProgress, Progress, meanwhile};
+use crate::run_parts::{Drive, run_parts};
 use crate::tokenize::audit::{self, Audit, Wanted};
 
 /// The outcome of a task.
@@ -37,6 +41,8 @@ pub struct Runner<'a> {
     plan: &'a Plan,
     tools: Tools<'a>,
     workers: usize,
+    /// The manifest of the store before it has sources.
+    empty: Manifest,
     /// Whether there are parts that no task of this plan made: a task may be able to reuse one.
     others: bool,
 }
@@ -44,13 +50,17 @@ pub struct Runner<'a> {
 /// Documents that the reference encoded again, and their bytes.
 pub(super) type Audited = (u64, u64);
 
+/// Called before each document; ends the work by a fault.
+pub(crate) type GoOn<'a> = &'a (dyn Fn() -> Result<()> + Sync);
+
 impl<'a> Runner<'a> {
     /// Loads what the steps of the corpus need.
     pub fn new(plan: &'a Plan, workers: usize) -> Result<Self> {
         let tools = assembly::tools(&plan.corpus, &plan.tokenizer, &plan.text.head)?;
+        let empty = request::empty_manifest(&plan.text.head, plan.tokenizer.token_bytes());
         let held = || plan.holds_others();
         let others = meanwhile("build", "looking at the parts that are there", held)?;
-        Ok(Runner { plan, tools, workers: workers.max(1), others })
+        Ok(Runner { plan, tools, workers: workers.max(1), empty, others })
     }
 
     /// What users should know about the steps.
@@ -62,32 +72,46 @@ impl<'a> Runner<'a> {
     pub fn run(&self, stage: Stage, task: usize, quiet: bool) -> Result<Ran> {
         // A task number outside the plan is refused later, where the task is cut.
         let bytes = if task < self.plan.tasks() { self.plan.bytes_of(task)? } else { 0 };
-        let mut progress = Progress::new(stage.name(), Measure::Bytes, bytes, quiet);
-        match stage {
-            Stage::Scan => self.scan(task, &mut |seen| {
-                tell(seen, &mut progress);
-                Ok(())
-            }),
-            Stage::Encode => {
-                let ran = self.encode(task, &mut |step| {
-                    match step {
-                        Step::Slab { raw_bytes, .. } => progress.within(raw_bytes),
-                        Step::FileEnd(input) => progress.file(input.bytes),
-                        Step::SourceEnd => {}
-                    }
-                    progress.tick();
-                    Ok(())
-                });
-                ran.map(|(ran, _)| ran)
-            }
-        }
+        let progress = Mutex::new(Progress::new(stage.name(), Measure::Bytes, bytes, quiet));
+        let mut ran = None;
+        let take = |(made, _)| {
+            ran = Some(made);
+            Ok(())
+        };
+        self.run_all(stage, &[task], &progress, &|| Ok(()), take)?;
+        ran.ok_or_else(|| Fault::bug("a task without a result"))
     }
 
-    /// Analyzes every document for the comparing steps; `hear` is called for each.
-    pub(super) fn scan(
+    /// Runs tasks of a stage, and calls `take` with what became of each, in order.
+    pub(super) fn run_all(
+        &self,
+        stage: Stage,
+        tasks: &[usize],
+        progress: &Mutex<Progress>,
+        go_on: GoOn<'_>,
+        take: impl FnMut((Ran, Audited)) -> Result<()>,
+    ) -> Result<()> {
+        let do_part = |number: usize, drive: &Drive<'_>| {
+            let (task, mut passed) = (tasks[number], PartProgress::new(progress));
+            let ran = match stage {
+                Stage::Scan => (self.scan(task, drive, &mut passed, go_on)?, (0, 0)),
+                Stage::Encode => self.encode(task, drive, &mut passed, go_on)?,
+            };
+            if let (Ran::Reused(_), _) = ran {
+                passed.file(self.plan.bytes_of(task)?);
+            }
+            Ok(ran)
+        };
+        run_parts(tasks.len(), self.workers, do_part, take)
+    }
+
+    /// Analyzes every document for the comparing steps.
+    fn scan(
         &self,
         task: usize,
-        hear: &mut dyn FnMut(&Seen) -> Result<()>,
+        drive: &Drive<'_>,
+        passed: &mut PartProgress<'_>,
+        go_on: GoOn<'_>,
     ) -> Result<Ran> {
         if !self.plan.is_scanned(task) {
             let only = self.plan.cut(task)?;
@@ -98,40 +122,46 @@ impl<'a> Runner<'a> {
                     "no step of this source compares documents: `zdata task run` is all it needs",
                 ));
         }
-        let (tools, workers) = (&self.tools, self.workers);
-        let ran = self.make(Stage::Scan, task, |only, part, found| {
-            read_through(tools, only, workers, |seen| {
-                hear(&seen)?;
-                match seen {
-                    Seen::Documents { observed, .. } => observed
-                        .into_iter()
-                        .try_for_each(|observed| part.observed(&by_place(only, observed)?)),
-                    Seen::End { bytes, identity, .. } => {
-                        found.file_end((bytes, identity))?;
-                        part.file_end((bytes, identity))
-                    }
+        let write = |only: &Corpus, scratch: &Path, found: &mut InputRecorder<'_>| {
+            let mut part = PartWriter::create(scratch)?;
+            read_through(&self.tools, only, drive, |seen| match seen {
+                Seen::Documents { observed, raw } => {
+                    observed.iter().try_for_each(|_| go_on())?;
+                    passed.within(raw, observed.iter().map(|observed| (observed.bytes, 0)));
+                    let mut placed = observed.into_iter().map(|observed| by_place(only, observed));
+                    placed.try_for_each(|observed| part.observed(&observed?))
                 }
-            })
-        });
-        ran.map(|(ran, ())| ran)
+                Seen::End { bytes, identity } => {
+                    passed.file(bytes);
+                    found.file_end((bytes, identity))?;
+                    part.file_end((bytes, identity))
+                }
+            })?;
+            Ok((part, ()))
+        };
+        let commit = |part: PartWriter, key: Identity, scratch: &Path| {
+            let digest = part.finish(key)?;
+            commit_scanned(&self.plan.cache.part(key), key, scratch, digest)?;
+            Ok(digest)
+        };
+        self.make(Stage::Scan, task, write, commit).map(|(ran, ())| ran)
     }
 
-    /// Prepares and encodes every document, and audits a sample of them; `hear` is called for each step except the
-    /// source's end.
-    pub(super) fn encode(
+    /// Prepares and encodes every document, and audits a sample of them.
+    fn encode(
         &self,
         task: usize,
-        hear: &mut dyn FnMut(Step) -> Result<()>,
+        drive: &Drive<'_>,
+        passed: &mut PartProgress<'_>,
+        go_on: GoOn<'_>,
     ) -> Result<(Ran, Audited)> {
-        let plan = self.plan;
-        self.make(Stage::Encode, task, |only, part, found| {
-            let list = match plan.is_scanned(task) {
-                true => List::read(&plan.list(task))?,
-                false => List::default(),
-            };
-            let (wanted, audit) = (Wanted::default(), Audit::default());
+        let (plan, is_scanned) = (self.plan, self.plan.is_scanned(task));
+        let write = |only: &Corpus, scratch: &Path, found: &mut InputRecorder<'_>| {
+            let decided = is_scanned.then(|| plan.list(task));
+            let list = decided.as_deref().map_or(Ok(List::default()), List::read)?;
+            let (source, wanted) = (&only.sources[0], Wanted::default());
             let prepared = Prepared::new(only, &self.tools, vec![list]);
-            let tokenizer = plan.tokenizer.of(only.sources[0].recipe.means_controls())?;
+            let tokenizer = plan.tokenizer.of(source.recipe.means_controls())?;
             let encoding = Encoding {
                 tokenizer,
                 begin: plan.text.head.tokenizer.begin,
@@ -140,26 +170,48 @@ impl<'a> Runner<'a> {
                 wanted: &wanted,
                 prepared: &prepared,
             };
-            let places = only.sources[0].recipe.encoding_places();
-            let mut taking = Taking { part, found, only, places, wanted: &wanted, audit };
-            pipeline::run(only, &encoding, self.workers, |mut step, auditor| {
-                taking.step(&mut step, auditor)?;
-                if matches!(step, Step::SourceEnd) { Ok(()) } else { hear(step) }
+            disk::create_folder(scratch)?;
+            let mut sink = PartSink {
+                part: PartBuilder::new(scratch, &source.name, &self.empty, decided.as_deref())?,
+                only,
+                places: source.recipe.encoding_places(),
+                wanted: &wanted,
+                audit: Audit::default(),
+            };
+            pipeline::run(only, &encoding, drive, |step, auditor| match step {
+                Step::Slab { items, raw_bytes } => {
+                    items.iter().try_for_each(|_| go_on())?;
+                    passed.within(raw_bytes, items.iter().filter_map(encoded));
+                    items.into_iter().try_for_each(|item| sink.item(item, auditor))
+                }
+                Step::FileEnd { bytes, sha256, segments } => {
+                    passed.file(bytes);
+                    found.file_end((bytes, sha256))?;
+                    sink.part.file_end((bytes, sha256), segments);
+                    Ok(())
+                }
             })?;
-            let mut audit = taking.audit;
-            let failure =
-                audit.finish().par_iter().find_map_first(|s| audit::check(tokenizer, s).err());
-            failure.map_or(Ok((audit.documents, audit.audited_bytes)), Err)
-        })
+            let PartSink { part, mut audit, .. } = sink;
+            drive.each(&audit.finish(), |sample| audit::check(tokenizer, sample))?;
+            let awaited = part.awaited().and_then(|file| source.files.get(file));
+            let place = || awaited.map(|file| file.shown.clone()).unwrap_or_default();
+            let output = part.finish().map_err(|fault| fault.or_at(place))?;
+            Ok((output, (audit.documents, audit.audited_bytes)))
+        };
+        let commit = |part: PartOutput, key: Identity, scratch: &Path| {
+            output::commit(plan, key, scratch, &part)
+        };
+        self.make(Stage::Encode, task, write, commit)
     }
 
-    /// Makes a task's part by `write`, unless it exists, and records the result. Returns what `write` returns, or its
-    /// default if there was nothing to write.
-    fn make<T: Default>(
+    /// Makes a task's part by `write` and `commit`, unless it exists, and records the result. Returns also what `write`
+    /// reports, or its default if there was nothing to write.
+    fn make<P, T: Default>(
         &self,
         stage: Stage,
         task: usize,
-        write: impl FnOnce(&Corpus, &mut PartWriter, &mut FilesRead<'_>) -> Result<T>,
+        write: impl FnOnce(&Corpus, &Path, &mut InputRecorder<'_>) -> Result<(P, T)>,
+        commit: impl FnOnce(P, Identity, &Path) -> Result<Digest>,
     ) -> Result<(Ran, T)> {
         let plan = self.plan;
         let only = plan.cut(task)?;
@@ -173,29 +225,47 @@ impl<'a> Runner<'a> {
         let known = self.known(stage, task, files, before.is_some())?;
         let head = &plan.text.head;
         let key = |contents: &[Content]| cache_key(stage, &only, head, contents, removed);
+        let name = TaskResult::name(stage, task);
         if let (Some(known), None) = (&known, &before) {
             let part = key(known);
-            let path = plan.part(part);
-            if path.exists() {
-                prune::used(&path);
-                let digest = digest_at_end(&path, part)?;
-                let (of, inputs) = (TaskResult::name(stage, task), result::stamped(known, stamps));
+            if let Some(digest) = self.there(stage, part)? {
+                prune::used(&plan.known_by(stage, part));
+                let (of, inputs) = (name, result::stamped(known, stamps));
                 TaskResult { of, inputs, part, digest, reused: true }.commit(plan, stage, task)?;
                 return Ok((Ran::Reused(digest), T::default()));
             }
         }
-        let name = TaskResult::name(stage, task);
         let scratch = result::scratch(&plan.folder(), &format!("{name}.part"))?;
-        let mut writer = PartWriter::create(&scratch)?;
-        let mut found = FilesRead { files, known: known.as_deref(), contents: Vec::new() };
-        let written = write(&only, &mut writer, &mut found)?;
+        let mut found = InputRecorder { files, known: known.as_deref(), contents: Vec::new() };
+        let written = write(&only, &scratch, &mut found);
+        // The fault is more useful than one about this folder.
+        let (written, told) = written.inspect_err(|_| drop(disk::remove(&scratch)))?;
         let contents = found.contents;
         let part = key(&contents);
-        let digest = writer.finish(part)?;
-        commit(&plan.part(part), part, &scratch, digest)?;
+        let digest = commit(written, part, &scratch)?;
         let inputs = result::stamped(&contents, stamps);
         TaskResult { of: name, inputs, part, digest, reused: false }.commit(plan, stage, task)?;
-        Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, written))
+        Ok((if before.is_some() { Ran::Again(digest) } else { Ran::New(digest) }, told))
+    }
+
+    /// The digest of the part with this key, if it exists.
+    fn there(&self, stage: Stage, key: Identity) -> Result<Option<Digest>> {
+        let cache = &self.plan.cache;
+        if !self.plan.holds(stage, key) {
+            return Ok(None);
+        }
+        let looked = match stage {
+            Stage::Scan => whole_digest(&cache.part(key), key),
+            Stage::Encode => output::whole_digest(cache, key),
+        };
+        match looked {
+            Err(fault) if fault.class() == Class::Data => {
+                note!("note: {fault}: it is made again");
+                self.plan.remove_part(stage, key)?;
+                Ok(None)
+            }
+            looked => looked.map(Some),
+        }
     }
 
     /// The content of a task's files, where it is needed before they are read: to look for an existing part. Taken from
@@ -216,41 +286,33 @@ impl<'a> Runner<'a> {
         if again || !self.others {
             return Ok(None);
         }
-        let what = "reading inputs to find parts that are there";
-        meanwhile(stage.name(), what, || result::contents(files)).map(Some)
+        files.iter().map(|file| file.path.content()).collect::<Result<_>>().map(Some)
     }
 }
 
-/// Reports the progress of a scan.
-pub(super) fn tell(seen: &Seen, progress: &mut Progress) {
-    match seen {
-        Seen::End { bytes, .. } => progress.file(*bytes),
-        Seen::Documents { observed, raw, .. } => {
-            progress.within(*raw);
-            observed.iter().for_each(|observed| progress.document(observed.bytes, 0));
-        }
+/// The bytes and tokens of a document.
+fn encoded(item: &Item) -> Option<(u64, u64)> {
+    match item {
+        Item::Document(document) => Some((document.text_bytes, document.tokens.len() as u64)),
+        Item::Dropped(_) => None,
     }
-    progress.tick();
 }
 
 /// The files of a task, recorded while they are read.
-struct FilesRead<'a> {
+struct InputRecorder<'a> {
     files: &'a [SourceFile],
     /// Their content, if it was read before.
     known: Option<&'a [Content]>,
     contents: Vec<Content>,
 }
 
-impl FilesRead<'_> {
-    /// The open file.
-    fn file(&self) -> Result<&SourceFile> {
-        self.files.get(self.contents.len()).ok_or_else(|| Fault::bug("a file too many"))
-    }
-
+impl InputRecorder<'_> {
     /// Ends the open file, which had this content. Refuses other content than was found before.
     fn file_end(&mut self, content: Content) -> Result<()> {
+        let number = self.contents.len();
+        let file = self.files.get(number).ok_or_else(|| Fault::bug("a file too many"))?;
         if let Some(known) = self.known {
-            same(known[self.contents.len()], content, &self.file()?.shown)?;
+            same(known[number], content, &file.shown)?;
         }
         self.contents.push(content);
         Ok(())
@@ -276,8 +338,9 @@ fn same(planned: Content, found: Content, shown: &str) -> Result<()> {
         .hint("run the same command again"))
 }
 
-/// Renames a part, unless the name exists: then the two must be equal. A second one that differs is kept too.
-fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) -> Result<()> {
+/// Renames a part of the scan, unless the name exists: then the two must be equal. A second one that differs is kept
+/// too.
+fn commit_scanned(path: &Path, key: Identity, scratch: &Path, digest: Digest) -> Result<()> {
     if result::create(scratch, path)? {
         return Ok(());
     }
@@ -293,10 +356,9 @@ fn commit(path: &Path, key: contract::Identity, scratch: &Path, digest: Digest) 
         .wanted(before))
 }
 
-/// Writes the steps of a task to its part.
-struct Taking<'a, 'b> {
-    part: &'a mut PartWriter,
-    found: &'a mut FilesRead<'b>,
+/// Writes the documents of a task to its part, and queues samples of them for the audit.
+struct PartSink<'a> {
+    part: PartBuilder,
     only: &'a Corpus,
     /// The places of the steps that run here.
     places: Vec<usize>,
@@ -304,44 +366,64 @@ struct Taking<'a, 'b> {
     audit: Audit,
 }
 
-impl Taking<'_, '_> {
-    /// Writes a step to the part, and queues its samples for the audit.
-    fn step(&mut self, step: &mut Step, auditor: &Auditor) -> Result<()> {
-        match step {
-            Step::Slab { items, .. } => {
-                items.iter_mut().try_for_each(|item| self.item(item, auditor))
-            }
-            Step::FileEnd(input) => {
-                self.found.file_end((input.bytes, input.sha256))?;
-                self.part.file_end((input.bytes, input.sha256))
-            }
-            Step::SourceEnd => Ok(()),
+impl PartSink<'_> {
+    fn item(&mut self, item: Item, auditor: &Auditor) -> Result<()> {
+        match item {
+            Item::Document(document) => self.document(*document, auditor),
+            Item::Dropped(dropped) => self.dropped(*dropped),
         }
     }
 
-    fn item(&mut self, item: &mut Item, auditor: &Auditor) -> Result<()> {
-        match item {
-            Item::Document(document) => {
-                let (content, bytes, sample) =
-                    (document.content.0, document.text_bytes, document.sample.take());
-                if let Some(sample) = self.audit.offer(content, bytes, sample, self.wanted) {
-                    auditor.check(sample);
-                }
-                self.part.document(document, &self.places)
-            }
-            Item::Dropped(dropped) => {
-                let file = self.found.file()?;
-                if stops(self.only, &dropped.reason) {
-                    let fault = dropped.fault.clone();
-                    return Err(fault.or_at(|| file.shown.clone()));
-                }
-                // The part may be reused by a corpus in which the file has another name.
-                let path = file.path.to_string();
-                let place = dropped.fault.place().and_then(|place| {
-                    place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown))
-                });
-                self.part.dropped(dropped, place)
-            }
+    fn document(&mut self, document: Encoded, auditor: &Auditor) -> Result<()> {
+        let Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample } =
+            document;
+        if let Some(sample) = self.audit.offer(content.0, text_bytes, sample, self.wanted) {
+            auditor.check(sample);
         }
+        for (place, before, after) in trace.iter().flat_map(|trace| &trace.changes) {
+            let step = self.places.iter().position(|own| own == place);
+            let step = step.ok_or_else(|| Fault::bug("a step that does not run here"))?;
+            self.part.output.changes.count(step, *before, *after);
+        }
+        self.part.output.changes.read_bytes += trace.map_or(0, |trace| trace.read);
+        let count = tokens.len() as u64;
+        let record =
+            DocumentRecord { id, file: 0, row, group, bytes, first_token: 0, tokens: count };
+        self.part.document(split, &tokens, record, text_bytes).map_err(|fault| self.in_file(fault))
+    }
+
+    fn dropped(&mut self, dropped: pipeline::Dropped) -> Result<()> {
+        let pipeline::Dropped { reason, row, id, bytes, fault } = dropped;
+        if stops(self.only, &reason) {
+            return Err(self.in_file(fault));
+        }
+        let (number, reason) = (self.part.file(), reason.into_owned());
+        if !self.only.sources[0].recipe.is_empty() {
+            self.part.output.changes.read_bytes += bytes;
+        }
+        if self.part.output.stop.is_none() && !always_counted(&reason) {
+            let place = self.place_in_file(&fault).unwrap_or_default();
+            self.part.output.stop = Some(Stop { file: number, place, reason: reason.clone() });
+        }
+        let (group, row, bytes) = (row.group, row.row, Some(bytes));
+        let (kept, spans) = (None, Vec::new());
+        self.part.dropped(Line { file: number, group, row, id, reason, bytes, kept, spans })
+    }
+
+    /// The position of a fault in the open file: a corpus in which the file has another name may reuse the part.
+    fn place_in_file(&self, fault: &Fault) -> Option<String> {
+        let (file, place) = (self.open_file()?, fault.place()?);
+        let path = file.path.to_string();
+        let within = place.strip_prefix(&path).or_else(|| place.strip_prefix(&file.shown));
+        within.map(str::to_owned)
+    }
+
+    fn open_file(&self) -> Option<&SourceFile> {
+        self.only.sources[0].files.get(self.part.file())
+    }
+
+    /// The fault with the open file, if it names no place.
+    fn in_file(&self, fault: Fault) -> Fault {
+        fault.or_at(|| self.open_file().map(|file| file.shown.clone()).unwrap_or_default())
     }
 }

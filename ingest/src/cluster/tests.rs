@@ -12,9 +12,9 @@ use contract::fault::Class;
 use contract::{Identity, Result};
 use serde_json::json;
 use store::disk;
-use xxhash_rust::xxh3::xxh3_128;
 
 use super::known::results_telling;
+use super::output;
 use super::part::{PartReader, digest_at_end, is_whole};
 use super::result::TaskResult;
 use super::slurm::last_words;
@@ -22,8 +22,9 @@ use super::{Plan, Pruned, Ran, Runner, Stage, decide, merge, plan, prune};
 use crate::build::Options;
 use crate::corpus::Corpus;
 use crate::made;
-use crate::testing::{Workbench, bytes_tokenizer, document, json_lines, options, tree};
+use crate::testing::{IN_PARTS, Workbench, bytes_tokenizer, document, json_lines, options, tree};
 
+mod damaged;
 mod plans;
 
 /// Steps of every kind that matters here: one that changes, one that filters, comparing ones, one after them.
@@ -65,7 +66,7 @@ fn prepared(bench: &Workbench) -> PathBuf {
     bench.write("web-8.jsonl", format!("{dirty}\n"));
     let items = [document(60), document(200)].map(|text| json!({"text": text}).to_string() + "\n");
     bench.write("eval.jsonl", items.concat());
-    let text = fs::read_to_string(bench.corpus("")).unwrap();
+    let text = fs::read_to_string(bench.corpus(IN_PARTS)).unwrap();
     bench.write("corpus.toml", text + STEPS)
 }
 
@@ -87,24 +88,30 @@ fn run(plan: &Plan) -> [usize; 2] {
     })
 }
 
-/// Builds by tasks of `bytes` in `work`, with the same bytes as a local build; returns what was made.
-fn made(bench: &Workbench, corpus: &Path, work: &str, bytes: u64) -> [usize; 2] {
+/// Builds by tasks in `work`, with the same bytes as a local build; returns what was made.
+fn made(bench: &Workbench, corpus: &Path, work: &str) -> [usize; 2] {
     let corpus = Corpus::read(corpus).unwrap();
     let (local, store) = (bench.path("local"), bench.path("by-tasks"));
     for folder in [&local, &store] {
         let _ = fs::remove_dir_all(folder);
     }
     crate::build(&corpus, &local, options(2)).unwrap();
-    let plan = plan(&corpus, &bench.path(work), bytes).unwrap();
+    let plan = plan(&corpus, &bench.path(work)).unwrap();
     let made = run(&plan);
     merge(&plan, &store, true).unwrap();
     plan.close().unwrap();
-    assert!(tree(&store) == tree(&local), "another store: {work} {bytes}");
+    assert!(tree(&store) == tree(&local), "another store: {work}");
     made
 }
 
 fn result(plan: &Plan, task: usize) -> TaskResult {
     TaskResult::read(plan, Stage::Encode, task).unwrap().unwrap()
+}
+
+/// The files by which the parts in this folder are known.
+fn known(parts: &Path) -> Vec<PathBuf> {
+    let all = disk::entries(parts).unwrap().into_iter();
+    all.filter(|path| path.extension().is_some_and(|it| it == "bin" || it == "json")).collect()
 }
 
 fn read(path: &Path, key: Identity) -> contract::Result<usize> {
@@ -119,56 +126,80 @@ fn read(path: &Path, key: Identity) -> contract::Result<usize> {
 #[test]
 fn every_flipped_bit_and_every_cut_of_a_part_is_found() {
     let bench = Workbench::new(4);
-    let file = bench.corpus("");
+    let file = bench.corpus(IN_PARTS);
     let steps = "[[prepare]]\nstep = \"exact-duplicates\"\n[[prepare]]\nstep = \"length\"\nmin_words = 9\n\
                  [[prepare]]\nstep = \"near-duplicates\"\nbands = 2\n";
     bench.write("corpus.toml", fs::read_to_string(&file).unwrap() + steps);
     let corpus = Corpus::read(&file).unwrap();
-    let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
+    let plan = plan(&corpus, &bench.path("work")).unwrap();
     assert_eq!(plan.tasks(), 3);
     run(&plan);
     for stage in [Stage::Scan, Stage::Encode] {
         let key = TaskResult::read(&plan, stage, 0).unwrap().unwrap().part;
-        let path = plan.part(key);
-        assert_eq!(read(&path, key).unwrap(), 4 + 1);
+        let path = plan.known_by(stage, key);
+        let looked = |path: &Path| match stage {
+            Stage::Scan => read(path, key).map(|entries| assert_eq!(entries, 4 + 1)),
+            Stage::Encode => output::whole_digest(&plan.cache, key).map(drop),
+        };
+        looked(&path).unwrap();
         let good = fs::read(&path).unwrap();
         for at in 0..good.len() {
             let mut bad = good.clone();
             bad[at] ^= 1 << (at % 8);
             fs::write(&path, &bad).unwrap();
-            let fault = read(&path, key).expect_err("a flipped bit");
+            let fault = looked(&path).expect_err("a flipped bit");
             assert!(fault.to_string().contains(&key.to_string()), "{fault}");
             fs::write(&path, &good[..at]).unwrap();
-            for fault in [read(&path, key).err(), digest_at_end(&path, key).err()] {
+            let tail = match stage {
+                Stage::Scan => digest_at_end(&path, key).err(),
+                Stage::Encode => looked(&path).err(),
+            };
+            for fault in [looked(&path).err(), tail] {
                 let fault = fault.expect("a cut").to_string();
                 assert!(fault.contains("delete this part"), "cut at {at}: {fault}");
             }
         }
         // An intact part under another's name is found too.
         let other = TaskResult::read(&plan, stage, 1).unwrap().unwrap().part;
-        fs::copy(plan.part(other), &path).unwrap();
-        assert!(read(&path, key).is_err());
+        fs::copy(plan.known_by(stage, other), &path).unwrap();
+        assert!(looked(&path).is_err());
         fs::write(&path, good).unwrap();
+    }
+    // A file of an encoded part that is cut or missing; its bytes are checked by readers of the store.
+    let key = result(&plan, 0).part;
+    let (part, _) = output::read(&plan.cache, key).unwrap().unwrap();
+    for file in output::files(&part) {
+        let path = plan.cache.part_folder(key).join(&file.name);
+        let good = fs::read(&path).unwrap();
+        for bad in [None, Some(&good[1..])] {
+            fs::remove_file(&path).unwrap();
+            bad.into_iter().for_each(|bad| fs::write(&path, bad).unwrap());
+            let fault = output::whole_digest(&plan.cache, key).unwrap_err();
+            assert!(fault.to_string().contains(&file.name), "{fault}");
+            fs::write(&path, &good).unwrap();
+        }
     }
 }
 
 #[test]
 fn tasks_of_any_size_make_the_store_of_a_local_build() {
     let bench = Workbench::new(30);
-    for (number, keys) in ["", "shard_tokens = 500", "on_error = \"skip\""].into_iter().enumerate()
-    {
+    for (number, keys) in ["", "on_error = \"skip\""].into_iter().enumerate() {
         bench.write(
             "web-2.jsonl",
-            if number == 2 { "{\"text\": 3}\n{\"text\": \"a\"}\n" } else { "" },
+            if number == 1 { "{\"text\": 3}\n{\"text\": \"a\"}\n" } else { "" },
         );
-        for bytes in [1, 5_000, u64::MAX] {
-            made(&bench, &bench.corpus(keys), &format!("work-{number}-{bytes}"), bytes);
+        for bytes in [1, 5_000, 1u64 << 60] {
+            let corpus = bench.corpus(&format!("part_bytes = {bytes}\n{keys}"));
+            made(&bench, &corpus, &format!("work-{number}-{bytes}"));
         }
     }
     let bench = Workbench::new(30);
     let corpus = prepared(&bench);
-    for bytes in [1, 5_000, u64::MAX] {
-        let [scan, encode] = made(&bench, &corpus, &format!("prepared-{bytes}"), bytes);
+    let text = fs::read_to_string(&corpus).unwrap();
+    for bytes in [1, 5_000, 1u64 << 60] {
+        fs::write(&corpus, text.replace(IN_PARTS, &format!("part_bytes = {bytes}"))).unwrap();
+        let [scan, encode] = made(&bench, &corpus, &format!("prepared-{bytes}"));
         assert!(scan == encode && scan > 1, "{bytes}: {scan} {encode}");
     }
 }
@@ -180,7 +211,7 @@ fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
     let text = fs::read_to_string(&corpus).unwrap();
     let again = |edited: String| {
         fs::write(&corpus, edited).unwrap();
-        made(&bench, &corpus, "work", 1)
+        made(&bench, &corpus, "work")
     };
     assert_eq!(again(text.clone()), [10, 10]);
     assert_eq!(again(text.clone()), [0, 0]);
@@ -196,9 +227,10 @@ fn an_edit_makes_anew_what_it_concerns_and_nothing_else() {
     assert_eq!(again(text.replace("1/7", "1/9")), [0, 10]);
     let edited = text.replace("min_words = 3", "min_words = 4");
     assert_eq!(again(edited)[0], 10);
-    // Edits that affect no document: the cut, another source's name, the files' names.
-    let edited = text.replace("unit = 64", "unit = 32\nshard_tokens = 800");
-    assert_eq!(again(edited.replace("\"math\"", "\"arithmetic\"")), [0, 0]);
+    // A source's name is in the files of the store, not in what the scan sees.
+    let edited = text.replace("unit = 64", "unit = 32");
+    assert_eq!(again(edited.replace("\"math\"", "\"arithmetic\"")), [0, 1]);
+    // Edits that affect no document: the files' names.
     fs::rename(bench.path("web-3.jsonl"), bench.path("web-33.jsonl")).unwrap();
     assert_eq!(again(text.clone()), [0, 0]);
     // One file among many, and another one in the middle, with content that no other file has.
@@ -222,9 +254,9 @@ fn an_edit_moves_only_the_cuts_beside_it() {
     for file in 0..300 {
         bench.write(&format!("web-{file:03}.jsonl"), json_lines(file, 1 + file % 3));
     }
-    let corpus = bench.corpus("");
+    let corpus = bench.corpus("part_bytes = 3000");
     let cuts = || {
-        let plan = plan(&Corpus::read(&corpus).unwrap(), &bench.path("work"), 3_000).unwrap();
+        let plan = plan(&Corpus::read(&corpus).unwrap(), &bench.path("work")).unwrap();
         let text = plan.text;
         let names = |(source, range): &(usize, std::ops::Range<usize>)| {
             let files = &text.found.sources[*source].files[range.clone()];
@@ -244,30 +276,31 @@ fn an_edit_moves_only_the_cuts_beside_it() {
 #[test]
 fn a_second_result_that_differs_is_kept_beside_the_first() {
     let bench = Workbench::new(9);
-    let corpus = Corpus::read(bench.corpus("")).unwrap();
-    let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
+    let corpus = Corpus::read(bench.corpus(IN_PARTS)).unwrap();
+    let plan = plan(&corpus, &bench.path("work")).unwrap();
     run(&plan);
     let key = result(&plan, 1).part;
-    let path = plan.part(key);
-    // As a machine that computes wrongly would: one token differs, and the part is intact.
-    let mut bytes = fs::read(&path).unwrap();
-    let end = bytes.len() - 16;
-    let place = bytes.windows(4).rposition(|w| w == 256u32.to_le_bytes()).unwrap();
-    bytes[place..place + 4].copy_from_slice(&7u32.to_le_bytes());
-    let sum = xxh3_128(&bytes[..end]).to_le_bytes();
-    bytes[end..].copy_from_slice(&sum);
-    fs::write(&path, &bytes).unwrap();
+    let path = plan.cache.part_record(key);
+    // As a machine that computes wrongly would: one digest differs, and the part is intact.
+    let (mut part, _) = output::read(&plan.cache, key).unwrap().unwrap();
+    part.inputs[0].segments[0][0].0 ^= 1;
+    let (text, _) = output::described(key, &part).unwrap();
+    fs::write(&path, &text).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
     let fault = runner.run(Stage::Encode, 1, true).unwrap_err();
     assert!(fault.class() == Class::Mismatch, "{fault}");
     assert!(fault.to_string().contains("another result"), "{fault}");
-    assert_eq!(fs::read(&path).unwrap(), bytes);
+    assert_eq!(fs::read_to_string(&path).unwrap(), text);
     let fault = merge(&plan, &bench.path("store"), true).unwrap_err();
     assert!(fault.to_string().contains("two results"), "{fault}");
     let kept = super::result::conflicts(&plan.cache.parts_folder()).unwrap();
     assert_eq!(kept.len(), 1);
     // The user found out which one is wrong: the first.
-    fs::rename(&kept[0], &path).unwrap();
+    fs::remove_dir_all(plan.cache.part_folder(key)).unwrap();
+    fs::remove_file(&path).unwrap();
+    fs::rename(&kept[0], bench.path("right")).unwrap();
+    runner.run(Stage::Encode, 1, true).unwrap();
+    assert!(tree(&bench.path("right")) == tree(&plan.cache.part_folder(key)));
     merge(&plan, &bench.path("store"), true).unwrap();
     crate::build(&corpus, &bench.path("local"), options(1)).unwrap();
     assert!(tree(&bench.path("store")) == tree(&bench.path("local")));
@@ -279,7 +312,7 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let path = prepared(&bench);
     let corpus = Corpus::read(&path).unwrap();
     let work = bench.path("work");
-    let first = plan(&corpus, &work, 1).unwrap();
+    let first = plan(&corpus, &work).unwrap();
     run(&first);
     let fault = Runner::new(&first, 1).unwrap().run(Stage::Encode, 99, true).unwrap_err();
     assert!(fault.to_string().contains("has no such task"), "{fault}");
@@ -287,11 +320,11 @@ fn what_an_interrupted_build_did_with_other_inputs_is_done_again() {
     let file = bench.path("web-3.jsonl");
     let text = fs::read_to_string(&file).unwrap();
     fs::write(&file, text.replace("one", "six").replace("two", "ten")).unwrap();
-    let again = plan(&corpus, &work, 1).unwrap();
+    let again = plan(&corpus, &work).unwrap();
     assert_eq!(again.name, first.name);
     assert_eq!(again.missing(Stage::Scan).unwrap().len(), 1);
     assert!(merge(&again, &bench.path("early"), true).is_err() && !bench.path("early").exists());
-    assert!(made(&bench, &path, "work", 1)[0] == 1);
+    assert!(made(&bench, &path, "work")[0] == 1);
 }
 
 #[test]
@@ -300,13 +333,14 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
     bench.write("web-2.jsonl", "{\"text\": 3}\n{\"text\": \"a\"}\n");
     for (steps, all) in [("", 4), ("[[prepare]]\nstep = \"exact-duplicates\"\n", 8)] {
         let work = format!("work-{all}");
-        let stop = fs::read_to_string(bench.corpus("")).unwrap() + steps;
-        let skip = fs::read_to_string(bench.corpus("on_error = \"skip\"")).unwrap() + steps;
+        let stop = fs::read_to_string(bench.corpus(IN_PARTS)).unwrap() + steps;
+        let skip = fs::read_to_string(bench.corpus("part_bytes = 1\non_error = \"skip\"")).unwrap()
+            + steps;
         let corpus = bench.write("corpus.toml", &skip);
-        assert_eq!(made(&bench, &corpus, &work, 1).iter().sum::<usize>(), all);
+        assert_eq!(made(&bench, &corpus, &work).iter().sum::<usize>(), all);
         bench.write("corpus.toml", stop);
         let request = Corpus::read(&corpus).unwrap();
-        let plan = plan(&request, &bench.path(&work), 1).unwrap();
+        let plan = plan(&request, &bench.path(&work)).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
         for stage in [Stage::Scan, Stage::Encode] {
             for task in plan.missing(stage).unwrap() {
@@ -325,53 +359,53 @@ fn dropped_records_that_one_build_skips_stop_another_that_says_so() {
         assert!(!out.exists());
         // The other way round: what was done before the record that stopped the build is not done again.
         let empty = bench.path(&format!("empty-{all}"));
-        let plan = super::plan(&request, &empty, 1).unwrap();
+        let plan = super::plan(&request, &empty).unwrap();
         let runner = Runner::new(&plan, 1).unwrap();
         let stage = if steps.is_empty() { Stage::Encode } else { Stage::Scan };
         let ran: Vec<bool> = (0..4).map(|task| runner.run(stage, task, true).is_ok()).collect();
         assert_eq!(ran, [true, true, false, true]);
         bench.write("corpus.toml", &skip);
         let name = empty.file_name().unwrap().to_str().unwrap();
-        assert_eq!(made(&bench, &corpus, name, 1)[usize::from(steps.is_empty())], 1);
+        assert_eq!(made(&bench, &corpus, name)[usize::from(steps.is_empty())], 1);
     }
 }
 
 #[test]
 fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     let bench = Workbench::new(20);
-    let corpus = bench.corpus("");
+    let corpus = bench.corpus(IN_PARTS);
     let (work, parts) = (bench.path("work"), bench.path("work/parts"));
     let day = Duration::from_secs(86_400);
     let age = || {
-        for entry in fs::read_dir(&parts).unwrap() {
-            let part = fs::File::open(entry.unwrap().path()).unwrap();
+        for path in known(&parts) {
+            let part = fs::File::open(path).unwrap();
             let used = part.metadata().unwrap().modified().unwrap();
             part.set_modified(used - 3 * day).unwrap();
         }
     };
     let bytes = |tree: &[(PathBuf, Vec<u8>)]| tree.iter().map(|(_, b)| b.len() as u64).sum::<u64>();
-    assert_eq!(made(&bench, &corpus, "work", 1), [0, 3]);
+    assert_eq!(made(&bench, &corpus, "work"), [0, 3]);
     let file = bench.path("web-1.jsonl");
     fs::write(&file, fs::read_to_string(&file).unwrap() + &json_lines(5_000, 2)).unwrap();
     age();
     // Two parts are reused, one is new, one is no longer of use.
-    assert_eq!(made(&bench, &corpus, "work", 1), [0, 1]);
+    assert_eq!(made(&bench, &corpus, "work"), [0, 1]);
     let before = tree(&parts);
     let told = prune(&work, day, true).unwrap();
     assert_eq!((told.removed.0, told.kept.0), (1, 3));
     assert!(tree(&parts) == before, "a look removed something");
     assert_eq!(prune(&work, day, false).unwrap(), told);
     let after = tree(&parts);
-    assert_eq!((after.len(), bytes(&after)), (3, told.kept.1));
+    assert_eq!((known(&parts).len(), bytes(&after)), (3, told.kept.1));
     assert_eq!(told.removed.1 + told.kept.1, bytes(&before));
-    assert_eq!(made(&bench, &corpus, "work", 1), [0, 0]);
+    assert_eq!(made(&bench, &corpus, "work"), [0, 0]);
     // An unfinished build keeps its parts, however old they are; parts it never used are removed.
-    let plan = plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
+    let plan = plan(&Corpus::read(&corpus).unwrap(), &work).unwrap();
     let runner = Runner::new(&plan, 1).unwrap();
     assert!(matches!(runner.run(Stage::Encode, 1, true).unwrap(), Ran::Reused(_)));
     age();
     assert_eq!(prune(&work, day, false).unwrap().removed.0, 2);
-    assert!(plan.part(result(&plan, 1).part).exists());
+    assert!(plan.holds(Stage::Encode, result(&plan, 1).part));
     run(&plan);
     merge(&plan, &bench.path("after"), true).unwrap();
     // While a build works there, pruning is refused; and a folder without parts is not a cache.
@@ -380,7 +414,7 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     drop(held);
     // The store of this plan is complete; another plan may be unfinished, until it is planned again.
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().kept, (0, 0));
-    let again = super::plan(&Corpus::read(&corpus).unwrap(), &work, 1).unwrap();
+    let again = super::plan(&Corpus::read(&corpus).unwrap(), &work).unwrap();
     assert_eq!(prune(&work, Duration::ZERO, true).unwrap().removed, (0, 0));
     // A merge that was killed once its store was complete.
     merge(&again, &bench.path("after"), true).unwrap();
@@ -390,206 +424,4 @@ fn pruning_takes_what_no_build_used_for_long_and_nothing_else() {
     assert_eq!(prune(&work, Duration::ZERO, false).unwrap(), Pruned::default());
     assert_eq!(prune(&bench.path("none"), day, false).unwrap_err().class(), Class::Usage);
     assert!(!bench.path("none").exists());
-}
-
-#[test]
-fn a_damaged_part_is_made_again_in_a_folder_that_no_text_can_name() {
-    let bench = Workbench::new(5);
-    let corpus = Corpus::read(bench.corpus("")).unwrap();
-    let work = bench.path("").join(OsStr::from_bytes(b"work-\xff"));
-    let with_parts = || Options { work: Some(work.clone()), ..options(1) };
-    crate::build(&corpus, &bench.path("first"), with_parts()).unwrap();
-    let parts = tree(&work.join("parts"));
-    for (path, bytes) in &parts {
-        fs::write(work.join("parts").join(path), &bytes[..bytes.len() / 2]).unwrap();
-    }
-    crate::build(&corpus, &bench.path("again"), with_parts()).unwrap();
-    assert!(tree(&work.join("parts")) == parts);
-    assert!(tree(&bench.path("again")) == tree(&bench.path("first")));
-}
-
-/// A local build can make a damaged part again from its inputs; a merge of tasks cannot.
-#[test]
-fn a_damaged_part_is_made_again_and_never_merged() {
-    let bench = Workbench::new(20);
-    let corpus = Corpus::read(prepared(&bench)).unwrap();
-    let (work, local) = (bench.path("work"), bench.path("local"));
-    crate::build(&corpus, &local, options(2)).unwrap();
-    let wanted = tree(&local);
-    let with_parts = || Options { work: Some(work.clone()), task_bytes: 1, ..options(2) };
-    crate::build(&corpus, &bench.path("first"), with_parts()).unwrap();
-    let parts = tree(&work.join("parts"));
-    let harms: [fn(&mut Vec<u8>); 4] = [
-        |bytes| bytes.truncate(bytes.len() / 2),
-        |bytes| bytes.fill(0),
-        |bytes| bytes[70] ^= 4,
-        |bytes| *bytes.last_mut().unwrap() ^= 1,
-    ];
-    for (number, harm) in harms.into_iter().enumerate() {
-        // Of both stages, several in one build.
-        for (path, bytes) in parts.iter().skip(number % 2).step_by(3) {
-            let mut bytes = bytes.clone();
-            harm(&mut bytes);
-            fs::write(work.join("parts").join(path), bytes).unwrap();
-        }
-        let again = bench.path(&format!("again-{number}"));
-        let watch = disk::watch(bench.path("").as_path(), u64::MAX);
-        crate::build(&corpus, &again, with_parts()).unwrap();
-        let begun = |act: &disk::Act| match act {
-            disk::Act::CreateFolder(path) => path.extension().is_some_and(|it| it == "partial"),
-            _ => false,
-        };
-        let begun = watch.acts().iter().filter(|act| begun(act)).count();
-        assert!(begun <= 2, "all damage is found at once, but the store was begun {begun} times");
-        assert!(tree(&again) == wanted, "another store after harm {number}");
-        assert!(tree(&work.join("parts")) == parts, "other parts after harm {number}");
-    }
-    // With tasks, the user has to start them again.
-    let plan = plan(&corpus, &work, 1).unwrap();
-    run(&plan);
-    let mut told = 0;
-    results_telling(&plan, Stage::Encode, || told += 1).unwrap();
-    assert_eq!(told, plan.tasks(), "whoever waits for many tasks is told of each");
-    let path = plan.part(result(&plan, 2).part);
-    let bytes = fs::read(&path).unwrap();
-    fs::write(&path, &bytes[..bytes.len() - 60]).unwrap();
-    let fault = merge(&plan, &bench.path("merged"), true).unwrap_err();
-    assert!(fault.class() == Class::Data && fault.to_string().contains("its task"), "{fault}");
-    assert!(!bench.path("merged").exists());
-}
-
-/// An intact part in place of another one: of the same stage, of the other one, of another source, of a corpus that
-/// allows more than this one.
-#[test]
-fn a_part_in_the_place_of_another_is_made_again_and_never_merged() {
-    let bench = Workbench::new(20);
-    let (work, local) = (bench.path("work"), bench.path("local"));
-    let with_parts = || Options { work: Some(work.clone()), task_bytes: 1, ..options(2) };
-    // Its parts have ids that this vocabulary lacks, and dropped records.
-    bench.write("other/web-0.jsonl", "nothing\n".to_owned() + &json_lines(7, 30));
-    bench.write(
-        "other/tokenizer.json",
-        bytes_tokenizer(|it| {
-            let names = ["<|end|>", "<tab>", "one", "\u{120}one", "\u{120}two", "\u{120}a"];
-            for (id, name) in (256..).zip(names) {
-                it["model"]["vocab"][name] = json!(id);
-            }
-            it["model"]["ignore_merges"] = json!(true);
-        }),
-    );
-    let other = "tokenizer = \"tokenizer.json\"\non_error = \"skip\"\nend = \"<|end|>\"\n[[source]]\nname = \"web\"\n\
-                 files = [\"web-0.jsonl\"]\n[[prepare]]\nstep = \"exact-duplicates\"\n";
-    let other = Corpus::read(bench.write("other/corpus.toml", other)).unwrap();
-    crate::build(&other, &bench.path("other-store"), with_parts()).unwrap();
-    let others: Vec<_> = tree(&work.join("parts")).into_iter().map(|(_, bytes)| bytes).collect();
-    assert_eq!(others.len(), 2);
-    let corpus = Corpus::read(prepared(&bench)).unwrap();
-    crate::build(&corpus, &local, with_parts()).unwrap();
-    let (wanted, parts) = (tree(&local), tree(&work.join("parts")));
-    for (number, stage) in
-        [(0, Stage::Scan), (7, Stage::Encode), (8, Stage::Scan), (8, Stage::Encode)]
-    {
-        // The previous plan was removed at the end of its build.
-        let plan = plan(&corpus, &work, 1).unwrap();
-        run(&plan);
-        let own = TaskResult::read(&plan, stage, number).unwrap().unwrap().part;
-        let path = plan.part(own);
-        let good = fs::read(&path).unwrap();
-        for (_, bytes) in parts.iter().step_by(3).filter(|(_, bytes)| *bytes != good) {
-            fs::write(&path, bytes).unwrap();
-            assert!(!is_whole(&path).unwrap(), "what is known by a name is held against it");
-            fs::remove_dir_all(plan.folder().join("decided")).unwrap();
-            let made = decide(&plan, true).and_then(|()| merge(&plan, &bench.path("merged"), true));
-            let fault = made.map(drop).unwrap_err();
-            assert!(fault.class() == Class::Data && fault.place() == path.to_str(), "{fault}");
-            assert!(fault.to_string().contains("another part"), "{fault}");
-            assert!(!bench.path("merged").exists());
-            fs::write(&path, &good).unwrap();
-            decide(&plan, true).unwrap();
-        }
-        let foreign = others.iter().chain(parts.iter().map(|(_, bytes)| bytes).step_by(3));
-        for (round, bytes) in foreign.filter(|bytes| **bytes != good).enumerate() {
-            fs::write(&path, bytes).unwrap();
-            // A decision is not made again.
-            let _ = fs::remove_dir_all(plan.decided());
-            let store = bench.path(&format!("again-{number}-{}-{round}", stage.name()));
-            crate::build(&corpus, &store, with_parts()).unwrap();
-            assert!(tree(&store) == wanted && fs::read(&path).unwrap() == good, "{store:?}");
-        }
-    }
-    let plan = plan(&corpus, &work, 1).unwrap();
-    run(&plan);
-    merge(&plan, &bench.path("merged"), true).unwrap();
-    assert!(tree(&bench.path("merged")) == wanted);
-}
-
-/// The result of one task is not accepted for another one, though its part is intact and it has equally many files.
-#[test]
-fn a_result_in_the_place_of_another_is_never_merged() {
-    let bench = Workbench::new(20);
-    let corpus = Corpus::read(bench.corpus("")).unwrap();
-    let plan = plan(&corpus, &bench.path("work"), 1).unwrap();
-    run(&plan);
-    let place = |task: usize| plan.folder().join(format!("encode-{task:06}.json"));
-    assert!(place(1).exists(), "two tasks of one source");
-    let good = fs::read(place(1)).unwrap();
-    fs::copy(place(0), place(1)).unwrap();
-    let fault = merge(&plan, &bench.path("merged"), true).map(drop).unwrap_err();
-    assert!(fault.class() == Class::Data && fault.place() == place(1).to_str(), "{fault}");
-    assert!(fault.to_string().contains("the result of another task"), "{fault}");
-    assert!(!bench.path("merged").exists());
-    fs::write(place(1), good).unwrap();
-    merge(&plan, &bench.path("merged"), true).unwrap();
-}
-
-/// Any file in a folder of parts may have been replaced by a pipe, which never ends.
-#[test]
-fn pipes_among_parts_keep_nobody_waiting() {
-    let bench = Workbench::new(9);
-    let corpus = Corpus::read(prepared(&bench)).unwrap();
-    let work = bench.path("work");
-    let plan = plan(&corpus, &work, u64::MAX).unwrap();
-    run(&plan);
-    let log = plan.folder().join("scan.log");
-    fs::write(&log, "error: this is known").unwrap();
-    let told = |store: &Path| -> Vec<String> {
-        let parts = plan.cache.parts();
-        let part = |part: &PathBuf| is_whole(part).map(|_| ());
-        let mut all: Vec<Result<()>> = parts.iter().flatten().map(part).collect();
-        let run = |stage| Runner::new(&plan, 1).and_then(|runner| runner.run(stage, 0, true));
-        all.extend([Stage::Scan, Stage::Encode].map(|stage| run(stage).map(|_| ())));
-        all.push(parts.map(|parts| parts.first().into_iter().for_each(|part| prune::used(part))));
-        all.push(Plan::read(&work, plan.name).map(|_| ()));
-        all.push(decide(&plan, true).map(|_| ()));
-        all.push(merge(&plan, store, true).map(|_| ()));
-        all.push(prune(&work, Duration::ZERO, true).map(|_| ()));
-        made::kind(&work);
-        let faults = all.into_iter().filter_map(Result::err);
-        faults.map(|fault| fault.to_string()).chain([last_words(&log)]).collect()
-    };
-    assert_eq!(told(&bench.path("store")), ["error: this is known"]);
-    std::thread::scope(|scope| {
-        for (number, (path, bytes)) in tree(&work).into_iter().enumerate() {
-            let (path, store) = (work.join(path), bench.path(&format!("store-{number}")));
-            if bytes.is_empty() {
-                continue;
-            }
-            fs::remove_file(&path).unwrap();
-            assert!(Command::new("mkfifo").arg(&path).status().unwrap().success());
-            let (done, end) = channel();
-            let told = &told;
-            scope.spawn(move || done.send(told(&store)));
-            let Ok(told) = end.recv_timeout(Duration::from_secs(60)) else {
-                // A reader that waits for a writer resumes once there is one.
-                let _writer = fs::File::options().read(true).write(true).open(&path);
-                panic!("somebody waits for {}", path.display());
-            };
-            // By its name, or as a part that has to be made again.
-            assert_ne!(told, ["error: this is known"], "nobody misses {path:?}");
-            fs::remove_file(&path).unwrap();
-            fs::write(path, bytes).unwrap();
-            // Whatever was pruned is made again.
-            run(&plan);
-        }
-    });
 }

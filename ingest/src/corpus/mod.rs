@@ -16,6 +16,7 @@ mod spec;
 mod steps;
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use contract::{Class, Fault, Ratio, Result};
 use schemars::JsonSchema;
@@ -25,7 +26,7 @@ use store::Location;
 
 pub(crate) use files::bracketed;
 pub(crate) use parse::check_name;
-pub use parse::{MAX_DOCUMENT_BYTES, SHARD_TOKENS, schema};
+pub use parse::{MAX_DOCUMENT_BYTES, PART_BYTES, schema};
 pub(crate) use resolve::Inventory;
 pub use spec::Spec;
 #[cfg(test)]
@@ -64,8 +65,8 @@ pub struct Corpus {
     pub begin: Option<String>,
     /// The token put after each document.
     pub end: Option<String>,
-    /// Tokens after which a shard is cut: decides files, not content.
-    pub shard_tokens: u64,
+    /// Bytes of input files that a part of the store is made of: decides files, not content.
+    pub part_bytes: u64,
     /// The largest document.
     pub max_document_bytes: u64,
     /// What to do with a record that is not a document.
@@ -125,8 +126,19 @@ impl Corpus {
         self.sources.iter().flat_map(|source| &source.files).map(SourceFile::size).sum()
     }
 
+    /// The corpus with some files of one source.
+    pub(crate) fn cut(&self, source: usize, files: Range<usize>) -> Corpus {
+        let Source { name, files: all, fields, recipe } = &self.sources[source];
+        self.of(Source {
+            name: name.clone(),
+            files: all[files].to_vec(),
+            fields: fields.clone(),
+            recipe: recipe.clone(),
+        })
+    }
+
     /// The corpus with this source as its only one.
-    pub(crate) fn of(&self, source: Source) -> Corpus {
+    fn of(&self, source: Source) -> Corpus {
         let Corpus { file, text: _, tokenizer, begin, end, sources: _, .. } = self;
         Corpus {
             file: file.clone(),

@@ -17,8 +17,8 @@ use crate::recipe::chat::Paths;
 use crate::recipe::mapping::{Mapping, Template};
 use crate::source::{Fields, Format, names};
 
-/// Tokens after which a shard is cut, unless `shard_tokens` says otherwise: half a gigabyte of stored u32.
-pub const SHARD_TOKENS: u64 = 1 << 27;
+/// Bytes of input of a part, unless `part_bytes` says otherwise.
+pub const PART_BYTES: u64 = 1 << 28;
 
 /// The largest document, unless `max_document_bytes` says otherwise.
 pub const MAX_DOCUMENT_BYTES: u64 = 1 << 30;
@@ -45,9 +45,10 @@ struct Written {
     /// The token put after each document, by its string, such as `"<|endoftext|>"`.
     #[schemars(with = "Option<String>", extend("default" = "none"))]
     end: Option<Spanned<Value>>,
-    /// Tokens after which a shard is cut; decides files, never the digest.
-    #[schemars(extend("default" = SHARD_TOKENS))]
-    shard_tokens: Option<NonZeroU64>,
+    /// Bytes of input files that a part of the store is made of; a larger file is a part by itself. Decides files,
+    /// never the digest.
+    #[schemars(extend("default" = PART_BYTES))]
+    part_bytes: Option<NonZeroU64>,
     /// A longer document is dropped as `too large`.
     #[schemars(extend("default" = MAX_DOCUMENT_BYTES))]
     max_document_bytes: Option<NonZeroU64>,
@@ -147,7 +148,7 @@ impl Spec {
             validation: validation(file, written.validation.as_ref())?,
             begin: marker(file, "begin", written.begin.as_ref())?,
             end: marker(file, "end", written.end.as_ref())?,
-            shard_tokens: count(written.shard_tokens, SHARD_TOKENS),
+            part_bytes: count(written.part_bytes, PART_BYTES),
             max_document_bytes: count(written.max_document_bytes, MAX_DOCUMENT_BYTES),
             on_error: written.on_error,
             sources,
@@ -352,7 +353,7 @@ mod tests {
         let spec = Spec::parse(&File::new("no/such/folder/corpus.toml", WHOLE)).unwrap();
         assert_eq!((spec.validation, spec.on_error), (Ratio::new(1, 100), OnError::Skip));
         assert_eq!((spec.begin, spec.end.as_deref()), (None, Some("<eos>")));
-        assert_eq!((spec.unit, spec.shard_tokens), (UNIT_TOKENS, SHARD_TOKENS));
+        assert_eq!((spec.unit, spec.part_bytes), (UNIT_TOKENS, PART_BYTES));
         let [web, chat] = &spec.sources[..] else { panic!("two sources") };
         assert_eq!((web.format, web.steps.len(), chat.steps.len()), (Some(Format::Text), 1, 0));
         assert_eq!(chat.fields, Fields::record(["m"], Some("meta.id")));

@@ -113,7 +113,7 @@ impl Spec {
             validation: self.validation,
             begin: self.begin,
             end: self.end,
-            shard_tokens: self.shard_tokens,
+            part_bytes: self.part_bytes,
             max_document_bytes: self.max_document_bytes,
             on_error: self.on_error,
             sources: sources.map(|(spec, found)| resolved(spec, found)).collect::<Result<_>>()?,

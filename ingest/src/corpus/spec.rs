@@ -18,7 +18,7 @@ pub struct Spec {
     pub(super) validation: Ratio,
     pub(super) begin: Option<String>,
     pub(super) end: Option<String>,
-    pub(super) shard_tokens: u64,
+    pub(super) part_bytes: u64,
     pub(super) max_document_bytes: u64,
     pub(super) on_error: OnError,
     pub(super) sources: Vec<SourceSpec>,

@@ -21,7 +21,7 @@ use super::observe::{Observed, Observer};
 use super::tools::Tools;
 use crate::corpus::Corpus;
 use crate::dropped::{self, REMOVED};
-use crate::parallel::{self, Map};
+use crate::run_parts::Drive;
 use crate::walk::{Part, Walk, place};
 
 /// The result of a finished scan.
@@ -35,7 +35,7 @@ pub(crate) struct Scan {
 
 impl Scan {
     /// Adds the lists to the records of the finished sources, if these were read from the scanned inputs.
-    pub(crate) fn close(self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
+    pub(crate) fn close(&self, corpus: &Corpus, sources: &mut [SourceRecord]) -> Result<()> {
         let Scan { inputs, files } = self;
         for (number, source) in sources.iter_mut().enumerate() {
             if corpus.sources[number].recipe.scanned() == 0 {
@@ -47,8 +47,11 @@ impl Scan {
                     .at(input.path.clone())
                     .hint(dropped::CHANGED_HINT));
             }
-            let others = files[number].iter().filter(|file| file.name != REMOVED);
-            source.prepared.get_or_insert_default().files = others.cloned().collect();
+            let (removed, others) =
+                files[number].iter().cloned().partition(|it| it.name == REMOVED);
+            let removed: Vec<FileRecord> = removed;
+            source.removed_file = removed.into_iter().next();
+            source.prepared.get_or_insert_default().files = others;
         }
         Ok(())
     }
@@ -58,12 +61,12 @@ impl Scan {
 pub(crate) fn read_through(
     tools: &Tools<'_>,
     corpus: &Corpus,
-    workers: usize,
+    drive: &Drive<'_>,
     mut take: impl FnMut(Seen) -> Result<()>,
 ) -> Result<()> {
     let observer = Observer { corpus, tools };
     let mut walk = Walk::only(corpus, |source| source.recipe.scanned() > 0);
-    let look = |(): &mut (), part| match part {
+    let look = |part| match part {
         Part::FileEnd { bytes, identity, .. } => Ok(Some(Seen::End { bytes, identity })),
         Part::Slab { slab, source, file, raw } => {
             let observed = observer.slab(&slab, source, file)?;
@@ -71,9 +74,8 @@ pub(crate) fn read_through(
         }
         Part::SourceEnd => Ok(None),
     };
-    let map = Map { begin: || (), map: look, place: |part: &Part| place(corpus, part) };
-    parallel::run(workers, || walk.next(), map, |seen| seen.map_or(Ok(()), &mut take))?;
-    Ok(())
+    let take = |seen: Option<Seen>| seen.map_or(Ok(()), &mut take);
+    drive.run(|| walk.next(), look, |part| place(corpus, part), take)
 }
 
 /// What was seen of all documents, before the decision.

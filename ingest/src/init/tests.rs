@@ -114,7 +114,7 @@ fn what_these_programs_made_is_passed_over() {
         ("old/store", "manifest.json", "manifest.sum"),
         ("export", "export.json", "tokenizer.json"),
         ("run", "ledger.jsonl", "run.toml"),
-        ("new.partial", ".build/staging", "web/tokens-00000.arrow"),
+        ("new.partial", ".build/staging", "web/tokens-train-00000.arrow"),
     ];
     for (top, one, other) in made {
         bench.write(&format!("{top}/{one}"), "no text");

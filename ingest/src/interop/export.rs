@@ -143,7 +143,7 @@ fn into_folder(
         open::finish(folder)?;
         return same(&out, request, store, chosen, note);
     }
-    let staging = Staging::begin(folder)?;
+    let mut staging = Staging::begin(folder)?;
     let tokens = chosen.iter().map(|(_, _, stream)| stream.record().tokens).sum();
     let mut progress = Progress::new("export", Measure::Count("token"), tokens, request.quiet);
     let mut streams = Vec::new();
@@ -166,7 +166,7 @@ fn into_folder(
         Note { format: request.peer.name().to_owned(), store: store.manifest().digest, streams };
     write_whole(&staging.path().join(open::TOKENIZER), &store.tokenizer()?)?;
     write_whole(&staging.path().join(NOTE), &json::pretty(&note, "an export's note")?)?;
-    assembly::place(staging, &mut progress)?;
+    assembly::place(&mut staging, &mut progress)?;
     let summary = summary(&note);
     Ok(Exported::Done(note, summary))
 }
@@ -269,7 +269,7 @@ fn document(
     let src = inputs.get(record.file as usize).map_or("", |input| input.path.as_str());
     if record.first_token != window.next || record.tokens > stream.record().tokens - window.next {
         return Err(Fault::data("a document's provenance contradicts its place")
-            .at(format!("document {:?} of {}", record.id, stream.source().name))
+            .at(format!("document {:?} of {}", record.shown_id(), stream.source().name))
             .found(format!("{} tokens from {}", record.tokens, record.first_token))
             .wanted(format!("tokens from {}", window.next))
             .hint(
@@ -278,7 +278,7 @@ fn document(
     }
     window.next += record.tokens;
     let tokens = window.get(record.first_token..window.next)?;
-    writer.document(tokens, &record.id, src, record.row)
+    writer.document(tokens, &record.shown_id(), src, record.row)
 }
 
 /// Tokens of a stream in memory.

@@ -11,19 +11,21 @@ use contract::{Digest, Fault, Hasher, Identity, Ratio, Result, counted};
 use storage::staging::Staging;
 use store::{
     DocumentRecord, FORMAT, InputRecord, Location, Manifest, SourceRecord, Split, TokenizerRecord,
-    open,
+    disk, open,
 };
 
 use super::units::{Unit, canonical, units};
 use super::{Hints, NextDocument, Peer, Width};
 use crate::assembly;
-use crate::assembly::filling::Filling;
+use crate::assembly::part::{InputOutput, PartBuilder, PartOutput};
 use crate::assembly::pipeline::held_out;
 use crate::assembly::request;
+use crate::assembly::source::SourceBuilder;
 use crate::corpus::check_name;
 use crate::disk::Real;
 use crate::dropped::Line;
 use crate::progress::{Measure, Progress};
+use crate::recipe::Recipe;
 use crate::tokenize::{Engine, Tokenizer};
 
 /// Files of a source.
@@ -60,8 +62,8 @@ pub struct Import {
     pub validation: Ratio,
     /// Tokens in a unit.
     pub unit: u64,
-    /// Tokens after which a shard is cut.
-    pub shard_tokens: u64,
+    /// Bytes of token files that a part of the store is made of.
+    pub part_bytes: u64,
     /// Whether progress is not shown.
     pub quiet: bool,
 }
@@ -92,7 +94,7 @@ pub fn import(request: &Import) -> Result<Imported> {
         open::finish(&request.store)?;
     }
     // An existing store is compared with an import that writes nothing: the same reading, the same checks.
-    let staging = if there { None } else { Some(Staging::begin(&request.store)?) };
+    let mut staging = if there { None } else { Some(Staging::begin(&request.store)?) };
     let bytes = files.iter().flat_map(|files| &files.units).map(|unit| unit.bytes(request.peer));
     let bytes = bytes.fold(0, u64::saturating_add);
     let mut progress = Progress::new("import", Measure::Bytes, bytes, request.quiet);
@@ -105,7 +107,7 @@ pub fn import(request: &Import) -> Result<Imported> {
     }
     let mut manifest = Manifest { sources, ..empty };
     manifest.request = request::identity(&manifest);
-    let Some(staging) = staging else { return same(&request.store, &manifest) };
+    let Some(staging) = &mut staging else { return same(&request.store, &manifest) };
     let kept = request::check_kept(&manifest.sources);
     kept.map_err(|fault| fault.hint("check --dtype and the files, or leave the source out"))?;
     let manifest = assembly::finish(staging.path(), &tokenizer, manifest)?;
@@ -259,17 +261,35 @@ impl Source<'_> {
     ) -> Result<SourceRecord> {
         let ours = || files.iter().filter(move |files| files.part.source == name);
         let preparation = self.preparation(ours().map(|files| files.part));
-        let store = folder.unwrap_or(Path::new(""));
-        let record = SourceRecord::new(name, &preparation);
-        let shard_tokens = self.request.shard_tokens;
-        let mut filling = Filling::new(store, self.manifest, record, None, shard_tokens)?;
+        let recipe = Recipe::default();
+        let mut source = SourceBuilder::new(name, &preparation, &recipe);
+        let mut open = None;
         for Files { part, units, index } in ours() {
             for unit in units {
-                self.unit(unit, part, &mut filling, folder.is_some())?;
+                let sink = match &mut open {
+                    Some(sink) => sink,
+                    none => none.insert(Sink::new(name, source.part(), folder, self.manifest)?),
+                };
+                self.unit(unit, part, sink)?;
+                if sink.bytes >= self.request.part_bytes
+                    && let Some(sink) = open.take()
+                {
+                    sink.finish(&mut source)?;
+                }
             }
-            filling.record.inputs.extend(index.clone());
+            // The index of a folder is an input of the last part that needs it.
+            if let Some(index) = index {
+                let sink = match &mut open {
+                    Some(sink) => sink,
+                    none => none.insert(Sink::new(name, source.part(), folder, self.manifest)?),
+                };
+                sink.file_end(index.clone());
+            }
         }
-        filling.finish()
+        if let Some(sink) = open {
+            sink.finish(&mut source)?;
+        }
+        Ok(source.finish())
     }
 
     /// The request as text: part of the identity.
@@ -282,22 +302,21 @@ impl Source<'_> {
         format!("import={} dtype={width}{column} held={held}", peer.name())
     }
 
-    fn unit(&mut self, unit: &Unit, part: &Part, filling: &mut Filling, keep: bool) -> Result<()> {
+    fn unit(&mut self, unit: &Unit, part: &Part, sink: &mut Sink) -> Result<()> {
         let mut documents = unit.open(&Real, self.request.peer, self.hints)?;
-        let file = filling.record.inputs.len();
-        let file = u32::try_from(file).map_err(|_| Fault::usage("a source has too many files"))?;
         let (mut tokens, mut row, mut bytes) = (Vec::new(), 0, 0);
         while let Some(found) = documents.next(&mut tokens)? {
             bytes = found.bytes.1;
-            if keep {
-                self.document(found, &tokens, part, (file, row), filling)?;
+            if let Some(builder) = &mut sink.part {
+                self.document(found, &tokens, part, row, builder)?;
             }
             row += 1;
             self.progress.within(bytes);
             self.progress.tick();
         }
         self.progress.file(bytes);
-        filling.record.inputs.extend(documents.inputs());
+        sink.bytes += bytes;
+        documents.inputs().into_iter().for_each(|input| sink.file_end(input));
         Ok(())
     }
 
@@ -306,15 +325,14 @@ impl Source<'_> {
         found: NextDocument,
         tokens: &[u32],
         part: &Part,
-        (file, row): (u32, u64),
-        filling: &mut Filling,
+        row: u64,
+        builder: &mut PartBuilder,
     ) -> Result<()> {
         if tokens.is_empty() {
-            let (file, group, reason) = (file as usize, Some(0), "empty".to_owned());
+            let (file, group, reason) = (builder.file(), Some(0), "empty".to_owned());
             let (id, bytes, kept, spans) = (found.id, Some(0), None, Vec::new());
-            return filling.dropped(Line { file, group, row, id, reason, bytes, kept, spans });
+            return builder.dropped(Line { file, group, row, id, reason, bytes, kept, spans });
         }
-        let id = found.id.unwrap_or_else(|| format!("{file}#0.{row}"));
         self.check_markers(tokens, &part.path, row)?;
         let split = if part.held_out || held_out(content(tokens), self.request.validation) {
             Split::Validation
@@ -323,15 +341,15 @@ impl Source<'_> {
         };
         self.progress.document(0, tokens.len() as u64);
         let record = DocumentRecord {
-            id,
-            file,
+            id: found.id,
+            file: 0,
             row,
             group: Some(0),
             bytes: Some(found.bytes),
             first_token: 0,
             tokens: tokens.len() as u64,
         };
-        filling.push(split, tokens, record, 0)
+        builder.document(split, tokens, record, 0)
     }
 
     /// Checks that this document has the begin and end tokens that the manifest will claim.
@@ -353,6 +371,53 @@ impl Source<'_> {
                 )));
             }
         }
+        Ok(())
+    }
+}
+
+/// A part being imported.
+struct Sink {
+    /// Where its documents go; none to compare, without writing.
+    part: Option<PartBuilder>,
+    /// Its folder.
+    folder: PathBuf,
+    inputs: Vec<InputRecord>,
+    /// Bytes of token files so far.
+    bytes: u64,
+}
+
+impl Sink {
+    fn new(source: &str, part: u32, store: Option<&Path>, manifest: &Manifest) -> Result<Self> {
+        let folder = open::part_folder(store.unwrap_or(Path::new("")), source, part);
+        let part = store.map(|_| {
+            disk::create_folder(&folder)?;
+            PartBuilder::new(&folder, source, manifest, None)
+        });
+        Ok(Sink { part: part.transpose()?, folder, inputs: Vec::new(), bytes: 0 })
+    }
+
+    fn file_end(&mut self, input: InputRecord) {
+        if let Some(part) = &mut self.part {
+            part.file_end((input.bytes, input.sha256), input.segments);
+        }
+        self.inputs.push(input);
+    }
+
+    /// Adds the finished part to its source; without one, only its inputs.
+    fn finish(self, source: &mut SourceBuilder<'_>) -> Result<()> {
+        let Sink { part, folder, inputs, bytes: _ } = self;
+        let output = match part {
+            Some(part) => {
+                let output = part.finish()?;
+                disk::sync_folder(&folder)?;
+                output
+            }
+            None => PartOutput {
+                inputs: inputs.iter().map(InputOutput::unread).collect(),
+                ..PartOutput::default()
+            },
+        };
+        source.push(output, inputs.into_iter().map(|input| input.path));
         Ok(())
     }
 }

@@ -75,7 +75,7 @@ impl Bench {
             column: "tokens".to_owned(),
             validation: Ratio::new(0, 1),
             unit: 64,
-            shard_tokens: 100,
+            part_bytes: 100,
             quiet: true,
         }
     }
@@ -107,7 +107,7 @@ fn docs(store: &Path, split: Split) -> Vec<Doc> {
         let mut tokens = Vec::new();
         let range = record.first_token..record.first_token + record.tokens;
         stream.read_tokens(range, &mut tokens).unwrap();
-        (Some(record.id), tokens)
+        (Some(record.shown_id().into_owned()), tokens)
     };
     all.into_iter().map(doc).collect()
 }

@@ -240,7 +240,8 @@ impl Hashing {
 
     pub(super) fn record(&self, documents: u64) -> InputRecord {
         let (bytes, sha256) = self.tee.content();
-        InputRecord { path: self.path.display().to_string(), bytes, sha256, documents }
+        let path = self.path.display().to_string();
+        InputRecord { path, bytes, sha256, documents, segments: 1 }
     }
 }
 

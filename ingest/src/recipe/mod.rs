@@ -19,11 +19,9 @@ pub(crate) mod run;
 pub(crate) mod tests;
 mod written;
 
-use contract::framed::quoted;
-use store::{Change, PreparedRecord};
-
 use crate::filters::Filter;
 use compare::Compare;
+use contract::framed::quoted;
 pub(crate) use jinja::Date;
 use mapping::Mapping;
 
@@ -104,25 +102,6 @@ impl Recipe {
     pub(crate) fn scan_counts_tokens(&self) -> bool {
         let steps = &self.steps[..self.scanned()];
         steps.iter().any(|(_, step)| step.trims())
-    }
-
-    /// Counts what the step at `place` did to a kept document: its bytes before and after.
-    pub(crate) fn count(
-        &self,
-        (place, before, after): (usize, u64, u64),
-        record: &mut PreparedRecord,
-    ) {
-        let step = self.step_name(place);
-        // In the order of the steps, which is the order of their names' numbers.
-        let slot = record.changes.binary_search_by(|change| change.step.cmp(&step));
-        let slot = slot.unwrap_or_else(|slot| {
-            record.changes.insert(slot, Change { step, documents: 0, added: 0, removed: 0 });
-            slot
-        });
-        let change = &mut record.changes[slot];
-        change.documents += 1;
-        change.added += after.saturating_sub(before);
-        change.removed += before.saturating_sub(after);
     }
 
     /// A step's name for users: its place in the recipe and its name.

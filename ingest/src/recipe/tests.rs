@@ -16,7 +16,7 @@ use crate::corpus::Corpus;
 use crate::dedup::{Tools, normal};
 use crate::filters::words::Text;
 use crate::inspect::{self, Accounting, Bytes};
-use crate::testing::{Workbench, in_parts, options, tree};
+use crate::testing::{IN_PARTS, Workbench, options, tree};
 use crate::verify::verify;
 
 pub(crate) fn built(corpus: &Path, store: &Path, workers: usize) -> Manifest {
@@ -37,9 +37,9 @@ pub(crate) fn kept(store: &Path, manifest: &Manifest, source: usize) -> Vec<Stri
     for split in Split::ALL {
         for shard in &record.stream(split).shards {
             let name = &shard.document_file.name;
-            let file = open::stream_file(store, &record.name, split, name);
+            let file = open::part_file(store, &record.name, shard.part, name);
             let rows = Documents::open(&file).unwrap();
-            ids.extend(rows.map(|row| row.unwrap().id));
+            ids.extend(rows.map(|row| row.unwrap().shown_id().into_owned()));
         }
     }
     ids.sort();
@@ -83,7 +83,7 @@ const STEPS: &str = "[[prepare]]\nstep = \"clean\"\n[[prepare]]\nstep = \"gopher
 fn every_document_is_kept_or_dropped_for_a_reason() {
     let bench = Workbench::new(30);
     pages(&bench, 60);
-    let corpus = bench.corpus("on_error = \"stop\"\nshard_tokens = 4000");
+    let corpus = bench.corpus("on_error = \"stop\"\npart_bytes = 4000");
     let text = fs::read_to_string(&corpus).unwrap() + STEPS;
     fs::write(&corpus, text).unwrap();
     let store = bench.path("store");
@@ -301,14 +301,14 @@ proptest! {
     fn workers_and_kills_leave_no_trace(kill in 1usize..200, workers in 1usize..5) {
         let bench = Workbench::new(12);
         pages(&bench, 120);
-        let corpus = bench.corpus("shard_tokens = 9000");
+        let corpus = bench.corpus(IN_PARTS);
         fs::write(&corpus, fs::read_to_string(&corpus).unwrap() + STEPS).unwrap();
         let (whole, killed) = (bench.path("whole"), bench.path("killed"));
         built(&corpus, &whole, 1);
         let request = Corpus::read(&corpus).unwrap();
         let mut left = kill;
-        let outcome = build_while(&request, &killed, in_parts(workers), || {
-            left -= 1;
+        let outcome = build_while(&request, &killed, options(workers), || {
+            left = left.saturating_sub(1);
             if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
         });
         prop_assert_eq!(outcome.is_err(), left == 0);

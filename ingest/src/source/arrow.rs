@@ -151,6 +151,10 @@ impl Input for Reader {
     fn content(&self) -> (u64, Identity) {
         self.messages.content()
     }
+
+    fn segments(&self) -> u64 {
+        u64::from(self.groups)
+    }
 }
 
 /// Whether a top-level column is `path` or holds it.

@@ -192,6 +192,11 @@ pub trait Input: Send {
 
     /// Raw bytes read so far, and their identity: that of the whole file once there are no more slabs.
     fn content(&self) -> (u64, Identity);
+
+    /// Its row groups or record batches, known once there are no more slabs; one where it has none of these.
+    fn segments(&self) -> u64 {
+        1
+    }
 }
 
 /// Whole records of one file, read but not yet parsed.
@@ -363,6 +368,10 @@ impl Input for Copied {
 
     fn content(&self) -> (u64, Identity) {
         self.input.content()
+    }
+
+    fn segments(&self) -> u64 {
+        self.input.segments()
     }
 }
 

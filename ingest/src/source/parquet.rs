@@ -199,6 +199,10 @@ impl Input for Reader {
     fn content(&self) -> (u64, Identity) {
         self.tee.content()
     }
+
+    fn segments(&self) -> u64 {
+        self.file.num_row_groups() as u64
+    }
 }
 
 /// Finds the leaf column `name`, which must have one of these physical types.

@@ -132,6 +132,10 @@ impl Input for Reader {
     fn content(&self) -> (u64, Identity) {
         self.tee.content()
     }
+
+    fn segments(&self) -> u64 {
+        self.metadata.metadata().num_row_groups() as u64
+    }
 }
 
 impl Rows {

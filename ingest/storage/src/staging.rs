@@ -3,6 +3,7 @@
 //! `OUT.partial` has a marker file, so that cleaning up after a killed run never removes other people's files; it is
 //! locked, so that two runs for one place do not meet. A run that fails removes it.
 
+use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
@@ -24,6 +25,8 @@ pub struct Staging {
     path: PathBuf,
     /// The parent folders that were created for it.
     above: Vec<PathBuf>,
+    /// Folders in it whose names are durable already.
+    synced: BTreeSet<PathBuf>,
     committed: bool,
     _lock: Lock,
 }
@@ -48,10 +51,16 @@ impl Staging {
         clear(&path)?;
         let mark = path.join(open::BUILD_FOLDER).join(MARK);
         let target = target.to_owned();
-        let staging = Staging { target, path, above, committed: false, _lock: lock };
+        let synced = BTreeSet::new();
+        let staging = Staging { target, path, above, synced, committed: false, _lock: lock };
         disk::create_folder(folder_of(&mark))?;
         disk::write_whole(&mark, b"zdata\n")?;
         Ok(staging)
+    }
+
+    /// Where a folder is written before it is renamed to `target`.
+    pub fn place_of(target: &Path) -> PathBuf {
+        disk::beside(target, PARTIAL)
     }
 
     /// Where to write.
@@ -59,14 +68,24 @@ impl Staging {
         &self.path
     }
 
+    /// Moves a folder, whose files and names are synced, to `place` in this one.
+    pub fn take(&mut self, folder: &Path, place: &Path) -> Result<()> {
+        let to = self.path.join(place);
+        disk::create_folder(folder_of(&to))?;
+        disk::rename(folder, &to).map_err(|error| Fault::io("create", &to, &error))?;
+        self.synced.insert(to);
+        Ok(())
+    }
+
     /// Renames the folder to its target. Every file in it must be synced.
-    pub fn commit(self) -> Result<()> {
+    pub fn commit(mut self) -> Result<()> {
         self.commit_telling(|_, _| ())
     }
 
     /// The same, and reports how many folders of how many are synced.
-    pub fn commit_telling(mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
-        let folders = disk::folders(&self.path)?;
+    pub fn commit_telling(&mut self, mut tell: impl FnMut(u64, u64)) -> Result<()> {
+        let mut folders = disk::folders(&self.path)?;
+        folders.retain(|folder| !self.synced.contains(folder));
         for (number, folder) in folders.iter().enumerate() {
             disk::sync_folder(folder)?;
             tell(number as u64 + 1, folders.len() as u64);
@@ -167,7 +186,7 @@ mod tests {
     fn a_commit_tells_of_every_folder() {
         let bench = tempfile::tempdir().unwrap();
         let target = bench.path().join("deep/out");
-        let staging = Staging::begin(&target).unwrap();
+        let mut staging = Staging::begin(&target).unwrap();
         for name in ["a/train", "a/validation", "b"] {
             disk::create_folder(&staging.path().join(name)).unwrap();
         }

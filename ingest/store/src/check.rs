@@ -81,12 +81,32 @@ fn head_flaw(manifest: &Manifest) -> Option<String> {
 }
 
 fn source_flaw(manifest: &Manifest, source: &SourceRecord) -> Option<String> {
-    let mut names = BTreeSet::from(Split::ALL.map(Split::name));
-    if let Some(what) = source.lists().find_map(|file| file_flaw(&mut names, file, 0)) {
+    // None of them is called like the folder of a part.
+    let is_of_a_part = |file: &&FileRecord| file.name.parse::<u32>().is_ok();
+    if let Some(file) = source.lists().find(is_of_a_part) {
+        return Some(format!("a list is called {:?}", file.name));
+    }
+    let mut names = BTreeSet::new();
+    if let Some(what) = source.lists().find_map(|file| file_flaw(&mut names, "", file, 0)) {
         return Some(what);
     }
+    let (mut files, mut names) = (0, BTreeSet::new());
+    for (number, part) in source.parts.iter().enumerate() {
+        let first = part.first_file;
+        if !(files..source.inputs.len().max(1) as u64).contains(&u64::from(first)) {
+            return Some(format!("part {number} begins with input {first}"));
+        }
+        files = u64::from(first);
+        let folder = names::part(number as u32);
+        let mut list = part.dropped_file.iter();
+        if let Some(what) = list.find_map(|file| file_flaw(&mut names, &folder, file, 0)) {
+            return Some(format!("part {number}: {what}"));
+        }
+    }
     for split in Split::ALL {
-        if let Some(what) = stream_flaw(source.stream(split), u64::from(manifest.token_bytes)) {
+        let (stream, parts) = (source.stream(split), source.parts.len());
+        let width = u64::from(manifest.token_bytes);
+        if let Some(what) = stream_flaw(stream, parts, width, &mut names) {
             return Some(format!("{}: {what}", split.name()));
         }
     }
@@ -108,6 +128,10 @@ fn accounting_flaw(source: &SourceRecord) -> Option<String> {
     let texts = [train.text_bytes, validation.text_bytes];
     let after = sum(texts.into_iter().chain(source.dropped.iter().map(|dropped| dropped.bytes)));
     let sizes = sum(inputs.iter().map(|input| input.bytes));
+    // Each takes at least a byte.
+    if inputs.iter().any(|input| input.segments > input.bytes.max(1)) {
+        return Some("an input has more row groups than bytes".to_owned());
+    }
     let (Some(after), Some(_)) = (after, sizes) else {
         return Some("it counts more bytes than can be".to_owned());
     };
@@ -120,14 +144,23 @@ fn accounting_flaw(source: &SourceRecord) -> Option<String> {
         .then(|| "the bytes of text before and after its steps do not add up".to_owned())
 }
 
-/// Shards must tile their stream, in tokens and in documents, each in files of its own.
-fn stream_flaw(stream: &StreamRecord, width: u64) -> Option<String> {
-    let (mut tokens, mut documents, mut names) = (0u64, 0u64, BTreeSet::new());
+/// Shards must tile their stream, in tokens and in documents, part by part, each in files of its own.
+fn stream_flaw(
+    stream: &StreamRecord,
+    parts: usize,
+    width: u64,
+    names: &mut Names,
+) -> Option<String> {
+    let (mut tokens, mut documents, mut part) = (0u64, 0u64, 0);
     for (number, shard) in stream.shards.iter().enumerate() {
+        if shard.part < part || shard.part as usize >= parts {
+            return Some(format!("shard {number} is of part {}", shard.part));
+        }
+        part = shard.part;
         if (shard.first_token, shard.first_document) != (tokens, documents) {
             return Some(format!("shard {number} does not begin where the one before it ends"));
         }
-        if let Some(what) = shard_flaw(shard, width, &mut names) {
+        if let Some(what) = shard_flaw(shard, width, names) {
             return Some(format!("shard {number}: {what}"));
         }
         (tokens, documents) = (tokens + shard.tokens, documents + shard.documents);
@@ -143,11 +176,7 @@ fn stream_flaw(stream: &StreamRecord, width: u64) -> Option<String> {
     })
 }
 
-fn shard_flaw<'a>(
-    shard: &'a ShardRecord,
-    width: u64,
-    names: &mut BTreeSet<&'a str>,
-) -> Option<String> {
+fn shard_flaw(shard: &ShardRecord, width: u64, names: &mut Names) -> Option<String> {
     let ShardRecord { tokens, documents, token_file, sum_file, start_file, document_file, .. } =
         shard;
     if !(1..=MOST).contains(tokens) || !(1..=MOST).contains(documents) {
@@ -163,7 +192,8 @@ fn shard_flaw<'a>(
         (start_file, values_end(*documents, BLOCK_STARTS, START_BYTES)),
         (document_file, 0),
     ];
-    files.into_iter().find_map(|(file, least)| file_flaw(names, file, least))
+    let folder = names::part(shard.part);
+    files.into_iter().find_map(|(file, least)| file_flaw(names, &folder, file, least))
 }
 
 /// Where the last of `rows` values ends in an Arrow file of the store.
@@ -172,17 +202,16 @@ fn values_end(rows: u64, block_rows: u64, width: u64) -> u64 {
     block_offset(block_rows * width, last) + (rows - last * block_rows) * width
 }
 
-/// A file must have a unique name, and at least this size.
-fn file_flaw<'a>(
-    names: &mut BTreeSet<&'a str>,
-    file: &'a FileRecord,
-    least: u64,
-) -> Option<String> {
+/// The names of files so far, with their folders.
+type Names = BTreeSet<(String, String)>;
+
+/// A file must have a unique name in its folder, and at least this size.
+fn file_flaw(names: &mut Names, folder: &str, file: &FileRecord, least: u64) -> Option<String> {
     let FileRecord { name, bytes, digest: _ } = file;
     if !is_file_name(name) {
         return Some(format!("a file is called {name:?}"));
     }
-    if !names.insert(name) {
+    if !names.insert((folder.to_owned(), name.clone())) {
         return Some(format!("two files are called {name:?}"));
     }
     (!(least..=MOST).contains(bytes)).then(|| format!("{name} has {bytes} bytes, which cannot be"))

@@ -11,7 +11,7 @@ use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection
 use crate::folder::{StoreFile, damaged, missing};
 use crate::pieces::Pieces;
 use crate::write::document_schema;
-use crate::{DocumentRecord, FileRecord, Location, ShardRecord, regular};
+use crate::{DocumentRecord, FileRecord, Location, ShardRecord, place_of_id, regular};
 use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Result};
@@ -31,7 +31,7 @@ fn guarded<T>(
     })
 }
 
-/// The rows of `documents-*.parquet`.
+/// The rows of `documents-*.parquet` as they are stored: tokens are counted in the shard, files in the part.
 pub struct Documents {
     batches: Batches,
     batch: Option<RecordBatch>,
@@ -82,7 +82,7 @@ pub(crate) fn check(file: &StoreFile, record: &FileRecord) -> Result<()> {
 /// Appends the records of `rows` (ascending, disjoint), reading only the row groups that hold them.
 pub(crate) fn read_rows(
     file: &StoreFile,
-    shard: &ShardRecord,
+    (shard, first_file): (&ShardRecord, u32),
     rows: &[Range<u64>],
     out: &mut Vec<DocumentRecord>,
 ) -> Result<()> {
@@ -116,31 +116,48 @@ pub(crate) fn read_rows(
         return Err(strange(path));
     }
     // A record is checked against the shard before anything is read by it.
-    let tokens = shard.first_token..shard.first_token + shard.tokens;
-    let fits = |record: &DocumentRecord| {
+    for record in &mut out[before..] {
         let end = record.first_token.checked_add(record.tokens);
-        record.first_token >= tokens.start && end.is_some_and(|end| end <= tokens.end)
-    };
-    match out[before..].iter().find(|record| !fits(record)) {
-        Some(record) => Err(damaged(path, "provenance contradicts the manifest")
-            .found(format!("{} tokens from {} on", record.tokens, record.first_token))
-            .wanted(format!("tokens within {}..{}", tokens.start, tokens.end))),
-        None => Ok(()),
+        if end.is_none_or(|end| end > shard.tokens) {
+            return Err(damaged(path, "provenance contradicts the manifest")
+                .found(format!("{} tokens from {} on", record.tokens, record.first_token))
+                .wanted(format!("tokens within 0..{}", shard.tokens)));
+        }
+        record.first_token += shard.first_token;
+        record.file = record.file.saturating_add(first_file);
     }
+    Ok(())
 }
 
-/// The rows whose id is `id`.
-pub(crate) fn find(file: &StoreFile, id: &str) -> Result<Vec<u64>> {
+/// The rows of a file with an id: by their own id, and those without one by the id that users are shown.
+#[derive(Default)]
+pub(crate) struct Found {
+    pub(crate) own: Vec<u64>,
+    pub(crate) shown: Vec<u64>,
+}
+
+/// The rows whose id is `id`, in a file of a part that begins with input `first_file`.
+pub(crate) fn find(file: &StoreFile, id: &str, first_file: u32) -> Result<Found> {
     let path = &file.location();
     let (builder, file) = builder(file)?;
-    let ids = ProjectionMask::columns(builder.parquet_schema(), ["id"]);
-    let builder = builder.with_projection(ids);
-    let (mut found, mut number) = (Vec::new(), 0);
+    let wanted = place_of_id(id);
+    let columns: &[&str] = if wanted.is_some() { &["id", "file", "row", "group"] } else { &["id"] };
+    let mask = ProjectionMask::columns(builder.parquet_schema(), columns.iter().copied());
+    let builder = builder.with_projection(mask);
+    let (mut found, mut number) = (Found::default(), 0);
     for batch in batches(path.clone(), file, builder)? {
         let batch = batch?;
-        for other in batch.column(0).as_string::<i32>() {
-            if other == Some(id) {
-                found.push(number);
+        for (at, own) in batch.column(0).as_string::<i32>().iter().enumerate() {
+            let place = || {
+                let small = |column: usize| batch.column(column).as_primitive::<UInt32Type>();
+                let row = batch.column(2).as_primitive::<UInt64Type>().value(at);
+                let group = small(3).is_valid(at).then(|| small(3).value(at));
+                (small(1).value(at).saturating_add(first_file), group, row)
+            };
+            match own {
+                Some(own) if own == id => found.own.push(number),
+                None if wanted.is_some_and(|wanted| wanted == place()) => found.shown.push(number),
+                _ => {}
             }
             number += 1;
         }
@@ -198,8 +215,12 @@ fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
         let column = batch.column(column).as_primitive::<UInt32Type>();
         column.is_valid(at).then(|| column.value(at))
     };
+    let text = |column: usize| {
+        let column = batch.column(column).as_string::<i32>();
+        column.is_valid(at).then(|| column.value(at).to_owned())
+    };
     DocumentRecord {
-        id: batch.column(0).as_string::<i32>().value(at).to_owned(),
+        id: text(0),
         file: small(3).unwrap_or_default(),
         row: word(4).unwrap_or_default(),
         group: small(5),

@@ -5,17 +5,19 @@
 //!   manifest.json                      committed last, by rename; a folder without it is not a store
 //!   manifest.sum                       xxh3-128 of its bytes, for the flipped bit that changes no meaning
 //!   tokenizer.json                     the bytes that made the tokens
-//!   SOURCE/train/                      one stream: the documents of a source and split, in input order
-//!     tokens-00000.arrow               one non-null column `token`, record batches of 16,384 tokens
-//!     tokens-00000.sums                xxh3-64 of each batch's token bytes, u64 little-endian
-//!     starts-00000.arrow               one non-null column `start`: where each document begins in the stream, u64
-//!     documents-00000.parquet          provenance, one row per document
-//!     tokens-00001.arrow ...
-//!   SOURCE/validation/                 the same, never trained on
+//!   SOURCE/00000/                      a part: what some input files of the source became, in input order
+//!     tokens-train-00000.arrow         one non-null column `token`, record batches of 16,384 tokens
+//!     tokens-train-00000.sums          xxh3-64 of each batch's token bytes, u64 little-endian
+//!     starts-train-00000.arrow         one non-null column `start`: where each document begins in the shard, u64
+//!     documents-train-00000.parquet    provenance, one row per document
+//!     tokens-train-00001.arrow ...     the next shard of a large part
+//!     tokens-validation-00000.arrow .. the same, never trained on
+//!   SOURCE/00001/ ...
 //! ```
 //!
-//! A stream is cut into shards at document ends, so that each shard can be read alone and a killed build resumes after
-//! the last complete one. A token's shard is found by binary search in the manifest; its block by division.
+//! A stream is the documents of a source and split. A part is a finished piece of the store: a shard never crosses it,
+//! offsets in the files of a shard are relative to the shard, and file numbers to the part, so that no byte of a part
+//! depends on the parts before it. A token's shard is found by binary search in the manifest; its block by division.
 
 #![forbid(unsafe_code)]
 
@@ -38,20 +40,25 @@ pub mod verify;
 pub mod whole;
 pub mod write;
 
+use std::borrow::Cow;
+
 pub use check::is_file_name;
 pub use contract::UNIT_TOKENS;
 pub use location::Location;
 pub use manifest::{
-    Change, Dropped, FileEntry, FileRecord, InputRecord, Manifest, PreparedRecord, ShardRecord,
-    SourceRecord, StreamRecord, TokenizerRecord,
+    Change, Dropped, FileEntry, FileRecord, InputRecord, Manifest, PartRecord, PreparedRecord,
+    ShardRecord, SourceRecord, StreamRecord, TokenizerRecord,
 };
 pub use read::{Store, StreamReader};
 
 /// The version of everything in this module; part of a store's identity.
-pub const FORMAT: u32 = 2;
+pub const FORMAT: u32 = 3;
 
 /// Tokens in a record batch (the last one of a shard may hold fewer): the unit of checking and of reading.
 pub const BLOCK_TOKENS: u64 = 16_384;
+
+/// Tokens after which a shard ends and the next one of its part begins: half a gigabyte of stored u32.
+pub const SHARD_TOKENS: u64 = 1 << 27;
 
 /// Starts in a record batch of `starts-*.arrow` (the last one may hold fewer).
 pub const BLOCK_STARTS: u64 = 8_192;
@@ -73,7 +80,7 @@ impl Split {
     /// Both, in the order in which they are stored.
     pub const ALL: [Split; 2] = [Split::Train, Split::Validation];
 
-    /// The folder's name.
+    /// The name, as in the names of files.
     pub const fn name(self) -> &'static str {
         match self {
             Split::Train => "train",
@@ -85,9 +92,9 @@ impl Split {
 /// One document's provenance: a row of `documents-*.parquet`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DocumentRecord {
-    /// The corpus's own id, or `FILE#ROW` where it has none.
-    pub id: String,
-    /// Which input file of the source (index into [`SourceRecord::inputs`]).
+    /// The id that its input gives; [`DocumentRecord::shown_id`] where there is none.
+    pub id: Option<String>,
+    /// Which input file of the source (index into [`SourceRecord::inputs`]); in the file, counted in the part.
     pub file: u32,
     /// Line (from 1) of a JSON Lines file, row (from 0) of a row group or record batch, 0 for a whole file.
     pub row: u64,
@@ -99,4 +106,34 @@ pub struct DocumentRecord {
     pub first_token: u64,
     /// Tokens, begin and end markers included.
     pub tokens: u64,
+}
+
+impl DocumentRecord {
+    /// The id for users: its own, or `FILE#ROW` (`FILE#GROUP.ROW`), where FILE counts the source's inputs from 0.
+    pub fn shown_id(&self) -> Cow<'_, str> {
+        match (&self.id, self.group) {
+            (Some(id), _) => Cow::Borrowed(id),
+            (None, Some(group)) => Cow::Owned(format!("{}#{group}.{}", self.file, self.row)),
+            (None, None) => Cow::Owned(format!("{}#{}", self.file, self.row)),
+        }
+    }
+
+    /// The segment of its input file that it belongs to: its row group or record batch, or the whole file.
+    pub fn segment(&self) -> u64 {
+        u64::from(self.group.unwrap_or(0))
+    }
+}
+
+/// The place that a [`DocumentRecord::shown_id`] without an own id names: file, row group and row.
+pub(crate) fn place_of_id(id: &str) -> Option<(u32, Option<u32>, u64)> {
+    let (file, row) = id.split_once('#')?;
+    let place = match row.split_once('.') {
+        Some((group, row)) => (file.parse().ok()?, Some(group.parse().ok()?), row.parse().ok()?),
+        None => (file.parse().ok()?, None, row.parse().ok()?),
+    };
+    // Only the spelling that users are shown.
+    let (file, group, row) = place;
+    let shown =
+        DocumentRecord { id: None, file, group, row, bytes: None, first_token: 0, tokens: 0 };
+    (shown.shown_id() == id).then_some(place)
 }

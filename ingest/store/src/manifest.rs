@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Split, names};
-use contract::{Digest, Field, Framed, Hasher, Identity};
+use crate::{DocumentRecord, Split, names};
+use contract::{Digest, Fault, Field, Framed, Hasher, Identity, Result};
 
 /// What a store holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,15 +54,17 @@ pub struct SourceRecord {
     pub preparation: String,
     /// The input files in reading order.
     pub inputs: Vec<InputRecord>,
+    /// The parts that they became, in order; a part's number is the name of its folder.
+    pub parts: Vec<PartRecord>,
     /// The documents trained on.
     pub train: StreamRecord,
     /// The documents held out.
     pub validation: StreamRecord,
     /// What was read but not kept, by reason: documents read = train + validation + dropped.
     pub dropped: Vec<Dropped>,
-    /// The list of these, row by row, if there are any.
+    /// The list of what the comparison of documents removed, if a step compares them; in the source's folder.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub dropped_file: Option<FileRecord>,
+    pub removed_file: Option<FileRecord>,
     /// What steps of preparation did, if there were any: a function of the rest, and so no part of the identity.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prepared: Option<PreparedRecord>,
@@ -78,10 +80,22 @@ impl SourceRecord {
             train: StreamRecord::empty(),
             validation: StreamRecord::empty(),
             dropped: Vec::new(),
-            dropped_file: None,
+            parts: Vec::new(),
+            removed_file: None,
             prepared: None,
         }
     }
+}
+
+/// One part of a source.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartRecord {
+    /// The input file that it begins with (index into [`SourceRecord::inputs`]), from which its files count theirs.
+    pub first_file: u32,
+    /// The list of its dropped documents, if there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dropped_file: Option<FileRecord>,
 }
 
 /// What steps of preparation did to a source:
@@ -123,6 +137,8 @@ pub struct InputRecord {
     pub sha256: Identity,
     /// Documents read from it, dropped ones included.
     pub documents: u64,
+    /// Its row groups (Parquet) or record batches (Arrow), empty ones included; otherwise 1.
+    pub segments: u64,
 }
 
 /// Documents that were read but not kept.
@@ -147,7 +163,7 @@ pub struct StreamRecord {
     pub documents: u64,
     /// Bytes of text that became these tokens.
     pub text_bytes: u64,
-    /// The chain over the documents (see `chain`): their tokens and provenance, independent of the shards.
+    /// The digest of the documents' tokens and provenance ([`StreamDigest`]), independent of the shards.
     pub digest: Digest,
     /// The shards, in order.
     pub shards: Vec<ShardRecord>,
@@ -157,6 +173,8 @@ pub struct StreamRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShardRecord {
+    /// Its part (index into [`SourceRecord::parts`]), in whose folder its files are.
+    pub part: u32,
     /// The stream's token that this shard begins with.
     pub first_token: u64,
     /// Tokens here.
@@ -179,7 +197,7 @@ pub struct ShardRecord {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FileRecord {
-    /// Its name in the stream's folder.
+    /// Its name in the folder of its part or source.
     pub name: String,
     /// Its size.
     pub bytes: u64,
@@ -227,10 +245,11 @@ impl Manifest {
                 name,
                 preparation,
                 inputs,
+                parts: _,
                 train,
                 validation,
                 dropped: _,
-                dropped_file: _,
+                removed_file: _,
                 prepared: _,
             } = source;
             framed.field(name).field(preparation).field(inputs);
@@ -248,10 +267,14 @@ impl Manifest {
         let unrecorded = |name: &str| FileEntry { path: name.to_owned(), record: None };
         let mut files = vec![unrecorded(names::TOKENIZER)];
         for source in &self.sources {
-            for split in Split::ALL {
-                let folder = format!("{}/{}", source.name, split.name());
-                let records = source.stream(split).files();
-                files.extend(records.map(|record| FileEntry::of(&folder, record)));
+            let folder = |part: u32| format!("{}/{}", source.name, names::part(part));
+            for shard in Split::ALL.into_iter().flat_map(|split| &source.stream(split).shards) {
+                let records = shard.files().into_iter();
+                files.extend(records.map(|record| FileEntry::of(&folder(shard.part), record)));
+            }
+            for (part, record) in (0..).zip(&source.parts) {
+                let list = record.dropped_file.iter();
+                files.extend(list.map(|record| FileEntry::of(&folder(part), record)));
             }
             let lists = source.lists();
             files.extend(lists.map(|record| FileEntry::of(&source.name, record)));
@@ -269,7 +292,7 @@ impl Manifest {
 /// An input enters an identity by its content, never by its path.
 impl Field for InputRecord {
     fn feed(&self, framed: &mut Framed) {
-        let InputRecord { path: _, bytes, sha256, documents: _ } = self;
+        let InputRecord { path: _, bytes, sha256, documents: _, segments: _ } = self;
         framed.field(bytes).field(sha256);
     }
 }
@@ -283,10 +306,15 @@ impl SourceRecord {
         }
     }
 
-    /// The lists in its folder: of dropped documents, and those that preparation steps wrote.
+    /// The lists in its folder, which the comparison of documents wrote.
     pub fn lists(&self) -> impl Iterator<Item = &FileRecord> {
         let steps = self.prepared.iter().flat_map(|prepared| &prepared.files);
-        self.dropped_file.iter().chain(steps)
+        self.removed_file.iter().chain(steps)
+    }
+
+    /// The input file that a part begins with; the check of a manifest makes sure that there is one.
+    pub fn first_file(&self, part: u32) -> u32 {
+        self.parts.get(part as usize).map_or(0, |part| part.first_file)
     }
 }
 
@@ -308,15 +336,22 @@ impl StreamRecord {
         self.files().map(|file| file.bytes).sum()
     }
 
-    /// A stream without documents.
+    /// A stream of which nothing was read yet.
     pub fn empty() -> Self {
         StreamRecord {
             tokens: 0,
             documents: 0,
             text_bytes: 0,
-            digest: Digest::default(),
+            digest: StreamDigest::default().finish(),
             shards: Vec::new(),
         }
+    }
+
+    /// A stream that none of the documents of these inputs belongs to.
+    pub fn without_documents(inputs: &[InputRecord]) -> Self {
+        let mut digest = StreamDigest::default();
+        inputs.iter().for_each(|input| digest.end_file(input.segments));
+        StreamRecord { digest: digest.finish(), ..StreamRecord::empty() }
     }
 
     /// The shard that holds token `index` of the stream.
@@ -328,9 +363,9 @@ impl StreamRecord {
     }
 }
 
-/// One link of a stream's digest: the state after a document, from the state before it, the document's tokens and its
-/// provenance. A killed build resumes from these sixteen bytes, and the cut into shards has no effect on them.
-pub fn chain(before: Digest, tokens: &[u32], record: &crate::DocumentRecord) -> Digest {
+/// One link of a segment's chain: the state after a document, from the state before it, the document's tokens and its
+/// provenance, without the number of its file and without offsets: what comes before a segment has no effect on it.
+pub fn chain(before: Digest, tokens: &[u32], record: &DocumentRecord) -> Digest {
     let mut link = Link::begin(before, tokens.len() as u64);
     link.tokens(tokens);
     link.end(record)
@@ -343,7 +378,7 @@ impl Link {
     /// Begins the link of a document of this many tokens.
     pub fn begin(before: Digest, tokens: u64) -> Self {
         let mut hasher = Hasher::new();
-        hasher.tag("document.v2").digest(before).u64(tokens);
+        hasher.tag("document.v3").digest(before).u64(tokens);
         Link(hasher)
     }
 
@@ -353,16 +388,80 @@ impl Link {
     }
 
     /// The state after the document.
-    pub fn end(mut self, record: &crate::DocumentRecord) -> Digest {
-        let crate::DocumentRecord { id, file, row, group, bytes, first_token, tokens } = record;
+    pub fn end(mut self, record: &DocumentRecord) -> Digest {
+        let DocumentRecord { id, file: _, row, group, bytes, first_token: _, tokens: _ } = record;
         let hasher = &mut self.0;
-        hasher.str(id).u64(u64::from(*file)).u64(*row);
-        // Absence is hashed explicitly, so that no number has the same digest.
+        // Absence is hashed explicitly, so that no value has the same digest.
+        hasher.u64(u64::from(id.is_some())).str(id.as_deref().unwrap_or_default()).u64(*row);
         hasher.u64(u64::from(group.is_some())).u64(u64::from(group.unwrap_or(0)));
         let (first_byte, end_byte) = bytes.unwrap_or((0, 0));
         hasher.u64(u64::from(bytes.is_some())).u64(first_byte).u64(end_byte);
-        hasher.u64(*first_token).u64(*tokens);
         hasher.finish()
+    }
+}
+
+/// The digest of a stream: a hash over the digests of its segments, in input order. A segment is an input file or, in
+/// Parquet and Arrow, a row group or record batch; its digest is a chain over its documents that begins anew. One
+/// without documents counts too.
+pub struct StreamDigest {
+    hasher: Hasher,
+    /// The open segment's number in its file, and its chain so far.
+    number: u64,
+    open: Digest,
+}
+
+impl Default for StreamDigest {
+    fn default() -> Self {
+        let mut hasher = Hasher::new();
+        hasher.tag("stream.v3");
+        StreamDigest { hasher, number: 0, open: Digest::default() }
+    }
+}
+
+impl StreamDigest {
+    /// The chain of the segment to which this document of the open file belongs; none if that segment has ended.
+    pub fn open(&mut self, record: &DocumentRecord) -> Option<&mut Digest> {
+        let segment = record.segment();
+        if segment < self.number {
+            return None;
+        }
+        self.advance(segment);
+        Some(&mut self.open)
+    }
+
+    /// Adds the next document of the open file.
+    pub fn document(&mut self, tokens: &[u32], record: &DocumentRecord) -> Result<()> {
+        let open = self
+            .open(record)
+            .ok_or_else(|| Fault::bug("a document of a segment that has ended"))?;
+        *open = chain(*open, tokens, record);
+        Ok(())
+    }
+
+    /// Adds the next segment of the open file, whose chain is known.
+    pub fn segment(&mut self, chain: Digest) {
+        self.open = chain;
+        self.advance(self.number + 1);
+    }
+
+    /// Ends the open file, which has this many segments.
+    pub fn end_file(&mut self, segments: u64) {
+        self.advance(segments);
+        self.hasher.u64(0);
+        self.number = 0;
+    }
+
+    /// Ends the segments before this one of the open file.
+    fn advance(&mut self, segment: u64) {
+        while self.number < segment {
+            self.hasher.u64(1).digest(std::mem::take(&mut self.open));
+            self.number += 1;
+        }
+    }
+
+    /// The digest, once every file has ended.
+    pub fn finish(&self) -> Digest {
+        self.hasher.finish()
     }
 }
 

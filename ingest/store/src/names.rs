@@ -9,5 +9,10 @@ pub const MANIFEST_SUM: &str = "manifest.sum";
 /// The tokenizer's name.
 pub const TOKENIZER: &str = "tokenizer.json";
 
+/// The name of a part's folder in that of its source.
+pub fn part(number: u32) -> String {
+    format!("{number:05}")
+}
+
 /// The folder in which an unfinished build keeps its state, removed at the end.
 pub const BUILD_FOLDER: &str = ".build";

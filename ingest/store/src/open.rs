@@ -8,22 +8,17 @@ use std::path::{Path, PathBuf};
 use crate::check;
 use crate::folder::StoreFile;
 pub use crate::names::{BUILD_FOLDER, MANIFEST, MANIFEST_SUM, TOKENIZER};
-use crate::{FORMAT, Location, Manifest, Split, disk};
+use crate::{FORMAT, Location, Manifest, disk, names};
 use contract::{Digest, Fault, Result, json};
 
-/// The folder of a stream.
-pub fn stream_folder(store: &Path, source: &str, split: Split) -> PathBuf {
-    store.join(source).join(split.name())
+/// The folder of a part of a source.
+pub fn part_folder(store: &Path, source: &str, part: u32) -> PathBuf {
+    store.join(source).join(names::part(part))
 }
 
-/// A file of a stream.
-pub fn stream_file(
-    store: impl Into<Location>,
-    source: &str,
-    split: Split,
-    name: &str,
-) -> StoreFile {
-    StoreFile::new(store, &[source, split.name(), name])
+/// A file of a part.
+pub fn part_file(store: impl Into<Location>, source: &str, part: u32, name: &str) -> StoreFile {
+    StoreFile::new(store, &[source, &names::part(part), name])
 }
 
 /// Commits `store`. Everything the manifest names must be synced already.

@@ -21,7 +21,7 @@ use self::column::ColumnFile;
 use self::starts::StartIndex;
 use crate::documents;
 use crate::folder::{StoreFile, damaged};
-use crate::open::stream_file;
+use crate::open::part_file;
 use crate::rows::words;
 use crate::whole;
 use crate::write::block_offset;
@@ -236,7 +236,7 @@ impl StreamReader {
             return Ok(file);
         }
         let record = &self.record().shards[shard].token_file;
-        let file = ColumnFile::open(&self.file(record), record.bytes)?;
+        let file = ColumnFile::open(&self.file(shard, record), record.bytes)?;
         let file = Arc::new(TokenFile { file, sums: OnceLock::new() });
         self.cache.tokens.put(slot, 1, Arc::clone(&file));
         Ok(file)
@@ -248,7 +248,7 @@ impl StreamReader {
             return Ok(sums);
         }
         let record = &self.record().shards[shard];
-        let sums = ColumnFile::open(&self.file(&record.sum_file), record.sum_file.bytes)?;
+        let sums = ColumnFile::open(&self.file(shard, &record.sum_file), record.sum_file.bytes)?;
         if record.sum_file.bytes != record.tokens.div_ceil(BLOCK_TOKENS) * 8 {
             return Err(damaged(sums.location(), "block sums do not cover the shard"));
         }
@@ -272,18 +272,20 @@ impl StreamReader {
         while at < range.end {
             let shard = self.shard_of(at)?;
             let record = &self.record().shards[shard];
-            let part = at..range.end.min(record.first_token + record.tokens);
+            let (base, end) =
+                (record.first_token, range.end.min(record.first_token + record.tokens));
+            let part = at - base..end - base;
             let index = self.start_index(shard)?;
             index.visit(
                 index.rows_near(&part),
                 || self.start_file(shard),
                 |start| {
                     if part.contains(&start) {
-                        out.push(start);
+                        out.push(base + start);
                     }
                 },
             )?;
-            at = part.end;
+            at = end;
         }
         Ok(())
     }
@@ -292,11 +294,11 @@ impl StreamReader {
     pub fn document_of_token(&self, token: u64) -> Result<u64> {
         self.within(&(token..token + 1))?;
         let shard = self.shard_of(token)?;
-        let index = self.start_index(shard)?;
-        let rows = index.rows_near(&(token..token + 1));
+        let (index, record) = (self.start_index(shard)?, &self.record().shards[shard]);
+        let inner = token - record.first_token;
+        let rows = index.rows_near(&(inner..inner + 1));
         let mut after = rows.start;
-        index.visit(rows, || self.start_file(shard), |start| after += u64::from(start <= token))?;
-        let record = &self.record().shards[shard];
+        index.visit(rows, || self.start_file(shard), |start| after += u64::from(start <= inner))?;
         (record.first_document + after)
             .checked_sub(1)
             .ok_or_else(|| Fault::bug(format!("token {token} stands before the first document")))
@@ -324,20 +326,25 @@ impl StreamReader {
             let parts = ranges.iter().map(inside).filter(|part| !part.is_empty());
             let rows: Vec<_> = parts.map(|part| part.start - first..part.end - first).collect();
             if !rows.is_empty() {
-                documents::read_rows(&self.document_file(shard)?, record, &rows, &mut out)?;
+                let file = self.document_file(shard)?;
+                let first_file = self.source().first_file(record.part);
+                documents::read_rows(&file, (record, first_file), &rows, &mut out)?;
             }
         }
         Ok(out)
     }
 
-    /// The indexes of all documents with this id: one, unless the corpus repeats ids. Reads every id of the stream.
+    /// The indexes of all documents with this id: one, unless the corpus repeats ids. An own id wins over an equal
+    /// `FILE#ROW` of a document without one. Reads every id of the stream.
     pub fn find(&self, id: &str) -> Result<Vec<u64>> {
-        let mut found = Vec::new();
+        let (mut own, mut shown) = (Vec::new(), Vec::new());
         for (shard, record) in self.record().shards.iter().enumerate() {
-            let rows = documents::find(&self.document_file(shard)?, id)?;
-            found.extend(rows.into_iter().map(|row| record.first_document + row));
+            let first_file = self.source().first_file(record.part);
+            let rows = documents::find(&self.document_file(shard)?, id, first_file)?;
+            own.extend(rows.own.into_iter().map(|row| record.first_document + row));
+            shown.extend(rows.shown.into_iter().map(|row| record.first_document + row));
         }
-        Ok(found)
+        Ok(if own.is_empty() { shown } else { own })
     }
 
     fn start_index(&self, shard: usize) -> Result<Arc<StartIndex>> {
@@ -357,7 +364,7 @@ impl StreamReader {
             return Ok(file);
         }
         let record = &self.record().shards[shard].start_file;
-        let file = Arc::new(ColumnFile::open(&self.file(record), record.bytes)?);
+        let file = Arc::new(ColumnFile::open(&self.file(shard, record), record.bytes)?);
         self.cache.starts.put(slot, 1, Arc::clone(&file));
         Ok(file)
     }
@@ -365,7 +372,7 @@ impl StreamReader {
     /// A shard's provenance file, checked by its digest once.
     fn document_file(&self, shard: usize) -> Result<StoreFile> {
         let record = &self.record().shards[shard].document_file;
-        let file = self.file(record);
+        let file = self.file(shard, record);
         if !self.shards[shard].documents_checked.load(Ordering::Acquire) {
             documents::check(&file, record)?;
             self.shards[shard].documents_checked.store(true, Ordering::Release);
@@ -373,8 +380,10 @@ impl StreamReader {
         Ok(file)
     }
 
-    fn file(&self, record: &FileRecord) -> StoreFile {
-        stream_file(&self.root, &self.source().name, self.split, &record.name)
+    /// A file of a shard.
+    fn file(&self, shard: usize, record: &FileRecord) -> StoreFile {
+        let part = self.record().shards[shard].part;
+        part_file(&self.root, &self.source().name, part, &record.name)
     }
 
     fn shard_of(&self, token: u64) -> Result<usize> {
@@ -419,7 +428,8 @@ impl StreamReader {
         };
         match (self.document(from), self.document(to)) {
             (Ok(a), Ok(b)) => {
-                format!("documents {from} ({:?}) to {to} ({:?}) of {name}", a.id, b.id)
+                let (a, b) = (a.shown_id(), b.shown_id());
+                format!("documents {from} ({a:?}) to {to} ({b:?}) of {name}")
             }
             _ => format!("documents {from} to {to} of {name}"),
         }

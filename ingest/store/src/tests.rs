@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-use super::manifest::chain;
+use super::manifest::StreamDigest;
 use super::verify::{verify_stream, verify_tokenizer};
 use super::write::{ROW_GROUP_DOCUMENTS, ShardWriter, StreamHead, block_offset};
 use super::*;
@@ -21,17 +21,17 @@ use contract::{Class, Digest, Identity, Key, Purpose, draw};
 /// A store of one source, its train stream in shards of `cuts` documents.
 fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Manifest) {
     let folder = tempfile::tempdir().unwrap();
-    let stream_folder = open::stream_folder(folder.path(), "web", Split::Train);
-    fs::create_dir_all(&stream_folder).unwrap();
+    let part_folder = open::part_folder(folder.path(), "web", 0);
+    fs::create_dir_all(&part_folder).unwrap();
     let vocab = if token_bytes == 2 { 65_536 } else { 200_000 };
     let head = StreamHead {
-        folder: stream_folder,
+        folder: part_folder,
         source: "web".to_owned(),
         split: Split::Train,
         token_bytes,
         vocab,
     };
-    let mut stream = StreamRecord::empty();
+    let (mut stream, mut digest) = (StreamRecord::empty(), StreamDigest::default());
     for (index, documents) in cuts.iter().enumerate() {
         let (tokens, first) = (stream.tokens, stream.documents);
         let mut writer = ShardWriter::create(head.clone(), index, tokens, first).unwrap();
@@ -39,26 +39,49 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
             let record = record(number, stream.tokens, document_tokens + number % 5);
             let tokens = document(number, record.tokens, vocab);
             writer.push(&tokens, &record).unwrap();
-            stream.digest = chain(stream.digest, &tokens, &record);
+            if number == PLAIN {
+                digest.end_file(1);
+            }
+            digest.document(&tokens, &record).unwrap();
             stream.tokens += record.tokens;
             stream.documents += 1;
         }
         stream.shards.push(writer.finish().unwrap());
     }
-    let tokenizer = b"{}".to_vec();
-    fs::write(folder.path().join(open::TOKENIZER), &tokenizer).unwrap();
-    let input = InputRecord {
-        path: "a.jsonl".to_owned(),
-        bytes: 1,
+    fs::write(folder.path().join(open::TOKENIZER), "{}").unwrap();
+    let plain = stream.documents.min(PLAIN);
+    let input = |path: &str, documents: u64, segments: u64| InputRecord {
+        path: path.to_owned(),
+        bytes: 1 << 20,
         sha256: Identity([1; 32]),
-        documents: stream.documents,
+        documents,
+        segments,
     };
+    // Row groups without documents, too.
+    let segments = stream.documents + 3;
+    let inputs =
+        vec![input("a.jsonl", plain, 1), input("b.parquet", stream.documents - plain, segments)];
+    let open = &inputs[usize::from(stream.documents > PLAIN)..];
+    open.iter().for_each(|input| digest.end_file(input.segments));
+    stream.digest = digest.finish();
+    let manifest = committed(folder.path(), stream, inputs, token_bytes, vocab);
+    (folder, manifest)
+}
+
+/// Commits a store whose only stream is `train`.
+fn committed(
+    folder: &Path,
+    train: StreamRecord,
+    inputs: Vec<InputRecord>,
+    token_bytes: u32,
+    vocab: u32,
+) -> Manifest {
     let mut manifest = Manifest {
         format: FORMAT,
         digest: Identity([0; 32]),
         request: Identity([0; 32]),
         tokenizer: TokenizerRecord {
-            sha256: Identity::of_bytes(&tokenizer),
+            sha256: Identity::of_bytes(b"{}"),
             vocab,
             begin: None,
             end: Some(0),
@@ -70,25 +93,29 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
         sources: vec![SourceRecord {
             name: "web".to_owned(),
             preparation: String::new(),
-            inputs: vec![input],
-            train: stream,
-            validation: StreamRecord::empty(),
+            validation: StreamRecord::without_documents(&inputs),
+            inputs,
+            train,
             dropped: Vec::new(),
             prepared: None,
-            dropped_file: None,
+            removed_file: None,
+            parts: vec![PartRecord::default()],
         }],
     };
     manifest.digest = manifest.identity();
-    open::commit(folder.path(), &manifest).unwrap();
-    (folder, manifest)
+    open::commit(folder, &manifest).unwrap();
+    manifest
 }
+
+/// Documents of the first file; those of the second one are in row groups.
+const PLAIN: u64 = 3;
 
 fn record(number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
     DocumentRecord {
-        id: format!("doc-{number}"),
-        file: 0,
+        id: Some(format!("doc-{number}")),
+        file: u32::from(number >= PLAIN),
         row: number,
-        group: (number.is_multiple_of(2)).then_some(3),
+        group: (number >= PLAIN).then_some((number / 3) as u32),
         bytes: (number.is_multiple_of(3)).then_some((number, number + 7)),
         first_token,
         tokens,
@@ -162,7 +189,7 @@ proptest! {
 fn a_damaged_block_is_named_with_its_documents() {
     let (folder, manifest) = store(4, &[10, 60], 1000);
     let shard = &manifest.sources[0].train.shards[1];
-    let path = open::stream_folder(folder.path(), "web", Split::Train).join(&shard.token_file.name);
+    let path = open::part_folder(folder.path(), "web", 0).join(&shard.token_file.name);
     let mut bytes = fs::read(&path).unwrap();
     // The first token of block 2, which by brute force belongs to the document below.
     let at = block_offset(BLOCK_TOKENS * 4, 2) as usize;
@@ -212,15 +239,15 @@ fn missing_short_long_and_swapped_files_are_named() {
         }
         fs::write(&path, bytes).unwrap();
     }
-    let train = open::stream_folder(folder.path(), "web", Split::Train);
+    let train = open::part_folder(folder.path(), "web", 0);
     let swap = |a: &str, b: &str| {
         let (left, right) = (fs::read(train.join(a)).unwrap(), fs::read(train.join(b)).unwrap());
         fs::write(train.join(a), right).unwrap();
         fs::write(train.join(b), left).unwrap();
     };
-    swap("tokens-00000.arrow", "tokens-00001.arrow");
-    assert!(damages(folder.path()).iter().any(|line| line.contains("tokens-00000.arrow")));
-    swap("tokens-00000.arrow", "tokens-00001.arrow");
+    swap("tokens-train-00000.arrow", "tokens-train-00001.arrow");
+    assert!(damages(folder.path()).iter().any(|line| line.contains("tokens-train-00000.arrow")));
+    swap("tokens-train-00000.arrow", "tokens-train-00001.arrow");
     assert_eq!(damages(folder.path()), Vec::<String>::new());
 }
 
@@ -318,9 +345,9 @@ fn the_page_of_the_format_describes_the_bytes() {
     };
     for token_bytes in [2u64, 4] {
         let (folder, manifest) = store(token_bytes as u32, &[100], 600);
-        let train = open::stream_folder(folder.path(), "web", Split::Train);
-        let bytes = fs::read(train.join("tokens-00000.arrow")).unwrap();
-        let sums = fs::read(train.join("tokens-00000.sums")).unwrap();
+        let train = open::part_folder(folder.path(), "web", 0);
+        let bytes = fs::read(train.join("tokens-train-00000.arrow")).unwrap();
+        let sums = fs::read(train.join("tokens-train-00000.sums")).unwrap();
         assert!(bytes.starts_with(b"ARROW1") && bytes.ends_with(b"ARROW1"));
         let all: Vec<u8> = (0..100)
             .flat_map(|n| document(n, 600 + n % 5, manifest.tokenizer.vocab))
@@ -343,7 +370,7 @@ fn the_page_of_the_format_describes_the_bytes() {
 #[test]
 fn starts_lie_where_the_page_says_in_every_block() {
     let (folder, _) = store(2, &[BLOCK_STARTS * 2 + 5], 1);
-    let path = open::stream_folder(folder.path(), "web", Split::Train).join("starts-00000.arrow");
+    let path = open::part_folder(folder.path(), "web", 0).join("starts-train-00000.arrow");
     let bytes = fs::read(path).unwrap();
     let mut start = 0;
     for number in 0..BLOCK_STARTS * 2 + 5 {

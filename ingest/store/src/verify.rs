@@ -11,11 +11,12 @@ use std::ops::Range;
 
 use crate::documents::Documents;
 use crate::folder::StoreFile;
-use crate::manifest::Link;
+use crate::manifest::{Link, StreamDigest};
 use crate::rows::starts;
 use crate::write::block_offset;
 use crate::{
-    BLOCK_TOKENS, DocumentRecord, FileRecord, Manifest, ShardRecord, SourceRecord, Split, open,
+    BLOCK_TOKENS, DocumentRecord, FileRecord, InputRecord, Manifest, ShardRecord, SourceRecord,
+    Split, names, open,
 };
 use crate::{Location, regular};
 use contract::digest::block_sum;
@@ -88,58 +89,91 @@ pub fn verify_stream(
     passed: &dyn Fn(u64),
 ) -> Result<Vec<Damage>> {
     let stream = source.stream(split);
-    let mut check = Check {
-        store: store.into(),
-        split,
-        shown: format!("{}/{}", source.name, split.name()),
-        manifest,
-        source,
-        passed,
-        damages: Vec::new(),
-    };
-    let mut state = Some(Digest::default());
+    let mut check = Check { store: store.into(), manifest, source, passed, damages: Vec::new() };
+    let (mut segments, mut whole) = (Segments::default(), true);
     for shard in &stream.shards {
-        state = check.shard(shard, state)?;
+        if !check.shard(shard, &mut segments)? {
+            // Later shards are still checked, but for the digest the documents of this one are missing.
+            (segments, whole) = (Segments::default(), false);
+        }
     }
-    if let Some(digest) = state
-        && digest != stream.digest
-    {
-        let what = format!("its documents give the digest {digest}, not {}", stream.digest);
-        check.tell(String::new(), what);
+    let found = segments.finish(&source.inputs);
+    if whole && found != stream.digest {
+        let what = format!("its documents give the digest {found}, not {}", stream.digest);
+        check.tell(format!("{} ({})", source.name, split.name()), what);
     }
     Ok(check.damages)
 }
 
 struct Check<'a> {
     store: Location,
-    split: Split,
-    shown: String,
     manifest: &'a Manifest,
     source: &'a SourceRecord,
     passed: &'a dyn Fn(u64),
     damages: Vec<Damage>,
 }
 
-/// The chain over the documents so far; `None` once damage has broken it.
-type State = Option<Digest>;
+/// The digest of a stream whose documents name their file.
+#[derive(Default)]
+struct Segments {
+    digest: StreamDigest,
+    /// The open file.
+    file: usize,
+}
+
+impl Segments {
+    /// The chain of the segment that this document belongs to, or why none does.
+    fn of(
+        &mut self,
+        record: &DocumentRecord,
+        inputs: &[InputRecord],
+    ) -> std::result::Result<&mut Digest, String> {
+        let (file, segment) = (record.file as usize, record.segment());
+        let place = || format!("{} comes from segment {segment} of file {file}", record.shown_id());
+        match inputs.get(file) {
+            None => return Err(format!("{}, but the source has {}", place(), inputs.len())),
+            Some(input) if segment >= input.segments => {
+                return Err(format!("{}, which has {}", place(), input.segments));
+            }
+            Some(_) if file < self.file => return Err(format!("{}, which has ended", place())),
+            Some(_) => {}
+        }
+        self.end_before(file, inputs);
+        self.digest.open(record).ok_or_else(|| format!("{}, which has ended", place()))
+    }
+
+    fn end_before(&mut self, file: usize, inputs: &[InputRecord]) {
+        inputs[self.file..file].iter().for_each(|input| self.digest.end_file(input.segments));
+        self.file = file;
+    }
+
+    fn finish(mut self, inputs: &[InputRecord]) -> Digest {
+        self.end_before(inputs.len(), inputs);
+        self.digest.finish()
+    }
+}
 
 impl Check<'_> {
-    fn tell(&mut self, name: String, what: String) {
-        let file =
-            if name.is_empty() { self.shown.clone() } else { format!("{}/{name}", self.shown) };
+    fn tell(&mut self, file: String, what: String) {
         self.damages.push(Damage { file, what, block: None, documents: None });
     }
 
-    /// A file of the stream.
-    fn at(&self, record: &FileRecord) -> StoreFile {
-        open::stream_file(&self.store, &self.source.name, self.split, &record.name)
+    /// A file of a shard as users name it.
+    fn path(&self, shard: &ShardRecord, name: &str) -> String {
+        format!("{}/{}/{name}", self.source.name, names::part(shard.part))
     }
 
-    fn shard(&mut self, shard: &ShardRecord, state: State) -> Result<State> {
-        let tokens = self.file(&shard.token_file)?;
-        let sums = self.file(&shard.sum_file)?;
-        let starts = self.file(&shard.start_file)?;
-        let documents = self.file(&shard.document_file)?;
+    /// A file of the stream.
+    fn at(&self, shard: &ShardRecord, record: &FileRecord) -> StoreFile {
+        open::part_file(&self.store, &self.source.name, shard.part, &record.name)
+    }
+
+    /// Checks a shard, and adds its documents to their segments. Returns whether all of them were added.
+    fn shard(&mut self, shard: &ShardRecord, segments: &mut Segments) -> Result<bool> {
+        let tokens = self.file(shard, &shard.token_file)?;
+        let sums = self.file(shard, &shard.sum_file)?;
+        let starts = self.file(shard, &shard.start_file)?;
+        let documents = self.file(shard, &shard.document_file)?;
         let whole = Whole { starts: starts.is_ok(), documents: documents.is_ok() };
         for fault in
             [&sums, &starts, &documents].into_iter().filter_map(|found| found.as_ref().err())
@@ -152,7 +186,7 @@ impl Check<'_> {
                 let found = self.blocks(shard, sums.is_ok(), &whole)?;
                 // Without a damaged block, the container around the blocks has changed.
                 self.damages.extend(if found.is_empty() { vec![damage] } else { found });
-                return Ok(None);
+                return Ok(false);
             }
         }
         if sums.is_ok() {
@@ -160,23 +194,28 @@ impl Check<'_> {
             self.damages.extend(found);
         }
         if !whole.starts || !whole.documents {
-            return Ok(None);
+            return Ok(false);
         }
-        match self.meaning(shard, state) {
-            Ok(state) => Ok(state),
+        match self.meaning(shard, segments) {
+            Ok(()) => Ok(true),
             Err(Flaw::Damage(name, what)) => {
-                self.tell(name, what);
-                Ok(None)
+                self.tell(self.path(shard, &name), what);
+                Ok(false)
             }
             Err(Flaw::Machine(fault)) => Err(fault),
         }
     }
 
     /// Size and digest of one file.
-    fn file(&self, record: &FileRecord) -> Result<std::result::Result<(), Damage>> {
-        let file = format!("{}/{}", self.shown, record.name);
+    fn file(
+        &self,
+        shard: &ShardRecord,
+        record: &FileRecord,
+    ) -> Result<std::result::Result<(), Damage>> {
+        let file = self.path(shard, &record.name);
         let damage = |what| Damage { file, what, block: None, documents: None };
-        Ok(flaw(&self.at(record), record, self.passed)?.map_or(Ok(()), |what| Err(damage(what))))
+        let found = flaw(&self.at(shard, record), record, self.passed)?;
+        Ok(found.map_or(Ok(()), |what| Err(damage(what))))
     }
 
     /// The blocks of a token file whose sums are wrong.
@@ -185,7 +224,7 @@ impl Check<'_> {
         if !sums_whole {
             return Ok(Vec::new());
         }
-        let (tokens, sums) = (self.at(&shard.token_file), self.at(&shard.sum_file));
+        let (tokens, sums) = (self.at(shard, &shard.token_file), self.at(shard, &shard.sum_file));
         let path = tokens.location();
         let sums = match sums.read() {
             Ok(sums) => sums,
@@ -204,18 +243,17 @@ impl Check<'_> {
                 Ok(bytes) if block_sum(&bytes).to_le_bytes() == sum => continue,
                 Ok(_) => "its bytes changed".to_owned(),
             };
-            let first = shard.first_token;
             damages.push(Damage {
-                file: format!("{}/{name}", self.shown),
+                file: self.path(shard, name),
                 what,
                 block: Some(block),
-                documents: self.documents_in(shard, first + range.start..first + range.end, whole),
+                documents: self.documents_in(shard, range, whole),
             });
         }
         Ok(damages)
     }
 
-    /// The documents that own these tokens of the stream, as text.
+    /// The documents that own these tokens of the shard, as text.
     fn documents_in(
         &self,
         shard: &ShardRecord,
@@ -231,15 +269,17 @@ impl Check<'_> {
             }
         };
         if whole.documents {
-            for record in Documents::open(&self.at(&shard.document_file)).ok()? {
-                let record = record.ok()?;
+            let first_file = self.source.first_file(shard.part);
+            for record in Documents::open(&self.at(shard, &shard.document_file)).ok()? {
+                let mut record = record.ok()?;
+                record.file = record.file.saturating_add(first_file);
                 let end = record.first_token.saturating_add(record.tokens);
                 if record.first_token < tokens.end && end > tokens.start {
-                    add(record.id);
+                    add(record.shown_id().into_owned());
                 }
             }
         } else if whole.starts {
-            let file = self.at(&shard.start_file);
+            let file = self.at(shard, &shard.start_file);
             let starts = starts(file, shard.documents).ok()?;
             let starts: Vec<u64> = starts.collect::<Result<_>>().ok()?;
             let first = starts.partition_point(|start| *start <= tokens.start).saturating_sub(1);
@@ -253,34 +293,42 @@ impl Check<'_> {
         Some(format!("{}: {}{more}", counted(count, "document"), named.join(", ")))
     }
 
-    /// Checks ids, starts, provenance and the chain of a shard whose bytes are intact.
-    fn meaning(&self, shard: &ShardRecord, state: State) -> std::result::Result<State, Flaw> {
+    /// Checks ids, starts and provenance of a shard whose bytes are intact, and adds its documents to their segments.
+    fn meaning(
+        &self,
+        shard: &ShardRecord,
+        segments: &mut Segments,
+    ) -> std::result::Result<(), Flaw> {
         let in_starts = |what: String| Flaw::Damage(shard.start_file.name.clone(), what);
         let in_documents = |what: String| Flaw::Damage(shard.document_file.name.clone(), what);
         let of_starts = |fault| Flaw::of(&shard.start_file, fault);
         let of_documents = |fault| Flaw::of(&shard.document_file, fault);
-        let mut tokens = Tokens::open(self.at(&shard.token_file), shard, self.manifest)?;
-        let starts = starts(self.at(&shard.start_file), shard.documents).map_err(of_starts)?;
+        let mut tokens = Tokens::open(self.at(shard, &shard.token_file), shard, self.manifest)?;
+        let starts =
+            starts(self.at(shard, &shard.start_file), shard.documents).map_err(of_starts)?;
         let mut documents =
-            Documents::open(&self.at(&shard.document_file)).map_err(of_documents)?;
-        let (mut next, mut count, mut state) = (shard.first_token, 0u64, state);
+            Documents::open(&self.at(shard, &shard.document_file)).map_err(of_documents)?;
+        let (mut next, mut count) = (0, 0u64);
         for start in starts {
             let start = start.map_err(of_starts)?;
-            let record = documents
+            let mut record = documents
                 .next()
                 .ok_or_else(|| in_documents(format!("it ends at document {count}")))?
                 .map_err(of_documents)?;
+            record.file = record.file.saturating_add(self.source.first_file(shard.part));
             if start != next || record.tokens == 0 {
                 return Err(in_starts(format!("document {count} starts at {start}, not {next}")));
             }
-            self.provenance(&record, start).map_err(in_documents)?;
-            let mut link = state.map(|digest| Link::begin(digest, record.tokens));
-            tokens.take(record.tokens, |tokens| {
-                if let Some(link) = &mut link {
-                    link.tokens(tokens);
-                }
-            })?;
-            state = link.map(|link| link.end(&record));
+            if record.first_token != start {
+                let (id, first) = (record.shown_id(), record.first_token);
+                return Err(in_documents(format!(
+                    "{id} begins at {first}, by its start at {start}"
+                )));
+            }
+            let chain = segments.of(&record, &self.source.inputs).map_err(in_documents)?;
+            let mut link = Link::begin(*chain, record.tokens);
+            tokens.take(record.tokens, |tokens| link.tokens(tokens))?;
+            *chain = link.end(&record);
             next += record.tokens;
             count += 1;
         }
@@ -290,26 +338,8 @@ impl Check<'_> {
                 shard.documents
             )));
         }
-        if next != shard.first_token + shard.tokens {
+        if next != shard.tokens {
             return Err(in_starts(format!("the documents end at token {next}")));
-        }
-        Ok(state)
-    }
-
-    fn provenance(&self, record: &DocumentRecord, start: u64) -> std::result::Result<(), String> {
-        if record.first_token != start {
-            return Err(format!(
-                "{} begins at {}, by its start at {start}",
-                record.id, record.first_token
-            ));
-        }
-        if record.file as usize >= self.source.inputs.len() {
-            return Err(format!(
-                "{} comes from file {}, but the source has {}",
-                record.id,
-                record.file,
-                self.source.inputs.len()
-            ));
         }
         Ok(())
     }

@@ -32,7 +32,7 @@ const ROWS_AT_ONCE: usize = 4_096;
 /// What a shard writer needs to know about its stream.
 #[derive(Clone, Debug)]
 pub struct StreamHead {
-    /// The stream's folder.
+    /// The folder of the part.
     pub folder: PathBuf,
     /// The source's name.
     pub source: String,
@@ -55,15 +55,18 @@ pub struct ShardWriter {
 }
 
 impl ShardWriter {
-    /// Begins shard number `index` of a stream, in its folder, which must exist.
+    /// Begins shard number `index` of a stream of a part, in the part's folder, which must exist. Records count tokens
+    /// from where the stream of the part begins, the shard's files from `first_token`.
     pub fn create(
         head: StreamHead,
         index: usize,
         first_token: u64,
         first_document: u64,
     ) -> Result<Self> {
-        let path =
-            |kind: &str, ending: &str| head.folder.join(format!("{kind}-{index:05}.{ending}"));
+        let path = |kind: &str, ending: &str| {
+            let split = head.split.name();
+            head.folder.join(format!("{kind}-{split}-{index:05}.{ending}"))
+        };
         Ok(ShardWriter {
             tokens: TokenFile::create(
                 &path("tokens", "arrow"),
@@ -91,7 +94,7 @@ impl ShardWriter {
         let largest = if beyond { tokens.iter().copied().max() } else { None };
         if let Some(id) = largest.filter(|&id| id >= self.head.vocab) {
             return Err(Fault::mismatch("the tokenizer gave an id that its vocabulary lacks")
-                .at(format!("document {}", record.id))
+                .at(format!("document {}", record.shown_id()))
                 .found(id)
                 .wanted(format!("ids below {}", self.head.vocab))
                 .hint("the tokenizer.json contradicts itself: repair it, or use another one"));
@@ -99,14 +102,15 @@ impl ShardWriter {
         let next = self.first_token + self.tokens.written;
         if record.first_token != next || record.tokens != tokens.len() as u64 || tokens.is_empty() {
             return Err(Fault::bug("a document's record does not agree with its tokens")
-                .at(format!("document {}", record.id)));
+                .at(format!("document {}", record.shown_id())));
         }
         self.tokens.push(tokens)?;
-        self.starts.push(record.first_token)?;
-        self.documents.push(record)
+        let first_token = record.first_token - self.first_token;
+        self.starts.push(first_token)?;
+        self.documents.push(DocumentRecord { first_token, ..record.clone() })
     }
 
-    /// Renames the four files to their names.
+    /// Renames the four files to their names. The record is that of a store whose only part this is.
     pub fn finish(self) -> Result<ShardRecord> {
         let (tokens, documents) = (self.tokens.written, self.starts.written);
         let (token_file, sum_file) = self.tokens.finish()?;
@@ -114,6 +118,7 @@ impl ShardWriter {
         let document_file = self.documents.finish()?;
         sync_folder(&self.head.folder)?;
         Ok(ShardRecord {
+            part: 0,
             first_token: self.first_token,
             tokens,
             first_document: self.first_document,
@@ -141,7 +146,7 @@ pub fn start_schema() -> SchemaRef {
 pub fn document_schema() -> SchemaRef {
     let field = |name: &str, kind: DataType| Field::new(name, kind, false);
     Arc::new(Schema::new(vec![
-        field("id", DataType::Utf8),
+        Field::new("id", DataType::Utf8, true),
         field("source", DataType::Utf8),
         field("split", DataType::Utf8),
         field("file", DataType::UInt32),
@@ -328,8 +333,8 @@ impl DocumentFile {
         })
     }
 
-    fn push(&mut self, record: &DocumentRecord) -> Result<()> {
-        self.open.push(record.clone());
+    fn push(&mut self, record: DocumentRecord) -> Result<()> {
+        self.open.push(record);
         if self.open.len() == ROWS_AT_ONCE { self.write_rows() } else { Ok(()) }
     }
 
@@ -340,7 +345,7 @@ impl DocumentFile {
             Arc::new(rows.iter().map(value).collect::<UInt64Array>()) as ArrayRef
         };
         let columns = vec![
-            text(rows.iter().map(|row| row.id.as_str()).collect()),
+            Arc::new(rows.iter().map(|row| row.id.as_deref()).collect::<StringArray>()) as ArrayRef,
             text(vec![&self.source; rows.len()]),
             text(vec![self.split.name(); rows.len()]),
             Arc::new(UInt32Array::from_iter_values(rows.iter().map(|row| row.file))),

@@ -260,7 +260,8 @@ fn documents(stores: &Stores, args: &Args) -> Result<Vec<FoundDocument>> {
             }
             let record = stream.document(document)?;
             let origin = output::origin(stream.source(), &record);
-            all.push(FoundDocument { id: record.id, source: source.to_owned(), document, origin });
+            let (id, source) = (record.shown_id().into_owned(), source.to_owned());
+            all.push(FoundDocument { id, source, document, origin });
         }
     }
     Ok(all)

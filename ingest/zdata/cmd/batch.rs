@@ -214,7 +214,7 @@ impl Document {
         stream.read_tokens(piece.tokens.clone(), &mut ids)?;
         let (inner, record) = (piece.in_document(), &piece.record);
         Ok(Document {
-            id: record.id.clone(),
+            id: record.shown_id().into_owned(),
             document: piece.document,
             file: output::file(stream.source(), record).to_owned(),
             row: record.row,

@@ -4,8 +4,6 @@ use std::path::{Path, PathBuf};
 
 use contract::{Fault, Result, counted, note};
 use ingest::build::Options;
-use ingest::cache_dir::CacheDir;
-use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{self, Stage, slurm};
 use ingest::tokenize::Engine;
 use ingest::{Corpus, Outcome, check, inspect, moved};
@@ -29,7 +27,7 @@ pub(crate) struct Args {
     #[arg(long, required_unless_present = "check", value_parser = super::place())]
     out: Option<Location>,
     /// Build nothing: read everything, and list the records that are not documents.
-    #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "task_bytes", "sbatch"])]
+    #[arg(long, conflicts_with_all = ["out", "encoder", "executor", "cache_dir", "sbatch"])]
     check: bool,
     /// Refused: see `refuse_from`.
     #[arg(long, hide = true, value_name = "STORE", value_parser = super::place())]
@@ -49,9 +47,6 @@ pub(crate) struct Args {
     /// the store is whole].
     #[arg(long, value_name = "FOLDER", value_parser = super::local(super::task::WORK))]
     cache_dir: Option<PathBuf>,
-    /// Bytes of input that a part is made of, which a kill can cost; a larger file is a part by itself.
-    #[arg(long, default_value_t = TASK_BYTES)]
-    task_bytes: u64,
     /// An argument for sbatch, like "--partition=cpu"; again for more.
     #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true)]
     sbatch: Vec<String>,
@@ -135,9 +130,9 @@ fn by_slurm(corpus: &Corpus, args: &Args, options: &Options) -> Result<Manifest>
         return Ok(up_to_date(manifest));
     }
     let work = ingest::build::work_folder(out, options)?;
-    let (cache, _lock) = CacheDir::hold(&work)?;
+    let (cache, _lock) = ingest::build::hold(out, &work, options)?;
     let engine = options.engine.unwrap_or_default();
-    let plan = cluster::plan_build(corpus, &work, options.task_bytes, engine)?;
+    let plan = cluster::plan_build(corpus, &work, engine)?;
     for stage in [Stage::Scan, Stage::Encode] {
         let (all, left) = (plan.tasks_of(stage).len(), plan.missing(stage)?.len());
         if all > 0 {
@@ -214,8 +209,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         Encoder::Fastest => Engine::Fastest,
         Encoder::Reference => Engine::Reference,
     });
-    let (work, task_bytes) = (args.cache_dir.clone(), args.task_bytes);
-    let options = Options { workers, engine, quiet, work, task_bytes };
+    let options = Options { workers, engine, quiet, work: args.cache_dir.clone() };
     let manifest = if args.executor == Place::Slurm {
         by_slurm(&corpus, &args, &options)?
     } else {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use contract::{Ratio, Result, UNIT_TOKENS_MAX, note};
-use ingest::corpus::SHARD_TOKENS;
+use ingest::corpus::PART_BYTES;
 use ingest::inspect;
 use ingest::interop::Width;
 use ingest::interop::import::{Import, Imported, Part, import};
@@ -95,7 +95,7 @@ pub(crate) fn exec(args: Args, quiet: bool) -> Result<()> {
         column: args.column,
         validation: args.validation,
         unit: args.unit,
-        shard_tokens: SHARD_TOKENS,
+        part_bytes: PART_BYTES,
         quiet,
     };
     let manifest = match import(&request)? {

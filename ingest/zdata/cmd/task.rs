@@ -6,7 +6,6 @@ use std::time::Duration;
 use contract::terminal::print;
 use contract::{Result, note};
 use ingest::cache_dir::{CacheDir, PlanName};
-use ingest::cluster::plan::TASK_BYTES;
 use ingest::cluster::{Plan, Ran, Runner, Stage, decide, merge, plan, prune};
 use ingest::{Corpus, inspect};
 use store::Location;
@@ -31,9 +30,6 @@ pub(crate) enum Command {
         /// The folder of the plan and its parts, which every machine sees.
         #[arg(long, value_parser = super::local(WORK))]
         cache_dir: PathBuf,
-        /// Bytes of input that a task gets; a larger file is a task by itself.
-        #[arg(long, default_value_t = TASK_BYTES)]
-        task_bytes: u64,
     },
     /// Look at the documents of one task, where steps compare documents with each other; again does no harm.
     Scan(Task),
@@ -107,10 +103,10 @@ fn run(stage: Stage, task: Task, quiet: bool) -> Result<()> {
 /// Does it.
 pub(crate) fn exec(command: Command, quiet: bool) -> Result<()> {
     match command {
-        Command::Plan { corpus, cache_dir, task_bytes } => {
+        Command::Plan { corpus, cache_dir } => {
             let corpus = Corpus::read(&corpus)?;
             let (_, _lock) = CacheDir::hold(&cache_dir)?;
-            let plan = plan(&corpus, &cache_dir, task_bytes)?;
+            let plan = plan(&corpus, &cache_dir)?;
             let scanned = plan.tasks_of(Stage::Scan);
             if let (Some(first), Some(last)) = (scanned.first(), scanned.last()) {
                 let all = scanned.len();

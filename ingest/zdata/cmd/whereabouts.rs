@@ -94,7 +94,7 @@ fn search(plan: &DataPlan, stores: &Stores, args: &Args) -> Result<Vec<Whereabou
                     Split::Validation => Vec::new(),
                 };
                 found.push(Whereabouts {
-                    id: record.id.clone(),
+                    id: record.shown_id().into_owned(),
                     source: facts.name.clone(),
                     split: split.name(),
                     document,

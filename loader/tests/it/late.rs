@@ -4,7 +4,7 @@ use contract::{Class, Digest};
 use loader::explain::pieces;
 use loader::{RankSlice, Stores, batch};
 use store::write::ShardWriter;
-use store::{BLOCK_TOKENS, FileRecord, ShardRecord, SourceRecord, Split, StreamRecord};
+use store::{BLOCK_TOKENS, FileRecord, PartRecord, ShardRecord, SourceRecord, Split, StreamRecord};
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 
@@ -25,14 +25,15 @@ fn claimed(folder: &std::path::Path) -> ShardRecord {
         FileRecord { name: name.to_owned(), bytes, digest: Digest(7) }
     };
     ShardRecord {
+        part: 0,
         first_token: 0,
         tokens: FIRST,
         first_document: 0,
         documents: 1,
-        token_file: file("tokens-00000.arrow", 1 << 36),
-        sum_file: file("tokens-00000.sums", FIRST.div_ceil(BLOCK_TOKENS) * 8),
-        start_file: file("starts-00000.arrow", 1 << 16),
-        document_file: file("documents-00000.parquet", 7),
+        token_file: file("tokens-train-00000.arrow", 1 << 36),
+        sum_file: file("tokens-train-00000.sums", FIRST.div_ceil(BLOCK_TOKENS) * 8),
+        start_file: file("starts-train-00000.arrow", 1 << 16),
+        document_file: file("documents-train-00000.parquet", 7),
     }
 }
 
@@ -59,7 +60,8 @@ fn write(dir: &std::path::Path) {
         validation,
         dropped,
         prepared: None,
-        dropped_file: None,
+        removed_file: None,
+        parts: vec![PartRecord::default()],
     };
     commit_store(dir, vec![web], 2, UNIT);
 }
@@ -110,7 +112,7 @@ fn text_beyond_32_bits_is_found_and_read_where_the_plan_says() {
         for piece in pieces(&plan, &stores, &[sample]).unwrap().remove(0) {
             let owner = starts.partition_point(|start| *start <= piece.tokens.start);
             assert_eq!(piece.document, owner as u64);
-            assert_eq!(piece.record.id, format!("web-{owner}"));
+            assert_eq!(piece.record.shown_id(), format!("web-{owner}"));
             assert!(piece.in_document().end <= LENGTHS[owner - 1]);
         }
         read += 1;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use loader::{PrefetchOptions, Prefetcher, RankSlice, Stores};
 use store::write::ShardWriter;
-use store::{SourceRecord, Split, StreamRecord};
+use store::{PartRecord, SourceRecord, Split, StreamRecord};
 
 use crate::support::{PhaseText, commit_store, curriculum, head, plan, record, scratch};
 
@@ -60,7 +60,8 @@ fn write(dir: &Path) {
         validation,
         dropped,
         prepared: None,
-        dropped_file: None,
+        removed_file: None,
+        parts: vec![PartRecord::default()],
     };
     commit_store(dir, vec![web], 2, 1024);
 }

@@ -201,7 +201,7 @@ fn shard_cuts_and_token_width_leave_no_trace() {
 fn damage_comes_at_its_step_and_names_its_place() {
     let dir = scratch();
     write_store(dir.path(), &two_sources(), 2, 512);
-    let shard = dir.path().join("math/train/tokens-00003.arrow");
+    let shard = dir.path().join("math/00000/tokens-train-00003.arrow");
     let mut bytes = std::fs::read(&shard).unwrap();
     bytes[400] ^= 1; // Values begin at byte 384 and are over a kilobyte long.
     std::fs::write(&shard, bytes).unwrap();
@@ -219,7 +219,7 @@ fn damage_comes_at_its_step_and_names_its_place() {
     assert_eq!(fault.class(), Class::Data);
     let message = fault.to_string();
     assert!(
-        message.contains("math/train/tokens-00003.arrow") && message.contains("documents "),
+        message.contains("math/00000/tokens-train-00003.arrow") && message.contains("documents "),
         "{message}"
     );
 }

@@ -5,10 +5,12 @@ use std::path::Path;
 
 use contract::{Identity, Key, Purpose, draw};
 use mixer::{Curriculum, DataPlan};
-use store::manifest::{TokenizerRecord, chain};
-use store::open::{commit, stream_folder};
+use store::manifest::{StreamDigest, TokenizerRecord};
+use store::open::{commit, part_folder};
 use store::write::{ShardWriter, StreamHead};
-use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
+use store::{
+    DocumentRecord, FORMAT, InputRecord, Manifest, PartRecord, SourceRecord, Split, StreamRecord,
+};
 use tempfile::TempDir;
 
 /// A source to write.
@@ -51,7 +53,8 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         validation: write_stream(dir, text, Split::Validation, token_bytes),
         dropped: Vec::new(),
         prepared: None,
-        dropped_file: None,
+        removed_file: None,
+        parts: vec![PartRecord::default()],
     });
     commit_store(dir, sources.collect(), token_bytes, unit);
 }
@@ -66,7 +69,7 @@ pub(crate) fn commit_store(
     for source in &mut sources {
         let documents = source.train.documents + source.validation.documents;
         let (path, sha256) = ("generated".to_owned(), Identity([0; 32]));
-        source.inputs = vec![InputRecord { path, bytes: 1, sha256, documents }];
+        source.inputs = vec![InputRecord { path, bytes: 1, sha256, documents, segments: 1 }];
     }
     fs::write(dir.join("tokenizer.json"), "{}").unwrap();
     let tokenizer = TokenizerRecord {
@@ -98,7 +101,7 @@ fn vocab(token_bytes: u32) -> u32 {
 
 /// The head for a stream's writer; creates the stream's folder.
 pub(crate) fn head(dir: &Path, source: &str, split: Split, token_bytes: u32) -> StreamHead {
-    let folder = stream_folder(dir, source, split);
+    let folder = part_folder(dir, source, 0);
     fs::create_dir_all(&folder).unwrap();
     let (source, vocab) = (source.to_owned(), vocab(token_bytes));
     StreamHead { folder, source, split, token_bytes, vocab }
@@ -111,6 +114,7 @@ fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> Stre
     };
     let head = head(dir, &text.name, split, token_bytes);
     let (mut stream, mut open) = (StreamRecord::empty(), None);
+    let mut digest = StreamDigest::default();
     for tokens in documents {
         let record = record(&text.name, stream.documents, stream.tokens, tokens.len() as u64);
         let shard = open.get_or_insert_with(|| {
@@ -118,19 +122,21 @@ fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> Stre
             ShardWriter::create(head.clone(), index, record.first_token, first).unwrap()
         });
         shard.push(tokens, &record).unwrap();
-        stream.digest = chain(stream.digest, tokens, &record);
+        digest.document(tokens, &record).unwrap();
         (stream.tokens, stream.documents) = (stream.tokens + record.tokens, stream.documents + 1);
         if shard.tokens() >= text.shard_tokens {
             stream.shards.extend(open.take().map(|shard| shard.finish().unwrap()));
         }
     }
     stream.shards.extend(open.map(|shard| shard.finish().unwrap()));
+    digest.end_file(1);
+    stream.digest = digest.finish();
     stream
 }
 
 /// The provenance of a generated document.
 pub(crate) fn record(source: &str, number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
-    let (id, row) = (format!("{source}-{number}"), number + 1);
+    let (id, row) = (Some(format!("{source}-{number}")), number + 1);
     DocumentRecord { id, file: 0, row, group: None, bytes: Some((0, 1)), first_token, tokens }
 }
 

@@ -244,7 +244,7 @@ fn candidates(replayer: &Replayer, batch: &Batch, most: usize) -> Result<Vec<Can
             None => found.push(Candidate {
                 source: name.clone(),
                 document: piece.document,
-                id: piece.record.id.clone(),
+                id: piece.record.shown_id().into_owned(),
                 labels,
                 product: 0.0,
                 before: 0.0,

@@ -110,7 +110,7 @@ fn describe(spec: &RunSpec, source: usize, record: &DocumentRecord) -> Result<Do
     let file = stream.source().inputs.get(record.file as usize);
     Ok(DocumentLoss {
         source: name.clone(),
-        id: record.id.clone(),
+        id: record.shown_id().into_owned(),
         file: file.map_or_else(|| format!("input {}", record.file), |input| input.path.clone()),
         row: record.row,
         group: record.group,

@@ -141,7 +141,9 @@ fn find_documents(
         each_piece(replayer, &batch, |source, piece, labels| {
             let name = all[source].name.as_str();
             let asked = ids.iter().filter(|_| labels > 0);
-            for asked in asked.filter(|asked| WhatIfChange::drops(asked, name, &piece.record.id)) {
+            for asked in
+                asked.filter(|asked| WhatIfChange::drops(asked, name, &piece.record.shown_id()))
+            {
                 found.entry(name.to_owned()).or_default().insert(piece.document);
                 sources.entry(asked).or_default().insert(name);
             }
@@ -168,7 +170,7 @@ fn dropped_labels(replayer: &Replayer, step: u64, change: &WhatIfChange) -> Resu
     let (batch, mut dropped) = (replayer.batch(step)?, 0);
     each_piece(replayer, &batch, |source, piece, labels| {
         let name = &replayer.spec().plan.sources()[source].name;
-        let drops = |asked: &String| WhatIfChange::drops(asked, name, &piece.record.id);
+        let drops = |asked: &String| WhatIfChange::drops(asked, name, &piece.record.shown_id());
         if drop_documents.iter().any(drops) || drop_sources.contains(name) {
             dropped += labels;
         }

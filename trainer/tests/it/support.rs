@@ -7,10 +7,12 @@ use std::path::{Path, PathBuf};
 use contract::{Identity, Key, Purpose, Result, draw};
 use kernels::runtime::{self, KernelTable, RuntimeOptions};
 use loader::OpenedCurriculum;
-use store::manifest::{TokenizerRecord, chain};
-use store::open::{commit, stream_folder};
+use store::manifest::{StreamDigest, TokenizerRecord};
+use store::open::{commit, part_folder};
 use store::write::{ShardWriter, StreamHead};
-use store::{DocumentRecord, FORMAT, InputRecord, Manifest, SourceRecord, Split, StreamRecord};
+use store::{
+    DocumentRecord, FORMAT, InputRecord, Manifest, PartRecord, SourceRecord, Split, StreamRecord,
+};
 use tch::Device;
 use tempfile::TempDir;
 use trainer::workers::Workers;
@@ -187,6 +189,7 @@ fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> So
         bytes: 1,
         sha256: Identity::of_bytes(name.as_bytes()),
         documents: text.documents + 9,
+        segments: 1,
     };
     SourceRecord {
         name: name.to_owned(),
@@ -196,7 +199,8 @@ fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> So
         validation,
         dropped: Vec::new(),
         prepared: None,
-        dropped_file: None,
+        removed_file: None,
+        parts: vec![PartRecord::default()],
     }
 }
 
@@ -208,12 +212,12 @@ fn stream(
     (key, documents, noise): (Key, u64, u64),
     planted: &BTreeMap<String, Vec<u32>>,
 ) -> StreamRecord {
-    let folder = stream_folder(root, name, split);
+    let folder = part_folder(root, name, 0);
     fs::create_dir_all(&folder).unwrap();
     let (source, token_bytes) = (name.to_owned(), 2);
     let head = StreamHead { folder, source, split, token_bytes, vocab: VOCAB };
     let mut shard = ShardWriter::create(head, 0, 0, 0).unwrap();
-    let mut stream = StreamRecord::empty();
+    let (mut stream, mut digest) = (StreamRecord::empty(), StreamDigest::default());
     for number in 0..documents {
         let key = key.nth(number);
         let length = 2 + draw(key, Purpose::Generate, 0) % 59;
@@ -230,7 +234,7 @@ fn stream(
             tokens.iter_mut().zip(planted).for_each(|(token, planted)| *token = *planted);
         }
         let record = DocumentRecord {
-            id,
+            id: Some(id),
             file: 0,
             row: number + 1,
             group: None,
@@ -239,10 +243,12 @@ fn stream(
             tokens: length,
         };
         shard.push(&tokens, &record).unwrap();
-        stream.digest = chain(stream.digest, &tokens, &record);
+        digest.document(&tokens, &record).unwrap();
         (stream.tokens, stream.documents) = (stream.tokens + length, stream.documents + 1);
     }
     stream.shards.push(shard.finish().unwrap());
+    digest.end_file(1);
+    stream.digest = digest.finish();
     stream
 }
 

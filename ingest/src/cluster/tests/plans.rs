@@ -7,14 +7,14 @@ use crate::tokenize::Engine;
 
 fn planned(bench: &Workbench, keys: &str) -> Plan {
     let corpus = Corpus::read(bench.corpus(keys)).unwrap();
-    plan(&corpus, &bench.path("work"), 1).unwrap()
+    plan(&corpus, &bench.path("work")).unwrap()
 }
 
 #[test]
 fn a_merge_makes_the_store_of_the_plan_that_it_names() {
     let bench = Workbench::new(9);
     let mut made = Vec::new();
-    for (name, keys) in [("a", ""), ("b", "shard_tokens = 300")] {
+    for (name, keys) in [("a", IN_PARTS), ("b", "part_bytes = 2")] {
         let corpus = Corpus::read(bench.corpus(keys)).unwrap();
         crate::build(&corpus, &bench.path(&format!("local-{name}")), options(1)).unwrap();
         let plan = planned(&bench, keys);
@@ -27,7 +27,7 @@ fn a_merge_makes_the_store_of_the_plan_that_it_names() {
         assert!(tree(&out) == tree(&bench.path(&format!("local-{name}"))), "{name}");
     }
     // A merged store no longer needs its plan, which is removed when the next one is planned.
-    let third = planned(&bench, "shard_tokens = 200");
+    let third = planned(&bench, "part_bytes = 3");
     for (_, plan) in made {
         let fault = Plan::read(&bench.path("work"), plan).map(drop).unwrap_err();
         assert_eq!(fault.class(), Class::Data);
@@ -39,7 +39,7 @@ fn a_merge_makes_the_store_of_the_plan_that_it_names() {
     }
     // A plan in the folder of another one, and a merge into the folder of parts.
     let (name, corpus) = (third.name, Corpus::read(bench.corpus("")).unwrap());
-    let other = plan(&corpus, &bench.path("elsewhere"), 1).unwrap();
+    let other = plan(&corpus, &bench.path("elsewhere")).unwrap();
     fs::copy(other.folder().join("plan.json"), third.folder().join("plan.json")).unwrap();
     let fault = Plan::read(&bench.path("work"), name).map(drop).unwrap_err();
     assert!(fault.to_string().contains("another plan"), "{fault}");
@@ -51,18 +51,18 @@ fn a_merge_makes_the_store_of_the_plan_that_it_names() {
 #[test]
 fn builds_and_tasks_leave_each_others_scratch_alone() {
     let bench = Workbench::new(9);
-    let tasks = planned(&bench, "");
+    let tasks = planned(&bench, IN_PARTS);
     let half = tasks.folder().join(".encode-000000.part-elsewhere--7.tmp");
     fs::write(&half, "half a part of another machine").unwrap();
     // Of the same corpus, and of another one; killed, failed and done, here and by tasks.
-    for keys in ["", "shard_tokens = 300"] {
+    for keys in [IN_PARTS, "part_bytes = 20"] {
         let corpus = Corpus::read(bench.corpus(keys)).unwrap();
-        let killed = plan_build(&corpus, &bench.path("work"), 1, Engine::Fastest).unwrap();
+        let killed = plan_build(&corpus, &bench.path("work"), Engine::Fastest).unwrap();
         fs::write(killed.folder().join(".half"), "half").unwrap();
         let (folder, name) = (killed.folder(), killed.name);
         assert!(name != tasks.name && half.exists());
         let with_parts = || Options { work: Some(bench.path("work")), ..options(1) };
-        let other = Corpus::read(bench.corpus("shard_tokens = 500")).unwrap();
+        let other = Corpus::read(bench.corpus("part_bytes = 500")).unwrap();
         // Tasks of the killed build are still running, as those of a job whose build has ended.
         let store = bench.path(&format!("store-{}", keys.len()));
         crate::build(&other, &store, with_parts()).unwrap();

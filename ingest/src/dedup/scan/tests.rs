@@ -7,17 +7,18 @@ use std::path::Path;
 use contract::{Class, Fault, Key, Purpose, draw};
 use proptest::prelude::*;
 use serde_json::{Value, json};
-use store::Manifest;
+use store::{Manifest, open};
 
 use crate::build::{Options, build_while};
 use crate::corpus::Corpus;
 use crate::dedup::matches::{MATCHES_MAX, TEXT_MAX};
 use crate::dedup::minhash::Functions;
 use crate::dedup::normal;
+use crate::dropped::each_of;
 use crate::recipe::compare::Near;
 use crate::recipe::tests::{balanced, built, kept};
 use crate::sample;
-use crate::testing::{Workbench, in_parts, options, tree};
+use crate::testing::{IN_PARTS, Workbench, options, tree};
 use crate::verify::verify;
 
 /// Documents, many of which are copies of others, exact or with some words changed.
@@ -57,7 +58,7 @@ fn corpus(bench: &Workbench, texts: &[String], steps: &str) -> std::path::PathBu
     bench.write("web-0.jsonl", lines(&texts[..a], 0));
     bench.write("web-1.jsonl", lines(&texts[a..b], a));
     bench.write("math.jsonl", lines(&texts[b..], b));
-    let path = bench.corpus("shard_tokens = 20000");
+    let path = bench.corpus(IN_PARTS);
     let text = fs::read_to_string(&path).unwrap();
     let text = text.replace("files = [\"math.jsonl\"]", "files = [\"math.jsonl\"]\nid = \"id\"");
     bench.write("corpus.toml", text + steps)
@@ -134,7 +135,7 @@ proptest! {
         built(&path, &whole, 1);
         let request = Corpus::read(&path).unwrap();
         let mut left = kill;
-        let outcome = build_while(&request, &killed, in_parts(workers), || {
+        let outcome = build_while(&request, &killed, options(workers), || {
             left = left.saturating_sub(1);
             if left == 0 { Err(Fault::machine("killed")) } else { Ok(()) }
         });
@@ -145,14 +146,15 @@ proptest! {
     }
 }
 
-/// The lines of a source's list.
+/// The dropped records of a source.
 fn removed(store: &Path, source: &str) -> Vec<Value> {
-    // A source without dropped records has no list.
-    let Ok(bytes) = fs::read(store.join(source).join("dropped.jsonl.zst")) else {
-        return Vec::new();
-    };
-    let text = String::from_utf8(zstd::decode_all(&bytes[..]).unwrap()).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    let mut lines = Vec::new();
+    each_of(store, &open::manifest(store).unwrap(), |of, line| {
+        lines.extend((of.name == source).then(|| serde_json::to_value(line).unwrap()));
+        Ok(())
+    })
+    .unwrap();
+    lines
 }
 
 /// Runs of `n` words.
@@ -380,14 +382,14 @@ fn a_damaged_list_is_found() {
     let bench = Workbench::new(1);
     let store = bench.path("store");
     built(&corpus(&bench, &texts(3, 40), BOTH), &store, 1);
-    let path = store.join("web/dropped.jsonl.zst");
+    let path = store.join("web/00000/dropped.jsonl.zst");
     let mut bytes = fs::read(&path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&path, bytes).unwrap();
     let damages = verify(&store, true).unwrap().damages;
     assert_eq!(damages.len(), 1);
-    assert_eq!(damages[0].file, "web/dropped.jsonl.zst");
+    assert_eq!(damages[0].file, "web/00000/dropped.jsonl.zst");
     fs::remove_file(&path).unwrap();
     assert_eq!(verify(&store, true).unwrap().damages.len(), 1);
 }

@@ -8,8 +8,11 @@ use store::open;
 fn store(bench: &Bench) -> (Manifest, PathBuf) {
     let docs: Vec<Vec<u32>> =
         (0..40).map(|at| (0..1 + at % 9).map(|id| id + at).collect()).collect();
-    let ds = bench.datatrove("a.ds", &docs);
-    let mut request = bench.import(Peer::Datatrove, "store", &[(&ds, false)]);
+    // Two files, and so two parts.
+    let (first, second) = docs.split_at(20);
+    let files = [bench.datatrove("a.ds", first), bench.datatrove("b.ds", second)];
+    let files = files.each_ref().map(|file| (file.as_path(), false));
+    let mut request = bench.import(Peer::Datatrove, "store", &files);
     request.validation = Ratio::new(1, 4);
     let Imported::Done(manifest, _) = import(&request).unwrap() else { panic!("a new store") };
     export(&bench.export(Peer::Megatron, "store", "out")).unwrap();

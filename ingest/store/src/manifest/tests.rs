@@ -1,9 +1,12 @@
 //! The identity of a store is frozen, and changes only with what it covers.
 
 use contract::{Digest, Identity};
+use proptest::prelude::*;
 
+use super::{StreamDigest, chain};
 use crate::{
-    Dropped, InputRecord, Manifest, PreparedRecord, SourceRecord, StreamRecord, TokenizerRecord,
+    DocumentRecord, Dropped, InputRecord, Manifest, PartRecord, PreparedRecord, SourceRecord,
+    StreamRecord, TokenizerRecord,
 };
 
 /// A manifest with names and templates that Unicode tables, or `Debug`, would escape.
@@ -13,6 +16,7 @@ fn manifest() -> Manifest {
         bytes,
         sha256: Identity([byte; 32]),
         documents: 1,
+        segments: 1,
     };
     let train =
         StreamRecord { tokens: 12, documents: 2, digest: Digest(99), ..StreamRecord::empty() };
@@ -37,10 +41,11 @@ fn manifest() -> Manifest {
                 .to_owned(),
             inputs: vec![input("a.jsonl", 5, 1), input("b.jsonl", 0, 2)],
             train,
-            validation: StreamRecord::empty(),
+            validation: StreamRecord { digest: Digest(0), ..StreamRecord::empty() },
             dropped: Vec::new(),
             prepared: None,
-            dropped_file: None,
+            removed_file: None,
+            parts: vec![PartRecord::default()],
         }],
     }
 }
@@ -83,10 +88,68 @@ fn what_an_identity_covers_moves_it() {
     // Not covered: paths, the encoder, what was dropped or prepared, how it is stored.
     assert!(!moved(&|m| m.sources[0].inputs[0].path = "c.jsonl".to_owned()));
     assert!(!moved(&|m| m.sources[0].inputs[0].documents = 7));
+    assert!(!moved(&|m| m.sources[0].inputs[0].segments = 7));
     assert!(!moved(&|m| m.tokenizer.encoder = "slow".to_owned()));
     assert!(!moved(&|m| m.token_bytes = 4));
     assert!(!moved(&|m| m.sources[0].train.text_bytes = 9));
     assert!(!moved(&|m| m.sources[0].prepared = Some(PreparedRecord::default())));
     let dropped = Dropped { reason: "empty".to_owned(), documents: 1, bytes: 0 };
     assert!(!moved(&|m| m.sources[0].dropped = vec![dropped.clone()]));
+}
+
+/// A document of file `file`, with one token.
+fn document(id: Option<&str>, file: u32, group: Option<u32>, row: u64) -> DocumentRecord {
+    let (id, bytes, first_token) = (id.map(str::to_owned), Some((row, row + 1)), 7 * row);
+    DocumentRecord { id, file, group, row, bytes, first_token, tokens: 1 }
+}
+
+/// The digest of files, each a list of segments with the rows of their documents.
+fn digest(files: &[Vec<Vec<u64>>]) -> Digest {
+    let mut digest = StreamDigest::default();
+    for (file, segments) in (0..).zip(files) {
+        for (group, rows) in (0..).zip(segments) {
+            for row in rows {
+                let record = document(None, file, Some(group), *row);
+                digest.document(&[*row as u32], &record).unwrap();
+            }
+        }
+        digest.end_file(segments.len() as u64);
+    }
+    digest.finish()
+}
+
+proptest! {
+    /// Whatever stands before a segment has no effect on its chain, and every other difference has one.
+    #[test]
+    fn different_files_have_different_digests(
+        a in prop::collection::vec(prop::collection::vec(prop::collection::vec(0u64..2, 0..3), 0..3), 0..3),
+        b in prop::collection::vec(prop::collection::vec(prop::collection::vec(0u64..2, 0..3), 0..3), 0..3),
+    ) {
+        prop_assert_eq!(a == b, digest(&a) == digest(&b));
+    }
+}
+
+#[test]
+fn a_link_covers_a_document_but_not_where_it_came_to_stand() {
+    let base = document(None, 1, None, 5);
+    let link = |record: &DocumentRecord| chain(Digest(3), &[1, 2], record);
+    let moved = DocumentRecord { file: 9, first_token: 1 << 40, ..base.clone() };
+    assert_eq!(link(&moved), link(&base));
+    // An id that is like the one shown to users is another one.
+    let own = DocumentRecord { id: Some(base.shown_id().into_owned()), ..base.clone() };
+    let others = [
+        own,
+        DocumentRecord { id: Some(String::new()), ..base.clone() },
+        DocumentRecord { group: Some(0), ..base.clone() },
+        DocumentRecord { row: 6, ..base.clone() },
+        DocumentRecord { bytes: None, ..base.clone() },
+        DocumentRecord { bytes: Some((5, 7)), ..base.clone() },
+    ];
+    others.iter().for_each(|other| assert_ne!(link(other), link(&base), "{other:?}"));
+    assert_ne!(chain(Digest(4), &[1, 2], &base), link(&base));
+    assert_ne!(chain(Digest(3), &[1, 3], &base), link(&base));
+    // A segment that has ended takes nothing more.
+    let mut digest = StreamDigest::default();
+    digest.document(&[1], &document(None, 0, Some(2), 0)).unwrap();
+    assert!(digest.document(&[1], &document(None, 0, Some(1), 0)).is_err());
 }

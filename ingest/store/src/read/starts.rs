@@ -2,7 +2,7 @@
 //!
 //! The whole file is read once, checked by its digest and thinned to every 512th start; a window then costs one small
 //! read. So memory is a fraction of a byte per document, and the units of a batch stay in memory even in a store of ten
-//! trillion tokens.
+//! trillion tokens. Starts are counted in the shard.
 
 use std::ops::Range;
 
@@ -44,14 +44,14 @@ impl StartIndex {
         }
         let rows = shard.documents;
         let stride = if rows <= SMALL { 1 } else { STRIDE };
-        let mut thinned = Thinned { stride, row: 0, last: shard.first_token, samples: Vec::new() };
+        let mut thinned = Thinned { stride, row: 0, last: 0, samples: Vec::new() };
         let ordered = pieces(0..rows).all(|(part, offset)| {
             let from = offset as usize;
             let piece = bytes.get(from..from + ((part.end - part.start) * WIDTH) as usize);
             piece.is_some_and(|piece| thinned.add(piece))
         });
-        let end = shard.first_token + shard.tokens;
-        let begins = thinned.samples.first() == Some(&shard.first_token);
+        let end = shard.tokens;
+        let begins = thinned.samples.first() == Some(&0);
         if !ordered || !begins || thinned.last >= end {
             return Err(damaged(file.location(), "document starts contradict the manifest")
                 .found(format!("starts up to token {}", thinned.last))

@@ -8,10 +8,10 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::*;
-use crate::manifest::{TokenizerRecord, chain};
-use crate::open::{commit, stream_folder};
+use crate::manifest::TokenizerRecord;
+use crate::open::{commit, part_folder};
 use crate::write::{ShardWriter, StreamHead};
-use crate::{FORMAT, HEAD_BYTES, InputRecord, SourceRecord};
+use crate::{FORMAT, HEAD_BYTES, InputRecord, PartRecord, SourceRecord};
 use contract::Class;
 use contract::{Identity, Key, Purpose, draw};
 
@@ -44,9 +44,17 @@ impl Text {
         self.documents.concat()
     }
 
+    /// Some documents have no id, and some have one that looks like the one shown for the next document.
     fn record(&self, number: usize) -> DocumentRecord {
+        let id = match number % 10 {
+            4 | 9 => None,
+            8 if number + 1 < self.documents.len() => {
+                Some(self.record(number + 1).shown_id().into_owned())
+            }
+            _ => Some(format!("doc-{number}")),
+        };
         DocumentRecord {
-            id: format!("doc-{number}"),
+            id,
             file: number as u32 % 3,
             row: number as u64 + 1,
             group: number.is_multiple_of(2).then_some(7),
@@ -60,7 +68,7 @@ impl Text {
     /// Writes the text as the training split of source "web" and commits the store.
     fn write(&self) -> TempDir {
         let dir = scratch();
-        let folder = stream_folder(dir.path(), "web", Split::Train);
+        let folder = part_folder(dir.path(), "web", 0);
         fs::create_dir_all(&folder).unwrap();
         let head = StreamHead {
             folder,
@@ -80,7 +88,6 @@ impl Text {
             shard.push(tokens, &record).unwrap();
             train.tokens += record.tokens;
             train.documents += 1;
-            train.digest = chain(train.digest, tokens, &record);
             if shard.tokens() >= self.shard_tokens {
                 train.shards.push(writer.take().unwrap().finish().unwrap());
             }
@@ -115,7 +122,8 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
             validation: StreamRecord::empty(),
             dropped: Vec::new(),
             prepared: None,
-            dropped_file: None,
+            removed_file: None,
+            parts: vec![PartRecord::default()],
         }],
     };
     manifest.digest = manifest.identity();
@@ -126,9 +134,10 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
 fn input(number: u64, stream: &StreamRecord) -> InputRecord {
     InputRecord {
         path: format!("{number}.jsonl"),
-        bytes: 1,
+        bytes: 1 << 20,
         sha256: Identity([1; 32]),
         documents: (stream.documents + 2 - number) / 3,
+        segments: 8,
     }
 }
 
@@ -195,7 +204,15 @@ proptest! {
             prop_assert_eq!(document, starts.partition_point(|s| *s <= from) as u64 - 1);
             prop_assert_eq!(stream.document(document).unwrap(), text.record(document as usize));
         }
-        prop_assert_eq!(stream.find("doc-0").unwrap(), vec![0]);
+        let records: Vec<_> = (0..text.documents.len()).map(|number| text.record(number)).collect();
+        for id in records.iter().map(|record| record.shown_id()) {
+            let at = |is: &dyn Fn(&DocumentRecord) -> bool| -> Vec<u64> {
+                (0..).zip(&records).filter(|(_, record)| is(record)).map(|(at, _)| at).collect()
+            };
+            let own = at(&|record| record.id.as_deref() == Some(&id));
+            let shown = at(&|record| record.id.is_none() && record.shown_id() == id);
+            prop_assert_eq!(stream.find(&id).unwrap(), if own.is_empty() { shown } else { own });
+        }
         prop_assert_eq!(stream.find("doc-x").unwrap(), Vec::<u64>::new());
         let past = stream.read_tokens(0..count + 1, &mut Vec::new());
         prop_assert_eq!(past.unwrap_err().class(), Class::Bug);
@@ -294,7 +311,7 @@ fn no_flipped_bit_reaches_a_reader() {
 fn a_flipped_token_names_its_block_and_documents() {
     let text = Text::generate(2, &[20_000, 10, 10, 30_000], u64::MAX, 2);
     let dir = text.write();
-    let path = stream_folder(dir.path(), "web", Split::Train).join("tokens-00000.arrow");
+    let path = part_folder(dir.path(), "web", 0).join("tokens-train-00000.arrow");
     let mut bytes = fs::read(&path).unwrap();
     let needle: Vec<u8> =
         text.tokens()[20_005..20_009].iter().flat_map(|t| (*t as u16).to_le_bytes()).collect();
@@ -306,7 +323,7 @@ fn a_flipped_token_names_its_block_and_documents() {
     assert_eq!(fault.class(), Class::Data);
     let message = fault.to_string();
     for part in [
-        "tokens-00000.arrow",
+        "tokens-train-00000.arrow",
         "block 1 of 4",
         "documents 0 (\"doc-0\") to 3 (\"doc-3\")",
         "source \"web\", train",

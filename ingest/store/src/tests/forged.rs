@@ -62,7 +62,9 @@ fn forgeries(value: &Value) -> Vec<Value> {
             let names =
                 ["..", ".", "/etc/passwd", "../outside", "web/../..", "a\u{1b}[31m", "a\0b"];
             all.extend(names.map(|name| json!(name)));
-            all.extend(["manifest.json", "train", "tokens-00000.sums"].map(|name| json!(name)));
+            all.extend(
+                ["manifest.json", "train", "tokens-train-00000.sums"].map(|name| json!(name)),
+            );
             all.extend([json!("0".repeat(32)), json!("f".repeat(64)), json!("x".repeat(300))]);
         }
         Value::Array(list) => {
@@ -124,7 +126,7 @@ fn a_forged_manifest_ends_in_a_fault_or_in_what_was_written() {
 #[test]
 fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
     let (folder, manifest) = store(2, &[5], 40);
-    let stream = open::stream_folder(folder.path(), "web", Split::Train);
+    let stream = open::part_folder(folder.path(), "web", 0);
     let shard = &manifest.sources[0].train.shards[0];
     let (mut refused, mut passed) = (0, 0);
     for name in [&shard.document_file.name, &shard.start_file.name] {
@@ -163,7 +165,7 @@ fn forged_files_with_agreeing_digests_end_in_a_fault_or_in_what_was_read() {
 #[test]
 fn a_forged_hole_ends_in_a_fault_of_its_file() {
     let (folder, manifest) = store(2, &[5], 40);
-    let stream = open::stream_folder(folder.path(), "web", Split::Train);
+    let stream = open::part_folder(folder.path(), "web", 0);
     let files: [fn(&mut ShardRecord) -> &mut FileRecord; 2] =
         [|shard| &mut shard.start_file, |shard| &mut shard.sum_file];
     for file in files {
@@ -221,7 +223,7 @@ fn a_folder_that_is_a_link_is_refused_and_the_store_itself_may_be_one() {
     symlink(folder.path(), &link).unwrap();
     read(&link).unwrap();
     assert_eq!(damages(&link), Vec::<String>::new());
-    for inner in ["web/train", "web"] {
+    for inner in ["web/00000", "web"] {
         let (path, moved) = (folder.path().join(inner), elsewhere.path().join("moved"));
         fs::rename(&path, &moved).unwrap();
         symlink(&moved, &path).unwrap();

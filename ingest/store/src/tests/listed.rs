@@ -61,14 +61,14 @@ fn a_store_in_a_bucket_is_whole_or_said_not_to_be_whatever_the_bucket_lists() {
             let bytes = fs::read(folder.path().join(&file.path)).unwrap();
             place.join(&file.path).create(&bytes).unwrap();
         }
-        place.join("web/train/notes.txt").create(b"mine").unwrap();
+        place.join("web/00000/notes.txt").create(b"mine").unwrap();
         let opened = whole::opened(Location::Object(place.clone()));
         if let List::Broken = list {
             assert_eq!(opened.unwrap_err().class(), Class::Machine);
             continue;
         }
         assert_eq!(opened.unwrap(), manifest);
-        let name = "web/train/starts-00001.arrow";
+        let name = "web/00000/starts-train-00001.arrow";
         place.join(name).remove().unwrap();
         for (bytes, word) in [(None, "missing"), (Some(b"cut"), "truncated")] {
             if let Some(bytes) = bytes {
@@ -103,7 +103,7 @@ fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
         |place, _| {
             let stream = Store::open(place).unwrap().stream(0, Split::Train);
             assert_eq!(stream.find("doc-4").unwrap(), [4]);
-            assert_eq!(stream.document(1).unwrap().id, "doc-1");
+            assert_eq!(stream.document(1).unwrap().shown_id(), "doc-1");
         },
     ];
     for used in uses {
@@ -121,9 +121,9 @@ fn a_spoiled_copy_is_made_once_more_before_it_is_damage() {
 fn every_file_of_many_is_looked_at() {
     let (folder, manifest) = store(2, &[1; 200], 1);
     assert_eq!(whole::opened(folder.path()).unwrap(), manifest);
-    let gone = ["tokens-00003.sums", "tokens-00199.arrow"];
+    let gone = ["tokens-train-00003.sums", "tokens-train-00199.arrow"];
     for name in gone {
-        fs::remove_file(folder.path().join("web/train").join(name)).unwrap();
+        fs::remove_file(folder.path().join("web/00000").join(name)).unwrap();
     }
     let told = whole::opened(folder.path()).unwrap_err().to_string();
     let [first, last] = gone.map(|name| told.find(&format!("{name}: it is missing")).unwrap());

@@ -15,7 +15,7 @@ fn token(place: u64) -> u32 {
 }
 
 fn head(folder: &Path) -> StreamHead {
-    let folder = open::stream_folder(folder, "web", Split::Train);
+    let folder = open::part_folder(folder, "web", 0);
     fs::create_dir_all(&folder).unwrap();
     StreamHead {
         folder,
@@ -33,7 +33,7 @@ fn commit(folder: &Path, shards: Vec<ShardRecord>, digest: Digest) -> Manifest {
     let last = shards.last().unwrap();
     let (tokens, documents) =
         (last.first_token + last.tokens, last.first_document + last.documents);
-    manifest.sources[0].inputs[0].documents = documents;
+    manifest.sources[0].inputs[1].documents = documents - manifest.sources[0].inputs[0].documents;
     manifest.sources[0].train = StreamRecord { tokens, documents, text_bytes: 0, digest, shards };
     manifest.digest = manifest.identity();
     open::commit(folder, &manifest).unwrap();
@@ -51,14 +51,15 @@ fn claimed(folder: &Path, tokens: u64) -> ShardRecord {
         FileRecord { name: name.to_owned(), bytes, digest: Digest(7) }
     };
     ShardRecord {
+        part: 0,
         first_token: 0,
         tokens,
         first_document: 0,
         documents: FIRST_DOCUMENT,
-        token_file: file("tokens-00000.arrow", 1 << 43),
-        sum_file: file("tokens-00000.sums", tokens.div_ceil(BLOCK_TOKENS) * 8),
-        start_file: file("starts-00000.arrow", 1 << 43),
-        document_file: file("documents-00000.parquet", 7),
+        token_file: file("tokens-train-00000.arrow", 1 << 43),
+        sum_file: file("tokens-train-00000.sums", tokens.div_ceil(BLOCK_TOKENS) * 8),
+        start_file: file("starts-train-00000.arrow", 1 << 43),
+        document_file: file("documents-train-00000.parquet", 7),
     }
 }
 
@@ -70,7 +71,7 @@ fn late_store(first: u64, lengths: &[u64]) -> (TempDir, Manifest, Vec<DocumentRe
     let (mut at, mut records) = (first, Vec::new());
     for (number, length) in (FIRST_DOCUMENT..).zip(lengths) {
         let mut record = record(number, at, *length);
-        record.row = (1 << 40) + number;
+        (record.row, record.group) = ((1 << 40) + number, Some(1));
         let tokens: Vec<u32> = (at..at + length).map(token).collect();
         writer.push(&tokens, &record).unwrap();
         at += length;
@@ -108,7 +109,7 @@ fn places_beyond_32_bits_are_read_checked_and_named() {
             }
         }
         let fault = stream.read_tokens(first - 1..first + 1, &mut Vec::new()).unwrap_err();
-        assert!(fault.to_string().contains("tokens-00000.arrow"), "{fault}");
+        assert!(fault.to_string().contains("tokens-train-00000.arrow"), "{fault}");
         // Claimed files are missing; existing ones are intact, in bytes and in meaning.
         let missing: Vec<String> = verified(folder.path(), &manifest)
             .iter()
@@ -117,7 +118,7 @@ fn places_beyond_32_bits_are_read_checked_and_named() {
         assert_eq!(missing.len(), 4, "{missing:?}");
         assert!(missing.iter().all(|m| m.contains("-00000.") && m.contains("missing")));
         // Damage is reported with its block and document.
-        let path = head(folder.path()).folder.join("tokens-00001.arrow");
+        let path = head(folder.path()).folder.join("tokens-train-00001.arrow");
         let mut bytes = fs::read(&path).unwrap();
         bytes[block_offset(BLOCK_TOKENS * 2, 3) as usize] ^= 8;
         fs::write(&path, bytes).unwrap();
@@ -145,7 +146,11 @@ fn a_document_of_any_length_is_written_read_and_verified() {
     let mut writer = ShardWriter::create(head(folder.path()), 0, 0, 0).unwrap();
     writer.push(&tokens, &records[0]).unwrap();
     writer.push(&[7, 8, 9], &records[1]).unwrap();
-    let digest = chain(chain(Digest::default(), &tokens, &records[0]), &[7, 8, 9], &records[1]);
+    let mut digest = StreamDigest::default();
+    digest.document(&tokens, &records[0]).unwrap();
+    digest.document(&[7, 8, 9], &records[1]).unwrap();
+    [1, 1 + 3].into_iter().for_each(|segments| digest.end_file(segments));
+    let digest = digest.finish();
     drop(tokens);
     let manifest = commit(folder.path(), vec![writer.finish().unwrap()], digest);
     assert_eq!(verified(folder.path(), &manifest), []);

@@ -1,0 +1,101 @@
+//! The record of a source, from the outputs of its parts: a merge copies no token.
+
+use store::manifest::StreamDigest;
+use store::{Change, InputRecord, PartRecord, ShardRecord, SourceRecord, StreamRecord};
+
+use super::part::{PartOutput, count_dropped};
+use crate::recipe::Recipe;
+
+/// A source of a store that is being put together.
+pub(crate) struct SourceBuilder<'a> {
+    record: SourceRecord,
+    recipe: &'a Recipe,
+    digests: [StreamDigest; 2],
+    /// Whether a record has its own id.
+    named: bool,
+}
+
+impl<'a> SourceBuilder<'a> {
+    /// Begins the source `name`.
+    pub(crate) fn new(name: &str, preparation: &str, recipe: &'a Recipe) -> Self {
+        let record = SourceRecord::new(name, preparation);
+        SourceBuilder { record, recipe, digests: Default::default(), named: false }
+    }
+
+    /// The number of the next part.
+    pub(crate) fn part(&self) -> u32 {
+        self.record.parts.len() as u32
+    }
+
+    /// Adds the next part, whose files are called `paths`.
+    pub(crate) fn push(&mut self, output: PartOutput, paths: impl IntoIterator<Item = String>) {
+        let PartOutput { inputs, streams, dropped, dropped_file, changes, named, stop: _ } = output;
+        let (part, first_file) = (self.part(), self.record.inputs.len() as u32);
+        self.record.parts.push(PartRecord { first_file, dropped_file });
+        self.named |= named;
+        for (input, path) in inputs.into_iter().zip(paths) {
+            let (bytes, sha256, documents) = (input.bytes, input.sha256, input.documents);
+            let segments = input.segments.len() as u64;
+            for chains in &input.segments {
+                self.digests
+                    .iter_mut()
+                    .zip(chains)
+                    .for_each(|(digest, chain)| digest.segment(*chain));
+            }
+            self.digests.iter_mut().for_each(|digest| digest.end_file(segments));
+            self.record.inputs.push(InputRecord { path, bytes, sha256, documents, segments });
+        }
+        let totals = [&mut self.record.train, &mut self.record.validation];
+        for (total, output) in totals.into_iter().zip(streams) {
+            total.text_bytes += output.text_bytes;
+            for shard in output.shards {
+                let (first_token, first_document) = (total.tokens, total.documents);
+                total.tokens += shard.tokens;
+                total.documents += shard.documents;
+                total.shards.push(ShardRecord { part, first_token, first_document, ..shard });
+            }
+        }
+        for dropped in dropped {
+            let all = &mut self.record.dropped;
+            count_dropped(all, &dropped.reason, dropped.documents, dropped.bytes);
+        }
+        if self.recipe.is_empty() {
+            return;
+        }
+        let places = self.recipe.encoding_places();
+        let prepared = self.record.prepared.get_or_insert_default();
+        prepared.read_bytes += changes.read_bytes;
+        for (place, [documents, added, removed]) in places.into_iter().zip(changes.steps) {
+            if documents == 0 {
+                continue;
+            }
+            let step = self.recipe.step_name(place);
+            // In the order of the steps, which is the order of their names' numbers.
+            let all = &mut prepared.changes;
+            let at = all.binary_search_by(|change| change.step.cmp(&step));
+            let at = at.unwrap_or_else(|at| {
+                all.insert(at, Change { step, documents: 0, added: 0, removed: 0 });
+                at
+            });
+            all[at].documents += documents;
+            all[at].added += added;
+            all[at].removed += removed;
+        }
+    }
+
+    /// Whether records were read and none has its own id.
+    pub(crate) fn is_nameless(&self) -> bool {
+        !self.named && self.record.inputs.iter().any(|input| input.documents > 0)
+    }
+
+    /// The finished source.
+    pub(crate) fn finish(self) -> SourceRecord {
+        let [train, validation] = self.digests.map(|digest| digest.finish());
+        let of = |stream: StreamRecord, digest| StreamRecord { digest, ..stream };
+        SourceRecord {
+            train: of(self.record.train, train),
+            validation: of(self.record.validation, validation),
+            ..self.record
+        }
+    }
+}
