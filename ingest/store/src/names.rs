@@ -10,7 +10,7 @@ pub const MANIFEST_SUM: &str = "manifest.sum";
 pub const TOKENIZER: &str = "tokenizer.json";
 
 /// The name of a part's folder in that of its source.
-pub fn part(number: u32) -> String {
+pub(crate) fn part(number: u32) -> String {
     format!("{number:05}")
 }
 
