@@ -173,7 +173,8 @@ impl DataPlan {
         SourceState { cursor, tokens }
     }
 
-    /// The composition of a source's sequences in a phase; `phase` and `entry` index [`DataPlan::phases`] and its `uses`.
+    /// The composition of a source's sequences in a phase; `phase` and `entry` index [`DataPlan::phases`] and its
+    /// `uses`.
     pub fn makeup(&self, phase: usize, entry: usize) -> Composition {
         let SourceUse { segment, samples, .. } = &self.phases[phase].uses[entry];
         segment.makeup(*samples)

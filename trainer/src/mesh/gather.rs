@@ -10,8 +10,8 @@
 //! nodes of the tree, independent of the rank that adds them. Pieces for owners on the same machine take the same path,
 //! so a single machine is no special case.
 //!
-//! Ranks here are positions on the line of gradients (`team::PhaseMesh`): all ranks, unless some share micro-batches. If
-//! some do, each has the slice of a gradient that its line owns, and pieces and owners refer to it (`slices`).
+//! Ranks here are positions on the line of gradients (`team::PhaseMesh`): all ranks, unless some share micro-batches.
+//! If some do, each has the slice of a gradient that its line owns, and pieces and owners refer to it (`slices`).
 //!
 //! `whole` has one round, in which each rank has a run of micro-batches, and one bucket that holds every parameter: a
 //! block is sent once its micro-batches are computed. `bucketed` has a round for each micro-batch of a rank and a
