@@ -70,6 +70,7 @@ fn generate(path: &Path, shards: u64, tokens: u64, length: u64) {
         dropped,
         prepared: None,
         removed_file: None,
+        keep: Vec::new(),
         parts: vec![PartRecord::default()],
     };
     commit_store(path, vec![web], 2, 131_072);

@@ -47,6 +47,7 @@ pub fn pieces(
         bytes: None,
         first_token: 0,
         tokens: 0,
+        kept: Vec::new(),
     });
     let mut all = Vec::with_capacity(samples.len());
     let mut wanted: BTreeMap<usize, BTreeMap<u64, Arc<DocumentRecord>>> = BTreeMap::new();

@@ -31,6 +31,8 @@ pub(crate) struct PartOutput {
     pub(crate) changes: Changes,
     /// Whether a record has its own id.
     pub(crate) named: bool,
+    /// Whether a document has a value, by kept column.
+    pub(crate) kept: Vec<bool>,
     /// The first record at which a build with `on_error = "stop"` stops.
     pub(crate) stop: Option<Stop>,
 }
@@ -108,11 +110,11 @@ pub(crate) struct PartBuilder {
 }
 
 impl PartBuilder {
-    /// Begins a part of the source `name` in `folder`, which must exist, for a store like `manifest`. `decided` is the
+    /// Begins a part of the source `name`, which keeps the columns `keep`, in `folder`, which must exist, for a store like `manifest`. `decided` is the
     /// scan's list for the files of the part.
     pub(crate) fn new(
         folder: &Path,
-        name: &str,
+        (name, keep): (&str, &[String]),
         manifest: &Manifest,
         decided: Option<&Path>,
     ) -> Result<Self> {
@@ -123,6 +125,7 @@ impl PartBuilder {
                 split,
                 token_bytes: manifest.token_bytes,
                 vocab: manifest.tokenizer.vocab,
+                keep: keep.to_vec(),
             },
             output: StreamOutput::default(),
             chains: Vec::new(),
@@ -131,7 +134,7 @@ impl PartBuilder {
             open: None,
         };
         Ok(PartBuilder {
-            output: PartOutput::default(),
+            output: PartOutput { kept: vec![false; keep.len()], ..PartOutput::default() },
             streams: Split::ALL.map(stream),
             listing: Listing::new(folder.to_owned(), decided)?,
             documents: 0,
@@ -157,6 +160,8 @@ impl PartBuilder {
             u32::try_from(file).map_err(|_| Fault::usage("a source has too many files"))?;
         self.documents += 1;
         self.output.named |= record.id.is_some();
+        let kept = self.output.kept.iter_mut().zip(&record.kept);
+        kept.for_each(|(any, value)| *any |= value.is_some());
         self.streams[split as usize].push(tokens, record, text_bytes)
     }
 

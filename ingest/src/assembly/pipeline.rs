@@ -51,6 +51,8 @@ pub(crate) struct Encoded {
     pub(crate) row: u64,
     pub(crate) group: Option<u32>,
     pub(crate) bytes: Option<(u64, u64)>,
+    /// The values of the kept columns.
+    pub(crate) kept: Vec<Option<String>>,
     pub(crate) text_bytes: u64,
     /// The digest of its text as encoded.
     pub(crate) content: Digest,
@@ -186,6 +188,7 @@ fn encode(
                 row: document.row,
                 group: document.group,
                 bytes: document.bytes,
+                kept: document.kept,
                 text_bytes: document.text.len() as u64,
                 content,
                 trace,

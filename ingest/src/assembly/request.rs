@@ -38,7 +38,11 @@ pub(crate) fn preparation(corpus: &Corpus, source: &Source) -> String {
     let id = source.fields.id.as_deref().map_or("none".to_owned(), quoted);
     let text = quoted(&source.fields.text.to_string());
     let (max, steps) = (corpus.max_document_bytes, source.recipe.describe());
-    format!("format={formats} text={text} id={id} max={max}{steps}")
+    let keep = match source.fields.keep.iter().map(|path| quoted(path)).collect::<Vec<_>>() {
+        none if none.is_empty() => String::new(),
+        keep => format!(" keep={}", keep.join(",")),
+    };
+    format!("format={formats} text={text} id={id}{keep} max={max}{steps}")
 }
 
 /// SHA-256 over everything a build was asked to do.

@@ -13,13 +13,21 @@ pub(crate) struct SourceBuilder<'a> {
     digests: [StreamDigest; 2],
     /// Whether a record has its own id.
     named: bool,
+    /// Whether a record has a value, by kept column.
+    kept: Vec<bool>,
 }
 
 impl<'a> SourceBuilder<'a> {
-    /// Begins the source `name`.
-    pub(crate) fn new(name: &str, preparation: &str, recipe: &'a Recipe) -> Self {
-        let record = SourceRecord::new(name, preparation);
-        SourceBuilder { record, recipe, digests: Default::default(), named: false }
+    /// Begins the source `name`, which keeps the columns `keep`.
+    pub(crate) fn new(name: &str, preparation: &str, keep: &[String], recipe: &'a Recipe) -> Self {
+        let record = SourceRecord { keep: keep.to_vec(), ..SourceRecord::new(name, preparation) };
+        SourceBuilder {
+            record,
+            recipe,
+            digests: Default::default(),
+            named: false,
+            kept: vec![false; keep.len()],
+        }
     }
 
     /// The number of the next part.
@@ -29,10 +37,12 @@ impl<'a> SourceBuilder<'a> {
 
     /// Adds the next part, whose files are called `paths`.
     pub(crate) fn push(&mut self, output: PartOutput, paths: impl IntoIterator<Item = String>) {
-        let PartOutput { inputs, streams, dropped, dropped_file, changes, named, stop: _ } = output;
+        let PartOutput { inputs, streams, dropped, dropped_file, changes, named, kept, stop: _ } =
+            output;
         let (part, first_file) = (self.part(), self.record.inputs.len() as u32);
         self.record.parts.push(PartRecord { first_file, dropped_file });
         self.named |= named;
+        self.kept.iter_mut().zip(kept).for_each(|(all, part)| *all |= part);
         for (input, path) in inputs.into_iter().zip(paths) {
             let (bytes, sha256, documents) = (input.bytes, input.sha256, input.documents);
             let segments = input.segments.len() as u64;
@@ -86,6 +96,12 @@ impl<'a> SourceBuilder<'a> {
     /// Whether records were read and none has its own id.
     pub(crate) fn is_nameless(&self) -> bool {
         !self.named && self.record.inputs.iter().any(|input| input.documents > 0)
+    }
+
+    /// The kept columns in which no record has a value.
+    pub(crate) fn never_kept(&self) -> impl Iterator<Item = &str> {
+        let columns = self.record.keep.iter().zip(&self.kept);
+        columns.filter(|(_, kept)| !**kept).map(|(column, _)| column.as_str())
     }
 
     /// The finished source.

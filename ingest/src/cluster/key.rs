@@ -32,7 +32,8 @@ pub(super) fn cache_key(
     let recipe = &source.recipe;
     let mut framed = Framed::new("zdata part", PARTS);
     framed.field(&FORMAT).field(&head.versions).field(stage.name());
-    framed.field(&source.fields.text).field(&source.fields.id).field(&only.max_document_bytes);
+    framed.field(&source.fields.text).field(&source.fields.id);
+    framed.field(&source.fields.keep).field(&only.max_document_bytes);
     let encodes = match stage {
         Stage::Scan => {
             framed.field(&recipe.describe_scan());

@@ -70,7 +70,8 @@ pub(super) fn assemble(
     let mut results = results.into_iter().zip(&plan.text.tasks).peekable();
     for (number, (name, preparation)) in plan.text.head.sources.iter().enumerate() {
         let source = &plan.corpus.sources[number];
-        let mut builder = SourceBuilder::new(name, preparation, &source.recipe);
+        let mut builder =
+            SourceBuilder::new(name, preparation, &source.fields.keep, &source.recipe);
         while let Some((result, (_, range))) = results.next_if(|(_, (of, _))| *of == number) {
             let files = &source.files[range.clone()];
             let (output, digest) = output::read(&plan.cache, result.part)?
@@ -91,7 +92,7 @@ pub(super) fn assemble(
             });
             builder.push(output, files.iter().map(|file| file.shown.clone()));
         }
-        tell_of_ids(source, &builder);
+        tell_of_fields(source, &builder);
         sources.push(builder.finish());
     }
     if let Some(scan) = &scan {
@@ -123,10 +124,16 @@ fn stopped(stop: &Stop, files: &[SourceFile]) -> Fault {
         .hint("mend or drop it, or set on_error = \"skip\" to count such records and go on")
 }
 
-/// Notes a source whose records have no id of their own although its settings name an id field.
-fn tell_of_ids(source: &Source, builder: &SourceBuilder<'_>) {
+/// Notes fields that the settings of a source name and no record has: the id, and kept columns.
+fn tell_of_fields(source: &Source, builder: &SourceBuilder<'_>) {
     if let (Some(id), true) = (&source.fields.id, builder.is_nameless()) {
         note!("{}", request::nameless(&source.name, id));
+    }
+    for column in builder.never_kept() {
+        note!(
+            "note: source {}: no document has the field `{column}` that `keep` names",
+            source.name
+        );
     }
 }
 

@@ -172,7 +172,12 @@ impl<'a> Runner<'a> {
             };
             disk::create_folder(scratch)?;
             let mut sink = PartSink {
-                part: PartBuilder::new(scratch, &source.name, &self.empty, decided.as_deref())?,
+                part: PartBuilder::new(
+                    scratch,
+                    (&source.name, &source.fields.keep),
+                    &self.empty,
+                    decided.as_deref(),
+                )?,
                 only,
                 places: source.recipe.encoding_places(),
                 wanted: &wanted,
@@ -375,8 +380,19 @@ impl PartSink<'_> {
     }
 
     fn document(&mut self, document: Encoded, auditor: &Auditor) -> Result<()> {
-        let Encoded { id, row, group, bytes, text_bytes, content, trace, split, tokens, sample } =
-            document;
+        let Encoded {
+            id,
+            row,
+            group,
+            bytes,
+            kept,
+            text_bytes,
+            content,
+            trace,
+            split,
+            tokens,
+            sample,
+        } = document;
         if let Some(sample) = self.audit.offer(content.0, text_bytes, sample, self.wanted) {
             auditor.check(sample);
         }
@@ -388,7 +404,7 @@ impl PartSink<'_> {
         self.part.output.changes.read_bytes += trace.map_or(0, |trace| trace.read);
         let count = tokens.len() as u64;
         let record =
-            DocumentRecord { id, file: 0, row, group, bytes, first_token: 0, tokens: count };
+            DocumentRecord { id, file: 0, row, group, bytes, first_token: 0, tokens: count, kept };
         self.part.document(split, &tokens, record, text_bytes).map_err(|fault| self.in_file(fault))
     }
 

@@ -84,6 +84,10 @@ struct WrittenSource {
     /// Path of the document's id; without it ids are `FILE#ROW` or `FILE#GROUP.ROW`.
     #[schemars(with = "Option<String>")]
     id: Option<Spanned<String>>,
+    /// Paths of the fields that are stored with each document's provenance.
+    #[serde(default)]
+    #[schemars(with = "Vec<String>")]
+    keep: Vec<Spanned<String>>,
     /// The text, built from fields: `"Q: {question}\nA: {answer}"`.
     #[schemars(with = "Option<String>")]
     template: Option<Spanned<String>>,
@@ -205,25 +209,36 @@ fn sources(file: &File, written: &[Spanned<WrittenSource>]) -> Result<Vec<Source
 }
 
 fn source(file: &File, written: &WrittenSource) -> Result<SourceSpec> {
-    let field = |key: &str, path: &Option<Spanned<String>>| -> Result<Option<String>> {
-        let Some(path) = path else { return Ok(None) };
+    let field = |key: &str, path: &Spanned<String>| -> Result<String> {
         if names::of(path.get_ref()).iter().any(String::is_empty) {
             let wanted = "names of fields joined by dots, like \"text\" or \"meta.id\"";
             return Err(file.wrong(key, path, wanted));
         }
-        Ok(Some(path.get_ref().clone()))
+        Ok(path.get_ref().clone())
+    };
+    let named = |key: &str, path: &Option<Spanned<String>>| {
+        path.as_ref().map(|path| field(key, path)).transpose()
     };
     if written.files.get_ref().is_empty() {
         return Err(file.wrong("files", &written.files, "at least one glob"));
     }
     let pattern = |glob: &Spanned<String>| files::Pattern::new(file, glob);
     let (mapping, mapping_place) = mapping(file, written)?;
-    let (text, id) = (field("text", &written.text)?, field("id", &written.id)?);
+    let (text, id) = (named("text", &written.text)?, named("id", &written.id)?);
     let fields = match &mapping {
         Some(MappingSpec::Whole(mapping)) => Fields::record(mapping.roots(), id.as_deref()),
         Some(MappingSpec::Rendered(chat)) => Fields::record(chat.paths.roots(), id.as_deref()),
         None => Fields::at(text.as_deref().unwrap_or("text"), id.as_deref()),
     };
+    let mut keep = Vec::new();
+    for path in &written.keep {
+        let name = field("keep", path)?;
+        if keep.contains(&name) {
+            return Err(file.wrong("keep", path, "each field once"));
+        }
+        keep.push(name);
+    }
+    let fields = Fields { keep, ..fields };
     Ok(SourceSpec {
         name: written.name.get_ref().clone(),
         files: written.files.get_ref().iter().map(pattern).collect(),

@@ -127,7 +127,7 @@ fn opens(path: &Path, format: Format, text: &Text, id: Option<&str>) -> bool {
         Text::At(path) => TextAt::Path(path.clone()),
         _ => TextAt::Record(Vec::new()),
     };
-    let fields = Fields { text, id: id.map(str::to_owned) };
+    let fields = Fields { text, id: id.map(str::to_owned), keep: Vec::new() };
     format.is_stream() || source::open(path, format, &fields, &Limits::default()).is_ok()
 }
 

@@ -262,7 +262,7 @@ impl Source<'_> {
         let ours = || files.iter().filter(move |files| files.part.source == name);
         let preparation = self.preparation(ours().map(|files| files.part));
         let recipe = Recipe::default();
-        let mut source = SourceBuilder::new(name, &preparation, &recipe);
+        let mut source = SourceBuilder::new(name, &preparation, &[], &recipe);
         let mut open = None;
         for Files { part, units, index } in ours() {
             for unit in units {
@@ -348,6 +348,7 @@ impl Source<'_> {
             bytes: Some(found.bytes),
             first_token: 0,
             tokens: tokens.len() as u64,
+            kept: Vec::new(),
         };
         builder.document(split, tokens, record, 0)
     }
@@ -391,7 +392,7 @@ impl Sink {
         let folder = open::part_folder(store.unwrap_or(Path::new("")), source, part);
         let part = store.map(|_| {
             disk::create_folder(&folder)?;
-            PartBuilder::new(&folder, source, manifest, None)
+            PartBuilder::new(&folder, (source, &[]), manifest, None)
         });
         Ok(Sink { part: part.transpose()?, folder, inputs: Vec::new(), bytes: 0 })
     }

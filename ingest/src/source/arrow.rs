@@ -22,7 +22,7 @@ pub(super) struct Reader {
     path: Arc<Path>,
     limits: Limits,
     messages: Messages,
-    /// Whether the text is made from whole rows.
+    /// Whether whole rows are parsed.
     whole: bool,
     text: String,
     id: Option<String>,
@@ -40,32 +40,29 @@ impl Reader {
     ) -> Result<Self> {
         let mut messages = Messages::open(disk, path)?;
         let schema = messages.schema();
-        let columns = if fields.is_record() {
+        if !fields.is_record() {
+            check_types(path, schema, fields)?;
+        }
+        let columns = if fields.needs_rows() {
             let known: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).collect();
             records::roots(path, &known, fields)?
         } else {
-            Self::columns(path, schema, fields)?
+            Self::columns(schema, fields)
         };
         messages.project(columns);
         let (text, id) = (fields.path().to_owned(), fields.id.clone());
-        let whole = fields.is_record();
+        let whole = fields.needs_rows();
         let (path, slabs) = (path.into(), VecDeque::new());
         Ok(Reader { path, limits, messages, whole, text, id, groups: 0, slabs, ended: false })
     }
 
-    /// The top-level columns that hold the text and the id, which must have suitable types.
-    fn columns(path: &Path, schema: &Schema, fields: &Fields) -> Result<Vec<usize>> {
-        check(path, schema, fields.path(), "strings", is_text)?;
-        if let Some(id) = &fields.id {
-            check(path, schema, id, "strings or integers", |kind| {
-                is_text(kind) || is_integer(kind)
-            })?;
-        }
+    /// The top-level columns that hold the text and the id.
+    fn columns(schema: &Schema, fields: &Fields) -> Vec<usize> {
         let names = [Some(fields.path()), fields.id.as_deref()];
         let wanted =
             |field: &Field| names.iter().flatten().any(|name| leads_to(field.name(), name));
         let columns = schema.fields().iter().enumerate().filter(|(_, field)| wanted(field));
-        Ok(columns.map(|(index, _)| index).collect())
+        columns.map(|(index, _)| index).collect()
     }
 
     /// Cuts a batch into slabs, which share its memory.
@@ -180,6 +177,13 @@ fn column(batch: &RecordBatch, name: &str) -> Option<(ArrayRef, Option<NullBuffe
         at = parent.column_by_name(&part)?.clone();
     }
     Some((at, nulls))
+}
+
+/// Refuses a schema whose text or id has no suitable type.
+pub(super) fn check_types(path: &Path, schema: &Schema, fields: &Fields) -> Result<()> {
+    check(path, schema, fields.path(), "strings", is_text)?;
+    let fits = |kind: &DataType| is_text(kind) || is_integer(kind);
+    fields.id.as_ref().map_or(Ok(()), |id| check(path, schema, id, "strings or integers", fits))
 }
 
 /// Refuses a schema without a suitable column at a dotted path.

@@ -77,6 +77,7 @@ impl Rows {
                 row: self.first + row as u64,
                 group: Some(self.group),
                 bytes: None,
+                kept: Vec::new(),
             }),
             Err(error) => self.not_utf8(row, "text", Some(text), not_utf8(text, error)),
         }

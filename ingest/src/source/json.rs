@@ -253,6 +253,39 @@ fn described(error: &sonic_rs::Error) -> String {
     format!("{reason}, column {}", error.column())
 }
 
+/// The values at these paths of a line that was parsed: strings as they are, other values without white space, none where
+/// there is null or nothing. As everywhere, the last of equal keys counts.
+pub(super) fn kept(line: &str, paths: &[String]) -> Vec<Option<String>> {
+    let at = |path: &String| {
+        let raw = names::of(path).iter().try_fold(line.trim(), |at, name| {
+            let members = to_object_iter(at).filter_map(Result::ok);
+            let named = members.filter(|(key, _)| *key == **name);
+            named.last().and_then(|(_, value)| match value.as_raw_cow() {
+                Cow::Borrowed(text) => Some(text.trim()),
+                Cow::Owned(_) => None,
+            })
+        })?;
+        match raw.as_bytes().first()? {
+            b'"' => serde_json::from_str(raw).ok(),
+            b'n' => None,
+            _ => Some(compact(raw)),
+        }
+    };
+    paths.iter().map(at).collect()
+}
+
+/// A JSON value without the white space outside its strings.
+fn compact(raw: &str) -> String {
+    let (mut in_string, mut escaped) = (false, false);
+    let mut stays = |c: char| {
+        let is_quote = c == '"' && !escaped;
+        escaped = in_string && c == '\\' && !escaped;
+        in_string ^= is_quote;
+        in_string || is_quote || !c.is_ascii_whitespace()
+    };
+    raw.chars().filter(|c| stays(*c)).collect()
+}
+
 /// The keys of the object that lacks the last part of `path`, and the missing part. Only for messages.
 pub(super) fn keys_beside(line: &str, path: &str) -> (Vec<String>, String) {
     let mut at = line.trim();
@@ -409,6 +442,17 @@ mod tests {
         }
 
         #[test]
+        fn values_are_kept_as_serde_json_writes_them(value in value(), pretty: bool) {
+            // Floats are written by the same library, so that their text is the same.
+            let shown = if pretty { serde_json::to_string_pretty(&value) } else { serde_json::to_string(&value) };
+            let shown = shown.unwrap();
+            let paths = [vec!["a"], vec!["b", "c"], vec!["a", "b", "c"]];
+            let named: Vec<String> = paths.iter().map(|path| path.join(".")).collect();
+            let wanted: Vec<_> = paths.iter().map(|path| kept_by_serde(&value, path)).collect();
+            prop_assert_eq!(kept(&shown, &named), wanted, "{:?}", shown);
+        }
+
+        #[test]
         fn broken_values_are_judged_as_serde_json_judges_them(
             value in value(), edits in prop::collection::vec((any::<Index>(), pieces(), any::<bool>()), 1..3),
         ) {
@@ -442,6 +486,34 @@ mod tests {
             agree(&format!("{{\"a\":{line}}}"))?;
             agree(&format!("{{\"a\":\"{line}\",\"b\":{{\"c\":\"{line}\"}}}}"))?;
         }
+    }
+
+    /// What `serde_json` finds at a path, as it is kept.
+    fn kept_by_serde(value: &serde_json::Value, path: &[&str]) -> Option<String> {
+        let at = path.iter().try_fold(value, |value, key| value.get(key))?;
+        match at {
+            serde_json::Value::Null => None,
+            serde_json::Value::String(text) => Some(text.clone()),
+            other => Some(other.to_string()),
+        }
+    }
+
+    #[test]
+    fn kept_numbers_and_lists_stay_as_they_are_written() {
+        let line = r#" {"n": 1e999, "l": [1.50, "a \" b\\", { "k" : null } ], "s": "\u00e9 x", "z": null, "s2": "" } "#;
+        let paths = ["n", "l", "s", "z", "s2", "none", "l.k", "s.x"].map(str::to_owned);
+        let found = kept(line, &paths);
+        let wanted = [
+            Some("1e999"),
+            Some(r#"[1.50,"a \" b\\",{"k":null}]"#),
+            Some("\u{e9} x"),
+            None,
+            Some(""),
+        ];
+        let wanted = wanted.into_iter().chain([None; 3]).map(|it| it.map(str::to_owned));
+        assert_eq!(found, wanted.collect::<Vec<_>>());
+        let twice = kept(r#"{"a":{"b":1},"a":{"b":2,"b":3}}"#, &["a.b".to_owned()]);
+        assert_eq!(twice, [Some("3".to_owned())]);
     }
 
     #[test]

@@ -15,7 +15,10 @@ use memchr::{memchr, memchr_iter, memrchr};
 use super::arrays::Array;
 use super::decompress::Stream;
 use super::json::{self, FieldValues, Value, Wanted};
-use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names};
+use super::{
+    Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names,
+    too_long_to_keep,
+};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -261,9 +264,13 @@ impl Record<'_> {
         if text.is_empty() {
             return self.dropped("empty", Fault::data("the document is empty"));
         }
+        let kept = json::kept(line, &self.fields.keep);
+        if let Some(fault) = too_long_to_keep(&kept, &self.fields.keep) {
+            return self.dropped("too large", fault);
+        }
         let start = self.lines.offset + self.start as u64;
         let bytes = Some((start, start + self.line.len() as u64));
-        Parsed::Document(Document { id, text, row: self.row, group: None, bytes })
+        Parsed::Document(Document { id, text, row: self.row, group: None, bytes, kept })
     }
 
     fn wrong_id(&self, kind: &str) -> Parsed {

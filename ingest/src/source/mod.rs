@@ -26,11 +26,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use contract::{Class, Fault, Field, Framed, Identity, Result};
+use contract::{Class, Fault, Field, Framed, Identity, Result, counted};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use store::Location;
 use store::location::LocalFile;
+use store::{KEPT_BYTES_MAX, Location};
 
 pub use self::file::SourceFile;
 pub(crate) use self::file::{Place, Stamp};
@@ -105,6 +105,8 @@ pub struct Fields {
     pub text: TextAt,
     /// The path of the document's id, if it has one.
     pub id: Option<String>,
+    /// The paths of the fields that are kept with the document's provenance.
+    pub keep: Vec<String>,
 }
 
 /// The source of a document's text.
@@ -138,18 +140,23 @@ impl Field for TextAt {
 impl Fields {
     /// The string at `text` and the id at `id`.
     pub fn at(text: &str, id: Option<&str>) -> Self {
-        Fields { text: TextAt::Path(text.to_owned()), id: id.map(str::to_owned) }
+        Fields { text: TextAt::Path(text.to_owned()), id: id.map(str::to_owned), keep: Vec::new() }
     }
 
     /// Whole records, from which a template takes these fields.
     pub fn record(fields: impl IntoIterator<Item = impl Into<String>>, id: Option<&str>) -> Self {
         let fields = fields.into_iter().map(Into::into).collect();
-        Fields { text: TextAt::Record(fields), id: id.map(str::to_owned) }
+        Fields { text: TextAt::Record(fields), id: id.map(str::to_owned), keep: Vec::new() }
     }
 
     /// Whether the text is the whole record.
     pub fn is_record(&self) -> bool {
         matches!(self.text, TextAt::Record(_))
+    }
+
+    /// Whether a columnar reader makes a JSON object of each row: for a text of the whole record, and for kept fields.
+    fn needs_rows(&self) -> bool {
+        self.is_record() || !self.keep.is_empty()
     }
 
     /// The path of the text; a whole record has none.
@@ -219,7 +226,7 @@ impl Slab {
             Records::Lines(lines) => Ok(lines.parse(fields)),
             Records::TooLong(line) => Ok(vec![line.parse()]),
             Records::Rows(rows) => rows.parse(fields),
-            Records::Whole(whole) => Ok(vec![whole.parse()]),
+            Records::Whole(whole) => Ok(vec![whole.parse(fields)]),
             Records::Objects(rows) => Ok(rows.parse(fields)),
             Records::Copied(slab, names) => {
                 let parsed = slab.parse(fields).map_err(|fault| names.told(fault))?;
@@ -270,6 +277,9 @@ pub struct Document {
     pub group: Option<u32>,
     /// Byte range of the record in the decompressed stream, without its line ending.
     pub bytes: Option<(u64, u64)>,
+    /// The values of the kept fields, in their order: strings as they are, other JSON without white space, null and
+    /// absent ones none.
+    pub kept: Vec<Option<String>>,
 }
 
 impl Document {
@@ -389,13 +399,25 @@ fn open_on(
 ) -> Result<Box<dyn Input>> {
     Ok(match format {
         Format::JsonLines => Box::new(jsonl::Reader::open(disk, path, *limits)?),
-        Format::Parquet if fields.is_record() => {
+        Format::Parquet if fields.needs_rows() => {
             Box::new(records::Reader::open(disk, path, fields, *limits)?)
         }
         Format::Parquet => Box::new(parquet::Reader::open(disk, path, fields, *limits)?),
         Format::Arrow => Box::new(arrow::Reader::open(disk, path, fields, *limits)?),
         Format::Text => Box::new(text::Reader::open(disk, path, *limits)?),
     })
+}
+
+/// Refuses a record with a kept value that is too long to be held for each of many documents.
+fn too_long_to_keep(kept: &[Option<String>], keep: &[String]) -> Option<Fault> {
+    let long = |value: &Option<String>| value.as_ref().is_some_and(|it| it.len() > KEPT_BYTES_MAX);
+    let at = kept.iter().position(long)?;
+    let bytes = kept[at].as_ref().map_or(0, String::len) as u64;
+    Some(
+        Fault::data(format!("the field `{}` that `keep` names is too long", keep[at]))
+            .found(counted(bytes, "byte"))
+            .wanted(format!("at most {KEPT_BYTES_MAX}")),
+    )
 }
 
 /// A dropped record, with the hint that applies to every reason.

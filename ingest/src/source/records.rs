@@ -1,4 +1,5 @@
-//! Whole rows of Parquet and Arrow files as JSON, for templates and chats of several fields, including nested ones.
+//! Whole rows of Parquet and Arrow files as JSON: for templates and chats of several fields, including nested ones, and
+//! for fields that are kept.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,9 +17,13 @@ use parquet::errors::ParquetError;
 use serde_json::{Map, Value};
 use store::pieces::Pieces;
 
+use super::arrow::check_types;
 use super::columns::{guarded_pieces, in_group, only_top};
 use super::decompress::Tee;
-use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped, kinds, names};
+use super::{
+    Document, Fields, Input, Limits, Parsed, Records, Row, Slab, TextAt, dropped, kinds, names,
+    too_long_to_keep,
+};
 use crate::disk::Disk;
 
 /// Rows read at a time.
@@ -51,14 +56,17 @@ pub(super) struct Rows {
     pub(super) bytes_max: u64,
 }
 
-/// The columns among `known` that hold the fields of a whole record, in file order; all if no field is named.
+/// The columns among `known` that hold the fields, in file order; all if the text is a whole record without named ones.
 pub(super) fn roots(path: &Path, known: &[&str], fields: &Fields) -> Result<Vec<usize>> {
-    if fields.columns().is_empty() {
-        return Ok((0..known.len()).collect());
-    }
-    let id = fields.id.as_deref().and_then(|id| names::of(id).into_iter().next());
-    let at = |name: &String| only_top(path, name, known);
-    let mut columns = fields.columns().iter().chain(&id).map(at).collect::<Result<Vec<_>>>()?;
+    let root = |path: &String| names::of(path).swap_remove(0);
+    let text = match &fields.text {
+        TextAt::Record(columns) if columns.is_empty() => return Ok((0..known.len()).collect()),
+        TextAt::Record(columns) => columns.clone(),
+        TextAt::Path(path) => vec![root(path)],
+    };
+    let others = fields.id.iter().chain(&fields.keep).map(root);
+    let at = |name: String| only_top(path, &name, known);
+    let mut columns = text.into_iter().chain(others).map(at).collect::<Result<Vec<_>>>()?;
     columns.sort_unstable();
     columns.dedup();
     Ok(columns)
@@ -79,6 +87,9 @@ impl Reader {
         let known: Vec<&str> =
             metadata.schema().fields().iter().map(|f| f.name().as_str()).collect();
         let columns = roots(path, &known, fields)?;
+        if !fields.is_record() {
+            check_types(path, metadata.schema(), fields)?;
+        }
         let (path, tee) = (path.into(), Tee::open(disk, path)?);
         Ok(Reader { path, limits, file, metadata, columns, tee, group: 0, open: None })
     }
@@ -157,21 +168,25 @@ impl Rows {
             }
             record.insert(field.name().clone(), value(column, row));
         }
-        let record = Value::Object(record);
-        let text = record.to_string();
+        let mut record = Value::Object(record);
+        let kept: Vec<_> = fields.keep.iter().map(|path| kept(found(&record, path))).collect();
+        let id = fields.id.as_deref().and_then(|path| found(&record, path)).cloned();
+        let text = match text(&mut record, fields) {
+            Ok(text) => text,
+            Err((reason, fault)) => return dropped(reason, at, 0, fault.at(place)),
+        };
         let bytes = text.len() as u64;
         if bytes > self.bytes_max {
             let fault = Fault::data("the row is too long").found(counted(bytes, "byte"));
             let fault = fault.wanted(format!("at most {}", self.bytes_max)).at(place);
             return dropped("too large", at, bytes, fault);
         }
-        let id = fields
-            .id
-            .as_deref()
-            .and_then(|path| names::of(path).iter().try_fold(&record, |value, key| value.get(key)));
+        if let Some(fault) = too_long_to_keep(&kept, &fields.keep) {
+            return dropped("too large", at, bytes, fault.at(place));
+        }
         let id = match id {
             None | Some(Value::Null) => None,
-            Some(Value::String(id)) => Some(id.clone()),
+            Some(Value::String(id)) => Some(id),
             Some(Value::Number(id)) if !id.is_f64() => Some(id.to_string()),
             Some(_) => {
                 let fault =
@@ -179,7 +194,55 @@ impl Rows {
                 return dropped("malformed", at, bytes, fault);
             }
         };
-        Parsed::Document(Document { id, text, row: number, group: Some(self.group), bytes: None })
+        Parsed::Document(Document {
+            id,
+            text,
+            row: number,
+            group: Some(self.group),
+            bytes: None,
+            kept,
+        })
+    }
+}
+
+/// The value at a path of a record.
+fn found<'a>(record: &'a Value, path: &str) -> Option<&'a Value> {
+    names::of(path).iter().try_fold(record, |value, key| value.get(key))
+}
+
+/// A kept value: a string as it is, another value as JSON.
+fn kept(value: Option<&Value>) -> Option<String> {
+    match value? {
+        Value::Null => None,
+        Value::String(text) => Some(text.clone()),
+        other => Some(other.to_string()),
+    }
+}
+
+/// The text of a record, or why it has none.
+fn text(record: &mut Value, fields: &Fields) -> std::result::Result<String, (&'static str, Fault)> {
+    let path = match &fields.text {
+        TextAt::Path(path) => path,
+        TextAt::Record(_) => {
+            // A template's text is that of the record without what is only kept.
+            let id = fields.id.as_ref().and_then(|id| names::of(id).into_iter().next());
+            let of_text =
+                |name: &String| fields.columns().contains(name) || id.as_ref() == Some(name);
+            if let (Value::Object(columns), false) = (&mut *record, fields.columns().is_empty()) {
+                columns.retain(|name, _| of_text(name));
+            }
+            return Ok(record.to_string());
+        }
+    };
+    match found(record, path) {
+        Some(Value::String(text)) if text.is_empty() => {
+            Err(("empty", Fault::data("the document is empty")))
+        }
+        Some(Value::String(text)) => Ok(text.clone()),
+        _ => Err((
+            "missing text",
+            Fault::data(format!("column `{path}` holds no text")).found("null"),
+        )),
     }
 }
 
@@ -381,6 +444,74 @@ mod tests {
         assert_eq!(value(&named, 1), json!({}));
         assert_eq!(value(&numbered, 0), json!({"7": "seven"}));
         assert_eq!((value(&views, 0), value(&views, 1)), (json!(["y", "z"]), json!(["x"])));
+    }
+
+    /// The same records as JSON Lines, Parquet and Arrow give the same texts and kept values.
+    #[test]
+    fn kept_fields_are_the_same_from_every_format() {
+        let folder = tempfile::tempdir().unwrap();
+        let lines = folder.path().join("x.jsonl");
+        let chat = r#"[ {"role": "user", "content": "hi"}, {"role":"bot","content":"yo"} ]"#;
+        let records = [
+            format!(r#"{{"id":7,"score":0.5,"unused":"a","chat":{chat}}}"#),
+            r#"{"id":8,"score":null,"unused":"b","chat":[]}"#.to_owned(),
+            r#"{"id":-9,"score":2.0,"unused":"c","chat":[{"role":"user","content":null}]}"#
+                .to_owned(),
+        ];
+        std::fs::write(&lines, records.join("\n")).unwrap();
+        let keep = ["score", "chat", "unused", "id"].map(str::to_owned).to_vec();
+        let read = |path: &Path, fields: &Fields| {
+            let format = Format::guess(path).unwrap();
+            let mut reader = open(path, format, fields, &Limits::default()).unwrap();
+            let mut found = Vec::new();
+            while let Some(slab) = reader.next_slab().unwrap() {
+                for parsed in slab.parse(fields).unwrap() {
+                    let Parsed::Document(document) = parsed else { panic!("{parsed:?}") };
+                    found.push((document.id, document.text, document.kept));
+                }
+            }
+            found
+        };
+        let fields = Fields { keep: keep.clone(), ..Fields::at("unused", Some("id")) };
+        let wanted = read(&lines, &fields);
+        let first = [
+            Some("0.5"),
+            Some(r#"[{"role":"user","content":"hi"},{"role":"bot","content":"yo"}]"#),
+        ];
+        assert_eq!(wanted[0].2[..2], first.map(|it| it.map(str::to_owned)));
+        assert_eq!(
+            wanted[1].2,
+            [None, Some("[]"), Some("b"), Some("8")].map(|it| it.map(str::to_owned))
+        );
+        let of_record =
+            |keep: &[String]| Fields { keep: keep.to_vec(), ..Fields::record(["chat"], None) };
+        for path in files(folder.path()) {
+            let found = read(&path, &fields);
+            let sorted = |value: &Option<String>| {
+                value.as_ref().map(|text| match serde_json::from_str::<Value>(text) {
+                    Ok(json) => json.to_string(),
+                    Err(_) => text.clone(),
+                })
+            };
+            for ((id, text, kept), (wanted_id, wanted_text, wanted_kept)) in
+                found.iter().zip(&wanted)
+            {
+                assert_eq!((id, text), (wanted_id, wanted_text));
+                assert!(kept.iter().map(sorted).eq(wanted_kept.iter().map(sorted)), "{kept:?}");
+            }
+            // What is kept is no part of a text that a template makes.
+            let texts = |keep: &[String]| -> Vec<String> {
+                read(&path, &of_record(keep)).into_iter().map(|(_, text, _)| text).collect()
+            };
+            assert_eq!(texts(&keep), texts(&[]));
+            let format = Format::guess(&path).unwrap();
+            let missing = Fields { keep: vec!["scroe".to_owned()], ..Fields::at("unused", None) };
+            let fault = open(&path, format, &missing, &Limits::default()).map(drop).unwrap_err();
+            assert!(fault.to_string().contains("`score`"), "{fault}");
+            let number = Fields { keep: keep.clone(), ..Fields::at("score", None) };
+            let fault = open(&path, format, &number, &Limits::default()).map(drop).unwrap_err();
+            assert!(fault.to_string().contains("has the wrong type"), "{fault}");
+        }
     }
 
     #[test]

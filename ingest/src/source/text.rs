@@ -61,7 +61,7 @@ impl Input for Reader {
 }
 
 impl Whole {
-    pub(super) fn parse(&self) -> Parsed {
+    pub(super) fn parse(&self, fields: &Fields) -> Parsed {
         if self.length > self.bytes_max {
             let fault = Fault::data("the file is too long for one document");
             let fault = fault.found(counted(self.length, "byte"));
@@ -77,6 +77,8 @@ impl Whole {
                 row: 0,
                 group: None,
                 bytes: Some((start, self.length)),
+                // A text has no fields.
+                kept: vec![None; fields.keep.len()],
             }),
             Err(error) => {
                 let at = error.valid_up_to();

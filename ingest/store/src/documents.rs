@@ -2,19 +2,23 @@
 
 use std::io::ErrorKind;
 use std::ops::Range;
+use std::sync::Arc;
 
 use arrow::array::{Array as _, AsArray as _, RecordBatch};
-use arrow::datatypes::{UInt32Type, UInt64Type};
+use arrow::datatypes::{DataType, Field, Fields, UInt32Type, UInt64Type};
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::{ParquetRecordBatchReaderBuilder, RowSelection};
 
 use crate::folder::{StoreFile, damaged, missing};
 use crate::pieces::Pieces;
-use crate::write::document_schema;
+use crate::write::{KEPT, document_schema};
 use crate::{DocumentRecord, FileRecord, Location, ShardRecord, place_of_id, regular};
 use contract::fault::tells_of_memory;
 use contract::guard::quietly;
 use contract::{Fault, Result};
+
+/// The columns that every file has.
+const OWN_COLUMNS: usize = 10;
 
 /// Runs a decoder. A forger can make the digests of a file agree, and decoders use a file's own numbers as indices: a
 /// panic is an error of the file, made by `strange`, unless memory ran out.
@@ -33,6 +37,7 @@ fn guarded<T>(
 
 /// The rows of `documents-*.parquet` as they are stored: tokens are counted in the shard, files in the part.
 pub struct Documents {
+    keep: Vec<String>,
     batches: Batches,
     batch: Option<RecordBatch>,
     at: usize,
@@ -42,8 +47,14 @@ impl Documents {
     /// Opens one file.
     pub fn open(file: &StoreFile) -> Result<Self> {
         let (builder, pieces) = builder(file)?;
+        let keep = kept(builder.schema().fields()).unwrap_or_default();
         let batches = batches(file.location(), pieces, builder.with_batch_size(4096))?;
-        Ok(Documents { batches, batch: None, at: 0 })
+        Ok(Documents { keep, batches, batch: None, at: 0 })
+    }
+
+    /// The kept columns that the file has.
+    pub fn keep(&self) -> &[String] {
+        &self.keep
     }
 }
 
@@ -177,8 +188,19 @@ fn builder(file: &StoreFile) -> Result<(ParquetRecordBatchReaderBuilder<Pieces>,
         builder.map_err(|error| wrong(&error.to_string()))
     };
     let builder = guarded(path, open, wrong)?;
-    let known = builder.schema().fields() == document_schema().fields();
+    let known = kept(builder.schema().fields()).is_some();
     if known { Ok((builder, file)) } else { Err(strange(path)) }
+}
+
+/// The kept columns of a file with these columns, if they are those of this format.
+fn kept(fields: &Fields) -> Option<Vec<String>> {
+    let own = document_schema(&[]);
+    let (first, rest) = fields.split_at_checked(OWN_COLUMNS)?;
+    let name = |field: &Arc<Field>| {
+        let fits = *field.data_type() == DataType::Utf8 && field.is_nullable();
+        field.name().strip_prefix(KEPT).filter(|_| fits).map(str::to_owned)
+    };
+    if first == &own.fields()[..] { rest.iter().map(name).collect() } else { None }
 }
 
 /// The batches of a file.
@@ -227,5 +249,6 @@ fn row(batch: &RecordBatch, at: usize) -> DocumentRecord {
         bytes: word(6).zip(word(7)),
         first_token: word(8).unwrap_or_default(),
         tokens: word(9).unwrap_or_default(),
+        kept: (OWN_COLUMNS..batch.num_columns()).map(text).collect(),
     }
 }

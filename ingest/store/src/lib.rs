@@ -106,7 +106,13 @@ pub struct DocumentRecord {
     pub first_token: u64,
     /// Tokens, begin and end markers included.
     pub tokens: u64,
+    /// The values of the columns that its source keeps, in the order of [`SourceRecord::keep`]: strings as they are,
+    /// other JSON without white space; none where the record has null or no such field.
+    pub kept: Vec<Option<String>>,
 }
+
+/// The longest kept value, in bytes.
+pub const KEPT_BYTES_MAX: usize = 64 << 10;
 
 impl DocumentRecord {
     /// The id for users: its own, or `FILE#ROW` (`FILE#GROUP.ROW`), where FILE counts the source's inputs from 0.
@@ -133,7 +139,15 @@ pub(crate) fn place_of_id(id: &str) -> Option<(u32, Option<u32>, u64)> {
     };
     // Only the spelling that users are shown.
     let (file, group, row) = place;
-    let shown =
-        DocumentRecord { id: None, file, group, row, bytes: None, first_token: 0, tokens: 0 };
+    let shown = DocumentRecord {
+        id: None,
+        file,
+        group,
+        row,
+        bytes: None,
+        first_token: 0,
+        tokens: 0,
+        kept: Vec::new(),
+    };
     (shown.shown_id() == id).then_some(place)
 }

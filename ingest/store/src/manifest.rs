@@ -1,5 +1,7 @@
 //! `manifest.json`: the one file that makes a folder a store.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{DocumentRecord, Split, names};
@@ -52,6 +54,9 @@ pub struct SourceRecord {
     pub name: String,
     /// The preparation steps as canonical text: part of the identity.
     pub preparation: String,
+    /// The fields of a record that are kept with its provenance, as paths: part of the identity.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub keep: Vec<String>,
     /// The input files in reading order.
     pub inputs: Vec<InputRecord>,
     /// The parts that they became, in order; a part's number is the name of its folder.
@@ -76,6 +81,7 @@ impl SourceRecord {
         SourceRecord {
             name: name.to_owned(),
             preparation: preparation.to_owned(),
+            keep: Vec::new(),
             inputs: Vec::new(),
             train: StreamRecord::empty(),
             validation: StreamRecord::empty(),
@@ -244,6 +250,7 @@ impl Manifest {
             let SourceRecord {
                 name,
                 preparation,
+                keep,
                 inputs,
                 parts: _,
                 train,
@@ -252,7 +259,7 @@ impl Manifest {
                 removed_file: _,
                 prepared: _,
             } = source;
-            framed.field(name).field(preparation).field(inputs);
+            framed.field(name).field(preparation).field(keep).field(inputs);
             for StreamRecord { tokens, documents, text_bytes: _, digest, shards: _ } in
                 [train, validation]
             {
@@ -304,6 +311,12 @@ impl SourceRecord {
             Split::Train => &self.train,
             Split::Validation => &self.validation,
         }
+    }
+
+    /// The kept values of one of its documents, by column; those that are null have none.
+    pub fn kept(&self, record: &DocumentRecord) -> BTreeMap<String, String> {
+        let columns = self.keep.iter().zip(&record.kept);
+        columns.filter_map(|(column, value)| Some((column.clone(), value.clone()?))).collect()
     }
 
     /// The lists in its folder, which the comparison of documents wrote.
@@ -389,13 +402,17 @@ impl Link {
 
     /// The state after the document.
     pub fn end(mut self, record: &DocumentRecord) -> Digest {
-        let DocumentRecord { id, file: _, row, group, bytes, first_token: _, tokens: _ } = record;
+        let DocumentRecord { id, file: _, row, group, bytes, first_token: _, tokens: _, kept } =
+            record;
         let hasher = &mut self.0;
         // Absence is hashed explicitly, so that no value has the same digest.
         hasher.u64(u64::from(id.is_some())).str(id.as_deref().unwrap_or_default()).u64(*row);
         hasher.u64(u64::from(group.is_some())).u64(u64::from(group.unwrap_or(0)));
         let (first_byte, end_byte) = bytes.unwrap_or((0, 0));
-        hasher.u64(u64::from(bytes.is_some())).u64(first_byte).u64(end_byte);
+        hasher.u64(u64::from(bytes.is_some())).u64(first_byte).u64(end_byte).u64(kept.len() as u64);
+        for value in kept {
+            hasher.u64(u64::from(value.is_some())).str(value.as_deref().unwrap_or_default());
+        }
         hasher.finish()
     }
 }

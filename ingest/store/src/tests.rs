@@ -30,6 +30,7 @@ fn store(token_bytes: u32, cuts: &[u64], document_tokens: u64) -> (TempDir, Mani
         split: Split::Train,
         token_bytes,
         vocab,
+        keep: Vec::new(),
     };
     let (mut stream, mut digest) = (StreamRecord::empty(), StreamDigest::default());
     for (index, documents) in cuts.iter().enumerate() {
@@ -99,6 +100,7 @@ fn committed(
             dropped: Vec::new(),
             prepared: None,
             removed_file: None,
+            keep: Vec::new(),
             parts: vec![PartRecord::default()],
         }],
     };
@@ -119,6 +121,7 @@ fn record(number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
         bytes: (number.is_multiple_of(3)).then_some((number, number + 7)),
         first_token,
         tokens,
+        kept: Vec::new(),
     }
 }
 
@@ -278,6 +281,7 @@ fn a_shard_refuses_ids_beyond_the_vocabulary_and_records_that_lie() {
         split: Split::Train,
         token_bytes: 2,
         vocab: 100,
+        keep: Vec::new(),
     };
     let mut writer = ShardWriter::create(head, 0, 0, 0).unwrap();
     for id in [100, 127, 128, 1 << 31, (1 << 31) + 99, u32::MAX - 1, u32::MAX] {

@@ -308,6 +308,13 @@ impl Check<'_> {
             starts(self.at(shard, &shard.start_file), shard.documents).map_err(of_starts)?;
         let mut documents =
             Documents::open(&self.at(shard, &shard.document_file)).map_err(of_documents)?;
+        if documents.keep() != self.source.keep {
+            return Err(in_documents(format!(
+                "it keeps the columns {:?}, not {:?}",
+                documents.keep(),
+                self.source.keep
+            )));
+        }
         let (mut next, mut count) = (0, 0u64);
         for start in starts {
             let start = start.map_err(of_starts)?;

@@ -29,6 +29,9 @@ pub const ROW_GROUP_DOCUMENTS: usize = 65_536;
 /// Rows passed to the Parquet writer at once.
 const ROWS_AT_ONCE: usize = 4_096;
 
+/// Bytes of kept values after which rows are passed on earlier.
+const KEPT_AT_ONCE: usize = 1 << 20;
+
 /// What a shard writer needs to know about its stream.
 #[derive(Clone, Debug)]
 pub struct StreamHead {
@@ -42,6 +45,8 @@ pub struct StreamHead {
     pub token_bytes: u32,
     /// One more than the largest id that may be written.
     pub vocab: u32,
+    /// The columns that are kept of its documents ([`crate::SourceRecord::keep`]).
+    pub keep: Vec<String>,
 }
 
 /// Writes one shard.
@@ -104,6 +109,10 @@ impl ShardWriter {
             return Err(Fault::bug("a document's record does not agree with its tokens")
                 .at(format!("document {}", record.shown_id())));
         }
+        if record.kept.len() != self.head.keep.len() {
+            return Err(Fault::bug("a document has other kept values than its source has columns")
+                .at(format!("document {}", record.shown_id())));
+        }
         self.tokens.push(tokens)?;
         let first_token = record.first_token - self.first_token;
         self.starts.push(first_token)?;
@@ -142,10 +151,13 @@ pub fn start_schema() -> SchemaRef {
     Arc::new(Schema::new(vec![Field::new("start", DataType::UInt64, false)]))
 }
 
-/// The columns of `documents-*.parquet`.
-pub fn document_schema() -> SchemaRef {
+/// What the name of a kept column begins with.
+pub(crate) const KEPT: &str = "keep.";
+
+/// The columns of `documents-*.parquet` in a source that keeps these.
+pub fn document_schema(keep: &[String]) -> SchemaRef {
     let field = |name: &str, kind: DataType| Field::new(name, kind, false);
-    Arc::new(Schema::new(vec![
+    let mut fields = vec![
         Field::new("id", DataType::Utf8, true),
         field("source", DataType::Utf8),
         field("split", DataType::Utf8),
@@ -156,7 +168,10 @@ pub fn document_schema() -> SchemaRef {
         Field::new("end_byte", DataType::UInt64, true),
         field("first_token", DataType::UInt64),
         field("tokens", DataType::UInt64),
-    ]))
+    ];
+    fields
+        .extend(keep.iter().map(|name| Field::new(format!("{KEPT}{name}"), DataType::Utf8, true)));
+    Arc::new(Schema::new(fields))
 }
 
 /// The fault for an error of a format library: the machine's, if its root is an I/O error.
@@ -307,10 +322,13 @@ impl StartFile {
 
 struct DocumentFile {
     writer: ArrowWriter<Whole>,
+    schema: SchemaRef,
     path: PathBuf,
     source: String,
     split: Split,
     open: Vec<DocumentRecord>,
+    /// Bytes of the kept values in `open`.
+    kept_bytes: usize,
 }
 
 impl DocumentFile {
@@ -321,30 +339,35 @@ impl DocumentFile {
             .set_compression(Compression::ZSTD(level))
             .set_max_row_group_row_count(Some(ROW_GROUP_DOCUMENTS))
             .build();
-        let writer =
-            ArrowWriter::try_new(Whole::create(path)?, document_schema(), Some(properties))
-                .map_err(|error| library_fault(path, &error))?;
+        let schema = document_schema(&head.keep);
+        let writer = ArrowWriter::try_new(Whole::create(path)?, schema.clone(), Some(properties))
+            .map_err(|error| library_fault(path, &error))?;
         Ok(DocumentFile {
             writer,
+            schema,
             path: path.to_owned(),
             source: head.source.clone(),
             split: head.split,
             open: Vec::new(),
+            kept_bytes: 0,
         })
     }
 
     fn push(&mut self, record: DocumentRecord) -> Result<()> {
+        self.kept_bytes += record.kept.iter().flatten().map(String::len).sum::<usize>();
         self.open.push(record);
-        if self.open.len() == ROWS_AT_ONCE { self.write_rows() } else { Ok(()) }
+        let is_full = self.open.len() == ROWS_AT_ONCE || self.kept_bytes >= KEPT_AT_ONCE;
+        if is_full { self.write_rows() } else { Ok(()) }
     }
 
     fn write_rows(&mut self) -> Result<()> {
         let rows = std::mem::take(&mut self.open);
+        self.kept_bytes = 0;
         let text = |values: Vec<&str>| Arc::new(StringArray::from(values)) as ArrayRef;
         let words = |value: fn(&DocumentRecord) -> Option<u64>| {
             Arc::new(rows.iter().map(value).collect::<UInt64Array>()) as ArrayRef
         };
-        let columns = vec![
+        let mut columns = vec![
             Arc::new(rows.iter().map(|row| row.id.as_deref()).collect::<StringArray>()) as ArrayRef,
             text(vec![&self.source; rows.len()]),
             text(vec![self.split.name(); rows.len()]),
@@ -356,7 +379,11 @@ impl DocumentFile {
             words(|row| Some(row.first_token)),
             words(|row| Some(row.tokens)),
         ];
-        let batch = RecordBatch::try_new(document_schema(), columns)
+        for at in 0..self.schema.fields().len() - columns.len() {
+            let kept = rows.iter().map(|row| row.kept.get(at).and_then(Option::as_deref));
+            columns.push(Arc::new(kept.collect::<StringArray>()));
+        }
+        let batch = RecordBatch::try_new(self.schema.clone(), columns)
             .map_err(|error| library_fault(&self.path, &error))?;
         self.writer.write(&batch).map_err(|error| library_fault(&self.path, &error))
     }

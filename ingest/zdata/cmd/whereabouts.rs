@@ -1,5 +1,6 @@
 //! `zdata where`: every place at which a run sees a document.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use contract::{Fault, Result, counted};
@@ -37,6 +38,9 @@ struct Whereabouts {
     split: &'static str,
     document: u64,
     origin: String,
+    /// The fields that its source keeps.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    kept: BTreeMap<String, String>,
     tokens: u64,
     seen: Vec<Seen>,
 }
@@ -99,6 +103,7 @@ fn search(plan: &DataPlan, stores: &Stores, args: &Args) -> Result<Vec<Whereabou
                     split: split.name(),
                     document,
                     origin: output::origin(stream.source(), &record),
+                    kept: stream.source().kept(&record),
                     tokens: record.tokens,
                     seen,
                 });
@@ -131,10 +136,13 @@ fn seen(plan: &DataPlan, source: usize, record: &DocumentRecord) -> Result<Vec<S
 
 fn text(found: &[Whereabouts]) -> String {
     let mut out = String::new();
-    for Whereabouts { id, source, split, document, origin, tokens, seen } in found {
+    for Whereabouts { id, source, split, document, origin, kept, tokens, seen } in found {
         let (id, origin) = (output::plain(id), output::plain(origin));
         let tokens = counted(*tokens, "token");
         let _ = writeln!(out, "{id}: document {document} of {source}, {tokens}, from {origin}");
+        for (column, value) in kept {
+            let _ = writeln!(out, "  {}: {}", output::plain(column), output::plain(value));
+        }
         if *split == Split::Validation.name() {
             out += "  held out for validation: no step trains on it\n";
         } else if seen.is_empty() {

@@ -61,6 +61,7 @@ fn write(dir: &std::path::Path) {
         dropped,
         prepared: None,
         removed_file: None,
+        keep: Vec::new(),
         parts: vec![PartRecord::default()],
     };
     commit_store(dir, vec![web], 2, UNIT);

@@ -54,6 +54,7 @@ pub(crate) fn write_store(dir: &Path, texts: &[Text], token_bytes: u32, unit: u6
         dropped: Vec::new(),
         prepared: None,
         removed_file: None,
+        keep: Vec::new(),
         parts: vec![PartRecord::default()],
     });
     commit_store(dir, sources.collect(), token_bytes, unit);
@@ -104,7 +105,7 @@ pub(crate) fn head(dir: &Path, source: &str, split: Split, token_bytes: u32) -> 
     let folder = part_folder(dir, source, 0);
     fs::create_dir_all(&folder).unwrap();
     let (source, vocab) = (source.to_owned(), vocab(token_bytes));
-    StreamHead { folder, source, split, token_bytes, vocab }
+    StreamHead { folder, source, split, token_bytes, vocab, keep: Vec::new() }
 }
 
 fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> StreamRecord {
@@ -137,7 +138,16 @@ fn write_stream(dir: &Path, text: &Text, split: Split, token_bytes: u32) -> Stre
 /// The provenance of a generated document.
 pub(crate) fn record(source: &str, number: u64, first_token: u64, tokens: u64) -> DocumentRecord {
     let (id, row) = (Some(format!("{source}-{number}")), number + 1);
-    DocumentRecord { id, file: 0, row, group: None, bytes: Some((0, 1)), first_token, tokens }
+    DocumentRecord {
+        id,
+        file: 0,
+        row,
+        group: None,
+        bytes: Some((0, 1)),
+        first_token,
+        tokens,
+        kept: Vec::new(),
+    }
 }
 
 /// A phase for [`curriculum`]: steps, sequence length, batch, micro-batch and mix.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::model::{self, ZayaConfig};
 use proptest::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use tch::Kind;
 
 /// The rows of a batch.
@@ -147,7 +147,8 @@ proptest! {
         losses in prop::collection::vec(0.1..6.0f64, 4..12),
     ) {
         let document = |id: String, loss: f64| DocumentLoss {
-            source: "web".into(), id, file: String::new(), row: 0, group: None, bytes: None,
+            source: "web".into(), id, file: String::new(), row: 0, group: None, bytes: None, kept: BTreeMap::new(),
+            kept: BTreeMap::new(),
             sequences: Vec::new(), places: Vec::new(), tokens: 10, labels: 10, loss: 10.0 * loss, mean: loss,
         };
         let mut documents: Vec<DocumentLoss> =

@@ -38,6 +38,9 @@ pub struct DocumentLoss {
     pub group: Option<u32>,
     /// Its byte range in that file, decompressed, if known.
     pub bytes: Option<(u64, u64)>,
+    /// The fields that its source keeps.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub kept: BTreeMap<String, String>,
     /// The sequences of the step that contain a part of the document.
     pub sequences: Vec<u64>,
     /// The positions of its parts in the batch.
@@ -115,6 +118,7 @@ fn describe(spec: &RunSpec, source: usize, record: &DocumentRecord) -> Result<Do
         row: record.row,
         group: record.group,
         bytes: record.bytes,
+        kept: stream.source().kept(record),
         places: Vec::new(),
         sequences: Vec::new(),
         tokens: 0,

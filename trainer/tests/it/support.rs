@@ -200,6 +200,7 @@ fn source(root: &Path, name: &str, seed: u64, (text, noise): (&Text, u64)) -> So
         dropped: Vec::new(),
         prepared: None,
         removed_file: None,
+        keep: Vec::new(),
         parts: vec![PartRecord::default()],
     }
 }
@@ -215,7 +216,7 @@ fn stream(
     let folder = part_folder(root, name, 0);
     fs::create_dir_all(&folder).unwrap();
     let (source, token_bytes) = (name.to_owned(), 2);
-    let head = StreamHead { folder, source, split, token_bytes, vocab: VOCAB };
+    let head = StreamHead { folder, source, split, token_bytes, vocab: VOCAB, keep: Vec::new() };
     let mut shard = ShardWriter::create(head, 0, 0, 0).unwrap();
     let (mut stream, mut digest) = (StreamRecord::empty(), StreamDigest::default());
     for number in 0..documents {
@@ -241,6 +242,7 @@ fn stream(
             bytes: Some((0, 1)),
             first_token: stream.tokens,
             tokens: length,
+            kept: Vec::new(),
         };
         shard.push(&tokens, &record).unwrap();
         digest.document(&tokens, &record).unwrap();

@@ -45,6 +45,7 @@ fn manifest() -> Manifest {
             dropped: Vec::new(),
             prepared: None,
             removed_file: None,
+            keep: Vec::new(),
             parts: vec![PartRecord::default()],
         }],
     }
@@ -100,7 +101,7 @@ fn what_an_identity_covers_moves_it() {
 /// A document of file `file`, with one token.
 fn document(id: Option<&str>, file: u32, group: Option<u32>, row: u64) -> DocumentRecord {
     let (id, bytes, first_token) = (id.map(str::to_owned), Some((row, row + 1)), 7 * row);
-    DocumentRecord { id, file, group, row, bytes, first_token, tokens: 1 }
+    DocumentRecord { id, file, group, row, bytes, first_token, tokens: 1, kept: Vec::new() }
 }
 
 /// The digest of files, each a list of segments with the rows of their documents.
@@ -143,6 +144,11 @@ fn a_link_covers_a_document_but_not_where_it_came_to_stand() {
         DocumentRecord { group: Some(0), ..base.clone() },
         DocumentRecord { row: 6, ..base.clone() },
         DocumentRecord { bytes: None, ..base.clone() },
+        DocumentRecord { kept: vec![None], ..base.clone() },
+        DocumentRecord { kept: vec![Some(String::new())], ..base.clone() },
+        DocumentRecord { kept: vec![None, None], ..base.clone() },
+        DocumentRecord { kept: vec![Some("ab".to_owned()), Some("c".to_owned())], ..base.clone() },
+        DocumentRecord { kept: vec![Some("a".to_owned()), Some("bc".to_owned())], ..base.clone() },
         DocumentRecord { bytes: Some((5, 7)), ..base.clone() },
     ];
     others.iter().for_each(|other| assert_ne!(link(other), link(&base), "{other:?}"));

@@ -62,6 +62,7 @@ impl Text {
                 .then_some((number as u64 * 10, number as u64 * 10 + 9)),
             first_token: self.starts[number],
             tokens: self.documents[number].len() as u64,
+            kept: Vec::new(),
         }
     }
 
@@ -76,6 +77,7 @@ impl Text {
             split: Split::Train,
             token_bytes: self.token_bytes,
             vocab: if self.token_bytes == 2 { 1 << 16 } else { 1 << 20 },
+            keep: Vec::new(),
         };
         let mut train = StreamRecord::empty();
         let mut writer: Option<ShardWriter> = None;
@@ -123,6 +125,7 @@ fn commit_store(dir: &Path, train: StreamRecord, token_bytes: u32, vocab: u32) {
             dropped: Vec::new(),
             prepared: None,
             removed_file: None,
+            keep: Vec::new(),
             parts: vec![PartRecord::default()],
         }],
     };

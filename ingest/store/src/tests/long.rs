@@ -23,6 +23,7 @@ fn head(folder: &Path) -> StreamHead {
         split: Split::Train,
         token_bytes: 2,
         vocab: 65_536,
+        keep: Vec::new(),
     }
 }
 
