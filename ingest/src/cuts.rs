@@ -9,8 +9,11 @@ use crate::corpus::{Corpus, SourceFile};
 /// The limit on parts, where the sources allow it.
 pub(crate) const PARTS_MAX: usize = 1 << 14;
 
+/// A source, and the range of its files that becomes one part.
+pub(crate) type FileRange = (usize, Range<usize>);
+
 /// Cuts every source into ranges of files, one for each part of its store; also the bytes of a part that this took.
-pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<(usize, Range<usize>)>, u64)> {
+pub(crate) fn parts(corpus: &Corpus) -> Result<(Vec<FileRange>, u64)> {
     let mut sizes: Vec<Vec<u64>> = Vec::new();
     for source in &corpus.sources {
         sizes.push(source.files.iter().map(SourceFile::size).collect::<Result<_>>()?);

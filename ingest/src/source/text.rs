@@ -6,7 +6,7 @@ use std::sync::Arc;
 use contract::{Fault, Identity, Result, counted};
 
 use super::decompress::Stream;
-use super::{Document, Input, Limits, Parsed, Records, Row, Slab, dropped};
+use super::{Document, Fields, Input, Limits, Parsed, Records, Row, Slab, dropped};
 use crate::disk::Disk;
 
 const MARK: &[u8] = b"\xef\xbb\xbf";
