@@ -321,7 +321,7 @@ impl<T: Sum> Blocks<T> {
 /// Adds the maximal aligned blocks of runs of leaves, pushed in any order: a node as soon as both halves are known.
 ///
 /// ```
-/// let mut nodes = kernels::tree::Nodes::new(&[2..7]);
+/// let mut nodes = kernels::tree::TreeNodes::new(&[2..7]);
 /// [6, 3, 4, 2, 5].into_iter().try_for_each(|leaf| nodes.push(leaf, leaf as f32))?;
 /// assert_eq!(nodes.take(2), Some(2.0 + 3.0));
 /// assert_eq!(nodes.finish()?, None, "a block was taken");
