@@ -148,7 +148,6 @@ proptest! {
     ) {
         let document = |id: String, loss: f64| DocumentLoss {
             source: "web".into(), id, file: String::new(), row: 0, group: None, bytes: None, kept: BTreeMap::new(),
-            kept: BTreeMap::new(),
             sequences: Vec::new(), places: Vec::new(), tokens: 10, labels: 10, loss: 10.0 * loss, mean: loss,
         };
         let mut documents: Vec<DocumentLoss> =
