@@ -110,8 +110,8 @@ pub(crate) struct PartBuilder {
 }
 
 impl PartBuilder {
-    /// Begins a part of the source `name`, which keeps the columns `keep`, in `folder`, which must exist, for a store like `manifest`. `decided` is the
-    /// scan's list for the files of the part.
+    /// Begins a part of the source `name`, which keeps the columns `keep`, in `folder`, which must exist, for a store
+    /// like `manifest`. `decided` is the scan's list for the files of the part.
     pub(crate) fn new(
         folder: &Path,
         (name, keep): (&str, &[String]),

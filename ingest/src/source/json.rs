@@ -253,8 +253,8 @@ fn described(error: &sonic_rs::Error) -> String {
     format!("{reason}, column {}", error.column())
 }
 
-/// The values at these paths of a line that was parsed: strings as they are, other values without white space, none where
-/// there is null or nothing. As everywhere, the last of equal keys counts.
+/// The values at these paths of a line that was parsed: strings as they are, other values without white space, none
+/// where there is null or nothing. As everywhere, the last of equal keys counts.
 pub(super) fn kept(line: &str, paths: &[String]) -> Vec<Option<String>> {
     let at = |path: &String| {
         let raw = names::of(path).iter().try_fold(line.trim(), |at, name| {
