@@ -35,8 +35,8 @@ pub(super) fn connect(
         CallbackOwner { store: Arc::downgrade(store), timeout, failed: Arc::clone(&failed) };
     let owner = Box::into_raw(Box::new(asked)).cast();
     let calls = StoreCalls { owner, set, wait, free };
-    // SAFETY: texts and out-pointer outlive the call; the ownership of `CallbackOwner` is handed over and `free` releases
-    // it.
+    // SAFETY: texts and out-pointer outlive the call; the ownership of `CallbackOwner` is handed over, and `free`
+    // releases it.
     let connected = guarded("connect the ranks", unsafe {
         shim_group_open(
             calls,
